@@ -1,0 +1,47 @@
+# Both commands set themselves up on a fresh machine: a virtual environment in .venv with pinned dependencies.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: run test lint bench oracle clean
+
+run: $(VENV)/run.stamp
+	$(BIN)/kpolicy run $(ARGS)
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/test.stamp
+	$(BIN)/python -m benchmarks.decide $(ARGS)
+
+# The replicas against the real code of vLLM and SGLang, out of their wheels (650 MB); nothing of them is installed.
+ORACLE := .cache/oracle
+oracle: $(VENV)/test.stamp
+	mkdir -p $(ORACLE)
+	for package in vllm==0.23.0 vllm==0.33.0 sglang==0.5.23; do \
+	    ls $(ORACLE)/$$(echo $$package | sed 's/==/-/')* >/dev/null 2>&1 || \
+	    $(BIN)/python -m pip download --quiet --no-deps --dest $(ORACLE) $$package; done
+	KPOLICY_ORACLE=$(ORACLE) $(BIN)/python -m pytest -n auto -m oracle $(ARGS)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
+
+$(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/test.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,torch]'
+	touch $@ $(VENV)/run.stamp
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
