@@ -1,0 +1,365 @@
+"""`CostTable`: what each way to run a batch would take, and the analytic table for when nothing was measured.
+
+The model of a step (docs/design.md, costs):
+
+- A launch keeps the device busy for ``dense(padded tokens) + attention(real KV)`` and the host for its launch time.
+  The two overlap, so launches that follow each other take the larger of the two sums.
+- Halves that run beside each other on the device take ``longer + overlap_cost * shorter``.
+- `step_us` is the whole cycle, less the decode-only time of decode steps beyond the first, so that equal work is
+  compared. `gap_us` is the time until the same decode rows' next token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import attrs
+
+from kpolicy.budgets import Usage
+from kpolicy.decision import Launch
+from kpolicy.errors import ProfileError
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part, Rows
+from kpolicy.settings import Objective
+from kpolicy.shapes import BatchNumbers
+
+__all__ = [
+    "H200",
+    "LLAMA_8B",
+    "AttentionCost",
+    "Cost",
+    "CostTable",
+    "Curve",
+    "DeviceFigures",
+    "HostCost",
+    "ModelFigures",
+    "analytic_costs",
+]
+
+
+class Cost(NamedTuple):
+    """What one way to run a batch takes, in microseconds."""
+
+    step_us: float
+    """The whole cycle, less the decode-only time of decode steps beyond the first."""
+    gap_us: float
+    """Time until the same decode rows' next token."""
+    cycle_us: float
+    """From this step's start to the next one's; the prefill rows are done by then."""
+    device_us: float
+    host_us: float
+
+    @property
+    def bound_by(self) -> str:
+        """The side that bounds the step: ``device`` or ``host``."""
+        return "host" if self.host_us > self.device_us else "device"
+
+
+def _ints(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+def _floats(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
+
+
+@attrs.frozen
+class Curve:
+    """Microseconds by padded tokens, as measured: it need not rise. Linear between points and beyond the last two.
+
+    Raises:
+        ProfileError: no points, sizes that don't rise, or a time that isn't a positive number.
+    """
+
+    sizes: tuple[int, ...] = attrs.field(converter=_ints)
+    us: tuple[float, ...] = attrs.field(converter=_floats)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.us):
+            raise ProfileError(f"a curve has {len(self.sizes)} sizes and {len(self.us)} times; one time a size.")
+        if any(b <= a for a, b in zip(self.sizes, self.sizes[1:], strict=False)) or self.sizes[0] < 1:
+            raise ProfileError(f"curve sizes {self.sizes} must rise from at least 1.")
+        if not all(0 < value < 1e12 for value in self.us):
+            raise ProfileError("a curve has a time that isn't a positive number of microseconds.")
+
+    def at(self, size: int) -> float:
+        """Microseconds at that size."""
+        sizes, us = self.sizes, self.us
+        i = bisect_left(sizes, size)
+        if i < len(sizes) and sizes[i] == size:
+            return us[i]
+        if i == 0 or len(sizes) == 1:
+            return us[0]
+        if i == len(sizes):
+            return max(us[-1] + (size - sizes[-1]) * self._slope_beyond, 0.0)
+        return max(us[i] + (size - sizes[i]) * self._slope(i), 0.0)
+
+    def _slope(self, i: int) -> float:
+        """Microseconds a token between point i and the one before it."""
+        return (self.us[i] - self.us[i - 1]) / (self.sizes[i] - self.sizes[i - 1])
+
+    @property
+    def _slope_beyond(self) -> float:
+        """Microseconds a token beyond the last point: that of the last two, but never falling."""
+        return max(self._slope(len(self.sizes) - 1), 0.0)
+
+    def upto(self, most: int) -> list[float]:
+        """`at` for every size from 0 to `most`, 0 being 0: segment by segment, because a table is made of thousands."""
+        sizes, us = self.sizes, self.us
+        found = [0.0] + [us[0]] * (sizes[0] if len(sizes) > 1 else most)
+        for i in range(1, len(sizes)):
+            point, slope = sizes[i], self._slope(i)
+            found += [max(us[i] + (size - point) * slope, 0.0) for size in range(sizes[i - 1] + 1, point)]
+            found.append(us[i])
+        if len(sizes) > 1:
+            point, slope = sizes[-1], self._slope_beyond
+            found += [max(us[-1] + (size - point) * slope, 0.0) for size in range(point + 1, most + 1)]
+        return found[: most + 1]
+
+
+@attrs.frozen
+class AttentionCost:
+    """Device time of attention over all layers: ``base + per_row * rows + per_unit * units`` microseconds.
+
+    For decode rows a unit is a KV token attended to; for prefill rows it is a query-key pair. Rows are decode
+    requests, or prefill tokens.
+    """
+
+    base_us: float = 0.0
+    row_us: float = 0.0
+    unit_us: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        if not all(0 <= value < 1e9 for value in (self.base_us, self.row_us, self.unit_us)):
+            raise ProfileError(f"{self!r}: attention costs are microseconds from 0 up.")
+
+
+@attrs.frozen
+class HostCost:
+    """Host time to launch one forward in a mode: ``base + per_req * requests`` microseconds."""
+
+    base_us: float
+    req_us: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        if not all(0 <= value < 1e9 for value in (self.base_us, self.req_us)):
+            raise ProfileError(f"{self!r}: host costs are microseconds from 0 up.")
+
+
+@attrs.frozen(kw_only=True)
+class CostTable:
+    """What launches take on one device for one model.
+
+    Args:
+        version: names the table; it changes when a number does.
+        measured: whether the numbers were measured on the device.
+        full, piecewise, eager: device time of the dense work by padded tokens, in each mode.
+        decode_attention, prefill_attention: device time of attention on the real KV.
+        host_full, host_piecewise, host_eager: host time of one forward's launches.
+        step_us: time of a step that overlaps nothing (sampling, hand-over).
+        overlap_cost: share of the shorter half's device time that running it beside the longer still costs: 0 when
+            overlap is free, 1 when nothing overlaps.
+        capture_us: seconds of capture a graph, in microseconds, by part: (FULL, PIECEWISE).
+        graph_bytes: bytes a graph, by part.
+        graph_pieces: device graphs that one key is made of, by part: one for FULL, one a piece for PIECEWISE.
+    """
+
+    version: str
+    measured: bool
+    full: Curve
+    piecewise: Curve
+    eager: Curve
+    decode_attention: AttentionCost = AttentionCost()
+    prefill_attention: AttentionCost = AttentionCost()
+    host_full: HostCost
+    host_piecewise: HostCost
+    host_eager: HostCost
+    step_us: float = 0.0
+    overlap_cost: float = attrs.field(default=1.0)
+    capture_us: tuple[float, float] = (0.0, 0.0)
+    graph_bytes: tuple[int, int] = (0, 0)
+    graph_pieces: tuple[int, int] = (1, 1)
+
+    def __attrs_post_init__(self) -> None:
+        times = (self.step_us, *self.capture_us, *self.graph_bytes, *self.graph_pieces)
+        if not all(0 <= value < 1e15 for value in times):
+            raise ProfileError(
+                f"step_us is {self.step_us}, capture_us {self.capture_us}, graph_bytes {self.graph_bytes} and "
+                f"graph_pieces {self.graph_pieces}; all are finite numbers from 0 up."
+            )
+
+    @overlap_cost.validator
+    def _check_overlap(self, _: Any, value: float) -> None:
+        if not 0 <= value <= 2:
+            raise ProfileError(f"overlap_cost is {value}; 0 is free overlap, 1 none, and over 2 isn't believable.")
+
+    def usage_of(self, key: GraphKey) -> Usage:
+        """What capturing that key is expected to take."""
+        which = 0 if key.part is Part.FULL else 1
+        return Usage(
+            graphs=self.graph_pieces[which],
+            bytes=self.graph_bytes[which],
+            seconds=self.capture_us[which] / 1e6,
+            streams=1,
+        )
+
+    def decode_attention_us(self, numbers: BatchNumbers) -> float:
+        cost = self.decode_attention
+        if not numbers.num_decodes:
+            return 0.0
+        return cost.base_us + cost.row_us * numbers.num_decodes + cost.unit_us * numbers.decode_kv_tokens
+
+    def prefill_attention_us(self, numbers: BatchNumbers) -> float:
+        cost = self.prefill_attention
+        if not numbers.num_prefills:
+            return 0.0
+        return cost.base_us + cost.row_us * numbers.num_prefill_tokens + cost.unit_us * numbers.prefill_pairs
+
+    def launch_us(self, launch: Launch, numbers: BatchNumbers) -> tuple[float, float]:
+        """(device, host) time of one repeat of a launch."""
+        decode = self.decode_attention_us(numbers) if launch.rows is not Rows.PREFILL else 0.0
+        prefill = self.prefill_attention_us(numbers) if launch.rows is not Rows.DECODE else 0.0
+        reqs = (
+            numbers.total_reqs
+            if launch.rows is Rows.ALL
+            else numbers.num_decodes
+            if launch.rows is Rows.DECODE
+            else numbers.num_prefills
+        )
+        if launch.key is None:
+            dense = self.eager.at(launch.padded_tokens or launch.num_tokens(numbers))
+            host = self.host_eager
+        elif launch.key.part is Part.FULL:
+            dense, host = self.full.at(launch.key.num_tokens), self.host_full
+        else:
+            dense, host = self.piecewise.at(launch.key.num_tokens), self.host_piecewise
+        return dense + (decode + prefill), host.base_us + host.req_us * reqs
+
+    def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
+        """What running these launches as one step takes. The readable form; compiled policies inline it."""
+        if not launches:
+            return Cost(self.step_us, self.step_us, self.step_us, 0.0, 0.0)
+        device, host = self.launch_us(launches[0], numbers)
+        if len(launches) == 1:
+            cycle = max(device, host) + self.step_us
+            return Cost(cycle, cycle, cycle, device, host)
+        first, second = launches
+        second_device, second_host = self.launch_us(second, numbers)
+        steps = first.repeat
+        decodes_us = steps * device
+        host_us = steps * host + second_host
+        if second.stream == first.stream:
+            device_us = decodes_us + second_device
+        else:
+            shorter, longer = sorted((decodes_us, second_device))
+            device_us = longer + self.overlap_cost * shorter
+        cycle = max(device_us, host_us) + self.step_us
+        # Decode steps beyond the first would have been steps of their own.
+        alone = max(device, host) + self.step_us
+        return Cost(cycle - (steps - 1) * alone, cycle / steps, cycle, device_us, host_us)
+
+    def score(self, cost: Cost, objective: Objective) -> float:
+        return objective.step_weight * cost.step_us + objective.gap_weight * cost.gap_us
+
+
+@attrs.frozen(kw_only=True)
+class ModelFigures:
+    """The figures of a decoder that its cost depends on.
+
+    Args:
+        name: what to call it.
+        num_layers: decoder layers.
+        dense_params: parameters a token passes through (active experts only), LM head included.
+        weight_params: parameters that are read when the batch is large enough to touch all of them.
+        kv_bytes_per_token: bytes of KV a token, over all layers.
+        attention_flops_per_pair: floating point operations a query-key pair, over all layers and heads.
+    """
+
+    name: str
+    num_layers: int
+    dense_params: int
+    weight_params: int
+    kv_bytes_per_token: int
+    attention_flops_per_pair: int
+
+    def __attrs_post_init__(self) -> None:
+        for field in ("num_layers", "dense_params", "weight_params"):
+            if getattr(self, field) < 1:
+                raise ProfileError(f"{field} of {self.name} is {getattr(self, field)}; it must be at least 1.")
+
+
+@attrs.frozen(kw_only=True)
+class DeviceFigures:
+    """Published figures of a device, and host costs of launching on it.
+
+    Args:
+        bytes_per_us: memory bandwidth.
+        flops_per_us: dense bf16 throughput.
+        efficiency: share of both that real kernels reach.
+        kernel_us: device time of the smallest kernel inside a graph.
+        eager_op_us: host time of one eager operator, its launch included.
+        segment_us: host time of one segment replay and the eager attention behind it.
+        replay_us: host time of one whole-graph replay.
+    """
+
+    name: str
+    bytes_per_us: float
+    flops_per_us: float
+    efficiency: float = 0.7
+    kernel_us: float = 1.3
+    eager_op_us: float = 24.0
+    segment_us: float = 80.0
+    replay_us: float = 50.0
+
+
+# 4.8 TB/s and 989 TFLOPS dense bf16: NVIDIA's H200 data sheet. Host costs: fitted to the first measurements in
+# docs/design.md (eager 9 to 13 ms at 24 and 32 layers, pieces 2.2 ms at 24).
+H200 = DeviceFigures(name="H200 (published figures)", bytes_per_us=4.8e6, flops_per_us=989e6)
+LLAMA_8B = ModelFigures(
+    name="8B GQA decoder",
+    num_layers=32,
+    dense_params=7_504_924_672,
+    weight_params=7_504_924_672,
+    kv_bytes_per_token=2 * 2 * 8 * 128 * 32,
+    attention_flops_per_pair=4 * 32 * 128 * 32,
+)
+_OPS_PER_LAYER = 16
+_KERNELS_PER_LAYER = 10
+
+
+def analytic_costs(model: ModelFigures = LLAMA_8B, device: DeviceFigures = H200) -> CostTable:
+    """A roofline table: each dense step is bound by reading weights or by arithmetic, on top of a kernel floor.
+
+    Nothing in it was measured on the user's device, and decisions made from it say so.
+    """
+    grid = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384]
+    floor = model.num_layers * _KERNELS_PER_LAYER * device.kernel_us
+    bandwidth = device.bytes_per_us * device.efficiency
+    flops = device.flops_per_us * device.efficiency
+
+    def dense(tokens: int) -> float:
+        touched = min(model.weight_params, model.dense_params * tokens)
+        return floor + max(2 * touched / bandwidth, 2 * model.dense_params * tokens / flops)
+
+    curve = Curve(tuple(grid), tuple(dense(tokens) for tokens in grid))
+    decode = AttentionCost(model.num_layers * 2 * device.kernel_us, 0.0, model.kv_bytes_per_token / bandwidth)
+    prefill = AttentionCost(model.num_layers * 2 * device.kernel_us, 0.0, model.attention_flops_per_pair / flops)
+    return CostTable(
+        version=f"analytic-1:{model.name}:{device.name}",
+        measured=False,
+        full=curve,
+        piecewise=curve,
+        eager=curve,
+        decode_attention=decode,
+        prefill_attention=prefill,
+        host_full=HostCost(device.replay_us),
+        host_piecewise=HostCost((model.num_layers + 1) * device.segment_us),
+        host_eager=HostCost(model.num_layers * _OPS_PER_LAYER * device.eager_op_us),
+        step_us=300.0,
+        overlap_cost=0.9,
+        capture_us=(150_000.0, 400_000.0),
+        graph_bytes=(6 << 20, 12 << 20),
+        graph_pieces=(1, model.num_layers + 1),
+    )

@@ -1,0 +1,119 @@
+"""Limits of a deployment that every part reads: rows, tokens, speculation, LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from kpolicy.errors import ConfigError
+
+__all__ = ["LIMITS", "Objective", "Settings"]
+
+LIMITS: Mapping[str, tuple[int, int]] = {
+    "max_num_reqs": (1, 1 << 16),
+    "max_num_tokens": (1, 1 << 20),
+    "num_speculative_tokens": (0, 255),
+    "max_loras": (0, 1024),
+}
+"""The least and the most of each of `Settings`. Prepared tables are as long as these, so at the most of all of them
+compiling takes seconds and some 100 MB; a mistyped limit would take all memory."""
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """What the serving engine around kpolicy was started with.
+
+    Args:
+        max_num_reqs: most requests in one step.
+        max_num_tokens: most tokens in one step (the chunked prefill budget).
+        num_speculative_tokens: draft tokens verified a decode row, k; decode rows then have 1 + k tokens.
+        max_loras: most LoRA adapters active in one step; 0 without LoRA.
+
+    Raises:
+        ConfigError: a limit is out of range.
+    """
+
+    max_num_reqs: int = 256
+    max_num_tokens: int = 8192
+    num_speculative_tokens: int = 0
+    max_loras: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        for name, (least, most) in LIMITS.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise ConfigError(
+                    f"{name} is {value!r}; it must be a whole number of at least {least} and at most {most}."
+                )
+        if self.max_num_tokens < self.query_len:
+            raise ConfigError(
+                f"max_num_tokens is {self.max_num_tokens}, less than one decode row of {self.query_len} tokens "
+                f"(1 + num_speculative_tokens). Raise it or draft fewer tokens."
+            )
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of a decode row that verifies all its drafts: 1 + k."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def decode_query_lens(self) -> tuple[int, ...]:
+        """Query lengths that uniform decode batches come in: 1 + k, and 1 for steps without drafts."""
+        return (1, self.query_len) if self.num_speculative_tokens else (1,)
+
+
+@attrs.frozen
+class Objective:
+    """What `auto` minimises: ``step_weight * step_us + gap_weight * gap_us``.
+
+    Args:
+        step_weight: weight of the time of a whole cycle of work; 1 and 0 is throughput.
+        gap_weight: weight of the time until the same decode rows' next token; 0 and 1 is latency.
+        first_token_limit: the prefill rows of a step may take at most this many times what the way that is best
+            for them takes. Keeps several decodes beside one prefill from starving the prompt.
+
+    Raises:
+        ConfigError: a weight is negative or not finite, both are zero, or the limit is under 1.
+    """
+
+    step_weight: float = 1.0
+    gap_weight: float = 0.0
+    first_token_limit: float = 1.25
+
+    def __attrs_post_init__(self) -> None:
+        weights = (self.step_weight, self.gap_weight)
+        # NaN fails both comparisons.
+        if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+            raise ConfigError(
+                f"objective weights are {self.step_weight:g} and {self.gap_weight:g}; both must be finite and at least "
+                "0, one above it, for example 0.7:0.3."
+            )
+        if not self.first_token_limit >= 1:
+            raise ConfigError(f"first_token_limit is {self.first_token_limit}; it is a factor of at least 1.")
+
+    @classmethod
+    def parse(cls, value: Objective | str) -> Objective:
+        """``"throughput"``, ``"latency"`` or ``"STEP:GAP"`` weights such as ``"0.7:0.3"``.
+
+        Raises:
+            ConfigError: the text is none of these.
+        """
+        if isinstance(value, Objective):
+            return value
+        if value == "throughput":
+            return cls()
+        if value == "latency":
+            return cls(0.0, 1.0)
+        try:
+            step, gap = (float(part) for part in value.split(":"))
+        except ValueError:
+            raise ConfigError(
+                f"objective is {value!r}; it is throughput, latency, or weights as STEP:GAP, for example 0.7:0.3."
+            ) from None
+        return cls(step, gap)
+
+    def __str__(self) -> str:
+        if not self.gap_weight:
+            return "throughput"
+        return f"{self.step_weight:g}:{self.gap_weight:g}" if self.step_weight else "latency"

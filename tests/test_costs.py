@@ -1,0 +1,253 @@
+"""Costs: curves, hand-worked sums, and the analytic table's sanity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kpolicy.costs import (
+    H200,
+    LLAMA_8B,
+    AttentionCost,
+    Cost,
+    CostTable,
+    Curve,
+    HostCost,
+    ModelFigures,
+    analytic_costs,
+)
+from kpolicy.decision import Launch
+from kpolicy.errors import ProfileError
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part, Rows
+from kpolicy.settings import Objective
+from kpolicy.shapes import BatchShape
+
+FULL8 = GraphKey(Part.FULL, 8, 8, query_len=1)
+PIECE64 = GraphKey(Part.PIECEWISE, 64)
+TABLE = CostTable(
+    version="by hand",
+    measured=True,
+    full=Curve((8, 64), (100.0, 240.0)),
+    piecewise=Curve((8, 64), (120.0, 260.0)),
+    eager=Curve((8, 64), (130.0, 270.0)),
+    decode_attention=AttentionCost(10.0, 1.0, 0.01),
+    prefill_attention=AttentionCost(20.0, 0.5, 0.001),
+    host_full=HostCost(40.0, 0.5),
+    host_piecewise=HostCost(300.0, 1.0),
+    host_eager=HostCost(900.0, 2.0),
+    step_us=30.0,
+    overlap_cost=0.5,
+)
+DECODES = BatchShape.decode(6, 6000).numbers
+# 6 decodes with 6,000 KV tokens, 40 prompt tokens over a context of 100: 40 x 100 + 40 x 41 / 2 pairs.
+MIXED = BatchShape(decodes=[(1, 6)], prefills=[(40, 100)], decode_kv_tokens=6000).numbers
+DECODE_US = 10 + 6 * 1.0 + 6000 * 0.01
+PREFILL_US = 20 + 40 * 0.5 + 4820 * 0.001
+
+
+def test_curves_are_linear_between_points_and_beyond_the_last_two() -> None:
+    """A measured size has its time; others lie on the line through their neighbours, never falling at the end."""
+    curve = Curve((10, 20, 40), (100.0, 50.0, 150.0))
+    assert [curve.at(size) for size in (10, 20, 40)] == [100, 50, 150]
+    assert curve.at(15) == 75
+    assert curve.at(30) == 100
+    assert curve.at(60) == 250
+    assert curve.at(1) == 100
+    assert Curve((10, 20), (100.0, 50.0)).at(40) == 50
+    assert Curve((10,), (100.0,)).at(1) == Curve((10,), (100.0,)).at(99) == 100
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.floats(0.5, 1e4)), min_size=1, max_size=6), st.integers(1, 900))
+def test_a_curve_stays_between_its_points(points: list[tuple[int, float]], size: int) -> None:
+    """Inside what was measured a curve lies between its neighbours; it is never negative."""
+    drawn = dict(points)
+    curve = Curve(sorted(drawn), [drawn[each] for each in sorted(drawn)])
+    at = curve.at(size)
+    assert at >= 0
+    if curve.sizes[0] <= size <= curve.sizes[-1]:
+        below = max(each for each in curve.sizes if each <= size)
+        above = min(each for each in curve.sizes if each >= size)
+        low, high = sorted((curve.at(below), curve.at(above)))
+        assert low - 1e-6 <= at <= high + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "us", "match"),
+    [
+        ((), (), "0 sizes and 0 times"),
+        ((1, 2), (1.0,), "2 sizes and 1 times"),
+        ((2, 1), (1.0, 1.0), "must rise"),
+        ((1, 1), (1.0, 1.0), "must rise"),
+        ((0, 1), (1.0, 1.0), "from at least 1"),
+        ((1,), (0.0,), "positive number"),
+        ((1,), (-1.0,), "positive number"),
+        ((1,), (float("nan"),), "positive number"),
+        ((1,), (float("inf"),), "positive number"),
+    ],
+)
+def test_curves_that_nobody_measured(sizes: Any, us: Any, match: str) -> None:
+    """A curve without points, with sizes that don't rise, or with a time that is no time is an error."""
+    with pytest.raises(ProfileError, match=match):
+        Curve(sizes, us)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: AttentionCost(-1.0),
+        lambda: AttentionCost(0.0, float("nan")),
+        lambda: HostCost(-1.0),
+        lambda: HostCost(1.0, float("inf")),
+        lambda: attrs.evolve(TABLE, overlap_cost=-0.1),
+        lambda: attrs.evolve(TABLE, overlap_cost=2.5),
+        lambda: attrs.evolve(LLAMA_8B, num_layers=0),
+        lambda: attrs.evolve(LLAMA_8B, dense_params=0),
+    ],
+)
+def test_numbers_that_are_no_costs(make: Any) -> None:
+    """Negative, infinite and unbelievable costs are errors."""
+    with pytest.raises(ProfileError):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("launches", "numbers", "device", "host"),
+    [
+        # 6 rows in a graph of 8: dense work at 8, attention on the real KV.
+        ((Launch(Rows.ALL, FULL8),), DECODES, 100 + DECODE_US, 40 + 6 * 0.5),
+        ((Launch(Rows.ALL, PIECE64),), DECODES, 260 + DECODE_US, 300 + 6),
+        # Eager isn't padded: 130 + (6 - 8) x 140 / 56 is below the first point, so it is the first point's.
+        ((Launch(Rows.ALL, None),), DECODES, 130 + DECODE_US, 900 + 12),
+        ((Launch(Rows.ALL, None, padded_tokens=64),), DECODES, 270 + DECODE_US, 900 + 12),
+        ((Launch(Rows.ALL, PIECE64),), MIXED, 260 + DECODE_US + PREFILL_US, 300 + 7),
+        ((Launch(Rows.ALL, None),), MIXED, 130 + (46 - 8) * 2.5 + DECODE_US + PREFILL_US, 900 + 14),
+    ],
+)
+def test_one_launch_by_hand(launches: Any, numbers: Any, device: float, host: float) -> None:
+    """A launch takes the larger of device and host time, plus what overlaps nothing; gap and step are the cycle."""
+    cost = TABLE.cost(launches, numbers)
+    assert cost.device_us == pytest.approx(device)
+    assert cost.host_us == pytest.approx(host)
+    assert cost.cycle_us == pytest.approx(max(device, host) + 30)
+    assert cost.step_us == cost.gap_us == cost.cycle_us
+    assert cost.bound_by == ("host" if host > device else "device")
+
+
+def split(stream: int, repeat: int = 1) -> tuple[Launch, Launch]:
+    return Launch(Rows.DECODE, FULL8, repeat=repeat), Launch(Rows.PREFILL, PIECE64, stream=stream)
+
+
+def test_a_split_in_turn_by_hand() -> None:
+    """Halves that follow each other add up, on the device and on the host."""
+    cost = TABLE.cost(split(0), MIXED)
+    device, host = 100 + DECODE_US + 260 + PREFILL_US, 40 + 3 + 300 + 1
+    assert cost.device_us == pytest.approx(device)
+    assert cost.host_us == pytest.approx(host)
+    assert cost.step_us == cost.gap_us == pytest.approx(max(device, host) + 30)
+
+
+def test_a_split_beside_by_hand() -> None:
+    """Beside each other the shorter half costs half of itself; the next token still waits for the whole cycle."""
+    cost = TABLE.cost(split(1), MIXED)
+    longer, shorter = 260 + PREFILL_US, 100 + DECODE_US
+    assert cost.device_us == pytest.approx(longer + 0.5 * shorter)
+    assert cost.cycle_us == pytest.approx(max(longer + 0.5 * shorter, 344) + 30)
+    assert cost.gap_us == cost.cycle_us
+
+
+def test_several_decodes_beside_by_hand() -> None:
+    """Four decodes beside a prefill: the gap is a quarter of the cycle, and three decode-only steps are taken off."""
+    cost = TABLE.cost(split(1, 4), MIXED)
+    decode, prefill = 100 + DECODE_US, 260 + PREFILL_US
+    device, host = max(4 * decode, prefill) + 0.5 * min(4 * decode, prefill), 4 * 43 + 301
+    cycle = max(device, host) + 30
+    assert cost.cycle_us == pytest.approx(cycle)
+    assert cost.gap_us == pytest.approx(cycle / 4)
+    assert cost.step_us == pytest.approx(cycle - 3 * (decode + 30))
+
+
+def test_nothing_to_run_costs_what_a_step_costs() -> None:
+    """A step without launches takes only what overlaps nothing."""
+    assert TABLE.cost((), BatchShape().numbers) == Cost(30, 30, 30, 0, 0)
+
+
+def test_scores_weigh_step_and_gap() -> None:
+    """The score is the weighted sum of the two."""
+    cost = TABLE.cost(split(1, 4), MIXED)
+    assert TABLE.score(cost, Objective()) == cost.step_us
+    assert TABLE.score(cost, Objective.parse("latency")) == cost.gap_us
+    assert TABLE.score(cost, Objective(2.0, 3.0)) == pytest.approx(2 * cost.step_us + 3 * cost.gap_us)
+
+
+def whole(key: GraphKey | None) -> tuple[Launch]:
+    return (Launch(Rows.ALL, key),)
+
+
+SMALL = ModelFigures(
+    name="small",
+    num_layers=24,
+    dense_params=494_032_768,
+    weight_params=494_032_768,
+    kv_bytes_per_token=12_288,
+    attention_flops_per_pair=4 * 896 * 24,
+)
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, SMALL], ids=lambda model: model.name)
+def test_one_decode_by_the_analytic_table(model: ModelFigures) -> None:
+    """For one decode eager costs no less than pieces, and pieces no less than one graph; on the host always more."""
+    table, numbers = analytic_costs(model), BatchShape.decode(1, 1000).numbers
+    full = table.cost(whole(GraphKey(Part.FULL, 1, 1, query_len=1)), numbers)
+    pieces = table.cost(whole(GraphKey(Part.PIECEWISE, 1)), numbers)
+    eager = table.cost(whole(None), numbers)
+    assert eager.step_us > pieces.step_us >= full.step_us
+    assert eager.host_us > pieces.host_us > full.host_us
+    assert full.bound_by == "device"
+    assert not table.measured
+    assert model.name in table.version
+
+
+def test_a_large_batch_is_bound_by_the_device_whatever_the_mode() -> None:
+    """With thousands of tokens launches are hidden, so eager costs what a graph of its size costs."""
+    table, numbers = analytic_costs(), BatchShape(prefills=[(8192, 0)]).numbers
+    graph = table.cost(whole(GraphKey(Part.PIECEWISE, 8192)), numbers)
+    eager = table.cost(whole(None), numbers)
+    assert graph.bound_by == eager.bound_by == "device"
+    assert graph.step_us == eager.step_us
+
+
+@given(st.integers(1, 16_000), st.integers(1, 16_000))
+def test_analytic_time_never_falls_with_tokens(few: int, many: int) -> None:
+    """More tokens never take less device time."""
+    few, many = sorted((few, many))
+    table = analytic_costs()
+    assert table.eager.at(few) <= table.eager.at(many)
+    assert table.full.at(few) == table.piecewise.at(few) == table.eager.at(few)
+
+
+def test_reading_the_weights_bounds_a_single_token() -> None:
+    """One token of the 8B model takes at least the time to read its weights, and no more than the kernels besides."""
+    weights_us = 2 * LLAMA_8B.weight_params / (H200.bytes_per_us * H200.efficiency)
+    dense_us = analytic_costs().full.at(1)
+    assert weights_us < dense_us < 1.2 * weights_us
+
+
+def test_bigger_models_cost_more_in_every_mode() -> None:
+    """A model with more layers costs more on the host in eager and pieces, and more on the device throughout."""
+    little, large = analytic_costs(SMALL), analytic_costs()
+    assert little.host_eager.base_us < large.host_eager.base_us
+    assert little.host_piecewise.base_us < large.host_piecewise.base_us
+    assert all(little.full.at(size) < large.full.at(size) for size in (1, 64, 1024, 8192))
+    assert little.version != large.version
+
+
+@given(st.dictionaries(st.integers(1, 60), st.floats(0.5, 1e4), min_size=1, max_size=6), st.integers(1, 120))
+def test_a_whole_curve_is_its_points(points: dict[int, float], most: int) -> None:
+    """`upto` gives exactly what `at` gives, size by size, below, between and beyond the points."""
+    curve = Curve(sorted(points), [points[each] for each in sorted(points)])
+    assert curve.upto(most) == [0.0, *(curve.at(size) for size in range(1, most + 1))]

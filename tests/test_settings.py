@@ -1,0 +1,75 @@
+"""Deployment limits and objectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kpolicy.errors import ConfigError
+from kpolicy.settings import Objective, Settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"max_num_reqs": 0}, "max_num_reqs is 0; it must be a whole number of at least 1"),
+        ({"max_num_tokens": -5}, "max_num_tokens is -5"),
+        ({"max_num_tokens": 2.5}, "max_num_tokens is 2.5"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1; it must be a whole number of at least 0"),
+        ({"max_loras": -1}, "max_loras is -1"),
+        ({"max_loras": "2"}, "max_loras is '2'"),
+        ({"max_num_tokens": 4, "num_speculative_tokens": 4}, "less than one decode row of 5 tokens"),
+    ],
+)
+def test_limits_out_of_range_are_named(arguments: dict[str, Any], match: str) -> None:
+    """Each limit that no deployment has is an error with its name, value and range."""
+    with pytest.raises(ConfigError, match=match):
+        Settings(**arguments)
+
+
+@pytest.mark.parametrize(("drafts", "query_len", "lengths"), [(0, 1, (1,)), (3, 4, (1, 4))])
+def test_decode_rows_come_in_these_lengths(drafts: int, query_len: int, lengths: tuple[int, ...]) -> None:
+    """With k drafts decode rows have 1 + k tokens, or 1 in a step without drafts."""
+    settings = Settings(num_speculative_tokens=drafts)
+    assert settings.query_len == query_len
+    assert settings.decode_query_lens == lengths
+
+
+@pytest.mark.parametrize(
+    ("text", "weights", "printed"),
+    [
+        ("throughput", (1.0, 0.0), "throughput"),
+        ("latency", (0.0, 1.0), "latency"),
+        ("0.7:0.3", (0.7, 0.3), "0.7:0.3"),
+        ("2:0", (2.0, 0.0), "throughput"),
+        ("0:5", (0.0, 5.0), "latency"),
+    ],
+)
+def test_objectives_are_parsed(text: str, weights: tuple[float, float], printed: str) -> None:
+    """An objective is a word or two weights, and prints as such; an objective stays itself."""
+    objective = Objective.parse(text)
+    assert (objective.step_weight, objective.gap_weight) == weights
+    assert str(objective) == printed
+    assert Objective.parse(objective) is objective
+
+
+@pytest.mark.parametrize("text", ["", "fast", "1", "1:2:3", "a:b", "1:"])
+def test_texts_that_are_no_objective(text: str) -> None:
+    """Anything else is an error that lists the forms."""
+    with pytest.raises(ConfigError, match="throughput, latency, or weights as STEP:GAP"):
+        Objective.parse(text)
+
+
+@pytest.mark.parametrize("weights", [(-1.0, 2.0), (0.0, 0.0), (1.0, -0.1)])
+def test_weights_that_weigh_nothing_are_refused(weights: tuple[float, float]) -> None:
+    """Weights are at least 0 and one is above it."""
+    with pytest.raises(ConfigError, match="weights"):
+        Objective(*weights)
+
+
+@pytest.mark.parametrize("limit", [0.99, -1.0, float("nan")])
+def test_a_first_token_limit_is_a_factor_from_one_up(limit: float) -> None:
+    """A limit under what is best for the prefill rows could never be kept."""
+    with pytest.raises(ConfigError, match="first_token_limit"):
+        Objective(first_token_limit=limit)
