@@ -1,0 +1,130 @@
+"""`auto`: the cheapest legal way to run each batch, by the cost table and the objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kpolicy.attention.support import Claims
+from kpolicy.costs import Cost
+from kpolicy.decision import Decision
+from kpolicy.keys import GraphKey
+from kpolicy.ladders import CaptureSizes, plan_keys
+from kpolicy.modes import Mode, Part, SplitForm, parse_form
+from kpolicy.policies.base import (
+    Downgrade,
+    Pick,
+    PolicyContext,
+    Way,
+    eager_reason,
+    legal_ways,
+    miss_full,
+    miss_piecewise,
+    no_legal_mode,
+)
+from kpolicy.reasons import Reason
+from kpolicy.settings import Settings
+from kpolicy.shapes import BatchNumbers, BatchShape
+
+if TYPE_CHECKING:
+    from kpolicy.policies.auto_tables import AutoTables
+
+__all__ = ["AutoPolicy", "cheapest", "choose", "rate"]
+
+
+def _forms(forms: Iterable[SplitForm | str] | str) -> tuple[SplitForm, ...]:
+    if isinstance(forms, str):
+        forms = forms.split("+")
+    return tuple(parse_form(form) for form in forms)
+
+
+@attrs.frozen
+class AutoPolicy:
+    """Scores every legal way on `step_us` and `gap_us` and takes the lowest; on ties the mode with fewer launches.
+
+    Among captured sizes that hold the rows it takes the cheapest, which needn't be the next: measured times aren't
+    monotone in size. A way that delays the prefill rows by more than the objective's `first_token_limit` over the
+    best way for them is left out.
+
+    Args:
+        forms: the forms of SPLIT that are considered, in the order of `SplitForm`; as text joined by ``+``.
+    """
+
+    forms: tuple[SplitForm, ...] = attrs.field(default=tuple(SplitForm), converter=_forms)
+
+    name = "auto"
+    summary = "the cheapest legal way for each batch, by measured or analytic costs"
+    reads_costs = True
+
+    def sizes(self, settings: Settings) -> CaptureSizes:
+        return CaptureSizes.default(settings)
+
+    def plan(self, sizes: CaptureSizes, claims: Claims, settings: Settings) -> tuple[GraphKey, ...]:
+        return plan_keys(sizes, claims, settings)
+
+    def resolve(self, claims: Claims, settings: Settings) -> tuple[Downgrade, ...]:  # noqa: ARG002 - the protocol's
+        # It promises no mode but the cheapest legal one, so nothing is taken back; `AttentionSupport.limits` says more.
+        return ()
+
+    def decide(self, shape: BatchShape, context: PolicyContext) -> Decision:
+        numbers = shape.numbers
+        ways = legal_ways(numbers, context, cheapest(context), forms=self.forms)
+        way, reason = choose(numbers, ways, context)
+        return way.decided(reason, context, costs=True)
+
+    def compile(self, context: PolicyContext) -> AutoTables:
+        from kpolicy.policies.auto_tables import AutoTables
+
+        return AutoTables(self.forms, context)
+
+
+def rate(context: PolicyContext) -> Callable[[GraphKey], float]:
+    """Dense device time of a key: all that differs between sizes of one kind."""
+    curves = {Part.FULL: context.costs.full, Part.PIECEWISE: context.costs.piecewise}
+    return lambda key: curves[key.part].at(key.num_tokens)
+
+
+def cheapest(context: PolicyContext) -> Pick:
+    """The cheapest captured size; the smaller on ties."""
+    rated = rate(context)
+    return lambda keys, _part: min(keys, key=rated)
+
+
+def choose(numbers: BatchNumbers, ways: Sequence[Way], context: PolicyContext) -> tuple[Way, Reason]:
+    """The way of least score, and why."""
+    if not ways:
+        raise no_legal_mode(numbers)
+    if not numbers.total_tokens:
+        return ways[0], Reason.EMPTY_BATCH
+    if len(ways) == 1:
+        if ways[0].mode is Mode.EAGER:
+            return ways[0], _miss(numbers, context)
+        return ways[0], Reason.ONLY_LEGAL
+    costs = [context.costs.cost(way.launches, numbers) for way in ways]
+    return _least(ways, costs, numbers, context)
+
+
+def _least(
+    ways: Sequence[Way], costs: Sequence[Cost], numbers: BatchNumbers, context: PolicyContext
+) -> tuple[Way, Reason]:
+    """The lowest score; the shorter cycle where scores are equal, then the earlier way."""
+    objective = context.objective
+    limit = objective.first_token_limit * min(cost.cycle_us for cost in costs) if numbers.num_prefills else float("inf")
+    ranked = [
+        (context.costs.score(cost, objective), cost.cycle_us, i)
+        for i, cost in enumerate(costs)
+        if cost.cycle_us <= limit
+    ]
+    best = ways[min(ranked)[2]]
+    if best.mode is Mode.EAGER:
+        return best, eager_reason(context)
+    return best, Reason.CHEAPEST_MEASURED if context.costs.measured else Reason.CHEAPEST_ANALYTIC
+
+
+def _miss(numbers: BatchNumbers, context: PolicyContext) -> Reason:
+    """Why nothing but eager was legal: what PIECEWISE lacks where it could have been captured, else what FULL does."""
+    if context.claims.piecewise and (context.ladder.piecewise or not context.claims.full.uniform_query_len):
+        return miss_piecewise(numbers, context)
+    return miss_full(numbers, context)

@@ -1,0 +1,386 @@
+"""`auto` prepared for one context: what `select` does for each batch.
+
+Uniform decode batches read one row: the graph, and the device time up to which nothing else can be cheaper, because
+every other way keeps the host busy for longer than that. Other batches are scored in place, over the ways of
+`legal_ways` in their order and with the arithmetic of `CostTable.cost`, so that `select` equals `AutoPolicy.decide` to
+the last bit. Where each decode row runs one step, the gap is the cycle, so the shortest cycle has the least score
+whatever the weights. Steps with LoRA or with forbidden modes get tables of their own at first use. What is left (eager
+forbidden, row limits that token counts can't tell) goes through prepared ways.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import attrs
+
+from kpolicy.decision import Decision
+from kpolicy.modes import Mode, SplitForm
+from kpolicy.policies import ranks
+from kpolicy.policies.auto import cheapest, choose, rate
+from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails, split_way
+from kpolicy.policies.tables import EAGER_WAY, MOST_DECISIONS, Entry, Group, PreparedWays, at
+from kpolicy.reasons import Reason
+from kpolicy.shapes import NO_FACTS, BatchNumbers
+
+__all__ = ["AutoTables"]
+
+
+class Row(NamedTuple):
+    """A uniform decode batch: `decision` is the cheapest while device time is at most `limit_us`.
+
+    Above the limit the rivals' dense times tell; the times are infinite for a rival that isn't there.
+    """
+
+    dense_us: float
+    limit_us: float
+    decision: Decision
+    piece_us: float
+    piece_uid: int
+    eager_us: float
+
+
+_NOTHING = Group({}, [], [], [])
+_INFINITY = float("inf")
+_IN_TURN, _BESIDE = SplitForm.IN_TURN, SplitForm.BESIDE
+
+
+class AutoTables:
+    """See the module's docstring."""
+
+    def __init__(self, forms: tuple[SplitForm, ...], context: PolicyContext) -> None:
+        self._context = context
+        self._forms = forms
+        self._ways = PreparedWays(context, cheapest(context), rate(context), forms)
+        self._decisions: dict[tuple[Way, Reason], Decision] = {}
+        self._splits: dict[tuple[object, ...], Decision] = {}
+        self._reason = Reason.CHEAPEST_MEASURED if context.costs.measured else Reason.CHEAPEST_ANALYTIC
+        self._wholes: list[Decision | None] = [None] * len(self._ways.tables.entries)
+        self._eager = EAGER_WAY.decided(eager_reason(context), context, costs=True)
+        self._eager_us = array("d", context.costs.eager.upto(context.settings.max_num_tokens))
+        self._selects: dict[tuple[int, int], Callable[..., Decision]] = {}
+        self.select: Callable[..., Decision] = self._select_for(0, 0)
+
+    def vote(self, numbers: BatchNumbers) -> tuple[int, ...]:
+        return ranks.vote(numbers)
+
+    def agree(self, reduced: Sequence[int], numbers: BatchNumbers) -> Decision:
+        return ranks.agree(self.select, reduced, numbers)
+
+    def _select_for(self, loras: int, forbidden: int) -> Callable[..., Decision]:
+        """The prepared path for that many active LoRAs and those forbidden modes: made at first use.
+
+        LoRA counts that the same graphs serve share one.
+        """
+        by_loras = self._ways.tables.by_loras
+        if forbidden & Mode.EAGER.bit or (loras and loras >= len(by_loras)):
+            return self._scanned
+        group = by_loras[loras] if by_loras else _NOTHING
+        key = (id(group), forbidden)
+        select = self._selects.get(key)
+        if select is None:
+            select = self._selects[key] = self._prepare(_allowed(group, forbidden), loras, forbidden)
+        return select
+
+    def _scanned(self, *numbers: Any) -> Decision:
+        return self._general(BatchNumbers(*numbers))
+
+    def _prepare(self, group: Group, loras: int, forbidden_here: int) -> Callable[..., Decision]:
+        uniform, costs = self._uniform_rows(group), self._context.costs
+        base_us, row_us, unit_us = attrs.astuple(costs.decode_attention)
+        full_base, full_req = attrs.astuple(costs.host_full)
+        piece_base, piece_req = attrs.astuple(costs.host_piecewise)
+        eager_base, eager_req = attrs.astuple(costs.host_eager)
+        step_us, eager, wholes, whole = costs.step_us, self._eager, self._wholes, self._whole
+        general, select_for = self._general, self._select_for
+        others = self._prepare_others(group, loras, forbidden_here)
+        serves = frozenset(n for n, each in enumerate(self._ways.tables.by_loras) if each is self._served(loras)) | {
+            loras
+        }
+
+        def select(
+            num_decodes: int,
+            query_len: int = 1,
+            decode_kv_tokens: int = 0,
+            num_decode_tokens: int = -1,
+            num_prefills: int = 0,
+            num_prefill_tokens: int = 0,
+            prefill_kv_tokens: int = 0,
+            prefill_pairs: int = 0,
+            max_query_len: int = 1,
+            max_kv_len: int = 0,
+            num_first_chunks: int = 0,
+            num_active_loras: int = 0,
+            forbidden: int = 0,
+            max_decode_steps: int = 1,
+            num_tokens: int = -1,
+            num_reqs: int = -1,
+            max_decode_len: int = 0,
+            facts: Mapping[str, Any] = NO_FACTS,
+        ) -> Decision:
+            if forbidden != forbidden_here or num_active_loras not in serves:
+                return select_for(num_active_loras, forbidden)(
+                    num_decodes, query_len, decode_kv_tokens, num_decode_tokens, num_prefills, num_prefill_tokens,
+                    prefill_kv_tokens, prefill_pairs, max_query_len, max_kv_len, num_first_chunks, num_active_loras,
+                    forbidden, max_decode_steps, num_tokens, num_reqs, max_decode_len, facts,
+                )  # fmt: skip
+            if not num_prefills:
+                rows = uniform.get(query_len)
+                row = rows[num_decodes] if rows is not None and num_decodes < len(rows) else None
+                if row is not None:
+                    dense_us, limit_us, decision, piece_us, piece_uid, eager_us = row
+                    attention_us = base_us + row_us * num_decodes + unit_us * decode_kv_tokens
+                    if dense_us + attention_us <= limit_us:
+                        return decision
+                    device, host = dense_us + attention_us, full_base + full_req * num_decodes
+                    cycle = (device if device >= host else host) + step_us
+                    device, host = piece_us + attention_us, piece_base + piece_req * num_decodes
+                    rival = (device if device >= host else host) + step_us
+                    if rival < cycle:
+                        cycle, decision = rival, wholes[piece_uid] or whole(piece_uid)
+                    device, host = eager_us + attention_us, eager_base + eager_req * num_decodes
+                    return eager if (device if device >= host else host) + step_us < cycle else decision
+            decided = others(
+                num_decodes, query_len, decode_kv_tokens,
+                num_decodes * query_len if num_decode_tokens < 0 else num_decode_tokens,
+                num_prefills, num_prefill_tokens, prefill_pairs, max_decode_steps, num_tokens, num_reqs, max_decode_len,
+            )  # fmt: skip
+            if decided is not None:
+                return decided
+            return general(
+                BatchNumbers(
+                    num_decodes, query_len, decode_kv_tokens, num_decode_tokens, num_prefills, num_prefill_tokens,
+                    prefill_kv_tokens, prefill_pairs, max_query_len, max_kv_len, num_first_chunks, num_active_loras,
+                    forbidden, max_decode_steps, num_tokens, num_reqs, max_decode_len, facts,
+                )
+            )  # fmt: skip
+
+        return select
+
+    # Uniform decode batches
+
+    def _served(self, loras: int) -> Group | None:
+        by_loras = self._ways.tables.by_loras
+        return by_loras[loras] if loras < len(by_loras) else None
+
+    def _uniform_rows(self, group: Group) -> dict[int, list[Row | None]]:
+        """For each query length, by number of decode rows; None goes the general way."""
+        pieces = group.pieces
+        return {
+            q: [
+                self._row(at(column, num_reqs * q), at(pieces, num_reqs * q), num_reqs, num_reqs * q)
+                for num_reqs in range((len(column) - 1) // q + 1)
+            ]
+            for q, column in group.uniform.items()
+        }
+
+    def _row(self, entry: Entry | None, piece: Entry | None, num_reqs: int, tokens: int) -> Row | None:
+        costs = self._context.costs
+        if entry is None or entry.num_reqs < num_reqs:
+            return None
+        dense = entry.rate
+        eager = self._eager_us[tokens] if tokens < len(self._eager_us) else costs.eager.at(tokens)
+        host = costs.host_full.base_us + costs.host_full.req_us * num_reqs
+        limit = _INFINITY
+        rivals = [(eager, costs.host_eager)]
+        if piece is not None:
+            rivals.append((piece.rate, costs.host_piecewise))
+        for rival_dense, rival in rivals:
+            rival_host = rival.base_us + rival.req_us * num_reqs
+            if rival_host < host:
+                limit = -1.0
+            elif rival_dense < dense:
+                # Below its host time the rival can't get; up to there the graph is at least as quick.
+                limit = min(limit, rival_host)
+        rate_us, uid = (_INFINITY, -1) if piece is None else (piece.rate, piece.uid)
+        return Row(dense, limit, self._whole(entry.uid), rate_us, uid, eager)
+
+    # Batches with prefill rows, or with decode rows of different lengths
+
+    def _prepare_others(self, group: Group, loras: int, forbidden: int) -> Callable[..., Decision | None]:
+        costs = self._context.costs
+        d_base, d_row, d_unit = attrs.astuple(costs.decode_attention)
+        p_base, p_row, p_unit = attrs.astuple(costs.prefill_attention)
+        full_base, full_req = attrs.astuple(costs.host_full)
+        piece_base, piece_req = attrs.astuple(costs.host_piecewise)
+        eager_base, eager_req = attrs.astuple(costs.host_eager)
+        step_us, overlap = costs.step_us, costs.overlap_cost
+        uniform, varlen, mixed_column, pieces = group.uniform, group.varlen, group.mixed, group.pieces
+        dense_eager = self._eager_us
+        most_tokens, num_mixed, num_pieces, num_varlen = len(dense_eager), len(mixed_column), len(pieces), len(varlen)
+        # Only this order of forms is unrolled below; any other goes the general way.
+        usual = self._forms[:2] == (_IN_TURN, _BESIDE)
+        divides = bool(self._forms) and not forbidden & Mode.SPLIT.bit
+        several = SplitForm.DECODES_BESIDE in self._forms
+        wholes, whole, split, eager = self._wholes, self._whole, self._split, self._eager
+        repeated = self._several
+        step = (loras, forbidden)
+        nothing: Sequence[Entry | None] = ()
+
+        def others(
+            num_decodes: int, query_len: int, decode_kv: int, decode_tokens: int, num_prefills: int,
+            prefill_tokens: int, prefill_pairs: int, max_decode_steps: int, num_tokens: int, num_reqs: int,
+            max_decode_len: int,
+        ) -> Decision | None:  # fmt: skip
+            """The decision; None for a batch that the columns can't tell about."""
+            tokens = decode_tokens + prefill_tokens if num_tokens < 0 else num_tokens
+            reqs = num_decodes + num_prefills if num_reqs < 0 else num_reqs
+            if not 0 < tokens < most_tokens:
+                return None
+            decode_us = d_base + d_row * num_decodes + d_unit * decode_kv if num_decodes else 0.0
+            prefill_us = p_base + p_row * prefill_tokens + p_unit * prefill_pairs if num_prefills else 0.0
+            attention_us = decode_us + prefill_us
+            least = _INFINITY
+            chosen: Any = None
+            decode: Any = None
+            if num_decodes:
+                column = uniform.get(query_len, nothing)
+                decode = column[decode_tokens] if decode_tokens < len(column) else None
+                if decode is None:
+                    decode = varlen[decode_tokens] if decode_tokens < num_varlen else None
+                    if decode is None:
+                        decode = mixed_column[decode_tokens] if decode_tokens < num_mixed else None
+                if decode is not None and (decode[2] < num_decodes or decode[3] < (query_len or max_decode_len)):
+                    return None
+            entry: Any = decode
+            if num_prefills:
+                entry = mixed_column[tokens] if tokens < num_mixed else None
+            if entry is not None:
+                if entry[2] < reqs:
+                    return None
+                device, host = entry[1] + attention_us, full_base + full_req * reqs
+                least, chosen = (device if device >= host else host) + step_us, entry
+            entry = pieces[tokens] if tokens < num_pieces else None
+            if entry is not None:
+                device, host = entry[1] + attention_us, piece_base + piece_req * reqs
+                cycle = (device if device >= host else host) + step_us
+                if cycle < least:
+                    least, chosen = cycle, entry
+            some = chosen is not None
+            device, host = dense_eager[tokens] + attention_us, eager_base + eager_req * reqs
+            cycle = (device if device >= host else host) + step_us
+            if cycle < least:
+                least, chosen = cycle, None
+            form = piece = tail = None
+            if decode is not None and num_prefills and divides:
+                if not usual:
+                    return None
+                d_device, d_host = decode[1] + decode_us, full_base + full_req * num_decodes
+                piece = pieces[prefill_tokens] if prefill_tokens < num_pieces else None
+                turns: list[tuple[Entry | None, float, float]] = []
+                if piece is not None:
+                    t_device = piece[1] + prefill_us
+                    turns.append((piece, t_device, piece_base + piece_req * num_prefills))
+                t_device = dense_eager[prefill_tokens] + prefill_us
+                turns.append((None, t_device, eager_base + eager_req * num_prefills))
+                for each, t_device, t_host in turns:
+                    device, host = d_device + t_device, d_host + t_host
+                    cycle = (device if device >= host else host) + step_us
+                    if cycle < least:
+                        least, chosen, form, tail = cycle, None, _IN_TURN, each
+                for each, t_device, t_host in turns:
+                    host = d_host + t_host
+                    device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
+                    cycle = (device if device >= host else host) + step_us
+                    if cycle < least:
+                        least, chosen, form, tail = cycle, None, _BESIDE, each
+                if several and max_decode_steps > 1:
+                    steps, each = repeated(d_device, d_host, turns, max_decode_steps, least)
+                    if steps > 1:
+                        return split(decode, piece, each, SplitForm.DECODES_BESIDE, steps, prefill_tokens, step)
+            elif not some:
+                return None
+            if form is not None:
+                return split(decode, piece, tail, form, 1, prefill_tokens, step)
+            return eager if chosen is None else wholes[chosen[4]] or whole(chosen[4])
+
+        return others
+
+    def _several(
+        self, d_device: float, d_host: float, turns: Sequence[tuple[Entry | None, float, float]], most_steps: int,
+        least: float,
+    ) -> tuple[int, Entry | None]:  # fmt: skip
+        """How many decode steps to run beside the prefill half, and its graph; 1 where another way is as good.
+
+        Here the score isn't the cycle. No cycle is shorter than `least`, that of the best way with one step.
+
+        Args:
+            d_device: device time of one decode step.
+            d_host: its host time.
+            turns: the prefill half's graph or None, its device time, and its host time.
+            most_steps: decode steps that may run.
+            least: the shortest cycle of all ways with one decode step.
+        """
+        costs, objective = self._context.costs, self._context.objective
+        step_weight, gap_weight = objective.step_weight, objective.gap_weight
+        step_us, overlap = costs.step_us, costs.overlap_cost
+        alone = (d_device if d_device >= d_host else d_host) + step_us
+        limit = objective.first_token_limit * least
+        best_score, best_cycle = step_weight * least + gap_weight * least, least
+        best: tuple[int, Entry | None] = (1, None)
+        steps = 2
+        while steps <= most_steps:
+            decodes_us = steps * d_device
+            for tail, t_device, t_host in turns:
+                shorter, longer = (decodes_us, t_device) if decodes_us <= t_device else (t_device, decodes_us)
+                device = longer + overlap * shorter
+                host = steps * d_host + t_host
+                cycle = (device if device >= host else host) + step_us
+                if cycle <= limit:
+                    score = step_weight * (cycle - (steps - 1) * alone) + gap_weight * (cycle / steps)
+                    if score < best_score or (score == best_score and cycle < best_cycle):
+                        best_score, best_cycle, best = score, cycle, (steps, tail)
+            steps *= 2
+        return best
+
+    # Prepared decisions
+
+    def _whole(self, uid: int) -> Decision:
+        """To replay that graph for the whole batch: made at first use, because a ladder has thousands."""
+        decision = self._wholes[uid]
+        if decision is None:
+            way = self._ways.whole(self._ways.tables.entries[uid])
+            decision = self._wholes[uid] = way.decided(self._reason, self._context, costs=True)
+        return decision
+
+    def _split(
+        self, decode: Entry, piece: Entry | None, tail: Entry | None, form: SplitForm, steps: int, prefill_tokens: int,
+        step: tuple[int, int],
+    ) -> Decision:  # fmt: skip
+        """The prepared decision of a split: made at the first batch that takes it, kept after that."""
+        # Without a piece, prompt tokens tell why none holds them; beyond every graph they all tell the same.
+        alike = -1 if piece is not None or prefill_tokens > self._ways.tables.largest else prefill_tokens
+        memo = (decode.uid, -1 if tail is None else tail.uid, piece is None, alike, form, steps, step)
+        decision = self._splits.get(memo)
+        if decision is None:
+            numbers = BatchNumbers(
+                1, num_decode_tokens=1, num_prefills=1, num_prefill_tokens=prefill_tokens,
+                num_active_loras=step[0], forbidden=step[1],
+            )  # fmt: skip
+            tails = split_tails(piece and piece.key, numbers, self._context)
+            wanted = tails[:1] if tail is not None else tails[-1:]
+            way = next(each for each in split_way(decode.key, wanted, form, steps) if each.launches[0].repeat == steps)
+            decision = way.decided(self._reason, self._context, costs=True)
+            if len(self._splits) >= MOST_DECISIONS:
+                self._splits.clear()
+            self._splits[memo] = decision
+        return decision
+
+    def _general(self, numbers: BatchNumbers) -> Decision:
+        way, reason = choose(numbers, self._ways(numbers), self._context)
+        decision = self._decisions.get((way, reason))
+        if decision is None:
+            decision = way.decided(reason, self._context, costs=True)
+            if len(self._decisions) >= MOST_DECISIONS:
+                self._decisions.clear()
+            self._decisions[way, reason] = decision
+        return decision
+
+
+def _allowed(group: Group, forbidden: int) -> Group:
+    """The group without the columns of forbidden modes."""
+    if forbidden & Mode.FULL.bit:
+        group = Group({}, [], [], group.pieces)
+    return group._replace(pieces=[]) if forbidden & Mode.PIECEWISE.bit else group

@@ -1,0 +1,85 @@
+"""How ranks agree: each votes scalars, the maximum of each is taken over ranks, and all decide from the maxima.
+
+Every component is made so that a maximum is the right reduction: counts as they are, lower bounds negated, flags as
+0 or 1. The reduced batch holds every rank's batch, so the graph that holds it can be replayed by all of them, idle
+ranks included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from kpolicy.decision import Decision
+from kpolicy.modes import Mode
+from kpolicy.reasons import Reason
+from kpolicy.shapes import LARGEST_COUNT, BatchNumbers
+
+__all__ = ["agree", "reduced_numbers", "vote"]
+
+
+def vote(numbers: BatchNumbers) -> tuple[int, ...]:
+    """This rank's batch as scalars whose maximum over ranks describes a batch that holds all of them."""
+    decoding = numbers.num_decodes > 0
+    return (
+        numbers.num_decodes,
+        numbers.decode_tokens,
+        numbers.query_len if decoding else 0,
+        -numbers.query_len if decoding else -LARGEST_COUNT,
+        int(decoding and not numbers.query_len),
+        numbers.decode_kv_tokens,
+        numbers.num_prefills,
+        numbers.num_prefill_tokens,
+        numbers.prefill_kv_tokens,
+        numbers.prefill_pairs,
+        numbers.longest_query if numbers.total_reqs else 0,
+        numbers.max_kv_len,
+        numbers.num_first_chunks,
+        numbers.num_active_loras,
+        *(int(bool(numbers.forbidden & mode.bit)) for mode in Mode),
+        -numbers.max_decode_steps if decoding else -LARGEST_COUNT,
+        numbers.total_tokens,
+        numbers.total_reqs,
+        numbers.longest_decode,
+    )
+
+
+def reduced_numbers(reduced: Sequence[int]) -> BatchNumbers:
+    """The batch that the reduced votes describe."""
+    (
+        decodes, decode_tokens, longest_q, shortest_q, uneven, decode_kv, prefills, prefill_tokens, prefill_kv, pairs,
+        max_query, max_kv, first_chunks, loras, *bits, steps, tokens, reqs, longest_decode,
+    ) = reduced  # fmt: skip
+    uniform = not uneven and longest_q == -shortest_q
+    return BatchNumbers(
+        num_decodes=decodes,
+        query_len=longest_q if uniform else 0,
+        decode_kv_tokens=decode_kv,
+        num_decode_tokens=decode_tokens,
+        num_prefills=prefills,
+        num_prefill_tokens=prefill_tokens,
+        prefill_kv_tokens=prefill_kv,
+        prefill_pairs=pairs,
+        max_query_len=max_query,
+        max_kv_len=max_kv,
+        num_first_chunks=first_chunks,
+        num_active_loras=loras,
+        forbidden=sum(mode.bit for mode, bit in zip(Mode, bits, strict=True) if bit),
+        max_decode_steps=1 if -steps == LARGEST_COUNT else -steps,
+        num_tokens=tokens,
+        num_reqs=reqs,
+        max_decode_len=longest_decode,
+    )
+
+
+def agree(select: Callable[..., Decision], reduced: Sequence[int], numbers: BatchNumbers) -> Decision:
+    """The decision for the reduced batch; the reason names other ranks where this one alone would replay more."""
+    decision = select(*reduced_numbers(reduced))
+    if not numbers.total_tokens:
+        return attrs.evolve(decision, reason=Reason.RANKS_AGREED)
+    alone = select(*numbers)
+    if alone.mode is decision.mode:
+        return decision
+    reason = Reason.RANK_NEEDS_EAGER if decision.mode is Mode.EAGER else Reason.RANK_NEEDS_LESS
+    return attrs.evolve(decision, reason=reason)

@@ -1,0 +1,100 @@
+"""SGLang's own rule, taken out of its source files: the methods that decide, over the few names they use.
+
+Nothing of SGLang is installed or imported: the files need torch and a device. Each method's text is executed as it is,
+in a class that has nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+RUNNER = "sglang/srt/model_executor/runner"
+BACKEND = SimpleNamespace(FULL="full", BREAKABLE="breakable", DISABLED="disabled", TC_PIECEWISE="tc_piecewise")
+
+
+class Release:
+    """The files of ``sglang-0.5.23*`` in the oracle's folder: unpacked, or the wheel.
+
+    Raises:
+        FileNotFoundError: the folder has neither.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        found = sorted(folder.glob("sglang-0.5.23*"), key=Path.is_file)
+        if not found:
+            raise FileNotFoundError(f"{folder} has no sglang-0.5.23 folder and no sglang-0.5.23*.whl")
+        self._path = found[0]
+
+    def tree(self, member: str) -> ast.Module:
+        """A file of the release, parsed."""
+        if self._path.is_dir():
+            return ast.parse((self._path / member).read_text(encoding="utf-8"))
+        with zipfile.ZipFile(self._path) as wheel:
+            return ast.parse(wheel.read(member).decode("utf-8"))
+
+
+def _execute(nodes: list[ast.stmt], names: dict[str, Any]) -> dict[str, Any]:
+    future = ast.parse("from __future__ import annotations").body
+    module = ast.fix_missing_locations(ast.Module(body=[*future, *nodes], type_ignores=[]))
+    exec(compile(module, "sglang", "exec"), names)  # noqa: S102  the code under test
+    return names
+
+
+def _named(tree: ast.AST, names: set[str]) -> list[Any]:
+    """The functions, methods and constants of those names, in the order of the file."""
+    found = []
+    for node in ast.walk(tree):
+        targets = [getattr(target, "id", None) for target in getattr(node, "targets", [])]
+        if (isinstance(node, ast.FunctionDef) and node.name in names) or names & set(targets):
+            found.append(node)
+    assert {getattr(node, "name", None) or node.targets[0].id for node in found} == names, "the release has other names"
+    return found
+
+
+def _class(name: str, methods: list[Any]) -> ast.ClassDef:
+    (node,) = ast.parse(f"class {name}: pass").body
+    assert isinstance(node, ast.ClassDef)
+    node.body = methods
+    return node
+
+
+def prefill_runner(release: Release, *, cuda: bool) -> type:
+    """SGLang's prefill runner with `can_replay_locally` and what that calls."""
+    tree = release.tree(f"{RUNNER}/prefill_cuda_graph_runner.py")
+    base = _named(release.tree(f"{RUNNER}/base_cuda_graph_runner.py"), {"_pad_to_bucket"})
+    free = _named(tree, {"_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR", "_CHUNKED_PREFIX_VARIANTS", "_ceil_div"})
+    own = {
+        "can_replay_locally",
+        "_has_uncapturable_chunked_prefix",
+        "_select_prefix_capture_chunks",
+        "_uses_eager_prefill_tail",
+    }
+    names = {"Backend": BACKEND, "is_cuda": lambda: cuda, "bisect": __import__("bisect")}
+    runner = _execute([*free, _class("Runner", base + _named(tree, own))], names)["Runner"]
+    runner.variants = names["_CHUNKED_PREFIX_VARIANTS"]
+    return runner
+
+
+def decode_runner(release: Release) -> type:
+    """SGLang's decode runner with `can_run_graph`; keys are batch sizes and nothing more."""
+    methods = _named(release.tree(f"{RUNNER}/decode_cuda_graph_runner.py"), {"can_run_graph"})
+    torch = SimpleNamespace(all=lambda values: values)
+    names = {"torch": torch, "resolve_ragged_verify_layout": None, "get_current_stream_idx": None}
+    runner = _execute([_class("Runner", methods)], names)["Runner"]
+    runner._make_graph_key = lambda self, size, **rest: size  # noqa: ARG005
+    runner._resolve_lora_variant = lambda self, batch: None  # noqa: ARG005
+    runner._resolve_attention_variant = lambda self, batch, size: None  # noqa: ARG005
+    return runner
+
+
+def size_lists(release: Release) -> tuple[Any, Any]:
+    """SGLang's generators of decode and prefill sizes."""
+    wanted = {"generate_decode_cuda_graph_batch_sizes", "generate_prefill_cuda_graph_batch_sizes"}
+    nodes = _named(release.tree("sglang/srt/arg_groups/cuda_graph_hook.py"), wanted)
+    names = _execute(nodes, {"resolving_view": lambda arguments: arguments})
+    decode, prefill = sorted(wanted)
+    return names[decode], names[prefill]

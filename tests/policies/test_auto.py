@@ -1,0 +1,155 @@
+"""`auto` against costs small enough to work out by hand."""
+
+import attrs
+import pytest
+
+from kpolicy.attention.support import Claims
+from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs
+from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
+from kpolicy.modes import Mode, SplitForm
+from kpolicy.policies import PolicyContext, get_policy
+from kpolicy.reasons import Basis, Reason
+from kpolicy.settings import Objective, Settings
+from kpolicy.shapes import BatchShape
+
+SETTINGS = Settings(max_num_reqs=64)
+# A token is a microsecond of dense work, in every mode; attention is free unless a test says otherwise.
+LINE = Curve((1, 8192), (1.0, 8192.0))
+COSTS = CostTable(
+    version="by hand",
+    measured=True,
+    full=LINE,
+    piecewise=LINE,
+    eager=LINE,
+    host_full=HostCost(10.0),
+    host_piecewise=HostCost(100.0),
+    host_eager=HostCost(1000.0),
+    overlap_cost=0.5,
+)
+
+
+def context(costs=COSTS, claims="mixed", sizes=None, objective=None, **rest):
+    claimed = Claims.at_level(claims)
+    keys = plan_keys(sizes or CaptureSizes((1, 2, 4, 8, 64), (16,), (16, 128, 1024)), claimed, SETTINGS)
+    return PolicyContext(
+        claims=claimed, ladder=CaptureLadder(keys), costs=costs, settings=SETTINGS,
+        objective=objective or Objective(), **rest,
+    )  # fmt: skip
+
+
+def decide(shape, **arguments):
+    """The decision, which select must agree with."""
+    policy, using = get_policy("auto"), context(**arguments)
+    decision = policy.decide(shape, using)
+    assert policy.compile(using).select(*shape.numbers) == decision
+    return decision
+
+
+def test_small_decodes_replay_full():
+    """Three decodes: FULL 4 takes max(4, 10) us, PIECEWISE 100, eager 1,000."""
+    decision = decide(BatchShape.decode(3))
+    assert decision.mode is Mode.FULL
+    assert decision.keys[0].num_tokens == 4
+    assert decision.reason is Reason.CHEAPEST_MEASURED
+
+
+def test_padding_that_costs_more_than_launching_goes_to_another_mode():
+    """Nine decodes pad to 64 (64 us) in FULL; where that costs 2,000 us the PIECEWISE graph of 16 wins at 100."""
+    steep = attrs.evolve(COSTS, full=Curve((1, 8, 64), (1.0, 8.0, 2000.0)))
+    assert decide(BatchShape.decode(9)).mode is Mode.FULL
+    decision = decide(BatchShape.decode(9), costs=steep, claims="uniform")
+    assert decision.mode is Mode.PIECEWISE
+    assert decision.keys[0].num_tokens == 16
+
+
+def test_device_bound_batches_run_eagerly():
+    """1,025 prompt tokens fit no graph of 1,024; 1,000 pad to 1,024 us, and eager takes 1,000 us of device and host."""
+    assert decide(BatchShape(prefills=[(1025, 0)])).reason is Reason.ABOVE_LARGEST_SIZE
+    assert decide(BatchShape(prefills=[(900, 0)])).mode is Mode.EAGER
+    decision = decide(BatchShape(prefills=[(1000, 0)]))
+    assert decision.mode is Mode.EAGER
+    assert decision.reason is Reason.EAGER_IS_CHEAPER
+
+
+def test_the_cheapest_size_that_fits_need_not_be_the_next():
+    """Where the graph of 8 is slower than the graph of 64, five decodes take 64, and decodes of 2 still take 2."""
+    bumpy = attrs.evolve(COSTS, full=Curve((1, 2, 4, 8, 16, 64), (20.0, 21.0, 22.0, 90.0, 91.0, 40.0)))
+    assert decide(BatchShape.decode(5), costs=bumpy).keys[0].num_tokens == 64
+    assert decide(BatchShape.decode(2), costs=bumpy).keys[0].num_tokens == 2
+
+
+def test_attention_time_moves_the_crossover():
+    """Nine decodes in the graph of 64 pay 55 us of padding: free below the host's 1,000 us, not beyond it."""
+    costs = attrs.evolve(COSTS, decode_attention=AttentionCost(unit_us=1.0))
+    sizes = CaptureSizes((64,))
+    assert decide(BatchShape.decode(9, 900), costs=costs, claims="uniform", sizes=sizes).mode is Mode.FULL
+    assert decide(BatchShape.decode(9, 1000), costs=costs, claims="uniform", sizes=sizes).mode is Mode.EAGER
+
+
+def test_split_wins_where_the_mixed_batch_leaves_graph_mode():
+    """4 decodes and 1,022 tokens fit no graph together: eager takes 1,026; split in turn 4 + 1,024, beside 1,026."""
+    shape = BatchShape(decodes=[(1, 4)], prefills=[(1022, 0)])
+    costs = attrs.evolve(COSTS, host_eager=HostCost(5000.0))
+    decision = decide(shape, costs=costs)
+    assert decision.form is SplitForm.BESIDE
+    assert [str(launch.key) for launch in decision.launches] == ["FULL 4t/4r q=1", "PIECEWISE 1024t"]
+    serial = decide(shape, costs=attrs.evolve(costs, overlap_cost=1.0))
+    assert serial.form is SplitForm.IN_TURN
+    assert decide(shape, costs=costs, claims="none").mode is Mode.EAGER
+
+
+def test_device_bound_models_are_left_alone():
+    """Where nothing overlaps and launching is quicker than the device, dividing the batch gains nothing."""
+    costs = attrs.evolve(COSTS, overlap_cost=1.0, host_full=HostCost(1.0), host_eager=HostCost(1.0))
+    for objective in ("throughput", "latency"):
+        shape = BatchShape(decodes=[(1, 4)], prefills=[(900, 0)], max_decode_steps=1)
+        assert decide(shape, costs=costs, objective=Objective.parse(objective)).mode is Mode.EAGER
+    assert decide(attrs.evolve(shape, max_decode_steps=8), costs=costs).mode is Mode.EAGER
+
+
+def test_latency_keeps_decodes_going_beside_a_prefill():
+    """Under latency several decode steps run beside one prefill; the gap is the cycle over the steps."""
+    shape = BatchShape(decodes=[(1, 8)], prefills=[(1000, 0)], max_decode_steps=8)
+    decision = decide(shape, objective=Objective.parse("latency"))
+    assert decision.form is SplitForm.DECODES_BESIDE
+    assert decision.decode_steps == 8
+    assert decide(shape, objective=Objective(0.0, 1.0, first_token_limit=1.0)).decode_steps == 1
+
+
+def test_first_token_limit_bounds_the_prefill():
+    """Steps that would stretch the cycle beyond the limit aren't taken: 8 steps of 60 us beside 100 us do."""
+    costs = attrs.evolve(COSTS, full=Curve((8, 64), (60.0, 61.0)))
+    shape = BatchShape(decodes=[(1, 8)], prefills=[(100, 0)], max_decode_steps=8)
+    tight = decide(shape, costs=costs, objective=Objective(0.0, 1.0, first_token_limit=1.25))
+    loose = decide(shape, costs=costs, objective=Objective(0.0, 1.0, first_token_limit=10.0))
+    assert tight.decode_steps < loose.decode_steps == 8
+
+
+def test_in_turn_halves_do_not_shorten_the_gap():
+    """With only in-turn splits latency chooses as throughput does: the next decode waits for the prefill half."""
+    policy = get_policy("auto", forms="in_turn")
+    for tokens in (20, 200, 1000):
+        shape = BatchShape(decodes=[(1, 8)], prefills=[(tokens, 0)], max_decode_steps=8)
+        chosen = [policy.decide(shape, context(objective=Objective.parse(name))) for name in ("throughput", "latency")]
+        assert chosen[0] == chosen[1]
+
+
+def test_analytic_costs_are_said():
+    """Without measurements the reason and the basis say so, and the table's version is on the decision."""
+    decision = decide(BatchShape.decode(3), costs=analytic_costs(), basis=Basis.COSTS_ANALYTIC)
+    assert decision.reason is Reason.CHEAPEST_ANALYTIC
+    assert "nothing was measured" in decision.why
+    assert decision.basis is Basis.COSTS_ANALYTIC
+    assert decision.costs_version == analytic_costs().version
+
+
+def test_one_legal_way_says_so():
+    """With eager and PIECEWISE forbidden one way is left, and that is the reason."""
+    shape = BatchShape.decode(3, forbidden=[Mode.EAGER, Mode.PIECEWISE])
+    assert decide(shape).reason is Reason.ONLY_LEGAL
+
+
+@pytest.mark.parametrize("text", ["throughput", "latency", "0.5:0.5"])
+def test_objectives_parse_and_print(text):
+    """An objective reads from text and prints as what was read."""
+    assert str(Objective.parse(text)) == text
