@@ -1,0 +1,331 @@
+"""`Engine`: the front door. It decides, explains, and with an executor captures and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+
+from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
+from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.decision import Decision
+from kpolicy.errors import ConfigError, GraphReplayError, StickyDeviceError, SupportError
+from kpolicy.keys import GraphKey
+from kpolicy.ladders import CaptureLadder, CaptureSizes
+from kpolicy.modes import Mode
+from kpolicy.observe import Stats
+from kpolicy.policies import CompiledPolicy, Downgrade, Policy, PolicyContext, get_policy
+from kpolicy.reasons import Basis, Reason
+from kpolicy.registry import GraphRegistry
+from kpolicy.settings import Objective, Settings
+from kpolicy.shapes import BatchNumbers, BatchShape
+
+if TYPE_CHECKING:
+    from kpolicy.budgets import Budget
+    from kpolicy.executors.base import CaptureReport, Executor, StepInputs, StepOutputs
+    from kpolicy.explain import Explanation
+
+__all__ = ["Communicator", "Engine"]
+
+
+class Communicator(Protocol):
+    """What ranks need of each other. Every rank calls the same methods in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def broadcast(self, text: str) -> str:
+        """What rank 0 gave."""
+        ...
+
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over ranks. Values fit 64 bits."""
+        ...
+
+
+class Engine:
+    """Decides how each batch runs, and runs it.
+
+    Without an executor it can always decide and explain: it takes the planned ladder as captured and the attention
+    support as stated, and its decisions say so.
+
+    Args:
+        policy: a policy or its name; see `kpolicy.policies.get_policy`.
+        attention: what attention supports: support, claims, or text such as ``"mla"`` or ``"gdn+gqa"``.
+        ladder: capture sizes; one list for all graphs, or `CaptureSizes`. The policy's own by default.
+        settings: the deployment's limits.
+        costs: what launches take; the analytic table by default.
+        objective: ``"throughput"``, ``"latency"``, weights, or an `Objective`.
+        executor: an executor or its name; None decides only.
+        registry: the record of captured graphs, to share with other Engines.
+        budget: what captured graphs may take, where no registry is given.
+        communicator: the other ranks; None is one rank.
+        strict: a downgrade that attention forces on the policy is an error.
+
+    Raises:
+        ConfigError: an argument can't be used; subclasses say which.
+        BudgetRefused: the ladder has more graphs than the budget admits.
+    """
+
+    def __init__(
+        self,
+        policy: str | Policy = "auto",
+        *,
+        attention: str | AttentionSupport | Claims = "gqa",
+        ladder: CaptureSizes | Sequence[int] | None = None,
+        settings: Settings | None = None,
+        costs: CostTable | None = None,
+        objective: str | Objective = "throughput",
+        executor: str | Executor | None = None,
+        registry: GraphRegistry | None = None,
+        budget: Budget | None = None,
+        communicator: Communicator | None = None,
+        strict: bool = False,
+    ) -> None:
+        self.policy = get_policy(policy)
+        self.settings = settings or Settings()
+        self.support = _support(attention)
+        self.objective = Objective.parse(objective)
+        self.costs = costs or analytic_costs()
+        self.sizes = self._sizes(ladder)
+        self.stats = Stats()
+        self.downgrades = self._resolve(strict)
+        if budget is not None and registry is not None:
+            raise ConfigError(
+                "a registry was given, and it has its own budget; give the budget to the registry instead."
+            )
+        self.registry = GraphRegistry(budget) if registry is None else registry
+        self.keys = self.policy.plan(self.sizes, self.support.claims, self.settings)
+        if budget is not None:
+            # Without an executor nothing is captured as far as it goes: all that is planned is taken as captured.
+            self._check_budget(budget, whole=ladder is not None or executor is None)
+        self.registry.plan(self.keys)
+        self.executor = None if executor is None else self._open(executor)
+        self._communicator = communicator if communicator is not None and communicator.world_size > 1 else None
+        self._lost: StickyDeviceError | None = None
+        self._synced_version = -1
+        self._compiled: CompiledPolicy | None = None
+        self._compiled_version = -1
+        if self._communicator is not None:
+            self.sync()
+
+    def _check_budget(self, budget: Budget, *, whole: bool) -> None:
+        """A ladder that is wanted whole and is above the budget is an error; others are captured as far as they go."""
+        if whole:
+            from kpolicy.budgets import check_ladder
+
+            check_ladder(self.keys, budget, self.costs.usage_of)
+
+    def _open(self, executor: str | Executor) -> Executor:
+        # Imported here: an Engine that only decides needs none of it.
+        from kpolicy.executors import get_executor
+
+        opened = get_executor(executor)
+        opened.open(self.registry)
+        return opened
+
+    def _sizes(self, ladder: CaptureSizes | Sequence[int] | None) -> CaptureSizes:
+        if ladder is None:
+            return self.policy.sizes(self.settings)
+        return ladder if isinstance(ladder, CaptureSizes) else CaptureSizes.of(ladder, self.settings)
+
+    def _resolve(self, strict: bool) -> tuple[Downgrade, ...]:
+        downgrades = self.policy.resolve(self.support.claims, self.settings)
+        if downgrades and strict:
+            listed = "; ".join(str(downgrade) for downgrade in downgrades)
+            limits = "; ".join(self.support.limits)
+            raise SupportError(
+                f"strict: policy {self.policy.name!r} can't have what it asks for: {listed}. "
+                f"Limited by: {limits or self.support}. "
+                "Choose a policy that attention allows, another attention backend, or leave strict off."
+            )
+        return downgrades
+
+    # Deciding
+
+    @property
+    def context(self) -> PolicyContext:
+        """What the policy reads now: support, captured keys, costs."""
+        basis = Basis.NOTHING if self.costs.measured else Basis.COSTS_ANALYTIC
+        if self.executor is None:
+            basis |= Basis.LADDER_ASSUMED | Basis.SUPPORT_ASSUMED
+        return PolicyContext(
+            claims=self.support.claims,
+            ladder=self._ladder(),
+            costs=self.costs,
+            settings=self.settings,
+            objective=self.objective,
+            basis=basis,
+        )
+
+    def _ladder(self) -> CaptureLadder:
+        """Keys that may be replayed: captured ones, by this Engine's executor where others share the registry."""
+        view = self.registry.view(assumed=self.executor is None)
+        held = getattr(self.executor, "captured", None)
+        if held is None or all(key in held for key in view.keys):
+            return view
+        keys = [key for key in view.keys if key in held]
+        return CaptureLadder(keys, version=view.version, withdrawn=view.withdrawn)
+
+    @property
+    def compiled(self) -> CompiledPolicy:
+        """The policy prepared for the graphs captured now; prepared anew when the registry changes."""
+        version = self.registry.version
+        if self._compiled is None or version != self._compiled_version:
+            self._compiled = self.policy.compile(self.context)
+            self._compiled_version = version
+            self.stats.recompiles += 1
+        return self._compiled
+
+    @property
+    def select(self) -> Callable[..., Decision]:
+        """The per-batch path: plain numbers (see `BatchNumbers`) to a prepared decision. One rank, nothing counted."""
+        return self.compiled.select
+
+    def decide(self, shape: BatchShape) -> Decision:
+        """How the batch runs. With several ranks every rank must call it, and they agree first.
+
+        Raises:
+            NoLegalModeError: every mode that could run the batch is forbidden.
+            StickyDeviceError: the device was lost earlier.
+        """
+        numbers = shape.numbers
+        decision = self._decide(numbers)
+        self.stats.add(decision, numbers)
+        return decision
+
+    def _decide(self, numbers: BatchNumbers) -> Decision:
+        if self._lost is not None:
+            raise self._lost
+        if self._communicator is None:
+            return self.compiled.select(*numbers)
+        compiled = self.compiled
+        changed = int(self.registry.version != self._synced_version)
+        unsynced, *reduced = self._communicator.all_reduce_max((changed, *compiled.vote(numbers)))
+        if unsynced:
+            # A rank lost or gained a graph since ranks were equal: all agree on what is there before anyone decides.
+            self.sync()
+            compiled = self.compiled
+            reduced = self._communicator.all_reduce_max(compiled.vote(numbers))
+        return compiled.agree(reduced, numbers)
+
+    def explain(self, shape: BatchShape) -> Explanation:
+        """All ways to run the batch, what each would cost, and why each lost. This rank alone; nothing is counted."""
+        from kpolicy.explain import explain
+
+        return explain(self.policy, shape, self.context)
+
+    # Ranks
+
+    def sync(self) -> None:
+        """Make ranks equal: rank 0's costs for all, and only graphs that every rank has. Called by every rank.
+
+        Raises:
+            RankError: ranks have other policies, settings or planned graphs.
+        """
+        if self._communicator is not None:
+            from kpolicy.agreement import synchronise
+
+            self.costs = synchronise(self, self._communicator)
+            self._compiled = None
+            self._synced_version = self.registry.version
+
+    # Running
+
+    def capture(self, progress: Callable[[GraphKey, CaptureReport | None], None] | None = None) -> None:
+        """Capture every graph of the policy that isn't captured, largest first, those that failed before included.
+
+        A graph that can't be had is in the registry with its reason.
+
+        Raises:
+            ConfigError: the Engine has no executor.
+            StickyDeviceError: the device is lost.
+        """
+        executor = self._need_executor("capture")
+        try:
+            captured = set(self.registry.captured())
+            executor.capture([key for key in self.keys if key not in captured], progress)
+        except StickyDeviceError as error:
+            self._lost = error
+            raise
+        self.sync()
+
+    def step(self, inputs: StepInputs) -> StepOutputs:
+        """Decide and run one step.
+
+        A graph that fails before it is launched is withdrawn, and the step is decided again without it: a failure
+        costs speed, never a request.
+
+        Raises:
+            ConfigError: the Engine has no executor.
+            StickyDeviceError: the device is lost; the step's requests are the caller's again.
+        """
+        executor = self._need_executor("step")
+        numbers = inputs.numbers
+        decision = self._decide(numbers)
+        while True:
+            try:
+                outputs = executor.run(decision, inputs)
+                break
+            except GraphReplayError as failure:
+                if failure.key not in decision.keys:
+                    # Withdrawing it would change nothing, and the step would fail like this for ever.
+                    raise
+                decision = self._without(failure.key, decision, numbers)
+            except StickyDeviceError as error:
+                self._lost = error
+                raise
+        if outputs.decision is not decision:
+            self.stats.replay_failures += 1
+        self.stats.add(outputs.decision, numbers, outputs.cycle_us)
+        for launch in outputs.decision.launches:
+            if launch.key is not None:
+                self.registry.hit(launch.key, launch.repeat)
+        return outputs
+
+    def _without(self, key: GraphKey, decision: Decision, numbers: BatchNumbers) -> Decision:
+        """The decision after a graph failed before its launch."""
+        self.registry.withdraw(key, Reason.REPLAY_FAILED)
+        self.stats.replay_failures += 1
+        if self._communicator is None:
+            return self.compiled.select(*numbers)
+        # The other ranks replay now, so this one runs the same padded work, launch by launch, without the graph.
+        launches = tuple(
+            attrs.evolve(launch, key=None, padded_tokens=key.num_tokens, reason=Reason.REPLAY_FAILED)
+            if launch.key == key
+            else launch
+            for launch in decision.launches
+        )
+        mode = decision.mode if len(launches) > 1 else Mode.EAGER
+        return attrs.evolve(decision, mode=mode, launches=launches, reason=Reason.REPLAY_FAILED)
+
+    def _need_executor(self, what: str) -> Executor:
+        if self._lost is not None:
+            raise self._lost
+        if self.executor is None:
+            raise ConfigError(
+                f"this Engine only decides; give it an executor to {what}, for example executor='simulated'."
+            )
+        return self.executor
+
+    def release(self) -> None:
+        """Give back every graph and buffer."""
+        if self.executor is not None:
+            self.executor.release()
+
+
+def _support(attention: str | AttentionSupport | Claims) -> AttentionSupport:
+    if isinstance(attention, str):
+        return parse_attention(attention)
+    if isinstance(attention, Claims):
+        return AttentionSupport.of(attention, backend="stated", source="stated by the caller")
+    if not isinstance(attention, AttentionSupport):
+        raise SupportError(
+            f"attention is {attention!r}; give AttentionSupport, Claims, or text such as 'mla' or 'gdn+gqa'. "
+            "For a Hugging Face config use kpolicy.attention.hf.from_hf_config."
+        )
+    return attention

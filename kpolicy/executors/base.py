@@ -1,0 +1,145 @@
+"""What an executor is: it captures graphs for keys and runs decisions. Devices differ below this line, modes don't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import attrs
+
+from kpolicy.decision import Decision
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Rows
+from kpolicy.registry import GraphRegistry
+from kpolicy.shapes import BatchNumbers
+
+__all__ = ["CaptureReport", "Executor", "ProbeReport", "ProbeStatus", "StepInputs", "StepOutputs"]
+
+
+class ProbeStatus(str, Enum):
+    """What a look at a device or an extra found."""
+
+    USABLE = "usable"
+    ABSENT = "absent"
+    BROKEN = "broken"
+    MASKED = "masked"
+    """There, but claimed by another: a vendor that presents itself as CUDA, or switched off by a variable."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@attrs.frozen
+class ProbeReport:
+    """What a probe found: a device, an extra or a plugin.
+
+    Args:
+        name: what was probed.
+        status: usable, absent, broken or masked.
+        reason: why, in words, with the next step where there is one.
+        facts: versions, device counts and the like.
+    """
+
+    name: str
+    status: ProbeStatus
+    reason: str
+    facts: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+class StepInputs(NamedTuple):
+    """One step's inputs in the shape's row order: decode rows, then prefill chunks.
+
+    Sequences hold plain numbers or device tensors, as the executor takes them.
+    """
+
+    numbers: BatchNumbers
+    query_lens: Sequence[int]
+    """[num_reqs]"""
+    token_ids: Sequence[int]
+    """[num_tokens]"""
+    positions: Sequence[int]
+    """[num_tokens]"""
+    slot_mapping: Sequence[int]
+    """[num_tokens], the KV slot that each token writes"""
+    block_table: Sequence[Sequence[int]]
+    """[num_reqs, max_blocks]"""
+    kv_lens: Sequence[int]
+    """[num_reqs], tokens attended to, this step's included"""
+    wanted: Sequence[int]
+    """[num_wanted], indices into the tokens of the rows whose outputs are wanted, rising; the last token of each decode
+    row is always among them"""
+    slots_ahead: Sequence[Sequence[int]] = ()
+    """[max_decode_steps - 1, num_decodes], KV slots reserved for decode steps beyond the first"""
+
+
+class StepOutputs(NamedTuple):
+    """What a step gave back. Outputs are copies: the next replay doesn't overwrite them."""
+
+    outputs: Sequence[Any]
+    """[num_wanted], one output a wanted row (logits, or a hash in the simulated executor)"""
+    tokens: Sequence[Sequence[int]]
+    """[decode_steps, num_decodes], tokens sampled on the device for decode rows; empty without a device sampler"""
+    decision: Decision
+    """What ran, after any fallback inside the step"""
+    cycle_us: float
+    """Device-side time of the whole step in microseconds; measured late or simulated"""
+    ready_us: Mapping[Rows, float]
+    """When each part's outputs are ready, in microseconds from the step's start"""
+
+
+class CaptureReport(NamedTuple):
+    """What one capture cost."""
+
+    bytes: int
+    seconds: float
+    streams: int = 1
+    graphs: int = 1
+    """Device graphs that the key is made of: one for FULL, one a piece for PIECEWISE."""
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Runs decisions on one device, and records every graph in the registry it was opened with.
+
+    Outside packages register theirs as `kpolicy.executors` entry points and hold it to
+    `kpolicy.testing.EXECUTOR_CHECKS`.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def open(self, registry: GraphRegistry) -> None:
+        """Take the registry that all graphs are recorded in. Called before anything else.
+
+        Raises:
+            RegistryError: it was opened with another registry.
+        """
+        ...
+
+    def capture(
+        self, keys: Iterable[GraphKey], progress: Callable[[GraphKey, CaptureReport | None], None] | None = None
+    ) -> None:
+        """Capture keys, largest first; a key that can't be had ends up failed or withdrawn in the registry.
+
+        Keys that had failed or were withdrawn are planned anew and tried again.
+
+        Raises:
+            StickyDeviceError: the device is lost.
+        """
+        ...
+
+    def run(self, decision: Decision, inputs: StepInputs) -> StepOutputs:
+        """Run one step as decided.
+
+        Raises:
+            RegistryError: the decision names a graph that this executor hasn't captured, or one with fewer tokens or
+                rows than its launch.
+            GraphReplayError: the first launch's graph failed before anything was launched.
+            StickyDeviceError: the device is lost.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give back every graph and buffer; the registry says so."""
+        ...

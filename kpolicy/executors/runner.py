@@ -1,0 +1,320 @@
+"""How modes run, once: which rows each launch gets, what replays, what falls back, and when each part is ready.
+
+Devices differ below this line. A `DeviceAdapter` captures a graph for a key, replays it over a part's inputs and runs
+a part eagerly; it pads, stages and unpads, because those are copies on its own memory. `ModeRunner` does the rest for
+every device, and is the `Executor` that an Engine gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import Lock
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import attrs
+
+from kpolicy.decision import Decision, Launch
+from kpolicy.errors import BudgetRefused, CaptureError, GraphReplayError, RegistryError
+from kpolicy.executors.base import CaptureReport, ProbeReport, StepInputs, StepOutputs
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part, Rows
+from kpolicy.reasons import Reason
+from kpolicy.registry import GraphRegistry
+from kpolicy.shapes import BatchNumbers
+
+__all__ = ["DeviceAdapter", "ModeRunner", "PartOutputs"]
+
+
+class PartOutputs(NamedTuple):
+    """What one launch gave back, as copies."""
+
+    outputs: Sequence[Any]
+    """[num_wanted of these rows], of the last repeat"""
+    tokens: Sequence[Sequence[int]]
+    """[repeat, num_decodes], sampled on the device; empty for prefill rows and without a device sampler"""
+
+
+class DeviceAdapter(Protocol):
+    """The primitives of one device.
+
+    A pool is the memory, buffers, stream and workspace that graphs share which never run at the same time; the
+    runner keeps one for each part.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def probe(self) -> ProbeReport: ...
+
+    def estimate(self, key: GraphKey) -> CaptureReport:
+        """What capturing that key is expected to cost."""
+        ...
+
+    def new_pool(self, part: Part, largest: GraphKey) -> Any:
+        """Memory and static buffers for graphs of one part.
+
+        Args:
+            part: what the graphs cover.
+            largest: no graph of the pool has more tokens, rows or LoRAs than this key; it needn't be one of them.
+
+        Raises:
+            CaptureError: the device refused; what it took is freed.
+            StickyDeviceError: the device is lost.
+        """
+        ...
+
+    def capture(self, key: GraphKey, pool: Any) -> tuple[Any, CaptureReport]:
+        """Capture one graph; (handle, what it cost).
+
+        Raises:
+            CaptureError: the device refused; what it took is freed.
+            StickyDeviceError: the device is lost.
+        """
+        ...
+
+    def replay(self, handle: Any, rows: StepInputs, launch: Launch) -> PartOutputs:
+        """Pad and stage the rows, replay, unpad; as many times as `launch.repeat` says, also without decode rows.
+
+        Raises:
+            RegistryError: the graph has fewer tokens or rows than the launch.
+            GraphReplayError: nothing was launched.
+            StickyDeviceError: the device is lost.
+        """
+        ...
+
+    def eager(self, rows: StepInputs, launch: Launch) -> PartOutputs:
+        """Run the rows with no graph, padded to `launch.padded_tokens` where that is given."""
+        ...
+
+    def timing(self, decision: Decision, numbers: BatchNumbers) -> tuple[float, Mapping[Rows, float]]:
+        """(microseconds of the step, when each part is ready)."""
+        ...
+
+    def release(self, pool: Any) -> None:
+        """Give a pool and all its graphs back."""
+        ...
+
+
+@attrs.define
+class _Pool:
+    """One pool: its name in the registry, the device's own object, and what its buffers hold."""
+
+    name: str
+    memory: Any
+    largest: GraphKey
+
+    def holds(self, key: GraphKey) -> bool:
+        largest = self.largest
+        return (
+            key.part is largest.part
+            and key.num_tokens <= largest.num_tokens
+            and (key.num_reqs or 0) <= (largest.num_reqs or 0)
+            and key.lora_case <= largest.lora_case
+        )
+
+
+_TAKEN: WeakKeyDictionary[GraphRegistry, set[str]] = WeakKeyDictionary()
+_TAKING = Lock()
+# Names that executors took in each registry: an executor that has captured nothing yet isn't in the registry's pools.
+
+
+def _take_name(name: str, registry: GraphRegistry) -> str:
+    """The first of name, name-2, name-3 ... that no other executor's pools have in the registry."""
+    with _TAKING:
+        taken = _TAKEN.setdefault(registry, set())
+        held = taken | {pool.name.partition("/")[0] for pool in registry.pools()}
+        free, count = name, 1
+        while free in held:
+            count += 1
+            free = f"{name}-{count}"
+        taken.add(free)
+        return free
+
+
+class ModeRunner:
+    """Runs decisions on any device that has an adapter.
+
+    Args:
+        adapter: the device.
+        name: the executor's name, the adapter's by default.
+    """
+
+    def __init__(self, adapter: DeviceAdapter, name: str | None = None) -> None:
+        self.adapter = adapter
+        self._name = name or adapter.name
+        self._pool_name = self._name
+        self._registry: GraphRegistry | None = None
+        self._pools: list[_Pool] = []
+        self._handles: dict[GraphKey, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def registry(self) -> GraphRegistry:
+        """The registry it was opened with; one of its own where it wasn't."""
+        registry = self._registry
+        if registry is None:
+            registry = GraphRegistry()
+            self.open(registry)
+        return registry
+
+    @property
+    def captured(self) -> frozenset[GraphKey]:
+        """The keys that this executor has graphs of, withdrawn ones included."""
+        return frozenset(self._handles)
+
+    def open(self, registry: GraphRegistry) -> None:
+        """Take the registry that all graphs are recorded in, and names for pools that nobody has there.
+
+        Raises:
+            RegistryError: it was opened with another registry.
+        """
+        if registry is self._registry:
+            return
+        if self._registry is not None:
+            raise RegistryError(
+                f"executor {self._name!r} is open with another registry, which has its graphs. Give both Engines the "
+                "same registry, or make an executor for each."
+            )
+        self._pool_name = _take_name(self._name, registry)
+        self._registry = registry
+
+    def capture(
+        self, keys: Iterable[GraphKey], progress: Callable[[GraphKey, CaptureReport | None], None] | None = None
+    ) -> None:
+        """Capture keys, largest first, so that smaller graphs reuse the pool's memory.
+
+        Failed and withdrawn keys are planned anew first, so after a release everything can be had again.
+
+        Raises:
+            RegistryError: a key is captured already.
+            StickyDeviceError: the device is lost.
+        """
+        left = sorted(keys, key=lambda key: (key.part.value, -key.num_tokens, -key.lora_case))
+        self.registry.plan(left)
+        for i, key in enumerate(left):
+            report = self._capture_one(key, left[i:])
+            if progress is not None:
+                progress(key, report)
+
+    def _capture_one(self, key: GraphKey, left: Sequence[GraphKey]) -> CaptureReport | None:
+        registry, estimate = self.registry, self.adapter.estimate(key)
+        try:
+            registry.admit(key, **estimate._asdict())
+        except BudgetRefused as refused:
+            registry.withdraw(key, _reason(refused))
+            return None
+        try:
+            pool = self._pool(key, left)
+            handle, report = self.adapter.capture(key, pool.memory)
+        except CaptureError as error:
+            registry.fail(key, _reason(error))
+            return None
+        try:
+            registry.capture(key, **report._asdict(), pool=pool.name, handle=handle)
+        except BudgetRefused:
+            return None
+        self._handles[key] = handle
+        return report
+
+    def _pool(self, key: GraphKey, left: Sequence[GraphKey]) -> _Pool:
+        """The first pool that holds the graph; otherwise a new one, for the keys that are left.
+
+        Raises:
+            CaptureError: the device refused a new one.
+        """
+        for pool in self._pools:
+            if pool.holds(key):
+                return pool
+        largest = _largest([other for other in left if other.part is key.part])
+        memory = self.adapter.new_pool(key.part, largest)
+        count = 1 + sum(pool.largest.part is key.part for pool in self._pools)
+        name = f"{self._pool_name}/{key.part.value}" + (f"/{count}" if count > 1 else "")
+        self._pools.append(_Pool(name, memory, largest))
+        return self._pools[-1]
+
+    def run(self, decision: Decision, inputs: StepInputs) -> StepOutputs:
+        """Run one step as decided.
+
+        A later launch whose graph fails runs eagerly in place, because the launches before it have run, and at the
+        graph's size, because other ranks replay that size. The graph is withdrawn and the decision that comes back
+        says so.
+
+        Raises:
+            RegistryError: the decision names a graph that this executor hasn't captured, or one with fewer tokens or
+                rows than its launch.
+            GraphReplayError: the first launch's graph failed before anything was launched.
+            StickyDeviceError: the device is lost.
+        """
+        ran, parts = decision, []
+        for i, launch in enumerate(decision.launches):
+            rows = inputs if launch.rows is Rows.ALL else part_of(inputs, launch.rows)
+            if launch.key is None:
+                parts.append(self.adapter.eager(rows, launch))
+                continue
+            handle = self._handles.get(launch.key)
+            if handle is None:
+                raise RegistryError(f"{launch.key} isn't captured by executor {self._name!r}; capture it first.")
+            try:
+                parts.append(self.adapter.replay(handle, rows, launch))
+            except GraphReplayError:
+                if i == 0:
+                    raise
+                self.registry.withdraw(launch.key, Reason.REPLAY_FAILED)
+                launch = attrs.evolve(
+                    launch, key=None, padded_tokens=launch.key.num_tokens, reason=Reason.REPLAY_FAILED
+                )
+                ran = attrs.evolve(ran, launches=(*ran.launches[:i], launch, *ran.launches[i + 1 :]))
+                parts.append(self.adapter.eager(rows, launch))
+        cycle_us, ready_us = self.adapter.timing(ran, inputs.numbers)
+        if len(parts) == 1:
+            return StepOutputs(parts[0].outputs, parts[0].tokens, ran, cycle_us, ready_us)
+        outputs = [output for part in parts for output in part.outputs]
+        return StepOutputs(outputs, parts[0].tokens if parts else (), ran, cycle_us, ready_us)
+
+    def release(self) -> None:
+        """Give back every pool; the registry forgets their graphs generation by generation."""
+        for pool in self._pools:
+            self.registry.evict_generation(pool.name)
+            self.adapter.release(pool.memory)
+        self._pools.clear()
+        self._handles.clear()
+
+
+def _largest(keys: Sequence[GraphKey]) -> GraphKey:
+    """A key with the most tokens, rows and LoRAs of these keys, which may be different keys."""
+    rows = max(key.num_reqs or 0 for key in keys)
+    tokens = max(key.num_tokens for key in keys)
+    return GraphKey(keys[0].part, tokens, rows or None, lora_case=max(key.lora_case for key in keys))
+
+
+def _reason(error: BudgetRefused | CaptureError) -> Reason:
+    return error.reason if isinstance(error.reason, Reason) else Reason.CAPTURE_FAILED
+
+
+def part_of(inputs: StepInputs, rows: Rows) -> StepInputs:
+    """The inputs of the decode rows or of the prefill rows, as a batch of their own."""
+    numbers = inputs.numbers
+    num_reqs, num_tokens = numbers.num_decodes, numbers.decode_tokens
+    num_wanted = _first_at(inputs.wanted, num_tokens)
+    if rows is Rows.DECODE:
+        return StepInputs(
+            numbers, inputs.query_lens[:num_reqs], inputs.token_ids[:num_tokens], inputs.positions[:num_tokens],
+            inputs.slot_mapping[:num_tokens], inputs.block_table[:num_reqs], inputs.kv_lens[:num_reqs],
+            inputs.wanted[:num_wanted], inputs.slots_ahead,
+        )  # fmt: skip
+    return StepInputs(
+        numbers, inputs.query_lens[num_reqs:], inputs.token_ids[num_tokens:], inputs.positions[num_tokens:],
+        inputs.slot_mapping[num_tokens:], inputs.block_table[num_reqs:], inputs.kv_lens[num_reqs:],
+        [token - num_tokens for token in inputs.wanted[num_wanted:]],
+    )  # fmt: skip
+
+
+def _first_at(wanted: Sequence[int], token: int) -> int:
+    """How many wanted rows come before that token."""
+    from bisect import bisect_left
+
+    return bisect_left(wanted, token)

@@ -1,0 +1,335 @@
+"""The main job: a request trace through continuous batching and an Engine, step by step, with every output checked.
+
+The clock is the executor's: it starts at the first arrival, each step advances it by the step's time, and where
+nothing runs it jumps to the next arrival. Requests come when the trace says, whatever the policy, so policies are
+compared on the same arrivals.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kpolicy.engine import Engine
+from kpolicy.errors import StickyDeviceError
+from kpolicy.executors.base import StepInputs, StepOutputs
+from kpolicy.executors.simulated import reference_tokens, sampled_token
+from kpolicy.observe import ModeStats
+from kpolicy.reasons import Basis
+from kpolicy.scheduling.batching import Batch, Batcher, Generation
+from kpolicy.scheduling.traces import Trace
+
+__all__ = ["Prompts", "RunResult", "serve_trace", "weighted_percentile"]
+
+MOST_CHECKED = 2000
+"""Requests compared with the reference, at most, evenly spread over those served."""
+
+Progress = Callable[[int, int], None]
+"""Called with (requests finished, requests in all), now and then."""
+
+
+class Prompts:
+    """Prompt token ids for requests of which only lengths are known: seeded, and equal where prefix blocks are.
+
+    Args:
+        seed: another seed gives other tokens.
+        vocab: ids are below this.
+        block: tokens a `hash_ids` block stands for (512 in Mooncake traces).
+    """
+
+    def __init__(self, seed: int = 0, vocab: int = 4096, block: int = 512) -> None:
+        self._pool = random.Random(seed).choices(range(vocab), k=1 << 18)  # noqa: S311 - not for secrets
+        self._block = block
+        self.seed = seed
+        self.vocab = vocab
+
+    def of(self, index: int, num_tokens: int, hash_ids: Sequence[int] = ()) -> list[int]:
+        """The prompt of one request."""
+        tokens: list[int] = []
+        for hash_id in hash_ids[: num_tokens // self._block]:
+            tokens += self._slice(hash_id * 40_503 + 1, self._block)
+        return tokens + self._slice(index * 7_919, num_tokens - len(tokens))
+
+    def _slice(self, start: int, num_tokens: int) -> list[int]:
+        size, tokens = len(self._pool), []
+        start %= size
+        while num_tokens > 0:
+            piece = self._pool[start : start + num_tokens]
+            tokens += piece
+            num_tokens -= len(piece)
+            start = 0
+        return tokens
+
+
+@attrs.frozen(kw_only=True)
+class RunResult:
+    """What one policy made of a trace. Times are the executor's, in microseconds, unless they say seconds.
+
+    Args:
+        policy: the policy's name, with its arguments.
+        served: requests that got all their tokens.
+        refused: requests handed back, by reason.
+        tokens: tokens generated.
+        modes: steps, tokens, padding and time by mode.
+        reasons: steps by reason.
+        eager_halves: why prefill halves of splits ran eagerly, in steps.
+        span_s: from the first arrival to the last token.
+        ttft_us, gap_us: p50 and p99 of time to first token, and of the time between a request's tokens.
+        graphs, graphs_used: captured graphs, and those that replayed at least once.
+        unused: the graphs that never replayed, in words.
+        not_captured: planned graphs that couldn't be had, by reason.
+        capture_s: seconds of capture.
+        preemptions: requests that gave their KV back and were computed again.
+        checked, wrong: requests whose tokens were compared with the reference, and those that differed.
+        replay_failures: graphs that failed before launch; the steps ran all the same.
+        basis: what the decisions took for granted.
+        wall_s: this process's time; outside_s: the part outside the executor.
+        interrupted: whether it ended before the trace did, and why.
+    """
+
+    policy: str
+    served: int
+    refused: Mapping[str, int]
+    tokens: int
+    modes: Mapping[str, ModeStats]
+    reasons: Mapping[str, int]
+    eager_halves: Mapping[str, int]
+    span_s: float
+    ttft_us: tuple[float, float]
+    gap_us: tuple[float, float]
+    graphs: int
+    graphs_used: int
+    unused: tuple[str, ...]
+    not_captured: Mapping[str, int]
+    capture_s: float
+    preemptions: int
+    checked: int
+    wrong: tuple[int, ...]
+    replay_failures: int
+    basis: Basis
+    wall_s: float
+    interrupted: str = ""
+
+    @property
+    def steps(self) -> int:
+        return sum(stats.steps for stats in self.modes.values())
+
+    @property
+    def step_us(self) -> float:
+        """Time of all steps."""
+        return sum(stats.us for stats in self.modes.values())
+
+    @property
+    def padding(self) -> int:
+        return sum(stats.padding for stats in self.modes.values())
+
+    @property
+    def tokens_computed(self) -> int:
+        """Tokens of all steps, prompts included, without padding."""
+        return sum(stats.tokens for stats in self.modes.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as plain JSON values."""
+        values = attrs.asdict(self, filter=lambda attribute, _value: attribute.name not in ("modes", "basis"))
+        values["modes"] = {mode: attrs.asdict(stats) for mode, stats in self.modes.items()}
+        values["assumes"] = list(self.basis.names)
+        return values
+
+
+class _Run:
+    """The state of one run."""
+
+    def __init__(self, trace: Trace, engine: Engine, batcher: Batcher, prompts: Prompts) -> None:
+        self.engine = engine
+        self.batcher = batcher
+        self.prompts = prompts
+        self.arrivals = trace.requests
+        self.next = 0
+        self.now_us = self.arrivals[0].arrival_s * 1e6 if self.arrivals else 0.0
+        self.start_us = self.now_us
+        self.refused: dict[str, int] = {}
+        self.ttft_us: list[float] = []
+        self.gaps: dict[float, int] = {}
+        self.last_us: dict[int, float] = {}
+        self.served: list[Generation] = []
+        self.tokens = 0
+
+    def admit(self) -> None:
+        """Queue what has arrived by now; with nothing to run, go to the next arrival."""
+        arrivals, batcher = self.arrivals, self.batcher
+        if self.next < len(arrivals) and batcher.idle:
+            self.now_us = max(self.now_us, arrivals[self.next].arrival_s * 1e6)
+        while self.next < len(arrivals) and arrivals[self.next].arrival_s * 1e6 <= self.now_us:
+            request = arrivals[self.next]
+            if batcher.fits(request.prompt_tokens, request.output_tokens):
+                prompt = self.prompts.of(self.next, request.prompt_tokens, request.hash_ids)
+                batcher.add(Generation(self.next, prompt, request.output_tokens))
+            else:
+                self.refused["over_kv_capacity"] = self.refused.get("over_kv_capacity", 0) + 1
+            self.next += 1
+
+    def account(self, batch: Batch, outputs: StepOutputs) -> None:
+        """Advance the clock, take the tokens in, note first tokens and gaps."""
+        cycle_us = outputs.cycle_us
+        self.now_us += cycle_us
+        steps = len(outputs.tokens) if outputs.tokens else 1
+        done = self.batcher.complete(batch, outputs, self.sample)
+        num_decodes = len(batch.decodes)
+        if num_decodes:
+            # A decode row's last token came at the end of the step before, because decodes never wait.
+            gap = cycle_us / steps
+            self.gaps[gap] = self.gaps.get(gap, 0) + num_decodes * steps
+            self.tokens += num_decodes * steps
+        for request in done.first_tokens:
+            self.tokens += 1
+            last_us = self.last_us.pop(request.index, None) if request.num_preempted else None
+            if last_us is None:
+                self.ttft_us.append(self.now_us - self.arrivals[request.index].arrival_s * 1e6)
+            else:
+                gap = self.now_us - last_us
+                self.gaps[gap] = self.gaps.get(gap, 0) + 1
+        self.served += done.finished
+
+    def sample(self, output: Any) -> int:
+        return sampled_token(output, self.prompts.vocab)
+
+
+def serve_trace(
+    trace: Trace,
+    engine: Engine,
+    batcher: Batcher,
+    prompts: Prompts,
+    *,
+    label: str = "",
+    check: Callable[[Generation], bool] | None = None,
+    progress: Progress | None = None,
+    on_step: Callable[[int, StepInputs, StepOutputs, Batcher], None] | None = None,
+) -> RunResult:
+    """Serve every request of a trace and say what happened.
+
+    Args:
+        trace: the requests; times are the clock's.
+        engine: with an executor, captured.
+        batcher: the scheduler, empty.
+        prompts: token ids for the trace's lengths.
+        label: what to call the policy.
+        check: whether a finished request's tokens are right; None checks nothing.
+        progress: told now and then how far it is.
+        on_step: told each step (index, inputs, outputs, batcher), for step logs.
+    """
+    started = time.perf_counter()
+    run = _Run(trace, engine, batcher, prompts)
+    interrupted, wrong, checked, steps = "", [], 0, 0
+    total = len(trace.requests)
+    try:
+        while True:
+            run.admit()
+            before = batcher.num_preemptions
+            batch = batcher.next_batch()
+            if batch is None:
+                if run.next >= total and batcher.idle:
+                    break
+                continue
+            if batcher.num_preemptions != before:
+                for request in batcher.waiting:
+                    # One that was preempted before its first token has no last one; it still waits for the first.
+                    if request.num_preempted and len(request.tokens) > request.num_prompt:
+                        run.last_us.setdefault(request.index, run.now_us)
+            outputs = engine.step(batch.inputs)
+            if on_step is not None:
+                on_step(steps, batch.inputs, outputs, batcher)
+            run.account(batch, outputs)
+            steps += 1
+            if progress is not None and not steps & 255:
+                progress(len(run.served), total)
+    except KeyboardInterrupt:
+        interrupted = "interrupted from the keyboard"
+    except StickyDeviceError as error:
+        interrupted = str(error)
+        left = len(batcher.running) + len(batcher.waiting) + total - run.next
+        run.refused["device_lost"] = left
+    if check is not None:
+        try:
+            for request in run.served[:: -(-len(run.served) // MOST_CHECKED) or 1]:
+                if not check(request):
+                    wrong.append(request.index)
+                checked += 1
+        except KeyboardInterrupt:
+            interrupted = "interrupted from the keyboard, while outputs were checked"
+    if progress is not None:
+        progress(len(run.served), total)
+    return _result(label or engine.policy.name, run, checked, wrong, time.perf_counter() - started, interrupted)
+
+
+def _result(label: str, run: _Run, checked: int, wrong: Sequence[int], wall_s: float, interrupted: str) -> RunResult:
+    engine, registry = run.engine, run.engine.registry
+    captured, unused = registry.captured(), registry.unused()
+    lost: dict[str, int] = {}
+    for record in registry.records():
+        if record.reason is not None and record.state.value in ("failed", "withdrawn"):
+            lost[record.reason.value] = lost.get(record.reason.value, 0) + 1
+    stats = engine.stats
+    gaps = sorted(run.gaps.items())
+    first = sorted((value, 1) for value in run.ttft_us)
+    return RunResult(
+        policy=label,
+        served=len(run.served),
+        refused=run.refused,
+        tokens=run.tokens,
+        modes=stats.by_mode,
+        reasons={reason: counted.steps for reason, counted in stats.by_reason.items()},
+        eager_halves=stats.half_reasons,
+        span_s=(run.now_us - run.start_us) / 1e6,
+        ttft_us=(weighted_percentile(first, 50), weighted_percentile(first, 99)),
+        gap_us=(weighted_percentile(gaps, 50), weighted_percentile(gaps, 99)),
+        graphs=len(captured),
+        graphs_used=len(captured) - len(unused),
+        unused=tuple(str(key) for key in unused),
+        not_captured=lost,
+        capture_s=sum(record.seconds for record in registry.records()),
+        preemptions=run.batcher.num_preemptions,
+        checked=checked,
+        wrong=tuple(wrong),
+        replay_failures=stats.replay_failures,
+        basis=stats.basis,
+        wall_s=wall_s,
+        interrupted=interrupted,
+    )
+
+
+def weighted_percentile(values: Sequence[tuple[float, int]], percent: float) -> float:
+    """The smallest value that at least `percent` of the weight doesn't exceed; 0 without values.
+
+    Args:
+        values: (value, weight), rising by value.
+        percent: 0 to 100.
+    """
+    total = sum(weight for _, weight in values)
+    if not total:
+        return 0.0
+    wanted, seen = total * percent / 100, 0
+    for value, weight in values:
+        seen += weight
+        if seen >= wanted:
+            return value
+    return values[-1][0]
+
+
+def reference_check(prompts: Prompts, seed: int) -> Callable[[Generation], bool]:
+    """A check of finished requests against the reference sequence, computed once a request for all policies."""
+    expected: dict[int, list[int]] = {}
+
+    def check(request: Generation) -> bool:
+        wanted = expected.get(request.index)
+        if wanted is None:
+            prompt = request.tokens[: request.num_prompt]
+            wanted = expected[request.index] = reference_tokens(
+                prompt, request.output_tokens, seed=seed, vocab=prompts.vocab
+            )
+        return request.generated == wanted
+
+    return check

@@ -1,0 +1,239 @@
+"""`Engine`: decides with and without an executor, says what it assumes, and follows the registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as run_settings
+from hypothesis import strategies as st
+
+from kpolicy.attention import Claims
+from kpolicy.attention.support import AttentionSupport, parse_attention
+from kpolicy.budgets import Budget
+from kpolicy.costs import analytic_costs
+from kpolicy.engine import Engine
+from kpolicy.errors import (
+    BudgetRefused,
+    ConfigError,
+    LadderError,
+    NoLegalModeError,
+    SupportError,
+    UnknownNameError,
+)
+from kpolicy.executors.simulated import SimulatedExecutor
+from kpolicy.ladders import CaptureSizes
+from kpolicy.modes import Mode
+from kpolicy.policies import OWN
+from kpolicy.reasons import Basis, Reason
+from kpolicy.registry import GraphRegistry, GraphState
+from kpolicy.settings import Settings
+from kpolicy.shapes import BatchShape
+from kpolicy.testing.sequences import Sequences
+from kpolicy.testing.strategies import cost_tables, shapes
+
+LIMITS = Settings(max_num_reqs=8, max_num_tokens=64)
+SIZES = CaptureSizes((1, 2, 4, 8), (16, 64), (8, 64))
+
+
+def simulated(policy: str = "full_and_piecewise", **arguments: Any) -> Engine:
+    executor = arguments.pop("executor", None) or SimulatedExecutor(num_blocks=64)
+    engine = Engine(policy, ladder=SIZES, settings=LIMITS, executor=executor, **arguments)
+    engine.capture()
+    return engine
+
+
+@pytest.mark.parametrize("policy", OWN)
+def test_an_engine_without_a_model_says_what_it_assumes(policy: str) -> None:
+    """Each policy decides without an executor, and the decision names the assumed ladder and support."""
+    engine = Engine(policy)
+    decision = engine.decide(BatchShape.decode(32, 32_000))
+    assert Basis.LADDER_ASSUMED | Basis.SUPPORT_ASSUMED in decision.basis
+    assert "assuming the planned ladder captured" in decision.why
+    assert "the stated attention support" in decision.why
+    assert (Basis.COSTS_ANALYTIC in decision.basis) == engine.policy.reads_costs
+    assert engine.stats.basis == decision.basis
+
+
+def test_measured_costs_are_not_called_analytic() -> None:
+    """With measured costs neither the reason nor the basis speaks of the analytic table."""
+    import attrs
+
+    measured = attrs.evolve(analytic_costs(), measured=True, version="mine")
+    decision = Engine(costs=measured).decide(BatchShape.decode(4))
+    assert decision.reason is Reason.CHEAPEST_MEASURED
+    assert Basis.COSTS_ANALYTIC not in decision.basis
+    assert decision.costs_version == "mine"
+
+
+def test_an_engine_with_captured_graphs_assumes_nothing_of_them() -> None:
+    """With an executor the ladder is what was captured, and nothing before that."""
+    engine = Engine("full_and_piecewise", ladder=SIZES, settings=LIMITS, executor=SimulatedExecutor(num_blocks=8))
+    before = engine.decide(BatchShape.decode(3))
+    assert (before.mode, before.reason) == (Mode.EAGER, Reason.NO_GRAPHS)
+    engine.capture()
+    after = engine.decide(BatchShape.decode(3))
+    assert (after.mode, after.basis) == (Mode.FULL, Basis.NOTHING)
+    assert after.launches[0].key.num_tokens == 4
+
+
+@pytest.mark.parametrize("policy", ["auto", "full_and_piecewise", "split", "full", "piecewise", "vllm"])
+@given(shape=shapes(), data=st.data())
+@run_settings(max_examples=60, deadline=None)
+def test_every_door_gives_the_same_decision(policy: str, shape: BatchShape, data: st.DataObject) -> None:
+    """`decide`, `select`, `explain` and the policy's own `decide` agree on every batch."""
+    costs = data.draw(cost_tables())
+    engine = Engine(policy, attention="uniform", ladder=SIZES, settings=LIMITS, costs=costs, objective="0.6:0.4")
+    decision = engine.decide(shape)
+    assert decision == engine.select(*shape.numbers)
+    assert decision == engine.explain(shape).decision
+    assert decision == engine.policy.decide(shape, engine.context)
+
+
+def test_a_withdrawn_graph_is_not_decided_for_again() -> None:
+    """When a key is withdrawn the policy is compiled anew, and the batch pads further or says why it doesn't replay."""
+    engine = simulated("full")
+    four = engine.decide(BatchShape.decode(4)).launches[0].key
+    compiled = engine.compiled
+    assert engine.compiled is compiled
+    engine.registry.withdraw(four, Reason.REPLAY_FAILED)
+    assert engine.compiled is not compiled
+    assert engine.decide(BatchShape.decode(4)).launches[0].key.num_tokens == 8
+    for key in engine.registry.captured():
+        engine.registry.withdraw(key, Reason.REPLAY_FAILED)
+    decision = engine.decide(BatchShape.decode(4))
+    assert (decision.mode, decision.reason) == (Mode.EAGER, Reason.GRAPH_WITHDRAWN)
+
+
+def test_engines_that_share_a_registry_see_the_same_graphs() -> None:
+    """What one Engine captures or loses, the other decides with or without."""
+    registry, executor = GraphRegistry(), SimulatedExecutor(num_blocks=64)
+    first = simulated("full_and_piecewise", registry=registry, executor=executor)
+    second = Engine("full", ladder=SIZES, settings=LIMITS, registry=registry, executor=executor)
+    assert second.decide(BatchShape.decode(2)).mode is Mode.FULL
+    inputs = one_step()
+    assert second.step(inputs).outputs == first.step(inputs).outputs
+    for record in registry.records():
+        registry.withdraw(record.key, Reason.REPLAY_FAILED)
+    assert first.decide(BatchShape.decode(2)).mode is second.decide(BatchShape.decode(2)).mode is Mode.EAGER
+
+
+def test_graphs_of_another_executor_are_not_replayed() -> None:
+    """An Engine whose registry holds another executor's graphs too decides with its own executor's only."""
+    registry = GraphRegistry()
+    simulated(registry=registry)
+    other = Engine("full", ladder=SIZES, settings=LIMITS, registry=registry, executor=SimulatedExecutor(num_blocks=64))
+    assert other.step(one_step()).decision.mode is Mode.EAGER
+
+
+def one_step() -> Any:
+    sequences = Sequences(1)
+    row = sequences.chunk(sequences.start(), 5)
+    return sequences.inputs([row])
+
+
+def test_a_step_is_counted_with_its_time_and_hits() -> None:
+    """A step counts once, with its tokens, padding and time; its graph counts a hit."""
+    engine = simulated()
+    outputs = engine.step(one_step())
+    assert engine.stats.total.steps == 1
+    assert engine.stats.total.tokens == 5
+    assert engine.stats.total.us == outputs.cycle_us > 0
+    key = outputs.decision.launches[0].key
+    assert engine.stats.total.padding == key.num_tokens - 5
+    assert engine.registry.record(key).hits == 1
+
+
+def test_capturing_twice_captures_nothing_twice() -> None:
+    """A second `capture` leaves captured graphs alone."""
+    engine = simulated()
+    told: list[Any] = []
+    engine.capture(lambda key, _report: told.append(key))
+    assert not told
+    engine.release()
+    assert not engine.registry.captured()
+    engine.capture(lambda key, _report: told.append(key))
+    assert sorted(map(str, told)) == sorted(map(str, engine.keys))
+
+
+def test_an_engine_that_only_decides_names_what_is_missing() -> None:
+    """`capture` and `step` without an executor say how to get one; `release` has nothing to do."""
+    engine = Engine()
+    for call in (engine.capture, lambda: engine.step(one_step())):
+        with pytest.raises(ConfigError, match="executor='simulated'"):
+            call()
+    engine.release()
+
+
+def test_downgrades_are_values_with_reasons() -> None:
+    """What attention takes back is listed, and with `strict` it is an error that names the limit."""
+    engine = Engine("full", attention="mla")
+    (downgrade,) = engine.downgrades
+    assert (downgrade.batches, downgrade.asked, downgrade.resolved) == ("batches with prefill", "full", "eager")
+    assert downgrade.reason is Reason.SUPPORT_UNIFORM_ONLY
+    with pytest.raises(SupportError, match=r"strict.*uniform decode batches only.*mla"):
+        Engine("full", attention="mla", strict=True)
+    assert Engine("piecewise", attention="mla", strict=True).downgrades == ()
+
+
+@pytest.mark.parametrize("attention", ["gqa", Claims.at_level("mixed"), parse_attention("gqa")])
+def test_attention_is_text_claims_or_support(attention: Any) -> None:
+    """Each form of stating support gives the same claims."""
+    engine = Engine("full", attention=attention)
+    assert isinstance(engine.support, AttentionSupport)
+    assert engine.support.claims == Claims.at_level("mixed")
+    assert engine.downgrades == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"policy": "atuo"}, UnknownNameError, "did you mean 'auto'"),
+        ({"policy": object()}, ConfigError, "isn't a policy"),
+        ({"policy": "auto:nope=1"}, ConfigError, "doesn't take nope"),
+        ({"policy": "auto:forms"}, ConfigError, "NAME=VALUE"),
+        ({"attention": "mlla"}, UnknownNameError, "did you mean 'mla'"),
+        ({"attention": 3}, SupportError, "give AttentionSupport, Claims, or text"),
+        ({"executor": "simulate"}, UnknownNameError, "did you mean 'simulated'"),
+        ({"objective": "fast"}, ConfigError, "throughput, latency"),
+        ({"ladder": []}, LadderError, "empty"),
+        ({"ladder": [4, 2]}, LadderError, "Sorted: 2,4"),
+        ({"ladder": [4, 99_999]}, LadderError, "over the 8192 tokens"),
+        ({"ladder": CaptureSizes((), (), ())}, LadderError, "empty"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    """Each argument that can't be used is an error that names it, and the near miss where there is one."""
+    with pytest.raises(error, match=match):
+        Engine(**arguments)
+
+
+def test_a_ladder_above_the_budget_is_an_error_that_says_what_to_keep() -> None:
+    """A ladder that was given must fit its budget; a default one is captured as far as it goes."""
+    with pytest.raises(BudgetRefused, match=r"over the budget of 2 graphs.*Keep the sizes") as caught:
+        Engine("full", attention="uniform", ladder=SIZES, settings=LIMITS, budget=Budget(graphs=2))
+    assert caught.value.reason is Reason.BUDGET_GRAPHS
+    engine = Engine("full", settings=LIMITS, budget=Budget(graphs=2), executor=SimulatedExecutor(num_blocks=8))
+    engine.capture()
+    assert len(engine.registry.captured()) == 2
+    refused = [record for record in engine.registry.records() if record.state is GraphState.WITHDRAWN]
+    assert {record.reason for record in refused} == {Reason.BUDGET_GRAPHS}
+
+
+def test_a_step_that_may_run_in_no_mode_is_an_error() -> None:
+    """When everything that could run the batch is forbidden, the error lists the modes."""
+    engine = Engine("full", ladder=[8], settings=LIMITS)
+    shape = BatchShape.decode(64, forbidden={Mode.EAGER, Mode.PIECEWISE})
+    with pytest.raises(NoLegalModeError, match=r"64 tokens.*piecewise, eager"):
+        engine.decide(shape)
+
+
+def test_a_lone_communicator_is_not_asked() -> None:
+    """With one rank there is nothing to agree on, so nothing is sent."""
+
+    class Alone:
+        rank, world_size = 0, 1
+
+    engine = Engine(communicator=Alone())  # type: ignore[arg-type]
+    assert engine.decide(BatchShape.decode(1)) == Engine().decide(BatchShape.decode(1))
