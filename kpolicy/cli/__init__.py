@@ -1,0 +1,84 @@
+"""The `kpolicy` command: run, decide, explain, policies, doctor. docs/cli.md describes each.
+
+What can't be done because of what was asked is one line on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+from cyclopts.exceptions import UnusedCliTokensError
+
+from kpolicy import __version__
+from kpolicy.cli.decide import decide, explain
+from kpolicy.cli.lists import doctor, policies
+from kpolicy.cli.options import COMMAND
+from kpolicy.cli.run import run
+from kpolicy.errors import KPolicyError, StickyDeviceError
+
+__all__ = ["app", "main"]
+
+app = App(
+    name="kpolicy",
+    help="Decides, batch by batch, how a captured-graph LLM step runs, and says why.",
+    version=__version__,
+    suppress_keyboard_interrupt=False,
+)
+app.command(run)
+app.command(decide)
+app.command(explain)
+app.command(policies)
+app.command(doctor)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command's entry point. It always exits, with one of these codes.
+
+    - 0: done.
+    - 1: outputs were wrong, the device was lost, or the output can't be written.
+    - 2: what was asked can't be done.
+    - 130: interrupted.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    COMMAND.set(tuple(given))
+    try:
+        code = app(given, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except CycloptsError as error:
+        _fail(_usage(error), 2)
+    except StickyDeviceError as error:
+        _fail(str(error), 1)
+    except KPolicyError as error:
+        _fail(str(error), 2)
+    except BrokenPipeError:
+        # Who read our output has enough of it.
+        _drop_output()
+        sys.exit(0)
+    except OSError as error:
+        _drop_output()
+        _fail(f"{error}. Is there space where the output goes?", 1)
+    except KeyboardInterrupt:
+        _fail("interrupted.", 130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: CycloptsError) -> str:
+    """The error of a command line that can't be read, and where to look."""
+    command = " ".join(["kpolicy", *(error.command_chain or ())])
+    if isinstance(error, UnusedCliTokensError):
+        left = ", ".join(map(repr, error.unused_tokens or ()))
+        return f"{command} doesn't take {left}; every value follows its option. See {command} --help."
+    return f"{str(error).strip() or type(error).__name__} See {command} --help."
+
+
+def _drop_output() -> None:
+    """Let Python's own flush at exit succeed where ours failed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str, code: int) -> None:
+    sys.stderr.write(f"kpolicy: {message}\n")
+    sys.exit(code)

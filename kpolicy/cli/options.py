@@ -1,0 +1,192 @@
+"""What several commands read from their options, with the errors a person at a terminal needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+from cyclopts import Parameter
+
+from kpolicy.attention.support import AttentionSupport, parse_attention
+from kpolicy.budgets import Budget
+from kpolicy.costs import CostTable
+from kpolicy.errors import ConfigError
+from kpolicy.ladders import CaptureSizes
+from kpolicy.settings import LIMITS, Settings
+from kpolicy.shapes import LARGEST_COUNT
+
+__all__ = ["COMMAND", "Deployment", "Json", "at_least", "ladder_of", "pairs", "settings_of", "whole"]
+
+COMMAND: ContextVar[tuple[str, ...]] = ContextVar("COMMAND", default=())
+"""The arguments of the command that runs, for files that say what made them."""
+
+
+def whole(_type: Any, tokens: Sequence[Any]) -> int:
+    """A whole number as people write it; cyclopts would round 1.5 to 2."""
+    text = tokens[0].value
+    if not re.fullmatch(r"[+-]?[0-9][0-9_]*", text) or len(text) > 30:
+        raise ValueError(f"{text[:40]!r} isn't a whole number.")
+    return int(text)
+
+
+Json = Annotated[
+    bool, Parameter(name="--json", negative="", show_default=False, help="Print JSON (docs/cli.md lists the fields).")
+]
+
+_OF_DEPLOYMENT = "Deployment"
+
+
+@Parameter(name="*")
+@attrs.frozen(kw_only=True)
+class Deployment:
+    """Options about the model and the engine, equal in every command that decides."""
+
+    attention: Annotated[
+        str | None,
+        Parameter(
+            group=_OF_DEPLOYMENT,
+            help="What attention supports: layer kinds joined by +, with a backend after a colon, such as mla, "
+            "gdn+gqa or gqa:vllm-0.33/FLASH_ATTN. By default gqa.",
+        ),
+    ] = None
+    config: Annotated[
+        Path | None, Parameter(group=_OF_DEPLOYMENT, help="A model's config.json, instead of --attention.")
+    ] = None
+    ladder: Annotated[
+        str | None,
+        Parameter(group=_OF_DEPLOYMENT, help="Capture sizes in tokens, such as 1,2,4,8. By default the policy's own."),
+    ] = None
+    budget_graphs: Annotated[
+        int | None,
+        Parameter(
+            group=_OF_DEPLOYMENT,
+            converter=whole,
+            help="The most device graphs there may be: FULL takes one, PIECEWISE one a piece. A ladder above a budget "
+            "is an error that says which sizes to keep.",
+        ),
+    ] = None
+    budget_streams: Annotated[
+        int | None,
+        Parameter(group=_OF_DEPLOYMENT, converter=whole, help="The most device streams that graphs may take."),
+    ] = None
+    budget_bytes: Annotated[
+        int | None,
+        Parameter(group=_OF_DEPLOYMENT, converter=whole, help="The most device memory that graphs may take."),
+    ] = None
+    profile: Annotated[
+        Path | None, Parameter(group=_OF_DEPLOYMENT, help="A measured profile. By default analytic costs.")
+    ] = None
+    objective: Annotated[
+        str,
+        Parameter(
+            group=_OF_DEPLOYMENT, help="What auto minimises: throughput, latency, or weights as STEP:GAP (0.7:0.3)."
+        ),
+    ] = "throughput"
+    max_num_reqs: Annotated[
+        int, Parameter(group=_OF_DEPLOYMENT, converter=whole, help="Most requests in one step.")
+    ] = 256
+
+    def support(self) -> AttentionSupport:
+        """Support as stated, or read from a model's config.json.
+
+        Raises:
+            ConfigError: both are given, or one can't be used.
+        """
+        if self.attention is not None and self.config is not None:
+            raise ConfigError("--attention and --config both say what attention supports; give one of them.")
+        if self.config is not None:
+            from kpolicy.attention.hf import from_hf_config
+
+            return from_hf_config(self.config)
+        return parse_attention("gqa" if self.attention is None else self.attention)
+
+    def budget(self) -> Budget | None:
+        """What graphs may take; None without a limit."""
+        limits = {"graphs": self.budget_graphs, "streams": self.budget_streams, "bytes": self.budget_bytes}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        for name, limit in given.items():
+            if limit < 0:
+                raise ConfigError(f"--budget-{name} is {limit}; it must be a whole number from 0 up.")
+        return Budget(**given) if given else None
+
+    def costs(self) -> CostTable | None:
+        """The cost table of the profile; None for the analytic table."""
+        if self.profile is None:
+            return None
+        from kpolicy.schemas import read_profile
+
+        return read_profile(self.profile).costs
+
+
+def at_least(option: str, value: int, least: int) -> int:
+    """The value, checked.
+
+    Raises:
+        ConfigError: it is below `least`, or no count may be so large.
+    """
+    if not least <= value <= LARGEST_COUNT:
+        raise ConfigError(f"{option} is {value}; it must be a whole number from {least} to {LARGEST_COUNT}.")
+    return value
+
+
+def settings_of(**limits: tuple[str, int]) -> Settings:
+    """Settings from (option, value) pairs; an error names the option rather than the field."""
+    for name, (option, value) in limits.items():
+        least, most = LIMITS[name]
+        if not least <= value <= most:
+            raise ConfigError(f"{option} is {value}; it must be a whole number from {least} to {most}.")
+    return Settings(**{name: value for name, (_, value) in limits.items()})
+
+
+def pairs(
+    option: str, text: str | None, *, mark: str, default: int, least: tuple[int, int], example: str
+) -> tuple[tuple[int, int], ...]:
+    """``"512,64@1000"`` as pairs: a number, and the one after the mark or the default.
+
+    Args:
+        option: whose value it is.
+        text: the value; None is no pairs.
+        mark: what stands between the two numbers.
+        default: the second number where there is no mark.
+        least: the least that each of the two may be.
+        example: what the option takes, in words.
+
+    Raises:
+        ConfigError: a part isn't one number or two, or one is out of range.
+    """
+    return () if text is None else tuple(_pair(option, part, mark, default, least, example) for part in text.split(","))
+
+
+def _pair(option: str, part: str, mark: str, default: int, least: tuple[int, int], example: str) -> tuple[int, int]:
+    first, marked, second = part.partition(mark)
+    try:
+        pair = (int(first), int(second) if marked else default)
+    except ValueError:
+        raise ConfigError(f"{option} has {part[:40]!r}; it takes {example}, joined by commas.") from None
+    for value, smallest in zip(pair, least, strict=True):
+        if not smallest <= value <= LARGEST_COUNT:
+            raise ConfigError(
+                f"{option} has {part[:40]!r}, and {value} isn't from {smallest} to {LARGEST_COUNT}. "
+                f"It takes {example}, joined by commas."
+            )
+    return pair
+
+
+def ladder_of(text: str | None, settings: Settings) -> CaptureSizes | None:
+    """The ladder given as ``1,2,4,8``; None for the policy's own.
+
+    Raises:
+        LadderError: see `kpolicy.ladders.check_sizes`.
+        ConfigError: a part isn't a whole number.
+    """
+    if text is None:
+        return None
+    try:
+        sizes = [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise ConfigError(f"--ladder is {text[:60]!r}; it takes capture sizes joined by commas: 1,2,4,8.") from None
+    return CaptureSizes.of(sizes, settings)

@@ -1,0 +1,184 @@
+"""What commands print: tables that keep their numbers whole at any width, and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kpolicy.engine import Engine
+from kpolicy.explain import COLUMNS, Explanation
+from kpolicy.policies import Downgrade
+from kpolicy.reasons import Reason
+from kpolicy.scheduling.traces import Trace
+from kpolicy.trace_run import RunResult
+
+__all__ = ["console", "grid", "print_json", "render_explanation", "render_run", "show"]
+
+PIPED_WIDTH = 110
+"""Columns where the output isn't a terminal and $COLUMNS isn't set."""
+LEAST_WIDTH = 80
+"""Narrower terminals wrap the lines themselves."""
+
+
+def print_json(value: object) -> None:
+    """Print a value as indented JSON."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console as wide as the terminal, or as $COLUMNS says; it honours $NO_COLOR."""
+    stream = sys.stderr if stderr else sys.stdout
+    made = Console(stderr=stderr, width=None if stream.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
+    made.width = max(made.width, LEAST_WIDTH)
+    return made
+
+
+def grid(*names: str, numbers: Collection[str] = (), words: Collection[str] = ()) -> Table:
+    """A table without lines. Columns fold to fit, save those of numbers, to the right, and of single words."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for i, name in enumerate(names):
+        if name in numbers or name in words:
+            table.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
+        else:
+            table.add_column(name, overflow="fold", min_width=8 if i else 16)
+    return table
+
+
+def show(table: Table, made: Console) -> None:
+    """Print a table, without spaces at the ends of its lines."""
+    for column in table.columns:
+        widest = max(cell_len(line) for cell in (column.header, *column.cells) for line in _lines(cell))
+        # Rich would cut what doesn't fit.
+        column.min_width = widest if column.no_wrap else min(column.min_width or 0, widest)
+    with made.capture() as captured:
+        made.print(table, crop=False)
+    made.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+def _lines(cell: object) -> Sequence[str]:
+    return (cell.plain if isinstance(cell, Text) else str(cell)).splitlines() or ("",)
+
+
+def render_explanation(explanation: Explanation, downgrades: Iterable[Downgrade]) -> None:
+    """Print an explanation: whole lines where it goes to a file or a pipe, folded to the width of a terminal."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        made = console()
+        for line in explanation.head:
+            _say(made, line)
+        made.print()
+        table = grid(*COLUMNS, numbers=("step ms", "gap ms"), words=("way", "bound"))
+        for row in explanation.rows():
+            table.add_row(*map(Text, row))
+        show(table, made)
+    else:
+        print(explanation)
+    for downgrade in downgrades:
+        print(f"downgraded at start-up: {downgrade}")
+
+
+def render_run(
+    made: Console, trace: Trace, results: Sequence[RunResult], setting: Sequence[str], engines: Mapping[str, Engine]
+) -> None:
+    """Print what a run did: the trace, a line a policy, time by mode, every reason, and the graphs."""
+    dropped = ", ".join(f"{count} {reason}" for reason, count in trace.dropped.items()) or "none"
+    _say(made, f"trace    {trace.source}")
+    _say(made, f"         {len(trace):,} requests over {trace.span_s:,.0f} s; rows dropped: {dropped}")
+    for i, part in enumerate(setting):
+        _say(made, f"{'         ' if i else 'setting  '}{part}")
+    for table in (_summary(results), _modes(results), _reasons(results)):
+        made.print()
+        show(table, made)
+    made.print()
+    for result in results:
+        _notes(made, result, engines[result.policy])
+
+
+def _say(made: Console, text: str, style: str = "") -> None:
+    made.print(text, highlight=False, markup=False, soft_wrap=True, style=style)
+
+
+def _summary(results: Sequence[RunResult]) -> Table:
+    ttft, gap = "TTFT ms\np50 / p99", "gap ms\np50 / p99"
+    names = ("served", "steps", "busy s", ttft, gap, "padding")
+    table = grid("policy", *names, numbers=names)
+    for result in results:
+        computed = result.tokens_computed
+        table.add_row(
+            result.policy,
+            f"{result.served:,}",
+            f"{result.steps:,}",
+            f"{result.step_us / 1e6:,.2f}",
+            _pair(result.ttft_us),
+            _pair(result.gap_us),
+            f"{result.padding / computed:.1%}" if computed else "0.0%",
+        )
+    return table
+
+
+def _pair(us: tuple[float, float]) -> str:
+    return f"{us[0] / 1e3:,.1f} / {us[1] / 1e3:,.1f}"
+
+
+def _modes(results: Sequence[RunResult]) -> Table:
+    names = ("steps", "tokens", "padding", "time s", "of time")
+    table = grid("policy", "mode", *names, numbers=names, words=("mode",))
+    for result in results:
+        for i, (mode, stats) in enumerate(result.modes.items()):
+            share = stats.us / result.step_us if result.step_us else 0.0
+            table.add_row(
+                "" if i else result.policy, mode, f"{stats.steps:,}", f"{stats.tokens:,}", f"{stats.padding:,}",
+                f"{stats.us / 1e6:,.2f}", f"{share:.1%}",
+            )  # fmt: skip
+    return table
+
+
+def _reasons(results: Sequence[RunResult]) -> Table:
+    table = grid("policy", "reason", "steps", "what it means (docs/reasons.md)", numbers=("steps",), words=("reason",))
+    table.columns[0].max_width = 20
+    for result in results:
+        rows = [(reason, count, "") for reason, count in result.reasons.items()]
+        rows += [(reason, count, "eager half of a split: ") for reason, count in result.eager_halves.items()]
+        for i, (reason, count, what) in enumerate(rows):
+            table.add_row("" if i else result.policy, reason, f"{count:,}", what + _text(reason))
+    return table
+
+
+def _text(reason: str) -> str:
+    return next((known.text for known in Reason if known.value == reason), "")
+
+
+def _notes(made: Console, result: RunResult, engine: Engine) -> None:
+    """What has no column: whether outputs were right, graphs, what failed, what was taken for granted."""
+    if result.wrong:
+        _say(made, f"{result.policy}: {len(result.wrong)} of {result.checked} requests got WRONG tokens", "bold red")
+    text = f"{result.policy}: "
+    if result.checked and not result.wrong:
+        text += f"every token right in {result.checked:,} requests compared with the reference; "
+    text += f"{result.graphs} graphs captured in {result.capture_s:.1f} s (simulated)"
+    text += f", {result.graphs_used} used, {result.graphs - result.graphs_used} never"
+    if result.not_captured:
+        text += "; not captured: " + _counted(result.not_captured)
+    if result.replay_failures:
+        text += f"; replays that failed before launch, their steps run in a lesser mode: {result.replay_failures:,}"
+    if result.preemptions:
+        text += f"; {result.preemptions:,} preemptions"
+    if result.refused:
+        text += f"; requests handed back: {_counted(result.refused)}"
+    if result.basis:
+        text += f"; {result.basis.text}"
+    _say(made, text)
+    for downgrade in engine.downgrades:
+        _say(made, f"  downgraded at start-up: {downgrade}")
+    if result.interrupted:
+        _say(made, f"  ended early: {result.interrupted}")
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())

@@ -1,0 +1,131 @@
+"""`probe_all`: what devices, extras and plugins are there, and in what state. `kpolicy doctor` prints it.
+
+Libraries and outside plugins are imported in child processes only, and only where a look at the import path finds them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+from kpolicy import executors, policies
+from kpolicy._probe_devices import Look, origin, probe_devices, probe_torch, report
+from kpolicy.errors import ConfigError
+from kpolicy.executors.base import ProbeReport, ProbeStatus
+from kpolicy.plugins import plugin_names
+
+__all__ = ["probe_all"]
+
+# Module, distribution, how to get it where it isn't "pip install <distribution>", and what needs it.
+_EXTRAS = (
+    ("transformers", "transformers", "pip install 'kpolicy[models]'", "models"),
+    ("numpy", "numpy", "", ""),
+    ("flashinfer", "flashinfer-python", "", ""),
+    ("structlog", "structlog", "", ""),
+    ("prometheus_client", "prometheus-client", "", ""),
+    ("hypothesis", "hypothesis", "", "kpolicy.testing, for those who write plugins"),
+    ("polars", "polars", "", ""),
+    ("matplotlib", "matplotlib", "", ""),
+)
+
+
+def probe_all(*, timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -> tuple[ProbeReport, ...]:
+    """Look at every device, extra and plugin: first devices, vendors before CUDA, then extras, then plugins.
+
+    A library that raises, crashes, hangs or prints costs its own report and no other. Where torch and outside
+    plugins aren't installed no child process is started.
+
+    Args:
+        timeout_s: seconds that any one child process may take.
+        environ: the environment to look in, and that children get; this process's own by default. Modules are
+            looked up on this process's `sys.path`, in the children too.
+
+    Raises:
+        ConfigError: `timeout_s` isn't a positive number of seconds.
+    """
+    if not (timeout_s > 0 and math.isfinite(timeout_s)):
+        raise ConfigError(f"timeout_s={timeout_s}: a probe needs a positive, finite number of seconds, such as 60.")
+    look = Look(dict(os.environ if environ is None else environ), timeout_s)
+    torch, torch_look = probe_torch(look)
+    return (*probe_devices(torch, torch_look), torch, *_extras(), *_plugins(look))
+
+
+# Extras
+
+
+def _extras() -> Iterator[ProbeReport]:
+    for module, distribution, step, purpose in _EXTRAS:
+        where, found = origin(module), _version(distribution)
+        name, step = f"extra {distribution}", step or f"pip install {distribution}"
+        purpose = f"for {purpose}" if purpose else "optional"
+        facts = {"version": found, "location": where}
+        if where is not None:
+            words = f"{found or 'unknown version'}, found and not imported"
+            yield report(name, ProbeStatus.USABLE, words, purpose, facts=facts)
+        elif found is not None:
+            why = f"{distribution} {found} is listed as installed, and there is no module {module}"
+            yield report(name, ProbeStatus.BROKEN, why, f"reinstall it: {step}", facts=facts)
+        else:
+            yield report(name, ProbeStatus.ABSENT, "not installed", f"{purpose}: {step}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+# Plugins
+
+
+def _plugins(look: Look) -> Iterator[ProbeReport]:
+    for kind, group, own in (
+        ("policy", policies.GROUP, policies.OWN),
+        ("executor", executors.GROUP, executors.OWN),
+    ):
+        for name, target in own.items():
+            yield _own(f"{kind} {name}", target)
+        try:
+            yield from _shadowed(kind, group, own)
+            others = {name: source for name, source in plugin_names(group, own).items() if name not in own}
+        except Exception as error:  # noqa: BLE001 - whatever other packages' metadata makes of the scan
+            why = f"the entry points of {group} can't be read: {type(error).__name__}: {error}"
+            yield report(f"{kind} plugins", ProbeStatus.BROKEN, why, "reinstall the package last installed")
+            continue
+        for name, source in others.items():
+            yield _outside(f"{kind} {name}", group, name, source, look)
+
+
+def _own(name: str, target: str) -> ProbeReport:
+    module, _, attribute = target.partition(":")
+    facts = {"origin": "kpolicy", "target": target}
+    try:
+        getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        return report(name, ProbeStatus.BROKEN, f"{type(error).__name__}: {error}", "reinstall kpolicy", facts=facts)
+    return report(name, ProbeStatus.USABLE, "kpolicy's own", facts=facts)
+
+
+def _outside(title: str, group: str, name: str, source: str, look: Look) -> ProbeReport:
+    answer = look.ask("plugin", f"{group}:{name}")
+    facts = {**answer.facts, "origin": source}
+    if answer.error is None:
+        return report(title, ProbeStatus.USABLE, f"from {source}", "loads; not called here", facts=facts)
+    blame = "" if source in answer.error else f"from {source}"
+    step = "" if "uninstall" in answer.error else f"update or uninstall {source}"
+    return report(title, ProbeStatus.BROKEN, blame, answer.error.rstrip("."), step, facts=facts)
+
+
+def _shadowed(kind: str, group: str, own: Mapping[str, str]) -> Iterator[ProbeReport]:
+    """Names of ours that another package registers: ours are looked up first, so those are never used."""
+    for point in entry_points(group=group):
+        if point.name in own and point.value != own[point.name]:
+            source = point.dist.name if point.dist is not None else "unknown distribution"
+            why = f"{source} registers {point.name!r} ({point.value}), which is kpolicy's own name and wins"
+            facts = {"origin": source, "target": point.value}
+            step = f"ask the authors of {source} for another name"
+            yield report(f"{kind} {point.name} of {source}", ProbeStatus.MASKED, why, step, facts=facts)
