@@ -83,7 +83,13 @@ class BatchNumbers(NamedTuple):
 
 
 def _modes(value: Iterable[Mode]) -> frozenset[Mode]:
-    return frozenset(value)
+    modes = tuple(value) if isinstance(value, Iterable) else (value,)
+    for mode in modes:
+        if not isinstance(mode, Mode):
+            raise ShapeError(
+                f"forbidden has {mode!r}; it takes a list of Mode members. Mode('full') makes one of a name."
+            )
+    return frozenset(modes)
 
 
 def _decode_runs(value: Any) -> tuple[tuple[int, int], ...]:

@@ -145,3 +145,10 @@ def test_shapes_compare_by_their_rows() -> None:
 def test_shapes_in_words(shape: BatchShape, text: str) -> None:
     """A shape prints its runs and chunks, context after an at sign."""
     assert str(shape) == text
+
+
+@pytest.mark.parametrize("forbidden", [["full"], 5, "full"])
+def test_forbidden_takes_modes_only(forbidden: object) -> None:
+    """A name or a number where a mode belongs is a ShapeError that says how to make a mode."""
+    with pytest.raises(ShapeError, match=r"forbidden has .*Mode"):
+        BatchShape(forbidden=forbidden)
