@@ -326,9 +326,8 @@ def reference_check(prompts: Prompts, seed: int) -> Callable[[Generation], bool]
     def check(request: Generation) -> bool:
         wanted = expected.get(request.index)
         if wanted is None:
-            prompt = request.tokens[: request.num_prompt]
             wanted = expected[request.index] = reference_tokens(
-                prompt, request.output_tokens, seed=seed, vocab=prompts.vocab
+                request.tokens[: request.num_prompt], request.output_tokens, seed=seed, vocab=prompts.vocab
             )
         return request.generated == wanted
 

@@ -14,7 +14,15 @@ from kpolicy.modes import Rows
 from kpolicy.registry import GraphRegistry
 from kpolicy.shapes import BatchNumbers
 
-__all__ = ["CaptureReport", "Executor", "ProbeReport", "ProbeStatus", "StepInputs", "StepOutputs"]
+__all__ = [
+    "CaptureReport",
+    "Executor",
+    "ProbeReport",
+    "ProbeStatus",
+    "ReadyEvent",
+    "StepInputs",
+    "StepOutputs",
+]
 
 
 class ProbeStatus(str, Enum):
@@ -73,8 +81,28 @@ class StepInputs(NamedTuple):
     """[max_decode_steps - 1, num_decodes], KV slots reserved for decode steps beyond the first"""
 
 
+class ReadyEvent(Protocol):
+    """When a launch's outputs are there."""
+
+    def done(self) -> bool:
+        """Whether they are. Never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Block until they are."""
+        ...
+
+    @property
+    def us(self) -> float:
+        """Microseconds from the step's start until they were there. Waits for it."""
+        ...
+
+
 class StepOutputs(NamedTuple):
-    """What a step gave back. Outputs are copies: the next replay doesn't overwrite them."""
+    """What a step gave back. Outputs are copies: the next replay doesn't overwrite them.
+
+    Reading the values of an output, or a time, waits for its launch where the device runs behind the host.
+    """
 
     outputs: Sequence[Any]
     """[num_wanted], one output a wanted row (logits, or a hash in the simulated executor)"""
@@ -82,10 +110,21 @@ class StepOutputs(NamedTuple):
     """[decode_steps, num_decodes], tokens sampled on the device for decode rows; empty without a device sampler"""
     decision: Decision
     """What ran, after any fallback inside the step"""
-    cycle_us: float
-    """Device-side time of the whole step in microseconds; measured late or simulated"""
-    ready_us: Mapping[Rows, float]
-    """When each part's outputs are ready, in microseconds from the step's start"""
+    ready: Sequence[ReadyEvent]
+    """One for each launch of the decision, in launch order"""
+    first_tokens: Sequence[int] = ()
+    """[wanted prefill rows], tokens sampled on the device for prompts that end here; empty without a device sampler"""
+
+    @property
+    def cycle_us(self) -> float:
+        """Microseconds from the step's start until all of its outputs were there."""
+        ready = self.ready
+        return ready[0].us if len(ready) == 1 else max((event.us for event in ready), default=0.0)
+
+    @property
+    def ready_us(self) -> dict[Rows, float]:
+        """Microseconds from the step's start until each part's outputs were there."""
+        return {launch.rows: event.us for launch, event in zip(self.decision.launches, self.ready, strict=True)}
 
 
 class CaptureReport(NamedTuple):

@@ -1,13 +1,13 @@
 """How modes run, once: which rows each launch gets, what replays, what falls back, and when each part is ready.
 
-Devices differ below this line. A `DeviceAdapter` captures a graph for a key, replays it over a part's inputs and runs
-a part eagerly; it pads, stages and unpads, because those are copies on its own memory. `ModeRunner` does the rest for
-every device, and is the `Executor` that an Engine gets.
+A `Launcher` captures a graph for a key, replays it over a part's inputs and runs a part eagerly. There are two: the
+simulated device, whose memory is numbers, and `kpolicy.executors.launcher.GraphLauncher`, which runs a step model over
+the primitives of any real device. `ModeRunner` does the rest for both, and is the `Executor` that an Engine gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -16,14 +16,14 @@ import attrs
 
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import BudgetRefused, CaptureError, GraphReplayError, RegistryError
-from kpolicy.executors.base import CaptureReport, ProbeReport, StepInputs, StepOutputs
+from kpolicy.executors.base import CaptureReport, ProbeReport, ReadyEvent, StepInputs, StepOutputs
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
 from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry
 from kpolicy.shapes import BatchNumbers
 
-__all__ = ["DeviceAdapter", "ModeRunner", "PartOutputs"]
+__all__ = ["Launcher", "ModeRunner", "PartOutputs"]
 
 
 class PartOutputs(NamedTuple):
@@ -33,10 +33,12 @@ class PartOutputs(NamedTuple):
     """[num_wanted of these rows], of the last repeat"""
     tokens: Sequence[Sequence[int]]
     """[repeat, num_decodes], sampled on the device; empty for prefill rows and without a device sampler"""
+    first_tokens: Sequence[int] = ()
+    """[wanted prefill rows], likewise for prompts that end here"""
 
 
-class DeviceAdapter(Protocol):
-    """The primitives of one device.
+class Launcher(Protocol):
+    """Runs single launches of one device.
 
     A pool is the memory, buffers, stream and workspace that graphs share which never run at the same time; the
     runner keeps one for each part.
@@ -87,8 +89,8 @@ class DeviceAdapter(Protocol):
         """Run the rows with no graph, padded to `launch.padded_tokens` where that is given."""
         ...
 
-    def timing(self, decision: Decision, numbers: BatchNumbers) -> tuple[float, Mapping[Rows, float]]:
-        """(microseconds of the step, when each part is ready)."""
+    def ready(self, decision: Decision, numbers: BatchNumbers) -> Sequence[ReadyEvent]:
+        """When each launch of the step that was just launched is ready, in launch order."""
         ...
 
     def release(self, pool: Any) -> None:
@@ -133,16 +135,16 @@ def _take_name(name: str, registry: GraphRegistry) -> str:
 
 
 class ModeRunner:
-    """Runs decisions on any device that has an adapter.
+    """Runs decisions on any device that has a launcher.
 
     Args:
-        adapter: the device.
-        name: the executor's name, the adapter's by default.
+        launcher: the device.
+        name: the executor's name, the launcher's by default.
     """
 
-    def __init__(self, adapter: DeviceAdapter, name: str | None = None) -> None:
-        self.adapter = adapter
-        self._name = name or adapter.name
+    def __init__(self, launcher: Launcher, name: str | None = None) -> None:
+        self.launcher = launcher
+        self._name = name or launcher.name
         self._pool_name = self._name
         self._registry: GraphRegistry | None = None
         self._pools: list[_Pool] = []
@@ -201,7 +203,7 @@ class ModeRunner:
                 progress(key, report)
 
     def _capture_one(self, key: GraphKey, left: Sequence[GraphKey]) -> CaptureReport | None:
-        registry, estimate = self.registry, self.adapter.estimate(key)
+        registry, estimate = self.registry, self.launcher.estimate(key)
         try:
             registry.admit(key, **estimate._asdict())
         except BudgetRefused as refused:
@@ -209,7 +211,7 @@ class ModeRunner:
             return None
         try:
             pool = self._pool(key, left)
-            handle, report = self.adapter.capture(key, pool.memory)
+            handle, report = self.launcher.capture(key, pool.memory)
         except CaptureError as error:
             registry.fail(key, _reason(error))
             return None
@@ -230,7 +232,7 @@ class ModeRunner:
             if pool.holds(key):
                 return pool
         largest = _largest([other for other in left if other.part is key.part])
-        memory = self.adapter.new_pool(key.part, largest)
+        memory = self.launcher.new_pool(key.part, largest)
         count = 1 + sum(pool.largest.part is key.part for pool in self._pools)
         name = f"{self._pool_name}/{key.part.value}" + (f"/{count}" if count > 1 else "")
         self._pools.append(_Pool(name, memory, largest))
@@ -249,17 +251,35 @@ class ModeRunner:
             GraphReplayError: the first launch's graph failed before anything was launched.
             StickyDeviceError: the device is lost.
         """
+        launches = decision.launches
+        if len(launches) == 1 and launches[0].rows is Rows.ALL:
+            launch = launches[0]
+            part = self.launcher.eager(inputs, launch) if launch.key is None else self._replay(launch, inputs)
+            ready = self.launcher.ready(decision, inputs.numbers)
+            return StepOutputs(part.outputs, part.tokens, decision, ready, part.first_tokens)
+        return self._run_split(decision, inputs)
+
+    def _replay(self, launch: Launch, rows: StepInputs) -> PartOutputs:
+        """Replay a launch's graph.
+
+        Raises:
+            RegistryError: this executor has no such graph.
+        """
+        handle = self._handles.get(launch.key)  # type: ignore[arg-type]
+        if handle is None:
+            raise RegistryError(f"{launch.key} isn't captured by executor {self._name!r}; capture it first.")
+        return self.launcher.replay(handle, rows, launch)
+
+    def _run_split(self, decision: Decision, inputs: StepInputs) -> StepOutputs:
+        """`run` for several launches, or for part of the rows."""
         ran, parts = decision, []
         for i, launch in enumerate(decision.launches):
             rows = inputs if launch.rows is Rows.ALL else part_of(inputs, launch.rows)
             if launch.key is None:
-                parts.append(self.adapter.eager(rows, launch))
+                parts.append(self.launcher.eager(rows, launch))
                 continue
-            handle = self._handles.get(launch.key)
-            if handle is None:
-                raise RegistryError(f"{launch.key} isn't captured by executor {self._name!r}; capture it first.")
             try:
-                parts.append(self.adapter.replay(handle, rows, launch))
+                parts.append(self._replay(launch, rows))
             except GraphReplayError:
                 if i == 0:
                     raise
@@ -268,18 +288,17 @@ class ModeRunner:
                     launch, key=None, padded_tokens=launch.key.num_tokens, reason=Reason.REPLAY_FAILED
                 )
                 ran = attrs.evolve(ran, launches=(*ran.launches[:i], launch, *ran.launches[i + 1 :]))
-                parts.append(self.adapter.eager(rows, launch))
-        cycle_us, ready_us = self.adapter.timing(ran, inputs.numbers)
-        if len(parts) == 1:
-            return StepOutputs(parts[0].outputs, parts[0].tokens, ran, cycle_us, ready_us)
+                parts.append(self.launcher.eager(rows, launch))
+        ready = self.launcher.ready(ran, inputs.numbers)
         outputs = [output for part in parts for output in part.outputs]
-        return StepOutputs(outputs, parts[0].tokens if parts else (), ran, cycle_us, ready_us)
+        first_tokens = [token for part in parts for token in part.first_tokens]
+        return StepOutputs(outputs, parts[0].tokens if parts else (), ran, ready, first_tokens)
 
     def release(self) -> None:
         """Give back every pool; the registry forgets their graphs generation by generation."""
         for pool in self._pools:
             self.registry.evict_generation(pool.name)
-            self.adapter.release(pool.memory)
+            self.launcher.release(pool.memory)
         self._pools.clear()
         self._handles.clear()
 

@@ -1,6 +1,6 @@
 """`SimulatedExecutor`: a device made of integers, for tests, planning and laptops. Seeded, and needs no torch.
 
-Each token's KV entry is the entry before it plus a product of two numbers, one from the token's id and one from its
+Each token's KV entry is the entry before it XOR a product of two numbers, one from the token's id and one from its
 position, so a sequence's last entry stands for the whole of it and no two tokens can be swapped unseen. A wanted
 row's output hashes that entry with one earlier entry, which the entry itself picks, so a wrong block anywhere in a
 block table shows sooner or later. `reference_outputs` computes the same from a sequence alone: a leaked pad, a lost
@@ -16,11 +16,10 @@ two replayed pieces. Times come from a `CostTable`; faults are injected by name.
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
-from operator import mul
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 
@@ -41,6 +40,11 @@ from kpolicy.modes import Mode, Part, Rows
 from kpolicy.reasons import Reason
 from kpolicy.shapes import BatchNumbers
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    Vector = np.ndarray[Any, Any]
+
 __all__ = [
     "FAULTS",
     "Fault",
@@ -56,9 +60,10 @@ _TOKEN = 0x11B54A33
 _POSITION = 0x0545F491
 _LOOK = 0x1F58476D
 _HEAD = 0x14D049BB
-# Odd constants below 2^29: any do. Terms have 29 bits, so a product stays below two digits of a Python integer, and
-# two different outputs are equal once in 2^31.
+# Odd constants below 2^29: any do. Terms have 29 bits, so a product and every XOR of products fits into 58 bits: a
+# Python integer of two digits and a 64-bit array element alike.
 _TERM = (1 << 29) - 1
+_TERM_BITS = 29
 
 _POISON = 0x5EAD_BEEF
 """What the reserved KV slot and unwritten slots hold: reading it shows in the output."""
@@ -106,18 +111,46 @@ class Fault:
 
 
 class _Buffers:
-    """The static buffers of one pool, and what its graphs took: graphs of every size use the front of the lists."""
+    """The static buffers of one pool, and what its graphs took: graphs of every size use the front of them."""
 
     def __init__(self, num_tokens: int, num_reqs: int) -> None:
-        self.token_ids = [0] * num_tokens
-        self.positions = [0] * num_tokens
-        self.slots = [0] * num_tokens
-        self.values = [0] * num_tokens
+        import numpy as np
+
+        self.token_ids = np.zeros(num_tokens, np.int64)
+        self.positions = np.zeros(num_tokens, np.int64)
+        self.slots = np.zeros(num_tokens, np.int64)
+        self.values = np.zeros(num_tokens, np.int64)
         self.outputs = [0] * num_tokens
         self.query_lens = [0] * num_reqs
         self.tables: list[Sequence[int]] = [()] * num_reqs
         self.wanted = [0] * num_tokens
+        # Graphs of single-token rows are computed row by row, where lists are faster than arrays.
+        self.row_token_ids = [0] * num_tokens
+        self.row_positions = [0] * num_tokens
+        self.row_slots = [0] * num_tokens
         self.used_bytes = self.used_streams = 0
+
+    def stage(self, rows: StepInputs, size: int, pad_slot: int) -> None:
+        """Copy a batch's tokens to the front, and padding up to `size`."""
+        num_tokens = len(rows.token_ids)
+        for buffer, values, fill in (
+            (self.token_ids, rows.token_ids, 0), (self.positions, rows.positions, 0),
+            (self.slots, rows.slot_mapping, pad_slot),
+        ):  # fmt: skip
+            buffer[:num_tokens] = values
+            buffer[num_tokens:size] = fill
+
+
+class ReadyAt(NamedTuple):
+    """A `ReadyEvent` of simulated time: it has always come."""
+
+    us: float
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
 
 
 class _Graph:
@@ -156,8 +189,11 @@ class SimulatedDevice:
         self.costs = costs
         self.start = _start(seed)
         self.vocab = vocab
-        self.token_terms = [_token_term(token) for token in range(vocab)]
-        self.position_terms = [_position_term(position) for position in range(num_blocks * block_size)]
+        # The same numbers twice: rows of one token read the arrays item by item, prompts as numpy vectors.
+        self.token_terms = array("q", _terms(vocab, _TOKEN).tobytes())
+        self.position_terms = array("q", _terms(num_blocks * block_size, _POSITION).tobytes())
+        self._token_vector = _vector(self.token_terms)
+        self._position_vector = _vector(self.position_terms)
         self.block_size = block_size
         self.shift = block_size.bit_length() - 1
         self.num_blocks = num_blocks
@@ -165,7 +201,8 @@ class SimulatedDevice:
         self.memory_bytes = memory_bytes
         self.streams = streams
         self.pad_slot = num_blocks * block_size
-        self.kv = [_POISON] * (self.pad_slot + 1)
+        self.kv = array("q", [_POISON]) * (self.pad_slot + 1)
+        self._kv_vector = _vector(self.kv)
         self.lost = False
         self._faults = [Fault.parse(fault) if isinstance(fault, str) else fault for fault in faults]
         self._counts = dict.fromkeys(FAULTS, 0)
@@ -287,27 +324,38 @@ class SimulatedDevice:
         num_rows = len(rows.token_ids)
         if not len(rows.block_table) == len(rows.wanted) == num_rows <= size:
             return self._replay_full(graph, rows)
-        zeros = [0] * (size - num_rows)
         token_ids, positions, slots, tables, outputs = (
-            buffers.token_ids, buffers.positions, buffers.slots, buffers.tables, buffers.outputs
+            buffers.row_token_ids, buffers.row_positions, buffers.row_slots, buffers.tables, buffers.outputs
         )  # fmt: skip
-        token_ids[:size] = [*rows.token_ids, *zeros]
-        positions[:size] = [*rows.positions, *zeros]
-        slots[:size] = [*rows.slot_mapping, *([self.pad_slot] * len(zeros))]
-        tables[:size] = [*rows.block_table, *([()] * len(zeros))]
-        kv, shift, inside, start = self.kv, self.shift, self.block_size - 1, self.start
+        token_ids[:num_rows] = rows.token_ids
+        positions[:num_rows] = rows.positions
+        slots[:num_rows] = rows.slot_mapping
+        tables[:num_rows] = rows.block_table
+        if num_rows < size:
+            padding = size - num_rows
+            token_ids[num_rows:size] = positions[num_rows:size] = [0] * padding
+            slots[num_rows:size] = [self.pad_slot] * padding
+            tables[num_rows:size] = [()] * padding
+        kv, shift, inside = self.kv, self.shift, self.block_size - 1
         token_terms, position_terms = self.token_terms, self.position_terms
-        staged = zip(token_ids[:size], positions, slots, tables, strict=False)
-        for row, (token_id, position, slot, table) in enumerate(staged):
+        row = 0
+        for token_id, position, slot, table in zip(token_ids, positions, slots, tables, strict=False):
+            if row == size:
+                break
             if not table:
                 kv[slot] = outputs[row] = _POISON ^ row
+                row += 1
                 continue
-            before = position - 1
-            value = kv[(table[before >> shift] << shift) | (before & inside)] if position else start
-            kv[slot] = value = value + token_terms[token_id] * position_terms[position]
+            if position & inside:
+                before = kv[slot - 1]
+            else:
+                before = kv[(table[(position - 1) >> shift] << shift) | inside] if position else self.start
+            kv[slot] = value = before ^ (token_terms[token_id] * position_terms[position])
+            # `_output`, spelled out: a call a row is a third of this loop.
             earlier = value % (position + 1)
-            mixed = ((value + kv[(table[earlier >> shift] << shift) | (earlier & inside)]) * _LOOK + position) & _MASK
-            outputs[row] = ((mixed ^ (mixed >> 15)) * _HEAD) & _MASK
+            mixed = value + kv[(table[earlier >> shift] << shift) | (earlier & inside)]
+            outputs[row] = (mixed ^ (mixed >> _TERM_BITS)) * _HEAD & _MASK
+            row += 1
         return outputs[:num_rows]
 
     def _replay_full(self, graph: _Graph, rows: StepInputs) -> list[int]:
@@ -316,11 +364,8 @@ class SimulatedDevice:
         size, most_reqs = graph.key.num_tokens, graph.num_reqs
         if num_tokens > size or num_reqs > most_reqs:
             raise _too_small(graph, rows)
-        pad_tokens, pad_reqs = size - num_tokens, most_reqs - num_reqs
-        zeros = [0] * pad_tokens
-        buffers.token_ids[:size] = [*rows.token_ids, *zeros]
-        buffers.positions[:size] = [*rows.positions, *zeros]
-        buffers.slots[:size] = [*rows.slot_mapping, *([self.pad_slot] * pad_tokens)]
+        pad_reqs = most_reqs - num_reqs
+        buffers.stage(rows, size, self.pad_slot)
         buffers.query_lens[:most_reqs] = [*rows.query_lens, *([0] * pad_reqs)]
         buffers.tables[:most_reqs] = [*rows.block_table, *([()] * pad_reqs)]
         num_wanted = len(rows.wanted)
@@ -339,13 +384,10 @@ class SimulatedDevice:
 
     def _replay_pieces(self, graph: _Graph, rows: StepInputs) -> list[int]:
         """A replayed piece that embeds padded tokens, attention over the live rows, a replayed piece for the head."""
-        buffers, num_tokens, size = graph.buffers, len(rows.token_ids), graph.key.num_tokens
-        pad_tokens = size - num_tokens
-        if pad_tokens < 0:
+        buffers, size = graph.buffers, graph.key.num_tokens
+        if len(rows.token_ids) > size:
             raise _too_small(graph, rows)
-        buffers.token_ids[:size] = [*rows.token_ids, *([0] * pad_tokens)]
-        buffers.positions[:size] = [*rows.positions, *([0] * pad_tokens)]
-        buffers.slots[:size] = [*rows.slot_mapping, *([self.pad_slot] * pad_tokens)]
+        buffers.stage(rows, size, self.pad_slot)
         buffers.values[:size] = self._attend(
             buffers.token_ids[:size], buffers.positions, buffers.slots, rows.query_lens, rows.block_table
         )
@@ -353,60 +395,48 @@ class SimulatedDevice:
         return [buffers.outputs[token] for token in rows.wanted]
 
     def _attend(
-        self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int], query_lens: Sequence[int],
-        tables: Sequence[Sequence[int]],
-    ) -> list[int]:  # fmt: skip
+        self, token_ids: Sequence[int] | Vector, positions: Sequence[int] | Vector, slots: Sequence[int] | Vector,
+        query_lens: Sequence[int], tables: Sequence[Sequence[int]],
+    ) -> Vector:  # fmt: skip
         """Write each token's KV entry and return them: rows first, then the tokens that no row owns (padding)."""
-        kv, shift, inside = self.kv, self.shift, self.block_size - 1
-        token_terms, position_terms = self.token_terms, self.position_terms
-        values: list[int] = []
+        import numpy as np
+
+        kv, shift, inside, num_tokens = self.kv, self.shift, self.block_size - 1, len(token_ids)
+        ids, places = np.asarray(token_ids, np.int64), np.asarray(positions[:num_tokens], np.int64)
+        values: Vector = self._token_vector[ids] * self._position_vector[places]
         first = 0
         for query_len, table in zip(query_lens, tables, strict=False):
             if not query_len:
                 continue
-            position, before = positions[first], positions[first] - 1
-            value = kv[(table[before >> shift] << shift) | (before & inside)] if position else self.start
-            if query_len == 1:
-                value += token_terms[token_ids[first]] * position_terms[position]
-                kv[slots[first]] = value
-                values.append(value)
-                first += 1
-                continue
-            end = first + query_len
-            # One C-level pass a step of the recurrence: prompts are long, and this is where a run's time goes.
-            terms = map(token_terms.__getitem__, token_ids[first:end])
-            products = map(mul, terms, map(position_terms.__getitem__, positions[first:end]))
-            entries = accumulate(products, initial=value)
-            next(entries)
-            values += entries
-            deque(map(kv.__setitem__, slots[first:end], values[first:]), maxlen=0)
-            first = end
-        for token in range(first, len(token_ids)):
-            kv[slots[token]] = _POISON ^ token
-            values.append(_POISON ^ token)
+            position = int(positions[first])
+            before = position - 1
+            values[first] ^= kv[(table[before >> shift] << shift) | (before & inside)] if position else self.start
+            if query_len > 1:
+                row = values[first : first + query_len]
+                np.bitwise_xor.accumulate(row, out=row)
+            first += query_len
+        values[first:] = np.arange(first, num_tokens) ^ _POISON
+        self._kv_vector[np.asarray(slots[:num_tokens], np.int64)] = values
         return values
 
     def _head(
-        self, values: Sequence[int], positions: Sequence[int], query_lens: Sequence[int],
+        self, values: Vector, positions: Sequence[int] | Vector, query_lens: Sequence[int],
         tables: Sequence[Sequence[int]], wanted: Sequence[int], outputs: list[int] | dict[int, int],
     ) -> None:  # fmt: skip
         """The output of each wanted token: its entry, and one earlier entry that the entry itself picks."""
-        kv, size = self.kv, self.block_size
+        kv, shift, inside = self.kv, self.shift, self.block_size - 1
         row = end = 0
         num_rows = len(query_lens)
         for token in wanted:
             while end <= token and row < num_rows:
                 end += query_lens[row]
                 row += 1
-            value = values[token]
+            value = int(values[token])
             if token >= end:
                 outputs[token] = value
                 continue
-            position = positions[token]
-            earlier = value % (position + 1)
-            looked = kv[tables[row - 1][earlier // size] * size + earlier % size]
-            mixed = ((value + looked) * _LOOK + position) & _MASK
-            outputs[token] = ((mixed ^ (mixed >> 15)) * _HEAD) & _MASK
+            earlier = value % (int(positions[token]) + 1)
+            outputs[token] = _output(value, kv[(tables[row - 1][earlier >> shift] << shift) | (earlier & inside)])
 
     def _sample(self, outputs: Sequence[int], rows: StepInputs) -> list[int]:
         """Greedy tokens of the decode rows: the last wanted output of each."""
@@ -421,15 +451,15 @@ class SimulatedDevice:
             tokens.append(sampled_token(outputs[wanted[end - 1]], vocab))
         return tokens
 
-    def timing(self, decision: Decision, numbers: BatchNumbers) -> tuple[float, Mapping[Rows, float]]:
+    def ready(self, decision: Decision, numbers: BatchNumbers) -> tuple[ReadyAt, ...]:
         cycle_us = self._cycle_us(decision.launches, numbers)
         if self._faults and self._hits("late"):
             cycle_us *= 100
         if decision.mode is not Mode.SPLIT:
-            return cycle_us, {Rows.ALL: cycle_us}
+            return (ReadyAt(cycle_us),)
         first = decision.launches[0]
         alone = self.costs.cost((attrs.evolve(first, repeat=1),), numbers).cycle_us
-        return cycle_us, {Rows.DECODE: min(alone * first.repeat, cycle_us), Rows.PREFILL: cycle_us}
+        return ReadyAt(min(alone * first.repeat, cycle_us)), ReadyAt(cycle_us)
 
     def _cycle_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> float:
         """`CostTable.cost`, with what a decode graph costs apart from its KV worked out once a graph."""
@@ -501,17 +531,24 @@ def _start(seed: int) -> int:
     return (seed * _LOOK + _HEAD) & _MASK
 
 
-def _token_term(token: int) -> int:
-    return ((token + 1) * _TOKEN) & _TERM | 1
+def _terms(count: int, odd: int) -> Vector:
+    """[count] int64: a number below 2^29 for each token id, or for each position."""
+    import numpy as np
+
+    return (np.arange(1, count + 1, dtype=np.int64) * odd) & _TERM | 1
 
 
-def _position_term(position: int) -> int:
-    return ((position + 1) * _POSITION) & _TERM | 1
+def _vector(numbers: array[int]) -> Vector:
+    """The array as a numpy vector, on the same memory."""
+    import numpy as np
+
+    return np.frombuffer(numbers, np.int64)
 
 
-def _output(value: int, looked: int, position: int) -> int:
-    mixed = ((value + looked) * _LOOK + position) & _MASK
-    return ((mixed ^ (mixed >> 15)) * _HEAD) & _MASK
+def _output(value: int, looked: int) -> int:
+    # Added: an earlier entry of the same sequence would cancel out of an XOR.
+    mixed = value + looked
+    return (mixed ^ (mixed >> _TERM_BITS)) * _HEAD & _MASK
 
 
 def _too_small(graph: _Graph, rows: StepInputs) -> RegistryError:
@@ -571,28 +608,39 @@ def reference_outputs(tokens: Sequence[int], *, seed: int = 0, first: int = 0) -
         seed: the executor's seed.
         first: position of the first output returned.
     """
-    value, values, outputs = _start(seed), [], []
-    for position, token in enumerate(tokens):
-        value += _token_term(token) * _position_term(position)
-        values.append(value)
-        if position >= first:
-            outputs.append(_output(value, values[value % (position + 1)], position))
-    return outputs
+    reference = _Reference(tokens, seed)
+    return [reference.output(position) for position in range(first, len(tokens))]
 
 
 def reference_tokens(prompt: Sequence[int], num_tokens: int, *, seed: int = 0, vocab: int = 4096) -> list[int]:
     """The greedy continuation of a prompt: what any batching of the request must generate."""
-    value, values, position = _start(seed), [], 0
-    for token in prompt:
-        value += _token_term(token) * _position_term(position)
-        values.append(value)
-        position += 1
+    reference = _Reference(prompt, seed)
     generated: list[int] = []
     while len(generated) < num_tokens:
         if generated:
-            value += _token_term(generated[-1]) * _position_term(position)
-            values.append(value)
-            position += 1
-        output = _output(value, values[value % position], position - 1)
-        generated.append(sampled_token(output, vocab))
+            reference.append(generated[-1])
+        generated.append(sampled_token(reference.output(len(reference.values) - 1), vocab))
     return generated
+
+
+class _Reference:
+    """The KV entries of one sequence, from its tokens alone."""
+
+    def __init__(self, tokens: Sequence[int], seed: int) -> None:
+        import numpy as np
+
+        ids = np.asarray(tokens, np.int64)
+        terms = ((ids + 1) * _TOKEN) & _TERM | 1
+        values = terms * _terms(len(ids), _POSITION)
+        if len(values):
+            values[0] ^= _start(seed)
+        self.values: list[int] = np.bitwise_xor.accumulate(values).tolist()
+
+    def append(self, token: int) -> None:
+        term = ((token + 1) * _TOKEN) & _TERM | 1
+        position_term = ((len(self.values) + 1) * _POSITION) & _TERM | 1
+        self.values.append(self.values[-1] ^ (term * position_term))
+
+    def output(self, position: int) -> int:
+        value = self.values[position]
+        return _output(value, self.values[value % (position + 1)])

@@ -7,8 +7,9 @@ recomputation). `kpolicy run`, the reference runner and the simulator all batch 
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kpolicy.errors import ConfigError
@@ -50,7 +51,8 @@ class Generation:
                 "Drop such requests before they are batched, and count them."
             )
         self.index = index
-        self.tokens = list(prompt)
+        self.tokens = array("q", prompt)
+        """Prompt and generated token ids: 64-bit numbers, which device libraries take without a copy an element."""
         self.num_prompt = len(self.tokens)
         self.output_tokens = output_tokens
         self.num_preempted = 0
@@ -64,7 +66,7 @@ class Generation:
 
     @property
     def generated(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
+        return self.tokens[self.num_prompt :].tolist()
 
     @property
     def remaining(self) -> int:
@@ -120,8 +122,8 @@ class Batcher:
         self.num_preemptions = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._admissions = 0
-        # Positions and slots are slices of this: making the same integers anew for every prompt is a third of batching.
-        self._whole = list(range(num_blocks * block_size))
+        # Positions and slots of prompts are slices of this: copies of memory, with no integer made for a token.
+        self._whole = array("q", range(num_blocks * block_size))
         self._rows: _DecodeRows | None = None
         """Inputs of the decode rows, carried from step to step while the rows stay the same."""
 
@@ -277,7 +279,7 @@ class Batcher:
             return StepInputs(
                 numbers, rows.ones, rows.token_ids, rows.positions, rows.slots, rows.tables, rows.kv_lens, rows.indices
             )
-        token_ids, positions, slots = [*rows.token_ids], [*rows.positions], [*rows.slots]
+        token_ids, positions, slots = array("q", rows.token_ids), array("q", rows.positions), array("q", rows.slots)
         tables, kv_lens = [*rows.tables], [*rows.kv_lens]
         query_lens, wanted = [*rows.ones], [*rows.indices]
         prefill_kv = pairs = first_chunks = longest = 0
@@ -286,7 +288,7 @@ class Batcher:
             end = start + new
             token_ids += request.tokens[start:end]
             positions += self._whole[start:end]
-            slots += self._slots(request.blocks, start, end)
+            self._add_slots(slots, request.blocks, start, end)
             tables.append(request.blocks)
             kv_lens.append(end)
             query_lens.append(new)
@@ -305,14 +307,12 @@ class Batcher:
         )  # fmt: skip
         return StepInputs(numbers, query_lens, token_ids, positions, slots, tables, kv_lens, wanted, ahead)
 
-    def _slots(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
-        """The KV slots of positions start to end."""
+    def _add_slots(self, slots: array[int], blocks: Sequence[int], start: int, end: int) -> None:
+        """Append the KV slots of positions start to end."""
         size, whole = self.block_size, self._whole
-        slots: list[int] = []
         for block in range(start // size, -(-end // size)):
             first = blocks[block] * size
             slots += whole[first + max(start - block * size, 0) : first + min(end - block * size, size)]
-        return slots
 
     def _slots_ahead(self, decodes: list[Generation]) -> list[list[int]]:
         """KV slots for further decode steps of all rows, as far as every row has tokens to generate and blocks last."""
@@ -360,21 +360,26 @@ class Batcher:
                 # A request that was cancelled during the step has no blocks any more, and isn't reported.
                 finished = [request for request in decodes if request.remaining <= 0 and request.blocks]
         if batch.chunks:
-            self._end_chunks(batch.chunks, outputs.outputs[num_decodes:], sample, first_tokens, finished)
+            sampled_first: Iterable[int] = outputs.first_tokens
+            if not sampled_first:
+                sampled_first = map(sample, outputs.outputs[num_decodes:])
+            self._end_chunks(batch.chunks, iter(sampled_first), first_tokens, finished)
         for request in finished:
             self._leave(request)
         return Completion(first_tokens, finished)
 
     def _end_chunks(
-        self, chunks: list[tuple[Generation, int]], outputs: Sequence[Any], sample: Callable[[Any], int],
-        first_tokens: list[Generation], finished: list[Generation],
-    ) -> None:  # fmt: skip
+        self,
+        chunks: list[tuple[Generation, int]],
+        sampled: Iterator[int],
+        first_tokens: list[Generation],
+        finished: list[Generation],
+    ) -> None:
         """Prompts that are finished start to decode with the token that came out."""
-        ended = iter(outputs)
         for request, new in chunks:
             request.num_computed += new
             if request.num_computed == request.until:
-                request.tokens.append(sample(next(ended)))
+                request.tokens.append(next(sampled))
                 if not request.blocks:
                     continue
                 first_tokens.append(request)

@@ -415,18 +415,18 @@ def fail_next_replay(executor: Executor, after: int = 0) -> None:
         after: replays that still succeed before.
     """
     assert isinstance(executor, ModeRunner), f"{executor!r} isn't a ModeRunner; give the check its own `fail`"
-    adapter, replay, left = executor.adapter, executor.adapter.replay, after
+    launcher, replay, left = executor.launcher, executor.launcher.replay, after
 
     def failing(handle: Any, rows: StepInputs, launch: Launch) -> Any:
         nonlocal left
         if left:
             left -= 1
             return replay(handle, rows, launch)
-        setattr(adapter, "replay", replay)  # noqa: B010 - a method is replaced on purpose
+        setattr(launcher, "replay", replay)  # noqa: B010 - a method is replaced on purpose
         assert launch.key is not None
         raise GraphReplayError(launch.key, f"replaying {launch.key}: failed on purpose")
 
-    setattr(adapter, "replay", failing)  # noqa: B010
+    setattr(launcher, "replay", failing)  # noqa: B010
 
 
 def parts_are_timed(make: MakeExecutor, close: Close = operator.eq) -> None:
@@ -436,6 +436,7 @@ def parts_are_timed(make: MakeExecutor, close: Close = operator.eq) -> None:
         outputs = bench.run(decision, rows)
         bench.eagerly(rows)
         parts = {Rows.DECODE, Rows.PREFILL} if decision.mode is Mode.SPLIT else {Rows.ALL}
+        assert len(outputs.ready) == len(outputs.decision.launches), f"{decision}: ready {outputs.ready}"
         assert set(outputs.ready_us) == parts, f"{decision}: parts {set(outputs.ready_us)}"
         times = list(outputs.ready_us.values())
         assert all(0 <= ready <= outputs.cycle_us for ready in times), f"{decision}: {times} in {outputs.cycle_us}"

@@ -358,10 +358,10 @@ def test_a_full_disk_is_one_line(command: str) -> None:
 
 
 def test_commands_need_no_torch(trace: Path) -> None:
-    """With torch and numpy barred from import every command but the doctor's probes works."""
+    """With torch and structlog barred from import every command but the doctor's probes works."""
     code = (
         "import sys\n"
-        "for name in ('torch', 'numpy', 'structlog', 'torch_npu'): sys.modules[name] = None\n"
+        "for name in ('torch', 'structlog', 'torch_npu'): sys.modules[name] = None\n"
         "from kpolicy.cli import main\n"
         "main(sys.argv[1:])\n"
     )

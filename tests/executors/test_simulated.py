@@ -16,7 +16,7 @@ from kpolicy.decision import Decision, Launch
 from kpolicy.engine import Engine
 from kpolicy.errors import CaptureError, ConfigError, RegistryError, StickyDeviceError, UnknownNameError
 from kpolicy.executors import executor_names, get_executor
-from kpolicy.executors.base import Executor, ProbeStatus
+from kpolicy.executors.base import Executor, ProbeStatus, StepOutputs
 from kpolicy.executors.runner import PartOutputs
 from kpolicy.executors.simulated import (
     FAULTS,
@@ -130,7 +130,8 @@ def test_times_are_the_cost_tables(costs: Any, shape: Any, data: st.DataObject) 
     """A step takes what the cost table says of its launches; decode rows of a split are ready no later."""
     decision = data.draw(st.sampled_from(all_decisions(shape.numbers, KEYS)))
     executor = simulated(costs=costs)
-    cycle_us, ready_us = executor.device.timing(decision, shape.numbers)
+    outputs = StepOutputs([], [], decision, executor.device.ready(decision, shape.numbers))
+    cycle_us, ready_us = outputs.cycle_us, outputs.ready_us
     assert cycle_us == pytest.approx(costs.cost(decision.launches, shape.numbers).cycle_us)
     assert max(ready_us.values()) == pytest.approx(cycle_us)
 
@@ -187,13 +188,13 @@ def skips_staging(device: Any, replay: Any, handle: Any, rows: Any, launch: Laun
 
 def loses_a_row(device: Any, replay: Any, handle: Any, rows: Any, launch: Launch, memory: Any) -> PartOutputs:
     """The last wanted output is missing."""
-    outputs, tokens = replay(handle, rows, launch)
+    outputs, tokens, _ = replay(handle, rows, launch)
     return PartOutputs(outputs[:-1], tokens)
 
 
 def repeats_a_row(device: Any, replay: Any, handle: Any, rows: Any, launch: Launch, memory: Any) -> PartOutputs:
     """The second output is the first again."""
-    outputs, tokens = replay(handle, rows, launch)
+    outputs, tokens, _ = replay(handle, rows, launch)
     return PartOutputs([*outputs[:1], *outputs[:1], *outputs[2:]][: len(outputs)], tokens)
 
 
@@ -213,7 +214,7 @@ def drops_a_block(device: Any, replay: Any, handle: Any, rows: Any, launch: Laun
 
 def keeps_its_outputs(device: Any, replay: Any, handle: Any, rows: Any, launch: Launch, memory: Any) -> PartOutputs:
     """Outputs aren't copied: every replay of a part hands out the same buffer."""
-    outputs, tokens = replay(handle, rows, launch)
+    outputs, tokens, _ = replay(handle, rows, launch)
     buffer = memory.setdefault(handle.key.part, [])
     buffer[:] = outputs
     return PartOutputs(buffer, tokens)
@@ -221,7 +222,7 @@ def keeps_its_outputs(device: Any, replay: Any, handle: Any, rows: Any, launch: 
 
 def writes_nothing(device: Any, replay: Any, handle: Any, rows: Any, launch: Launch, memory: Any) -> PartOutputs:
     """Outputs are right, and the KV entries of the step are gone afterwards."""
-    before = list(device.kv)
+    before = device.kv[:]
     outputs = replay(handle, rows, launch)
     device.kv[:] = before
     return outputs

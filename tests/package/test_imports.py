@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 WITHOUT_DEVICE_LIBRARIES = """
 import sys
-for name in ("torch", "torch_npu", "torch_xmlir", "numpy", "vllm", "sglang", "transformers", "structlog"):
+for name in ("torch", "torch_npu", "torch_xmlir", "vllm", "sglang", "transformers", "structlog"):
     sys.modules[name] = None
 from kpolicy import BatchShape, Engine
 from kpolicy.executors.simulated import SimulatedExecutor
@@ -35,13 +35,27 @@ print(json.dumps([label, sorted(name for name in sys.modules if "." not in name)
 """
 
 
+DECIDING_WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+import kpolicy.executors.simulated
+from kpolicy import BatchShape, Engine
+print(Engine(policy="auto").explain(BatchShape.decode(9)).decision.label)
+"""
+
+
 def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def test_core_and_simulated_executor_need_no_device_library():
-    """A fresh interpreter decides, captures and steps with torch, numpy and structlog made unimportable."""
+    """A fresh interpreter decides, captures and steps with torch and structlog made unimportable."""
     assert python(WITHOUT_DEVICE_LIBRARIES).strip() in {"full", "piecewise", "eager"}
+
+
+def test_deciding_and_explaining_need_no_numpy():
+    """Decisions and explanations are made with numpy made unimportable; only simulated steps compute with it."""
+    assert python(DECIDING_WITHOUT_NUMPY).strip() == "full"
 
 
 def test_first_decision_loads_nothing_heavy():

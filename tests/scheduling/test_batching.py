@@ -63,7 +63,7 @@ def check_inputs(batcher: Batcher, batch: Batch) -> None:
     for request, start, query_len, kv_len in zip(rows, starts, inputs.query_lens, inputs.kv_lens, strict=True):
         positions = list(range(start, start + query_len))
         assert list(inputs.positions[token : token + query_len]) == positions
-        assert list(inputs.token_ids[token : token + query_len]) == request.tokens[start : start + query_len]
+        assert list(inputs.token_ids[token : token + query_len]) == request.tokens[start : start + query_len].tolist()
         assert kv_len == start + query_len
         slots = [request.blocks[position // size] * size + position % size for position in positions]
         assert list(inputs.slot_mapping[token : token + query_len]) == slots
