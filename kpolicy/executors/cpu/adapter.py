@@ -1,0 +1,291 @@
+"""`CpuAdapter`: the CPU as a device. Graphs are recordings, streams are threads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from kpolicy.errors import CaptureError, ConfigError, GraphReplayError, RegistryError, StickyDeviceError
+from kpolicy.executors.base import ProbeReport, ProbeStatus
+from kpolicy.executors.cpu.arena import Arena
+from kpolicy.executors.cpu.faults import Faults
+from kpolicy.executors.cpu.graph import Graph
+from kpolicy.executors.cpu.recorder import Recorder
+from kpolicy.executors.cpu.staging import new_buffer, stage_tensor_or_numbers
+from kpolicy.executors.cpu.streams import CpuEvent, CpuStream
+from kpolicy.executors.device import DeviceEvent, Failure, MemoryReport
+from kpolicy.executors.simulated import Fault
+from kpolicy.reasons import Reason
+
+__all__ = ["CpuAdapter", "CpuPool"]
+
+
+class CpuPool:
+    """Memory for graphs that never run at the same time, and those graphs.
+
+    Graphs captured largest first take little beyond the first: a smaller one lives in the larger one's memory.
+    """
+
+    def __init__(self, admit: Callable[[int], None]) -> None:
+        self._admit = admit
+        self.arena = Arena(admit)
+        self.graphs: list[Graph] = []
+        self.recorder: Recorder | None = None
+        self.released = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the pool and its graphs keep."""
+        return self.arena.num_bytes + sum(graph.constant_bytes for graph in self.graphs)
+
+    def forget_failure(self) -> None:
+        """Free what a failed recording took. Where the pool has graphs it stays, for the next recording to take."""
+        if not self.graphs:
+            self.arena = Arena(self._admit)
+
+    def release(self) -> None:
+        """Let go of the memory; what somebody still holds of it stays until they let go."""
+        for graph in self.graphs:
+            graph.release()
+        self.graphs, self.arena, self.released = [], Arena(), True
+
+
+class CpuAdapter:
+    """The primitives of the CPU.
+
+    Args:
+        memory_bytes: what static buffers and graphs may take in all; a capture that would take more is refused as out
+            of memory. None: no limit of ours, and `memory` tells the process's and the machine's memory.
+        check: look before each replay whether memory from outside is still where it was recorded, and held.
+        faults: faults to inject, as `Fault` or text such as ``"mid_segment@3"``; see `CPU_FAULTS`.
+
+    Raises:
+        UnknownNameError: no fault has that name.
+        ConfigError: a fault's text or `memory_bytes` can't be used.
+    """
+
+    def __init__(
+        self, *, memory_bytes: int | None = None, check: bool = False, faults: Iterable[Fault | str] = ()
+    ) -> None:
+        if memory_bytes is not None and memory_bytes < 1:
+            raise ConfigError(f"memory_bytes is {memory_bytes}; it is at least 1, or None for no limit.")
+        self._memory_bytes = memory_bytes
+        self._check = check
+        self._faults = Faults(faults)
+        self._pools: list[CpuPool] = []
+        self._streams: weakref.WeakSet[CpuStream] = weakref.WeakSet()
+        self._recording = threading.local()
+        self._lock = threading.Lock()
+        self._static_bytes = 0
+        self._lost = False
+
+    @property
+    def name(self) -> str:
+        return "cpu"
+
+    def probe(self) -> ProbeReport:
+        facts = {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "cores": os.cpu_count() or 1}
+        return ProbeReport(
+            "cpu", ProbeStatus.USABLE, f"torch {facts['torch']} on {facts['threads']} threads", facts=facts
+        )
+
+    # Memory
+
+    def new_pool(self) -> CpuPool:
+        pool = CpuPool(self._admit)
+        with self._lock:
+            self._pools.append(pool)
+        return pool
+
+    def alloc_static(self, shape: Sequence[int], dtype: str, fill: float = 0) -> Any:
+        buffer = new_buffer(shape, dtype, fill)
+        nbytes = buffer.numel() * buffer.element_size()
+        self._count_static(nbytes)
+        weakref.finalize(buffer, self._count_static, -nbytes).atexit = False
+        return buffer
+
+    def stage(self, buffer: Any, values: Any, size: int, fill: float) -> None:
+        if self._faults:
+            self._check_lost()
+            if self._faults.due("staging_fails"):
+                raise RuntimeError("injected fault staging_fails")
+        stage_tensor_or_numbers(buffer, values, size, fill)
+
+    def memory(self) -> MemoryReport:
+        if self._memory_bytes is not None:
+            return MemoryReport(self._held_bytes(), self._memory_bytes)
+        return MemoryReport(_resident_bytes(), _physical_bytes())
+
+    def _held_bytes(self) -> int:
+        with self._lock:
+            return self._static_bytes + sum(pool.num_bytes for pool in self._pools)
+
+    def _count_static(self, nbytes: int) -> None:
+        with self._lock:
+            self._static_bytes += nbytes
+
+    def _admit(self, nbytes: int) -> None:
+        if self._memory_bytes is not None and self._held_bytes() + nbytes > self._memory_bytes:
+            raise CaptureError(
+                Reason.CAPTURE_OUT_OF_MEMORY,
+                f"recording needs {nbytes} bytes more than the {self._held_bytes()} held, and memory_bytes is "
+                f"{self._memory_bytes}; raise it, or capture fewer or smaller sizes.",
+            )
+
+    # Streams
+
+    def new_stream(self, priority: int = 0) -> CpuStream:
+        stream = CpuStream(priority)
+        self._streams.add(stream)
+        return stream
+
+    def submit(self, stream: CpuStream, work: Callable[[], None]) -> None:
+        self._check_lost()
+        stream.submit(work)
+
+    def event(self, stream: CpuStream | None = None) -> CpuEvent:
+        """A point on the current stream, or after all that was submitted to another.
+
+        What a stream's work did before it asks is done, and so is what the host ran: such a point is past at once.
+        """
+        if stream is not None:
+            return stream.event()
+        event = CpuEvent()
+        event.fire()
+        return event
+
+    def wait(self, event: DeviceEvent) -> None:
+        event.wait()
+
+    # Graphs
+
+    def begin(self, pool: CpuPool) -> None:
+        self._check_lost()
+        for fault, reason in (
+            ("capture_fails", Reason.CAPTURE_FAILED),
+            ("capture_out_of_memory", Reason.CAPTURE_OUT_OF_MEMORY),
+            ("capture_out_of_streams", Reason.CAPTURE_OUT_OF_STREAMS),
+        ):
+            if self._faults.due(fault):
+                raise CaptureError(reason, f"injected fault {fault}")
+        if pool.released:
+            raise RegistryError("a graph was to be captured into a pool that was released; make a new pool.")
+        recorder = Recorder(pool.arena, _fail_midway if self._faults.due("mid_segment") else None)
+        with self._lock:
+            if pool.recorder is not None:
+                raise CaptureError(
+                    Reason.CAPTURE_FAILED, "another recording into this pool isn't over; end it, or use another pool."
+                )
+            pool.recorder = recorder
+        try:
+            recorder.begin()
+        except BaseException:
+            pool.recorder = None
+            raise
+        self._recording.pool = pool
+
+    def end(self) -> Graph:
+        pool: CpuPool | None = getattr(self._recording, "pool", None)
+        if pool is None or pool.recorder is None:
+            raise CaptureError(Reason.CAPTURE_FAILED, "this thread isn't recording; call begin first.")
+        recorder, self._recording.pool, pool.recorder = pool.recorder, None, None
+        try:
+            graph = recorder.end()
+        except CaptureError:
+            pool.forget_failure()
+            raise
+        pool.graphs.append(graph)
+        return graph
+
+    def abort(self) -> None:
+        pool: CpuPool | None = getattr(self._recording, "pool", None)
+        if pool is not None and pool.recorder is not None:
+            recorder, self._recording.pool, pool.recorder = pool.recorder, None, None
+            recorder.abort()
+            pool.forget_failure()
+
+    def replay(self, graph: Graph) -> None:
+        if self._check:
+            graph.check()
+        if not self._faults:
+            graph.replay()
+            return
+        self._check_lost()
+        if self._faults.due("replay_fails"):
+            raise GraphReplayError(None, "injected fault replay_fails")
+        if self._faults.due("before_launch"):
+            raise RuntimeError("injected fault before_launch")
+        if self._faults.due("sticky"):
+            self._lost = True
+            self._check_lost()
+        start = time.perf_counter()
+        graph.replay()
+        if self._faults.due("late"):
+            time.sleep(99 * (time.perf_counter() - start))
+
+    def release(self, pool: CpuPool) -> None:
+        with self._lock:
+            if pool in self._pools:
+                self._pools.remove(pool)
+        pool.release()
+
+    def close(self) -> None:
+        """End all streams, after the work they have, and release all pools."""
+        for stream in list(self._streams):
+            stream.close()
+        for pool in list(self._pools):
+            self.release(pool)
+
+    # Errors
+
+    def classify(self, error: BaseException) -> Failure:
+        if isinstance(error, StickyDeviceError):
+            return Failure(Reason.REPLAY_FAILED, True)
+        if isinstance(error, CaptureError):
+            return Failure(error.reason, False)
+        if isinstance(error, GraphReplayError):
+            return Failure(Reason.REPLAY_FAILED, False)
+        return Failure(Reason.CAPTURE_OUT_OF_MEMORY if _is_out_of_memory(error) else Reason.CAPTURE_FAILED, False)
+
+    def _check_lost(self) -> None:
+        if self._lost:
+            raise StickyDeviceError("the CPU device is lost (injected fault sticky); start a new executor.")
+
+
+def _fail_midway(place: int) -> None:
+    if place:
+        raise RuntimeError("injected fault mid_segment")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host's memory ran out: torch's CPU allocator says so in words only (c10/core/impl/alloc_cpu.cpp)."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+def _resident_bytes() -> int:
+    """Memory of this process; the most it ever had where the system doesn't tell what it has now."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+        import sys
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,124 @@
+"""`DeviceAdapter`: the primitives of one device. How modes run over them is written once, in the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from kpolicy.executors.base import ProbeReport
+
+__all__ = ["DeviceAdapter", "DeviceEvent", "Failure", "MemoryReport"]
+
+Tensor = Any
+
+
+class MemoryReport(NamedTuple):
+    """Device memory in bytes."""
+
+    used: int
+    total: int
+
+
+class Failure(NamedTuple):
+    """What an error of the device means."""
+
+    reason: Any
+    """A `Reason`: why the key can't be had, or the launch failed."""
+    sticky: bool
+    """Whether the device is lost for this process."""
+
+
+class DeviceEvent(Protocol):
+    """A point on a stream."""
+
+    def done(self) -> bool:
+        """Whether the stream has passed it. Never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Block the host until the stream has passed it. Raises what the work before it raised."""
+        ...
+
+    def us_since(self, earlier: Any) -> float:
+        """Microseconds from that event (of any stream of the device) to this one; waits for both."""
+        ...
+
+
+class DeviceAdapter(Protocol):
+    """One device.
+
+    A *pool* is memory that graphs share which never run at the same time; a *stream* runs what it is given in order,
+    beside other streams.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def probe(self) -> ProbeReport: ...
+
+    def new_pool(self) -> Any: ...
+
+    def new_stream(self, priority: int = 0) -> Any:
+        """A stream; of two that have work, the one with the higher priority goes first where the device can."""
+        ...
+
+    def alloc_static(self, shape: Sequence[int], dtype: str, fill: float = 0) -> Tensor:
+        """A buffer whose address never changes; `dtype` is int64, int32 or float32."""
+        ...
+
+    def stage(self, buffer: Tensor, values: Any, size: int, fill: int) -> None:
+        """Copy values to the front of a buffer and fill it up to `size` rows, before what the current stream gets next.
+
+        Args:
+            buffer: from `alloc_static`.
+            values: a sequence of numbers, or of rows of numbers (shorter ones filled), or a tensor.
+            size: rows written in all.
+            fill: what rows beyond the values hold.
+        """
+        ...
+
+    def submit(self, stream: Any, work: Callable[[], None]) -> None:
+        """Queue work on a stream and return. A device with streams of its own calls `work`, which launches, at once."""
+        ...
+
+    def begin(self, pool: Any) -> None:
+        """Begin recording what this thread launches; nothing else may be recording on it.
+
+        Raises:
+            CaptureError: the device refuses to capture now.
+        """
+        ...
+
+    def end(self) -> Any:
+        """End recording: a graph that `replay` takes, with ``num_bytes`` that it keeps.
+
+        Raises:
+            CaptureError: something recorded can't be captured, said with the operator and the line of model code.
+        """
+        ...
+
+    def abort(self) -> None:
+        """End recording after an error and free what it took; nothing where nothing is recording."""
+        ...
+
+    def replay(self, graph: Any) -> None:
+        """Launch a graph on the current stream."""
+        ...
+
+    def event(self) -> DeviceEvent:
+        """A point on the current stream, after all that it was given so far."""
+        ...
+
+    def wait(self, event: DeviceEvent) -> None:
+        """Let the current stream wait for an event of another, without the host where the device can."""
+        ...
+
+    def memory(self) -> MemoryReport: ...
+
+    def classify(self, error: BaseException) -> Failure:
+        """What an error raised by this device's library means."""
+        ...
+
+    def release(self, pool: Any) -> None:
+        """Give a pool and every graph in it back."""
+        ...
