@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "BudgetRefused",
     "CaptureError",
+    "CheckpointError",
     "ConfigError",
     "GraphReplayError",
     "KPolicyError",
@@ -83,6 +84,10 @@ class ProfileError(ConfigError):
 
 class SchemaError(ConfigError):
     """A file that isn't the schema it should be: newer, cut short, or of another kind."""
+
+
+class CheckpointError(ConfigError):
+    """A model folder that lacks files, or whose weights aren't those of its config."""
 
 
 class TraceError(ConfigError):

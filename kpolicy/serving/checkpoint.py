@@ -1,0 +1,174 @@
+"""A model folder: its config, whether its weights are all there, and whether they are this model's."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kpolicy.errors import CheckpointError, ConfigError, SupportError, UnknownArchitectureError
+
+__all__ = ["check_keys", "has_weights", "load_tokenizer", "read_config", "read_weights"]
+
+_INDEX = "model.safetensors.index.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
+    "tekken.json",
+)  # fmt: skip
+_MOST_NAMED = 4
+
+
+def read_config(source: Any) -> tuple[Any, Path | None]:
+    """(config object of transformers, folder if there is one) of what `load` was given.
+
+    Raises:
+        CheckpointError: the folder or its config.json isn't there or can't be read.
+        UnknownArchitectureError: transformers doesn't know the model type.
+    """
+    from transformers import PretrainedConfig
+
+    if isinstance(source, PretrainedConfig):
+        return copy.deepcopy(source), None  # classes write to their config
+    if isinstance(source, Mapping):
+        return _config_of(dict(source), "the config given"), None
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(
+            f"a model can't be loaded from {type(source).__name__}; give a folder with config.json, a config as a "
+            "mapping, or a config object of transformers."
+        )
+    folder = Path(source)
+    if not folder.is_dir():
+        raise CheckpointError(f"model folder {folder} isn't there; give a folder with config.json.")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"model folder {folder} has no config.json; it needs one, weights are optional.")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} can't be read as JSON: {error}. Copy it from the model again.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} holds {type(values).__name__}, not the fields of a config.")
+    return _config_of(values, str(file)), folder
+
+
+def _config_of(values: dict[str, Any], where: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    model_type = values.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError(f"{where} has no model_type; add the one of its architecture, for example llama.")
+    if model_type not in CONFIG_MAPPING:
+        raise UnknownArchitectureError(
+            f"{where} has model_type {model_type!r}, which this transformers doesn't know. Take one of its own, or "
+            "install the transformers that the model was made for; remote code isn't run."
+        )
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(values)
+    # Config classes check fields as they please.
+    except Exception as error:
+        raise ConfigError(f"{where} can't be used as a {model_type} config: {error}") from error
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the folder has safetensors weights, complete or not."""
+    if (folder / _INDEX).is_file() or any(folder.glob("*.safetensors")):
+        return True
+    other = sorted(each.name for each in folder.glob("*.bin"))
+    if other:
+        raise CheckpointError(
+            f"model folder {folder} has weights only as {other[0]}; kpolicy reads *.safetensors. Convert them, or "
+            "remove them to run random weights."
+        )
+    return False
+
+
+def read_weights(folder: Path, config: Any, **options: Any) -> Any:
+    """The causal LM of transformers with the folder's weights.
+
+    Raises:
+        CheckpointError: files are missing or cut short, or the weights are another model's.
+        SupportError: transformers has no causal LM of that architecture, or its attention can't be marked.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _check_files(folder)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(folder), config=config, local_files_only=True, output_loading_info=True, **options
+        )
+    except ValueError as error:
+        raise SupportError(f"{folder}: attention of {config.model_type} can't be marked: {error}") from error
+    # safetensors raises its own error for a file cut short, transformers a RuntimeError for shapes.
+    except Exception as error:
+        raise CheckpointError(f"the weights of {folder} can't be loaded as {config.model_type}: {error}") from error
+    check_keys(folder, config.model_type, info)
+    return model
+
+
+def _check_files(folder: Path) -> None:
+    index = folder / _INDEX
+    if not index.is_file():
+        return
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} isn't an index of weights: {error!r}. Copy it from the model again.") from error
+    missing = [name for name in sorted(names) if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index} names {len(names)} files, of which {len(missing)} aren't there: {_some(missing)}. Copy them "
+            "beside it."
+        )
+
+
+def check_keys(folder: Path, model_type: str, info: Mapping[str, Any]) -> None:
+    """Hold what was loaded to what the model has.
+
+    Raises:
+        CheckpointError: weights are missing, left over or of another shape.
+    """
+    problems = [
+        f"{len(info[field])} {word}: {_some(sorted(_names(info[field])))}"
+        for field, word in (
+            ("missing_keys", "missing"),
+            ("unexpected_keys", "unknown"),
+            ("mismatched_keys", "misshapen"),
+        )
+        if info.get(field)
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the weights of {folder} aren't those of its config ({model_type}); {'; '.join(problems)}. Put "
+            "config.json and weights of one model together."
+        )
+
+
+def _names(keys: Iterable[Any]) -> list[str]:
+    return [key if isinstance(key, str) else str(key[0]) for key in keys]
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def load_tokenizer(folder: Path | None, model: str) -> Any:
+    """The folder's tokenizer.
+
+    Raises:
+        CheckpointError: there is none, or it can't be read.
+    """
+    from transformers import AutoTokenizer
+
+    if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        where = f"model folder {folder}" if folder is not None else f"{model}, made of a config,"
+        raise CheckpointError(
+            f"{where} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}). Add its files, or give token ids "
+            "instead of text."
+        )
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # tokenizer libraries raise what they please
+        raise CheckpointError(f"the tokenizer of {folder} can't be loaded: {error}") from error

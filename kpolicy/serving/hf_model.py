@@ -1,0 +1,228 @@
+"""`LoadedModel`: a causal LM of transformers, unmodified, as a `StepModel` over a paged KV cache of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from kpolicy.attention import AttentionSupport
+from kpolicy.errors import SupportError
+from kpolicy.executors.step_model import StepContext, current_step, running
+from kpolicy.serving.checkpoint import load_tokenizer
+from kpolicy.serving.head import Head
+from kpolicy.serving.kv_cache import LatentLayer, PagedLayer
+from kpolicy.serving.marks import answering, own_attention, take_latent
+from kpolicy.serving.sampling import sample
+
+__all__ = ["KvSize", "LoadedModel"]
+
+
+@attrs.frozen
+class KvSize:
+    """How much KV there is, and for how long requests.
+
+    Args:
+        num_blocks: blocks in all.
+        block_size: tokens in a block.
+        max_model_len: tokens of the longest request, prompt and output together.
+        max_num_reqs: requests in a step, at most.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_reqs: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def max_blocks(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+class LoadedModel:
+    """A model whose steps can be captured (`StepModel`), and what a runner asks of it besides.
+
+    `forward` may run on several threads at once, each with a step of its own; `generate_reference` and
+    `reference_logits` may not run beside it. Made by `kpolicy.serving.load.load`.
+
+    Attributes:
+        hf: the model of transformers.
+        config: its config.
+        layers: each layer's cache, which is also its marked call.
+    """
+
+    def __init__(
+        self, hf: Any, layers: Sequence[PagedLayer | LatentLayer], support: AttentionSupport, kv: KvSize,
+        folder: Path | None,
+    ) -> None:  # fmt: skip
+        self.hf = hf
+        self.config = hf.config
+        self.layers = tuple(layers)
+        self.kv = kv
+        self.folder = folder
+        self._support = support
+        self._base = hf.base_model
+        self._embed = hf.get_input_embeddings()
+        self._head = Head(hf)
+        self._tokenizer: Any = None
+        embedding: torch.Tensor = self._embed.weight
+        self.device: torch.device = embedding.device
+        self.dtype: torch.dtype = embedding.dtype
+
+    def __repr__(self) -> str:
+        return (
+            f"<LoadedModel {type(self.hf).__name__}, {self.num_params:,} parameters, {self.dtype} on {self.device}, "
+            f"{self.num_blocks} blocks of {self.block_size}>"
+        )
+
+    @property
+    def support(self) -> AttentionSupport:
+        return self._support
+
+    @property
+    def vocab(self) -> int:
+        size: int = self.config.vocab_size
+        return size
+
+    @property
+    def max_blocks(self) -> int:
+        return self.kv.max_blocks
+
+    @property
+    def num_slots(self) -> int:
+        return self.kv.num_slots
+
+    @property
+    def pad_slot(self) -> int:
+        return self.kv.num_slots
+
+    @property
+    def num_blocks(self) -> int:
+        return self.kv.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.kv.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.kv.max_model_len
+
+    @property
+    def max_num_reqs(self) -> int:
+        return self.kv.max_num_reqs
+
+    @property
+    def num_params(self) -> int:
+        """Parameters; tied ones count once."""
+        return sum(each.numel() for each in self.hf.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of parameters."""
+        return sum(each.numel() * each.element_size() for each in self.hf.parameters())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV, the reserved slot included."""
+        return sum(each.numel() * each.element_size() for each in self.kv_caches())
+
+    @property
+    def tokenizer(self) -> Any:
+        """The folder's tokenizer, read at first use.
+
+        Raises:
+            CheckpointError: there is none, or it can't be read.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.folder, type(self.hf).__name__)
+        return self._tokenizer
+
+    def forward(self, step: StepContext) -> torch.Tensor:
+        # Embedded here, because some classes look for padding ids in token ids, on the host.
+        with torch.no_grad(), running(step), answering(self):
+            embedded = self._embed(step.tensors.token_ids[None])
+            outputs = self._base(
+                inputs_embeds=embedded, position_ids=step.tensors.positions[None], use_cache=False, **step.tensors.extra
+            )
+        hidden: torch.Tensor = outputs.last_hidden_state
+        return hidden[0]
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int,
+        softcap: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """Answer one marked call of the running forward, through the break mark."""
+        layer = self.layers[module.layer_idx]
+        spec = layer.spec
+        if (scale, window, softcap) != (spec.scale, spec.window, spec.softcap):
+            raise SupportError(
+                f"attention of layer {module.layer_idx} came with scale, window and softcap "
+                f"{(scale, window, softcap)} and had {(spec.scale, spec.window, spec.softcap)} when the model was "
+                "loaded; only attention whose parameters stay the same can be captured."
+            )
+        if isinstance(layer, LatentLayer):
+            # Every head has the same roped key, at the end of its expanded one.
+            return current_step().attention(layer, query, take_latent(), key[:, 0, -layer.rope_dim :])
+        return current_step().attention(layer, query, key, value)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self._head(hidden)
+
+    def sample(self, logits: torch.Tensor, step: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            return sample(logits, step)
+
+    def kv_caches(self) -> Sequence[torch.Tensor]:
+        return [cache for layer in self.layers for cache in layer.caches]
+
+    def poison_pad_slot(self) -> None:
+        """Fill the reserved slot with NaN: whatever reads it then shows."""
+        for cache in self.kv_caches():
+            cache[self.pad_slot] = float("nan")
+
+    def clear_kv(self) -> None:
+        """Fill all KV with zeros."""
+        for cache in self.kv_caches():
+            cache.zero_()
+
+    def release(self) -> None:
+        for layer in self.layers:
+            layer.caches = ()
+
+    def generate_reference(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """Greedy tokens by transformers' own `generate` and attention, with no code of ours.
+
+        Args:
+            prompt_ids: the prompt.
+            num_tokens: how many, an end-of-text token or not.
+        """
+        import transformers
+
+        settings: Any = transformers.GenerationConfig
+        ids = torch.tensor([list(prompt_ids)], device=self.device)
+        own = self.hf.generation_config
+        # Settings left out are filled in from the model's, so an end of text would come back.
+        self.hf.generation_config = settings(max_new_tokens=num_tokens, do_sample=False, pad_token_id=0, use_cache=True)
+        try:
+            with torch.no_grad(), own_attention(self.hf):
+                tokens = self.hf.generate(ids, attention_mask=torch.ones_like(ids))
+        finally:
+            self.hf.generation_config = own
+        new: list[int] = tokens[0, ids.shape[1] :].tolist()
+        return new
+
+    def reference_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[num_tokens, vocab] of transformers' own forward and attention over a whole sequence."""
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        with torch.no_grad(), own_attention(self.hf):
+            logits: torch.Tensor = self.hf(input_ids=ids, use_cache=False).logits
+        return logits[0]

@@ -1,0 +1,132 @@
+"""The paged KV cache, a layer at a time: its tensors, what is written to them, and the marked call that reads them.
+
+KV tensors are indexed by slot first: slot = block * block_size + offset. One more slot, the last, is reserved for
+padding: padding writes there and nothing reads it.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from kpolicy.errors import ConfigError
+from kpolicy.executors.step_model import StepContext
+from kpolicy.serving import mla  # noqa: F401 (registers its operator)
+from kpolicy.serving.attention import mla_attention, paged_attention
+from kpolicy.serving.rows import RowTensors
+
+__all__ = ["LatentLayer", "LayerSpec", "PagedLayer", "layer_cache"]
+
+
+@attrs.frozen
+class LayerSpec:
+    """What a layer's marked attention call was seen to take.
+
+    Args:
+        num_heads: query heads.
+        num_kv_heads: KV heads; for MLA as expanded.
+        head_dim: of queries and keys.
+        value_dim: of values.
+        scale: multiplies scores.
+        window: tokens a query sees, itself included; 0 for all before it.
+        softcap: c in ``c * tanh(score / c)``; 0 for none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+def _rows(step: StepContext, block_size: int) -> RowTensors:
+    at = step.tensors
+    return RowTensors(at.block_table, at.kv_lens, at.query_starts, block_size)
+
+
+class PagedLayer:
+    """Keys and values of one layer. Calling it is that layer's marked attention call.
+
+    What changes from step to step comes from the step; what is held here never does.
+    """
+
+    def __init__(self, spec: LayerSpec, num_slots: int, block_size: int, like: torch.Tensor) -> None:
+        self.spec = spec
+        self.block_size = block_size
+        shape = num_slots + 1, spec.num_kv_heads
+        self.caches: tuple[torch.Tensor, ...] = (
+            like.new_zeros(*shape, spec.head_dim),
+            like.new_zeros(*shape, spec.value_dim),
+        )
+
+    def __call__(self, step: StepContext, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Write the tokens' keys and values, then attend: [num_tokens, num_heads, value_dim].
+
+        Args:
+            step: the step that runs.
+            query: [num_tokens, num_heads, head_dim].
+            key: [num_tokens, num_kv_heads, head_dim].
+            value: [num_tokens, num_kv_heads, value_dim].
+        """
+        k_cache, v_cache = _held(self.caches)
+        slots = step.tensors.slot_mapping
+        k_cache.index_copy_(0, slots, key)
+        v_cache.index_copy_(0, slots, value)
+        spec = self.spec
+        rows = _rows(step, self.block_size)
+        return paged_attention(query, k_cache, v_cache, rows, spec.scale, spec.window, spec.softcap)
+
+
+class LatentLayer:
+    """Latents of one MLA layer. Calling it is that layer's marked attention call.
+
+    Rows of one token, and all rows of a uniform launch, are absorbed; the others expanded.
+
+    Args:
+        spec: what the call takes.
+        kv_b: [num_heads * (nope_dim + value_dim), rank], the module's own up-projection.
+        num_slots: without the reserved one.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, spec: LayerSpec, kv_b: torch.Tensor, num_slots: int, block_size: int) -> None:
+        self.spec = spec
+        self.block_size = block_size
+        self.kv_b = kv_b
+        self.rank: int = kv_b.shape[1]
+        nope_dim = kv_b.shape[0] // spec.num_heads - spec.value_dim
+        self.rope_dim = spec.head_dim - nope_dim
+        self.caches: tuple[torch.Tensor, ...] = (kv_b.new_zeros(num_slots + 1, self.rank + self.rope_dim),)
+
+    def __call__(
+        self, step: StepContext, query: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
+    ) -> torch.Tensor:
+        """Write the tokens' latents, then attend: [num_tokens, num_heads, value_dim].
+
+        Args:
+            step: the step that runs.
+            query: [num_tokens, num_heads, nope_dim + rope_dim].
+            latent: [num_tokens, rank], normalised.
+            rope: [num_tokens, rope_dim], the roped key that all heads share.
+        """
+        (cache,) = _held(self.caches)
+        cache.index_copy_(0, step.tensors.slot_mapping, torch.cat((latent, rope), dim=-1))
+        absorbed_len = max(1, step.uniform_query_len or 1)
+        return mla_attention(query, cache, self.kv_b, _rows(step, self.block_size), self.spec.scale, absorbed_len)
+
+
+def _held(caches: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    if not caches:
+        raise ConfigError("this model's KV was given back by release(); load the model again.")
+    return caches
+
+
+def layer_cache(
+    spec: LayerSpec, module: torch.nn.Module, latent: bool, num_slots: int, block_size: int, like: torch.Tensor
+) -> PagedLayer | LatentLayer:
+    """A layer's cache, of the kind that its attention module needs; device and dtype are those of `like`."""
+    if latent:
+        return LatentLayer(spec, module.kv_b_proj.weight.detach(), num_slots, block_size)
+    return PagedLayer(spec, num_slots, block_size, like)

@@ -1,0 +1,206 @@
+"""`load`: a causal LM of transformers from a folder or a config, ready to be stepped and captured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kpolicy.attention import AttentionSupport, Claims, LayerKind
+from kpolicy.attention.hf import from_hf_config, layer_kinds
+from kpolicy.errors import ConfigError, SupportError
+from kpolicy.serving.attention import kernel_support
+from kpolicy.serving.checkpoint import has_weights, read_config, read_weights
+from kpolicy.serving.hf_model import KvSize, LoadedModel
+from kpolicy.serving.kv_cache import layer_cache
+from kpolicy.serving.marks import ATTENTION_NAME, register, watch_latents
+from kpolicy.serving.trial import probe_layers, verify
+from kpolicy.serving.weights import randomise
+
+__all__ = ["load"]
+
+_HELD = frozenset({LayerKind.MHA, LayerKind.GQA, LayerKind.MQA, LayerKind.SLIDING_WINDOW, LayerKind.MLA})
+
+
+def load(
+    source: str | Path | Mapping[str, Any] | Any,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    num_blocks: int = 1024,
+    block_size: int = 16,
+    max_model_len: int | None = None,
+    max_num_reqs: int = 64,
+    seed: int = 0,
+) -> LoadedModel:
+    """Load a causal LM of transformers as it is, and make KV for it.
+
+    A folder with safetensors gets its weights; one without, and a config, get random ones under which attention
+    matters. A few tokens are run and held to the class's own forward before it is given back.
+
+    Args:
+        source: a folder with config.json, a config as a mapping, or a config object of transformers.
+        device: where weights and KV live.
+        dtype: of weights and KV; the config's where None, float32 where it has none.
+        num_blocks: KV blocks.
+        block_size: tokens in a block.
+        max_model_len: tokens of the longest request; where None, as many as the model has positions and the KV holds.
+        max_num_reqs: requests in a step, at most.
+        seed: of random weights.
+
+    Raises:
+        CheckpointError: the folder lacks files, or its weights are another model's.
+        UnknownArchitectureError: the architecture isn't known.
+        SupportError: its attention can't be marked, or isn't what the kernels here compute.
+        ConfigError: the KV is too small for one request, the device isn't there, or an argument is out of range.
+    """
+    at = _device(device)
+    config, folder = read_config(source)
+    kinds = layer_kinds(config)
+    _check_kinds(config, kinds)
+    kv = _kv_size(config, num_blocks, block_size, max_model_len, max_num_reqs)
+    register()
+    # The KV is written in place by steps, which inference tensors made here would forbid.
+    with torch.inference_mode(False):
+        hf = _weights(config, folder, at, _dtype(dtype, config), seed)
+        model = _over_kv(hf, kinds, kv, folder)
+        reads = verify(model)
+    if reads:
+        model._support = model.support.meet(_eager_only(type(hf).__name__, reads))
+    return model
+
+
+def _over_kv(hf: Any, kinds: tuple[LayerKind, ...], kv: KvSize, folder: Path | None) -> LoadedModel:
+    """The model over zeroed KV, its layers as a probe found them."""
+    latent = [kind is LayerKind.MLA for kind in kinds]
+    # A cross-attention module has a layer_idx too; the base model's own layers come first.
+    modules: dict[int, Any] = {}
+    for module in hf.base_model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "kv_a_layernorm"):
+            modules.setdefault(module.layer_idx, module)
+    missing = [index for index, wanted in enumerate(latent) if wanted and index not in modules]
+    if missing:
+        raise SupportError(
+            f"{type(hf).__name__} has MLA in layer {missing[0]} and no module there with kv_a_layernorm and kv_b_proj, "
+            "which absorbed decode works from; kpolicy holds MLA as DeepSeek-V2 and V3 have it."
+        )
+    specs = probe_layers(hf, len(kinds))
+    watch_latents([modules[index] for index, wanted in enumerate(latent) if wanted])
+    like = hf.get_input_embeddings().weight.detach()
+    layers = [
+        layer_cache(spec, modules.get(index), latent[index], kv.num_slots, kv.block_size, like)
+        for index, spec in enumerate(specs)
+    ]
+    support = from_hf_config(hf.config).meet(kernel_support(like.device.type))
+    return LoadedModel(hf, layers, support, kv, folder)
+
+
+def _weights(config: Any, folder: Path | None, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
+    import transformers
+
+    causal_lm: Any = transformers.AutoModelForCausalLM
+    options: dict[str, Any] = {"attn_implementation": ATTENTION_NAME, "dtype": dtype}
+    if folder is not None and has_weights(folder):
+        # Loading reports go through transformers' logger; what is wrong in them is raised as our error.
+        logger = logging.getLogger("transformers.modeling_utils")
+        level = logger.level
+        logger.setLevel(logging.CRITICAL)
+        try:
+            model = read_weights(folder, config, **options).to(device)
+        finally:
+            logger.setLevel(level)
+    else:
+        try:
+            with device:
+                model = causal_lm.from_config(config, **options)
+        except ValueError as error:
+            raise SupportError(
+                f"transformers makes no causal LM with marked attention of a {config.model_type} config: {error}"
+            ) from error
+        # A class checks its config's fields only by using them.
+        except Exception as error:
+            raise ConfigError(
+                f"transformers can't build a {config.model_type} of this config: {type(error).__name__}: {error}. "
+                "Check its fields."
+            ) from error
+        model = model.to(device)
+        randomise(model, seed)
+    return model.eval().requires_grad_(False)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        at = torch.device(device)
+        torch.empty(1, device=at)
+    # Each device's library has errors of its own.
+    except Exception as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"device {str(device)!r} isn't there: {first}. Devices here: {', '.join(_devices())}. Give one of them, or "
+            "run `kpolicy doctor` to see why it's missing."
+        ) from error
+    return at
+
+
+def _devices() -> list[str]:
+    here = ["cpu"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        here += [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
+    return here
+
+
+def _dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
+    if dtype is None:
+        return getattr(config, "dtype", None) or torch.float32
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype is {dtype!r}; give float32, bfloat16 or float16.")
+    return found
+
+
+def _check_kinds(config: Any, kinds: tuple[LayerKind, ...]) -> None:
+    others = sorted({str(kind) for kind in kinds} - {str(kind) for kind in _HELD})
+    if others:
+        raise SupportError(
+            f"{config.model_type} has layers of {', '.join(others)}, which the reference runner has no kernels for; "
+            f"it has {', '.join(sorted(map(str, _HELD)))}. Use another model."
+        )
+    if len(kinds) != config.get_text_config().num_hidden_layers:
+        raise SupportError(
+            f"{config.model_type} has {len(kinds)} attentions in {config.get_text_config().num_hidden_layers} layers; "
+            "the reference runner takes one a layer."
+        )
+
+
+def _kv_size(config: Any, num_blocks: int, block_size: int, max_model_len: int | None, max_num_reqs: int) -> KvSize:
+    for name, value in (("num_blocks", num_blocks), ("block_size", block_size), ("max_num_reqs", max_num_reqs)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1.")
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    slots = num_blocks * block_size
+    length = min(slots, positions or slots) if max_model_len is None else max_model_len
+    if length < 1 or (positions is not None and length > positions):
+        raise ConfigError(
+            f"max_model_len is {length}; {config.model_type} has {positions} positions, so give 1 to {positions}."
+        )
+    size = KvSize(num_blocks, block_size, length, max_num_reqs)
+    if size.max_blocks > num_blocks:
+        raise ConfigError(
+            f"the KV is too small for one request: {num_blocks} blocks of {block_size} hold {slots} tokens and "
+            f"max_model_len is {length}. Give num_blocks of at least {size.max_blocks}, or max_model_len of at most "
+            f"{slots}."
+        )
+    return size
+
+
+def _eager_only(name: str, reads: list[str]) -> AttentionSupport:
+    return AttentionSupport.of(
+        Claims(piecewise=False),
+        backend=name,
+        source="kpolicy/serving/trial.py",
+        note=f"its forward reads the host ({', '.join(reads)}), so no graph can hold it",
+    )

@@ -1,0 +1,153 @@
+"""The attention operators by themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kpolicy.serving.attention import mla_attention, paged_attention  # noqa: E402
+from kpolicy.serving.mla import absorbed_rows, expanded_row  # noqa: E402
+from kpolicy.serving.rows import HostRows, RowTensors, divide, padded_blocks  # noqa: E402
+
+BLOCK = 4
+
+
+def _rows(query_lens: list[int], kv_lens: list[int], seed: int = 0) -> RowTensors:
+    """Rows over shuffled blocks, with a padding row at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(-(-each // BLOCK) for each in kv_lens)
+    blocks = torch.randperm(width * len(kv_lens), generator=generator).view(len(kv_lens), width)
+    table = torch.cat([blocks, torch.zeros(1, width, dtype=torch.int64)]).int()
+    starts = torch.tensor([0, *query_lens, 0]).cumsum(0).int()
+    return RowTensors(table, torch.tensor([*kv_lens, 0]).int(), starts, BLOCK)
+
+
+def _slots(at: RowTensors, row: int) -> Any:
+    position = torch.arange(int(at.kv_lens[row]))
+    return at.block_table[row].long()[position // BLOCK] * BLOCK + position % BLOCK
+
+
+def _naive(query: Any, k: Any, v: Any, scale: float, window: int, softcap: float) -> Any:
+    """[queries, heads, dim] of one row in float64, a score at a time from the definition."""
+    share = query.shape[1] // k.shape[1]
+    k, v = (each.repeat_interleave(share, dim=1).double() for each in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    at = torch.arange(len(k) - len(query), len(k))[:, None]
+    key = torch.arange(len(k))[None]
+    hidden = (key > at) | ((key <= at - window) if window else torch.zeros_like(key > at))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [0, 1, 7])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize(("heads", "kv_heads", "value_dim"), [(4, 4, 8), (6, 2, 8), (4, 1, 5)])
+def test_paged_attention_is_attention(window: int, softcap: float, heads: int, kv_heads: int, value_dim: int) -> None:
+    """Decode, verification and prefill rows of one batch each give what the definition gives, and padding zeros."""
+    generator = torch.Generator().manual_seed(3)
+    query_lens, kv_lens = [1, 1, 3, 12, 20], [1, 70, 9, 12, 33]
+    at = _rows(query_lens, kv_lens)
+    num_slots = at.block_table.numel() * BLOCK
+    k = torch.randn(num_slots + 1, kv_heads, 8, generator=generator)
+    v = torch.randn(num_slots + 1, kv_heads, value_dim, generator=generator)
+    k[-1] = v[-1] = math.nan
+    query = torch.randn(sum(query_lens) + 3, heads, 8, generator=generator)
+    out = paged_attention(query, k, v, at, 0.7, window, softcap)
+    for row, (start, end) in enumerate(zip(at.query_starts[:-2], at.query_starts[1:-1], strict=True)):
+        slots = _slots(at, row)
+        wanted = _naive(query[start:end], k[slots], v[slots], 0.7, window, softcap)
+        torch.testing.assert_close(out[start:end].double(), wanted, atol=2e-6, rtol=1e-5)
+    assert not out[sum(query_lens) :].any()
+
+
+def test_no_slot_but_a_rows_own_is_read() -> None:
+    """With NaN in every slot that no row owns, real rows are finite: slots past a row's end aren't read."""
+    at = _rows([1, 1, 10], [5, 39, 14])
+    own = torch.cat([_slots(at, row) for row in range(3)])
+    k = torch.full((at.block_table.numel() * BLOCK + 1, 2, 8), math.nan)
+    k[own] = torch.randn(len(own), 2, 8)
+    for window in (0, 3):
+        assert torch.isfinite(paged_attention(torch.randn(12, 4, 8), k, k.clone(), at, 1.0, window)).all()
+    latents = k.flatten(1)
+    assert torch.isfinite(mla_attention(torch.randn(12, 2, 12), latents, torch.randn(20, 12), at, 0.3)).all()
+
+
+def test_absorbed_and_expanded_agree_to_rounding() -> None:
+    """Both computations of MLA give the same to float32 rounding, against float64 too."""
+    generator = torch.Generator().manual_seed(1)
+    heads, nope, rope, value, rank = 4, 16, 8, 12, 24
+    at = _rows([1, 1, 1], [3, 18, 40])
+    cache = torch.randn(at.block_table.numel() * BLOCK + 1, rank + rope, generator=generator)
+    up = torch.randn(heads, nope + value, rank, generator=generator) / rank**0.5
+    query = torch.randn(3, heads, nope + rope, generator=generator)
+    host = HostRows.read(at)
+    groups, _ = divide(host, 1, 0)
+    absorbed = torch.zeros(3, heads, value)
+    for group in groups:
+        absorbed[group.starts] = absorbed_rows(query, cache, up, group, host, 0.2)
+    _, alone = divide(host, 0, 0)
+    expanded = torch.cat([expanded_row(query, cache, up, row, host, 0.2) for row in alone])
+    exact = torch.cat([expanded_row(query.double(), cache.double(), up.double(), row, host, 0.2) for row in alone])
+    torch.testing.assert_close(absorbed, expanded, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(absorbed.double(), exact, atol=2e-6, rtol=1e-5)
+    assert not torch.equal(absorbed, expanded)  # two computations, as the support says
+
+
+def test_which_rows_are_absorbed_is_the_callers() -> None:
+    """Rows of up to `absorbed_len` tokens are absorbed, bit for bit, and longer ones expanded."""
+    at = _rows([2, 2], [9, 30])
+    cache, kv_b, query = (
+        torch.randn(at.block_table.numel() * BLOCK + 1, 32),
+        torch.randn(112, 24),
+        torch.randn(4, 4, 24),
+    )
+    both = [mla_attention(query, cache, kv_b, at, 0.2, length) for length in (1, 2)]
+    torch.testing.assert_close(*both, atol=1e-3, rtol=1e-4)
+    up = kv_b.view(4, 28, 24)
+    host = HostRows.read(at)
+    groups, _ = divide(host, 2, 0)
+    for group in groups:
+        assert torch.equal(absorbed_rows(query, cache, up, group, host, 0.2), both[1][group.tokens(query.device)])
+    assert not torch.equal(*both)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 40])
+def test_blocks_are_padded_by_at_most_half(block_size: int) -> None:
+    """Padded blocks hold the row, aren't more than half again as many, and grow with it."""
+    for num_blocks in range(1, 2000):
+        padded = padded_blocks(num_blocks, block_size)
+        assert num_blocks <= padded <= max(-(-32 // block_size), 1.5 * num_blocks)
+        assert padded <= padded_blocks(num_blocks + 1, block_size)
+
+
+def test_operators_state_their_output_without_running() -> None:
+    """On meta tensors both operators give the output's shape, as tracing needs."""
+    at = RowTensors(*(torch.empty(2, 4, dtype=torch.int32, device="meta") for _ in range(3)), BLOCK)
+    query = torch.empty(5, 4, 24, device="meta")
+    k, v = torch.empty(9, 2, 24, device="meta"), torch.empty(9, 2, 10, device="meta")
+    assert paged_attention(query, k, v, at, 1.0).shape == (5, 4, 10)
+    latents, kv_b = torch.empty(9, 32, device="meta"), torch.empty(112, 24, device="meta")
+    assert mla_attention(query, latents, kv_b, at, 1.0).shape == (5, 4, 12)
+
+
+def test_a_recorder_sees_one_operator() -> None:
+    """To a dispatch mode the whole of paged attention is one operator, with the tensors it reads."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((func._schema.name, func._schema.is_mutable))
+            return func(*args, **(kwargs or {}))
+
+    at = _rows([1, 10], [5, 14])
+    cache = torch.randn(at.block_table.numel() * BLOCK + 1, 2, 8)
+    with Watch():
+        paged_attention(torch.randn(11, 4, 8), cache, cache, at, 1.0)
+    assert [each for each in seen if each[0] != "aten::randn"] == [("kpolicy::paged_attention", False)]

@@ -1,0 +1,353 @@
+"""Loading: folders, checkpoints, tokenizers, sizes, devices, and every error that says what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kpolicy.attention import HostParams  # noqa: E402
+from kpolicy.errors import CheckpointError, ConfigError, SupportError, UnknownArchitectureError  # noqa: E402
+from kpolicy.executors.step_model import StepContext  # noqa: E402
+from kpolicy.serving.default_model import load_default  # noqa: E402
+from kpolicy.serving.load import load  # noqa: E402
+from tests.serving_models.driver import Driver, Row, run_mixed  # noqa: E402
+from tests.serving_models.families import FAMILIES  # noqa: E402
+
+Loaded = Callable[[str], Any]
+SMALL: dict[str, Any] = {"num_blocks": 16, "block_size": 4}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with config, weights in several files, and a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = load(FAMILIES["llama"], **SMALL, seed=3)
+    model.hf.save_pretrained(folder, max_shard_size="100KB")
+    words = {word: index for index, word in enumerate(["?", "a", "graph", "replays", "fast"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))  # noqa: S106
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)  # noqa: S106
+    return folder
+
+
+@pytest.fixture
+def copied(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of it to break."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+def _edit(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_a_checkpoint_has_the_saved_weights_and_tokenizer(checkpoint: Path, sequences: list[list[int]]) -> None:
+    """A saved model loads with its weights, whatever the seed, and its tokenizer reads text."""
+    assert len(list(checkpoint.glob("*.safetensors"))) > 1
+    saved, model = load(FAMILIES["llama"], **SMALL, seed=3), load(checkpoint, **SMALL, seed=9)
+    ids = sequences[1]
+    assert torch.equal(model.reference_logits(ids), saved.reference_logits(ids))
+    assert not torch.equal(load(FAMILIES["llama"], **SMALL, seed=9).reference_logits(ids), saved.reference_logits(ids))
+    (logits,) = run_mixed(Driver(model), [ids], seed=2)
+    torch.testing.assert_close(logits, model.reference_logits(ids), atol=3e-4, rtol=0)
+    assert model.tokenizer("a graph replays").input_ids == [1, 2, 3]
+    assert model.tokenizer is model.tokenizer
+
+
+def test_a_folder_without_weights_gets_random_ones(tmp_path: Path) -> None:
+    """With config.json alone, weights are random and the seed says which."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3"]))
+    first, second, other = load(tmp_path, **SMALL), load(str(tmp_path), **SMALL), load(tmp_path, **SMALL, seed=1)
+    ids = [1, 2, 3]
+    assert torch.equal(first.reference_logits(ids), second.reference_logits(ids))
+    assert not torch.equal(first.reference_logits(ids), other.reference_logits(ids))
+
+
+def test_a_config_object_is_taken_as_it_is() -> None:
+    """A config of transformers loads, and the caller's stays as it was."""
+    from transformers import LlamaConfig
+
+    fields = {name: value for name, value in FAMILIES["llama"].items() if name != "model_type"}
+    config = LlamaConfig(**fields)
+    before = config.to_json_string(use_diff=False)
+    assert load(config, **SMALL).vocab == 128
+    assert config.to_json_string(use_diff=False) == before
+
+
+def test_sizes_add_up(loaded: Loaded) -> None:
+    """What a model says of itself is what its tensors are."""
+    model = loaded("llama")
+    assert (model.num_slots, model.pad_slot, model.max_blocks) == (384, 384, 24)
+    assert model.kv_bytes == sum(cache.nbytes for cache in model.kv_caches())
+    assert all(len(cache) == model.num_slots + 1 for cache in model.kv_caches())
+    assert len(model.kv_caches()) == 6
+    assert model.weight_bytes == 4 * model.num_params
+    assert (model.vocab, model.max_model_len, model.block_size, model.num_blocks) == (128, 96, 4, 96)
+
+
+def test_mla_keeps_one_latent_a_token(loaded: Loaded) -> None:
+    """An MLA layer has one cache of latent and roped key, smaller than its expanded keys and values."""
+    model = loaded("deepseek_v3")
+    assert [tuple(cache.shape[1:]) for cache in model.kv_caches()] == [(24 + 8,)] * 3
+
+
+def test_half_precision_runs() -> None:
+    """Weights and KV in bfloat16 pass the check at load, and give what the class gives, roughly."""
+    model = load(FAMILIES["qwen3"], **SMALL, dtype="bfloat16")
+    assert {cache.dtype for cache in model.kv_caches()} == {torch.bfloat16}
+    ids = list(range(30))
+    (logits,) = run_mixed(Driver(model), [ids], seed=1)
+    reference = model.reference_logits(ids).float()
+    assert (logits.float() - reference).norm() < 0.05 * reference.norm()
+
+
+def test_released_kv_is_an_error_to_use() -> None:
+    """After release there is no KV, and a step says so."""
+    model = load(FAMILIES["llama"], **SMALL)
+    driver = Driver(model)
+    tensors = driver.tensors([Row(driver.request([1, 2]), 2, False)])
+    model.release()
+    assert model.kv_caches() == []
+    with pytest.raises(ConfigError, match="given back by release"):
+        model.forward(StepContext(tensors, None))
+
+
+class Watched(StepContext):
+    """A step that notes its marked calls."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__(tensors, None)
+        self.calls: list[Any] = []
+
+    def attention(self, call: Any, *tensors: Any) -> Any:
+        assert all(isinstance(each, torch.Tensor) for each in tensors)
+        self.calls.append(call)
+        return super().attention(call, *tensors)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "deepseek_v2"])
+def test_marked_calls_are_the_same_objects_in_every_step(name: str, loaded: Loaded) -> None:
+    """Each layer marks once a step, with one call that never changes and tensors: what a capture keeps."""
+    model = loaded(name)
+    driver = Driver(model)
+    request = driver.request(list(range(9)))
+    for count in (5, 4):
+        step = Watched(driver.tensors([Row(request, count, False)]))
+        model.forward(step)
+        request.computed += count
+        assert step.calls == list(model.layers)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
+def test_two_threads_step_at_once(name: str, loaded: Loaded, sequences: list[list[int]]) -> None:
+    """Steps of different requests on two threads, as halves that run beside each other, don't mix."""
+    model = loaded(name)
+    driver = Driver(model)
+    requests = [driver.request(ids) for ids in sequences[1:3]]
+    wanted = [model.reference_logits(ids) for ids in sequences[1:3]]
+    found: list[list[Any]] = [[], []]
+
+    def run(index: int) -> None:
+        request = requests[index]
+        while request.computed < len(request.ids):
+            found[index] += driver.step([Row(request, 1, True)])
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for logits, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(torch.cat(logits), reference, atol=3e-4, rtol=0)
+
+
+def test_the_default_model_has_a_few_million_parameters() -> None:
+    """The default model loads, groups its query heads, and its attention can be captured in every batch."""
+    model = load_default(num_blocks=64)
+    assert 3e6 < model.num_params < 8e6
+    assert model.vocab == 4096
+    assert model.layers[0].spec.num_heads > model.layers[0].spec.num_kv_heads > 1
+    assert model.support.claims.mixed
+    assert model.support.claims.host_params is HostParams.NONE
+    assert model.support.claims.one_computation
+    tokens = model.generate_reference(list(range(100, 130)), 16)
+    assert len(tokens) == 16
+    assert len(set(tokens)) > 8
+
+
+def test_a_forward_that_reads_the_host_can_not_be_captured() -> None:
+    """Rotary scaling that looks at the positions' values makes the model eager-only, and the support says why."""
+    config = {
+        **FAMILIES["llama"], "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    }  # fmt: skip
+    support = load(config, **SMALL).support
+    assert not support.claims.piecewise
+    assert support.claims.uniform_query_len == 0
+    assert any("reads the host" in limit for limit in support.limits)
+
+
+# Bad input.
+
+
+def test_a_missing_folder_or_config_is_named(tmp_path: Path) -> None:
+    """A folder that isn't there, one without config.json and a broken config.json are told apart."""
+    with pytest.raises(CheckpointError, match="nowhere isn't there"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(CheckpointError, match="can't be read as JSON"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="holds list"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match="can't be loaded from int"):
+        load(7)
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    """A model type that nobody knows, and a config without one, say so."""
+    with pytest.raises(UnknownArchitectureError, match="'lama'"):
+        load({"model_type": "lama"})
+    with pytest.raises(ConfigError, match="no model_type"):
+        load({"hidden_size": 64})
+
+
+def test_a_config_that_makes_no_model_is_an_error_of_ours() -> None:
+    """Fields that contradict each other give an error that names the model type."""
+    with pytest.raises(ConfigError, match="llama"):
+        load({**FAMILIES["llama"], "num_attention_heads": 4, "num_key_value_heads": 3})
+    with pytest.raises(ConfigError, match="qwen2"):
+        load({**FAMILIES["qwen2"], "head_dim": None})
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}, "mamba"),
+        (
+            {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64},
+            "can't be marked|marked attention",
+        ),
+    ],
+)
+def test_attention_that_can_not_be_marked_is_an_error(config: dict[str, Any], words: str) -> None:
+    """Recurrences, and classes whose attention doesn't go through the interface, are refused at load."""
+    with pytest.raises(SupportError, match=words):
+        load(config, **SMALL)
+
+
+def test_attention_that_does_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class whose own attention differs from the kernels' is refused, with the error that was found."""
+    from transformers.models.llama import modeling_llama
+
+    own = modeling_llama.eager_attention_forward
+
+    def reversed_heads(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(module, query.flip(1), *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", reversed_heads)
+    with pytest.raises(SupportError, match="other logits than its own forward"):
+        load(FAMILIES["llama"], **SMALL)
+
+
+def test_attention_called_twice_a_layer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer must mark exactly once, or its KV would be written twice."""
+    from transformers.models.llama import modeling_llama
+
+    own = modeling_llama.LlamaAttention.forward
+
+    def twice(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", twice)
+    with pytest.raises(SupportError, match="layer 0 did 2 times"):
+        load(FAMILIES["llama"], **SMALL)
+
+
+def test_a_shard_that_is_not_there_is_named(copied: Path) -> None:
+    """An index that names a missing file, and one that isn't an index, are told with their names."""
+    gone = sorted(copied.glob("*.safetensors"))[0]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=gone.name):
+        load(copied, **SMALL)
+    (copied / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="isn't an index"):
+        load(copied, **SMALL)
+
+
+def test_a_shard_that_is_cut_short_is_an_error(copied: Path) -> None:
+    """A file cut short doesn't load as less."""
+    file = sorted(copied.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="can't be loaded"):
+        load(copied, **SMALL)
+
+
+def test_another_models_weights_are_an_error(copied: Path) -> None:
+    """Weights that lack keys, have others or other shapes than the config's model are refused, and some are named."""
+    _edit(copied / "config.json", num_hidden_layers=4)
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.3\."):
+        load(copied, **SMALL)
+    _edit(copied / "config.json", num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=r"unknown: model\.layers\.2\."):
+        load(copied, **SMALL)
+    _edit(copied / "config.json", num_hidden_layers=3, vocab_size=64)
+    with pytest.raises(CheckpointError):
+        load(copied, **SMALL)
+    _edit(copied / "config.json", vocab_size=128, model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.0\.self_attn\.k_norm"):
+        load(copied, **SMALL)
+
+
+def test_weights_of_another_format_are_an_error(tmp_path: Path) -> None:
+    """A folder with pickled weights alone isn't quietly run with random ones."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"max_num_reqs": 0}, "max_num_reqs is 0"),
+        ({"num_blocks": 4, "block_size": 4, "max_model_len": 17}, "num_blocks of at least 5"),
+        ({"max_model_len": 257}, "256 positions"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"device": "warp"}, "device 'warp' isn't there"),
+        ({"device": "cuda:99"}, "Devices here: cpu"),
+    ],
+)
+def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> None:
+    """Each option that can't be used is named with its value and what is allowed."""
+    with pytest.raises(ConfigError, match=words):
+        load(FAMILIES["llama"], **options)
+
+
+def test_a_missing_tokenizer_is_an_error_only_where_text_is_asked_for(tmp_path: Path, loaded: Loaded) -> None:
+    """A model without a tokenizer loads; asking for the tokenizer says where it looked."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]))
+    model = load(tmp_path, **SMALL)
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        _ = model.tokenizer
+    with pytest.raises(CheckpointError, match="made of a config"):
+        _ = loaded("llama").tokenizer
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="can't be loaded"):
+        _ = model.tokenizer
