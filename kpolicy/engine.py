@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kpolicy.budgets import Budget
     from kpolicy.executors.base import CaptureReport, Executor, StepInputs, StepOutputs
     from kpolicy.explain import Explanation
+    from kpolicy.observe.events import Events
 
 __all__ = ["Communicator", "Engine"]
 
@@ -107,6 +108,7 @@ class Engine:
         self.executor = None if executor is None else self._open(executor)
         self._communicator = communicator if communicator is not None and communicator.world_size > 1 else None
         self._lost: StickyDeviceError | None = None
+        self._events: Events | None = None
         self._synced_version = -1
         self._compiled: CompiledPolicy | None = None
         self._compiled_version = -1
@@ -144,6 +146,16 @@ class Engine:
                 "Choose a policy that attention allows, another attention backend, or leave strict off."
             )
         return downgrades
+
+    @property
+    def events(self) -> Events:
+        """What happens to graphs and to the device, for those who subscribe; see `kpolicy.observe.events`."""
+        if self._events is None:
+            # Imported here: an Engine that nobody watches needs none of it.
+            from kpolicy.observe.events import Events
+
+            self._events = Events(self.registry, self.policy.name, self.downgrades)
+        return self._events
 
     # Deciding
 
@@ -250,9 +262,11 @@ class Engine:
             captured = set(self.registry.captured())
             executor.capture([key for key in self.keys if key not in captured], progress)
         except StickyDeviceError as error:
-            self._lost = error
+            self._lose(error)
             raise
         self.sync()
+        if self._events is not None:
+            self._events.capture_finished()
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Decide and run one step.
@@ -266,7 +280,7 @@ class Engine:
         """
         executor = self._need_executor("step")
         numbers = inputs.numbers
-        decision = self._decide(numbers)
+        decision = wanted = self._decide(numbers)
         while True:
             try:
                 outputs = executor.run(decision, inputs)
@@ -277,15 +291,23 @@ class Engine:
                     raise
                 decision = self._without(failure.key, decision, numbers)
             except StickyDeviceError as error:
-                self._lost = error
+                self._lose(error)
                 raise
         if outputs.decision is not decision:
             self.stats.replay_failures += 1
+        if outputs.decision is not wanted and self._events is not None:
+            self._events.replay_failed(wanted, outputs.decision)
         self.stats.add(outputs.decision, numbers, outputs.cycle_us)
         for launch in outputs.decision.launches:
             if launch.key is not None:
                 self.registry.hit(launch.key, launch.repeat)
         return outputs
+
+    def _lose(self, error: StickyDeviceError) -> None:
+        """The device is lost: every later call raises that error."""
+        self._lost = error
+        if self._events is not None:
+            self._events.device_lost(error)
 
     def _without(self, key: GraphKey, decision: Decision, numbers: BatchNumbers) -> Decision:
         """The decision after a graph failed before its launch."""

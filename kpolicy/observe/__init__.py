@@ -1,4 +1,7 @@
-"""What happened: counts by mode, reason and graph. Never logs per batch."""
+"""What happened: counts by mode, reason and graph; events, metrics and traces. Never logs per batch.
+
+`events`, `metrics` and `perfetto` are modules of their own, imported by those who want them; docs/observe.md.
+"""
 
 from kpolicy.observe.stats import ModeStats, Stats
 

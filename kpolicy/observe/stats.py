@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import attrs
 
@@ -10,7 +12,16 @@ from kpolicy.decision import Decision
 from kpolicy.reasons import Basis
 from kpolicy.shapes import BatchNumbers
 
-__all__ = ["ModeStats", "Stats"]
+__all__ = ["TIME_BOUNDS_US", "ModeStats", "Stats", "StepTimes"]
+
+K = TypeVar("K", bound=str | tuple[str, str])
+
+TIME_BOUNDS_US: tuple[float, ...] = (
+    *(mantissa * 10.0**exponent for exponent in range(2, 7) for mantissa in (1, 1.5, 2, 3, 5, 7)),
+    1e7,
+)
+"""Upper bounds of the step-time buckets in microseconds, 100 us to 10 s: a decode step of a small model to a prefill
+that somebody should look at. Six a decade tell a step from one half as long again."""
 
 
 @attrs.define
@@ -36,11 +47,29 @@ class ModeStats:
         self.us += other.us
 
 
+@attrs.frozen
+class StepTimes:
+    """How long steps took: steps a bucket of `TIME_BOUNDS_US`, the last one for longer ones, and their sum.
+
+    Steps of which no time is known aren't among them.
+    """
+
+    counts: tuple[int, ...]
+    sum_us: float
+
+
+@attrs.define
+class _Counted(ModeStats):
+    """Sums over the steps of one prepared decision, and how long they took by bucket."""
+
+    times: list[int] = attrs.field(factory=lambda: [0] * (len(TIME_BOUNDS_US) + 1))
+
+
 class Stats:
-    """Counters of one Engine. Adding is a few additions; sums are made when they are read."""
+    """Counters of one Engine. Adding is a few additions; sums are made when they are read, from any thread."""
 
     def __init__(self) -> None:
-        self._by_decision: dict[Decision, ModeStats] = {}
+        self._by_decision: dict[Decision, _Counted] = {}
         self.replay_failures = 0
         self.recompiles = 0
 
@@ -48,12 +77,19 @@ class Stats:
         """Count one step."""
         stats = self._by_decision.get(decision)
         if stats is None:
-            stats = self._by_decision[decision] = ModeStats()
+            stats = self._by_decision[decision] = _Counted()
         stats.steps += 1
-        stats.us += us
+        if us > 0:
+            stats.us += us
+            stats.times[bisect_left(TIME_BOUNDS_US, us)] += 1
         for launch in decision.launches:
-            stats.tokens += launch.num_tokens(numbers) * launch.repeat
-            stats.padding += launch.padding(numbers)
+            repeat, key = launch.repeat, launch.key
+            tokens = launch.num_tokens(numbers) * repeat
+            stats.tokens += tokens
+            # `Launch.padding`, without counting the tokens a second time.
+            padded = launch.padded_tokens if key is None else key.num_tokens
+            if padded is not None:
+                stats.padding += padded * repeat - tokens
 
     @property
     def total(self) -> ModeStats:
@@ -73,10 +109,24 @@ class Stats:
         return self._sum(lambda decision: (decision.label, decision.reason.value))
 
     @property
+    def times_by_mode(self) -> dict[str, StepTimes]:
+        """How long steps took, by mode; only modes with a step whose time is known."""
+        by_mode: dict[str, list[_Counted]] = {}
+        for decision, stats in self._items():
+            if any(stats.times):
+                by_mode.setdefault(decision.label, []).append(stats)
+        return {
+            mode: StepTimes(
+                tuple(map(sum, zip(*(stats.times for stats in each), strict=True))), sum(stats.us for stats in each)
+            )
+            for mode, each in by_mode.items()
+        }
+
+    @property
     def half_reasons(self) -> dict[str, int]:
         """Why halves of splits ran eagerly, in steps."""
         counts: dict[str, int] = {}
-        for decision, stats in self._by_decision.items():
+        for decision, stats in self._items():
             for launch in decision.launches:
                 if launch.reason is not None:
                     counts[launch.reason.value] = counts.get(launch.reason.value, 0) + stats.steps
@@ -86,13 +136,21 @@ class Stats:
     def basis(self) -> Basis:
         """Everything that any decision took for granted."""
         basis = Basis.NOTHING
-        for decision in self._by_decision:
+        for decision, _stats in self._items():
             basis |= decision.basis
         return basis
 
-    def _sum(self, group: Any) -> dict[Any, ModeStats]:
-        sums: dict[Any, ModeStats] = {}
-        for decision, stats in self._by_decision.items():
+    def _items(self) -> list[tuple[Decision, _Counted]]:
+        """What is counted now, for any thread while the Engine's enters decisions.
+
+        Copying the dict is one uninterrupted operation. Listing its items isn't: each is a new tuple, any of which may
+        start a collection, and with it a switch of threads.
+        """
+        return list(self._by_decision.copy().items())
+
+    def _sum(self, group: Callable[[Decision], K]) -> dict[K, ModeStats]:
+        sums: dict[K, ModeStats] = {}
+        for decision, stats in self._items():
             sums.setdefault(group(decision), ModeStats()).add(stats)
         return dict(sorted(sums.items(), key=lambda item: -item[1].steps))
 
