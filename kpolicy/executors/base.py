@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import attrs
@@ -55,6 +56,9 @@ class ProbeReport:
     facts: Mapping[str, Any] = attrs.field(factory=dict)
 
 
+NO_SAMPLING: Mapping[str, Any] = MappingProxyType({})
+
+
 class StepInputs(NamedTuple):
     """One step's inputs in the shape's row order: decode rows, then prefill chunks.
 
@@ -79,6 +83,11 @@ class StepInputs(NamedTuple):
     row is always among them"""
     slots_ahead: Sequence[Sequence[int]] = ()
     """[max_decode_steps - 1, num_decodes], KV slots reserved for decode steps beyond the first"""
+    sampling: Mapping[str, Sequence[float]] = NO_SAMPLING
+    """[num_wanted] each, what a device sampler reads by name (``temperature``, ``seed``); without one, and by default,
+    the likeliest token is taken"""
+    extra: Mapping[str, Any] = NO_SAMPLING
+    """[num_tokens, ...] each, more model inputs by name"""
 
 
 class ReadyEvent(Protocol):
