@@ -111,12 +111,19 @@ class Curve:
         found = [0.0] + [us[0]] * (sizes[0] if len(sizes) > 1 else most)
         for i in range(1, len(sizes)):
             point, slope = sizes[i], self._slope(i)
-            found += [max(us[i] + (size - point) * slope, 0.0) for size in range(sizes[i - 1] + 1, point)]
-            found.append(us[i])
+            high = us[i]
+            found += _not_below_0([high + (size - point) * slope for size in range(sizes[i - 1] + 1, point)])
+            found.append(high)
         if len(sizes) > 1:
             point, slope = sizes[-1], self._slope_beyond
-            found += [max(us[-1] + (size - point) * slope, 0.0) for size in range(point + 1, most + 1)]
+            high = us[-1]
+            found += _not_below_0([high + (size - point) * slope for size in range(point + 1, most + 1)])
         return found[: most + 1]
+
+
+def _not_below_0(times: list[float]) -> list[float]:
+    """Rounding goes below 0 between points of very unlike times; one look is cheaper than a call a size."""
+    return times if min(times, default=0.0) >= 0.0 else [max(time, 0.0) for time in times]
 
 
 @attrs.frozen

@@ -29,21 +29,21 @@ __all__ = ["AutoTables"]
 
 
 class Row(NamedTuple):
-    """A uniform decode batch: `decision` is the cheapest while device time is at most `limit_us`.
+    """A uniform decode batch: the graph `uid` is the cheapest while device time is at most `limit_us`.
 
-    Above the limit the rivals' dense times tell; the times are infinite for a rival that isn't there.
+    Above the limit the rivals' dense times tell; `piece_us` is infinite where no piecewise graph holds the batch.
     """
 
     dense_us: float
     limit_us: float
-    decision: Decision
+    uid: int
     piece_us: float
     piece_uid: int
-    eager_us: float
 
 
 _NOTHING = Group({}, [], [], [])
 _INFINITY = float("inf")
+_NEVER = 1 << 62
 _IN_TURN, _BESIDE = SplitForm.IN_TURN, SplitForm.BESIDE
 
 
@@ -94,6 +94,7 @@ class AutoTables:
         piece_base, piece_req = attrs.astuple(costs.host_piecewise)
         eager_base, eager_req = attrs.astuple(costs.host_eager)
         step_us, eager, wholes, whole = costs.step_us, self._eager, self._wholes, self._whole
+        dense_eager = self._dense_eager
         general, select_for = self._general, self._select_for
         others = self._prepare_others(group, loras, forbidden_here)
         serves = frozenset(n for n, each in enumerate(self._ways.tables.by_loras) if each is self._served(loras)) | {
@@ -130,8 +131,9 @@ class AutoTables:
                 rows = uniform.get(query_len)
                 row = rows[num_decodes] if rows is not None and num_decodes < len(rows) else None
                 if row is not None:
-                    dense_us, limit_us, decision, piece_us, piece_uid, eager_us = row
+                    dense_us, limit_us, uid, piece_us, piece_uid = row
                     attention_us = base_us + row_us * num_decodes + unit_us * decode_kv_tokens
+                    decision = wholes[uid] or whole(uid)
                     if dense_us + attention_us <= limit_us:
                         return decision
                     device, host = dense_us + attention_us, full_base + full_req * num_decodes
@@ -140,7 +142,10 @@ class AutoTables:
                     rival = (device if device >= host else host) + step_us
                     if rival < cycle:
                         cycle, decision = rival, wholes[piece_uid] or whole(piece_uid)
-                    device, host = eager_us + attention_us, eager_base + eager_req * num_decodes
+                    device, host = (
+                        dense_eager(num_decodes * query_len) + attention_us,
+                        eager_base + eager_req * num_decodes,
+                    )
                     return eager if (device if device >= host else host) + step_us < cycle else decision
             decided = others(
                 num_decodes, query_len, decode_kv_tokens,
@@ -181,7 +186,7 @@ class AutoTables:
         if entry is None or entry.num_reqs < num_reqs:
             return None
         dense = entry.rate
-        eager = self._eager_us[tokens] if tokens < len(self._eager_us) else costs.eager.at(tokens)
+        eager = self._dense_eager(tokens)
         host = costs.host_full.base_us + costs.host_full.req_us * num_reqs
         limit = _INFINITY
         rivals = [(eager, costs.host_eager)]
@@ -195,7 +200,10 @@ class AutoTables:
                 # Below its host time the rival can't get; up to there the graph is at least as quick.
                 limit = min(limit, rival_host)
         rate_us, uid = (_INFINITY, -1) if piece is None else (piece.rate, piece.uid)
-        return Row(dense, limit, self._whole(entry.uid), rate_us, uid, eager)
+        return Row(dense, limit, entry.uid, rate_us, uid)
+
+    def _dense_eager(self, tokens: int) -> float:
+        return self._eager_us[tokens] if tokens < len(self._eager_us) else self._context.costs.eager.at(tokens)
 
     # Batches with prefill rows, or with decode rows of different lengths
 
@@ -211,11 +219,11 @@ class AutoTables:
         dense_eager = self._eager_us
         most_tokens, num_mixed, num_pieces, num_varlen = len(dense_eager), len(mixed_column), len(pieces), len(varlen)
         # Only this order of forms is unrolled below; any other goes the general way.
-        usual = self._forms[:2] == (_IN_TURN, _BESIDE)
+        usual = self._forms[:2] == (_IN_TURN, _BESIDE) and costs.overlap_cost <= 1.0
         divides = bool(self._forms) and not forbidden & Mode.SPLIT.bit
         several = SplitForm.DECODES_BESIDE in self._forms
-        wholes, whole, split, eager = self._wholes, self._whole, self._split, self._eager
-        repeated = self._several
+        wholes, whole, divide, eager = self._wholes, self._whole, self._divided, self._eager
+        most_unlooked = 1 if several else _NEVER
         step = (loras, forbidden)
         nothing: Sequence[Entry | None] = ()
 
@@ -263,40 +271,77 @@ class AutoTables:
             cycle = (device if device >= host else host) + step_us
             if cycle < least:
                 least, chosen = cycle, None
-            form = piece = tail = None
             if decode is not None and num_prefills and divides:
                 if not usual:
                     return None
+                # Beside takes no longer than in turn: where it can't be the shortest no form of one step can.
                 d_device, d_host = decode[1] + decode_us, full_base + full_req * num_decodes
-                piece = pieces[prefill_tokens] if prefill_tokens < num_pieces else None
-                turns: list[tuple[Entry | None, float, float]] = []
-                if piece is not None:
-                    t_device = piece[1] + prefill_us
-                    turns.append((piece, t_device, piece_base + piece_req * num_prefills))
                 t_device = dense_eager[prefill_tokens] + prefill_us
-                turns.append((None, t_device, eager_base + eager_req * num_prefills))
-                for each, t_device, t_host in turns:
-                    device, host = d_device + t_device, d_host + t_host
-                    cycle = (device if device >= host else host) + step_us
-                    if cycle < least:
-                        least, chosen, form, tail = cycle, None, _IN_TURN, each
-                for each, t_device, t_host in turns:
-                    host = d_host + t_host
+                device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
+                host = d_host + (eager_base + eager_req * num_prefills)
+                wins = (device if device >= host else host) + step_us < least
+                piece = pieces[prefill_tokens] if prefill_tokens < num_pieces else None
+                if piece is not None and not wins:
+                    t_device = piece[1] + prefill_us
                     device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
-                    cycle = (device if device >= host else host) + step_us
-                    if cycle < least:
-                        least, chosen, form, tail = cycle, None, _BESIDE, each
-                if several and max_decode_steps > 1:
-                    steps, each = repeated(d_device, d_host, turns, max_decode_steps, least)
-                    if steps > 1:
-                        return split(decode, piece, each, SplitForm.DECODES_BESIDE, steps, prefill_tokens, step)
+                    host = d_host + (piece_base + piece_req * num_prefills)
+                    wins = (device if device >= host else host) + step_us < least
+                if wins or max_decode_steps > most_unlooked:
+                    decided = divide(
+                        decode, piece, prefill_tokens, (d_device, d_host), prefill_us, num_prefills, max_decode_steps,
+                        least, step,
+                    )  # fmt: skip
+                    if decided is not None:
+                        return decided
             elif not some:
                 return None
-            if form is not None:
-                return split(decode, piece, tail, form, 1, prefill_tokens, step)
             return eager if chosen is None else wholes[chosen[4]] or whole(chosen[4])
 
         return others
+
+    def _divided(
+        self, decode: Entry, piece: Entry | None, prefill_tokens: int, decode_us: tuple[float, float],
+        prefill_us: float, num_prefills: int, max_decode_steps: int, least: float, step: tuple[int, int],
+    ) -> Decision | None:  # fmt: skip
+        """The best split, where one is better than the `least` cycle so far.
+
+        Args:
+            decode: the decode half's graph.
+            piece: the graph that holds the prefill half; None where none does.
+            prefill_tokens: of all prompt chunks.
+            decode_us: device and host time of one decode step.
+            prefill_us: attention of the prefill half.
+            num_prefills: its rows.
+            max_decode_steps: decode steps that may run.
+            least: the shortest cycle of the ways that don't split.
+            step: active LoRAs and forbidden modes.
+        """
+        costs = self._context.costs
+        step_us, overlap = costs.step_us, costs.overlap_cost
+        piece_host, eager_host = costs.host_piecewise, costs.host_eager
+        d_device, d_host = decode_us
+        turns: list[tuple[Entry | None, float, float]] = []
+        if piece is not None:
+            turns.append((piece, piece.rate + prefill_us, piece_host.base_us + piece_host.req_us * num_prefills))
+        eager_host_us = eager_host.base_us + eager_host.req_us * num_prefills
+        turns.append((None, self._eager_us[prefill_tokens] + prefill_us, eager_host_us))
+        form = tail = None
+        for each, t_device, t_host in turns:
+            device, host = d_device + t_device, d_host + t_host
+            cycle = (device if device >= host else host) + step_us
+            if cycle < least:
+                least, form, tail = cycle, _IN_TURN, each
+        for each, t_device, t_host in turns:
+            host = d_host + t_host
+            device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
+            cycle = (device if device >= host else host) + step_us
+            if cycle < least:
+                least, form, tail = cycle, _BESIDE, each
+        if max_decode_steps > 1 and SplitForm.DECODES_BESIDE in self._forms:
+            steps, each = self._several(d_device, d_host, turns, max_decode_steps, least)
+            if steps > 1:
+                return self._split(decode, piece, each, SplitForm.DECODES_BESIDE, steps, prefill_tokens, step)
+        return None if form is None else self._split(decode, piece, tail, form, 1, prefill_tokens, step)
 
     def _several(
         self, d_device: float, d_host: float, turns: Sequence[tuple[Entry | None, float, float]], most_steps: int,
@@ -341,7 +386,7 @@ class AutoTables:
         """To replay that graph for the whole batch: made at first use, because a ladder has thousands."""
         decision = self._wholes[uid]
         if decision is None:
-            way = self._ways.whole(self._ways.tables.entries[uid])
+            way = self._ways.tables.entries[uid].way
             decision = self._wholes[uid] = way.decided(self._reason, self._context, costs=True)
         return decision
 
