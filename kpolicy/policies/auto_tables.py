@@ -11,6 +11,7 @@ forbidden, row limits that token counts can't tell) goes through prepared ways.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,7 +61,8 @@ class AutoTables:
         self._wholes: list[Decision | None] = [None] * len(self._ways.tables.entries)
         self._eager = EAGER_WAY.decided(eager_reason(context), context, costs=True)
         self._eager_us = array("d", context.costs.eager.upto(context.settings.max_num_tokens))
-        self._selects: dict[tuple[int, int], Callable[..., Decision]] = {}
+        self._selects: dict[tuple[int, int, int], Callable[..., Decision]] = {}
+        self._lost_cases = sorted({key.lora_case for key in context.ladder.withdrawn})
         self.select: Callable[..., Decision] = self._select_for(0, 0)
 
     def vote(self, numbers: BatchNumbers) -> tuple[int, ...]:
@@ -78,7 +80,7 @@ class AutoTables:
         if forbidden & Mode.EAGER.bit or (loras and loras >= len(by_loras)):
             return self._scanned
         group = by_loras[loras] if by_loras else _NOTHING
-        key = (id(group), forbidden)
+        key = (*self._alike(loras), forbidden)
         select = self._selects.get(key)
         if select is None:
             select = self._selects[key] = self._prepare(_allowed(group, forbidden), loras, forbidden)
@@ -97,9 +99,9 @@ class AutoTables:
         dense_eager = self._dense_eager
         general, select_for = self._general, self._select_for
         others = self._prepare_others(group, loras, forbidden_here)
-        serves = frozenset(n for n, each in enumerate(self._ways.tables.by_loras) if each is self._served(loras)) | {
-            loras
-        }
+        most_loras = len(self._ways.tables.by_loras)
+        alike = self._alike(loras)
+        serves = frozenset(n for n in range(most_loras) if self._alike(n) == alike) | {loras}
 
         def select(
             num_decodes: int,
@@ -166,9 +168,11 @@ class AutoTables:
 
     # Uniform decode batches
 
-    def _served(self, loras: int) -> Group | None:
+    def _alike(self, loras: int) -> tuple[int, int]:
+        """Equal for LoRA counts that the same graphs serve, and for which the same graphs were withdrawn."""
         by_loras = self._ways.tables.by_loras
-        return by_loras[loras] if loras < len(by_loras) else None
+        group = by_loras[loras] if loras < len(by_loras) else None
+        return id(group), bisect_left(self._lost_cases, loras)
 
     def _uniform_rows(self, group: Group) -> dict[int, list[Row | None]]:
         """For each query length, by number of decode rows; None goes the general way."""

@@ -141,15 +141,21 @@ _LORAS, _FORBIDDEN, _FACTS = (
 )
 
 
+_MOST_TABLED = 1024
+"""Decode tokens up to which batches are in the table, captured or not."""
+
+
 def _with_uniform_table(choose: Choose, graphs: Graphs) -> Callable[..., Decision]:
-    """The bound rule, with the decisions of uniform decode batches of captured size in a table.
+    """The bound rule, with the decisions of uniform decode batches in a table: of captured size, and some way above.
 
     Of such a batch a rule may read the rows, the adapters, the forbidden modes and the facts, and nothing else.
     """
+    settings = graphs.settings
     most = max((key.num_tokens for key in graphs.context.ladder.keys), default=0)
+    most = min(max(most, _MOST_TABLED), settings.max_num_tokens)
     uniform = {
-        q: [choose(BatchNumbers(num_reqs, q)) for num_reqs in range(min(most // q, graphs.settings.max_num_reqs) + 1)]
-        for q in graphs.settings.decode_query_lens
+        q: [choose(BatchNumbers(n, q)) for n in range(min(most // q, settings.max_num_reqs) + 1)]
+        for q in settings.decode_query_lens
     }
 
     def select(

@@ -5,8 +5,9 @@ import pytest
 
 from kpolicy.attention.support import Claims
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs
+from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
-from kpolicy.modes import Mode, SplitForm
+from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.policies import PolicyContext, get_policy
 from kpolicy.reasons import Basis, Reason
 from kpolicy.settings import Objective, Settings
@@ -153,3 +154,16 @@ def test_one_legal_way_says_so():
 def test_objectives_parse_and_print(text):
     """An objective reads from text and prints as what was read."""
     assert str(Objective.parse(text)) == text
+
+
+def test_an_eager_half_is_told_by_the_adapters_of_the_step_itself():
+    """Steps with other LoRA counts that the same graphs serve keep reasons of their own: one lost its graph."""
+    decode = GraphKey(Part.FULL, 16, 16, max_query_len=4, lora_case=4)
+    lost = GraphKey(Part.PIECEWISE, 32, lora_case=1)
+    ladder = CaptureLadder({decode}, withdrawn={lost})
+    told = attrs.evolve(context(), claims=Claims(16, 4), ladder=ladder, settings=Settings(max_loras=4))
+    policy = get_policy("auto:forms=beside")
+    compiled = policy.compile(told)
+    for loras in (1, 4, 1):
+        shape = BatchShape(decodes=((1, 8),), prefills=((16, 0),), num_active_loras=loras)
+        assert compiled.select(*shape.numbers) == policy.decide(shape, told)
