@@ -28,7 +28,8 @@ RUNS = (("auto",), ("vllm",), ("auto", "vllm"))
 def timed(trace: Path, policies: tuple[str, ...]) -> dict[str, Any]:
     """One run of the command over the whole trace."""
     options = [option for policy in policies for option in ("--policy", policy)]
-    command = [sys.executable, "-m", "kpolicy", "run", "--trace", str(trace), "--window", "0", "--json", *options]
+    command = [sys.executable, "-m", "kpolicy", "run", "--device", "simulated", "--trace", str(trace)]
+    command += ["--window", "0", "--json", *options]
     start = time.perf_counter()
     finished = subprocess.run(command, capture_output=True, text=True, check=True)
     seconds = time.perf_counter() - start

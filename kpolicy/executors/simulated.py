@@ -64,6 +64,7 @@ _HEAD = 0x14D049BB
 # Python integer of two digits and a 64-bit array element alike.
 _TERM = (1 << 29) - 1
 _TERM_BITS = 29
+_PREFILL = Rows.PREFILL
 
 _POISON = 0x5EAD_BEEF
 """What the reserved KV slot and unwritten slots hold: reading it shows in the output."""
@@ -282,7 +283,7 @@ class SimulatedDevice:
     def _steps(self, run: Callable[[StepInputs], list[int]], rows: StepInputs, launch: Launch) -> PartOutputs:
         """Run the rows as often as the launch says, each time with the tokens sampled the time before."""
         outputs = run(rows)
-        if launch.rows is Rows.PREFILL:
+        if launch.rows is _PREFILL:
             return PartOutputs(outputs, [])
         sampled = [self._sample(outputs, rows)]
         if launch.repeat > 1:
@@ -338,24 +339,21 @@ class SimulatedDevice:
             tables[num_rows:size] = [()] * padding
         kv, shift, inside = self.kv, self.shift, self.block_size - 1
         token_terms, position_terms = self.token_terms, self.position_terms
-        row = 0
-        for token_id, position, slot, table in zip(token_ids, positions, slots, tables, strict=False):
-            if row == size:
-                break
+        row = -1
+        for token_id, position, slot, table in zip(token_ids[:size], positions, slots, tables, strict=False):
+            row += 1
             if not table:
                 kv[slot] = outputs[row] = _POISON ^ row
-                row += 1
                 continue
             if position & inside:
                 before = kv[slot - 1]
             else:
                 before = kv[(table[(position - 1) >> shift] << shift) | inside] if position else self.start
             kv[slot] = value = before ^ (token_terms[token_id] * position_terms[position])
-            # `_output`, spelled out: a call a row is a third of this loop.
+            # `_output`, spelled out with its constants: calls and global names are a third of this loop.
             earlier = value % (position + 1)
             mixed = value + kv[(table[earlier >> shift] << shift) | (earlier & inside)]
-            outputs[row] = (mixed ^ (mixed >> _TERM_BITS)) * _HEAD & _MASK
-            row += 1
+            outputs[row] = (mixed ^ (mixed >> 29)) * 0x14D049BB & 0x7FFFFFFF
         return outputs[:num_rows]
 
     def _replay_full(self, graph: _Graph, rows: StepInputs) -> list[int]:

@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 import attrs
 
 from kpolicy.decision import Decision
+from kpolicy.modes import Rows
 from kpolicy.reasons import Basis
 from kpolicy.shapes import BatchNumbers
 
 __all__ = ["TIME_BOUNDS_US", "ModeStats", "Stats", "StepTimes"]
 
+_ALL = Rows.ALL
 K = TypeVar("K", bound=str | tuple[str, str])
 
 TIME_BOUNDS_US: tuple[float, ...] = (
@@ -82,7 +84,16 @@ class Stats:
         if us > 0:
             stats.us += us
             stats.times[bisect_left(TIME_BOUNDS_US, us)] += 1
-        for launch in decision.launches:
+        launches = decision.launches
+        if len(launches) == 1 and launches[0].rows is _ALL and launches[0].repeat == 1:
+            launch = launches[0]
+            tokens = numbers.total_tokens
+            stats.tokens += tokens
+            padded = launch.padded_tokens if launch.key is None else launch.key.num_tokens
+            if padded is not None:
+                stats.padding += padded - tokens
+            return
+        for launch in launches:
             repeat, key = launch.repeat, launch.key
             tokens = launch.num_tokens(numbers) * repeat
             stats.tokens += tokens
