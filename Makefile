@@ -35,12 +35,13 @@ $(VENV)/bin/python:
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[models]'
 	touch $@
 
 $(VENV)/test.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,torch]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,models]'
 	touch $@ $(VENV)/run.stamp
 
 clean:
