@@ -38,7 +38,7 @@ def decode_inputs(num_reqs: int, num_blocks: int) -> Any:
 
     rng = random.Random(num_reqs)
     blocks = rng.sample(range(num_blocks), num_reqs * (CONTEXT // BLOCK_SIZE + 1))
-    tables = [blocks[row :: num_reqs] for row in range(num_reqs)]
+    tables = [blocks[row::num_reqs] for row in range(num_reqs)]
     slots = [table[CONTEXT // BLOCK_SIZE] * BLOCK_SIZE for table in tables]
     numbers = BatchShape.decode(num_reqs, num_reqs * (CONTEXT + 1)).numbers
     return StepInputs(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import attrs
 
@@ -24,10 +25,14 @@ from kpolicy.shapes import BatchNumbers, BatchShape
 if TYPE_CHECKING:
     from kpolicy.budgets import Budget
     from kpolicy.executors.base import CaptureReport, Executor, StepInputs, StepOutputs
+    from kpolicy.executors.lazy import LazyCapture
+    from kpolicy.executors.step_model import StepModel
     from kpolicy.explain import Explanation
     from kpolicy.observe.events import Events
 
 __all__ = ["Communicator", "Engine"]
+
+T = TypeVar("T")
 
 
 class Communicator(Protocol):
@@ -56,16 +61,21 @@ class Engine:
 
     Args:
         policy: a policy or its name; see `kpolicy.policies.get_policy`.
-        attention: what attention supports: support, claims, or text such as ``"mla"`` or ``"gdn+gqa"``.
+        attention: what attention supports: support, claims, or text such as ``"mla"`` or ``"gdn+gqa"``; by default the
+            model's own support, or ``"gqa"`` without a model. Beside a model it can only take support away.
         ladder: capture sizes; one list for all graphs, or `CaptureSizes`. The policy's own by default.
         settings: the deployment's limits.
         costs: what launches take; the analytic table by default.
         objective: ``"throughput"``, ``"latency"``, weights, or an `Objective`.
         executor: an executor or its name; None decides only.
+        model: a step model to run, for example of `kpolicy.load`.
+        device: the executor's name that runs the model; ``"cpu"`` by default.
         registry: the record of captured graphs, to share with other Engines.
         budget: what captured graphs may take, where no registry is given.
         communicator: the other ranks; None is one rank.
         strict: a downgrade that attention forces on the policy is an error.
+        lazy: capture graphs when a step first needs them, instead of all at `capture`. With a number, that many seconds
+            a step may go to it, saved up over steps until the next capture fits; True leaves it to `capture_pending`.
 
     Raises:
         ConfigError: an argument can't be used; subclasses say which.
@@ -76,24 +86,27 @@ class Engine:
         self,
         policy: str | Policy = "auto",
         *,
-        attention: str | AttentionSupport | Claims = "gqa",
+        attention: str | AttentionSupport | Claims | None = None,
         ladder: CaptureSizes | Sequence[int] | None = None,
         settings: Settings | None = None,
         costs: CostTable | None = None,
         objective: str | Objective = "throughput",
         executor: str | Executor | None = None,
+        model: StepModel | None = None,
+        device: str | None = None,
         registry: GraphRegistry | None = None,
         budget: Budget | None = None,
         communicator: Communicator | None = None,
         strict: bool = False,
+        lazy: bool | float = False,
     ) -> None:
         self.policy = get_policy(policy)
-        self.settings = settings or Settings()
-        self.support = _support(attention)
+        self.settings = settings or _settings_of(model)
+        self.support = _support_of(attention, model)
         self.objective = Objective.parse(objective)
         self.costs = costs or analytic_costs()
         self.sizes = self._sizes(ladder)
-        self.stats = Stats()
+        self._stats = Stats()
         self.downgrades = self._resolve(strict)
         if budget is not None and registry is not None:
             raise ConfigError(
@@ -103,17 +116,27 @@ class Engine:
         self.keys = self.policy.plan(self.sizes, self.support.claims, self.settings)
         if budget is not None:
             # Without an executor nothing is captured as far as it goes: all that is planned is taken as captured.
-            self._check_budget(budget, whole=ladder is not None or executor is None)
+            self._check_budget(budget, whole=ladder is not None or (executor is None and model is None))
         self.registry.plan(self.keys)
-        self.executor = None if executor is None else self._open(executor)
+        self.executor = self._opened(executor, model, device)
         self._communicator = communicator if communicator is not None and communicator.world_size > 1 else None
         self._lost: StickyDeviceError | None = None
         self._events: Events | None = None
         self._synced_version = -1
         self._compiled: CompiledPolicy | None = None
         self._compiled_version = -1
+        self._running: tuple[StepOutputs, Decision, Decision, BatchNumbers] | None = None
+        self._lazy = self._lazy_capture(lazy)
         if self._communicator is not None:
             self.sync()
+
+    def _lazy_capture(self, lazy: bool | float) -> LazyCapture | None:
+        if lazy is False:
+            return None
+        from kpolicy.executors.lazy import LazyCapture
+
+        ranks = 1 if self._communicator is None else self._communicator.world_size
+        return LazyCapture(self, 0.0 if lazy is True else lazy, num_ranks=ranks)
 
     def _check_budget(self, budget: Budget, *, whole: bool) -> None:
         """A ladder that is wanted whole and is above the budget is an error; others are captured as far as they go."""
@@ -122,11 +145,26 @@ class Engine:
 
             check_ladder(self.keys, budget, self.costs.usage_of)
 
-    def _open(self, executor: str | Executor) -> Executor:
+    def _opened(self, executor: str | Executor | None, model: StepModel | None, device: str | None) -> Executor | None:
+        """The executor, open with the registry; None for an Engine that only decides.
+
+        Raises:
+            ConfigError: an executor was given beside a model or a device, or a device without a model.
+        """
+        if executor is None and model is None and device is None:
+            return None
         # Imported here: an Engine that only decides needs none of it.
         from kpolicy.executors import get_executor
 
-        opened = get_executor(executor)
+        if model is not None and executor is None:
+            opened = get_executor(device or "cpu", model=model, max_num_reqs=self.settings.max_num_reqs)
+        elif executor is not None and model is None and device is None:
+            opened = get_executor(executor)
+        else:
+            raise ConfigError(
+                "give model= with device=, which make an executor, or executor= alone: "
+                f"model is {'missing' if model is None else 'given'}, device is {device!r}, executor {executor!r}."
+            )
         opened.open(self.registry)
         return opened
 
@@ -190,7 +228,7 @@ class Engine:
         if self._compiled is None or version != self._compiled_version:
             self._compiled = self.policy.compile(self.context)
             self._compiled_version = version
-            self.stats.recompiles += 1
+            self._stats.recompiles += 1
         return self._compiled
 
     @property
@@ -207,7 +245,7 @@ class Engine:
         """
         numbers = shape.numbers
         decision = self._decide(numbers)
-        self.stats.add(decision, numbers)
+        self._stats.add(decision, numbers)
         return decision
 
     def _decide(self, numbers: BatchNumbers) -> Decision:
@@ -272,14 +310,19 @@ class Engine:
         """Decide and run one step.
 
         A graph that fails before it is launched is withdrawn, and the step is decided again without it: a failure
-        costs speed, never a request.
+        costs speed, never a request. Where launches run behind the host, the step returns when they are launched, and
+        what it took is counted when it is over: at the next step, or when `stats` is read.
 
         Raises:
             ConfigError: the Engine has no executor.
             StickyDeviceError: the device is lost; the step's requests are the caller's again.
         """
         executor = self._need_executor("step")
+        if self._running is not None:
+            self._settle()
         numbers = inputs.numbers
+        if self._lazy is not None:
+            self._with_device(lambda lazy: lazy.before_step(numbers))
         decision = wanted = self._decide(numbers)
         while True:
             try:
@@ -293,15 +336,81 @@ class Engine:
             except StickyDeviceError as error:
                 self._lose(error)
                 raise
-        if outputs.decision is not decision:
-            self.stats.replay_failures += 1
-        if outputs.decision is not wanted and self._events is not None:
-            self._events.replay_failed(wanted, outputs.decision)
-        self.stats.add(outputs.decision, numbers, outputs.cycle_us)
-        for launch in outputs.decision.launches:
+        if len(decision.launches) == 1 or all(event.done() for event in outputs.ready):
+            self._count(outputs, decision, wanted, numbers)
+        else:
+            self._running = outputs, decision, wanted, numbers
+        return outputs
+
+    def _count(self, outputs: StepOutputs, decision: Decision, wanted: Decision, numbers: BatchNumbers) -> None:
+        """Count a step that is over."""
+        ran = outputs.decision
+        if ran is not decision:
+            self._stats.replay_failures += 1
+        if ran is not wanted and self._events is not None:
+            self._events.replay_failed(wanted, ran)
+        self._stats.add(ran, numbers, outputs.cycle_us)
+        for launch in ran.launches:
             if launch.key is not None:
                 self.registry.hit(launch.key, launch.repeat)
-        return outputs
+
+    def _settle(self) -> None:
+        """Wait for the step that runs behind the host, and count it.
+
+        Raises:
+            StickyDeviceError: the device was lost in it.
+        """
+        if self._running is None:
+            return
+        (outputs, decision, wanted, numbers), self._running = self._running, None
+        try:
+            for event in outputs.ready:
+                event.wait()
+        except StickyDeviceError as error:
+            self._lose(error)
+            raise
+        except Exception:  # noqa: BLE001 - the model's own error: whoever reads that step's outputs gets it
+            return
+        self._count(outputs, decision, wanted, numbers)
+
+    @property
+    def stats(self) -> Stats:
+        """What was decided and ran so far. Waits for a step that runs behind the host."""
+        if self._running is not None:
+            with suppress(StickyDeviceError):
+                self._settle()
+        return self._stats
+
+    def capture_pending(self, seconds: float) -> int:
+        """Capture graphs that steps needed and that aren't there yet, most needed first. For between steps.
+
+        Args:
+            seconds: the most to spend. A graph whose expected time is over what is left waits for a later call, which
+                has its own seconds and what earlier ones left over.
+
+        Returns:
+            How many graphs were captured.
+
+        Raises:
+            ConfigError: the Engine isn't lazy.
+            StickyDeviceError: the device is lost.
+        """
+        self._need_executor("capture")
+        if self._lazy is None:
+            raise ConfigError(
+                "this Engine captures all graphs at once; make it with lazy=True to capture them by need."
+            )
+        self._settle()
+        return self._with_device(lambda lazy: lazy.capture(seconds))
+
+    def _with_device(self, work: Callable[[LazyCapture], T]) -> T:
+        """Work that a lost device ends."""
+        assert self._lazy is not None  # noqa: S101 - both callers looked
+        try:
+            return work(self._lazy)
+        except StickyDeviceError as error:
+            self._lose(error)
+            raise
 
     def _lose(self, error: StickyDeviceError) -> None:
         """The device is lost: every later call raises that error."""
@@ -312,7 +421,7 @@ class Engine:
     def _without(self, key: GraphKey, decision: Decision, numbers: BatchNumbers) -> Decision:
         """The decision after a graph failed before its launch."""
         self.registry.withdraw(key, Reason.REPLAY_FAILED)
-        self.stats.replay_failures += 1
+        self._stats.replay_failures += 1
         if self._communicator is None:
             return self.compiled.select(*numbers)
         # The other ranks replay now, so this one runs the same padded work, launch by launch, without the graph.
@@ -336,8 +445,22 @@ class Engine:
 
     def release(self) -> None:
         """Give back every graph and buffer."""
+        if self._lost is None:
+            self._settle()
         if self.executor is not None:
             self.executor.release()
+
+
+def _settings_of(model: StepModel | None) -> Settings:
+    """Default limits; the model's own most requests where it states one."""
+    most: int | None = getattr(model, "max_num_reqs", None)
+    return Settings() if most is None else Settings(max_num_reqs=most)
+
+
+def _support_of(attention: str | AttentionSupport | Claims | None, model: StepModel | None) -> AttentionSupport:
+    if model is None:
+        return _support("gqa" if attention is None else attention)
+    return model.support if attention is None else model.support.meet(_support(attention))
 
 
 def _support(attention: str | AttentionSupport | Claims) -> AttentionSupport:

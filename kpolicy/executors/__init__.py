@@ -22,7 +22,10 @@ __all__ = [
 ]
 
 GROUP = "kpolicy.executors"
-OWN: Mapping[str, str] = {"simulated": "kpolicy.executors.simulated:SimulatedExecutor"}
+OWN: Mapping[str, str] = {
+    "simulated": "kpolicy.executors.simulated:SimulatedExecutor",
+    "cpu": "kpolicy.executors.cpu:CpuExecutor",
+}
 
 
 def executor_names() -> dict[str, str]:

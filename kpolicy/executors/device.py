@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from kpolicy.executors.base import ProbeReport
@@ -54,9 +55,27 @@ class DeviceAdapter(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def host_runs(self) -> bool:
+        """Whether the host itself runs what it launches on the main stream, as on the CPU.
+
+        Where it does, what is to run beside other work goes to a stream of its own, also on the main stream's behalf.
+        """
+        ...
+
     def probe(self) -> ProbeReport: ...
 
-    def new_pool(self) -> Any: ...
+    def session(self) -> AbstractContextManager[Any]:
+        """What the device's library must be in while it runs, records or replays steps: torch's inference mode."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make a stream the current one for staging. Work goes to it through `submit`."""
+        ...
+
+    def new_pool(self) -> Any:
+        """Memory for graphs. A device whose libraries keep a workspace a stream captures each pool on its own."""
+        ...
 
     def new_stream(self, priority: int = 0) -> Any:
         """A stream; of two that have work, the one with the higher priority goes first where the device can."""
@@ -64,6 +83,10 @@ class DeviceAdapter(Protocol):
 
     def alloc_static(self, shape: Sequence[int], dtype: str, fill: float = 0) -> Tensor:
         """A buffer whose address never changes; `dtype` is int64, int32 or float32."""
+        ...
+
+    def alloc_like(self, tensor: Tensor, num_rows: int) -> Tensor:
+        """A buffer of `num_rows` rows like those of a tensor, contents undefined, whose address never changes."""
         ...
 
     def stage(self, buffer: Tensor, values: Any, size: int, fill: int) -> None:
@@ -101,12 +124,28 @@ class DeviceAdapter(Protocol):
         """End recording after an error and free what it took; nothing where nothing is recording."""
         ...
 
-    def replay(self, graph: Any) -> None:
-        """Launch a graph on the current stream."""
+    def weak(self, pool: Any, tensor: Tensor) -> Tensor:
+        """The same elements, without keeping them from what is recorded into the pool later.
+
+        For what is read only between replays of its own graph. A tensor that isn't the pool's comes back as it is.
+        """
         ...
 
-    def event(self) -> DeviceEvent:
-        """A point on the current stream, after all that it was given so far."""
+    def discard(self, pool: Any, graphs: Sequence[Any]) -> None:
+        """Forget graphs that were just recorded and never replayed: the pieces of a capture that failed."""
+        ...
+
+    def replay(self, graph: Any) -> None:
+        """Launch a graph on the current stream.
+
+        Raises:
+            GraphReplayError: nothing was launched; its key is None where the adapter doesn't know it.
+            StickyDeviceError: the device is lost.
+        """
+        ...
+
+    def event(self, stream: Any = None) -> DeviceEvent:
+        """A point on a stream, the current one by default, after all that it was given so far."""
         ...
 
     def wait(self, event: DeviceEvent) -> None:

@@ -9,32 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary, ref
 
 import attrs
 
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import BudgetRefused, CaptureError, GraphReplayError, RegistryError
 from kpolicy.executors.base import CaptureReport, ProbeReport, ReadyEvent, StepInputs, StepOutputs
+from kpolicy.executors.handover import LateOutputs, PartOutputs, joined, part_of, without_graph
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
 from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry
 from kpolicy.shapes import BatchNumbers
 
-__all__ = ["Launcher", "ModeRunner", "PartOutputs"]
-
-
-class PartOutputs(NamedTuple):
-    """What one launch gave back, as copies."""
-
-    outputs: Sequence[Any]
-    """[num_wanted of these rows], of the last repeat"""
-    tokens: Sequence[Sequence[int]]
-    """[repeat, num_decodes], sampled on the device; empty for prefill rows and without a device sampler"""
-    first_tokens: Sequence[int] = ()
-    """[wanted prefill rows], likewise for prompts that end here"""
+__all__ = ["AsyncLauncher", "Launcher", "ModeRunner", "PartOutputs", "part_of"]
 
 
 class Launcher(Protocol):
@@ -98,6 +88,26 @@ class Launcher(Protocol):
         ...
 
 
+@runtime_checkable
+class AsyncLauncher(Launcher, Protocol):
+    """A launcher whose launches run behind the host: `GraphLauncher`."""
+
+    late_failure: Callable[[GraphKey], None]
+    """Called with the key of a graph that failed behind the host, on any thread"""
+
+    def start(self, decision: Decision) -> None:
+        """A step begins; how its launches share the device is known from the decision."""
+        ...
+
+    def eager_as(self, key: GraphKey, rows: StepInputs, which: Rows = Rows.ALL, *, repeat: int = 1) -> PartOutputs:
+        """Run rows eagerly at exactly the shape of a replay of that key, for comparing bit for bit."""
+        ...
+
+    def close(self) -> None:
+        """Give back what isn't a pool's."""
+        ...
+
+
 @attrs.define
 class _Pool:
     """One pool: its name in the registry, the device's own object, and what its buffers hold."""
@@ -149,6 +159,10 @@ class ModeRunner:
         self._registry: GraphRegistry | None = None
         self._pools: list[_Pool] = []
         self._handles: dict[GraphKey, Any] = {}
+        self._expected: tuple[GraphKey, ...] = ()
+        self._async = launcher if isinstance(launcher, AsyncLauncher) else None
+        if self._async is not None:
+            self._async.late_failure = _withdrawing(ref(self))
 
     @property
     def name(self) -> str:
@@ -183,6 +197,10 @@ class ModeRunner:
             )
         self._pool_name = _take_name(self._name, registry)
         self._registry = registry
+
+    def expect(self, keys: Iterable[GraphKey]) -> None:
+        """Make pools from now on large enough for these keys too: those that may be captured later, in any order."""
+        self._expected = tuple(keys)
 
     def capture(
         self, keys: Iterable[GraphKey], progress: Callable[[GraphKey, CaptureReport | None], None] | None = None
@@ -231,7 +249,7 @@ class ModeRunner:
         for pool in self._pools:
             if pool.holds(key):
                 return pool
-        largest = _largest([other for other in left if other.part is key.part])
+        largest = _largest([other for other in (*left, *self._expected) if other.part is key.part])
         memory = self.launcher.new_pool(key.part, largest)
         count = 1 + sum(pool.largest.part is key.part for pool in self._pools)
         name = f"{self._pool_name}/{key.part.value}" + (f"/{count}" if count > 1 else "")
@@ -252,6 +270,8 @@ class ModeRunner:
             StickyDeviceError: the device is lost.
         """
         launches = decision.launches
+        if self._async is not None:
+            self._async.start(decision)
         if len(launches) == 1 and launches[0].rows is Rows.ALL:
             launch = launches[0]
             part = self.launcher.eager(inputs, launch) if launch.key is None else self._replay(launch, inputs)
@@ -284,15 +304,15 @@ class ModeRunner:
                 if i == 0:
                     raise
                 self.registry.withdraw(launch.key, Reason.REPLAY_FAILED)
-                launch = attrs.evolve(
-                    launch, key=None, padded_tokens=launch.key.num_tokens, reason=Reason.REPLAY_FAILED
-                )
-                ran = attrs.evolve(ran, launches=(*ran.launches[:i], launch, *ran.launches[i + 1 :]))
-                parts.append(self.launcher.eager(rows, launch))
+                ran = without_graph(ran, i)
+                parts.append(self.launcher.eager(rows, ran.launches[i]))
         ready = self.launcher.ready(ran, inputs.numbers)
-        outputs = [output for part in parts for output in part.outputs]
-        first_tokens = [token for part in parts for token in part.first_tokens]
-        return StepOutputs(outputs, parts[0].tokens if parts else (), ran, ready, first_tokens)
+        outputs = joined([part.outputs for part in parts])
+        first_tokens = joined([part.first_tokens for part in parts])
+        result = StepOutputs(outputs, parts[0].tokens if parts else (), ran, ready, first_tokens)
+        if any(part.runs_behind for part in parts):
+            return LateOutputs.of(result, parts)
+        return result
 
     def release(self) -> None:
         """Give back every pool; the registry forgets their graphs generation by generation."""
@@ -301,6 +321,19 @@ class ModeRunner:
             self.launcher.release(pool.memory)
         self._pools.clear()
         self._handles.clear()
+        if self._async is not None:
+            self._async.close()
+
+
+def _withdrawing(runner: ref[ModeRunner]) -> Callable[[GraphKey], None]:
+    """Withdraws a graph that failed behind the host. A weak reference: its launcher doesn't keep a runner alive."""
+
+    def withdraw(key: GraphKey) -> None:
+        alive = runner()
+        if alive is not None:
+            alive.registry.withdraw(key, Reason.REPLAY_FAILED)
+
+    return withdraw
 
 
 def _largest(keys: Sequence[GraphKey]) -> GraphKey:
@@ -312,28 +345,3 @@ def _largest(keys: Sequence[GraphKey]) -> GraphKey:
 
 def _reason(error: BudgetRefused | CaptureError) -> Reason:
     return error.reason if isinstance(error.reason, Reason) else Reason.CAPTURE_FAILED
-
-
-def part_of(inputs: StepInputs, rows: Rows) -> StepInputs:
-    """The inputs of the decode rows or of the prefill rows, as a batch of their own."""
-    numbers = inputs.numbers
-    num_reqs, num_tokens = numbers.num_decodes, numbers.decode_tokens
-    num_wanted = _first_at(inputs.wanted, num_tokens)
-    if rows is Rows.DECODE:
-        return StepInputs(
-            numbers, inputs.query_lens[:num_reqs], inputs.token_ids[:num_tokens], inputs.positions[:num_tokens],
-            inputs.slot_mapping[:num_tokens], inputs.block_table[:num_reqs], inputs.kv_lens[:num_reqs],
-            inputs.wanted[:num_wanted], inputs.slots_ahead,
-        )  # fmt: skip
-    return StepInputs(
-        numbers, inputs.query_lens[num_reqs:], inputs.token_ids[num_tokens:], inputs.positions[num_tokens:],
-        inputs.slot_mapping[num_tokens:], inputs.block_table[num_reqs:], inputs.kv_lens[num_reqs:],
-        [token - num_tokens for token in inputs.wanted[num_wanted:]],
-    )  # fmt: skip
-
-
-def _first_at(wanted: Sequence[int], token: int) -> int:
-    """How many wanted rows come before that token."""
-    from bisect import bisect_left
-
-    return bisect_left(wanted, token)

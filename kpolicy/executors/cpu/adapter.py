@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +51,13 @@ class CpuPool:
         if not self.graphs:
             self.arena = Arena(self._admit)
 
+    def discard(self, graphs: Sequence[Graph]) -> None:
+        """Forget graphs; what they took beyond others' memory is free."""
+        for graph in graphs:
+            graph.release()
+        self.graphs = [graph for graph in self.graphs if graph not in graphs]
+        self.forget_failure()
+
     def release(self) -> None:
         """Let go of the memory; what somebody still holds of it stays until they let go."""
         for graph in self.graphs:
@@ -90,6 +98,18 @@ class CpuAdapter:
     def name(self) -> str:
         return "cpu"
 
+    @property
+    def host_runs(self) -> bool:
+        return True
+
+    def session(self) -> AbstractContextManager[Any]:
+        # What is recorded is recorded so, and composite operators run another way outside.
+        session: AbstractContextManager[Any] = torch.inference_mode()
+        return session
+
+    def on(self, stream: CpuStream) -> AbstractContextManager[Any]:  # noqa: ARG002 - memory is memory to every thread
+        return nullcontext()
+
     def probe(self) -> ProbeReport:
         facts = {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "cores": os.cpu_count() or 1}
         return ProbeReport(
@@ -105,7 +125,14 @@ class CpuAdapter:
         return pool
 
     def alloc_static(self, shape: Sequence[int], dtype: str, fill: float = 0) -> Any:
-        buffer = new_buffer(shape, dtype, fill)
+        return self._counted(new_buffer(shape, dtype, fill))
+
+    def alloc_like(self, tensor: Any, num_rows: int) -> Any:
+        # Outside inference mode, so that later steps may write to it in any.
+        with torch.inference_mode(False):
+            return self._counted(torch.empty((num_rows, *tensor.shape[1:]), dtype=tensor.dtype))
+
+    def _counted(self, buffer: Any) -> Any:
         nbytes = buffer.numel() * buffer.element_size()
         self._count_static(nbytes)
         weakref.finalize(buffer, self._count_static, -nbytes).atexit = False
@@ -210,6 +237,13 @@ class CpuAdapter:
             recorder, self._recording.pool, pool.recorder = pool.recorder, None, None
             recorder.abort()
             pool.forget_failure()
+
+    def weak(self, pool: CpuPool, tensor: Any) -> Any:
+        block = pool.arena.block_of(tensor)
+        return tensor if block is None else block.seen_by_calls(tensor)
+
+    def discard(self, pool: CpuPool, graphs: Sequence[Graph]) -> None:
+        pool.discard(graphs)
 
     def replay(self, graph: Graph) -> None:
         if self._check:

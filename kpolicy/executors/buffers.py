@@ -1,0 +1,168 @@
+"""`StepBuffers`: the static inputs of one pool, how a launch's rows are padded into them, and their views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from kpolicy.errors import ConfigError
+from kpolicy.executors.base import StepInputs
+from kpolicy.executors.device import DeviceAdapter
+from kpolicy.executors.step_model import StepModel, StepTensors
+
+__all__ = ["PaddedShape", "StepBuffers", "extra_inputs"]
+
+Tensor = Any
+
+STEPS_AHEAD = 16
+"""Decode steps beyond the first that a launch's slots are reserved for without allocating: twice what the batcher
+offers."""
+
+
+class PaddedShape(NamedTuple):
+    """The shape that a launch is padded to."""
+
+    num_tokens: int
+    num_reqs: int
+    uniform_query_len: int | None
+    """As `StepContext` has it"""
+
+
+def extra_inputs(model: StepModel) -> Mapping[str, tuple[Sequence[int], str]]:
+    """The model's further inputs: (shape of one token's, dtype) by name. A model without has no such attribute."""
+    inputs: Mapping[str, tuple[Sequence[int], str]] = getattr(model, "extra_inputs", {})
+    return inputs
+
+
+class StepBuffers:
+    """Static inputs for launches of up to so many tokens and rows; smaller ones use the front.
+
+    Args:
+        adapter: the device.
+        model: whose inputs they are.
+        num_tokens, num_reqs: the most of a launch, padding included.
+    """
+
+    def __init__(self, adapter: DeviceAdapter, model: StepModel, num_tokens: int, num_reqs: int) -> None:
+        self._adapter = adapter
+        self._pad_slot = model.pad_slot
+        self.num_tokens = num_tokens
+        self.num_reqs = num_reqs
+        alloc = adapter.alloc_static
+        most = max(num_tokens, num_reqs)
+        self.token_ids = alloc((num_tokens,), "int64")
+        self.positions = alloc((num_tokens,), "int64")
+        self.slot_mapping = alloc((num_tokens,), "int64", model.pad_slot)
+        self.block_table = alloc((num_reqs, model.max_blocks), "int32")
+        self.kv_lens = alloc((num_reqs,), "int32")
+        self.query_starts = alloc((num_reqs + 1,), "int32")
+        self.wanted = alloc((most,), "int64")
+        self.temperature = alloc((most,), "float32")
+        self.seed = alloc((most,), "int64")
+        self.slots_ahead = alloc((STEPS_AHEAD, num_reqs), "int64", model.pad_slot)
+        self.extra = {name: alloc((num_tokens, *shape), dtype) for name, (shape, dtype) in extra_inputs(model).items()}
+        self._uniform_starts: dict[int, Tensor] = {}
+        self._views: dict[PaddedShape, StepTensors] = {}
+
+    def holds(self, num_tokens: int, num_reqs: int) -> bool:
+        return num_tokens <= self.num_tokens and num_reqs <= self.num_reqs
+
+    def tensors(self, shape: PaddedShape) -> StepTensors:
+        """Views of the front, made once a shape: they are addresses, and a graph keeps them."""
+        views = self._views.get(shape)
+        if views is None:
+            tokens, reqs, query_len = shape
+            starts = self.query_starts if query_len is None else self._starts_of(query_len)
+            views = self._views[shape] = StepTensors(
+                self.token_ids[:tokens], self.positions[:tokens], self.slot_mapping[:tokens],
+                self.block_table[:reqs], self.kv_lens[:reqs], starts[: reqs + 1],
+                {name: buffer[:tokens] for name, buffer in self.extra.items()},
+            )  # fmt: skip
+        return views
+
+    def _starts_of(self, query_len: int) -> Tensor:
+        """[num_reqs + 1], where rows of that query length begin: the same for every batch, so staged once."""
+        starts = self._uniform_starts.get(query_len)
+        if starts is None:
+            starts = self._uniform_starts[query_len] = self._adapter.alloc_static((self.num_reqs + 1,), "int32")
+            self._adapter.stage(starts, range(0, (self.num_reqs + 1) * query_len, query_len), self.num_reqs + 1, 0)
+        return starts
+
+    def stage(self, rows: StepInputs, shape: PaddedShape, wanted: bool) -> None:
+        """Copy the rows to the front, and padding behind them: token 0, the reserved slot, no KV.
+
+        Args:
+            rows: the launch's rows.
+            shape: what they are padded to.
+            wanted: whether the head reads `wanted`.
+
+        Raises:
+            ConfigError: the rows bring other extra inputs than the model has.
+        """
+        stage = self._adapter.stage
+        tokens, reqs, query_len = shape
+        stage(self.token_ids, rows.token_ids, tokens, 0)
+        stage(self.positions, rows.positions, tokens, 0)
+        stage(self.slot_mapping, rows.slot_mapping, tokens, self._pad_slot)
+        stage(self.block_table, rows.block_table, reqs, 0)
+        stage(self.kv_lens, rows.kv_lens, reqs, 0)
+        if query_len is None:
+            starts = [0, *accumulate(rows.query_lens)]
+            stage(self.query_starts, starts, reqs + 1, starts[-1])
+        if wanted:
+            stage(self.wanted, rows.wanted, max(reqs, len(rows.wanted)), 0)
+        if self.extra or rows.extra:
+            self._stage_extra(rows, tokens)
+
+    def _stage_extra(self, rows: StepInputs, num_tokens: int) -> None:
+        if rows.extra.keys() != self.extra.keys():
+            raise ConfigError(
+                f"the step brings the extra inputs {sorted(rows.extra)} and the model takes {sorted(self.extra)}; give "
+                "those, and state in the model's `extra_inputs` what it takes."
+            )
+        for name, buffer in self.extra.items():
+            self._adapter.stage(buffer, rows.extra[name], num_tokens, 0)
+
+    def stage_sampling(self, rows: StepInputs) -> bool:
+        """Copy what sampling reads; False where every row is greedy, so that no noise is needed."""
+        temperature = rows.sampling.get("temperature")
+        num_wanted = len(rows.wanted)
+        if temperature is None or not num_wanted or (isinstance(temperature, list | tuple) and not any(temperature)):
+            return False
+        self._adapter.stage(self.temperature, temperature, num_wanted, 0)
+        self._adapter.stage(self.seed, rows.sampling.get("seed", ()), num_wanted, 0)
+        return True
+
+    def stage_ahead(self, slots: Sequence[Sequence[int]]) -> None:
+        """Copy the slots of further decode steps. More steps than were foreseen take new memory, once."""
+        if len(slots) > len(self.slots_ahead):
+            self.slots_ahead = self._adapter.alloc_static((len(slots), self.num_reqs), "int64", self._pad_slot)
+        self._adapter.stage(self.slots_ahead, slots, len(slots), self._pad_slot)
+
+    def next_step(self, step: int, tokens: Tensor, num_rows: int) -> None:
+        """Go one decode step on, on the device: sampled tokens become inputs.
+
+        Args:
+            step: which one, from 1.
+            tokens: [num_rows], what the step before sampled.
+            num_rows: rows of one token each, without padding.
+        """
+        self.token_ids[:num_rows].copy_(tokens)
+        self.positions[:num_rows].add_(1)
+        self.kv_lens[:num_rows].add_(1)
+        self.slot_mapping[:num_rows].copy_(self.slots_ahead[step - 1, :num_rows])
+
+    def stage_padding(self, shape: PaddedShape) -> None:
+        """Padding alone: what a graph is captured over, so that recording writes to the reserved slot only."""
+        tokens, reqs, _ = shape
+        stage = self._adapter.stage
+        stage(self.token_ids, (), tokens, 0)
+        stage(self.positions, (), tokens, 0)
+        stage(self.slot_mapping, (), tokens, self._pad_slot)
+        stage(self.block_table, (), reqs, 0)
+        stage(self.kv_lens, (), reqs, 0)
+        stage(self.query_starts, (), reqs + 1, 0)
+        stage(self.wanted, (), reqs, 0)
+        for buffer in self.extra.values():
+            stage(buffer, (), tokens, 0)

@@ -1,0 +1,42 @@
+"""`CpuExecutor`: runs a step model on the CPU in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kpolicy.executors.cpu.adapter import CpuAdapter
+from kpolicy.executors.launcher import GraphLauncher
+from kpolicy.executors.runner import ModeRunner
+from kpolicy.executors.simulated import Fault
+from kpolicy.executors.step_model import StepModel
+
+__all__ = ["CpuExecutor"]
+
+MAX_NUM_REQS = 256
+"""Rows of a launch where neither the caller nor the model says."""
+
+
+class CpuExecutor(ModeRunner):
+    """A step model on the CPU.
+
+    Args:
+        model: the model, for example of `kpolicy.load`.
+        max_num_reqs: most rows of a launch that replays; the model's own by default.
+        faults: faults to inject, as `Fault` or text such as ``"before_launch@3"``; see `CPU_FAULTS`.
+        check: look before each replay whether memory from outside is still where it was recorded.
+        memory_bytes: what static buffers and graphs may take in all; None is without a limit of ours.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        *,
+        max_num_reqs: int | None = None,
+        faults: Iterable[Fault | str] = (),
+        check: bool = False,
+        memory_bytes: int | None = None,
+    ) -> None:
+        self.adapter = CpuAdapter(memory_bytes=memory_bytes, check=check, faults=faults)
+        most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
+        self.model = model
+        super().__init__(GraphLauncher(self.adapter, model, max_num_reqs=most))

@@ -1,0 +1,73 @@
+"""What the host works out of a launch's rows before it is staged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from kpolicy.decision import Launch
+from kpolicy.errors import ConfigError
+from kpolicy.executors.base import StepInputs
+from kpolicy.executors.step_model import RowLayout
+from kpolicy.modes import Rows
+
+__all__ = ["LaunchRows", "decode_places", "launch_rows", "slots_ahead", "uniform_query_len"]
+
+
+class LaunchRows(NamedTuple):
+    """What a launch says of its rows, beside what is staged."""
+
+    num_wanted: int
+    all_wanted: bool
+    """Every token's logits are wanted"""
+    num_reqs: int
+    """Without padding"""
+    layout: RowLayout | None = None
+    """For eager attention; None where it runs as if it were captured"""
+
+
+def uniform_query_len(rows: StepInputs, which: Rows) -> int | None:
+    """The query length of a launch of nothing but decode rows of one length; None otherwise."""
+    numbers = rows.numbers
+    if which is Rows.PREFILL or not numbers.num_decodes or (which is Rows.ALL and numbers.num_prefills):
+        return None
+    return numbers.query_len or None
+
+
+def launch_rows(rows: StepInputs, which: Rows, *, live: bool) -> LaunchRows:
+    """What a launch says of its rows; with their lengths where attention runs eagerly."""
+    num_tokens, num_reqs, num_wanted = len(rows.token_ids), len(rows.query_lens), len(rows.wanted)
+    layout = None
+    if live:
+        num_decodes = 0 if which is Rows.PREFILL else min(rows.numbers.num_decodes, num_reqs)
+        layout = RowLayout(num_tokens, num_decodes, rows.query_lens, rows.kv_lens)
+    return LaunchRows(num_wanted, num_wanted == num_tokens, num_reqs, layout)
+
+
+def slots_ahead(rows: StepInputs, launch: Launch) -> Sequence[Sequence[int]]:
+    """The KV slots of a launch's further decode steps.
+
+    Raises:
+        ConfigError: they weren't reserved, or the rows can't follow each other without the host.
+    """
+    num_reqs = len(rows.query_lens)
+    if not num_reqs:
+        return [()] * (launch.repeat - 1)
+    if len(rows.token_ids) != num_reqs or len(rows.slots_ahead) < launch.repeat - 1:
+        raise ConfigError(
+            f"{launch} needs rows of one token and KV slots for {launch.repeat - 1} steps ahead; there are "
+            f"{len(rows.token_ids)} tokens in {num_reqs} rows and slots_ahead has {len(rows.slots_ahead)}. Reserve as "
+            "many as max_decode_steps says, less 1."
+        )
+    return rows.slots_ahead[: launch.repeat - 1]
+
+
+def decode_places(rows: StepInputs) -> Sequence[int]:
+    """For each decode row, which of the wanted rows is its last token."""
+    numbers = rows.numbers
+    num_decodes = numbers.num_decodes
+    if numbers.query_len == 1 or not num_decodes:
+        return range(num_decodes)
+    place = {token: i for i, token in enumerate(rows.wanted)}
+    return [place[end - 1] for end in accumulate(rows.query_lens[:num_decodes])]

@@ -1,0 +1,361 @@
+"""`GraphLauncher`: runs a step model's launches over the primitives of any device, in every mode.
+
+Promise: a replay computes what the same rows padded to the same shape compute eagerly, bit for bit where the kernels
+are deterministic; padding writes to the reserved slot alone; outputs are copies.
+
+What may run beside something else never shares memory with it. Each part (decode-FULL, PIECEWISE) has a pool with its
+own graphs, static inputs and outputs; eager launches have static inputs for each stream. Steps follow each other: a
+step's staging waits for all of the step before, so only launches of one step overlap. Where the host itself runs the
+main stream (the CPU), a step with launches on several streams runs each on a stream of its own, main one included.
+
+A graph that fails before it is launched raises `GraphReplayError` where the host still can decide again; on a stream
+beside, where it can't, its rows run eagerly on what was staged, at the graph's own shape, and the owner is told. A
+model that writes KV by slot may be run again over the same rows, also after some segments of a PIECEWISE graph ran; one
+with recurrent state may not, so its graphs must fail in the first segment or not at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from kpolicy.decision import Decision, Launch
+from kpolicy.errors import CaptureError, ConfigError, KPolicyError, RegistryError, StickyDeviceError
+from kpolicy.executors.base import CaptureReport, ProbeReport, ReadyEvent, StepInputs
+from kpolicy.executors.buffers import PaddedShape, StepBuffers
+from kpolicy.executors.device import DeviceAdapter, DeviceEvent
+from kpolicy.executors.launch_rows import LaunchRows, decode_places, launch_rows, slots_ahead, uniform_query_len
+from kpolicy.executors.parts import OutputRows, PartReady, PartRun, Program, SampledSteps, SampledTokens, replay_error
+from kpolicy.executors.runner import PartOutputs
+from kpolicy.executors.segments import (
+    BreakBuffers,
+    FullGraph,
+    HeadRows,
+    ModelRun,
+    PieceGraph,
+    capture_full,
+    capture_pieces,
+    head_rows,
+)
+from kpolicy.executors.step_model import StepModel
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part, Rows
+from kpolicy.shapes import BatchNumbers
+
+__all__ = ["GraphLauncher", "LauncherPool"]
+
+_HERE = nullcontext()
+_CHECKS = -1
+"""The eager buffers of `eager_as`: no stream has that number."""
+
+
+class LauncherPool:
+    """One part's graphs, static inputs and outputs of attention calls."""
+
+    def __init__(self, part: Part, memory: Any, buffers: StepBuffers, breaks: BreakBuffers) -> None:
+        self.part = part
+        self.memory = memory
+        self.buffers = buffers
+        self.breaks = breaks
+
+
+class GraphLauncher:
+    """Captures and launches a step model on one device. A `Launcher`; `ModeRunner` makes an executor of it.
+
+    Args:
+        adapter: the device.
+        model: the model.
+        max_num_reqs: most rows of a launch that replays.
+
+    Attributes:
+        late_failure: called, on the stream's thread, with the key of a graph that failed on a stream beside.
+    """
+
+    def __init__(self, adapter: DeviceAdapter, model: StepModel, *, max_num_reqs: int) -> None:
+        if max_num_reqs < 1:
+            raise ConfigError(f"max_num_reqs is {max_num_reqs}; it starts at 1.")
+        self.adapter = adapter
+        self.model = model
+        self.max_num_reqs = max_num_reqs
+        self.late_failure: Callable[[GraphKey], None] = _unheard
+        self._eager: dict[int, StepBuffers] = {}
+        self._streams: dict[int, Any] = {}
+        self._reports: dict[Part, list[tuple[int, CaptureReport]]] = {}
+        self._beside = False
+        self._started: DeviceEvent = adapter.event()
+        self._ready: list[ReadyEvent] = []
+        self._unfinished: list[DeviceEvent] = []
+
+    @property
+    def name(self) -> str:
+        return self.adapter.name
+
+    def probe(self) -> ProbeReport:
+        return self.adapter.probe()
+
+    # Capture
+
+    def estimate(self, key: GraphKey) -> CaptureReport:
+        """What that key will cost, from the captures of its part so far: of the nearest size, scaled in time only.
+
+        Before the first capture nothing is known, so nothing is expected of it but its graphs.
+        """
+        known = self._reports.get(key.part)
+        if not known:
+            return CaptureReport(0, 0.0, 0, 1)
+        # The first graph of a pool pays for memory that later ones use again.
+        _, near = min(known[1:] or known, key=lambda each: abs(each[0] - key.num_tokens))
+        return near if len(known) > 1 else near._replace(bytes=0)
+
+    def new_pool(self, part: Part, largest: GraphKey) -> LauncherPool:
+        num_reqs = largest.num_reqs or min(self.max_num_reqs, largest.num_tokens)
+        try:
+            # Rows that wait for a stream are seldom many; its thread or handle is made before a step asks for it.
+            for stream in (0, 1):
+                self._stream(stream)
+            buffers = StepBuffers(self.adapter, self.model, largest.num_tokens, num_reqs)
+            memory = self.adapter.new_pool()
+        except Exception as error:
+            raise self._capture_error(f"a pool for {part} graphs of up to {largest}", error) from error
+        return LauncherPool(part, memory, buffers, BreakBuffers(self.adapter, largest.num_tokens))
+
+    def capture(self, key: GraphKey, pool: LauncherPool) -> tuple[FullGraph | PieceGraph, CaptureReport]:
+        buffers, start = pool.buffers, time.perf_counter()
+        shape = PaddedShape(key.num_tokens, key.num_reqs or min(key.num_tokens, buffers.num_reqs), key.query_len)
+        if not buffers.holds(shape.num_tokens, shape.num_reqs):
+            raise RegistryError(
+                f"capturing {key}: its pool has buffers for {buffers.num_tokens} tokens in {buffers.num_reqs} rows; "
+                "make a pool for the largest key."
+            )
+        broken = pool.breaks.num_bytes
+        handle: FullGraph | PieceGraph
+        try:
+            self._settle()
+            with self.adapter.session():
+                buffers.stage_padding(shape)
+                if key.part is Part.FULL:
+                    handle = capture_full(key, shape, self.adapter, self.model, pool.memory, buffers)
+                    num_bytes, graphs = handle.num_bytes, 1
+                else:
+                    handle = capture_pieces(key, shape, self.adapter, self.model, pool.memory, buffers, pool.breaks)
+                    num_bytes, graphs = handle.num_bytes + pool.breaks.num_bytes - broken, handle.num_graphs
+        except BaseException as error:
+            self.adapter.abort()
+            if not isinstance(error, Exception):
+                raise
+            raise self._capture_error(str(key), error) from error
+        report = CaptureReport(num_bytes, time.perf_counter() - start, 0, graphs)
+        self._reports.setdefault(key.part, []).append((key.num_tokens, report))
+        return handle, report
+
+    def _capture_error(self, what: str, error: Exception) -> Exception:
+        if isinstance(error, CaptureError | StickyDeviceError):
+            return error
+        failure = self.adapter.classify(error)
+        message = f"capturing {what}: {type(error).__name__}: {error}"
+        return StickyDeviceError(message) if failure.sticky else CaptureError(failure.reason, message)
+
+    # Running
+
+    def start(self, decision: Decision) -> None:
+        """A step begins: it waits for the one before, and its parts' times count from here."""
+        if self._unfinished:
+            self._settle()
+        self._ready = []
+        launches = decision.launches
+        self._beside = len(launches) > 1 and self.adapter.host_runs and any(launch.stream for launch in launches)
+        self._started = self.adapter.event()
+
+    def _settle(self) -> None:
+        """Let the main stream wait for what other streams still do."""
+        unfinished, self._unfinished = self._unfinished, []
+        for event in unfinished:
+            self.adapter.wait(event)
+
+    def replay(self, handle: FullGraph | PieceGraph, rows: StepInputs, launch: Launch) -> PartOutputs:
+        key, buffers, num_reqs = handle.key, handle.buffers, len(rows.query_lens)
+        program: Program
+        if isinstance(handle, FullGraph):
+            shape, head, program = handle.shape, handle.head, handle
+            most_reqs = shape.num_reqs
+        else:
+            shape = PaddedShape(key.num_tokens, num_reqs, uniform_query_len(rows, launch.rows))
+            head, program, most_reqs = HeadRows.WANTED, handle.bound(shape), buffers.num_reqs
+        if len(rows.token_ids) > key.num_tokens or num_reqs > most_reqs:
+            raise RegistryError(
+                f"{key} has {key.num_tokens} tokens in {most_reqs} rows and was given {len(rows.token_ids)} in "
+                f"{num_reqs}; choose a graph that holds them, as GraphKey.holds says."
+            )
+        live = launch_rows(rows, launch.rows, live=key.part is Part.PIECEWISE)
+        with self.adapter.session():
+            try:
+                sampled = self._stage(buffers, rows, shape, head, live, launch)
+            except Exception as error:
+                raise replay_error(self.adapter, key, error) from error
+            run = PartRun(self.adapter, self.model, program, live, launch.repeat, sampled, key)
+            fallback = partial(ModelRun, self.model, buffers, shape, head)
+            return self._launch(run, rows, launch, fallback)
+
+    def eager(self, rows: StepInputs, launch: Launch) -> PartOutputs:
+        num_tokens = len(rows.token_ids)
+        padded = num_tokens if launch.padded_tokens is None else launch.padded_tokens
+        if padded < num_tokens:
+            raise RegistryError(f"an eager launch of {num_tokens} tokens can't be padded to {padded}.")
+        shape = PaddedShape(padded, len(rows.query_lens), uniform_query_len(rows, launch.rows))
+        return self._run_eagerly(launch.stream, rows, shape, HeadRows.WANTED, True, launch)
+
+    def eager_as(self, key: GraphKey, rows: StepInputs, which: Rows = Rows.ALL, *, repeat: int = 1) -> PartOutputs:
+        """Run rows eagerly at exactly the shape of a replay of that key, for comparing bit for bit.
+
+        Not part of a step: it waits for the step before, and writes the same KV as the replay would.
+
+        Args:
+            key: the graph's key; it needn't be captured.
+            rows: the launch's rows; see `kpolicy.executors.runner.part_of`.
+            which: which rows of the batch they are.
+            repeat: decode steps.
+        """
+        live = key.part is Part.PIECEWISE
+        if live:
+            shape = PaddedShape(key.num_tokens, len(rows.query_lens), uniform_query_len(rows, which))
+        else:
+            shape = PaddedShape(key.num_tokens, key.num_reqs or key.num_tokens, key.query_len)
+        self._settle()
+        ready, beside, self._beside = self._ready, self._beside, False
+        self._ready = []
+        try:
+            return self._run_eagerly(_CHECKS, rows, shape, head_rows(key), live, Launch(which, None, repeat=repeat))
+        finally:
+            self._ready, self._beside = ready, beside
+
+    def _run_eagerly(
+        self, slot: int, rows: StepInputs, shape: PaddedShape, head: HeadRows, live: bool, launch: Launch
+    ) -> PartOutputs:
+        facts = launch_rows(rows, launch.rows, live=live)
+        with self.adapter.session():
+            buffers = self._eager_buffers(slot, shape)
+            try:
+                sampled = self._stage(buffers, rows, shape, head, facts, launch)
+            except KPolicyError:
+                raise
+            except Exception as error:
+                # Nothing ran yet and there is no lesser mode: once more, and then it is the caller's.
+                if self.adapter.classify(error).sticky:
+                    raise StickyDeviceError(f"staging an eager launch: {error}. The device is lost.") from error
+                sampled = self._stage(buffers, rows, shape, head, facts, launch)
+            program = ModelRun(self.model, buffers, shape, head)
+            run = PartRun(self.adapter, self.model, program, facts, launch.repeat, sampled, None)
+            return self._launch(run, rows, launch, None)
+
+    def _eager_buffers(self, slot: int, shape: PaddedShape) -> StepBuffers:
+        """The eager buffers of a stream; larger ones where they don't hold the shape."""
+        buffers = self._eager.get(slot)
+        if buffers is None or not buffers.holds(shape.num_tokens, shape.num_reqs):
+            tokens = max(_power(shape.num_tokens), buffers.num_tokens if buffers else 0)
+            reqs = max(_power(shape.num_reqs), buffers.num_reqs if buffers else 0)
+            buffers = self._eager[slot] = StepBuffers(self.adapter, self.model, tokens, reqs)
+        return buffers
+
+    def _stage(
+        self, buffers: StepBuffers, rows: StepInputs, shape: PaddedShape, head: HeadRows, facts: LaunchRows,
+        launch: Launch,
+    ) -> bool:  # fmt: skip
+        """Stage a launch; whether sampling inputs were.
+
+        Raises:
+            ConfigError: the launch repeats and its rows can't.
+        """
+        ahead = slots_ahead(rows, launch) if launch.repeat > 1 else ()
+        with self.adapter.on(self._stream(launch.stream)) if launch.stream else _HERE:
+            if ahead:
+                buffers.stage_ahead(ahead)
+            buffers.stage(rows, shape, not facts.all_wanted or head is HeadRows.REQS)
+            return bool(rows.sampling) and buffers.stage_sampling(rows)
+
+    def _launch(
+        self, run: PartRun, rows: StepInputs, launch: Launch, fallback: Callable[[], Program] | None
+    ) -> PartOutputs:
+        """Run what was staged: here, or on a stream beside."""
+        adapter, started = self.adapter, self._started
+        if launch.stream or self._beside:
+            stream = self._stream(launch.stream)
+            told = partial(self.late_failure, launch.key) if launch.key is not None else _nothing
+            adapter.submit(stream, partial(run.run_beside, fallback, started, told))
+            event = adapter.event(stream)
+            run.launched(event)
+            run.beside = True
+            self._unfinished.append(event)
+        else:
+            run.run()
+            event = adapter.event()
+            run.launched(event)
+        self._ready.append(PartReady(run, event, started))
+        count = len(rows.wanted)
+        outputs = OutputRows(run, count) if count else ()
+        if launch.rows is Rows.PREFILL:
+            part = PartOutputs(outputs, (), SampledTokens(run, 0, range(count)) if count else ())
+            return _BesideOutputs.of(part, run) if run.beside else part
+        places = decode_places(rows)
+        first = 1 + places[-1] if places else 0
+        steps = SampledSteps(run, launch.repeat, places)
+        part = PartOutputs(outputs, steps, SampledTokens(run, 0, range(first, count)) if count > first else ())
+        return _BesideOutputs.of(part, run) if run.beside else part
+
+    def _stream(self, number: int) -> Any:
+        stream = self._streams.get(number)
+        if stream is None:
+            # Decodes wait for nobody: their stream goes first where the device can.
+            stream = self._streams[number] = self.adapter.new_stream(priority=0 if number else 1)
+        return stream
+
+    def ready(self, decision: Decision, numbers: BatchNumbers) -> Sequence[ReadyEvent]:  # noqa: ARG002 - measured here
+        return self._ready
+
+    # The end
+
+    def release(self, pool: LauncherPool) -> None:
+        self._settle()
+        self.adapter.release(pool.memory)
+        del pool.buffers, pool.breaks
+
+    def close(self) -> None:
+        """Give back the buffers of eager launches and the streams; a later launch makes them anew."""
+        self._settle()
+        self._eager.clear()
+        self._streams.clear()
+
+
+class _BesideOutputs(PartOutputs):
+    """Outputs of a launch on a stream beside."""
+
+    _run: PartRun | None = None
+
+    @classmethod
+    def of(cls, part: PartOutputs, run: PartRun) -> PartOutputs:
+        beside = cls(*part)
+        beside._run = run
+        return beside
+
+    @property
+    def runs_behind(self) -> bool:
+        return True
+
+    @property
+    def failed_late(self) -> bool:
+        return self._run is not None and self._run.failed_late
+
+
+def _unheard(key: GraphKey) -> None:
+    del key
+
+
+def _nothing() -> None:
+    pass
+
+
+def _power(size: int) -> int:
+    """The least power of two that is at least that, and at least 16: buffers that grow, grow seldom."""
+    return max(16, 1 << (size - 1).bit_length())

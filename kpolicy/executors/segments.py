@@ -1,0 +1,321 @@
+"""What computes a launch's logits: a FULL graph, the segments of a PIECEWISE graph, or the model itself.
+
+Which rows get logits is part of what is captured, so all three choose them here:
+
+* decode graphs (uniform or variable-length): the head over every token, as each is likely wanted;
+* mixed FULL graphs: the head over a static `wanted` buffer with a place for each request row; where more rows are
+  wanted than that (a prompt's log-probabilities), the head runs again, eagerly, on the rows that are;
+* PIECEWISE and EAGER: the head eagerly, on the wanted rows alone.
+
+PIECEWISE capture is breakable: the model runs once, and each marked attention call ends a segment, runs eagerly and
+begins the next (`BreakingStep`). A replay runs the calls over the live step. What they read and write lies in fixed
+memory: arguments in the pool, where the segment before wrote them and nothing overwrites them before the call; outputs
+in buffers that graphs of every size share, one a call.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+from kpolicy.errors import CaptureError
+from kpolicy.executors.buffers import PaddedShape, StepBuffers
+from kpolicy.executors.device import DeviceAdapter
+from kpolicy.executors.launch_rows import LaunchRows
+from kpolicy.executors.step_model import AttentionCall, RowLayout, StepContext, StepModel, StepTensors, running
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
+from kpolicy.reasons import Reason
+
+__all__ = [
+    "BreakBuffers",
+    "FullGraph",
+    "HeadRows",
+    "ModelRun",
+    "PieceGraph",
+    "capture_full",
+    "capture_pieces",
+    "head_rows",
+]
+
+Tensor = Any
+
+
+class HeadRows(Enum):
+    """Which rows the head runs on."""
+
+    TOKENS = "tokens"
+    """Every token, padding included"""
+    REQS = "reqs"
+    """A static `wanted`, one place a request row"""
+    WANTED = "wanted"
+    """The wanted rows, however many"""
+
+
+def head_rows(key: GraphKey) -> HeadRows:
+    """Which rows a key's graph has logits of."""
+    if key.part is Part.PIECEWISE:
+        return HeadRows.WANTED
+    return HeadRows.TOKENS if key.decode_only else HeadRows.REQS
+
+
+def _chosen(values: Tensor, buffers: StepBuffers, rows: LaunchRows) -> Tensor:
+    """The wanted rows of a tensor with a row a token."""
+    if rows.all_wanted:
+        return values[: rows.num_wanted]
+    return values.index_select(0, buffers.wanted[: rows.num_wanted])
+
+
+class ModelRun:
+    """The model, eagerly, over staged buffers.
+
+    Args:
+        model: the model.
+        buffers: its inputs.
+        shape: the launch's padded shape.
+        head: which rows the head runs on.
+    """
+
+    def __init__(self, model: StepModel, buffers: StepBuffers, shape: PaddedShape, head: HeadRows) -> None:
+        self.model = model
+        self.buffers = buffers
+        self.shape = shape
+        self.head = head
+
+    def logits(self, rows: LaunchRows) -> Tensor:
+        """[num_wanted, vocab], in memory of their own."""
+        if not self.shape.num_tokens:
+            return None
+        tensors = self.buffers.tensors(self.shape)
+        hidden = self.model.forward(StepContext(tensors, rows.layout, self.shape.uniform_query_len))
+        if not rows.num_wanted:
+            return None
+        if self.head is HeadRows.TOKENS:
+            return _chosen(self.model.head(hidden), self.buffers, rows)
+        if self.head is HeadRows.REQS and rows.num_wanted <= self.shape.num_reqs:
+            padded = self.model.head(hidden.index_select(0, self.buffers.wanted[: self.shape.num_reqs]))
+            return padded[: rows.num_wanted]
+        return self.model.head(_chosen(hidden, self.buffers, rows))
+
+    def lasting(self, logits: Tensor) -> Tensor:
+        """Logits that the next launch doesn't overwrite."""
+        return logits
+
+
+class FullGraph:
+    """A captured FULL graph.
+
+    Attributes:
+        key, shape, head, buffers: what it was captured for.
+    """
+
+    def __init__(
+        self, key: GraphKey, shape: PaddedShape, adapter: DeviceAdapter, model: StepModel, buffers: StepBuffers,
+        graph: Any, hidden: Tensor, logits: Tensor,
+    ) -> None:  # fmt: skip
+        self.key = key
+        self.shape = shape
+        self.head = head_rows(key)
+        self.buffers = buffers
+        self._replay = adapter.replay
+        self._model = model
+        self._graph = graph
+        self._hidden = hidden
+        self._logits = logits
+        self._fronts: dict[int, Tensor] = {}
+        self.num_bytes: int = graph.num_bytes
+        self.held = buffers.tensors(shape)
+        """What the graph reads: it must not go before the graph"""
+
+    def logits(self, rows: LaunchRows) -> Tensor:
+        """Replay: [num_wanted, vocab], overwritten by the pool's next replay."""
+        count = rows.num_wanted
+        if self.head is HeadRows.REQS:
+            self._replay(self._graph)
+            if count > self.shape.num_reqs:
+                return self._model.head(_chosen(self._hidden, self.buffers, rows))
+            return self._front(count)
+        self._replay(self._graph)
+        if rows.all_wanted:
+            return self._front(count)
+        return self._logits.index_select(0, self.buffers.wanted[:count])
+
+    def lasting(self, logits: Tensor) -> Tensor:
+        """Logits that the next launch doesn't overwrite."""
+        return logits.clone() if len(logits) in self._fronts and logits is self._fronts[len(logits)] else logits
+
+    def _front(self, count: int) -> Tensor:
+        front = self._fronts.get(count)
+        if front is None:
+            front = self._fronts[count] = self._logits[:count]
+        return front
+
+
+class BreakBuffers:
+    """Fixed outputs of a pool's attention calls: the first call's buffer, the second's, and so on."""
+
+    def __init__(self, adapter: DeviceAdapter, num_tokens: int) -> None:
+        self._adapter = adapter
+        self._num_tokens = num_tokens
+        self._buffers: dict[tuple[int, tuple[int, ...], Any], Tensor] = {}
+        self.num_bytes = 0
+
+    def take(self, place: int, output: Tensor) -> Tensor:
+        """A buffer for the output of the call at that place, holding it."""
+        key = place, tuple(output.shape[1:]), output.dtype
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = self._adapter.alloc_like(output, self._num_tokens)
+            self.num_bytes += buffer.numel() * buffer.element_size()
+        front = buffer[: output.shape[0]]
+        front.copy_(output)
+        return front
+
+
+class _Segment(NamedTuple):
+    """A graph, and the attention call that follows it."""
+
+    graph: Any
+    call: AttentionCall
+    arguments: tuple[Tensor, ...]
+    output: Tensor
+
+
+class BreakingStep(StepContext):
+    """A step whose attention calls end the segment that is being recorded.
+
+    Args:
+        live: the step that the calls run over meanwhile.
+        adapter: the device, recording.
+        pool: what it records into.
+        buffers: fixed outputs of the calls.
+    """
+
+    def __init__(self, live: StepContext, adapter: DeviceAdapter, pool: Any, buffers: BreakBuffers) -> None:
+        super().__init__(live.tensors, None, live.uniform_query_len)
+        self._live = live
+        self._adapter = adapter
+        self._pool = pool
+        self._buffers = buffers
+        self.segments: list[_Segment] = []
+        self.graphs: list[Any] = []
+        """As `segments`, for a capture that fails"""
+
+    def attention(self, call: AttentionCall, *tensors: Tensor) -> Tensor:
+        adapter = self._adapter
+        self.graphs.append(adapter.end())
+        output = call(self._live, *tensors)
+        if output.shape[0] != self.tensors.token_ids.shape[0]:
+            raise CaptureError(
+                Reason.CAPTURE_FAILED,
+                f"an attention call gave {output.shape[0]} rows for {self.tensors.token_ids.shape[0]} padded tokens; "
+                "it must give one a token, padding included.",
+            )
+        front = self._buffers.take(len(self.segments), output)
+        # The caller's tensors end as the model goes on, and with them the hold on their memory, which later segments
+        # may then take: a replay runs the call before those, as now.
+        arguments = tuple(adapter.weak(self._pool, tensor) for tensor in tensors)
+        self.segments.append(_Segment(self.graphs[-1], call, arguments, front))
+        adapter.begin(self._pool)
+        return front
+
+
+class PieceGraph:
+    """A captured PIECEWISE graph: segments with eager attention calls between them."""
+
+    head = HeadRows.WANTED
+
+    def __init__(
+        self, key: GraphKey, adapter: DeviceAdapter, model: StepModel, buffers: StepBuffers,
+        segments: list[_Segment], last: Any, hidden: Tensor, held: StepTensors,
+    ) -> None:  # fmt: skip
+        self.key = key
+        self.buffers = buffers
+        self.num_graphs = len(segments) + 1
+        self.num_bytes: int = last.num_bytes + sum(segment.graph.num_bytes for segment in segments)
+        self._adapter = adapter
+        self.model = model
+        self._segments = segments
+        self._last = last
+        self._hidden = hidden
+        self._held = held
+        self._fronts: dict[int, Tensor] = {}
+
+    def bound(self, shape: PaddedShape) -> BoundPieces:
+        """The graph for a launch of that shape, whose rows aren't padded."""
+        return BoundPieces(self, shape)
+
+    def replay(self, step: StepContext) -> Tensor:
+        """Run over a live step: [padded_tokens, hidden], overwritten by the pool's next replay."""
+        replay = self._adapter.replay
+        for graph, call, arguments, output in self._segments:
+            replay(graph)
+            output.copy_(call(step, *arguments))
+        replay(self._last)
+        return self._hidden
+
+
+class BoundPieces:
+    """A PIECEWISE graph and the shape of one launch."""
+
+    head = HeadRows.WANTED
+
+    def __init__(self, graph: PieceGraph, shape: PaddedShape) -> None:
+        self.key = graph.key
+        self.buffers = graph.buffers
+        self.shape = shape
+        self._graph = graph
+
+    def logits(self, rows: LaunchRows) -> Tensor:
+        """Replay: [num_wanted, vocab], in memory of their own."""
+        step = StepContext(self.buffers.tensors(self.shape), rows.layout, self.shape.uniform_query_len)
+        with running(step):
+            hidden = self._graph.replay(step)
+        if not rows.num_wanted:
+            return None
+        return self._graph.model.head(_chosen(hidden, self.buffers, rows))
+
+    def lasting(self, logits: Tensor) -> Tensor:
+        """Logits that the next launch doesn't overwrite."""
+        return logits
+
+
+def capture_full(
+    key: GraphKey, shape: PaddedShape, adapter: DeviceAdapter, model: StepModel, pool: Any, buffers: StepBuffers
+) -> FullGraph:
+    """Record a FULL graph over padding."""
+    tensors = buffers.tensors(shape)
+    which = head_rows(key)
+
+    def run() -> tuple[Tensor, Tensor]:
+        hidden = model.forward(StepContext(tensors, None, shape.uniform_query_len))
+        rows = hidden if which is HeadRows.TOKENS else hidden.index_select(0, wanted)
+        return hidden, model.head(rows)
+
+    wanted = buffers.wanted[: shape.num_reqs]
+    run()
+    adapter.begin(pool)
+    hidden, logits = run()
+    graph = adapter.end()
+    return FullGraph(key, shape, adapter, model, buffers, graph, adapter.weak(pool, hidden), adapter.weak(pool, logits))
+
+
+def capture_pieces(
+    key: GraphKey, shape: PaddedShape, adapter: DeviceAdapter, model: StepModel, pool: Any, buffers: StepBuffers,
+    breaks: BreakBuffers,
+) -> PieceGraph:  # fmt: skip
+    """Record a PIECEWISE graph over padding. A capture that fails midway forgets the segments it has."""
+    tensors = buffers.tensors(shape)
+    live = StepContext(tensors, RowLayout(0, 0, (), ()))
+    model.head(model.forward(live))
+    step = BreakingStep(live, adapter, pool, breaks)
+    try:
+        adapter.begin(pool)
+        hidden = model.forward(step)
+        last = adapter.end()
+    except BaseException:
+        adapter.abort()
+        adapter.discard(pool, step.graphs)
+        raise
+    hidden = adapter.weak(pool, hidden)
+    return PieceGraph(key, adapter, model, buffers, step.segments, last, hidden, tensors)
