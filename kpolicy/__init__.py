@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kpolicy.modes import Mode
     from kpolicy.reasons import Basis, Reason
     from kpolicy.registry import GraphRegistry
+    from kpolicy.serving.hf_model import LoadedModel as LoadedModel
+    from kpolicy.serving.load import load as load
     from kpolicy.settings import Objective, Settings
     from kpolicy.shapes import BatchNumbers, BatchShape
 
@@ -81,16 +83,31 @@ _WHERE = {
 }
 
 
+_WITH_TORCH = {"LoadedModel": "serving.hf_model", "load": "serving.load"}
+"""Names that need the extra `models`. They aren't in `__all__`, so that a star import works without it."""
+
+
 def __getattr__(name: str) -> Any:
     # Loaded on first use: `import kpolicy` in a process that only wants one of these should cost one of these.
-    if name not in _WHERE:
+    where = _WHERE.get(name) or _WITH_TORCH.get(name)
+    if where is None:
         raise AttributeError(f"module 'kpolicy' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f"kpolicy.{_WHERE[name]}"), name)
+    try:
+        module = import_module(f"kpolicy.{where}")
+    except ModuleNotFoundError as error:
+        if name not in _WITH_TORCH:
+            raise
+        from kpolicy.errors import ConfigError
+
+        raise ConfigError(
+            f"kpolicy.{name} needs {error.name}, which isn't installed. Run: pip install 'kpolicy[models]'."
+        ) from None
+    value = getattr(module, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_WITH_TORCH})

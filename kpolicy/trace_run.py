@@ -1,8 +1,9 @@
 """The main job: a request trace through continuous batching and an Engine, step by step, with every output checked.
 
-The clock is the executor's: it starts at the first arrival, each step advances it by the step's time, and where
-nothing runs it jumps to the next arrival. Requests come when the trace says, whatever the policy, so policies are
-compared on the same arrivals.
+The clock starts at the first arrival, each step advances it by the step's time, and where nothing runs it jumps to
+the next arrival. On a simulated device a step's time is the executor's (`ExecutorClock`), on a real one all that passed
+since the step before, host work included (`WallClock`). Requests come when the trace says, whatever the policy, so
+policies are compared on the same arrivals.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol
 
 import attrs
 
@@ -23,13 +25,88 @@ from kpolicy.reasons import Basis
 from kpolicy.scheduling.batching import Batch, Batcher, Generation
 from kpolicy.scheduling.traces import Trace
 
-__all__ = ["Prompts", "RunResult", "serve_trace", "weighted_percentile"]
+__all__ = [
+    "Checks",
+    "Clock",
+    "ExecutorClock",
+    "OnStep",
+    "Prompts",
+    "RunResult",
+    "WallClock",
+    "serve_trace",
+    "weighted_percentile",
+]
 
 MOST_CHECKED = 2000
 """Requests compared with the reference, at most, evenly spread over those served."""
 
 Progress = Callable[[int, int], None]
 """Called with (requests finished, requests in all), now and then."""
+OnStep = Callable[[int, StepInputs, StepOutputs, Batcher, float], object]
+"""Called after each step with its index, inputs, outputs, the batcher and the step's start in microseconds from the
+run's. What it takes isn't the run's time. A generation that it cancels counts as such."""
+
+
+class Clock(Protocol):
+    """What time a run goes by."""
+
+    def step_us(self, outputs: StepOutputs) -> float:
+        """Microseconds that have passed since the step before; waits for the step's outputs."""
+        ...
+
+    def pause(self) -> None:
+        """What follows isn't the run's time."""
+        ...
+
+    def resume(self) -> None: ...
+
+
+class ExecutorClock:
+    """Steps take what the executor says, and nothing else takes time."""
+
+    def step_us(self, outputs: StepOutputs) -> float:
+        return outputs.cycle_us
+
+    def pause(self) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
+
+class WallClock:
+    """The time of this process, without that between `pause` and `resume`.
+
+    A step's time goes from the end of the step before to its own end, so scheduling and deciding are in it.
+    """
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self._paused = self._since
+
+    def step_us(self, outputs: StepOutputs) -> float:
+        for event in outputs.ready:
+            event.wait()
+        now = time.perf_counter()
+        passed, self._since = now - self._since, now
+        return passed * 1e6
+
+    def pause(self) -> None:
+        self._paused = time.perf_counter()
+
+    def resume(self) -> None:
+        self._since += time.perf_counter() - self._paused
+
+
+class PromptSource(Protocol):
+    """Where prompts come from."""
+
+    @property
+    def vocab(self) -> int: ...
+
+    def of(self, index: int, num_tokens: int, hash_ids: Sequence[int] = ()) -> Sequence[int]:
+        """The prompt of the trace's index-th request: `num_tokens` token ids."""
+        ...
 
 
 class Prompts:
@@ -65,14 +142,22 @@ class Prompts:
         return tokens
 
 
+@attrs.frozen
+class Checks:
+    """Launches of one mode whose logits and written KV were compared with EAGER's, and those that differed."""
+
+    checks: int = 0
+    failures: int = 0
+
+
 @attrs.frozen(kw_only=True)
 class RunResult:
-    """What one policy made of a trace. Times are the executor's, in microseconds, unless they say seconds.
+    """What one policy made of a trace. Times are the clock's, in microseconds, unless they say seconds.
 
     Args:
         policy: the policy's name, with its arguments.
         served: requests that got all their tokens.
-        refused: requests handed back, by reason.
+        refused: requests handed back, by reason; those that were cancelled too.
         tokens: tokens generated.
         modes: steps, tokens, padding and time by mode.
         reasons: steps by reason.
@@ -82,13 +167,17 @@ class RunResult:
         graphs, graphs_used: captured graphs, and those that replayed at least once.
         unused: the graphs that never replayed, in words.
         not_captured: planned graphs that couldn't be had, by reason.
+        graph_bytes: what they take.
         capture_s: seconds of capture.
         preemptions: requests that gave their KV back and were computed again.
         checked, wrong: requests whose tokens were compared with the reference, and those that differed.
         replay_failures: graphs that failed before launch; the steps ran all the same.
         basis: what the decisions took for granted.
-        wall_s: this process's time; outside_s: the part outside the executor.
+        wall_s: this process's time, what isn't the run's included.
+        outside_us: the clock's time of all steps that wasn't the executor's: scheduling, deciding, counting. 0 where
+            the clock is the executor's.
         interrupted: whether it ended before the trace did, and why.
+        verified: what was compared with EAGER, by mode; empty where nothing was.
     """
 
     policy: str
@@ -105,6 +194,7 @@ class RunResult:
     graphs_used: int
     unused: tuple[str, ...]
     not_captured: Mapping[str, int]
+    graph_bytes: int
     capture_s: float
     preemptions: int
     checked: int
@@ -112,7 +202,9 @@ class RunResult:
     replay_failures: int
     basis: Basis
     wall_s: float
+    outside_us: float = 0.0
     interrupted: str = ""
+    verified: Mapping[str, Checks] = attrs.field(factory=dict)
 
     @property
     def steps(self) -> int:
@@ -143,10 +235,15 @@ class RunResult:
 class _Run:
     """The state of one run."""
 
-    def __init__(self, trace: Trace, engine: Engine, batcher: Batcher, prompts: Prompts) -> None:
+    def __init__(
+        self, trace: Trace, engine: Engine, batcher: Batcher, prompts: PromptSource, clock: Clock,
+        stop_tokens: AbstractSet[int],
+    ) -> None:  # fmt: skip
         self.engine = engine
         self.batcher = batcher
         self.prompts = prompts
+        self.clock = clock
+        self.stop_tokens = stop_tokens
         self.arrivals = trace.requests
         self.next = 0
         self.now_us = self.arrivals[0].arrival_s * 1e6 if self.arrivals else 0.0
@@ -156,7 +253,20 @@ class _Run:
         self.gaps: dict[float, int] = {}
         self.last_us: dict[int, float] = {}
         self.served: list[Generation] = []
+        self.added = 0
         self.tokens = 0
+        self.step_us = 0.0
+        """The clock's time of the last step"""
+        self.outside_us = 0.0
+
+    def advance(self, outputs: StepOutputs) -> float:
+        """Advance the clock by a step; its start, in microseconds from the run's."""
+        self.step_us = passed = self.clock.step_us(outputs)
+        cycle_us = outputs.cycle_us
+        self.now_us += passed
+        if passed > cycle_us:
+            self.outside_us += passed - cycle_us
+        return self.now_us - self.start_us - min(cycle_us, passed)
 
     def admit(self) -> None:
         """Queue what has arrived by now; with nothing to run, go to the next arrival."""
@@ -168,20 +278,19 @@ class _Run:
             if batcher.fits(request.prompt_tokens, request.output_tokens):
                 prompt = self.prompts.of(self.next, request.prompt_tokens, request.hash_ids)
                 batcher.add(Generation(self.next, prompt, request.output_tokens))
+                self.added += 1
             else:
                 self.refused["over_kv_capacity"] = self.refused.get("over_kv_capacity", 0) + 1
             self.next += 1
 
     def account(self, batch: Batch, outputs: StepOutputs) -> None:
-        """Advance the clock, take the tokens in, note first tokens and gaps."""
-        cycle_us = outputs.cycle_us
-        self.now_us += cycle_us
+        """Take the tokens in, note first tokens and gaps."""
         steps = len(outputs.tokens) if outputs.tokens else 1
         done = self.batcher.complete(batch, outputs, self.sample)
         num_decodes = len(batch.decodes)
         if num_decodes:
             # A decode row's last token came at the end of the step before, because decodes never wait.
-            gap = cycle_us / steps
+            gap = self.step_us / steps
             self.gaps[gap] = self.gaps.get(gap, 0) + num_decodes * steps
             self.tokens += num_decodes * steps
         for request in done.first_tokens:
@@ -193,21 +302,48 @@ class _Run:
                 gap = self.now_us - last_us
                 self.gaps[gap] = self.gaps.get(gap, 0) + 1
         self.served += done.finished
+        if self.stop_tokens:
+            self._end_early(batch.decodes, len(outputs.tokens))
+            self._end_early(done.first_tokens, 1)
+
+    def _end_early(self, requests: Sequence[Generation], num_new: int) -> None:
+        """Those whose new tokens have an end of text among them are served."""
+        for request in requests:
+            if not self.stop_tokens.isdisjoint(request.tokens[-num_new:]) and self.batcher.cancel(request.index):
+                self.served.append(request)
 
     def sample(self, output: Any) -> int:
         return sampled_token(output, self.prompts.vocab)
+
+    def note_preempted(self) -> None:
+        """Remember when requests that were just preempted had their last token."""
+        for request in self.batcher.waiting:
+            # One that was preempted before its first token has no last one; it still waits for the first.
+            if request.num_preempted and len(request.tokens) > request.num_prompt:
+                self.last_us.setdefault(request.index, self.now_us)
+
+    def hand_back(self) -> None:
+        """Count the requests that were cancelled."""
+        batcher = self.batcher
+        cancelled = self.added - len(self.served) - len(batcher.running) - len(batcher.waiting)
+        if cancelled:
+            self.refused["cancelled"] = cancelled
 
 
 def serve_trace(
     trace: Trace,
     engine: Engine,
     batcher: Batcher,
-    prompts: Prompts,
+    prompts: PromptSource,
     *,
     label: str = "",
     check: Callable[[Generation], bool] | None = None,
     progress: Progress | None = None,
-    on_step: Callable[[int, StepInputs, StepOutputs, Batcher], None] | None = None,
+    on_step: OnStep | None = None,
+    clock: Clock | None = None,
+    sampling: Callable[[Batch], Mapping[str, Sequence[float]]] | None = None,
+    stop_tokens: AbstractSet[int] = frozenset(),
+    before_step: Callable[[], None] | None = None,
 ) -> RunResult:
     """Serve every request of a trace and say what happened.
 
@@ -219,39 +355,25 @@ def serve_trace(
         label: what to call the policy.
         check: whether a finished request's tokens are right; None checks nothing.
         progress: told now and then how far it is.
-        on_step: told each step (index, inputs, outputs, batcher), for step logs.
+        on_step: told each step, for step logs and checks.
+        clock: the time to go by; the executor's by default.
+        sampling: a batch's sampling inputs (`StepInputs.sampling`); greedy without.
+        stop_tokens: token ids that end a request before it has all its tokens.
+        before_step: called before each step; what it takes isn't the run's time.
     """
     started = time.perf_counter()
-    run = _Run(trace, engine, batcher, prompts)
-    interrupted, wrong, checked, steps = "", [], 0, 0
+    run = _Run(trace, engine, batcher, prompts, clock or ExecutorClock(), stop_tokens)
+    interrupted, wrong, checked = "", [], 0
     total = len(trace.requests)
     try:
-        while True:
-            run.admit()
-            before = batcher.num_preemptions
-            batch = batcher.next_batch()
-            if batch is None:
-                if run.next >= total and batcher.idle:
-                    break
-                continue
-            if batcher.num_preemptions != before:
-                for request in batcher.waiting:
-                    # One that was preempted before its first token has no last one; it still waits for the first.
-                    if request.num_preempted and len(request.tokens) > request.num_prompt:
-                        run.last_us.setdefault(request.index, run.now_us)
-            outputs = engine.step(batch.inputs)
-            if on_step is not None:
-                on_step(steps, batch.inputs, outputs, batcher)
-            run.account(batch, outputs)
-            steps += 1
-            if progress is not None and not steps & 255:
-                progress(len(run.served), total)
+        _serve(run, sampling, before_step, on_step, progress)
     except KeyboardInterrupt:
         interrupted = "interrupted from the keyboard"
     except StickyDeviceError as error:
         interrupted = str(error)
         left = len(batcher.running) + len(batcher.waiting) + total - run.next
         run.refused["device_lost"] = left
+    run.hand_back()
     if check is not None:
         try:
             for request in run.served[:: -(-len(run.served) // MOST_CHECKED) or 1]:
@@ -263,6 +385,42 @@ def serve_trace(
     if progress is not None:
         progress(len(run.served), total)
     return _result(label or engine.policy.name, run, checked, wrong, time.perf_counter() - started, interrupted)
+
+
+def _serve(
+    run: _Run,
+    sampling: Callable[[Batch], Mapping[str, Sequence[float]]] | None,
+    before_step: Callable[[], None] | None,
+    on_step: OnStep | None,
+    progress: Progress | None,
+) -> None:
+    """Step until every request is served or handed back."""
+    engine, batcher, clock, total, steps = run.engine, run.batcher, run.clock, len(run.arrivals), 0
+    while True:
+        run.admit()
+        before = batcher.num_preemptions
+        batch = batcher.next_batch()
+        if batch is None:
+            if run.next >= total and batcher.idle:
+                return
+            continue
+        if batcher.num_preemptions != before:
+            run.note_preempted()
+        inputs = batch.inputs if sampling is None else batch.inputs._replace(sampling=sampling(batch))
+        if before_step is not None:
+            clock.pause()
+            before_step()
+            clock.resume()
+        outputs = engine.step(inputs)
+        start_us = run.advance(outputs)
+        if on_step is not None:
+            clock.pause()
+            on_step(steps, inputs, outputs, batcher, start_us)
+            clock.resume()
+        run.account(batch, outputs)
+        steps += 1
+        if progress is not None and not steps & 255:
+            progress(len(run.served), total)
 
 
 def _result(label: str, run: _Run, checked: int, wrong: Sequence[int], wall_s: float, interrupted: str) -> RunResult:
@@ -290,6 +448,7 @@ def _result(label: str, run: _Run, checked: int, wrong: Sequence[int], wall_s: f
         graphs_used=len(captured) - len(unused),
         unused=tuple(str(key) for key in unused),
         not_captured=lost,
+        graph_bytes=registry.totals().bytes_live,
         capture_s=sum(record.seconds for record in registry.records()),
         preemptions=run.batcher.num_preemptions,
         checked=checked,
@@ -297,6 +456,7 @@ def _result(label: str, run: _Run, checked: int, wrong: Sequence[int], wall_s: f
         replay_failures=stats.replay_failures,
         basis=stats.basis,
         wall_s=wall_s,
+        outside_us=run.outside_us,
         interrupted=interrupted,
     )
 

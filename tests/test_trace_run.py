@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 from kpolicy import trace_run
 from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.engine import Engine
+from kpolicy.executors.base import StepOutputs
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.batching import Batcher
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.settings import Settings
-from kpolicy.trace_run import Prompts, RunResult, reference_check, serve_trace, weighted_percentile
+from kpolicy.shapes import BatchShape
+from kpolicy.trace_run import Prompts, RunResult, WallClock, reference_check, serve_trace, weighted_percentile
 
 LIMITS = Settings(max_num_reqs=4, max_num_tokens=16)
 SIZES = CaptureSizes((1, 2, 4), (8, 16), (8, 16))
@@ -222,6 +225,92 @@ def test_an_interrupt_keeps_what_was_done() -> None:
     result = serve(trace((0, 4, 3), (0, 4, 50)), on_step=stop)
     assert result.interrupted == "interrupted from the keyboard"
     assert result.served == 1
+
+
+class _Ticking:
+    """A clock whose every step takes so long, whatever the executor says, and that notes when it is stopped."""
+
+    def __init__(self, us: float) -> None:
+        self.us = us
+        self.calls: list[str] = []
+
+    def step_us(self, outputs: Any) -> float:  # noqa: ARG002 - it takes the same time for any
+        self.calls.append("step")
+        return self.us
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+
+def test_another_clock_says_what_time_it_is() -> None:
+    """Times are the given clock's, and what it adds to the executor's is outside of it."""
+    result = serve(trace((0, 4, 3), (50, 4, 1)), clock=_Ticking(5 * STEP_US))
+    assert result.ttft_us == (5 * STEP_US, 5 * STEP_US)
+    assert result.gap_us == (5 * STEP_US, 5 * STEP_US)
+    assert result.span_s == pytest.approx(55e-3)
+    assert result.step_us == pytest.approx(4 * STEP_US)
+    assert result.outside_us == pytest.approx(4 * 4 * STEP_US)
+    assert serve(trace((0, 4, 3))).outside_us == 0
+
+
+def test_hooks_run_while_the_clock_stands() -> None:
+    """What is called before and after a step isn't the run's time; the step's start is told from the run's."""
+    clock, starts = _Ticking(2 * STEP_US), []
+    serve(
+        trace((3, 4, 2)),
+        clock=clock,
+        before_step=lambda: clock.calls.append("before"),
+        on_step=lambda *step: (clock.calls.append("on_step"), starts.append(step[-1])),
+    )
+    assert clock.calls == ["pause", "before", "resume", "step", "pause", "on_step", "resume"] * 2
+    assert starts == [STEP_US, 3 * STEP_US]
+
+
+def test_the_wall_clock_leaves_pauses_out() -> None:
+    """Time between pause and resume isn't a step's; the rest since the step before is."""
+    clock = WallClock()
+    clock.step_us(StepOutputs([], [], Engine("eager").decide(BatchShape.decode(1)), ()))
+    time.sleep(0.02)
+    clock.pause()
+    time.sleep(0.2)
+    clock.resume()
+    passed = clock.step_us(StepOutputs([], [], Engine("eager").decide(BatchShape.decode(1)), ()))
+    assert 20_000 <= passed < 150_000
+
+
+def test_stop_tokens_end_requests_early() -> None:
+    """A request ends with the first step that gives it one of them, and counts as served."""
+    ended: list[list[int]] = []
+
+    def keep(request: Any) -> bool:
+        ended.append(request.generated)
+        return True
+
+    executor = SimulatedExecutor(FLAT, num_blocks=16, block_size=4, vocab=VOCAB)
+    engine = Engine("eager", ladder=SIZES, settings=LIMITS, costs=FLAT, executor=executor)
+
+    def run(stop_tokens: frozenset[int]) -> RunResult:
+        batcher = Batcher(LIMITS, num_blocks=16, block_size=4, steps_ahead=1)
+        return serve_trace(trace((0, 9, 12)), engine, batcher, PROMPTS, check=keep, stop_tokens=stop_tokens)
+
+    run(frozenset())
+    whole = ended.pop()
+    assert run(frozenset({whole[4]})).served == 1
+    assert ended == [whole[: whole.index(whole[4]) + 1]]
+
+
+def test_cancelled_requests_are_counted() -> None:
+    """A request that a hook cancels is handed back, and the other one is served."""
+
+    def cancel(step: int, _inputs: Any, _outputs: Any, batcher: Batcher, _start_us: float) -> None:
+        if step == 2:
+            assert batcher.cancel(1)
+
+    result = serve(trace((0, 4, 6), (0, 4, 6)), on_step=cancel)
+    assert (result.served, result.refused) == (1, {"cancelled": 1})
 
 
 def test_progress_ends_at_everything() -> None:

@@ -1,4 +1,4 @@
-"""The `kpolicy` command: run, decide, explain, policies, doctor. docs/cli.md describes each.
+"""The `kpolicy` command: run, generate, decide, explain, policies, doctor. docs/cli.md describes each.
 
 What can't be done because of what was asked is one line on standard error and exit code 2.
 """
@@ -14,6 +14,7 @@ from cyclopts.exceptions import UnusedCliTokensError
 
 from kpolicy import __version__
 from kpolicy.cli.decide import decide, explain
+from kpolicy.cli.generate import generate
 from kpolicy.cli.lists import doctor, policies
 from kpolicy.cli.options import COMMAND
 from kpolicy.cli.run import run
@@ -28,6 +29,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(run)
+app.command(generate)
 app.command(decide)
 app.command(explain)
 app.command(policies)

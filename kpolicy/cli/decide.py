@@ -110,7 +110,7 @@ def explain(*, asked: Asked = Asked(), deployment: Deployment = Deployment(), js
 
 def _settings(asked: Asked, deployment: Deployment) -> Settings:
     return settings_of(
-        max_num_reqs=("--max-num-reqs", deployment.max_num_reqs),
+        max_num_reqs=deployment.most_reqs(),
         max_num_tokens=("--max-num-tokens", asked.max_num_tokens),
         num_speculative_tokens=("--speculative", asked.speculative),
         max_loras=("--max-loras", asked.max_loras),

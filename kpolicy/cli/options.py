@@ -38,6 +38,7 @@ Json = Annotated[
 ]
 
 _OF_DEPLOYMENT = "Deployment"
+MAX_NUM_REQS = 256
 
 
 @Parameter(name="*")
@@ -87,8 +88,17 @@ class Deployment:
         ),
     ] = "throughput"
     max_num_reqs: Annotated[
-        int, Parameter(group=_OF_DEPLOYMENT, converter=whole, help="Most requests in one step.")
-    ] = 256
+        int | None,
+        Parameter(
+            group=_OF_DEPLOYMENT,
+            converter=whole,
+            help=f"Most requests in one step. By default {MAX_NUM_REQS}, and 32 where run serves a model.",
+        ),
+    ] = None
+
+    def most_reqs(self, default: int = MAX_NUM_REQS) -> tuple[str, int]:
+        """``--max-num-reqs`` and its value, as `settings_of` takes them."""
+        return "--max-num-reqs", default if self.max_num_reqs is None else self.max_num_reqs
 
     def support(self) -> AttentionSupport:
         """Support as stated, or read from a model's config.json.

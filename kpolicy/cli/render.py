@@ -161,8 +161,15 @@ def _notes(made: Console, result: RunResult, engine: Engine) -> None:
     text = f"{result.policy}: "
     if result.checked and not result.wrong:
         text += f"every token right in {result.checked:,} requests compared with the reference; "
-    text += f"{result.graphs} graphs captured in {result.capture_s:.1f} s (simulated)"
+    if result.verified:
+        text += _verified(result) + "; "
+    simulated = engine.executor is None or engine.executor.name == "simulated"
+    text += f"{result.graphs} graphs captured in {result.capture_s:.1f} s"
+    text += " (simulated)" if simulated else f", {result.graph_bytes / 2**20:,.1f} MiB"
     text += f", {result.graphs_used} used, {result.graphs - result.graphs_used} never"
+    if result.outside_us and result.steps:
+        spent = result.outside_us / (result.outside_us + result.step_us)
+        text += f"; outside the executor {result.outside_us / result.steps:,.0f} us a step, {spent:.1%} of the time"
     if result.not_captured:
         text += "; not captured: " + _counted(result.not_captured)
     if result.replay_failures:
@@ -178,6 +185,14 @@ def _notes(made: Console, result: RunResult, engine: Engine) -> None:
         _say(made, f"  downgraded at start-up: {downgrade}")
     if result.interrupted:
         _say(made, f"  ended early: {result.interrupted}")
+
+
+def _verified(result: RunResult) -> str:
+    """What was compared with EAGER, by mode."""
+    checks = ", ".join(f"{mode} {each.checks:,}" for mode, each in result.verified.items())
+    failed = ", ".join(f"{mode} {each.failures:,}" for mode, each in result.verified.items() if each.failures)
+    text = f"steps whose logits and written KV were compared with EAGER's: {checks}; "
+    return text + (f"DIFFERENT: {failed}" if failed else "every bit equal")
 
 
 def _counted(counts: Mapping[str, int]) -> str:

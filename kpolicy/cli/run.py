@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import attrs
 from cyclopts import Parameter
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kpolicy import __version__
 from kpolicy.attention.support import AttentionSupport
 from kpolicy.budgets import Budget
 from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, settings_of, whole
 from kpolicy.cli.render import console, print_json, render_run
-from kpolicy.cli.step_log import StepLog, step_log_paths
+from kpolicy.cli.turns import Files, Turn, serve_in_turn
 from kpolicy.costs import CostTable
 from kpolicy.engine import Engine
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.batching import Batcher
@@ -33,13 +33,207 @@ __all__ = ["run"]
 BLOCK_SIZE = 16
 DEFAULT_POLICIES = ("auto", "vllm")
 DEFAULT_WINDOW_S = 300.0
+MAX_NUM_TOKENS, KV_TOKENS = 2048, 400_000
 MOST_KV_TOKENS = 1 << 24
 """The simulated executor keeps two numbers a KV token in memory: some 600 MB at this many."""
 
 
+@Parameter(name="*")
+@attrs.frozen(kw_only=True)
+class Requests:
+    """Options that say which requests come, and when."""
+
+    trace: Annotated[
+        Path | None,
+        Parameter(
+            group="Requests",
+            help="An Azure, Mooncake or BurstGPT trace, gzip or not. By default $KPOLICY_TRACES or ../shared/traces, "
+            "else requests generated from a seed.",
+        ),
+    ] = None
+    window: Annotated[
+        float | None,
+        Parameter(
+            group="Requests",
+            help=f"Seconds of the trace to serve; 0 is the whole trace. By default {DEFAULT_WINDOW_S:g}, and 30 where "
+            "a model is served.",
+        ),
+    ] = None
+    start: Annotated[float, Parameter(group="Requests", help="Second of the trace to start at.")] = 0.0
+    rate: Annotated[
+        float | None, Parameter(group="Requests", help="Speed the arrivals up by this factor, after --window.")
+    ] = None
+    utilisation: Annotated[
+        float | None,
+        Parameter(
+            group="Requests",
+            help="Where a model is served: space the arrivals so that this share of what the machine can do is asked "
+            "of it. By default 0.7; --rate gives the factor itself.",
+        ),
+    ] = None
+
+    def read(self, default_window_s: float = DEFAULT_WINDOW_S) -> Trace:
+        """The requests to serve, arriving as the trace says.
+
+        Raises:
+            ConfigError: an option is out of range, or no request is left; TraceError says what is wrong with the file.
+        """
+        window = default_window_s if self.window is None else self.window
+        for option, value in (("--window", window), ("--start", self.start)):
+            if not 0 <= value < math.inf:
+                raise ConfigError(
+                    f"{option} is {value:g}; it takes seconds from 0 up. --window 0 serves all from --start on."
+                )
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise ConfigError(
+                f"--rate is {self.rate:g}; it takes a factor above 0, such as 2 for arrivals twice as fast."
+            )
+        return _window(self.trace, self.start, window)
+
+
+def run(
+    *,
+    requests: Requests = Requests(),
+    policy: Annotated[
+        list[str] | None,
+        Parameter(negative="", help="A policy; repeat the option to compare several. By default auto and vllm."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        Parameter(
+            help="cpu serves a model on this machine, simulated takes times from a cost table. By default cpu where "
+            "torch and transformers are installed."
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        Parameter(help="A model's folder, or a config.json for random weights. By default a small one of its own."),
+    ] = None,
+    deployment: Deployment = Deployment(),  # noqa: B008
+    max_num_tokens: Annotated[
+        int | None,
+        Parameter(
+            group="Deployment",
+            converter=whole,
+            help="Token budget of a step (chunked prefill). By default 2048, and 256 where a model is served.",
+        ),
+    ] = None,
+    kv_tokens: Annotated[
+        int | None,
+        Parameter(
+            group="Deployment",
+            converter=whole,
+            help="KV capacity in tokens, all requests together. By default 400000, and 32768 where a model is served.",
+        ),
+    ] = None,
+    seed: Annotated[int, Parameter(converter=whole, help="Picks prompt tokens and random weights.")] = 0,
+    verify: Annotated[
+        bool, Parameter(help="Hold outputs to the reference: tokens when simulated, logits and KV with a model.")
+    ] = True,
+    fault: Annotated[
+        list[str] | None,
+        Parameter(negative="", help="Inject a fault, such as replay_fails@10x3; repeat the option for several."),
+    ] = None,
+    json: Json = False,
+    files: Files = Files(),  # noqa: B008
+) -> int:
+    """Serve a request trace with each policy, and compare them on the same arrivals."""
+    specs = _specs(policy)
+    asked = Asked(
+        requests=requests, turns=files.turns(specs), model=model, deployment=deployment,
+        max_num_tokens=max_num_tokens, kv_tokens=kv_tokens, seed=at_least("--seed", seed, 0), verify=verify,
+        faults=tuple(fault or ()), json=json, files=files,
+    )  # fmt: skip
+    if _device(device, model) == "cpu":
+        from kpolicy.cli.run_model import run_model
+
+        return run_model(asked)
+    return _run_simulated(asked)
+
+
+@attrs.frozen(kw_only=True)
+class Asked:
+    """The command's options."""
+
+    requests: Requests
+    turns: Sequence[Turn]
+    model: Path | None
+    deployment: Deployment
+    max_num_tokens: int | None
+    kv_tokens: int | None
+    seed: int
+    verify: bool
+    faults: tuple[str, ...]
+    json: bool
+    files: Files
+
+
+def _device(device: str | None, model: Path | None) -> str:
+    """The device to serve on.
+
+    Raises:
+        ConfigError: it isn't known, or what it needs isn't installed.
+    """
+    if device is None:
+        device = "cpu" if model is not None or not missing_libraries() else "simulated"
+    if device not in ("cpu", "simulated"):
+        raise UnknownNameError("device", device, ("cpu", "simulated"), "`kpolicy doctor` says what is on this machine.")
+    if device == "simulated" and model is not None:
+        raise ConfigError(
+            f"--model {model} and --device simulated: a simulated device runs no model. Leave one out; --config says "
+            "what a model's attention supports."
+        )
+    if device == "cpu":
+        needs_torch("run with a model")
+    return device
+
+
+def missing_libraries() -> list[str]:
+    """What serving a model needs and isn't installed; nothing is imported to find out."""
+    return [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
+
+
+def needs_torch(what: str) -> None:
+    """Raise ConfigError where a model can't be served for want of libraries."""
+    missing = missing_libraries()
+    if missing:
+        hint = "" if what == "generate" else " Or give --device simulated without --model."
+        raise ConfigError(
+            f"kpolicy {what} needs {', '.join(missing)}, not installed here. Run: pip install 'kpolicy[models]'.{hint}"
+        )
+
+
+def _specs(policies: list[str] | None) -> list[str]:
+    specs = list(policies or DEFAULT_POLICIES)
+    twice = next((spec for i, spec in enumerate(specs) if spec in specs[:i]), None)
+    if twice is not None:
+        raise ConfigError(f"--policy {twice} is given twice; both would do the same, so give it once.")
+    return specs
+
+
+def _window(path: Path | None, start: float, window: float) -> Trace:
+    whole_trace = default_trace() if path is None else read_trace(path)
+    trace = whole_trace
+    if not len(trace):
+        dropped = ", ".join(f"{count} {reason}" for reason, count in trace.dropped.items()) or "none"
+        raise ConfigError(f"{trace.source} has no request to serve; rows dropped: {dropped}. Choose another --trace.")
+    if start or window:
+        trace = trace.window(start, window or math.inf)
+    if not len(trace):
+        last_s = whole_trace.requests[-1].arrival_s
+        raise ConfigError(
+            f"no request arrives in the {window or math.inf:g} s from second {start:g} of {whole_trace.source}; its "
+            f"last one arrives at second {last_s:.1f}. Choose another --start, or a longer --window."
+        )
+    return trace
+
+
+# Simulated
+
+
 @attrs.frozen(kw_only=True)
 class _Job:
-    """What is equal for every policy of a run."""
+    """What is equal for every policy of a simulated run."""
 
     trace: Trace
     settings: Settings
@@ -58,52 +252,21 @@ class _Job:
         return self.num_blocks * BLOCK_SIZE
 
 
-def run(
-    *,
-    trace: Annotated[
-        Path | None,
-        Parameter(
-            group="Requests",
-            help="An Azure, Mooncake or BurstGPT trace, gzip or not. By default $KPOLICY_TRACES or ../shared/traces, "
-            "else requests generated from a seed.",
-        ),
-    ] = None,
-    window: Annotated[
-        float, Parameter(group="Requests", help="Seconds of the trace to serve; 0 is the whole trace.")
-    ] = DEFAULT_WINDOW_S,
-    start: Annotated[float, Parameter(group="Requests", help="Second of the trace to start at.")] = 0.0,
-    rate: Annotated[
-        float, Parameter(group="Requests", help="Speed the arrivals up by this factor, after --window.")
-    ] = 1.0,
-    policy: Annotated[
-        list[str] | None,
-        Parameter(negative="", help="A policy; repeat the option to compare several. By default auto and vllm."),
-    ] = None,
-    deployment: Deployment = Deployment(),  # noqa: B008
-    max_num_tokens: Annotated[
-        int, Parameter(group="Deployment", converter=whole, help="Token budget of a step (chunked prefill).")
-    ] = 2048,
-    kv_tokens: Annotated[
-        int, Parameter(group="Deployment", converter=whole, help="KV capacity in tokens, all requests together.")
-    ] = 400_000,
-    seed: Annotated[int, Parameter(converter=whole, help="Picks prompt tokens and the simulated model.")] = 0,
-    verify: Annotated[bool, Parameter(help="Compare requests' tokens with the reference.")] = True,
-    fault: Annotated[
-        list[str] | None,
-        Parameter(negative="", help="Inject a fault, such as replay_fails@10x3; repeat the option for several."),
-    ] = None,
-    json: Json = False,
-    step_log: Annotated[
-        Path | None, Parameter(help="Write every step here; with several policies a file each, NAME-POLICY.")
-    ] = None,
-) -> int:
-    """Serve a request trace with each policy on the simulated executor, and compare them on the same arrivals."""
-    specs = _specs(policy)
-    logs = step_log_paths(step_log, specs)
-    _check(window=window, start=start, rate=rate, kv_tokens=kv_tokens)
-    settings = settings_of(
-        max_num_reqs=("--max-num-reqs", deployment.max_num_reqs), max_num_tokens=("--max-num-tokens", max_num_tokens)
-    )
+def _run_simulated(asked: Asked) -> int:
+    requests, deployment, turns = asked.requests, asked.deployment, asked.turns
+    if requests.utilisation is not None:
+        raise ConfigError(
+            f"--utilisation is {requests.utilisation:g}: it is a share of what this machine can do, which a simulated "
+            "device doesn't have. Use --rate, or give --device cpu."
+        )
+    trace, kv_tokens = requests.read(), KV_TOKENS if asked.kv_tokens is None else asked.kv_tokens
+    if not BLOCK_SIZE <= kv_tokens <= MOST_KV_TOKENS:
+        raise ConfigError(
+            f"--kv-tokens is {kv_tokens}; KV comes in blocks of {BLOCK_SIZE} tokens, so give {BLOCK_SIZE} to "
+            f"{MOST_KV_TOKENS}."
+        )
+    tokens = MAX_NUM_TOKENS if asked.max_num_tokens is None else asked.max_num_tokens
+    settings = settings_of(max_num_reqs=deployment.most_reqs(), max_num_tokens=("--max-num-tokens", tokens))
     job = _Job(
         settings=settings,
         support=deployment.support(),
@@ -112,58 +275,18 @@ def run(
         budget=deployment.budget(),
         objective=deployment.objective,
         num_blocks=kv_tokens // BLOCK_SIZE,
-        seed=at_least("--seed", seed, 0),
-        verify=verify,
-        faults=tuple(fault or ()),
-        trace=_window(trace, start, window, rate),
+        seed=asked.seed,
+        verify=asked.verify,
+        faults=asked.faults,
+        trace=trace if requests.rate in (None, 1) else trace.scaled(requests.rate),
     )
-    engines = {spec: _engine(spec, job) for spec in specs}
-    results = _serve(engines, job, logs, quiet=json)
-    if json:
+    engines = {turn.spec: _engine(turn.spec, job) for turn in turns}
+    results = _serve(engines, job, turns, asked.files, quiet=asked.json)
+    if asked.json:
         print_json(_as_dict(job, results, engines))
     else:
         render_run(console(), job.trace, results, _setting(job), engines)
-    return _exit_code(results, complete=len(results) == len(specs))
-
-
-def _specs(policies: list[str] | None) -> list[str]:
-    specs = list(policies or DEFAULT_POLICIES)
-    twice = next((spec for i, spec in enumerate(specs) if spec in specs[:i]), None)
-    if twice is not None:
-        raise ConfigError(f"--policy {twice} is given twice; both would do the same, so give it once.")
-    return specs
-
-
-def _check(*, window: float, start: float, rate: float, kv_tokens: int) -> None:
-    for option, value in (("--window", window), ("--start", start)):
-        if not 0 <= value < math.inf:
-            raise ConfigError(
-                f"{option} is {value:g}; it takes seconds from 0 up. --window 0 serves all from --start on."
-            )
-    if not 0 < rate < math.inf:
-        raise ConfigError(f"--rate is {rate:g}; it takes a factor above 0, such as 2 for arrivals twice as fast.")
-    if not BLOCK_SIZE <= kv_tokens <= MOST_KV_TOKENS:
-        raise ConfigError(
-            f"--kv-tokens is {kv_tokens}; KV comes in blocks of {BLOCK_SIZE} tokens, so give {BLOCK_SIZE} to "
-            f"{MOST_KV_TOKENS}."
-        )
-
-
-def _window(path: Path | None, start: float, window: float, rate: float) -> Trace:
-    whole_trace = default_trace() if path is None else read_trace(path)
-    trace = whole_trace
-    if not len(trace):
-        dropped = ", ".join(f"{count} {reason}" for reason, count in trace.dropped.items()) or "none"
-        raise ConfigError(f"{trace.source} has no request to serve; rows dropped: {dropped}. Choose another --trace.")
-    if start or window:
-        trace = trace.window(start, window or math.inf)
-    if not len(trace):
-        last_s = whole_trace.requests[-1].arrival_s
-        raise ConfigError(
-            f"no request arrives in the {window or math.inf:g} s from second {start:g} of {whole_trace.source}; its "
-            f"last one arrives at second {last_s:.1f}. Choose another --start, or a longer --window."
-        )
-    return trace if rate == 1 else trace.scaled(rate)
+    return exit_code(results, complete=len(results) == len(turns))
 
 
 def _engine(spec: str, job: _Job) -> Engine:
@@ -177,47 +300,31 @@ def _engine(spec: str, job: _Job) -> Engine:
     )  # fmt: skip
 
 
-def _serve(engines: dict[str, Engine], job: _Job, logs: Sequence[Path | None], *, quiet: bool) -> list[RunResult]:
+def _serve(
+    engines: dict[str, Engine], job: _Job, turns: Sequence[Turn], files: Files, *, quiet: bool
+) -> list[RunResult]:
     """Serve the trace with each policy, until the first one that is interrupted from the keyboard."""
     prompts = Prompts(job.seed)
     check = reference_check(prompts, job.seed) if job.verify else None
-    results: list[RunResult] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} requests"))
-    made = console(stderr=True)
-    shown = Progress(*columns, TimeRemainingColumn(), console=made, disable=quiet or not made.is_terminal,
-                     transient=True)  # fmt: skip
-    try:
-        with shown:
-            for (spec, engine), path in zip(engines.items(), logs, strict=True):
-                task = shown.add_task(spec, total=len(job.trace))
-                engine.capture()
-                batcher = Batcher(job.settings, num_blocks=job.num_blocks, block_size=BLOCK_SIZE)
 
-                def advance(done: int, _total: int, task: Any = task) -> None:
-                    shown.update(task, completed=done)
+    def serve(turn: Turn, engine: Engine, on_step: Any, progress: Any) -> RunResult:
+        engine.capture()
+        batcher = Batcher(job.settings, num_blocks=job.num_blocks, block_size=BLOCK_SIZE)
+        return serve_trace(
+            job.trace, engine, batcher, prompts, label=turn.spec, check=check, progress=progress, on_step=on_step
+        )
 
-                with StepLog(path, spec, engine) as log:
-                    result = serve_trace(
-                        job.trace, engine, batcher, prompts, label=spec, check=check, progress=advance, on_step=log
-                    )
-                results.append(result)
-                if _interrupted(results[-1]):
-                    break
-    except KeyboardInterrupt:
-        # Between policies, or while outputs were compared: what is done is still told.
-        pass
-    return results
+    return serve_in_turn(turns, engines, len(job.trace), serve, files=files, quiet=quiet)
 
 
-def _interrupted(result: RunResult) -> bool:
-    return result.interrupted.startswith("interrupted")
-
-
-def _exit_code(results: Sequence[RunResult], *, complete: bool) -> int:
-    if any(result.wrong for result in results):
-        sys.stderr.write("kpolicy: outputs differ from the reference; this is a bug in kpolicy, please report it.\n")
+def exit_code(results: Sequence[RunResult], *, complete: bool) -> int:
+    """The command's exit code, with a line on standard error where it isn't 0."""
+    failed = sum(checks.failures for result in results for checks in result.verified.values())
+    if failed or any(result.wrong for result in results):
+        what = "outputs differ from EAGER's" if failed else "outputs differ from the reference"
+        sys.stderr.write(f"kpolicy: {what}; this is a bug in kpolicy, please report it.\n")
         return 1
-    if not complete or any(map(_interrupted, results)):
+    if not complete or any(result.interrupted.startswith("interrupted") for result in results):
         sys.stderr.write("kpolicy: interrupted; what was done is above.\n")
         return 130
     return 1 if any(result.interrupted for result in results) else 0
@@ -237,7 +344,25 @@ def _setting(job: _Job) -> list[str]:
 
 
 def _as_dict(job: _Job, results: Sequence[RunResult], engines: dict[str, Engine]) -> dict[str, Any]:
-    trace, settings = job.trace, job.settings
+    setting = {
+        "executor": "simulated",
+        "attention": str(job.support),
+        "costs": next(iter(engines.values())).costs.version,
+        "objective": job.objective,
+        "max_num_reqs": job.settings.max_num_reqs,
+        "max_num_tokens": job.settings.max_num_tokens,
+        "kv_tokens": job.kv_tokens,
+        "budget": limits(job.budget),
+        "seed": job.seed,
+        "faults": list(job.faults),
+    }
+    return report(job.trace, setting, results, engines)
+
+
+def report(
+    trace: Trace, setting: dict[str, Any], results: Sequence[RunResult], engines: dict[str, Engine]
+) -> dict[str, Any]:
+    """What ``--json`` prints."""
     return {
         "kpolicy": __version__,
         "trace": {
@@ -247,23 +372,15 @@ def _as_dict(job: _Job, results: Sequence[RunResult], engines: dict[str, Engine]
             "span_s": trace.span_s,
             "dropped": dict(trace.dropped),
         },
-        "setting": {
-            "executor": "simulated",
-            "attention": str(job.support),
-            "costs": next(iter(engines.values())).costs.version,
-            "objective": job.objective,
-            "max_num_reqs": settings.max_num_reqs,
-            "max_num_tokens": settings.max_num_tokens,
-            "kv_tokens": job.kv_tokens,
-            "budget": None if job.budget is None else _limits(job.budget),
-            "seed": job.seed,
-            "faults": list(job.faults),
-        },
+        "setting": setting,
         "policies": [_result(result, engines[result.policy]) for result in results],
     }
 
 
-def _limits(budget: Budget) -> dict[str, Any]:
+def limits(budget: Budget | None) -> dict[str, Any] | None:
+    """A budget's limits by name."""
+    if budget is None:
+        return None
     return {name: limit for name, limit in attrs.asdict(budget).items() if limit is not None}
 
 

@@ -1,12 +1,15 @@
-"""The step log of `kpolicy run`."""
+"""What `kpolicy run` writes of every step: the step log and the Perfetto trace."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from kpolicy import __version__
 from kpolicy.cli.options import COMMAND
@@ -17,12 +20,28 @@ from kpolicy.scheduling.batching import Batcher
 from kpolicy.shapes import BatchShape
 
 if TYPE_CHECKING:
-    from kpolicy.schemas import StepLogWriter
+    from kpolicy.observe.perfetto import PerfettoWriter
+    from kpolicy.schemas import LogHeader, StepLogWriter
+    from kpolicy.trace_run import OnStep
 
-__all__ = ["StepLog", "step_log_paths"]
+__all__ = ["RunsOn", "StepLog", "files_of", "step_log_paths"]
+
+
+@attrs.frozen
+class RunsOn:
+    """Device, model and versions, as a log's header says them."""
+
+    device: str = "simulated"
+    model: str = ""
+    versions: dict[str, str] = attrs.field(factory=dict)
 
 
 def step_log_paths(path: Path | None, specs: Sequence[str]) -> list[Path | None]:
+    """`files_of` for ``--step-log``."""
+    return files_of("--step-log", path, specs, "steps.jsonl")
+
+
+def files_of(option: str, path: Path | None, specs: Sequence[str], example: str) -> list[Path | None]:
     """A file for each policy: the path itself for one, NAME-POLICY beside it for several.
 
     Raises:
@@ -32,14 +51,14 @@ def step_log_paths(path: Path | None, specs: Sequence[str]) -> list[Path | None]
     if path is None:
         return [None] * len(specs)
     if path.is_dir() or not path.name:
-        raise ConfigError(f"--step-log {path} is a folder; name a file in it, such as {path / 'steps.jsonl'}.")
+        raise ConfigError(f"{option} {path} is a folder; name a file in it, such as {path / example}.")
     if not path.parent.is_dir():
-        raise ConfigError(f"--step-log {path}: there is no folder {path.parent}; make it, or give another path.")
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it, or give another path.")
     if len(specs) == 1:
         return [path]
     paths: list[Path | None] = [path.with_stem(f"{path.stem}-{_file_name(spec)}") for spec in specs]
     if len(set(paths)) < len(paths):
-        raise ConfigError(f"--step-log {path}: {', '.join(specs)} would share a file; run them one by one.")
+        raise ConfigError(f"{option} {path}: {', '.join(specs)} would share a file; run them one by one.")
     return paths
 
 
@@ -48,35 +67,59 @@ def _file_name(spec: str) -> str:
 
 
 class StepLog:
-    """Writes one policy's steps where a log is wanted: ``with StepLog(...) as log`` gives what to call each step.
+    """Writes one policy's steps where they are wanted: ``with StepLog(...) as log`` gives what to call each step.
 
     Args:
-        path: the file; None writes nothing, and `log` is None.
+        path: the step log; None writes none.
         spec: the policy.
         engine: whose costs tell device and host time apart.
+        perfetto: the Perfetto trace; None writes none. Without either file `log` is None.
+        runs_on: what ran where, for the header.
     """
 
-    def __init__(self, path: Path | None, spec: str, engine: Engine) -> None:
+    def __init__(
+        self, path: Path | None, spec: str, engine: Engine, *, perfetto: Path | None = None,
+        runs_on: RunsOn | None = None,
+    ) -> None:  # fmt: skip
         self._path = path
+        self._perfetto = perfetto
         self._spec = spec
         self._engine = engine
+        self._runs_on = runs_on or RunsOn()
         self._writer: StepLogWriter | None = None
+        self._trace: PerfettoWriter | None = None
+        self._open = ExitStack()
 
-    def __enter__(self) -> Any:
-        if self._path is None:
+    def __enter__(self) -> OnStep | None:
+        if self._path is None and self._perfetto is None:
             return None
-        from kpolicy.schemas import LogHeader, StepLogWriter
+        header = self._header()
+        with ExitStack() as opened:
+            if self._path is not None:
+                from kpolicy.schemas import StepLogWriter
 
-        header = LogHeader(
-            policy=self._spec, device="simulated", versions={"kpolicy": __version__},
+                self._writer = StepLogWriter(self._path, header)
+                opened.push(self._close_log)
+            if self._perfetto is not None:
+                from kpolicy.observe.perfetto import PerfettoWriter
+
+                self._trace = opened.enter_context(PerfettoWriter(self._perfetto, header))
+            self._open = opened.pop_all()
+        return self._write
+
+    def _header(self) -> LogHeader:
+        from kpolicy.schemas import LogHeader
+
+        where = self._runs_on
+        return LogHeader(
+            policy=self._spec, device=where.device, model=where.model,
+            versions={"kpolicy": __version__, **where.versions},
             costs_version=self._engine.costs.version, settings=self._engine.settings,
             started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             command=shlex.join(["kpolicy", *COMMAND.get()]),
         )  # fmt: skip
-        self._writer = StepLogWriter(self._path, header)
-        return self._write
 
-    def _write(self, step: int, inputs: StepInputs, outputs: StepOutputs, batcher: Batcher) -> None:
+    def _write(self, step: int, inputs: StepInputs, outputs: StepOutputs, batcher: Batcher, start_us: float) -> None:
         from kpolicy.schemas import QueueState, StepEntry
 
         numbers = inputs.numbers
@@ -93,10 +136,17 @@ class StepLog:
         )  # fmt: skip
         if self._writer is not None:
             self._writer.write(entry)
+        if self._trace is not None:
+            from kpolicy.observe.perfetto import StepTiming
 
-    def __exit__(self, *failure: Any) -> None:
+            self._trace.write(entry, StepTiming(start_us=start_us))
+
+    def _close_log(self, *failure: Any) -> None:
         if self._writer is not None:
             self._writer.close(whole=failure[0] is None)
+
+    def __exit__(self, *failure: Any) -> None:
+        self._open.__exit__(*failure)
 
 
 def _shape_of(inputs: StepInputs) -> BatchShape:

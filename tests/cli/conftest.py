@@ -29,13 +29,16 @@ Command = Callable[..., Ended]
 
 @pytest.fixture
 def kpolicy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """The command: ``kpolicy("decide", "--decodes", 4)``."""
+    """The command: ``kpolicy("decide", "--decodes", 4)``; `run` on the simulated device where none is given."""
     for variable in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(variable, raising=False)
 
     def run(*arguments: object) -> Ended:
+        given = [str(argument) for argument in arguments]
+        if given[:1] == ["run"] and not {"--device", "--model", "--help"} & set(given):
+            given[1:1] = ["--device", "simulated"]
         with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
+            main(given)
         assert isinstance(ended.value.code, int)
         return Ended(ended.value.code, *capsys.readouterr())
 

@@ -322,7 +322,7 @@ def test_a_signal_ends_a_real_process(tmp_path: Path) -> None:
     rows = [f"{10 * i},400,400" for i in range(2000)]
     path = write(tmp_path / "long.csv", "timestamp,input_length,output_length", *rows)
     log = tmp_path / "steps.jsonl"
-    arguments = ["run", "--trace", path, "--policy", "eager", "--step-log", log]
+    arguments = ["run", "--device", "simulated", "--trace", path, "--policy", "eager", "--step-log", log]
     with subprocess.Popen(
         [sys.executable, "-m", "kpolicy", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
@@ -348,7 +348,7 @@ def test_one_policys_step_log(kpolicy: Command, trace: Path, tmp_path: Path) -> 
     log = read_step_log(path)
     assert not log.cut_short
     assert log.header.policy == "auto"
-    assert log.header.command == f"kpolicy run {' '.join(map(str, options))}"
+    assert log.header.command == f"kpolicy run --device simulated {' '.join(map(str, options))}"
     assert [entry.step for entry in log.entries] == list(range(result["steps"]))
     for mode, stats in result["modes"].items():
         entries = [entry for entry in log.entries if entry.mode == mode]

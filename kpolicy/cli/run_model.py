@@ -1,0 +1,254 @@
+"""`kpolicy run` with a model: loads it, captures, measures this machine, then serves the trace with each policy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kpolicy.cli.options import ladder_of, settings_of
+from kpolicy.cli.render import console, print_json, render_run
+from kpolicy.cli.step_log import RunsOn
+from kpolicy.cli.turns import Turn, progress_bar, serve_in_turn
+from kpolicy.costs import CostTable
+from kpolicy.engine import Engine
+from kpolicy.errors import ConfigError
+from kpolicy.policies import get_policy
+from kpolicy.scheduling.traces import Trace
+from kpolicy.trace_run import Prompts, RunResult
+
+if TYPE_CHECKING:
+    from kpolicy.cli.run import Asked
+    from kpolicy.serving.real_run import Serving
+
+__all__ = ["capture", "run_model"]
+
+BLOCK_SIZE = 16
+DEFAULT_WINDOW_S = 30.0
+MAX_NUM_REQS, MAX_NUM_TOKENS, KV_TOKENS = 32, 256, 32_768
+UTILISATION = 0.7
+CALIBRATION_S = 10.0
+"""Seconds for measuring costs, beyond a few times of each launch."""
+
+
+@attrs.define
+class _Job:
+    """A run with a model, ready to be served."""
+
+    serving: Serving
+    trace: Trace
+    engines: dict[str, Engine]
+    rate: float
+    utilisation: float | None
+    differences: list[str] = attrs.field(factory=list)
+
+
+def run_model(asked: Asked) -> int:
+    """Serve a model on this machine; the command's exit code."""
+    from kpolicy.cli.run import exit_code, report
+
+    job = _prepare(asked)
+    results = _serve(job, asked)
+    if asked.json:
+        print_json(report(job.trace, _as_dict(job, asked), results, job.engines))
+    else:
+        render_run(console(), job.trace, results, _setting(job), job.engines)
+    for difference in job.differences[:5]:
+        sys.stderr.write(f"kpolicy: {difference}\n")
+    return exit_code(results, complete=len(results) == len(asked.turns))
+
+
+def _prepare(asked: Asked) -> _Job:
+    """Load, capture for one policy, measure, and scale the arrivals."""
+    from kpolicy.serving.real_run import (
+        Serving,
+        fitting,
+        open_model,
+        quiet_transformers,
+        share_cores,
+        small_ladder,
+    )
+
+    specs = [turn.spec for turn in asked.turns]
+    policies = {spec: get_policy(spec) for spec in specs}
+    settings, kv_tokens, utilisation = _limits(asked)
+    trace = asked.requests.read(DEFAULT_WINDOW_S)
+    costs = asked.deployment.costs()
+    ladder = ladder_of(asked.deployment.ladder, settings) or small_ladder(settings)
+    share_cores()
+    quiet_transformers()
+    model = open_model(asked.model, settings, kv_tokens=kv_tokens, block_size=BLOCK_SIZE, seed=asked.seed)
+    serving = Serving(
+        model=model, settings=settings, ladder=ladder, costs=costs, objective=asked.deployment.objective,
+        budget=asked.deployment.budget(), faults=asked.faults,
+    )  # fmt: skip
+    trace = fitting(trace, model)
+    # One that reads costs has graphs of every kind, where there is one.
+    first = next((spec for spec in specs if policies[spec].reads_costs), specs[0])
+    engines = {spec: serving.engine(spec) for spec in specs}
+    try:
+        if costs is None:
+            serving = attrs.evolve(serving, costs=_measured(first, engines, serving, quiet=asked.json))
+            engines = {spec: serving.engine(spec, like=engine) for spec, engine in engines.items()}
+        rate = asked.requests.rate
+        if rate is None:
+            rate = _rate(trace, engines[first], kv_tokens // BLOCK_SIZE, utilisation)
+    except BaseException:
+        release(engines)
+        raise
+    scaled = trace if rate == 1 else trace.scaled(rate)
+    return _Job(serving, scaled, engines, rate, None if asked.requests.rate is not None else utilisation)
+
+
+def release(engines: Mapping[str, Engine]) -> None:
+    """End their streams' threads too: a thread that still runs when the process ends would abort it."""
+    for engine in engines.values():
+        engine.release()
+
+
+def _limits(asked: Asked) -> tuple[Any, int, float]:
+    """(settings, KV tokens, utilisation), checked."""
+    deployment, requests = asked.deployment, asked.requests
+    for option, value in (("--attention", deployment.attention), ("--config", deployment.config)):
+        if value is not None:
+            raise ConfigError(
+                f"{option} {value} says what a simulated model's attention supports; a model that is served says so "
+                "itself. Leave it out, or give --device simulated."
+            )
+    if requests.rate is not None and requests.utilisation is not None:
+        raise ConfigError(
+            f"--rate {requests.rate:g} and --utilisation {requests.utilisation:g} both space the arrivals; give one."
+        )
+    utilisation = UTILISATION if requests.utilisation is None else requests.utilisation
+    if not 0.01 <= utilisation <= 10:
+        raise ConfigError(
+            f"--utilisation is {utilisation:g}; it is a share of what the machine can do, 0.01 to 10, such as 0.7."
+        )
+    kv_tokens = KV_TOKENS if asked.kv_tokens is None else asked.kv_tokens
+    if not BLOCK_SIZE <= kv_tokens <= 1 << 24:
+        raise ConfigError(
+            f"--kv-tokens is {kv_tokens}; KV comes in blocks of {BLOCK_SIZE} tokens, so give {BLOCK_SIZE} to {1 << 24}."
+        )
+    tokens = MAX_NUM_TOKENS if asked.max_num_tokens is None else asked.max_num_tokens
+    settings = settings_of(max_num_reqs=deployment.most_reqs(MAX_NUM_REQS), max_num_tokens=("--max-num-tokens", tokens))
+    return settings, kv_tokens, utilisation
+
+
+def capture(engine: Engine, label: str, *, quiet: bool) -> None:
+    """Capture an Engine's graphs, with a progress bar that says how many, how large and how long."""
+    held, seconds = 0, 0.0
+    with progress_bar("graphs", quiet=quiet) as shown:
+        task = shown.add_task(f"capture {label}", total=len(engine.keys))
+
+        def advance(_key: Any, report: Any) -> None:
+            nonlocal held, seconds
+            if report is not None:
+                held, seconds = held + report.bytes, seconds + report.seconds
+            shown.update(task, advance=1, description=f"capture {label}: {held / 2**20:,.1f} MiB, {seconds:.1f} s")
+
+        engine.capture(advance)
+
+
+def _measured(spec: str, engines: Mapping[str, Engine], serving: Serving, *, quiet: bool) -> CostTable:
+    """Costs as one policy's graphs have them; it keeps the graphs."""
+    from kpolicy.serving.calibrate import calibrate
+
+    # Faults are for what is served.
+    engine = attrs.evolve(serving, faults=()).engine(spec) if serving.faults else engines[spec]
+    try:
+        capture(engine, spec, quiet=quiet)
+        with progress_bar("", quiet=quiet) as shown:
+            shown.add_task("measuring what launches take", total=None)
+            return calibrate(
+                engine.executor, engine.registry, serving.model, serving.settings, allowance_s=CALIBRATION_S
+            )
+    finally:
+        if engine is not engines[spec]:
+            engine.release()
+
+
+def _rate(trace: Trace, engine: Engine, num_blocks: int, utilisation: float) -> float:
+    """The factor of arrivals that asks this share of the machine: work that comes a second over work it can do."""
+    from kpolicy.serving.real_run import saturated_s
+
+    if not trace.span_s:
+        return 1.0
+    work_s = saturated_s(trace, engine, engine.costs, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    return utilisation * trace.span_s / work_s
+
+
+def _serve(job: _Job, asked: Asked) -> list[RunResult]:
+    from kpolicy.serving.real_run import serve_model
+
+    model = job.serving.model
+    prompts = Prompts(asked.seed, vocab=model.vocab)
+
+    def serve(turn: Turn, engine: Engine, on_step: Any, progress: Any) -> RunResult:
+        if not engine.registry.captured():
+            capture(engine, turn.spec, quiet=True)
+        result, differences = serve_model(
+            job.trace, engine, job.serving, prompts, label=turn.spec, verify=asked.verify, on_step=on_step,
+            progress=progress,
+        )  # fmt: skip
+        job.differences += differences
+        return result
+
+    try:
+        return serve_in_turn(
+            asked.turns, job.engines, len(job.trace), serve, files=asked.files, quiet=asked.json,
+            runs_on=_runs_on(model),
+        )  # fmt: skip
+    finally:
+        release(job.engines)
+
+
+def _runs_on(model: Any) -> RunsOn:
+    from kpolicy.serving.calibrate import device_name, model_name, versions
+
+    return RunsOn(f"cpu: {device_name()}", model_name(model), versions())
+
+
+def _setting(job: _Job) -> list[str]:
+    serving, model = job.serving, job.serving.model
+    settings = serving.settings
+    from kpolicy.serving.calibrate import device_name, model_name
+
+    budget = "" if serving.budget is None else f", budget {serving.budget}"
+    spaced = f"arrivals at {job.rate:.3g} times the trace's rate"
+    if job.utilisation is not None:
+        spaced += f", {job.utilisation:.0%} of what this machine serves when requests never run out"
+    costs = "" if serving.costs is None else serving.costs.version
+    measured = "costs measured here" if serving.costs and serving.costs.version.startswith("measured ") else costs
+    return [
+        f"{model_name(model)}, {'random' if model.folder is None else 'its own'} weights",
+        f"cpu: {device_name()}; {measured}",
+        f"attention {model.support}, objective {serving.objective}{budget}",
+        f"{model.num_slots:,} KV tokens, at most {settings.max_num_reqs:,} requests and {settings.max_num_tokens:,} "
+        f"tokens a step, {model.max_model_len:,} tokens a request",
+        f"{spaced}; time is measured, idle stretches are skipped",
+    ]
+
+
+def _as_dict(job: _Job, asked: Asked) -> dict[str, Any]:
+    from kpolicy.cli.run import limits
+    from kpolicy.serving.calibrate import device_name, model_name
+
+    serving, model = job.serving, job.serving.model
+    return {
+        "executor": "cpu",
+        "device": device_name(),
+        "model": model_name(model),
+        "attention": str(model.support),
+        "costs": "" if serving.costs is None else serving.costs.version,
+        "objective": serving.objective,
+        "max_num_reqs": serving.settings.max_num_reqs,
+        "max_num_tokens": serving.settings.max_num_tokens,
+        "kv_tokens": model.num_slots,
+        "budget": limits(serving.budget),
+        "seed": asked.seed,
+        "faults": list(asked.faults),
+        "rate": job.rate,
+        "utilisation": job.utilisation,
+    }

@@ -1,0 +1,161 @@
+"""Policies in turn: the files of each, progress, metrics, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+from cyclopts import Parameter
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kpolicy.cli.logs import log_engines, log_level
+from kpolicy.cli.options import whole
+from kpolicy.cli.render import console
+from kpolicy.cli.step_log import RunsOn, StepLog, files_of, step_log_paths
+from kpolicy.engine import Engine
+from kpolicy.errors import ConfigError
+from kpolicy.trace_run import RunResult
+
+__all__ = ["Files", "Turn", "progress_bar", "serve_in_turn"]
+
+
+@attrs.frozen
+class Turn:
+    """One policy, and the files that it writes."""
+
+    spec: str
+    step_log: Path | None = None
+    perfetto: Path | None = None
+
+
+@Parameter(name="*")
+@attrs.frozen(kw_only=True)
+class Files:
+    """Options that say what a run writes and serves besides its table."""
+
+    step_log: Annotated[
+        Path | None, Parameter(help="Write every step here; with several policies a file each, NAME-POLICY.")
+    ] = None
+    perfetto: Annotated[
+        Path | None, Parameter(help="Write a Perfetto trace here; with several policies a file each, NAME-POLICY.")
+    ] = None
+    metrics_port: Annotated[
+        int | None,
+        Parameter(converter=whole, help="Serve Prometheus metrics on this port of this machine; 0 takes a free one."),
+    ] = None
+
+    def turns(self, specs: Sequence[str]) -> list[Turn]:
+        """Each policy with its files.
+
+        Raises:
+            ConfigError: a file can't be written, or what it needs isn't installed; before anything has run.
+        """
+        log_level()
+        _check_port(self.metrics_port)
+        logs = step_log_paths(self.step_log, specs)
+        traces = files_of("--perfetto", self.perfetto, specs, "run.pftrace")
+        for option, paths in (("--step-log", logs), ("--perfetto", traces)):
+            for path in paths:
+                _check_writable(option, path)
+        if self.perfetto is not None:
+            from kpolicy.observe.extras import load
+
+            load("perfetto.protos.perfetto.trace.perfetto_trace_pb2", extra="perfetto", package="perfetto",
+                 what="--perfetto")  # fmt: skip
+        return [Turn(*each) for each in zip(specs, logs, traces, strict=True)]
+
+
+def _check_port(port: int | None) -> None:
+    """Hold the port to its range, and see whether it is free, before minutes of serving."""
+    if port is None:
+        return
+    import socket
+
+    if not 0 <= port <= 65_535:
+        raise ConfigError(f"--metrics-port is {port}; it takes 1 to 65535, or 0 for any that is free.")
+    from kpolicy.observe.extras import load
+
+    load("prometheus_client", extra="metrics", package="prometheus-client", what="--metrics-port")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics-port {port} can't be had: {error.strerror or error}. Give another, or 0 for any that is "
+                "free."
+            ) from None
+
+
+def _check_writable(option: str, path: Path | None) -> None:
+    """Open the file, or make and remove it: an error now, not after minutes of serving."""
+    if path is None:
+        return
+    there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option} {path} can't be written: {error.strerror or error}. Give another path.") from None
+    if not there:
+        path.unlink()
+
+
+Serve = Callable[[Turn, Engine, Any, Any], RunResult]
+"""(turn, engine, what to call each step or None, what to tell progress) -> the result"""
+
+
+def serve_in_turn(
+    turns: Sequence[Turn],
+    engines: Mapping[str, Engine],
+    num_requests: int,
+    serve: Serve,
+    *,
+    files: Files,
+    quiet: bool,
+    runs_on: RunsOn | None = None,
+) -> list[RunResult]:
+    """Serve with each policy, until the first one that is interrupted from the keyboard."""
+    results: list[RunResult] = []
+    log_engines(engines.values())
+    try:
+        with _metrics(engines, files.metrics_port), progress_bar("requests", quiet=quiet) as shown:
+            for turn in turns:
+                engine = engines[turn.spec]
+                task = shown.add_task(turn.spec, total=num_requests)
+
+                def advance(done: int, _total: int, task: Any = task) -> None:
+                    shown.update(task, completed=done)
+
+                with StepLog(turn.step_log, turn.spec, engine, perfetto=turn.perfetto, runs_on=runs_on) as log:
+                    results.append(serve(turn, engine, log, advance))
+                if results[-1].interrupted.startswith("interrupted"):
+                    break
+    except KeyboardInterrupt:
+        # Between policies, or while outputs were compared: what is done is still told.
+        pass
+    return results
+
+
+@contextmanager
+def progress_bar(what: str, *, quiet: bool) -> Iterator[Progress]:
+    """A progress bar on standard error, on terminals only."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(f"{{task.completed}}/{{task.total}} {what}"))
+    made = console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=made, disable=quiet or not made.is_terminal,
+                  transient=True) as shown:  # fmt: skip
+        yield shown
+
+
+def _metrics(engines: Mapping[str, Engine], port: int | None) -> Any:
+    if port is None:
+        return nullcontext()
+    from kpolicy.observe.metrics import serve_metrics
+
+    server = serve_metrics(engines, port)
+    sys.stderr.write(f"kpolicy: metrics at {server.url}\n")
+    return server

@@ -1,0 +1,146 @@
+"""Every mode's outputs held to EAGER's while a run serves: logits and written KV, bitwise, pad slots poisoned.
+
+`Verifier.check` is called after a step. For each launch it notes the logits and the KV that the launch left, fills what
+it wrote with NaN, runs the rows eagerly at the launch's padded shape, and compares. The launch's own KV is put back, so
+the run goes on with its own results, right or wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from kpolicy.decision import Launch
+from kpolicy.executors.base import StepInputs, StepOutputs
+from kpolicy.executors.runner import PartOutputs, part_of
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part, Rows
+from kpolicy.trace_run import Checks
+
+if TYPE_CHECKING:
+    from kpolicy.scheduling.batching import Batcher
+    from kpolicy.serving.hf_model import LoadedModel
+
+__all__ = ["Difference", "Verifier"]
+
+LEAST_CHECKS = 50
+"""Steps of each mode that are checked; all where it has fewer."""
+EVERY = 64
+"""After these, one step in so many of each mode."""
+
+
+@attrs.frozen
+class Difference:
+    """One check that failed.
+
+    Args:
+        step: the step's index.
+        mode: its mode.
+        launch: the launch, in words.
+        what: ``logits``, ``kv`` or ``tokens``.
+        largest: the largest difference; NaN where one side is NaN.
+    """
+
+    step: int
+    mode: str
+    launch: str
+    what: str
+    largest: float
+
+    def __str__(self) -> str:
+        return f"step {self.step} ({self.mode}), {self.launch}: {self.what} differ from EAGER by up to {self.largest:g}"
+
+
+class Verifier:
+    """Checks one Engine's steps.
+
+    Args:
+        model: what the executor runs.
+        launcher: the executor's `GraphLauncher`.
+        least, every: how many of each mode's steps are checked: the first `least`, then one in `every`.
+    """
+
+    def __init__(self, model: LoadedModel, launcher: Any, *, least: int = LEAST_CHECKS, every: int = EVERY) -> None:
+        self.model = model
+        self.launcher = launcher
+        self.least = least
+        self.every = every
+        self.differences: list[Difference] = []
+        self._steps: dict[str, int] = {}
+        self._checks: dict[str, list[int]] = {}
+
+    @property
+    def checks(self) -> dict[str, Checks]:
+        """What was compared, by mode: steps checked, and those of which anything differed."""
+        return {mode: Checks(*counts) for mode, counts in self._checks.items()}
+
+    def poison(self) -> None:
+        """Fill the pad slot with NaN: what reads it in the next step shows."""
+        with torch.inference_mode(False):
+            self.model.poison_pad_slot()
+
+    def check(self, step: int, inputs: StepInputs, outputs: StepOutputs, _batcher: Batcher, _start_us: float) -> None:
+        """Compare a step with EAGER where it is its mode's turn."""
+        mode = outputs.decision.label
+        seen = self._steps[mode] = self._steps.get(mode, 0) + 1
+        if seen > self.least and seen % self.every:
+            return
+        counts = self._checks.setdefault(mode, [0, 0])
+        counts[0] += 1
+        before = len(self.differences)
+        self._check_step(step, mode, inputs, outputs)
+        counts[1] += len(self.differences) > before
+
+    def _check_step(self, step: int, mode: str, inputs: StepInputs, outputs: StepOutputs) -> None:
+        at = 0
+        for launch in outputs.decision.launches:
+            rows = inputs if launch.rows is Rows.ALL else part_of(inputs, launch.rows)
+            num_wanted = len(rows.wanted)
+            logits = list(outputs.outputs[at : at + num_wanted])
+            at += num_wanted
+            for what, largest in self._compare(launch, rows, logits, outputs.tokens):
+                self.differences.append(Difference(step, mode, str(launch), what, largest))
+
+    def _compare(
+        self, launch: Launch, rows: StepInputs, logits: list[Any], tokens: Sequence[Sequence[int]]
+    ) -> list[tuple[str, float]]:
+        """(what differs, by how much)."""
+        slots = torch.as_tensor(_slots(rows, launch.repeat), dtype=torch.int64, device=self.model.device)
+        caches = self.model.kv_caches()
+        sampled = [list(each) for each in tokens] if launch.rows is not Rows.PREFILL else []
+        with torch.inference_mode(False), torch.no_grad():
+            written = [cache[slots] for cache in caches]
+            for cache in caches:
+                cache[slots] = float("nan")
+            self.poison()
+            # An eager launch is padded, and told its rows, as a PIECEWISE replay is.
+            key = launch.key or GraphKey(Part.PIECEWISE, launch.padded_tokens or len(rows.token_ids))
+            expected: PartOutputs = self.launcher.eager_as(key, rows, launch.rows, repeat=launch.repeat)
+            found: dict[str, float] = {}
+            if logits:
+                found["logits"] = _largest(torch.stack(logits), torch.stack(list(expected.outputs)))
+            if sampled and sampled != [list(each) for each in expected.tokens]:
+                found["tokens"] = 1.0
+            found["kv"] = max(_largest(kv, cache[slots]) for kv, cache in zip(written, caches, strict=True))
+            for cache, kv in zip(caches, written, strict=True):
+                cache[slots] = kv
+            self.poison()
+        return [(what, largest) for what, largest in found.items() if largest != 0]
+
+
+def _slots(rows: StepInputs, repeat: int) -> list[int]:
+    """Every KV slot that a launch writes."""
+    return [*rows.slot_mapping, *(slot for step in rows.slots_ahead[: repeat - 1] for slot in step)]
+
+
+def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference, 0 where every bit agrees; NaN where a value isn't finite."""
+    if not (torch.isfinite(one).all() and torch.isfinite(other).all()):
+        return float("nan")
+    if torch.equal(one, other):
+        return 0.0
+    # Zeros of either sign are equal values.
+    return float((one.double() - other.double()).abs().max())

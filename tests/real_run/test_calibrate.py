@@ -1,0 +1,80 @@
+"""Costs measured on this machine, and what rests on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kpolicy.modes import Part  # noqa: E402
+from kpolicy.schemas import read_profile  # noqa: E402
+from kpolicy.serving.calibrate import calibrate, save_profile  # noqa: E402
+from kpolicy.serving.real_run import Serving  # noqa: E402
+from kpolicy.shapes import BatchShape  # noqa: E402
+from tests.real_run.helpers import SETTINGS  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def measured(model: Any) -> Any:
+    """(engine with its graphs, the table measured with them)."""
+    from tests.real_run.helpers import LADDER
+
+    serving = Serving(model=model, settings=SETTINGS, ladder=LADDER)
+    engine = serving.engine("auto")
+    engine.capture()
+    costs = calibrate(engine.executor, engine.registry, model, SETTINGS, allowance_s=1.0)
+    return serving, engine, costs
+
+
+def test_every_captured_size_is_a_point(measured: Any) -> None:
+    """The curves have a positive time for each captured size, EAGER's up to the token limit."""
+    _, engine, costs = measured
+    captured = engine.registry.captured()
+    assert costs.measured
+    assert set(costs.full.sizes) == {key.num_tokens for key in captured if key.part is Part.FULL}
+    assert set(costs.piecewise.sizes) == {key.num_tokens for key in captured if key.part is Part.PIECEWISE}
+    assert costs.eager.sizes[-1] == SETTINGS.max_num_tokens
+    assert 0 <= costs.overlap_cost <= 2
+    assert all(seconds > 0 for seconds in costs.capture_us)
+    assert costs.graph_pieces[1] > costs.graph_pieces[0] == 1
+
+
+def test_the_version_names_device_and_model(measured: Any) -> None:
+    """Who reads a decision's cost table sees what it was measured on."""
+    _, _, costs = measured
+    assert "Qwen3ForCausalLM" in costs.version
+    assert "measured " in costs.version
+    assert "thread" in costs.version
+
+
+def test_auto_decides_by_what_was_measured(measured: Any) -> None:
+    """With the measured table auto's reasons say so, and nothing is taken for granted."""
+    serving, engine, costs = measured
+    again = attrs.evolve(serving, costs=costs).engine("auto", like=engine)
+    assert again.keys == engine.keys
+    decision = again.decide(BatchShape.decode(3))
+    assert decision.reason.value in {"cheapest_measured", "eager_is_cheaper"}
+    assert not decision.basis
+    assert decision.costs_version == costs.version
+
+
+def test_a_profile_gives_the_table_back(measured: Any, model: Any, tmp_path: Path) -> None:
+    """What is saved reads as the same table, with device, model and versions."""
+    costs = measured[2]
+    save_profile(tmp_path / "p.json", costs, model, "kpolicy run")
+    profile = read_profile(tmp_path / "p.json")
+    assert profile.costs == costs
+    assert profile.versions["torch"] == str(torch.__version__)
+    assert "Qwen3" in profile.model
+
+
+def test_without_graphs_every_curve_is_eagers(model: Any) -> None:
+    """A policy that captures nothing is measured all the same."""
+    engine = Serving(model=model, settings=SETTINGS).engine("eager")
+    costs = calibrate(engine.executor, engine.registry, model, SETTINGS, allowance_s=0.2)
+    assert costs.full == costs.piecewise == costs.eager

@@ -1,0 +1,327 @@
+"""`kpolicy run` with a model and `kpolicy generate`, end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from kpolicy.cli import main  # noqa: E402
+from kpolicy.schemas import read_step_log  # noqa: E402
+from tests.cli.conftest import Command, Ended, write  # noqa: E402
+from tests.real_run.helpers import TINY  # noqa: E402
+
+SMALL = ("--max-num-reqs", 4, "--max-num-tokens", 16, "--kv-tokens", 512, "--ladder", "1,2,4,8,16")
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+
+
+@pytest.fixture
+def kpolicy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Command:
+    """The command, with little time for measuring and no other number of threads."""
+    for variable in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "KPOLICY_LOG"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(import_module("kpolicy.cli.run_model"), "CALIBRATION_S", 0.3)
+
+    def run(*arguments: object) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        assert isinstance(ended.value.code, int)
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Path:
+    """Twelve requests, one of them over the model's positions."""
+    rows = [f"{100 * i},{1 + 7 * i % 23},{1 + 5 * i % 9}" for i in range(11)]
+    return write(tmp_path / "trace.csv", "timestamp,input_length,output_length", *rows, "1200,400,9")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the tiny model with a tokenizer of eight words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**{name: value for name, value in TINY.items() if name != "model_type"})
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    words = {word: i for i, word in enumerate((*WORDS, "[UNK]", *(f"w{i}" for i in range(88))))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))  # noqa: S106
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)  # noqa: S106
+    return folder
+
+
+def test_a_run_in_json(kpolicy: Command, config: Path, requests: Path) -> None:
+    """Both default policies serve all that fits; modes, checks and the setting are in the JSON."""
+    ended = kpolicy("run", "--model", config, "--trace", requests, "--json", *SMALL)
+    assert (ended.code, ended.err) == (0, "")
+    report = ended.json
+    setting = report["setting"]
+    assert report["trace"]["dropped"] == {"over_max_tokens": 1}
+    assert (setting["executor"], setting["utilisation"]) == ("cpu", 0.7)
+    assert setting["rate"] > 0
+    assert setting["costs"].startswith("measured ")
+    assert [result["policy"] for result in report["policies"]] == ["auto", "vllm"]
+    for result in report["policies"]:
+        assert (result["served"], result["refused"], result["interrupted"]) == (11, {}, "")
+        assert result["graphs"] > 0
+        assert result["graph_bytes"] > 0
+        assert result["outside_us"] > 0
+        assert result["verified"].keys() == result["modes"].keys()
+        for mode, checks in result["verified"].items():
+            assert checks == {"checks": min(50, result["modes"][mode]["steps"]), "failures": 0}
+
+
+def test_a_run_in_text(kpolicy: Command, config: Path, requests: Path) -> None:
+    """The table says what was checked, what graphs took, what was outside the executor, and how arrivals are spaced."""
+    out = kpolicy("run", "--model", config, "--trace", requests, "--policy", "full_and_piecewise", *SMALL).out
+    assert "every bit equal" in out
+    assert re.search(r"graphs captured in [0-9.]+ s, [0-9.]+ MiB", out)
+    assert re.search(r"outside the executor [0-9,]+ us a step, [0-9.]+% of the time", out)
+    assert "70% of what this machine serves" in out
+    assert "idle stretches are skipped" in out
+
+
+def test_files_and_metrics(
+    kpolicy: Command, config: Path, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step log names device and model, a Perfetto trace is written, metrics and events go to standard error."""
+    pytest.importorskip("perfetto")
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setenv("KPOLICY_LOG", "info")
+    files = ("--step-log", tmp_path / "s.jsonl", "--perfetto", tmp_path / "r.pftrace", "--metrics-port", 0)
+    ended = kpolicy("run", "--model", config, "--trace", requests, "--policy", "auto", "--json", *SMALL, *files)
+    assert ended.code == 0
+    assert re.search(r"metrics at http://127.0.0.1:\d+/metrics", ended.err)
+    log = read_step_log(tmp_path / "s.jsonl")
+    assert log.header.device.startswith("cpu: ")
+    assert log.header.model.startswith("Qwen3ForCausalLM")
+    assert len(log.entries) == ended.json["policies"][0]["steps"]
+    assert (tmp_path / "r.pftrace").stat().st_size > 1000
+    if "structlog" in sys.modules:
+        sys.modules["structlog"].reset_defaults()
+
+
+def test_a_given_rate_and_a_saved_profile(kpolicy: Command, config: Path, requests: Path) -> None:
+    """--rate takes the place of --utilisation, and eager alone captures nothing."""
+    options = ("--rate", 1000, "--policy", "eager", "--no-verify", "--json")
+    report = kpolicy("run", "--model", config, "--trace", requests, *SMALL[:6], *options).json
+    assert (report["setting"]["rate"], report["setting"]["utilisation"]) == (1000, None)
+    (result,) = report["policies"]
+    assert (result["graphs"], result["verified"], result["served"]) == (0, {}, 11)
+
+
+def test_an_interrupt_prints_what_there_is(
+    kpolicy: Command, config: Path, requests: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the first policy serves prints its numbers so far and exits with 130."""
+    verify = import_module("kpolicy.serving.verify")
+    check = verify.Verifier.check
+
+    def stop(self: Any, step: int, *rest: Any) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+        check(self, step, *rest)
+
+    monkeypatch.setattr(verify.Verifier, "check", stop)
+    ended = kpolicy("run", "--model", config, "--trace", requests, "--json", *SMALL)
+    assert ended.code == 130
+    (result,) = ended.json["policies"]
+    assert result["interrupted"] == "interrupted from the keyboard"
+    assert "interrupted" in ended.err
+
+
+def test_failed_checks_are_an_error(
+    kpolicy: Command, config: Path, requests: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs that differ from EAGER exit with 1; standard error says where."""
+    verify = import_module("kpolicy.serving.verify")
+    monkeypatch.setattr(verify, "_largest", lambda *_: 0.5)
+    ended = kpolicy("run", "--model", config, "--trace", requests, "--policy", "full", *SMALL)
+    assert ended.code == 1
+    assert "DIFFERENT" in ended.out
+    assert "outputs differ from EAGER's" in ended.err
+    assert "differ from EAGER by up to 0.5" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ("--device cuda", ["unknown device 'cuda'", "cpu, simulated", "kpolicy doctor"]),
+        ("--device simulated --model {config}", ["--device simulated", "runs no model"]),
+        ("--model {tmp}/none", ["{tmp}/none isn't there"]),
+        ("--model {tmp}", ["config.json"]),
+        ("--model {trace}", ["can't be read as JSON"]),
+        ("--model {config} --kv-tokens 16 --max-num-tokens 8 --window 0.01 --start 1.2", ["no request", "16 tokens"]),
+        ("--model {config} --kv-tokens 4", ["--kv-tokens is 4", "16 to"]),
+        ("--model {config} --attention mla", ["--attention mla", "leave it out", "--device simulated"]),
+        ("--model {config} --rate 2 --utilisation 0.5", ["--rate 2", "--utilisation 0.5", "give one"]),
+        ("--model {config} --utilisation 0", ["--utilisation is 0", "0.01 to 10"]),
+        ("--device simulated --utilisation 0.5", ["--utilisation", "--rate"]),
+        ("--model {config} --policy autoo", ["unknown policy 'autoo'"]),
+        ("--model {config} --step-log {tmp}", ["--step-log {tmp} is a folder"]),
+        ("--model {config} --perfetto {tmp}/no/r.pftrace", ["there is no folder {tmp}/no"]),
+        ("--model {config} --perfetto /proc/r.pftrace", ["--perfetto /proc/r-auto.pftrace can't be written"]),
+        ("--model {config} --metrics-port 70000", ["--metrics-port is 70000", "65535"]),
+        ("--model {config} --fault nonsense", ["unknown fault 'nonsense'"]),
+    ],
+)
+def test_bad_input(
+    kpolicy: Command, config: Path, requests: Path, tmp_path: Path, options: str, parts: list[str]
+) -> None:
+    """What can't be done is one line that names it, with exit code 2 and nothing on standard output."""
+    (tmp_path / "empty").mkdir()
+
+    def filled(text: str) -> str:
+        filled = text.replace("{config}", str(config)).replace("{trace}", str(requests))
+        return filled.replace("{tmp}", str(tmp_path / "empty"))
+
+    ended = kpolicy("run", "--trace", requests, *filled(options).split())
+    assert (ended.code, ended.out) == (2, "")
+    for part in map(filled, parts):
+        assert part.lower() in ended.err.lower()
+    assert ended.err.startswith("kpolicy: ")
+
+
+def test_a_port_that_is_taken(kpolicy: Command, config: Path, requests: Path) -> None:
+    """A taken port is said before anything runs."""
+    pytest.importorskip("prometheus_client")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = kpolicy("run", "--model", config, "--trace", requests, "--metrics-port", port)
+    assert ended.code == 2
+    assert f"--metrics-port {port} can't be had" in ended.err
+
+
+def test_generate(kpolicy: Command, checkpoint: Path) -> None:
+    """Each prompt gets the text that transformers' own generate gives, whatever is batched with it."""
+    prompts = ["one two three", "eight", "five four three two one"]
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    ended = kpolicy("generate", "--model", checkpoint, *words, "--max-tokens", 7, "--json")
+    assert (ended.code, ended.err) == (0, "")
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    done = ended.json["completions"]
+    assert [each["prompt"] for each in done] == prompts
+    for each in done:
+        ids = tokenizer(each["prompt"], return_tensors="pt")["input_ids"]
+        settings = transformers.GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0)
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        expected = tokens[0, ids.shape[1] :].tolist()
+        assert each["token_ids"] == expected
+        assert each["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+        assert not each["ended"]
+    text = kpolicy("generate", "--model", checkpoint, *words, "--max-tokens", 7).out
+    assert f"{prompts[1]}{done[1]['text']}" in text
+
+
+def test_generate_ends_at_an_end_of_text(kpolicy: Command, checkpoint: Path, tmp_path: Path) -> None:
+    """An id that the checkpoint names as end of text is the last one of a generation."""
+    options = ("--prompt", "two", "--max-tokens", 9, "--json")
+    (free,) = kpolicy("generate", "--model", checkpoint, *options).json["completions"]
+    end = free["token_ids"][4]
+    folder = tmp_path / "ends"
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    written = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**written, "eos_token_id": end}))
+    (ended,) = kpolicy("generate", "--model", folder, *options).json["completions"]
+    assert ended["ended"]
+    assert ended["token_ids"] == free["token_ids"][: free["token_ids"].index(end) + 1]
+
+
+def test_generate_with_a_temperature_is_seeded(kpolicy: Command, checkpoint: Path) -> None:
+    """Equal seeds give equal text under different policies, another seed gives another."""
+
+    def tokens(seed: int, policy: str) -> list[int]:
+        options = ("--prompt", "six seven", "--max-tokens", 12, "--temperature", 1.5, "--json")
+        ended = kpolicy("generate", "--model", checkpoint, *options, "--seed", seed, "--policy", policy)
+        (done,) = ended.json["completions"]
+        return done["token_ids"]
+
+    assert tokens(1, "eager") == tokens(1, "auto")
+    assert tokens(1, "auto") != tokens(2, "auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--prompt", ""], ["prompt 1 is ''", "empty"]),
+        (["--prompt", "one", "--prompt", "  "], ["prompt 2", "empty"]),
+        (["--prompt", "one " * 40, "--kv-tokens", "32"], ["prompt 1 has 40 tokens", "may have 32", "--kv-tokens"]),
+        (["--prompt", "one", "--max-tokens", "0"], ["--max-tokens is 0"]),
+        (["--prompt", "one", "--temperature", "-1"], ["--temperature is -1"]),
+        (["--prompt", "one", "--policy", "vlm"], ["unknown policy 'vlm'"]),
+        ([], ["--prompt"]),
+    ],
+)
+def test_generates_bad_input(kpolicy: Command, checkpoint: Path, options: list[str], parts: list[str]) -> None:
+    """A prompt or an option that can't be used is named, with exit code 2."""
+    ended = kpolicy("generate", "--model", checkpoint, *options)
+    assert (ended.code, ended.out) == (2, "")
+    for part in parts:
+        assert part in ended.err
+
+
+def test_generate_needs_a_model_and_a_tokenizer(kpolicy: Command, config: Path, tmp_path: Path) -> None:
+    """A folder that isn't there and one without a tokenizer are told apart."""
+    ended = kpolicy("generate", "--model", tmp_path / "none", "--prompt", "one")
+    assert ended.code == 2
+    assert "isn't there" in ended.err
+    ended = kpolicy("generate", "--model", config.parent, "--prompt", "one")
+    assert ended.code == 2
+    assert "no tokenizer" in ended.err
+
+
+@pytest.mark.parametrize("fault", ["replay_fails@5x2", "capture_fails@2", "mid_segment@4"])
+def test_a_fault_costs_no_request(kpolicy: Command, config: Path, requests: Path, fault: str) -> None:
+    """An injected failure is counted, measuring before it isn't hit, and every request is served."""
+    ended = kpolicy("run", "--model", config, "--trace", requests, "--json", "--fault", fault, *SMALL)
+    assert ended.code == 0
+    for result in ended.json["policies"]:
+        assert result["served"] == 11
+        assert sum(result["not_captured"].values()) + result["replay_failures"] > 0
+        assert all(each["failures"] == 0 for each in result["verified"].values())
+
+
+def test_a_lost_device_hands_requests_back(kpolicy: Command, config: Path, requests: Path) -> None:
+    """A sticky fault ends each policy's run with exit code 1, and what is left is handed back."""
+    ended = kpolicy("run", "--model", config, "--trace", requests, "--json", "--fault", "sticky@6", *SMALL)
+    assert ended.code == 1
+    assert len(ended.json["policies"]) == 2
+    for result in ended.json["policies"]:
+        assert result["served"] + result["refused"]["device_lost"] == 11
+
+
+def test_a_profile_is_taken_as_it_is(kpolicy: Command, config: Path, requests: Path, tmp_path: Path) -> None:
+    """With --profile nothing is measured; decisions name its table."""
+    from kpolicy.costs import analytic_costs
+    from kpolicy.schemas import Profile, write_profile
+
+    write_profile(tmp_path / "p.json", Profile(costs=analytic_costs(), device="a device", model="a model"))
+    options = ("--profile", tmp_path / "p.json", "--rate", 50, "--policy", "auto", "--json")
+    report = kpolicy("run", "--model", config, "--trace", requests, *SMALL, *options).json
+    assert report["setting"]["costs"] == analytic_costs().version
+    assert report["policies"][0]["served"] == 11

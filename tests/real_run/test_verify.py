@@ -1,0 +1,89 @@
+"""The checks against EAGER find what is wrong, and change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kpolicy.serving.real_run import Serving, serve_model  # noqa: E402
+from kpolicy.trace_run import Prompts, RunResult  # noqa: E402
+from tests.real_run.helpers import some  # noqa: E402
+
+
+class Corrupting:
+    """A launcher whose replays are wrong in one way, from the n-th on."""
+
+    def __init__(self, launcher: Any, model: Any, what: str, at: int = 5) -> None:
+        self._launcher = launcher
+        self._model = model
+        self._what = what
+        self._left = at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._launcher, name)
+
+    def replay(self, handle: Any, rows: Any, launch: Any) -> Any:
+        part = self._launcher.replay(handle, rows, launch)
+        self._left -= 1
+        if self._left > 0:
+            return part
+        if self._what == "kv":
+            with torch.no_grad():
+                self._model.kv_caches()[-1][list(rows.slot_mapping)[-1], 0, 0] += 1e-4
+            return part
+        return part._replace(outputs=[logits + 1e-6 for logits in part.outputs])
+
+
+def serve(serving: Serving, what: str = "") -> tuple[RunResult, tuple[str, ...]]:
+    engine = serving.engine("full_and_piecewise")
+    engine.capture()
+    if what:
+        executor: Any = engine.executor
+        executor.launcher = Corrupting(executor.launcher, serving.model, what)
+    return serve_model(some(), engine, serving, Prompts(seed=1, vocab=97))
+
+
+@pytest.mark.parametrize("what", ["logits", "kv"])
+def test_corruption_is_found(serving: Serving, what: str) -> None:
+    """A changed logit or KV entry of a replay is a failure of its mode, said with step, launch and size."""
+    result, differences = serve(serving, what)
+    assert sum(each.failures for each in result.verified.values()) > 0
+    assert any(what in difference for difference in differences)
+    assert all(difference.startswith("step ") for difference in differences)
+
+
+def test_padding_that_leaks_is_found(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that reads the pad slot has NaN in its logits, which is a failure even where EAGER has it too."""
+    model = serving.model
+    forward = type(model).forward
+
+    def leaking(self: Any, step: Any) -> Any:
+        return forward(self, step) + 0 * self.kv_caches()[0][self.pad_slot, 0, 0]
+
+    monkeypatch.setattr(type(model), "forward", leaking)
+    result, differences = serve(serving)
+    assert sum(each.failures for each in result.verified.values()) > 0
+    assert any("logits differ" in each and "nan" in each for each in differences)
+
+
+def test_checks_change_nothing(serving: Serving) -> None:
+    """Tokens and steps are the same with checks and without."""
+    kept: list[dict[int, list[int]]] = []
+    for verify in (True, False):
+        engine = serving.engine("piecewise")
+        engine.capture()
+        tokens: dict[int, list[int]] = {}
+
+        def keep(request: Any, tokens: dict[int, list[int]] = tokens) -> bool:
+            tokens[request.index] = request.generated
+            return True
+
+        result, _ = serve_model(some(), engine, serving, Prompts(seed=1, vocab=97), verify=verify, check=keep)
+        assert bool(result.verified) is verify
+        kept.append(tokens)
+        engine.release()
+    assert kept[0] == kept[1]
