@@ -612,12 +612,17 @@ def reference_outputs(tokens: Sequence[int], *, seed: int = 0, first: int = 0) -
 
 def reference_tokens(prompt: Sequence[int], num_tokens: int, *, seed: int = 0, vocab: int = 4096) -> list[int]:
     """The greedy continuation of a prompt: what any batching of the request must generate."""
-    reference = _Reference(prompt, seed)
+    values = _Reference(prompt, seed).values
+    value, position = values[-1], len(values)
     generated: list[int] = []
-    while len(generated) < num_tokens:
-        if generated:
-            reference.append(generated[-1])
-        generated.append(sampled_token(reference.output(len(reference.values) - 1), vocab))
+    # `sampled_token` of `_Reference.output`, spelled out: millions of tokens are checked after a run.
+    for _ in range(num_tokens):
+        mixed = value + values[value % position]
+        token = (((mixed ^ (mixed >> _TERM_BITS)) * _HEAD & _MASK) >> 7) % vocab
+        generated.append(token)
+        position += 1
+        value ^= (((token + 1) * _TOKEN) & _TERM | 1) * ((position * _POSITION) & _TERM | 1)
+        values.append(value)
     return generated
 
 
@@ -633,11 +638,6 @@ class _Reference:
         if len(values):
             values[0] ^= _start(seed)
         self.values: list[int] = np.bitwise_xor.accumulate(values).tolist()
-
-    def append(self, token: int) -> None:
-        term = ((token + 1) * _TOKEN) & _TERM | 1
-        position_term = ((len(self.values) + 1) * _POSITION) & _TERM | 1
-        self.values.append(self.values[-1] ^ (term * position_term))
 
     def output(self, position: int) -> int:
         value = self.values[position]
