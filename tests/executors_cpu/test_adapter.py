@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -439,3 +441,16 @@ def test_faults_are_named() -> None:
         CpuAdapter(faults=["mid_segmen"])
     with pytest.raises(ConfigError, match="memory_bytes is 0"):
         CpuAdapter(memory_bytes=0)
+
+
+def test_a_process_that_leaves_a_stream_working_ends_well() -> None:
+    """The interpreter ends with code 0 while a stream that nobody closed still runs operators."""
+    code = (
+        "import torch\n"
+        "from kpolicy.executors.cpu import CpuAdapter\n"
+        "adapter = CpuAdapter()\n"
+        "stream, a = adapter.new_stream(), torch.ones(256, 256)\n"
+        "for _ in range(50): adapter.submit(stream, lambda: a @ a)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

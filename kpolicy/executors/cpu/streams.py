@@ -10,6 +10,7 @@ An error ends what its stream was given up to then: work that was submitted befo
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import weakref
@@ -162,9 +163,25 @@ class CpuStream:
                 raise ConfigError("this stream is closed; make a new one with new_stream().")
             if self._thread is None:
                 self._thread = threading.Thread(target=_worker, args=(self._state,), name="kpolicy-cpu", daemon=True)
+                _working[self._thread] = self._state
                 self._thread.start()
-                weakref.finalize(self, self._state.queue.put, None)
+                weakref.finalize(self, self._state.queue.put, None).atexit = False
         self._state.queue.put(work)
+
+
+_working: weakref.WeakKeyDictionary[threading.Thread, _State] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End every thread before the interpreter ends: cut off inside torch, one can abort the process."""
+    for thread, state in list(_working.items()):
+        state.queue.put(None)
+        thread.join(_PATIENCE_S)
+
+
+_PATIENCE_S = 10.0
+"""A thread that hangs mustn't keep the process alive."""
 
 
 def _nothing() -> None:
