@@ -103,6 +103,11 @@ def _plugins(look: Look) -> Iterator[ProbeReport]:
 def _own(name: str, target: str) -> ProbeReport:
     module, _, attribute = target.partition(":")
     facts = {"origin": "kpolicy", "target": target}
+    if module in executors.NEED_TORCH:
+        # Importing it would import torch, which the doctor leaves to child processes.
+        if origin("torch") is None:
+            return report(name, ProbeStatus.ABSENT, "needs torch", "pip install 'kpolicy[models]'", facts=facts)
+        return report(name, ProbeStatus.USABLE, "kpolicy's own; needs torch, see extra torch", facts=facts)
     try:
         getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:

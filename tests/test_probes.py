@@ -309,7 +309,7 @@ def test_good_cuda(fakes: Fakes) -> None:
 def test_missing_executors_are_named(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A usable device without an executor of its name says so, and stops saying so once there is one."""
     fakes.torch()
-    monkeypatch.setattr(executors, "OWN", {"cuda": "kpolicy.executors.simulated:SimulatedExecutor"})
+    monkeypatch.setattr(executors, "executor_names", lambda: ("cuda",))
     found = fakes.probe()
     assert "executor" not in found["device cuda"].reason
     assert "no cpu executor is installed yet" in found["device cpu"].reason
@@ -613,7 +613,9 @@ def test_absent_extra(fakes: Fakes, no_torch: None, monkeypatch: pytest.MonkeyPa
 def test_own_policies_and_executors_load(fakes: Fakes, no_torch: None) -> None:
     """Every policy and executor of ours is usable."""
     found = fakes.probe()
-    ours = [f"policy {name}" for name in policies.OWN] + [f"executor {name}" for name in executors.OWN]
+    targets = {f"executor {name}": target for name, target in executors.OWN.items()}
+    ours = [f"policy {name}" for name in policies.OWN]
+    ours += [name for name, target in targets.items() if target.partition(":")[0] not in executors.NEED_TORCH]
     assert {found[name].status for name in ours} == {USABLE}
 
 
@@ -704,3 +706,17 @@ def test_time_limits_that_mean_nothing(timeout_s: float) -> None:
     """A time limit that isn't a positive, finite number of seconds is an error that says so."""
     with pytest.raises(ConfigError, match="positive, finite number of seconds"):
         probe_all(timeout_s=timeout_s)
+
+
+def test_own_executors_that_need_torch_say_so_without_it(fakes: Fakes, no_torch: None) -> None:
+    """Without torch the cpu executor is absent, and the next step is named."""
+    report = fakes.probe()["executor cpu"]
+    assert report.status is ProbeStatus.ABSENT
+    assert "needs torch" in report.reason
+    assert "pip install 'kpolicy[models]'" in report.reason
+
+
+def test_own_executors_that_need_torch_are_usable_with_it(fakes: Fakes) -> None:
+    """With torch there, the cpu executor is usable."""
+    fakes.torch()
+    assert fakes.probe()["executor cpu"].status is ProbeStatus.USABLE

@@ -26,6 +26,8 @@ OWN: Mapping[str, str] = {
     "simulated": "kpolicy.executors.simulated:SimulatedExecutor",
     "cpu": "kpolicy.executors.cpu:CpuExecutor",
 }
+NEED_TORCH = frozenset({"kpolicy.executors.cpu"})
+"""Modules of ours that import torch."""
 
 
 def executor_names() -> dict[str, str]:
