@@ -444,11 +444,15 @@ class Engine:
         return self.executor
 
     def release(self) -> None:
-        """Give back every graph and buffer."""
-        if self._lost is None:
-            self._settle()
-        if self.executor is not None:
-            self.executor.release()
+        """Give back every graph and buffer, also where the device was lost in the step that still ran."""
+        try:
+            if self._lost is None:
+                self._settle()
+        except StickyDeviceError:
+            pass  # `_settle` has noted it, and every later step says so.
+        finally:
+            if self.executor is not None:
+                self.executor.release()
 
 
 def _settings_of(model: StepModel | None) -> Settings:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import attrs
 
 from kpolicy.engine import Engine
-from kpolicy.errors import StickyDeviceError
+from kpolicy.errors import KPolicyError, StickyDeviceError
 from kpolicy.executors.base import StepInputs, StepOutputs
 from kpolicy.executors.simulated import reference_tokens, sampled_token
 from kpolicy.observe import ModeStats
@@ -322,6 +322,11 @@ class _Run:
             if request.num_preempted and len(request.tokens) > request.num_prompt:
                 self.last_us.setdefault(request.index, self.now_us)
 
+    @property
+    def left(self) -> int:
+        """Requests that aren't finished."""
+        return len(self.batcher.running) + len(self.batcher.waiting) + len(self.arrivals) - self.next
+
     def hand_back(self) -> None:
         """Count the requests that were cancelled."""
         batcher = self.batcher
@@ -344,6 +349,7 @@ def serve_trace(
     sampling: Callable[[Batch], Mapping[str, Sequence[float]]] | None = None,
     stop_tokens: AbstractSet[int] = frozenset(),
     before_step: Callable[[], None] | None = None,
+    most_checked: int | None = MOST_CHECKED,
 ) -> RunResult:
     """Serve every request of a trace and say what happened.
 
@@ -360,6 +366,7 @@ def serve_trace(
         sampling: a batch's sampling inputs (`StepInputs.sampling`); greedy without.
         stop_tokens: token ids that end a request before it has all its tokens.
         before_step: called before each step; what it takes isn't the run's time.
+        most_checked: requests that `check` gets at most, evenly spread over those served; None is all.
     """
     started = time.perf_counter()
     run = _Run(trace, engine, batcher, prompts, clock or ExecutorClock(), stop_tokens)
@@ -371,12 +378,17 @@ def serve_trace(
         interrupted = "interrupted from the keyboard"
     except StickyDeviceError as error:
         interrupted = str(error)
-        left = len(batcher.running) + len(batcher.waiting) + total - run.next
-        run.refused["device_lost"] = left
+        run.refused["device_lost"] = run.left
+    except KPolicyError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model's or device's own: it ends this run, and loses no result
+        interrupted = f"a step failed: {type(error).__name__}: {error}"
+        run.refused["step_failed"] = run.left
     run.hand_back()
     if check is not None:
         try:
-            for request in run.served[:: -(-len(run.served) // MOST_CHECKED) or 1]:
+            stride = 1 if most_checked is None else -(-len(run.served) // most_checked) or 1
+            for request in run.served[::stride]:
                 if not check(request):
                     wrong.append(request.index)
                 checked += 1

@@ -85,8 +85,10 @@ class StepBuffers:
         """[num_reqs + 1], where rows of that query length begin: the same for every batch, so staged once."""
         starts = self._uniform_starts.get(query_len)
         if starts is None:
-            starts = self._uniform_starts[query_len] = self._adapter.alloc_static((self.num_reqs + 1,), "int32")
+            starts = self._adapter.alloc_static((self.num_reqs + 1,), "int32")
             self._adapter.stage(starts, range(0, (self.num_reqs + 1) * query_len, query_len), self.num_reqs + 1, 0)
+            # Kept only once it is staged: zeros would make padding of every row.
+            self._uniform_starts[query_len] = starts
         return starts
 
     def stage(self, rows: StepInputs, shape: PaddedShape, wanted: bool) -> None:

@@ -324,6 +324,7 @@ class GraphLauncher:
     def close(self) -> None:
         """Give back the buffers of eager launches and the streams; a later launch makes them anew."""
         self._settle()
+        self._ready = []
         self._eager.clear()
         self._streams.clear()
 

@@ -92,6 +92,8 @@ class PartRun:
         """
         program = self._program
         assert program is not None  # noqa: S101 - a launch runs once
+        # Outputs live as long as the caller likes; the buffers and the graph needn't, also after a failure.
+        self._program = None
         for step in range(self._repeat):
             if step:
                 self._next_step(program.buffers, step)
@@ -108,8 +110,6 @@ class PartRun:
             if logits is not None:
                 self.tokens.append(self._sample(logits, program.buffers))
         self.logits = None if logits is None else program.lasting(logits)
-        # Outputs live as long as the caller likes; the buffers and the graph needn't.
-        self._program = None
 
     def _next_step(self, buffers: StepBuffers, step: int) -> None:
         rows = self._rows

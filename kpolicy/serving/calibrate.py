@@ -130,13 +130,15 @@ def calibrate(
     """
     keys = registry.captured()
     decode = [key for key in keys if key.part is Part.FULL and key.query_len == 1]
-    mixed = [key for key in keys if key.part is Part.FULL and not key.decode_only]
-    pieces = [key for key in keys if key.part is Part.PIECEWISE]
+    # Prompts are timed as one chunk, which no request can have longer; larger sizes go on as the last ones rise.
+    longest = min(settings.max_num_tokens, model.max_model_len)
+    mixed = [key for key in keys if key.part is Part.FULL and not key.decode_only and key.num_tokens <= longest]
+    pieces = [key for key in keys if key.part is Part.PIECEWISE and key.num_tokens <= longest]
     most_reqs = min(settings.max_num_reqs, settings.max_num_tokens)
-    sizes = sorted({size for size in EAGER_SIZES if size < settings.max_num_tokens} | {settings.max_num_tokens})
+    sizes = sorted({size for size in EAGER_SIZES if size < longest} | {longest})
     bench = _Bench(executor, model)
     decoding = _DecodeSlope(bench, decode, most_reqs, model.max_model_len)
-    prefilling = _PrefillSlope(bench, settings.max_num_tokens, model.max_model_len)
+    prefilling = _PrefillSlope(bench, longest, model.max_model_len)
     overlap = _Overlap(bench, decode, pieces, settings, model)
 
     def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:

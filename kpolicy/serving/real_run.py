@@ -264,7 +264,7 @@ def serve_model(
         result = serve_trace(
             trace, engine, serving.batcher(), prompts, label=label, check=check, progress=progress,
             on_step=tell if told else None, clock=WallClock(), sampling=sampling_of(temperature, seed),
-            stop_tokens=stop_tokens, before_step=verifier.poison if verifier else None,
+            stop_tokens=stop_tokens, before_step=verifier.poison if verifier else None, most_checked=None,
         )  # fmt: skip
     if verifier is None:
         return result, ()

@@ -7,7 +7,8 @@ the run goes on with its own results, right or wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -124,7 +125,7 @@ class Verifier:
                 found["logits"] = _largest(torch.stack(logits), torch.stack(list(expected.outputs)))
             if sampled and sampled != [list(each) for each in expected.tokens]:
                 found["tokens"] = 1.0
-            found["kv"] = max(_largest(kv, cache[slots]) for kv, cache in zip(written, caches, strict=True))
+            found["kv"] = largest_of((kv, cache[slots]) for kv, cache in zip(written, caches, strict=True))
             for cache, kv in zip(caches, written, strict=True):
                 cache[slots] = kv
             self.poison()
@@ -134,6 +135,13 @@ class Verifier:
 def _slots(rows: StepInputs, repeat: int) -> list[int]:
     """Every KV slot that a launch writes."""
     return [*rows.slot_mapping, *(slot for step in rows.slots_ahead[: repeat - 1] for slot in step)]
+
+
+def largest_of(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """The largest difference within any pair; NaN where a value of any isn't finite."""
+    differ = [_largest(one, other) for one, other in pairs]
+    # NaN compares false with everything: `max` alone would drop it behind the first.
+    return next(filter(math.isnan, differ), max(differ, default=0.0))
 
 
 def _largest(one: torch.Tensor, other: torch.Tensor) -> float:

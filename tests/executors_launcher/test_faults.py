@@ -15,6 +15,7 @@ from kpolicy.engine import Engine  # noqa: E402
 from kpolicy.errors import GraphReplayError, StickyDeviceError  # noqa: E402
 from kpolicy.executors.cpu import CpuExecutor  # noqa: E402
 from kpolicy.keys import GraphKey  # noqa: E402
+from kpolicy.ladders import CaptureSizes  # noqa: E402
 from kpolicy.modes import Mode, Part, Rows, SplitForm  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphRegistry, GraphState  # noqa: E402
@@ -264,3 +265,36 @@ def test_the_first_launch_of_a_step_raises_for_the_engine(small: Callable[..., A
     with pytest.raises(GraphReplayError, match="failed on purpose") as caught:
         executor.run(Decision(Mode.FULL, (Launch(Rows.ALL, DECODES),), Reason.GRAPH_FITS), inputs)
     assert caught.value.key == DECODES
+
+
+def test_a_device_lost_behind_the_host_still_gives_its_memory_back(small: Callable[..., Any]) -> None:
+    """Releasing an Engine whose last step lost the device on a stream beside gives back every graph and buffer."""
+    executor = CpuExecutor(small(), faults=["sticky@1"])
+    sizes = CaptureSizes((4,), (), (16,))
+    engine = Engine("split:form=beside", attention="gqa", ladder=sizes, settings=SETTINGS, executor=executor)
+    engine.capture()
+    assert executor.captured
+    sequences = Sequences(1)
+    rows = [sequences.chunk(sequences.start(), size) for size in (9, 14)]
+    assert engine.step(sequences.inputs(rows)).decision.mode is Mode.EAGER
+    sequences.advance(rows)
+    outputs = engine.step(_mixed(sequences, [row.sequence for row in rows]))
+    assert outputs.decision.mode is Mode.SPLIT
+    with pytest.raises(StickyDeviceError):
+        list(outputs.tokens[0])
+    engine.release()
+    assert executor.captured == frozenset()
+    assert engine.registry.captured() == ()
+    assert sum(pool.held.graphs for pool in engine.registry.pools()) == 0
+
+
+def test_uniform_row_starts_are_kept_only_once_staged(small: Callable[..., Any]) -> None:
+    """A staging fault while the row starts of a query length are made leaves no zeros for the next launch."""
+    from kpolicy.executors.buffers import PaddedShape, StepBuffers
+    from kpolicy.executors.cpu import CpuAdapter
+
+    adapter = CpuAdapter(faults=["staging_fails@1"])
+    buffers = StepBuffers(adapter, small(), 8, 4)
+    with pytest.raises(RuntimeError, match="staging_fails"):
+        buffers.tensors(PaddedShape(8, 4, 2))
+    assert buffers.tensors(PaddedShape(8, 4, 2)).query_starts.tolist() == [0, 2, 4, 6, 8]

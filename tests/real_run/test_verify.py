@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kpolicy.serving import verify  # noqa: E402
 from kpolicy.serving.real_run import Serving, serve_model  # noqa: E402
 from kpolicy.trace_run import Prompts, RunResult  # noqa: E402
 from tests.real_run.helpers import some  # noqa: E402
@@ -73,7 +75,7 @@ def test_padding_that_leaks_is_found(serving: Serving, monkeypatch: pytest.Monke
 def test_checks_change_nothing(serving: Serving) -> None:
     """Tokens and steps are the same with checks and without."""
     kept: list[dict[int, list[int]]] = []
-    for verify in (True, False):
+    for checked in (True, False):
         engine = serving.engine("piecewise")
         engine.capture()
         tokens: dict[int, list[int]] = {}
@@ -82,8 +84,17 @@ def test_checks_change_nothing(serving: Serving) -> None:
             tokens[request.index] = request.generated
             return True
 
-        result, _ = serve_model(some(), engine, serving, Prompts(seed=1, vocab=97), verify=verify, check=keep)
-        assert bool(result.verified) is verify
+        result, _ = serve_model(some(), engine, serving, Prompts(seed=1, vocab=97), verify=checked, check=keep)
+        assert bool(result.verified) is checked
         kept.append(tokens)
         engine.release()
     assert kept[0] == kept[1]
+
+
+def test_nan_behind_the_first_cache_is_a_difference() -> None:
+    """KV that isn't finite in any cache counts, whatever the caches before it hold."""
+    same = torch.ones(2, 3)
+    broken = torch.full((2, 3), float("nan"))
+    assert verify.largest_of([(same, same), (same, broken)]) != 0.0
+    assert math.isnan(verify.largest_of([(same, same), (same, broken), (same, same)]))
+    assert verify.largest_of([(same, same + 2), (same, same)]) == 2.0

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -92,6 +93,8 @@ class CpuAdapter:
         self._recording = threading.local()
         self._lock = threading.Lock()
         self._static_bytes = 0
+        # Finalizers run anywhere, also where this thread holds the lock: they only append.
+        self._freed: deque[int] = deque()
         self._lost = False
 
     @property
@@ -134,8 +137,9 @@ class CpuAdapter:
 
     def _counted(self, buffer: Any) -> Any:
         nbytes = buffer.numel() * buffer.element_size()
-        self._count_static(nbytes)
-        weakref.finalize(buffer, self._count_static, -nbytes).atexit = False
+        with self._lock:
+            self._static_bytes += nbytes
+        weakref.finalize(buffer, self._freed.append, nbytes).atexit = False
         return buffer
 
     def stage(self, buffer: Any, values: Any, size: int, fill: float) -> None:
@@ -152,11 +156,9 @@ class CpuAdapter:
 
     def _held_bytes(self) -> int:
         with self._lock:
-            return self._static_bytes + sum(pool.num_bytes for pool in self._pools)
-
-    def _count_static(self, nbytes: int) -> None:
-        with self._lock:
-            self._static_bytes += nbytes
+            while self._freed:
+                self._static_bytes -= self._freed.popleft()
+            return self._static_bytes + sum([pool.num_bytes for pool in self._pools])
 
     def _admit(self, nbytes: int) -> None:
         if self._memory_bytes is not None and self._held_bytes() + nbytes > self._memory_bytes:

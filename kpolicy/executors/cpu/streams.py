@@ -109,6 +109,7 @@ class _State:
         self.failed: BaseException | None = None
         self.failed_round = -1
         self.stream: weakref.ref[CpuStream] | None = None
+        self.ending = False
 
 
 class CpuStream:
@@ -152,21 +153,23 @@ class CpuStream:
         with self._lock:
             self._closed = True
             thread = self._thread
-        if thread is not None:
-            self._state.queue.put(None)
-            if thread is not threading.current_thread():
-                thread.join()
+            if thread is not None:
+                self._state.queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
 
     def _put(self, work: _Work) -> None:
         with self._lock:
             if self._closed:
                 raise ConfigError("this stream is closed; make a new one with new_stream().")
             if self._thread is None:
-                self._thread = threading.Thread(target=_worker, args=(self._state,), name="kpolicy-cpu", daemon=True)
-                _working[self._thread] = self._state
-                self._thread.start()
+                thread = threading.Thread(target=_worker, args=(self._state,), name="kpolicy-cpu", daemon=True)
+                thread.start()
+                self._thread = thread
+                _working[thread] = self._state
                 weakref.finalize(self, self._state.queue.put, None).atexit = False
-        self._state.queue.put(work)
+            # Under the lock, so that nothing lands behind what `close` puts last.
+            self._state.queue.put(work)
 
 
 _working: weakref.WeakKeyDictionary[threading.Thread, _State] = weakref.WeakKeyDictionary()
@@ -174,14 +177,21 @@ _working: weakref.WeakKeyDictionary[threading.Thread, _State] = weakref.WeakKeyD
 
 @atexit.register
 def _end_all() -> None:
-    """End every thread before the interpreter ends: cut off inside torch, one can abort the process."""
-    for thread, state in list(_working.items()):
+    """End every thread before the interpreter ends: cut off inside torch, one can abort the process.
+
+    Work that hasn't begun is dropped: nobody is left to read it.
+    """
+    working = list(_working.items())
+    for _, state in working:
+        state.ending = True
         state.queue.put(None)
-        thread.join(_PATIENCE_S)
+    until = time.monotonic() + _PATIENCE_S
+    for thread, _ in working:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 _PATIENCE_S = 10.0
-"""A thread that hangs mustn't keep the process alive."""
+"""For all threads together: one that hangs mustn't keep the process alive."""
 
 
 def _nothing() -> None:
@@ -190,6 +200,10 @@ def _nothing() -> None:
 
 def _worker(state: _State) -> None:
     while (work := state.queue.get()) is not None:
+        if state.ending:
+            if work.event is not None:
+                work.event.fire(state.failed)
+            continue
         broken = work.round <= state.failed_round
         if not broken:
             state.failed = None
