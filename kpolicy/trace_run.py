@@ -8,10 +8,14 @@ policies are compared on the same arrivals.
 
 from __future__ import annotations
 
+import math
 import random
 import time
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import accumulate
 from typing import Any, Protocol
 
 import attrs
@@ -119,20 +123,20 @@ class Prompts:
     """
 
     def __init__(self, seed: int = 0, vocab: int = 4096, block: int = 512) -> None:
-        self._pool = random.Random(seed).choices(range(vocab), k=1 << 18)  # noqa: S311 - not for secrets
+        self._pool = array("q", random.Random(seed).choices(range(vocab), k=1 << 18))  # noqa: S311 - not for secrets
         self._block = block
         self.seed = seed
         self.vocab = vocab
 
-    def of(self, index: int, num_tokens: int, hash_ids: Sequence[int] = ()) -> list[int]:
+    def of(self, index: int, num_tokens: int, hash_ids: Sequence[int] = ()) -> array[int]:
         """The prompt of one request."""
-        tokens: list[int] = []
+        tokens = array("q")
         for hash_id in hash_ids[: num_tokens // self._block]:
             tokens += self._slice(hash_id * 40_503 + 1, self._block)
         return tokens + self._slice(index * 7_919, num_tokens - len(tokens))
 
-    def _slice(self, start: int, num_tokens: int) -> list[int]:
-        size, tokens = len(self._pool), []
+    def _slice(self, start: int, num_tokens: int) -> array[int]:
+        size, tokens = len(self._pool), array("q")
         start %= size
         while num_tokens > 0:
             piece = self._pool[start : start + num_tokens]
@@ -246,6 +250,7 @@ class _Run:
         self.stop_tokens = stop_tokens
         self.arrivals = trace.requests
         self.next = 0
+        self.next_us = -math.inf
         self.now_us = self.arrivals[0].arrival_s * 1e6 if self.arrivals else 0.0
         self.start_us = self.now_us
         self.refused: dict[str, int] = {}
@@ -282,6 +287,7 @@ class _Run:
             else:
                 self.refused["over_kv_capacity"] = self.refused.get("over_kv_capacity", 0) + 1
             self.next += 1
+        self.next_us = arrivals[self.next].arrival_s * 1e6 if self.next < len(arrivals) else math.inf
 
     def account(self, batch: Batch, outputs: StepOutputs) -> None:
         """Take the tokens in, note first tokens and gaps."""
@@ -409,7 +415,8 @@ def _serve(
     """Step until every request is served or handed back."""
     engine, batcher, clock, total, steps = run.engine, run.batcher, run.clock, len(run.arrivals), 0
     while True:
-        run.admit()
+        if run.next_us <= run.now_us or batcher.idle:
+            run.admit()
         before = batcher.num_preemptions
         batch = batcher.next_batch()
         if batch is None:
@@ -480,15 +487,10 @@ def weighted_percentile(values: Sequence[tuple[float, int]], percent: float) -> 
         values: (value, weight), rising by value.
         percent: 0 to 100.
     """
-    total = sum(weight for _, weight in values)
-    if not total:
+    seen = list(accumulate(weight for _, weight in values))
+    if not seen or not seen[-1]:
         return 0.0
-    wanted, seen = total * percent / 100, 0
-    for value, weight in values:
-        seen += weight
-        if seen >= wanted:
-            return value
-    return values[-1][0]
+    return values[min(bisect_left(seen, seen[-1] * percent / 100), len(values) - 1)][0]
 
 
 def reference_check(prompts: Prompts, seed: int) -> Callable[[Generation], bool]:

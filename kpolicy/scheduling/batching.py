@@ -397,7 +397,7 @@ class _DecodeRows:
 
     __slots__ = (
         "indices", "kv_lens", "kv_tokens", "left", "longest", "ones", "positions", "requests", "size", "slots",
-        "tables", "taken", "token_ids",
+        "tables", "taken", "token_ids", "within",
     )  # fmt: skip
 
     def __init__(self, requests: list[Generation], size: int) -> None:
@@ -417,6 +417,8 @@ class _DecodeRows:
         self.indices = list(range(len(requests)))
         self.left = min((request.remaining for request in requests), default=1)
         self.taken = False
+        self.within = self._steps_within(self.positions)
+        """Steps from here in which no row comes to a new block."""
 
     def take(self, sampled: Sequence[Sequence[int]]) -> bool:
         """Take a step's tokens in; False where a row is done, or several steps ran, so that rows are made anew."""
@@ -429,10 +431,20 @@ class _DecodeRows:
         """Go one position on; False where a row needs a block and none is free."""
         if not self.taken:
             return True
-        size = self.size
         self.positions = positions = self.kv_lens
         self.kv_lens = [position + 1 for position in positions]
         self.slots = slots = [slot + 1 for slot in self.slots]
+        self.within -= 1
+        if self.within < 0 and not self._enter_blocks(positions, slots, free):
+            return False
+        self.kv_tokens += len(positions)
+        self.longest += 1
+        self.taken = False
+        return True
+
+    def _enter_blocks(self, positions: list[int], slots: list[int], free: list[int]) -> bool:
+        """Rows that come to a new block write to its first slot; False where one needs a block and none is free."""
+        size = self.size
         for row, position in enumerate(positions):
             if not position % size:
                 blocks = self.tables[row]
@@ -441,7 +453,10 @@ class _DecodeRows:
                         return False
                     blocks.append(free.pop())
                 slots[row] = blocks[position // size] * size
-        self.kv_tokens += len(positions)
-        self.longest += 1
-        self.taken = False
+        self.within = self._steps_within(positions)
         return True
+
+    def _steps_within(self, positions: list[int]) -> int:
+        """Steps that no row leaves its block in."""
+        size = self.size
+        return size - 1 - max((position % size for position in positions), default=0)
