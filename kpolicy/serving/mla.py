@@ -8,6 +8,7 @@ function with other roundings, which is why one graph's result can't stand in fo
 from __future__ import annotations
 
 import torch
+from torch import library
 
 from kpolicy.serving.attention import LIBRARY, SCRATCH, attend
 from kpolicy.serving.rows import HostRows, RowGroup, RowTensors, divide
@@ -98,4 +99,4 @@ def _mla_shape(query: torch.Tensor, cache: torch.Tensor, kv_b: torch.Tensor, *_:
 
 
 LIBRARY.impl("mla_attention", _mla_attention, "CompositeExplicitAutograd")
-torch.library.register_fake("kpolicy::mla_attention", _mla_shape, lib=LIBRARY)
+library.register_fake("kpolicy::mla_attention", _mla_shape, lib=LIBRARY)

@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import library  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from kpolicy.errors import CaptureError  # noqa: E402
@@ -187,13 +188,13 @@ def test_traps_that_are_handled_follow_new_inputs(trap: str) -> None:
     holds(HANDLED[trap], torch.tensor([1.5, -2.0, 3.0, 0.5]), torch.randn(2, 4))
 
 
-@torch.library.custom_op("kpolicy_tests::scaled", mutates_args=())
+@library.custom_op("kpolicy_tests::scaled", mutates_args=())
 def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
     """A custom operator that reads values on the host: its own business."""
     return x * by + x.sum().item()
 
 
-@torch.library.custom_op("kpolicy_tests::note", mutates_args={"cache"})
+@library.custom_op("kpolicy_tests::note", mutates_args={"cache"})
 def note(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A custom operator that writes its first argument, at places that it reads on the host."""
     for row, slot in enumerate(slots.tolist()):
@@ -201,7 +202,7 @@ def note(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> torch.Ten
     return cache.sum(0)
 
 
-@torch.library.custom_op("kpolicy_tests::pairs", mutates_args=())
+@library.custom_op("kpolicy_tests::pairs", mutates_args=())
 def pairs_op(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A custom operator with two results."""
     return x + 1, x.t().contiguous().t() * 2
