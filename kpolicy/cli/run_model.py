@@ -82,7 +82,7 @@ def _prepare(asked: Asked) -> _Job:
     model = open_model(asked.model, settings, kv_tokens=kv_tokens, block_size=BLOCK_SIZE, seed=asked.seed)
     serving = Serving(
         model=model, settings=settings, ladder=ladder, costs=costs, objective=asked.deployment.objective,
-        budget=asked.deployment.budget(), faults=asked.faults,
+        budget=asked.deployment.budget(), faults=asked.faults, verify=asked.verify,
     )  # fmt: skip
     trace = fitting(trace, model)
     # One that reads costs has graphs of every kind, where there is one.
@@ -189,9 +189,8 @@ def _serve(job: _Job, asked: Asked) -> list[RunResult]:
         if not engine.registry.captured():
             capture(engine, turn.spec, quiet=True)
         result, differences = serve_model(
-            job.trace, engine, job.serving, prompts, label=turn.spec, verify=asked.verify, on_step=on_step,
-            progress=progress,
-        )  # fmt: skip
+            job.trace, engine, job.serving, prompts, label=turn.spec, on_step=on_step, progress=progress
+        )
         job.differences += differences
         return result
 

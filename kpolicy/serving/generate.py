@@ -124,7 +124,7 @@ def generate(
         return True
 
     result, _ = serve_model(
-        trace, engine, serving, _Given(encoded, model.vocab), verify=False, temperature=temperature, seed=seed,
+        trace, engine, serving, _Given(encoded, model.vocab), temperature=temperature, seed=seed,
         stop_tokens=stops, check=keep,
     )  # fmt: skip
     done = [_completed(model, prompts[i], encoded[i], ended[i], stops) for i in sorted(ended)]

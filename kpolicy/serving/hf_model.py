@@ -184,8 +184,22 @@ class LoadedModel:
     def kv_caches(self) -> Sequence[torch.Tensor]:
         return [cache for layer in self.layers for cache in layer.caches]
 
+    @property
+    def poisons_padding(self) -> bool:
+        """Whether the reserved slot holds NaN whenever attention reads; see `poison_padding`."""
+        return all(layer.poisons for layer in self.layers)
+
+    def poison_padding(self, on: bool = True) -> None:
+        """Let every attention call put NaN into the reserved slot right after its KV write, or no longer.
+
+        A graph keeps what was chosen when it was captured, so choose before capture. Of halves that run beside each
+        other one may write the slot between the other's NaN and its reads: what runs alone is what it finds surely.
+        """
+        for layer in self.layers:
+            layer.poisons = on
+
     def poison_pad_slot(self) -> None:
-        """Fill the reserved slot with NaN: whatever reads it then shows."""
+        """Fill the reserved slot with NaN, until padding writes to it."""
         for cache in self.kv_caches():
             cache[self.pad_slot] = float("nan")
 

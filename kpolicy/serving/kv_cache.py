@@ -50,11 +50,17 @@ class PagedLayer:
     """Keys and values of one layer. Calling it is that layer's marked attention call.
 
     What changes from step to step comes from the step; what is held here never does.
+
+    Attributes:
+        poisons: whether the call fills the reserved slot with NaN between its write and its reads. Padding writes
+            there first, so NaN put there before the step would be gone by the time attention could read it. A captured
+            call keeps the choice that it was captured with.
     """
 
     def __init__(self, spec: LayerSpec, num_slots: int, block_size: int, like: torch.Tensor) -> None:
         self.spec = spec
         self.block_size = block_size
+        self.poisons = False
         shape = num_slots + 1, spec.num_kv_heads
         self.caches: tuple[torch.Tensor, ...] = (
             like.new_zeros(*shape, spec.head_dim),
@@ -74,6 +80,8 @@ class PagedLayer:
         slots = step.tensors.slot_mapping
         k_cache.index_copy_(0, slots, key)
         v_cache.index_copy_(0, slots, value)
+        if self.poisons:
+            _poison(k_cache, v_cache)
         spec = self.spec
         rows = _rows(step, self.block_size)
         return paged_attention(query, k_cache, v_cache, rows, spec.scale, spec.window, spec.softcap)
@@ -89,11 +97,15 @@ class LatentLayer:
         kv_b: [num_heads * (nope_dim + value_dim), rank], the module's own up-projection.
         num_slots: without the reserved one.
         block_size: tokens in a block.
+
+    Attributes:
+        poisons: as `PagedLayer` has it.
     """
 
     def __init__(self, spec: LayerSpec, kv_b: torch.Tensor, num_slots: int, block_size: int) -> None:
         self.spec = spec
         self.block_size = block_size
+        self.poisons = False
         self.kv_b = kv_b
         self.rank: int = kv_b.shape[1]
         nope_dim = kv_b.shape[0] // spec.num_heads - spec.value_dim
@@ -113,8 +125,16 @@ class LatentLayer:
         """
         (cache,) = _held(self.caches)
         cache.index_copy_(0, step.tensors.slot_mapping, torch.cat((latent, rope), dim=-1))
+        if self.poisons:
+            _poison(cache)
         absorbed_len = max(1, step.uniform_query_len or 1)
         return mla_attention(query, cache, self.kv_b, _rows(step, self.block_size), self.spec.scale, absorbed_len)
+
+
+def _poison(*caches: torch.Tensor) -> None:
+    """Fill the reserved slot with NaN."""
+    for cache in caches:
+        cache[-1].fill_(float("nan"))
 
 
 def _held(caches: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

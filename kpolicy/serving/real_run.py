@@ -186,6 +186,7 @@ class Serving:
         objective: what auto minimises.
         budget: what graphs may take.
         faults: faults to inject.
+        verify: hold steps to EAGER, with NaN in the pad slot whenever attention reads.
     """
 
     model: LoadedModel
@@ -195,6 +196,7 @@ class Serving:
     objective: str = "throughput"
     budget: Budget | None = None
     faults: tuple[str, ...] = ()
+    verify: bool = True
 
     def engine(self, spec: str, *, like: Engine | None = None) -> Engine:
         """An Engine over the model, with an executor of its own or with another's graphs.
@@ -205,6 +207,8 @@ class Serving:
         """
         from kpolicy.executors.cpu import CpuExecutor
 
+        if like is None:
+            self.model.poison_padding(self.verify)
         executor = like.executor if like is not None else CpuExecutor(
             self.model, max_num_reqs=self.settings.max_num_reqs, faults=self.faults
         )  # fmt: skip
@@ -227,7 +231,6 @@ def serve_model(
     prompts: PromptSource,
     *,
     label: str = "",
-    verify: bool = True,
     on_step: OnStep | None = None,
     progress: Progress | None = None,
     temperature: float = 0.0,
@@ -243,7 +246,6 @@ def serve_model(
         serving: the model and its limits.
         prompts: token ids for the trace's lengths.
         label: what to call the policy.
-        verify: hold steps to EAGER, and poison the pad slot.
         on_step: told each step, after its check.
         progress: told now and then how far it is.
         temperature: 0 is greedy.
@@ -252,7 +254,7 @@ def serve_model(
         check: told each finished request; whether its tokens are right.
     """
     serving.model.clear_kv()
-    verifier = Verifier(serving.model, getattr(engine.executor, "launcher", None)) if verify else None
+    verifier = Verifier(serving.model, getattr(engine.executor, "launcher", None)) if serving.verify else None
     told = [each for each in (verifier and verifier.check, on_step) if each]
 
     def tell(*step: Any) -> None:
@@ -268,4 +270,6 @@ def serve_model(
         )  # fmt: skip
     if verifier is None:
         return result, ()
+    if not result.interrupted:
+        verifier.finish()
     return attrs.evolve(result, verified=verifier.checks), tuple(map(str, verifier.differences))

@@ -3,6 +3,10 @@
 `Verifier.check` is called after a step. For each launch it notes the logits and the KV that the launch left, fills what
 it wrote with NaN, runs the rows eagerly at the launch's padded shape, and compares. The launch's own KV is put back, so
 the run goes on with its own results, right or wrong.
+
+KV of everybody else must stay as it is. A copy of all KV follows what each step may write, checked or not; at a check
+the two are compared to the bit, which also finds what steps between checks did. The copy takes as much memory as the
+KV; following a step costs a copy of its slots, comparing a read of all KV.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ class Difference:
         step: the step's index.
         mode: its mode.
         launch: the launch, in words.
-        what: ``logits``, ``kv`` or ``tokens``.
+        what: ``logits``, ``kv`` or ``tokens``, which differ from EAGER's; or ``other kv``, which changed and belongs to
+            no row of this step or of one since the last check.
         largest: the largest difference; NaN where one side is NaN.
     """
 
@@ -52,14 +57,17 @@ class Difference:
     largest: float
 
     def __str__(self) -> str:
-        return f"step {self.step} ({self.mode}), {self.launch}: {self.what} differ from EAGER by up to {self.largest:g}"
+        at = f"step {self.step} ({self.mode}), {self.launch}: "
+        if self.what == "other kv":
+            return f"{at}KV of no row of its own changed by up to {self.largest:g}"
+        return f"{at}{self.what} differ from EAGER by up to {self.largest:g}"
 
 
 class Verifier:
     """Checks one Engine's steps.
 
     Args:
-        model: what the executor runs.
+        model: what the executor runs, its KV as the first step finds it.
         launcher: the executor's `GraphLauncher`.
         least, every: how many of each mode's steps are checked: the first `least`, then one in `every`.
     """
@@ -72,6 +80,9 @@ class Verifier:
         self.differences: list[Difference] = []
         self._steps: dict[str, int] = {}
         self._checks: dict[str, list[int]] = {}
+        self._last: tuple[int, str, StepOutputs] | None = None
+        with torch.inference_mode(False):
+            self._expected = [cache.clone() for cache in model.kv_caches()]
 
     @property
     def checks(self) -> dict[str, Checks]:
@@ -85,20 +96,53 @@ class Verifier:
 
     def check(self, step: int, inputs: StepInputs, outputs: StepOutputs, _batcher: Batcher, _start_us: float) -> None:
         """Compare a step with EAGER where it is its mode's turn."""
+        for event in outputs.ready:
+            event.wait()  # a half without wanted rows is waited for by nobody else
+        self._follow(inputs, outputs)
         mode = outputs.decision.label
+        self._last = step, mode, outputs
         seen = self._steps[mode] = self._steps.get(mode, 0) + 1
         if seen > self.least and seen % self.every:
             return
         counts = self._checks.setdefault(mode, [0, 0])
         counts[0] += 1
         before = len(self.differences)
+        self._check_others(step, mode, outputs)
         self._check_step(step, mode, inputs, outputs)
         counts[1] += len(self.differences) > before
 
+    def finish(self) -> None:
+        """Look for KV that changed since the last check; it counts as a failure of the last step's mode."""
+        if self._last is not None:
+            step, mode, outputs = self._last
+            before = len(self.differences)
+            self._check_others(step, mode, outputs)
+            if len(self.differences) > before:
+                self._checks.setdefault(mode, [0, 0])[1] += 1
+
+    def _follow(self, inputs: StepInputs, outputs: StepOutputs) -> None:
+        """Take what a step wrote to its own slots as expected."""
+        own = {slot for launch, rows in _launches(inputs, outputs) for slot in _slots(rows, launch.repeat)}
+        slots = torch.as_tensor(sorted(own), dtype=torch.int64, device=self.model.device)
+        with torch.inference_mode(False):
+            for cache, expected in zip(self.model.kv_caches(), self._expected, strict=True):
+                expected[slots] = cache[slots]
+
+    def _check_others(self, step: int, mode: str, outputs: StepOutputs) -> None:
+        """Compare all KV but the pad slot with what steps may have written; what differs is expected from now on."""
+        pad = self.model.pad_slot
+        for cache, expected in zip(self.model.kv_caches(), self._expected, strict=True):
+            if torch.equal(_bits(cache[:pad]), _bits(expected[:pad])):
+                continue
+            launches = "; ".join(map(str, outputs.decision.launches))
+            largest = float((cache[:pad].double() - expected[:pad].double()).abs().max())
+            self.differences.append(Difference(step, mode, launches, "other kv", largest))
+            with torch.inference_mode(False):
+                expected.copy_(cache)
+
     def _check_step(self, step: int, mode: str, inputs: StepInputs, outputs: StepOutputs) -> None:
         at = 0
-        for launch in outputs.decision.launches:
-            rows = inputs if launch.rows is Rows.ALL else part_of(inputs, launch.rows)
+        for launch, rows in _launches(inputs, outputs):
             num_wanted = len(rows.wanted)
             logits = list(outputs.outputs[at : at + num_wanted])
             at += num_wanted
@@ -130,6 +174,19 @@ class Verifier:
                 cache[slots] = kv
             self.poison()
         return [(what, largest) for what, largest in found.items() if largest != 0]
+
+
+def _launches(inputs: StepInputs, outputs: StepOutputs) -> list[tuple[Launch, StepInputs]]:
+    """A step's launches, each with its rows."""
+    return [
+        (launch, inputs if launch.rows is Rows.ALL else part_of(inputs, launch.rows))
+        for launch in outputs.decision.launches
+    ]
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers: NaN equals itself, and zeros of either sign differ."""
+    return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
 def _slots(rows: StepInputs, repeat: int) -> list[int]:

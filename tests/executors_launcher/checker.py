@@ -17,38 +17,36 @@ from kpolicy.executors.base import StepInputs, StepOutputs
 from kpolicy.executors.cpu import CpuExecutor
 from kpolicy.executors.runner import part_of
 from kpolicy.keys import GraphKey
-from kpolicy.ladders import CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Rows
-from kpolicy.policies.base import admits
 from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry
 from kpolicy.scheduling.batching import Batcher, Generation
 from kpolicy.settings import Settings
-from kpolicy.testing.executors import all_decisions
 from kpolicy.testing.sequences import Sequences
+from tests.executors_launcher.choosing import DRAFTING, PLAIN, Chooser, all_keys, label
 
-LIMITS = Settings(max_num_reqs=6, max_num_tokens=24, num_speculative_tokens=2)
+LIMITS = DRAFTING
 NUM_BLOCKS, BLOCK_SIZE = 64, 4
 MAX_MODEL_LEN = 96
 EAGER = Decision(Mode.EAGER, (Launch(Rows.ALL, None),), Reason.POLICY_IS_EAGER)
 
 
 def load_family(name: str) -> Any:
-    """A family's tiny model over a small KV."""
+    """A family's tiny model over a small KV, with NaN in the reserved slot whenever attention reads."""
     from kpolicy.serving.load import load
     from tests.serving_models.families import FAMILIES
 
-    return load(
+    model = load(
         FAMILIES[name], num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN,
         max_num_reqs=LIMITS.max_num_reqs,
     )  # fmt: skip
+    model.poison_padding()
+    return model
 
 
 def plan(model: Any) -> tuple[GraphKey, ...]:
-    """Graphs of each kind that the model's attention admits, in several sizes."""
-    claims = model.support.claims
-    keys = plan_keys(CaptureSizes((3, 9, 18), (8, 24), (8, 24)), claims, LIMITS)
-    return tuple(key for key in keys if admits(claims, key))
+    """Graphs of each kind that the model's attention admits, in several sizes, and those that policies plan."""
+    return all_keys(model.support.claims)
 
 
 def opened(model: Any, keys: Sequence[GraphKey] | None = None, **options: Any) -> tuple[CpuExecutor, GraphRegistry]:
@@ -77,13 +75,23 @@ class Checker:
     Args:
         executor: a CPU executor over the model.
         model: whose KV is compared.
+
+    Attributes:
+        steps: how many were held to eager ones, by way.
+        policies: how many of these a policy decided, by policy and way.
+        rows: logits compared.
     """
 
     def __init__(self, executor: CpuExecutor, model: Any) -> None:
         self.executor = executor
         self.model = model
         self.steps: Counter[str] = Counter()
+        self.policies: dict[str, Counter[str]] = {}
         self.rows = 0
+
+    def chooser(self, keys: Sequence[GraphKey], settings: Settings, rng: random.Random) -> Chooser:
+        """What chooses the steps' ways, from those that this checker has seen least."""
+        return Chooser(self.model.support.claims, keys, settings, rng, Counter(self.steps), self.policies)
 
     def step(self, decision: Decision, inputs: StepInputs) -> StepOutputs:
         """Run a step, and its launches again eagerly from the same KV; the step's outputs and KV stay.
@@ -125,19 +133,15 @@ class Checker:
             cache[:-1] = old
 
 
-def label(decision: Decision) -> str:
-    """What steps are counted by: the mode and form, and what the graph holds."""
-    parts = [str(decision.label)]
-    for launch in decision.launches:
-        if launch.key is None:
-            parts.append("eager")
-        else:
-            key = launch.key
-            parts.append(
-                key.part.value if key.part.value == "piecewise"
-                else f"q={key.query_len}" if key.query_len else "varlen" if key.max_query_len else "mixed"
-            )  # fmt: skip
-    return " ".join(parts)
+def leaking(slots: Any, pad_slot: int) -> Any:
+    """`RowGroup.slots` of an attention that reads and sees the reserved slot behind each row's end."""
+
+    def leaks(group: Any, at: Any, window: int, device: Any) -> tuple[Any, Any]:
+        read, seen = slots(group, at, window, device)
+        behind = ~seen[:, -1]
+        return torch.where(behind, torch.full_like(read, pad_slot), read), seen | behind[:, None]
+
+    return leaks
 
 
 def with_sampling(inputs: StepInputs, rng: random.Random) -> StepInputs:
@@ -149,17 +153,11 @@ def with_sampling(inputs: StepInputs, rng: random.Random) -> StepInputs:
     )
 
 
-def least_used(decisions: Sequence[Decision], used: Counter[str], rng: random.Random) -> Decision:
-    """One of the ways that were taken least so far."""
-    least = min(used[label(each)] for each in decisions)
-    return rng.choice([each for each in decisions if used[label(each)] == least])
-
-
 def batcher_steps(checker: Checker, keys: Sequence[GraphKey], steps: int, seed: int) -> Iterator[Decision]:
-    """Steps of the real batcher over random requests, each run in one of the ways that were taken least so far."""
+    """Steps of the real batcher over random requests, each run as `Chooser` says."""
     rng = random.Random(seed)  # noqa: S311
-    settings = Settings(max_num_reqs=LIMITS.max_num_reqs, max_num_tokens=LIMITS.max_num_tokens)
-    batcher = Batcher(settings, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, steps_ahead=5)
+    chooser = checker.chooser(keys, PLAIN, rng)
+    batcher = Batcher(PLAIN, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, steps_ahead=5)
     added = 0
     for _ in range(steps):
         while len(batcher.waiting) < 2:
@@ -169,7 +167,7 @@ def batcher_steps(checker: Checker, keys: Sequence[GraphKey], steps: int, seed: 
         batch = batcher.next_batch()
         assert batch is not None
         inputs = with_sampling(batch.inputs, rng) if rng.random() < 0.3 else batch.inputs
-        decision = least_used(all_decisions(inputs.numbers, keys), checker.steps, rng)
+        decision = chooser.choose(inputs.numbers)
         outputs = checker.step(decision, inputs)
         batcher.complete(batch, outputs, lambda row: int(row.argmax()))
         yield decision
@@ -179,12 +177,13 @@ def drafting_steps(checker: Checker, keys: Sequence[GraphKey], steps: int, seed:
     """Steps with decode rows of 1 to 3 tokens, equal or not, some of whose drafts are refused."""
     sequences = Sequences(seed, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, vocab=128)
     rng = sequences.random
+    chooser = checker.chooser(keys, DRAFTING, rng)
     for _ in range(steps):
         rows = sequences.random_rows(LIMITS.max_num_reqs, LIMITS.max_num_tokens, LIMITS.query_len)
         inputs = sequences.inputs(rows)
         if rng.random() < 0.3:
             inputs = with_sampling(inputs, rng)
-        decision = least_used(all_decisions(inputs.numbers, keys), checker.steps, rng)
+        decision = chooser.choose(inputs.numbers)
         checker.step(decision, inputs)
         sequences.advance(rows, accepted=rng.choice([None, 1, 2]))
         yield decision

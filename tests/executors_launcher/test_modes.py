@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kpolicy.policies import OWN  # noqa: E402
 from tests.executors_launcher.checker import Checker, batcher_steps, drafting_steps, load_family, opened  # noqa: E402
 
 STEPS = {
@@ -20,7 +21,10 @@ STEPS = {
 
 @pytest.mark.parametrize("family", sorted(STEPS))
 def test_every_mode_is_bitwise_eager(family: str) -> None:
-    """Logits, tokens and written KV of random steps in every mode equal eager's at the same padded shape."""
+    """Logits, tokens and written KV of random steps in every mode equal eager's at the same padded shape.
+
+    Half of the steps run as a policy decides, every built-in one in turn.
+    """
     model = load_family(family)
     executor, registry = opened(model)
     keys = registry.captured()
@@ -35,6 +39,9 @@ def test_every_mode_is_bitwise_eager(family: str) -> None:
     forms = {name.split(" ")[0] for name in checker.steps}
     assert forms == {"eager", "full", "piecewise", "split/in_turn", "split/beside", "split/decodes_beside"}
     kinds = {part for name in checker.steps for part in name.split(" ")[1:]}
+    assert checker.policies.keys() >= OWN.keys()
+    assert all(decided.total() >= 4 for decided in checker.policies.values()), "a policy decided hardly any step"
+    assert sum(decided.total() for decided in checker.policies.values()) == sum(STEPS[family]) // 2
     wanted = {"q=1", "q=3", "piecewise", "eager"} | ({"mixed", "varlen"} if family != "deepseek_v3" else set())
     assert wanted <= kinds
     executor.release()

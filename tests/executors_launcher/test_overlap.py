@@ -125,7 +125,7 @@ def test_the_next_step_waits_for_halves_that_still_run(mixed: Any, monkeypatch: 
 
 def test_five_hundred_overlapped_steps_are_bitwise_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Halves beside each other share nothing: 500 random steps equal their halves run alone."""
-    import tests.executors_launcher.checker as module
+    import tests.executors_launcher.choosing as module
 
     model = load_family("gpt2")
     executor, registry = opened(model)
@@ -136,6 +136,7 @@ def test_five_hundred_overlapped_steps_are_bitwise_eager(monkeypatch: pytest.Mon
         return [each for each in ways if each.form not in (None, SplitForm.IN_TURN)] or ways[-1:]
 
     monkeypatch.setattr(module, "all_decisions", beside)
+    monkeypatch.setattr(module, "POLICIES", {})
     steps = batcher_steps(checker, registry.captured(), 3000, seed=5)
     overlapped = 0
     while overlapped < 500:
