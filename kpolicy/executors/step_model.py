@@ -83,6 +83,7 @@ class StepContext:
         self.tensors = tensors
         self.layout = layout
         self.uniform_query_len = uniform_query_len
+        self.memo: dict[str, Any] = {}
 
     def attention(self, call: AttentionCall, *tensors: Tensor) -> Tensor:
         """Run a marked call: the break mark of PIECEWISE."""

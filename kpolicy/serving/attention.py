@@ -1,8 +1,7 @@
 """Paged attention as operators of torch, `kpolicy::paged_attention` and `kpolicy::mla_attention`.
 
-A recorder sees one opaque operator a call, and a replay runs it on the live lengths. The implementations here are
-plain torch for any device. A device gets faster ones with ``LIBRARY.impl(name, function, "CUDA")`` and states what
-they can have captured in `CLAIMS`: that is all there is to choosing kernels.
+A recorder sees one opaque operator a call, and a replay runs it on the live lengths. The implementations are plain
+torch for any device; `kpolicy.serving.kernels` chooses between these and a device's own.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import library
 
-from kpolicy.attention import AttentionSupport, Claims, SupportLevel
 from kpolicy.serving.rows import HostRows, RowGroup, RowTensors, Scratch, divide
 
-__all__ = ["CLAIMS", "LIBRARY", "SCRATCH", "attend", "kernel_support", "mla_attention", "paged_attention"]
+__all__ = ["LIBRARY", "SCRATCH", "attend", "mla_attention", "paged_attention"]
 
 LIBRARY = library.Library("kpolicy", "DEF")
 """Defined by hand: the decorator `custom_op` costs about 8 µs more a call, which a decode step pays in each layer."""
@@ -37,21 +35,6 @@ MOST_GATHERED = 1 << 22
 gathered KV takes. Smaller calls were measured slower, each costs some 0.3 ms."""
 
 SCRATCH = Scratch()
-
-CLAIMS: dict[str, Claims] = {"cpu": Claims.at_level(SupportLevel.MIXED)}
-"""What the kernels of a device type can have captured. The plain ones read lengths on the host, which on the CPU is
-where the device runs; elsewhere it would be a synchronisation, so they only run between pieces."""
-
-
-def kernel_support(device_type: str) -> AttentionSupport:
-    """What the attention kernels on that device can have captured, whatever the model."""
-    claims = CLAIMS.get(device_type, Claims.at_level(SupportLevel.NONE))
-    return AttentionSupport.of(
-        claims,
-        backend=f"kpolicy-torch-{device_type}",
-        source="kpolicy/serving/attention.py",
-        note="" if device_type in CLAIMS else "plain torch kernels read lengths on the host",
-    )
 
 
 def paged_attention(

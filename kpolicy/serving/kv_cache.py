@@ -6,14 +6,18 @@ padding: padding writes there and nothing reads it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
-import torch
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.step_model import StepContext
 from kpolicy.serving import mla  # noqa: F401 (registers its operator)
-from kpolicy.serving.attention import mla_attention, paged_attention
+from kpolicy.serving.kernels import Kernels
 from kpolicy.serving.rows import RowTensors
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["LatentLayer", "LayerSpec", "PagedLayer", "layer_cache"]
 
@@ -57,8 +61,11 @@ class PagedLayer:
             call keeps the choice that it was captured with.
     """
 
-    def __init__(self, spec: LayerSpec, num_slots: int, block_size: int, like: torch.Tensor) -> None:
+    def __init__(
+        self, spec: LayerSpec, kernels: Kernels, num_slots: int, block_size: int, like: torch.Tensor
+    ) -> None:  # fmt: skip
         self.spec = spec
+        self.kernels = kernels
         self.block_size = block_size
         self.poisons = False
         shape = num_slots + 1, spec.num_kv_heads
@@ -77,14 +84,10 @@ class PagedLayer:
             value: [num_tokens, num_kv_heads, value_dim].
         """
         k_cache, v_cache = _held(self.caches)
-        slots = step.tensors.slot_mapping
-        k_cache.index_copy_(0, slots, key)
-        v_cache.index_copy_(0, slots, value)
+        self.kernels.write(step.tensors.slot_mapping, key, value, k_cache, v_cache)
         if self.poisons:
             _poison(k_cache, v_cache)
-        spec = self.spec
-        rows = _rows(step, self.block_size)
-        return paged_attention(query, k_cache, v_cache, rows, spec.scale, spec.window, spec.softcap)
+        return self.kernels.attend(step, self.spec, query, _rows(step, self.block_size), k_cache, v_cache)
 
 
 class LatentLayer:
@@ -94,6 +97,7 @@ class LatentLayer:
 
     Args:
         spec: what the call takes.
+        kernels: what writes and attends.
         kv_b: [num_heads * (nope_dim + value_dim), rank], the module's own up-projection.
         num_slots: without the reserved one.
         block_size: tokens in a block.
@@ -102,8 +106,11 @@ class LatentLayer:
         poisons: as `PagedLayer` has it.
     """
 
-    def __init__(self, spec: LayerSpec, kv_b: torch.Tensor, num_slots: int, block_size: int) -> None:
+    def __init__(
+        self, spec: LayerSpec, kernels: Kernels, kv_b: torch.Tensor, num_slots: int, block_size: int
+    ) -> None:  # fmt: skip
         self.spec = spec
+        self.kernels = kernels
         self.block_size = block_size
         self.poisons = False
         self.kv_b = kv_b
@@ -124,11 +131,12 @@ class LatentLayer:
             rope: [num_tokens, rope_dim], the roped key that all heads share.
         """
         (cache,) = _held(self.caches)
-        cache.index_copy_(0, step.tensors.slot_mapping, torch.cat((latent, rope), dim=-1))
+        self.kernels.write_latents(step.tensors.slot_mapping, latent, rope, cache)
         if self.poisons:
             _poison(cache)
-        absorbed_len = max(1, step.uniform_query_len or 1)
-        return mla_attention(query, cache, self.kv_b, _rows(step, self.block_size), self.spec.scale, absorbed_len)
+        return self.kernels.attend_latents(
+            step, self.spec, query, _rows(step, self.block_size), cache, self.kv_b
+        )  # fmt: skip
 
 
 def _poison(*caches: torch.Tensor) -> None:
@@ -144,9 +152,10 @@ def _held(caches: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def layer_cache(
-    spec: LayerSpec, module: torch.nn.Module, latent: bool, num_slots: int, block_size: int, like: torch.Tensor
-) -> PagedLayer | LatentLayer:
+    spec: LayerSpec, kernels: Kernels, module: torch.nn.Module, latent: bool, num_slots: int, block_size: int,
+    like: torch.Tensor,
+) -> PagedLayer | LatentLayer:  # fmt: skip
     """A layer's cache, of the kind that its attention module needs; device and dtype are those of `like`."""
     if latent:
-        return LatentLayer(spec, module.kv_b_proj.weight.detach(), num_slots, block_size)
-    return PagedLayer(spec, num_slots, block_size, like)
+        return LatentLayer(spec, kernels, module.kv_b_proj.weight.detach(), num_slots, block_size)
+    return PagedLayer(spec, kernels, num_slots, block_size, like)

@@ -12,9 +12,9 @@ import torch
 from kpolicy.attention import AttentionSupport, Claims, LayerKind
 from kpolicy.attention.hf import from_hf_config, layer_kinds
 from kpolicy.errors import ConfigError, SupportError
-from kpolicy.serving.attention import kernel_support
 from kpolicy.serving.checkpoint import has_weights, read_config, read_weights
 from kpolicy.serving.hf_model import KvSize, LoadedModel
+from kpolicy.serving.kernels import Kernels, choose_kernels
 from kpolicy.serving.kv_cache import layer_cache
 from kpolicy.serving.marks import ATTENTION_NAME, register, watch_latents
 from kpolicy.serving.trial import probe_layers, verify
@@ -35,6 +35,7 @@ def load(
     max_model_len: int | None = None,
     max_num_reqs: int = 64,
     seed: int = 0,
+    kernels: str = "auto",
 ) -> LoadedModel:
     """Load a causal LM of transformers as it is, and make KV for it.
 
@@ -50,30 +51,35 @@ def load(
         max_model_len: tokens of the longest request; where None, as many as the model has positions and the KV holds.
         max_num_reqs: requests in a step, at most.
         seed: of random weights.
+        kernels: what attention runs on: ``"triton"``, ``"flash"``, ``"plain"``, or ``"auto"`` for the best that the
+            device has; see `kpolicy.serving.kernels`.
 
     Raises:
         CheckpointError: the folder lacks files, or its weights are another model's.
         UnknownArchitectureError: the architecture isn't known.
-        SupportError: its attention can't be marked, or isn't what the kernels here compute.
+        SupportError: its attention can't be marked, isn't what the kernels here compute, or the kernels can't run on
+            the device.
         ConfigError: the KV is too small for one request, the device isn't there, or an argument is out of range.
     """
     at = _device(device)
     config, folder = read_config(source)
-    kinds = layer_kinds(config)
+    attention, kinds = choose_kernels(at, kernels), layer_kinds(config)
     _check_kinds(config, kinds)
     kv = _kv_size(config, num_blocks, block_size, max_model_len, max_num_reqs)
     register()
     # The KV is written in place by steps, which inference tensors made here would forbid.
     with torch.inference_mode(False):
         hf = _weights(config, folder, at, _dtype(dtype, config), seed)
-        model = _over_kv(hf, kinds, kv, folder)
+        model = _over_kv(hf, kinds, kv, attention, folder)
         reads = verify(model)
     if reads:
         model._support = model.support.meet(_eager_only(type(hf).__name__, reads))
     return model
 
 
-def _over_kv(hf: Any, kinds: tuple[LayerKind, ...], kv: KvSize, folder: Path | None) -> LoadedModel:
+def _over_kv(
+    hf: Any, kinds: tuple[LayerKind, ...], kv: KvSize, kernels: Kernels, folder: Path | None
+) -> LoadedModel:  # fmt: skip
     """The model over zeroed KV, its layers as a probe found them."""
     latent = [kind is LayerKind.MLA for kind in kinds]
     # A cross-attention module has a layer_idx too; the base model's own layers come first.
@@ -91,10 +97,10 @@ def _over_kv(hf: Any, kinds: tuple[LayerKind, ...], kv: KvSize, folder: Path | N
     watch_latents([modules[index] for index, wanted in enumerate(latent) if wanted])
     like = hf.get_input_embeddings().weight.detach()
     layers = [
-        layer_cache(spec, modules.get(index), latent[index], kv.num_slots, kv.block_size, like)
+        layer_cache(spec, kernels, modules.get(index), latent[index], kv.num_slots, kv.block_size, like)
         for index, spec in enumerate(specs)
     ]
-    support = from_hf_config(hf.config).meet(kernel_support(like.device.type))
+    support = from_hf_config(hf.config).meet(kernels.support(latent=any(latent)))
     return LoadedModel(hf, layers, support, kv, folder)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kpolicy.errors import KPolicyError, SupportError
-from kpolicy.executors.step_model import StepContext, StepTensors
+from kpolicy.executors.step_model import RowLayout, StepContext, StepTensors
 from kpolicy.serving.host_reads import HostReads
 from kpolicy.serving.kv_cache import LayerSpec
 from kpolicy.serving.marks import answering
@@ -138,5 +138,5 @@ def _step(model: LoadedModel, ids: list[int], start: int, end: int) -> StepConte
             kv_lens=numbers([end], torch.int32),
             query_starts=numbers([0, end - start], torch.int32),
         ),
-        None,
+        RowLayout(end - start, 0, (end - start,), (end,)),
     )

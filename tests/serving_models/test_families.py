@@ -112,8 +112,9 @@ def test_a_row_is_the_same_whoever_else_is_in_the_batch(name: str, loaded: Loade
             driver.step([Row(each, len(each.ids) - 1, False)])
         tensors = driver.tensors([Row(mine, 1, True), Row(beside, 1, True)], 4, 4, uniform=1)
         results.append(model.forward(StepContext(tensors, None, 1))[0].clone())
-    # Sorting tokens by expert moves them within a matrix product, and with it the last bits.
-    allowed = {"atol": 1e-5, "rtol": 0} if name in EXPERTS else {"atol": 0, "rtol": 0}
+    # Sorting tokens by expert moves them within a matrix product, and with it the last bits; so does, on some
+    # processors, the number of rows in the batched product that soft-capped scores come from.
+    allowed = {"atol": 1e-5, "rtol": 0} if name in (*EXPERTS, "gemma2") else {"atol": 0, "rtol": 0}
     torch.testing.assert_close(results[0], results[1], **allowed)
     torch.testing.assert_close(results[0], results[2], **allowed)
 

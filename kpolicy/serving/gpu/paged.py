@@ -1,0 +1,383 @@
+"""Paged attention in Triton, in two kernels: one for decode rows, one for prompt rows.
+
+Every length is read from device tensors, so a captured call attends over the live KV of each replay. The grid depends
+on the padded shape alone: programs of rows that the other kernel takes, and of padding, end at once.
+
+Decode rows: split KV (arXiv 2311.01282), the query tokens and heads of a KV head in one tile. Prompt rows: the online
+softmax of FlashAttention-2 (arXiv 2307.08691), a tile of query tokens a program.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from kpolicy.serving.rows import RowTensors
+
+__all__ = ["decode_splits", "paged_attention", "write_kv"]
+
+LOG2_E = 1.4426950408889634
+DECODE_BLOCK_N = 64
+MOST_SPLITS = 32
+
+
+@functools.lru_cache(maxsize=8)
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+def decode_splits(num_reqs: int, num_heads: int, most_kv: int, device: torch.device) -> int:
+    """How many programs share a row's KV: as many as fill the device twice, a power of two.
+
+    A function of the padded shape, so that a replay and EAGER at the same shape divide alike.
+    """
+    wanted = max(1, 2 * _processors(device) // max(1, num_reqs * num_heads))
+    most = max(1, min(MOST_SPLITS, most_kv // (2 * DECODE_BLOCK_N)))
+    splits = 1
+    while splits * 2 <= min(wanted, most):
+        splits *= 2
+    return splits
+
+
+@triton.jit
+def _write(slots_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr,
+           k_stride_t, k_stride_h, v_stride_t, v_stride_h, k_cache_stride, v_cache_stride,
+           NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+           H_PAD: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    h = tl.arange(0, H_PAD)[:, None]
+    d, dv = tl.arange(0, D_PAD)[None, :], tl.arange(0, DV_PAD)[None, :]
+    k_ok, v_ok = (h < NUM_HEADS) & (d < HEAD_DIM), (h < NUM_HEADS) & (dv < VALUE_DIM)
+    k = tl.load(k_ptr + token * k_stride_t + h * k_stride_h + d, mask=k_ok)
+    v = tl.load(v_ptr + token * v_stride_t + h * v_stride_h + dv, mask=v_ok)
+    tl.store(k_cache_ptr + slot * k_cache_stride + h * HEAD_DIM + d, k, mask=k_ok)
+    tl.store(v_cache_ptr + slot * v_cache_stride + h * VALUE_DIM + dv, v, mask=v_ok)
+
+
+def write_kv(
+    slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> None:
+    """Write each token's keys and values to its slot, in one launch.
+
+    Args:
+        slots: [num_tokens] int64.
+        key: [num_tokens, num_kv_heads, head_dim]; the last dimension is contiguous.
+        value: [num_tokens, num_kv_heads, value_dim]; likewise.
+        k_cache: [num_slots + 1, num_kv_heads, head_dim], contiguous.
+        v_cache: [num_slots + 1, num_kv_heads, value_dim], contiguous.
+    """
+    if key.stride(2) != 1:
+        key = key.contiguous()
+    if value.stride(2) != 1:
+        value = value.contiguous()
+    num_heads, head_dim = k_cache.shape[1:]
+    value_dim = v_cache.shape[2]
+    _write[(key.shape[0],)](
+        slots, key, value, k_cache, v_cache, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        k_cache.stride(0), v_cache.stride(0), num_heads, head_dim, value_dim, triton.next_power_of_2(num_heads),
+        triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim),
+    )  # fmt: skip
+
+
+@triton.jit
+def _softcapped(scores, softcap):
+    # In units of log2 e, as scores are.
+    x = scores / softcap
+    return softcap * (1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
+
+
+@triton.jit
+def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr,
+            scale, softcap, q_stride_t, q_stride_h, k_stride, v_stride, table_stride,
+            NUM_KV_HEADS: tl.constexpr, SHARE: tl.constexpr, QUERY_LEN: tl.constexpr, HEAD_DIM: tl.constexpr,
+            VALUE_DIM: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
+            WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+            BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    start = tl.load(starts_ptr + row)
+    query_len = tl.load(starts_ptr + row + 1) - start
+    if (query_len == 0) | (query_len > QUERY_LEN):
+        return
+    kv_len = tl.load(lens_ptr + row)
+    m = tl.arange(0, BLOCK_M)
+    t = m // SHARE
+    head = kv_head * SHARE + m % SHARE
+    m_ok = t < query_len
+    token = (start + t).to(tl.int64)
+    d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+    q = tl.load(
+        q_ptr + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d[None, :],
+        mask=m_ok[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    at = kv_len - query_len + t
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(kv_len - query_len - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    share = tl.cdiv(tl.cdiv(kv_len - low, BLOCK_N), SPLITS) * BLOCK_N
+    begin = low + split * share
+    end = tl.minimum(begin + share, kv_len)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+    for n in range(begin, end, BLOCK_N):
+        pos = n + tl.arange(0, BLOCK_N)
+        ok = pos < end
+        page = tl.load(table_ptr + row * table_stride + pos // PAGE, mask=ok, other=0)
+        slot = page.to(tl.int64) * PAGE + pos % PAGE
+        k = tl.load(
+            k_ptr + slot[None, :] * k_stride + kv_head * HEAD_DIM + d[:, None],
+            mask=ok[None, :] & (d < HEAD_DIM)[:, None], other=0.0,
+        )  # fmt: skip
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        if SOFTCAP:
+            scores = _softcapped(scores, softcap)
+        seen = ok[None, :] & (pos[None, :] <= at[:, None])
+        if WINDOW > 0:
+            seen = seen & (pos[None, :] > at[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp2(best - safe)
+        weights = tl.exp2(scores - safe[:, None])
+        total = total * kept + tl.sum(weights, 1)
+        v = tl.load(
+            v_ptr + slot[:, None] * v_stride + kv_head * VALUE_DIM + dv[None, :],
+            mask=ok[:, None] & (dv < VALUE_DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        acc = acc * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        best = higher
+    if SPLITS == 1:
+        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(
+            out_ptr + (token[:, None] * (NUM_KV_HEADS * SHARE) + head[:, None]) * VALUE_DIM + dv[None, :],
+            out.to(out_ptr.dtype.element_ty), mask=m_ok[:, None] & (dv < VALUE_DIM)[None, :],
+        )  # fmt: skip
+    else:
+        place = ((row * NUM_KV_HEADS + kv_head) * SPLITS + split) * BLOCK_M + m
+        tl.store(max_ptr + place, best)
+        tl.store(sum_ptr + place, total)
+        tl.store(mid_ptr + place[:, None] * DV_PAD + dv[None, :], acc)
+
+
+@triton.jit
+def _combine(out_ptr, mid_ptr, max_ptr, sum_ptr, starts_ptr,
+             NUM_KV_HEADS: tl.constexpr, SHARE: tl.constexpr, QUERY_LEN: tl.constexpr, VALUE_DIM: tl.constexpr,
+             DV_PAD: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    start = tl.load(starts_ptr + row)
+    query_len = tl.load(starts_ptr + row + 1) - start
+    if (query_len == 0) | (query_len > QUERY_LEN):
+        return
+    m = tl.arange(0, BLOCK_M)
+    t = m // SHARE
+    dv = tl.arange(0, DV_PAD)
+    first = (row * NUM_KV_HEADS + kv_head) * SPLITS * BLOCK_M + m
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for split in range(SPLITS):
+        best = tl.maximum(best, tl.load(max_ptr + first + split * BLOCK_M))
+    safe = tl.where(best == float("-inf"), 0.0, best)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+    for split in range(SPLITS):
+        place = first + split * BLOCK_M
+        weight = tl.exp2(tl.load(max_ptr + place) - safe)
+        total += weight * tl.load(sum_ptr + place)
+        acc += weight[:, None] * tl.load(mid_ptr + place[:, None] * DV_PAD + dv[None, :])
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    token = (start + t).to(tl.int64)
+    head = kv_head * SHARE + m % SHARE
+    tl.store(
+        out_ptr + (token[:, None] * (NUM_KV_HEADS * SHARE) + head[:, None]) * VALUE_DIM + dv[None, :],
+        out.to(out_ptr.dtype.element_ty), mask=(t < query_len)[:, None] & (dv < VALUE_DIM)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def _row_of(starts_ptr, tile, num_reqs, BLOCK_M: tl.constexpr):
+    """The row that a tile of query tokens belongs to: row r's tiles begin at starts[r] // BLOCK_M + r."""
+    low = 0
+    high = num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts_ptr + middle) // BLOCK_M + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _prefill_keys(acc, best, total, q, at, begin, end, kv_len, row, kv_head, k_ptr, v_ptr, table_ptr, scale, softcap,
+                  k_stride, v_stride, table_stride, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                  D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+                  SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+                  MASKED: tl.constexpr):  # fmt: skip
+    d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+    for n in range(begin, end, BLOCK_N):
+        pos = n + tl.arange(0, BLOCK_N)
+        ok = pos < kv_len
+        page = tl.load(table_ptr + row * table_stride + pos // PAGE, mask=ok, other=0)
+        slot = page.to(tl.int64) * PAGE + pos % PAGE
+        k_at = k_ptr + slot[None, :] * k_stride + kv_head * HEAD_DIM + d[:, None]
+        if MASKED or D_PAD != HEAD_DIM:
+            k = tl.load(k_at, mask=ok[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+        else:
+            k = tl.load(k_at)
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        if SOFTCAP:
+            scores = _softcapped(scores, softcap)
+        if MASKED:
+            seen = ok[None, :] & (pos[None, :] <= at[:, None])
+            if WINDOW > 0:
+                seen = seen & (pos[None, :] > at[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp2(best - safe)
+        weights = tl.exp2(scores - safe[:, None])
+        total = total * kept + tl.sum(weights, 1)
+        v_at = v_ptr + slot[:, None] * v_stride + kv_head * VALUE_DIM + dv[None, :]
+        if MASKED or DV_PAD != VALUE_DIM:
+            v = tl.load(v_at, mask=ok[:, None] & (dv < VALUE_DIM)[None, :], other=0.0)
+        else:
+            v = tl.load(v_at)
+        acc = acc * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        best = higher
+    return acc, best, total
+
+
+@triton.jit
+def _prefill(out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr, num_reqs, scale, softcap,
+             q_stride_t, q_stride_h, k_stride, v_stride, table_stride,
+             NUM_HEADS: tl.constexpr, SHARE: tl.constexpr, LEAST: tl.constexpr, HEAD_DIM: tl.constexpr,
+             VALUE_DIM: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
+             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             PRECISION: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    row = _row_of(starts_ptr, tile, num_reqs, BLOCK_M).to(tl.int64)
+    start = tl.load(starts_ptr + row)
+    query_len = tl.load(starts_ptr + row + 1) - start
+    first = (tile - (start // BLOCK_M + row)) * BLOCK_M
+    if (query_len < LEAST) | (first >= query_len):
+        return
+    kv_len = tl.load(lens_ptr + row)
+    kv_head = head // SHARE
+    m = first + tl.arange(0, BLOCK_M)
+    m_ok = m < query_len
+    token = (start + m).to(tl.int64)
+    d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+    q = tl.load(
+        q_ptr + token[:, None] * q_stride_t + head * q_stride_h + d[None, :],
+        mask=m_ok[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    context = kv_len - query_len
+    at = context + m
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(context + first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    high = tl.minimum(kv_len, context + first + BLOCK_M)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+    whole = low
+    if WINDOW == 0:
+        # Keys that every query of the tile sees need no mask.
+        whole = tl.maximum(context + first + 1, 0) // BLOCK_N * BLOCK_N
+        acc, best, total = _prefill_keys(
+            acc, best, total, q, at, 0, whole, kv_len, row, kv_head, k_ptr, v_ptr, table_ptr, scale, softcap,
+            k_stride, v_stride, table_stride, HEAD_DIM, VALUE_DIM, D_PAD, DV_PAD, PAGE, WINDOW, SOFTCAP, BLOCK_N,
+            PRECISION, False,
+        )  # fmt: skip
+    acc, best, total = _prefill_keys(
+        acc, best, total, q, at, whole, high, kv_len, row, kv_head, k_ptr, v_ptr, table_ptr, scale, softcap,
+        k_stride, v_stride, table_stride, HEAD_DIM, VALUE_DIM, D_PAD, DV_PAD, PAGE, WINDOW, SOFTCAP, BLOCK_N,
+        PRECISION, True,
+    )  # fmt: skip
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(
+        out_ptr + (token[:, None] * NUM_HEADS + head) * VALUE_DIM + dv[None, :],
+        out.to(out_ptr.dtype.element_ty), mask=m_ok[:, None] & (dv < VALUE_DIM)[None, :],
+    )  # fmt: skip
+
+
+def paged_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: RowTensors,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    decode_len: int = 1,
+    decodes: bool = True,
+    prefills: bool = True,
+) -> torch.Tensor:
+    """Causal attention of the step's tokens over their requests' KV.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim]; the last dimension is contiguous.
+        k_cache: [num_slots + 1, num_kv_heads, head_dim], contiguous.
+        v_cache: [num_slots + 1, num_kv_heads, value_dim], contiguous.
+        rows: the step's rows.
+        scale: multiplies scores.
+        window: tokens a query sees, itself included; 0 for all before it.
+        softcap: c in ``c * tanh(score / c)``; 0 for none.
+        decode_len: rows of at most this many query tokens go to the decode kernel, longer ones to the prefill kernel.
+        decodes: whether there may be rows for the decode kernel.
+        prefills: whether there may be rows for the prefill kernel.
+
+    Returns:
+        [num_tokens, num_heads, value_dim]; zeros for tokens of no row and of rows without KV.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, value_dim = v_cache.shape[1:]
+    num_reqs = rows.kv_lens.shape[0]
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    # Where every token is a decode row's, the decode kernel writes them all.
+    whole = not prefills and num_tokens == num_reqs * decode_len
+    out = (torch.empty if whole else torch.zeros)(
+        num_tokens, num_heads, value_dim, dtype=query.dtype, device=query.device
+    )  # fmt: skip
+    share, table = num_heads // num_kv_heads, rows.block_table
+    d_pad, dv_pad = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
+    precision = "ieee" if query.dtype == torch.float32 else "tf32"
+    wide = query.dtype == torch.float32 or d_pad > 128
+    log2_scale, cap = scale * LOG2_E, softcap * LOG2_E
+    strides = query.stride(0), query.stride(1), k_cache.stride(0), v_cache.stride(0), table.stride(0)
+    if decodes and num_reqs:
+        splits = decode_splits(num_reqs, num_kv_heads, table.shape[1] * rows.block_size, query.device)
+        block_m = max(16, triton.next_power_of_2(share * decode_len))
+        places = (num_reqs, num_kv_heads, splits, block_m) if splits > 1 else (1,)
+        mid = out if splits == 1 else out.new_empty((*places, dv_pad), dtype=torch.float32)
+        most = mid if splits == 1 else out.new_empty(places, dtype=torch.float32)
+        total = mid if splits == 1 else torch.empty_like(most)
+        block_n = DECODE_BLOCK_N // 2 if wide else DECODE_BLOCK_N
+        _decode[(num_reqs, num_kv_heads, splits)](
+            out, mid, most, total, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, log2_scale, cap,
+            *strides, num_kv_heads, share, decode_len, head_dim, value_dim, d_pad, dv_pad, rows.block_size, window,
+            softcap > 0, splits, block_m, block_n, precision, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        if splits > 1:
+            _combine[(num_reqs, num_kv_heads)](
+                out, mid, most, total, rows.query_starts, num_kv_heads, share, decode_len, value_dim, dv_pad, splits,
+                block_m, num_warps=4,
+            )  # fmt: skip
+    if prefills and num_reqs:
+        block_m, block_n = (32, 32) if wide else (128, 64)
+        least = decode_len + 1 if decodes else 1
+        _prefill[(num_tokens // block_m + num_reqs, num_heads)](
+            out, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, num_reqs, log2_scale, cap, *strides,
+            num_heads, share, least, head_dim, value_dim, d_pad, dv_pad, rows.block_size, window, softcap > 0,
+            block_m, block_n, precision, num_warps=4 if wide or d_pad <= 64 else 8, num_stages=2,
+        )  # fmt: skip
+    return out

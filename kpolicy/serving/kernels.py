@@ -1,0 +1,357 @@
+"""Which kernels a model's attention runs on: `choose_kernels`, by device, data type and head sizes.
+
+- ``plain``: operators of torch alone, for any device. They read lengths on the host, which on the CPU is where the
+  device runs; elsewhere it is a synchronisation, so there no graph holds them and they run between pieces.
+- ``triton``: kernels of ours that read lengths on the device, so a graph replays over live lengths.
+- ``flash``: as ``triton``, with torch's own FlashAttention for prompt rows where the host knows their lengths
+  (PIECEWISE and EAGER), over keys gathered to contiguous slots. A FULL graph of a mixed batch has the Triton kernel for
+  them.
+
+A mixed batch gets a kernel for decode rows and one for prompt rows in every mode, whichever is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+
+from kpolicy.attention import AttentionSupport, Claims, SupportLevel
+from kpolicy.errors import SupportError, UnknownNameError
+from kpolicy.executors.step_model import StepContext
+from kpolicy.serving import attention
+from kpolicy.serving.rows import RowTensors
+
+if TYPE_CHECKING:
+    from kpolicy.serving.kv_cache import LayerSpec
+
+__all__ = ["KERNELS", "Kernels", "PlainKernels", "TritonKernels", "choose_kernels", "kernels_here"]
+
+LEAST_CAPABILITY = (8, 0)
+"""CUDA capability from which the Triton kernels run: bf16 and asynchronous copies."""
+
+
+class Kernels(Protocol):
+    """Kernels of one device for the attention calls of a model's layers. They keep nothing between calls."""
+
+    @property
+    def name(self) -> str: ...
+
+    def support(self, *, latent: bool) -> AttentionSupport:
+        """What a graph may hold of them.
+
+        Args:
+            latent: a layer keeps latents (MLA).
+        """
+        ...
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *caches: torch.Tensor) -> None:
+        """Write the tokens' keys and values, [num_tokens, num_kv_heads, dim] each, to their slots."""
+        ...
+
+    def attend(
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, *caches: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention over keys and values: [num_tokens, num_heads, value_dim]."""
+        ...
+
+    def write_latents(
+        self, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor
+    ) -> None:  # fmt: skip
+        """Write the tokens' latents [num_tokens, rank] and roped keys [num_tokens, rope_dim] to their slots."""
+        ...
+
+    def attend_latents(
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, cache: torch.Tensor,
+        kv_b: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention over latents: [num_tokens, num_heads, value_dim].
+
+        Rows of one token, and all rows of a uniform launch, are absorbed; the others expanded.
+        """
+        ...
+
+
+class PlainKernels:
+    """Operators of torch, on any device.
+
+    Args:
+        device: where they run.
+    """
+
+    name = "plain"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def support(self, *, latent: bool) -> AttentionSupport:
+        del latent
+        here = self.device.type == "cpu"
+        return AttentionSupport.of(
+            Claims.at_level(SupportLevel.MIXED if here else SupportLevel.NONE),
+            backend=f"kpolicy-torch-{self.device.type}",
+            source="kpolicy/serving/attention.py",
+            note="" if here else "plain torch kernels read lengths on the host",
+        )
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *caches: torch.Tensor) -> None:
+        caches[0].index_copy_(0, slots, key)
+        caches[1].index_copy_(0, slots, value)
+
+    def attend(
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, *caches: torch.Tensor
+    ) -> torch.Tensor:
+        del step
+        return attention.paged_attention(query, caches[0], caches[1], rows, spec.scale, spec.window, spec.softcap)
+
+    def write_latents(
+        self, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor
+    ) -> None:  # fmt: skip
+        cache.index_copy_(0, slots, torch.cat((latent, rope), dim=-1))
+
+    def attend_latents(
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, cache: torch.Tensor,
+        kv_b: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        absorbed_len = max(1, step.uniform_query_len or 1)
+        return attention.mla_attention(query, cache, kv_b, rows, spec.scale, absorbed_len)
+
+
+class _Prompts(NamedTuple):
+    """The rows of a step behind its one-token decodes, where the host knows their lengths."""
+
+    num_decodes: int
+    """Rows of one token at the front, one token each"""
+    num_tokens: int
+    """Of the real rows, decodes included"""
+    slots: torch.Tensor
+    """[kv tokens of the prompt rows] int64, row by row"""
+    query_starts: torch.Tensor
+    """[num_prompts + 1] int32, from 0"""
+    kv_starts: torch.Tensor
+    """[num_prompts + 1] int32, from 0"""
+    lengths: tuple[tuple[int, int], ...]
+    """(query tokens, KV tokens) of each prompt row"""
+
+
+class TritonKernels:
+    """Triton for what a graph may hold; prompts of MLA, and of keys and values where `flash`, through torch.
+
+    Args:
+        device: a CUDA device.
+        flash: torch's FlashAttention for prompt rows of keys and values where the host knows lengths.
+    """
+
+    def __init__(self, device: torch.device, *, flash: bool = False) -> None:
+        # Imported here: Triton isn't there for every device, and starts a compiler.
+        from kpolicy.serving.gpu import latent, paged
+
+        self.device = device
+        self.name = "flash" if flash else "triton"
+        self._flash = flash
+        self._paged = paged
+        self._latent = latent
+
+    def support(self, *, latent: bool) -> AttentionSupport:
+        # Prompts of MLA are expanded over as much memory as their KV needs, which only the host can provide.
+        level = SupportLevel.UNIFORM if latent else SupportLevel.MIXED
+        return AttentionSupport.of(
+            Claims.at_level(level, one_computation=not latent),
+            backend=f"kpolicy-{self.name}-{self.device.type}",
+            source="kpolicy/serving/kernels.py",
+            note="prompts of MLA are expanded between pieces" if latent else "",
+        )
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *caches: torch.Tensor) -> None:
+        self._paged.write_kv(slots, key, value, *caches)
+
+    def attend(
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, *caches: torch.Tensor
+    ) -> torch.Tensor:
+        uniform, layout = step.uniform_query_len, step.layout
+        options: dict[str, Any] = {"window": spec.window, "softcap": spec.softcap}
+        if uniform:
+            options |= {"decode_len": uniform, "prefills": False}
+        elif layout is not None:
+            decodes, prompts = _kinds(step, layout.query_lens)
+            if prompts and self._flash and _flash_takes(query, spec):
+                return self._mixed_flash(step, spec, query, rows, *caches)
+            options |= {"decodes": decodes, "prefills": prompts}
+        return self._paged.paged_attention(query, caches[0], caches[1], rows, spec.scale, **options)
+
+    def _mixed_flash(
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, *caches: torch.Tensor
+    ) -> torch.Tensor:
+        at = _prompts(step, rows)
+        out = query.new_zeros(query.shape[0], spec.num_heads, spec.value_dim)
+        decodes, end = at.num_decodes, at.num_tokens
+        if decodes:
+            front = RowTensors(
+                rows.block_table[:decodes], rows.kv_lens[:decodes], rows.query_starts[: decodes + 1], rows.block_size
+            )
+            out[:decodes] = self._paged.paged_attention(
+                query[:decodes], caches[0], caches[1], front, spec.scale, window=spec.window, softcap=spec.softcap,
+                prefills=False,
+            )  # fmt: skip
+        key, value = (cache.index_select(0, at.slots) for cache in caches)
+        out[decodes:end] = _flash(query[decodes:end], key, value, at, spec)
+        return out
+
+    def write_latents(
+        self, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor
+    ) -> None:  # fmt: skip
+        self._latent.write_latents(slots, latent, rope, cache)
+
+    def attend_latents(
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, cache: torch.Tensor,
+        kv_b: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        up = kv_b.view(spec.num_heads, -1, kv_b.shape[1])
+        if step.uniform_query_len:
+            return self._absorbed(query, up, rows, cache, spec, step.uniform_query_len)
+        if step.layout is None:
+            # Nothing says how much KV there is: the plain kernels ask the device.
+            return attention.mla_attention(query, cache, kv_b, rows, spec.scale, 1)
+        at = _prompts(step, rows)
+        out = query.new_zeros(query.shape[0], spec.num_heads, spec.value_dim)
+        decodes, end = at.num_decodes, at.num_tokens
+        if decodes:
+            front = RowTensors(
+                rows.block_table[:decodes], rows.kv_lens[:decodes], rows.query_starts[: decodes + 1], rows.block_size
+            )
+            out[:decodes] = self._absorbed(query[:decodes], up, front, cache, spec, 1)
+        if end > decodes:
+            out[decodes:end] = _expanded(query[decodes:end], up, cache, at, spec)
+        return out
+
+    def _absorbed(
+        self, query: torch.Tensor, up: torch.Tensor, rows: RowTensors, cache: torch.Tensor, spec: LayerSpec,
+        decode_len: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """[num_tokens, num_heads, value_dim] of rows of at most `decode_len` tokens."""
+        nope_dim = up.shape[1] - spec.value_dim
+        latent_query = torch.bmm(query[..., :nope_dim].transpose(0, 1), up[:, :nope_dim]).transpose(0, 1)
+        mixed = self._latent.latent_attention(
+            latent_query, query[..., nope_dim:], cache, rows, spec.scale, decode_len
+        )  # fmt: skip
+        return torch.bmm(mixed.transpose(0, 1), up[:, nope_dim:].transpose(1, 2)).transpose(0, 1)
+
+
+def _kinds(step: StepContext, query_lens: Sequence[int]) -> tuple[bool, bool]:
+    """Whether a step has rows of one token, and longer ones; worked out once a step."""
+    kinds: tuple[bool, bool] | None = step.memo.get("kinds")
+    if kinds is None:
+        kinds = step.memo["kinds"] = 1 in query_lens, any(length > 1 for length in query_lens)
+    return kinds
+
+
+def _prompts(step: StepContext, rows: RowTensors) -> _Prompts:
+    """Where the prompt rows' KV is; worked out once a step, for all layers, without waiting for the device."""
+    found: _Prompts | None = step.memo.get("prompts")
+    if found is not None:
+        return found
+    layout = step.layout
+    assert layout is not None  # noqa: S101 - callers looked
+    query_lens, kv_lens = layout.query_lens, layout.kv_lens
+    decodes = next((i for i, length in enumerate(query_lens) if length != 1), len(query_lens))
+    count, total = len(query_lens) - decodes, sum(kv_lens[decodes:])
+    if not count:
+        none = rows.kv_lens[:0]
+        found = step.memo["prompts"] = _Prompts(decodes, layout.num_tokens, none, none, none, ())
+        return found
+    device = rows.kv_lens.device
+    kv_starts = F.pad(rows.kv_lens[decodes : decodes + count].cumsum(0, dtype=torch.int32), (1, 0))
+    query_starts = rows.query_starts[decodes : decodes + count + 1] - decodes
+    token = torch.arange(total, device=device, dtype=torch.int32)
+    row = torch.searchsorted(kv_starts[1:], token, right=True)
+    position = token - kv_starts[row]
+    pages = rows.block_table[decodes:].flatten()
+    page = pages[row * rows.block_table.shape[1] + position // rows.block_size]
+    slots = page.to(torch.int64) * rows.block_size + position % rows.block_size
+    found = step.memo["prompts"] = _Prompts(
+        decodes, layout.num_tokens, slots, query_starts, kv_starts,
+        tuple(zip(query_lens[decodes:], kv_lens[decodes:], strict=True)),
+    )  # fmt: skip
+    return found
+
+
+def _flash_takes(query: torch.Tensor, spec: LayerSpec) -> bool:
+    """Whether torch's FlashAttention computes a layer: half precision, one head size of at most 256, no soft cap."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return half and not spec.softcap and not spec.window and spec.head_dim <= 256 and spec.head_dim % 8 == 0
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: _Prompts, spec: LayerSpec
+) -> torch.Tensor:  # fmt: skip
+    """[num_tokens, num_heads, value_dim] of prompt rows over contiguous keys and values, causal from the end."""
+    missing = spec.head_dim - spec.value_dim
+    if missing:
+        value = F.pad(value, (0, missing))
+    longest_query, longest_kv = map(max, zip(*at.lengths, strict=True))
+    forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward
+    out: torch.Tensor = forward(
+        query, key, value, at.query_starts, at.kv_starts, longest_query, longest_kv, 0.0, True, False,
+        scale=spec.scale,
+    )[0]  # fmt: skip
+    return out[..., : spec.value_dim]
+
+
+def _expanded(
+    query: torch.Tensor, up: torch.Tensor, cache: torch.Tensor, at: _Prompts, spec: LayerSpec
+) -> torch.Tensor:  # fmt: skip
+    """[num_tokens, num_heads, value_dim] of prompt rows, over keys and values made of their latents."""
+    rank, nope_dim = up.shape[2], up.shape[1] - spec.value_dim
+    latents = cache.index_select(0, at.slots)
+    expanded = F.linear(latents[:, :rank], up.reshape(-1, rank)).view(len(latents), spec.num_heads, -1)
+    shared = latents[:, None, rank:].expand(-1, spec.num_heads, -1)
+    key, value = torch.cat((expanded[..., :nope_dim], shared), dim=-1), expanded[..., nope_dim:]
+    if _flash_takes(query, spec):
+        return _flash(query, key, value, at, spec)
+    outs, begin, first = [], 0, 0
+    # Without FlashAttention row by row; lengths are the host's, so nothing waits.
+    for query_len, kv_len in at.lengths:
+        q, k, v = (
+            each.transpose(0, 1)[None]
+            for each in (query[begin : begin + query_len], key[first : first + kv_len], value[first : first + kv_len])
+        )
+        seen = torch.ones(query_len, kv_len, dtype=torch.bool, device=query.device).tril(kv_len - query_len)
+        outs.append(attention.attend(q, k, v, seen, spec.scale)[0].transpose(0, 1))
+        begin, first = begin + query_len, first + kv_len
+    return torch.cat(outs)
+
+
+def kernels_here(device: torch.device) -> dict[str, str]:
+    """Every kind of kernels by name, with why it can't run on a device; empty text where it can."""
+    why = ""
+    if device.type != "cuda":
+        why = f"it runs on CUDA devices, and this is {device.type}"
+    elif find_spec("triton") is None:
+        why = "triton isn't installed; it comes with CUDA builds of torch"
+    elif torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        have = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        why = f"the device has capability {have}, and it needs {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
+    return {"triton": why, "flash": why, "plain": ""}
+
+
+KERNELS = ("auto", "triton", "flash", "plain")
+
+
+def choose_kernels(device: torch.device, name: str = "auto") -> Kernels:
+    """Kernels for a device; ``"auto"`` takes the first that can run there.
+
+    Raises:
+        UnknownNameError: there is no kind of that name.
+        SupportError: the kind can't run on the device.
+    """
+    if name not in KERNELS:
+        raise UnknownNameError("attention kernels", name, KERNELS)
+    here = kernels_here(device)
+    if name == "auto":
+        name = next(each for each, why in here.items() if not why)
+    if here[name]:
+        raise SupportError(f"attention kernels {name!r} can't run on {device}: {here[name]}. Leave them to 'auto'.")
+    return PlainKernels(device) if name == "plain" else TritonKernels(device, flash=name == "flash")
