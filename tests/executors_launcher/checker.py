@@ -80,6 +80,7 @@ class Checker:
         steps: how many were held to eager ones, by way.
         policies: how many of these a policy decided, by policy and way.
         rows: logits compared.
+        failure: what ended the steps, for who notes it.
     """
 
     def __init__(self, executor: CpuExecutor, model: Any) -> None:
@@ -88,6 +89,7 @@ class Checker:
         self.steps: Counter[str] = Counter()
         self.policies: dict[str, Counter[str]] = {}
         self.rows = 0
+        self.failure = ""
 
     def chooser(self, keys: Sequence[GraphKey], settings: Settings, rng: random.Random) -> Chooser:
         """What chooses the steps' ways, from those that this checker has seen least."""

@@ -117,7 +117,8 @@ class Chooser:
             least = min(self.ways[label(each)] for each in legal)
             decision = self.rng.choice([each for each in legal if self.ways[label(each)] == least])
         else:
-            name = min(self.policies, key=lambda each: self.policies[each].total())
+            fewest = min(counts.total() for counts in self.policies.values())
+            name = self.rng.choice([name for name, counts in self.policies.items() if counts.total() == fewest])
             decision = self._selects[name](*numbers)
             self.policies[name][label(decision)] += 1
         self.ways[label(decision)] += 1
