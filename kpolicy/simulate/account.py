@@ -1,0 +1,174 @@
+"""What a simulation adds up: latencies, tokens, steps by shape, and the result made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kpolicy.engine import Engine
+from kpolicy.observe import ModeStats
+from kpolicy.reasons import Basis
+from kpolicy.registry import GraphState
+from kpolicy.simulate.percentiles import Percentiles
+from kpolicy.simulate.queue import Queue, Step
+from kpolicy.simulate.requests import Request
+from kpolicy.simulate.result import Bound, Goodput, SimResult
+from kpolicy.simulate.server import Server
+from kpolicy.simulate.tally import Tallies
+
+__all__ = ["Account"]
+
+_NEVER = float("inf")
+
+
+class Account:
+    """The sums of one run."""
+
+    def __init__(self, engine: Engine, server: Server) -> None:
+        self._engine, self._server = engine, server
+        self.capture_s = sum(record.seconds for record in engine.registry.records())
+        self.graph_bytes = engine.registry.totals().bytes_live
+        self.tallies = Tallies(engine.costs)
+        self.ttft, self.gap, self.e2e = Percentiles(), Percentiles(), Percentiles()
+        self.decode_steps: dict[int, int] = {}
+        self.mixed_steps: dict[tuple[int, int], int] = {}
+        self.served = self.tokens = 0
+        self.refused: dict[str, int] = {}
+        self._good = self._drafted = self._accepted = 0
+        level = server.service_level
+        self._most_ttft_us = _NEVER if level.ttft_ms is None else level.ttft_ms * 1e3
+        self._most_gap_us = _NEVER if level.gap_ms is None else level.gap_ms * 1e3
+
+    def refuse(self, reason: str) -> None:
+        """Count a request that isn't served."""
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def take(self, queue: Queue, step: Step, decode_steps: int, us: float, now_us: float) -> None:
+        """Take one rank's step in: tokens come out, requests end."""
+        numbers = step.numbers
+        if numbers.num_prefills:
+            key = numbers.num_decodes, numbers.num_prefill_tokens
+            self.mixed_steps[key] = self.mixed_steps.get(key, 0) + 1
+        else:
+            self.decode_steps[numbers.num_decodes] = self.decode_steps.get(numbers.num_decodes, 0) + 1
+        if numbers.num_decodes:
+            gap, came, q = us / decode_steps, 0, queue.rows.query_len
+            for tokens, rows in queue.rows.emitted(decode_steps):
+                # What a step brings a row at once is spread over its time.
+                self.gap.add(gap / tokens, rows * tokens)
+                came += rows * tokens
+            self.tokens += came
+            if q > 1:
+                self._drafted += numbers.num_decodes * (q - 1)
+                self._accepted += came - numbers.num_decodes
+        done = queue.complete(step, decode_steps)
+        for request in done.first_tokens:
+            self.tokens += 1
+            if request.first_us < 0:
+                request.first_us = now_us
+                self.ttft.add(now_us - request.arrival_us)
+            else:
+                self.gap.add(now_us - request.last_us)
+            request.last_us = -1.0
+        for request in done.finished:
+            self.finish(request, now_us)
+
+    def finish(self, request: Request, now_us: float) -> None:
+        """Count a request that has all of its tokens."""
+        self.served += 1
+        self.e2e.add(now_us - request.arrival_us)
+        more = request.output_tokens - 1
+        gap = (now_us - request.first_us) / more if more else 0.0
+        self._good += request.first_us - request.arrival_us <= self._most_ttft_us and gap <= self._most_gap_us
+
+    # The result
+
+    def result(
+        self, *, policy: str, source: str, seed: int, queues: Sequence[Queue], span_s: float, interrupted: str
+    ) -> SimResult:
+        """All of it as one value."""
+        engine, server = self._engine, self._server
+        registry, costs, level = engine.registry, engine.costs, server.service_level
+        for tally in self.tallies:
+            for launch in tally.decision.launches:
+                if launch.key is not None and tally.steps:
+                    registry.hit(launch.key, tally.steps * launch.repeat)
+        captured, unused = registry.captured(), registry.unused()
+        lost = [
+            record.reason.value
+            for record in registry.records()
+            if record.reason is not None and record.state in (GraphState.FAILED, GraphState.WITHDRAWN)
+        ]
+        return SimResult(
+            policy=policy,
+            source=source,
+            seed=seed,
+            costs=costs.version,
+            measured=costs.measured,
+            served=self.served,
+            refused=self.refused,
+            tokens=self.tokens,
+            ttft=self.ttft.spread(),
+            gap=self.gap.spread(),
+            e2e=self.e2e.spread(),
+            goodput=Goodput(
+                ttft_ms=level.ttft_ms,
+                gap_ms=level.gap_ms,
+                good=self._good,
+                share=self._good / self.served if self.served else 0.0,
+                per_s=self._good / span_s if span_s else 0.0,
+            ),
+            span_s=span_s,
+            not_captured={name: lost.count(name) for name in sorted(set(lost))},
+            graphs=len(captured),
+            graphs_used=len(captured) - len(unused),
+            unused=tuple(str(key) for key in unused),
+            graph_bytes=self.graph_bytes,
+            capture_s=self.capture_s,
+            started_after_s=0.0 if server.warm else self.capture_s,
+            kv_tokens=queues[0].capacity,
+            preemptions=sum(queue.num_preemptions for queue in queues),
+            prompt_tokens=sum(queue.looked_up_tokens for queue in queues),
+            reused_tokens=sum(queue.reused_tokens for queue in queues),
+            drafted=self._drafted,
+            accepted=self._accepted,
+            ranks=len(queues),
+            decode_steps=self.decode_steps,
+            mixed_steps=self.mixed_steps,
+            interrupted=interrupted,
+            downgrades=tuple(map(str, engine.downgrades)),
+            **self._steps(),
+        )
+
+    def _steps(self) -> dict[str, Any]:
+        """Sums over the steps: by mode, by reason and by the side that bounds them."""
+        modes: dict[str, ModeStats] = {}
+        reasons: dict[str, int] = {}
+        halves: dict[str, int] = {}
+        steps = host_steps = outside = 0
+        us = host_us = 0.0
+        basis = Basis.NOTHING
+        for tally in self.tallies:
+            decision = tally.decision
+            modes.setdefault(decision.label, ModeStats()).add(
+                ModeStats(tally.steps, tally.tokens, tally.padding, tally.us)
+            )
+            reasons[decision.reason.value] = reasons.get(decision.reason.value, 0) + tally.rank_steps
+            for launch in decision.launches:
+                if launch.reason is not None:
+                    halves[launch.reason.value] = halves.get(launch.reason.value, 0) + tally.rank_steps
+            basis |= decision.basis
+            steps, us, outside = steps + tally.steps, us + tally.us, outside + tally.outside
+            host_steps, host_us = host_steps + tally.host_bound, host_us + tally.host_us
+        return {
+            "modes": dict(sorted(modes.items(), key=lambda item: (-item[1].steps, item[0]))),
+            "reasons": _by_count(reasons),
+            "eager_halves": _by_count(halves),
+            "bound": {"device": Bound(steps - host_steps, us - host_us), "host": Bound(host_steps, host_us)},
+            "outside": outside,
+            "basis": basis,
+        }
+
+
+def _by_count(counts: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

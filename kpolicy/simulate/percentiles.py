@@ -1,0 +1,122 @@
+"""Percentiles of millions of weighted values: exact up to a size, beyond it from a sketch with a stated error."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["EXACT_VALUES", "RELATIVE_ERROR", "Percentiles", "Spread"]
+
+EXACT_VALUES = 1 << 20
+"""Entries up to which percentiles are exact; an entry is a value with its weight, 16 bytes."""
+RELATIVE_ERROR = 0.002
+"""Beyond that a percentile is off by at most this share of itself."""
+_AT_ONCE = 1 << 16
+
+
+@attrs.frozen(kw_only=True)
+class Spread:
+    """How values are spread, in microseconds.
+
+    Args:
+        count: how many.
+        mean: their mean; 0 without values, as all of them.
+        p50, p90, p99: the smallest value that so many percent don't exceed.
+        max: the largest.
+        relative_error: how far a percentile may be off, as a share of itself; 0 where it is exact.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+    max: float = 0.0
+    relative_error: float = 0.0
+
+
+class Percentiles:
+    """Takes values with weights.
+
+    Args:
+        exact: entries that are kept as they are.
+    """
+
+    __slots__ = ("_exact", "_sketch", "_sum", "_weight", "largest", "values", "weights")
+
+    def __init__(self, exact: int = EXACT_VALUES) -> None:
+        self._exact = exact
+        self.values = array("d")
+        """Entries not yet in the sketch; who appends here calls `settle` now and then."""
+        self.weights = array("q")
+        self._sketch: Any = None
+        self._sum = 0.0
+        self._weight = 0
+        self.largest = 0.0
+
+    def add(self, value: float, weight: int = 1) -> None:
+        """Take a value, `weight` times."""
+        self.values.append(value)
+        self.weights.append(weight)
+        if len(self.values) > (self._exact if self._sketch is None else _AT_ONCE):
+            self.settle()
+
+    def settle(self) -> None:
+        """Move the entries to the sketch where there are too many to keep."""
+        if len(self.values) > (self._exact if self._sketch is None else _AT_ONCE):
+            self._flush()
+
+    def _flush(self) -> None:
+        import numpy as np
+        from ddsketch import DDSketch
+
+        if self._sketch is None:
+            self._sketch = DDSketch(RELATIVE_ERROR)
+        values, weights = self._arrays()
+        self._sum += float((values * weights).sum())
+        self._weight += int(weights.sum())
+        self.largest = max(self.largest, float(values.max()))
+        # Values of one bucket are the same to the sketch, so each bucket is told once.
+        gamma = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
+        buckets = np.ceil(np.log(np.maximum(values, 1e-9)) / math.log(gamma)).astype(np.int64)
+        _, first, which = np.unique(buckets, return_index=True, return_inverse=True)
+        for value, weight in zip(values[first], np.bincount(which, weights=weights), strict=True):
+            self._sketch.add(float(value), float(weight))
+        self.values, self.weights = array("d"), array("q")
+
+    def _arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        import numpy as np
+
+        return np.array(self.values, np.float64), np.array(self.weights, np.int64)
+
+    def spread(self) -> Spread:
+        """What the values so far look like."""
+        if self._sketch is not None:
+            if self.values:
+                self._flush()
+            at = self._sketch.get_quantile_value
+            return Spread(
+                count=self._weight, mean=self._sum / self._weight, p50=at(0.5), p90=at(0.9), p99=at(0.99),
+                max=self.largest, relative_error=RELATIVE_ERROR,
+            )  # fmt: skip
+        if not self.values:
+            return Spread()
+        import numpy as np
+
+        values, weights = self._arrays()
+        order = np.argsort(values, kind="stable")
+        values, weights = values[order], weights[order]
+        seen = np.cumsum(weights)
+        total = int(seen[-1])
+        p50, p90, p99 = (
+            float(values[min(int(np.searchsorted(seen, total * percent / 100)), len(values) - 1)])
+            for percent in (50, 90, 99)
+        )
+        mean = math.fsum((values * weights).tolist()) / total
+        return Spread(count=total, mean=mean, p50=p50, p90=p90, p99=p99, max=float(values[-1]))

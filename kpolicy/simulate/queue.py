@@ -1,0 +1,314 @@
+"""Continuous batching in counts: the rules of `kpolicy.scheduling.batching.Batcher` without tokens or block tables.
+
+Decode rows first, then prompt chunks under the token budget in order of arrival; when blocks run out the request
+admitted last is computed again later. On top of `Batcher`: prompts that begin with cached blocks start behind them,
+and decode rows may verify drafts. Where both can run a trace they make the same steps (tests/simulate).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from kpolicy.errors import ConfigError
+from kpolicy.scheduling.batching import MOST_STEPS_AHEAD
+from kpolicy.settings import Settings
+from kpolicy.shapes import BatchNumbers, BatchShape
+from kpolicy.simulate.blocks import Blocks
+from kpolicy.simulate.drafts import DraftedRows, Drafts
+from kpolicy.simulate.requests import Request
+from kpolicy.simulate.rows import PlainRows
+
+__all__ = ["Completed", "Queue", "Step"]
+
+
+class Step(NamedTuple):
+    """One step's rows."""
+
+    numbers: BatchNumbers
+    chunks: list[tuple[Request, int]]
+    """(request, new prompt tokens)"""
+
+    def shape(self) -> BatchShape:
+        """The batch for people and logs."""
+        numbers = self.numbers
+        return BatchShape(
+            decodes=((numbers.query_len, numbers.num_decodes),) if numbers.num_decodes else (),
+            prefills=[(new, request.computed) for request, new in self.chunks],
+            decode_kv_tokens=numbers.decode_kv_tokens if numbers.num_decodes else None,
+            max_kv_len=numbers.max_kv_len,
+            max_decode_steps=numbers.max_decode_steps,
+        )
+
+
+class Completed(NamedTuple):
+    """What a step changed."""
+
+    first_tokens: list[Request]
+    """Requests whose prompt was finished, so that a token came out."""
+    finished: list[Request]
+
+
+class Queue:
+    """The scheduler of one rank. `add`, then `next_step` and `complete` in turn.
+
+    Args:
+        settings: most requests and tokens a step, and drafts a row.
+        num_blocks: KV blocks.
+        block_size: tokens of a block.
+        steps_ahead: most decode steps offered beside a prefill; 1 with drafts, whose rows need the host each step.
+        prefix_block: prompt tokens that one hash id stands for; 0 reuses no prefix.
+        drafts: how many drafts are accepted; None without speculation.
+        seed: of the draws.
+    """
+
+    def __init__(
+        self, settings: Settings, *, num_blocks: int, block_size: int = 16, steps_ahead: int = MOST_STEPS_AHEAD,
+        prefix_block: int = 512, drafts: Drafts | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        if prefix_block % block_size:
+            raise ConfigError(
+                f"a hash id stands for {prefix_block} tokens, which isn't a whole number of KV blocks of {block_size}; "
+                "choose a block size that divides it, or reuse no prefixes."
+            )
+        self.settings = settings
+        self.block_size = block_size
+        self.prefix_block = prefix_block
+        self.blocks = Blocks(num_blocks, max(prefix_block // block_size, 1))
+        self.rows: PlainRows | DraftedRows
+        if drafts is None or not settings.num_speculative_tokens:
+            self.rows = PlainRows(block_size)
+            self.steps_ahead = steps_ahead
+        else:
+            self.rows = DraftedRows(block_size, settings.num_speculative_tokens, drafts, seed)
+            self.steps_ahead = 1
+        self.most_reqs = min(settings.max_num_reqs, settings.max_num_tokens // self.rows.query_len)
+        """A decode row takes part in every step, so no more are admitted than one step's tokens hold."""
+        self.waiting: deque[Request] = deque()
+        self.prefilling: list[Request] = []
+        self.num_preemptions = 0
+        self.looked_up_tokens = self.reused_tokens = 0
+        """Prompt tokens of admitted requests, and those found in the cache."""
+        self._admissions = 0
+        self._now_us = 0.0
+
+    # What there is
+
+    @property
+    def idle(self) -> bool:
+        return not self.rows.rows and not self.prefilling and not self.waiting
+
+    @property
+    def num_running(self) -> int:
+        return len(self.rows.rows) + len(self.prefilling)
+
+    @property
+    def capacity(self) -> int:
+        """KV tokens in all."""
+        return self.blocks.num_blocks * self.block_size
+
+    @property
+    def used_tokens(self) -> int:
+        """KV tokens in blocks that requests hold."""
+        return (self.blocks.num_blocks - self.blocks.available) * self.block_size
+
+    def fits(self, request: Request) -> bool:
+        """Whether the request can ever be served. Its last token needs no KV entry, its last drafts do."""
+        most = request.prompt_tokens + request.output_tokens - 1
+        if request.output_tokens > 1:
+            most += self.rows.query_len - 1
+        return most <= self.capacity
+
+    def add(self, request: Request) -> None:
+        """Queue a request that fits."""
+        self.waiting.append(request)
+
+    # The next step
+
+    def next_step(self, now_us: float) -> Step | None:
+        """The next step's rows, or None when there is nothing to run.
+
+        Args:
+            now_us: the clock, for requests that have to give way.
+        """
+        self._now_us = now_us
+        before = self.num_preemptions
+        self._enter_blocks()
+        num_decodes = len(self.rows.rows)
+        budget = self.settings.max_num_tokens - num_decodes * self.rows.query_len
+        # What was preempted for want of blocks doesn't come back in the same step.
+        chunks = self._chunks(budget, admit=self.num_preemptions == before) if self.prefilling or self.waiting else []
+        while not num_decodes and not chunks and len(self.prefilling) > 1:
+            # Half-computed prompts hold all blocks: the last one gives way, so that the first can finish.
+            self._preempt(self.prefilling[-1])
+            chunks = self._chunks(budget, admit=False)
+        if not num_decodes and not chunks:
+            return None
+        return Step(self._numbers(chunks), chunks)
+
+    def _enter_blocks(self) -> None:
+        """Give every decode row the blocks that its next tokens need; where none is left somebody gives way."""
+        rows, blocks = self.rows, self.blocks
+        needed = rows.needed(rows.counter)
+        if not needed or blocks.take(needed):
+            return
+        entered: set[int] = set()
+        for order, request in list(rows.rows.items()):
+            if order not in rows.rows:
+                continue
+            count = rows.needs(request)
+            while not blocks.take(count):
+                last = max((*rows.rows.values(), *self.prefilling), key=lambda each: each.admitted)
+                self._preempt(last, entered=last.order in entered and rows.rows.get(last.order) is last)
+                if last is request:
+                    break
+            else:
+                if count:
+                    entered.add(order)
+
+    def _chunks(self, budget: int, *, admit: bool) -> list[tuple[Request, int]]:
+        """Prompt chunks in order of admission, then of arrival, while budget, rows and blocks last."""
+        chunks = []
+        for request in self.prefilling:
+            new = self._allot(request, min(request.until - request.computed, budget))
+            if new:
+                chunks.append((request, new))
+                budget -= new
+        while admit and self.waiting and budget > 0 and self.num_running < self.most_reqs:
+            request = self.waiting[0]
+            self._reuse(request)
+            new = self._allot(request, min(request.until - request.computed, budget))
+            if not new:
+                self._forget(request)
+                break
+            self._admissions += 1
+            request.admitted = self._admissions
+            self.looked_up_tokens += request.until
+            self.reused_tokens += request.computed
+            self.prefilling.append(self.waiting.popleft())
+            chunks.append((request, new))
+            budget -= new
+        return chunks
+
+    def _reuse(self, request: Request) -> None:
+        """Start behind the cached blocks that the prompt begins with; its last token is always computed."""
+        if self.prefix_block and request.hash_ids:
+            most = (min(request.prompt_tokens, request.until - 1)) // self.prefix_block
+            request.held = self.blocks.match(request.hash_ids, most)
+            request.computed = len(request.held) * self.prefix_block
+            request.blocks = len(request.held) * self.blocks.per_hash
+
+    def _forget(self, request: Request) -> None:
+        """Give back what a request holds; nothing of it is computed any more."""
+        self.blocks.release(request.blocks - len(request.held) * self.blocks.per_hash, request.held)
+        request.blocks = request.computed = 0
+        request.held = []
+
+    def _allot(self, request: Request, new: int) -> int:
+        """Give a request blocks for `new` more tokens; as many tokens as the blocks that can be had hold."""
+        size = self.block_size
+        new = min(new, (request.blocks + self.blocks.available) * size - request.computed)
+        if new <= 0:
+            return 0
+        more = -(-(request.computed + new) // size) - request.blocks
+        if more > 0:
+            self.blocks.take(more)
+            request.blocks += more
+        return new
+
+    def _preempt(self, request: Request, *, entered: bool = False) -> None:
+        """Take a request's blocks; it waits at the head of the queue and is computed again with what it generated."""
+        if self.rows.rows.get(request.order) is request:
+            self.rows.leave(request, entered=entered)
+        else:
+            self.prefilling = [each for each in self.prefilling if each is not request]
+        self._forget(request)
+        request.until = request.prompt_tokens + request.generated
+        request.preempted += 1
+        if request.generated and request.last_us < 0:
+            request.last_us = self._now_us
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _numbers(self, chunks: list[tuple[Request, int]]) -> BatchNumbers:
+        rows = self.rows
+        num_decodes, q = len(rows.rows), rows.query_len
+        tokens = num_decodes * q
+        if not chunks:
+            return BatchNumbers(
+                num_decodes, q, rows.kv_tokens, tokens, 0, 0, 0, 0, q, rows.longest, 0, 0, 0, 1, tokens, num_decodes, q
+            )
+        prefill_tokens = prefill_kv = pairs = first_chunks = longest = longest_kv = 0
+        for request, new in chunks:
+            start = request.computed
+            prefill_tokens += new
+            prefill_kv += start + new
+            pairs += new * start + new * (new + 1) // 2
+            first_chunks += not start
+            longest = max(longest, new)
+            longest_kv = max(longest_kv, start + new)
+        steps, decode_q = 1, 0
+        if num_decodes:
+            steps, decode_q = self._steps_ahead() if self.steps_ahead > 1 else 1, q
+            longest, longest_kv = max(longest, q), max(longest_kv, rows.longest)
+        return BatchNumbers(
+            num_decodes, decode_q, rows.kv_tokens, tokens, len(chunks), prefill_tokens, prefill_kv, pairs, longest,
+            longest_kv, first_chunks, 0, 0, steps, tokens + prefill_tokens, num_decodes + len(chunks), decode_q,
+        )  # fmt: skip
+
+    def _steps_ahead(self) -> int:
+        """Decode steps that have KV for all rows, reserved here; no row runs out of tokens to generate within them."""
+        rows, blocks = self.rows, self.blocks
+        most = min(self.steps_ahead, rows.next_end - rows.counter)
+        for step in range(1, most):
+            short = rows.needed(rows.counter + step)
+            # Reserving ahead may not take what another request needs now.
+            if short * 2 > blocks.available:
+                return step
+            if short:
+                blocks.take(short)
+                rows.reserve(rows.counter + step, short)
+        return max(most, 1)
+
+    # After the step
+
+    def advance(self, steps: int) -> list[Request]:
+        """Decode rows alone have run that many steps, and have the blocks for them; those that are done leave."""
+        finished = self.rows.advance(steps)
+        for request in finished:
+            self._forget(request)
+        return finished
+
+    def complete(self, step: Step, decode_steps: int) -> Completed:
+        """Take a step in: its decode rows have run `decode_steps` times, its chunks are computed."""
+        # Rows that join now weren't part of it, so the counter moves first.
+        finished = self.rows.advance(decode_steps) if step.numbers.num_decodes else []
+        first_tokens: list[Request] = []
+        for request, new in step.chunks:
+            computed = request.computed
+            request.computed = computed + new
+            if request.hash_ids and self.prefix_block:
+                self._publish(request, computed)
+            if request.computed == request.until:
+                request.generated += 1
+                first_tokens.append(request)
+        if first_tokens:
+            gone = set(map(id, first_tokens))
+            self.prefilling = [request for request in self.prefilling if id(request) not in gone]
+        for request in finished:
+            self._forget(request)
+        for request in first_tokens:
+            if request.generated < request.output_tokens:
+                self.rows.join(request)
+            else:
+                finished.append(request)
+                self._forget(request)
+        return Completed(first_tokens, finished)
+
+    def _publish(self, request: Request, before: int) -> None:
+        """Cache the whole prompt blocks that were computed since `before`."""
+        size, hash_ids = self.prefix_block, request.hash_ids
+        until = min(request.computed, request.prompt_tokens) // size
+        for i in range(before // size, min(until, len(hash_ids))):
+            if self.blocks.publish(hash_ids[i]):
+                request.held.append(hash_ids[i])

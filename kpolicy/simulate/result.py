@@ -1,0 +1,147 @@
+"""What came out of a simulation, as values and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from kpolicy.observe import ModeStats
+from kpolicy.reasons import Basis
+from kpolicy.simulate.percentiles import Spread
+
+__all__ = ["Bound", "Goodput", "SimResult"]
+
+
+@attrs.frozen
+class Bound:
+    """Steps that one side bounds, and what they took."""
+
+    steps: int = 0
+    us: float = 0.0
+
+
+@attrs.frozen(kw_only=True)
+class Goodput:
+    """Requests that met the service level.
+
+    Args:
+        ttft_ms, gap_ms: its limits; None is none.
+        good: requests that met all of them.
+        share: of those served.
+        per_s: good requests a second of the run.
+    """
+
+    ttft_ms: float | None
+    gap_ms: float | None
+    good: int
+    share: float
+    per_s: float
+
+
+@attrs.frozen(kw_only=True)
+class SimResult:
+    """What one policy made of a trace. Times are simulated, in microseconds unless they say otherwise.
+
+    Args:
+        policy: the policy's name, with its arguments.
+        source: the trace, and what was done to it.
+        seed: of all draws.
+        costs: the cost table's version.
+        measured: whether its numbers were measured on the device.
+        served: requests that got all their tokens.
+        refused: requests that weren't, by reason.
+        tokens: tokens generated.
+        ttft, gap, e2e: time to first token, between a request's tokens, and from arrival to last token.
+        goodput: requests that met the service level.
+        span_s: from the first arrival to the last token.
+        modes: steps, tokens, padding and time by mode.
+        reasons: steps by reason, of every rank.
+        eager_halves: why prefill halves of splits ran eagerly, in steps.
+        bound: steps and time by the side that bounds them, ``device`` or ``host``.
+        outside: steps with a size outside what the cost table's curves span.
+        graphs, graphs_used: captured graphs, and those that replayed at least once.
+        unused: the graphs that never replayed.
+        not_captured: planned graphs that couldn't be had, by reason.
+        graph_bytes: what captured graphs take.
+        capture_s: seconds of capture.
+        started_after_s: how long the first request waited for them; 0 for a warm server.
+        kv_tokens: KV capacity of a rank, what graphs take not in it.
+        preemptions: requests that gave their KV back and were computed again.
+        prompt_tokens, reused_tokens: prompt tokens of admissions, and those found in the prefix cache.
+        drafted, accepted: tokens drafted and accepted.
+        ranks: data-parallel ranks.
+        decode_steps: steps of decode rows alone, by number of rows of a rank.
+        mixed_steps: the other steps, by (decode rows, prompt tokens) of a rank.
+        interrupted: whether it ended before the trace did, and why.
+        basis: what the decisions took for granted.
+        downgrades: what start-up took back.
+    """
+
+    policy: str
+    source: str
+    seed: int
+    costs: str
+    measured: bool
+    served: int
+    refused: Mapping[str, int]
+    tokens: int
+    ttft: Spread
+    gap: Spread
+    e2e: Spread
+    goodput: Goodput
+    span_s: float
+    modes: Mapping[str, ModeStats]
+    reasons: Mapping[str, int]
+    eager_halves: Mapping[str, int]
+    bound: Mapping[str, Bound]
+    outside: int
+    graphs: int
+    graphs_used: int
+    unused: tuple[str, ...]
+    not_captured: Mapping[str, int]
+    graph_bytes: int
+    capture_s: float
+    started_after_s: float
+    kv_tokens: int
+    preemptions: int
+    prompt_tokens: int
+    reused_tokens: int
+    drafted: int
+    accepted: int
+    ranks: int
+    decode_steps: Mapping[int, int]
+    mixed_steps: Mapping[tuple[int, int], int]
+    interrupted: str
+    basis: Basis
+    downgrades: tuple[str, ...]
+
+    @property
+    def steps(self) -> int:
+        return sum(stats.steps for stats in self.modes.values())
+
+    @property
+    def busy_us(self) -> float:
+        """Time of all steps."""
+        return sum(stats.us for stats in self.modes.values())
+
+    @property
+    def padding(self) -> int:
+        return sum(stats.padding for stats in self.modes.values())
+
+    @property
+    def tokens_computed(self) -> int:
+        """Tokens of all steps, prompts included, without padding."""
+        return sum(stats.tokens for stats in self.modes.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as plain JSON values. It holds no time of this machine, so equal runs give equal bytes."""
+        left_out = ("modes", "bound", "basis", "mixed_steps", "decode_steps")
+        values = attrs.asdict(self, filter=lambda attribute, _value: attribute.name not in left_out)
+        values["modes"] = {mode: attrs.asdict(stats) for mode, stats in self.modes.items()}
+        values["bound"] = {side: attrs.asdict(each) for side, each in self.bound.items()}
+        values["decode_steps"] = {str(rows): steps for rows, steps in sorted(self.decode_steps.items())}
+        values["assumes"] = list(self.basis.names)
+        sums = {name: getattr(self, name) for name in ("steps", "busy_us", "tokens_computed", "padding")}
+        return values | sums

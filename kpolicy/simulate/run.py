@@ -1,0 +1,309 @@
+"""`simulate`: one policy serves a trace in simulated time, with the policy, ladder and registry code of production."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from kpolicy.attention.support import AttentionSupport, Claims
+from kpolicy.budgets import Budget
+from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.decision import Decision
+from kpolicy.engine import Engine
+from kpolicy.errors import RankError
+from kpolicy.ladders import CaptureSizes
+from kpolicy.policies import Policy
+from kpolicy.scheduling.traces import Trace, TraceRequest
+from kpolicy.settings import Objective
+from kpolicy.shapes import NO_FACTS, BatchShape
+from kpolicy.simulate.account import Account
+from kpolicy.simulate.graphs import counting_executor
+from kpolicy.simulate.queue import Queue, Step
+from kpolicy.simulate.requests import Request, in_order
+from kpolicy.simulate.result import SimResult
+from kpolicy.simulate.rows import PlainRows
+from kpolicy.simulate.server import PREFIX_BLOCK, Server
+from kpolicy.simulate.tally import Tally
+
+__all__ = ["OnStep", "SimStep", "simulate"]
+
+_NEVER = float("inf")
+_IDLE = BatchShape().numbers
+_AT_ONCE = 4096
+"""Steps of a stretch at most, so that progress and percentiles are looked at now and then."""
+
+
+class SimStep(NamedTuple):
+    """One step of one rank, for step logs."""
+
+    number: int
+    rank: int
+    start_us: float
+    """From the first arrival"""
+    cycle_us: float
+    device_us: float
+    host_us: float
+    decision: Decision
+    step: Step
+    queue: Queue
+
+
+OnStep = Callable[[SimStep], object]
+Progress = Callable[[int], object]
+"""Called with the requests that are over, now and then."""
+
+
+def simulate(
+    trace: Trace | Iterable[TraceRequest],
+    policy: str | Policy = "auto",
+    *,
+    server: Server | None = None,
+    costs: CostTable | None = None,
+    attention: str | AttentionSupport | Claims | None = None,
+    ladder: CaptureSizes | Sequence[int] | None = None,
+    objective: str | Objective = "throughput",
+    budget: Budget | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    on_step: OnStep | None = None,
+    stepwise: bool = False,
+) -> SimResult:
+    """Serve a trace in simulated time.
+
+    Args:
+        trace: the requests. An iterable is read as it is served, so its length costs no memory.
+        policy: a policy or its name.
+        server: limits, memory and what its users expect.
+        costs: what launches take; the analytic table of an 8B model on an H200 by default.
+        attention: as `Engine` takes it; likewise `ladder`, `objective` and `budget`.
+        ladder: capture sizes; the policy's own by default.
+        objective: what `auto` minimises.
+        budget: what captured graphs may take.
+        seed: of the accepted drafts.
+        progress: told now and then how many requests are over.
+        on_step: told each step of each rank.
+        stepwise: go through the scheduler for each step, also where decode rows go on alone and nothing else can
+            happen; the result is the same.
+
+    Raises:
+        ConfigError: an argument can't be used, requests are out of order, or graphs leave no KV.
+    """
+    server = server or Server()
+    costs = costs or analytic_costs()
+    engine = Engine(
+        policy, attention=attention, ladder=ladder, settings=server.settings, costs=costs, objective=objective,
+        executor=counting_executor(costs), budget=budget,
+    )  # fmt: skip
+    engine.capture()
+    run = _Simulation(trace.requests if isinstance(trace, Trace) else trace, engine, server, seed, on_step)
+    interrupted = ""
+    try:
+        run.serve(progress, stepwise=stepwise or on_step is not None)
+    except KeyboardInterrupt:
+        interrupted = "interrupted from the keyboard"
+    return run.account.result(
+        policy=policy if isinstance(policy, str) else policy.name,
+        source=trace.source if isinstance(trace, Trace) else "requests as given",
+        seed=seed,
+        queues=run.queues,
+        span_s=(run.now_us - run.start_us) / 1e6 if run.steps else 0.0,
+        interrupted=interrupted,
+    )
+
+
+class _Simulation:
+    """The state of one run."""
+
+    def __init__(
+        self, requests: Iterable[TraceRequest], engine: Engine, server: Server, seed: int, on_step: OnStep | None
+    ) -> None:
+        self.costs = engine.costs
+        self.account = Account(engine, server)
+        num_blocks = server.blocks(self.account.graph_bytes)
+        drafts = server.drafts if server.settings.num_speculative_tokens else None
+        self.queues = [
+            Queue(
+                server.settings, num_blocks=num_blocks, block_size=server.block_size, steps_ahead=server.steps_ahead,
+                prefix_block=PREFIX_BLOCK if server.reuse_prefixes else 0, drafts=drafts, seed=seed,
+            )
+            for _ in range(server.ranks)
+        ]  # fmt: skip
+        self.draft_us = 0.0 if drafts is None else drafts.draft_us
+        self.compiled = engine.compiled
+        self.on_step = on_step
+        self.arrivals = in_order(requests)
+        self.upcoming: TraceRequest | None = None
+        self.next_us = _NEVER
+        self._look_ahead()
+        self.start_us = self.now_us = 0.0 if self.upcoming is None else self.next_us
+        if not server.warm:
+            self.now_us += self.account.capture_s * 1e6
+        self.steps = 0
+
+    def serve(self, progress: Progress | None, *, stepwise: bool) -> None:
+        """Step until every request is served or refused."""
+        queues, account = self.queues, self.account
+        alone = queues[0] if len(queues) == 1 and not stepwise else None
+        told = 0
+        while True:
+            if self.next_us <= self.now_us or all(queue.idle for queue in queues):
+                self._admit()
+            if alone is None or not self._stretch(alone):
+                steps = [queue.next_step(self.now_us) for queue in queues]
+                if any(steps):
+                    self._step(steps)
+                elif self.upcoming is None and all(queue.idle for queue in queues):
+                    break
+            if progress is not None and self.steps - told >= _AT_ONCE:
+                told = self.steps
+                progress(account.served)
+        if progress is not None:
+            progress(account.served)
+
+    def _look_ahead(self) -> None:
+        self.upcoming = next(self.arrivals, None)
+        self.next_us = _NEVER if self.upcoming is None else self.upcoming.arrival_s * 1e6
+
+    def _admit(self) -> None:
+        """Queue what has arrived by now; with nothing to run, go to the next arrival."""
+        if self.upcoming is not None and all(queue.idle for queue in self.queues):
+            self.now_us = max(self.now_us, self.next_us)
+        while self.upcoming is not None and self.next_us <= self.now_us:
+            request = Request(self.upcoming, self.next_us)
+            queue = self.queues[0]
+            if len(self.queues) > 1:
+                queue = min(self.queues, key=lambda each: each.num_running + len(each.waiting))
+            if queue.fits(request):
+                queue.add(request)
+            else:
+                self.account.refuse("over_kv_capacity")
+            self._look_ahead()
+
+    def _decide(self, steps: Sequence[Step | None]) -> list[Decision]:
+        """A decision a rank; several ranks vote and decide from what was reduced, as in production."""
+        compiled = self.compiled
+        numbers = [_IDLE if step is None else step.numbers for step in steps]
+        if len(numbers) == 1:
+            return [compiled.select(*numbers[0])]
+        reduced = [max(votes) for votes in zip(*map(compiled.vote, numbers), strict=True)]
+        decisions = [compiled.agree(reduced, each) for each in numbers]
+        first = decisions[0]
+        if any(each.keys != first.keys or each.mode is not first.mode for each in decisions):
+            raise RankError(f"ranks decided differently from {reduced}: {'; '.join(map(str, decisions))}.")
+        return decisions
+
+    def _step(self, steps: Sequence[Step | None]) -> None:
+        """Run one step of all ranks: it takes as long as the slowest."""
+        decisions = self._decide(steps)
+        numbers = [_IDLE if step is None else step.numbers for step in steps]
+        costs = [self.costs.cost(each.launches, count) for each, count in zip(decisions, numbers, strict=True)]
+        slowest = max(costs, key=lambda each: each.cycle_us)
+        us = slowest.cycle_us
+        if self.draft_us and any(each.num_decodes for each in numbers):
+            us += self.draft_us
+        start_us = self.now_us - self.start_us
+        self.now_us += us
+        tallies = self.account.tallies
+        for rank, (step, decision) in enumerate(zip(steps, decisions, strict=True)):
+            tally = tallies.of(decision)
+            if not rank:
+                tallies.add(tally, numbers[0], us, host_bound=slowest.bound_by == "host")
+            tallies.count(tally, numbers[rank])
+            if step is None:
+                continue
+            queue = self.queues[rank]
+            if self.on_step is not None:
+                each = costs[rank]
+                self.on_step(
+                    SimStep(self.steps, rank, start_us, us, each.device_us, each.host_us, decision, step, queue)
+                )
+            self.account.take(queue, step, decision.decode_steps, us, self.now_us)
+        self.steps += 1
+
+    def _stretch(self, queue: Queue) -> bool:
+        """Run decode steps until something else can happen: an arrival, a row's end, or blocks running out.
+
+        Every step is decided by itself, with the arithmetic of `CostTable.cost`; what is saved is the scheduler's
+        work. False where no step was run.
+        """
+        rows = queue.rows
+        if not isinstance(rows, PlainRows) or queue.prefilling or not rows.rows:
+            return False
+        num_rows = len(rows.rows)
+        if queue.waiting and num_rows < queue.most_reqs:
+            return False
+        costs, account = self.costs, self.account
+        first = counter = rows.counter
+        last = min(rows.next_end, counter + _AT_ONCE)
+        kv_tokens, longest, ahead, entering, size = (
+            rows.kv_tokens,
+            rows.longest,
+            rows.ahead,
+            rows.entering,
+            rows.block_size,
+        )
+        rest_us, unit_us = costs.step_us, costs.decode_attention.unit_us
+        rows_us = costs.decode_attention.base_us + costs.decode_attention.row_us * num_rows
+        now, next_us, select, take = self.now_us, self.next_us, self.compiled.select, queue.blocks.take
+        add_value, add_weight = account.gap.values.append, account.gap.weights.append
+        chosen: Decision | None = None
+        tally: Tally | None = None
+        dense_us = host_us = total_us = total_host_us = 0.0
+        since = host_bound = 0
+        while counter < last and now < next_us:
+            decision = select(
+                num_rows, 1, kv_tokens, num_rows, 0, 0, 0, 0, 1, longest, 0, 0, 0, 1, num_rows, num_rows, 1, NO_FACTS
+            )
+            if decision is not chosen:
+                if tally is not None:
+                    self._keep(tally, num_rows, counter - since, total_us, host_bound, total_host_us)
+                tally = account.tallies.of(decision)
+                if not tally.whole:
+                    tally = None
+                    break
+                chosen, since, host_bound = decision, counter, 0
+                total_us, total_host_us = tally.us, tally.host_us
+                dense_us = costs.eager.at(num_rows) if tally.dense_us is None else tally.dense_us
+                host_us = tally.host_base + tally.host_req * num_rows
+            needed = rows.needed(counter) if ahead else entering[counter % size]
+            if needed and not take(needed):
+                break
+            device_us = dense_us + (rows_us + unit_us * kv_tokens)
+            if host_us > device_us:
+                us = host_us + rest_us
+                host_bound += 1
+                total_host_us += us
+            else:
+                us = device_us + rest_us
+            total_us += us
+            now += us
+            add_value(us)
+            add_weight(num_rows)
+            kv_tokens += num_rows
+            longest += 1
+            counter += 1
+        if tally is not None:
+            self._keep(tally, num_rows, counter - since, total_us, host_bound, total_host_us)
+        ran = counter - first
+        if not ran:
+            return False
+        self.now_us = now
+        self.steps += ran
+        account.tokens += num_rows * ran
+        account.decode_steps[num_rows] = account.decode_steps.get(num_rows, 0) + ran
+        account.gap.settle()
+        for request in queue.advance(ran):
+            account.finish(request, now)
+        return True
+
+    @staticmethod
+    def _keep(tally: Tally, num_rows: int, steps: int, us: float, host_bound: int, host_us: float) -> None:
+        """Put the sums of decode steps that were decided alike into their tally."""
+        tally.us, tally.host_us = us, host_us
+        tally.steps += steps
+        tally.rank_steps += steps
+        tally.host_bound += host_bound
+        tally.tokens += num_rows * steps
+        if tally.padded:
+            tally.padding += (tally.padded - num_rows) * steps
+        tally.outside += steps * tally.outside_for(num_rows)

@@ -1,0 +1,98 @@
+"""What is simulated besides the policy: the limits and memory of a server, and what its users expect."""
+
+from __future__ import annotations
+
+import attrs
+
+from kpolicy.errors import ConfigError
+from kpolicy.scheduling.batching import MOST_STEPS_AHEAD
+from kpolicy.settings import Settings
+from kpolicy.shapes import LARGEST_COUNT
+from kpolicy.simulate.drafts import Drafts
+
+__all__ = ["Server", "ServiceLevel"]
+
+LLAMA_8B_KV_BYTES = 131_072
+PREFIX_BLOCK = 512
+"""Prompt tokens behind one hash id in Mooncake's traces, as its publishers say."""
+MOST_RANKS = 256
+
+
+@attrs.frozen(kw_only=True)
+class ServiceLevel:
+    """What a request must get to count as good. None is no limit.
+
+    Args:
+        ttft_ms: most milliseconds to its first token.
+        gap_ms: most milliseconds between its tokens, on its own average.
+
+    Raises:
+        ConfigError: a limit isn't above 0 and finite.
+    """
+
+    ttft_ms: float | None = None
+    gap_ms: float | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("ttft_ms", "gap_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e12:
+                raise ConfigError(f"{name} is {value}; a service level is milliseconds above 0.")
+
+
+@attrs.frozen(kw_only=True)
+class Server:
+    """A continuous-batching server.
+
+    Args:
+        settings: most requests and tokens a step, and drafts a row.
+        kv_tokens: KV capacity of a rank in tokens, before graphs take their bytes out of it.
+        block_size: tokens of a KV block.
+        kv_bytes_per_token: bytes of KV a token, over all layers of a rank; None leaves graph bytes out of KV.
+        steps_ahead: most decode steps offered beside a prefill.
+        reuse_prefixes: whether prompts start behind cached blocks, where the trace has hash ids.
+        drafts: how many drafts are accepted, where `settings` drafts any.
+        ranks: data-parallel ranks that step together; a request goes to the rank with the fewest.
+        warm: whether graphs are captured before the first request comes; otherwise it waits for the captures.
+        service_level: what a good request gets.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    settings: Settings = attrs.field(factory=lambda: Settings(max_num_tokens=2048))
+    kv_tokens: int = 400_000
+    block_size: int = 16
+    kv_bytes_per_token: int | None = LLAMA_8B_KV_BYTES
+    steps_ahead: int = MOST_STEPS_AHEAD
+    reuse_prefixes: bool = True
+    drafts: Drafts = attrs.field(factory=Drafts)
+    ranks: int = 1
+    warm: bool = False
+    service_level: ServiceLevel = attrs.field(factory=ServiceLevel)
+
+    def __attrs_post_init__(self) -> None:
+        for name, least, most in (
+            ("kv_tokens", 1, LARGEST_COUNT), ("block_size", 1, LARGEST_COUNT), ("steps_ahead", 1, 64),
+            ("ranks", 1, MOST_RANKS),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number from {least} to {most}.")
+        if self.kv_bytes_per_token is not None and self.kv_bytes_per_token < 1:
+            raise ConfigError(f"kv_bytes_per_token is {self.kv_bytes_per_token}; it starts at 1, None is unknown.")
+
+    def blocks(self, graph_bytes: int) -> int:
+        """KV blocks of a rank beside graphs of so many bytes.
+
+        Raises:
+            ConfigError: none is left.
+        """
+        taken = 0 if self.kv_bytes_per_token is None else -(-graph_bytes // self.kv_bytes_per_token)
+        blocks = (self.kv_tokens - taken) // self.block_size
+        if blocks < 1:
+            raise ConfigError(
+                f"captured graphs take the room of {taken} KV tokens, and there are {self.kv_tokens} in blocks of "
+                f"{self.block_size}: nothing is left for requests. Raise the KV capacity, or capture fewer graphs."
+            )
+        return blocks

@@ -1,0 +1,141 @@
+"""What steps of each prepared decision took: prepared costs, and sums that come out the same by every loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kpolicy.costs import CostTable, Curve
+from kpolicy.decision import Decision, Launch
+from kpolicy.modes import Part, Rows
+from kpolicy.shapes import BatchNumbers
+
+__all__ = ["Tallies", "Tally"]
+
+
+class Tally:
+    """The sums of one decision, and what its steps cost apart from their KV.
+
+    `dense_us` is None where the step's own tokens or `CostTable.cost` tell: eager, and launches beside each other.
+    """
+
+    __slots__ = (
+        "_eager",
+        "_outside",
+        "decision",
+        "dense_us",
+        "host_base",
+        "host_bound",
+        "host_req",
+        "host_us",
+        "outside",
+        "padded",
+        "padding",
+        "rank_steps",
+        "steps",
+        "tokens",
+        "us",
+        "whole",
+    )  # fmt: skip
+
+    def __init__(self, decision: Decision, costs: CostTable) -> None:
+        self.decision = decision
+        self.steps = 0
+        """Steps, and below them those of every rank"""
+        self.rank_steps = 0
+        self.tokens = self.padding = 0
+        self.us = 0.0
+        self.host_bound = 0
+        """Steps that the host's launches bound, and what those took"""
+        self.host_us = 0.0
+        self.outside = 0
+        """Steps of a size that the cost table's curves don't span"""
+        self.dense_us: float | None = None
+        self.padded = 0
+        self.host_base = self.host_req = 0.0
+        self._outside = False
+        self._eager: Curve | None = None
+        launches = decision.launches
+        self.whole = len(launches) == 1 and launches[0].rows is Rows.ALL and launches[0].repeat == 1
+        """Whether the step is one launch over all rows, so that its cost is worked out here."""
+        if not self.whole:
+            return
+        launch, host = launches[0], costs.host_eager
+        self.padded = _size(launch) or 0
+        if launch.key is not None:
+            host = costs.host_full if launch.key.part is Part.FULL else costs.host_piecewise
+        if self.padded:
+            self.dense_us = _curve(launch, costs).at(self.padded)
+            self._outside = not _spans(_curve(launch, costs), self.padded)
+        else:
+            self._eager = costs.eager
+        self.host_base, self.host_req = host.base_us, host.req_us
+
+    def outside_for(self, num_tokens: int) -> bool:
+        """Whether a step of one launch over so many tokens is outside what the cost table spans."""
+        return self._outside if self._eager is None else not _spans(self._eager, num_tokens)
+
+
+class Tallies:
+    """Every decision's tally.
+
+    Prepared decisions come again and again as the same object, which a look-up by identity finds; equal ones that
+    were made anew, as those of ranks are, share a tally all the same.
+    """
+
+    def __init__(self, costs: CostTable) -> None:
+        self.costs = costs
+        self._by_identity: dict[int, Tally] = {}
+        self._by_value: dict[Decision, Tally] = {}
+
+    def of(self, decision: Decision) -> Tally:
+        """The decision's tally."""
+        tally = self._by_identity.get(id(decision))
+        if tally is not None and tally.decision is decision:
+            return tally
+        tally = self._by_value.get(decision)
+        if tally is None:
+            tally = self._by_value[decision] = self._by_identity[id(decision)] = Tally(decision, self.costs)
+        return tally
+
+    def add(self, tally: Tally, numbers: BatchNumbers, us: float, *, host_bound: bool) -> None:
+        """Count a step and its time; the tokens of each rank are counted apart."""
+        tally.steps += 1
+        tally.us += us
+        if host_bound:
+            tally.host_bound += 1
+            tally.host_us += us
+        tally.outside += self._is_outside(tally, numbers)
+
+    def count(self, tally: Tally, numbers: BatchNumbers) -> None:
+        """Count one rank's tokens and padding."""
+        tally.rank_steps += 1
+        for launch in tally.decision.launches:
+            tokens = launch.num_tokens(numbers) * launch.repeat
+            tally.tokens += tokens
+            size = _size(launch)
+            if size is not None:
+                tally.padding += size * launch.repeat - tokens
+
+    def _is_outside(self, tally: Tally, numbers: BatchNumbers) -> bool:
+        for launch in tally.decision.launches:
+            size = _size(launch) or launch.num_tokens(numbers)
+            if size and not _spans(_curve(launch, self.costs), size):
+                return True
+        return False
+
+    def __iter__(self) -> Iterator[Tally]:
+        return iter(self._by_value.values())
+
+
+def _size(launch: Launch) -> int | None:
+    return launch.padded_tokens if launch.key is None else launch.key.num_tokens
+
+
+def _curve(launch: Launch, costs: CostTable) -> Curve:
+    if launch.key is None:
+        return costs.eager
+    return costs.full if launch.key.part is Part.FULL else costs.piecewise
+
+
+def _spans(curve: Curve, size: int) -> bool:
+    return curve.sizes[0] <= size <= curve.sizes[-1]

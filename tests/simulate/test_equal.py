@@ -1,0 +1,97 @@
+"""The simulator against `kpolicy run`'s simulated device, its own plain loop, and a second process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as run_settings
+from hypothesis import strategies as st
+
+from kpolicy.engine import Engine
+from kpolicy.policies import OWN
+from kpolicy.scheduling.traces import Trace
+from kpolicy.simulate import simulate
+
+from .helpers import COSTS, LIMITS, SIZES, reference, run, server, trace_of, traces
+
+POLICIES = ("auto", "vllm", "split", "eager", "piecewise", "sglang")
+
+
+@given(traces(), st.sampled_from(POLICIES), st.sampled_from([(30, 4), (21, 4), (9, 16), (90, 1)]), st.integers(1, 8))
+@run_settings(max_examples=150)
+def test_steps_and_clock_are_those_of_a_run_by_tokens(trace, policy, blocks, steps_ahead):
+    """Same batches, same decisions, same times to the last bit, and the same latencies."""
+    num_blocks, block_size = blocks
+    wanted, steps = reference(trace, policy, num_blocks=num_blocks, block_size=block_size, steps_ahead=steps_ahead)
+    got, seen = run(trace, policy, of=server(num_blocks, block_size, steps_ahead=steps_ahead))
+    assert [(each.step.numbers, each.decision, each.cycle_us) for each in seen] == [
+        (numbers, decision, cycle_us) for numbers, decision, _start, cycle_us in steps
+    ]
+    assert [each.start_us for each in seen] == pytest.approx([start for _, _, start, _ in steps])
+    assert (got.served, got.tokens, got.preemptions) == (wanted.served, wanted.tokens, wanted.preemptions)
+    assert got.refused == wanted.refused
+    assert got.span_s == wanted.span_s
+    assert (got.ttft.p50, got.ttft.p99) == wanted.ttft_us
+    assert (got.gap.p50, got.gap.p99) == wanted.gap_us
+    assert got.reasons == wanted.reasons
+    assert {mode: (each.steps, each.tokens, each.padding) for mode, each in got.modes.items()} == {
+        mode: (each.steps, each.tokens, each.padding) for mode, each in wanted.modes.items()
+    }
+    assert (got.graphs, got.graphs_used, got.unused) == (wanted.graphs, wanted.graphs_used, wanted.unused)
+
+
+@given(traces(most_output=80), st.sampled_from(POLICIES), st.sampled_from([(30, 4), (60, 4), (12, 16)]))
+@run_settings(max_examples=100)
+def test_stretches_change_nothing(trace, policy, blocks):
+    """Running decode steps without the scheduler gives the very result of going through it each step."""
+    of = server(*blocks)
+    plain = simulate(trace, policy, server=of, costs=COSTS, ladder=SIZES, stepwise=True)
+    assert simulate(trace, policy, server=of, costs=COSTS, ladder=SIZES).as_dict() == plain.as_dict()
+
+
+@pytest.mark.parametrize("policy", sorted(OWN))
+def test_decisions_are_the_engines(policy):
+    """Each step's decision is what an Engine without a device says of its shape, less what that takes for granted."""
+    trace = trace_of(*[(0.4 * i, 3 + 7 * i % 40, 1 + 5 * i % 17) for i in range(12)])
+    result, steps = run(trace, policy)
+    assert result.served == len(trace)
+    engine = Engine(policy, ladder=SIZES, settings=LIMITS, costs=COSTS)
+    for each in steps:
+        decided = engine.policy.decide(each.step.shape(), engine.context)
+        assert (each.decision.mode, each.decision.launches, each.decision.form, each.decision.reason) == (
+            decided.mode, decided.launches, decided.form, decided.reason
+        )  # fmt: skip
+
+
+TWICE = """
+import json, sys
+from kpolicy.scheduling.generator import generate_trace
+from kpolicy.settings import Settings
+from kpolicy.simulate import Server, simulate
+trace = generate_trace(num_requests=300, seed=3)
+server = Server(settings=Settings(max_num_tokens=512, num_speculative_tokens=2), kv_tokens=20_000, ranks=2)
+print(json.dumps([simulate(trace, policy, server=server, seed=5).as_dict() for policy in ("auto", "vllm")]))
+"""
+
+
+def test_equal_bytes_from_two_processes():
+    """The JSON of a run with every feature is the same, byte for byte, whatever the hash seed of the process."""
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", TWICE], capture_output=True, check=True, env=os.environ | {"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in ("1", "77")
+    ]
+    assert texts[0] == texts[1]
+    assert all(each["served"] == 300 and each["accepted"] > 0 for each in json.loads(texts[0]))
+
+
+def test_an_empty_trace_is_an_empty_result():
+    """Nothing to serve is served."""
+    result = simulate(Trace("none", "drawn", []))
+    assert (result.served, result.steps, result.span_s, result.ttft.count) == (0, 0, 0.0, 0)

@@ -1,0 +1,271 @@
+"""What a simulated server must keep: every request and token, every block, and the promises of each feature."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as run_settings
+from hypothesis import strategies as st
+
+from kpolicy.budgets import Budget
+from kpolicy.errors import ConfigError
+from kpolicy.scheduling.traces import Trace, TraceRequest
+from kpolicy.settings import Settings
+from kpolicy.simulate import Drafts, Server, ServiceLevel, SimStep, simulate
+from kpolicy.simulate.drafts import drawn
+from kpolicy.simulate.queue import Queue
+from kpolicy.simulate.requests import Request
+
+from .helpers import COSTS, LIMITS, SIZES, run, server, trace_of, traces
+
+DRAFTING = Settings(max_num_reqs=6, max_num_tokens=40, num_speculative_tokens=3)
+hash_lists = st.lists(st.lists(st.integers(0, 4), max_size=4), max_size=14)
+
+
+def blocks_add_up(queue: Queue) -> None:
+    """Free blocks, cached ones and those of every request are all there are."""
+    blocks = queue.blocks
+    decoding, prefilling = list(queue.rows.rows.values()), list(queue.prefilling)
+    own = sum(each.blocks - len(each.held) * blocks.per_hash for each in prefilling)
+    # A decode row's own count is as of its joining; what came since is told by its tokens.
+    grown = blocks.num_blocks - blocks.free - blocks.cached - own
+    least = 0
+    for row in decoding:
+        tokens = row.start + (queue.rows.counter - row.joined)
+        least += max(-(-tokens // queue.block_size), row.blocks) - len(row.held) * blocks.per_hash
+    assert grown >= least >= 0
+    assert blocks.free >= 0
+    if not decoding:
+        assert grown == 0
+
+
+@given(
+    traces(), hash_lists, st.sampled_from(("auto", "vllm", "split")), st.sampled_from((0, 4)), st.integers(1, 3),
+    st.sampled_from((LIMITS, DRAFTING)), st.sampled_from(((30, 4), (16, 8))),
+)  # fmt: skip
+@run_settings(max_examples=150)
+def test_requests_tokens_and_blocks_are_conserved(trace, hashes, policy, prefix, ranks, limits, blocks):
+    """Every request is served whole or refused, chunks cover every prompt, and blocks never leak."""
+    ids = [*map(tuple, hashes), *([()] * len(trace))]
+    trace = Trace("drawn", "drawn", [
+        TraceRequest(each.index, each.arrival_s, each.prompt_tokens, each.output_tokens, ids[i])
+        for i, each in enumerate(trace.requests)
+    ])  # fmt: skip
+    num_blocks, block_size = blocks
+    seen: list[SimStep] = []
+    queues: set[Queue] = set()
+
+    def look(step: SimStep) -> None:
+        seen.append(step)
+        queues.add(step.queue)
+        if limits is LIMITS:
+            blocks_add_up(step.queue)
+        numbers = step.step.numbers
+        assert 0 < numbers.total_tokens <= limits.max_num_tokens
+        assert numbers.total_reqs <= limits.max_num_reqs
+        assert step.step.shape().numbers == numbers
+
+    of = Server(
+        settings=limits, kv_tokens=num_blocks * block_size, block_size=block_size, kv_bytes_per_token=None,
+        reuse_prefixes=bool(prefix), ranks=ranks, drafts=Drafts(acceptance=0.6),
+    )  # fmt: skip
+    result = simulate(trace, policy, server=of, costs=COSTS, ladder=SIZES if limits is LIMITS else None, on_step=look)
+    refused = sum(result.refused.values())
+    assert result.served + refused == len(trace)
+    assert result.tokens == result.ttft.count + result.gap.count
+    assert (result.ttft.count, result.e2e.count) == (result.served, result.served)
+    if not refused:
+        assert result.tokens == sum(each.output_tokens for each in trace.requests)
+        if not result.preemptions:
+            prompts = sum(each.prompt_tokens for each in trace.requests)
+            computed = sum(each.step.numbers.num_prefill_tokens for each in seen)
+            assert computed + result.reused_tokens == prompts == result.prompt_tokens
+    for queue in queues:
+        assert queue.idle
+        assert queue.blocks.available == num_blocks
+        assert (queue.rows.kv_tokens, queue.rows.longest) == (0, 0)
+
+
+def test_preemption_computes_again_and_serves_all():
+    """With KV for one and a half requests the later one gives way, is computed again, and still gets its tokens."""
+    trace = trace_of((0, 20, 24), (0.01, 20, 24))
+    result, steps = run(trace, "eager", of=server(num_blocks=15, block_size=4))
+    assert result.preemptions >= 1
+    assert (result.served, result.tokens) == (2, 48)
+    prefilled = sum(each.step.numbers.num_prefill_tokens for each in steps)
+    assert prefilled > 40
+    roomy, _ = run(trace, "eager", of=server(num_blocks=40, block_size=4))
+    assert roomy.preemptions == 0
+    assert roomy.e2e.max < result.e2e.max
+
+
+def test_equal_prompts_are_computed_once():
+    """A second prompt with the same blocks starts behind them, but computes its last token; other ids don't match."""
+    same = [(1, 2, 3), (1, 2, 3), (1, 9), (4,)]
+    trace = trace_of(*[(i * 1e4, 1536, 2) for i in range(4)], hash_ids=same)
+    of = Server(settings=Settings(max_num_tokens=4096), kv_tokens=64_000, warm=True)
+    result = simulate(trace, "eager", server=of)
+    # The second finds blocks 1 and 2 (its last block holds the last token); the third finds block 1.
+    assert result.reused_tokens == 1024 + 512
+    assert result.prompt_tokens == 4 * 1536
+    without = simulate(trace, "eager", server=Server(settings=of.settings, kv_tokens=64_000, reuse_prefixes=False))
+    assert without.reused_tokens == 0
+    assert without.tokens_computed == result.tokens_computed + result.reused_tokens
+
+
+def test_cached_blocks_give_way_oldest_first():
+    """Where KV is short the block that nobody used for longest is computed again, and the others are still there."""
+    ids = [(1,), (2,), (3,), (2,), (1,)]
+    trace = trace_of(*[(i * 1e4, 600, 1) for i in range(5)], hash_ids=ids)
+    # Two cached blocks leave 470 tokens, too few for the third prompt's 600.
+    result = simulate(trace, "eager", server=Server(settings=Settings(max_num_tokens=1024), kv_tokens=1500))
+    assert result.served == 5
+    # Block 1 gave way for the third prompt, so only the fourth one finds its own.
+    assert result.reused_tokens == 512
+
+
+def test_prefix_blocks_must_be_whole_kv_blocks():
+    """A KV block size that doesn't divide 512 can't share prefixes, and the error says so."""
+    with pytest.raises(ConfigError, match="512 tokens, which isn't a whole number of KV blocks of 48"):
+        simulate(trace_of((0, 5, 1)), server=Server(block_size=48))
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 1.0])
+def test_drafts_are_accepted_as_often_as_stated(acceptance):
+    """Tokens a step follow from the probability: the sum of its powers up to k."""
+    request = Request(TraceRequest(7, 0.0, 10, 200_001), 0.0)
+    request.generated = 1
+    tokens = drawn(3, request, 3, acceptance)
+    assert tokens.sum() == 200_000
+    expected = sum(acceptance**i for i in range(4))
+    assert tokens[:-1].mean() == pytest.approx(expected, rel=0.02)
+    assert tokens.tolist() == drawn(3, request, 3, acceptance).tolist()
+    assert (drawn(4, request, 3, 0.5)[:50].tolist() == drawn(3, request, 3, 0.5)[:50].tolist()) is False
+
+
+def test_drafting_takes_fewer_steps_and_counts_what_it_drafted():
+    """Full acceptance brings 1 + k tokens a step; none brings one, and costs the verification all the same."""
+    trace = trace_of((0, 8, 41))
+    by_acceptance = {}
+    for acceptance in (0.0, 1.0):
+        of = Server(settings=DRAFTING, kv_tokens=4000, drafts=Drafts(acceptance=acceptance, draft_us=50.0), warm=True)
+        result, steps = run(trace, of=of, ladder=None)
+        decodes = [each for each in steps if each.step.numbers.num_decodes]
+        assert {each.step.numbers.query_len for each in decodes} == {4}
+        assert result.drafted == 3 * len(decodes)
+        assert result.tokens == 41
+        by_acceptance[acceptance] = len(decodes), result.accepted
+    assert by_acceptance == {0.0: (40, 0), 1.0: (10, 30)}
+
+
+def test_a_speculative_step_spreads_its_tokens_over_its_time():
+    """Gaps are the step's time over the tokens it brought, so that their sum is the time that passed."""
+    of = Server(settings=DRAFTING, kv_tokens=4000, drafts=Drafts(acceptance=0.7), warm=True)
+    result, _ = run(trace_of((0, 8, 60)), of=of, ladder=None)
+    assert result.gap.mean * result.gap.count == pytest.approx(result.e2e.max - result.ttft.max)
+
+
+@given(traces(), st.sampled_from(("auto", "vllm", "sglang", "full_and_piecewise")), st.integers(2, 4))
+@run_settings(max_examples=60)
+def test_ranks_run_the_same_mode_and_graphs(trace, policy, ranks):
+    """In every step all ranks replay the same keys, and it takes as long as the slowest."""
+    result, steps = run(trace, policy, of=server(ranks=ranks))
+    assert result.served == len(trace)
+    assert sum(result.reasons.values()) == ranks * result.steps
+    for _, group in groupby(steps, key=lambda each: each.number):
+        together = list(group)
+        assert len({(each.decision.mode, each.decision.keys, each.cycle_us) for each in together}) == 1
+        for each in together:
+            assert each.cycle_us >= COSTS.cost(each.decision.launches, each.step.numbers).cycle_us
+
+
+def test_requests_go_to_the_rank_with_the_fewest():
+    """Four requests at once on two ranks are two on each."""
+    _, steps = run(trace_of(*[(0, 5, 3)] * 4), of=server(ranks=2))
+    assert [(each.rank, each.step.numbers.num_prefills) for each in steps if each.number == 0] == [(0, 2), (1, 2)]
+
+
+def test_captures_delay_the_first_request_and_take_kv():
+    """A cold server starts after its captures, and its KV is short of what graphs take."""
+    trace = trace_of((5, 5, 2), (90, 5, 2))
+    warm, _ = run(trace, "full", of=server(kv_bytes_per_token=100, num_blocks=100, block_size=1))
+    cold, _ = run(trace, "full", of=server(kv_bytes_per_token=100, num_blocks=100, block_size=1, warm=False))
+    assert warm.capture_s == pytest.approx(6e-3)
+    assert cold.ttft.max - warm.ttft.max == pytest.approx(cold.capture_s * 1e6)
+    assert (warm.started_after_s, cold.started_after_s) == (0.0, cold.capture_s)
+    assert warm.graph_bytes == 6000
+    assert warm.kv_tokens == 100 - 60
+    with pytest.raises(ConfigError, match="nothing is left for requests"):
+        run(trace, "full", of=server(kv_bytes_per_token=100, num_blocks=60, block_size=1))
+
+
+def test_a_budget_bounds_captures():
+    """What the budget refuses isn't captured, and the result says why."""
+    result, _ = run(trace_of((0, 5, 2)), budget=Budget(seconds=0.0025), ladder=None)
+    assert result.not_captured == {"budget_seconds": result.not_captured["budget_seconds"]}
+    assert result.capture_s <= 0.0025
+
+
+def test_goodput_counts_requests_that_meet_every_limit():
+    """A request is good where its first token and its own mean gap are in time."""
+    trace = trace_of((0, 5, 3), (0.001, 30, 3))
+    plain, _ = run(trace, "eager")
+    assert (plain.goodput.good, plain.goodput.share) == (2, 1.0)
+    between = (plain.ttft.p50 + plain.ttft.max) / 2e3
+    assert plain.ttft.p50 < plain.ttft.max
+    strict, _ = run(trace, "eager", of=server(service_level=ServiceLevel(ttft_ms=between)))
+    assert (strict.goodput.good, strict.goodput.share) == (1, 0.5)
+    assert strict.goodput.per_s == pytest.approx(1 / strict.span_s)
+    slow, _ = run(trace, "eager", of=server(service_level=ServiceLevel(gap_ms=0.001)))
+    assert slow.goodput.good == 0
+
+
+def test_sizes_beyond_the_table_are_counted():
+    """Steps larger or smaller than what the curves span are told apart."""
+    inside, _ = run(trace_of((0, 30, 3)), "eager")
+    assert inside.outside == 0
+    beyond, steps = run(trace_of((0, 60, 3)), "eager", of=server(settings=Settings(max_num_tokens=64)))
+    assert (beyond.outside, len(steps)) == (1, 3)
+
+
+def test_time_is_told_by_the_side_that_bounds_it():
+    """Host-bound and device-bound steps add up to all of them, and eager small steps are the host's."""
+    result, steps = run(trace_of((0, 5, 6)), "eager")
+    assert result.bound["host"].steps == len(steps)
+    assert result.bound["host"].us == pytest.approx(sum(each.cycle_us for each in steps))
+    assert result.bound["device"].steps == 0
+
+
+def test_requests_out_of_order_are_refused_by_name():
+    """An iterable is checked as it is read."""
+    requests = [TraceRequest(0, 1.0, 5, 5), TraceRequest(1, 0.5, 5, 5)]
+    with pytest.raises(ConfigError, match=r"request 1 arrives at 0\.5 s, after one"):
+        simulate(iter(requests))
+    with pytest.raises(ConfigError, match="request 0 has 0 prompt"):
+        simulate(iter([TraceRequest(0, 1.0, 0, 5)]))
+    with pytest.raises(ConfigError, match="must be finite"):
+        simulate(iter([TraceRequest(0, math.nan, 5, 5)]))
+
+
+def test_a_prompt_of_a_million_tokens_is_served_in_chunks_or_refused():
+    """With KV for it it is chunked; without, it is handed back with a reason."""
+    trace = trace_of((0, 1_000_000, 3), (1, 10, 3))
+    result = simulate(trace, "vllm", server=Server(kv_tokens=1_100_000, warm=True))
+    assert (result.served, result.tokens_computed) == (2, 1_000_010 + 4)
+    small = simulate(trace, "vllm")
+    assert (small.served, small.refused) == (1, {"over_kv_capacity": 1})
+
+
+def test_an_interrupt_keeps_what_was_done():
+    """Ctrl-C ends the run with the sums so far."""
+
+    def stop(step: SimStep) -> None:
+        if step.number == 5:
+            raise KeyboardInterrupt
+
+    result = simulate(trace_of(*[(i, 5, 4) for i in range(9)]), "eager", costs=COSTS, on_step=stop)
+    assert result.interrupted
+    assert 0 < result.served < 9
