@@ -72,6 +72,7 @@ class GraphLauncher:
 
     Attributes:
         late_failure: called, on the stream's thread, with the key of a graph that failed on a stream beside.
+        capture_errors: why keys couldn't be captured, in words; the registry has the reason alone.
     """
 
     def __init__(self, adapter: DeviceAdapter, model: StepModel, *, max_num_reqs: int) -> None:
@@ -81,6 +82,7 @@ class GraphLauncher:
         self.model = model
         self.max_num_reqs = max_num_reqs
         self.late_failure: Callable[[GraphKey], None] = _unheard
+        self.capture_errors: dict[GraphKey, str] = {}
         self._eager: dict[int, StepBuffers] = {}
         self._streams: dict[int, Any] = {}
         self._reports: dict[Part, list[tuple[int, CaptureReport]]] = {}
@@ -134,8 +136,9 @@ class GraphLauncher:
         handle: FullGraph | PieceGraph
         try:
             self._settle()
-            with self.adapter.session():
+            with self.adapter.session(), self.adapter.recording(pool.memory):
                 buffers.stage_padding(shape)
+                self.adapter.commit()
                 if key.part is Part.FULL:
                     handle = capture_full(key, shape, self.adapter, self.model, pool.memory, buffers)
                     num_bytes, graphs = handle.num_bytes, 1
@@ -146,7 +149,10 @@ class GraphLauncher:
             self.adapter.abort()
             if not isinstance(error, Exception):
                 raise
-            raise self._capture_error(str(key), error) from error
+            meant = self._capture_error(str(key), error)
+            self.capture_errors[key] = str(meant)
+            raise meant from error
+        self.capture_errors.pop(key, None)
         report = CaptureReport(num_bytes, time.perf_counter() - start, 0, graphs)
         self._reports.setdefault(key.part, []).append((key.num_tokens, report))
         return handle, report
@@ -269,11 +275,17 @@ class GraphLauncher:
             ConfigError: the launch repeats and its rows can't.
         """
         ahead = slots_ahead(rows, launch) if launch.repeat > 1 else ()
-        with self.adapter.on(self._stream(launch.stream)) if launch.stream else _HERE:
+        adapter = self.adapter
+        with adapter.on(self._stream(launch.stream)) if launch.stream else _HERE:
+            if launch.stream:
+                # These buffers may be those of the step before, which the main stream ran.
+                adapter.wait(self._started)
             if ahead:
                 buffers.stage_ahead(ahead)
             buffers.stage(rows, shape, not facts.all_wanted or head is HeadRows.REQS)
-            return bool(rows.sampling) and buffers.stage_sampling(rows)
+            sampled = bool(rows.sampling) and buffers.stage_sampling(rows)
+            adapter.commit()
+            return sampled
 
     def _launch(
         self, run: PartRun, rows: StepInputs, launch: Launch, fallback: Callable[[], Program] | None

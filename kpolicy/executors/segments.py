@@ -15,6 +15,7 @@ in buffers that graphs of every size share, one a call.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -23,12 +24,14 @@ from kpolicy.executors.buffers import PaddedShape, StepBuffers
 from kpolicy.executors.device import DeviceAdapter
 from kpolicy.executors.launch_rows import LaunchRows
 from kpolicy.executors.step_model import AttentionCall, RowLayout, StepContext, StepModel, StepTensors, running
+from kpolicy.executors.unmarked import GuardedTensors
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.reasons import Reason
 
 __all__ = [
     "BreakBuffers",
+    "BreakingStep",
     "FullGraph",
     "HeadRows",
     "ModelRun",
@@ -184,15 +187,21 @@ class _Segment(NamedTuple):
 class BreakingStep(StepContext):
     """A step whose attention calls end the segment that is being recorded.
 
+    Its own tensors hold nothing that only attention needs: a call that reads it from here isn't marked.
+
     Args:
         live: the step that the calls run over meanwhile.
         adapter: the device, recording.
         pool: what it records into.
         buffers: fixed outputs of the calls.
+
+    Attributes:
+        in_call: a marked call runs.
     """
 
     def __init__(self, live: StepContext, adapter: DeviceAdapter, pool: Any, buffers: BreakBuffers) -> None:
-        super().__init__(live.tensors, None, live.uniform_query_len)
+        super().__init__(GuardedTensors(*live.tensors), None, live.uniform_query_len)
+        self.in_call = False
         self._live = live
         self._adapter = adapter
         self._pool = pool
@@ -201,15 +210,30 @@ class BreakingStep(StepContext):
         self.graphs: list[Any] = []
         """As `segments`, for a capture that fails"""
 
+    @property
+    def calls(self) -> list[AttentionCall]:
+        """The marked calls so far."""
+        return [segment.call for segment in self.segments]
+
+    @property
+    def num_tokens(self) -> int:
+        """Padding included."""
+        count: int = self.tensors.token_ids.shape[0]
+        return count
+
     def attention(self, call: AttentionCall, *tensors: Tensor) -> Tensor:
         adapter = self._adapter
         self.graphs.append(adapter.end())
-        output = call(self._live, *tensors)
-        if output.shape[0] != self.tensors.token_ids.shape[0]:
+        self.in_call = True
+        try:
+            output = call(self._live, *tensors)
+        finally:
+            self.in_call = False
+        if output.shape[0] != self.num_tokens:
             raise CaptureError(
                 Reason.CAPTURE_FAILED,
-                f"an attention call gave {output.shape[0]} rows for {self.tensors.token_ids.shape[0]} padded tokens; "
-                "it must give one a token, padding included.",
+                f"an attention call gave {output.shape[0]} rows for {self.num_tokens} padded tokens; it must give "
+                "one a token, padding included.",
             )
         front = self._buffers.take(len(self.segments), output)
         # The caller's tensors end as the model goes on, and with them the hold on their memory, which later segments
@@ -304,17 +328,29 @@ def capture_pieces(
     key: GraphKey, shape: PaddedShape, adapter: DeviceAdapter, model: StepModel, pool: Any, buffers: StepBuffers,
     breaks: BreakBuffers,
 ) -> PieceGraph:  # fmt: skip
-    """Record a PIECEWISE graph over padding. A capture that fails midway forgets the segments it has."""
+    """Record a PIECEWISE graph over padding. A capture that fails midway forgets the segments it has.
+
+    Raises:
+        CaptureError: attention ran unmarked (a model finds more of it by an attribute ``watching``, called with the
+            `BreakingStep` for a context manager), or the device refused.
+    """
     tensors = buffers.tensors(shape)
     live = StepContext(tensors, RowLayout(0, 0, (), ()))
     model.head(model.forward(live))
     step = BreakingStep(live, adapter, pool, breaks)
+    watching = getattr(model, "watching", None)
+    watched: AbstractContextManager[Any] = nullcontext() if watching is None else watching(step)
     try:
-        adapter.begin(pool)
-        hidden = model.forward(step)
-        last = adapter.end()
+        # Around all recordings, which end first: what looks at operators ends in the order in which it began.
+        with watched:
+            try:
+                adapter.begin(pool)
+                hidden = model.forward(step)
+                last = adapter.end()
+                step.graphs.append(last)
+            finally:
+                adapter.abort()
     except BaseException:
-        adapter.abort()
         adapter.discard(pool, step.graphs)
         raise
     hidden = adapter.weak(pool, hidden)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 
 from kpolicy.attention import AttentionSupport
 from kpolicy.errors import SupportError
+from kpolicy.executors.segments import BreakingStep
 from kpolicy.executors.step_model import StepContext, current_step, running
 from kpolicy.serving.checkpoint import load_tokenizer
 from kpolicy.serving.head import Head
 from kpolicy.serving.kv_cache import LatentLayer, PagedLayer
 from kpolicy.serving.marks import answering, own_attention, take_latent
 from kpolicy.serving.sampling import sample
+from kpolicy.serving.unmarked import watching
 
 __all__ = ["KvSize", "LoadedModel"]
 
@@ -154,6 +157,10 @@ class LoadedModel:
             )
         hidden: torch.Tensor = outputs.last_hidden_state
         return hidden[0]
+
+    def watching(self, step: BreakingStep) -> AbstractContextManager[None]:
+        """Find attention that runs unmarked while a PIECEWISE graph is captured; see `kpolicy.serving.unmarked`."""
+        return watching(self, step)
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int,
