@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -24,7 +25,7 @@ from kpolicy.shapes import BatchNumbers, BatchShape
 
 if TYPE_CHECKING:
     from kpolicy.budgets import Budget
-    from kpolicy.executors.base import CaptureReport, Executor, StepInputs, StepOutputs
+    from kpolicy.executors.base import CaptureReport, Executor, ReadyEvent, StepInputs, StepOutputs
     from kpolicy.executors.lazy import LazyCapture
     from kpolicy.executors.step_model import StepModel
     from kpolicy.explain import Explanation
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "Engine"]
 
 T = TypeVar("T")
+
+MOST_RUNNING = 64
+"""Steps that may be under way and uncounted at once"""
 
 
 class Communicator(Protocol):
@@ -125,7 +129,7 @@ class Engine:
         self._synced_version = -1
         self._compiled: CompiledPolicy | None = None
         self._compiled_version = -1
-        self._running: tuple[StepOutputs, Decision, Decision, BatchNumbers] | None = None
+        self._running: deque[tuple[StepOutputs, Decision, Decision, BatchNumbers]] = deque()
         self._lazy = self._lazy_capture(lazy)
         if self._communicator is not None:
             self.sync()
@@ -311,15 +315,15 @@ class Engine:
 
         A graph that fails before it is launched is withdrawn, and the step is decided again without it: a failure
         costs speed, never a request. Where launches run behind the host, the step returns when they are launched, and
-        what it took is counted when it is over: at the next step, or when `stats` is read.
+        what it took is counted when it is over: at a later step, or when `stats` is read.
 
         Raises:
             ConfigError: the Engine has no executor.
             StickyDeviceError: the device is lost; the step's requests are the caller's again.
         """
         executor = self._need_executor("step")
-        if self._running is not None:
-            self._settle()
+        if self._running:
+            self._settle(every=False)
         numbers = inputs.numbers
         if self._lazy is not None:
             self._with_device(lambda lazy: lazy.before_step(numbers))
@@ -336,10 +340,10 @@ class Engine:
             except StickyDeviceError as error:
                 self._lose(error)
                 raise
-        if len(decision.launches) == 1 or all(event.done() for event in outputs.ready):
+        if all(map(_done, outputs.ready)):
             self._count(outputs, decision, wanted, numbers)
         else:
-            self._running = outputs, decision, wanted, numbers
+            self._running.append((outputs, decision, wanted, numbers))
         return outputs
 
     def _count(self, outputs: StepOutputs, decision: Decision, wanted: Decision, numbers: BatchNumbers) -> None:
@@ -354,29 +358,37 @@ class Engine:
             if launch.key is not None:
                 self.registry.hit(launch.key, launch.repeat)
 
-    def _settle(self) -> None:
-        """Wait for the step that runs behind the host, and count it.
+    def _settle(self, *, every: bool = True) -> None:
+        """Wait for steps that run behind the host, and count them.
+
+        Args:
+            every: all of them. Otherwise those that are done, those with a launch beside another, which may have lost a
+                graph, and the oldest where there are many.
 
         Raises:
-            StickyDeviceError: the device was lost in it.
+            StickyDeviceError: the device was lost in one of them.
         """
-        if self._running is None:
-            return
-        (outputs, decision, wanted, numbers), self._running = self._running, None
-        try:
-            for event in outputs.ready:
-                event.wait()
-        except StickyDeviceError as error:
-            self._lose(error)
-            raise
-        except Exception:  # noqa: BLE001 - the model's own error: whoever reads that step's outputs gets it
-            return
-        self._count(outputs, decision, wanted, numbers)
+        running = self._running
+        while running:
+            ready = running[0][0].ready
+            if not every and len(ready) == 1 and len(running) < MOST_RUNNING and not ready[0].done():
+                return
+            step = running.popleft()
+            try:
+                for event in ready:
+                    event.wait()
+            except StickyDeviceError as error:
+                running.clear()
+                self._lose(error)
+                raise
+            except Exception:  # noqa: BLE001, S112 - the model's own error: whoever reads that step's outputs gets it
+                continue
+            self._count(*step)
 
     @property
     def stats(self) -> Stats:
         """What was decided and ran so far. Waits for a step that runs behind the host."""
-        if self._running is not None:
+        if self._running:
             with suppress(StickyDeviceError):
                 self._settle()
         return self._stats
@@ -453,6 +465,10 @@ class Engine:
         finally:
             if self.executor is not None:
                 self.executor.release()
+
+
+def _done(event: ReadyEvent) -> bool:
+    return event.done()
 
 
 def _settings_of(model: StepModel | None) -> Settings:

@@ -25,8 +25,9 @@ GROUP = "kpolicy.executors"
 OWN: Mapping[str, str] = {
     "simulated": "kpolicy.executors.simulated:SimulatedExecutor",
     "cpu": "kpolicy.executors.cpu:CpuExecutor",
+    "cuda": "kpolicy.executors.cuda:CudaExecutor",
 }
-NEED_TORCH = frozenset({"kpolicy.executors.cpu"})
+NEED_TORCH = frozenset({"kpolicy.executors.cpu", "kpolicy.executors.cuda"})
 """Modules of ours that import torch."""
 
 

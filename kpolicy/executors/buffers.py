@@ -49,19 +49,31 @@ class StepBuffers:
         self._pad_slot = model.pad_slot
         self.num_tokens = num_tokens
         self.num_reqs = num_reqs
-        alloc = adapter.alloc_static
         most = max(num_tokens, num_reqs)
-        self.token_ids = alloc((num_tokens,), "int64")
-        self.positions = alloc((num_tokens,), "int64")
-        self.slot_mapping = alloc((num_tokens,), "int64", model.pad_slot)
-        self.block_table = alloc((num_reqs, model.max_blocks), "int32")
-        self.kv_lens = alloc((num_reqs,), "int32")
-        self.query_starts = alloc((num_reqs + 1,), "int32")
-        self.wanted = alloc((most,), "int64")
-        self.temperature = alloc((most,), "float32")
-        self.seed = alloc((most,), "int64")
-        self.slots_ahead = alloc((STEPS_AHEAD, num_reqs), "int64", model.pad_slot)
-        self.extra = {name: alloc((num_tokens, *shape), dtype) for name, (shape, dtype) in extra_inputs(model).items()}
+        extra = {name: ((num_tokens, *shape), dtype, 0) for name, (shape, dtype) in extra_inputs(model).items()}
+        inputs = {
+            "token_ids": ((num_tokens,), "int64", 0),
+            "positions": ((num_tokens,), "int64", 0),
+            "slot_mapping": ((num_tokens,), "int64", model.pad_slot),
+            "kv_lens": ((num_reqs,), "int32", 0),
+            "query_starts": ((num_reqs + 1,), "int32", 0),
+            "wanted": ((most,), "int64", 0),
+            **extra,
+            "temperature": ((most,), "float32", 0),
+            "seed": ((most,), "int64", 0),
+            "block_table": ((num_reqs, model.max_blocks), "int32", 0),
+            "slots_ahead": ((STEPS_AHEAD, num_reqs), "int64", model.pad_slot),
+        }
+        made = dict(zip(inputs, adapter.alloc_inputs(list(inputs.values())), strict=True))
+        self.token_ids, self.positions, self.slot_mapping = (
+            made["token_ids"], made["positions"], made["slot_mapping"]
+        )  # fmt: skip
+        self.block_table, self.kv_lens, self.query_starts = (
+            made["block_table"], made["kv_lens"], made["query_starts"]
+        )  # fmt: skip
+        self.wanted, self.temperature, self.seed = made["wanted"], made["temperature"], made["seed"]
+        self.slots_ahead = made["slots_ahead"]
+        self.extra = {name: made[name] for name in extra}
         self._uniform_starts: dict[int, Tensor] = {}
         self._views: dict[PaddedShape, StepTensors] = {}
 
@@ -87,6 +99,7 @@ class StepBuffers:
         if starts is None:
             starts = self._adapter.alloc_static((self.num_reqs + 1,), "int32")
             self._adapter.stage(starts, range(0, (self.num_reqs + 1) * query_len, query_len), self.num_reqs + 1, 0)
+            self._adapter.commit()
             # Kept only once it is staged: zeros would make padding of every row.
             self._uniform_starts[query_len] = starts
         return starts

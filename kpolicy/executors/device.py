@@ -85,12 +85,20 @@ class DeviceAdapter(Protocol):
         """A buffer whose address never changes; `dtype` is int64, int32 or float32."""
         ...
 
+    def alloc_inputs(self, specs: Sequence[tuple[Sequence[int], str, float]]) -> list[Tensor]:
+        """Buffers as of `alloc_static`, (shape, dtype, fill) each, which launches stage together.
+
+        A device with memory of its own brings all of a launch over in one copy, from the first buffer to the last that
+        was staged: those that are staged least come last.
+        """
+        ...
+
     def alloc_like(self, tensor: Tensor, num_rows: int) -> Tensor:
         """A buffer of `num_rows` rows like those of a tensor, contents undefined, whose address never changes."""
         ...
 
     def stage(self, buffer: Tensor, values: Any, size: int, fill: int) -> None:
-        """Copy values to the front of a buffer and fill it up to `size` rows, before what the current stream gets next.
+        """Copy values to the front of a buffer and fill it up to `size` rows; `commit` brings them to the device.
 
         Args:
             buffer: from `alloc_static`.
@@ -100,8 +108,16 @@ class DeviceAdapter(Protocol):
         """
         ...
 
+    def commit(self) -> None:
+        """Bring all that was staged since to the device, before what the current stream gets next."""
+        ...
+
     def submit(self, stream: Any, work: Callable[[], None]) -> None:
         """Queue work on a stream and return. A device with streams of its own calls `work`, which launches, at once."""
+        ...
+
+    def recording(self, pool: Any) -> AbstractContextManager[Any]:
+        """Where what goes into a pool is warmed up and recorded: begin and end are called within."""
         ...
 
     def begin(self, pool: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 import time
@@ -14,13 +15,20 @@ from typing import Any
 
 import torch
 
-from kpolicy.errors import CaptureError, ConfigError, GraphReplayError, RegistryError, StickyDeviceError
+from kpolicy.errors import (
+    CaptureError,
+    ConfigError,
+    GraphReplayError,
+    OutOfMemoryError,
+    RegistryError,
+    StickyDeviceError,
+)
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.arena import Arena
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cpu.graph import Graph
 from kpolicy.executors.cpu.recorder import Recorder
-from kpolicy.executors.cpu.staging import new_buffer, stage_tensor_or_numbers
+from kpolicy.executors.cpu.staging import buffer_bytes, new_buffer, stage_tensor_or_numbers
 from kpolicy.executors.cpu.streams import CpuEvent, CpuStream
 from kpolicy.executors.device import DeviceEvent, Failure, MemoryReport
 from kpolicy.executors.simulated import Fault
@@ -70,8 +78,8 @@ class CpuAdapter:
     """The primitives of the CPU.
 
     Args:
-        memory_bytes: what static buffers and graphs may take in all; a capture that would take more is refused as out
-            of memory. None: no limit of ours, and `memory` tells the process's and the machine's memory.
+        memory_bytes: what static buffers and graphs may take in all; a buffer or a capture that would take more is
+            refused as out of memory. None: no limit of ours, and `memory` tells the process's and the machine's memory.
         check: look before each replay whether memory from outside is still where it was recorded, and held.
         faults: faults to inject, as `Fault` or text such as ``"mid_segment@3"``; see `CPU_FAULTS`.
 
@@ -128,9 +136,20 @@ class CpuAdapter:
         return pool
 
     def alloc_static(self, shape: Sequence[int], dtype: str, fill: float = 0) -> Any:
+        """A static buffer; see `DeviceAdapter.alloc_static`.
+
+        Raises:
+            OutOfMemoryError: `memory_bytes` doesn't have it.
+            UnknownNameError, ConfigError: no buffer is of that dtype or shape.
+        """
+        self._admit_buffer(buffer_bytes(shape, dtype))
         return self._counted(new_buffer(shape, dtype, fill))
 
+    def alloc_inputs(self, specs: Sequence[tuple[Sequence[int], str, float]]) -> list[Any]:
+        return [self.alloc_static(*spec) for spec in specs]
+
     def alloc_like(self, tensor: Any, num_rows: int) -> Any:
+        self._admit_buffer(math.prod((num_rows, *tensor.shape[1:])) * tensor.element_size())
         # Outside inference mode, so that later steps may write to it in any.
         with torch.inference_mode(False):
             return self._counted(torch.empty((num_rows, *tensor.shape[1:]), dtype=tensor.dtype))
@@ -149,6 +168,9 @@ class CpuAdapter:
                 raise RuntimeError("injected fault staging_fails")
         stage_tensor_or_numbers(buffer, values, size, fill)
 
+    def commit(self) -> None:
+        """Nothing: what was staged is where it is read."""
+
     def memory(self) -> MemoryReport:
         if self._memory_bytes is not None:
             return MemoryReport(self._held_bytes(), self._memory_bytes)
@@ -161,12 +183,23 @@ class CpuAdapter:
             return self._static_bytes + sum([pool.num_bytes for pool in self._pools])
 
     def _admit(self, nbytes: int) -> None:
-        if self._memory_bytes is not None and self._held_bytes() + nbytes > self._memory_bytes:
-            raise CaptureError(
-                Reason.CAPTURE_OUT_OF_MEMORY,
-                f"recording needs {nbytes} bytes more than the {self._held_bytes()} held, and memory_bytes is "
-                f"{self._memory_bytes}; raise it, or capture fewer or smaller sizes.",
-            )
+        why = self._over("recording", nbytes)
+        if why:
+            raise CaptureError(Reason.CAPTURE_OUT_OF_MEMORY, why)
+
+    def _admit_buffer(self, nbytes: int) -> None:
+        why = self._over("a static buffer", nbytes)
+        if why:
+            raise OutOfMemoryError(why)
+
+    def _over(self, what: str, nbytes: int) -> str:
+        """Why those bytes can't be had, in words; "" where they can."""
+        if self._memory_bytes is None or self._held_bytes() + nbytes <= self._memory_bytes:
+            return ""
+        return (
+            f"{what} needs {nbytes} bytes more than the {self._held_bytes()} held, and memory_bytes is "
+            f"{self._memory_bytes}; raise it, or capture fewer or smaller sizes."
+        )
 
     # Streams
 
@@ -194,6 +227,9 @@ class CpuAdapter:
         event.wait()
 
     # Graphs
+
+    def recording(self, pool: CpuPool) -> AbstractContextManager[Any]:  # noqa: ARG002 - recorded where it runs
+        return nullcontext()
 
     def begin(self, pool: CpuPool) -> None:
         self._check_lost()
@@ -302,7 +338,7 @@ def _fail_midway(place: int) -> None:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     """Whether the host's memory ran out: torch's CPU allocator says so in words only (c10/core/impl/alloc_cpu.cpp)."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, (MemoryError, OutOfMemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM

@@ -253,7 +253,7 @@ def _prefill_keys(acc, best, total, q, at, begin, end, kv_len, row, kv_head, k_p
     return acc, best, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def _prefill(out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr, num_reqs, scale, softcap,
              q_stride_t, q_stride_h, k_stride, v_stride, table_stride,
              NUM_HEADS: tl.constexpr, SHARE: tl.constexpr, LEAST: tl.constexpr, HEAD_DIM: tl.constexpr,

@@ -1,0 +1,375 @@
+"""`CudaAdapter`: a CUDA device through torch. Graphs are `torch.cuda.CUDAGraph`s, streams CUDA streams.
+
+A pool has a capture stream of its own, on which it also warms up: cuBLAS keeps a workspace a stream, and two graphs
+A pool has a capture stream of its own, on which it also warms up: cuBLAS keeps a workspace a stream, and two graphs
+are seen through tensors that don't keep their memory, so that the next capture takes it again.
+
+The main stream is the caller's current one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import torch
+
+from kpolicy.errors import CaptureError, ConfigError, GraphReplayError, RegistryError, StickyDeviceError
+from kpolicy.executors.base import ProbeReport, ProbeStatus
+from kpolicy.executors.cpu.faults import Faults
+from kpolicy.executors.cuda.failures import classify
+from kpolicy.executors.cuda.staging import BufferSpec, StagedGroup, place_of
+from kpolicy.executors.device import Failure, MemoryReport
+from kpolicy.executors.simulated import Fault
+from kpolicy.reasons import Reason
+
+__all__ = ["CudaAdapter", "CudaEvent", "CudaGraph", "CudaPool"]
+
+Statics = Callable[[], Mapping[str, Any]]
+"""Gives what graphs read besides their inputs, by name: weights and KV."""
+
+
+class CudaGraph:
+    """A captured graph.
+
+    Attributes:
+        num_bytes: device memory that capturing and instantiating it took.
+        addresses: where what it reads lay, by name, where the adapter checks.
+    """
+
+    def __init__(self, graph: Any, num_bytes: int, addresses: Mapping[str, Any]) -> None:
+        self.graph = graph
+        self.num_bytes = num_bytes
+        self.addresses = addresses
+        self.replay: Callable[[], None] = graph.replay
+
+
+class CudaPool:
+    """Memory for graphs that never run at the same time, those graphs, and the stream they are captured on."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self.graphs: list[CudaGraph] = []
+        self.released = False
+
+
+class CudaEvent:
+    """A point on a stream."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, stream: Any) -> None:
+        self._event: Any = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Block the host until the stream has passed it.
+
+        Raises:
+            StickyDeviceError: the device was lost in the work before it.
+        """
+        try:
+            self._event.synchronize()
+        except RuntimeError as error:
+            raise _meant(error) from error
+
+    def hold(self, stream: Any) -> None:
+        """Let a stream wait for the point."""
+        self._event.wait(stream)
+
+    def us_since(self, earlier: CudaEvent) -> float:
+        """Microseconds on the device from that event to this one; waits for both."""
+        earlier.wait()
+        self.wait()
+        elapsed: float = earlier._event.elapsed_time(self._event) * 1e3
+        return elapsed
+
+
+def _meant(error: RuntimeError) -> Exception:
+    if classify(error).sticky:
+        return StickyDeviceError(f"{_first_line(error)}. The device is lost to this process; start a new one.")
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class CudaAdapter:
+    """The primitives of one CUDA device.
+
+    Args:
+        device: the device; the current one where it has no index.
+        check: look before each replay whether what it reads is where it was captured.
+        statics: what `check` looks at besides a launch's inputs.
+        faults: faults to inject, as `Fault` or text such as ``"replay_fails@3"``; see `CPU_FAULTS`.
+
+    Raises:
+        ConfigError: there is no such device, or a fault's text can't be used.
+        UnknownNameError: no fault has that name.
+    """
+
+    def __init__(
+        self, device: Any = "cuda", *, check: bool = False, statics: Statics | None = None,
+        faults: Iterable[Fault | str] = (),
+    ) -> None:  # fmt: skip
+        self.device = _device(device)
+        self._check = check
+        self._statics = statics
+        self._faults = Faults(faults)
+        self._pools: list[CudaPool] = []
+        self._dirty: list[StagedGroup] = []
+        self._recording: tuple[CudaPool, Any, int] | None = None
+        self._lost = False
+
+    @property
+    def name(self) -> str:
+        return "cuda"
+
+    @property
+    def host_runs(self) -> bool:
+        return False
+
+    def session(self) -> AbstractContextManager[Any]:
+        session: AbstractContextManager[Any] = torch.inference_mode()
+        return session
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return context
+
+    def probe(self) -> ProbeReport:
+        name, capability = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
+        facts = {"torch": str(torch.__version__), "cuda": torch.version.cuda, "capability": capability}
+        return ProbeReport("cuda", ProbeStatus.USABLE, f"{name}, torch {facts['torch']}", facts=facts)
+
+    # Memory
+
+    def alloc_inputs(self, specs: Sequence[tuple[Sequence[int], str, float]]) -> list[Any]:
+        return StagedGroup([BufferSpec(*spec) for spec in specs], self.device).buffers
+
+    def alloc_static(self, shape: Sequence[int], dtype: str, fill: float = 0) -> Any:
+        return self.alloc_inputs([(shape, dtype, fill)])[0]
+
+    def alloc_like(self, tensor: Any, num_rows: int) -> Any:
+        # Outside inference mode, so that later steps may write to it in any.
+        with torch.inference_mode(False):
+            return torch.empty((num_rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+
+    def stage(self, buffer: Any, values: Any, size: int, fill: float) -> None:
+        if self._faults:
+            self._check_lost()
+            if self._faults.due("staging_fails"):
+                raise RuntimeError("injected fault staging_fails")
+        group, place = place_of(buffer)
+        if not group.staged:
+            self._dirty.append(group)
+        group.stage(place, values, size, fill)
+
+    def commit(self) -> None:
+        for group in self._dirty:
+            group.commit()
+        self._dirty.clear()
+
+    def memory(self) -> MemoryReport:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return MemoryReport(total - free, total)
+
+    # Streams
+
+    def new_stream(self, priority: int = 0) -> Any:
+        return torch.cuda.Stream(self.device, priority=-1 if priority > 0 else 0)
+
+    def submit(self, stream: Any, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(stream):
+            work()
+
+    def event(self, stream: Any = None) -> CudaEvent:
+        return CudaEvent(torch.cuda.current_stream(self.device) if stream is None else stream)
+
+    def wait(self, event: Any) -> None:
+        event.hold(torch.cuda.current_stream(self.device))
+
+    # Graphs
+
+    def new_pool(self) -> CudaPool:
+        # Kernels keep the priority of the stream they were captured on: decodes, whose pool comes first, go first.
+        pool = CudaPool(self.new_stream(0 if self._pools else 1))
+        self._pools.append(pool)
+        gc.collect()
+        return pool
+
+    @contextmanager
+    def recording(self, pool: CudaPool) -> Iterator[None]:
+        """The pool's stream, with no collection of garbage meanwhile.
+
+        What that frees may be device memory, which is forbidden while a stream is captured.
+        """
+        if pool.released:
+            raise RegistryError("a graph was to be captured into a pool that was released; make a new pool.")
+        main = torch.cuda.current_stream(self.device)
+        pool.stream.wait_stream(main)
+        frozen = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(pool.stream):
+                yield
+        finally:
+            if frozen:
+                gc.enable()
+            main.wait_stream(pool.stream)
+
+    def begin(self, pool: CudaPool) -> None:
+        self._check_lost()
+        for fault, reason in (
+            ("capture_fails", Reason.CAPTURE_FAILED),
+            ("capture_out_of_memory", Reason.CAPTURE_OUT_OF_MEMORY),
+            ("capture_out_of_streams", Reason.CAPTURE_OUT_OF_STREAMS),
+        ):
+            if self._faults.due(fault):
+                raise CaptureError(reason, f"injected fault {fault}")
+        if pool.released:
+            raise RegistryError("a graph was to be captured into a pool that was released; make a new pool.")
+        if self._recording is not None:
+            raise CaptureError(Reason.CAPTURE_FAILED, "another recording isn't over; end it first.")
+        if torch.cuda.current_stream(self.device) != pool.stream:
+            raise CaptureError(Reason.CAPTURE_FAILED, "begin must be called within recording(pool).")
+        free, _ = torch.cuda.mem_get_info(self.device)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        self._recording = pool, graph, free
+        if self._faults.due("mid_segment"):
+            raise RuntimeError("injected fault mid_segment")
+
+    def end(self) -> CudaGraph:
+        if self._recording is None:
+            raise CaptureError(Reason.CAPTURE_FAILED, "nothing is recording; call begin first.")
+        (pool, recorded, free), self._recording = self._recording, None
+        try:
+            recorded.capture_end()
+        except BaseException:
+            self._give_up(pool, recorded)
+            raise
+        left, _ = torch.cuda.mem_get_info(self.device)
+        graph = CudaGraph(recorded, max(0, free - left), self._addresses() if self._check else {})
+        pool.graphs.append(graph)
+        return graph
+
+    def abort(self) -> None:
+        if self._recording is None:
+            return
+        (pool, recorded, _), self._recording = self._recording, None
+        # A capture that an operator has broken ends with that operator's error, which is already on its way.
+        with suppress(RuntimeError):
+            recorded.capture_end()
+        self._give_up(pool, recorded)
+
+    def _give_up(self, pool: CudaPool, recorded: Any) -> None:
+        """Free what a capture that failed took."""
+        recorded.reset()
+        if not pool.graphs:
+            pool.handle = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(torch.cuda.default_stream(self.device)):
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def weak(self, pool: CudaPool, tensor: Any) -> Any:
+        del pool
+        return _without_hold(tensor) if isinstance(tensor, torch.Tensor) and tensor.is_cuda else tensor
+
+    def discard(self, pool: CudaPool, graphs: Sequence[CudaGraph]) -> None:
+        for graph in graphs:
+            graph.graph.reset()
+        pool.graphs = [graph for graph in pool.graphs if graph not in graphs]
+        if not pool.graphs:
+            pool.handle = torch.cuda.graph_pool_handle()
+
+    def replay(self, graph: CudaGraph) -> None:
+        if self._check:
+            self._check_addresses(graph)
+        if self._faults:
+            self._check_lost()
+            if self._faults.due("replay_fails"):
+                raise GraphReplayError(None, "injected fault replay_fails")
+            if self._faults.due("before_launch"):
+                raise RuntimeError("injected fault before_launch")
+            if self._faults.due("sticky"):
+                self._lost = True
+                self._check_lost()
+        graph.replay()
+
+    def release(self, pool: CudaPool) -> None:
+        if pool in self._pools:
+            self._pools.remove(pool)
+        torch.cuda.synchronize(self.device)
+        for graph in pool.graphs:
+            graph.graph.reset()
+        pool.graphs, pool.handle, pool.released = [], None, True
+        # cuBLAS keeps the workspace of the pool's stream, and torch's allocator what the graphs had.
+        clear: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", _nothing)
+        clear()
+        torch.cuda.empty_cache()
+
+    # Checks
+
+    def _addresses(self) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        if self._statics is None:
+            return {}
+        return {name: (each.data_ptr(), tuple(each.shape), each.stride()) for name, each in self._statics().items()}
+
+    def _check_addresses(self, graph: CudaGraph) -> None:
+        now = self._addresses()
+        for name, then in graph.addresses.items():
+            if now.get(name) != then:
+                found = "is gone" if name not in now else f"is now {now[name]}"
+                raise GraphReplayError(
+                    None,
+                    f"{name} {found}; the graph was captured with it at (address, shape, strides) {then}. Put it back "
+                    "in place, for example with copy_, or capture again.",
+                )
+
+    # Errors
+
+    def classify(self, error: BaseException) -> Failure:
+        return classify(error)
+
+    def _check_lost(self) -> None:
+        if self._lost:
+            raise StickyDeviceError("the CUDA device is lost (injected fault sticky); start a new executor.")
+
+
+def _without_hold(tensor: Any) -> Any:
+    """The same elements, kept by nobody: as CUDA graph trees of torch see what their pool holds."""
+    make: Any = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    if make is None:
+        return tensor
+    storage = tensor.untyped_storage()
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        held = make(storage.data_ptr(), tensor.device, storage.nbytes())
+        alias.set_(held, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return alias
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        at = torch.device(device)
+        if at.type == "cuda":
+            torch.empty(1, device=at)
+            return torch.device("cuda", torch.cuda.current_device() if at.index is None else at.index)
+    # The library has errors of its own.
+    except Exception as error:
+        raise ConfigError(
+            f"device {str(device)!r} isn't there: {_first_line(error)}. `kpolicy doctor` says what is."
+        ) from error
+    raise ConfigError(f"device is {device!r}; the CUDA adapter takes 'cuda' or 'cuda:N'.")
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,177 @@
+"""Static inputs on a GPU that are staged together: one copy from pinned memory brings a launch's inputs over.
+
+Buffers of a group lie behind each other in one piece of device memory, in the order they were asked for, and in pinned
+memory likewise. Staging packs numbers into pinned memory; `commit` copies from the front to the last byte that was
+staged. Pinned memory is several turns deep, so the host may stage a launch while the copies of earlier ones are under
+way; it waits only where it would overwrite one that isn't done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from struct import calcsize
+from typing import Any, NamedTuple
+
+import torch
+
+from kpolicy.errors import ConfigError
+from kpolicy.executors.cpu.staging import check_buffer
+from kpolicy.executors.packing import FORMATS, PackedRows
+
+__all__ = ["BufferSpec", "StagedGroup", "place_of"]
+
+TURNS = 4
+ALIGNMENT = 256
+_PLACE = "_kpolicy_place"
+
+
+class BufferSpec(NamedTuple):
+    """One buffer of a group."""
+
+    shape: Sequence[int]
+    dtype: str
+    fill: float = 0
+
+
+class _Place(NamedTuple):
+    group: StagedGroup
+    buffer: int
+
+
+class _Turn:
+    """One piece of pinned memory, and when its last copy is over."""
+
+    def __init__(self, nbytes: int, pin: bool) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+        self.rows: list[PackedRows] = []
+        self.copied: Any = None
+
+
+class StagedGroup:
+    """Static buffers that are staged together.
+
+    Args:
+        specs: the buffers, those that launches fill least last: a copy goes from the front to the last byte staged.
+        device: where they are.
+
+    Attributes:
+        buffers: the device's tensors, in the order of `specs`.
+        num_bytes: device memory.
+    """
+
+    def __init__(self, specs: Sequence[BufferSpec], device: torch.device) -> None:
+        for spec in specs:
+            check_buffer(spec.shape, spec.dtype)
+        self._specs = specs
+        self._offsets: list[int] = []
+        end = 0
+        for spec in specs:
+            end = -(-end // ALIGNMENT) * ALIGNMENT
+            self._offsets.append(end)
+            end += max(1, math.prod(spec.shape)) * calcsize(FORMATS[spec.dtype])
+        self.num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
+        pin = device.type == "cuda"
+        with torch.inference_mode(False):
+            self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+            self.buffers = [self._view(index) for index in range(len(specs))]
+            self._turns = [self._turn(pin) for _ in range(TURNS)]
+        self._events = pin
+        self._at = 0
+        self._high = 0
+        self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._from_device: list[tuple[torch.Tensor, Any, int, float]] = []
+        self._memory.copy_(self._turns[0].memory)
+
+    def _view(self, index: int) -> Any:
+        spec, offset = self._specs[index], self._offsets[index]
+        size = math.prod(spec.shape) * calcsize(FORMATS[spec.dtype])
+        view = self._memory[offset : offset + size].view(getattr(torch, spec.dtype)).view(*spec.shape)
+        setattr(view, _PLACE, _Place(self, index))
+        return view
+
+    def _turn(self, pin: bool) -> _Turn:
+        turn = _Turn(self.num_bytes, pin)
+        whole = memoryview(turn.memory.numpy())
+        for spec, offset in zip(self._specs, self._offsets, strict=True):
+            count = math.prod(spec.shape)
+            size = max(1, count) * calcsize(FORMATS[spec.dtype])
+            rows = PackedRows(whole[offset : offset + size], spec.dtype, spec.shape[0], math.prod(spec.shape[1:]))
+            rows.fill(spec.fill, 0, count)
+            turn.rows.append(rows)
+        return turn
+
+    @property
+    def staged(self) -> bool:
+        """Whether something waits for `commit`."""
+        return bool(self._high or self._from_device)
+
+    def stage(self, index: int, values: Any, size: int, fill: float) -> None:
+        """Put values of one buffer into pinned memory. See `DeviceAdapter.stage`."""
+        turn = self._turns[self._at]
+        if not self._high and turn.copied is not None:
+            turn.copied.synchronize()
+            turn.copied = None
+        rows, buffer = turn.rows[index], self.buffers[index]
+        if isinstance(values, torch.Tensor) and values.device.type != "cpu":
+            self._stage_device(buffer, values, size, fill)
+            return
+        if hasattr(values, "__array_interface__") or isinstance(values, torch.Tensor):
+            values = values.tolist()
+        rows.put(values, size, fill, flat=buffer.dim() == 1)
+        self._high = max(self._high, self._offsets[index] + size * rows.width * rows.itemsize)
+
+    def _stage_device(self, buffer: Any, values: Any, size: int, fill: float) -> None:
+        """Note a copy from device memory, which comes after the one from pinned memory."""
+        count = len(values)
+        fits = values.dim() == buffer.dim() and (values.dim() == 1 or values.shape[1] <= buffer.shape[1])
+        if not count <= size <= len(buffer) or not fits:
+            raise ConfigError(
+                f"a tensor of {list(values.shape)} can't be staged as {size} rows into a buffer of "
+                f"{list(buffer.shape)}; rows are at least the values, and at most the buffer's."
+            )
+        self._from_device.append((buffer, values, size, fill))
+
+    def commit(self) -> None:
+        """Copy what was staged, on the current stream."""
+        if self._high:
+            turn = self._turns[self._at]
+            to, out_of = self._pieces(self._high)[self._at]
+            to.copy_(out_of, non_blocking=True)
+            if self._events:
+                turn.copied = torch.cuda.Event()
+                turn.copied.record()
+            self._at = (self._at + 1) % TURNS
+            self._high = 0
+        for buffer, values, size, fill in self._from_device:
+            count = len(values)
+            if values.dim() == 1:
+                buffer[:count].copy_(values)
+            else:
+                width = values.shape[1]
+                buffer[:count, :width].copy_(values)
+                buffer[:count, width:].fill_(fill)
+            buffer[count:size].fill_(fill)
+        self._from_device.clear()
+
+    def _pieces(self, high: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(device, pinned) memory up to a byte, for each turn; views made once a size."""
+        high = min(-(-high // ALIGNMENT) * ALIGNMENT, self.num_bytes)
+        pieces = self._copies.get(high)
+        if pieces is None:
+            with torch.inference_mode(False):
+                pieces = [(self._memory[:high], turn.memory[:high]) for turn in self._turns]
+            self._copies[high] = pieces
+        return pieces
+
+
+def place_of(buffer: Any) -> tuple[StagedGroup, int]:
+    """The group of a static buffer, and which of its buffers it is.
+
+    Raises:
+        ConfigError: the tensor isn't a static buffer.
+    """
+    place: _Place | None = getattr(buffer, _PLACE, None)
+    if place is None:
+        raise ConfigError("stage was given a tensor that alloc_static didn't make; only those have a fixed place.")
+    return place
