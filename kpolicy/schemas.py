@@ -51,6 +51,7 @@ __all__ = [
     "read_step_log",
     "write_plan",
     "write_profile",
+    "write_text",
 ]
 
 T = TypeVar("T")
@@ -717,6 +718,15 @@ def _guarded(verb: str, path: PathLike, action: Callable[[], T]) -> T:
 
 def _read(path: PathLike) -> bytes:
     return _guarded("read", path, lambda: Path(path).read_bytes())
+
+
+def write_text(path: PathLike, text: str) -> None:
+    """Write a text file: all of it or, where that fails, nothing.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    _write_whole(path, text)
 
 
 def _write_whole(path: PathLike, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The `kpolicy` command: run, generate, decide, explain, policies, doctor. docs/cli.md describes each.
+"""The `kpolicy` command: run, generate, plan, decide, explain, policies, doctor. docs/cli.md describes each.
 
 What can't be done because of what was asked is one line on standard error and exit code 2.
 """
@@ -17,6 +17,7 @@ from kpolicy.cli.decide import decide, explain
 from kpolicy.cli.generate import generate
 from kpolicy.cli.lists import doctor, policies
 from kpolicy.cli.options import COMMAND
+from kpolicy.cli.plan import plan
 from kpolicy.cli.run import run
 from kpolicy.errors import KPolicyError, StickyDeviceError
 
@@ -30,6 +31,7 @@ app = App(
 )
 app.command(run)
 app.command(generate)
+app.command(plan)
 app.command(decide)
 app.command(explain)
 app.command(policies)

@@ -59,7 +59,10 @@ class Deployment:
     ] = None
     ladder: Annotated[
         str | None,
-        Parameter(group=_OF_DEPLOYMENT, help="Capture sizes in tokens, such as 1,2,4,8. By default the policy's own."),
+        Parameter(
+            group=_OF_DEPLOYMENT,
+            help="Capture sizes in tokens, such as 1,2,4,8, or a plan file (.json). By default the policy's own.",
+        ),
     ] = None
     budget_graphs: Annotated[
         int | None,
@@ -187,16 +190,32 @@ def _pair(option: str, part: str, mark: str, default: int, least: tuple[int, int
 
 
 def ladder_of(text: str | None, settings: Settings) -> CaptureSizes | None:
-    """The ladder given as ``1,2,4,8``; None for the policy's own.
+    """The ladder given as ``1,2,4,8`` or as a plan file; None for the policy's own.
 
     Raises:
         LadderError: see `kpolicy.ladders.check_sizes`.
-        ConfigError: a part isn't a whole number.
+        ConfigError: a part isn't a whole number, or the plan can't be used.
     """
     if text is None:
         return None
+    if text.endswith(".json"):
+        return _planned(text, settings)
     try:
         sizes = [int(part) for part in text.split(",")] if text else []
     except ValueError:
         raise ConfigError(f"--ladder is {text[:60]!r}; it takes capture sizes joined by commas: 1,2,4,8.") from None
     return CaptureSizes.of(sizes, settings)
+
+
+def _planned(path: str, settings: Settings) -> CaptureSizes:
+    """The sizes of a plan file, for a deployment like the one it was made for."""
+    from kpolicy.schemas import read_plan
+
+    plan = read_plan(path)
+    if plan.settings.num_speculative_tokens != settings.num_speculative_tokens:
+        raise ConfigError(
+            f"--ladder {path} was planned for {plan.settings.num_speculative_tokens} draft tokens a row, and here are "
+            f"{settings.num_speculative_tokens}. Plan again with the drafts that will run."
+        )
+    plan.sizes.check(settings)
+    return plan.sizes

@@ -182,11 +182,13 @@ class Ladder:
     def time_us(self, chosen: Iterable[int]) -> float:
         """Microseconds of all steps with those sizes captured, each step at the smallest one that holds it.
 
-        Sizes that aren't candidates are an error, because their cost isn't known.
-
         Raises:
-            LadderError: a size isn't a candidate.
+            LadderError: a size isn't a candidate, so what it costs isn't known.
         """
+        return float(self.times_us(chosen).sum())
+
+    def times_us(self, chosen: Iterable[int]) -> Vector:
+        """`time_us` for each true size `[num_demands]`."""
         import numpy as np
 
         listed = self.sizes.tolist()
@@ -196,12 +198,12 @@ class Ladder:
             if at == len(listed) or listed[at] != size:
                 raise LadderError(f"{size} isn't a candidate of the ladder {self.name}, so what it costs isn't known.")
             rows.append(at)
-        if not rows:
-            return float(self.escape_us.sum())
-        served = np.searchsorted(self.sizes[rows], self.demands)
-        held = served < len(rows)
-        taken = np.array(rows)[served[held]]
-        return float(self.cost_us[taken, np.flatnonzero(held)].sum() + self.escape_us[~held].sum())
+        times: Vector = self.escape_us.copy()
+        if rows:
+            served = np.searchsorted(self.sizes[rows], self.demands)
+            held = np.flatnonzero(served < len(rows))
+            times[held] = self.cost_us[np.array(rows)[served[held]], held]
+        return times
 
 
 def _sound(values: Vector) -> bool:

@@ -1,0 +1,354 @@
+"""A histogram, a cost table and a policy's layout as `Ladder`s: what every capture size would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kpolicy.budgets import Usage
+from kpolicy.costs import CostTable, Curve, HostCost
+from kpolicy.errors import ConfigError
+from kpolicy.keys import GraphKey
+from kpolicy.ladders import CaptureSizes
+from kpolicy.modes import Part
+from kpolicy.planning.histogram import Histogram, Sums
+from kpolicy.planning.ladder import Ladder, aligned_sizes, tied
+from kpolicy.settings import Settings
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Vector = np.ndarray[Any, Any]
+
+__all__ = ["DECODE", "LIST", "OTHERS", "Layout", "Workload", "token_candidates"]
+
+DECODE, OTHERS, LIST = "decode", "prefill", "all"
+"""Names of the lists: uniform decode batches by requests, all other batches by tokens, and one list for both."""
+
+
+@attrs.frozen(kw_only=True)
+class Layout:
+    """Which lists of sizes a policy has, and what replays from them.
+
+    Args:
+        one_list: one list in tokens for every kind of graph, as vLLM has it; else decode batches have one by requests
+            and all others one by tokens.
+        decode: what uniform decode batches replay: FULL graphs of their own, or None, where they go with the others.
+        others: what all other batches replay; None is eager.
+        escape_when_cheaper: a step whose graph would take longer than eager runs eagerly (`auto`); else a step that
+            fits a graph always replays it.
+        multiple_of: sizes in tokens are multiples of this: tensor parallelism under sequence parallelism.
+        decode_multiple_of: decode sizes in requests are multiples of this.
+    """
+
+    one_list: bool = False
+    decode: Part | None = Part.FULL
+    others: Part | None = Part.PIECEWISE
+    escape_when_cheaper: bool = False
+    multiple_of: int = 1
+    decode_multiple_of: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("multiple_of", "decode_multiple_of"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it is a whole number from 1 up.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The lists there are to choose."""
+        if self.one_list:
+            return (LIST,) if self.decode or self.others else ()
+        names = (DECODE,) if self.decode else ()
+        return (*names, OTHERS) if self.others else names
+
+
+def token_candidates(largest: int) -> tuple[int, ...]:
+    """Sizes in tokens that are worth trying: all to 256, then ever wider steps, at most a 64th of the size."""
+    sizes, size = [], 1
+    while size <= largest:
+        sizes.append(size)
+        size += 1 if size < 256 else max(1, 1 << (size.bit_length() - 7))
+    return tuple(sizes) if not sizes or sizes[-1] == largest else (*sizes, largest)
+
+
+@attrs.frozen(kw_only=True)
+class Workload:
+    """Steps to plan for.
+
+    Args:
+        histogram: the steps.
+        costs: what launches take.
+        settings: the deployment's limits.
+        layout: the policy's lists.
+    """
+
+    histogram: Histogram
+    costs: CostTable
+    settings: Settings
+    layout: Layout
+
+    @property
+    def steps(self) -> float:
+        return self.histogram.steps
+
+    def ladders(self, *, smoothing: float = 0.0, candidates: Mapping[str, Sequence[int]] | None = None) -> list[Ladder]:
+        """The lists to choose, with what each size costs.
+
+        Args:
+            smoothing: share of the steps that is spread evenly over all sizes a step may have, so that sizes that were
+                not seen have a graph near them too.
+            candidates: sizes to consider instead of all, by list: in tokens, `DECODE` in requests.
+
+        Raises:
+            LadderError: no candidate has the alignment.
+            ConfigError: smoothing isn't from 0 to under 1, or the layout captures nothing.
+        """
+        if not 0 <= smoothing < 1:
+            raise ConfigError(f"smoothing is {smoothing}; it is a share of the steps from 0 to under 1.")
+        layout, found = self.layout, []
+        if not layout.names:
+            raise ConfigError("the policy captures nothing here, so there is nothing to plan. Choose another policy.")
+        for name in layout.names:
+            given = (candidates or {}).get(name)
+            sizes = self.candidates(name) if given is None else tuple(sorted(set(given)))
+            found.append(self._ladder(name, sizes, smoothing) if sizes else None)
+        return [each for each in found if each is not None]
+
+    def candidates(self, name: str) -> tuple[int, ...]:
+        """All sizes that a list may have."""
+        settings, layout = self.settings, self.layout
+        most = min(settings.max_num_reqs, settings.max_num_tokens // settings.query_len)
+        if name == DECODE:
+            return aligned_sizes(range(1, most + 1), layout.decode_multiple_of)
+        largest = settings.max_num_tokens if layout.others else most * settings.query_len
+        align = layout.multiple_of
+        if name == LIST and layout.decode:
+            # Sizes that aren't whole decode rows would be rounded up by the engine.
+            align = lcm(align, settings.query_len)
+        kept = {-(-size // align) * align for size in token_candidates(largest)}
+        return aligned_sizes([size for size in kept if size <= largest] or [largest], align)
+
+    def time_us(self, sizes: CaptureSizes) -> float:
+        """Microseconds of all steps with those sizes captured, each at the next size that holds it."""
+        import numpy as np
+
+        lists, layout = self.lists_of(sizes), self.layout
+        total = self.rest_us
+        for name in layout.names:
+            own = lists.get(name, ())
+            times = self._ladder(name, own or (1,), 0.0).times_us(own)
+            if name == OTHERS and layout.others is Part.FULL and sizes.piecewise:
+                # Batches above the FULL sizes, and with `auto` any that are better off, replay pieces.
+                pieces = attrs.evolve(self, layout=attrs.evolve(layout, others=Part.PIECEWISE))
+                ladder = pieces._ladder(name, sizes.piecewise, 0.0)
+                by_piece = ladder.times_us(sizes.piecewise)
+                above = ladder.demands > max(own, default=0)
+                times = np.where(above, by_piece, np.minimum(times, by_piece) if layout.escape_when_cheaper else times)
+            total += float(times.sum())
+        return total
+
+    @property
+    def rest_us(self) -> float:
+        """Time of the steps that no list is for: they run eagerly whatever is captured."""
+        layout = self.layout
+        if layout.others is not None or layout.one_list:
+            return 0.0
+        return float(self._others().escape_us(self.costs).sum())
+
+    def lists_of(self, sizes: CaptureSizes) -> dict[str, tuple[int, ...]]:
+        """The lists that capture sizes stand for, `DECODE` in requests."""
+        q = self.settings.query_len
+        if self.layout.one_list:
+            return {LIST: tuple(sorted({*sizes.decode, *sizes.mixed, *sizes.piecewise}))}
+        others = sizes.piecewise if self.layout.others is Part.PIECEWISE else sizes.mixed
+        return {DECODE: tuple(size // q for size in sizes.decode), OTHERS: others if self.layout.others else ()}
+
+    def sizes_of(self, lists: Mapping[str, Sequence[int]]) -> CaptureSizes:
+        """Capture sizes for those lists."""
+        q, most = self.settings.query_len, self.settings.max_num_reqs
+        if self.layout.one_list:
+            every = tuple(lists.get(LIST, ()))
+            decode = tuple(size for size in every if size % q == 0 and size <= most * q)
+            return CaptureSizes(decode if self.layout.decode else (), every, every)
+        decode = tuple(size * q for size in lists.get(DECODE, ()))
+        others = tuple(lists.get(OTHERS, ()))
+        if self.layout.others is Part.FULL:
+            return CaptureSizes(decode, others, ())
+        return CaptureSizes(decode, (), others)
+
+    # Ladders
+
+    def _ladder(self, name: str, sizes: Sequence[int], smoothing: float) -> Ladder:
+        q, layout = self.settings.query_len, self.layout
+        if name == DECODE:
+            parts = [
+                self._part(name, self._decodes(each), [size * each for size in sizes], sizes, Part.FULL, smoothing)
+                for each in self._query_lens
+            ]
+            return tied(name, parts)
+        others = self._others(with_decodes=not layout.decode)
+        if name == OTHERS or not layout.decode:
+            return self._part(name, others, sizes, sizes, layout.others or Part.FULL, smoothing)
+        # One list: a decode batch takes the FULL graph of the next size, or where there are so many rows of it none,
+        # what the others take.
+        most = self.settings.max_num_reqs * q
+        parts = []
+        if layout.others:
+            parts.append(self._part(name, others, sizes, sizes, layout.others, smoothing))
+        for each in self._query_lens:
+            rows = self._decodes(each)
+            rows = attrs.evolve(rows, sizes=rows.sizes * each)
+            share = Part.FULL if each == q else layout.others
+            parts.append(self._part(name, rows, sizes, sizes, share, smoothing, most=most, counted=each == q))
+        return tied(name, parts)
+
+    @property
+    def _query_lens(self) -> tuple[int, ...]:
+        """Query lengths of uniform decode batches: those that were seen, and 1 + k."""
+        return tuple(sorted({*self.histogram.settled().decodes, self.settings.query_len}))
+
+    def _part(
+        self, name: str, rows: _Rows, tokens: Sequence[int], sizes: Sequence[int], part: Part | None, smoothing: float,
+        *, most: int | None = None, counted: bool = True,
+    ) -> Ladder:  # fmt: skip
+        """One kind of graph of a list.
+
+        Args:
+            name: the list.
+            rows: its steps.
+            tokens: tokens of each size.
+            sizes: the sizes, in the list's unit.
+            part: what replays; None is nothing.
+            smoothing: see `ladders`.
+            most: FULL graphs end here, in tokens, and larger sizes replay what the others do.
+            counted: whether its graphs are its own, and not counted with another kind's.
+        """
+        import numpy as np
+
+        costs, layout = self.costs, self.layout
+        limit = max(sizes) if most is None else min(max(sizes), most)
+        rows = rows.smoothed(smoothing, limit)
+        escape = rows.escape_us(costs)
+        full = [part is not None and (part is not Part.FULL or most is None or size <= most) for size in tokens]
+        above = layout.others if most is not None else None
+        columns = []
+        for size, own in zip(tokens, full, strict=True):
+            which = part if own else above
+            columns.append(
+                escape / np.maximum(rows.steps, _TINY) if which is None else rows.graph_us(costs, which, size)
+            )
+        times = np.array(columns)
+        single = escape / np.maximum(rows.steps, _TINY)
+        if layout.escape_when_cheaper:
+            times = np.minimum(times, single)
+        usages = []
+        for size, own in zip(tokens, full, strict=True):
+            usages.append(self._usage(part, size, rows.query_len) if own and counted and part is not None else Usage())
+        same = all(usage == usages[0] for usage in usages)
+        return Ladder(
+            name=name, sizes=sizes, demands=rows.sizes, cost_us=times * rows.steps, escape_us=escape,
+            usage=usages[0] if same else usages,
+        )  # fmt: skip
+
+    def _usage(self, part: Part, tokens: int, query_len: int) -> Usage:
+        if part is Part.FULL and query_len:
+            if query_len not in self.settings.decode_query_lens:
+                return Usage()
+            key = GraphKey(part, tokens, max(1, tokens // query_len), query_len=query_len)
+        else:
+            key = GraphKey(part, tokens)
+        one = self.costs.usage_of(key)
+        cases = 2 if self.settings.max_loras else 1
+        return Usage(one.graphs * cases, one.streams * cases, one.bytes * cases, one.seconds * cases)
+
+    def _decodes(self, query_len: int) -> _Rows:
+        return _Rows.of(self.histogram.settled().decodes.get(query_len, {}), query_len)
+
+    def _others(self, *, with_decodes: bool = False) -> _Rows:
+        tables: dict[int, Sums] = dict(self.histogram.settled().others)
+        if with_decodes:
+            for q, table in self.histogram.decodes.items():
+                for reqs, sums in table.items():
+                    tables[reqs * q] = tables.get(reqs * q, Sums()).plus(sums)
+        return _Rows.of(tables, 0)
+
+
+_TINY = 1e-300
+
+
+@attrs.frozen(eq=False)
+class _Rows:
+    """Steps of one kind by size, with the averages that their time depends on. All are `[num_sizes]`.
+
+    Args:
+        sizes: true sizes: requests for decode batches, tokens for others.
+        steps: how many steps, or how much they weigh.
+        means: (decodes, decode KV tokens, prefills, prefill tokens, pairs, requests) of a step `[num_sizes, 6]`.
+        query_len: of decode batches; 0 for others.
+    """
+
+    sizes: Vector
+    steps: Vector
+    means: Vector
+    query_len: int
+
+    @classmethod
+    def of(cls, table: Mapping[int, Sums], query_len: int) -> _Rows:
+        import numpy as np
+
+        sizes = sorted(table)
+        sums = np.array([table[size] for size in sizes], float).reshape(len(sizes), 7)
+        steps = sums[:, 0]
+        return cls(np.array(sizes, np.int64), steps, sums[:, 1:] / np.maximum(steps, _TINY)[:, None], query_len)
+
+    def smoothed(self, share: float, most: int) -> _Rows:
+        """With a share of its steps spread evenly over every size up to `most`, of average attention."""
+        import numpy as np
+
+        if not share or most < 1:
+            return self
+        own = float(self.steps.sum())
+        sizes = np.union1d(self.sizes, np.arange(1, most + 1))
+        steps, seen = np.zeros(len(sizes)), np.zeros((len(sizes), 6))
+        at = np.searchsorted(sizes, self.sizes)
+        average = (self.means * self.steps[:, None]).sum(axis=0) / own if own else np.zeros(6)
+        scale = sizes / (float(self.sizes @ self.steps) / own) if own else np.ones(len(sizes))
+        steps[at] = (1 - share) * self.steps
+        seen[at] = self.means
+        weight = np.where(sizes <= most, share * own / most, 0.0)
+        usual = average[None, :] * scale[:, None]
+        means = (seen * steps[:, None] + usual * weight[:, None]) / np.maximum(steps + weight, _TINY)[:, None]
+        return _Rows(sizes, steps + weight, means, self.query_len)
+
+    def _time(self, costs: CostTable, dense: Any, host: HostCost) -> Vector:
+        import numpy as np
+
+        decodes, kv, prefills, tokens, pairs, reqs = self.means.T
+        decode, prefill = costs.decode_attention, costs.prefill_attention
+        attention = np.where(decodes > 0, decode.base_us + decode.row_us * decodes + decode.unit_us * kv, 0.0)
+        attention = attention + np.where(
+            prefills > 0, prefill.base_us + prefill.row_us * tokens + prefill.unit_us * pairs, 0.0
+        )
+        time: Vector = np.maximum(dense + attention, host.base_us + host.req_us * reqs) + costs.step_us
+        return time
+
+    def graph_us(self, costs: CostTable, part: Part, tokens: int) -> Vector:
+        """One step of each size, replayed at that many tokens."""
+        if part is Part.FULL:
+            return self._time(costs, costs.full.at(tokens), costs.host_full)
+        return self._time(costs, costs.piecewise.at(tokens), costs.host_piecewise)
+
+    def escape_us(self, costs: CostTable) -> Vector:
+        """All steps of each size together, run eagerly at their true size."""
+        per = max(self.query_len, 1)
+        dense = _at(costs.eager, (self.sizes * per).tolist())
+        return self._time(costs, dense, costs.host_eager) * self.steps
+
+
+def _at(curve: Curve, sizes: Iterable[int]) -> Vector:
+    import numpy as np
+
+    return np.array([curve.at(size) for size in sizes])

@@ -1,0 +1,370 @@
+"""A trace, planned: replayed and planned until it settles, scored out of sample, and set beside the default lists.
+
+::
+
+    from kpolicy.scheduling.traces import read_trace
+    from kpolicy.trace_plan import plan_trace
+
+    found = plan_trace(read_trace("azure_llm_2023_conv.csv"), policy="vllm", most_sizes=20)
+    print(found.plan.sizes.piecewise, found.plan.price_us, found.held_out.step_us)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
+from kpolicy.budgets import Budget, Usage
+from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.errors import ConfigError, KPolicyError
+from kpolicy.ladders import CaptureSizes
+from kpolicy.modes import Mode, Part
+from kpolicy.planning.histogram import Histogram
+from kpolicy.planning.plan import SMOOTHING, Plan, Replayed, fixed_point, plan
+from kpolicy.planning.workload import Layout, Workload
+from kpolicy.policies import Policy, get_policy
+from kpolicy.scheduling.traces import Trace
+from kpolicy.settings import Settings
+from kpolicy.simulate import Server, SimStep, simulate
+
+__all__ = ["DEFAULT_LISTS", "HeldOut", "Score", "TracePlan", "halves", "layout_of", "plan_trace", "replayed"]
+
+DEFAULT_LISTS: Mapping[str, str] = {
+    "vLLM 0.23": "vllm:version=0.23",
+    "vLLM 0.33": "vllm:version=0.33",
+    "SGLang 0.5.23": "sglang",
+    "TensorRT-LLM, padded": "tensorrt_llm:enable_padding=true",
+    "vLLM-Ascend": "ascend",
+    "nano-vLLM": "nano_vllm",
+}
+"""Serving engines whose default lists are scored, and the replica that has each."""
+
+
+@attrs.frozen(kw_only=True)
+class Score:
+    """What a list of sizes costs on given steps.
+
+    Args:
+        name: whose list it is.
+        policy: the rule that it is scored under.
+        sizes: the list.
+        num_sizes: sizes, over all lists.
+        num_keys: graph keys: what the engine captures.
+        usage: what capturing them is expected to take.
+        step_us: mean time of a step.
+    """
+
+    name: str
+    policy: str
+    sizes: CaptureSizes
+    num_sizes: int
+    num_keys: int
+    usage: Usage
+    step_us: float
+
+
+@attrs.frozen(kw_only=True)
+class HeldOut:
+    """The plan of the first half of the requests, scored on the steps of the second.
+
+    Args:
+        plan: that plan.
+        step_us: mean time of a step of the second half with it.
+        default_us: the same with the policy's own default sizes.
+        best_us: the same with the plan that the second half itself would have had, unsmoothed and as large.
+        steps: steps of the second half.
+    """
+
+    plan: Plan
+    step_us: float
+    default_us: float
+    best_us: float
+    steps: float
+
+    @property
+    def against_default(self) -> float:
+        """How much longer a step takes than with the default sizes, as a share; below 0 is better."""
+        return self.step_us / self.default_us - 1
+
+
+@attrs.frozen(kw_only=True)
+class TracePlan:
+    """What `plan_trace` found.
+
+    Args:
+        policy: the policy planned for, with its arguments.
+        replayed: the plan, and the replays that it came from.
+        own: the plan's score.
+        default: the policy's own default list, on the same steps.
+        others: the default lists of serving engines, each by its own rule, on the same steps.
+        held_out: the first half's plan on the second half; None where that was left out.
+        settings: the deployment's limits.
+        claims: what attention supports.
+        layout: the policy's lists.
+        costs: the cost table's version, and whether it was measured.
+        source: the trace.
+        notes: what a reader of the plan should know.
+    """
+
+    policy: str
+    replayed: Replayed
+    own: Score
+    default: Score
+    others: tuple[Score, ...]
+    held_out: HeldOut | None
+    settings: Settings
+    claims: Claims
+    layout: Layout
+    costs: CostTable = attrs.field(repr=False)
+    source: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        return self.replayed.plan
+
+
+def layout_of(policy: Policy, claims: Claims, settings: Settings, *, multiple_of: int = 1) -> Layout:
+    """Which lists of sizes a policy has, read from the graphs it plans for lists that can be told apart."""
+    q = settings.query_len
+    wide = attrs.evolve(settings, max_num_reqs=64, max_num_tokens=256 * q, max_loras=0)
+    probe = CaptureSizes((2 * q,), (11 * q,), (13 * q,))
+    keys = policy.plan(probe, claims, wide)
+    full = [key for key in keys if key.part is Part.FULL]
+    decode = [key for key in full if key.decode_only]
+    mixed = [key for key in full if not key.decode_only]
+    pieces = [key for key in keys if key.part is Part.PIECEWISE]
+    one_list = any(key.num_tokens > 2 * q for key in decode) or any(key.num_tokens == 2 * q for key in pieces + mixed)
+    # Where a mixed batch may replay either, FULL takes the host less time.
+    others = Part.PIECEWISE if pieces and not mixed else Part.FULL if mixed else None
+    return Layout(
+        one_list=one_list,
+        decode=Part.FULL if decode else None,
+        others=others,
+        escape_when_cheaper=policy.reads_costs,
+        multiple_of=multiple_of,
+        decode_multiple_of=1 if one_list else multiple_of,
+    )
+
+
+def halves(trace: Trace) -> tuple[Trace, Trace]:
+    """The first and the second half of a trace's requests.
+
+    Raises:
+        ConfigError: there are fewer than two.
+    """
+    middle = len(trace) // 2
+    if not middle:
+        raise ConfigError(
+            f"{trace.source} has {len(trace)} requests; a plan is scored on the second half of them, which takes two. "
+            "Give a longer window."
+        )
+    first, second = trace.requests[:middle], trace.requests[middle:]
+    return (
+        attrs.evolve(trace, source=f"{trace.source}, first half of the requests", requests=first),
+        attrs.evolve(trace, source=f"{trace.source}, second half of the requests", requests=second),
+    )
+
+
+def replayed(
+    trace: Trace,
+    policy: str | Policy,
+    sizes: CaptureSizes,
+    *,
+    server: Server,
+    costs: CostTable,
+    attention: str | AttentionSupport | Claims | None = None,
+    objective: str = "throughput",
+    seed: int = 0,
+) -> Histogram:
+    """The steps that a trace makes with a policy and those sizes."""
+    histogram = Histogram(trace.source)
+
+    def note(step: SimStep) -> None:
+        decision = step.decision
+        histogram.add(step.step.numbers, split=decision.mode is Mode.SPLIT, decode_steps=decision.decode_steps)
+
+    simulate(
+        trace, policy, server=server, costs=costs, attention=attention, ladder=sizes, objective=objective, seed=seed,
+        on_step=note,
+    )  # fmt: skip
+    return histogram.settled()
+
+
+def plan_trace(
+    trace: Trace,
+    *,
+    policy: str = "auto",
+    budget: Budget | None = None,
+    most_sizes: int | None = None,
+    costs: CostTable | None = None,
+    attention: str | AttentionSupport | Claims | None = None,
+    server: Server | None = None,
+    objective: str = "throughput",
+    multiple_of: int = 1,
+    largest: Mapping[str, int] | None = None,
+    smoothing: float = SMOOTHING,
+    worth: float | None = None,
+    exact: bool = False,
+    hold_out: bool = True,
+    most_rounds: int = 6,
+    seed: int = 0,
+    progress: Callable[[str], object] | None = None,
+) -> TracePlan:
+    """Plan the capture sizes for a trace.
+
+    Args:
+        trace: the requests.
+        policy: the policy that will run, with its arguments.
+        budget: what capturing all sizes may take together.
+        most_sizes: the most sizes, over all lists.
+        costs: what launches take; analytic by default.
+        attention: what attention supports; ``gqa`` by default.
+        server: limits and memory of the server.
+        objective: what `auto` minimises.
+        multiple_of: sizes are multiples of this.
+        largest: the size that a list must end with, by the list's name.
+        smoothing: share of the steps that is spread over sizes that weren't seen.
+        worth: sizes are added only while one more takes this share off the mean step; see `kpolicy.planning.plan`.
+        exact: solve the integer programme where prices differ within a list (needs highspy).
+        hold_out: also plan on the first half and score on the second.
+        most_rounds: replays at most, for each plan.
+        seed: of accepted drafts.
+        progress: told what is done now.
+
+    Raises:
+        ConfigError: an argument can't be used, or no request is served.
+        BudgetRefused: sizes that must be captured don't fit the budget.
+    """
+    server, costs = server or Server(warm=True), costs or analytic_costs()
+    chosen, claims = get_policy(policy), _claims(attention)
+    settings = server.settings
+    layout = layout_of(chosen, claims, settings, multiple_of=multiple_of)
+    start = chosen.sizes(settings)
+    tell = progress or (lambda _: None)
+
+    def workload(histogram: Histogram) -> Workload:
+        return Workload(histogram=histogram, costs=costs, settings=settings, layout=layout)
+
+    def steps_of(requests: Trace, sizes: CaptureSizes) -> Histogram:
+        tell(f"replaying {requests.source}")
+        return replayed(
+            requests, policy, sizes, server=server, costs=costs, attention=claims, objective=objective, seed=seed
+        )
+
+    def planned(histogram: Histogram, **changed: Any) -> tuple[Plan, Workload]:
+        made = workload(histogram)
+        given = {
+            "most_sizes": most_sizes, "largest": largest, "smoothing": smoothing, "worth": worth, "exact": exact,
+        }  # fmt: skip
+        return plan(made, budget, **(given | changed)), made
+
+    def settle(requests: Trace) -> Replayed:
+        return fixed_point(lambda sizes: steps_of(requests, sizes), planned, start, most_rounds=most_rounds)
+
+    held = None
+    if hold_out:
+        first, second = halves(trace)
+        made = settle(first).plan
+        seen = workload(steps_of(second, start))
+        best, _ = planned(seen.histogram, smoothing=0.0, most_sizes=made.num_sizes)
+        held = HeldOut(
+            plan=made,
+            step_us=seen.time_us(made.sizes) / seen.steps,
+            default_us=seen.time_us(start) / seen.steps,
+            best_us=best.step_us,
+            steps=seen.steps,
+        )
+    found = settle(trace)
+    final = workload(found.histogram)
+    own = score("the plan", policy, found.plan.sizes, final, claims)
+    default = score(f"default of {policy}", policy, start, final, claims)
+    return TracePlan(
+        policy=policy,
+        replayed=found,
+        own=own,
+        default=default,
+        others=tuple(_defaults(final, claims)),
+        held_out=held,
+        settings=settings,
+        claims=claims,
+        layout=layout,
+        costs=costs,
+        source=trace.source,
+        notes=tuple(_notes(found, final, chosen, costs)),
+    )
+
+
+def score(name: str, policy: str, sizes: CaptureSizes, workload: Workload, claims: Claims) -> Score:
+    """What those sizes cost on a workload's steps, under a policy's rule."""
+    made, settings = get_policy(policy), workload.settings
+    layout = layout_of(made, claims, settings)
+    under = attrs.evolve(workload, layout=attrs.evolve(layout, multiple_of=workload.layout.multiple_of))
+    keys = made.plan(sizes, claims, settings) if sizes.decode or sizes.mixed or sizes.piecewise else ()
+    return Score(
+        name=name,
+        policy=policy,
+        sizes=sizes,
+        num_sizes=sum(len(each) for listed, each in under.lists_of(sizes).items() if listed in under.layout.names),
+        num_keys=len(keys),
+        usage=sum((workload.costs.usage_of(key) for key in keys), Usage()),
+        step_us=under.time_us(sizes) / under.steps,
+    )
+
+
+def _defaults(workload: Workload, claims: Claims) -> list[Score]:
+    """The default lists of serving engines that start with these settings and this attention."""
+    found = [_default(name, policy, workload, claims) for name, policy in DEFAULT_LISTS.items()]
+    return [each for each in found if each is not None]
+
+
+def _default(name: str, policy: str, workload: Workload, claims: Claims) -> Score | None:
+    """An engine's default list; None where the engine has none for these limits, or doesn't start."""
+    try:
+        return score(name, policy, get_policy(policy).sizes(workload.settings), workload, claims)
+    except KPolicyError:
+        return None
+
+
+def _claims(attention: str | AttentionSupport | Claims | None) -> Claims:
+    if isinstance(attention, Claims):
+        return attention
+    given = "gqa" if attention is None else attention
+    return (parse_attention(given) if isinstance(given, str) else given).claims
+
+
+def _notes(found: Replayed, workload: Workload, policy: Policy, costs: CostTable) -> list[str]:
+    """What a reader should know of how sure the plan is."""
+    notes = []
+    if not costs.measured:
+        notes.append(
+            f"step times are {costs.version}, not measured on your device: analytic times are flat where reading "
+            "weights bounds a step, so they ask for few sizes. Measure a profile before you rely on the numbers."
+        )
+    if not found.settled:
+        notes.append(
+            f"the plan didn't settle in {len(found.rounds)} replays: the sizes change the steps that they are planned "
+            "for. The best of the plans replayed is given."
+        )
+    if not policy.reads_costs and getattr(policy, "enable_padding", True) is False:
+        notes.append("the policy replays exact sizes only; the plan takes padding as on.")
+    outside = _outside(workload)
+    if outside:
+        notes.append(f"{outside:.1%} of the steps have a size outside what the cost table was made for.")
+    return notes
+
+
+def _outside(workload: Workload) -> float:
+    """Share of the steps whose size the cost table doesn't span."""
+    costs, histogram = workload.costs, workload.histogram
+    beyond = sum(
+        sums.steps
+        for q, table in histogram.decodes.items()
+        for reqs, sums in table.items()
+        if reqs * q > costs.full.sizes[-1]
+    )
+    beyond += sum(sums.steps for tokens, sums in histogram.others.items() if tokens > costs.eager.sizes[-1])
+    return beyond / workload.steps if workload.steps else 0.0
