@@ -18,6 +18,7 @@ __all__ = [
     "KPolicyError",
     "LadderError",
     "NoLegalModeError",
+    "OutOfMemoryError",
     "PluginError",
     "ProfileError",
     "RankError",
@@ -132,6 +133,10 @@ class CaptureError(KPolicyError):
     def __init__(self, reason: object, message: str) -> None:
         self.reason = reason
         super().__init__(message)
+
+
+class OutOfMemoryError(KPolicyError):
+    """Memory for buffers that a limit of ours doesn't give. A capture that needs it fails with `CaptureError`."""
 
 
 class GraphReplayError(KPolicyError):

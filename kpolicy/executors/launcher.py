@@ -118,6 +118,8 @@ class GraphLauncher:
             # Rows that wait for a stream are seldom many; its thread or handle is made before a step asks for it.
             for stream in (0, 1):
                 self._stream(stream)
+                # Eager launches must go on whatever graphs take, so theirs come first.
+                self._eager_buffers(stream, PaddedShape(largest.num_tokens, num_reqs, None))
             buffers = StepBuffers(self.adapter, self.model, largest.num_tokens, num_reqs)
             memory = self.adapter.new_pool()
         except Exception as error:
@@ -257,11 +259,18 @@ class GraphLauncher:
             return self._launch(run, rows, launch, None)
 
     def _eager_buffers(self, slot: int, shape: PaddedShape) -> StepBuffers:
-        """The eager buffers of a stream; larger ones where they don't hold the shape."""
+        """The eager buffers of a stream; larger ones where they don't hold the shape.
+
+        Raises:
+            OutOfMemoryError: the device's limit doesn't have them; smaller launches make theirs anew.
+        """
         buffers = self._eager.get(slot)
         if buffers is None or not buffers.holds(shape.num_tokens, shape.num_reqs):
             tokens = max(_power(shape.num_tokens), buffers.num_tokens if buffers else 0)
             reqs = max(_power(shape.num_reqs), buffers.num_reqs if buffers else 0)
+            # Never both at once: the smaller ones' memory may be what the larger ones need.
+            self._eager.pop(slot, None)
+            del buffers
             buffers = self._eager[slot] = StepBuffers(self.adapter, self.model, tokens, reqs)
         return buffers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, overload
 
-from kpolicy.errors import GraphReplayError, KPolicyError, StickyDeviceError
+from kpolicy.errors import GraphReplayError, KPolicyError, OutOfMemoryError, StickyDeviceError
 from kpolicy.executors.buffers import StepBuffers
 from kpolicy.executors.device import DeviceAdapter, DeviceEvent
 from kpolicy.executors.launch_rows import LaunchRows
@@ -32,7 +32,7 @@ def replay_error(adapter: DeviceAdapter, key: GraphKey, error: Exception) -> Exc
     """What an error of a replay or of its staging means to whoever asked for it."""
     if isinstance(error, GraphReplayError):
         return error if error.key is not None else GraphReplayError(key, f"replaying {key}: {error}")
-    if isinstance(error, KPolicyError):
+    if isinstance(error, KPolicyError) and not isinstance(error, OutOfMemoryError):
         return error
     if adapter.classify(error).sticky:
         return StickyDeviceError(f"replaying {key}: {error}. The device is lost to this process; start a new one.")

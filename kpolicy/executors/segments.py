@@ -163,6 +163,17 @@ class BreakBuffers:
         self._buffers: dict[tuple[int, tuple[int, ...], Any], Tensor] = {}
         self.num_bytes = 0
 
+    @property
+    def held(self) -> frozenset[Any]:
+        """Which buffers there are, for `give_back`."""
+        return frozenset(self._buffers)
+
+    def give_back(self, held: frozenset[Any]) -> None:
+        """Free the buffers beyond those: a capture that failed took them."""
+        for key in self._buffers.keys() - held:
+            buffer = self._buffers.pop(key)
+            self.num_bytes -= buffer.numel() * buffer.element_size()
+
     def take(self, place: int, output: Tensor) -> Tensor:
         """A buffer for the output of the call at that place, holding it."""
         key = place, tuple(output.shape[1:]), output.dtype
@@ -337,7 +348,7 @@ def capture_pieces(
     tensors = buffers.tensors(shape)
     live = StepContext(tensors, RowLayout(0, 0, (), ()))
     model.head(model.forward(live))
-    step = BreakingStep(live, adapter, pool, breaks)
+    step, held = BreakingStep(live, adapter, pool, breaks), breaks.held
     watching = getattr(model, "watching", None)
     watched: AbstractContextManager[Any] = nullcontext() if watching is None else watching(step)
     try:
@@ -352,6 +363,8 @@ def capture_pieces(
                 adapter.abort()
     except BaseException:
         adapter.discard(pool, step.graphs)
+        step.segments.clear()
+        breaks.give_back(held)
         raise
     hidden = adapter.weak(pool, hidden)
     return PieceGraph(key, adapter, model, buffers, step.segments, last, hidden, tensors)

@@ -46,13 +46,14 @@ def test_captures_are_measured_and_estimated(small: Callable[..., Any]) -> None:
     assert executor.launcher.estimate(key).bytes == 0
     executor.capture(plan(model))
     held = registry.totals().held
+    inputs = [pool.memory.buffers for pool in executor._pools] + list(executor.launcher._eager.values())
     static = sum(
         tensor.numel() * tensor.element_size()
-        for pool in executor._pools
-        for tensor in vars(pool.memory.buffers).values()
+        for buffers in inputs
+        for tensor in vars(buffers).values()
         if isinstance(tensor, torch.Tensor)
     )
-    starts = [each for pool in executor._pools for each in pool.memory.buffers._uniform_starts.values()]
+    starts = [each for buffers in inputs for each in buffers._uniform_starts.values()]
     static += sum(each.numel() * each.element_size() for each in starts)
     assert held.bytes + static == executor.adapter.memory().used
     pieces = [record for record in registry.records() if record.key.part is Part.PIECEWISE]

@@ -28,13 +28,16 @@ from kpolicy.executors.cpu.arena import Arena
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cpu.graph import Graph
 from kpolicy.executors.cpu.recorder import Recorder
-from kpolicy.executors.cpu.staging import buffer_bytes, new_buffer, stage_tensor_or_numbers
+from kpolicy.executors.cpu.staging import new_buffer, stage_tensor_or_numbers
 from kpolicy.executors.cpu.streams import CpuEvent, CpuStream
 from kpolicy.executors.device import DeviceEvent, Failure, MemoryReport
 from kpolicy.executors.simulated import Fault
 from kpolicy.reasons import Reason
 
 __all__ = ["CpuAdapter", "CpuPool"]
+
+
+_ITEM_BYTES = {"int64": 8, "int32": 4, "float32": 4}
 
 
 class CpuPool:
@@ -142,7 +145,7 @@ class CpuAdapter:
             OutOfMemoryError: `memory_bytes` doesn't have it.
             UnknownNameError, ConfigError: no buffer is of that dtype or shape.
         """
-        self._admit_buffer(buffer_bytes(shape, dtype))
+        self._admit_buffer(math.prod(shape) * _ITEM_BYTES.get(dtype, 0))
         return self._counted(new_buffer(shape, dtype, fill))
 
     def alloc_inputs(self, specs: Sequence[tuple[Sequence[int], str, float]]) -> list[Any]:
