@@ -72,7 +72,6 @@ class GraphLauncher:
 
     Attributes:
         late_failure: called, on the stream's thread, with the key of a graph that failed on a stream beside.
-        capture_errors: why keys couldn't be captured, in words; the registry has the reason alone.
     """
 
     def __init__(self, adapter: DeviceAdapter, model: StepModel, *, max_num_reqs: int) -> None:
@@ -82,7 +81,6 @@ class GraphLauncher:
         self.model = model
         self.max_num_reqs = max_num_reqs
         self.late_failure: Callable[[GraphKey], None] = _unheard
-        self.capture_errors: dict[GraphKey, str] = {}
         self._eager: dict[int, StepBuffers] = {}
         self._streams: dict[int, Any] = {}
         self._reports: dict[Part, list[tuple[int, CaptureReport]]] = {}
@@ -151,10 +149,7 @@ class GraphLauncher:
             self.adapter.abort()
             if not isinstance(error, Exception):
                 raise
-            meant = self._capture_error(str(key), error)
-            self.capture_errors[key] = str(meant)
-            raise meant from error
-        self.capture_errors.pop(key, None)
+            raise self._capture_error(str(key), error) from error
         report = CaptureReport(num_bytes, time.perf_counter() - start, 0, graphs)
         self._reports.setdefault(key.part, []).append((key.num_tokens, report))
         return handle, report

@@ -150,6 +150,9 @@ class ModeRunner:
     Args:
         launcher: the device.
         name: the executor's name, the launcher's by default.
+
+    Attributes:
+        capture_errors: why keys couldn't be captured, in words; the registry has the reason alone.
     """
 
     def __init__(self, launcher: Launcher, name: str | None = None) -> None:
@@ -160,6 +163,7 @@ class ModeRunner:
         self._pools: list[_Pool] = []
         self._handles: dict[GraphKey, Any] = {}
         self._expected: tuple[GraphKey, ...] = ()
+        self.capture_errors: dict[GraphKey, str] = {}
         self._async = launcher if isinstance(launcher, AsyncLauncher) else None
         if self._async is not None:
             self._async.late_failure = _withdrawing(ref(self))
@@ -226,17 +230,21 @@ class ModeRunner:
             registry.admit(key, **estimate._asdict())
         except BudgetRefused as refused:
             registry.withdraw(key, _reason(refused))
+            self.capture_errors[key] = str(refused)
             return None
         try:
             pool = self._pool(key, left)
             handle, report = self.launcher.capture(key, pool.memory)
         except CaptureError as error:
             registry.fail(key, _reason(error))
+            self.capture_errors[key] = str(error)
             return None
         try:
             registry.capture(key, **report._asdict(), pool=pool.name, handle=handle)
-        except BudgetRefused:
+        except BudgetRefused as refused:
+            self.capture_errors[key] = str(refused)
             return None
+        self.capture_errors.pop(key, None)
         self._handles[key] = handle
         return report
 

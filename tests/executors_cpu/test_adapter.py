@@ -16,6 +16,7 @@ from kpolicy.errors import (  # noqa: E402
     CaptureError,
     ConfigError,
     GraphReplayError,
+    OutOfMemoryError,
     RegistryError,
     StickyDeviceError,
     UnknownNameError,
@@ -293,6 +294,18 @@ def test_a_capture_beyond_memory_is_refused_and_leaves_nothing() -> None:
     y = x + 5
     adapter.replay(adapter.end())
     assert y[0] == 5
+
+
+@pytest.mark.parametrize("what", ["alloc_static", "alloc_like"])
+def test_a_buffer_beyond_memory_is_refused(what: str) -> None:
+    """A static buffer that doesn't fit says what it needs, is out of memory, and isn't counted."""
+    adapter = CpuAdapter(memory_bytes=1000)
+    held = adapter.alloc_static((50,), "int64")
+    with pytest.raises(OutOfMemoryError, match="800 bytes more than the 400 held, and memory_bytes is 1000") as caught:
+        adapter.alloc_static((100,), "int64") if what == "alloc_static" else adapter.alloc_like(held[:1], 100)
+    assert adapter.classify(caught.value) == (Reason.CAPTURE_OUT_OF_MEMORY, False)
+    assert adapter.memory().used == 400
+    assert adapter.alloc_static((150,), "int32").shape == (150,)
 
 
 def test_without_a_limit_memory_is_the_process_and_the_machine() -> None:

@@ -100,7 +100,7 @@ def test_it_is_a_capture_error(breaks: Callable[[Any], None], said: tuple[str, .
     executor.capture([PIECES])
     record = registry.record(PIECES)
     assert (record.state, record.reason) == (GraphState.FAILED, Reason.CAPTURE_FAILED)
-    error = executor.launcher.capture_errors[PIECES]
+    error = executor.capture_errors[PIECES]
     for part in said:
         assert part in error
     assert not [graph for pool in executor.adapter._pools for graph in pool.graphs]
@@ -117,7 +117,7 @@ def test_marked_models_capture_as_ever(small: Callable[..., Any]) -> None:
     executor.open(registry)
     executor.capture([PIECES])
     assert registry.record(PIECES).state is GraphState.CAPTURED
-    assert executor.launcher.capture_errors == {}
+    assert executor.capture_errors == {}
     executor.release()
 
 
@@ -177,8 +177,8 @@ def test_any_step_model_is_held_to_the_mark(marked: bool, small: Callable[..., A
     if marked:
         assert registry.record(PIECES).state is GraphState.CAPTURED
     else:
-        assert "_attend at" in executor.launcher.capture_errors[PIECES]
-        assert "test_unmarked.py:" in executor.launcher.capture_errors[PIECES]
+        assert "_attend at" in executor.capture_errors[PIECES]
+        assert "test_unmarked.py:" in executor.capture_errors[PIECES]
     sequences = Sequences(1, num_blocks=4, vocab=16)
     inputs = sequences.inputs([sequences.chunk(sequences.start(), 5)])
     decision = Decision(Mode.PIECEWISE, (Launch(Rows.ALL, PIECES),), Reason.GRAPH_FITS) if marked else EAGER
