@@ -1,4 +1,6 @@
-"""`ModelFigures` from a Hugging Face config: how many weights a step reads, what a token's KV takes, in bf16.
+"""Figures without a measurement: of a model, from its Hugging Face config, and of devices, as published.
+
+`model_figures`: how many weights a step reads, what a token's KV takes, in bf16.
 
 Parameters are counted matrix by matrix from the config, as the model classes of transformers lay them out. The
 embedding table is left out, since a token reads one row of it; the LM head counts, tied or not, since it is read
@@ -7,16 +9,96 @@ whole. Vision and audio towers and draft (MTP) layers aren't counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import attrs
 
 from kpolicy.attention.fields import Fields, read_config
 from kpolicy.attention.hf import layers_of
 from kpolicy.attention.layers import heads
 from kpolicy.attention.support import LayerKind
-from kpolicy.costs import ModelFigures
-from kpolicy.errors import SupportError
+from kpolicy.costs import H200, CostTable, DeviceFigures, ModelFigures, analytic_costs
+from kpolicy.errors import SupportError, UnknownNameError
 
-__all__ = ["model_figures"]
+__all__ = ["DEVICES", "NamedDevice", "config_costs", "find_device", "kv_room", "model_figures"]
+
+
+@attrs.frozen(kw_only=True)
+class NamedDevice:
+    """A device as its publisher describes it. Nothing here was measured, and the host costs are those of an H200's.
+
+    Args:
+        figures: bandwidth and throughput in bf16 (fp16 where there is no bf16 figure).
+        memory_bytes: device memory.
+        source: where the figures are from.
+    """
+
+    figures: DeviceFigures
+    memory_bytes: int
+    source: str
+
+
+def _device(name: str, tb_per_s: float, tflops: float, gigabytes: int, source: str) -> NamedDevice:
+    figures = DeviceFigures(name=f"{name} (published figures)", bytes_per_us=tb_per_s * 1e6, flops_per_us=tflops * 1e6)
+    return NamedDevice(figures=figures, memory_bytes=gigabytes * 10**9, source=source)
+
+
+DEVICES: Mapping[str, NamedDevice] = MappingProxyType(
+    {
+        "H200": NamedDevice(figures=H200, memory_bytes=141 * 10**9, source="NVIDIA's H200 data sheet (SXM)"),
+        "H100": _device("H100", 3.35, 989, 80, "NVIDIA's H100 data sheet (SXM, 80 GB)"),
+        "A100": _device("A100", 2.039, 312, 80, "NVIDIA's A100 data sheet (SXM, 80 GB)"),
+        "B200": _device("B200", 7.7, 2250, 180, "NVIDIA's Blackwell data sheet (a GPU of an HGX B200)"),
+        "Ascend 910B": _device(
+            "Ascend 910B", 1.6, 313, 64,
+            "accounts by others (Huawei has no data sheet of it), which differ: fp16 280 to 376 TFLOPS by variant, and "
+            "0.4 to 1.6 TB/s",
+        ),
+        "Kunlun P800": _device(
+            "Kunlun P800", 1.6, 345, 96,
+            "fp16 throughput by press reports, 96 GB by users of the OAM module; the bandwidth isn't published, and "
+            "1.6 TB/s is assumed",
+        ),
+    }
+)  # fmt: skip
+"""Devices by name, with published figures; all unverified here."""
+
+_KV_SHARE = 0.9
+"""Share of device memory that serving engines take by default."""
+_WORKSPACE = 3 * 10**9
+"""Bytes for activations and workspaces."""
+
+
+def find_device(name: str) -> NamedDevice:
+    """The device of that name, however it is spelt: ``h200``, ``ascend-910b``.
+
+    Raises:
+        UnknownNameError: there is no such device; DeviceFigures and a profile take any.
+    """
+    wanted = "".join(letter for letter in name.lower() if letter.isalnum())
+    for known, device in DEVICES.items():
+        if wanted == "".join(letter for letter in known.lower() if letter.isalnum()):
+            return device
+    raise UnknownNameError("device", name, DEVICES, "For another one measure a profile, and give --profile.")
+
+
+def config_costs(config: object, device: str = "H200") -> CostTable:
+    """The analytic cost table of a model's config on a named device; raises as `model_figures` and `find_device`."""
+    return analytic_costs(model_figures(config), find_device(device).figures)
+
+
+def kv_room(model: ModelFigures, device: NamedDevice) -> int:
+    """KV tokens that a device has room for beside bf16 weights: 90% of memory, less weights and 3 GB; 0 for none.
+
+    Raises:
+        SupportError: the model has no KV that grows, so tokens don't bound it.
+    """
+    if not model.kv_bytes_per_token:
+        raise SupportError(f"{model.name} has no KV that grows with tokens; say the capacity in tokens yourself.")
+    left = int(device.memory_bytes * _KV_SHARE) - _BYTES * model.weight_params - _WORKSPACE
+    return max(left // model.kv_bytes_per_token, 0)
+
 
 _BYTES = 2
 """A bf16 number."""

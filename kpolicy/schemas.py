@@ -323,7 +323,7 @@ def write_profile(path: PathLike, profile: Profile) -> None:
         ConfigError: the file can't be written.
         SchemaError: the profile can't be encoded.
     """
-    _write_whole(path, dumps(profile))
+    write_whole(path, dumps(profile))
 
 
 def read_plan(path: PathLike) -> LadderPlan:
@@ -333,7 +333,7 @@ def read_plan(path: PathLike) -> LadderPlan:
 
 def write_plan(path: PathLike, plan: LadderPlan) -> None:
     """Write a ladder plan; as `write_profile`."""
-    _write_whole(path, dumps(plan))
+    write_whole(path, dumps(plan))
 
 
 # Logs: a header line, one line an entry, and a last line that says how many there are.
@@ -726,10 +726,10 @@ def write_text(path: PathLike, text: str) -> None:
     Raises:
         ConfigError: the file can't be written.
     """
-    _write_whole(path, text)
+    write_whole(path, text)
 
 
-def _write_whole(path: PathLike, text: str) -> None:
+def write_whole(path: PathLike, text: str) -> None:
     """Write a file beside the path and put it in its place, so that nobody reads half of it."""
     _guarded("write", path, lambda: _replace(Path(path), text))
 

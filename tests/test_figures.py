@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kpolicy.costs import LLAMA_8B
-from kpolicy.errors import SupportError
-from kpolicy.figures import model_figures
+from kpolicy.errors import SupportError, UnknownNameError
+from kpolicy.figures import DEVICES, config_costs, find_device, kv_room, model_figures
 
 LLAMA_8B_CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -156,3 +156,29 @@ def test_a_missing_size_is_named() -> None:
     config = {key: value for key, value in LLAMA_8B_CONFIG.items() if key != "vocab_size"}
     with pytest.raises(SupportError, match="vocab_size"):
         model_figures(config)
+
+
+def test_devices_are_found_however_they_are_spelt() -> None:
+    """Case and punctuation don't matter; a near miss is suggested."""
+    assert find_device("ascend-910b") is DEVICES["Ascend 910B"] is find_device("Ascend910B")
+    with pytest.raises(UnknownNameError, match="did you mean 'H100'"):
+        find_device("h10")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_devices_have_a_source_and_give_costs(name: str) -> None:
+    """Every device says where its figures are from, and a model's large steps take what its throughput allows."""
+    device = DEVICES[name]
+    assert device.source
+    costs = config_costs(LLAMA_8B_CONFIG, name)
+    assert device.figures.name in costs.version
+    assert not costs.measured
+    least_us = 2 * LLAMA_8B.dense_params * 16384 / device.figures.flops_per_us
+    assert least_us < costs.eager.at(16384) < 2 * least_us
+
+
+def test_room_for_kv_is_memory_less_weights() -> None:
+    """An H100 of 80 GB has 90% of it, less 15 GB of weights and 3 GB, at 131,072 bytes a token."""
+    figures = model_figures(LLAMA_8B_CONFIG)
+    assert kv_room(figures, DEVICES["H100"]) == (72 * 10**9 - 2 * figures.weight_params - 3 * 10**9) // 131_072
+    assert kv_room(model_figures(DEEPSEEK_V3), DEVICES["H200"]) == 0

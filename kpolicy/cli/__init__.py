@@ -19,6 +19,7 @@ from kpolicy.cli.lists import doctor, policies
 from kpolicy.cli.options import COMMAND
 from kpolicy.cli.plan import plan
 from kpolicy.cli.run import run
+from kpolicy.cli.simulate import simulate_command
 from kpolicy.errors import KPolicyError, StickyDeviceError
 
 __all__ = ["app", "main"]
@@ -30,6 +31,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(run)
+app.command(simulate_command, name="simulate")
 app.command(generate)
 app.command(plan)
 app.command(decide)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -14,12 +15,24 @@ from rich.text import Text
 
 from kpolicy.engine import Engine
 from kpolicy.explain import COLUMNS, Explanation
+from kpolicy.observe import ModeStats
 from kpolicy.policies import Downgrade
 from kpolicy.reasons import Reason
 from kpolicy.scheduling.traces import Trace
 from kpolicy.trace_run import RunResult
 
-__all__ = ["console", "grid", "print_json", "render_explanation", "render_run", "show"]
+__all__ = [
+    "console",
+    "counted",
+    "grid",
+    "modes_table",
+    "print_json",
+    "reasons_table",
+    "render_explanation",
+    "render_run",
+    "say",
+    "show",
+]
 
 PIPED_WIDTH = 110
 """Columns where the output isn't a terminal and $COLUMNS isn't set."""
@@ -71,7 +84,7 @@ def render_explanation(explanation: Explanation, downgrades: Iterable[Downgrade]
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         made = console()
         for line in explanation.head:
-            _say(made, line)
+            say(made, line)
         made.print()
         table = grid(*COLUMNS, numbers=("step ms", "gap ms"), words=("way", "bound"))
         for row in explanation.rows():
@@ -88,11 +101,11 @@ def render_run(
 ) -> None:
     """Print what a run did: the trace, a line a policy, time by mode, every reason, and the graphs."""
     dropped = ", ".join(f"{count} {reason}" for reason, count in trace.dropped.items()) or "none"
-    _say(made, f"trace    {trace.source}")
-    _say(made, f"         {len(trace):,} requests over {trace.span_s:,.0f} s; rows dropped: {dropped}")
+    say(made, f"trace    {trace.source}")
+    say(made, f"         {len(trace):,} requests over {trace.span_s:,.0f} s; rows dropped: {dropped}")
     for i, part in enumerate(setting):
-        _say(made, f"{'         ' if i else 'setting  '}{part}")
-    for table in (_summary(results), _modes(results), _reasons(results)):
+        say(made, f"{'         ' if i else 'setting  '}{part}")
+    for table in (_summary(results), modes_table(results), reasons_table(results)):
         made.print()
         show(table, made)
     made.print()
@@ -100,7 +113,8 @@ def render_run(
         _notes(made, result, engines[result.policy])
 
 
-def _say(made: Console, text: str, style: str = "") -> None:
+def say(made: Console, text: str, style: str = "") -> None:
+    """Print a line of text as it is; the terminal folds it."""
     made.print(text, highlight=False, markup=False, soft_wrap=True, style=style)
 
 
@@ -126,7 +140,27 @@ def _pair(us: tuple[float, float]) -> str:
     return f"{us[0] / 1e3:,.1f} / {us[1] / 1e3:,.1f}"
 
 
-def _modes(results: Sequence[RunResult]) -> Table:
+class Ran(Protocol):
+    """What a run and a simulation both tell."""
+
+    @property
+    def policy(self) -> str: ...
+
+    @property
+    def modes(self) -> Mapping[str, ModeStats]: ...
+
+    @property
+    def reasons(self) -> Mapping[str, int]: ...
+
+    @property
+    def eager_halves(self) -> Mapping[str, int]: ...
+
+    @property
+    def step_us(self) -> float: ...
+
+
+def modes_table(results: Sequence[Ran]) -> Table:
+    """Steps, tokens, padding and time by policy and mode."""
     names = ("steps", "tokens", "padding", "time s", "of time")
     table = grid("policy", "mode", *names, numbers=names, words=("mode",))
     for result in results:
@@ -139,7 +173,8 @@ def _modes(results: Sequence[RunResult]) -> Table:
     return table
 
 
-def _reasons(results: Sequence[RunResult]) -> Table:
+def reasons_table(results: Sequence[Ran]) -> Table:
+    """Steps by policy and reason, with the reason's sentence."""
     table = grid("policy", "reason", "steps", "what it means (docs/reasons.md)", numbers=("steps",), words=("reason",))
     table.columns[0].max_width = 20
     for result in results:
@@ -157,7 +192,7 @@ def _text(reason: str) -> str:
 def _notes(made: Console, result: RunResult, engine: Engine) -> None:
     """What has no column: whether outputs were right, graphs, what failed, what was taken for granted."""
     if result.wrong:
-        _say(made, f"{result.policy}: {len(result.wrong)} of {result.checked} requests got WRONG tokens", "bold red")
+        say(made, f"{result.policy}: {len(result.wrong)} of {result.checked} requests got WRONG tokens", "bold red")
     text = f"{result.policy}: "
     if result.checked and not result.wrong:
         text += f"every token right in {result.checked:,} requests compared with the reference; "
@@ -171,20 +206,20 @@ def _notes(made: Console, result: RunResult, engine: Engine) -> None:
         spent = result.outside_us / (result.outside_us + result.step_us)
         text += f"; outside the executor {result.outside_us / result.steps:,.0f} us a step, {spent:.1%} of the time"
     if result.not_captured:
-        text += "; not captured: " + _counted(result.not_captured)
+        text += "; not captured: " + counted(result.not_captured)
     if result.replay_failures:
         text += f"; replays that failed before launch, their steps run in a lesser mode: {result.replay_failures:,}"
     if result.preemptions:
         text += f"; {result.preemptions:,} preemptions"
     if result.refused:
-        text += f"; requests handed back: {_counted(result.refused)}"
+        text += f"; requests handed back: {counted(result.refused)}"
     if result.basis:
         text += f"; {result.basis.text}"
-    _say(made, text)
+    say(made, text)
     for downgrade in engine.downgrades:
-        _say(made, f"  downgraded at start-up: {downgrade}")
+        say(made, f"  downgraded at start-up: {downgrade}")
     if result.interrupted:
-        _say(made, f"  ended early: {result.interrupted}")
+        say(made, f"  ended early: {result.interrupted}")
 
 
 def _verified(result: RunResult) -> str:
@@ -195,5 +230,6 @@ def _verified(result: RunResult) -> str:
     return text + (f"DIFFERENT: {failed}" if failed else "every bit equal")
 
 
-def _counted(counts: Mapping[str, int]) -> str:
+def counted(counts: Mapping[str, int]) -> str:
+    """``3 this, 2 that``."""
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())

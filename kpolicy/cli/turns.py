@@ -20,7 +20,7 @@ from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.trace_run import RunResult
 
-__all__ = ["Files", "Turn", "progress_bar", "serve_in_turn"]
+__all__ = ["Files", "Turn", "check_writable", "progress_bar", "serve_in_turn"]
 
 
 @attrs.frozen
@@ -60,7 +60,7 @@ class Files:
         traces = files_of("--perfetto", self.perfetto, specs, "run.pftrace")
         for option, paths in (("--step-log", logs), ("--perfetto", traces)):
             for path in paths:
-                _check_writable(option, path)
+                check_writable(option, path)
         if self.perfetto is not None:
             from kpolicy.observe.extras import load
 
@@ -91,7 +91,7 @@ def _check_port(port: int | None) -> None:
             ) from None
 
 
-def _check_writable(option: str, path: Path | None) -> None:
+def check_writable(option: str, path: Path | None) -> None:
     """Open the file, or make and remove it: an error now, not after minutes of serving."""
     if path is None:
         return

@@ -122,7 +122,7 @@ class SimResult:
         return sum(stats.steps for stats in self.modes.values())
 
     @property
-    def busy_us(self) -> float:
+    def step_us(self) -> float:
         """Time of all steps."""
         return sum(stats.us for stats in self.modes.values())
 
@@ -143,5 +143,5 @@ class SimResult:
         values["bound"] = {side: attrs.asdict(each) for side, each in self.bound.items()}
         values["decode_steps"] = {str(rows): steps for rows, steps in sorted(self.decode_steps.items())}
         values["assumes"] = list(self.basis.names)
-        sums = {name: getattr(self, name) for name in ("steps", "busy_us", "tokens_computed", "padding")}
+        sums = {name: getattr(self, name) for name in ("steps", "step_us", "tokens_computed", "padding")}
         return values | sums

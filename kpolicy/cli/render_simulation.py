@@ -1,0 +1,95 @@
+"""What `kpolicy simulate` prints: latencies, what bounds the steps, time by mode, reasons, and the graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kpolicy.cli.render import counted, grid, modes_table, reasons_table, say, show
+from kpolicy.scheduling.traces import Trace
+from kpolicy.simulate import SimResult, Spread
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["render_simulation"]
+
+
+def render_simulation(
+    made: Console, trace: Trace, results: Sequence[SimResult], setting: Sequence[str], notes: Sequence[str]
+) -> None:
+    """Print what policies made of one trace."""
+    dropped = counted(trace.dropped) or "none"
+    say(made, f"trace    {trace.source}")
+    say(made, f"         {len(trace):,} requests over {trace.span_s:,.0f} s; rows dropped: {dropped}")
+    for i, part in enumerate([*setting, *notes]):
+        say(made, f"{'         ' if i else 'setting  '}{part}")
+    for table in (_summary(results), _steps(results), modes_table(results), reasons_table(results)):
+        made.print()
+        show(table, made)
+    made.print()
+    for result in results:
+        _notes(made, result)
+
+
+def _summary(results: Sequence[SimResult]) -> Table:
+    ttft, gap, e2e = (f"{name}\np50 / p90 / p99" for name in ("TTFT ms", "gap ms", "whole s"))
+    names = ("served", ttft, gap, e2e, "good /s")
+    table = grid("policy", *names, numbers=names)
+    for result in results:
+        level = result.goodput
+        asked = level.ttft_ms is not None or level.gap_ms is not None
+        table.add_row(
+            result.policy, f"{result.served:,}", _three(result.ttft, 1e3), _three(result.gap, 1e3),
+            _three(result.e2e, 1e6), f"{level.per_s:,.2f} ({level.share:.1%})" if asked else "-",
+        )  # fmt: skip
+    return table
+
+
+def _three(spread: Spread, unit: float) -> str:
+    return " / ".join(f"{value / unit:,.1f}" for value in (spread.p50, spread.p90, spread.p99))
+
+
+def _steps(results: Sequence[SimResult]) -> Table:
+    names = ("steps", "busy s", "padding", "device-bound", "host-bound", "start s", "graphs", "used")
+    table = grid("policy", *names, numbers=names)
+    for result in results:
+        computed, host = result.tokens_computed, result.bound["host"]
+        share = host.us / result.step_us if result.step_us else 0.0
+        table.add_row(
+            result.policy, f"{result.steps:,}", f"{result.step_us / 1e6:,.2f}",
+            f"{result.padding / computed:.1%}" if computed else "0.0%", f"{1 - share:.1%}" if result.steps else "-",
+            f"{share:.1%}" if result.steps else "-", f"{result.started_after_s:,.1f}", f"{result.graphs:,}",
+            f"{result.graphs_used:,}",
+        )  # fmt: skip
+    return table
+
+
+def _notes(made: Console, result: SimResult) -> None:
+    """What has no column."""
+    text = (
+        f"{result.policy}: {result.graphs} graphs captured in {result.capture_s:.1f} s, "
+        f"{result.graph_bytes / 2**20:,.1f} MiB, which leave {result.kv_tokens:,} KV tokens"
+    )
+    if result.not_captured:
+        text += "; not captured: " + counted(result.not_captured)
+    if result.outside:
+        text += f"; {result.outside:,} steps ({result.outside / result.steps:.1%}) of a size outside the cost table"
+    if result.preemptions:
+        text += f"; {result.preemptions:,} preemptions"
+    if result.reused_tokens:
+        text += f"; {result.reused_tokens / result.prompt_tokens:.1%} of the prompt tokens were in the prefix cache"
+    if result.drafted:
+        text += f"; {result.accepted / result.drafted:.1%} of {result.drafted:,} drafts accepted"
+    if result.refused:
+        text += f"; requests handed back: {counted(result.refused)}"
+    if result.gap.relative_error:
+        text += f"; percentiles of gaps are within {result.gap.relative_error:.1%}"
+    if result.basis:
+        text += f"; {result.basis.text}"
+    say(made, text)
+    for downgrade in result.downgrades:
+        say(made, f"  downgraded at start-up: {downgrade}")
+    if result.interrupted:
+        say(made, f"  ended early: {result.interrupted}")

@@ -1,0 +1,129 @@
+"""Options of the commands that simulate: which server serves, and by which costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import attrs
+from cyclopts import Parameter
+
+from kpolicy.cli.options import Deployment, at_least, settings_of, whole
+from kpolicy.errors import ConfigError
+from kpolicy.simulate import Drafts, Server, ServiceLevel
+from kpolicy.simulate.cost_models import CostModel, cost_model
+from kpolicy.simulate.server import LLAMA_8B_KV_BYTES
+
+__all__ = ["KV_TOKENS", "Served"]
+
+_SERVER, _COSTS, _LEVEL = "Server", "Costs", "Service level"
+MAX_NUM_TOKENS, KV_TOKENS = 2048, 400_000
+
+
+@Parameter(name="*")
+@attrs.frozen(kw_only=True)
+class Served:
+    """Options about the simulated server."""
+
+    device: Annotated[
+        str | None,
+        Parameter(
+            group=_COSTS,
+            help="The device of analytic costs: H200 (the default), H100, A100, B200, Ascend-910B or Kunlun-P800.",
+        ),
+    ] = None
+    tables: Annotated[
+        str | None,
+        Parameter(
+            group=_COSTS,
+            help="aiconfigurator takes that package's measured kernel tables for --config on --device; "
+            "aiconfigurator:sglang those of SGLang's kernels.",
+        ),
+    ] = None
+    max_num_tokens: Annotated[
+        int, Parameter(group=_SERVER, converter=whole, help="Token budget of a step (chunked prefill).")
+    ] = MAX_NUM_TOKENS
+    kv_tokens: Annotated[
+        int | None,
+        Parameter(
+            group=_SERVER,
+            converter=whole,
+            help="KV capacity of a rank in tokens, before graphs take their bytes out of it. By default what the "
+            f"device has room for beside --config's weights, else {KV_TOKENS}.",
+        ),
+    ] = None
+    block_size: Annotated[int, Parameter(group=_SERVER, converter=whole, help="Tokens of a KV block.")] = 16
+    speculative: Annotated[
+        int, Parameter(group=_SERVER, converter=whole, help="Draft tokens verified a decode row.")
+    ] = 0
+    acceptance: Annotated[
+        float, Parameter(group=_SERVER, help="Probability that a draft is accepted, if all before it were.")
+    ] = 0.7
+    draft_us: Annotated[float, Parameter(group=_SERVER, help="Microseconds of drafting for one step.")] = 0.0
+    ranks: Annotated[
+        int, Parameter(group=_SERVER, converter=whole, help="Data-parallel ranks that step together and agree.")
+    ] = 1
+    prefix_reuse: Annotated[
+        bool, Parameter(group=_SERVER, help="Reuse cached prefixes, where the trace has hash ids.")
+    ] = True
+    warm: Annotated[
+        bool,
+        Parameter(
+            group=_SERVER,
+            negative="",
+            show_default=False,
+            help="Graphs are captured before the first request comes. By default it waits for them.",
+        ),
+    ] = False
+    slo_ttft_ms: Annotated[
+        float | None, Parameter(group=_LEVEL, help="Most milliseconds to the first token of a good request.")
+    ] = None
+    slo_gap_ms: Annotated[
+        float | None, Parameter(group=_LEVEL, help="Most milliseconds between its tokens, on its own average.")
+    ] = None
+
+    def costs(self, deployment: Deployment, profile: Path | None = None) -> CostModel:
+        """The cost model that the options name; `profile` stands in for ``--profile``."""
+        return cost_model(
+            profile=profile or deployment.profile, config=deployment.config, device=self.device, tables=self.tables
+        )
+
+    def server(self, deployment: Deployment, model: CostModel) -> Server:
+        """The server that the options describe.
+
+        Raises:
+            ConfigError: an option is out of range, or the model's weights leave no room for KV.
+        """
+        settings = settings_of(
+            max_num_reqs=deployment.most_reqs(), max_num_tokens=("--max-num-tokens", self.max_num_tokens),
+            num_speculative_tokens=("--speculative", self.speculative),
+        )  # fmt: skip
+        for option, value in (("--slo-ttft-ms", self.slo_ttft_ms), ("--slo-gap-ms", self.slo_gap_ms)):
+            if value is not None and not 0 < value < 1e12:
+                raise ConfigError(f"{option} is {value:g}; it takes milliseconds above 0.")
+        if not 0 <= self.acceptance <= 1:
+            raise ConfigError(f"--acceptance is {self.acceptance:g}; it is a probability from 0 to 1.")
+        if not 0 <= self.draft_us < 1e9:
+            raise ConfigError(f"--draft-us is {self.draft_us:g}; it takes microseconds from 0 up.")
+        known = deployment.config is not None or deployment.profile is not None
+        return Server(
+            settings=settings,
+            kv_tokens=self._kv_tokens(model),
+            block_size=at_least("--block-size", self.block_size, 1),
+            kv_bytes_per_token=model.kv_bytes_per_token if known else LLAMA_8B_KV_BYTES,
+            reuse_prefixes=self.prefix_reuse,
+            drafts=Drafts(acceptance=self.acceptance, draft_us=self.draft_us),
+            ranks=at_least("--ranks", self.ranks, 1),
+            warm=self.warm,
+            service_level=ServiceLevel(ttft_ms=self.slo_ttft_ms, gap_ms=self.slo_gap_ms),
+        )
+
+    def _kv_tokens(self, model: CostModel) -> int:
+        if self.kv_tokens is not None:
+            return at_least("--kv-tokens", self.kv_tokens, 1)
+        if model.kv_tokens == 0:
+            raise ConfigError(
+                f"the weights of --config leave no room for KV on one {self.device or 'H200'}. Give --kv-tokens for a "
+                "deployment that shares them, or another --device."
+            )
+        return KV_TOKENS if model.kv_tokens is None else model.kv_tokens

@@ -1,0 +1,131 @@
+"""What `kpolicy simulate` writes besides its table: the result, and a file of every step."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+from cyclopts import Parameter
+
+from kpolicy import __version__
+from kpolicy.cli.options import COMMAND
+from kpolicy.cli.step_log import files_of
+from kpolicy.cli.turns import check_writable
+from kpolicy.costs import CostTable
+from kpolicy.observe.extras import load
+from kpolicy.schemas import (
+    DecisionEntry,
+    DecisionLogWriter,
+    LogHeader,
+    QueueState,
+    StepEntry,
+    StepLogWriter,
+    write_whole,
+)
+from kpolicy.simulate import Server, SimStep
+from kpolicy.simulate.run import OnStep
+
+__all__ = ["SimFiles", "SimTurn"]
+
+
+@attrs.frozen
+class SimTurn:
+    """The files of one policy on one trace."""
+
+    step_log: Path | None = None
+    decision_log: Path | None = None
+    perfetto: Path | None = None
+
+    @contextmanager
+    def opened(self, spec: str, costs: CostTable, server: Server) -> Iterator[OnStep | None]:
+        """What to call each step; None where nothing is written. Files are whole when it is left."""
+        if self == SimTurn():
+            yield None
+            return
+        header = LogHeader(
+            policy=spec, device="simulated", versions={"kpolicy": __version__}, costs_version=costs.version,
+            settings=server.settings, command=shlex.join(["kpolicy", *COMMAND.get()]),
+        )  # fmt: skip
+        with ExitStack() as opened:
+            steps = opened.enter_context(StepLogWriter(self.step_log, header)) if self.step_log else None
+            decisions = (
+                opened.enter_context(DecisionLogWriter(self.decision_log, header)) if self.decision_log else None
+            )
+            trace: Any = None
+            if self.perfetto:
+                from kpolicy.observe.perfetto import PerfettoWriter, StepTiming
+
+                trace = opened.enter_context(PerfettoWriter(self.perfetto, header))
+
+            def write(step: SimStep) -> None:
+                if decisions is not None:
+                    decisions.write(DecisionEntry.of(step.step.shape(), step.decision))
+                if steps is None and trace is None:
+                    return
+                entry = _entry(step)
+                if steps is not None:
+                    steps.write(entry)
+                if trace is not None and not step.rank:
+                    trace.write(entry, StepTiming(start_us=step.start_us))
+
+            yield write
+
+
+def _entry(step: SimStep) -> StepEntry:
+    queue = step.queue
+    return StepEntry.of(
+        step.number, step.step.shape(), step.decision, cycle_us=step.cycle_us, device_us=step.device_us,
+        host_us=step.host_us,
+        queue=QueueState(
+            waiting=len(queue.waiting), running=queue.num_running, kv_tokens_used=queue.used_tokens,
+            kv_tokens_capacity=queue.capacity, preempted=queue.num_preemptions,
+        ),
+    )  # fmt: skip
+
+
+@Parameter(name="*")
+@attrs.frozen(kw_only=True)
+class SimFiles:
+    """Options that say what a simulation writes."""
+
+    out: Annotated[Path | None, Parameter(help="Write the result here too, as JSON.")] = None
+    step_log: Annotated[
+        Path | None,
+        Parameter(help="Write every step here; with several policies or traces a file each, NAME-TRACE-POLICY."),
+    ] = None
+    decision_log: Annotated[Path | None, Parameter(help="Write every decision here, likewise.")] = None
+    perfetto: Annotated[
+        Path | None, Parameter(help="Write a Perfetto trace here, likewise; of several ranks the first one's.")
+    ] = None
+
+    def turns(self, specs: Sequence[str], traces: Sequence[str] | None) -> list[SimTurn]:
+        """The files of each policy on each trace, trace by trace.
+
+        Raises:
+            ConfigError: a file can't be written, or what it needs isn't installed; before anything has run.
+        """
+        names = list(specs) if traces is None else [f"{trace}-{spec}" for trace in traces for spec in specs]
+        check_writable("--out", files_of("--out", self.out, ["result"], "result.json")[0])
+        each: list[list[Path | None]] = []
+        for option, path, example in (
+            ("--step-log", self.step_log, "steps.jsonl"), ("--decision-log", self.decision_log, "decisions.jsonl"),
+            ("--perfetto", self.perfetto, "run.pftrace"),
+        ):  # fmt: skip
+            paths = files_of(option, path, names, example)
+            for one in paths:
+                check_writable(option, one)
+            each.append(paths)
+        if self.perfetto is not None:
+            load("perfetto.protos.perfetto.trace.perfetto_trace_pb2", extra="perfetto", package="perfetto",
+                 what="--perfetto")  # fmt: skip
+        return [SimTurn(*paths) for paths in zip(*each, strict=True)]
+
+    def write(self, report: Mapping[str, Any]) -> None:
+        """Write ``--out``, whole or not at all."""
+        if self.out is not None:
+            write_whole(self.out, json.dumps(report, indent=1, allow_nan=False) + "\n")

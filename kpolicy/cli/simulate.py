@@ -1,0 +1,175 @@
+"""`kpolicy simulate`: traces served by each policy in simulated time, from costs alone."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+from cyclopts import Parameter
+
+from kpolicy import __version__
+from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, whole
+from kpolicy.cli.render import console, print_json
+from kpolicy.cli.render_simulation import render_simulation
+from kpolicy.cli.serving_options import Served
+from kpolicy.cli.sim_files import SimFiles
+from kpolicy.cli.turns import progress_bar
+from kpolicy.errors import ConfigError
+from kpolicy.policies import get_policy
+from kpolicy.scheduling.traces import Trace, default_trace, read_trace
+from kpolicy.simulate import Server, SimResult, simulate
+from kpolicy.simulate.cost_models import CostModel
+
+__all__ = ["load_trace", "simulate_command", "specs_of"]
+
+DEFAULT_POLICIES = ("auto", "vllm")
+
+
+def simulate_command(
+    *traces: Annotated[
+        Path,
+        Parameter(
+            help="Azure, Mooncake or BurstGPT traces, gzip or not. By default $KPOLICY_TRACES or ../shared/traces, "
+            "else requests generated from a seed."
+        ),
+    ],
+    policy: Annotated[
+        list[str] | None,
+        Parameter(negative="", help="A policy; repeat the option to compare several. By default auto and vllm."),
+    ] = None,
+    window: Annotated[float, Parameter(help="Seconds of the trace to serve; 0 is the whole trace.")] = 0.0,
+    start: Annotated[float, Parameter(help="Second of the trace to start at.")] = 0.0,
+    rate: Annotated[float, Parameter(help="Speed the arrivals up by this factor, after --window.")] = 1.0,
+    served: Served = Served(),  # noqa: B008
+    deployment: Deployment = Deployment(),  # noqa: B008
+    files: SimFiles = SimFiles(),  # noqa: B008
+    seed: Annotated[int, Parameter(converter=whole, help="Of accepted drafts.")] = 0,
+    json: Json = False,
+) -> int:
+    """Serve traces with each policy in simulated time, and compare them: no device, no model, only costs."""
+    specs = specs_of(policy)
+    at_least("--seed", seed, 0)
+    model = served.costs(deployment)
+    server = served.server(deployment, model)
+    loaded = [load_trace(path, start=start, window=window, rate=rate) for path in traces or (None,)]
+    turns = files.turns(specs, [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None)
+    ladder, support = ladder_of(deployment.ladder, server.settings), deployment.support()
+    results: list[tuple[Trace, list[SimResult]]] = []
+    interrupted = False
+    try:
+        with progress_bar("requests", quiet=json) as shown:
+            for i, trace in enumerate(loaded):
+                results.append((trace, []))
+                for j, spec in enumerate(specs):
+                    task = shown.add_task(spec, total=len(trace))
+
+                    def advance(done: int, task: Any = task) -> None:
+                        shown.update(task, completed=done)
+
+                    with turns[i * len(specs) + j].opened(spec, model.costs, server) as on_step:
+                        result = simulate(
+                            trace, spec, server=server, costs=model.costs, attention=support, ladder=ladder,
+                            objective=deployment.objective, budget=deployment.budget(), seed=seed, progress=advance,
+                            on_step=on_step,
+                        )  # fmt: skip
+                    results[-1][1].append(result)
+                    if result.interrupted:
+                        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        interrupted = True
+    report = _report(model, server, deployment, results)
+    files.write(report)
+    if json:
+        print_json(report)
+    else:
+        for trace, each in results:
+            render_simulation(console(), trace, each, _setting(model, server, deployment), model.notes)
+    if interrupted:
+        sys.stderr.write("kpolicy: interrupted; what was done is above.\n")
+    return 130 if interrupted else 0
+
+
+def specs_of(policies: Sequence[str] | None) -> list[str]:
+    """The policies to compare, each once and known.
+
+    Raises:
+        ConfigError: one is given twice, or isn't a policy.
+    """
+    specs = list(policies or DEFAULT_POLICIES)
+    for i, spec in enumerate(specs):
+        if spec in specs[:i]:
+            raise ConfigError(f"--policy {spec} is given twice; both would do the same, so give it once.")
+        get_policy(spec)
+    return specs
+
+
+def load_trace(path: Path | None, *, start: float = 0.0, window: float = 0.0, rate: float = 1.0) -> Trace:
+    """A trace's requests in a window, arriving `rate` times as fast; the default trace where no path is given.
+
+    Raises:
+        ConfigError: an option is out of range, or no request is left; TraceError says what is wrong with the file.
+    """
+    for option, value in (("--window", window), ("--start", start)):
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{option} is {value:g}; it takes seconds from 0 up.")
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"--rate is {rate:g}; it takes a factor above 0, such as 2 for arrivals twice as fast.")
+    trace = default_trace() if path is None else read_trace(path)
+    whole_trace = trace
+    if start or window:
+        trace = trace.window(start, window or math.inf)
+    if not len(trace):
+        dropped = ", ".join(f"{count} {reason}" for reason, count in whole_trace.dropped.items()) or "none"
+        raise ConfigError(
+            f"{trace.source} has no request to serve; rows dropped: {dropped}. Choose another trace or window."
+        )
+    return trace if rate == 1 else trace.scaled(rate)
+
+
+def _setting(model: CostModel, server: Server, deployment: Deployment) -> list[str]:
+    settings = server.settings
+    lines = [
+        model.what,
+        f"attention {deployment.support()}, objective {deployment.objective}",
+        f"{server.kv_tokens:,} KV tokens, at most {settings.max_num_reqs:,} requests and {settings.max_num_tokens:,} "
+        "tokens a step",
+    ]
+    more = []
+    if settings.num_speculative_tokens:
+        more.append(f"{settings.num_speculative_tokens} drafts a row, {server.drafts.acceptance:.0%} accepted each")
+    if server.ranks > 1:
+        more.append(f"{server.ranks} data-parallel ranks")
+    return [*lines, ", ".join(more)] if more else lines
+
+
+def _report(
+    model: CostModel, server: Server, deployment: Deployment, results: Sequence[tuple[Trace, list[SimResult]]]
+) -> dict[str, Any]:
+    """What ``--json`` prints and ``--out`` writes."""
+    return {
+        "kpolicy": __version__,
+        "setting": {
+            "costs": model.what,
+            "costs_version": model.costs.version,
+            "measured": model.costs.measured,
+            "notes": list(model.notes),
+            "attention": str(deployment.support()),
+            "objective": deployment.objective,
+            "server": attrs.asdict(server),
+        },
+        "traces": [
+            {
+                "source": trace.source,
+                "format": trace.format,
+                "requests": len(trace),
+                "span_s": trace.span_s,
+                "dropped": dict(trace.dropped),
+                "policies": [result.as_dict() for result in each],
+            }
+            for trace, each in results
+        ],
+    }

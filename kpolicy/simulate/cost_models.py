@@ -1,0 +1,144 @@
+"""Where a simulation's costs come from: a measured profile, a config on a named device, or measured kernel tables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import attrs
+
+from kpolicy.costs import LLAMA_8B, CostTable, ModelFigures, analytic_costs
+from kpolicy.errors import ConfigError, KPolicyError, ProfileError
+from kpolicy.figures import find_device, kv_room, model_figures
+from kpolicy.schemas import Profile, read_profile
+
+__all__ = ["CostModel", "cost_model"]
+
+_CALIBRATED = re.compile(r"(\w+) of ([0-9.]+) M parameters")
+"""How a calibration names its model."""
+_ALIKE = 0.35
+"""Parameters may differ by this share: figures leave out the embedding table, which a small model mostly is."""
+
+
+@attrs.frozen(kw_only=True)
+class CostModel:
+    """Costs, and what else is known of the model and the device.
+
+    Args:
+        costs: the table.
+        what: where it comes from, in words.
+        kv_bytes_per_token: bytes of KV a token; None where the model isn't known.
+        kv_tokens: KV tokens that one device has room for beside the weights; None where that isn't known.
+        notes: what the reader should know about the table.
+    """
+
+    costs: CostTable
+    what: str
+    kv_bytes_per_token: int | None = None
+    kv_tokens: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def cost_model(
+    *, profile: Path | None = None, config: Path | None = None, device: str | None = None, tables: str | None = None
+) -> CostModel:
+    """The cost model that was asked for; an 8B model on an H200 where nothing was.
+
+    Args:
+        profile: a measured profile.
+        config: a model's folder or ``config.json``.
+        device: a name of `kpolicy.figures.DEVICES`.
+        tables: ``aiconfigurator`` for measured kernel tables, or one of its engines, as ``aiconfigurator:sglang``.
+
+    Raises:
+        ConfigError: the choices contradict each other, a file can't be used, or the profile is of another model.
+    """
+    if profile is not None:
+        if device is not None or tables is not None:
+            raise ConfigError(
+                f"--profile {profile} was measured on a device, so --device and --tables can't be given with it."
+            )
+        return _of_profile(profile, config)
+    if tables is not None:
+        return _of_tables(tables, config, device or "H200")
+    named, figures = find_device(device or "H200"), LLAMA_8B if config is None else model_figures(config)
+    return CostModel(
+        costs=analytic_costs(figures, named.figures),
+        what=f"analytic costs of {_an(figures.name)} on {named.figures.name}",
+        kv_bytes_per_token=figures.kv_bytes_per_token or None,
+        kv_tokens=_room(figures, device or "H200") if config is not None else None,
+        notes=(f"nothing was measured: {named.source}; host costs as on an H200",),
+    )
+
+
+def _of_profile(path: Path, config: Path | None) -> CostModel:
+    profile = read_profile(path)
+    costs = profile.costs
+    figures = None if config is None else _known(config)
+    if figures is not None and config is not None:
+        _check_model(path, profile, config, figures)
+    measured = "measured" if costs.measured else "not measured"
+    notes = [] if costs.measured else ["the profile says that its costs weren't measured"]
+    if figures is None:
+        notes.append("bytes of KV a token aren't known, so graphs take no KV; --config tells")
+    return CostModel(
+        costs=costs,
+        what=f"profile of {profile.model or 'a model without a name'} on {profile.device}, {measured}",
+        kv_bytes_per_token=None if figures is None else figures.kv_bytes_per_token or None,
+        notes=tuple(notes),
+    )
+
+
+def _known(config: Path) -> ModelFigures | None:
+    try:
+        return model_figures(config)
+    except KPolicyError:
+        return None
+
+
+def _check_model(path: Path, profile: Profile, config: Path, figures: ModelFigures) -> None:
+    """Refuse a profile that says it is of another model than the config's."""
+    from kpolicy.attention.fields import read_config
+
+    said = _CALIBRATED.match(profile.model)
+    if said is None:
+        return
+    classes = read_config(config).get("architectures") or []
+    params = float(said.group(2)) * 1e6
+    apart = abs(params - figures.weight_params) > _ALIKE * max(params, figures.weight_params)
+    if apart or (classes and said.group(1) not in classes):
+        raise ProfileError(
+            f"{path} was measured with {profile.model}, and {config} is {', '.join(classes) or figures.name} with "
+            f"{figures.weight_params / 1e6:.1f} M parameters. Give the profile of that model, or leave one out."
+        )
+
+
+def _of_tables(tables: str, config: Path | None, device: str) -> CostModel:
+    from kpolicy.simulate.aiconfigurator import aiconfigurator_costs
+
+    name, _, backend = tables.partition(":")
+    if name != "aiconfigurator":
+        raise ConfigError(f"--tables is {tables!r}; it is aiconfigurator, or aiconfigurator:BACKEND such as :sglang.")
+    if config is None:
+        raise ConfigError("--tables needs --config: the model's config.json says which operators a step has.")
+    costs, fit = aiconfigurator_costs(config, device, backend=backend or "vllm")
+    figures = model_figures(config)
+    return CostModel(
+        costs=costs,
+        what=f"{fit.package}'s tables for {figures.name} on {find_device(device).figures.name.split(' (')[0]}",
+        kv_bytes_per_token=figures.kv_bytes_per_token or None,
+        kv_tokens=_room(figures, device),
+        notes=(
+            f"kernels measured by the tables' publisher ({fit.measured_share:.0%} of the dense time at 64 tokens, the "
+            f"rest by its formulas), attention fitted with a median error of {fit.decode_error:.0%} for decodes and "
+            f"{fit.prefill_error:.0%} for prompts; host and capture costs aren't measured",
+        ),
+    )
+
+
+def _room(figures: ModelFigures, device: str) -> int | None:
+    return kv_room(figures, find_device(device)) if figures.kv_bytes_per_token else None
+
+
+def _an(name: str) -> str:
+    return f"an {name}" if name[:1] in "aeiou8" else f"a {name}"

@@ -1,0 +1,203 @@
+"""`kpolicy simulate`: what it prints and writes, and what it says of bad input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from kpolicy.costs import analytic_costs
+from kpolicy.schemas import Profile, read_decision_log, read_step_log, write_profile
+from kpolicy.simulate import Server, simulate
+from tests.cli.conftest import Command, write
+from tests.cli.test_bad_input import refused
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write(tmp_path / "config.json", json.dumps(LLAMA_8B))
+
+
+def profile_of(path: Path, model: str) -> Path:
+    costs = attrs.evolve(analytic_costs(), version="measured somewhere", measured=True)
+    write_profile(path, Profile(costs=costs, device="A device", model=model))
+    return path
+
+
+def test_it_compares_policies_on_the_same_arrivals(kpolicy: Command, trace: Path) -> None:
+    """A table with latencies, bounds, modes and reasons; every request is served by each policy."""
+    ended = kpolicy("simulate", trace, "--policy", "auto", "--policy", "eager", "--slo-ttft-ms", 1000, "--warm")
+    assert ended.code == 0, ended.err
+    for part in (
+        "TTFT ms",
+        "whole s",
+        "good /s",
+        "device-bound",
+        "host-bound",
+        "policy_is_eager",
+        "nothing was measured",
+    ):
+        assert part in ended.out
+    assert ended.out.count("    40  ") >= 2
+
+
+def test_json_is_the_library_result(kpolicy: Command, trace: Path) -> None:
+    """``--json`` holds what `simulate` returns, and twice the same."""
+    ended = kpolicy("simulate", trace, "--policy", "vllm", "--json", "--rate", 3)
+    assert ended.code == 0, ended.err
+    assert kpolicy("simulate", trace, "--policy", "vllm", "--json", "--rate", 3).out == ended.out
+    (one,) = ended.json["traces"]
+    from kpolicy.scheduling.traces import read_trace
+
+    expected = simulate(read_trace(trace).scaled(3), "vllm", server=Server(), attention="gqa")
+    assert one["policies"] == [json.loads(json.dumps(expected.as_dict()))]
+    assert (one["requests"], one["dropped"]) == (40, {})
+    assert ended.json["setting"]["measured"] is False
+
+
+def test_files_are_written_for_each_policy_and_trace(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Result, step logs, decision logs and Perfetto traces, with names that tell them apart; logs read back."""
+    pytest.importorskip("perfetto")
+    other = tmp_path / "other.csv"
+    other.write_text(trace.read_text())
+    ended = kpolicy(
+        "simulate", trace, other, "--policy", "auto", "--policy", "eager", "--out", tmp_path / "r.json",
+        "--step-log", tmp_path / "s.jsonl", "--decision-log", tmp_path / "d.jsonl", "--perfetto", tmp_path / "p.pf",
+        "--json",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert json.loads((tmp_path / "r.json").read_text()) == ended.json
+    for i, name in enumerate(("trace", "other")):
+        for j, policy in enumerate(("auto", "eager")):
+            steps = read_step_log(tmp_path / f"s-{name}-{policy}.jsonl")
+            assert not steps.cut_short
+            result = ended.json["traces"][i]["policies"][j]
+            assert len(steps.entries) == result["steps"]
+            assert sum(entry.cycle_us or 0 for entry in steps.entries) == pytest.approx(result["step_us"])
+            decisions = read_decision_log(tmp_path / f"d-{name}-{policy}.jsonl")
+            assert [each.reason for each in decisions.entries] == [each.reason for each in steps.entries]
+            assert (tmp_path / f"p-{name}-{policy}.pf").stat().st_size > 1000
+
+
+def test_a_config_on_a_device_has_its_own_costs_and_room(kpolicy: Command, trace: Path, config: Path) -> None:
+    """KV is what the device has beside the weights, and another device has other costs."""
+    by_device = {}
+    for device in ("H200", "a100", "ascend-910b", "Kunlun P800"):
+        ended = kpolicy("simulate", trace, "--policy", "vllm", "--config", config, "--device", device, "--json")
+        assert ended.code == 0, ended.err
+        by_device[device] = ended.json
+    room = {device: each["setting"]["server"]["kv_tokens"] for device, each in by_device.items()}
+    assert room["H200"] > room["Kunlun P800"] > room["a100"] > room["ascend-910b"] > 100_000
+    gaps = {device: each["traces"][0]["policies"][0]["gap"]["p50"] for device, each in by_device.items()}
+    assert gaps["H200"] < gaps["a100"] < gaps["ascend-910b"]
+    assert "isn't published" in by_device["Kunlun P800"]["setting"]["notes"][0]
+
+
+def test_a_profile_is_taken_and_one_of_another_model_isnt(
+    kpolicy: Command, trace: Path, config: Path, tmp_path: Path
+) -> None:
+    """Measured costs are said to be measured; a profile that names another model than the config is an error."""
+    own = profile_of(tmp_path / "own.json", "LlamaForCausalLM of 8030.3 M parameters, bfloat16")
+    ended = kpolicy("simulate", trace, "--policy", "auto", "--profile", own, "--config", config, "--json")
+    assert ended.code == 0, ended.err
+    assert ended.json["setting"]["measured"] is True
+    assert set(ended.json["traces"][0]["policies"][0]["reasons"]) <= {"cheapest_measured", "eager_is_cheaper"}
+    for model in ("Qwen3ForCausalLM of 8030.3 M parameters, bfloat16", "LlamaForCausalLM of 70553.7 M parameters, x"):
+        other = profile_of(tmp_path / "other.json", model)
+        refused(kpolicy("simulate", trace, "--profile", other, "--config", config), str(other), model.split()[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ("--policy autoo", ["unknown policy 'autoo'", "did you mean 'auto'?"]),
+        ("--policy vllm --policy vllm", ["--policy vllm is given twice"]),
+        ("--device h20", ["unknown device 'h20'", "did you mean 'H200'?"]),
+        ("--tables lookup", ["--tables is 'lookup'"]),
+        ("--tables aiconfigurator", ["--tables needs --config"]),
+        ("--rate 0", ["--rate is 0"]),
+        ("--window nan", ["--window is nan"]),
+        ("--start 99999", ["no request to serve", "Choose another trace or window"]),
+        ("--kv-tokens 0", ["--kv-tokens is 0"]),
+        ("--kv-tokens 100", ["nothing is left for requests"]),
+        ("--block-size 100", ["isn't a whole number of KV blocks of 100"]),
+        ("--acceptance 1.5", ["--acceptance is 1.5"]),
+        ("--ranks 0", ["--ranks is 0"]),
+        ("--ranks 1000", ["ranks is 1000", "256"]),
+        ("--slo-gap-ms 0", ["--slo-gap-ms is 0"]),
+        ("--draft-us -1", ["--draft-us is -1"]),
+        ("--out .", ["--out . is a folder"]),
+        ("--out no/where.json", ["there is no folder no"]),
+        ("--step-log /proc/nothing/x", ["--step-log"]),
+        ("--speculative 300", ["--speculative is 300"]),
+        ("--ladder 8,4", ["sizes rise without repeats"]),
+        ("--profile nothing.json", ["can't read nothing.json"]),
+        ("--profile x.json --device h100", ["--device and --tables can't be given with it"]),
+    ],
+)
+def test_what_cant_be_done_is_one_line(kpolicy: Command, trace: Path, arguments: str, parts: list[str]) -> None:
+    """Every wrong option names itself and its value; nothing has run."""
+    refused(kpolicy("simulate", trace, *arguments.split()), *parts)
+
+
+@pytest.mark.parametrize(
+    ("lines", "parts"),
+    [
+        (["when,in,out", "0,1,1"], ["when"]),
+        (["timestamp,input_length,output_length", "100,5,5", "50,5,5"], ["timestamp goes back from 100 to 50"]),
+        (["timestamp,input_length,output_length", "0,0,5"], ["no request to serve", "1 zero_prompt_tokens"]),
+        (["timestamp,input_length,output_length", "0,5"], ["2 fields"]),
+    ],
+)
+def test_bad_traces_name_the_line(kpolicy: Command, tmp_path: Path, lines: list[str], parts: list[str]) -> None:
+    """Unknown columns, times that go back, rows without tokens, and rows cut short."""
+    refused(kpolicy("simulate", write(tmp_path / "bad.csv", *lines)), str(tmp_path / "bad.csv"), *parts)
+
+
+def test_duplicate_times_zero_token_rows_and_huge_prompts_are_served_or_counted(
+    kpolicy: Command, tmp_path: Path
+) -> None:
+    """Equal times are fine, rows without tokens are dropped by name, and what can't fit KV is handed back."""
+    rows = ["0,10,3", "0,10,3", "0,10,0", "5,1000000,3", "5,10,3"]
+    path = write(tmp_path / "t.csv", "timestamp,input_length,output_length", *rows)
+    ended = kpolicy("simulate", path, "--policy", "vllm", "--json")
+    assert ended.code == 0, ended.err
+    (one,) = ended.json["traces"]
+    assert one["dropped"] == {"zero_output_tokens": 1}
+    assert (one["policies"][0]["served"], one["policies"][0]["refused"]) == (3, {"over_kv_capacity": 1})
+
+
+def test_a_gzip_cut_short_is_an_error(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Half a gzip file is said to be cut short."""
+    whole = gzip.compress(trace.read_bytes())
+    cut = tmp_path / "cut.csv.gz"
+    cut.write_bytes(whole[: len(whole) // 2])
+    refused(kpolicy("simulate", cut), "cut short")
+
+
+def test_a_model_without_room_is_an_error_unless_kv_is_given(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Weights over the device's memory leave no KV; a capacity of one's own is taken."""
+    big = write(
+        tmp_path / "config.json",
+        json.dumps(LLAMA_8B | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}),
+    )
+    refused(kpolicy("simulate", trace, "--config", big, "--device", "a100"), "leave no room for KV on one a100")
+    assert kpolicy("simulate", trace, "--config", big, "--kv-tokens", 100_000, "--policy", "eager").code == 0
+
+
+def test_tables_without_the_package_say_what_to_install(
+    kpolicy: Command, trace: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra is named."""
+    monkeypatch.setitem(__import__("sys").modules, "aiconfigurator_core", None)
+    ended = kpolicy("simulate", trace, "--config", config, "--tables", "aiconfigurator")
+    refused(ended, "measured tables needs aiconfigurator-core")
