@@ -18,6 +18,7 @@ EXACT_VALUES = 1 << 20
 RELATIVE_ERROR = 0.002
 """Beyond that a percentile is off by at most this share of itself."""
 _AT_ONCE = 1 << 16
+_BUCKET = math.log((1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR))
 
 
 @attrs.frozen(kw_only=True)
@@ -78,17 +79,20 @@ class Percentiles:
 
         if self._sketch is None:
             self._sketch = DDSketch(RELATIVE_ERROR)
-        values, weights = self._arrays()
-        self._sum += float((values * weights).sum())
-        self._weight += int(weights.sum())
-        self.largest = max(self.largest, float(values.max()))
-        # Values of one bucket are the same to the sketch, so each bucket is told once.
-        gamma = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
-        buckets = np.ceil(np.log(np.maximum(values, 1e-9)) / math.log(gamma)).astype(np.int64)
-        _, first, which = np.unique(buckets, return_index=True, return_inverse=True)
-        for value, weight in zip(values[first], np.bincount(which, weights=weights), strict=True):
-            self._sketch.add(float(value), float(weight))
-        self.values, self.weights = array("d"), array("q")
+        # A slice at a time, so that the arrays of the way there stay small.
+        for start in range(0, len(self.values), _AT_ONCE):
+            values = np.array(self.values[start : start + _AT_ONCE], np.float64)
+            weights = np.array(self.weights[start : start + _AT_ONCE], np.int64)
+            self._sum += float((values * weights).sum())
+            self._weight += int(weights.sum())
+            self.largest = max(self.largest, float(values.max()))
+            # Values of one bucket are the same to the sketch, so each bucket is told once.
+            buckets = np.ceil(np.log(np.maximum(values, 1e-9)) / _BUCKET).astype(np.int64)
+            _, first, which = np.unique(buckets, return_index=True, return_inverse=True)
+            for value, weight in zip(values[first], np.bincount(which, weights=weights), strict=True):
+                self._sketch.add(float(value), float(weight))
+        # Emptied in place: the loop appends to these very arrays.
+        del self.values[:], self.weights[:]
 
     def _arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         import numpy as np
