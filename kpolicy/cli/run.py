@@ -17,7 +17,7 @@ from kpolicy.attention.support import AttentionSupport
 from kpolicy.budgets import Budget
 from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, settings_of, whole
 from kpolicy.cli.render import console, print_json, render_run
-from kpolicy.cli.turns import Files, Turn, serve_in_turn
+from kpolicy.cli.turns import Files, Turn, capture, serve_in_turn
 from kpolicy.costs import CostTable
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError, SupportError, UnknownNameError
@@ -254,6 +254,11 @@ class _Job:
 
 def _run_simulated(asked: Asked) -> int:
     requests, deployment, turns = asked.requests, asked.deployment, asked.turns
+    if asked.files.save_profile is not None:
+        raise ConfigError(
+            f"--save-profile {asked.files.save_profile} writes costs measured here, and a simulated device has "
+            "none. Leave it out, or give --device cpu."
+        )
     if requests.utilisation is not None:
         raise ConfigError(
             f"--utilisation is {requests.utilisation:g}: it is a share of what this machine can do, which a simulated "
@@ -321,8 +326,8 @@ def _serve(
     prompts = Prompts(job.seed)
     check = reference_check(prompts, job.seed) if job.verify else None
 
-    def serve(turn: Turn, engine: Engine, on_step: Any, progress: Any) -> RunResult:
-        engine.capture()
+    def serve(turn: Turn, engine: Engine, on_step: Any, progress: Any, shown: Any) -> RunResult:
+        capture(engine, turn.spec, shown)
         batcher = Batcher(job.settings, num_blocks=job.num_blocks, block_size=BLOCK_SIZE)
         return serve_trace(
             job.trace, engine, batcher, prompts, label=turn.spec, check=check, progress=progress, on_step=on_step

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kpolicy.cli.options import ladder_of, settings_of
+from kpolicy.cli.options import COMMAND, ladder_of, settings_of
 from kpolicy.cli.render import console, print_json, render_run
 from kpolicy.cli.step_log import RunsOn
-from kpolicy.cli.turns import Turn, progress_bar, serve_in_turn
+from kpolicy.cli.turns import Turn, capture, progress_bar, serve_in_turn
 from kpolicy.costs import CostTable
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from kpolicy.cli.run import Asked
     from kpolicy.serving.real_run import Serving
 
-__all__ = ["capture", "run_model"]
+__all__ = ["run_model"]
 
 BLOCK_SIZE = 16
 DEFAULT_WINDOW_S = 30.0
@@ -55,6 +57,8 @@ def run_model(asked: Asked) -> int:
         print_json(report(job.trace, _as_dict(job, asked), results, job.engines))
     else:
         render_run(console(), job.trace, results, _setting(job), job.engines)
+    for line in _not_captured(job.engines):
+        sys.stderr.write(f"kpolicy: {line}\n")
     for difference in job.differences[:5]:
         sys.stderr.write(f"kpolicy: {difference}\n")
     return exit_code(results, complete=len(results) == len(asked.turns))
@@ -91,6 +95,7 @@ def _prepare(asked: Asked) -> _Job:
     try:
         if costs is None:
             serving = attrs.evolve(serving, costs=_measured(first, engines, serving, quiet=asked.json))
+            _save(asked.files.save_profile, serving)
             engines = {spec: serving.engine(spec, like=engine) for spec, engine in engines.items()}
         rate = asked.requests.rate
         if rate is None:
@@ -100,6 +105,26 @@ def _prepare(asked: Asked) -> _Job:
         raise
     scaled = trace if rate == 1 else trace.scaled(rate)
     return _Job(serving, scaled, engines, rate, None if asked.requests.rate is not None else utilisation)
+
+
+def _not_captured(engines: Mapping[str, Engine]) -> list[str]:
+    """Why graphs couldn't be captured, three a policy; the table has the reasons alone."""
+    lines: list[str] = []
+    for spec, engine in engines.items():
+        errors: Mapping[Any, str] = getattr(engine.executor, "capture_errors", {})
+        lines += [f"{spec}: {key} has no graph: {why}" for key, why in list(errors.items())[:3]]
+        if len(errors) > 3:
+            lines.append(f"{spec}: and {len(errors) - 3} more")
+    return lines
+
+
+def _save(path: Path | None, serving: Serving) -> None:
+    """Write what was measured, before anything is served: an interrupt leaves it."""
+    if path is not None:
+        from kpolicy.serving.calibrate import save_profile
+
+        assert serving.costs is not None  # noqa: S101 - just measured
+        save_profile(path, serving.costs, serving.model, shlex.join(["kpolicy", *COMMAND.get()]))
 
 
 def release(engines: Mapping[str, Engine]) -> None:
@@ -117,6 +142,11 @@ def _limits(asked: Asked) -> tuple[Any, int, float]:
                 f"{option} {value} says what a simulated model's attention supports; a model that is served says so "
                 "itself. Leave it out, or give --device simulated."
             )
+    if asked.files.save_profile is not None and deployment.profile is not None:
+        raise ConfigError(
+            f"--save-profile {asked.files.save_profile} writes costs measured here, and --profile {deployment.profile} "
+            "gives costs, so nothing is measured. Leave one out."
+        )
     if requests.rate is not None and requests.utilisation is not None:
         raise ConfigError(
             f"--rate {requests.rate:g} and --utilisation {requests.utilisation:g} both space the arrivals; give one."
@@ -136,21 +166,6 @@ def _limits(asked: Asked) -> tuple[Any, int, float]:
     return settings, kv_tokens, utilisation
 
 
-def capture(engine: Engine, label: str, *, quiet: bool) -> None:
-    """Capture an Engine's graphs, with a progress bar that says how many, how large and how long."""
-    held, seconds = 0, 0.0
-    with progress_bar("graphs", quiet=quiet) as shown:
-        task = shown.add_task(f"capture {label}", total=len(engine.keys))
-
-        def advance(_key: Any, report: Any) -> None:
-            nonlocal held, seconds
-            if report is not None:
-                held, seconds = held + report.bytes, seconds + report.seconds
-            shown.update(task, advance=1, description=f"capture {label}: {held / 2**20:,.1f} MiB, {seconds:.1f} s")
-
-        engine.capture(advance)
-
-
 def _measured(spec: str, engines: Mapping[str, Engine], serving: Serving, *, quiet: bool) -> CostTable:
     """Costs as one policy's graphs have them; it keeps the graphs."""
     from kpolicy.serving.calibrate import calibrate
@@ -158,8 +173,8 @@ def _measured(spec: str, engines: Mapping[str, Engine], serving: Serving, *, qui
     # Faults are for what is served.
     engine = attrs.evolve(serving, faults=()).engine(spec) if serving.faults else engines[spec]
     try:
-        capture(engine, spec, quiet=quiet)
         with progress_bar("", quiet=quiet) as shown:
+            capture(engine, spec, shown)
             shown.add_task("measuring what launches take", total=None)
             return calibrate(
                 engine.executor, engine.registry, serving.model, serving.settings, allowance_s=CALIBRATION_S
@@ -185,9 +200,9 @@ def _serve(job: _Job, asked: Asked) -> list[RunResult]:
     model = job.serving.model
     prompts = Prompts(asked.seed, vocab=model.vocab)
 
-    def serve(turn: Turn, engine: Engine, on_step: Any, progress: Any) -> RunResult:
+    def serve(turn: Turn, engine: Engine, on_step: Any, progress: Any, shown: Any) -> RunResult:
         if not engine.registry.captured():
-            capture(engine, turn.spec, quiet=True)
+            capture(engine, turn.spec, shown)
         result, differences = serve_model(
             job.trace, engine, job.serving, prompts, label=turn.spec, on_step=on_step, progress=progress
         )

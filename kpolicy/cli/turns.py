@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import attrs
 from cyclopts import Parameter
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from kpolicy.cli.logs import log_engines, log_level
 from kpolicy.cli.options import whole
@@ -20,7 +21,7 @@ from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.trace_run import RunResult
 
-__all__ = ["Files", "Turn", "check_writable", "progress_bar", "serve_in_turn"]
+__all__ = ["Files", "Turn", "capture", "check_writable", "progress_bar", "serve_in_turn"]
 
 
 @attrs.frozen
@@ -43,6 +44,12 @@ class Files:
     perfetto: Annotated[
         Path | None, Parameter(help="Write a Perfetto trace here; with several policies a file each, NAME-POLICY.")
     ] = None
+    save_profile: Annotated[
+        Path | None,
+        Parameter(
+            help="Write the costs that were measured here as a profile, which --profile reads; with a model only."
+        ),
+    ] = None
     metrics_port: Annotated[
         int | None,
         Parameter(converter=whole, help="Serve Prometheus metrics on this port of this machine; 0 takes a free one."),
@@ -58,7 +65,7 @@ class Files:
         _check_port(self.metrics_port)
         logs = step_log_paths(self.step_log, specs)
         traces = files_of("--perfetto", self.perfetto, specs, "run.pftrace")
-        for option, paths in (("--step-log", logs), ("--perfetto", traces)):
+        for option, paths in (("--step-log", logs), ("--perfetto", traces), ("--save-profile", [self.save_profile])):
             for path in paths:
                 check_writable(option, path)
         if self.perfetto is not None:
@@ -105,8 +112,8 @@ def check_writable(option: str, path: Path | None) -> None:
         path.unlink()
 
 
-Serve = Callable[[Turn, Engine, Any, Any], RunResult]
-"""(turn, engine, what to call each step or None, what to tell progress) -> the result"""
+Serve = Callable[[Turn, Engine, Any, Any, Progress], RunResult]
+"""(turn, engine, what to call each step or None, what to tell progress, the bars) -> the result"""
 
 
 def serve_in_turn(
@@ -132,7 +139,7 @@ def serve_in_turn(
                     shown.update(task, completed=done)
 
                 with StepLog(turn.step_log, turn.spec, engine, perfetto=turn.perfetto, runs_on=runs_on) as log:
-                    results.append(serve(turn, engine, log, advance))
+                    results.append(serve(turn, engine, log, advance, shown))
                 if results[-1].interrupted.startswith("interrupted"):
                     break
     except KeyboardInterrupt:
@@ -141,10 +148,37 @@ def serve_in_turn(
     return results
 
 
+def capture(engine: Engine, label: str, shown: Progress) -> None:
+    """Capture an Engine's graphs, with a bar that says how many, how large and how long."""
+    held, seconds = 0, 0.0
+    task = shown.add_task(f"capture {label}", total=len(engine.keys), unit="graphs")
+
+    def advance(_key: Any, report: Any) -> None:
+        nonlocal held, seconds
+        if report is not None:
+            held, seconds = held + report.bytes, seconds + report.seconds
+        shown.update(task, advance=1, description=f"capture {label}: {held / 2**20:,.1f} MiB, {seconds:.1f} s")
+
+    engine.capture(advance)
+    shown.refresh()
+
+
+class _Count(ProgressColumn):
+    """How many of how many: of a task's ``unit``, or what the bar counts by default."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def render(self, task: Task) -> Text:
+        total = "?" if task.total is None else f"{task.total:.0f}"
+        return Text(f"{task.completed:.0f}/{total} {task.fields.get('unit', self._what)}")
+
+
 @contextmanager
 def progress_bar(what: str, *, quiet: bool) -> Iterator[Progress]:
     """A progress bar on standard error, on terminals only."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(f"{{task.completed}}/{{task.total}} {what}"))
+    columns = (TextColumn("{task.description}"), BarColumn(), _Count(what))
     made = console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=made, disable=quiet or not made.is_terminal,
                   transient=True) as shown:  # fmt: skip

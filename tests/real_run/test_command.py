@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from kpolicy.cli import main  # noqa: E402
-from kpolicy.schemas import read_step_log  # noqa: E402
+from kpolicy.costs import analytic_costs  # noqa: E402
+from kpolicy.schemas import Profile, read_profile, read_step_log, write_profile  # noqa: E402
 from tests.cli.conftest import Command, Ended, write  # noqa: E402
 from tests.real_run.helpers import TINY  # noqa: E402
 
@@ -99,6 +100,69 @@ def test_a_run_in_text(kpolicy: Command, config: Path, requests: Path) -> None:
     assert re.search(r"outside the executor [0-9,]+ us a step, [0-9.]+% of the time", out)
     assert "70% of what this machine serves" in out
     assert "idle stretches are skipped" in out
+
+
+def test_a_saved_profile_is_what_the_next_run_decides_by(
+    kpolicy: Command, config: Path, requests: Path, tmp_path: Path
+) -> None:
+    """--save-profile writes what was measured, and how; --profile reads it and measures nothing."""
+    file = tmp_path / "measured.json"
+    asked = ("run", "--model", config, "--trace", requests, "--policy", "auto", "--json", *SMALL)
+    first = kpolicy(*asked, "--save-profile", file)
+    assert (first.code, first.err) == (0, "")
+    profile = read_profile(file)
+    assert profile.costs.measured
+    assert profile.costs.version == first.json["setting"]["costs"]
+    assert "Qwen3ForCausalLM" in profile.model
+    assert profile.versions.keys() >= {"kpolicy", "torch", "transformers"}
+    assert profile.command.startswith("kpolicy run --model ")
+    again = kpolicy(*asked, "--profile", file, "--rate", 10)
+    assert (again.code, again.json["setting"]["costs"]) == (0, profile.costs.version)
+    decided = kpolicy("explain", "--decodes", 2, "--profile", file)
+    assert decided.code == 0
+    assert profile.costs.version in decided.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--device", "simulated"), "a simulated device has none"),
+        (("--profile", "p.json"), "nothing is measured"),
+        (("--save-profile", "no/such/folder/p.json"), "can't be written"),
+    ],
+)
+def test_a_profile_that_cannot_be_saved(
+    arguments: tuple[str, ...], said: str, kpolicy: Command, requests: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It is an error before anything runs, and leaves no file."""
+    monkeypatch.chdir(tmp_path)
+    write_profile(tmp_path / "p.json", Profile(costs=analytic_costs(), device="a device", model="a model"))
+    saved = () if "--save-profile" in arguments else ("--save-profile", "saved.json")
+    ended = kpolicy("run", "--trace", requests, *saved, *arguments)
+    assert ended.code == 2
+    assert said in ended.err
+    assert not (tmp_path / "saved.json").exists()
+
+
+def test_every_policy_shows_its_captures(
+    kpolicy: Command, config: Path, requests: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal there is a bar of captured graphs for each policy, with bytes and seconds."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    ended = kpolicy("run", "--model", config, "--trace", requests, "--policy", "full", "--policy", "vllm", *SMALL)
+    assert ended.code == 0
+    for policy in ("full", "vllm"):
+        assert re.search(rf"capture {policy}: [0-9.]+ MiB, [0-9.]+ s.*?([0-9]+)/\1 graphs", ended.err)
+
+
+def test_why_there_is_no_graph_is_told(kpolicy: Command, config: Path, requests: Path) -> None:
+    """The error of a failed capture stands on standard error, with the key."""
+    asked = ("run", "--model", config, "--trace", requests, "--policy", "full", "--no-verify", *SMALL)
+    ended = kpolicy(*asked, "--fault", "capture_fails@1")
+    assert ended.code == 0
+    assert re.search(r"kpolicy: full: FULL .* has no graph: injected fault capture_fails", ended.err)
 
 
 def test_files_and_metrics(
@@ -317,9 +381,6 @@ def test_a_lost_device_hands_requests_back(kpolicy: Command, config: Path, reque
 
 def test_a_profile_is_taken_as_it_is(kpolicy: Command, config: Path, requests: Path, tmp_path: Path) -> None:
     """With --profile nothing is measured; decisions name its table."""
-    from kpolicy.costs import analytic_costs
-    from kpolicy.schemas import Profile, write_profile
-
     write_profile(tmp_path / "p.json", Profile(costs=analytic_costs(), device="a device", model="a model"))
     options = ("--profile", tmp_path / "p.json", "--rate", 50, "--policy", "auto", "--json")
     report = kpolicy("run", "--model", config, "--trace", requests, *SMALL, *options).json
