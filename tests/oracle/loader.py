@@ -14,10 +14,11 @@ import os
 import sys
 import types
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 VARIABLE = "KPOLICY_ORACLE"
 
@@ -78,6 +79,12 @@ class _Anything(type):
     def __ge__(cls, other: object) -> bool:
         return False
 
+    def __add__(cls, other: object) -> object:
+        return other
+
+    def __radd__(cls, other: object) -> object:
+        return other
+
     def __iter__(cls) -> Iterator[object]:
         return iter(())
 
@@ -100,24 +107,36 @@ class _StubModule(types.ModuleType):
         return getattr(importlib.import_module(source), name) if source else _stand_in(name)
 
 
+class Files(Protocol):
+    """The files of one release, by their path in the wheel."""
+
+    name: str
+
+    def read(self, member: str) -> str: ...
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds every module of the stubbed roots: the real file where it is listed, else a stub."""
 
-    def __init__(self, release: Release) -> None:
+    def __init__(self, release: Files, real: frozenset[str], stubbed: frozenset[str]) -> None:
         self._release = release
+        self._real = real
+        self._stubbed = stubbed
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> object:  # noqa: ARG002
-        if fullname.partition(".")[0] not in STUBBED:
+        if fullname.partition(".")[0] not in self._stubbed:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=fullname not in REAL)
+        package = fullname not in self._real or any(name.startswith(f"{fullname}.") for name in self._real)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=package)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return None if spec.name in REAL else _StubModule(spec.name)
+        return None if spec.name in self._real else _StubModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        if module.__name__ not in REAL:
+        if module.__name__ not in self._real:
             return
-        member = module.__name__.replace(".", "/") + ".py"
+        package = hasattr(module, "__path__")
+        member = module.__name__.replace(".", "/") + ("/__init__.py" if package else ".py")
         code = compile(self._release.read(member), f"{self._release.name}/{member}", "exec")
         exec(code, vars(module))  # noqa: S102  the file under test
 
@@ -161,19 +180,34 @@ def oracle_folder() -> Path | None:
 
 
 @contextmanager
-def loaded(folder: Path, version: str) -> Iterator[Loaded]:
-    """Real modules of a release for as long as the context lasts."""
-    finder = _Finder(Release(folder, version))
+def executing(release: Files, real: Iterable[str], stubbed: Iterable[str]) -> Iterator[None]:
+    """Import the real files of a release, and stubs for all else under the stubbed roots, while the context lasts."""
+    roots = frozenset(stubbed)
+    finder = _Finder(release, frozenset(real), roots)
 
     def ours() -> list[str]:
-        return [name for name in sys.modules if name.partition(".")[0] in STUBBED]
+        return [name for name in sys.modules if name.partition(".")[0] in roots]
 
     before = {name: sys.modules.pop(name) for name in ours()}
     sys.meta_path.insert(0, finder)
     try:
-        yield Loaded()
+        yield
     finally:
         sys.meta_path.remove(finder)
         for name in ours():
             del sys.modules[name]
         sys.modules.update(before)
+
+
+@contextmanager
+def loaded(folder: Path, version: str, *, real: Iterable[str] = (), installed: Iterable[str] = ()) -> Iterator[Loaded]:
+    """Real modules of a release for as long as the context lasts.
+
+    Args:
+        folder: the oracle's folder.
+        version: the release.
+        real: further files to execute.
+        installed: roots that aren't stubbed, because the real package is at hand.
+    """
+    with executing(Release(folder, version), {*REAL, *real}, set(STUBBED) - set(installed)):
+        yield Loaded()

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import ast
 import zipfile
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from tests.oracle.loader import executing
 
 RUNNER = "sglang/srt/model_executor/runner"
 BACKEND = SimpleNamespace(FULL="full", BREAKABLE="breakable", DISABLED="disabled", TC_PIECEWISE="tc_piecewise")
@@ -29,12 +36,29 @@ class Release:
             raise FileNotFoundError(f"{folder} has no sglang-0.5.23 folder and no sglang-0.5.23*.whl")
         self._path = found[0]
 
+    name = "sglang-0.5.23"
+
     def tree(self, member: str) -> ast.Module:
         """A file of the release, parsed."""
+        return ast.parse(self.read(member))
+
+    def read(self, member: str) -> str:
+        """The text of a file of the release."""
         if self._path.is_dir():
-            return ast.parse((self._path / member).read_text(encoding="utf-8"))
-        with zipfile.ZipFile(self._path) as wheel:
-            return ast.parse(wheel.read(member).decode("utf-8"))
+            return (self._path / member).read_text(encoding="utf-8")
+        return self._wheel.read(member).decode("utf-8")
+
+    def modules(self, folder: str) -> list[str]:
+        """The modules and packages under a folder of the release."""
+        if self._path.is_dir():
+            files = [str(path.relative_to(self._path)) for path in (self._path / folder).rglob("*.py")]
+        else:
+            files = [name for name in self._wheel.namelist() if name.startswith(f"{folder}/") and name.endswith(".py")]
+        return [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files]
+
+    @cached_property
+    def _wheel(self) -> zipfile.ZipFile:
+        return zipfile.ZipFile(self._path)
 
 
 def _execute(nodes: list[ast.stmt], names: dict[str, Any]) -> dict[str, Any]:
@@ -98,3 +122,20 @@ def size_lists(release: Release) -> tuple[Any, Any]:
     names = _execute(nodes, {"resolving_view": lambda arguments: arguments})
     decode, prefill = sorted(wanted)
     return names[decode], names[prefill]
+
+
+_STUBBED = (
+    "sglang", "torch", "transformers", "huggingface_hub", "triton", "tqdm", "orjson", "zmq", "psutil", "fastapi", "PIL",
+    "pybase64", "IPython", "requests", "numpy",
+)  # fmt: skip
+
+
+@contextmanager
+def argument_parser(release: Release) -> Iterator[ArgumentParser]:
+    """SGLang's own command-line parser, with all that `ServerArgs` declares. It needs msgspec."""
+    groups = release.modules("sglang/srt/arg_groups")
+    real = (*groups, "sglang.srt.server_args", "sglang.srt.model_executor.cuda_graph_config")
+    with executing(release, real, _STUBBED):
+        parser = ArgumentParser(exit_on_error=False)
+        import_module("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
+        yield parser

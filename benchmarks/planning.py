@@ -1,0 +1,105 @@
+"""Seconds to plan one ladder exactly, beside the layered dynamic programme that looks at every range.
+
+Run from the repository root::
+
+    python -m benchmarks.planning --date YYYY-MM-DD
+
+Both work on the same instance in alternating passes of one process, and must find the same times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kpolicy
+from kpolicy.planning import Ladder, frontier
+from kpolicy.planning import solve as solver
+from kpolicy.planning.solve import Frontier
+
+RESULT = Path(__file__).parent / "results" / "planning.json"
+CASES = ((256, 32), (1024, 64), (2048, 16), (2048, 64), (2048, 256))
+PASSES = 5
+
+
+def instance(num: int, seed: int = 0) -> Ladder:
+    """A heavy-tailed histogram, rising times and an escape that costs more: every size is a candidate and a demand."""
+    rng = np.random.default_rng(seed)
+    graph_us = 5000 + np.cumsum(rng.random(num) * 60)
+    return Ladder.of(
+        "decode",
+        weights=rng.pareto(1.1, num) / np.arange(1, num + 1),
+        sizes=range(1, num + 1),
+        graph_us=graph_us,
+        escape_us=np.full(num, 12_000.0) + np.arange(num) * 30,
+    )
+
+
+def timed(ladder: Ladder, most: int, *, layered: bool) -> tuple[float, Frontier]:
+    """Seconds of one solve."""
+    quick = solver._layer
+    if layered:
+        solver._layer = solver._layer_of_any
+    try:
+        start = time.perf_counter()
+        found = frontier(ladder, most)
+        return time.perf_counter() - start, found
+    finally:
+        solver._layer = quick
+
+
+def case(num: int, most: int) -> dict[str, Any]:
+    """One size of problem."""
+    ladder = instance(num)
+    fast, slow = [], []
+    for _ in range(PASSES):
+        seconds, one = timed(ladder, most, layered=False)
+        fast.append(seconds)
+        seconds, other = timed(ladder, most, layered=True)
+        slow.append(seconds)
+    assert np.allclose(one.us, other.us, rtol=1e-12), "the two programmes disagree"
+    return {
+        "sizes": num,
+        "most": most,
+        "seconds": round(min(fast), 4),
+        "layered_seconds": round(min(slow), 4),
+        "ratio": round(min(slow) / min(fast), 2),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
+    arguments = parser.parse_args()
+    rows = []
+    for num, most in CASES:
+        rows.append(case(num, most))
+        print(rows[-1], flush=True)
+    if arguments.date:
+        written = {
+            "what": "best seconds of alternating passes to find the best sizes for every number of them up to `most`: "
+            "divide and conquer against the layered dynamic programme",
+            "date": arguments.date,
+            "command": f"python -m benchmarks.planning --date {arguments.date}",
+            "kpolicy": kpolicy.__version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "cores": os.cpu_count(),
+            "load_average_before": round(os.getloadavg()[0], 2),
+            "passes": PASSES,
+            "cases": rows,
+        }
+        RESULT.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
