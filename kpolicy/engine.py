@@ -80,6 +80,8 @@ class Engine:
         strict: a downgrade that attention forces on the policy is an error.
         lazy: capture graphs when a step first needs them, instead of all at `capture`. With a number, that many seconds
             a step may go to it, saved up over steps until the next capture fits; True leaves it to `capture_pending`.
+        calibrate: seconds that the first `capture` may take to measure what launches of the model take on the device,
+            where the policy reads costs and none were given; 0 leaves the analytic table.
 
     Raises:
         ConfigError: an argument can't be used; subclasses say which.
@@ -103,12 +105,14 @@ class Engine:
         communicator: Communicator | None = None,
         strict: bool = False,
         lazy: bool | float = False,
+        calibrate: float = 1.0,
     ) -> None:
         self.policy = get_policy(policy)
         self.settings = settings or _settings_of(model)
         self.support = _support_of(attention, model)
         self.objective = Objective.parse(objective)
         self.costs = costs or analytic_costs()
+        self._calibrate_s = _seconds(calibrate) if costs is None and self.policy.reads_costs else 0.0
         self.sizes = self._sizes(ladder)
         self._stats = Stats()
         self.downgrades = self._resolve(strict)
@@ -306,9 +310,25 @@ class Engine:
         except StickyDeviceError as error:
             self._lose(error)
             raise
+        if self._calibrate_s:
+            self._measure()
         self.sync()
         if self._events is not None:
             self._events.capture_finished()
+
+    def _measure(self) -> None:
+        """Replace the analytic costs by measured ones, once, where the executor and its model can be measured."""
+        from kpolicy.executors.calibrate import can_measure, measure
+
+        if not can_measure(self.executor):
+            return
+        allowance_s, self._calibrate_s = self._calibrate_s, 0.0
+        try:
+            self.costs = measure(self.executor, self.registry, self.settings, allowance_s=allowance_s)
+        except StickyDeviceError as error:
+            self._lose(error)
+            raise
+        self._compiled = None
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Decide and run one step.
@@ -465,6 +485,12 @@ class Engine:
         finally:
             if self.executor is not None:
                 self.executor.release()
+
+
+def _seconds(calibrate: float) -> float:
+    if not 0 <= calibrate < float("inf"):
+        raise ConfigError(f"calibrate is {calibrate!r}; give seconds of at least 0, such as 1.0.")
+    return calibrate
 
 
 def _done(event: ReadyEvent) -> bool:

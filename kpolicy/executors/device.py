@@ -116,6 +116,13 @@ class DeviceAdapter(Protocol):
         """Queue work on a stream and return. A device with streams of its own calls `work`, which launches, at once."""
         ...
 
+    def occupy(self, us: float) -> None:
+        """Keep the current stream busy for about so many microseconds, while the host launches what comes next.
+
+        Nothing where the host itself runs what it launches.
+        """
+        ...
+
     def recording(self, pool: Any) -> AbstractContextManager[Any]:
         """Where what goes into a pool is warmed up and recorded: begin and end are called within."""
         ...

@@ -1,16 +1,7 @@
-"""A measured `CostTable` of one device and model: every captured graph, EAGER at a few sizes, attention, overlap.
-
-Each time is the median of repeats through the executor, staging and hand-over included, with synthetic rows. On a
-device whose host waits for its work, host time is in these, so the table's host costs are 0. What attention costs is
-the slope of time over KV; it is taken off the curves, which stand for padded dense work alone (docs/design.md, costs).
-"""
+"""A loaded model's measured costs, and what a profile says it was measured on."""
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import time
-from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,253 +9,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kpolicy import __version__
-from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
-from kpolicy.decision import Decision, Launch
-from kpolicy.executors.base import StepInputs
-from kpolicy.keys import GraphKey
-from kpolicy.modes import Mode, Part, Rows, SplitForm
-from kpolicy.reasons import Reason
+from kpolicy.costs import CostTable
+from kpolicy.executors import calibrate as measured
 from kpolicy.registry import GraphRegistry
 from kpolicy.schemas import Profile, write_profile
 from kpolicy.settings import Settings
-from kpolicy.shapes import BatchShape
 
 if TYPE_CHECKING:
     from kpolicy.serving.hf_model import LoadedModel
 
 __all__ = ["calibrate", "device_name", "model_name", "save_profile", "versions"]
 
-SHORT_KV, LONG_KV = 64, 512
-"""Tokens that decode rows attend to, and that a prompt chunk has before it, for the two ends of the slopes."""
-EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
-MOST_ROUNDS = 15
-LEAST_ROUNDS = 3
-_LEAST_US = 0.1
-
-
-class _Bench:
-    """Times launches of synthetic rows, in rounds over all of them.
-
-    In rounds, because this machine's other work comes and goes: it should slow every case alike, and not one mode.
-
-    Args:
-        executor: with graphs captured.
-        model: what it runs; its KV is overwritten.
-    """
-
-    def __init__(self, executor: Any, model: LoadedModel) -> None:
-        self._executor = executor
-        self._model = model
-        self._cases: list[tuple[Decision, StepInputs]] = []
-        self._times: list[list[float]] = []
-
-    def add(self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None) -> int:
-        """A step of these launches, to be timed; the number that `us` takes."""
-        mode = Mode.SPLIT if len(launches) > 1 else _mode(launches[0])
-        self._cases.append((Decision(mode, tuple(launches), Reason.ONLY_LEGAL, form), inputs))
-        self._times.append([])
-        return len(self._cases) - 1
-
-    def measure(self, allowance_s: float) -> None:
-        """Run every case, round by round."""
-        stop_s = time.perf_counter() + allowance_s
-        for case in self._cases:
-            self._run(*case)  # the first run touches fresh memory
-        for done in range(MOST_ROUNDS):
-            if done >= LEAST_ROUNDS and time.perf_counter() > stop_s:
-                return
-            for case, times in zip(self._cases, self._times, strict=True):
-                times.append(self._run(*case))
-
-    def us(self, case: int) -> float:
-        """Median microseconds of a case, from the step's start until all of it is there."""
-        return statistics.median(self._times[case])
-
-    def _run(self, decision: Decision, inputs: StepInputs) -> float:
-        start = time.perf_counter()
-        outputs = self._executor.run(decision, inputs)
-        for event in outputs.ready:
-            event.wait()
-        return (time.perf_counter() - start) * 1e6
-
-    def rows(self, num_decodes: int, decode_kv: int, new: int = 0, context: int = 0) -> StepInputs:
-        """Decode rows that attend to so many tokens each, then one prompt chunk of `new` tokens after a context."""
-        size, model = self._model.block_size, self._model
-        free = itertools.cycle(range(model.num_blocks))
-        lens = [decode_kv] * num_decodes + ([context + new] if new else [])
-        query_lens = [1] * num_decodes + ([new] if new else [])
-        tables, positions, slots = [], [], []
-        for kv_len, query_len in zip(lens, query_lens, strict=True):
-            # Where the KV is too small for all rows they share blocks: the times are the same.
-            table = [next(free) for _ in range(-(-kv_len // size))]
-            tables.append(table)
-            for position in range(kv_len - query_len, kv_len):
-                positions.append(position)
-                slots.append(table[position // size] * size + position % size)
-        tokens = [(7 * i) % model.vocab for i in range(len(positions))]
-        wanted = [*range(num_decodes), *([len(tokens) - 1] if new else [])]
-        shape = BatchShape(
-            decodes=[(1, num_decodes)] if num_decodes else [], prefills=[(new, context)] if new else [],
-            decode_kv_tokens=num_decodes * decode_kv if num_decodes else None, max_kv_len=max(lens),
-        )  # fmt: skip
-        return StepInputs(shape.numbers, query_lens, tokens, positions, slots, tables, lens, wanted)
-
-
-def _mode(launch: Launch) -> Mode:
-    if launch.key is None:
-        return Mode.EAGER
-    return Mode.FULL if launch.key.part is Part.FULL else Mode.PIECEWISE
-
 
 def calibrate(
     executor: Any, registry: GraphRegistry, model: LoadedModel, settings: Settings, *, allowance_s: float = 10.0
 ) -> CostTable:
-    """Measure what launches take.
-
-    Args:
-        executor: with its graphs captured into `registry`; nothing else may run on it meanwhile.
-        registry: the graphs to time, and what their captures took.
-        model: what the executor runs. Its KV is overwritten.
-        settings: no larger batch is timed.
-        allowance_s: seconds to spend; everything is still measured a few times.
-    """
-    keys = registry.captured()
-    decode = [key for key in keys if key.part is Part.FULL and key.query_len == 1]
-    # Prompts are timed as one chunk, which no request can have longer; larger sizes go on as the last ones rise.
-    longest = min(settings.max_num_tokens, model.max_model_len)
-    mixed = [key for key in keys if key.part is Part.FULL and not key.decode_only and key.num_tokens <= longest]
-    pieces = [key for key in keys if key.part is Part.PIECEWISE and key.num_tokens <= longest]
-    most_reqs = min(settings.max_num_reqs, settings.max_num_tokens)
-    sizes = sorted({size for size in EAGER_SIZES if size < longest} | {longest})
-    bench = _Bench(executor, model)
-    decoding = _DecodeSlope(bench, decode, most_reqs, model.max_model_len)
-    prefilling = _PrefillSlope(bench, longest, model.max_model_len)
-    overlap = _Overlap(bench, decode, pieces, settings, model)
-
-    def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:
-        rows = bench.rows(0, 0, size) if prompt else bench.rows(size, _short(model))
-        return bench.add([Launch(Rows.ALL, key)], rows), size, prompt
-
-    eager_cases = [add(None, size, prompt=size > most_reqs) for size in sizes]
-    # Where a decode graph and a mixed one have the same size, decodes use the former.
-    full_cases = [add(key, key.num_tokens, prompt=True) for key in mixed]
-    full_cases += [add(key, key.num_tokens, prompt=False) for key in decode]
-    piece_cases = [add(key, key.num_tokens, prompt=True) for key in pieces]
-    bench.measure(allowance_s)
-    decode_attention, prefill_attention = decoding.cost(), prefilling.cost()
-
-    def curve(cases: Sequence[tuple[int, int, bool]]) -> Curve | None:
-        us = {}
-        for case, size, prompt in cases:
-            pairs = size * (size + 1) / 2 if prompt else size * _short(model)
-            unit_us = (prefill_attention if prompt else decode_attention).unit_us
-            us[size] = max(bench.us(case) - unit_us * pairs, _LEAST_US)
-        return Curve(sorted(us), [us[size] for size in sorted(us)]) if us else None
-
-    eager = curve(eager_cases)
-    assert eager is not None  # noqa: S101 - there is always a largest size
-    return CostTable(
-        version=_version(model),
-        measured=True,
-        # A mode without graphs has no times of its own, and is never chosen.
-        full=curve(full_cases) or eager,
-        piecewise=curve(piece_cases) or eager,
-        eager=eager,
-        decode_attention=decode_attention,
-        prefill_attention=prefill_attention,
-        host_full=HostCost(0.0),
-        host_piecewise=HostCost(0.0),
-        host_eager=HostCost(0.0),
-        overlap_cost=overlap.share(),
-        **_captures(registry),
-    )
+    """Measure what launches take; see `kpolicy.executors.calibrate.calibrate`."""
+    return measured.calibrate(
+        executor, registry, model, settings, version=_version(model), allowance_s=allowance_s
+    )  # fmt: skip
 
 
-def _short(model: LoadedModel) -> int:
-    return min(SHORT_KV, model.max_model_len)
-
-
-class _DecodeSlope:
-    """What a KV token costs a decode row, from equal steps over short and long KV."""
-
-    def __init__(self, bench: _Bench, keys: Sequence[GraphKey], most_reqs: int, longest: int) -> None:
-        key = max(keys, key=lambda each: each.num_tokens, default=None)
-        rows = most_reqs if key is None else key.num_tokens
-        short, long = min(SHORT_KV, longest), min(LONG_KV, longest)
-        self._bench = bench
-        self._units = rows * (long - short)
-        self._cases = [bench.add([Launch(Rows.ALL, key)], bench.rows(rows, each)) for each in (short, long)]
-
-    def cost(self) -> AttentionCost:
-        return _slope(self._bench, self._cases, self._units)
-
-
-class _PrefillSlope:
-    """What a query-key pair costs a prompt chunk, from equal chunks without context and with one."""
-
-    def __init__(self, bench: _Bench, most_tokens: int, longest: int) -> None:
-        new = max(1, min(most_tokens, longest // 2))
-        context = max(0, min(LONG_KV, longest - new))
-        self._bench = bench
-        self._units = new * context
-        self._cases = [
-            bench.add([Launch(Rows.ALL, None)], bench.rows(0, 0, new, each)) for each in (0, context)
-        ]  # fmt: skip
-
-    def cost(self) -> AttentionCost:
-        return _slope(self._bench, self._cases, self._units)
-
-
-def _slope(bench: _Bench, cases: Sequence[int], units: int) -> AttentionCost:
-    more = bench.us(cases[1]) - bench.us(cases[0])
-    return AttentionCost(unit_us=max(more, 0.0) / units) if units else AttentionCost()
-
-
-class _Overlap:
-    """The share of the shorter half's time that running it beside the longer still costs; 1 where nothing can."""
-
-    def __init__(
-        self, bench: _Bench, decode: Sequence[GraphKey], pieces: Sequence[GraphKey], settings: Settings,
-        model: LoadedModel,
-    ) -> None:  # fmt: skip
-        self._bench = bench
-        self._cases: list[int] = []
-        halves = [(a, b) for a in decode for b in pieces if a.num_tokens + b.num_tokens <= settings.max_num_tokens]
-        if not halves:
-            return
-        first, second = max(halves, key=lambda each: (each[1].num_tokens, each[0].num_tokens))
-        both = bench.rows(first.num_tokens, _short(model), second.num_tokens)
-        launches = [Launch(Rows.DECODE, first), Launch(Rows.PREFILL, second, 1)]
-        self._cases = [
-            bench.add(launches, both, SplitForm.BESIDE),
-            bench.add(launches[:1], bench.rows(first.num_tokens, _short(model))),
-            bench.add([Launch(Rows.ALL, second)], bench.rows(0, 0, second.num_tokens)),
-        ]
-
-    def share(self) -> float:
-        if not self._cases:
-            return 1.0
-        beside, *alone = map(self._bench.us, self._cases)
-        return min(max((beside - max(alone)) / min(alone), 0.0), 2.0)
-
-
-def _captures(registry: GraphRegistry) -> dict[str, Any]:
-    """What a graph took on average, by part."""
-    found: dict[str, Any] = {"capture_us": (0.0, 0.0), "graph_bytes": (0, 0), "graph_pieces": (1, 1)}
-    records = [record for record in registry.records() if record.key in set(registry.captured())]
-    by_part = [[record for record in records if record.key.part is part] for part in (Part.FULL, Part.PIECEWISE)]
-
-    def mean(value: Callable[[Any], float]) -> tuple[float, ...]:
-        return tuple(statistics.fmean(map(value, each)) if each else 0.0 for each in by_part)
-
-    found["capture_us"] = tuple(1e6 * seconds for seconds in mean(lambda record: record.seconds))
-    found["graph_bytes"] = tuple(round(size) for size in mean(lambda record: record.bytes))
-    found["graph_pieces"] = tuple(max(1, round(count)) for count in mean(lambda record: record.graphs))
-    return found
-
-
-def device_name() -> str:
-    """What this machine's processor calls itself, with the threads that operators use."""
+def device_name(device: torch.device | None = None) -> str:
+    """What a device calls itself; a CPU with the threads that operators use."""
+    if device is not None and device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
     name = ""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -293,7 +62,7 @@ def versions() -> dict[str, str]:
 
 def _version(model: LoadedModel) -> str:
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return f"measured {at} on {device_name()}, {model_name(model)}"
+    return f"measured {at} on {device_name(model.device)}, {model_name(model)}"
 
 
 def save_profile(path: Path, costs: CostTable, model: LoadedModel, command: str) -> None:
@@ -305,7 +74,8 @@ def save_profile(path: Path, costs: CostTable, model: LoadedModel, command: str)
     write_profile(
         path,
         Profile(
-            costs=costs, device=device_name(), model=model_name(model), versions={"kpolicy": __version__, **versions()},
+            costs=costs, device=device_name(model.device), model=model_name(model),
+            versions={"kpolicy": __version__, **versions()},
             measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"), command=command,
         ),
     )  # fmt: skip

@@ -229,6 +229,9 @@ class CpuAdapter:
     def wait(self, event: DeviceEvent) -> None:
         event.wait()
 
+    def occupy(self, us: float) -> None:
+        """Nothing: the host runs what it launches."""
+
     # Graphs
 
     def recording(self, pool: CpuPool) -> AbstractContextManager[Any]:  # noqa: ARG002 - recorded where it runs

@@ -1,8 +1,8 @@
 """`CudaAdapter`: a CUDA device through torch. Graphs are `torch.cuda.CUDAGraph`s, streams CUDA streams.
 
 A pool has a capture stream of its own, on which it also warms up: cuBLAS keeps a workspace a stream, and two graphs
-A pool has a capture stream of its own, on which it also warms up: cuBLAS keeps a workspace a stream, and two graphs
-are seen through tensors that don't keep their memory, so that the next capture takes it again.
+that share one may not run at the same time. Graphs of a pool share its memory, and so does what they leave behind:
+results are seen through tensors that don't keep their memory, so that the next capture takes it again.
 
 The main stream is the caller's current one.
 """
@@ -10,6 +10,7 @@ The main stream is the caller's current one.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -26,6 +27,9 @@ from kpolicy.executors.simulated import Fault
 from kpolicy.reasons import Reason
 
 __all__ = ["CudaAdapter", "CudaEvent", "CudaGraph", "CudaPool"]
+
+_CYCLES_A_US = 2000
+"""Of a GPU's clock, at most: `occupy` may take longer, never much less."""
 
 Statics = Callable[[], Mapping[str, Any]]
 """Gives what graphs read besides their inputs, by name: weights and KV."""
@@ -127,6 +131,7 @@ class CudaAdapter:
         self._dirty: list[StagedGroup] = []
         self._recording: tuple[CudaPool, Any, int] | None = None
         self._lost = False
+        self._streams: dict[int, Any] = {}
 
     @property
     def name(self) -> str:
@@ -173,8 +178,9 @@ class CudaAdapter:
         group.stage(place, values, size, fill)
 
     def commit(self) -> None:
+        stream = self._current()
         for group in self._dirty:
-            group.commit()
+            group.commit(stream)
         self._dirty.clear()
 
     def memory(self) -> MemoryReport:
@@ -190,11 +196,22 @@ class CudaAdapter:
         with torch.cuda.stream(stream):
             work()
 
+    def _current(self) -> Any:
+        """The current stream; the object is looked up by its handle, which takes a tenth of the time."""
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = torch.cuda.current_stream(self.device)
+        return stream
+
     def event(self, stream: Any = None) -> CudaEvent:
-        return CudaEvent(torch.cuda.current_stream(self.device) if stream is None else stream)
+        return CudaEvent(self._current() if stream is None else stream)
 
     def wait(self, event: Any) -> None:
-        event.hold(torch.cuda.current_stream(self.device))
+        event.hold(self._current())
+
+    def occupy(self, us: float) -> None:
+        torch.cuda._sleep(int(us * _CYCLES_A_US))
 
     # Graphs
 
@@ -271,13 +288,21 @@ class CudaAdapter:
         self._give_up(pool, recorded)
 
     def _give_up(self, pool: CudaPool, recorded: Any) -> None:
-        """Free what a capture that failed took."""
+        """Free what a capture that failed took, and leave torch as it was before.
+
+        torch's random generator believes that it is captured until a capture ends well, so an empty one does.
+        """
         recorded.reset()
         if not pool.graphs:
             pool.handle = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(torch.cuda.default_stream(self.device)):
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(pool.stream), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(capture_error_mode="thread_local")
+            empty.capture_end()
+            empty.reset()
 
     def weak(self, pool: CudaPool, tensor: Any) -> Any:
         del pool
@@ -321,7 +346,9 @@ class CudaAdapter:
     def _addresses(self) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]:
         if self._statics is None:
             return {}
-        return {name: (each.data_ptr(), tuple(each.shape), each.stride()) for name, each in self._statics().items()}
+        # Who watches the model's functions on tensors doesn't mean these.
+        with torch._C.DisableTorchFunction():
+            return {name: (each.data_ptr(), tuple(each.shape), each.stride()) for name, each in self._statics().items()}
 
     def _check_addresses(self, graph: CudaGraph) -> None:
         now = self._addresses()

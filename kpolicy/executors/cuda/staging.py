@@ -45,7 +45,8 @@ class _Turn:
     def __init__(self, nbytes: int, pin: bool) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
         self.rows: list[PackedRows] = []
-        self.copied: Any = None
+        self.copied = torch.cuda.Event() if pin else None
+        self.copying = False
 
 
 class StagedGroup:
@@ -76,7 +77,6 @@ class StagedGroup:
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
             self.buffers = [self._view(index) for index in range(len(specs))]
             self._turns = [self._turn(pin) for _ in range(TURNS)]
-        self._events = pin
         self._at = 0
         self._high = 0
         self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -109,9 +109,9 @@ class StagedGroup:
     def stage(self, index: int, values: Any, size: int, fill: float) -> None:
         """Put values of one buffer into pinned memory. See `DeviceAdapter.stage`."""
         turn = self._turns[self._at]
-        if not self._high and turn.copied is not None:
+        if turn.copying and turn.copied is not None:
             turn.copied.synchronize()
-            turn.copied = None
+            turn.copying = False
         rows, buffer = turn.rows[index], self.buffers[index]
         if isinstance(values, torch.Tensor) and values.device.type != "cpu":
             self._stage_device(buffer, values, size, fill)
@@ -132,15 +132,15 @@ class StagedGroup:
             )
         self._from_device.append((buffer, values, size, fill))
 
-    def commit(self) -> None:
-        """Copy what was staged, on the current stream."""
+    def commit(self, stream: Any) -> None:
+        """Copy what was staged, on the stream, which is the current one."""
         if self._high:
             turn = self._turns[self._at]
             to, out_of = self._pieces(self._high)[self._at]
             to.copy_(out_of, non_blocking=True)
-            if self._events:
-                turn.copied = torch.cuda.Event()
-                turn.copied.record()
+            if turn.copied is not None:
+                turn.copied.record(stream)
+                turn.copying = True
             self._at = (self._at + 1) % TURNS
             self._high = 0
         for buffer, values, size, fill in self._from_device:

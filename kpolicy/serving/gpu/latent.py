@@ -168,7 +168,8 @@ def latent_attention(
     out = torch.empty(num_tokens, num_heads, rank, dtype=latent_query.dtype, device=latent_query.device)
     tiles = triton.cdiv(num_heads * decode_len, BLOCK_M)
     splits = decode_splits(num_reqs, tiles, table.shape[1] * rows.block_size, latent_query.device)
-    rank_pad, rope_pad = triton.next_power_of_2(rank), triton.next_power_of_2(rope_dim)
+    # A matrix product takes at least 16.
+    rank_pad, rope_pad = (max(16, triton.next_power_of_2(each)) for each in (rank, rope_dim))
     precision = "ieee" if latent_query.dtype == torch.float32 else "tf32"
     places = (num_reqs, tiles, splits, BLOCK_M) if splits > 1 else (1,)
     mid = out if splits == 1 else out.new_empty((*places, rank_pad), dtype=torch.float32)

@@ -349,7 +349,8 @@ def paged_attention(
         num_tokens, num_heads, value_dim, dtype=query.dtype, device=query.device
     )  # fmt: skip
     share, table = num_heads // num_kv_heads, rows.block_table
-    d_pad, dv_pad = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
+    # A matrix product takes at least 16.
+    d_pad, dv_pad = (max(16, triton.next_power_of_2(each)) for each in (head_dim, value_dim))
     precision = "ieee" if query.dtype == torch.float32 else "tf32"
     wide = query.dtype == torch.float32 or d_pad > 128
     log2_scale, cap = scale * LOG2_E, softcap * LOG2_E
