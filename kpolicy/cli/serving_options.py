@@ -63,6 +63,15 @@ class Served:
     ranks: Annotated[
         int, Parameter(group=_SERVER, converter=whole, help="Data-parallel ranks that step together and agree.")
     ] = 1
+    concurrency: Annotated[
+        int | None,
+        Parameter(
+            group=_SERVER,
+            converter=whole,
+            help="Clients, where each sends its next request when it has the answer to its last. By default requests "
+            "come as the trace says.",
+        ),
+    ] = None
     prefix_reuse: Annotated[
         bool, Parameter(group=_SERVER, help="Reuse cached prefixes, where the trace has hash ids.")
     ] = True
@@ -115,6 +124,7 @@ class Served:
             drafts=Drafts(acceptance=self.acceptance, draft_us=self.draft_us),
             ranks=at_least("--ranks", self.ranks, 1),
             warm=self.warm,
+            concurrency=None if self.concurrency is None else at_least("--concurrency", self.concurrency, 1),
             service_level=ServiceLevel(ttft_ms=self.slo_ttft_ms, gap_ms=self.slo_gap_ms),
         )
 

@@ -139,6 +139,7 @@ class _Simulation:
         if not server.warm:
             self.now_us += self.account.capture_s * 1e6
         self.steps = 0
+        self.most_inside = _NEVER if server.concurrency is None else server.concurrency
 
     def serve(self, progress: Progress | None, *, stepwise: bool) -> None:
         """Step until every request is served or refused."""
@@ -160,6 +161,13 @@ class _Simulation:
         if progress is not None:
             progress(account.served)
 
+    @property
+    def _full(self) -> bool:
+        """Whether every client waits for an answer."""
+        if self.most_inside == _NEVER:
+            return False
+        return sum(queue.num_running + len(queue.waiting) for queue in self.queues) >= self.most_inside
+
     def _look_ahead(self) -> None:
         self.upcoming = next(self.arrivals, None)
         self.next_us = _NEVER if self.upcoming is None else self.upcoming.arrival_s * 1e6
@@ -168,8 +176,10 @@ class _Simulation:
         """Queue what has arrived by now; with nothing to run, go to the next arrival."""
         if self.upcoming is not None and all(queue.idle for queue in self.queues):
             self.now_us = max(self.now_us, self.next_us)
-        while self.upcoming is not None and self.next_us <= self.now_us:
-            request = Request(self.upcoming, self.next_us)
+        closed = self.most_inside != _NEVER
+        while self.upcoming is not None and self.next_us <= self.now_us and not self._full:
+            # A client without a free place hasn't sent its request yet.
+            request = Request(self.upcoming, self.now_us if closed else self.next_us)
             queue = self.queues[0]
             if len(self.queues) > 1:
                 queue = min(self.queues, key=lambda each: each.num_running + len(each.waiting))
@@ -244,7 +254,9 @@ class _Simulation:
         )
         rest_us, unit_us = costs.step_us, costs.decode_attention.unit_us
         rows_us = costs.decode_attention.base_us + costs.decode_attention.row_us * num_rows
-        now, next_us, select, take = self.now_us, self.next_us, self.compiled.select, queue.blocks.take
+        now, select, take = self.now_us, self.compiled.select, queue.blocks.take
+        # With every client waiting nobody comes before a row's end.
+        next_us = _NEVER if self._full else self.next_us
         add_value, add_weight = account.gap.values.append, account.gap.weights.append
         chosen: Decision | None = None
         tally: Tally | None = None

@@ -54,6 +54,8 @@ class Server:
         drafts: how many drafts are accepted, where `settings` drafts any.
         ranks: data-parallel ranks that step together; a request goes to the rank with the fewest.
         warm: whether graphs are captured before the first request comes; otherwise it waits for the captures.
+        concurrency: clients, where each sends its next request when it has the answer to its last: no more requests
+            are in the server, and one that has to wait arrives when it is let in. None lets all in as they come.
         service_level: what a good request gets.
 
     Raises:
@@ -69,6 +71,7 @@ class Server:
     drafts: Drafts = attrs.field(factory=Drafts)
     ranks: int = 1
     warm: bool = False
+    concurrency: int | None = None
     service_level: ServiceLevel = attrs.field(factory=ServiceLevel)
 
     def __attrs_post_init__(self) -> None:
@@ -79,6 +82,8 @@ class Server:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number from {least} to {most}.")
+        if self.concurrency is not None and not 1 <= self.concurrency <= LARGEST_COUNT:
+            raise ConfigError(f"concurrency is {self.concurrency}; there is at least one client, None is no limit.")
         if self.kv_bytes_per_token is not None and self.kv_bytes_per_token < 1:
             raise ConfigError(f"kv_bytes_per_token is {self.kv_bytes_per_token}; it starts at 1, None is unknown.")
 

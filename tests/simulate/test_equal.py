@@ -23,7 +23,7 @@ POLICIES = ("auto", "vllm", "split", "eager", "piecewise", "sglang")
 
 
 @given(traces(), st.sampled_from(POLICIES), st.sampled_from([(30, 4), (21, 4), (9, 16), (90, 1)]), st.integers(1, 8))
-@run_settings(max_examples=150)
+@run_settings(max_examples=80)
 def test_steps_and_clock_are_those_of_a_run_by_tokens(trace, policy, blocks, steps_ahead):
     """Same batches, same decisions, same times to the last bit, and the same latencies."""
     num_blocks, block_size = blocks

@@ -202,6 +202,27 @@ def test_captures_delay_the_first_request_and_take_kv():
         run(trace, "full", of=server(kv_bytes_per_token=100, num_blocks=60, block_size=1))
 
 
+@given(traces(most_output=12), st.integers(1, 4), st.integers(1, 2))
+@run_settings(max_examples=40)
+def test_a_closed_loop_has_no_more_requests_inside_than_clients(trace, clients, ranks):
+    """Each answer lets the next request in, whose wait outside isn't its time; stretches change nothing."""
+    of = server(concurrency=clients, ranks=ranks)
+    result, steps = run(trace, of=of)
+    assert result.served == len(trace)
+    for _, group in groupby(steps, key=lambda each: each.number):
+        assert sum(each.queue.num_running + len(each.queue.waiting) for each in group) <= clients
+    fast = simulate(trace, server=of, costs=COSTS, ladder=SIZES)
+    assert fast.as_dict() == result.as_dict()
+
+
+def test_clients_one_by_one_never_wait():
+    """One client's first tokens take one prefill each, however early the trace says it would have asked."""
+    result, _ = run(trace_of(*[(0, 8, 5)] * 6), "eager", of=server(concurrency=1))
+    open_loop, _ = run(trace_of(*[(0, 8, 5)] * 6), "eager")
+    assert result.ttft.p50 == pytest.approx(result.ttft.max)
+    assert open_loop.ttft.max > result.ttft.max
+
+
 def test_a_budget_bounds_captures():
     """What the budget refuses isn't captured, and the result says why."""
     result, _ = run(trace_of((0, 5, 2)), budget=Budget(seconds=0.0025), ladder=None)
