@@ -191,6 +191,13 @@ class LoadedModel:
     def kv_caches(self) -> Sequence[torch.Tensor]:
         return [cache for layer in self.layers for cache in layer.caches]
 
+    def static_tensors(self) -> dict[str, torch.Tensor]:
+        """Weights, buffers and KV by name: what a graph reads besides its inputs, and where a check looks for it."""
+        named = {**dict(self.hf.named_parameters()), **dict(self.hf.named_buffers())}
+        for index, layer in enumerate(self.layers):
+            named |= {f"KV {part} of layer {index}": cache for part, cache in enumerate(layer.caches)}
+        return named
+
     @property
     def poisons_padding(self) -> bool:
         """Whether the reserved slot holds NaN whenever attention reads; see `poison_padding`."""
