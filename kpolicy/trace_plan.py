@@ -127,6 +127,10 @@ class TracePlan:
         return self.replayed.plan
 
 
+_ONE_LIST = frozenset({"ascend", "kunlun"})
+"""Replicas that keep the lists of one engine's list apart."""
+
+
 def layout_of(policy: Policy, claims: Claims, settings: Settings, *, multiple_of: int = 1) -> Layout:
     """Which lists of sizes a policy has, read from the graphs it plans for lists that can be told apart."""
     q = settings.query_len
@@ -138,12 +142,15 @@ def layout_of(policy: Policy, claims: Claims, settings: Settings, *, multiple_of
     mixed = [key for key in full if not key.decode_only]
     pieces = [key for key in keys if key.part is Part.PIECEWISE]
     one_list = any(key.num_tokens > 2 * q for key in decode) or any(key.num_tokens == 2 * q for key in pieces + mixed)
+    one_list = one_list or policy.name in _ONE_LIST
+    lens = {key.query_len for key in decode}
     # Where a mixed batch may replay either, FULL takes the host less time.
     others = Part.PIECEWISE if pieces and not mixed else Part.FULL if mixed else None
     return Layout(
         one_list=one_list,
         decode=Part.FULL if decode else None,
         others=others,
+        query_lens=() if None in lens or lens >= set(settings.decode_query_lens) else tuple(sorted(filter(None, lens))),
         escape_when_cheaper=policy.reads_costs,
         multiple_of=multiple_of,
         decode_multiple_of=1 if one_list else multiple_of,

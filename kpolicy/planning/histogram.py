@@ -20,6 +20,9 @@ class Sums(NamedTuple):
     prefill_tokens: float = 0
     prefill_pairs: float = 0
     reqs: float = 0
+    with_decodes: float = 0
+    """Steps that have decode rows, and below those that have prefill rows"""
+    with_prefills: float = 0
 
     def plus(self, other: Sums) -> Sums:
         return Sums(*(one + more for one, more in zip(self, other, strict=True)))
@@ -66,17 +69,19 @@ class Histogram:
     def _put(self, key: tuple[int, int], numbers: BatchNumbers, times: int, *, decodes: bool, prefills: bool) -> None:
         sums = self._added.get(key)
         if sums is None:
-            sums = self._added[key] = [0.0] * 7
+            sums = self._added[key] = [0.0] * 9
         sums[0] += times
         if decodes:
             sums[1] += numbers.num_decodes * times
             sums[2] += numbers.decode_kv_tokens * times
             sums[6] += numbers.num_decodes * times
+            sums[7] += times if numbers.num_decodes else 0
         if prefills:
             sums[3] += numbers.num_prefills
             sums[4] += numbers.num_prefill_tokens
             sums[5] += numbers.prefill_pairs
             sums[6] += numbers.num_prefills
+            sums[8] += 1
 
     def settled(self) -> Histogram:
         """This histogram, with all that was added in its tables."""

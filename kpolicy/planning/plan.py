@@ -15,9 +15,9 @@ from kpolicy.planning.workload import Workload
 
 __all__ = ["SMOOTHING", "WORTH", "Plan", "Replayed", "Round", "fixed_point", "plan"]
 
-SMOOTHING = 0.05
+SMOOTHING = 0.1
 """Share of the steps that is spread over sizes that weren't seen. A plan without it is best for the steps it was made
-from and loses on others: sizes between those seen get no graph near them."""
+from and loses on others: sizes between those seen get no graph near them (docs/planning.md has the figures)."""
 WORTH = 0.001
 """Without a budget, graphs are added while one more takes this share off the mean step."""
 MOST_LAYERS = 256

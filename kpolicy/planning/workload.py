@@ -38,6 +38,7 @@ class Layout:
             and all others one by tokens.
         decode: what uniform decode batches replay: FULL graphs of their own, or None, where they go with the others.
         others: what all other batches replay; None is eager.
+        query_lens: query lengths of decode batches with FULL graphs; none named is all.
         escape_when_cheaper: a step whose graph would take longer than eager runs eagerly (`auto`); else a step that
             fits a graph always replays it.
         multiple_of: sizes in tokens are multiples of this: tensor parallelism under sequence parallelism.
@@ -47,6 +48,7 @@ class Layout:
     one_list: bool = False
     decode: Part | None = Part.FULL
     others: Part | None = Part.PIECEWISE
+    query_lens: tuple[int, ...] = ()
     escape_when_cheaper: bool = False
     multiple_of: int = 1
     decode_multiple_of: int = 1
@@ -55,6 +57,10 @@ class Layout:
         for name in ("multiple_of", "decode_multiple_of"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it is a whole number from 1 up.")
+
+    def captures(self, query_len: int) -> bool:
+        """Whether decode batches of that query length have FULL graphs."""
+        return self.decode is not None and (not self.query_lens or query_len in self.query_lens)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,10 +159,12 @@ class Workload:
     @property
     def rest_us(self) -> float:
         """Time of the steps that no list is for: they run eagerly whatever is captured."""
-        layout = self.layout
-        if layout.others is not None or layout.one_list:
-            return 0.0
-        return float(self._others().escape_us(self.costs).sum())
+        layout, rows = self.layout, []
+        if layout.others is None:
+            rows.append(self._others())
+        if layout.decode and not layout.one_list:
+            rows += [self._decodes(q) for q in self.histogram.settled().decodes if not layout.captures(q)]
+        return float(sum(each.escape_us(self.costs).sum() for each in rows))
 
     def lists_of(self, sizes: CaptureSizes) -> dict[str, tuple[int, ...]]:
         """The lists that capture sizes stand for, `DECODE` in requests."""
@@ -187,6 +195,7 @@ class Workload:
             parts = [
                 self._part(name, self._decodes(each), [size * each for size in sizes], sizes, Part.FULL, smoothing)
                 for each in self._query_lens
+                if layout.captures(each)
             ]
             return tied(name, parts)
         others = self._others(with_decodes=not layout.decode)
@@ -201,14 +210,15 @@ class Workload:
         for each in self._query_lens:
             rows = self._decodes(each)
             rows = attrs.evolve(rows, sizes=rows.sizes * each)
-            share = Part.FULL if each == q else layout.others
-            parts.append(self._part(name, rows, sizes, sizes, share, smoothing, most=most, counted=each == q))
+            own = layout.captures(each)
+            share = Part.FULL if own else layout.others
+            parts.append(self._part(name, rows, sizes, sizes, share, smoothing, most=most, counted=own))
         return tied(name, parts)
 
     @property
     def _query_lens(self) -> tuple[int, ...]:
-        """Query lengths of uniform decode batches: those that were seen, and 1 + k."""
-        return tuple(sorted({*self.histogram.settled().decodes, self.settings.query_len}))
+        """Query lengths of uniform decode batches: those that were seen, and those that graphs are captured for."""
+        return tuple(sorted({*self.histogram.settled().decodes, *self.settings.decode_query_lens}))
 
     def _part(
         self, name: str, rows: _Rows, tokens: Sequence[int], sizes: Sequence[int], part: Part | None, smoothing: float,
@@ -286,7 +296,7 @@ class _Rows:
     Args:
         sizes: true sizes: requests for decode batches, tokens for others.
         steps: how many steps, or how much they weigh.
-        means: (decodes, decode KV tokens, prefills, prefill tokens, pairs, requests) of a step `[num_sizes, 6]`.
+        means: of a step: the sums of `Sums` but the steps `[num_sizes, 8]`.
         query_len: of decode batches; 0 for others.
     """
 
@@ -300,7 +310,7 @@ class _Rows:
         import numpy as np
 
         sizes = sorted(table)
-        sums = np.array([table[size] for size in sizes], float).reshape(len(sizes), 7)
+        sums = np.array([table[size] for size in sizes], float).reshape(len(sizes), 9)
         steps = sums[:, 0]
         return cls(np.array(sizes, np.int64), steps, sums[:, 1:] / np.maximum(steps, _TINY)[:, None], query_len)
 
@@ -312,26 +322,25 @@ class _Rows:
             return self
         own = float(self.steps.sum())
         sizes = np.union1d(self.sizes, np.arange(1, most + 1))
-        steps, seen = np.zeros(len(sizes)), np.zeros((len(sizes), 6))
+        steps, seen = np.zeros(len(sizes)), np.zeros((len(sizes), 8))
         at = np.searchsorted(sizes, self.sizes)
-        average = (self.means * self.steps[:, None]).sum(axis=0) / own if own else np.zeros(6)
+        average = (self.means * self.steps[:, None]).sum(axis=0) / own if own else np.zeros(8)
         scale = sizes / (float(self.sizes @ self.steps) / own) if own else np.ones(len(sizes))
         steps[at] = (1 - share) * self.steps
         seen[at] = self.means
         weight = np.where(sizes <= most, share * own / most, 0.0)
         usual = average[None, :] * scale[:, None]
+        usual[:, -2:] = np.minimum(average[-2:], 1)
         means = (seen * steps[:, None] + usual * weight[:, None]) / np.maximum(steps + weight, _TINY)[:, None]
         return _Rows(sizes, steps + weight, means, self.query_len)
 
     def _time(self, costs: CostTable, dense: Any, host: HostCost) -> Vector:
         import numpy as np
 
-        decodes, kv, prefills, tokens, pairs, reqs = self.means.T
+        decodes, kv, _, tokens, pairs, reqs, with_decodes, with_prefills = self.means.T
         decode, prefill = costs.decode_attention, costs.prefill_attention
-        attention = np.where(decodes > 0, decode.base_us + decode.row_us * decodes + decode.unit_us * kv, 0.0)
-        attention = attention + np.where(
-            prefills > 0, prefill.base_us + prefill.row_us * tokens + prefill.unit_us * pairs, 0.0
-        )
+        attention = decode.base_us * with_decodes + decode.row_us * decodes + decode.unit_us * kv
+        attention = attention + prefill.base_us * with_prefills + prefill.row_us * tokens + prefill.unit_us * pairs
         time: Vector = np.maximum(dense + attention, host.base_us + host.req_us * reqs) + costs.step_us
         return time
 
