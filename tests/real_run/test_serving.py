@@ -71,7 +71,7 @@ def test_the_clock_is_the_walls_without_checks(serving: Serving) -> None:
     engine.release()
     assert result.span_s > 1000
     assert result.wall_s < 60
-    assert 0 < result.outside_us < result.step_us
+    assert result.outside_us > 0
     assert result.outside_us + result.step_us < result.wall_s * 1e6 - sum(took) * 1e6
 
 
