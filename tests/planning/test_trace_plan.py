@@ -1,0 +1,130 @@
+"""From a trace to a plan: replays, halves, default lists."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from kpolicy.attention.support import Claims
+from kpolicy.budgets import Budget
+from kpolicy.engine import Engine
+from kpolicy.errors import BudgetRefused, ConfigError, UnknownNameError
+from kpolicy.planning.workload import DECODE, LIST
+from kpolicy.policies import get_policy
+from kpolicy.simulate import simulate
+from kpolicy.trace_plan import DEFAULT_LISTS, TracePlan, halves, plan_trace, replayed
+from tests.planning.workloads import costs, server, trace
+
+CLAIMS = Claims.at_level("mixed")
+
+
+def planned(policy: str = "vllm", **rest: object) -> TracePlan:
+    given = {"server": server(), "costs": costs(), "attention": CLAIMS, "most_sizes": 6}
+    return plan_trace(trace(), policy=policy, **(given | rest))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["vllm", "sglang", "auto", "piecewise", "nano_vllm"])
+def test_a_plan_beats_its_start_with_no_more_sizes(policy: str) -> None:
+    """With as many sizes as the policy's own list, the plan's steps take no longer, in the simulator as planned."""
+    start = get_policy(policy).sizes(server().settings)
+    many = max(len(start.decode) + len(start.piecewise) + len(start.mixed), 1)
+    found = planned(policy, most_sizes=many, smoothing=0.0)
+    assert found.own.step_us <= found.default.step_us * (1 + 1e-9)
+    result = simulate(trace(), policy, server=server(), costs=costs(), attention=CLAIMS, ladder=found.plan.sizes)
+    assert result.step_us / result.steps == pytest.approx(found.plan.step_us, rel=0.03)
+    assert result.refused == {}
+
+
+def test_a_policy_that_splits_runs_no_slower() -> None:
+    """Halves of a split are planned as batches of their own, and the simulator takes no longer with the plan."""
+    start = get_policy("split").sizes(server().settings)
+    found = planned("split", most_sizes=len(start.decode) + len(start.piecewise), smoothing=0.0)
+    took = [
+        simulate(trace(), "split", server=server(), costs=costs(), attention=CLAIMS, ladder=sizes).step_us
+        for sizes in (start, found.plan.sizes)
+    ]
+    assert took[1] <= took[0]
+
+
+def test_default_lists_of_every_engine() -> None:
+    """Each engine's own list is scored by its own rule, on the plan's steps."""
+    found = planned()
+    assert [each.name for each in found.others] == list(DEFAULT_LISTS)
+    by_name = {each.name: each for each in found.others}
+    # 64 requests: 1, 2, 4, and by eights to 128 tokens; the sizes to 64 twice, for FULL and for PIECEWISE.
+    assert (by_name["vLLM 0.33"].num_sizes, by_name["vLLM 0.33"].num_keys) == (19, 30)
+    assert by_name["nano-vLLM"].num_keys == len(by_name["nano-vLLM"].sizes.decode)
+    assert by_name["vLLM 0.33"].step_us == pytest.approx(found.default.step_us)
+    # Prefill is eager there, so its steps take longer than where pieces replay.
+    assert by_name["nano-vLLM"].step_us > by_name["vLLM 0.33"].step_us
+
+
+def test_held_out() -> None:
+    """The first half's plan is scored on the second half's steps, beside the default and the best that was possible."""
+    found = planned(smoothing=0.0)
+    held = found.held_out
+    assert held is not None
+    first, second = halves(trace())
+    assert (len(first), len(second)) == (40, 40)
+    assert held.plan.steps < found.plan.steps
+    assert held.best_us <= held.step_us * (1 + 1e-9)
+    assert held.against_default == pytest.approx(held.step_us / held.default_us - 1)
+    assert planned(hold_out=False).held_out is None
+
+
+def test_it_settles_and_says_what_it_is_from() -> None:
+    """Replays are counted, and measured costs need no note."""
+    found = planned()
+    assert found.replayed.settled
+    assert len(found.replayed.rounds) >= 2
+    assert found.notes == ()
+    analytic = plan_trace(trace(10), policy="vllm", server=server(), most_sizes=3, hold_out=False)
+    assert any("not measured on your device" in note for note in analytic.notes)
+    exact = planned("tensorrt_llm", hold_out=False)
+    assert any("exact sizes only" in note for note in exact.notes)
+
+
+def test_same_input_same_plan() -> None:
+    """Nothing in a plan is left to chance."""
+    one, other = planned("auto"), planned("auto")
+    assert one.plan == other.plan
+    assert one.plan.lists == other.plan.lists
+    assert one.held_out == other.held_out
+
+
+def test_drafts_are_planned_for() -> None:
+    """With drafts, sizes are whole decode rows of 1 + k tokens."""
+    found = planned(server=server(num_speculative_tokens=3))
+    assert all(size % 4 == 0 for size in found.plan.lists[LIST])
+    apart = planned("full_and_piecewise", server=server(num_speculative_tokens=3))
+    assert all(size % 4 == 0 for size in apart.plan.sizes.decode)
+    Engine("full_and_piecewise", ladder=apart.plan.sizes, settings=apart.settings, attention=CLAIMS)
+
+
+def test_budgets_reach_the_plan() -> None:
+    """A budget holds for what the engine would capture."""
+    found = planned("sglang", most_sizes=None, budget=Budget(bytes=12 << 20))
+    assert found.own.usage.bytes <= 12 << 20
+    with pytest.raises(BudgetRefused, match="don't fit the budget"):
+        planned("sglang", most_sizes=None, budget=Budget(bytes=1), largest={DECODE: 64})
+
+
+def test_replayed_counts_what_the_policy_ran() -> None:
+    """A policy that splits makes batches of its own of the halves."""
+    sizes = get_policy("split").sizes(server().settings)
+    split = replayed(trace(), "split", sizes, server=server(), costs=costs(), attention=CLAIMS)
+    whole = replayed(trace(), "full_and_piecewise", sizes, server=server(), costs=costs(), attention=CLAIMS)
+    assert sum(sums.decodes for sums in split.others.values()) < sum(sums.decodes for sums in whole.others.values())
+
+
+def test_bad_input() -> None:
+    """A trace without a second half, and names that nobody knows, are errors that say so."""
+    with pytest.raises(ConfigError, match="has 1 requests; a plan is scored on the second half"):
+        plan_trace(trace(1), server=server())
+    with pytest.raises(UnknownNameError, match="unknown policy 'vlm'"):
+        planned("vlm")
+    with pytest.raises(ConfigError, match="captures nothing here"):
+        planned("eager")
+    nothing = attrs.evolve(trace(), requests=())
+    with pytest.raises(ConfigError, match="has 0 requests"):
+        plan_trace(nothing, server=server())
