@@ -187,16 +187,17 @@ def replayed(
     objective: str = "throughput",
     seed: int = 0,
 ) -> Histogram:
-    """The steps that a trace makes with a policy and those sizes."""
+    """The steps that a trace makes with a policy and those sizes; with none captured all run eagerly."""
     histogram = Histogram(trace.source)
+    captures = bool(sizes.decode or sizes.mixed or sizes.piecewise)
 
     def note(step: SimStep) -> None:
         decision = step.decision
         histogram.add(step.step.numbers, split=decision.mode is Mode.SPLIT, decode_steps=decision.decode_steps)
 
     simulate(
-        trace, policy, server=server, costs=costs, attention=attention, ladder=sizes, objective=objective, seed=seed,
-        on_step=note,
+        trace, policy if captures else "eager", server=server, costs=costs, attention=attention,
+        ladder=sizes if captures else None, objective=objective, seed=seed, on_step=note,
     )  # fmt: skip
     return histogram.settled()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -322,7 +323,7 @@ def _as_dict(
         "gap": planned.gap,
         "price_us": planned.price_us,
         "next_list": planned.next_list,
-        "curve_us": list(curve),
+        "curve_us": [us if math.isfinite(us) else None for us in curve],
         "settled": found.replayed.settled,
         "rounds": [{"steps": each.steps, "step_us": each.step_us} for each in found.replayed.rounds],
         "scores": [_score(each) for each in (found.own, found.default, *found.others)],
@@ -410,7 +411,7 @@ def _prices(found: TracePlan) -> Any:
     table = grid("sizes", *numbers, numbers=("sizes", *numbers))
     chosen, last = planned.num_sizes, len(planned.curve_us) - 1
     wanted = {0, 1, 2, 4, 8, 16, 32, 64, 128, chosen - 1, chosen, chosen + 1, chosen + 8}
-    for count in sorted(count for count in wanted if 0 <= count <= last):
+    for count in sorted(count for count in wanted if 0 <= count <= last and math.isfinite(planned.curve_us[count])):
         us, gain = planned.curve_us[count], planned.gain_us(count)
         mark = "* " if count == chosen else ""
         table.add_row(f"{mark}{count}", f"{us / 1e3:,.3f}", f"{gain:,.1f}", f"{gain / us:.3%}")

@@ -1,0 +1,164 @@
+"""`kpolicy plan`: what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kpolicy.schemas import read_plan
+from tests.cli.conftest import Command, write
+
+ARCHITECTURE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def planned(kpolicy: Command, trace: Path, *arguments: object) -> Any:
+    """What ``--json`` says."""
+    ended = kpolicy("plan", trace, "--json", *arguments)
+    assert ended.code == 0, ended
+    return ended.json
+
+
+def test_it_says_what_a_person_needs(kpolicy: Command, trace: Path) -> None:
+    """The lists, the price of one more size, every engine's default list and the second half's score."""
+    ended = kpolicy("plan", trace, "--budget", "4", "--max-num-reqs", 16)
+    assert (ended.code, ended.err) == (0, "")
+    for part in (
+        "until the plan settled", "budget   4 sizes", "decode   ", "(requests)", "prefill  ", "(tokens)",
+        "one more takes off, us", "* ", "vLLM 0.23", "vLLM 0.33", "SGLang 0.5.23", "TensorRT-LLM", "vLLM-Ascend",
+        "nano-vLLM", "default of auto", "out of sample: planned on the first half", "price of one more size",
+        "not measured on your device",
+    ):  # fmt: skip
+        assert part in ended.out, part
+    assert not any(line.endswith(" ") for line in ended.out.splitlines())
+
+
+def test_json(kpolicy: Command, trace: Path) -> None:
+    """All of it as one value, and the same bytes each time."""
+    found = planned(kpolicy, trace, "--budget", "5", "--policy", "vllm", "--max-num-reqs", 16)
+    assert found["num_sizes"] == len(found["lists"]["all"]) <= 5
+    assert found["budget"] == {"sizes": 5}
+    assert found["sizes"]["piecewise"] == found["lists"]["all"]
+    assert found["held_out"]["num_sizes"] <= 5
+    names = [score["name"] for score in found["scores"]]
+    assert names[:2] == ["the plan", "default of vllm"]
+    assert found["curve_us"] == sorted(found["curve_us"], reverse=True)
+    assert found["emit"] is None
+    assert found == planned(kpolicy, trace, "--budget", "5", "--policy", "vllm", "--max-num-reqs", 16)
+
+
+@pytest.mark.parametrize(
+    ("budget", "limits"),
+    [
+        ("3", {"sizes": 3}),
+        ("2.5s", {"seconds": 2.5}),
+        ("40MiB", {"bytes": 40 << 20}),
+        ("1GB,7 sizes", {"bytes": 1 << 30, "sizes": 7}),
+        ("6streams,200graphs", {"streams": 6, "graphs": 200}),
+    ],
+)
+def test_budgets(kpolicy: Command, trace: Path, budget: str, limits: dict[str, float]) -> None:
+    """Sizes, seconds, memory, streams and device graphs, and several at once; the plan keeps all of them."""
+    found = planned(kpolicy, trace, "--budget", budget)
+    assert found["budget"] == limits
+    usage = found["scores"][0]["usage"]
+    for name, limit in limits.items():
+        assert (found["num_sizes"] if name == "sizes" else usage[name]) <= limit
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy", "flag"),
+    [
+        ("vllm", "vllm", "--compilation-config"),
+        ("sglang", "sglang", "--cuda-graph-bs-decode"),
+        ("vllm-ascend", "ascend", "--compilation-config"),
+        ("tensorrt-llm", "tensorrt_llm:enable_padding=true,prefill=breakable", '"cuda_graph_config"'),
+    ],
+)
+def test_emit(kpolicy: Command, trace: Path, tmp_path: Path, engine: str, policy: str, flag: str) -> None:
+    """An engine's flags are planned for its own rule, printed whole on lines of their own, and written to a file."""
+    out = tmp_path / "flags"
+    ended = kpolicy("plan", trace, "--emit", engine, "--budget", 6, "--out", out)
+    assert ended.code == 0, ended
+    assert f"setting  {policy}," in ended.out
+    assert flag in ended.out
+    assert out.read_text().rstrip("\n") in ended.out
+    assert f"written to {out}" in ended.out
+    found = planned(kpolicy, trace, "--emit", engine, "--budget", 6)["emit"]
+    assert out.read_text().rstrip("\n") == (found["file"] or shlex.join(found["arguments"]))
+
+
+def test_a_plan_file_runs(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """The plan file says where it is from, and `run` captures its sizes and no other."""
+    out = tmp_path / "plan.json"
+    ended = kpolicy("plan", trace, "--policy", "full_and_piecewise", "--budget", "3,90s", "--out", out)
+    assert ended.code == 0, ended
+    plan = read_plan(out)
+    assert plan.policy == "full_and_piecewise"
+    assert plan.budget.seconds == 90.0
+    assert str(trace) in plan.planned_from["trace"]
+    assert plan.planned_from["histogram"]["decodes"]["1"]
+    assert plan.planned_from["command"].startswith("kpolicy plan")
+    ran = kpolicy("run", "--trace", trace, "--policy", "full_and_piecewise", "--ladder", out, "--json")
+    assert ran.code == 0, ran
+    (policy,) = ran.json["policies"]
+    assert policy["graphs"] == len(plan.keys)
+    explained = kpolicy(
+        "explain", "--decodes", 2, "--ladder", out, "--policy", "full_and_piecewise", "--max-num-tokens", 2048
+    )
+    assert str(plan.sizes.decode[0]) in explained.out
+
+
+def test_emit_json_prints_the_plan_file(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """``--emit json`` prints what ``--out`` writes, apart from the command that is in it."""
+    ended = kpolicy("plan", trace, "--budget", 3, "--emit", "json")
+    printed = json.loads(ended.out[ended.out.index("\n{") :])
+    kpolicy("plan", trace, "--budget", 3, "--out", tmp_path / "plan.json")
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert printed["schema"] == "kpolicy/ladder_plan"
+    for each in (printed, written):
+        each["planned_from"].pop("command")
+    assert printed == written
+
+
+def test_drafts_and_alignment(kpolicy: Command, trace: Path) -> None:
+    """Sizes are whole decode rows with drafts, and multiples of what is asked."""
+    found = planned(kpolicy, trace, "--emit", "vllm", "--speculative", 3, "--budget", 5)
+    assert all(size % 4 == 0 for size in found["lists"]["all"])
+    found = planned(kpolicy, trace, "--policy", "sglang", "--multiple-of", 8, "--budget", 6)
+    assert all(size % 8 == 0 for sizes in found["lists"].values() for size in sizes)
+    found = planned(kpolicy, trace, "--policy", "sglang", "--largest", "decode=100,prefill=640", "--budget", 6)
+    assert (found["lists"]["decode"][-1], found["lists"]["prefill"][-1]) == (100, 640)
+    # Fewer sizes than those two can't be.
+    assert found["curve_us"][:2] == [None, None]
+    ended = kpolicy("plan", trace, "--policy", "sglang", "--largest", "decode=100,prefill=640", "--budget", 2)
+    assert "* 2" in ended.out
+    assert "inf" not in ended.out
+
+
+def test_costs_of_a_config(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """With a model's config.json, analytic costs are that model's."""
+    config = write(tmp_path / "config.json", json.dumps(ARCHITECTURE))
+    assert "llama" in planned(kpolicy, trace, "--config", config, "--budget", 3)["costs"]
+
+
+def test_one_request(kpolicy: Command, tmp_path: Path) -> None:
+    """A trace of one request is planned, and says that nothing was held out."""
+    one = write(tmp_path / "one.csv", "timestamp,input_length,output_length", "0,30,12")
+    ended = kpolicy("plan", one, "--budget", 2)
+    assert ended.code == 0, ended
+    assert "out of sample: not scored" in ended.out
+
+
+def test_help(kpolicy: Command) -> None:
+    """Every option is said in one line or two."""
+    ended = kpolicy("plan", "--help")
+    assert ended.code == 0
+    for option in ("--budget", "--policy", "--emit", "--out", "--largest", "--multiple-of", "--smoothing", "--exact"):
+        assert option in ended.out

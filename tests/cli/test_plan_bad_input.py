@@ -1,0 +1,120 @@
+"""What `kpolicy plan` refuses: one clear line, exit code 2, nothing written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kpolicy.costs import analytic_costs
+from kpolicy.schemas import Profile, write_profile
+from tests.cli.conftest import Command, write
+from tests.cli.test_bad_input import refused
+from tests.cli.test_plan import ARCHITECTURE
+
+HEADER = "timestamp,input_length,output_length"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ("--budget ten", ["--budget has 'ten'", "capture sizes (40), seconds (30s)"]),
+        ("--budget 10secs", ["--budget has '10secs'"]),
+        ("--budget 10gibs", ["Did you mean gib?"]),
+        ("--budget 1.5", ["sizes are whole numbers"]),
+        ("--budget -3", ["--budget", "'-3'"]),
+        ("--budget 3,4", ["limits sizes twice"]),
+        ("--budget 1GiB --budget-bytes 5", ["--budget and --budget-bytes both limit bytes"]),
+        ("--budget 1B --largest decode=8", ["(decode 8) don't fit the budget of 1 bytes", "Raise the budget"]),
+        ("--budget 0 --largest decode=8", ["don't fit the budget of unbounded and at most 0 sizes"]),
+        ("--emit vlm", ["unknown format of --emit 'vlm'", "did you mean 'vllm'?", "json, sglang"]),
+        ("--policy vlm", ["unknown policy 'vlm'", "did you mean 'vllm'?"]),
+        ("--policy eager", ["captures nothing here"]),
+        ("--largest decode", ["--largest has 'decode'", "LIST=SIZE"]),
+        ("--largest prefil=8", ["largest names the ladder 'prefil'", "decode, prefill"]),
+        ("--largest decode=999", ["largest size 999 isn't a candidate", "from 1 to 256"]),
+        ("--multiple-of 0", ["--multiple-of is 0"]),
+        ("--multiple-of 4096 --policy sglang", ["multiple of 4096"]),
+        ("--smoothing 1", ["--smoothing is 1"]),
+        ("--worth 2", ["--worth is 2"]),
+        ("--ladder 1,2,4", ["--ladder is what plan looks for"]),
+        ("--window -1", ["--window is -1"]),
+        ("--rate 0", ["--rate is 0"]),
+        ("--max-num-tokens 0", ["--max-num-tokens is 0"]),
+        ("--kv-tokens 1", ["--kv-tokens is 1"]),
+        ("--speculative 3000", ["--speculative is 3000"]),
+        ("--speculative 2 --acceptance 1.5", ["acceptance is 1.5"]),
+        ("--attention mlaa", ["did you mean 'mla'?"]),
+        ("--budget 0 --emit vllm", ["the plan captures nothing", "vllm"]),
+    ],
+)
+def test_options(kpolicy: Command, trace: Path, arguments: str, parts: list[str]) -> None:
+    """An option that can't be used is named, with its value and what it takes."""
+    refused(kpolicy("plan", trace, *arguments.split(" ")), *parts)
+
+
+def test_traces(kpolicy: Command, tmp_path: Path) -> None:
+    """Unknown columns, times that go back, a file that is cut short and one with nothing to serve."""
+    unknown = write(tmp_path / "unknown.csv", "when,tokens", "1,2")
+    refused(kpolicy("plan", unknown), "unknown columns", "found: when, tokens")
+    unsorted = write(tmp_path / "unsorted.csv", HEADER, "5,8,8", "4,8,8")
+    refused(kpolicy("plan", unsorted), "line 3", "goes back from 5 to 4")
+    cut = tmp_path / "cut.csv.gz"
+    cut.write_bytes(gzip.compress("\n".join([HEADER, *(f"{i},8,8" for i in range(500))]).encode())[:-40])
+    refused(kpolicy("plan", cut), "gzip data is cut short")
+    failed = write(tmp_path / "failed.csv", HEADER, "1,0,0")
+    refused(kpolicy("plan", failed), "has no request to serve", "zero")
+    refused(kpolicy("plan", tmp_path / "none.csv"), "no such file")
+
+
+def test_requests_that_never_fit(kpolicy: Command, tmp_path: Path) -> None:
+    """A trace of prompts that no KV holds makes no step to plan for; a prompt of a million is no trouble else."""
+    long = write(tmp_path / "long.csv", HEADER, "0,1000000,5", "1,1000000,5")
+    refused(kpolicy("plan", long), "no steps")
+    mixed = write(tmp_path / "mixed.csv", HEADER, "0,1000000,5", "1,20,5", "1,30,5", "2,10,6")
+    assert kpolicy("plan", mixed, "--budget", 2).code == 0
+
+
+def test_a_profile_of_another_model(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """A profile that was measured with another model than the config's is refused; the right one is taken."""
+    config = write(tmp_path / "config.json", json.dumps(ARCHITECTURE))
+    costs = attrs.evolve(analytic_costs(), measured=True, version="measured-1")
+    other, right = tmp_path / "other.json", tmp_path / "right.json"
+    write_profile(other, Profile(costs=costs, device="a device", model="Qwen3ForCausalLM, 28 layers"))
+    write_profile(right, Profile(costs=costs, device="a device", model="LlamaForCausalLM, 16 layers"))
+    refused(
+        kpolicy("plan", trace, "--profile", other, "--config", config),
+        "was measured with 'Qwen3ForCausalLM, 28 layers'", "LlamaForCausalLM",
+    )  # fmt: skip
+    ended = kpolicy("plan", trace, "--profile", right, "--config", config, "--budget", 2)
+    assert ended.code == 0, ended
+    assert "costs    measured-1\n" in ended.out
+    refused(kpolicy("plan", trace, "--profile", config), "schema is None")
+
+
+@pytest.mark.parametrize("emitted", [[], ["--emit", "vllm"], ["--emit", "json"]])
+def test_output_that_cannot_be_written(kpolicy: Command, trace: Path, tmp_path: Path, emitted: list[str]) -> None:
+    """A path in no folder is refused, and no half of a file is left."""
+    out = tmp_path / "missing" / "plan.json"
+    refused(kpolicy("plan", trace, "--budget", 2, "--out", out, *emitted), f"can't write {out}")
+    assert not out.parent.exists()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    refused(kpolicy("plan", trace, "--budget", 2, "--out", folder, *emitted), f"can't write {folder}")
+    assert not list(folder.iterdir())
+
+
+def test_a_plan_for_other_drafts(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """A plan file is refused where rows draft otherwise than planned, and a file that is none by its kind."""
+    out = tmp_path / "plan.json"
+    assert kpolicy("plan", trace, "--budget", 2, "--out", out).code == 0
+    refused(
+        kpolicy("decide", "--decodes", 2, "--speculative", 1, "--ladder", out),
+        "planned for 0 draft tokens",
+        "here are 1",
+    )
+    config = write(tmp_path / "config.json", "{}")
+    refused(kpolicy("decide", "--decodes", 2, "--ladder", config), "schema is None", "another kind of file")
