@@ -10,10 +10,11 @@ import torch
 
 from kpolicy.executors.step_model import RowLayout, StepContext, StepTensors
 from kpolicy.serving import attention, mla
-from kpolicy.serving.kernels import TritonKernels
+from kpolicy.serving.kernels import PlainKernels, TritonKernels
 from kpolicy.serving.kv_cache import LayerSpec
 from kpolicy.serving.rows import RowTensors
 
+GPU = torch.device("cuda")
 PAGE = 16
 DTYPES = [torch.float32, torch.bfloat16]
 ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -56,6 +57,18 @@ def step_of(rows: RowTensors, layout: RowLayout | None, uniform: int | None) -> 
     )
 
 
+def on_cpu(plain: Any, *args: Any) -> torch.Tensor:
+    """The plain kernels on the CPU, in single precision."""
+
+    def moved(each: Any) -> Any:
+        if isinstance(each, RowTensors):
+            return RowTensors(*(part.cpu() for part in each[:3]), each.block_size)
+        return each.cpu().float() if isinstance(each, torch.Tensor) else each
+
+    out: torch.Tensor = plain(*map(moved, args))
+    return out.cuda()
+
+
 def close(mine: torch.Tensor, right: torch.Tensor, num_tokens: int) -> None:
     errors = (mine[:num_tokens].float() - right[:num_tokens].float()).abs().amax((1, 2)) / right.float().abs().max()
     wrong = (errors > ALLOWED[mine.dtype]).nonzero().flatten().tolist()
@@ -80,12 +93,9 @@ def test_paged(
         cache[-1] = float("nan")
     query = torch.randn(num_tokens, heads, dim, generator=generator, device="cuda").to(dtype)
     spec = LayerSpec(heads, kv_heads, dim, dim, dim**-0.5, window, softcap)
-    right = attention.paged_attention(
-        query.float(), caches[0].float(), caches[1].float(), rows, spec.scale, window, softcap
-    )
+    right = on_cpu(attention.paged_attention, query, *caches, rows, spec.scale, window, softcap)
     real = layout.num_tokens
-    for flash in (False, True):
-        kernels = TritonKernels(torch.device("cuda"), flash=flash)
+    for kernels in (TritonKernels(GPU), TritonKernels(GPU, flash=True), PlainKernels(GPU)):
         for known in ((None, uniform), (layout, uniform), (layout, None), (None, None)):
             close(kernels.attend(step_of(rows, *known), spec, query, rows, *caches), right, real)
 
@@ -101,16 +111,16 @@ def test_latent(name: str, dtype: torch.dtype, heads: int, rank: int, rope: int,
     query = torch.randn(num_tokens, heads, nope + rope, generator=generator, device="cuda").to(dtype)
     kv_b = (torch.randn(heads * (nope + value), rank, generator=generator, device="cuda") * rank**-0.5).to(dtype)
     spec = LayerSpec(heads, heads, nope + rope, value, (nope + rope) ** -0.5)
-    right = attention.mla_attention(query.float(), cache.float(), kv_b.float(), rows, spec.scale, uniform or 1)
-    kernels = TritonKernels(torch.device("cuda"))
-    for known in ((None, uniform), (layout, uniform), (layout, None)):
-        mine = kernels.attend_latents(step_of(rows, *known), spec, query, rows, cache, kv_b)
-        close(mine, right, layout.num_tokens)
+    right = on_cpu(attention.mla_attention, query, cache, kv_b, rows, spec.scale, uniform or 1)
+    for kernels in (TritonKernels(GPU), PlainKernels(GPU)):
+        for known in ((None, uniform), (layout, uniform), (layout, None)):
+            mine = kernels.attend_latents(step_of(rows, *known), spec, query, rows, cache, kv_b)
+            close(mine, right, layout.num_tokens)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_writes(dtype: torch.dtype) -> None:
-    kernels = TritonKernels(torch.device("cuda"))
+    kernels = TritonKernels(GPU)
     slots = torch.tensor([3, 77, 12, 200], device="cuda")
     key = torch.randn(2, 4, 80, device="cuda").to(dtype).transpose(0, 1)
     value = torch.randn(4, 2, 64, device="cuda").to(dtype)
@@ -133,9 +143,7 @@ def test_a_broken_kernel_would_show() -> None:
     query = torch.randn(num_tokens, 4, 64, device="cuda")
     right = attention.paged_attention(query, *caches, rows, 0.125, 0, 0.0)
     more = rows._replace(kv_lens=rows.kv_lens + 1)
-    wrong = TritonKernels(torch.device("cuda")).attend(
-        step_of(more, None, 1), LayerSpec(4, 2, 64, 64, 0.125), query, more, *caches
-    )
+    wrong = TritonKernels(GPU).attend(step_of(more, None, 1), LayerSpec(4, 2, 64, 64, 0.125), query, more, *caches)
     with pytest.raises(AssertionError, match="relative error"):
         close(wrong, right, layout.num_tokens)
 

@@ -293,6 +293,10 @@ class CudaAdapter:
         torch's random generator believes that it is captured until a capture ends well, so an empty one does.
         """
         recorded.reset()
+        # A capture that didn't end well still has the allocator send this stream to the pool, and holds the pool.
+        for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with suppress(RuntimeError):
+                end(self.device.index, pool.handle)
         if not pool.graphs:
             pool.handle = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
