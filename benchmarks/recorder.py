@@ -1,13 +1,15 @@
-"""What a replay of the CPU recorder costs beside the eager run of the same model, in one process and one run.
+"""A FULL replay on the CPU beside the eager run of the same decode step, on the default model of `kpolicy run`.
+
+Both are steps of the same executor on the same rows at the same padded shape: staging, the model, the head, sampling.
+They alternate, in an order that alternates too, and each pair gives one ratio, so that the machine's slower changes
+meet both sides; the result is the median of the ratios, and its interval holds 95% of medians of resampled pairs. Pairs
+are added until the interval's half-width is at most 2% of the ratio, or there are too many. Wall time is what the limit
+is about; the thread's processor time, which other processes disturb less, stands beside it. Logits must be equal to
+the bit.
 
 Run from the repository root, with torch and transformers::
 
-    OMP_NUM_THREADS=1 python -m benchmarks.recorder
-
-The model is a Llama of transformers with random weights. A step has one token for each of N requests, each attending
-to a static, full window of keys and values that the step writes its own into (one slot a request, no paging), so
-that attention costs what a decode's does. Repeats of eager and replay alternate. The ratio is of medians; the
-interval holds 95% of medians of resampled repeats.
+    OMP_NUM_THREADS=1 python -m benchmarks.recorder --date 2026-01-01 [--json FILE]
 """
 
 from __future__ import annotations
@@ -20,135 +22,132 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-from kpolicy.executors.cpu import CpuAdapter
+from benchmarks.engine_step import BLOCK_SIZE, CONTEXT, decode_inputs
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+HALF_WIDTH = 0.02
+STEP = 100
+"""Pairs between looks at the interval"""
 
 
-def make_model(layers: int) -> Any:
-    """A Llama of a few million parameters, attending through `_attend`."""
-    transformers.AttentionInterface.register("kpolicy_static_window", _attend)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=704, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, vocab_size=4096, use_cache=False, attn_implementation="kpolicy_static_window",
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
+def interval(ratios: Sequence[float], draws: int = 400) -> tuple[float, float, float]:
+    """(median, lowest and highest of 95% of medians of resampled ratios)."""
+    chance, count = random.Random(0), len(ratios)
+    medians = sorted(statistics.median(chance.choices(ratios, k=count)) for _ in range(draws))
+    return statistics.median(ratios), medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
-def _attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **rest: Any) -> tuple[Any, None]:  # noqa: ARG001
-    """One token a request over its own window: [N, heads, 1, head_dim]."""
-    window, slots = rest["window"][module.layer_idx], rest["slots"]
-    rows = torch.arange(len(query))
-    keys, values = window
-    keys.index_put_((rows, slots), key[:, :, 0])
-    values.index_put_((rows, slots), value[:, :, 0])
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        query, keys.transpose(1, 2), values.transpose(1, 2), enable_gqa=True, scale=rest["scaling"]
+def measure(executor: Any, key: Any, inputs: Any, least: int, most: int) -> dict[str, Any]:
+    """Eager and replayed times of one size, and whether they agreed to the bit."""
+    import torch
+
+    from kpolicy.decision import Decision, Launch
+    from kpolicy.modes import Mode, Rows
+    from kpolicy.reasons import Reason
+
+    decisions = (
+        Decision(Mode.EAGER, (Launch(Rows.ALL, None, padded_tokens=key.num_tokens),), Reason.POLICY_IS_EAGER),
+        Decision(Mode.FULL, (Launch(Rows.ALL, key),), Reason.GRAPH_FITS),
     )
-    return attended.transpose(1, 2), None
-
-
-def make_step(model: Any, size: int, context: int) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """(a decode step of `size` requests, a change of its inputs)."""
-    config = model.config
-    shape = (size, context, config.num_key_value_heads, config.head_dim)
-    window = [(torch.randn(shape), torch.randn(shape)) for _ in range(config.num_hidden_layers)]
-    ids = torch.zeros(size, 1, dtype=torch.int64)
-    positions, slots = torch.zeros_like(ids), torch.zeros(size, dtype=torch.int64)
-    mask = torch.zeros(size, 1, 1, 1)
-
-    def step() -> Any:
-        return model(
-            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, window=window, slots=slots
-        ).logits
-
-    def change() -> None:
-        ids.random_(config.vocab_size)
-        positions.random_(context)
-        slots.copy_(positions[:, 0])
-
-    return step, change
-
-
-def measure(model: Any, size: int, context: int, repeats: int) -> dict[str, Any]:
-    """Eager and replayed milliseconds of one size, and whether they agreed to the bit."""
-    step, change = make_step(model, size, context)
-    adapter = CpuAdapter()
-    change()
-    for _ in range(3):
-        step()
-    began = time.perf_counter()
-    adapter.begin(adapter.new_pool())
-    outputs = step()
-    graph = adapter.end()
-    capture_seconds = time.perf_counter() - began
-    equal, times = True, ([], [])
-    for _ in range(repeats):
-        change()
-        start = time.perf_counter()
-        expected = step()
-        middle = time.perf_counter()
-        adapter.replay(graph)
-        end = time.perf_counter()
-        equal = equal and torch.equal(expected, outputs)
-        times[0].append(middle - start)
-        times[1].append(end - middle)
-    low, high = _interval(*times)
+    wall: tuple[list[float], list[float]] = [], []
+    cpu: tuple[list[float], list[float]] = [], []
+    outputs: list[Any] = [None, None]
+    equal = True
+    for which in (0, 1) * 5:
+        executor.run(decisions[which], inputs)
+    while True:
+        for i in range(STEP):
+            for which in (0, 1) if i % 2 else (1, 0):
+                start, started = time.perf_counter_ns(), time.thread_time_ns()
+                outputs[which] = executor.run(decisions[which], inputs)
+                cpu[which].append((time.thread_time_ns() - started) / 1e6)
+                wall[which].append((time.perf_counter_ns() - start) / 1e6)
+            equal = equal and all(map(torch.equal, outputs[0].outputs, outputs[1].outputs))
+        ratio, low, high = interval([r / e for e, r in zip(*wall, strict=True)])
+        done = len(wall[0])
+        if done >= most or (done >= least and (high - low) / 2 <= HALF_WIDTH * ratio):
+            break
+    cpu_ratio, cpu_low, cpu_high = interval([r / e for e, r in zip(*cpu, strict=True)])
     return {
-        "tokens": size, "eager_ms": statistics.median(times[0]) * 1e3, "replay_ms": statistics.median(times[1]) * 1e3,
-        "ratio": statistics.median(times[1]) / statistics.median(times[0]), "low": low, "high": high,
-        "equal": equal, "operators": graph.num_operators, "bytes": graph.num_bytes, "capture_seconds": capture_seconds,
-    }  # fmt: skip
+        "tokens": key.num_tokens,
+        "pairs": done,
+        "eager_ms": round(statistics.median(wall[0]), 3),
+        "replay_ms": round(statistics.median(wall[1]), 3),
+        "ratio": round(ratio, 4),
+        "interval": [round(low, 4), round(high, 4)],
+        "half_width": round((high - low) / 2 / ratio, 4),
+        "cpu_ratio": round(cpu_ratio, 4),
+        "cpu_interval": [round(cpu_low, 4), round(cpu_high, 4)],
+        "cpu_half_width": round((cpu_high - cpu_low) / 2 / cpu_ratio, 4),
+        "equal": equal,
+    }
 
 
-def _interval(eager: Sequence[float], replay: Sequence[float], draws: int = 400) -> tuple[float, float]:
-    """95% of the ratios of medians of resampled repeats."""
-    chance, pairs = random.Random(0), list(zip(eager, replay, strict=True))
-    ratios = []
-    for _ in range(draws):
-        drawn = chance.choices(pairs, k=len(pairs))
-        ratios.append(statistics.median(r for _, r in drawn) / statistics.median(e for e, _ in drawn))
-    ratios.sort()
-    return ratios[int(0.025 * draws)], ratios[int(0.975 * draws)]
-
-
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Print the table; 1 where a replay wasn't the eager run to the bit, or wasn't faster."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--context", type=int, default=64, help="keys that every request attends to")
-    parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--json", help="file to write the rows to")
-    options = parser.parse_args()
-    model = make_model(options.layers)
-    parameters = sum(each.numel() for each in model.parameters())
-    print(
-        f"Llama, {options.layers} layers, {parameters / 1e6:.1f} M parameters, context {options.context}; torch "
-        f"{torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads on "
-        f"{os.cpu_count()} cores ({platform.machine()}), {options.repeats} repeats"
-    )
-    print("tokens  eager ms  replay ms  ratio  95% interval    calls  KiB     capture s  equal")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--date", default="unstated")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--least", type=int, default=300, help="pairs of a size, at least")
+    parser.add_argument("--most", type=int, default=3000, help="pairs of a size, at most")
+    options = parser.parse_args(argv)
+
+    import torch
+    import transformers
+
+    import kpolicy
+    from kpolicy.executors.cpu import CpuExecutor
+    from kpolicy.keys import GraphKey
+    from kpolicy.modes import Part
+    from kpolicy.registry import GraphRegistry
+    from kpolicy.serving.default_model import load_default
+
+    torch.set_num_threads(1)
+    model = load_default(num_blocks=1280, block_size=BLOCK_SIZE, max_model_len=512, max_num_reqs=max(SIZES))
+    executor, registry = CpuExecutor(model), GraphRegistry()
+    keys = [GraphKey(Part.FULL, size, size, query_len=1) for size in SIZES]
+    registry.plan(keys)
+    executor.open(registry)
+    executor.capture(keys)
     rows = []
-    with torch.inference_mode():
-        for size in SIZES:
-            row = measure(model, size, options.context, options.repeats)
-            rows.append(row)
-            print(
-                f"{size:6d}  {row['eager_ms']:8.2f}  {row['replay_ms']:9.2f}  {row['ratio']:.3f}  "
-                f"{row['low']:.3f} to {row['high']:.3f}  {row['operators']:5d}  {row['bytes'] / 1024:6.0f}  "
-                f"{row['capture_seconds']:9.3f}  {row['equal']}"
-            )
+    print("tokens  pairs  eager ms  replay ms  ratio  95% interval    half-width  of processor time  equal")
+    for key in keys:
+        row = measure(executor, key, decode_inputs(key.num_tokens, model.num_blocks), options.least, options.most)
+        record = registry.record(key)
+        row |= {"graph_bytes": record.bytes, "capture_s": round(record.seconds, 3)}
+        rows.append(row)
+        low, high = row["interval"]
+        print(
+            f"{row['tokens']:6d}  {row['pairs']:5d}  {row['eager_ms']:8.2f}  {row['replay_ms']:9.2f}  "
+            f"{row['ratio']:.3f}  {low:.3f} to {high:.3f}  {row['half_width']:10.2%}  {row['cpu_ratio']:17.3f}  "
+            f"{row['equal']}",
+            flush=True,
+        )
+    holds = all(row["equal"] and row["interval"][1] < 1 for row in rows)
+    result = {
+        "command": "OMP_NUM_THREADS=1 python -m benchmarks.recorder "
+        + " ".join(argv if argv is not None else sys.argv[1:]),
+        "date": options.date,
+        "versions": {
+            "kpolicy": kpolicy.__version__, "torch": str(torch.__version__), "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "device": {"machine": platform.machine(), "cores": os.cpu_count(), "threads": 1},
+        "model": f"default_model, {model.num_params} parameters, context {CONTEXT}",
+        "limit": 1.0,
+        "wanted_half_width": HALF_WIDTH,
+        "holds": holds,
+        "rows": rows,
+    }  # fmt: skip
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"parameters": parameters, "torch": str(torch.__version__), "rows": rows}, file, indent=1)
-    return 0 if all(row["equal"] and row["high"] < 1 for row in rows) else 1
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    executor.release()
+    print("holds" if holds else "DOES NOT HOLD")
+    return 0 if holds else 1
 
 
 if __name__ == "__main__":
