@@ -163,6 +163,34 @@ def decode_worth(seen: Histogram, held: Histogram, default: CaptureSizes, worklo
     return found
 
 
+def table(written: dict[str, Any]) -> str:
+    """The result as the tables of docs/planning.md."""
+    lines = []
+    for each in written["tables"]:
+        lines += [
+            f"{each['costs']}:",
+            "",
+            "| trace | steps | 60% of graphs | decode steps | as many | decode steps | decode list | 60% | as many |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for row in each["workloads"]:
+            fewer, many, decode = row["fewer"], row["as_many"], row["decode"]
+            cells = [
+                row["trace"],
+                f"{row['steps'][1]:,.0f}",
+                f"{fewer['against_default']:+.2%}",
+                f"{fewer['decode_steps_against_default']:+.2%}",
+                f"{many['against_default']:+.2%}",
+                f"{many['decode_steps_against_default']:+.2%}",
+                f"{decode['default_sizes']} sizes",
+                f"{decode['fewer']['against_default']:+.2%} ({decode['fewer_unsmoothed']['against_default']:+.2%})",
+                f"{decode['as_many']['against_default']:+.2%} ({decode['as_many_unsmoothed']['against_default']:+.2%})",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))

@@ -1,0 +1,50 @@
+"""docs/planning.md: its Python runs, and its table is the benchmark's result."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan_worth import RESULT, table
+
+DOC = Path(__file__).parents[2] / "docs" / "planning.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+ROWS = ["timestamp,input_length,output_length", *(f"{40 * i},{8 + 73 * i % 293},{2 + 31 * i % 40}" for i in range(40))]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["a trace", "a histogram"])
+def test_python_runs(
+    block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the page shows runs as it stands, beside a trace.csv, and prints sizes."""
+    (tmp_path / "trace.csv").write_text("".join(f"{row}\n" for row in ROWS))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, str(DOC), "exec"), {})  # noqa: S102  what a reader would run
+    assert re.search(r"\(\d+,", capsys.readouterr().out)
+
+
+def test_five_lines() -> None:
+    """A plan from Python takes five lines."""
+    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 5
+
+
+def test_worth_is_the_results() -> None:
+    """The table is made of the committed result."""
+    assert table(json.loads(RESULT.read_text(encoding="utf-8"))) in DOC.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("part", "most"), [("fewer", 0.02), ("as_many", 0.0025)])
+def test_worth_is_within_its_limits(part: str, most: float) -> None:
+    """On every trace: at most 60% of the graphs within 2% of the default list, and as many within 0.25%."""
+    written = json.loads(RESULT.read_text(encoding="utf-8"))
+    assert [len(each["workloads"]) for each in written["tables"]] == [6, 6, 6]
+    for each in written["tables"]:
+        for row in each["workloads"]:
+            found, decode = row[part], row["decode"][part]
+            assert found["share_of_graphs"] <= (0.6 if part == "fewer" else 1.0)
+            assert found["against_default"] <= most, (each["costs"], row["trace"])
+            assert found["decode_steps_against_default"] <= most, (each["costs"], row["trace"])
+            assert decode["against_default"] <= most, (each["costs"], row["trace"])
