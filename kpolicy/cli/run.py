@@ -31,6 +31,7 @@ from kpolicy.trace_run import Prompts, RunResult, reference_check, serve_trace
 __all__ = ["run"]
 
 BLOCK_SIZE = 16
+DEVICES = ("cpu", "cuda", "simulated")
 DEFAULT_POLICIES = ("auto", "vllm")
 DEFAULT_WINDOW_S = 300.0
 MAX_NUM_TOKENS, KV_TOKENS = 2048, 400_000
@@ -101,8 +102,8 @@ def run(
     device: Annotated[
         str | None,
         Parameter(
-            help="cpu serves a model on this machine, simulated takes times from a cost table. By default cpu where "
-            "torch and transformers are installed."
+            help="cpu or cuda serves a model on this machine, simulated takes times from a cost table. By default cpu "
+            "where torch and transformers are installed."
         ),
     ] = None,
     model: Annotated[
@@ -115,7 +116,7 @@ def run(
         Parameter(
             group="Deployment",
             converter=whole,
-            help="Token budget of a step (chunked prefill). By default 2048, and 256 where a model is served.",
+            help="Token budget of a step (chunked prefill). By default 2048, and 256 where a CPU serves a model.",
         ),
     ] = None,
     kv_tokens: Annotated[
@@ -123,7 +124,8 @@ def run(
         Parameter(
             group="Deployment",
             converter=whole,
-            help="KV capacity in tokens, all requests together. By default 400000, and 32768 where a model is served.",
+            help="KV capacity in tokens, all requests together. By default 400000; where a model is served 32768 on a "
+            "CPU and 262144 on a GPU.",
         ),
     ] = None,
     seed: Annotated[int, Parameter(converter=whole, help="Picks prompt tokens and random weights.")] = 0,
@@ -140,11 +142,11 @@ def run(
     """Serve a request trace with each policy, and compare them on the same arrivals."""
     specs = _specs(policy)
     asked = Asked(
-        requests=requests, turns=files.turns(specs), model=model, deployment=deployment,
+        requests=requests, turns=files.turns(specs), device=_device(device, model), model=model, deployment=deployment,
         max_num_tokens=max_num_tokens, kv_tokens=kv_tokens, seed=at_least("--seed", seed, 0), verify=verify,
         faults=tuple(fault or ()), json=json, files=files,
     )  # fmt: skip
-    if _device(device, model) == "cpu":
+    if asked.device != "simulated":
         from kpolicy.cli.run_model import run_model
 
         return run_model(asked)
@@ -157,6 +159,7 @@ class Asked:
 
     requests: Requests
     turns: Sequence[Turn]
+    device: str
     model: Path | None
     deployment: Deployment
     max_num_tokens: int | None
@@ -176,14 +179,14 @@ def _device(device: str | None, model: Path | None) -> str:
     """
     if device is None:
         device = "cpu" if model is not None or not missing_libraries() else "simulated"
-    if device not in ("cpu", "simulated"):
-        raise UnknownNameError("device", device, ("cpu", "simulated"), "`kpolicy doctor` says what is on this machine.")
+    if device not in DEVICES:
+        raise UnknownNameError("device", device, DEVICES, "`kpolicy doctor` says what is on this machine.")
     if device == "simulated" and model is not None:
         raise ConfigError(
             f"--model {model} and --device simulated: a simulated device runs no model. Leave one out; --config says "
             "what a model's attention supports."
         )
-    if device == "cpu":
+    if device != "simulated":
         needs_torch("run with a model")
     return device
 

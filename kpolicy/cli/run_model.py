@@ -23,16 +23,28 @@ from kpolicy.trace_run import Prompts, RunResult
 
 if TYPE_CHECKING:
     from kpolicy.cli.run import Asked
+    from kpolicy.serving.hf_model import LoadedModel
     from kpolicy.serving.real_run import Serving
 
 __all__ = ["run_model"]
 
-BLOCK_SIZE = 16
 DEFAULT_WINDOW_S = 30.0
-MAX_NUM_REQS, MAX_NUM_TOKENS, KV_TOKENS = 32, 256, 32_768
 UTILISATION = 0.7
 CALIBRATION_S = 10.0
 """Seconds for measuring costs, beyond a few times of each launch."""
+
+
+@attrs.frozen
+class _Size:
+    """What a device serves with where the command doesn't say."""
+
+    block_size: int
+    max_num_reqs: int
+    max_num_tokens: int
+    kv_tokens: int
+
+
+_SIZES = {"cpu": _Size(16, 32, 256, 32_768), "cuda": _Size(32, 256, 2048, 262_144)}
 
 
 @attrs.define
@@ -80,10 +92,14 @@ def _prepare(asked: Asked) -> _Job:
     settings, kv_tokens, utilisation = _limits(asked)
     trace = asked.requests.read(DEFAULT_WINDOW_S)
     costs = asked.deployment.costs()
-    ladder = ladder_of(asked.deployment.ladder, settings) or small_ladder(settings)
-    share_cores()
+    ladder, block_size = ladder_of(asked.deployment.ladder, settings), _SIZES[asked.device].block_size
+    if asked.device == "cpu":
+        ladder = ladder or small_ladder(settings)
+        share_cores()
     quiet_transformers()
-    model = open_model(asked.model, settings, kv_tokens=kv_tokens, block_size=BLOCK_SIZE, seed=asked.seed)
+    model = open_model(
+        asked.model, settings, kv_tokens=kv_tokens, block_size=block_size, seed=asked.seed, device=asked.device
+    )  # fmt: skip
     serving = Serving(
         model=model, settings=settings, ladder=ladder, costs=costs, objective=asked.deployment.objective,
         budget=asked.deployment.budget(), faults=asked.faults, verify=asked.verify,
@@ -99,7 +115,7 @@ def _prepare(asked: Asked) -> _Job:
             engines = {spec: serving.engine(spec, like=engine) for spec, engine in engines.items()}
         rate = asked.requests.rate
         if rate is None:
-            rate = _rate(trace, engines[first], kv_tokens // BLOCK_SIZE, utilisation)
+            rate = _rate(trace, engines[first], model, utilisation)
     except BaseException:
         release(engines)
         raise
@@ -156,13 +172,16 @@ def _limits(asked: Asked) -> tuple[Any, int, float]:
         raise ConfigError(
             f"--utilisation is {utilisation:g}; it is a share of what the machine can do, 0.01 to 10, such as 0.7."
         )
-    kv_tokens = KV_TOKENS if asked.kv_tokens is None else asked.kv_tokens
-    if not BLOCK_SIZE <= kv_tokens <= 1 << 24:
+    size = _SIZES[asked.device]
+    kv_tokens, block = size.kv_tokens if asked.kv_tokens is None else asked.kv_tokens, size.block_size
+    if not block <= kv_tokens <= 1 << 24:
         raise ConfigError(
-            f"--kv-tokens is {kv_tokens}; KV comes in blocks of {BLOCK_SIZE} tokens, so give {BLOCK_SIZE} to {1 << 24}."
+            f"--kv-tokens is {kv_tokens}; KV comes in blocks of {block} tokens, so give {block} to {1 << 24}."
         )
-    tokens = MAX_NUM_TOKENS if asked.max_num_tokens is None else asked.max_num_tokens
-    settings = settings_of(max_num_reqs=deployment.most_reqs(MAX_NUM_REQS), max_num_tokens=("--max-num-tokens", tokens))
+    tokens = size.max_num_tokens if asked.max_num_tokens is None else asked.max_num_tokens
+    settings = settings_of(
+        max_num_reqs=deployment.most_reqs(size.max_num_reqs), max_num_tokens=("--max-num-tokens", tokens)
+    )
     return settings, kv_tokens, utilisation
 
 
@@ -184,13 +203,15 @@ def _measured(spec: str, engines: Mapping[str, Engine], serving: Serving, *, qui
             engine.release()
 
 
-def _rate(trace: Trace, engine: Engine, num_blocks: int, utilisation: float) -> float:
+def _rate(trace: Trace, engine: Engine, model: LoadedModel, utilisation: float) -> float:
     """The factor of arrivals that asks this share of the machine: work that comes a second over work it can do."""
     from kpolicy.serving.real_run import saturated_s
 
     if not trace.span_s:
         return 1.0
-    work_s = saturated_s(trace, engine, engine.costs, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    work_s = saturated_s(
+        trace, engine, engine.costs, num_blocks=model.num_blocks, block_size=model.block_size
+    )  # fmt: skip
     return utilisation * trace.span_s / work_s
 
 
@@ -221,7 +242,7 @@ def _serve(job: _Job, asked: Asked) -> list[RunResult]:
 def _runs_on(model: Any) -> RunsOn:
     from kpolicy.serving.calibrate import device_name, model_name, versions
 
-    return RunsOn(f"cpu: {device_name()}", model_name(model), versions())
+    return RunsOn(f"{model.device.type}: {device_name(model.device)}", model_name(model), versions())
 
 
 def _setting(job: _Job) -> list[str]:
@@ -237,7 +258,7 @@ def _setting(job: _Job) -> list[str]:
     measured = "costs measured here" if serving.costs and serving.costs.version.startswith("measured ") else costs
     return [
         f"{model_name(model)}, {'random' if model.folder is None else 'its own'} weights",
-        f"cpu: {device_name()}; {measured}",
+        f"{model.device.type}: {device_name(model.device)}; {measured}",
         f"attention {model.support}, objective {serving.objective}{budget}",
         f"{model.num_slots:,} KV tokens, at most {settings.max_num_reqs:,} requests and {settings.max_num_tokens:,} "
         f"tokens a step, {model.max_model_len:,} tokens a request",
@@ -251,8 +272,8 @@ def _as_dict(job: _Job, asked: Asked) -> dict[str, Any]:
 
     serving, model = job.serving, job.serving.model
     return {
-        "executor": "cpu",
-        "device": device_name(),
+        "executor": model.device.type,
+        "device": device_name(model.device),
         "model": model_name(model),
         "attention": str(model.support),
         "costs": "" if serving.costs is None else serving.costs.version,

@@ -25,6 +25,7 @@ from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.batching import Batch, Batcher, Generation
 from kpolicy.scheduling.traces import Trace
+from kpolicy.serving.checkpoint import read_config
 from kpolicy.serving.default_model import load_default
 from kpolicy.serving.hf_model import LoadedModel
 from kpolicy.serving.load import load
@@ -43,6 +44,9 @@ __all__ = [
     "share_cores",
     "small_ladder",
 ]
+
+MAX_GPU_LEN = 16_384
+"""Longest request on a GPU, in tokens."""
 
 MAX_MODEL_LEN = 4096
 """Longest request by default, in tokens: a block table is as wide as this, for every row of every step."""
@@ -88,8 +92,18 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def open_model(source: Path | None, settings: Settings, *, kv_tokens: int, block_size: int, seed: int) -> LoadedModel:
+def open_model(
+    source: Path | None, settings: Settings, *, kv_tokens: int, block_size: int, seed: int, device: str = "cpu"
+) -> LoadedModel:  # fmt: skip
     """The model of a folder, of a config.json with random weights, or the default one.
+
+    Args:
+        source: the folder or the config.json; None is the default model.
+        settings: the deployment's limits.
+        kv_tokens: KV capacity.
+        block_size: tokens in a block.
+        seed: of random weights.
+        device: where it runs. Off the CPU, weights that the config gives no other type are bfloat16.
 
     Raises:
         CheckpointError: there is no such folder or file, or it isn't a model's.
@@ -98,10 +112,23 @@ def open_model(source: Path | None, settings: Settings, *, kv_tokens: int, block
     num_blocks = kv_tokens // block_size
     options: dict[str, Any] = {
         "num_blocks": num_blocks, "block_size": block_size, "max_num_reqs": settings.max_num_reqs, "seed": seed,
+        "device": device,
     }  # fmt: skip
     if source is None:
-        return load_default(max_model_len=min(MAX_MODEL_LEN, num_blocks * block_size), **options)
-    return load(_config(source) if source.is_file() else source, **options)
+        dtype = None if device == "cpu" else "bfloat16"
+        return load_default(max_model_len=min(MAX_MODEL_LEN, num_blocks * block_size), dtype=dtype, **options)
+    config = _config(source) if source.is_file() else source
+    if device != "cpu":
+        # Every row of every step brings a block table as wide as the longest request.
+        options["max_model_len"] = longest_request(config, num_blocks * block_size)
+    return load(config, **options)
+
+
+def longest_request(source: Path | Mapping[str, Any], kv_tokens: int) -> int:
+    """Tokens of the longest request that a GPU is asked to serve: as the model and the KV have room, within bounds."""
+    config, _ = read_config(source)
+    positions: int = getattr(config.get_text_config(), "max_position_embeddings", None) or MAX_GPU_LEN
+    return min(positions, kv_tokens, MAX_GPU_LEN)
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -205,12 +232,12 @@ class Serving:
             spec: the policy.
             like: an Engine of the same policy whose executor and graphs it takes over.
         """
-        from kpolicy.executors.cpu import CpuExecutor
+        from kpolicy.executors import get_executor
 
         if like is None:
             self.model.poison_padding(self.verify)
-        executor = like.executor if like is not None else CpuExecutor(
-            self.model, max_num_reqs=self.settings.max_num_reqs, faults=self.faults
+        executor = like.executor if like is not None else get_executor(
+            self.model.device.type, model=self.model, max_num_reqs=self.settings.max_num_reqs, faults=self.faults
         )  # fmt: skip
         return Engine(
             spec, attention=self.model.support, ladder=self.ladder, settings=self.settings, costs=self.costs,

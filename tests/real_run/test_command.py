@@ -230,7 +230,11 @@ def test_failed_checks_are_an_error(
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ("--device cuda", ["unknown device 'cuda'", "cpu, simulated", "kpolicy doctor"]),
+        ("--device tpu", ["unknown device 'tpu'", "cpu, cuda, simulated", "kpolicy doctor"]),
+        pytest.param(
+            "--device cuda", ["device 'cuda' isn't there", "Devices here: cpu", "kpolicy doctor"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
         ("--device simulated --model {config}", ["--device simulated", "runs no model"]),
         ("--model {tmp}/none", ["{tmp}/none isn't there"]),
         ("--model {tmp}", ["config.json"]),
