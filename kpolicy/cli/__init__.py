@@ -20,6 +20,7 @@ from kpolicy.cli.options import COMMAND
 from kpolicy.cli.plan import plan
 from kpolicy.cli.run import run
 from kpolicy.cli.simulate import simulate_command
+from kpolicy.cli.sweep import sweep_command
 from kpolicy.errors import KPolicyError, StickyDeviceError
 
 __all__ = ["app", "main"]
@@ -32,6 +33,7 @@ app = App(
 )
 app.command(run)
 app.command(simulate_command, name="simulate")
+app.command(sweep_command, name="sweep")
 app.command(generate)
 app.command(plan)
 app.command(decide)

@@ -116,6 +116,10 @@ class Trace:
     def __len__(self) -> int:
         return len(self.requests)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only view of a dict can't travel to another process.
+        return Trace, (self.source, self.format, self.requests, dict(self.dropped))
+
     @property
     def span_s(self) -> float:
         """Seconds from the first arrival to the last; 0 for fewer than two requests."""

@@ -9,7 +9,7 @@ from kpolicy.engine import Engine
 from kpolicy.observe import ModeStats
 from kpolicy.reasons import Basis
 from kpolicy.registry import GraphState
-from kpolicy.simulate.percentiles import Percentiles
+from kpolicy.simulate.percentiles import EXACT_REQUESTS, Percentiles
 from kpolicy.simulate.queue import Queue, Step
 from kpolicy.simulate.requests import Request
 from kpolicy.simulate.result import Bound, Goodput, SimResult
@@ -29,9 +29,10 @@ class Account:
         self.capture_s = sum(record.seconds for record in engine.registry.records())
         self.graph_bytes = engine.registry.totals().bytes_live
         self.tallies = Tallies(engine.costs)
-        self.ttft, self.gap, self.e2e = Percentiles(), Percentiles(), Percentiles()
+        self.gap = Percentiles()
+        # Entries of these are requests, of which a long run has a million too.
+        self.ttft, self.e2e = Percentiles(EXACT_REQUESTS), Percentiles(EXACT_REQUESTS)
         self.decode_steps: dict[int, int] = {}
-        self.mixed_steps: dict[tuple[int, int], int] = {}
         self.served = self.tokens = 0
         self.refused: dict[str, int] = {}
         self._good = self._drafted = self._accepted = 0
@@ -46,10 +47,7 @@ class Account:
     def take(self, queue: Queue, step: Step, decode_steps: int, us: float, now_us: float) -> None:
         """Take one rank's step in: tokens come out, requests end."""
         numbers = step.numbers
-        if numbers.num_prefills:
-            key = numbers.num_decodes, numbers.num_prefill_tokens
-            self.mixed_steps[key] = self.mixed_steps.get(key, 0) + 1
-        else:
+        if not numbers.num_prefills:
             self.decode_steps[numbers.num_decodes] = self.decode_steps.get(numbers.num_decodes, 0) + 1
         if numbers.num_decodes:
             gap, came, q = us / decode_steps, 0, queue.rows.query_len
@@ -134,7 +132,6 @@ class Account:
             accepted=self._accepted,
             ranks=len(queues),
             decode_steps=self.decode_steps,
-            mixed_steps=self.mixed_steps,
             interrupted=interrupted,
             downgrades=tuple(map(str, engine.downgrades)),
             **self._steps(),

@@ -11,10 +11,12 @@ import attrs
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["EXACT_VALUES", "RELATIVE_ERROR", "Percentiles", "Spread"]
+__all__ = ["EXACT_REQUESTS", "EXACT_VALUES", "RELATIVE_ERROR", "Percentiles", "Spread"]
 
 EXACT_VALUES = 1 << 20
 """Entries up to which percentiles are exact; an entry is a value with its weight, 16 bytes."""
+EXACT_REQUESTS = 1 << 17
+"""Requests up to which percentiles over requests are exact."""
 RELATIVE_ERROR = 0.002
 """Beyond that a percentile is off by at most this share of itself."""
 _AT_ONCE = 1 << 16

@@ -73,7 +73,6 @@ class SimResult:
         drafted, accepted: tokens drafted and accepted.
         ranks: data-parallel ranks.
         decode_steps: steps of decode rows alone, by number of rows of a rank.
-        mixed_steps: the other steps, by (decode rows, prompt tokens) of a rank.
         interrupted: whether it ended before the trace did, and why.
         basis: what the decisions took for granted.
         downgrades: what start-up took back.
@@ -112,7 +111,6 @@ class SimResult:
     accepted: int
     ranks: int
     decode_steps: Mapping[int, int]
-    mixed_steps: Mapping[tuple[int, int], int]
     interrupted: str
     basis: Basis
     downgrades: tuple[str, ...]
@@ -137,7 +135,7 @@ class SimResult:
 
     def as_dict(self) -> dict[str, Any]:
         """The result as plain JSON values. It holds no time of this machine, so equal runs give equal bytes."""
-        left_out = ("modes", "bound", "basis", "mixed_steps", "decode_steps")
+        left_out = ("modes", "bound", "basis", "decode_steps")
         values = attrs.asdict(self, filter=lambda attribute, _value: attribute.name not in left_out)
         values["modes"] = {mode: attrs.asdict(stats) for mode, stats in self.modes.items()}
         values["bound"] = {side: attrs.asdict(each) for side, each in self.bound.items()}

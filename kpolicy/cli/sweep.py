@@ -1,0 +1,233 @@
+"""`kpolicy sweep`: every combination of policies, ladders, rates, traces and costs, on all cores or on Ray."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import attrs
+from cyclopts import Parameter
+
+from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, whole
+from kpolicy.cli.render import console, grid, print_json, say, show
+from kpolicy.cli.serving_options import Served
+from kpolicy.cli.simulate import load_trace, specs_of
+from kpolicy.cli.step_log import files_of
+from kpolicy.cli.turns import check_writable, progress_bar
+from kpolicy.errors import ConfigError, UnknownNameError
+from kpolicy.observe.extras import load
+from kpolicy.simulate.pareto import METRICS, draw, points_of
+from kpolicy.simulate.sweep import Axes, Backend, Common, LocalBackend, sweep
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["sweep_command"]
+
+_AXES, _WHERE = "What is combined", "Where it runs"
+
+
+@Parameter(name="*")
+@attrs.frozen(kw_only=True)
+class Combined:
+    """Options that give an axis of the sweep several values."""
+
+    policy: Annotated[
+        list[str] | None,
+        Parameter(group=_AXES, negative="", help="A policy; repeat the option. By default auto and vllm."),
+    ] = None
+    rate: Annotated[
+        list[float] | None,
+        Parameter(group=_AXES, negative="", help="Speed the arrivals up by this factor; repeat the option."),
+    ] = None
+    ladders: Annotated[
+        list[str] | None,
+        Parameter(
+            group=_AXES,
+            negative="",
+            help="Capture sizes in tokens, such as 1,2,4,8, or own for the policy's; repeat the option.",
+        ),
+    ] = None
+    profiles: Annotated[
+        list[Path] | None,
+        Parameter(group=_AXES, negative="", help="A measured profile; repeat the option."),
+    ] = None
+    devices: Annotated[
+        list[str] | None,
+        Parameter(group=_AXES, negative="", help="A device of analytic costs; repeat the option."),
+    ] = None
+
+
+@Parameter(name="*")
+@attrs.frozen(kw_only=True)
+class Where:
+    """Options that say where cases run."""
+
+    backend: Annotated[str, Parameter(group=_WHERE, help="local for processes here, ray for a Ray cluster.")] = "local"
+    jobs: Annotated[
+        int, Parameter(group=_WHERE, converter=whole, help="Processes of the local backend; 0 is one a core.")
+    ] = 0
+    ray_address: Annotated[
+        str, Parameter(group=_WHERE, help="The Ray cluster; auto is this machine's, local starts one here.")
+    ] = "auto"
+
+    def made(self) -> Backend:
+        """The backend that was asked for.
+
+        Raises:
+            ConfigError: it isn't known, or what it needs isn't installed.
+        """
+        if self.backend == "local":
+            return LocalBackend(at_least("--jobs", self.jobs, 0))
+        if self.backend != "ray":
+            raise UnknownNameError("backend", self.backend, ("local", "ray"))
+        load("ray", extra="ray", package="ray", what="--backend ray")
+        from kpolicy.simulate.ray_backend import RayBackend
+
+        return RayBackend(self.ray_address)
+
+
+def sweep_command(
+    *traces: Annotated[Path, Parameter(help="Traces, as simulate takes them.")],
+    combined: Combined = Combined(),
+    window: Annotated[float, Parameter(help="Seconds of each trace to serve; 0 is the whole trace.")] = 0.0,
+    start: Annotated[float, Parameter(help="Second of each trace to start at.")] = 0.0,
+    served: Served = Served(),  # noqa: B008
+    deployment: Deployment = Deployment(),  # noqa: B008
+    where: Where = Where(),
+    out: Annotated[
+        Path | None,
+        Parameter(help="Results file: a line a case, written as each ends. A sweep that was killed goes on from it."),
+    ] = None,
+    plot: Annotated[
+        Path | None, Parameter(help="Draw latency against graph memory, with the Pareto front: a .png or .svg file.")
+    ] = None,
+    metric: Annotated[str, Parameter(help=f"The latency that is drawn and ranked: {', '.join(METRICS)}.")] = "gap-p50",
+    seed: Annotated[int, Parameter(converter=whole, help="Of accepted drafts.")] = 0,
+    json: Json = False,
+) -> int:
+    """Simulate every combination of policies, ladders, rates, traces and costs, and mark the Pareto front."""
+    if metric not in METRICS:
+        raise UnknownNameError("metric", metric, METRICS)
+    _check_plot(plot)
+    check_writable("--out", files_of("--out", out, ["sweep"], "sweep.jsonl")[0])
+    axes = Axes(policies=specs_of(combined.policy), rates=_rates(combined.rate))
+    common = _common(traces, combined, served, deployment, start=start, window=window, seed=at_least("--seed", seed, 0))
+    backend = where.made()
+    interrupted = False
+    lines: list[dict[str, Any]] = []
+    with progress_bar("cases", quiet=json) as shown:
+        task = shown.add_task("sweep", total=None)
+        try:
+            lines = sweep(
+                axes, common, path=out, backend=backend,
+                progress=lambda done, total: shown.update(task, completed=done, total=total),
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted:
+        kept = (
+            f"what was done is in {out}; the same command goes on from there." if out else "nothing was kept: no --out."
+        )
+        sys.stderr.write(f"kpolicy: interrupted; {kept}\n")
+        return 130
+    points = points_of(lines, metric)
+    if plot is not None:
+        draw(points, metric, plot)
+    if json:
+        print_json({"cases": lines, "pareto": [point.case for point in points if point.on_front]})
+    else:
+        made = console()
+        show(_table(lines, {id(point.line) for point in points if point.on_front}), made)
+        say(made, f"* nothing else of its trace, rate and costs has less graph memory and a lower {METRICS[metric][0]}")
+    failed = [line for line in lines if "error" in line]
+    for line in failed:
+        sys.stderr.write(f"kpolicy: {_named(line['case'])}: {line['error']}\n")
+    return 1 if failed else 0
+
+
+def _rates(rates: Sequence[float] | None) -> tuple[float, ...]:
+    found = tuple(rates or (1.0,))
+    for i, rate in enumerate(found):
+        if not 0 < rate < float("inf"):
+            raise ConfigError(f"--rate is {rate:g}; it takes a factor above 0, such as 2 for arrivals twice as fast.")
+        if rate in found[:i]:
+            raise ConfigError(f"--rate {rate:g} is given twice; give each once.")
+    return found
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is None:
+        return
+    if plot.suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"--plot {plot} ends in {plot.suffix or 'nothing'}; it draws a .png or a .svg file.")
+    check_writable("--plot", files_of("--plot", plot, ["sweep"], "sweep.svg")[0])
+    load("matplotlib", extra="plots", package="matplotlib", what="--plot")
+
+
+def _common(
+    paths: Sequence[Path], combined: Combined, served: Served, deployment: Deployment, *, start: float, window: float,
+    seed: int,
+) -> Common:  # fmt: skip
+    """What the names of the cases stand for."""
+    if combined.ladders and deployment.ladder is not None:
+        raise ConfigError("--ladder and --ladders both give capture sizes; give --ladders for several.")
+    if combined.profiles and (deployment.profile is not None or combined.devices or served.device):
+        raise ConfigError("--profiles were measured on devices; leave out --profile, --device and --devices.")
+    traces = {}
+    for path in paths or (None,):
+        trace = load_trace(path, start=start, window=window)
+        name = Path(trace.source).stem if path is None else path.name
+        if name in traces:
+            raise ConfigError(f"two traces are called {name}; rename one, so that results can tell them apart.")
+        traces[name] = trace
+    costs = {}
+    for profile in combined.profiles or (None,):
+        for device in combined.devices or (served.device,):
+            each = attrs.evolve(served, device=device)
+            model = each.costs(deployment, profile)
+            costs[str(profile or device or "default")] = (model.costs, each.server(deployment, model))
+    settings = next(iter(costs.values()))[1].settings
+    given = combined.ladders or [deployment.ladder or "own"]
+    ladders = {text: None if text == "own" else ladder_of(text, settings) for text in given}
+    return Common(
+        traces=traces, costs=costs, ladders=ladders, attention=deployment.support(), objective=deployment.objective,
+        budget=deployment.budget(), seed=seed,
+    )  # fmt: skip
+
+
+def _named(case: dict[str, Any]) -> str:
+    return f"{case['policy']} on {case['trace']} x{case['rate']:g}, costs {case['costs']}, ladder {case['ladder']}"
+
+
+def _table(lines: Sequence[dict[str, Any]], front: set[int]) -> Table:
+    varied = [
+        name for name in ("trace", "rate", "costs", "ladder") if len({str(line["case"][name]) for line in lines}) > 1
+    ]
+    numbers = ("TTFT ms\np50 / p99", "gap ms\np50 / p99", "whole s\np50", "good /s", "graphs", "MiB", "start s")
+    table = grid("policy", *varied, *numbers, numbers=numbers, words=("policy", *varied))
+    for line in lines:
+        case, result = line["case"], line.get("result")
+        names = [f"{case['policy']}{' *' if id(line) in front else ''}", *(_short(name, case[name]) for name in varied)]
+        if result is None:
+            table.add_row(*names, "failed", *[""] * (len(numbers) - 1))
+            continue
+        ttft, gap = result["ttft"], result["gap"]
+        asked = result["goodput"]["ttft_ms"] is not None or result["goodput"]["gap_ms"] is not None
+        table.add_row(
+            *names, f"{ttft['p50'] / 1e3:,.1f} / {ttft['p99'] / 1e3:,.1f}",
+            f"{gap['p50'] / 1e3:,.2f} / {gap['p99'] / 1e3:,.2f}", f"{result['e2e']['p50'] / 1e6:,.2f}",
+            f"{result['goodput']['per_s']:,.2f}" if asked else "-", f"{result['graphs']:,}",
+            f"{result['graph_bytes'] / 2**20:,.0f}", f"{result['capture_s']:,.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _short(name: str, value: Any) -> str:
+    """A name of an axis as the table has it."""
+    if name == "ladder" and value.count(",") > 2:
+        sizes = value.split(",")
+        return f"{sizes[0]}..{sizes[-1]} ({len(sizes)})"
+    return f"{value:g}" if name == "rate" else Path(value).stem if name in ("trace", "costs") else str(value)

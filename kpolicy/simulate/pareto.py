@@ -1,0 +1,136 @@
+"""Which cases of a sweep are worth their graph memory, and the picture of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from kpolicy.errors import ConfigError
+from kpolicy.observe.extras import load
+
+__all__ = ["METRICS", "Point", "draw", "points_of"]
+
+METRICS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "gap-p50": ("median gap between tokens", "gap", "p50"),
+        "gap-p99": ("p99 of the gap between tokens", "gap", "p99"),
+        "ttft-p50": ("median time to first token", "ttft", "p50"),
+        "ttft-p99": ("p99 of the time to first token", "ttft", "p99"),
+        "e2e-p50": ("median time to the last token", "e2e", "p50"),
+        "e2e-p99": ("p99 of the time to the last token", "e2e", "p99"),
+    }
+)
+"""Latencies that can be drawn: what they are, and where they stand in a result."""
+
+# Okabe and Ito's colours, which people without colour vision tell apart, each with a mark of its own.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+@attrs.frozen
+class Point:
+    """One finished case: what it costs in memory, and how quick it is.
+
+    Args:
+        line: its line of the results file.
+        mib: memory of its graphs.
+        ms: the latency.
+        on_front: whether no other case of its trace, rate and costs has both less memory and a lower latency.
+    """
+
+    line: Mapping[str, Any]
+    mib: float
+    ms: float
+    on_front: bool = False
+
+    @property
+    def case(self) -> Any:
+        return self.line["case"]
+
+    @property
+    def panel(self) -> tuple[str, float, str]:
+        """What it can be compared with."""
+        return self.case["trace"], self.case["rate"], self.case["costs"]
+
+
+def points_of(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
+    """The finished cases as points, with those of each front marked."""
+    _, spread, percentile = METRICS[metric]
+    found = [
+        Point(line, line["result"]["graph_bytes"] / 2**20, line["result"][spread][percentile] / 1e3)
+        for line in lines
+        if "result" in line
+    ]
+    return [attrs.evolve(point, on_front=not any(_beats(other, point) for other in found)) for point in found]
+
+
+def _beats(other: Point, point: Point) -> bool:
+    """Whether the other is nowhere worse and somewhere better."""
+    if other.panel != point.panel:
+        return False
+    return (other.mib, other.ms) != (point.mib, point.ms) and other.mib <= point.mib and other.ms <= point.ms
+
+
+def draw(points: Sequence[Point], metric: str, path: Path) -> None:
+    """Draw a panel for each trace, rate and costs: latency against graph memory, and its front.
+
+    Raises:
+        ConfigError: matplotlib isn't installed, there is nothing to draw, or the file can't be written.
+    """
+    if not points:
+        raise ConfigError("no case of the sweep has a result, so there is nothing to draw.")
+    matplotlib = load("matplotlib", extra="plots", package="matplotlib", what="--plot")
+    figure_of = load("matplotlib.figure", extra="plots", package="matplotlib", what="--plot").Figure
+    panels = [list(each) for _, each in groupby(sorted(points, key=lambda point: point.panel), key=lambda p: p.panel)]
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    policies = list(dict.fromkeys(point.case["policy"] for point in points))
+    # The salt makes the ids of an SVG the same each time.
+    with matplotlib.rc_context({"svg.hashsalt": "kpolicy", "svg.fonttype": "none"}):
+        figure = figure_of(figsize=(4.8 * columns, 3.6 * rows + 0.8), layout="constrained")
+        for i, panel in enumerate(panels):
+            _panel(figure.add_subplot(rows, columns, i + 1), panel, policies, metric)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+        with _written(path) as temporary:
+            metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": "kpolicy"}
+            figure.savefig(temporary, format=path.suffix.lower()[1:], dpi=150, metadata=metadata)
+
+
+def _panel(axes: Any, points: Sequence[Point], policies: Sequence[str], metric: str) -> None:
+    trace, rate, costs = points[0].panel
+    axes.set_title(f"{trace} x{rate:g}" + ("" if costs == "default" else f", {costs}"), fontsize=10)
+    axes.set_xlabel("graph memory, MiB")
+    axes.set_ylabel(f"{METRICS[metric][0]}, ms")
+    front = sorted((point.mib, point.ms) for point in points if point.on_front)
+    axes.plot(*zip(*front, strict=True), color="#767676", linewidth=1, drawstyle="steps-post", label="front", zorder=1)
+    for i, policy in enumerate(policies):
+        own = [point for point in points if point.case["policy"] == policy]
+        axes.scatter(
+            [point.mib for point in own], [point.ms for point in own], label=policy, zorder=2, s=42,
+            color=_COLOURS[i % len(_COLOURS)], marker=_MARKS[i % len(_MARKS)],
+        )  # fmt: skip
+    axes.grid(visible=True, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[Path]:
+    """A name beside the path that takes its place when it is whole."""
+    import os
+    import secrets
+
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"can't write {path}: {error.strerror or error}. Give another path.") from None
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,70 @@
+"""Cases of a sweep on a Ray cluster that is there already, or on one of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from kpolicy.errors import ConfigError
+from kpolicy.observe.extras import load
+from kpolicy.simulate.sweep import Case, Common, run_case
+
+__all__ = ["RayBackend"]
+
+
+@attrs.frozen
+class RayBackend:
+    """Ray's workers, which must have the same kpolicy installed.
+
+    Args:
+        address: the cluster, as ``ray.init`` takes it; ``auto`` is the one that this machine belongs to, ``local``
+            starts one here for as long as the sweep takes.
+    """
+
+    address: str = "auto"
+
+    def run(self, cases: Sequence[Case], common: Common) -> Iterator[dict[str, Any]]:
+        """The line of each case, as they finish."""
+        ray = load("ray", extra="ray", package="ray", what="--backend ray")
+        ours = not ray.is_initialized()
+        if ours:
+            _check_there(self.address)
+            try:
+                ray.init(address=self.address, log_to_driver=False, logging_level="ERROR")
+            except Exception as error:  # noqa: BLE001 - whatever Ray raises, there is no cluster
+                raise _no_cluster(self.address, f"{type(error).__name__}: {str(error)[:200]}") from None
+        try:
+            # Traces and cost tables travel once; workers read them from the object store.
+            shared = ray.put(common)
+            work = ray.remote(num_cpus=1, max_retries=3)(run_case)
+            waiting = [work.remote(case, shared) for case in cases]
+            while waiting:
+                finished, waiting = ray.wait(waiting, num_returns=1)
+                yield from ray.get(finished)
+        finally:
+            if ours:
+                ray.shutdown()
+
+
+def _check_there(address: str) -> None:
+    """See whether anything listens at HOST:PORT: Ray itself tries for minutes."""
+    import socket
+
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_PATIENCE_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, str(error)) from None
+
+
+_PATIENCE_S = 5.0
+
+
+def _no_cluster(address: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"no Ray cluster at {address!r}: {why}. Start one with `ray start --head`, or give --ray-address local."
+    )

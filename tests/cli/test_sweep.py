@@ -1,0 +1,103 @@
+"""`kpolicy sweep`: its table, files and picture, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+from tests.cli.test_bad_input import refused
+
+
+def test_a_table_a_picture_and_a_file_to_go_on_from(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Every case is a row, the front is marked, and the same command again runs nothing."""
+    pytest.importorskip("matplotlib")
+    options = [
+        "sweep", trace, "--policy", "auto", "--policy", "eager", "--rate", 1, "--rate", 2, "--ladders", "own",
+        "--ladders", "1,2,4,8", "--jobs", 1, "--out", tmp_path / "s.jsonl", "--plot", tmp_path / "p.svg",
+    ]  # fmt: skip
+    ended = kpolicy(*options)
+    assert ended.code == 0, ended.err
+    assert sum(line.startswith(("auto", "eager")) for line in ended.out.splitlines()) == 8
+    assert "eager *" in ended.out
+    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
+    written = (tmp_path / "s.jsonl").read_bytes()
+    assert written.count(b"\n") == 9
+    assert kpolicy(*options).out == ended.out
+    assert (tmp_path / "s.jsonl").read_bytes() == written
+    told = kpolicy(*options, "--json").json
+    assert len(told["cases"]) == 8
+    assert {case["policy"] for case in told["pareto"]} <= {"auto", "eager"}
+    refused(kpolicy(*options, "--max-num-reqs", 7), "was begun with another trace")
+
+
+def test_devices_are_an_axis(kpolicy: Command, trace: Path) -> None:
+    """Each device has its own cost table."""
+    ended = kpolicy("sweep", trace, "--policy", "vllm", "--devices", "h200", "--devices", "a100", "--json", "--jobs", 1)
+    assert ended.code == 0, ended.err
+    costs = {line["case"]["costs"]: line["result"]["costs"] for line in ended.json["cases"]}
+    assert "H200" in costs["h200"]
+    assert "A100" in costs["a100"]
+
+
+def test_a_case_that_fails_is_told_and_the_others_stay(kpolicy: Command, trace: Path) -> None:
+    """Exit code 1, a line on standard error for each, and a table with the rest."""
+    ended = kpolicy("sweep", trace, "--policy", "eager", "--policy", "vllm", "--kv-tokens", 400, "--jobs", 1)
+    assert ended.code == 1
+    assert ended.err.count("\n") == 1
+    assert "vllm on trace.csv" in ended.err
+    assert "nothing is left for requests" in ended.err
+    assert "failed" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ("--policy autoo", ["unknown policy 'autoo'"]),
+        ("--rate 0", ["--rate is 0"]),
+        ("--rate 2 --rate 2", ["--rate 2 is given twice"]),
+        ("--metric speed", ["unknown metric 'speed'", "gap-p50"]),
+        ("--backend slurm", ["unknown backend 'slurm'", "local, ray"]),
+        ("--jobs -1", ["--jobs is -1"]),
+        ("--plot x.pdf", ["--plot x.pdf ends in .pdf"]),
+        ("--plot no/x.png", ["there is no folder no"]),
+        ("--out no/x.jsonl", ["there is no folder no"]),
+        ("--ladder 1,2 --ladders 1", ["--ladder and --ladders both"]),
+        ("--ladders 1,x", ["1,x"]),
+        ("--profiles a.json --devices h200", ["--profiles were measured on devices"]),
+    ],
+)
+def test_what_cant_be_done_is_one_line(kpolicy: Command, trace: Path, arguments: str, parts: list[str]) -> None:
+    """Every wrong option names itself and its value; nothing has run."""
+    refused(kpolicy("sweep", trace, *arguments.split()), *parts)
+
+
+def test_two_traces_of_one_name_are_refused(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Results couldn't tell them apart."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / trace.name).write_text(trace.read_text())
+    refused(kpolicy("sweep", trace, other / trace.name), "two traces are called trace.csv")
+
+
+@pytest.mark.parametrize(("option", "module"), [("--backend ray", "ray"), ("--plot p.png", "matplotlib")])
+def test_a_missing_library_is_named(
+    kpolicy: Command, trace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, module: str
+) -> None:
+    """The extra to install is in the error, before anything has run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    refused(kpolicy("sweep", trace, *option.split(), "--out", tmp_path / "s.jsonl"), f"needs {module}", "kpolicy[")
+    assert not (tmp_path / "s.jsonl").exists()
+
+
+def test_lines_are_json_that_reads_back(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """A header with what it was made with, then a line a case."""
+    kpolicy("sweep", trace, "--policy", "eager", "--out", tmp_path / "s.jsonl", "--jobs", 1)
+    header, line = map(json.loads, (tmp_path / "s.jsonl").read_text().splitlines())
+    assert header["schema"] == "kpolicy/sweep"
+    assert line["case"] == {"trace": "trace.csv", "rate": 1.0, "costs": "default", "ladder": "own", "policy": "eager"}
+    assert line["result"]["served"] == 40

@@ -1,0 +1,203 @@
+"""Sweeps: every combination once, the same wherever it runs, and nothing lost when it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kpolicy.attention.support import parse_attention
+from kpolicy.errors import ConfigError, SchemaError
+from kpolicy.ladders import CaptureSizes
+from kpolicy.scheduling.generator import generate_trace
+from kpolicy.simulate.pareto import METRICS, draw, points_of
+from kpolicy.simulate.sweep import Axes, Common, LocalBackend, SweepFile, sweep
+
+from .helpers import COSTS, SIZES, server, trace_of
+
+AXES = Axes(policies=("auto", "eager"), rates=(1.0, 2.0))
+
+
+def common(**other: Any) -> Common:
+    trace = trace_of(*[(0.3 * i, 3 + 7 * i % 40, 1 + 5 * i % 17) for i in range(12)])
+    given = {
+        "traces": {"short": trace, "twice": trace.scaled(0.5)}, "costs": {"drawn": (COSTS, server())},
+        "ladders": {"own": SIZES, "two": CaptureSizes((2, 4))}, "attention": parse_attention("gqa"),
+    }  # fmt: skip
+    return Common(**(given | other))
+
+
+def test_every_combination_runs_once_in_order() -> None:
+    """Traces by rates by ladders by policies; each line is what `simulate` says."""
+    lines = sweep(AXES, common(), backend=LocalBackend(1))
+    assert len(lines) == 2 * 2 * 2 * 2
+    assert [line["case"] for line in lines] == [attrs.asdict(case) for case in AXES.cases(common())]
+    assert {line["result"]["served"] for line in lines} == {12}
+    assert json.dumps(lines) == json.dumps(json.loads(json.dumps(lines)))
+
+
+def test_processes_give_what_one_gives() -> None:
+    """Two local processes return the same lines."""
+    assert sweep(AXES, common(), backend=LocalBackend(2)) == sweep(AXES, common(), backend=LocalBackend(1))
+
+
+def test_what_cases_share_travels_to_another_process() -> None:
+    """Traces, costs, support and servers pickle, and mean the same afterwards."""
+    shared = common()
+    again = pickle.loads(pickle.dumps(shared))  # noqa: S301 - our own
+    assert again.fingerprint() == shared.fingerprint()
+    assert again.traces["short"] == shared.traces["short"]
+
+
+def test_a_sweep_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+    """Half a last line is run again, whole ones aren't, and the file ends as if nothing had happened."""
+    path = tmp_path / "s.jsonl"
+    lines = sweep(AXES, common(), path=path, backend=LocalBackend(1))
+    whole = path.read_bytes()
+    kept = whole.split(b"\n")[:6]
+    path.write_bytes(b"\n".join(kept) + b"\n" + whole.split(b"\n")[6][:50])
+    seen: list[int] = []
+    assert sweep(AXES, common(), path=path, backend=LocalBackend(1), progress=lambda n, _: seen.append(n)) == lines
+    assert seen[0] == 5
+    assert path.read_bytes() == whole
+    assert sweep(AXES, common(), path=path, backend=Refuses()) == lines
+
+
+class Refuses:
+    """A backend that must not be asked."""
+
+    def run(self, cases: Any, _shared: Any) -> Any:
+        raise AssertionError(cases)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from kpolicy.scheduling.generator import generate_trace
+from kpolicy.simulate import Server
+from kpolicy.costs import analytic_costs
+from kpolicy.simulate.sweep import Axes, Common, LocalBackend, sweep
+common = Common(traces={"t": generate_trace(num_requests=1500, seed=1)}, costs={"c": (analytic_costs(), Server())},
+                ladders={"own": None})
+sweep(Axes(policies=("eager", "vllm", "sglang"), rates=(1.0, 2.0, 3.0)), common, path=Path(sys.argv[1]),
+      backend=LocalBackend(int(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_killed_sweep_keeps_what_was_done(tmp_path: Path, jobs: int) -> None:
+    """A process killed in the middle leaves a file that a second one finishes, with no case twice."""
+    path = tmp_path / "s.jsonl"
+    command = [sys.executable, "-c", KILLED, str(path), str(jobs)]
+    first = subprocess.Popen(command, start_new_session=True)
+    for _ in range(3000):
+        if path.exists() and path.read_bytes().count(b"\n") >= 3:
+            break
+        time.sleep(0.02)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    done = path.read_bytes()[: path.read_bytes().rfind(b"\n") + 1]
+    assert done.count(b"\n") >= 3
+    subprocess.run(command, check=True)
+    lines = path.read_bytes().splitlines()
+    assert path.read_bytes().startswith(done)
+    assert len(lines) == len(set(lines)) == 1 + 9
+
+
+def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
+    """Other traces, costs or options, and other kinds of file, are named rather than mixed."""
+    path = tmp_path / "s.jsonl"
+    sweep(AXES, common(), path=path, backend=LocalBackend(1))
+    for other in (
+        common(objective="latency"),
+        common(costs={"drawn": (COSTS, server(ranks=2))}),
+        common(traces={"short": trace_of((0, 3, 3)), "twice": trace_of((0, 3, 3))}),
+    ):
+        with pytest.raises(ConfigError, match="was begun with another trace, server, costs or version"):
+            sweep(AXES, other, path=path)
+    path.write_text('{"schema": "kpolicy/step_log"}\n')
+    with pytest.raises(SchemaError, match="line 1, isn't of a results file"):
+        SweepFile(path, common())
+    path.write_text("something else")
+    with pytest.raises(SchemaError, match="isn't a results file"):
+        SweepFile(path, common())
+    with pytest.raises(ConfigError, match="can't write"):
+        SweepFile(tmp_path / "no" / "s.jsonl", common())
+
+
+def test_a_case_that_cant_run_is_a_line_and_the_others_run() -> None:
+    """KV that graphs leave nothing of fails its own cases only."""
+    small = server(num_blocks=20, kv_bytes_per_token=70)
+    lines = sweep(Axes(policies=("eager", "full")), common(costs={"drawn": (COSTS, small)}), backend=LocalBackend(1))
+    by_policy = {line["case"]["policy"]: line for line in lines if line["case"]["ladder"] == "own"}
+    assert by_policy["eager"]["result"]["served"] == 12
+    assert "nothing is left for requests" in by_policy["full"]["error"]
+
+
+def line_of(mib: float, ms: float, trace: str = "t") -> dict[str, Any]:
+    case = {"trace": trace, "rate": 1.0, "costs": "default", "ladder": "own", "policy": f"p{mib}"}
+    spread = {"p50": ms * 1e3, "p99": ms * 2e3}
+    return {"case": case, "result": {"graph_bytes": mib * 2**20, "gap": spread, "ttft": spread, "e2e": spread}}
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.sampled_from("ab")), max_size=12))
+def test_the_front_is_what_nothing_beats(cases: list[tuple[int, int, str]]) -> None:
+    """A point is on its panel's front exactly where no other one is nowhere worse and somewhere better."""
+    for point, (mib, ms, trace) in zip(points_of([line_of(*each) for each in cases], "gap-p50"), cases, strict=True):
+        beaten = any(
+            other[2] == trace and other[0] <= mib and other[1] <= ms and other[:2] != (mib, ms) for other in cases
+        )
+        assert point.on_front is not beaten
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_picture_is_the_same_each_time(tmp_path: Path, ending: str) -> None:
+    """A PNG and an SVG with every policy and both panels; equal bytes from equal results."""
+    pytest.importorskip("matplotlib")
+    points = points_of([line_of(1, 9), line_of(4, 5), line_of(3, 2, "other"), line_of(9, 9)], "gap-p99")
+    for name in ("a", "b"):
+        draw(points, "gap-p99", tmp_path / f"{name}.{ending}")
+    first = (tmp_path / f"a.{ending}").read_bytes()
+    assert first == (tmp_path / f"b.{ending}").read_bytes()
+    assert sorted(each.name for each in tmp_path.iterdir()) == [f"a.{ending}", f"b.{ending}"]
+    if ending == "svg":
+        text = first.decode()
+        assert all(part in text for part in ("p1", "p9", "other x1", "graph memory, MiB", METRICS["gap-p99"][0]))
+
+
+def test_an_empty_sweep_cant_be_drawn(tmp_path: Path) -> None:
+    """Where every case failed there is nothing to draw."""
+    with pytest.raises(ConfigError, match="nothing to draw"):
+        draw([], "gap-p50", tmp_path / "x.png")
+
+
+def test_ray_gives_what_local_processes_give(tmp_path: Path) -> None:
+    """The same lines from a Ray cluster of this machine, and from what a sweep on it left behind."""
+    pytest.importorskip("ray")
+    from kpolicy.simulate.ray_backend import RayBackend
+
+    shared = common(traces={"t": generate_trace(num_requests=60, seed=2)})
+    path = tmp_path / "s.jsonl"
+    lines = sweep(AXES, shared, path=path, backend=RayBackend("local"))
+    assert lines == sweep(AXES, shared, backend=LocalBackend(1))
+    assert sweep(AXES, shared, path=path, backend=Refuses()) == lines
+
+
+def test_a_ray_cluster_that_isnt_there_is_one_error() -> None:
+    """The error says how to start one."""
+    pytest.importorskip("ray")
+    from kpolicy.simulate.ray_backend import RayBackend
+
+    with pytest.raises(ConfigError, match="ray start --head"):
+        sweep(AXES, common(), backend=RayBackend("127.0.0.1:1"))
