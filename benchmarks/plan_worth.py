@@ -138,7 +138,7 @@ def worth(name: str, trace: Trace, costs: CostTable) -> dict[str, Any]:
             "replayed_against_default": again.time_us(sizes) / again.steps / (later.time_us(default) / later.steps) - 1,
             "gap": settled.plan.gap,
             "settled": settled.settled,
-            "list": list(settled.plan.lists[LIST]),
+            "list": ",".join(map(str, settled.plan.lists[LIST])),
         }
     found["decode"] = decode_worth(seen, held, default, workload)
     return found

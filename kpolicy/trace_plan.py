@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import gcd
 from typing import Any
 
 import attrs
@@ -106,6 +107,8 @@ class TracePlan:
         layout: the policy's lists.
         costs: the cost table's version, and whether it was measured.
         source: the trace.
+        requests: its requests.
+        dropped: rows of it that were left out, by reason.
         notes: what a reader of the plan should know.
     """
 
@@ -120,6 +123,8 @@ class TracePlan:
     layout: Layout
     costs: CostTable = attrs.field(repr=False)
     source: str
+    requests: int = 0
+    dropped: Mapping[str, int] = attrs.field(factory=dict, hash=False)
     notes: tuple[str, ...] = ()
 
     @property
@@ -153,7 +158,7 @@ def layout_of(policy: Policy, claims: Claims, settings: Settings, *, multiple_of
         query_lens=() if None in lens or lens >= set(settings.decode_query_lens) else tuple(sorted(filter(None, lens))),
         escape_when_cheaper=policy.reads_costs,
         multiple_of=multiple_of,
-        decode_multiple_of=1 if one_list else multiple_of,
+        decode_multiple_of=1 if one_list else multiple_of // gcd(multiple_of, q),
     )
 
 
@@ -187,7 +192,11 @@ def replayed(
     objective: str = "throughput",
     seed: int = 0,
 ) -> Histogram:
-    """The steps that a trace makes with a policy and those sizes; with none captured all run eagerly."""
+    """The steps that a trace makes with a policy and those sizes; with none captured all run eagerly.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted; half a trace isn't planned for.
+    """
     histogram = Histogram(trace.source)
     captures = bool(sizes.decode or sizes.mixed or sizes.piecewise)
 
@@ -195,10 +204,13 @@ def replayed(
         decision = step.decision
         histogram.add(step.step.numbers, split=decision.mode is Mode.SPLIT, decode_steps=decision.decode_steps)
 
-    simulate(
+    result = simulate(
         trace, policy if captures else "eager", server=server, costs=costs, attention=attention,
         ladder=sizes if captures else None, objective=objective, seed=seed, on_step=note,
     )  # fmt: skip
+    if result.interrupted:
+        raise KeyboardInterrupt
+    histogram.refused = dict(result.refused)
     return histogram.settled()
 
 
@@ -302,6 +314,8 @@ def plan_trace(
         layout=layout,
         costs=costs,
         source=trace.source,
+        requests=len(trace),
+        dropped=dict(trace.dropped),
         notes=tuple(_notes(found, final, chosen, costs)),
     )
 
@@ -359,6 +373,10 @@ def _notes(found: Replayed, workload: Workload, policy: Policy, costs: CostTable
         )
     if not policy.reads_costs and getattr(policy, "enable_padding", True) is False:
         notes.append("the policy replays exact sizes only; the plan takes padding as on.")
+    refused = found.histogram.refused
+    if refused:
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in refused.items())
+        notes.append(f"requests that made no steps: {counts}.")
     outside = _outside(workload)
     if outside:
         notes.append(f"{outside:.1%} of the steps have a size outside what the cost table was made for.")

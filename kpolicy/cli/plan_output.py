@@ -76,7 +76,8 @@ def as_dict(found: TracePlan, emitted: Emitted | None, budget: Budget | None, mo
     return {
         "kpolicy": __version__,
         "policy": found.policy,
-        "trace": found.source,
+        "trace": {"source": found.source, "requests": found.requests, "dropped": dict(found.dropped)},
+        "refused": found.replayed.histogram.refused,
         "costs": found.costs.version,
         "measured": found.costs.measured,
         "settings": attrs.asdict(found.settings),
@@ -141,6 +142,7 @@ def render(
     said = ", ".join(f"{value} sizes" if name == "sizes" else amount(name, value) for name, value in limits.items())
     lines = [
         f"trace    {found.source}",
+        f"         {found.requests:,} requests; rows dropped: {_dropped(found)}",
         f"         {planned.steps:,.0f} steps replayed, {len(found.replayed.rounds)} times"
         + (" until the plan settled" if found.replayed.settled else ", and the plan didn't settle"),
         f"setting  {found.policy}, at most {settings.max_num_reqs:,} requests and {settings.max_num_tokens:,} tokens a "
@@ -161,6 +163,10 @@ def render(
     made.print()
     for line in _closing(found, emitted, asked, out, budget):
         made.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _dropped(found: TracePlan) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in found.dropped.items()) or "none"
 
 
 def _list(name: str, sizes: Sequence[int]) -> str:

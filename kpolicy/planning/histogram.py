@@ -44,6 +44,8 @@ class Histogram:
         """Uniform decode batches: query length, then requests."""
         self.others: dict[int, Sums] = {}
         """All other batches, by tokens."""
+        self.refused: dict[str, int] = {}
+        """Requests that made no steps, by reason."""
         self._added: dict[tuple[int, int], list[float]] = {}
 
     def add(self, numbers: BatchNumbers, *, split: bool = False, decode_steps: int = 1) -> None:

@@ -10,6 +10,7 @@ import attrs
 import pytest
 
 from kpolicy.costs import analytic_costs
+from kpolicy.planning import Histogram
 from kpolicy.schemas import Profile, write_profile
 from tests.cli.conftest import Command, write
 from tests.cli.test_bad_input import refused
@@ -75,7 +76,17 @@ def test_requests_that_never_fit(kpolicy: Command, tmp_path: Path) -> None:
     long = write(tmp_path / "long.csv", HEADER, "0,1000000,5", "1,1000000,5")
     refused(kpolicy("plan", long), "no steps")
     mixed = write(tmp_path / "mixed.csv", HEADER, "0,1000000,5", "1,20,5", "1,30,5", "2,10,6")
-    assert kpolicy("plan", mixed, "--budget", 2).code == 0
+    ended = kpolicy("plan", mixed, "--budget", 2)
+    assert ended.code == 0, ended
+    assert "requests that made no steps: 1 over_kv_capacity" in ended.out
+
+
+def test_rows_that_are_dropped(kpolicy: Command, tmp_path: Path) -> None:
+    """Rows without tokens are left out and counted; equal times are no trouble."""
+    rows = write(tmp_path / "rows.csv", HEADER, "0,20,5", "0,20,5", "0,0,4", "1,9,0", "1,30,5")
+    ended = kpolicy("plan", rows, "--budget", 2)
+    assert ended.code == 0, ended
+    assert "3 requests; rows dropped: 1 zero_prompt_tokens, 1 zero_output_tokens" in ended.out
 
 
 def test_a_profile_of_another_model(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
@@ -93,6 +104,22 @@ def test_a_profile_of_another_model(kpolicy: Command, trace: Path, tmp_path: Pat
     assert ended.code == 0, ended
     assert "costs    measured-1\n" in ended.out
     refused(kpolicy("plan", trace, "--profile", config), "schema is None")
+
+
+def test_interrupted(kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a trace isn't planned for: an interrupt ends the command, and nothing is written."""
+    add, calls = Histogram.add, []
+
+    def interrupting(self: Histogram, *arguments: object, **rest: object) -> None:
+        calls.append(self)
+        if len(calls) == 50:
+            raise KeyboardInterrupt
+        add(self, *arguments, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Histogram, "add", interrupting)
+    ended = kpolicy("plan", trace, "--out", tmp_path / "plan.json")
+    assert (ended.code, ended.out) == (130, "")
+    assert not (tmp_path / "plan.json").exists()
 
 
 @pytest.mark.parametrize("emitted", [[], ["--emit", "vllm"], ["--emit", "json"]])

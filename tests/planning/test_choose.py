@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kpolicy.budgets import Budget, Usage
 from kpolicy.errors import BudgetRefused, ConfigError
-from kpolicy.planning import Ladder, choose, frontiers, joint_curve
+from kpolicy.planning import Ladder, choose, frontiers, joint_curve, tied
 from kpolicy.planning.programme import solve_programme
-from tests.planning.instances import best_us, budgets, cheapest_fit_us, ladders, usage_of, usages, within
+from tests.planning.instances import best_us, budgets, cheapest_fit_us, ladders, subsets, usage_of, usages, within
 
 NAMES = ("decode", "verify", "piecewise")
 
@@ -76,6 +76,21 @@ def test_unequal_prices_exactly(one: Ladder, budget: Budget, data: Any) -> None:
     priced = attrs.evolve(one, usage=data.draw(st.lists(usages, min_size=len(one.sizes), max_size=len(one.sizes))))
     found = choose([priced], budget, exact=True)
     assert found.us == pytest.approx(best_us([priced], budget, None, fit=cheapest_fit_us), rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ladders(escapes=False), ladders(escapes=False), st.integers(0, 4))
+def test_the_programme_knows_engines_rules(one: Ladder, other: Ladder, most: int) -> None:
+    """Steps that fit replay the next size, also where another way were better: then too it equals brute force."""
+    pytest.importorskip("highspy")
+    at = np.intersect1d(one.sizes, other.sizes)
+    if not len(at):
+        return
+    list_of = tied("list", [each.kept(np.isin(each.sizes, at)) for each in (one, other)])
+    sizes = solve_programme([list_of], most_sizes=most)["list"]
+    best = min(list_of.time_us(found) for found in subsets(list_of, most))
+    assert list_of.time_us(sizes) == pytest.approx(best, rel=1e-6)
+    assert choose([list_of], most_sizes=most).us == pytest.approx(best)
 
 
 @settings(max_examples=80, deadline=None)
