@@ -185,10 +185,9 @@ def _kv_bytes(deployment: Deployment) -> int | None:
 
 def _same_model(measured: str, config: Path, profile: Path) -> None:
     """Refuse a profile of another model: its times would be of no use."""
-    import json
+    from kpolicy.attention.fields import read_config
 
-    folder = config if config.is_dir() else config.parent
-    data = json.loads((folder / "config.json" if config.is_dir() else config).read_text(encoding="utf-8"))
+    data, folder = read_config(config), config if config.is_dir() else config.resolve().parent
     names = {str(name) for name in data.get("architectures") or ()} | {str(data.get("model_type", "")), folder.name}
     said = re.sub(r"[^a-z0-9]", "", measured.lower())
     if not any(name and re.sub(r"[^a-z0-9]", "", name.lower()) in said for name in names):

@@ -11,8 +11,9 @@ import pytest
 from kpolicy.engine_flags import emit
 from kpolicy.ladders import CaptureSizes
 from kpolicy.settings import Settings
-from tests.oracle.loader import VARIABLE, loaded, oracle_folder
-from tests.oracle.sglang_real import Release, argument_parser
+from tests.oracle.loader import VARIABLE, Release, loaded, oracle_folder
+from tests.oracle.sglang_real import Release as SglangRelease
+from tests.oracle.sglang_real import argument_parser
 
 pytestmark = [
     pytest.mark.oracle,
@@ -66,6 +67,17 @@ def test_vllm_takes_the_list_as_it_is(version: str, sizes: tuple[int, ...]) -> N
         assert vllm_sizes(modules, plain, settings) == list(sizes)
 
 
+@pytest.mark.parametrize("version", ["0.23", "0.33"])
+def test_vllm_has_the_flags(version: str) -> None:
+    """Every flag is one that vLLM's own parser adds."""
+    emitted = emit("vllm", CaptureSizes((1,), (), (1,)), Settings(), policy=f"vllm:version={version}")
+    source = Release(oracle_folder(), version).read("vllm/engine/arg_utils.py")
+    flags = [argument for argument in emitted.arguments if argument.startswith("--")]
+    assert len(flags) == 3
+    for flag in flags:
+        assert f'"{flag}"' in source, flag
+
+
 def test_vllm_refuses_what_is_wrong() -> None:
     """The check is one that can fail: a misspelt field and a size that is no number are refused."""
     pydantic = pytest.importorskip("pydantic")
@@ -102,7 +114,7 @@ def test_sglang_parses_the_flags(policy: str) -> None:
     settings = Settings(max_num_reqs=200, max_num_tokens=4096)
     sizes = CaptureSizes((1, 3, 48, 200), (), (16, 48, 2048))
     emitted = emit("sglang", sizes, settings, policy=policy)
-    with argument_parser(Release(oracle_folder())) as parser:
+    with argument_parser(SglangRelease(oracle_folder())) as parser:
         found = parser.parse_args(["--model-path", "x", *emitted.arguments])
         assert found.cuda_graph_bs_decode == [1, 3, 48, 200]
         assert (found.cuda_graph_max_bs_decode, found.max_running_requests) == (200, 200)
@@ -114,9 +126,19 @@ def test_sglang_parses_the_flags(policy: str) -> None:
             assert found.cuda_graph_bs_prefill == [16, 48, 2048]
 
 
+def test_sglang_without_decode_graphs() -> None:
+    """The switch that turns a phase off is a flag that SGLang has."""
+    pytest.importorskip("msgspec")
+    emitted = emit("sglang", CaptureSizes((), (), (16, 48)), Settings())
+    with argument_parser(SglangRelease(oracle_folder())) as parser:
+        found = parser.parse_args(["--model-path", "x", *emitted.arguments])
+        assert found.disable_decode_cuda_graph
+        assert found.cuda_graph_bs_prefill == [16, 48]
+
+
 def test_sglang_refuses_what_is_wrong() -> None:
     """The check is one that can fail: an unknown flag isn't taken."""
     pytest.importorskip("msgspec")
-    with argument_parser(Release(oracle_folder())) as parser:
+    with argument_parser(SglangRelease(oracle_folder())) as parser:
         _, left = parser.parse_known_args(["--model-path", "x", "--cuda-graph-decode-sizes", "1"])
         assert left == ["--cuda-graph-decode-sizes", "1"]
