@@ -201,3 +201,12 @@ def test_tables_without_the_package_say_what_to_install(
     monkeypatch.setitem(__import__("sys").modules, "aiconfigurator_core", None)
     ended = kpolicy("simulate", trace, "--config", config, "--tables", "aiconfigurator")
     refused(ended, "measured tables needs aiconfigurator-core")
+
+
+def test_the_document_has_every_field_of_a_result(kpolicy: Command, trace: Path) -> None:
+    """docs/cli.md names each field that ``--json`` prints, of the command, its traces and their results."""
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    told = kpolicy("simulate", trace, "--policy", "vllm", "--json").json
+    (one,) = told["traces"]
+    for value in (told, one, one["policies"][0], one["policies"][0]["ttft"]):
+        assert {name for name in value if f"`{name}`" not in text} == set()

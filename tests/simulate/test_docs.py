@@ -1,0 +1,43 @@
+"""docs/simulate.md: its examples run, and its table of devices is the data."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kpolicy.figures import DEVICES
+from tests.cli.test_simulate import LLAMA_8B
+
+TEXT = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8")
+
+
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both, one after the other, in a folder with a trace and a config; the first has five lines."""
+    rows = "".join(f"{100 * i},{8 + 73 * i % 293},{1 + 5 * i % 12}\n" for i in range(40))
+    (tmp_path / "trace.csv").write_text("timestamp,input_length,output_length\n" + rows)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert len([line for line in examples[0].splitlines() if line]) == 5
+    names: dict[str, Any] = {}
+    for example in examples:
+        exec(compile(example, "docs/simulate.md", "exec"), names)  # noqa: S102 - our own document
+    first, second = capsys.readouterr().out.splitlines()
+    assert first in ("auto", "vllm", "eager")
+    assert re.fullmatch(r"\d+% good, \d+% of drafts accepted", second)
+
+
+def test_the_devices_are_the_data() -> None:
+    """Every figure of the table is that of `DEVICES`."""
+    rows = dict(re.findall(r"^\| (\w[\w ]+) \| ([\d.]+ \| [\d.]+ \| \d+) \|", TEXT, re.MULTILINE))
+    assert set(rows) == set(DEVICES)
+    for name, device in DEVICES.items():
+        bandwidth, tflops, gigabytes = map(float, rows[name].split(" | "))
+        assert (bandwidth * 1e6, tflops * 1e6) == pytest.approx(
+            (device.figures.bytes_per_us, device.figures.flops_per_us)
+        )
+        assert gigabytes * 10**9 == device.memory_bytes
