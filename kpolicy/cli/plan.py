@@ -14,6 +14,7 @@ from kpolicy.budgets import Budget
 from kpolicy.cli.options import Deployment, Json, at_least, settings_of, whole
 from kpolicy.cli.plan_output import as_dict, emitted_for, render, write
 from kpolicy.cli.render import console, print_json
+from kpolicy.cli.turns import check_writable
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.engine_flags import ENGINES
 from kpolicy.errors import ConfigError, UnknownNameError, near_miss
@@ -120,6 +121,7 @@ def plan(
     if deployment.ladder is not None:
         raise ConfigError("--ladder is what plan looks for; leave it out, or give it to `kpolicy run`.")
     get_policy(name)
+    check_writable("--out", out)
     shown = console(stderr=True)
     found = plan_trace(
         requests, policy=name, budget=limits, most_sizes=most_sizes, costs=_costs(deployment),

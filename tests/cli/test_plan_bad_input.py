@@ -126,11 +126,11 @@ def test_interrupted(kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch:
 def test_output_that_cannot_be_written(kpolicy: Command, trace: Path, tmp_path: Path, emitted: list[str]) -> None:
     """A path in no folder is refused, and no half of a file is left."""
     out = tmp_path / "missing" / "plan.json"
-    refused(kpolicy("plan", trace, "--budget", 2, "--out", out, *emitted), f"can't write {out}")
+    refused(kpolicy("plan", trace, "--budget", 2, "--out", out, *emitted), f"--out {out} can't be written")
     assert not out.parent.exists()
     folder = tmp_path / "folder"
     folder.mkdir()
-    refused(kpolicy("plan", trace, "--budget", 2, "--out", folder, *emitted), f"can't write {folder}")
+    refused(kpolicy("plan", trace, "--budget", 2, "--out", folder, *emitted), f"--out {folder} can't be written")
     assert not list(folder.iterdir())
 
 
