@@ -102,7 +102,7 @@ def choose(
 
     Raises:
         BudgetRefused: nothing fits, though `largest` asks for something.
-        ConfigError: a name is wrong, most_sizes is negative, or highspy is missing.
+        ConfigError: a name is wrong, most_sizes is negative, or highspy is missing or would take too long.
     """
     if most_sizes is not None and most_sizes < 0:
         raise ConfigError(f"most_sizes is {most_sizes}; it is a whole number from 0 up.")
@@ -117,7 +117,8 @@ def choose(
     if exact:
         from kpolicy.planning.programme import solve_programme
 
-        sizes = solve_programme(ladders, limits.budget, most_sizes=most_sizes, largest=largest)
+        kept = [Sums.of(each, (largest or {}).get(each.name)).ladder for each in ladders]
+        sizes = solve_programme(kept, limits.budget, most_sizes=most_sizes, largest=largest)
         us = sum(each.time_us(sizes[each.name]) for each in ladders)
         return _choice(ladders, fronts, sizes, us, us)
     sizes, us, bound = _priced(ladders, limits, largest or {})

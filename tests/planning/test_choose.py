@@ -129,6 +129,19 @@ def test_budget_that_nothing_fits() -> None:
         choose([ladder], most_sizes=0, largest={"decode": 1})
 
 
+def test_a_programme_that_is_too_large() -> None:
+    """Hundreds of sizes with prices of their own are refused, with what to do; the choice with a bound takes them."""
+    pytest.importorskip("highspy")
+    num = 512
+    ladder = Ladder.of(
+        "decode", weights=[1] * num, sizes=range(1, num + 1), graph_us=range(1, num + 1), escape_us=[9999] * num,
+        usage=[Usage(bytes=size) for size in range(1, num + 1)],
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"131,328 variables, over 125,000, for 512 candidate sizes. Lower"):
+        choose([ladder], Budget(bytes=3000), exact=True)
+    assert choose([ladder], Budget(bytes=3000)).gap < 0.05
+
+
 def test_bad_arguments() -> None:
     """Names that match no ladder, shared names and negative numbers are errors that say so."""
     ladder = Ladder.of("decode", weights=[3], sizes=[1], graph_us=[1], escape_us=[9])
