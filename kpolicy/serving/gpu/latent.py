@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kpolicy.serving.gpu.launch import launch
 from kpolicy.serving.gpu.paged import LOG2_E, decode_splits
 from kpolicy.serving.rows import RowTensors
 
@@ -41,9 +42,10 @@ def write_latents(slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
         cache: [num_slots + 1, rank + rope_dim], contiguous.
     """
     rank, rope_dim = latent.shape[1], rope.shape[1]
-    _write[(latent.shape[0],)](
-        slots, latent, rope, cache, latent.stride(0), rope.stride(0), cache.stride(0), rank, rope_dim,
-        triton.next_power_of_2(rank), triton.next_power_of_2(rope_dim), num_warps=4,
+    launch(
+        _write, (latent.shape[0], 1, 1),
+        (slots, latent, rope, cache, latent.stride(0), rope.stride(0), cache.stride(0)),
+        (rank, rope_dim, triton.next_power_of_2(rank), triton.next_power_of_2(rope_dim)),
     )  # fmt: skip
 
 
@@ -171,19 +173,23 @@ def latent_attention(
     # A matrix product takes at least 16.
     rank_pad, rope_pad = (max(16, triton.next_power_of_2(each)) for each in (rank, rope_dim))
     precision = "ieee" if latent_query.dtype == torch.float32 else "tf32"
-    places = (num_reqs, tiles, splits, BLOCK_M) if splits > 1 else (1,)
-    mid = out if splits == 1 else out.new_empty((*places, rank_pad), dtype=torch.float32)
-    most = mid if splits == 1 else out.new_empty(places, dtype=torch.float32)
-    total = mid if splits == 1 else torch.empty_like(most)
-    _attend[(num_reqs, tiles, splits)](
-        out, mid, most, total, latent_query, rope_query, cache, table, rows.kv_lens, rows.query_starts,
-        scale * LOG2_E, latent_query.stride(0), latent_query.stride(1), rope_query.stride(0), rope_query.stride(1),
-        cache.stride(0), table.stride(0), num_heads, decode_len, rank, rope_dim, rank_pad, rope_pad, rows.block_size,
-        splits, BLOCK_M, BLOCK_N, precision, num_warps=4, num_stages=2,
+    mid = most = total = out
+    if splits > 1:
+        count = num_reqs * tiles * splits * BLOCK_M
+        scratch = torch.empty(count * (rank_pad + 2), dtype=torch.float32, device=out.device)
+        mid, most, total = scratch.split((count * rank_pad, count, count))
+    launch(
+        _attend, (num_reqs, tiles, splits),
+        (out, mid, most, total, latent_query, rope_query, cache, table, rows.kv_lens, rows.query_starts,
+         scale * LOG2_E, latent_query.stride(0), latent_query.stride(1), rope_query.stride(0), rope_query.stride(1),
+         cache.stride(0), table.stride(0)),
+        (num_heads, decode_len, rank, rope_dim, rank_pad, rope_pad, rows.block_size, splits, BLOCK_M, BLOCK_N,
+         precision),
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     if splits > 1:
-        _combine[(num_reqs, tiles)](
-            out, mid, most, total, rows.query_starts, num_heads, decode_len, rank, rank_pad, splits, BLOCK_M,
-            num_warps=4,
+        launch(
+            _combine, (num_reqs, tiles, 1), (out, mid, most, total, rows.query_starts),
+            (num_heads, decode_len, rank, rank_pad, splits, BLOCK_M), num_warps=4,
         )  # fmt: skip
     return out

@@ -10,11 +10,13 @@ softmax of FlashAttention-2 (arXiv 2307.08691), a tile of query tokens a program
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from kpolicy.serving.gpu.launch import launch
 from kpolicy.serving.rows import RowTensors
 
 __all__ = ["decode_splits", "paged_attention", "write_kv"]
@@ -75,12 +77,18 @@ def write_kv(
     if value.stride(2) != 1:
         value = value.contiguous()
     num_heads, head_dim = k_cache.shape[1:]
-    value_dim = v_cache.shape[2]
-    _write[(key.shape[0],)](
-        slots, key, value, k_cache, v_cache, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        k_cache.stride(0), v_cache.stride(0), num_heads, head_dim, value_dim, triton.next_power_of_2(num_heads),
-        triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim),
+    launch(
+        _write, (key.shape[0], 1, 1),
+        (slots, key, value, k_cache, v_cache, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+         k_cache.stride(0), v_cache.stride(0)),
+        _write_constants(num_heads, head_dim, v_cache.shape[2]),
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _write_constants(num_heads: int, head_dim: int, value_dim: int) -> tuple[int, ...]:
+    padded = (triton.next_power_of_2(each) for each in (num_heads, head_dim, value_dim))
+    return (num_heads, head_dim, value_dim, *padded)
 
 
 @triton.jit
@@ -340,45 +348,103 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, value_dim = v_cache.shape[1:]
-    num_reqs = rows.kv_lens.shape[0]
+    table, num_reqs = rows.block_table, rows.kv_lens.shape[0]
     if query.stride(2) != 1:
         query = query.contiguous()
     # Where every token is a decode row's, the decode kernel writes them all.
     whole = not prefills and num_tokens == num_reqs * decode_len
     out = (torch.empty if whole else torch.zeros)(
-        num_tokens, num_heads, value_dim, dtype=query.dtype, device=query.device
+        (num_tokens, num_heads, value_dim), dtype=query.dtype, device=query.device
     )  # fmt: skip
-    share, table = num_heads // num_kv_heads, rows.block_table
-    # A matrix product takes at least 16.
-    d_pad, dv_pad = (max(16, triton.next_power_of_2(each)) for each in (head_dim, value_dim))
-    precision = "ieee" if query.dtype == torch.float32 else "tf32"
-    wide = query.dtype == torch.float32 or d_pad > 128
+    if not num_reqs:
+        return out
     log2_scale, cap = scale * LOG2_E, softcap * LOG2_E
     strides = query.stride(0), query.stride(1), k_cache.stride(0), v_cache.stride(0), table.stride(0)
-    if decodes and num_reqs:
-        splits = decode_splits(num_reqs, num_kv_heads, table.shape[1] * rows.block_size, query.device)
-        block_m = max(16, triton.next_power_of_2(share * decode_len))
-        places = (num_reqs, num_kv_heads, splits, block_m) if splits > 1 else (1,)
-        mid = out if splits == 1 else out.new_empty((*places, dv_pad), dtype=torch.float32)
-        most = mid if splits == 1 else out.new_empty(places, dtype=torch.float32)
-        total = mid if splits == 1 else torch.empty_like(most)
-        block_n = DECODE_BLOCK_N // 2 if wide else DECODE_BLOCK_N
-        _decode[(num_reqs, num_kv_heads, splits)](
-            out, mid, most, total, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, log2_scale, cap,
-            *strides, num_kv_heads, share, decode_len, head_dim, value_dim, d_pad, dv_pad, rows.block_size, window,
-            softcap > 0, splits, block_m, block_n, precision, num_warps=4, num_stages=2,
+    model = _Heads(
+        num_heads, num_kv_heads, head_dim, value_dim, rows.block_size, window, softcap > 0, query.dtype, query.device
+    )  # fmt: skip
+    if decodes:
+        splits, block_m, constants = _decode_plan(model, num_reqs, decode_len, table.shape[1])
+        mid = most = total = out
+        if splits > 1:
+            # One allocation: sums of values, then maxima and sums of weights.
+            dv_pad = model.padded[1]
+            count = num_reqs * num_kv_heads * splits * block_m
+            scratch = torch.empty(count * (dv_pad + 2), dtype=torch.float32, device=query.device)
+            mid, most, total = scratch.split((count * dv_pad, count, count))
+        launch(
+            _decode, (num_reqs, num_kv_heads, splits),
+            (out, mid, most, total, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, log2_scale, cap,
+             *strides),
+            constants, num_warps=4, num_stages=2,
         )  # fmt: skip
         if splits > 1:
-            _combine[(num_reqs, num_kv_heads)](
-                out, mid, most, total, rows.query_starts, num_kv_heads, share, decode_len, value_dim, dv_pad, splits,
-                block_m, num_warps=4,
+            launch(
+                _combine, (num_reqs, num_kv_heads, 1), (out, mid, most, total, rows.query_starts),
+                (num_kv_heads, num_heads // num_kv_heads, decode_len, value_dim, model.padded[1], splits, block_m),
+                num_warps=4,
             )  # fmt: skip
-    if prefills and num_reqs:
-        block_m, block_n = (32, 32) if wide else (128, 64)
-        least = decode_len + 1 if decodes else 1
-        _prefill[(num_tokens // block_m + num_reqs, num_heads)](
-            out, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, num_reqs, log2_scale, cap, *strides,
-            num_heads, share, least, head_dim, value_dim, d_pad, dv_pad, rows.block_size, window, softcap > 0,
-            block_m, block_n, precision, num_warps=4 if wide or d_pad <= 64 else 8, num_stages=2,
+    if prefills:
+        block_m, num_warps, constants = _prefill_plan(model, decode_len + 1 if decodes else 1)
+        launch(
+            _prefill, (num_tokens // block_m + num_reqs, num_heads, 1),
+            (out, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, num_reqs, log2_scale, cap,
+             *strides),
+            constants, num_warps=num_warps, num_stages=2,
         )  # fmt: skip
     return out
+
+
+class _Heads(NamedTuple):
+    """What the kernels are compiled for, of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    page: int
+    window: int
+    capped: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Head sizes as powers of two; a matrix product takes at least 16."""
+        return max(16, triton.next_power_of_2(self.head_dim)), max(16, triton.next_power_of_2(self.value_dim))
+
+    @property
+    def wide(self) -> bool:
+        """Whether tiles must be small to fit."""
+        return self.dtype == torch.float32 or self.padded[0] > 128
+
+    @property
+    def precision(self) -> str:
+        return "ieee" if self.dtype == torch.float32 else "tf32"
+
+
+@functools.lru_cache(maxsize=4096)
+def _decode_plan(
+    model: _Heads, num_reqs: int, decode_len: int, table_width: int
+) -> tuple[int, int, tuple[Any, ...]]:  # fmt: skip
+    """(splits, rows of a tile, compile-time arguments) of the decode kernel."""
+    splits = decode_splits(num_reqs, model.num_kv_heads, table_width * model.page, model.device)
+    share = model.num_heads // model.num_kv_heads
+    block_m = max(16, triton.next_power_of_2(share * decode_len))
+    block_n = DECODE_BLOCK_N // 2 if model.wide else DECODE_BLOCK_N
+    constants = (
+        model.num_kv_heads, share, decode_len, model.head_dim, model.value_dim, *model.padded, model.page,
+        model.window, model.capped, splits, block_m, block_n, model.precision,
+    )  # fmt: skip
+    return splits, block_m, constants
+
+
+@functools.lru_cache(maxsize=1024)
+def _prefill_plan(model: _Heads, least: int) -> tuple[int, int, tuple[Any, ...]]:
+    """(query tokens of a tile, warps, compile-time arguments) of the prefill kernel."""
+    block_m, block_n = (32, 32) if model.wide else (128, 64)
+    constants = (
+        model.num_heads, model.num_heads // model.num_kv_heads, least, model.head_dim, model.value_dim,
+        *model.padded, model.page, model.window, model.capped, block_m, block_n, model.precision,
+    )  # fmt: skip
+    return block_m, 4 if model.wide or model.padded[0] <= 64 else 8, constants

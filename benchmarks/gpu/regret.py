@@ -1,0 +1,338 @@
+"""How far each policy's choice is from the best one, batch by batch, measured on a GPU.
+
+Shapes come from replaying real traces (`benchmarks.gpu.shapes`). Each is run in every legal mode at the two smallest
+fitting sizes of one fixed ladder (vLLM's default list and 640 to 2,048), and in what each compared policy picks. Cells
+of a shape are interleaved in rounds; after three rounds those that take over 1.6 times the best are left. The oracle
+takes the best cell by every other sample and is scored on the rest, and so is every policy; how far the oracle is from
+the best of its scoring half is the noise floor.
+
+- `step_us`: from the host's call until all outputs are there, less the decode-only time of decode steps beyond the
+  first; `gap_us`: that time over the decode steps.
+- Regret of a policy over a load: the sum of its times over the oracle's, less 1, where each shape counts as often as
+  steps like it came. p99 is over shapes.
+
+`auto` is calibrated on the model (`kpolicy.executors.calibrate`), not on these shapes. Fixed policies have the fixed
+ladder; replicas of serving engines have those engines' own lists.
+
+Run: ``python -m benchmarks.gpu.regret --model NAME --config FILE --shapes FILE --out FILE --date D [--seconds 400]``; a
+run goes on where the file ends. ``--summary FILES... --json regret.json`` makes the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.shapes import BLOCK_SIZE, KV_TOKENS, LONGEST, MAX_NUM_REQS, MAX_NUM_TOKENS
+
+VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+LADDER = (*VLLM_SIZES, 640, 768, 1024, 1280, 1536, 1792, 2048)
+OWN_SIZES = ("vllm", "sglang", "tensorrt_llm")
+FIXED = ("eager", "full", "piecewise", "full_and_piecewise", "split")
+FIRST_ROUNDS, ROUNDS = 3, 11
+HOPELESS = 1.6
+CALIBRATION_S = 8.0
+
+
+def open_engines(config: dict[str, Any], kernels: str) -> tuple[Any, dict[str, Any], float]:
+    """(model, an Engine for each policy over one executor's graphs, seconds of capture)."""
+    import torch
+
+    from kpolicy.engine import Engine
+    from kpolicy.executors.cuda import CudaExecutor
+    from kpolicy.registry import GraphRegistry
+    from kpolicy.serving.calibrate import calibrate
+    from kpolicy.serving.load import load
+    from kpolicy.settings import Settings
+
+    longest = min(LONGEST, config.get("max_position_embeddings", LONGEST))
+    model = load(
+        config, device="cuda", dtype=torch.bfloat16, num_blocks=KV_TOKENS // BLOCK_SIZE, block_size=BLOCK_SIZE,
+        max_model_len=longest, max_num_reqs=MAX_NUM_REQS, kernels=kernels,
+    )  # fmt: skip
+    settings = Settings(max_num_reqs=MAX_NUM_REQS, max_num_tokens=MAX_NUM_TOKENS)
+    executor, registry = CudaExecutor(model, max_num_reqs=MAX_NUM_REQS), GraphRegistry()
+    shared: dict[str, Any] = {
+        "attention": model.support, "settings": settings, "executor": executor, "registry": registry, "calibrate": 0,
+    }  # fmt: skip
+    begun = time.perf_counter()
+    with torch.no_grad():
+        auto = Engine("auto", ladder=LADDER, **shared)
+        auto.capture()
+        for spec in OWN_SIZES:
+            Engine(spec, **shared).capture()
+    capture_s = time.perf_counter() - begun
+    costs = calibrate(executor, registry, model, settings, allowance_s=CALIBRATION_S)
+    shared |= {"costs": costs}
+    engines = {
+        "auto": Engine("auto", ladder=LADDER, **shared),
+        "auto latency": Engine("auto", ladder=LADDER, objective="latency", **shared),
+        **{spec: Engine(spec, ladder=LADDER, **shared) for spec in FIXED},
+        **{spec: Engine(spec, **shared) for spec in OWN_SIZES},
+    }
+    return model, engines, capture_s
+
+
+def inputs_of(shape: dict[str, Any], model: Any, *, decodes_only: bool = False) -> Any:
+    """The step's inputs, rows in blocks of their own."""
+    from kpolicy.executors.base import StepInputs
+    from kpolicy.shapes import BatchShape
+
+    size, free = model.block_size, 0
+    decodes, chunks = list(shape["decodes"]), [] if decodes_only else [tuple(each) for each in shape["chunks"]]
+    ahead = 1 if decodes_only else shape["steps"]
+    rows = [(1, kv) for kv in decodes] + [(new, new + context) for new, context in chunks]
+    tables, positions, slots, later = [], [], [], []
+    for i, (new, kv) in enumerate(rows):
+        count = -(-(kv + (ahead - 1 if i < len(decodes) else 0)) // size)
+        table = [(free + j) % model.num_blocks for j in range(count)]
+        free += count
+        tables.append(table)
+        for position in range(kv - new, kv):
+            positions.append(position)
+            slots.append(table[position // size] * size + position % size)
+        if i < len(decodes):
+            later.append([table[position // size] * size + position % size for position in range(kv, kv + ahead - 1)])
+    ends, end = [], 0
+    for new, _ in rows:
+        end += new
+        ends.append(end - 1)
+    batch = BatchShape(
+        decodes=[(1, len(decodes))] if decodes else [], prefills=chunks,
+        decode_kv_tokens=sum(decodes) if decodes else None, max_kv_len=max(kv for _, kv in rows),
+        max_decode_steps=ahead if decodes and chunks else 1,
+    )  # fmt: skip
+    slots_ahead = list(map(list, zip(*later, strict=True))) if later and ahead > 1 else ()
+    return StepInputs(
+        batch.numbers, [new for new, _ in rows], [(7 * i) % model.vocab for i in range(len(positions))], positions,
+        slots, tables, [kv for _, kv in rows], ends, slots_ahead,
+    )  # fmt: skip
+
+
+def ways_of(numbers: Any, keys: Sequence[Any], claims: Any) -> list[Any]:
+    """Every legal way at the two smallest fitting sizes of each kind of graph."""
+    from kpolicy.policies.base import admits
+    from kpolicy.testing.executors import all_decisions
+
+    fitting = [key for key in keys if admits(claims, key)]
+    found: list[Any] = []
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for decision in sorted(all_decisions(numbers, fitting), key=lambda each: [k.num_tokens for k in each.keys]):
+        if len(decision.launches) > 1 and not decision.keys[0].decode_only:
+            continue  # a graph for decodes alone, of the same size, does the same with less
+        kind = (
+            decision.mode, decision.form, tuple((key.part, key.decode_only) for key in decision.keys),
+            tuple(launch.repeat for launch in decision.launches),
+        )  # fmt: skip
+        taken = kinds.setdefault(kind, [])
+        if len(taken) < 2:
+            taken.append(1)
+            found.append(decision)
+    return found
+
+
+def name_of(decision: Any) -> str:
+    """What tells one cell from another."""
+    parts = [
+        f"{launch.rows.value}:{launch.key or 'eager'}:{launch.padded_tokens or ''}@{launch.stream}x{launch.repeat}"
+        for launch in decision.launches
+    ]
+    return f"{decision.mode} {'+'.join(parts)}"
+
+
+def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[str, Any]:
+    """One shape: microseconds of every cell, and each policy's pick."""
+    auto = engines["auto"]
+    inputs = inputs_of(shape, model)
+    numbers = inputs.numbers
+    captured = [key for key in auto.registry.captured() if key in set(auto.keys)]
+    cells = {name_of(each): each for each in ways_of(numbers, captured, auto.support.claims)}
+    picks = {}
+    for name, engine in engines.items():
+        decision = engine.select(*numbers)
+        cells.setdefault(name_of(decision), decision)
+        picks[name] = name_of(decision)
+    jobs = {name: (decision, inputs) for name, decision in cells.items()}
+    if any(launch.repeat > 1 for decision in cells.values() for launch in decision.launches):
+        # Decode steps beyond the first would have been steps of their own.
+        alone = inputs_of(shape, model, decodes_only=True)
+        jobs["decodes alone"] = (engines["full"].select(*alone.numbers), alone)
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    run = auto.executor.run
+
+    def once(name: str) -> float:
+        start = time.perf_counter()
+        outputs = run(*jobs[name])
+        for event in outputs.ready:
+            event.wait()
+        return (time.perf_counter() - start) * 1e6
+
+    for name in jobs:
+        once(name)
+    for done in range(FIRST_ROUNDS + ROUNDS):
+        best = min((statistics.median(each) for name, each in times.items() if each and name in cells), default=0.0)
+        for name in jobs:
+            kept = name == "decodes alone" or name in (picks["auto"], picks["auto latency"])
+            if done < FIRST_ROUNDS or kept or _score(times[name], jobs[name][0]) <= HOPELESS * best:
+                times[name].append(once(name))
+    costs = {name: auto.costs.cost(decision.launches, numbers) for name, decision in cells.items()}
+    return {
+        "tokens": [numbers.num_decodes, numbers.num_prefill_tokens, numbers.decode_kv_tokens, numbers.prefill_pairs],
+        "times": shape["times"],
+        "picks": picks,
+        "cells": {
+            name: {
+                "steps": max(launch.repeat for launch in decision.launches),
+                "us": [round(each, 1) for each in times[name]],
+                "expected": [round(costs[name].step_us, 1), round(costs[name].gap_us, 1)],
+            }
+            for name, decision in cells.items()
+        },
+        "alone_us": [round(each, 1) for each in times.get("decodes alone", [])],
+    }
+
+
+def _score(times: Sequence[float], decision: Any) -> float:
+    """The lesser of step and gap, roughly: what a cell could win by."""
+    return statistics.median(times) / max(launch.repeat for launch in decision.launches)
+
+
+def collect(options: argparse.Namespace) -> int:
+    """Measure the shapes of one model that the result file doesn't have."""
+    import torch
+
+    config = json.loads(options.config.read_text())
+    shapes = json.loads(options.shapes.read_text())[options.model]
+    at: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"cells": {}}
+    begun = time.monotonic()
+    model, engines, capture_s = open_engines(config, options.kernels)
+    auto = engines["auto"]
+    failed = {str(key): why[:200] for key, why in auto.executor.capture_errors.items()}
+    print(f"{model}: {len(auto.registry.captured())} graphs in {capture_s:.1f} s, {failed}", flush=True)
+    at |= {
+        "model": options.model, "date": options.date, "capture_s": round(capture_s, 1), "failed": failed,
+        "device": torch.cuda.get_device_name(), "kernels": options.kernels, "support": str(model.support),
+        "versions": _versions(),
+        "command": f"python -m benchmarks.gpu.regret --model {options.model} --config FILE --shapes FILE --out FILE "
+        f"--date {options.date}",
+    }  # fmt: skip
+    loads = {load: each["shapes"][: options.shapes_a_load] for load, each in shapes.items()}
+    order = [(load, i) for i in range(options.shapes_a_load) for load in loads if i < len(loads[load])]
+    for load, i in order:
+        if f"{load}/{i}" in at["cells"]:
+            continue
+        if time.monotonic() - begun > options.seconds:
+            break
+        with torch.no_grad():
+            at["cells"][f"{load}/{i}"] = measure(loads[load][i], model, engines)
+    options.out.write_text(json.dumps(at, separators=(",", ":")))
+    left = len(order) - len(at["cells"])
+    print(f"{len(at['cells'])} shapes, {left} left, {time.monotonic() - begun:.0f} s", flush=True)
+    for load in loads:
+        rows = summarise(at, load)
+        for objective in ("step_us", "gap_us"):
+            line = {row["policy"]: round(row["mean_regret"], 3) for row in rows if row["objective"] == objective}
+            floor = next((row["noise_floor"] for row in rows if row["objective"] == objective), 0.0)
+            print(load, objective, line, f"floor {floor:.3f}", flush=True)
+    return 0
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+    import triton
+
+    import kpolicy
+
+    return {
+        "kpolicy": kpolicy.__version__, "torch": str(torch.__version__), "transformers": transformers.__version__,
+        "triton": triton.__version__, "cuda": str(torch.version.cuda), "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def _value(cell: dict[str, Any], samples: Sequence[float], alone_us: float, objective: str) -> float:
+    us = statistics.median(samples)
+    return us / cell["steps"] if objective == "gap_us" else us - (cell["steps"] - 1) * alone_us
+
+
+def _in_time(shape: dict[str, Any]) -> list[str]:
+    """Cells whose prompt rows are done within the bound on time to first token."""
+    from kpolicy.settings import Objective
+
+    cycles = {name: statistics.median(cell["us"]) for name, cell in shape["cells"].items()}
+    limit = Objective.parse("latency").first_token_limit * min(cycles.values())
+    return [name for name, us in cycles.items() if us <= limit]
+
+
+def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
+    """Rows of one model and load: a policy's regret for each objective."""
+    rows = []
+    trace, _, rate = load.rpartition(" x")
+    found = [cell for key, cell in at["cells"].items() if key.rpartition("/")[0] == load]
+    for objective in ("step_us", "gap_us"):
+        excess: dict[str, list[float]] = {}
+        oracle_us: list[float] = []
+        floors: list[float] = []
+        for shape in found:
+            alone = statistics.median(shape["alone_us"]) if shape["alone_us"] else 0.0
+            gap = objective if shape["tokens"][0] else "step_us"
+            choosing = {n: _value(c, c["us"][0::2], alone, gap) for n, c in shape["cells"].items()}
+            scoring = {n: _value(c, c["us"][1::2], alone, gap) for n, c in shape["cells"].items()}
+            oracle = min(choosing, key=lambda name: choosing[name])
+            oracle_us.append(scoring[oracle] * shape["times"])
+            floors.append((scoring[oracle] - min(scoring.values())) * shape["times"])
+            for policy, pick in shape["picks"].items():
+                excess.setdefault(policy, []).append((scoring[pick] - scoring[oracle]) * shape["times"])
+        whole = sum(oracle_us)
+        for policy, over in excess.items():
+            ratios = sorted(each / oracle for each, oracle in zip(over, oracle_us, strict=True))
+            rows.append({
+                "model": at["model"], "trace": trace, "rate": float(rate), "objective": objective, "policy": policy,
+                "shapes": len(found), "mean_regret": round(sum(over) / whole, 5),
+                "p99_regret": round(ratios[min(len(ratios) - 1, int(0.99 * len(ratios)))], 5),
+                "noise_floor": round(sum(floors) / whole, 5),
+            })  # fmt: skip
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, or summarise what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--shapes", type=Path)
+    parser.add_argument("--shapes-a-load", type=int, default=40)
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--date", default="unstated")
+    parser.add_argument("--seconds", type=float, default=400.0)
+    parser.add_argument("--summary", type=Path, nargs="*")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    if not options.summary:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        return collect(options)
+    rows = []
+    for file in options.summary:
+        at = json.loads(file.read_text())
+        rows += [
+            row for load in dict.fromkeys(key.rpartition("/")[0] for key in at["cells"]) for row in summarise(at, load)
+        ]
+    text = json.dumps(rows, indent=1)
+    if options.json:
+        options.json.write_text(text + "\n")
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
