@@ -22,7 +22,7 @@ from kpolicy.simulate.queue import Queue, Step
 from kpolicy.simulate.requests import Request, in_order
 from kpolicy.simulate.result import SimResult
 from kpolicy.simulate.rows import PlainRows
-from kpolicy.simulate.server import PREFIX_BLOCK, Server
+from kpolicy.simulate.server import Server
 from kpolicy.simulate.tally import Tally
 
 __all__ = ["OnStep", "SimStep", "simulate"]
@@ -124,7 +124,7 @@ class _Simulation:
         self.queues = [
             Queue(
                 server.settings, num_blocks=num_blocks, block_size=server.block_size, steps_ahead=server.steps_ahead,
-                prefix_block=PREFIX_BLOCK if server.reuse_prefixes else 0, drafts=drafts, seed=seed,
+                prefix_block=server.prefix_block if server.reuse_prefixes else 0, drafts=drafts, seed=seed,
             )
             for _ in range(server.ranks)
         ]  # fmt: skip

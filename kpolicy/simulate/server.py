@@ -51,6 +51,7 @@ class Server:
         kv_bytes_per_token: bytes of KV a token, over all layers of a rank; None leaves graph bytes out of KV.
         steps_ahead: most decode steps offered beside a prefill.
         reuse_prefixes: whether prompts start behind cached blocks, where the trace has hash ids.
+        prefix_block: prompt tokens that one hash id stands for; a whole number of KV blocks.
         drafts: how many drafts are accepted, where `settings` drafts any.
         ranks: data-parallel ranks that step together; a request goes to the rank with the fewest.
         warm: whether graphs are captured before the first request comes; otherwise it waits for the captures.
@@ -68,6 +69,7 @@ class Server:
     kv_bytes_per_token: int | None = LLAMA_8B_KV_BYTES
     steps_ahead: int = MOST_STEPS_AHEAD
     reuse_prefixes: bool = True
+    prefix_block: int = PREFIX_BLOCK
     drafts: Drafts = attrs.field(factory=Drafts)
     ranks: int = 1
     warm: bool = False
@@ -77,7 +79,7 @@ class Server:
     def __attrs_post_init__(self) -> None:
         for name, least, most in (
             ("kv_tokens", 1, LARGEST_COUNT), ("block_size", 1, LARGEST_COUNT), ("steps_ahead", 1, 64),
-            ("ranks", 1, MOST_RANKS),
+            ("ranks", 1, MOST_RANKS), ("prefix_block", 1, LARGEST_COUNT),
         ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:

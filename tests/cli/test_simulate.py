@@ -194,6 +194,26 @@ def test_a_model_without_room_is_an_error_unless_kv_is_given(kpolicy: Command, t
     assert kpolicy("simulate", trace, "--config", big, "--kv-tokens", 100_000, "--policy", "eager").code == 0
 
 
+def test_an_interrupt_prints_what_was_done(
+    kpolicy: Command, trace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ctrl-C in the second policy leaves the first one's table and result, and exit code 130."""
+    real = simulate
+
+    def interrupted(trace: Any, policy: str, **rest: Any) -> Any:
+        if policy == "vllm":
+            raise KeyboardInterrupt
+        return real(trace, policy, **rest)
+
+    monkeypatch.setattr("kpolicy.cli.simulate.simulate", interrupted)
+    ended = kpolicy("simulate", trace, "--policy", "eager", "--policy", "vllm", "--out", tmp_path / "r.json")
+    assert ended.code == 130
+    assert "interrupted" in ended.err
+    assert "policy_is_eager" in ended.out
+    (one,) = json.loads((tmp_path / "r.json").read_text())["traces"]
+    assert [each["policy"] for each in one["policies"]] == ["eager"]
+
+
 def test_tables_without_the_package_say_what_to_install(
     kpolicy: Command, trace: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

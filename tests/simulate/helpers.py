@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 from hypothesis import strategies as st
 
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
@@ -44,6 +45,16 @@ def trace_of(*requests: tuple[float, int, int], hash_ids: Sequence[Sequence[int]
     return Trace(
         "drawn", "drawn", [TraceRequest(i, each[0] / 1e3, each[1], each[2], ids[i]) for i, each in enumerate(requests)]
     )
+
+
+def with_ids(trace: Trace, hashes: Sequence[Sequence[int]]) -> Trace:
+    """The trace with those hash ids, as far as they go."""
+    ids = [*map(tuple, hashes), *([()] * len(trace))]
+    return Trace("drawn", "drawn", [attrs.evolve(each, hash_ids=ids[i]) for i, each in enumerate(trace.requests)])
+
+
+hash_lists = st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=14)
+"""Hash ids of a trace's requests, few enough that prompts begin alike."""
 
 
 def traces(most_prompt: int = 60, most_output: int = 24, most_requests: int = 14) -> st.SearchStrategy[Trace]:

@@ -17,7 +17,7 @@ from kpolicy.policies import OWN
 from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import simulate
 
-from .helpers import COSTS, LIMITS, SIZES, reference, run, server, trace_of, traces
+from .helpers import COSTS, LIMITS, SIZES, hash_lists, reference, run, server, trace_of, traces, with_ids
 
 POLICIES = ("auto", "vllm", "split", "eager", "piecewise", "sglang")
 
@@ -45,11 +45,11 @@ def test_steps_and_clock_are_those_of_a_run_by_tokens(trace, policy, blocks, ste
     assert (got.graphs, got.graphs_used, got.unused) == (wanted.graphs, wanted.graphs_used, wanted.unused)
 
 
-@given(traces(most_output=80), st.sampled_from(POLICIES), st.sampled_from([(30, 4), (60, 4), (12, 16)]))
+@given(traces(most_output=80), hash_lists, st.sampled_from(POLICIES), st.sampled_from([(30, 4), (60, 4), (24, 8)]))
 @run_settings(max_examples=100)
-def test_stretches_change_nothing(trace, policy, blocks):
+def test_stretches_change_nothing(trace, hashes, policy, blocks):
     """Running decode steps without the scheduler gives the very result of going through it each step."""
-    of = server(*blocks)
+    trace, of = with_ids(trace, hashes), server(*blocks, reuse_prefixes=True, prefix_block=8)
     plain = simulate(trace, policy, server=of, costs=COSTS, ladder=SIZES, stepwise=True)
     assert simulate(trace, policy, server=of, costs=COSTS, ladder=SIZES).as_dict() == plain.as_dict()
 

@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 
 from kpolicy.budgets import Budget
 from kpolicy.errors import ConfigError
-from kpolicy.scheduling.traces import Trace, TraceRequest
+from kpolicy.scheduling.traces import TraceRequest
 from kpolicy.settings import Settings
 from kpolicy.simulate import Drafts, Server, ServiceLevel, SimStep, simulate
 from kpolicy.simulate.drafts import drawn
 from kpolicy.simulate.queue import Queue
 from kpolicy.simulate.requests import Request
 
-from .helpers import COSTS, LIMITS, SIZES, run, server, trace_of, traces
+from .helpers import COSTS, LIMITS, SIZES, hash_lists, run, server, trace_of, traces, with_ids
 
 DRAFTING = Settings(max_num_reqs=6, max_num_tokens=40, num_speculative_tokens=3)
-hash_lists = st.lists(st.lists(st.integers(0, 4), max_size=4), max_size=14)
 
 
 def blocks_add_up(queue: Queue) -> None:
@@ -43,17 +42,13 @@ def blocks_add_up(queue: Queue) -> None:
 
 
 @given(
-    traces(), hash_lists, st.sampled_from(("auto", "vllm", "split")), st.sampled_from((0, 4)), st.integers(1, 3),
+    traces(), hash_lists, st.sampled_from(("auto", "vllm", "split")), st.booleans(), st.integers(1, 3),
     st.sampled_from((LIMITS, DRAFTING)), st.sampled_from(((30, 4), (16, 8))),
 )  # fmt: skip
 @run_settings(max_examples=150)
 def test_requests_tokens_and_blocks_are_conserved(trace, hashes, policy, prefix, ranks, limits, blocks):
     """Every request is served whole or refused, chunks cover every prompt, and blocks never leak."""
-    ids = [*map(tuple, hashes), *([()] * len(trace))]
-    trace = Trace("drawn", "drawn", [
-        TraceRequest(each.index, each.arrival_s, each.prompt_tokens, each.output_tokens, ids[i])
-        for i, each in enumerate(trace.requests)
-    ])  # fmt: skip
+    trace = with_ids(trace, hashes)
     num_blocks, block_size = blocks
     seen: list[SimStep] = []
     queues: set[Queue] = set()
@@ -70,7 +65,7 @@ def test_requests_tokens_and_blocks_are_conserved(trace, hashes, policy, prefix,
 
     of = Server(
         settings=limits, kv_tokens=num_blocks * block_size, block_size=block_size, kv_bytes_per_token=None,
-        reuse_prefixes=bool(prefix), ranks=ranks, drafts=Drafts(acceptance=0.6),
+        reuse_prefixes=prefix, prefix_block=8, ranks=ranks, drafts=Drafts(acceptance=0.6),
     )  # fmt: skip
     result = simulate(trace, policy, server=of, costs=COSTS, ladder=SIZES if limits is LIMITS else None, on_step=look)
     refused = sum(result.refused.values())
