@@ -139,7 +139,7 @@ _ONE_LIST = frozenset({"ascend", "kunlun"})
 def layout_of(policy: Policy, claims: Claims, settings: Settings, *, multiple_of: int = 1) -> Layout:
     """Which lists of sizes a policy has, read from the graphs it plans for lists that can be told apart."""
     q = settings.query_len
-    wide = attrs.evolve(settings, max_num_reqs=64, max_num_tokens=256 * q, max_loras=0)
+    wide = attrs.evolve(settings, max_num_reqs=64, max_num_tokens=256 * q)
     probe = CaptureSizes((2 * q,), (11 * q,), (13 * q,))
     keys = policy.plan(probe, claims, wide)
     full = [key for key in keys if key.part is Part.FULL]
@@ -149,6 +149,9 @@ def layout_of(policy: Policy, claims: Claims, settings: Settings, *, multiple_of
     one_list = any(key.num_tokens > 2 * q for key in decode) or any(key.num_tokens == 2 * q for key in pieces + mixed)
     one_list = one_list or policy.name in _ONE_LIST
     lens = {key.query_len for key in decode}
+    # One list is captured at every size of the probe; lists apart have one each.
+    probed = 3 if any(key.num_tokens > 2 * q for key in decode) else 1
+    either = mixed or pieces
     # Where a mixed batch may replay either, FULL takes the host less time.
     others = Part.PIECEWISE if pieces and not mixed else Part.FULL if mixed else None
     return Layout(
@@ -156,6 +159,8 @@ def layout_of(policy: Policy, claims: Claims, settings: Settings, *, multiple_of
         decode=Part.FULL if decode else None,
         others=others,
         query_lens=() if None in lens or lens >= set(settings.decode_query_lens) else tuple(sorted(filter(None, lens))),
+        decode_keys=max(1, len(decode) // probed),
+        other_keys=max(1, len(either) // len({key.num_tokens for key in either})) if either else 1,
         escape_when_cheaper=policy.reads_costs,
         multiple_of=multiple_of,
         decode_multiple_of=1 if one_list else multiple_of // gcd(multiple_of, q),

@@ -39,6 +39,8 @@ class Layout:
         decode: what uniform decode batches replay: FULL graphs of their own, or None, where they go with the others.
         others: what all other batches replay; None is eager.
         query_lens: query lengths of decode batches with FULL graphs; none named is all.
+        decode_keys: graph keys of one decode size: one for each query length, variable lengths and adapters besides.
+        other_keys: graph keys of one size of the others.
         escape_when_cheaper: a step whose graph would take longer than eager runs eagerly (`auto`); else a step that
             fits a graph always replays it.
         multiple_of: sizes in tokens are multiples of this: tensor parallelism under sequence parallelism.
@@ -49,12 +51,14 @@ class Layout:
     decode: Part | None = Part.FULL
     others: Part | None = Part.PIECEWISE
     query_lens: tuple[int, ...] = ()
+    decode_keys: int = 1
+    other_keys: int = 1
     escape_when_cheaper: bool = False
     multiple_of: int = 1
     decode_multiple_of: int = 1
 
     def __attrs_post_init__(self) -> None:
-        for name in ("multiple_of", "decode_multiple_of"):
+        for name in ("multiple_of", "decode_multiple_of", "decode_keys", "other_keys"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it is a whole number from 1 up.")
 
@@ -192,11 +196,14 @@ class Workload:
     def _ladder(self, name: str, sizes: Sequence[int], smoothing: float) -> Ladder:
         q, layout = self.settings.query_len, self.layout
         if name == DECODE:
+            captured = [each for each in self._query_lens if layout.captures(each)]
             parts = [
-                self._part(name, self._decodes(each), [size * each for size in sizes], sizes, Part.FULL, smoothing)
-                for each in self._query_lens
-                if layout.captures(each)
-            ]
+                self._part(
+                    name, self._decodes(each), [size * each for size in sizes], sizes, Part.FULL, smoothing,
+                    counted=each == captured[0],
+                )
+                for each in captured
+            ]  # fmt: skip
             return tied(name, parts)
         others = self._others(with_decodes=not layout.decode)
         if name == OTHERS or not layout.decode:
@@ -264,15 +271,10 @@ class Workload:
         )  # fmt: skip
 
     def _usage(self, part: Part, tokens: int, query_len: int) -> Usage:
-        if part is Part.FULL and query_len:
-            if query_len not in self.settings.decode_query_lens:
-                return Usage()
-            key = GraphKey(part, tokens, max(1, tokens // query_len), query_len=query_len)
-        else:
-            key = GraphKey(part, tokens)
-        one = self.costs.usage_of(key)
-        cases = 2 if self.settings.max_loras else 1
-        return Usage(one.graphs * cases, one.streams * cases, one.bytes * cases, one.seconds * cases)
+        """What one size takes, all its graph keys together."""
+        one, layout = self.costs.usage_of(GraphKey(part, tokens)), self.layout
+        count = layout.decode_keys if query_len else layout.other_keys
+        return Usage(one.graphs * count, one.streams * count, one.bytes * count, one.seconds * count)
 
     def _decodes(self, query_len: int) -> _Rows:
         return _Rows.of(self.histogram.settled().decodes.get(query_len, {}), query_len)

@@ -109,6 +109,20 @@ def test_budgets_reach_the_plan() -> None:
         planned("sglang", most_sizes=None, budget=Budget(bytes=1), largest={DECODE: 64})
 
 
+@pytest.mark.parametrize("level", ["mixed", "uniform", "varlen_decode"])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize(
+    "policy",
+    ["auto", "full_and_piecewise", "piecewise", "vllm", "vllm:version=0.23", "sglang", "tensorrt_llm", "ascend"],
+)
+def test_what_a_plan_takes_is_what_the_policy_captures(policy: str, num_drafts: int, level: str) -> None:
+    """The budget is held for all graph keys of a size: with drafts and without, of variable lengths, of adapters."""
+    given = server(num_speculative_tokens=num_drafts, max_loras=2 if policy in ("auto", "sglang") else 0)
+    found = planned(policy, server=given, attention=Claims.at_level(level), hold_out=False, most_rounds=1)
+    assert found.own.num_keys
+    assert attrs.astuple(found.plan.usage) == pytest.approx(attrs.astuple(found.own.usage))
+
+
 def test_replayed_counts_what_the_policy_ran() -> None:
     """A policy that splits makes batches of its own of the halves."""
     sizes = get_policy("split").sizes(server().settings)

@@ -80,7 +80,7 @@ def test_auto_is_close_to_the_simulator() -> None:
 )
 def test_layouts(policy: str, layout: Layout) -> None:
     """A policy's lists are read from the graphs that it plans, of replicas and of our own alike."""
-    assert layout_of(get_policy(policy), CLAIMS, Settings()) == layout
+    assert layout_of(get_policy(policy), CLAIMS, Settings()) == layout, policy
 
 
 def test_a_layout_without_mixed_support() -> None:
@@ -98,10 +98,10 @@ def test_usage_of_one_list() -> None:
 
 
 def test_usage_with_drafts() -> None:
-    """A request count of kpolicy's own list has a graph for rows with drafts and one for rows without."""
+    """A request count of kpolicy's own list has graphs for rows with all drafts, with fewer, and without."""
     apart = workload("full_and_piecewise", num_speculative_tokens=3)
     decode = next(each for each in apart.ladders() if each.name == DECODE)
-    assert decode.usage_of(0).streams == 2
+    assert decode.usage_of(0).streams == 3
     assert layout_of(get_policy("vllm"), CLAIMS, Settings(num_speculative_tokens=3)).query_lens == (4,)
     assert apart.sizes_of({DECODE: (1, 5), OTHERS: (7,)}) == CaptureSizes((4, 20), (7,), ())
     assert apart.lists_of(CaptureSizes((4, 20), (7,), ())) == {DECODE: (1, 5), OTHERS: (7,)}
