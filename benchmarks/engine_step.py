@@ -2,11 +2,11 @@
 
 A bare step stages the same numbers into the same static buffers, replays the same graph, copies the logits out and
 samples from them: what any runner of this graph must do. The rest of `Engine.step` is ours: deciding, finding the
-graph, outputs, events, counting. Both run in one process, in turn, step by step; the ratio is of medians, with a
-bootstrap interval, of wall time and of this thread's processor time, which other processes disturb less. The limit is
-1.05.
+graph, outputs, events, counting. Both run in one process in pairs (`benchmarks.pairs`); the ratio is the median of the
+pairs', with a bootstrap interval, of wall time and of this thread's processor time, which other processes disturb less.
+The limit is 1.05.
 
-Run: ``python -m benchmarks.engine_step --date 2026-01-01 [--json FILE] [--steps 300] [--profile]``.
+Run: ``python -m benchmarks.engine_step --date 2026-01-01 [--json FILE] [--profile]``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import os
 import platform
 import pstats
 import random
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from benchmarks.pairs import HALF_WIDTH, measure_pairs
 
 LIMIT = 1.05
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -72,39 +73,12 @@ def bare_step(engine: Any, model: Any, inputs: Any) -> Callable[[], Any]:
     return step
 
 
-def interval(a: list[float], b: list[float], repeats: int = 400) -> tuple[float, float]:
-    """95% bootstrap interval of the ratio of medians of pairs."""
-    rng = random.Random(0)
-    ratios = []
-    for _ in range(repeats):
-        chosen = rng.choices(range(len(a)), k=len(a))
-        ratios.append(statistics.median([a[i] for i in chosen]) / statistics.median([b[i] for i in chosen]))
-    ratios.sort()
-    return ratios[int(0.025 * repeats)], ratios[int(0.975 * repeats)]
-
-
-def measure(engine: Any, model: Any, num_reqs: int, steps: int) -> dict[str, Any]:
+def measure(engine: Any, model: Any, num_reqs: int, least: int, most: int) -> dict[str, Any]:
     """One decode size."""
     inputs = decode_inputs(num_reqs, model.num_blocks)
-    runs = (lambda: engine.step(inputs), bare_step(engine, model, inputs))
-    wall: tuple[list[float], list[float]] = [], []
-    cpu: tuple[list[float], list[float]] = [], []
-    for i in range(steps + 10):
-        for which in (0, 1) if i % 2 else (1, 0):
-            start, started = time.perf_counter_ns(), time.thread_time_ns()
-            runs[which]()
-            cpu[which].append((time.thread_time_ns() - started) / 1e3)
-            wall[which].append((time.perf_counter_ns() - start) / 1e3)
-    row: dict[str, Any] = {"num_reqs": num_reqs}
-    for name, (ours, theirs) in (("", (wall[0][10:], wall[1][10:])), ("cpu_", (cpu[0][10:], cpu[1][10:]))):
-        low, high = interval(ours, theirs)
-        row |= {
-            f"{name}engine_step_us": round(statistics.median(ours), 1),
-            f"{name}bare_replay_us": round(statistics.median(theirs), 1),
-            f"{name}ratio": round(statistics.median(ours) / statistics.median(theirs), 4),
-            f"{name}interval": [round(low, 4), round(high, 4)],
-        }
-    return row
+    ours, bare = partial(engine.step, inputs), bare_step(engine, model, inputs)
+    row = measure_pairs(("engine_step", ours), ("bare_replay", bare), least=least, most=most)
+    return {"num_reqs": num_reqs, **row}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -112,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--date", default="unstated")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--least", type=int, default=300, help="pairs of a size, at least")
+    parser.add_argument("--most", type=int, default=3000, help="pairs of a size, at most")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES))
     parser.add_argument("--profile", action="store_true", help="where the host's time goes, at the largest size")
@@ -133,17 +108,17 @@ def main(argv: list[str] | None = None) -> int:
     engine.capture()
     rows = []
     for size in options.sizes:
-        rows.append(measure(engine, model, size, options.steps))
+        rows.append(measure(engine, model, size, options.least, options.most))
         print(rows[-1], flush=True)
     if options.profile:
         inputs = decode_inputs(options.sizes[-1], model.num_blocks)
         profiler = cProfile.Profile()
         profiler.enable()
-        for _ in range(options.steps):
+        for _ in range(options.least):
             engine.step(inputs)
         profiler.disable()
         pstats.Stats(profiler, stream=sys.stdout).sort_stats("tottime").print_stats(22)
-    holds = all(row["interval"][0] <= LIMIT for row in rows)
+    holds = all(row["interval"][1] <= LIMIT for row in rows)
     result = {
         "command": "python -m benchmarks.engine_step " + " ".join(argv if argv is not None else sys.argv[1:]),
         "date": options.date,
@@ -154,6 +129,7 @@ def main(argv: list[str] | None = None) -> int:
         "device": {"machine": platform.machine(), "cores": os.cpu_count(), "threads": options.threads},
         "model": f"default_model, {model.num_params} parameters, context {CONTEXT}",
         "limit": LIMIT,
+        "wanted_half_width": HALF_WIDTH,
         "holds": holds,
         "rows": rows,
     }  # fmt: skip

@@ -18,27 +18,15 @@ import argparse
 import json
 import os
 import platform
-import random
-import statistics
 import sys
-import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_step import BLOCK_SIZE, CONTEXT, decode_inputs
+from benchmarks.pairs import HALF_WIDTH, measure_pairs
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-HALF_WIDTH = 0.02
-STEP = 100
-"""Pairs between looks at the interval"""
-
-
-def interval(ratios: Sequence[float], draws: int = 400) -> tuple[float, float, float]:
-    """(median, lowest and highest of 95% of medians of resampled ratios)."""
-    chance, count = random.Random(0), len(ratios)
-    medians = sorted(statistics.median(chance.choices(ratios, k=count)) for _ in range(draws))
-    return statistics.median(ratios), medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 def measure(executor: Any, key: Any, inputs: Any, least: int, most: int) -> dict[str, Any]:
@@ -53,38 +41,15 @@ def measure(executor: Any, key: Any, inputs: Any, least: int, most: int) -> dict
         Decision(Mode.EAGER, (Launch(Rows.ALL, None, padded_tokens=key.num_tokens),), Reason.POLICY_IS_EAGER),
         Decision(Mode.FULL, (Launch(Rows.ALL, key),), Reason.GRAPH_FITS),
     )
-    wall: tuple[list[float], list[float]] = [], []
-    cpu: tuple[list[float], list[float]] = [], []
-    outputs: list[Any] = [None, None]
     equal = True
-    for which in (0, 1) * 5:
-        executor.run(decisions[which], inputs)
-    while True:
-        for i in range(STEP):
-            for which in (0, 1) if i % 2 else (1, 0):
-                start, started = time.perf_counter_ns(), time.thread_time_ns()
-                outputs[which] = executor.run(decisions[which], inputs)
-                cpu[which].append((time.thread_time_ns() - started) / 1e6)
-                wall[which].append((time.perf_counter_ns() - start) / 1e6)
-            equal = equal and all(map(torch.equal, outputs[0].outputs, outputs[1].outputs))
-        ratio, low, high = interval([r / e for e, r in zip(*wall, strict=True)])
-        done = len(wall[0])
-        if done >= most or (done >= least and (high - low) / 2 <= HALF_WIDTH * ratio):
-            break
-    cpu_ratio, cpu_low, cpu_high = interval([r / e for e, r in zip(*cpu, strict=True)])
-    return {
-        "tokens": key.num_tokens,
-        "pairs": done,
-        "eager_ms": round(statistics.median(wall[0]), 3),
-        "replay_ms": round(statistics.median(wall[1]), 3),
-        "ratio": round(ratio, 4),
-        "interval": [round(low, 4), round(high, 4)],
-        "half_width": round((high - low) / 2 / ratio, 4),
-        "cpu_ratio": round(cpu_ratio, 4),
-        "cpu_interval": [round(cpu_low, 4), round(cpu_high, 4)],
-        "cpu_half_width": round((cpu_high - cpu_low) / 2 / cpu_ratio, 4),
-        "equal": equal,
-    }
+
+    def compare(replayed: Any, eager: Any) -> None:
+        nonlocal equal
+        equal = equal and all(map(torch.equal, replayed.outputs, eager.outputs))
+
+    eager, full = (partial(executor.run, decision, inputs) for decision in decisions)
+    row = measure_pairs(("replay", full), ("eager", eager), least=least, most=most, after=compare)
+    return {"tokens": key.num_tokens, **row, "equal": equal}
 
 
 def main(argv: list[str] | None = None) -> int:
