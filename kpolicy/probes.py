@@ -29,7 +29,12 @@ _EXTRAS = (
     ("hypothesis", "hypothesis", "", "kpolicy.testing, for those who write plugins"),
     ("polars", "polars", "", ""),
     ("matplotlib", "matplotlib", "", ""),
-)
+    ("ray", "ray", "pip install 'kpolicy[ray]'", "kpolicy sweep --backend ray"),
+    (
+        "aiconfigurator_core", "aiconfigurator-core", "pip install 'kpolicy[aiconfigurator]'",
+        "kpolicy simulate --tables aiconfigurator",
+    ),
+)  # fmt: skip
 
 
 def probe_all(*, timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -> tuple[ProbeReport, ...]:

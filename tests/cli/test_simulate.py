@@ -15,6 +15,7 @@ from kpolicy.schemas import Profile, read_decision_log, read_step_log, write_pro
 from kpolicy.simulate import Server, simulate
 from tests.cli.conftest import Command, write
 from tests.cli.test_bad_input import refused
+from tests.observe.processor import find_processor, query
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -86,6 +87,32 @@ def test_files_are_written_for_each_policy_and_trace(kpolicy: Command, trace: Pa
             decisions = read_decision_log(tmp_path / f"d-{name}-{policy}.jsonl")
             assert [each.reason for each in decisions.entries] == [each.reason for each in steps.entries]
             assert (tmp_path / f"p-{name}-{policy}.pf").stat().st_size > 1000
+
+
+def test_perfettos_own_processor_finds_every_step(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """A slice a step on the host, with its mode, and starts that are the simulated clock's."""
+    pytest.importorskip("perfetto")
+    processor = find_processor()
+    if processor is None:
+        pytest.skip("no Perfetto trace processor here")
+    path = tmp_path / "p.pftrace"
+    ended = kpolicy(
+        "simulate", trace, "--policy", "auto", "--warm", "--perfetto", path, "--step-log", tmp_path / "s", "--json"
+    )
+    assert ended.code == 0, ended.err
+    (result,) = ended.json["traces"][0]["policies"]
+    by_mode, (whole,) = query(
+        processor,
+        path,
+        [
+            "SELECT name, COUNT(*) AS steps FROM slice WHERE category = 'step' GROUP BY name",
+            "SELECT MAX(ts + dur) - MIN(ts) AS ns FROM slice WHERE category = 'step'",
+        ],
+    )
+    assert {row["name"]: int(row["steps"]) for row in by_mode} == {
+        mode: each["steps"] for mode, each in result["modes"].items()
+    }
+    assert int(whole["ns"]) == pytest.approx(result["span_s"] * 1e9, rel=1e-3)
 
 
 def test_a_config_on_a_device_has_its_own_costs_and_room(kpolicy: Command, trace: Path, config: Path) -> None:
