@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 
 from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
+from kpolicy.budget_models import BudgetModel
 from kpolicy.budgets import Budget, Usage
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.errors import ConfigError, KPolicyError
@@ -223,7 +224,7 @@ def plan_trace(
     trace: Trace,
     *,
     policy: str = "auto",
-    budget: Budget | None = None,
+    budget: Budget | BudgetModel | None = None,
     most_sizes: int | None = None,
     costs: CostTable | None = None,
     attention: str | AttentionSupport | Claims | None = None,
@@ -244,7 +245,7 @@ def plan_trace(
     Args:
         trace: the requests.
         policy: the policy that will run, with its arguments.
-        budget: what capturing all sizes may take together.
+        budget: what capturing all sizes may take together; a `BudgetModel` also says what each graph takes of it.
         most_sizes: the most sizes, over all lists.
         costs: what launches take; analytic by default.
         attention: what attention supports; ``gqa`` by default.
@@ -271,8 +272,11 @@ def plan_trace(
     start = chosen.sizes(settings)
     tell = progress or (lambda _: None)
 
+    limits = budget.budget if isinstance(budget, BudgetModel) else budget
+    usage_of = budget.cost_of if isinstance(budget, BudgetModel) else costs.usage_of
+
     def workload(histogram: Histogram) -> Workload:
-        return Workload(histogram=histogram, costs=costs, settings=settings, layout=layout)
+        return Workload(histogram=histogram, costs=costs, settings=settings, layout=layout, usage_of=usage_of)
 
     def steps_of(requests: Trace, sizes: CaptureSizes) -> Histogram:
         tell(f"replaying {requests.source}")
@@ -285,7 +289,7 @@ def plan_trace(
         given = {
             "most_sizes": most_sizes, "largest": largest, "smoothing": smoothing, "worth": worth, "exact": exact,
         }  # fmt: skip
-        return plan(made, budget, **(given | changed)), made
+        return plan(made, limits, **(given | changed)), made
 
     def settle(requests: Trace) -> Replayed:
         return fixed_point(lambda sizes: steps_of(requests, sizes), planned, start, most_rounds=most_rounds)
@@ -337,7 +341,7 @@ def score(name: str, policy: str, sizes: CaptureSizes, workload: Workload, claim
         sizes=sizes,
         num_sizes=sum(len(each) for listed, each in under.lists_of(sizes).items() if listed in under.layout.names),
         num_keys=len(keys),
-        usage=sum((workload.costs.usage_of(key) for key in keys), Usage()),
+        usage=sum(map(workload.usage_of or workload.costs.usage_of, keys), Usage()),
         step_us=under.time_us(sizes) / under.steps,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -93,12 +93,15 @@ class Workload:
         costs: what launches take.
         settings: the deployment's limits.
         layout: the policy's lists.
+        usage_of: what capturing a graph key takes; the cost table's word by default. A `BudgetModel.cost_of` counts a
+            device's own units, such as Ascend's streams.
     """
 
     histogram: Histogram
     costs: CostTable
     settings: Settings
     layout: Layout
+    usage_of: Callable[[GraphKey], Usage] | None = None
 
     @property
     def steps(self) -> float:
@@ -272,7 +275,7 @@ class Workload:
 
     def _usage(self, part: Part, tokens: int, query_len: int) -> Usage:
         """What one size takes, all its graph keys together."""
-        one, layout = self.costs.usage_of(GraphKey(part, tokens)), self.layout
+        one, layout = (self.usage_of or self.costs.usage_of)(GraphKey(part, tokens)), self.layout
         count = layout.decode_keys if query_len else layout.other_keys
         return Usage(one.graphs * count, one.streams * count, one.bytes * count, one.seconds * count)
 

@@ -6,9 +6,11 @@ import attrs
 import pytest
 
 from kpolicy.attention.support import Claims
+from kpolicy.budget_models import AscendParallel, ModelShape, ascend_stream_budget
 from kpolicy.budgets import Budget
 from kpolicy.engine import Engine
 from kpolicy.errors import BudgetRefused, ConfigError, UnknownNameError
+from kpolicy.modes import Part
 from kpolicy.planning.workload import DECODE, LIST
 from kpolicy.policies import get_policy
 from kpolicy.simulate import simulate
@@ -107,6 +109,19 @@ def test_budgets_reach_the_plan() -> None:
     assert found.own.usage.bytes <= 12 << 20
     with pytest.raises(BudgetRefused, match="don't fit the budget"):
         planned("sglang", most_sizes=None, budget=Budget(bytes=1), largest={DECODE: 64})
+
+
+def test_a_devices_own_units() -> None:
+    """Under Ascend's stream formula a size's pieces take the streams that it says, and the plan stays within them."""
+    model = ascend_stream_budget(
+        ModelShape(num_layers=64), AscendParallel(tp=8), parts=(Part.FULL, Part.PIECEWISE), num_sizes=8
+    )
+    found = planned("ascend", budget=model, most_sizes=None)
+    assert model.budget.streams is not None
+    assert 0 < found.plan.num_sizes <= model.budget.streams // model.piecewise.streams
+    assert found.own.usage.streams <= model.budget.streams
+    assert found.own.usage == found.plan.usage
+    assert planned("ascend", most_sizes=None).plan.num_sizes > found.plan.num_sizes
 
 
 @pytest.mark.parametrize("level", ["mixed", "uniform", "varlen_decode"])
