@@ -11,23 +11,21 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy.budgets import Budget
-from kpolicy.cli.options import Deployment, Json, at_least, settings_of, whole
+from kpolicy.cli.options import Deployment, Json, at_least, whole
 from kpolicy.cli.plan_output import as_dict, emitted_for, render, write
 from kpolicy.cli.render import console, print_json
+from kpolicy.cli.serving_options import Served
 from kpolicy.cli.turns import check_writable
-from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.engine_flags import ENGINES
 from kpolicy.errors import ConfigError, UnknownNameError, near_miss
 from kpolicy.planning.plan import SMOOTHING
 from kpolicy.policies import get_policy
 from kpolicy.scheduling.traces import Trace
-from kpolicy.simulate import Drafts, Server
 from kpolicy.trace_plan import plan_trace
 
 __all__ = ["plan"]
 
 DEFAULT_WINDOW_S = 300.0
-MAX_NUM_TOKENS, KV_TOKENS = 2048, 400_000
 FORMATS = (*ENGINES, "json")
 _POLICY_OF = {
     "vllm": "vllm",
@@ -69,19 +67,8 @@ def plan(
     ] = DEFAULT_WINDOW_S,
     start: Annotated[float, Parameter(help="Second of the trace to start at.")] = 0.0,
     rate: Annotated[float | None, Parameter(help="Speed the arrivals up by this factor, after --window.")] = None,
+    served: Served = Served(),  # noqa: B008
     deployment: Deployment = Deployment(),  # noqa: B008
-    max_num_tokens: Annotated[
-        int, Parameter(group="Deployment", converter=whole, help="Token budget of a step (chunked prefill).")
-    ] = MAX_NUM_TOKENS,
-    kv_tokens: Annotated[
-        int, Parameter(group="Deployment", converter=whole, help="KV capacity in tokens, all requests together.")
-    ] = KV_TOKENS,
-    speculative: Annotated[
-        int, Parameter(group="Deployment", converter=whole, help="Draft tokens verified a decode row.")
-    ] = 0,
-    acceptance: Annotated[
-        float, Parameter(group="Deployment", help="Probability that a draft is accepted, if all before it were.")
-    ] = 0.7,
     multiple_of: Annotated[
         int, Parameter(converter=whole, help="Sizes are multiples of this, such as the tensor-parallel size.")
     ] = 1,
@@ -110,21 +97,21 @@ def plan(
     name = policy or _POLICY_OF.get(emit or "", "auto")
     limits, most_sizes = _budget(budget, deployment)
     requests = _requests(trace, start, window, rate)
-    server = Server(
-        settings=settings_of(
-            max_num_reqs=deployment.most_reqs(), max_num_tokens=("--max-num-tokens", max_num_tokens),
-            num_speculative_tokens=("--speculative", speculative),
-        ),
-        kv_tokens=at_least("--kv-tokens", kv_tokens, 16), kv_bytes_per_token=_kv_bytes(deployment),
-        drafts=Drafts(acceptance=acceptance), warm=True,
-    )  # fmt: skip
+    model = served.costs(deployment)
+    # Planning is for a server that runs; what a start costs is what budgets are for.
+    server = attrs.evolve(served.server(deployment, model), warm=True)
+    if server.ranks > 1:
+        raise ConfigError(
+            f"--ranks is {server.ranks}; sizes are planned from the steps of one rank, and ranks that agree run at the "
+            "largest of theirs. Leave it out, and give the rate that one rank gets."
+        )
     if deployment.ladder is not None:
         raise ConfigError("--ladder is what plan looks for; leave it out, or give it to `kpolicy run`.")
     get_policy(name)
     check_writable("--out", out)
     shown = console(stderr=True)
     found = plan_trace(
-        requests, policy=name, budget=limits, most_sizes=most_sizes, costs=_costs(deployment),
+        requests, policy=name, budget=limits, most_sizes=most_sizes, costs=model.costs,
         attention=deployment.support(), server=server, objective=deployment.objective,
         multiple_of=at_least("--multiple-of", multiple_of, 1), largest=_largest(largest),
         smoothing=_share("--smoothing", smoothing),
@@ -154,49 +141,6 @@ def _requests(path: Path | None, start: float, window: float, rate: float | None
 
     asked = Requests(trace=path, window=window, start=start, rate=rate).read()
     return asked if rate in (None, 1) else asked.scaled(rate)
-
-
-def _costs(deployment: Deployment) -> CostTable:
-    """The profile's costs, or the analytic ones of the model in --config.
-
-    Raises:
-        ConfigError: the profile is of another model than the config.
-    """
-    if deployment.profile is None:
-        if deployment.config is None:
-            return analytic_costs()
-        from kpolicy.figures import model_figures
-
-        return analytic_costs(model_figures(deployment.config))
-    from kpolicy.schemas import read_profile
-
-    profile = read_profile(deployment.profile)
-    if deployment.config is not None:
-        _same_model(profile.model, deployment.config, deployment.profile)
-    return profile.costs
-
-
-def _kv_bytes(deployment: Deployment) -> int | None:
-    """Bytes of KV a token, by which graphs take KV; None where the model isn't known."""
-    if deployment.config is not None:
-        from kpolicy.figures import model_figures
-
-        return model_figures(deployment.config).kv_bytes_per_token or None
-    return Server().kv_bytes_per_token if deployment.profile is None else None
-
-
-def _same_model(measured: str, config: Path, profile: Path) -> None:
-    """Refuse a profile of another model: its times would be of no use."""
-    from kpolicy.attention.fields import read_config
-
-    data, folder = read_config(config), config if config.is_dir() else config.resolve().parent
-    names = {str(name) for name in data.get("architectures") or ()} | {str(data.get("model_type", "")), folder.name}
-    said = re.sub(r"[^a-z0-9]", "", measured.lower())
-    if not any(name and re.sub(r"[^a-z0-9]", "", name.lower()) in said for name in names):
-        raise ConfigError(
-            f"--profile {profile} was measured with {measured!r}, and --config {config} is of "
-            f"{', '.join(sorted(filter(None, names)))}. Measure that model, or give the config that the profile is of."
-        )
 
 
 def _budget(text: str | None, deployment: Deployment) -> tuple[Budget | None, int | None]:

@@ -45,9 +45,12 @@ HEADER = "timestamp,input_length,output_length"
         ("--window -1", ["--window is -1"]),
         ("--rate 0", ["--rate is 0"]),
         ("--max-num-tokens 0", ["--max-num-tokens is 0"]),
-        ("--kv-tokens 1", ["--kv-tokens is 1"]),
+        ("--kv-tokens 0", ["--kv-tokens is 0"]),
+        ("--ranks 2", ["--ranks is 2", "the steps of one rank"]),
+        ("--device H2000", ["'H2000'", "H200"]),
+        ("--tables aiconfigurator", ["--tables needs --config"]),
         ("--speculative 3000", ["--speculative is 3000"]),
-        ("--speculative 2 --acceptance 1.5", ["acceptance is 1.5"]),
+        ("--speculative 2 --acceptance 1.5", ["--acceptance is 1.5"]),
         ("--attention mlaa", ["did you mean 'mla'?"]),
         ("--budget 0 --emit vllm", ["the plan captures nothing", "vllm"]),
     ],
@@ -94,11 +97,15 @@ def test_a_profile_of_another_model(kpolicy: Command, trace: Path, tmp_path: Pat
     config = write(tmp_path / "config.json", json.dumps(ARCHITECTURE))
     costs = attrs.evolve(analytic_costs(), measured=True, version="measured-1")
     other, right = tmp_path / "other.json", tmp_path / "right.json"
-    write_profile(other, Profile(costs=costs, device="a device", model="Qwen3ForCausalLM, 28 layers"))
-    write_profile(right, Profile(costs=costs, device="a device", model="LlamaForCausalLM, 16 layers"))
+    write_profile(
+        other, Profile(costs=costs, device="a device", model="Qwen3ForCausalLM of 1498.0 M parameters, bfloat16")
+    )
+    write_profile(
+        right, Profile(costs=costs, device="a device", model="LlamaForCausalLM of 1235.8 M parameters, bfloat16")
+    )
     refused(
         kpolicy("plan", trace, "--profile", other, "--config", config),
-        "was measured with 'Qwen3ForCausalLM, 28 layers'", "LlamaForCausalLM",
+        "was measured with Qwen3ForCausalLM of 1498.0 M", "LlamaForCausalLM",
     )  # fmt: skip
     ended = kpolicy("plan", trace, "--profile", right, "--config", config, "--budget", 2)
     assert ended.code == 0, ended
