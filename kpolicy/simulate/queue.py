@@ -26,15 +26,15 @@ class Step(NamedTuple):
     """One step's rows."""
 
     numbers: BatchNumbers
-    chunks: list[tuple[Request, int]]
-    """(request, new prompt tokens)"""
+    chunks: list[tuple[Request, int, int]]
+    """(request, new prompt tokens, tokens before them)"""
 
     def shape(self) -> BatchShape:
         """The batch for people and logs."""
         numbers = self.numbers
         return BatchShape(
             decodes=((numbers.query_len, numbers.num_decodes),) if numbers.num_decodes else (),
-            prefills=[(new, request.computed) for request, new in self.chunks],
+            prefills=[(new, start) for _, new, start in self.chunks],
             decode_kv_tokens=numbers.decode_kv_tokens if numbers.num_decodes else None,
             max_kv_len=numbers.max_kv_len,
             max_decode_steps=numbers.max_decode_steps,
@@ -166,13 +166,13 @@ class Queue:
                 if count:
                     entered.add(order)
 
-    def _chunks(self, budget: int, *, admit: bool) -> list[tuple[Request, int]]:
+    def _chunks(self, budget: int, *, admit: bool) -> list[tuple[Request, int, int]]:
         """Prompt chunks in order of admission, then of arrival, while budget, rows and blocks last."""
         chunks = []
         for request in self.prefilling:
             new = self._allot(request, min(request.until - request.computed, budget))
             if new:
-                chunks.append((request, new))
+                chunks.append((request, new, request.computed))
                 budget -= new
         while admit and self.waiting and budget > 0 and self.num_running < self.most_reqs:
             request = self.waiting[0]
@@ -186,7 +186,7 @@ class Queue:
             self.looked_up_tokens += request.until
             self.reused_tokens += request.computed
             self.prefilling.append(self.waiting.popleft())
-            chunks.append((request, new))
+            chunks.append((request, new, request.computed))
             budget -= new
         return chunks
 
@@ -230,7 +230,7 @@ class Queue:
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
-    def _numbers(self, chunks: list[tuple[Request, int]]) -> BatchNumbers:
+    def _numbers(self, chunks: list[tuple[Request, int, int]]) -> BatchNumbers:
         rows = self.rows
         num_decodes, q = len(rows.rows), rows.query_len
         tokens = num_decodes * q
@@ -239,8 +239,7 @@ class Queue:
                 num_decodes, q, rows.kv_tokens, tokens, 0, 0, 0, 0, q, rows.longest, 0, 0, 0, 1, tokens, num_decodes, q
             )
         prefill_tokens = prefill_kv = pairs = first_chunks = longest = longest_kv = 0
-        for request, new in chunks:
-            start = request.computed
+        for _, new, start in chunks:
             prefill_tokens += new
             prefill_kv += start + new
             pairs += new * start + new * (new + 1) // 2
@@ -284,11 +283,10 @@ class Queue:
         # Rows that join now weren't part of it, so the counter moves first.
         finished = self.rows.advance(decode_steps) if step.numbers.num_decodes else []
         first_tokens: list[Request] = []
-        for request, new in step.chunks:
-            computed = request.computed
-            request.computed = computed + new
+        for request, new, start in step.chunks:
+            request.computed = start + new
             if request.hash_ids and self.prefix_block:
-                self._publish(request, computed)
+                self._publish(request, start)
             if request.computed == request.until:
                 request.generated += 1
                 first_tokens.append(request)

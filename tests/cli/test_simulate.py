@@ -257,3 +257,24 @@ def test_the_document_has_every_field_of_a_result(kpolicy: Command, trace: Path)
     (one,) = told["traces"]
     for value in (told, one, one["policies"][0], one["policies"][0]["ttft"]):
         assert {name for name in value if f"`{name}`" not in text} == set()
+
+
+def test_a_run_takes_the_configs_analytic_costs(kpolicy: Command, trace: Path, config: Path, tmp_path: Path) -> None:
+    """`kpolicy run --device simulated --config` and `simulate --config` cost steps alike; unknown weights take 8B's."""
+    ran = kpolicy("run", "--trace", trace, "--policy", "vllm", "--config", config, "--json").json
+    simulated = kpolicy(
+        "simulate", trace, "--policy", "vllm", "--config", config, "--window", 300, "--warm", "--json"
+    ).json
+    assert ran["setting"]["costs"] == simulated["setting"]["costs_version"]
+    assert "llama" in ran["setting"]["costs"]
+    result = simulated["traces"][0]["policies"][0]
+    assert ran["policies"][0]["steps"] == result["steps"]
+    assert ran["policies"][0]["step_us"] == pytest.approx(result["step_us"])
+    (tmp_path / "other").mkdir()
+    unknown = write(
+        tmp_path / "other" / "config.json",
+        json.dumps({"model_type": "rwkv", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}),
+    )
+    ran = kpolicy("run", "--trace", trace, "--policy", "eager", "--config", unknown, "--json")
+    assert ran.code == 0, ran.err
+    assert "8B GQA decoder" in ran.json["setting"]["costs"]

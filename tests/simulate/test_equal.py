@@ -6,16 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as run_settings
 from hypothesis import strategies as st
 
+from kpolicy.decision import Decision
 from kpolicy.engine import Engine
+from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import OWN
 from kpolicy.scheduling.traces import Trace
+from kpolicy.settings import Settings
+from kpolicy.shapes import BatchShape
 from kpolicy.simulate import simulate
+from kpolicy.testing.ranks import ThreadCommunicator, run_ranks
 
 from .helpers import COSTS, LIMITS, SIZES, hash_lists, reference, run, server, trace_of, traces, with_ids
 
@@ -54,18 +60,44 @@ def test_stretches_change_nothing(trace, hashes, policy, blocks):
     assert simulate(trace, policy, server=of, costs=COSTS, ladder=SIZES).as_dict() == plain.as_dict()
 
 
+DRAFTING = Settings(max_num_reqs=6, max_num_tokens=40, num_speculative_tokens=2)
+BUSY = trace_of(*[(0.4 * i, 3 + 7 * i % 40, 1 + 5 * i % 17) for i in range(12)])
+
+
+def told(decision: Decision) -> tuple[Any, ...]:
+    """A decision, less what it takes for granted."""
+    return decision.mode, decision.launches, decision.form, decision.reason
+
+
+@pytest.mark.parametrize("limits", [LIMITS, DRAFTING], ids=["plain", "drafting"])
 @pytest.mark.parametrize("policy", sorted(OWN))
-def test_decisions_are_the_engines(policy):
-    """Each step's decision is what an Engine without a device says of its shape, less what that takes for granted."""
-    trace = trace_of(*[(0.4 * i, 3 + 7 * i % 40, 1 + 5 * i % 17) for i in range(12)])
-    result, steps = run(trace, policy)
-    assert result.served == len(trace)
-    engine = Engine(policy, ladder=SIZES, settings=LIMITS, costs=COSTS)
+def test_decisions_are_the_engines(policy: str, limits: Settings) -> None:
+    """Each step's decision is what an Engine says of its shape, by the readable path and by `select`."""
+    ladder = SIZES if limits is LIMITS else CaptureSizes((3, 6, 12), (8, 16, 24), (8, 16))
+    result, steps = run(BUSY, policy, of=server(settings=limits, num_blocks=60), ladder=ladder)
+    assert result.served == len(BUSY)
+    engine = Engine(policy, ladder=ladder, settings=limits, costs=COSTS)
     for each in steps:
-        decided = engine.policy.decide(each.step.shape(), engine.context)
-        assert (each.decision.mode, each.decision.launches, each.decision.form, each.decision.reason) == (
-            decided.mode, decided.launches, decided.form, decided.reason
-        )  # fmt: skip
+        shape = each.step.shape()
+        assert told(each.decision) == told(engine.policy.decide(shape, engine.context)) == told(engine.decide(shape))
+
+
+@pytest.mark.parametrize("policy", ["auto", "vllm", "sglang", "split"])
+def test_ranks_decide_as_engines_that_talk_to_each_other(policy: str) -> None:
+    """Each rank's decision is that of an Engine with a communicator, given the same batches in the same order."""
+    _, steps = run(BUSY, policy, of=server(ranks=3))
+    shapes = {(each.number, each.rank): each.step.shape() for each in steps}
+    last = max(each.number for each in steps)
+
+    def decide(communicator: ThreadCommunicator) -> list[tuple[Any, ...]]:
+        engine = Engine(policy, ladder=SIZES, settings=LIMITS, costs=COSTS, communicator=communicator)
+        return [
+            told(engine.decide(shapes.get((number, communicator.rank), BatchShape()))) for number in range(last + 1)
+        ]
+
+    by_rank = run_ranks(3, decide)
+    for each in steps:
+        assert told(each.decision) == by_rank[each.rank][each.number]
 
 
 TWICE = """
