@@ -1,0 +1,127 @@
+"""How near a cost table comes to what was measured: a step log's steps, costed again, by mode and regime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, median
+
+import attrs
+
+from kpolicy.costs import Cost, CostTable, Curve
+from kpolicy.decision import Launch
+from kpolicy.errors import ConfigError
+from kpolicy.modes import Part
+from kpolicy.schemas import StepEntry, StepLaunch
+
+__all__ = ["REGIMES", "FidelityRow", "expected_cost", "fidelity", "same_ranking"]
+
+REGIMES = ("host-bound", "middle", "saturated")
+"""By the cost table: the host takes longer than the device; it doesn't; and dense work takes at least twice what one
+token takes, so that a step grows with its tokens."""
+_SATURATED = 2.0
+
+
+@attrs.frozen(kw_only=True)
+class FidelityRow:
+    """Steps of one mode in one regime.
+
+    Args:
+        mode: the mode, with the form of a split; ``all`` for every one.
+        regime: one of `REGIMES`, or ``all``.
+        steps: how many.
+        error: mean of the relative error of each step's time, without its sign.
+        bias: the expected time of all steps over the measured one, less 1: above 0 is too slow a table.
+        median_error: median of the same errors: late steps of a busy machine don't move it.
+        gap_p50_error: relative error of the median step time, which is the gap between tokens where rows decode.
+    """
+
+    mode: str
+    regime: str
+    steps: int
+    error: float
+    bias: float
+    median_error: float
+    gap_p50_error: float
+
+
+def _launch(entry: StepEntry, launch: StepLaunch) -> Launch:
+    padded = None
+    if launch.key is None and launch.padding:
+        plain = Launch(launch.rows, None)
+        padded = plain.num_tokens(entry.shape.numbers) + launch.padding // launch.repeat
+    return Launch(launch.rows, launch.key, launch.stream, launch.repeat, padded)
+
+
+def expected_cost(entry: StepEntry, costs: CostTable) -> Cost:
+    """What the table says that the step took."""
+    return costs.cost(tuple(_launch(entry, each) for each in entry.launches), entry.shape.numbers)
+
+
+def _regime(entry: StepEntry, cost: Cost, costs: CostTable) -> str:
+    if cost.host_us > cost.device_us:
+        return REGIMES[0]
+    growth = max((_growth(entry, _launch(entry, each), costs) for each in entry.launches), default=1.0)
+    return REGIMES[2] if growth >= _SATURATED else REGIMES[1]
+
+
+def _growth(entry: StepEntry, launch: Launch, costs: CostTable) -> float:
+    curve: Curve = costs.eager
+    size = launch.padded_tokens or launch.num_tokens(entry.shape.numbers)
+    if launch.key is not None:
+        curve, size = (costs.full if launch.key.part is Part.FULL else costs.piecewise), launch.key.num_tokens
+    return curve.at(size) / curve.at(1)
+
+
+def fidelity(entries: Sequence[StepEntry], costs: CostTable) -> list[FidelityRow]:
+    """Rows for each mode and regime that has steps, then for all of each mode, then for all.
+
+    Args:
+        entries: a log's steps; those without a measured `cycle_us` are left out.
+        costs: the table to hold to them.
+
+    Raises:
+        ConfigError: no step has a measured time.
+    """
+    cases: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for entry in entries:
+        if not entry.cycle_us:
+            continue
+        cost = expected_cost(entry, costs)
+        pair = cost.cycle_us, entry.cycle_us
+        for key in ((entry.mode, _regime(entry, cost, costs)), (entry.mode, "all"), ("all", "all")):
+            cases.setdefault(key, []).append(pair)
+    if not cases:
+        raise ConfigError("the log has no step with a measured time, so nothing can be compared with it.")
+    order = {regime: i for i, regime in enumerate((*REGIMES, "all"))}
+    return [_row(*key, cases[key]) for key in sorted(cases, key=lambda key: (key[0] == "all", key[0], order[key[1]]))]
+
+
+def _row(mode: str, regime: str, pairs: Sequence[tuple[float, float]]) -> FidelityRow:
+    errors = [abs(expected / measured - 1) for expected, measured in pairs]
+    expected_us, measured_us = ([each[i] for each in pairs] for i in (0, 1))
+    return FidelityRow(
+        mode=mode,
+        regime=regime,
+        steps=len(pairs),
+        error=fmean(errors),
+        bias=sum(expected_us) / sum(measured_us) - 1,
+        median_error=median(errors),
+        gap_p50_error=abs(median(expected_us) / median(measured_us) - 1),
+    )
+
+
+def same_ranking(measured: dict[str, float], expected: dict[str, float], *, tie: float = 0.0) -> list[tuple[str, str]]:
+    """Pairs of policies that simulation ranks the other way round than measurement; empty is the same ranking.
+
+    Args:
+        measured: a time by policy, on the device.
+        expected: the same by simulation.
+        tie: policies whose measured times differ by at most this share rank equal, whichever comes first.
+    """
+    wrong = []
+    for first in measured:
+        for second in measured:
+            quicker = measured[first] * (1 + tie) < measured[second]
+            if quicker and expected[first] >= expected[second]:
+                wrong.append((first, second))
+    return wrong

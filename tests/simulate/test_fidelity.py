@@ -1,0 +1,84 @@
+"""The error table: nothing off where a log was made by the table itself, and every error named where it wasn't."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kpolicy.costs import HostCost
+from kpolicy.errors import ConfigError
+from kpolicy.schemas import StepEntry, StepLogWriter, read_step_log
+from kpolicy.simulate import SimStep, simulate
+from kpolicy.simulate.fidelity import expected_cost, fidelity, same_ranking
+
+from .helpers import COSTS, SIZES, server, trace_of
+
+BUSY = trace_of(*[(0.2 * i, 3 + 7 * i % 40, 1 + 5 * i % 17) for i in range(20)])
+
+
+def logged(path: Path, policy: str = "auto") -> tuple[StepEntry, ...]:
+    """A simulation's steps, through a step log and back."""
+    with StepLogWriter(path) as log:
+
+        def write(step: SimStep) -> None:
+            log.write(StepEntry.of(step.number, step.step.shape(), step.decision, cycle_us=step.cycle_us))
+
+        simulate(BUSY, policy, server=server(num_blocks=60), costs=COSTS, ladder=SIZES, on_step=write)
+    return read_step_log(path).entries
+
+
+@pytest.mark.parametrize("policy", ["auto", "split", "vllm", "eager", "kunlun"])
+def test_a_tables_own_steps_have_no_error(tmp_path: Path, policy: str) -> None:
+    """Every step costs again what it cost, splits, padding and several decode steps included."""
+    entries = logged(tmp_path / "s.jsonl", policy)
+    rows = fidelity(entries, COSTS)
+    assert rows[-1].mode == rows[-1].regime == "all"
+    assert rows[-1].steps == len(entries) > 30
+    for row in rows:
+        assert (row.error, row.bias, row.median_error, row.gap_p50_error) == pytest.approx((0, 0, 0, 0), abs=1e-12)
+    parts = [row for row in rows if row.mode != "all" and row.regime != "all"]
+    assert sum(row.steps for row in parts) == len(entries)
+
+
+def test_an_error_shows_where_it_is(tmp_path: Path) -> None:
+    """A host that is slower than the table says makes host-bound steps too quick, and leaves others alone."""
+    entries = logged(tmp_path / "s.jsonl", "eager")
+    quick = attrs.evolve(COSTS, host_eager=HostCost(COSTS.host_eager.base_us / 2, COSTS.host_eager.req_us / 2))
+    by_regime = {row.regime: row for row in fidelity(entries, COSTS)}
+    assert {"host-bound", "saturated"} <= set(by_regime)
+    off = fidelity(entries, quick)[-1]
+    assert off.bias < -0.05
+    assert off.error > 0.05
+    late = [attrs.evolve(each, cycle_us=(each.cycle_us or 0.0) * 1.25) for each in entries]
+    row = fidelity(late, COSTS)[-1]
+    assert (row.error, row.bias) == pytest.approx((0.2, -0.2))
+
+
+def test_padded_eager_steps_cost_their_padding() -> None:
+    """An eager launch that a rule pads all the same is costed at its padded size."""
+    from kpolicy.decision import Decision, Launch
+    from kpolicy.modes import Mode, Rows
+    from kpolicy.reasons import Reason
+    from kpolicy.shapes import BatchShape
+
+    decision = Decision(Mode.EAGER, (Launch(Rows.ALL, None, padded_tokens=16),), Reason.POLICY_IS_EAGER)
+    shape = BatchShape.decode(5)
+    entry = StepEntry.of(0, shape, decision, cycle_us=1.0)
+    assert expected_cost(entry, COSTS) == COSTS.cost(decision.launches, shape.numbers)
+
+
+def test_a_log_without_times_cant_be_compared() -> None:
+    """The error says so."""
+    with pytest.raises(ConfigError, match="no step with a measured time"):
+        fidelity([], COSTS)
+
+
+def test_rankings_are_compared_pair_by_pair() -> None:
+    """Only pairs that are told apart on the device can be wrong."""
+    measured = {"a": 10.0, "b": 10.1, "c": 12.0}
+    assert same_ranking(measured, {"a": 5.0, "b": 6.0, "c": 7.0}) == []
+    assert same_ranking(measured, {"a": 6.0, "b": 5.0, "c": 7.0}) == [("a", "b")]
+    assert same_ranking(measured, {"a": 6.0, "b": 5.0, "c": 7.0}, tie=0.02) == []
+    assert same_ranking(measured, {"a": 9.0, "b": 5.0, "c": 7.0}, tie=0.02) == [("a", "c")]
