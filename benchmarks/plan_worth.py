@@ -11,6 +11,8 @@ mean step time with the planned sizes against mean step time with vLLM's default
 Run from the repository root, with the traces in ``../shared/traces`` (or ``--traces``)::
 
     python -m benchmarks.plan_worth --date YYYY-MM-DD
+
+The table of measured kernels needs ``kpolicy[aiconfigurator]``, and is left out without.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import json
 import platform
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ import kpolicy
 from kpolicy.attention.support import parse_attention
 from kpolicy.budgets import Budget
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs
+from kpolicy.errors import ConfigError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.planning import Histogram, Workload, fixed_point, plan
 from kpolicy.planning.plan import SMOOTHING
@@ -85,6 +89,27 @@ def h200_costs() -> CostTable:
     gemm = (12.6, 12.6, 13.1, 12.0, 14.0, 17.5, 23.4, 44.1, 84.4)
     dense = Curve(sizes, [us * table.full.at(1) / gemm[0] for us in gemm])
     return attrs.evolve(table, version="analytic, GEMM shape of one H200", full=dense, piecewise=dense, eager=dense)
+
+
+def measured_costs() -> CostTable | None:
+    """Kernels of an 8B model as aiconfigurator-core's tables have them for one H200; None where it isn't installed."""
+    from kpolicy.simulate.aiconfigurator import aiconfigurator_costs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(LLAMA_3_8B), encoding="utf-8")
+        try:
+            return aiconfigurator_costs(path, "H200")[0]
+        except ConfigError as error:
+            print(f"left out: {error}")
+            return None
+
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 def decodes_of(histogram: Histogram) -> Histogram:
@@ -198,7 +223,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a part of a trace's name")
     arguments = parser.parse_args()
     tables = []
-    for costs in (rising_costs(), h200_costs(), analytic_costs()):
+    measured = measured_costs()
+    for costs in (rising_costs(), h200_costs(), analytic_costs(), *([measured] if measured else [])):
         rows = []
         print(f"\n{costs.version}")
         for name, file, rate in WORKLOADS:
