@@ -82,7 +82,7 @@ class _Planned:
 
 
 class DraftedRows:
-    """Rows that verify the same number of drafts in every step; the same questions as `PlainRows` answers.
+    """Rows that verify the same number of drafts in every step; `PlainRows` says what each method does.
 
     Args:
         block_size: tokens of a KV block.
@@ -114,10 +114,6 @@ class DraftedRows:
     @property
     def longest(self) -> int:
         return max((int(_plan(row).kv[self.counter - row.joined]) for row in self.rows.values()), default=0)
-
-    @property
-    def next_end(self) -> int:
-        return min((row.end for row in self.rows.values()), default=1 << 62)
 
     def join(self, request: Request) -> None:
         counter = self.counter
@@ -151,9 +147,6 @@ class DraftedRows:
     def needs(self, request: Request) -> int:
         """Blocks that the row needs for the next step."""
         return int(_plan(request).new_blocks[self.counter - request.joined])
-
-    def reserve(self, counter: int, count: int) -> None:
-        raise NotImplementedError("drafted rows run one step at a time")  # `Queue` never offers more
 
     def advance(self, steps: int) -> list[Request]:
         finished: list[Request] = []

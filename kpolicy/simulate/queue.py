@@ -78,10 +78,9 @@ class Queue:
         self.rows: PlainRows | DraftedRows
         if drafts is None or not settings.num_speculative_tokens:
             self.rows = PlainRows(block_size)
-            self.steps_ahead = steps_ahead
         else:
             self.rows = DraftedRows(block_size, settings.num_speculative_tokens, drafts, seed)
-            self.steps_ahead = 1
+        self.steps_ahead = steps_ahead
         self.most_reqs = min(settings.max_num_reqs, settings.max_num_tokens // self.rows.query_len)
         """A decode row takes part in every step, so no more are admitted than one step's tokens hold."""
         self.waiting: deque[Request] = deque()
@@ -248,16 +247,18 @@ class Queue:
             longest_kv = max(longest_kv, start + new)
         steps, decode_q = 1, 0
         if num_decodes:
-            steps, decode_q = self._steps_ahead() if self.steps_ahead > 1 else 1, q
+            decode_q = q
+            if isinstance(rows, PlainRows) and self.steps_ahead > 1:
+                steps = self._reserved_steps(rows)
             longest, longest_kv = max(longest, q), max(longest_kv, rows.longest)
         return BatchNumbers(
             num_decodes, decode_q, rows.kv_tokens, tokens, len(chunks), prefill_tokens, prefill_kv, pairs, longest,
             longest_kv, first_chunks, 0, 0, steps, tokens + prefill_tokens, num_decodes + len(chunks), decode_q,
         )  # fmt: skip
 
-    def _steps_ahead(self) -> int:
+    def _reserved_steps(self, rows: PlainRows) -> int:
         """Decode steps that have KV for all rows, reserved here; no row runs out of tokens to generate within them."""
-        rows, blocks = self.rows, self.blocks
+        blocks = self.blocks
         most = min(self.steps_ahead, rows.next_end - rows.counter)
         for step in range(1, most):
             short = rows.needed(rows.counter + step)

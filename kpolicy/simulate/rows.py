@@ -9,7 +9,6 @@ there are. With drafts a row advances by what its target accepts: `kpolicy.simul
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from typing import Any
 
 from kpolicy.simulate.requests import Request
 
@@ -149,7 +148,3 @@ class PlainRows:
     def emitted(self, steps: int) -> tuple[tuple[int, int], ...]:
         """(tokens a row, rows) of the step that ran, each of its decode steps alike: `steps` of them."""
         return ((1, len(self.rows) * steps),)
-
-    def snapshot(self) -> dict[str, Any]:
-        """What tests look at."""
-        return {"counter": self.counter, "rows": len(self.rows), "kv_tokens": self.kv_tokens, "longest": self.longest}
