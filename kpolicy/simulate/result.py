@@ -13,6 +13,8 @@ from kpolicy.simulate.percentiles import Spread
 
 __all__ = ["Bound", "Goodput", "SimResult"]
 
+_SUMS = ("steps", "step_us", "tokens_computed", "padding", "outside_share")
+
 
 @attrs.frozen
 class Bound:
@@ -133,6 +135,11 @@ class SimResult:
         """Tokens of all steps, prompts included, without padding."""
         return sum(stats.tokens for stats in self.modes.values())
 
+    @property
+    def outside_share(self) -> float:
+        """Share of the steps whose size is outside what the cost table's curves span."""
+        return self.outside / self.steps if self.steps else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """The result as plain JSON values. It holds no time of this machine, so equal runs give equal bytes."""
         left_out = ("modes", "bound", "basis", "decode_steps")
@@ -141,5 +148,5 @@ class SimResult:
         values["bound"] = {side: attrs.asdict(each) for side, each in self.bound.items()}
         values["decode_steps"] = {str(rows): steps for rows, steps in sorted(self.decode_steps.items())}
         values["assumes"] = list(self.basis.names)
-        sums = {name: getattr(self, name) for name in ("steps", "step_us", "tokens_computed", "padding")}
+        sums = {name: getattr(self, name) for name in _SUMS}
         return values | sums

@@ -203,6 +203,14 @@ def test_duplicate_times_zero_token_rows_and_huge_prompts_are_served_or_counted(
     assert (one["policies"][0]["served"], one["policies"][0]["refused"]) == (3, {"over_kv_capacity": 1})
 
 
+def test_steps_beyond_the_cost_table_are_told(kpolicy: Command, tmp_path: Path) -> None:
+    """A budget over the largest size of the table makes such steps; their count and share are printed."""
+    path = write(tmp_path / "t.csv", "timestamp,input_length,output_length", "0,30000,3", "9000,30000,3")
+    ended = kpolicy("simulate", path, "--policy", "eager", "--max-num-tokens", 32768)
+    assert ended.code == 0, ended.err
+    assert "2 steps (33.3%) of a size outside the cost table" in ended.out
+
+
 def test_a_gzip_cut_short_is_an_error(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
     """Half a gzip file is said to be cut short."""
     whole = gzip.compress(trace.read_bytes())

@@ -245,6 +245,7 @@ def test_sizes_beyond_the_table_are_counted():
     assert inside.outside == 0
     beyond, steps = run(trace_of((0, 60, 3)), "eager", of=server(settings=Settings(max_num_tokens=64)))
     assert (beyond.outside, len(steps)) == (1, 3)
+    assert beyond.outside_share == pytest.approx(1 / 3)
 
 
 def test_time_is_told_by_the_side_that_bounds_it():
