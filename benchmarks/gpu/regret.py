@@ -2,7 +2,8 @@
 
 Shapes come from replaying real traces (`benchmarks.gpu.shapes`). Each is run in every legal mode at the two smallest
 fitting sizes of one fixed ladder (vLLM's default list and 640 to 2,048), and in what each compared policy picks. Cells
-of a shape are interleaved in rounds; after three rounds those that take over 1.6 times the best are left. The oracle
+of a shape are interleaved in rounds; after one round those that take over 2.5 times the best are left, after three
+those over 1.6 times. The oracle
 takes the best cell by every other sample and is scored on the rest, and so is every policy; how far the oracle is from
 the best of its scoring half is the noise floor.
 
@@ -38,7 +39,7 @@ LADDER = (*VLLM_SIZES, 640, 768, 1024, 1280, 1536, 1792, 2048)
 OWN_SIZES = ("vllm", "sglang", "tensorrt_llm")
 FIXED = ("eager", "full", "piecewise", "full_and_piecewise", "split")
 FIRST_ROUNDS, ROUNDS = 3, 11
-HOPELESS = 1.6
+HOPELESS, QUITE_HOPELESS = 1.6, 2.5
 CALIBRATION_S = 8.0
 
 
@@ -181,7 +182,8 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
         best = min((statistics.median(each) for name, each in times.items() if each and name in cells), default=0.0)
         for name in jobs:
             kept = name == "decodes alone" or name in (picks["auto"], picks["auto latency"])
-            if done < FIRST_ROUNDS or kept or _score(times[name], jobs[name][0]) <= HOPELESS * best:
+            limit = (HOPELESS if done >= FIRST_ROUNDS else QUITE_HOPELESS) * best
+            if not done or kept or _score(times[name], jobs[name][0]) <= limit:
                 times[name].append(once(name))
     costs = {name: auto.costs.cost(decision.launches, numbers) for name, decision in cells.items()}
     return {
@@ -285,7 +287,7 @@ def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
             alone = statistics.median(shape["alone_us"]) if shape["alone_us"] else 0.0
             gap = objective if shape["tokens"][0] else "step_us"
             choosing = {n: _value(c, c["us"][0::2], alone, gap) for n, c in shape["cells"].items()}
-            scoring = {n: _value(c, c["us"][1::2], alone, gap) for n, c in shape["cells"].items()}
+            scoring = {n: _value(c, c["us"][1::2] or c["us"], alone, gap) for n, c in shape["cells"].items()}
             oracle = min(choosing, key=lambda name: choosing[name])
             oracle_us.append(scoring[oracle] * shape["times"])
             floors.append((scoring[oracle] - min(scoring.values())) * shape["times"])

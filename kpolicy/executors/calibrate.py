@@ -36,9 +36,12 @@ __all__ = ["Measurable", "calibrate", "can_measure", "measure"]
 SHORT_KV, LONG_KV = 64, 512
 """Tokens that decode rows attend to, and that a prompt chunk has before it, for the two ends of the slopes."""
 EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
+TURNS = 5
 MOST_ROUNDS = 15
 LEAST_ROUNDS = 3
 _LEAST_US = 0.1
+_MOST_BASE = 0.2
+"""Of a step, that attention's base can be: more is noise."""
 _AHEAD = 1.5
 """Times the host's launching that the device is kept busy, to see its time alone."""
 
@@ -97,13 +100,19 @@ class _Bench:
         self._executor = executor
         self._model = model
         self._adapter = executor.launcher.adapter
-        self._cases: list[tuple[Decision, StepInputs]] = []
+        self._cases: list[tuple[Decision, list[StepInputs]]] = []
         self._times: list[list[_Times]] = []
 
     def add(self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None) -> int:
         """A step of these launches, to be timed; the number that `us` takes."""
         mode = Mode.SPLIT if len(launches) > 1 else _mode(launches[0])
-        self._cases.append((Decision(mode, tuple(launches), Reason.ONLY_LEGAL, form), inputs))
+        # Which experts tokens go to makes up to some percent: each round has other tokens.
+        vocab = self._model.vocab
+        drawn = [
+            inputs._replace(token_ids=[(token + 977 * turn) % vocab for token in inputs.token_ids])
+            for turn in range(TURNS)
+        ]
+        self._cases.append((Decision(mode, tuple(launches), Reason.ONLY_LEGAL, form), drawn))
         self._times.append([])
         return len(self._cases) - 1
 
@@ -111,14 +120,14 @@ class _Bench:
         """Run every case, round by round, at least once, and as often as the allowance lets."""
         start_s = time.perf_counter()
         for case in self._cases:
-            self._once(*case)  # the first run touches fresh memory and compiles kernels
+            self._once(case[0], case[1][0])  # the first run touches fresh memory and compiles kernels
         least = LEAST_ROUNDS if allowance_s >= 2 * (time.perf_counter() - start_s) else 1
         stop_s = max(start_s + allowance_s, time.perf_counter())
         for done in range(MOST_ROUNDS):
             if done >= least and time.perf_counter() > stop_s:
                 return
-            for case, times in zip(self._cases, self._times, strict=True):
-                times.append(self._run(*case))
+            for (decision, drawn), times in zip(self._cases, self._times, strict=True):
+                times.append(self._run(decision, drawn[done % TURNS]))
 
     def us(self, case: int) -> float:
         """Median microseconds of a case on the device, from its start until all of it is there."""
@@ -205,9 +214,10 @@ def calibrate(
     decoding = _DecodeSlope(bench, decode, most_reqs, model.max_model_len)
     prefilling = _PrefillSlope(bench, longest, model.max_model_len)
     overlap = _Overlap(bench, decode, pieces, settings, model)
+    bases = _Bases(bench, pieces, most_reqs, model)
 
     def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:
-        rows = bench.rows(0, 0, size) if prompt else bench.rows(size, _short(model))
+        rows = bench.rows(0, 0, size) if prompt else bench.rows(size, _usual(model))
         return bench.add([Launch(Rows.ALL, key)], rows), size, prompt
 
     eager_cases = [add(None, size, prompt=size > most_reqs) for size in sizes]
@@ -220,14 +230,14 @@ def calibrate(
     many = min(most_reqs, wide.num_tokens) if wide else 0
     wide_cases = [(bench.add([Launch(Rows.ALL, wide)], bench.rows(many, _short(model))), many)] if many > 1 else []
     bench.measure(allowance_s)
-    decode_attention, prefill_attention = decoding.cost(), prefilling.cost()
+    decode_attention, prefill_attention = bases.added(decoding.cost(), prefilling.cost())
 
     def curve(cases: Sequence[tuple[int, int, bool]]) -> Curve | None:
         us = {}
         for case, size, prompt in cases:
-            pairs = size * (size + 1) / 2 if prompt else size * _short(model)
-            unit_us = (prefill_attention if prompt else decode_attention).unit_us
-            us[size] = max(bench.us(case) - unit_us * pairs, _LEAST_US)
+            units = size * (size + 1) / 2 if prompt else size * _usual(model)
+            cost = prefill_attention if prompt else decode_attention
+            us[size] = max(bench.us(case) - cost.base_us - cost.unit_us * units, _LEAST_US)
         return Curve(sorted(us), [us[size] for size in sorted(us)]) if us else None
 
     eager = curve(eager_cases)
@@ -250,6 +260,46 @@ def calibrate(
     )
 
 
+class _Bases:
+    """What attention of either kind costs a PIECEWISE step whatever the KV: kernels of its own, and their launches.
+
+    Steps of one padded size with decode rows alone, prompt rows alone and both: dense work and two bases.
+
+    Args:
+        bench: times the steps.
+        pieces: PIECEWISE graphs; a middle one is taken.
+        most_reqs: rows of a step, at most.
+        model: what runs.
+    """
+
+    def __init__(self, bench: _Bench, pieces: Sequence[GraphKey], most_reqs: int, model: Measurable) -> None:
+        self._bench = bench
+        self._units: list[tuple[float, float]] = []
+        self._cases: list[int] = []
+        fitting = sorted((key for key in pieces if 2 <= key.num_tokens <= most_reqs), key=lambda key: key.num_tokens)
+        if not fitting:
+            return
+        key, kv = fitting[len(fitting) // 2], _usual(model)
+        size = key.num_tokens
+        for decodes, prompt in ((size, 0), (0, size), (size // 2, size - size // 2)):
+            self._cases.append(bench.add([Launch(Rows.ALL, key)], bench.rows(decodes, kv if decodes else 0, prompt)))
+            self._units.append((decodes * kv, prompt * (prompt + 1) / 2))
+
+    def added(self, decode: AttentionCost, prefill: AttentionCost) -> tuple[AttentionCost, AttentionCost]:
+        """Both costs with their bases."""
+        if not self._cases:
+            return decode, prefill
+        alone, prompt, both = (
+            self._bench.us(case) - decode.unit_us * kv - prefill.unit_us * pairs
+            for case, (kv, pairs) in zip(self._cases, self._units, strict=True)
+        )
+        most = _MOST_BASE * min(alone, prompt)
+        bases = (min(max(both - each, 0.0), most) for each in (prompt, alone))
+        return tuple(
+            AttentionCost(base, 0.0, cost.unit_us) for base, cost in zip(bases, (decode, prefill), strict=True)
+        )  # type: ignore[return-value]
+
+
 def _host(bench: _Bench, cases: Sequence[tuple[int, int]]) -> HostCost:
     """Host time by rows: through the cases with the fewest and the most rows.
 
@@ -270,6 +320,11 @@ def _host(bench: _Bench, cases: Sequence[tuple[int, int]]) -> HostCost:
 
 def _short(model: Measurable) -> int:
     return min(SHORT_KV, model.max_model_len)
+
+
+def _usual(model: Measurable) -> int:
+    """KV tokens of a decode row while dense work is timed: kernels that share out a row's KV have some to share."""
+    return min(LONG_KV, model.max_model_len)
 
 
 class _DecodeSlope:

@@ -180,6 +180,8 @@ class TritonKernels:
             if prompts and self._flash and _flash_takes(query, spec):
                 return self._mixed_flash(step, spec, query, rows, *caches)
             options |= {"decodes": decodes, "prefills": prompts}
+        else:
+            options["few"] = True
         return self._paged.paged_attention(query, caches[0], caches[1], rows, spec.scale, **options)
 
     def _mixed_flash(

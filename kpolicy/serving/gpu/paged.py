@@ -24,6 +24,10 @@ __all__ = ["decode_splits", "paged_attention", "write_kv"]
 LOG2_E = 1.4426950408889634
 DECODE_BLOCK_N = 64
 MOST_SPLITS = 32
+FEW_ROWS = 8
+"""Decode rows that a mixed batch is expected to have, where the host doesn't say"""
+MOST_SCRATCH = 64 << 20
+"""Bytes of partial results for more splits than the padded rows ask for"""
 
 
 @functools.lru_cache(maxsize=8)
@@ -32,14 +36,14 @@ def _processors(device: torch.device) -> int:
 
 
 def decode_splits(num_reqs: int, num_heads: int, most_kv: int, device: torch.device) -> int:
-    """How many programs share a row's KV: as many as fill the device twice, a power of two.
+    """How many programs share a row's KV: as many as fill the device at least twice, a power of two.
 
     A function of the padded shape, so that a replay and EAGER at the same shape divide alike.
     """
-    wanted = max(1, 2 * _processors(device) // max(1, num_reqs * num_heads))
+    wanted = -(-2 * _processors(device) // max(1, num_reqs * num_heads))
     most = max(1, min(MOST_SPLITS, most_kv // (2 * DECODE_BLOCK_N)))
     splits = 1
-    while splits * 2 <= min(wanted, most):
+    while splits < min(wanted, most):
         splits *= 2
     return splits
 
@@ -328,6 +332,7 @@ def paged_attention(
     decode_len: int = 1,
     decodes: bool = True,
     prefills: bool = True,
+    few: bool = False,
 ) -> torch.Tensor:
     """Causal attention of the step's tokens over their requests' KV.
 
@@ -342,6 +347,8 @@ def paged_attention(
         decode_len: rows of at most this many query tokens go to the decode kernel, longer ones to the prefill kernel.
         decodes: whether there may be rows for the decode kernel.
         prefills: whether there may be rows for the prefill kernel.
+        few: few of the padded rows are likely decodes, as in a mixed batch whose rows the host doesn't know. Their KV is
+            shared out among more programs than would fill the device if all were.
 
     Returns:
         [num_tokens, num_heads, value_dim]; zeros for tokens of no row and of rows without KV.
@@ -364,7 +371,7 @@ def paged_attention(
         num_heads, num_kv_heads, head_dim, value_dim, rows.block_size, window, softcap > 0, query.dtype, query.device
     )  # fmt: skip
     if decodes:
-        splits, block_m, constants = _decode_plan(model, num_reqs, decode_len, table.shape[1])
+        splits, block_m, constants = _decode_plan(model, num_reqs, decode_len, table.shape[1], few)
         mid = most = total = out
         if splits > 1:
             # One allocation: sums of values, then maxima and sums of weights.
@@ -425,12 +432,17 @@ class _Heads(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _decode_plan(
-    model: _Heads, num_reqs: int, decode_len: int, table_width: int
+    model: _Heads, num_reqs: int, decode_len: int, table_width: int, few: bool
 ) -> tuple[int, int, tuple[Any, ...]]:  # fmt: skip
     """(splits, rows of a tile, compile-time arguments) of the decode kernel."""
-    splits = decode_splits(num_reqs, model.num_kv_heads, table_width * model.page, model.device)
     share = model.num_heads // model.num_kv_heads
     block_m = max(16, triton.next_power_of_2(share * decode_len))
+    splits = decode_splits(num_reqs, model.num_kv_heads, table_width * model.page, model.device)
+    if few:
+        alone = decode_splits(FEW_ROWS, model.num_kv_heads, table_width * model.page, model.device)
+        split_bytes = 4 * num_reqs * model.num_kv_heads * block_m * (model.padded[1] + 2)
+        while splits < alone and 2 * splits * split_bytes <= MOST_SCRATCH:
+            splits *= 2
     block_n = DECODE_BLOCK_N // 2 if model.wide else DECODE_BLOCK_N
     constants = (
         model.num_kv_heads, share, decode_len, model.head_dim, model.value_dim, *model.padded, model.page,
