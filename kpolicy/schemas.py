@@ -729,19 +729,19 @@ def write_text(path: PathLike, text: str) -> None:
     write_whole(path, text)
 
 
-def write_whole(path: PathLike, text: str) -> None:
-    """Write a file beside the path and put it in its place, so that nobody reads half of it."""
-    _guarded("write", path, lambda: _replace(Path(path), text))
+def write_whole(path: PathLike, content: str | bytes) -> None:
+    """Write a file beside the path and put it in its place, so that nobody reads half of it; text as UTF-8."""
+    _guarded("write", path, lambda: _replace(Path(path), content.encode() if isinstance(content, str) else content))
 
 
-def _replace(target: Path, text: str) -> None:
+def _replace(target: Path, data: bytes) -> None:
     import os
     import secrets
 
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open(temporary, "xb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)

@@ -11,7 +11,7 @@ import attrs
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["EXACT_REQUESTS", "EXACT_VALUES", "RELATIVE_ERROR", "Percentiles", "Spread"]
+__all__ = ["CURVE_PERCENTS", "EXACT_REQUESTS", "EXACT_VALUES", "RELATIVE_ERROR", "Percentiles", "Spread"]
 
 EXACT_VALUES = 1 << 20
 """Entries up to which percentiles are exact; an entry is a value with its weight, 16 bytes."""
@@ -19,6 +19,8 @@ EXACT_REQUESTS = 1 << 17
 """Requests up to which percentiles over requests are exact."""
 RELATIVE_ERROR = 0.002
 """Beyond that a percentile is off by at most this share of itself."""
+CURVE_PERCENTS: tuple[float, ...] = (*range(100), *(round(99 + tenth / 10, 1) for tenth in range(1, 10)), 100)
+"""The percentiles that `Spread.curve` has."""
 _AT_ONCE = 1 << 16
 _BUCKET = math.log((1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR))
 
@@ -33,6 +35,7 @@ class Spread:
         p50, p90, p99: the smallest value that so many percent don't exceed.
         max: the largest.
         relative_error: how far a percentile may be off, as a share of itself; 0 where it is exact.
+        curve: the values at `CURVE_PERCENTS`, for plots; empty without values.
     """
 
     count: int = 0
@@ -42,6 +45,7 @@ class Spread:
     p99: float = 0.0
     max: float = 0.0
     relative_error: float = 0.0
+    curve: tuple[float, ...] = attrs.field(default=(), repr=False)
 
 
 class Percentiles:
@@ -107,9 +111,10 @@ class Percentiles:
             if self.values:
                 self._flush()
             at = self._sketch.get_quantile_value
+            curve = tuple(float(at(percent / 100)) for percent in CURVE_PERCENTS[:-1])
             return Spread(
                 count=self._weight, mean=self._sum / self._weight, p50=at(0.5), p90=at(0.9), p99=at(0.99),
-                max=self.largest, relative_error=RELATIVE_ERROR,
+                max=self.largest, relative_error=RELATIVE_ERROR, curve=(*curve, self.largest),
             )  # fmt: skip
         if not self.values:
             return Spread()
@@ -120,9 +125,8 @@ class Percentiles:
         values, weights = values[order], weights[order]
         seen = np.cumsum(weights)
         total = int(seen[-1])
-        p50, p90, p99 = (
-            float(values[min(int(np.searchsorted(seen, total * percent / 100)), len(values) - 1)])
-            for percent in (50, 90, 99)
-        )
+        at_percent = np.searchsorted(seen, [total * percent / 100 for percent in CURVE_PERCENTS])
+        curve = tuple(values[np.minimum(at_percent, len(values) - 1)].tolist())
+        p50, p90, p99 = (curve[CURVE_PERCENTS.index(percent)] for percent in (50, 90, 99))
         mean = math.fsum((values * weights).tolist()) / total
-        return Spread(count=total, mean=mean, p50=p50, p90=p90, p99=p99, max=float(values[-1]))
+        return Spread(count=total, mean=mean, p50=p50, p90=p90, p99=p99, max=float(values[-1]), curve=curve)

@@ -28,6 +28,7 @@ def test_few_values_are_exact(values: list[tuple[float, int]]) -> None:
     assert spread.count == sum(weight for _, weight in values)
     assert spread.mean == pytest.approx(sum(value * weight for value, weight in values) / spread.count)
     assert spread.relative_error == 0.0
+    assert list(spread.curve) == [weighted_percentile(ordered, each) for each in percentiles.CURVE_PERCENTS]
 
 
 @pytest.mark.parametrize("draw", ["wide", "narrow", "same"])
@@ -47,6 +48,8 @@ def test_many_values_are_within_the_stated_error(draw: str, monkeypatch: pytest.
     assert got.mean == pytest.approx(wanted.mean)
     for name in ("p50", "p90", "p99"):
         assert getattr(got, name) == pytest.approx(getattr(wanted, name), rel=RELATIVE_ERROR * 1.01)
+    # The sketch's rank may be the next entry's, which is a little further away here.
+    assert got.curve == pytest.approx(wanted.curve, rel=3 * RELATIVE_ERROR)
     assert len(sketched.values) <= 1000
 
 
