@@ -288,9 +288,10 @@ def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
             gap = objective if shape["tokens"][0] else "step_us"
             choosing = {n: _value(c, c["us"][0::2], alone, gap) for n, c in shape["cells"].items()}
             scoring = {n: _value(c, c["us"][1::2] or c["us"], alone, gap) for n, c in shape["cells"].items()}
-            oracle = min(choosing, key=lambda name: choosing[name])
+            allowed = _in_time(shape) if shape["tokens"][1] else list(choosing)
+            _, oracle = min((choosing[name], name) for name in allowed)
             oracle_us.append(scoring[oracle] * shape["times"])
-            floors.append((scoring[oracle] - min(scoring.values())) * shape["times"])
+            floors.append((scoring[oracle] - min(scoring[name] for name in allowed)) * shape["times"])
             for policy, pick in shape["picks"].items():
                 excess.setdefault(policy, []).append((scoring[pick] - scoring[oracle]) * shape["times"])
         whole = sum(oracle_us)

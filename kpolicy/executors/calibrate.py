@@ -39,6 +39,8 @@ EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
 TURNS = 5
 MOST_ROUNDS = 15
 LEAST_ROUNDS = 3
+NOISE = 0.02
+"""Of a time: what is within it of another is as good."""
 _LEAST_US = 0.1
 _MOST_BASE = 0.2
 """Of a step, that attention's base can be: more is noise."""
@@ -238,7 +240,7 @@ def calibrate(
             units = size * (size + 1) / 2 if prompt else size * _usual(model)
             cost = prefill_attention if prompt else decode_attention
             us[size] = max(bench.us(case) - cost.base_us - cost.unit_us * units, _LEAST_US)
-        return Curve(sorted(us), [us[size] for size in sorted(us)]) if us else None
+        return _steady(us) if us else None
 
     eager = curve(eager_cases)
     assert eager is not None  # noqa: S101 - there is always a largest size
@@ -258,6 +260,19 @@ def calibrate(
         overlap_cost=overlap.share(),
         **_captures(registry),
     )
+
+
+def _steady(us: dict[int, float]) -> Curve:
+    """A curve as measured, but for larger sizes that seem cheaper by what repeats of one size differ by.
+
+    There the smaller size gets the larger one's time, and with it the preference: it shares out less padding.
+    """
+    sizes = sorted(us, reverse=True)
+    for larger, size in zip(sizes, sizes[1:], strict=False):
+        if us[larger] < us[size] <= us[larger] * (1 + NOISE):
+            us[size] = us[larger]
+    sizes.reverse()
+    return Curve(sizes, [us[size] for size in sizes])
 
 
 class _Bases:

@@ -347,8 +347,8 @@ def paged_attention(
         decode_len: rows of at most this many query tokens go to the decode kernel, longer ones to the prefill kernel.
         decodes: whether there may be rows for the decode kernel.
         prefills: whether there may be rows for the prefill kernel.
-        few: few of the padded rows are likely decodes, as in a mixed batch whose rows the host doesn't know. Their KV is
-            shared out among more programs than would fill the device if all were.
+        few: few of the padded rows are likely decodes, as in a mixed batch whose rows the host doesn't know. Their KV
+            is shared out among more programs than would fill the device if all were.
 
     Returns:
         [num_tokens, num_heads, value_dim]; zeros for tokens of no row and of rows without KV.
@@ -392,7 +392,7 @@ def paged_attention(
                 num_warps=4,
             )  # fmt: skip
     if prefills:
-        block_m, num_warps, constants = _prefill_plan(model, decode_len + 1 if decodes else 1)
+        block_m, num_warps, constants = _prefill_plan(model, decode_len + 1 if decodes else 1, num_tokens)
         launch(
             _prefill, (num_tokens // block_m + num_reqs, num_heads, 1),
             (out, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, num_reqs, log2_scale, cap,
@@ -452,11 +452,14 @@ def _decode_plan(
 
 
 @functools.lru_cache(maxsize=1024)
-def _prefill_plan(model: _Heads, least: int) -> tuple[int, int, tuple[Any, ...]]:
+def _prefill_plan(model: _Heads, least: int, num_tokens: int) -> tuple[int, int, tuple[Any, ...]]:
     """(query tokens of a tile, warps, compile-time arguments) of the prefill kernel."""
     block_m, block_n = (32, 32) if model.wide else (128, 64)
+    if not model.wide and num_tokens // block_m * model.num_heads < 2 * _processors(model.device):
+        # Large tiles of a short prompt would leave most of the device idle.
+        block_m = 64
     constants = (
         model.num_heads, model.num_heads // model.num_kv_heads, least, model.head_dim, model.value_dim,
         *model.padded, model.page, model.window, model.capped, block_m, block_n, model.precision,
     )  # fmt: skip
-    return block_m, 4 if model.wide or model.padded[0] <= 64 else 8, constants
+    return block_m, 4 if model.wide or model.padded[0] <= 64 or block_m == 64 else 8, constants
