@@ -21,7 +21,7 @@ from kpolicy.policies import get_policy
 from kpolicy.policies.vllm_sizes import LARGEST_DEFAULT, aligned
 from kpolicy.settings import Settings
 
-__all__ = ["ENGINES", "Emitted", "emit"]
+__all__ = ["ENGINES", "Emitted", "emit", "engine_of"]
 
 
 @attrs.frozen(kw_only=True)
@@ -79,6 +79,12 @@ def emit(engine: str, sizes: CaptureSizes, settings: Settings, *, policy: str | 
         )
         emitted = attrs.evolve(emitted, warnings=(warning, *emitted.warnings))
     return emitted
+
+
+def engine_of(policy: str) -> str | None:
+    """The engine whose replica a policy is, with arguments or not; None for any other policy."""
+    name = policy.partition(":")[0]
+    return next((engine for engine, (replica, _) in _WRITERS.items() if replica == name), None)
 
 
 def _one_list(sizes: CaptureSizes) -> tuple[int, ...]:

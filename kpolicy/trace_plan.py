@@ -29,6 +29,7 @@ from kpolicy.planning.plan import SMOOTHING, Plan, Replayed, fixed_point, plan
 from kpolicy.planning.workload import Layout, Workload
 from kpolicy.policies import Policy, get_policy
 from kpolicy.scheduling.traces import Trace
+from kpolicy.schemas import LadderPlan
 from kpolicy.settings import Settings
 from kpolicy.simulate import Server, SimStep, simulate
 
@@ -131,6 +132,31 @@ class TracePlan:
     @property
     def plan(self) -> Plan:
         return self.replayed.plan
+
+    def file(self, budget: Budget | None = None, **made_by: str) -> LadderPlan:
+        """The plan as a plan file has it: `kpolicy.schemas.write_plan` writes it, and ``--ladder`` takes it.
+
+        Args:
+            budget: what it was planned under.
+            made_by: what made it, such as a command, for the file's `planned_from`.
+        """
+        sizes = self.plan.sizes
+        captures = bool(sizes.decode or sizes.mixed or sizes.piecewise)
+        return LadderPlan(
+            sizes=sizes,
+            keys=get_policy(self.policy).plan(sizes, self.claims, self.settings) if captures else (),
+            settings=self.settings,
+            attention=self.claims,
+            budget=budget or Budget(),
+            policy=self.policy,
+            costs_version=self.costs.version,
+            planned_from={
+                "trace": self.source,
+                "histogram": self.replayed.histogram.as_dict(),
+                **made_by,
+                "settled": self.replayed.settled,
+            },
+        )
 
 
 _ONE_LIST = frozenset({"ascend", "kunlun"})

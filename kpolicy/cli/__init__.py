@@ -1,4 +1,4 @@
-"""The `kpolicy` command: run, generate, plan, decide, explain, policies, doctor. docs/cli.md describes each.
+"""The `kpolicy` command: run, simulate, sweep, report, plan, decide and the others. docs/cli.md describes each.
 
 What can't be done because of what was asked is one line on standard error and exit code 2.
 """
@@ -18,6 +18,7 @@ from kpolicy.cli.generate import generate
 from kpolicy.cli.lists import doctor, policies
 from kpolicy.cli.options import COMMAND
 from kpolicy.cli.plan import plan
+from kpolicy.cli.report import report_command
 from kpolicy.cli.run import run
 from kpolicy.cli.simulate import simulate_command
 from kpolicy.cli.sweep import sweep_command
@@ -34,6 +35,7 @@ app = App(
 app.command(run)
 app.command(simulate_command, name="simulate")
 app.command(sweep_command, name="sweep")
+app.command(report_command, name="report")
 app.command(generate)
 app.command(plan)
 app.command(decide)

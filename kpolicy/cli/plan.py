@@ -23,7 +23,7 @@ from kpolicy.policies import get_policy
 from kpolicy.scheduling.traces import Trace
 from kpolicy.trace_plan import plan_trace
 
-__all__ = ["plan"]
+__all__ = ["budget_of", "plan"]
 
 DEFAULT_WINDOW_S = 300.0
 FORMATS = (*ENGINES, "json")
@@ -95,7 +95,7 @@ def plan(
     """Choose the capture sizes for a trace under a budget, and print what to give an engine."""
     _known(emit)
     name = policy or _POLICY_OF.get(emit or "", "auto")
-    limits, most_sizes = _budget(budget, deployment)
+    limits, most_sizes = budget_of(budget, deployment)
     requests = _requests(trace, start, window, rate)
     model = served.costs(deployment)
     # Planning is for a server that runs; what a start costs is what budgets are for.
@@ -143,7 +143,7 @@ def _requests(path: Path | None, start: float, window: float, rate: float | None
     return asked if rate in (None, 1) else asked.scaled(rate)
 
 
-def _budget(text: str | None, deployment: Deployment) -> tuple[Budget | None, int | None]:
+def budget_of(text: str | None, deployment: Deployment) -> tuple[Budget | None, int | None]:
     """The budget, and the most capture sizes.
 
     Raises:

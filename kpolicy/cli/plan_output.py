@@ -16,7 +16,6 @@ from kpolicy.cli.render import console, grid, show
 from kpolicy.engine_flags import Emitted, emit
 from kpolicy.planning.plan import WORTH
 from kpolicy.planning.workload import DECODE
-from kpolicy.policies import get_policy
 from kpolicy.trace_plan import Score, TracePlan
 
 __all__ = ["as_dict", "emitted_for", "plan_file", "render", "write"]
@@ -32,31 +31,7 @@ def emitted_for(engine: str | None, found: TracePlan) -> Emitted | None:
 
 def plan_file(found: TracePlan, budget: Budget | None = None) -> Any:
     """The plan as a `LadderPlan`, whose file ``--ladder`` takes and whose sizes an Engine takes."""
-    from kpolicy.schemas import LadderPlan
-
-    policy, planned = get_policy(found.policy), found.plan
-    keys = policy.plan(planned.sizes, found.claims, found.settings) if _captures(found) else ()
-    return LadderPlan(
-        sizes=planned.sizes,
-        keys=keys,
-        settings=found.settings,
-        attention=found.claims,
-        budget=budget or Budget(),
-        policy=found.policy,
-        costs_version=found.costs.version,
-        planned_from={
-            "trace": found.source,
-            "histogram": found.replayed.histogram.as_dict(),
-            "kpolicy": __version__,
-            "command": " ".join(("kpolicy", *COMMAND.get())),
-            "settled": found.replayed.settled,
-        },
-    )
-
-
-def _captures(found: TracePlan) -> bool:
-    sizes = found.plan.sizes
-    return bool(sizes.decode or sizes.mixed or sizes.piecewise)
+    return found.file(budget, kpolicy=__version__, command=" ".join(("kpolicy", *COMMAND.get())))
 
 
 def write(path: Path, emitted: Emitted | None, found: TracePlan, budget: Budget | None, *, whole_plan: bool) -> None:

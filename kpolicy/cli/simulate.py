@@ -24,7 +24,7 @@ from kpolicy.scheduling.traces import Trace, default_trace, read_trace
 from kpolicy.simulate import Server, SimResult, simulate
 from kpolicy.simulate.cost_models import CostModel
 
-__all__ = ["load_trace", "simulate_command", "specs_of"]
+__all__ = ["load_trace", "setting_lines", "simulate_command", "specs_of"]
 
 DEFAULT_POLICIES = ("auto", "vllm")
 
@@ -87,7 +87,7 @@ def simulate_command(
         print_json(report)
     else:
         for trace, each in results:
-            render_simulation(console(), trace, each, _setting(model, server, deployment), model.notes)
+            render_simulation(console(), trace, each, setting_lines(model, server, deployment), model.notes)
     if interrupted:
         sys.stderr.write("kpolicy: interrupted; what was done is above.\n")
     return 130 if interrupted else 0
@@ -130,7 +130,8 @@ def load_trace(path: Path | None, *, start: float = 0.0, window: float = 0.0, ra
     return trace if rate == 1 else trace.scaled(rate)
 
 
-def _setting(model: CostModel, server: Server, deployment: Deployment) -> list[str]:
+def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> list[str]:
+    """The costs and the server in words."""
     settings = server.settings
     lines = [
         model.what,

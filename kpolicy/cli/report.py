@@ -1,0 +1,179 @@
+"""`kpolicy report`: a trace's simulations and plan as one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import attrs
+from cyclopts import Parameter
+
+from kpolicy import __version__
+from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, whole
+from kpolicy.cli.plan import DEFAULT_WINDOW_S, budget_of
+from kpolicy.cli.render import console, print_json, say
+from kpolicy.cli.serving_options import Served
+from kpolicy.cli.sim_files import SimFiles, SimTurn
+from kpolicy.cli.simulate import load_trace, setting_lines, specs_of
+from kpolicy.cli.step_log import files_of
+from kpolicy.cli.turns import check_writable, progress_bar
+from kpolicy.costs import CostTable
+from kpolicy.errors import ConfigError
+from kpolicy.report import Report, TraceReport, gather, page
+from kpolicy.schemas import write_text
+from kpolicy.simulate import Server
+from kpolicy.simulate.run import OnStep
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = ["report_command"]
+
+
+def report_command(
+    *traces: Annotated[Path, Parameter(help="Traces, as simulate takes them.")],
+    out: Annotated[Path, Parameter(help="The page to write, such as report.html.")],
+    policy: Annotated[
+        list[str] | None,
+        Parameter(negative="", help="A policy; repeat the option to compare several. By default auto and vllm."),
+    ] = None,
+    window: Annotated[
+        float, Parameter(help="Seconds of the trace to report; 0 is the whole trace.")
+    ] = DEFAULT_WINDOW_S,
+    start: Annotated[float, Parameter(help="Second of the trace to start at.")] = 0.0,
+    rate: Annotated[float, Parameter(help="Speed the arrivals up by this factor, after --window.")] = 1.0,
+    budget: Annotated[
+        str | None, Parameter(help="What planned sizes may take, as plan's --budget: 40, 30s, 2GiB or several.")
+    ] = None,
+    served: Served = Served(),  # noqa: B008
+    deployment: Deployment = Deployment(),  # noqa: B008
+    cold: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            show_default=False,
+            help="The first request waits for captures. By default graphs are there when it comes.",
+        ),
+    ] = False,
+    plots: Annotated[
+        Path | None, Parameter(help="A folder for the pictures as PNG and SVG files (needs matplotlib).")
+    ] = None,
+    perfetto: Annotated[
+        Path | None,
+        Parameter(
+            help="Write a Perfetto trace of the simulation here; with several policies or traces a file each, "
+            "NAME-TRACE-POLICY."
+        ),
+    ] = None,
+    seed: Annotated[int, Parameter(converter=whole, help="Of accepted drafts.")] = 0,
+    json: Json = False,
+) -> None:
+    """Simulate policies on a trace, plan capture sizes for the best, and write what to do first as an HTML page."""
+    specs = specs_of(policy)
+    at_least("--seed", seed, 0)
+    if cold and served.warm:
+        raise ConfigError("--cold and --warm say the opposite; give one of them.")
+    limits, most_sizes = budget_of(budget, deployment)
+    model = served.costs(deployment)
+    server = attrs.evolve(served.server(deployment, model), warm=not cold)
+    loaded = [load_trace(path, start=start, window=window, rate=rate) for path in traces or (None,)]
+    names = [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None
+    turns = SimFiles(perfetto=perfetto).turns(specs, names)
+    check_writable("--out", files_of("--out", out, ["report"], "report.html")[0])
+    _check_folder(plots)
+    with progress_bar("requests", quiet=json) as shown:
+        made = gather(
+            loaded, specs, server=server, costs=model.costs, attention=deployment.support(),
+            ladder=ladder_of(deployment.ladder, server.settings), objective=deployment.objective,
+            budget=deployment.budget(), plan_budget=limits, most_sizes=most_sizes, seed=seed,
+            setting=setting_lines(model, server, deployment), notes=model.notes,
+            observed=_observed(turns, specs, model.costs, server), progress=_told(shown),
+        )  # fmt: skip
+    written = _write(made, out, plots)
+    if json:
+        print_json(_as_dict(made, written))
+        return
+    for each in made.traces:
+        _say(each)
+    say(console(), f"written to {', '.join(map(str, written))}")
+
+
+def _check_folder(folder: Path | None) -> None:
+    """See that pictures can be drawn and written there, before anything runs."""
+    if folder is None:
+        return
+    from kpolicy.report.plots import check
+
+    check()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--plots {folder} is a file; name a folder.")
+    there = folder if folder.exists() else folder.parent
+    if not there.is_dir():
+        raise ConfigError(f"--plots {folder}: there is no folder {there}; make it, or give another one.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"--plots {folder} can't be written: Permission denied. Give another folder.")
+
+
+def _observed(
+    turns: Sequence[SimTurn], specs: Sequence[str], costs: CostTable, server: Server
+) -> Callable[[int, int], AbstractContextManager[OnStep | None]]:
+    return lambda i, j: turns[i * len(specs) + j].opened(specs[j], costs, server)
+
+
+def _told(shown: Progress) -> Callable[[str, int], Callable[[int], object]]:
+    def begin(what: str, total: int) -> Callable[[int], object]:
+        task = shown.add_task(what, total=total or None)
+        return lambda done: shown.update(task, completed=done)
+
+    return begin
+
+
+def _write(made: Report, out: Path, plots: Path | None) -> list[Path]:
+    """Everything is made before anything is written."""
+    html = page(made)
+    drawn = []
+    if plots is not None:
+        from kpolicy.report.plots import write
+
+        drawn = write(made, plots)
+    write_text(out, html)
+    return [out, *drawn]
+
+
+def _say(made: TraceReport) -> None:
+    shown = console()
+    say(shown, made.trace.source)
+    say(shown, made.advice.sentence)
+    for each in made.advice.paste:
+        if len(each.text) < 2000:
+            say(shown, f"\n{each.title}: {each.how}\n\n{each.text}\n")
+        for warning in each.warnings:
+            say(shown, f"warning: {warning}")
+    for line in made.advice.details:
+        say(shown, f"note: {line}")
+    sys.stdout.flush()
+
+
+def _as_dict(made: Report, written: Sequence[Path]) -> dict[str, Any]:
+    return {
+        "kpolicy": __version__,
+        "written": [str(path) for path in written],
+        "traces": [
+            {
+                "source": each.trace.source,
+                "advice": {
+                    "policy": each.advice.best.policy,
+                    "planned": each.advice.best.kind == "planned",
+                    "sentence": each.advice.sentence,
+                    "details": list(each.advice.details),
+                    "paste": [attrs.asdict(paste) for paste in each.advice.paste],
+                },
+                "runs": [{"name": run.name, "sizes": run.kind} | run.result.as_dict() for run in each.runs],
+            }
+            for each in made.traces
+        ],
+    }

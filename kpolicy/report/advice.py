@@ -1,0 +1,220 @@
+"""What to do first: one sentence, and what to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from kpolicy import __version__
+from kpolicy.engine_flags import emit, engine_of
+from kpolicy.report.runs import Planned, Run
+from kpolicy.schemas import dumps
+from kpolicy.simulate import Server
+
+__all__ = ["NEAR", "Advice", "Paste", "advise", "best_of"]
+
+NEAR = 0.005
+"""Runs whose measure differs by less than this share count as equally good; the one with less graph memory is taken."""
+
+
+@attrs.frozen(kw_only=True)
+class Paste:
+    """Something to paste or to save.
+
+    Args:
+        title: what it is for.
+        how: what to do with it.
+        text: the flags, the file or the code.
+        file_name: what to call it where it is a file; empty where it is pasted.
+        warnings: where an engine won't do as asked.
+    """
+
+    title: str
+    how: str
+    text: str
+    file_name: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class Advice:
+    """What to do first.
+
+    Args:
+        sentence: the one thing.
+        details: why, and what it rests on.
+        paste: what to paste, in order.
+        best: the run that it advises.
+    """
+
+    sentence: str
+    details: tuple[str, ...]
+    paste: tuple[Paste, ...]
+    best: Run
+
+
+def has_level(run: Run) -> bool:
+    """Whether a service level was given."""
+    level = run.result.goodput
+    return level.ttft_ms is not None or level.gap_ms is not None
+
+
+def badness(run: Run) -> float:
+    """What is compared: with a service level requests that miss it, as a share; else the mean time to the last token.
+
+    A run that served nothing is worst.
+    """
+    result = run.result
+    if not result.served:
+        return float("inf")
+    return 1 - result.goodput.share if has_level(run) else result.e2e.mean
+
+
+def best_of(runs: Sequence[Run]) -> Run:
+    """The best run; of those that are near it the one with the least graph memory, then the first."""
+    least = min(map(badness, runs))
+    return min((run for run in runs if _near(badness(run), least, run)), key=lambda run: run.result.graph_bytes)
+
+
+def _near(value: float, least: float, run: Run) -> bool:
+    return value == least or value - least < (NEAR if has_level(run) else NEAR * least)
+
+
+def advise(runs: Sequence[Run], plans: Sequence[Planned], server: Server) -> Advice:
+    """What to do first.
+
+    Args:
+        runs: the policies without a plan.
+        plans: the plans, that of the best policy first.
+        server: the server that was simulated.
+    """
+    planned = {id(plan.base): plan for plan in plans}
+    every = [*runs, *(plan.run for plan in plans if plan.run is not None)]
+    best = best_of(every)
+    base = next(run for run in runs if run.policy == best.policy)
+    sentence = _sentence(best, base, runs)
+    details = [_measure(best)]
+    plan = planned.get(id(base))
+    if plan is None and not best.result.measured:
+        details.append(
+            f"By {best.result.costs}: nothing was measured on your device. Measure a profile (kpolicy run "
+            "--save-profile) and make this report again before you rely on it."
+        )
+    if server.ranks > 1:
+        details.append(f"Sizes are planned for one rank; {server.ranks} were simulated, so none were planned.")
+    if plan is not None:
+        details += _held_out(plan)
+    paste = _paste(best, server)
+    if engine_of(best.policy) is None:
+        # What can be done in a serving engine as it is.
+        in_engine = [run for run in every if engine_of(run.policy) is not None]
+        if in_engine:
+            paste += _paste(best_of(in_engine), server)
+        paste += _plan_file(best, plans)
+    return Advice(sentence=sentence, details=tuple(details), paste=tuple(paste), best=best)
+
+
+def _sentence(best: Run, base: Run, runs: Sequence[Run]) -> str:
+    others = [run for run in runs if run.policy != best.policy]
+    text = f"Run {best.policy}"
+    if others:
+        text += f" ({_against(best, best_of(others))})"
+    if best.kind != "planned":
+        graphs = best.result.graphs
+        if not graphs:
+            return f"{text}, without graphs."
+        return f"{text} with {'its own' if best.kind == 'own' else 'the given'} capture sizes, {graphs} graphs."
+    now, was = best.result, base.result
+    own = "its own" if base.kind == "own" else "the given ones"
+    return (
+        f"{text} with the capture sizes below in place of {own}: {now.graphs} graphs instead of {was.graphs}, "
+        f"{_mib(now.graph_bytes)} instead of {_mib(was.graph_bytes)} of graph memory, {now.capture_s:.1f} s instead of "
+        f"{was.capture_s:.1f} s of capture, and {_change(best, base)}."
+    )
+
+
+def _against(best: Run, other: Run) -> str:
+    if _near(max(badness(best), badness(other)), min(badness(best), badness(other)), best):
+        return f"as good as {other.policy}"
+    return f"{_change(best, other)} than with {other.policy}" if not has_level(best) else (
+        f"{best.result.goodput.share:.1%} good requests, {other.result.goodput.share:.1%} with {other.policy}"
+    )  # fmt: skip
+
+
+def _change(run: Run, other: Run) -> str:
+    """How a run compares with another, by what is compared."""
+    if has_level(run):
+        return f"{run.result.goodput.share:.1%} good requests instead of {other.result.goodput.share:.1%}"
+    if not other.result.e2e.mean:
+        return "no request to compare"
+    change = run.result.e2e.mean / other.result.e2e.mean - 1
+    if abs(change) < 0.0005:
+        return "requests that end as soon"
+    return f"requests that end {abs(change):.1%} {'sooner' if change < 0 else 'later'} on average"
+
+
+def _measure(best: Run) -> str:
+    what = "share of good requests" if has_level(best) else "mean time to the last token"
+    return (
+        f"Compared by the {what}; runs within {NEAR:.1%} of the best count as equal, and the one with the least graph "
+        "memory is taken."
+    )
+
+
+def _held_out(plan: Planned) -> list[str]:
+    held, lines = plan.found.held_out, list(plan.found.notes)
+    if held is not None:
+        lines.insert(
+            0,
+            f"Out of sample: sizes planned on the first half of the requests take {held.step_us / 1e3:,.3f} ms a step "
+            f"on the second, {held.against_default:+.2%} against the default sizes.",
+        )
+    return lines
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"
+
+
+# What to paste
+
+
+def _paste(run: Run, server: Server) -> list[Paste]:
+    """The flags of the run's engine; nothing where it has none or captures nothing."""
+    engine, sizes = engine_of(run.policy), run.sizes
+    if engine is None or not (sizes.decode or sizes.mixed or sizes.piecewise):
+        return []
+    made = emit(engine, sizes, server.settings, policy=run.policy)
+    return [
+        Paste(
+            title=f"For {engine}",
+            how=made.how,
+            text=made.text,
+            file_name="extra.yaml" if made.file else "",
+            warnings=made.warnings,
+        )
+    ]
+
+
+def _plan_file(run: Run, plans: Sequence[Planned]) -> list[Paste]:
+    """For one of kpolicy's own policies: how an Engine is made, and the plan file it reads."""
+    plan = next((plan for plan in plans if plan.run is run), None)
+    if plan is None:
+        given = f", ladder={run.sizes!r}" if run.kind == "given" else ""
+        return [Paste(title="For kpolicy", how="make the Engine so", text=f"Engine(policy={run.policy!r}{given})")]
+    code = (
+        "from kpolicy import Engine\nfrom kpolicy.schemas import read_plan\n\n"
+        'plan = read_plan("plan.json")\n'
+        f"engine = Engine(policy={run.policy!r}, ladder=plan.sizes, settings=plan.settings, attention=plan.attention)"
+    )
+    return [
+        Paste(
+            title="For kpolicy", how="save the plan file, and make the Engine so; or give both to kpolicy run: "
+            f"--policy {run.policy} --ladder plan.json", text=code,
+        ),
+        Paste(
+            title="The plan file", how="save as plan.json", file_name="plan.json",
+            text=dumps(plan.found.file(plan.budget, kpolicy=__version__)),
+        ),
+    ]  # fmt: skip

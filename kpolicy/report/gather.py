@@ -1,0 +1,225 @@
+"""`gather`: every policy simulated, the best ones planned for and simulated with the plan, and the map of modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import attrs
+
+from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
+from kpolicy.budgets import Budget
+from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.engine_flags import engine_of
+from kpolicy.errors import ConfigError
+from kpolicy.ladders import CaptureSizes
+from kpolicy.policies import get_policy
+from kpolicy.report.advice import Advice, advise, best_of
+from kpolicy.report.modemap import ModeMap, mode_maps
+from kpolicy.report.runs import Planned, Run
+from kpolicy.report.steps import Steps
+from kpolicy.scheduling.traces import Trace
+from kpolicy.simulate import Server, SimStep, simulate
+from kpolicy.simulate.run import OnStep
+from kpolicy.trace_plan import layout_of, plan_trace
+
+__all__ = ["Report", "TraceReport", "gather"]
+
+Observed = Callable[[int, int], AbstractContextManager[OnStep | None]]
+"""(number of the trace, number of the policy) -> who else is told each step of that run"""
+
+
+@attrs.frozen(kw_only=True)
+class TraceReport:
+    """What is reported of one trace.
+
+    Args:
+        trace: the trace.
+        runs: the policies with the ladder they were given or have of their own, then those with planned sizes.
+        plans: the plans.
+        advice: what to do first.
+        maps: modes over batches, the cheapest way's first.
+    """
+
+    trace: Trace
+    runs: tuple[Run, ...]
+    plans: tuple[Planned, ...]
+    advice: Advice
+    maps: tuple[ModeMap, ...]
+
+
+@attrs.frozen(kw_only=True)
+class Report:
+    """A report.
+
+    Args:
+        traces: what is reported of each.
+        server: the server that was simulated.
+        costs: what launches took.
+        setting: the costs, the server and the model in words.
+        notes: what a reader should know of the costs.
+    """
+
+    traces: tuple[TraceReport, ...]
+    server: Server
+    costs: CostTable = attrs.field(repr=False)
+    setting: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class _Asked:
+    """What every run of a report shares."""
+
+    server: Server
+    costs: CostTable
+    attention: AttentionSupport | Claims
+    ladder: CaptureSizes | None
+    objective: str
+    budget: Budget | None
+    seed: int
+
+    def run(
+        self, trace: Trace, policy: str, told: Callable[[int], object], *, planned: CaptureSizes | None = None,
+        observer: OnStep | None = None,
+    ) -> Run:  # fmt: skip
+        """Simulate a policy, with planned sizes or the ladder there is.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted; half a trace isn't reported.
+        """
+        steps = Steps()
+        listen: OnStep = steps
+        if observer is not None:
+
+            def listen(step: SimStep) -> None:
+                steps(step)
+                observer(step)
+
+        sizes = planned or self.ladder
+        result = simulate(
+            trace, policy, server=self.server, costs=self.costs, attention=self.attention, ladder=sizes,
+            objective=self.objective, budget=None if planned else self.budget, seed=self.seed, on_step=listen,
+            progress=told,
+        )  # fmt: skip
+        if result.interrupted:
+            raise KeyboardInterrupt
+        kind = "planned" if planned else "own" if sizes is None else "given"
+        sizes = sizes or get_policy(policy).sizes(self.server.settings)
+        return Run(policy=policy, kind=kind, sizes=sizes, result=result, steps=steps.done())
+
+
+def gather(
+    traces: Sequence[Trace],
+    policies: Sequence[str] = ("auto", "vllm"),
+    *,
+    server: Server | None = None,
+    costs: CostTable | None = None,
+    attention: str | AttentionSupport | Claims | None = None,
+    ladder: CaptureSizes | None = None,
+    objective: str = "throughput",
+    budget: Budget | None = None,
+    plan_budget: Budget | None = None,
+    most_sizes: int | None = None,
+    seed: int = 0,
+    setting: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    observed: Observed | None = None,
+    progress: Callable[[str, int], Callable[[int], object]] | None = None,
+) -> Report:
+    """Simulate the policies on each trace, plan sizes for the best, and simulate those.
+
+    Planned for is the best policy, and where no serving engine has that one, also the best of those that one has.
+
+    Args:
+        traces: the traces.
+        policies: the policies to compare.
+        server: the server; warm by default.
+        costs: what launches take; analytic by default.
+        attention: what attention supports; ``gqa`` by default.
+        ladder: capture sizes to compare a plan with; each policy's own by default.
+        objective: what `auto` minimises.
+        budget: what graphs of the policies may take.
+        plan_budget: what planned graphs may take together; `budget` by default.
+        most_sizes: the most planned sizes.
+        seed: of accepted drafts.
+        setting: the costs and the server in words.
+        notes: what a reader should know of the costs.
+        observed: who else is told the steps of a policy's run.
+        progress: told what is done next and how many requests that has, and gives what to tell of those that are over.
+
+    Raises:
+        ConfigError: there is no trace or no policy, or an argument can't be used.
+        BudgetRefused: the budget doesn't hold what must be captured.
+    """
+    if not traces or not policies:
+        raise ConfigError(f"a report needs a trace and a policy; there are {len(traces)} and {len(policies)}.")
+    support = _support(attention)
+    server = server or Server(warm=True)
+    asked = _Asked(
+        server=server, costs=costs or analytic_costs(), attention=support, ladder=ladder, objective=objective,
+        budget=budget, seed=seed,
+    )  # fmt: skip
+    plans = {"budget": plan_budget or budget, "most_sizes": most_sizes}
+    tell = progress or (lambda _what, _total: lambda _done: None)
+    found = []
+    for i, trace in enumerate(traces):
+
+        def watch(j: int, i: int = i) -> AbstractContextManager[OnStep | None]:
+            return nullcontext() if observed is None else observed(i, j)
+
+        found.append(_of_trace(trace, list(policies), asked, plans, tell, watch))
+    return Report(traces=tuple(found), server=server, costs=asked.costs, setting=tuple(setting), notes=tuple(notes))
+
+
+def _of_trace(
+    trace: Trace, policies: Sequence[str], asked: _Asked, limits: dict[str, Any], tell: Callable[..., Any],
+    watch: Callable[[int], AbstractContextManager[OnStep | None]],
+) -> TraceReport:  # fmt: skip
+    runs = []
+    for j, policy in enumerate(policies):
+        with watch(j) as observer:
+            runs.append(asked.run(trace, policy, tell(policy, len(trace)), observer=observer))
+    plans = []
+    for base in _to_plan(runs, asked):
+        tell(f"plan for {base.policy}", 0)
+        made = plan_trace(
+            trace, policy=base.policy, costs=asked.costs, attention=asked.attention, server=asked.server,
+            objective=asked.objective, hold_out=len(trace) > 1, seed=asked.seed, **limits,
+        )  # fmt: skip
+        sizes = made.plan.sizes
+        run = None
+        if sizes.decode or sizes.mixed or sizes.piecewise:
+            run = asked.run(trace, base.policy, tell(f"{base.policy}, planned", len(trace)), planned=sizes)
+        plans.append(Planned(found=made, base=base, run=run, budget=limits["budget"]))
+    kv_len = max(1, round(sum(r.prompt_tokens + r.output_tokens / 2 for r in trace.requests) / max(len(trace), 1)))
+    maps = mode_maps(
+        policies, server=asked.server, costs=asked.costs, kv_len=kv_len, attention=asked.attention,
+        ladder=asked.ladder, objective=asked.objective, budget=asked.budget,
+    )  # fmt: skip
+    every = (*runs, *(plan.run for plan in plans if plan.run is not None))
+    return TraceReport(
+        trace=trace, runs=every, plans=tuple(plans), advice=advise(runs, plans, asked.server), maps=tuple(maps)
+    )
+
+
+def _to_plan(runs: Sequence[Run], asked: _Asked) -> list[Run]:
+    """The runs whose policies are planned for."""
+    if asked.server.ranks > 1:
+        # Sizes are planned from the steps of one rank.
+        return []
+    best = best_of(runs)
+    chosen = [best]
+    if engine_of(best.policy) is None:
+        of_engines = [run for run in runs if engine_of(run.policy) is not None]
+        chosen += [best_of(of_engines)] if of_engines else []
+    claims = asked.attention if isinstance(asked.attention, Claims) else asked.attention.claims
+    settings = asked.server.settings
+    return [run for run in chosen if layout_of(get_policy(run.policy), claims, settings).names]
+
+
+def _support(attention: str | AttentionSupport | Claims | None) -> AttentionSupport | Claims:
+    if attention is None or isinstance(attention, str):
+        return parse_attention(attention or "gqa")
+    return attention
