@@ -15,6 +15,7 @@ Rows read whatever KV there is and write to the reserved slot alone, so a runnin
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ SHORT_KV, LONG_KV = 64, 512
 """Tokens that decode rows attend to, and that a prompt chunk has before it, for the two ends of the slopes."""
 EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
 TURNS = 5
+FEW_DECODES = 8
 MOST_ROUNDS = 15
 LEAST_ROUNDS = 3
 NOISE = 0.02
@@ -128,8 +130,10 @@ class _Bench:
         for done in range(MOST_ROUNDS):
             if done >= least and time.perf_counter() > stop_s:
                 return
-            for (decision, drawn), times in zip(self._cases, self._times, strict=True):
-                times.append(self._run(decision, drawn[done % TURNS]))
+            # In another order each round: what ran before leaves the host's caches cold or warm, as in serving.
+            for i in random.Random(done).sample(range(len(self._cases)), len(self._cases)):  # noqa: S311
+                decision, drawn = self._cases[i]
+                self._times[i].append(self._run(decision, drawn[done % TURNS]))
 
     def us(self, case: int) -> float:
         """Median microseconds of a case on the device, from its start until all of it is there."""
@@ -268,7 +272,7 @@ def _steady(us: dict[int, float]) -> Curve:
     There the smaller size gets the larger one's time, and with it the preference: it shares out less padding.
     """
     sizes = sorted(us, reverse=True)
-    for larger, size in zip(sizes, sizes[1:], strict=False):
+    for larger, size in itertools.pairwise(sizes):
         if us[larger] < us[size] <= us[larger] * (1 + NOISE):
             us[size] = us[larger]
     sizes.reverse()
@@ -278,41 +282,50 @@ def _steady(us: dict[int, float]) -> Curve:
 class _Bases:
     """What attention of either kind costs a PIECEWISE step whatever the KV: kernels of its own, and their launches.
 
-    Steps of one padded size with decode rows alone, prompt rows alone and both: dense work and two bases.
+    The base of decode rows is what a few of them add to a long prompt, the usual mixed batch; that of prompt rows what
+    a batch of decode rows costs less than a prompt of as many tokens.
 
     Args:
         bench: times the steps.
-        pieces: PIECEWISE graphs; a middle one is taken.
+        pieces: PIECEWISE graphs.
         most_reqs: rows of a step, at most.
         model: what runs.
     """
 
     def __init__(self, bench: _Bench, pieces: Sequence[GraphKey], most_reqs: int, model: Measurable) -> None:
         self._bench = bench
-        self._units: list[tuple[float, float]] = []
-        self._cases: list[int] = []
-        fitting = sorted((key for key in pieces if 2 <= key.num_tokens <= most_reqs), key=lambda key: key.num_tokens)
-        if not fitting:
-            return
-        key, kv = fitting[len(fitting) // 2], _usual(model)
-        size = key.num_tokens
-        for decodes, prompt in ((size, 0), (0, size), (size // 2, size - size // 2)):
-            self._cases.append(bench.add([Launch(Rows.ALL, key)], bench.rows(decodes, kv if decodes else 0, prompt)))
-            self._units.append((decodes * kv, prompt * (prompt + 1) / 2))
+        self._steps: dict[str, tuple[int, int, float]] = {}
+        kv = _usual(model)
+
+        def add(name: str, key: GraphKey, decodes: int, prompt: int) -> None:
+            rows = bench.rows(decodes, kv if decodes else 0, prompt)
+            case = bench.add([Launch(Rows.ALL, key)], rows)
+            self._steps[name] = case, decodes * kv, prompt * (prompt + 1) / 2
+
+        large = max((key for key in pieces), key=lambda key: key.num_tokens, default=None)
+        few = min(FEW_DECODES, most_reqs - 1)
+        if large is not None and large.num_tokens > few > 0:
+            add("prompt", large, 0, large.num_tokens)
+            add("prompt and decodes", large, few, large.num_tokens - few)
+        small = sorted((key for key in pieces if 2 <= key.num_tokens <= most_reqs), key=lambda key: key.num_tokens)
+        if small:
+            key = small[len(small) // 2]
+            add("short prompt", key, 0, key.num_tokens)
+            add("decodes", key, key.num_tokens, 0)
 
     def added(self, decode: AttentionCost, prefill: AttentionCost) -> tuple[AttentionCost, AttentionCost]:
         """Both costs with their bases."""
-        if not self._cases:
-            return decode, prefill
-        alone, prompt, both = (
-            self._bench.us(case) - decode.unit_us * kv - prefill.unit_us * pairs
-            for case, (kv, pairs) in zip(self._cases, self._units, strict=True)
-        )
-        most = _MOST_BASE * min(alone, prompt)
-        bases = (min(max(both - each, 0.0), most) for each in (prompt, alone))
-        return tuple(
-            AttentionCost(base, 0.0, cost.unit_us) for base, cost in zip(bases, (decode, prefill), strict=True)
-        )  # type: ignore[return-value]
+        us = {
+            name: self._bench.us(case) - decode.unit_us * kv - prefill.unit_us * pairs
+            for name, (case, kv, pairs) in self._steps.items()
+        }
+        decode_base = prefill_base = 0.0
+        if "prompt" in us:
+            decode_base = min(max(us["prompt and decodes"] - us["prompt"], 0.0), _MOST_BASE * us["prompt"])
+        if "decodes" in us:
+            more = us["short prompt"] - us["decodes"]
+            prefill_base = min(max(more + decode_base, 0.0), _MOST_BASE * us["short prompt"])
+        return AttentionCost(decode_base, 0.0, decode.unit_us), AttentionCost(prefill_base, 0.0, prefill.unit_us)
 
 
 def _host(bench: _Bench, cases: Sequence[tuple[int, int]]) -> HostCost:

@@ -160,7 +160,7 @@ def test_streams_and_events(adapter: CudaAdapter) -> None:
 
     def work() -> None:
         adapter.wait(started)
-        torch.cuda._sleep(10_000_000)
+        torch.cuda._sleep(200_000_000)
         value.add_(1)
         ran.append(torch.cuda.current_stream() == stream)
 

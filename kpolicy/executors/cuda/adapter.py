@@ -293,11 +293,10 @@ class CudaAdapter:
         torch's random generator believes that it is captured until a capture ends well, so an empty one does.
         """
         recorded.reset()
-        # A capture that didn't end well still has the allocator send this stream to the pool, and holds the pool. The
-        # pool's name stays taken (torch 2.11), so later graphs have memory of their own.
-        for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with suppress(RuntimeError):
-                end(self.device.index, pool.handle)
+        # A capture that didn't end well still has the allocator send this stream to the pool, and the pool's name stays
+        # taken (torch 2.11), so later graphs have memory of their own.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.device.index, pool.handle)
         pool.handle = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
