@@ -52,7 +52,7 @@ def shares(steps: Steps, columns: int, end_us: float) -> list[list[float]]:
         for i, us in enumerate(busy):
             if us:
                 # A bin's time is spread evenly over the columns it lies in.
-                start, stop = i * steps.bin_us / width, (i + 1) * steps.bin_us / width
+                start, stop = i * steps.bin_us / width, min((i + 1) * steps.bin_us, steps.end_us) / width
                 for column in range(int(start), min(int(stop), columns - 1) + 1):
                     lies = min(stop, column + 1) - max(start, column)
                     into[column] += us * lies / (stop - start) / width

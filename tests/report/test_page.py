@@ -1,0 +1,165 @@
+"""The page: it stands alone, it has every part, its numbers are the simulation's, and a name can't become markup."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import attrs
+import pytest
+
+from kpolicy.report import gather, page
+from kpolicy.report.timeline import shares
+from kpolicy.scheduling.generator import generate_trace
+from kpolicy.scheduling.traces import Trace
+from kpolicy.simulate import simulate
+from tests.report.helpers import COSTS, SMALL, Page, small_report
+
+HOSTILE = "</title></script><script>alert(1)</script>\"'&<img src=x onerror=alert(1)>\u2028.csv"
+PARTS = ("first", "compare", "latency", "modes", "timeline", "map", "padding", "plan", "reasons")
+
+
+def test_it_asks_the_network_for_nothing() -> None:
+    """No address anywhere, no resource, and a policy that forbids both to whatever else might be in it."""
+    html = page(small_report())
+    assert not re.search(r"https?:|[^:]//[a-z]|@import|url\((?!#)", html)
+    read = Page(html)
+    for tag, given in read.tags:
+        assert "src" not in given, tag
+        assert given.get("href", "#").startswith(("#", "data:")), tag
+    policies = [each["content"] for each in read.named("meta") if each.get("http-equiv") == "Content-Security-Policy"]
+    assert len(policies) == 1
+    assert str(policies[0]).startswith("default-src 'none';")
+
+
+def test_every_part_is_there() -> None:
+    """A section each, in order, with ids that are there once; heads of sortable columns are buttons."""
+    read = Page(page(small_report()))
+    assert len(set(read.ids)) == len(read.ids)
+    sections = [str(given["id"]) for given in read.named("section")]
+    assert sections == [*(f"{name}-0" for name in PARTS), "setting"]
+    assert read.texts["h3"] == [
+        "What to do first", "Policies", "Latency", "Time by mode", "Timeline", "Mode map", "Padding by size",
+        "Capture sizes", "Reasons",
+    ]  # fmt: skip
+    assert all(given.get("type") == "button" for given in read.named("button"))
+    assert {given.get("class") for given in read.named("table")} == {"sortable", "map"}
+
+
+def test_the_same_report_is_the_same_bytes() -> None:
+    """Simulated, planned and written twice."""
+    again = gather(
+        [generate_trace(num_requests=60, seed=3)], ("auto", "vllm", "eager"), server=SMALL, costs=COSTS
+    )  # fmt: skip
+    assert page(again) == page(small_report())
+
+
+def test_numbers_are_the_simulations() -> None:
+    """The table of policies has what `simulate` says, and that of modes adds up to it."""
+    read = Page(page(small_report()))
+    by_policy = {row[0][0]: row for row in read.rows("Policies on the same arrivals")}
+    trace = generate_trace(num_requests=60, seed=3)
+    for policy in ("auto", "vllm", "eager"):
+        told = simulate(trace, policy, server=SMALL, costs=COSTS)
+        row = next(row for name, row in by_policy.items() if name in (policy, f"{policy} advised"))
+        host = told.bound["host"].us / told.step_us
+        wanted = [
+            told.ttft.p50, told.ttft.p99, told.gap.p50, told.gap.p99, told.e2e.p50, told.e2e.mean, told.served,
+            told.steps, told.step_us, host, told.padding / told.tokens_computed, told.graphs, told.graphs_used,
+            told.graph_bytes, told.capture_s,
+        ]  # fmt: skip
+        assert [key for _, key in row[1:]] == pytest.approx(wanted, rel=1e-8)
+        modes = [row for row in read.rows("Time by mode") if row[0][0] == policy]
+        assert {row[1][0]: row[4][1] for row in modes} == {mode: each.steps for mode, each in told.modes.items()}
+        assert sum(row[2][1] for row in modes) == pytest.approx(1.0)
+        reasons = [row for row in read.rows("Steps by reason") if row[0][0] == policy and "half" not in row[3][0]]
+        assert {row[1][0]: row[2][1] for row in reasons} == told.reasons
+
+
+def test_padding_adds_up_to_the_simulations() -> None:
+    """Over all ranges, the default sizes' and the plan's."""
+    made = small_report().traces[0]
+    read = Page(page(small_report()))
+    plans = [plan for plan in made.plans if plan.run is not None]
+    assert plans
+    for plan in plans:
+        assert plan.run is not None
+        rows = read.rows(f"Padding tokens of {plan.base.policy} ")
+        assert sum(row[1][1] for row in rows) == plan.base.result.padding > 0
+        assert sum(row[4][1] for row in rows) == plan.run.result.padding
+
+
+def test_time_adds_up_in_the_timeline() -> None:
+    """Bins hold all time of all steps, by mode; so does the picture for where no script runs."""
+    for run in small_report().traces[0].runs:
+        by_mode: dict[str, float] = {}
+        for label, stats in run.result.modes.items():
+            mode = label.partition("/")[0]
+            by_mode[mode] = by_mode.get(mode, 0.0) + stats.us
+        drawn = shares(run.steps, 50, run.steps.end_us)
+        for i, mode in enumerate(("full", "piecewise", "split", "eager")):
+            assert sum(run.steps.busy_us[i]) == pytest.approx(by_mode.get(mode, 0.0))
+            assert sum(drawn[i]) * run.steps.end_us / 50 == pytest.approx(by_mode.get(mode, 0.0), rel=1e-6)
+        assert max(run.steps.running) <= SMALL.settings.max_num_reqs
+
+
+def test_a_hostile_name_is_text() -> None:
+    """Markup in a trace's name is shown, in the title too, and makes no element."""
+    plain = generate_trace(num_requests=20, seed=1)
+    trace = attrs.evolve(plain, source=HOSTILE)
+    read = Page(page(gather([trace, plain], ["eager"], server=SMALL, costs=COSTS)))
+    assert len(read.named("script")) == 2
+    assert not read.named("img")
+    assert HOSTILE in "".join(read.texts["title"])
+    assert read.texts["h2"][0] == HOSTILE
+    assert read.named("a")[0]["href"] == "#trace-0"
+
+
+def test_a_name_that_isnt_text_can_be_written() -> None:
+    """A file's name that isn't UTF-8 doesn't keep the page from being encoded."""
+    trace = attrs.evolve(generate_trace(num_requests=5, seed=1), source="caf\udce9.csv")
+    html = page(gather([trace], ["vllm"], server=SMALL, costs=COSTS))
+    assert "caf?.csv" in html
+    html.encode()
+
+
+def test_the_timelines_data_is_json() -> None:
+    """It holds a value a trace, with a name, bins and single steps a run."""
+    found = re.search(r'id="data">(.*?)</script>', page(small_report()), re.DOTALL)
+    assert found is not None
+    (value,) = json.loads(found[1])
+    assert [run["name"] for run in value["runs"]] == [run.name for run in small_report().traces[0].runs]
+    for run, made in zip(value["runs"], small_report().traces[0].runs, strict=True):
+        assert len(run["steps"]) == min(made.result.steps, 1500)
+        assert len(run["running"]) == len(run["waiting"]) == len(run["busy"][0])
+        assert sum(map(sum, run["busy"])) * run["bin"] / 1e3 == pytest.approx(made.result.step_us, rel=0.02)
+
+
+def test_nothing_served_is_a_page_too() -> None:
+    """A trace whose only request fits no KV has no latency; the page says so."""
+    one = generate_trace(num_requests=1, seed=1)
+    big = Trace("big", "drawn", [attrs.evolve(one.requests[0], prompt_tokens=10**6)])
+    read = Page(page(gather([big], ["eager"], server=SMALL, costs=COSTS)))
+    assert any("No request has one" in text for text in read.texts["p"])
+    assert any("over_kv_capacity" in text for text in read.texts["p"])
+
+
+def test_several_ranks_have_no_plan() -> None:
+    """Ranks are simulated; sizes are for one, so none are planned, and padding of ranks without rows is counted."""
+    server = attrs.evolve(SMALL, ranks=2)
+    made = gather([generate_trace(num_requests=20, seed=2)], ["vllm"], server=server, costs=COSTS)
+    read = Page(page(made))
+    assert not made.traces[0].plans
+    assert any("planned for one rank" in text for text in read.texts["li"])
+    assert any("Nothing was planned" in text for text in read.texts["p"])
+
+
+def test_a_service_level_is_what_counts() -> None:
+    """With one, the share of good requests is a column, and what policies are compared by."""
+    from kpolicy.simulate import ServiceLevel
+
+    server = attrs.evolve(SMALL, service_level=ServiceLevel(ttft_ms=20))
+    made = gather([generate_trace(num_requests=40, seed=2)], ["eager", "vllm"], server=server, costs=COSTS)
+    (first, *_) = Page(page(made)).rows("Policies on the same arrivals")
+    assert first[7][1] == pytest.approx(made.traces[0].runs[0].result.goodput.share)
+    assert "share of good requests" in made.traces[0].advice.details[0]
