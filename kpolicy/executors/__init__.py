@@ -26,8 +26,9 @@ OWN: Mapping[str, str] = {
     "simulated": "kpolicy.executors.simulated:SimulatedExecutor",
     "cpu": "kpolicy.executors.cpu:CpuExecutor",
     "cuda": "kpolicy.executors.cuda:CudaExecutor",
+    "ascend": "kpolicy.executors.ascend:AscendExecutor",
 }
-NEED_TORCH = frozenset({"kpolicy.executors.cpu", "kpolicy.executors.cuda"})
+NEED_TORCH = frozenset({"kpolicy.executors.cpu", "kpolicy.executors.cuda", "kpolicy.executors.ascend"})
 """Modules of ours that import torch."""
 
 

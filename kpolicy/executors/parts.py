@@ -79,6 +79,11 @@ class PartRun:
         self._error: BaseException | None = None
         self._event: DeviceEvent | None = None
 
+    def through(self, wrap: Callable[[Program], Program]) -> None:
+        """Compute through what a device puts around programs, before the launch runs."""
+        assert self._program is not None  # noqa: S101 - a launch runs once
+        self._program = wrap(self._program)
+
     def run(self, fallback: Callable[[], Program] | None = None) -> None:
         """Compute and sample, as often as the launch repeats.
 

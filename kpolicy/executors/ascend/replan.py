@@ -1,0 +1,97 @@
+"""Which graphs to keep when a device can't hold all that were planned: `fitting`, by the planner of `kpolicy.planning`.
+
+The keys of a ladder that replay the same kind of batch (the same part, query length, LoRA case, stage) are one list of
+sizes. A list's worth is what steps take with it; steps are those of a histogram where one is given, and spread evenly
+over all sizes up to the largest where not. numpy loads on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kpolicy.budget_models import BudgetModel
+from kpolicy.budgets import Budget
+from kpolicy.costs import CostTable
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
+from kpolicy.planning import Ladder, choose
+
+__all__ = ["Demand", "fitting", "kinds_of", "ladders_of"]
+
+Demand = Callable[[GraphKey, int], float]
+"""How many steps have that many tokens and would replay graphs like that key: ``demand(largest key, tokens)``."""
+
+_Kind = tuple[Part, int | None, int | None, int, str, str]
+
+
+def _evenly(key: GraphKey, tokens: int) -> float:
+    del tokens
+    return 1.0 / key.num_tokens
+
+
+def kinds_of(keys: Iterable[GraphKey]) -> dict[_Kind, dict[int, list[GraphKey]]]:
+    """Keys by kind, and by size within it: of one size may be several, for other row counts."""
+    kinds: dict[_Kind, dict[int, list[GraphKey]]] = {}
+    for key in keys:
+        kind = key.part, key.query_len, key.max_query_len, key.lora_case, key.stage, key.variant
+        kinds.setdefault(kind, {}).setdefault(key.num_tokens, []).append(key)
+    return kinds
+
+
+def ladders_of(
+    kinds: Mapping[_Kind, Mapping[int, Sequence[GraphKey]]], units: BudgetModel, costs: CostTable, demand: Demand | None
+) -> list[Ladder]:
+    """A ladder a kind, named by its place."""
+    asked = _evenly if demand is None else demand
+    ladders = []
+    for place, (kind, by_size) in enumerate(kinds.items()):
+        sizes = sorted(by_size)
+        largest = by_size[sizes[-1]][0]
+        curve, host = (costs.full, costs.host_full) if kind[0] is Part.FULL else (costs.piecewise, costs.host_piecewise)
+        step = kind[1] or 1
+        tokens = range(1, sizes[-1] + 1)
+        eager, at_least = costs.eager, costs.host_eager.base_us
+        ladders.append(
+            Ladder.of(
+                str(place),
+                # A uniform batch has a whole number of rows.
+                weights=[0.0 if count % step else asked(largest, count) for count in tokens],
+                sizes=sizes,
+                graph_us=[max(curve.at(size), host.base_us) for size in sizes],
+                escape_us=[max(eager.at(count), at_least) for count in tokens],
+                usage=[sum((units.cost_of(key) for key in by_size[size][1:]), units.cost_of(by_size[size][0]))
+                       for size in sizes],
+            )
+        )  # fmt: skip
+    return ladders
+
+
+def fitting(
+    keys: Sequence[GraphKey], budget: Budget, units: BudgetModel, costs: CostTable, demand: Demand | None = None
+) -> tuple[GraphKey, ...]:
+    """The keys to capture under a budget: those with the least expected time of a step, in their order.
+
+    Args:
+        keys: what was planned.
+        budget: what all graphs may take together.
+        units: what one takes, and how many sizes of PIECEWISE graphs there may be.
+        costs: what launches take.
+        demand: which steps there are; see `Demand`.
+    """
+    kinds = kinds_of(keys)
+    limited: dict[_Kind, Mapping[int, Sequence[GraphKey]]] = {}
+    for kind, by_size in kinds.items():
+        limited[kind] = by_size
+        if kind[0] is Part.PIECEWISE and units.num_sizes is not None:
+            # A bound on the number of sizes is the device's own; which ones is ours to choose.
+            ladders = ladders_of({kind: by_size}, units, costs, demand)
+            kept = choose(ladders, most_sizes=max(1, units.num_sizes)).sizes["0"]
+            limited[kind] = {size: by_size[size] for size in kept}
+    if not limited:
+        return ()
+    ladders = ladders_of(limited, units, costs, demand)
+    chosen = choose(ladders, budget).sizes
+    kept_keys = {
+        key for place, by_size in enumerate(limited.values()) for size in chosen[str(place)] for key in by_size[size]
+    }
+    return tuple(key for key in keys if key in kept_keys)

@@ -1,0 +1,256 @@
+"""`StreamAdapter`: a device whose graphs, streams and events have the names that `torch.cuda` gave them.
+
+`torch.npu` and `torch.xpu` offer the same classes under the same names, with fewer options. What `CudaAdapter` does
+with tensors alone is taken from it; what it asks of `torch.cuda` is asked of the device's own namespace here.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import torch  # noqa: TC002 (as every adapter has it)
+
+from kpolicy.errors import CaptureError, RegistryError, StickyDeviceError
+from kpolicy.executors.cpu.faults import Faults
+from kpolicy.executors.cuda.adapter import CudaAdapter, CudaGraph, Statics
+from kpolicy.executors.cuda.staging import BufferSpec, StagedGroup
+from kpolicy.executors.device import MemoryReport
+from kpolicy.executors.simulated import Fault
+from kpolicy.reasons import Reason
+
+__all__ = ["StreamAdapter", "StreamEvent", "StreamPool"]
+
+
+class StreamPool:
+    """Memory for graphs that never run at the same time, those graphs, and the stream they are captured on."""
+
+    def __init__(self, stream: Any, handle: Any) -> None:
+        self.stream = stream
+        self.handle = handle
+        self.graphs: list[CudaGraph] = []
+        self.released = False
+
+
+class StreamEvent:
+    """A point on a stream."""
+
+    __slots__ = ("_adapter", "_event")
+
+    def __init__(self, adapter: StreamAdapter, stream: Any) -> None:
+        self._adapter = adapter
+        self._event: Any = adapter.library.Event(enable_timing=True)
+        self._event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Block the host until the stream has passed it.
+
+        Raises:
+            StickyDeviceError: the device was lost in the work before it.
+        """
+        try:
+            self._event.synchronize()
+        except RuntimeError as error:
+            if self._adapter.classify(error).sticky:
+                line = (str(error).splitlines() or [type(error).__name__])[0]
+                raise StickyDeviceError(f"{line}. The device is lost to this process; start a new one.") from error
+            raise
+
+    def hold(self, stream: Any) -> None:
+        """Let a stream wait for the point."""
+        self._event.wait(stream)
+
+    def us_since(self, earlier: StreamEvent) -> float:
+        """Microseconds on the device from that event to this one; waits for both."""
+        earlier.wait()
+        self.wait()
+        elapsed: float = earlier._event.elapsed_time(self._event) * 1e3
+        return elapsed
+
+
+class StreamAdapter(CudaAdapter):
+    """The primitives of one device behind a namespace such as `torch.xpu`.
+
+    Args:
+        name: the adapter's name.
+        library: the namespace.
+        device: the device, with its index.
+        check, statics, faults: as `CudaAdapter` has them.
+    """
+
+    def __init__(
+        self, name: str, library: Any, device: torch.device, *, check: bool = False, statics: Statics | None = None,
+        faults: Iterable[Fault | str] = (),
+    ) -> None:  # fmt: skip
+        self._name = name
+        self.library = library
+        self.device = device
+        self._check = check
+        self._statics = statics
+        self._faults = Faults(faults)
+        self._pools: list[Any] = []
+        self._dirty: list[StagedGroup] = []
+        self._recording: Any = None
+        self._lost = False
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self.library.stream(stream)
+        return context
+
+    # Memory
+
+    def alloc_inputs(self, specs: Sequence[tuple[Sequence[int], str, float]]) -> list[Any]:
+        return StagedGroup([BufferSpec(*spec) for spec in specs], self.device).buffers
+
+    def memory(self) -> MemoryReport:
+        free, total = self.library.mem_get_info(self.device)
+        return MemoryReport(total - free, total)
+
+    def _used(self) -> int:
+        free, total = self.library.mem_get_info(self.device)
+        used: int = total - free
+        return used
+
+    # Streams
+
+    def new_stream(self, priority: int = 0) -> Any:
+        return self.library.Stream(self.device, priority=-1 if priority > 0 else 0)
+
+    def submit(self, stream: Any, work: Callable[[], None]) -> None:
+        with self.library.stream(stream):
+            work()
+
+    def _current(self) -> Any:
+        return self.library.current_stream(self.device)
+
+    def event(self, stream: Any = None) -> Any:
+        return StreamEvent(self, self._current() if stream is None else stream)
+
+    def wait(self, event: Any) -> None:
+        event.hold(self._current())
+
+    def occupy(self, us: float) -> None:
+        """Nothing: no library but CUDA's is known to have work of a given length."""
+
+    # Graphs
+
+    def new_pool(self) -> Any:
+        pool = StreamPool(self.new_stream(0 if self._pools else 1), self.library.graph_pool_handle())
+        self._pools.append(pool)
+        gc.collect()
+        return pool
+
+    @contextmanager
+    def recording(self, pool: Any) -> Iterator[None]:
+        """The pool's stream, with no collection of garbage meanwhile. See `CudaAdapter.recording`."""
+        if pool.released:
+            raise RegistryError("a graph was to be captured into a pool that was released; make a new pool.")
+        main = self._current()
+        pool.stream.wait_stream(main)
+        frozen = gc.isenabled()
+        gc.disable()
+        try:
+            with self.library.stream(pool.stream):
+                yield
+        finally:
+            # A capture that an error left open would take the main stream in with the wait.
+            self.abort()
+            if frozen:
+                gc.enable()
+            main.wait_stream(pool.stream)
+
+    def begin(self, pool: Any) -> None:
+        self._check_lost()
+        for fault, reason in (
+            ("capture_fails", Reason.CAPTURE_FAILED),
+            ("capture_out_of_memory", Reason.CAPTURE_OUT_OF_MEMORY),
+            ("capture_out_of_streams", Reason.CAPTURE_OUT_OF_STREAMS),
+        ):
+            if self._faults.due(fault):
+                raise CaptureError(reason, f"injected fault {fault}")
+        if pool.released:
+            raise RegistryError("a graph was to be captured into a pool that was released; make a new pool.")
+        if self._recording is not None:
+            raise CaptureError(Reason.CAPTURE_FAILED, "another recording isn't over; end it first.")
+        if self._current() != pool.stream:
+            raise CaptureError(Reason.CAPTURE_FAILED, "begin must be called within recording(pool).")
+        used = self._used()
+        self._recording = pool, self._begun(pool), used
+        if self._faults.due("mid_segment"):
+            raise RuntimeError("injected fault mid_segment")
+
+    def _begun(self, pool: Any) -> Any:
+        """A graph that records from here on."""
+        raise NotImplementedError
+
+    def _ended(self, recorded: Any) -> None:
+        """End its recording."""
+        recorded.capture_end()
+
+    def end(self) -> Any:
+        if self._recording is None:
+            raise CaptureError(Reason.CAPTURE_FAILED, "nothing is recording; call begin first.")
+        (pool, recorded, used), self._recording = self._recording, None
+        try:
+            self._ended(recorded)
+        except BaseException:
+            self._give_up(pool, recorded)
+            raise
+        graph = self._graph(recorded, max(0, self._used() - used))
+        pool.graphs.append(graph)
+        return graph
+
+    def _graph(self, recorded: Any, num_bytes: int) -> Any:
+        return CudaGraph(recorded, num_bytes, self._addresses() if self._check else {})
+
+    def abort(self) -> None:
+        if self._recording is None:
+            return
+        (pool, recorded, _), self._recording = self._recording, None
+        # A capture that an operator has broken ends with that operator's error, which is already on its way.
+        with suppress(RuntimeError):
+            self._ended(recorded)
+        self._give_up(pool, recorded)
+
+    def _give_up(self, pool: Any, recorded: Any) -> None:
+        """Free what a capture that failed took."""
+        with suppress(RuntimeError):
+            recorded.reset()
+        if not pool.graphs:
+            pool.handle = self.library.graph_pool_handle()
+        self.library.synchronize(self.device)
+        self.library.empty_cache()
+
+    def weak(self, pool: Any, tensor: Any) -> Any:
+        """The tensor as it is, where the library has no way not to hold its memory."""
+        del pool
+        return tensor
+
+    def discard(self, pool: Any, graphs: Sequence[Any]) -> None:
+        for graph in graphs:
+            graph.graph.reset()
+        pool.graphs = [graph for graph in pool.graphs if graph not in graphs]
+        if not pool.graphs:
+            pool.handle = self.library.graph_pool_handle()
+
+    def release(self, pool: Any) -> None:
+        if pool in self._pools:
+            self._pools.remove(pool)
+        self.library.synchronize(self.device)
+        for graph in pool.graphs:
+            graph.graph.reset()
+        pool.graphs, pool.handle, pool.released = [], None, True
+        self.library.empty_cache()
+
+    def _check_lost(self) -> None:
+        if self._lost:
+            raise StickyDeviceError(f"the {self.name} device is lost (injected fault sticky); start a new executor.")
