@@ -8,14 +8,17 @@ from typing import Any
 
 import attrs
 
-from kpolicy.costs import HostCost
+from kpolicy.costs import AttentionCost, HostCost
 from kpolicy.report import Report, gather
 from kpolicy.scheduling.generator import generate_trace
 from kpolicy.settings import Settings
 from kpolicy.simulate import Server
 from tests.simulate.helpers import COSTS as ODD_COSTS
 
-COSTS = attrs.evolve(ODD_COSTS, host_eager=HostCost(900.1, 2.1), step_us=3.7)
+COSTS = attrs.evolve(
+    ODD_COSTS, host_eager=HostCost(900.1, 2.1), step_us=3.7, decode_attention=AttentionCost(7.3, 1.1, 0.0037),
+    prefill_attention=AttentionCost(5.9, 0.9, 0.0013),
+)  # fmt: skip
 """Costs by which graphs gain much."""
 SMALL = Server(settings=Settings(max_num_reqs=16, max_num_tokens=128), warm=True, kv_tokens=60_000)
 NEEDS_NO_END = frozenset({"meta", "link", "br", "img", "input", "path", "rect"})

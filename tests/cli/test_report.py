@@ -1,0 +1,170 @@
+"""`kpolicy report`: what it writes and prints, and what it refuses before anything runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from kpolicy.schemas import LadderPlan, loads
+from tests.cli.conftest import Command, write
+from tests.observe.processor import find_processor, query
+
+SMALL = ("--max-num-reqs", 16, "--max-num-tokens", 256)
+
+
+def test_it_says_what_to_do_first_and_writes_the_page(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """The sentence and the flags are printed as they stand in the page; two runs write the same bytes."""
+    one, other = tmp_path / "one.html", tmp_path / "other.html"
+    ended = kpolicy("report", trace, "--out", one, *SMALL, "--budget", 4)
+    assert (ended.code, ended.err) == (0, "")
+    assert "Run " in ended.out
+    assert f"written to {one}" in ended.out
+    assert kpolicy("report", trace, "--out", other, *SMALL, "--budget", 4).code == 0
+    assert one.read_bytes() == other.read_bytes()
+    assert "<!doctype html>" in one.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.html", "other.html", "trace.csv"]
+
+
+def test_its_numbers_are_those_of_simulate(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Warm by default and cold when asked; the planned run is `simulate` with the plan's sizes as the ladder."""
+    for mine, theirs in (((), ("--warm",)), (("--cold",), ())):
+        ended = kpolicy("report", trace, "--policy", "vllm", "--out", tmp_path / "r.html", *SMALL, *mine, "--json")
+        assert ended.code == 0, ended.err
+        (made,) = ended.json["traces"]
+        base, planned = made["runs"]
+        shared = ("simulate", trace, "--policy", "vllm", "--window", 300, *SMALL, *theirs, "--json")
+        assert base | kpolicy(*shared).json["traces"][0]["policies"][0] == base
+        (paste,) = made["advice"]["paste"]
+        arguments = shlex.split(paste["text"])
+        sizes = json.loads(arguments[arguments.index("--compilation-config") + 1])["cudagraph_capture_sizes"]
+        if made["advice"]["planned"]:
+            ladder = ",".join(map(str, sizes))
+            assert planned | kpolicy(*shared, "--ladder", ladder).json["traces"][0]["policies"][0] == planned
+    assert base["started_after_s"] > 0
+
+
+def test_the_plan_file_that_it_offers_is_a_ladder(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Saved, `simulate --ladder` takes it, and what comes out is the report's own run."""
+    ended = kpolicy("report", trace, "--policy", "auto", "--out", tmp_path / "r.html", *SMALL, "--budget", 6, "--json")
+    assert ended.code == 0, ended.err
+    (made,) = ended.json["traces"]
+    assert made["advice"]["planned"]
+    (text,) = (each["text"] for each in made["advice"]["paste"] if each["file_name"] == "plan.json")
+    assert loads(text, LadderPlan).policy == "auto"
+    (tmp_path / "plan.json").write_text(text)
+    again = kpolicy(
+        "simulate", trace, "--policy", "auto", "--warm", "--window", 300, *SMALL, "--ladder", tmp_path / "plan.json",
+        "--json",
+    )  # fmt: skip
+    assert made["runs"][-1] | again.json["traces"][0]["policies"][0] == made["runs"][-1]
+
+
+def test_plots_and_perfetto_are_written_beside_it(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """A folder of pictures, and a Perfetto trace of each policy and trace that Perfetto's own processor can query."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("perfetto")
+    other = tmp_path / "other.csv.gz"
+    other.write_bytes(gzip.compress(trace.read_bytes()))
+    ended = kpolicy(
+        "report", trace, other, "--policy", "auto", "--policy", "eager", "--out", tmp_path / "r.html", *SMALL,
+        "--plots", tmp_path / "plots", "--perfetto", tmp_path / "p.pftrace", "--json",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    written = [Path(path) for path in ended.json["written"]]
+    assert written[0] == tmp_path / "r.html"
+    assert {path.name for path in written[1:]} == {path.name for path in (tmp_path / "plots").iterdir()}
+    assert len(written) == 1 + 2 * 2 * 5
+    traces = sorted(path.name for path in tmp_path.glob("*.pftrace"))
+    assert traces == [f"p-{name}-{policy}.pftrace" for name in ("other.csv", "trace") for policy in ("auto", "eager")]
+    processor = find_processor()
+    if processor is None:
+        pytest.skip("no Perfetto trace processor here")
+    (rows,) = query(
+        processor,
+        tmp_path / "p-trace-auto.pftrace",
+        ["SELECT name, COUNT(*) AS steps FROM slice WHERE category = 'step' GROUP BY name"],
+    )
+    wanted = {mode: each["steps"] for mode, each in ended.json["traces"][0]["runs"][0]["modes"].items()}
+    assert {row["name"]: int(row["steps"]) for row in rows} == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "--out"),
+        (("--out", "."), "is a folder; name a file in it"),
+        (("--out", "nowhere/r.html"), "there is no folder nowhere"),
+        (("--out", "r.html", "--policy", "vlm"), "vllm"),
+        (("--out", "r.html", "--policy", "vllm", "--policy", "vllm"), "given twice"),
+        (("--out", "r.html", "--cold", "--warm"), "say the opposite"),
+        (("--out", "r.html", "--budget", "3 frogs"), "--budget has '3 frogs'"),
+        (("--out", "r.html", "--rate", "0"), "--rate is 0"),
+        (("--out", "r.html", "--start", "1e6"), "no request to serve"),
+        (("--out", "r.html", "--plots", "trace.csv"), "is a file; name a folder"),
+        (("--out", "r.html", "--plots", "nowhere/plots"), "there is no folder nowhere"),
+        (("--out", "r.html", "--perfetto", "nowhere/p"), "there is no folder nowhere"),
+        (("--out", "r.html", "--profile", "trace.csv"), "trace.csv"),
+        (("--out", "r.html", "--seed", "-1"), "--seed is -1"),
+    ],
+)
+def test_what_cant_be_done_is_said_first(
+    kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+) -> None:
+    """One line, exit code 2, and no file made, whole or half."""
+    monkeypatch.chdir(tmp_path)
+    ended = kpolicy("report", "trace.csv", *options)
+    assert ended.code == 2
+    assert said in ended.err
+    assert ended.err.count("\n") == 1
+    assert "Traceback" not in ended.err
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.csv"]
+
+
+def test_a_page_that_is_there_stays_where_the_new_one_fails(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """A budget that can't be met ends it with the old page whole."""
+    page = tmp_path / "r.html"
+    page.write_text("the old one")
+    ended = kpolicy("report", trace, "--policy", "vllm", "--out", page, "--ladder", "1,2,4", "--budget-graphs", 1)
+    assert ended.code == 2
+    assert "budget" in ended.err
+    assert page.read_text() == "the old one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.html", "trace.csv"]
+
+
+def test_without_matplotlib_nothing_runs(
+    kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra is named; the page alone needs none of it."""
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    ended = kpolicy("report", trace, "--out", tmp_path / "r.html", "--plots", tmp_path / "plots")
+    assert ended.code == 2
+    assert "pip install 'kpolicy[plots]'" in ended.err
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.csv"]
+    assert kpolicy("report", trace, "--policy", "eager", "--out", tmp_path / "r.html").code == 0
+
+
+def test_an_interrupt_leaves_nothing(
+    kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends it with code 130."""
+
+    def interrupted(*_args: object, **_rest: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module("kpolicy.report.gather"), "plan_trace", interrupted)
+    ended = kpolicy("report", trace, "--policy", "vllm", "--out", tmp_path / "r.html")
+    assert ended.code == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.csv"]
+
+
+def test_one_request_is_enough(kpolicy: Command, tmp_path: Path) -> None:
+    """There is no second half to score a plan on, and it is planned all the same."""
+    one = write(tmp_path / "one.csv", "timestamp,input_length,output_length", "0,40,9")
+    ended = kpolicy("report", one, "--policy", "vllm", "--out", tmp_path / "r.html", *SMALL, "--budget", 2, "--json")
+    assert ended.code == 0, ended.err
+    assert len(ended.json["traces"][0]["runs"]) == 2

@@ -1,0 +1,119 @@
+"""What to do first: which run is advised, and that what is to be pasted can be."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from kpolicy.budgets import Budget
+from kpolicy.errors import BudgetRefused, ConfigError
+from kpolicy.report import gather
+from kpolicy.report.advice import NEAR, best_of
+from kpolicy.report.runs import Run
+from kpolicy.scheduling.generator import generate_trace
+from kpolicy.schemas import LadderPlan, loads
+from kpolicy.simulate import Spread
+from tests.report.helpers import COSTS, SMALL, small_report
+
+TRACE = generate_trace(num_requests=40, seed=7)
+
+
+def with_mean(run: Run, mean_us: float, graph_bytes: int) -> Run:
+    """The run, as if its requests had ended after that time."""
+    result = attrs.evolve(run.result, e2e=Spread(count=1, mean=mean_us), graph_bytes=graph_bytes)
+    return attrs.evolve(run, result=result)
+
+
+def test_of_runs_that_are_near_the_one_with_less_memory_is_best() -> None:
+    """Beyond that it is the shorter mean time to the last token."""
+    run = small_report().traces[0].runs[0]
+    quick, near, far = (
+        with_mean(run, 1000.0, 900), with_mean(run, 1000.0 * (1 + 0.9 * NEAR), 100), with_mean(run, 1100.0, 1),
+    )  # fmt: skip
+    assert best_of([quick, far]) is quick
+    assert best_of([quick, near, far]) is near
+
+
+def test_the_plan_is_advised_where_it_is_as_good_with_less() -> None:
+    """Its flags are those sizes, as vLLM takes them, and the one sentence has both runs' figures."""
+    made = gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, most_sizes=6).traces[0]
+    base, planned = made.runs
+    assert made.advice.best is planned
+    assert planned.result.graph_bytes < base.result.graph_bytes
+    (paste,) = made.advice.paste
+    arguments = shlex.split(paste.text)
+    config: dict[str, Any] = json.loads(arguments[arguments.index("--compilation-config") + 1])
+    assert tuple(config["cudagraph_capture_sizes"]) == made.plans[0].found.plan.lists["all"] == planned.sizes.piecewise
+    assert f"{planned.result.graphs} graphs instead of {base.result.graphs}" in made.advice.sentence
+    assert len(re.findall(r"[.](?!\d)", made.advice.sentence)) == 1
+
+
+def test_own_sizes_are_kept_where_the_plan_is_worse() -> None:
+    """With a budget of one size the requests end later, and the flags are the default sizes'."""
+    made = gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, most_sizes=1).traces[0]
+    base, planned = made.runs
+    assert planned.result.e2e.mean > base.result.e2e.mean * (1 + NEAR)
+    assert made.advice.best is base
+    assert "its own capture sizes" in made.advice.sentence
+    assert str(list(base.sizes.piecewise)).replace(" ", "") in made.advice.paste[0].text
+
+
+def test_kpolicys_own_policy_comes_with_a_plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is a plan that can be read, the code runs beside it, and the engine's flags are there for now."""
+    made = gather([TRACE], ["auto", "tensorrt_llm"], server=SMALL, costs=COSTS, most_sizes=8).traces[0]
+    best = made.advice.best
+    assert (best.policy, best.kind) == ("auto", "planned")
+    by_title = {paste.title: paste for paste in made.advice.paste}
+    assert list(by_title) == ["For tensorrt-llm", "For kpolicy", "The plan file"]
+    assert json.loads(by_title["For tensorrt-llm"].text)["max_batch_size"] == 16
+    plan = loads(by_title["The plan file"].text, LadderPlan)
+    assert plan.sizes == best.sizes
+    (tmp_path / "plan.json").write_text(by_title["The plan file"].text)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(by_title["For kpolicy"].text, "paste", "exec"), names)  # noqa: S102 - what a reader would run
+    assert names["engine"].sizes == best.sizes
+    assert names["engine"].settings == SMALL.settings
+
+
+def test_without_graphs_there_is_nothing_to_paste_for_an_engine() -> None:
+    """`eager` alone."""
+    made = gather([TRACE], ["eager"], server=SMALL, costs=COSTS).traces[0]
+    assert made.advice.sentence == "Run eager, without graphs."
+    assert not made.plans
+    assert not any("nothing was measured" in line for line in made.advice.details)
+    analytic = gather([TRACE], ["eager"], server=SMALL).traces[0]
+    assert any("nothing was measured" in line for line in analytic.advice.details)
+
+
+def test_a_ladder_that_is_given_is_what_a_plan_is_compared_with() -> None:
+    """The runs without a plan have it, and so have the maps."""
+    from kpolicy.ladders import CaptureSizes
+
+    given = CaptureSizes.of([1, 2, 16], SMALL.settings)
+    made = gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, ladder=given).traces[0]
+    assert made.runs[0].sizes == given
+    assert made.runs[0].kind == "given"
+    assert made.runs[-1].sizes != given
+
+
+@pytest.mark.parametrize(("traces", "policies"), [([], ["vllm"]), ([TRACE], [])])
+def test_nothing_to_report_is_an_error(traces: Any, policies: Any) -> None:
+    """No trace, or no policy."""
+    with pytest.raises(ConfigError, match="needs a trace and a policy"):
+        gather(traces, policies)
+
+
+def test_a_budget_that_holds_nothing_is_an_error_or_no_graphs() -> None:
+    """With room for no graph the plan captures nothing, and the report says what is left."""
+    made = gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, plan_budget=Budget(graphs=0)).traces[0]
+    assert made.plans[0].run is None
+    assert made.advice.best.kind == "own"
+    with pytest.raises(BudgetRefused):
+        gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, ladder=made.runs[0].sizes, budget=Budget(graphs=1))

@@ -1,0 +1,73 @@
+"""The map is what an Engine decides for each batch, and no way is cheaper than the cheapest."""
+
+from __future__ import annotations
+
+import pytest
+
+from kpolicy.engine import Engine
+from kpolicy.modes import Mode
+from kpolicy.report.modemap import grid, mode_maps
+from kpolicy.shapes import BatchShape
+from kpolicy.simulate.graphs import counting_executor
+from tests.report.helpers import COSTS, SMALL
+
+
+def test_cells_are_decisions() -> None:
+    """Every batch that a step can hold is there, as the policy with its graphs captured decides it."""
+    maps = mode_maps(["vllm", "auto", "eager"], server=SMALL, costs=COSTS, kv_len=50)
+    assert [each.policy for each in maps] == ["auto", "vllm", "eager"]
+    settings = SMALL.settings
+    engine = Engine("vllm", settings=settings, costs=COSTS, executor=counting_executor(COSTS))
+    engine.capture()
+    (vllm,) = (each for each in maps if each.policy == "vllm")
+    for decodes in vllm.rows:
+        for tokens in vllm.tokens:
+            fits = decodes + tokens <= settings.max_num_tokens and decodes + bool(tokens) <= settings.max_num_reqs
+            cell = vllm.cells.get((decodes, tokens))
+            assert (cell is not None) == (fits and decodes + tokens > 0)
+            if cell is None:
+                continue
+            shape = BatchShape(
+                decodes=((1, decodes),) if decodes else (), prefills=((tokens, 0),) if tokens else (),
+                decode_kv_tokens=50 * decodes if decodes else None,
+            )  # fmt: skip
+            decision = engine.decide(shape)
+            assert (cell.mode, cell.reason) == (decision.mode, decision.reason.text)
+            assert cell.us == pytest.approx(COSTS.cost(decision.launches, shape.numbers).step_us)
+    assert maps[2].counts() == {Mode.EAGER: len(maps[2].cells)}
+
+
+def test_nothing_beats_the_cheapest_with_the_same_graphs() -> None:
+    """Each policy's batches take at least what `auto` takes by the same ladder."""
+    from kpolicy.ladders import CaptureSizes
+
+    ladder = CaptureSizes.of([1, 2, 4, 8, 16, 32, 64, 128], SMALL.settings)
+    cheapest, *others = mode_maps(
+        ["vllm", "split", "full_and_piecewise"], server=SMALL, costs=COSTS, kv_len=50, ladder=ladder
+    )
+    assert all(cell.over == 0 for cell in cheapest.cells.values())
+    for each in others:
+        assert all(cell.over > -1e-9 for cell in each.cells.values()), each.policy
+    assert any(cell.over > 0.01 for each in others for cell in each.cells.values())
+
+
+def test_drafts_make_rows_wider() -> None:
+    """A decode row of 1 + k tokens, so fewer rows fit a step."""
+    import attrs
+
+    from kpolicy.settings import Settings
+
+    wide = attrs.evolve(SMALL, settings=Settings(max_num_reqs=16, max_num_tokens=32, num_speculative_tokens=3))
+    (cheapest,) = mode_maps(["auto"], server=wide, costs=COSTS, kv_len=50)
+    assert (8, 0) in cheapest.cells
+    assert (8, 8) not in cheapest.cells
+
+
+@pytest.mark.parametrize(("most", "first"), [(1, 1), (6, 1), (256, 1), (2048, 8), (1 << 20, 8), (5, 8)])
+def test_grids(most: int, first: int) -> None:
+    """From 0 to the most, rising, few enough to be read."""
+    sizes = grid(most, first=first)
+    assert sizes[0] == 0
+    assert sizes[-1] == most
+    assert list(sizes) == sorted(set(sizes))
+    assert len(sizes) <= 24

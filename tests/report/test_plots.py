@@ -1,0 +1,46 @@
+"""Pictures: the same bytes each time, written whole, and a clear error without matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kpolicy.errors import ConfigError
+from kpolicy.report import gather, plots
+from kpolicy.scheduling.generator import generate_trace
+from tests.report.helpers import COSTS, SMALL, small_report
+
+NAMES = ("latency", "modes", "map", "padding", "timeline")
+
+
+def test_every_picture_is_drawn_twice_the_same() -> None:
+    """PNG and SVG, and an SVG has the policies' names as text."""
+    pytest.importorskip("matplotlib")
+    drawn = plots.draw(small_report())
+    assert set(drawn) == {f"{name}.{kind}" for name in NAMES for kind in ("png", "svg")}
+    for name, content in drawn.items():
+        assert content[:8] == b"\x89PNG\r\n\x1a\n" if name.endswith("png") else b"<svg" in content
+    assert b">vllm<" in drawn["latency.svg"]
+    assert drawn == plots.draw(small_report())
+
+
+def test_names_are_no_formulas_and_traces_have_files_of_their_own(tmp_path: Path) -> None:
+    """A $ in a name is a $; the second trace's pictures are numbered; nothing else is left in the folder."""
+    pytest.importorskip("matplotlib")
+    trace = generate_trace(num_requests=12, seed=1)
+    made = gather([trace, trace], ["eager"], server=SMALL, costs=COSTS)
+    runs = [attrs.evolve(run, policy="a$x$_b") for run in made.traces[0].runs]
+    made = attrs.evolve(made, traces=(attrs.evolve(made.traces[0], runs=tuple(runs)), made.traces[1]))
+    written = plots.write(made, tmp_path / "new")
+    assert {path.name for path in written} == {path.name for path in (tmp_path / "new").iterdir()}
+    assert {f"{name}{number}.svg" for name in NAMES for number in ("", "-2")} <= {path.name for path in written}
+    assert "a$x$_b" in (tmp_path / "new" / "modes.svg").read_text()
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It isn't needed before it is asked for."""
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"--plots needs matplotlib.*kpolicy\[plots\]"):
+        plots.check()
