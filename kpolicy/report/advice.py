@@ -174,7 +174,7 @@ def _held_out(plan: Planned) -> list[str]:
 
 
 def _mib(count: int) -> str:
-    return f"{count / 2**20:,.0f} MiB"
+    return f"{count / 2**20:,.0f} MiB" if count >= 10 << 20 else f"{count / 2**20:,.2g} MiB" if count else "0 MiB"
 
 
 # What to paste

@@ -95,7 +95,7 @@ function timeline(place, data) {
     `<pattern id="p-piecewise-${number}" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="f-piecewise" width="7" height="7"/><rect width="2" height="7" fill="#0003"/></pattern>` +
     `<pattern id="p-split-${number}" width="6" height="6" patternUnits="userSpaceOnUse"><rect class="f-split" width="6" height="6"/><circle cx="3" cy="3" r="1.3" fill="#0004"/></pattern>` +
     `<pattern id="p-eager-${number}" width="7" height="7" patternUnits="userSpaceOnUse"><rect class="f-eager" width="7" height="7"/><rect width="2" height="7" fill="#0003"/></pattern></defs>`;
-  const fill = (mode) => patterns[mode] === "full" ? 'class="f-full"' : `fill="url(#p-${patterns[mode]}-${number})"`;
+  const fill = (mode) => `style="fill:${patterns[mode] === "full" ? "var(--full)" : `url(#p-${patterns[mode]}-${number})`}"`;
 
   function lane(run, top, width, x) {
     const busy = data.modes.map(() => ""), floor = top + LANE;
@@ -123,15 +123,14 @@ function timeline(place, data) {
       running += `${running ? "L" : "M"}${left.toFixed(1)} ${level(runs)}H${right.toFixed(1)}`;
       waiting += `${waiting ? "L" : "M"}${left.toFixed(1)} ${level(waits)}H${right.toFixed(1)}`;
     }
-    let shown = `<text x="2" y="${top - 6}">${escaped(run.name)}</text><rect class="ground" x="0" y="${top}" width="${width}" height="${LANE}"/>`;
+    let shown = `<text x="2" y="${top - 6}">${escaped(run.name)}</text><text x="${width - 2}" y="${top - 6}" text-anchor="end">up to ${most} request${most > 1 ? "s" : ""}</text><rect class="ground" x="0" y="${top}" width="${width}" height="${LANE}"/>`;
     if (steps) for (const step of steps) {
       const left = Math.max(0, x(step[0])), right = Math.min(width, x(step[0] + step[1]));
-      shown += `<rect class="edge" ${fill(step[2]).replace('class="', 'class="edge ')} x="${left.toFixed(2)}" y="${top}" width="${Math.max(right - left, 0.5).toFixed(2)}" height="${LANE}"/>`;
+      shown += `<rect class="edge" ${fill(step[2])} x="${left.toFixed(2)}" y="${top}" width="${Math.max(right - left, 0.5).toFixed(2)}" height="${LANE}"/>`;
       if (right - left > 14) shown += `<text class="letter" x="${((left + right) / 2).toFixed(1)}" y="${top + LANE / 2 + 4}">${LETTERS[data.modes[step[2]]]}</text>`;
     }
     else busy.forEach((path, mode) => { if (path) shown += `<path ${fill(mode)} d="${path}"/>`; });
-    shown += `<path class="grid" d="M0 ${bottom}.5H${width}"/><path class="waiting" d="${waiting}"/><path class="running" d="${running}"/>`;
-    return shown + `<text x="${width - 2}" y="${floor + 12}" text-anchor="end">to ${most} requests</text>`;
+    return shown + `<path class="grid" d="M0 ${bottom}.5H${width}"/><path class="waiting" d="${waiting}"/><path class="running" d="${running}"/>`;
   }
 
   // The single steps of a run in view, where the whole view has them and they aren't too many.
@@ -199,10 +198,11 @@ function timeline(place, data) {
   add("\u25B6", "later", () => move(0.5));
   add("All", "the whole run", () => show(0, end));
   data.runs.forEach((run) => {
-    const kept = run.steps, middle = kept[kept.length >> 1];
-    // As many of its steps as can be told apart.
-    if (middle) add("Slowest: " + run.name, "the slowest steps of " + run.name, () => {
-      const few = kept.slice(Math.max(0, (kept.length >> 1) - 20), (kept.length >> 1) + 20), last = few[few.length - 1];
+    const kept = run.steps;
+    // Around its slowest step, as many as can be told apart.
+    const peak = kept.reduce((best, step, i) => step[1] > kept[best][1] ? i : best, 0);
+    if (kept.length) add("Slowest: " + run.name, "the slowest steps of " + run.name, () => {
+      const few = kept.slice(Math.max(0, peak - 20), peak + 20), last = few[few.length - 1];
       show(few[0][0], last[0] + last[1]);
     });
   });

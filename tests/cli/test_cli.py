@@ -26,7 +26,7 @@ from tests.cli.conftest import Command
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "cli.md").read_text()
-COMMANDS = ("run", "generate", "decide", "explain", "policies", "doctor", "plan", "simulate", "sweep")
+COMMANDS = ("run", "generate", "decide", "explain", "policies", "doctor", "plan", "simulate", "sweep", "report")
 
 
 def in_a_process(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -80,7 +80,7 @@ class Shown:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", list(SIZES))
 def test_it_is_shown_without_an_error(browser: Any, path: Path, size: str, scheme: str) -> None:
-    """An empty console, only the file itself asked for, nothing wider than the window, light or dark as the reader has."""
+    """An empty console, only the file itself asked for, nothing wider than the window, light or dark as asked."""
     with Shown(browser, path, size, scheme) as shown:
         picture = shown.page.screenshot(full_page=True)
         if os.environ.get("KPOLICY_SCREENSHOTS"):
@@ -164,6 +164,9 @@ def test_the_timeline_zooms(browser: Any, path: Path) -> None:
         place.get_by_label("the slowest steps of").first.click()
         assert changed()
         assert view.locator("text.letter").count() > 3
+        fills = view.locator("rect.edge").evaluate_all("all => all.map(e => getComputedStyle(e).fill)")
+        assert all(fill.startswith("url(") or brightness(fill) > 100 for fill in fills)
+        assert any(not fill.startswith("url(") for fill in fills)
         shown.page.mouse.move(box["x"] + 400, box["y"] + 40)
         assert "decode rows" in place.locator(".said").inner_text()
         if os.environ.get("KPOLICY_SCREENSHOTS"):
