@@ -231,10 +231,10 @@ def calibrate(
     full_cases = [add(key, key.num_tokens, prompt=True) for key in mixed]
     full_cases += [add(key, key.num_tokens, prompt=False) for key in decode]
     piece_cases = [add(key, key.num_tokens, prompt=True) for key in pieces]
-    # The same pieces with many rows: what each row costs the host.
+    # Decode rows take more launches between pieces than a prompt does: the host's time is theirs, by rows.
     wide = max(pieces, key=lambda key: key.num_tokens, default=None)
-    many = min(most_reqs, wide.num_tokens) if wide else 0
-    wide_cases = [(bench.add([Launch(Rows.ALL, wide)], bench.rows(many, _short(model))), many)] if many > 1 else []
+    counts = {min(each, most_reqs, wide.num_tokens) for each in (FEW_DECODES, most_reqs)} if wide else set()
+    host_cases = [(bench.add([Launch(Rows.ALL, wide)], bench.rows(each, _short(model))), each) for each in counts]
     bench.measure(allowance_s)
     decode_attention, prefill_attention = bases.added(decoding.cost(), prefilling.cost())
 
@@ -258,7 +258,7 @@ def calibrate(
         decode_attention=decode_attention,
         prefill_attention=prefill_attention,
         host_full=_host(bench, [(case, size if prompt is False else 1) for case, size, prompt in full_cases]),
-        host_piecewise=_host(bench, [(case, 1) for case, _, _ in piece_cases] + wide_cases),
+        host_piecewise=_host(bench, host_cases),
         host_eager=_host(bench, [(case, 1 if prompt else size) for case, size, prompt in eager_cases]),
         step_us=statistics.median([bench.rest_us(case) for case, _, _ in (*full_cases, *piece_cases, *eager_cases)]),
         overlap_cost=overlap.share(),

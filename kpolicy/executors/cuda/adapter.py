@@ -271,7 +271,7 @@ class CudaAdapter:
         try:
             recorded.capture_end()
         except BaseException:
-            self._give_up(pool, recorded)
+            self._mend(pool, recorded)
             raise
         left, _ = torch.cuda.mem_get_info(self.device)
         graph = CudaGraph(recorded, max(0, free - left), self._addresses() if self._check else {})
@@ -282,24 +282,34 @@ class CudaAdapter:
         if self._recording is None:
             return
         (pool, recorded, _), self._recording = self._recording, None
-        # A capture that an operator has broken ends with that operator's error, which is already on its way.
-        with suppress(RuntimeError):
+        try:
             recorded.capture_end()
-        self._give_up(pool, recorded)
+        except RuntimeError:
+            # The operator that broke it has said so already.
+            self._mend(pool, recorded)
+        else:
+            self._give_up(pool, recorded)
 
     def _give_up(self, pool: CudaPool, recorded: Any) -> None:
-        """Free what a capture that failed took, and leave torch as it was before.
+        """Free what a capture that failed took."""
+        recorded.reset()
+        if not pool.graphs:
+            pool.handle = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
-        torch's random generator believes that it is captured until a capture ends well, so an empty one does.
+    def _mend(self, pool: CudaPool, recorded: Any) -> None:
+        """`_give_up` for a capture that CUDA itself ended, and what torch 2.11 then needs to go on.
+
+        It takes the pool for still recording and keeps what the capture had allocated (some MiB a failure), so later
+        graphs get a pool of their own. Its random generator believes that it is captured until a capture ends well, so
+        an empty one does.
         """
         recorded.reset()
-        # A capture that didn't end well still has the allocator send this stream to the pool, and the pool's name stays
-        # taken (torch 2.11), so later graphs have memory of their own.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, pool.handle)
         pool.handle = torch.cuda.graph_pool_handle()
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        self._give_up(pool, recorded)
         with torch.cuda.stream(pool.stream), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             empty = torch.cuda.CUDAGraph()
