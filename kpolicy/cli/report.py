@@ -166,8 +166,8 @@ def _as_dict(made: Report, written: Sequence[Path]) -> dict[str, Any]:
             {
                 "source": each.trace.source,
                 "advice": {
-                    "policy": each.advice.best.policy,
-                    "planned": each.advice.best.kind == "planned",
+                    "policy": None if each.advice.best is None else each.advice.best.policy,
+                    "planned": each.advice.best is not None and each.advice.best.kind == "planned",
                     "sentence": each.advice.sentence,
                     "details": list(each.advice.details),
                     "paste": [attrs.asdict(paste) for paste in each.advice.paste],

@@ -45,13 +45,13 @@ class Advice:
         sentence: the one thing.
         details: why, and what it rests on.
         paste: what to paste, in order.
-        best: the run that it advises.
+        best: the run that it advises; None where no graph is within the budget.
     """
 
     sentence: str
     details: tuple[str, ...]
     paste: tuple[Paste, ...]
-    best: Run
+    best: Run | None
 
 
 def has_level(run: Run) -> bool:
@@ -81,17 +81,23 @@ def _near(value: float, least: float, run: Run) -> bool:
     return value == least or value - least < (NEAR if has_level(run) else NEAR * least)
 
 
-def advise(runs: Sequence[Run], plans: Sequence[Planned], server: Server) -> Advice:
+def advise(runs: Sequence[Run], plans: Sequence[Planned], within: Sequence[Run], server: Server) -> Advice:
     """What to do first.
 
     Args:
         runs: the policies without a plan.
         plans: the plans, that of the best policy first.
+        within: the runs, with and without a plan, whose sizes are within the budget of the plans.
         server: the server that was simulated.
     """
     planned = {id(plan.base): plan for plan in plans}
-    every = [*runs, *(plan.run for plan in plans if plan.run is not None)]
-    best = best_of(every)
+    if not within:
+        return Advice(
+            sentence=f"Run {best_of(runs).policy} without graphs, or raise the budget: within it nothing is worth "
+            "capturing.",
+            details=tuple(line for plan in plans for line in _held_out(plan)), paste=(), best=None,
+        )  # fmt: skip
+    best = best_of(within)
     base = next(run for run in runs if run.policy == best.policy)
     sentence = _sentence(best, base, runs)
     details = [_measure(best)]
@@ -108,7 +114,7 @@ def advise(runs: Sequence[Run], plans: Sequence[Planned], server: Server) -> Adv
     paste = _paste(best, server)
     if engine_of(best.policy) is None:
         # What can be done in a serving engine as it is.
-        in_engine = [run for run in every if engine_of(run.policy) is not None]
+        in_engine = [run for run in within if engine_of(run.policy) is not None]
         if in_engine:
             paste += _paste(best_of(in_engine), server)
         paste += _plan_file(best, plans)
@@ -121,14 +127,14 @@ def _sentence(best: Run, base: Run, runs: Sequence[Run]) -> str:
     if others:
         text += f" ({_against(best, best_of(others))})"
     if best.kind != "planned":
-        graphs = best.result.graphs
-        if not graphs:
+        if not best.result.graphs:
             return f"{text}, without graphs."
-        return f"{text} with {'its own' if best.kind == 'own' else 'the given'} capture sizes, {graphs} graphs."
+        own = "its own" if best.kind == "own" else "the given"
+        return f"{text} with {own} capture sizes, {_graphs(best)}."
     now, was = best.result, base.result
     own = "its own" if base.kind == "own" else "the given ones"
     return (
-        f"{text} with the capture sizes below in place of {own}: {now.graphs} graphs instead of {was.graphs}, "
+        f"{text} with the capture sizes below in place of {own}: {_graphs(best)} instead of {was.graphs}, "
         f"{_mib(now.graph_bytes)} instead of {_mib(was.graph_bytes)} of graph memory, {now.capture_s:.1f} s instead of "
         f"{was.capture_s:.1f} s of capture, and {_change(best, base)}."
     )
@@ -171,6 +177,10 @@ def _held_out(plan: Planned) -> list[str]:
             f"on the second, {held.against_default:+.2%} against the default sizes.",
         )
     return lines
+
+
+def _graphs(run: Run) -> str:
+    return f"{run.result.graphs} graph{'' if run.result.graphs == 1 else 's'}"
 
 
 def _mib(count: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
-from kpolicy.budgets import Budget
+from kpolicy.budgets import Budget, Usage
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.engine_flags import engine_of
 from kpolicy.errors import ConfigError
@@ -109,6 +109,26 @@ class _Asked:
         sizes = sizes or get_policy(policy).sizes(self.server.settings)
         return Run(policy=policy, kind=kind, sizes=sizes, result=result, steps=steps.done())
 
+    @property
+    def claims(self) -> Claims:
+        return self.attention if isinstance(self.attention, Claims) else self.attention.claims
+
+    def fits(self, run: Run, budget: Budget | None, most_sizes: int | None) -> bool:
+        """Whether a run's sizes are within what planned ones may take."""
+        if run.kind == "planned" or not run.result.graphs:
+            return True
+        policy, settings, sizes = get_policy(run.policy), self.server.settings, run.sizes
+        if most_sizes is not None:
+            one_list = layout_of(policy, self.claims, settings).one_list
+            lists = [{*sizes.decode, *sizes.mixed, *sizes.piecewise}] if one_list else [sizes.decode, sizes.piecewise]
+            if sum(map(len, lists)) > most_sizes:
+                return False
+        if budget is None or budget == self.budget:
+            # Nothing was captured beyond what the simulation's own budget holds.
+            return True
+        taken = sum(map(self.costs.usage_of, policy.plan(sizes, self.claims, settings)), Usage())
+        return budget.refuses(Usage(), taken) is None
+
 
 def gather(
     traces: Sequence[Trace],
@@ -199,8 +219,9 @@ def _of_trace(
         ladder=asked.ladder, objective=asked.objective, budget=asked.budget,
     )  # fmt: skip
     every = (*runs, *(plan.run for plan in plans if plan.run is not None))
+    within = [run for run in every if asked.fits(run, **limits)]
     return TraceReport(
-        trace=trace, runs=every, plans=tuple(plans), advice=advise(runs, plans, asked.server), maps=tuple(maps)
+        trace=trace, runs=every, plans=tuple(plans), advice=advise(runs, plans, within, asked.server), maps=tuple(maps)
     )
 
 
@@ -214,9 +235,8 @@ def _to_plan(runs: Sequence[Run], asked: _Asked) -> list[Run]:
     if engine_of(best.policy) is None:
         of_engines = [run for run in runs if engine_of(run.policy) is not None]
         chosen += [best_of(of_engines)] if of_engines else []
-    claims = asked.attention if isinstance(asked.attention, Claims) else asked.attention.claims
     settings = asked.server.settings
-    return [run for run in chosen if layout_of(get_policy(run.policy), claims, settings).names]
+    return [run for run in chosen if layout_of(get_policy(run.policy), asked.claims, settings).names]
 
 
 def _support(attention: str | AttentionSupport | Claims | None) -> AttentionSupport | Claims:

@@ -36,9 +36,9 @@ def advice(made: Advice) -> str:
     return "".join(parts)
 
 
-def comparison(runs: Sequence[Run], best: Run) -> str:
+def comparison(runs: Sequence[Run], best: Run | None) -> str:
     """All runs in a table that can be sorted."""
-    level = has_level(best)
+    level = has_level(runs[0])
     names = [
         "policy", "TTFT p50 ms", "TTFT p99 ms", "gap p50 ms", "gap p99 ms", "last token p50 s", "last token mean s",
         *(["good requests"] if level else []), "served", "steps", "busy s", "host-bound", "padding", "graphs", "used",

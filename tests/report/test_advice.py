@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,12 @@ def test_the_plan_is_advised_where_it_is_as_good_with_less() -> None:
     assert len(re.findall(r"[.](?!\d)", made.advice.sentence)) == 1
 
 
-def test_own_sizes_are_kept_where_the_plan_is_worse() -> None:
-    """With a budget of one size the requests end later, and the flags are the default sizes'."""
-    made = gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, most_sizes=1).traces[0]
+def test_own_sizes_are_kept_where_the_plan_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one planned size makes requests end later, the flags are the default sizes'."""
+    module = import_module("kpolicy.report.gather")
+    real = module.plan_trace
+    monkeypatch.setattr(module, "plan_trace", lambda trace, **given: real(trace, **given | {"most_sizes": 1}))
+    made = gather([TRACE], ["vllm"], server=SMALL, costs=COSTS).traces[0]
     base, planned = made.runs
     assert planned.result.e2e.mean > base.result.e2e.mean * (1 + NEAR)
     assert made.advice.best is base
@@ -68,6 +72,7 @@ def test_kpolicys_own_policy_comes_with_a_plan_file(tmp_path: Path, monkeypatch:
     """The file is a plan that can be read, the code runs beside it, and the engine's flags are there for now."""
     made = gather([TRACE], ["auto", "tensorrt_llm"], server=SMALL, costs=COSTS, most_sizes=8).traces[0]
     best = made.advice.best
+    assert best is not None
     assert (best.policy, best.kind) == ("auto", "planned")
     by_title = {paste.title: paste for paste in made.advice.paste}
     assert list(by_title) == ["For tensorrt-llm", "For kpolicy", "The plan file"]
@@ -110,10 +115,23 @@ def test_nothing_to_report_is_an_error(traces: Any, policies: Any) -> None:
         gather(traces, policies)
 
 
+@pytest.mark.parametrize("limits", [{"most_sizes": 1}, {"plan_budget": Budget(graphs=2)}])
+def test_what_is_over_the_budget_isnt_advised(limits: dict[str, Any]) -> None:
+    """The plan is, though the default sizes serve better, of the other policy too."""
+    made = gather([TRACE], ["vllm", "auto"], server=SMALL, costs=COSTS, **limits).traces[0]
+    best = made.advice.best
+    assert best is not None
+    assert best.kind == "planned"
+    assert best.result.graphs <= 2
+    assert min(run.result.e2e.mean for run in made.runs) < best.result.e2e.mean
+
+
 def test_a_budget_that_holds_nothing_is_an_error_or_no_graphs() -> None:
     """With room for no graph the plan captures nothing, and the report says what is left."""
     made = gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, plan_budget=Budget(graphs=0)).traces[0]
     assert made.plans[0].run is None
-    assert made.advice.best.kind == "own"
+    assert made.advice.best is None
+    assert "without graphs, or raise the budget" in made.advice.sentence
+    assert not made.advice.paste
     with pytest.raises(BudgetRefused):
         gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, ladder=made.runs[0].sizes, budget=Budget(graphs=1))
