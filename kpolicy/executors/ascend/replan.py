@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kpolicy.budget_models import BudgetModel
-from kpolicy.budgets import Budget
+from kpolicy.budgets import Budget, Usage
 from kpolicy.costs import CostTable
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
@@ -84,14 +84,47 @@ def fitting(
         limited[kind] = by_size
         if kind[0] is Part.PIECEWISE and units.num_sizes is not None:
             # A bound on the number of sizes is the device's own; which ones is ours to choose.
+            most = max(1, units.num_sizes)
             ladders = ladders_of({kind: by_size}, units, costs, demand)
-            kept = choose(ladders, most_sizes=max(1, units.num_sizes)).sizes["0"]
+            kept = list(choose(ladders, most_sizes=most).sizes["0"])
+            while len(kept) < min(most, len(by_size)):
+                kept.append(max(set(by_size) - set(kept), key=lambda size: _gap(size, kept)))
             limited[kind] = {size: by_size[size] for size in kept}
     if not limited:
         return ()
     ladders = ladders_of(limited, units, costs, demand)
     chosen = choose(ladders, budget).sizes
-    kept_keys = {
-        key for place, by_size in enumerate(limited.values()) for size in chosen[str(place)] for key in by_size[size]
-    }
+    kept_of = {kind: list(chosen[str(place)]) for place, kind in enumerate(limited)}
+    _fill(kept_of, limited, budget, units)
+    kept_keys = {key for kind, sizes in kept_of.items() for size in sizes for key in limited[kind][size]}
     return tuple(key for key in keys if key in kept_keys)
+
+
+def _gap(size: int, kept: Iterable[int]) -> float:
+    """How much a batch of that size is padded by the sizes that are kept, as a share; infinite where none holds it."""
+    return min((each for each in kept if each > size), default=float("inf")) / size
+
+
+def _fill(
+    kept: Mapping[_Kind, list[int]], kinds: Mapping[_Kind, Mapping[int, Sequence[GraphKey]]], budget: Budget,
+    units: BudgetModel,
+) -> None:  # fmt: skip
+    """Add sizes that the costs see no use for while there is room, widest gap first: costs may be wrong."""
+    used = Usage()
+    price = {
+        (kind, size): sum((units.cost_of(key) for key in keys), Usage())
+        for kind, by_size in kinds.items() for size, keys in by_size.items()
+    }  # fmt: skip
+    for kind, sizes in kept.items():
+        used += sum((price[kind, size] for size in sizes), Usage())
+    while True:
+        room = [
+            (_gap(size, kept[kind]), size, place, kind)
+            for place, (kind, by_size) in enumerate(kinds.items()) for size in by_size
+            if size not in kept[kind] and budget.refuses(used, price[kind, size]) is None
+        ]  # fmt: skip
+        if not room:
+            return
+        _, size, _, kind = max(room, key=lambda each: each[:3])
+        kept[kind].append(size)
+        used += price[kind, size]
