@@ -336,10 +336,11 @@ def kernels_here(device: torch.device) -> dict[str, str]:
     elif torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         have = ".".join(map(str, torch.cuda.get_device_capability(device)))
         why = f"the device has capability {have}, and it needs {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
-    return {"triton": why, "flash": why, "plain": ""}
+    npu = "" if device.type == "npu" else f"it runs on Ascend NPUs, and this is {device.type}"
+    return {"ascend": npu, "triton": why, "flash": why, "plain": ""}
 
 
-KERNELS = ("auto", "triton", "flash", "plain")
+KERNELS = ("auto", "ascend", "triton", "flash", "plain")
 
 
 def choose_kernels(device: torch.device, name: str = "auto") -> Kernels:
@@ -356,4 +357,9 @@ def choose_kernels(device: torch.device, name: str = "auto") -> Kernels:
         name = next(each for each, why in here.items() if not why)
     if here[name]:
         raise SupportError(f"attention kernels {name!r} can't run on {device}: {here[name]}. Leave them to 'auto'.")
+    if name == "ascend":
+        # Imported here: it needs torch_npu.
+        from kpolicy.serving.ascend import AscendKernels
+
+        return AscendKernels(device)
     return PlainKernels(device) if name == "plain" else TritonKernels(device, flash=name == "flash")
