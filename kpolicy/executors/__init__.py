@@ -27,8 +27,9 @@ OWN: Mapping[str, str] = {
     "cpu": "kpolicy.executors.cpu:CpuExecutor",
     "cuda": "kpolicy.executors.cuda:CudaExecutor",
     "ascend": "kpolicy.executors.ascend:AscendExecutor",
+    "kunlun": "kpolicy.executors.kunlun:KunlunExecutor",
 }
-NEED_TORCH = frozenset({"kpolicy.executors.cpu", "kpolicy.executors.cuda", "kpolicy.executors.ascend"})
+NEED_TORCH = frozenset(f"kpolicy.executors.{device}" for device in ("cpu", "cuda", "ascend", "kunlun"))
 """Modules of ours that import torch."""
 
 

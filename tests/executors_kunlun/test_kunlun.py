@@ -1,0 +1,181 @@
+"""The Kunlun executor over a pretended torch_xmlir: proof before use, and trials before FULL graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kpolicy.attention import AttentionSupport, Claims, HostParams  # noqa: E402
+from kpolicy.engine import Engine  # noqa: E402
+from kpolicy.errors import ConfigError  # noqa: E402
+from kpolicy.executors.kunlun import KunlunAdapter, KunlunExecutor, Trial, proven  # noqa: E402
+from kpolicy.executors.kunlun.trial import try_kind  # noqa: E402
+from kpolicy.modes import Part  # noqa: E402
+from kpolicy.reasons import Reason  # noqa: E402
+from kpolicy.registry import GraphRegistry  # noqa: E402
+from kpolicy.testing import EXECUTOR_CHECKS  # noqa: E402
+from tests.executors_ascend.helpers import on_ascend  # noqa: E402
+from tests.executors_launcher.checker import Checker, batcher_steps, drafting_steps, load_family, plan  # noqa: E402
+from tests.executors_launcher.conftest import SMALL  # noqa: E402
+from tests.fakes_ascend.npu import fake_torch_npu  # noqa: E402
+
+SOUND = {"XMLIR_FORCE_USE_XPU_GRAPH": "1", "XMLIR_ENABLE_MOCK_TORCH_COMPILE": "false"}
+
+
+def fake_cuda(library: Any = None) -> Any:
+    """`torch.cuda` as torch_xmlir answers for it: its graph class goes by CUDA's name, and rewrites nothing."""
+    npu = vars((fake_torch_npu() if library is None else library).npu)
+    return SimpleNamespace(
+        **{name: npu[name] for name in (
+            "Stream", "Event", "stream", "current_stream", "graph_pool_handle", "synchronize", "mem_get_info",
+            "empty_cache",
+        )},
+        CUDAGraph=npu["NPUGraph"], get_device_name=lambda _: "GPU", get_device_capability=lambda _: (8, 6),
+    )  # fmt: skip
+
+
+def fake_xmlir(count: int = 1) -> Any:
+    return SimpleNamespace(__version__="2.5.1", _XMLIRC=SimpleNamespace(_xpu_get_devices_number=lambda: count))
+
+
+def on_kunlun(model: Any, *, frozen: bool) -> tuple[Any, dict[str, Any]]:
+    """The model with attention that claims to read lengths on the host: it does, or it reads the device's after all."""
+    library = fake_torch_npu()
+    if frozen:
+        on_ascend(model, library)
+    claims = Claims.at_level("mixed", host_params=HostParams.FROZEN)
+    latent = any(hasattr(layer, "rank") for layer in model.layers)
+    if latent:
+        claims = Claims.at_level("uniform", host_params=HostParams.FROZEN, one_computation=False)
+    model._support = AttentionSupport.of(claims, backend="KUNLUN_ATTN", source="tests")
+    return model, {"xmlir": fake_xmlir(), "library": fake_cuda(library), "environ": SOUND}
+
+
+def test_a_card_is_proved_by_torch_xmlir_alone() -> None:
+    """What `torch.cuda` says of itself proves nothing; half an installation and no card are errors that say so."""
+    cuda = fake_cuda()
+    adapter = KunlunAdapter("cpu", xmlir=fake_xmlir(), library=cuda, environ=SOUND)
+    report = adapter.probe()
+    assert "_xpu_get_devices_number" in report.facts["proof"]
+    assert "unverified on hardware" in report.reason
+    with pytest.raises(ConfigError, match="finds no Kunlun card"):
+        KunlunAdapter("cpu", xmlir=fake_xmlir(0), library=cuda, environ=SOUND)
+    with pytest.raises(ConfigError, match="installed in part"):
+        KunlunAdapter("cpu", xmlir=SimpleNamespace(), library=cuda, environ=SOUND)
+    with pytest.raises(ConfigError, match="torch_xmlir isn't installed"):
+        KunlunAdapter("cuda")
+
+
+@pytest.mark.parametrize(
+    ("environ", "what"),
+    [
+        ({"XMLIR_FORCE_USE_XPU_GRAPH": "true"}, "isn't a whole number"),
+        ({**SOUND, "XMLIR_DISABLE_CUDA_ALLOCATOR": "1"}, "unset it"),
+    ],
+)
+def test_variables_that_break_graphs_are_errors(environ: dict[str, str], what: str) -> None:
+    """They are named with their value and the next step."""
+    with pytest.raises(ConfigError, match=what):
+        KunlunAdapter("cpu", xmlir=fake_xmlir(), library=fake_cuda(), environ=environ)
+
+
+def test_variables_that_matter_less_are_told() -> None:
+    """The mock of torch.compile and the stock graph classes are in the probe's words."""
+    adapter = KunlunAdapter("cpu", xmlir=fake_xmlir(), library=fake_cuda(), environ={})
+    assert "mocked" in adapter.probe().reason
+    assert "XMLIR_FORCE_USE_XPU_GRAPH isn't set" in adapter.probe().reason
+
+
+@pytest.mark.parametrize("query_len", [1, 3, None])
+def test_attention_that_reads_the_device_passes_the_trial(query_len: int | None) -> None:
+    """Four replays, shorter and longer, over other tables and row counts, have eager's bits; KV is as before."""
+    model, options = on_kunlun(load_family("llama"), frozen=False)
+    for cache in model.kv_caches():
+        cache.fill_(0.25)
+    trial = try_kind(KunlunAdapter("cpu", **options), model, query_len)
+    assert trial == Trial(trial.kind, 4)
+    assert trial.passed
+    assert all(bool((cache[:-1] == 0.25).all()) for cache in model.kv_caches())
+
+
+@pytest.mark.parametrize(("family", "query_len"), [("llama", 1), ("llama", None), ("deepseek_v2", 1)])
+def test_attention_that_keeps_its_lengths_fails_the_trial(family: str, query_len: int | None) -> None:
+    """An operator that reads host copies replays the capture's lengths: the first other length shows it."""
+    model, options = on_kunlun(load_family(family), frozen=True)
+    trial = try_kind(KunlunAdapter("cpu", **options), model, query_len)
+    assert not trial.passed
+    assert "shorter rows isn't what eager computes" in trial.problem
+
+
+def test_a_model_that_cannot_be_tried_is_not_proven() -> None:
+    """Without block_size, or with too little KV, nothing is captured and the reason is said."""
+    _, options = on_kunlun(load_family("llama"), frozen=False)
+    adapter = KunlunAdapter("cpu", **options)
+    bare = SimpleNamespace(vocab=8)
+    assert "block_size" in try_kind(adapter, bare, 1).problem
+    small = SimpleNamespace(vocab=8, block_size=16, max_blocks=1, num_slots=16)
+    assert "too small" in try_kind(adapter, small, 1).problem
+
+
+def test_proven_attention_gets_full_graphs_that_equal_eager() -> None:
+    """FULL, PIECEWISE and SPLIT steps of a proven model have eager's bits."""
+    model, options = on_kunlun(load_family("llama"), frozen=False)
+    assert not model.support.claims.full.mixed
+    able = proven(model, KunlunAdapter("cpu", **options), query_len=3)
+    assert able.support.claims.full.mixed
+    executor, registry = KunlunExecutor(able, **options), GraphRegistry()
+    keys = plan(able)
+    registry.plan(keys)
+    executor.open(registry)
+    executor.capture(keys)
+    assert set(registry.captured()) == set(keys)
+    assert {key.part for key in keys} == set(Part)
+    checker = Checker(executor, able)  # type: ignore[arg-type]
+    for steps in (batcher_steps, drafting_steps):
+        for _ in steps(checker, registry.captured(), 30, seed=2):
+            pass
+    assert {"full", "piecewise", "split/in_turn"} <= {label.split()[0] for label in checker.steps}
+
+
+def test_unproven_attention_runs_in_pieces_and_full_is_refused_with_the_reason() -> None:
+    """Policies plan no FULL graphs of it; one that is asked for all the same fails with the trial's words."""
+    model, options = on_kunlun(load_family("llama"), frozen=True)
+    able = proven(model, KunlunAdapter("cpu", **options))
+    assert not able.support.claims.full.uniform_query_len
+    executor = KunlunExecutor(able, **options)
+    engine = Engine("full_and_piecewise", executor=executor, attention=able.support, ladder=[8, 16], calibrate=0)
+    engine.capture()
+    assert {key.part for key in engine.registry.captured()} == {Part.PIECEWISE}
+    other, options = on_kunlun(load_family("llama"), frozen=True)
+    executor, registry = KunlunExecutor(other, **options), GraphRegistry()
+    keys = [key for key in plan(load_family("llama")) if key.query_len == 1]
+    registry.plan(keys)
+    executor.open(registry)
+    executor.capture(keys)
+    assert {registry.record(key).reason for key in keys} == {Reason.HOST_LENGTHS_FROZEN}
+    assert len(executor.trials) == 1
+    assert all("shorter rows" in words for words in executor.capture_errors.values())
+
+
+HELD = [check for check in EXECUTOR_CHECKS if not check.__name__.startswith(("rows_", "repeats_", "modes_"))]
+"""Those that random steps here and the Ascend executor's run of the suite don't go through on the same code."""
+
+
+@pytest.mark.parametrize("check", HELD, ids=lambda check: check.__name__)
+def test_contract(check: Callable[..., None]) -> None:
+    """The Kunlun executor keeps the contract that all executors keep."""
+    from kpolicy.serving.load import load
+
+    def make() -> KunlunExecutor:
+        model = load(SMALL, num_blocks=64, block_size=16, max_model_len=512, max_num_reqs=8)
+        return KunlunExecutor(model, xmlir=fake_xmlir(), library=fake_cuda(), environ=SOUND)
+
+    fewer = {"seeds": range(1)} if "seeds" in signature(check).parameters else {}
+    check(make, close=lambda a, b: bool(torch.allclose(a, b, rtol=1e-3, atol=1e-4)), **fewer)
