@@ -28,8 +28,9 @@ OWN: Mapping[str, str] = {
     "cuda": "kpolicy.executors.cuda:CudaExecutor",
     "ascend": "kpolicy.executors.ascend:AscendExecutor",
     "kunlun": "kpolicy.executors.kunlun:KunlunExecutor",
+    "xpu": "kpolicy.executors.xpu:XpuExecutor",
 }
-NEED_TORCH = frozenset(f"kpolicy.executors.{device}" for device in ("cpu", "cuda", "ascend", "kunlun"))
+NEED_TORCH = frozenset(f"kpolicy.executors.{device}" for device in ("cpu", "cuda", "ascend", "kunlun", "xpu"))
 """Modules of ours that import torch."""
 
 

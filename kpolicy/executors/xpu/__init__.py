@@ -1,5 +1,9 @@
-"""Devices whose graphs, streams and events have `torch.cuda`'s names: `StreamAdapter`. Unverified on hardware."""
+"""Intel GPUs through torch.xpu: `XpuExecutor`. `StreamAdapter` serves every device with `torch.cuda`'s names.
+
+Unverified on hardware.
+"""
 
 from kpolicy.executors.xpu.adapter import StreamAdapter
+from kpolicy.executors.xpu.executor import XpuAdapter, XpuExecutor
 
-__all__ = ["StreamAdapter"]
+__all__ = ["StreamAdapter", "XpuAdapter", "XpuExecutor"]

@@ -1,0 +1,111 @@
+"""`XpuExecutor`: runs a step model on an Intel GPU through torch's own `torch.xpu`. Unverified on hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from kpolicy.errors import CaptureError, ConfigError, GraphReplayError, StickyDeviceError
+from kpolicy.executors.base import ProbeReport, ProbeStatus
+from kpolicy.executors.cuda.adapter import Statics
+from kpolicy.executors.device import Failure
+from kpolicy.executors.launcher import GraphLauncher
+from kpolicy.executors.runner import ModeRunner
+from kpolicy.executors.simulated import Fault
+from kpolicy.executors.step_model import StepModel
+from kpolicy.executors.xpu.adapter import StreamAdapter
+from kpolicy.reasons import Reason
+
+__all__ = ["XpuAdapter", "XpuExecutor"]
+
+MAX_NUM_REQS = 256
+"""Rows of a launch where neither the caller nor the model says."""
+_LOST = ("device_lost", "device lost", "ur_result_error_device_lost")
+
+
+class XpuAdapter(StreamAdapter):
+    """The primitives of one Intel GPU: `torch.xpu.XPUGraph`s, which have no capture error mode.
+
+    Args:
+        device: the device; the current one where it has no index.
+        library: `torch.xpu`, or what stands in for it; with one, tensors may be on any device.
+        check, statics, faults: as `CudaAdapter` has them.
+
+    Raises:
+        ConfigError: there is no such device, or this torch has no graphs for it.
+    """
+
+    def __init__(
+        self, device: Any = "xpu", *, library: Any = None, check: bool = False, statics: Statics | None = None,
+        faults: Iterable[Fault | str] = (),
+    ) -> None:  # fmt: skip
+        found: Any = torch.xpu if library is None else library
+        at = torch.device(device)
+        if library is None and at.type != "xpu":
+            raise ConfigError(f"device is {device!r}; the XPU adapter takes 'xpu' or 'xpu:N'.")
+        if not found.is_available():
+            raise ConfigError(
+                f"device {str(device)!r} isn't there: torch.xpu finds no GPU. `kpolicy doctor` says more."
+            )
+        if not hasattr(found, "XPUGraph"):
+            raise ConfigError(f"torch {torch.__version__} has no XPUGraph; torch 2.11 or newer has it.")
+        if at.type == "xpu" and at.index is None:
+            at = torch.device("xpu", found.current_device())
+        super().__init__("xpu", found, at, check=check, statics=statics, faults=faults)
+
+    def probe(self) -> ProbeReport:
+        facts = {"torch": str(torch.__version__)}
+        words = f"{self.library.get_device_name(self.device)}; unverified on hardware"
+        return ProbeReport("xpu", ProbeStatus.USABLE, words, facts=facts)
+
+    def _begun(self, pool: Any) -> Any:
+        graph = self.library.XPUGraph()
+        graph.capture_begin(pool=pool.handle)
+        return graph
+
+    def classify(self, error: BaseException) -> Failure:
+        if isinstance(error, StickyDeviceError):
+            return Failure(Reason.REPLAY_FAILED, True)
+        if isinstance(error, CaptureError):
+            return Failure(error.reason, False)
+        if isinstance(error, GraphReplayError):
+            return Failure(Reason.REPLAY_FAILED, False)
+        text = str(error).lower()
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in text:
+            return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
+        return Failure(Reason.CAPTURE_FAILED, any(words in text for words in _LOST))
+
+
+class XpuExecutor(ModeRunner):
+    """A step model on an Intel GPU. Unverified on hardware.
+
+    Args:
+        model: the model, for example of `kpolicy.load`; its tensors are on the device.
+        device: the device; the model's own, or the current one.
+        max_num_reqs: most rows of a launch that replays; the model's own by default.
+        library: see `XpuAdapter`.
+        faults, check: as `CudaExecutor` has them.
+
+    Raises:
+        ConfigError: the device isn't there, or has no graphs.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        *,
+        device: Any = None,
+        max_num_reqs: int | None = None,
+        library: Any = None,
+        faults: Iterable[Fault | str] = (),
+        check: bool = False,
+    ) -> None:
+        at = getattr(model, "device", "xpu") if device is None else device
+        self.adapter = XpuAdapter(
+            at, library=library, check=check, statics=getattr(model, "static_tensors", None), faults=faults
+        )
+        most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
+        self.model = model
+        super().__init__(GraphLauncher(self.adapter, model, max_num_reqs=most))
