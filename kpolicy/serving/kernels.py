@@ -12,6 +12,7 @@ A mixed batch gets a kernel for decode rows and one for prompt rows in every mod
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -331,6 +332,8 @@ def kernels_here(device: torch.device) -> dict[str, str]:
     why = ""
     if device.type != "cuda":
         why = f"it runs on CUDA devices, and this is {device.type}"
+    elif "torch_xmlir" in sys.modules:
+        why = "torch.cuda is torch_xmlir's here, and its devices are Kunlun cards"
     elif find_spec("triton") is None:
         why = "triton isn't installed; it comes with CUDA builds of torch"
     elif torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:

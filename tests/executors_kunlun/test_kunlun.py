@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from inspect import signature
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from kpolicy.executors.kunlun.trial import try_kind  # noqa: E402
 from kpolicy.modes import Part  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphRegistry  # noqa: E402
+from kpolicy.serving.kernels import choose_kernels  # noqa: E402
 from kpolicy.testing import EXECUTOR_CHECKS  # noqa: E402
 from tests.executors_ascend.helpers import on_ascend  # noqa: E402
 from tests.executors_launcher.checker import Checker, batcher_steps, drafting_steps, load_family, plan  # noqa: E402
@@ -84,6 +86,12 @@ def test_variables_that_break_graphs_are_errors(environ: dict[str, str], what: s
     """They are named with their value and the next step."""
     with pytest.raises(ConfigError, match=what):
         KunlunAdapter("cpu", xmlir=fake_xmlir(), library=fake_cuda(), environ=environ)
+
+
+def test_kernels_of_nvidia_are_not_for_a_card_that_says_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch_xmlir answers for torch.cuda, a loaded model gets plain kernels."""
+    monkeypatch.setitem(sys.modules, "torch_xmlir", fake_xmlir())
+    assert choose_kernels(torch.device("cuda", 0)).name == "plain"
 
 
 def test_variables_that_matter_less_are_told() -> None:
