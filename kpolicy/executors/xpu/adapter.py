@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-import torch  # noqa: TC002 (as every adapter has it)
+import torch
 
 from kpolicy.errors import CaptureError, RegistryError, StickyDeviceError
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cuda.adapter import CudaAdapter, CudaGraph, Statics
-from kpolicy.executors.cuda.staging import BufferSpec, StagedGroup
+from kpolicy.executors.cuda.staging import StagedGroup
 from kpolicy.executors.device import MemoryReport
 from kpolicy.executors.simulated import Fault
 from kpolicy.reasons import Reason
@@ -45,21 +45,28 @@ class StreamEvent:
         self._event.record(stream)
 
     def done(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        """Block the host until the stream has passed it.
+        """Whether the stream has passed it.
 
         Raises:
             StickyDeviceError: the device was lost in the work before it.
         """
         try:
+            return bool(self._event.query())
+        except RuntimeError as error:
+            raise self._meant(error) from error
+
+    def wait(self) -> None:
+        """Block the host until the stream has passed it. Raises as `done`."""
+        try:
             self._event.synchronize()
         except RuntimeError as error:
-            if self._adapter.classify(error).sticky:
-                line = (str(error).splitlines() or [type(error).__name__])[0]
-                raise StickyDeviceError(f"{line}. The device is lost to this process; start a new one.") from error
-            raise
+            raise self._meant(error) from error
+
+    def _meant(self, error: RuntimeError) -> Exception:
+        if not self._adapter.classify(error).sticky:
+            return error
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        return StickyDeviceError(f"{line}. The device is lost to this process; start a new one.")
 
     def hold(self, stream: Any) -> None:
         """Let a stream wait for the point."""
@@ -102,14 +109,15 @@ class StreamAdapter(CudaAdapter):
     def name(self) -> str:
         return self._name
 
+    def session(self) -> AbstractContextManager[Any]:
+        session: AbstractContextManager[Any] = torch.inference_mode()
+        return session
+
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self.library.stream(stream)
         return context
 
     # Memory
-
-    def alloc_inputs(self, specs: Sequence[tuple[Sequence[int], str, float]]) -> list[Any]:
-        return StagedGroup([BufferSpec(*spec) for spec in specs], self.device).buffers
 
     def memory(self) -> MemoryReport:
         free, total = self.library.mem_get_info(self.device)
@@ -143,8 +151,8 @@ class StreamAdapter(CudaAdapter):
 
     # Graphs
 
-    def new_pool(self) -> Any:
-        pool = StreamPool(self.new_stream(0 if self._pools else 1), self.library.graph_pool_handle())
+    def new_pool(self, priority: int = 0) -> Any:
+        pool = StreamPool(self.new_stream(priority), self.library.graph_pool_handle())
         self._pools.append(pool)
         gc.collect()
         return pool
@@ -227,8 +235,13 @@ class StreamAdapter(CudaAdapter):
             recorded.reset()
         if not pool.graphs:
             pool.handle = self.library.graph_pool_handle()
-        self.library.synchronize(self.device)
-        self.library.empty_cache()
+        self._trim()
+
+    def _trim(self) -> None:
+        """Give back what torch's allocator keeps for later. A device that is lost says so elsewhere."""
+        with suppress(RuntimeError):
+            self.library.synchronize(self.device)
+            self.library.empty_cache()
 
     def weak(self, pool: Any, tensor: Any) -> Any:
         """The tensor as it is, where the library has no way not to hold its memory."""
@@ -245,11 +258,12 @@ class StreamAdapter(CudaAdapter):
     def release(self, pool: Any) -> None:
         if pool in self._pools:
             self._pools.remove(pool)
-        self.library.synchronize(self.device)
-        for graph in pool.graphs:
-            graph.graph.reset()
+        with suppress(RuntimeError):
+            self.library.synchronize(self.device)
+            for graph in pool.graphs:
+                graph.graph.reset()
         pool.graphs, pool.handle, pool.released = [], None, True
-        self.library.empty_cache()
+        self._trim()
 
     def _check_lost(self) -> None:
         if self._lost:
