@@ -83,6 +83,9 @@ class Engine:
         calibrate: seconds that the first `capture` may take to measure what launches of the model take on the device,
             where the policy reads costs and none were given; 0 leaves the analytic table.
 
+    Attributes:
+        calibration_error: why `capture` couldn't measure costs; empty where it did or wasn't to.
+
     Raises:
         ConfigError: an argument can't be used; subclasses say which.
         BudgetRefused: the ladder has more graphs than the budget admits.
@@ -112,6 +115,7 @@ class Engine:
         self.support = _support_of(attention, model)
         self.objective = Objective.parse(objective)
         self.costs = costs or analytic_costs()
+        self.calibration_error = ""
         self._calibrate_s = _seconds(calibrate) if costs is None and self.policy.reads_costs else 0.0
         self.sizes = self._sizes(ladder)
         self._stats = Stats()
@@ -328,6 +332,12 @@ class Engine:
         except StickyDeviceError as error:
             self._lose(error)
             raise
+        # Without times of its own the Engine decides by the analytic table, as it would without a model.
+        except Exception as error:  # noqa: BLE001 - whatever a launch of the model raised
+            if isinstance(error, GraphReplayError) and error.key is not None:
+                self.registry.withdraw(error.key, Reason.REPLAY_FAILED)
+            self.calibration_error = f"{type(error).__name__}: {error}"
+            return
         self._compiled = None
 
     def step(self, inputs: StepInputs) -> StepOutputs:
@@ -360,7 +370,7 @@ class Engine:
             except StickyDeviceError as error:
                 self._lose(error)
                 raise
-        if all(map(_done, outputs.ready)):
+        if self._all_done(outputs.ready):
             self._count(outputs, decision, wanted, numbers)
         else:
             self._running.append((outputs, decision, wanted, numbers))
@@ -391,7 +401,7 @@ class Engine:
         running = self._running
         while running:
             ready = running[0][0].ready
-            if not every and len(ready) == 1 and len(running) < MOST_RUNNING and not ready[0].done():
+            if not every and len(ready) == 1 and len(running) < MOST_RUNNING and not self._all_done(ready):
                 return
             step = running.popleft()
             try:
@@ -404,6 +414,13 @@ class Engine:
             except Exception:  # noqa: BLE001, S112 - the model's own error: whoever reads that step's outputs gets it
                 continue
             self._count(*step)
+
+    def _all_done(self, ready: Sequence[ReadyEvent]) -> bool:
+        try:
+            return all(map(_done, ready))
+        except StickyDeviceError as error:
+            self._lose(error)
+            raise
 
     @property
     def stats(self) -> Stats:

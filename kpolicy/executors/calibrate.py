@@ -18,7 +18,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any, NamedTuple, Protocol
 
@@ -39,8 +39,9 @@ SHORT_KV, LONG_KV = 64, 512
 EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
 TURNS = 5
 FEW_DECODES = 8
+_TELLING = 64
+"""Tokens from which a step's time tells what more of them take"""
 MOST_ROUNDS = 15
-LEAST_ROUNDS = 3
 NOISE = 0.02
 """Of a time: what is within it of another is as good."""
 _LEAST_US = 0.1
@@ -121,19 +122,35 @@ class _Bench:
         return len(self._cases) - 1
 
     def measure(self, allowance_s: float) -> None:
-        """Run every case, round by round, at least once, and as often as the allowance lets."""
-        start_s = time.perf_counter()
-        for case in self._cases:
-            self._once(case[0], case[1][0])  # the first run touches fresh memory and compiles kernels
-        least = LEAST_ROUNDS if allowance_s >= 2 * (time.perf_counter() - start_s) else 1
-        stop_s = max(start_s + allowance_s, time.perf_counter())
-        for done in range(MOST_ROUNDS):
-            if done >= least and time.perf_counter() > stop_s:
+        """Run the cases, smallest first, then in rounds over those that ran, until the allowance is spent.
+
+        The first case always runs; which others did, `measured` says.
+        """
+        stop_s = time.perf_counter() + allowance_s
+        ran: list[int] = []
+        token_s = 0.0
+        for i in sorted(range(len(self._cases)), key=lambda i: len(self._cases[i][1][0].token_ids)):
+            decision, drawn = self._cases[i]
+            begun_s, num_tokens = time.perf_counter(), len(drawn[0].token_ids)
+            # Twice the tokens take at most about twice the time.
+            if begun_s + token_s * num_tokens > stop_s:
                 return
+            self._once(decision, drawn[0])  # the first run touches fresh memory and compiles kernels
+            self._times[i].append(self._run(decision, drawn[0]))
+            ran.append(i)
+            if num_tokens >= _TELLING:
+                token_s = (time.perf_counter() - begun_s) / num_tokens
+        for done in range(1, MOST_ROUNDS):
             # In another order each round: what ran before leaves the host's caches cold or warm, as in serving.
-            for i in random.Random(done).sample(range(len(self._cases)), len(self._cases)):  # noqa: S311
+            for i in random.Random(done).sample(ran, len(ran)):  # noqa: S311
+                if time.perf_counter() > stop_s:
+                    return
                 decision, drawn = self._cases[i]
                 self._times[i].append(self._run(decision, drawn[done % TURNS]))
+
+    def measured(self, case: int) -> bool:
+        """Whether the allowance came to it."""
+        return bool(self._times[case])
 
     def us(self, case: int) -> float:
         """Median microseconds of a case on the device, from its start until all of it is there."""
@@ -143,9 +160,11 @@ class _Bench:
         """Median microseconds until the host had launched it."""
         return statistics.median(each.host for each in self._times[case])
 
-    def rest_us(self, case: int) -> float:
-        """Median microseconds that neither the device's time nor the launching covers."""
-        return statistics.median(max(each.wall - max(each.host, each.device), 0.0) for each in self._times[case])
+    def rest_us(self, cases: Iterable[int]) -> float:
+        """Median microseconds of these cases that neither the device's time nor the launching covers."""
+        return statistics.median(
+            max(each.wall - max(each.host, each.device), 0.0) for case in cases for each in self._times[case]
+        )
 
     def _run(self, decision: Decision, inputs: StepInputs) -> _Times:
         times = self._once(decision, inputs)
@@ -206,9 +225,11 @@ def calibrate(
         model: what the executor runs.
         settings: no larger batch is timed.
         version: names the table.
-        allowance_s: seconds to spend; everything is still measured once.
+        allowance_s: seconds to spend, the smallest batches first: sizes that it doesn't come to go on as smaller ones
+            rise. The last case that it comes to may end beyond it.
     """
-    keys = registry.captured()
+    # A registry that Engines share has other executors' graphs too.
+    keys = [key for key in registry.captured() if key in executor.captured]
     decode = [key for key in keys if key.part is Part.FULL and key.query_len == 1]
     # Prompts are timed as one chunk, which no request can have longer; larger sizes go on as the last ones rise.
     longest = min(settings.max_num_tokens, model.max_model_len)
@@ -241,13 +262,15 @@ def calibrate(
     def curve(cases: Sequence[tuple[int, int, bool]]) -> Curve | None:
         us = {}
         for case, size, prompt in cases:
+            if not bench.measured(case):
+                continue
             units = size * (size + 1) / 2 if prompt else size * _usual(model)
             cost = prefill_attention if prompt else decode_attention
             us[size] = max(bench.us(case) - cost.base_us - cost.unit_us * units, _LEAST_US)
         return _steady(us) if us else None
 
     eager = curve(eager_cases)
-    assert eager is not None  # noqa: S101 - there is always a largest size
+    assert eager is not None  # noqa: S101 - the smallest case of all is one token, eagerly
     return CostTable(
         version=version,
         measured=True,
@@ -260,9 +283,9 @@ def calibrate(
         host_full=_host(bench, [(case, size if prompt is False else 1) for case, size, prompt in full_cases]),
         host_piecewise=_host(bench, host_cases),
         host_eager=_host(bench, [(case, 1 if prompt else size) for case, size, prompt in eager_cases]),
-        step_us=statistics.median([bench.rest_us(case) for case, _, _ in (*full_cases, *piece_cases, *eager_cases)]),
+        step_us=bench.rest_us(case for case, _, _ in (*full_cases, *piece_cases, *eager_cases)),
         overlap_cost=overlap.share(),
-        **_captures(registry),
+        **_captures(registry, keys),
     )
 
 
@@ -318,11 +341,12 @@ class _Bases:
         us = {
             name: self._bench.us(case) - decode.unit_us * kv - prefill.unit_us * pairs
             for name, (case, kv, pairs) in self._steps.items()
+            if self._bench.measured(case)
         }
         decode_base = prefill_base = 0.0
-        if "prompt" in us:
+        if "prompt" in us and "prompt and decodes" in us:
             decode_base = min(max(us["prompt and decodes"] - us["prompt"], 0.0), _MOST_BASE * us["prompt"])
-        if "decodes" in us:
+        if "decodes" in us and "short prompt" in us:
             more = us["short prompt"] - us["decodes"]
             prefill_base = min(max(more + decode_base, 0.0), _MOST_BASE * us["short prompt"])
         return AttentionCost(decode_base, 0.0, decode.unit_us), AttentionCost(prefill_base, 0.0, prefill.unit_us)
@@ -337,7 +361,8 @@ def _host(bench: _Bench, cases: Sequence[tuple[int, int]]) -> HostCost:
     """
     by_rows: dict[int, list[float]] = {}
     for case, rows in cases:
-        by_rows.setdefault(rows, []).append(bench.host_us(case))
+        if bench.measured(case):
+            by_rows.setdefault(rows, []).append(bench.host_us(case))
     if not by_rows:
         return HostCost(0.0)
     fewest, most = min(by_rows), max(by_rows)
@@ -387,8 +412,9 @@ class _PrefillSlope:
 
 
 def _slope(bench: _Bench, cases: Sequence[int], units: int) -> AttentionCost:
-    more = bench.us(cases[1]) - bench.us(cases[0])
-    return AttentionCost(unit_us=max(more, 0.0) / units) if units else AttentionCost()
+    if not units or not all(map(bench.measured, cases)):
+        return AttentionCost()
+    return AttentionCost(unit_us=max(bench.us(cases[1]) - bench.us(cases[0]), 0.0) / units)
 
 
 class _Overlap:
@@ -413,16 +439,17 @@ class _Overlap:
         ]
 
     def share(self) -> float:
-        if not self._cases:
+        if not self._cases or not all(map(self._bench.measured, self._cases)):
             return 1.0
         beside, *alone = map(self._bench.us, self._cases)
         return min(max((beside - max(alone)) / min(alone), 0.0), 2.0)
 
 
-def _captures(registry: GraphRegistry) -> dict[str, Any]:
+def _captures(registry: GraphRegistry, keys: Sequence[GraphKey]) -> dict[str, Any]:
     """What a graph took on average, by part."""
     found: dict[str, Any] = {"capture_us": (0.0, 0.0), "graph_bytes": (0, 0), "graph_pieces": (1, 1)}
-    records = [record for record in registry.records() if record.key in set(registry.captured())]
+    ours = set(keys)
+    records = [record for record in registry.records() if record.key in ours]
     by_part = [[record for record in records if record.key.part is part] for part in (Part.FULL, Part.PIECEWISE)]
 
     def mean(value: Callable[[Any], float]) -> tuple[float, ...]:

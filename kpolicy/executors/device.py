@@ -73,8 +73,13 @@ class DeviceAdapter(Protocol):
         """Make a stream the current one for staging. Work goes to it through `submit`."""
         ...
 
-    def new_pool(self) -> Any:
-        """Memory for graphs. A device whose libraries keep a workspace a stream captures each pool on its own."""
+    def new_pool(self, priority: int = 0) -> Any:
+        """Memory for graphs. A device whose libraries keep a workspace a stream captures each pool on its own.
+
+        Args:
+            priority: of two pools whose graphs run beside each other, the one with the higher goes first where the
+                device can.
+        """
         ...
 
     def new_stream(self, priority: int = 0) -> Any:
@@ -110,6 +115,10 @@ class DeviceAdapter(Protocol):
 
     def commit(self) -> None:
         """Bring all that was staged since to the device, before what the current stream gets next."""
+        ...
+
+    def drop_staged(self) -> None:
+        """Forget what was staged and not committed: staging failed."""
         ...
 
     def submit(self, stream: Any, work: Callable[[], None]) -> None:

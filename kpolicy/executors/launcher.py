@@ -119,7 +119,7 @@ class GraphLauncher:
                 # Eager launches must go on whatever graphs take, so theirs come first.
                 self._eager_buffers(stream, PaddedShape(largest.num_tokens, num_reqs, None))
             buffers = StepBuffers(self.adapter, self.model, largest.num_tokens, num_reqs)
-            memory = self.adapter.new_pool()
+            memory = self.adapter.new_pool(1 if part is Part.FULL else 0)
         except Exception as error:
             raise self._capture_error(f"a pool for {part} graphs of up to {largest}", error) from error
         return LauncherPool(part, memory, buffers, BreakBuffers(self.adapter, largest.num_tokens))
@@ -284,10 +284,14 @@ class GraphLauncher:
             if launch.stream:
                 # These buffers may be those of the step before, which the main stream ran.
                 adapter.wait(self._started)
-            if ahead:
-                buffers.stage_ahead(ahead)
-            buffers.stage(rows, shape, not facts.all_wanted or head is HeadRows.REQS)
-            sampled = bool(rows.sampling) and buffers.stage_sampling(rows)
+            try:
+                if ahead:
+                    buffers.stage_ahead(ahead)
+                buffers.stage(rows, shape, not facts.all_wanted or head is HeadRows.REQS)
+                sampled = bool(rows.sampling) and buffers.stage_sampling(rows)
+            except BaseException:
+                adapter.drop_staged()
+                raise
             adapter.commit()
             return sampled
 
@@ -334,8 +338,8 @@ class GraphLauncher:
 
     def release(self, pool: LauncherPool) -> None:
         self._settle()
-        self.adapter.release(pool.memory)
         del pool.buffers, pool.breaks
+        self.adapter.release(pool.memory)
 
     def close(self) -> None:
         """Give back the buffers of eager launches and the streams; a later launch makes them anew."""

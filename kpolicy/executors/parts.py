@@ -95,6 +95,18 @@ class PartRun:
             GraphReplayError: the graph failed and there is no fallback.
             StickyDeviceError: the device is lost.
         """
+        try:
+            self._run(fallback)
+        except KPolicyError:
+            raise
+        except Exception as error:
+            if self._adapter.classify(error).sticky:
+                raise StickyDeviceError(
+                    f"running a launch: {error}. The device is lost to this process; start a new one."
+                ) from error
+            raise
+
+    def _run(self, fallback: Callable[[], Program] | None) -> None:
         program = self._program
         assert program is not None  # noqa: S101 - a launch runs once
         # Outputs live as long as the caller likes; the buffers and the graph needn't, also after a failure.

@@ -213,6 +213,7 @@ class Serving:
         objective: what auto minimises.
         budget: what graphs may take.
         faults: faults to inject.
+        calibrate: seconds that capturing may take to measure costs, where none are given.
         verify: hold steps to EAGER, with NaN in the pad slot whenever attention reads.
     """
 
@@ -224,6 +225,7 @@ class Serving:
     budget: Budget | None = None
     faults: tuple[str, ...] = ()
     verify: bool = True
+    calibrate: float = 0.0
 
     def engine(self, spec: str, *, like: Engine | None = None) -> Engine:
         """An Engine over the model, with an executor of its own or with another's graphs.
@@ -242,7 +244,7 @@ class Serving:
         return Engine(
             spec, attention=self.model.support, ladder=self.ladder, settings=self.settings, costs=self.costs,
             objective=self.objective, executor=executor, registry=None if like is None else like.registry,
-            budget=self.budget if like is None else None,
+            budget=self.budget if like is None else None, calibrate=self.calibrate,
         )  # fmt: skip
 
     def batcher(self, *, steps_ahead: int = 8) -> Batcher:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from kpolicy.errors import CaptureError
 from kpolicy.executors.segments import BreakingStep
@@ -41,7 +42,7 @@ class _Watch(TorchFunctionMode):  # type: ignore[misc]
             name = getattr(func, "__name__", str(func))
             if name in _ATTENTION or str(func).startswith("kpolicy."):
                 self._refuse(f"calls {name}")
-            if any(isinstance(each, torch.Tensor) and self._is_kv(each) for each in args):
+            if any(isinstance(each, torch.Tensor) and self._is_kv(each) for each in tree_leaves((args, kwargs))):
                 self._refuse(f"touches KV ({name})")
         return func(*args, **(kwargs or {}))
 

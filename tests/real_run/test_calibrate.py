@@ -27,7 +27,7 @@ def measured(model: Any) -> Any:
     serving = Serving(model=model, settings=SETTINGS, ladder=LADDER)
     engine = serving.engine("auto")
     engine.capture()
-    costs = calibrate(engine.executor, engine.registry, model, SETTINGS, allowance_s=1.0)
+    costs = calibrate(engine.executor, engine.registry, model, SETTINGS, allowance_s=20.0)
     return serving, engine, costs
 
 

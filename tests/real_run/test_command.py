@@ -232,7 +232,8 @@ def test_failed_checks_are_an_error(
     [
         ("--device tpu", ["unknown device 'tpu'", "cpu, cuda, simulated", "kpolicy doctor"]),
         pytest.param(
-            "--device cuda", ["device 'cuda' isn't there", "Devices here: cpu", "kpolicy doctor"],
+            "--device cuda",
+            ["device 'cuda' isn't there", "Devices here: cpu", "kpolicy doctor"],
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
         ("--device simulated --model {config}", ["--device simulated", "runs no model"]),

@@ -132,7 +132,7 @@ class CpuAdapter:
 
     # Memory
 
-    def new_pool(self) -> CpuPool:
+    def new_pool(self, priority: int = 0) -> CpuPool:  # noqa: ARG002 - threads have none
         pool = CpuPool(self._admit)
         with self._lock:
             self._pools.append(pool)
@@ -173,6 +173,9 @@ class CpuAdapter:
 
     def commit(self) -> None:
         """Nothing: what was staged is where it is read."""
+
+    def drop_staged(self) -> None:
+        """Nothing: the next launch stages all that it reads."""
 
     def memory(self) -> MemoryReport:
         if self._memory_bytes is not None:

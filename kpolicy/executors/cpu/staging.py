@@ -13,7 +13,7 @@ import torch
 from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.executors.packing import FORMATS, PackedRows
 
-__all__ = ["check_buffer", "new_buffer", "stage_tensor_or_numbers"]
+__all__ = ["check_buffer", "new_buffer", "stage_tensor", "stage_tensor_or_numbers"]
 
 _ROWS = "_kpolicy_rows"
 
@@ -60,14 +60,23 @@ def stage_tensor_or_numbers(buffer: Any, values: Any, size: int, fill: float) ->
     if not isinstance(values, torch.Tensor):
         rows.put(values, size, fill, flat=buffer.dim() == 1)
         return
+    stage_tensor(buffer, rows, values, size, fill)
+
+
+def stage_tensor(buffer: Any, rows: PackedRows, values: Any, size: int, fill: float) -> None:
+    """Copy a tensor of the host to the front of a buffer whose memory `rows` is, and fill it up to `size` rows.
+
+    Raises:
+        ConfigError: it has more rows than `size` or than the buffer, wider ones, or other dimensions.
+    """
     count = len(values)
     rows.check_sizes(count, size)
-    _stage_tensor(buffer, rows, values, fill)
+    _copy_rows(buffer, rows, values, fill)
     if size > count:
         rows.fill(fill, count * rows.width, size * rows.width)
 
 
-def _stage_tensor(buffer: Any, rows: PackedRows, values: Any, fill: float) -> None:
+def _copy_rows(buffer: Any, rows: PackedRows, values: Any, fill: float) -> None:
     count = len(values)
     if values.dim() != buffer.dim() or (values.dim() > 1 and values.shape[1] > buffer.shape[1]):
         raise ConfigError(f"a tensor of {list(values.shape)} can't be staged into a buffer of {list(buffer.shape)}.")

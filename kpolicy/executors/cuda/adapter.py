@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -70,7 +70,15 @@ class CudaEvent:
         self._event.record(stream)
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        """Whether the stream has passed it.
+
+        Raises:
+            StickyDeviceError: the device was lost in the work before it.
+        """
+        try:
+            return bool(self._event.query())
+        except RuntimeError as error:
+            raise _meant(error) from error
 
     def wait(self) -> None:
         """Block the host until the stream has passed it.
@@ -142,6 +150,12 @@ class CudaAdapter:
         return False
 
     def session(self) -> AbstractContextManager[Any]:
+        # Kernels of Triton go to the current device, whatever their tensors are on.
+        if torch.cuda.current_device() != self.device.index:
+            stack = ExitStack()
+            stack.enter_context(torch.cuda.device(self.device))
+            stack.enter_context(torch.inference_mode())
+            return stack
         session: AbstractContextManager[Any] = torch.inference_mode()
         return session
 
@@ -157,7 +171,7 @@ class CudaAdapter:
     # Memory
 
     def alloc_inputs(self, specs: Sequence[tuple[Sequence[int], str, float]]) -> list[Any]:
-        return StagedGroup([BufferSpec(*spec) for spec in specs], self.device).buffers
+        return StagedGroup([BufferSpec(*spec) for spec in specs], self.device).buffers()
 
     def alloc_static(self, shape: Sequence[int], dtype: str, fill: float = 0) -> Any:
         return self.alloc_inputs([(shape, dtype, fill)])[0]
@@ -175,12 +189,17 @@ class CudaAdapter:
         group, place = place_of(buffer)
         if not group.staged:
             self._dirty.append(group)
-        group.stage(place, values, size, fill)
+        group.stage(buffer, place, values, size, fill)
 
     def commit(self) -> None:
         stream = self._current()
         for group in self._dirty:
             group.commit(stream)
+        self._dirty.clear()
+
+    def drop_staged(self) -> None:
+        for group in self._dirty:
+            group.drop()
         self._dirty.clear()
 
     def memory(self) -> MemoryReport:
@@ -215,9 +234,9 @@ class CudaAdapter:
 
     # Graphs
 
-    def new_pool(self) -> CudaPool:
-        # Kernels keep the priority of the stream they were captured on: decodes, whose pool comes first, go first.
-        pool = CudaPool(self.new_stream(0 if self._pools else 1))
+    def new_pool(self, priority: int = 0) -> CudaPool:
+        # Kernels keep the priority of the stream they were captured on.
+        pool = CudaPool(self.new_stream(priority))
         self._pools.append(pool)
         gc.collect()
         return pool
@@ -295,8 +314,13 @@ class CudaAdapter:
         recorded.reset()
         if not pool.graphs:
             pool.handle = torch.cuda.graph_pool_handle()
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        self._trim()
+
+    def _trim(self) -> None:
+        """Give back what torch's allocator keeps for later. A device that is lost says so elsewhere."""
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
 
     def _mend(self, pool: CudaPool, recorded: Any) -> None:
         """`_give_up` for a capture that CUDA itself ended, and what torch 2.11 then needs to go on.
@@ -327,6 +351,7 @@ class CudaAdapter:
         pool.graphs = [graph for graph in pool.graphs if graph not in graphs]
         if not pool.graphs:
             pool.handle = torch.cuda.graph_pool_handle()
+        self._trim()
 
     def replay(self, graph: CudaGraph) -> None:
         if self._check:
@@ -345,14 +370,13 @@ class CudaAdapter:
     def release(self, pool: CudaPool) -> None:
         if pool in self._pools:
             self._pools.remove(pool)
-        torch.cuda.synchronize(self.device)
-        for graph in pool.graphs:
-            graph.graph.reset()
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(self.device)
+            for graph in pool.graphs:
+                graph.graph.reset()
         pool.graphs, pool.handle, pool.released = [], None, True
-        # cuBLAS keeps the workspace of the pool's stream, and torch's allocator what the graphs had.
-        clear: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", _nothing)
-        clear()
-        torch.cuda.empty_cache()
+        # The workspace of the pool's stream stays: torch hands streams out again, and other graphs may read theirs.
+        self._trim()
 
     # Checks
 
@@ -409,7 +433,3 @@ def _device(device: Any) -> torch.device:
             f"device {str(device)!r} isn't there: {_first_line(error)}. `kpolicy doctor` says what is."
         ) from error
     raise ConfigError(f"device is {device!r}; the CUDA adapter takes 'cuda' or 'cuda:N'.")
-
-
-def _nothing() -> None:
-    pass

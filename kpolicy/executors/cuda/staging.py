@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kpolicy.errors import ConfigError
-from kpolicy.executors.cpu.staging import check_buffer
+from kpolicy.executors.cpu.staging import check_buffer, stage_tensor
 from kpolicy.executors.packing import FORMATS, PackedRows
 
 __all__ = ["BufferSpec", "StagedGroup", "place_of"]
@@ -35,6 +35,8 @@ class BufferSpec(NamedTuple):
 
 
 class _Place(NamedTuple):
+    """A buffer keeps its group, and a group none of its buffers: the memory goes with the last buffer."""
+
     group: StagedGroup
     buffer: int
 
@@ -57,7 +59,6 @@ class StagedGroup:
         device: where they are.
 
     Attributes:
-        buffers: the device's tensors, in the order of `specs`.
         num_bytes: device memory.
     """
 
@@ -75,13 +76,17 @@ class StagedGroup:
         pin = device.type == "cuda"
         with torch.inference_mode(False):
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-            self.buffers = [self._view(index) for index in range(len(specs))]
             self._turns = [self._turn(pin) for _ in range(TURNS)]
         self._at = 0
         self._high = 0
         self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._from_device: list[tuple[torch.Tensor, Any, int, float]] = []
         self._memory.copy_(self._turns[0].memory)
+
+    def buffers(self) -> list[Any]:
+        """The device's tensors, in the order of the specs: views that keep this group."""
+        with torch.inference_mode(False):
+            return [self._view(index) for index in range(len(self._specs))]
 
     def _view(self, index: int) -> Any:
         spec, offset = self._specs[index], self._offsets[index]
@@ -106,20 +111,32 @@ class StagedGroup:
         """Whether something waits for `commit`."""
         return bool(self._high or self._from_device)
 
-    def stage(self, index: int, values: Any, size: int, fill: float) -> None:
+    def stage(self, buffer: Any, index: int, values: Any, size: int, fill: float) -> None:
         """Put values of one buffer into pinned memory. See `DeviceAdapter.stage`."""
         turn = self._turns[self._at]
         if turn.copying and turn.copied is not None:
             turn.copied.synchronize()
             turn.copying = False
-        rows, buffer = turn.rows[index], self.buffers[index]
         if isinstance(values, torch.Tensor) and values.device.type != "cpu":
             self._stage_device(buffer, values, size, fill)
             return
+        rows = turn.rows[index]
         if hasattr(values, "__array_interface__") or isinstance(values, torch.Tensor):
-            values = values.tolist()
-        rows.put(values, size, fill, flat=buffer.dim() == 1)
+            stage_tensor(self._pinned(turn, index), rows, torch.as_tensor(values), size, fill)
+        else:
+            rows.put(values, size, fill, flat=buffer.dim() == 1)
         self._high = max(self._high, self._offsets[index] + size * rows.width * rows.itemsize)
+
+    def _pinned(self, turn: _Turn, index: int) -> torch.Tensor:
+        """A buffer's place in pinned memory, as a tensor."""
+        spec, offset = self._specs[index], self._offsets[index]
+        size = math.prod(spec.shape) * calcsize(FORMATS[spec.dtype])
+        return turn.memory[offset : offset + size].view(getattr(torch, spec.dtype)).view(*spec.shape)
+
+    def drop(self) -> None:
+        """Forget what was staged and not committed."""
+        self._high = 0
+        self._from_device.clear()
 
     def _stage_device(self, buffer: Any, values: Any, size: int, fill: float) -> None:
         """Note a copy from device memory, which comes after the one from pinned memory."""
@@ -145,6 +162,7 @@ class StagedGroup:
             self._high = 0
         for buffer, values, size, fill in self._from_device:
             count = len(values)
+            values.record_stream(stream)  # the caller may let go of them before they are copied
             if values.dim() == 1:
                 buffer[:count].copy_(values)
             else:

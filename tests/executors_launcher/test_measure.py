@@ -1,0 +1,84 @@
+"""What `Engine.capture` measures, and what happens where it can't; a device that is lost outside a replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kpolicy.engine import Engine  # noqa: E402
+from kpolicy.errors import ConfigError, StickyDeviceError  # noqa: E402
+from kpolicy.executors.cpu import CpuExecutor  # noqa: E402
+from kpolicy.executors.device import Failure  # noqa: E402
+from kpolicy.reasons import Reason  # noqa: E402
+from kpolicy.registry import GraphRegistry, GraphState  # noqa: E402
+from kpolicy.settings import Settings  # noqa: E402
+from kpolicy.testing.sequences import Sequences  # noqa: E402
+from tests.executors_launcher.checker import BLOCK_SIZE, NUM_BLOCKS, load_family  # noqa: E402
+
+SETTINGS = Settings(max_num_reqs=4, max_num_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_family("llama")
+
+
+def test_capture_measures_where_no_costs_were_given(model: Any) -> None:
+    engine = Engine("auto", executor=CpuExecutor(model), ladder=[4], settings=SETTINGS)
+    assert not engine.costs.measured
+    engine.capture()
+    assert engine.costs.measured
+    assert engine.compiled.select(2).reason is Reason.CHEAPEST_MEASURED
+    analytic = Engine("auto", executor=CpuExecutor(model), ladder=[4], settings=SETTINGS, calibrate=0)
+    analytic.capture()
+    assert not analytic.costs.measured
+    with pytest.raises(ConfigError, match="calibrate is -1"):
+        Engine("auto", calibrate=-1)
+
+
+@pytest.mark.parametrize("fault", ["replay_fails@1", "before_launch@1"])
+def test_a_graph_that_fails_while_it_is_measured_costs_its_graph(model: Any, fault: str) -> None:
+    engine = Engine("auto", executor=CpuExecutor(model, faults=[fault]), ladder=[4], settings=SETTINGS)
+    engine.capture()
+    assert not engine.costs.measured
+    assert fault.partition("@")[0] in engine.calibration_error
+    states = [record.state for record in engine.registry.records()]
+    assert states.count(GraphState.WITHDRAWN) == 1
+    sequences = Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, vocab=128)
+    assert len(engine.step(sequences.inputs([sequences.chunk(sequences.start(), 3)])).outputs) == 1
+
+
+def test_engines_that_share_a_registry_measure_their_own_graphs(model: Any) -> None:
+    registry = GraphRegistry()
+    first = Engine("full_and_piecewise", executor=CpuExecutor(model), registry=registry, ladder=[4], settings=SETTINGS)
+    first.capture()
+    second = Engine(
+        "auto", executor=CpuExecutor(load_family("gpt2")), registry=registry, ladder=[4, 8], settings=SETTINGS
+    )
+    second.capture()
+    assert second.calibration_error == ""
+    assert second.costs.measured
+
+
+def test_a_device_lost_in_an_eager_launch_stops_the_engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = CpuExecutor(model)
+    known = executor.adapter.classify
+    lost = Failure(Reason.REPLAY_FAILED, True)
+    monkeypatch.setattr(executor.adapter, "classify", lambda error: lost if "illegal" in str(error) else known(error))
+    engine = Engine("eager", executor=executor, settings=SETTINGS)
+    sequences = Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, vocab=128)
+    inputs = sequences.inputs([sequences.chunk(sequences.start(), 3)])
+
+    def fails(_step: Any) -> Any:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", fails)
+        with pytest.raises(StickyDeviceError, match="illegal memory access"):
+            engine.step(inputs)
+    with pytest.raises(StickyDeviceError):
+        engine.step(inputs)
