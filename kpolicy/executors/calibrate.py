@@ -42,8 +42,8 @@ FEW_DECODES = 8
 _TELLING = 64
 """Tokens from which a step's time tells what more of them take"""
 MOST_ROUNDS = 15
-NOISE = 0.02
-"""Of a time: what is within it of another is as good."""
+NOISE, HOST_NOISE = 0.02, 0.06
+"""Of a time: what is within it of another is as good. Where the host runs the launches its other work is in them."""
 _LEAST_US = 0.1
 _MOST_BASE = 0.2
 """Of a step, that attention's base can be: more is noise."""
@@ -259,6 +259,8 @@ def calibrate(
     bench.measure(allowance_s)
     decode_attention, prefill_attention = bases.added(decoding.cost(), prefilling.cost())
 
+    noise = HOST_NOISE if executor.launcher.adapter.host_runs else NOISE
+
     def curve(cases: Sequence[tuple[int, int, bool]]) -> Curve | None:
         us = {}
         for case, size, prompt in cases:
@@ -267,7 +269,7 @@ def calibrate(
             units = size * (size + 1) / 2 if prompt else size * _usual(model)
             cost = prefill_attention if prompt else decode_attention
             us[size] = max(bench.us(case) - cost.base_us - cost.unit_us * units, _LEAST_US)
-        return _steady(us) if us else None
+        return _steady(us, noise) if us else None
 
     eager = curve(eager_cases)
     assert eager is not None  # noqa: S101 - the smallest case of all is one token, eagerly
@@ -289,14 +291,14 @@ def calibrate(
     )
 
 
-def _steady(us: dict[int, float]) -> Curve:
+def _steady(us: dict[int, float], noise: float) -> Curve:
     """A curve as measured, but for larger sizes that seem cheaper by what repeats of one size differ by.
 
     There the smaller size gets the larger one's time, and with it the preference: it shares out less padding.
     """
     sizes = sorted(us, reverse=True)
     for larger, size in itertools.pairwise(sizes):
-        if us[larger] < us[size] <= us[larger] * (1 + NOISE):
+        if us[larger] < us[size] <= us[larger] * (1 + noise):
             us[size] = us[larger]
     sizes.reverse()
     return Curve(sizes, [us[size] for size in sizes])
