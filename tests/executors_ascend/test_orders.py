@@ -40,8 +40,8 @@ class Programme:
         self, order: UpdateOrder, way: UpdateWay, stages: Sequence[str] = ("main",), updater: type[Updater] = Updater
     ) -> None:
         self.chip = Device(runs=False)
-        self.library = fake_torch_npu(self.chip, records=False)
-        npu = self.library.npu
+        self.device_module = fake_torch_npu(self.chip, records=False)
+        npu = self.device_module.npu
         self.stream = npu.current_stream()
         self.others = [npu.Stream()]
         self.updater = updater(npu, npu.Stream(), order)
@@ -52,7 +52,7 @@ class Programme:
         self.chip.programme.clear()
 
     def _captured(self, key: GraphKey, way: UpdateWay) -> tuple[Any, GraphTasks]:
-        npu, graph, tasks = self.library.npu, self.library.npu.NPUGraph(), GraphTasks(key, way)
+        npu, graph, tasks = self.device_module.npu, self.device_module.npu.NPUGraph(), GraphTasks(key, way)
         if way is UpdateWay.WHOLE_GRAPH:
             graph.auto_dispatch_capture = True
             graph.graph_dispatch_mode.__enter__()
@@ -62,14 +62,14 @@ class Programme:
             for _ in range(LAYERS):
                 host_call(
                     step, RULE, PaddedShape(1, 1, 1),
-                    lambda values: self.library.launch("npu_fused_infer_attention_score.out", None, dict(values)),
+                    lambda values: self.device_module.launch("npu_fused_infer_attention_score.out", None, dict(values)),
                 )  # fmt: skip
         graph.capture_end()
         return graph, tasks
 
     def step(self, stage: str, length: int, *, beside: bool = False) -> None:
         """A step whose row has that KV length, on the main stream or, beside, on another that waited for it."""
-        npu, (graph, tasks) = self.library.npu, self.graphs[stage]
+        npu, (graph, tasks) = self.device_module.npu, self.graphs[stage]
         stream = self.others[0] if beside else self.stream
         if beside:
             stream.wait_stream(self.stream)

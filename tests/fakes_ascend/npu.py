@@ -281,8 +281,8 @@ def fake_torch_npu(
 
     def _library_stream() -> Any:
         if state.handles == 0:
-            state.handles, state.library = 1, Stream()
-        return state.library
+            state.handles, state.own_stream = 1, Stream()
+        return state.own_stream
 
     @contextlib.contextmanager
     def stream(stream: Any) -> Iterator[None]:

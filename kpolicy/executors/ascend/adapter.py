@@ -104,10 +104,10 @@ class AscendAdapter(StreamAdapter):
         self.torch_npu = library if given else load_library()
         at = _device(device, self.torch_npu.npu, any_type=given)
         super().__init__("ascend", self.torch_npu.npu, at, check=check, statics=statics, faults=faults)
-        self.way = _way(self.library, update_way)
+        self.way = _way(self.device_module, update_way)
         self.store = TaskStore()
         self.rows = NO_ROWS
-        self._updater = Updater(self.library, update_stream(self.torch_npu, at), order)
+        self._updater = Updater(self.device_module, update_stream(self.torch_npu, at), order)
         self._key: GraphKey | None = None
         self._tasks: GraphTasks | None = None
         self._noting: AbstractContextManager[None] | None = None
@@ -117,7 +117,7 @@ class AscendAdapter(StreamAdapter):
         return self._updater.order
 
     def probe(self) -> ProbeReport:
-        name = str(self.library.get_device_name(self.device))
+        name = str(self.device_module.get_device_name(self.device))
         facts = {
             "torch": str(torch.__version__), "torch_npu": str(getattr(self.torch_npu, "__version__", "unknown")),
             "update_way": str(self.way), "update_order": str(self.order),
@@ -136,7 +136,7 @@ class AscendAdapter(StreamAdapter):
             self._key = None
 
     def _begun(self, pool: Any) -> Any:
-        graph = self.library.NPUGraph()
+        graph = self.device_module.NPUGraph()
         key = self._key
         # Attention of a PIECEWISE graph runs between its segments, where nothing is recorded.
         whole = key is not None and key.part is Part.FULL
@@ -152,7 +152,7 @@ class AscendAdapter(StreamAdapter):
             raise
         if whole and key is not None:
             self._tasks = GraphTasks(key, self.way)
-            self._noting = recording_tasks(self._tasks, self.library, pool.stream)
+            self._noting = recording_tasks(self._tasks, self.device_module, pool.stream)
             self._noting.__enter__()
         return graph
 

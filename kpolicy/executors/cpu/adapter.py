@@ -242,13 +242,7 @@ class CpuAdapter:
 
     def begin(self, pool: CpuPool) -> None:
         self._check_lost()
-        for fault, reason in (
-            ("capture_fails", Reason.CAPTURE_FAILED),
-            ("capture_out_of_memory", Reason.CAPTURE_OUT_OF_MEMORY),
-            ("capture_out_of_streams", Reason.CAPTURE_OUT_OF_STREAMS),
-        ):
-            if self._faults.due(fault):
-                raise CaptureError(reason, f"injected fault {fault}")
+        self._faults.check_capture()
         if pool.released:
             raise RegistryError("a graph was to be captured into a pool that was released; make a new pool.")
         recorder = Recorder(pool.arena, _fail_midway if self._faults.due("mid_segment") else None)

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kpolicy.errors import UnknownNameError
+from kpolicy.errors import CaptureError, UnknownNameError
 from kpolicy.executors.simulated import FAULTS, Fault
+from kpolicy.reasons import Reason
 
 __all__ = ["CPU_FAULTS", "Faults"]
 
@@ -19,6 +20,13 @@ CPU_FAULTS: Mapping[str, str] = {
 }
 """Captures count recordings: each piece of a PIECEWISE graph is one. Launches count replays: the adapter doesn't see
 what runs eagerly."""
+
+
+_CAPTURE_FAULTS = (
+    ("capture_fails", Reason.CAPTURE_FAILED),
+    ("capture_out_of_memory", Reason.CAPTURE_OUT_OF_MEMORY),
+    ("capture_out_of_streams", Reason.CAPTURE_OUT_OF_STREAMS),
+)
 
 
 class _Planned(NamedTuple):
@@ -51,6 +59,12 @@ class Faults:
             self._counts[name] += 1
             count = self._counts[name]
         return any(each.name == name and each.at <= count < each.at + each.times for each in self._planned)
+
+    def check_capture(self) -> None:
+        """Raise the CaptureError that is due at this recording, if any."""
+        for name, reason in _CAPTURE_FAULTS:
+            if self.due(name):
+                raise CaptureError(reason, f"injected fault {name}")
 
 
 def _parse(fault: Fault | str) -> _Planned:

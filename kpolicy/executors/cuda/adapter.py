@@ -263,37 +263,38 @@ class CudaAdapter:
 
     def begin(self, pool: CudaPool) -> None:
         self._check_lost()
-        for fault, reason in (
-            ("capture_fails", Reason.CAPTURE_FAILED),
-            ("capture_out_of_memory", Reason.CAPTURE_OUT_OF_MEMORY),
-            ("capture_out_of_streams", Reason.CAPTURE_OUT_OF_STREAMS),
-        ):
-            if self._faults.due(fault):
-                raise CaptureError(reason, f"injected fault {fault}")
+        self._faults.check_capture()
         if pool.released:
             raise RegistryError("a graph was to be captured into a pool that was released; make a new pool.")
         if self._recording is not None:
             raise CaptureError(Reason.CAPTURE_FAILED, "another recording isn't over; end it first.")
-        if torch.cuda.current_stream(self.device) != pool.stream:
+        if self._current() != pool.stream:
             raise CaptureError(Reason.CAPTURE_FAILED, "begin must be called within recording(pool).")
-        free, _ = torch.cuda.mem_get_info(self.device)
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
-        self._recording = pool, graph, free
+        used = self._used()
+        self._recording = pool, self._begun(pool), used
         if self._faults.due("mid_segment"):
             raise RuntimeError("injected fault mid_segment")
+
+    def _used(self) -> int:
+        """Bytes of the device's memory in use."""
+        return self.memory().used
+
+    def _begun(self, pool: Any) -> Any:
+        """A graph that records from here on."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        return graph
 
     def end(self) -> CudaGraph:
         if self._recording is None:
             raise CaptureError(Reason.CAPTURE_FAILED, "nothing is recording; call begin first.")
-        (pool, recorded, free), self._recording = self._recording, None
+        (pool, recorded, used), self._recording = self._recording, None
         try:
             recorded.capture_end()
         except BaseException:
             self._mend(pool, recorded)
             raise
-        left, _ = torch.cuda.mem_get_info(self.device)
-        graph = CudaGraph(recorded, max(0, free - left), self._addresses() if self._check else {})
+        graph = CudaGraph(recorded, max(0, self._used() - used), self._addresses() if self._check else {})
         pool.graphs.append(graph)
         return graph
 

@@ -126,7 +126,7 @@ class KunlunAdapter(StreamAdapter):
         return ProbeReport("kunlun", ProbeStatus.USABLE, words, facts=facts)
 
     def _begun(self, pool: Any) -> Any:
-        graph = self.library.CUDAGraph()
+        graph = self.device_module.CUDAGraph()
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         return graph
 

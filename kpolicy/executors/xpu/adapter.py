@@ -41,7 +41,7 @@ class StreamEvent:
 
     def __init__(self, adapter: StreamAdapter, stream: Any) -> None:
         self._adapter = adapter
-        self._event: Any = adapter.library.Event(enable_timing=True)
+        self._event: Any = adapter.device_module.Event(enable_timing=True)
         self._event.record(stream)
 
     def done(self) -> bool:
@@ -95,7 +95,7 @@ class StreamAdapter(CudaAdapter):
         faults: Iterable[Fault | str] = (),
     ) -> None:  # fmt: skip
         self._name = name
-        self.library = library
+        self.device_module = library
         self.device = device
         self._check = check
         self._statics = statics
@@ -114,31 +114,26 @@ class StreamAdapter(CudaAdapter):
         return session
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self.library.stream(stream)
+        context: AbstractContextManager[Any] = self.device_module.stream(stream)
         return context
 
     # Memory
 
     def memory(self) -> MemoryReport:
-        free, total = self.library.mem_get_info(self.device)
+        free, total = self.device_module.mem_get_info(self.device)
         return MemoryReport(total - free, total)
-
-    def _used(self) -> int:
-        free, total = self.library.mem_get_info(self.device)
-        used: int = total - free
-        return used
 
     # Streams
 
     def new_stream(self, priority: int = 0) -> Any:
-        return self.library.Stream(self.device, priority=-1 if priority > 0 else 0)
+        return self.device_module.Stream(self.device, priority=-1 if priority > 0 else 0)
 
     def submit(self, stream: Any, work: Callable[[], None]) -> None:
-        with self.library.stream(stream):
+        with self.device_module.stream(stream):
             work()
 
     def _current(self) -> Any:
-        return self.library.current_stream(self.device)
+        return self.device_module.current_stream(self.device)
 
     def event(self, stream: Any = None) -> Any:
         return StreamEvent(self, self._current() if stream is None else stream)
@@ -152,7 +147,7 @@ class StreamAdapter(CudaAdapter):
     # Graphs
 
     def new_pool(self, priority: int = 0) -> Any:
-        pool = StreamPool(self.new_stream(priority), self.library.graph_pool_handle())
+        pool = StreamPool(self.new_stream(priority), self.device_module.graph_pool_handle())
         self._pools.append(pool)
         gc.collect()
         return pool
@@ -167,7 +162,7 @@ class StreamAdapter(CudaAdapter):
         frozen = gc.isenabled()
         gc.disable()
         try:
-            with self.library.stream(pool.stream):
+            with self.device_module.stream(pool.stream):
                 yield
         finally:
             # A capture that an error left open would take the main stream in with the wait.
@@ -175,30 +170,6 @@ class StreamAdapter(CudaAdapter):
             if frozen:
                 gc.enable()
             main.wait_stream(pool.stream)
-
-    def begin(self, pool: Any) -> None:
-        self._check_lost()
-        for fault, reason in (
-            ("capture_fails", Reason.CAPTURE_FAILED),
-            ("capture_out_of_memory", Reason.CAPTURE_OUT_OF_MEMORY),
-            ("capture_out_of_streams", Reason.CAPTURE_OUT_OF_STREAMS),
-        ):
-            if self._faults.due(fault):
-                raise CaptureError(reason, f"injected fault {fault}")
-        if pool.released:
-            raise RegistryError("a graph was to be captured into a pool that was released; make a new pool.")
-        if self._recording is not None:
-            raise CaptureError(Reason.CAPTURE_FAILED, "another recording isn't over; end it first.")
-        if self._current() != pool.stream:
-            raise CaptureError(Reason.CAPTURE_FAILED, "begin must be called within recording(pool).")
-        used = self._used()
-        self._recording = pool, self._begun(pool), used
-        if self._faults.due("mid_segment"):
-            raise RuntimeError("injected fault mid_segment")
-
-    def _begun(self, pool: Any) -> Any:
-        """A graph that records from here on."""
-        raise NotImplementedError
 
     def _ended(self, recorded: Any) -> None:
         """End its recording."""
@@ -234,14 +205,14 @@ class StreamAdapter(CudaAdapter):
         with suppress(RuntimeError):
             recorded.reset()
         if not pool.graphs:
-            pool.handle = self.library.graph_pool_handle()
+            pool.handle = self.device_module.graph_pool_handle()
         self._trim()
 
     def _trim(self) -> None:
         """Give back what torch's allocator keeps for later. A device that is lost says so elsewhere."""
         with suppress(RuntimeError):
-            self.library.synchronize(self.device)
-            self.library.empty_cache()
+            self.device_module.synchronize(self.device)
+            self.device_module.empty_cache()
 
     def weak(self, pool: Any, tensor: Any) -> Any:
         """The tensor as it is, where the library has no way not to hold its memory."""
@@ -253,13 +224,13 @@ class StreamAdapter(CudaAdapter):
             graph.graph.reset()
         pool.graphs = [graph for graph in pool.graphs if graph not in graphs]
         if not pool.graphs:
-            pool.handle = self.library.graph_pool_handle()
+            pool.handle = self.device_module.graph_pool_handle()
 
     def release(self, pool: Any) -> None:
         if pool in self._pools:
             self._pools.remove(pool)
         with suppress(RuntimeError):
-            self.library.synchronize(self.device)
+            self.device_module.synchronize(self.device)
             for graph in pool.graphs:
                 graph.graph.reset()
         pool.graphs, pool.handle, pool.released = [], None, True

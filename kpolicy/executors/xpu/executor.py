@@ -57,11 +57,11 @@ class XpuAdapter(StreamAdapter):
 
     def probe(self) -> ProbeReport:
         facts = {"torch": str(torch.__version__)}
-        words = f"{self.library.get_device_name(self.device)}; unverified on hardware"
+        words = f"{self.device_module.get_device_name(self.device)}; unverified on hardware"
         return ProbeReport("xpu", ProbeStatus.USABLE, words, facts=facts)
 
     def _begun(self, pool: Any) -> Any:
-        graph = self.library.XPUGraph()
+        graph = self.device_module.XPUGraph()
         graph.capture_begin(pool=pool.handle)
         return graph
 
