@@ -145,14 +145,32 @@ class AttentionCost:
 
 @attrs.frozen
 class HostCost:
-    """Host time to launch one forward in a mode: ``base + per_req * requests`` microseconds."""
+    """Host time to launch one forward in a mode: ``base + per_req * requests + the attention of its rows``.
+
+    Outside a whole graph the host launches attention itself, and decode and prefill rows each have kernels of their
+    own: a mixed launch pays for both.
+
+    Args:
+        base_us: microseconds of a launch, whatever its rows.
+        req_us: for each request.
+        decode_us: more where the launch has decode rows.
+        prefill_us: more where the launch has prefill rows.
+    """
 
     base_us: float
     req_us: float = 0.0
+    decode_us: float = 0.0
+    prefill_us: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        if not all(0 <= value < 1e9 for value in (self.base_us, self.req_us)):
+        if not all(0 <= value < 1e9 for value in attrs.astuple(self)):
             raise ProfileError(f"{self!r}: host costs are microseconds from 0 up.")
+
+    def base_for(self, *, decodes: bool, prefills: bool) -> float:
+        """`base_us` with the attention of the rows that there are; `req_us` for each request comes on top."""
+        if decodes:
+            return self.base_us + self.decode_us + (self.prefill_us if prefills else 0.0)
+        return self.base_us + self.prefill_us if prefills else self.base_us
 
 
 @attrs.frozen(kw_only=True)
@@ -164,7 +182,8 @@ class CostTable:
         measured: whether the numbers were measured on the device.
         full, piecewise, eager: device time of the dense work by padded tokens, in each mode.
         decode_attention, prefill_attention: device time of attention on the real KV.
-        host_full, host_piecewise, host_eager: host time of one forward's launches.
+        host_full, host_piecewise, host_eager: host time of one forward's launches. A whole graph launches its
+            attention itself, so that `host_full` has none by kind of rows.
         step_us: time of a step that overlaps nothing (sampling, hand-over).
         overlap_cost: share of the shorter half's device time that running it beside the longer still costs: 0 when
             overlap is free, 1 when nothing overlaps.
@@ -226,15 +245,11 @@ class CostTable:
 
     def launch_us(self, launch: Launch, numbers: BatchNumbers) -> tuple[float, float]:
         """(device, host) time of one repeat of a launch."""
-        decode = self.decode_attention_us(numbers) if launch.rows is not Rows.PREFILL else 0.0
-        prefill = self.prefill_attention_us(numbers) if launch.rows is not Rows.DECODE else 0.0
-        reqs = (
-            numbers.total_reqs
-            if launch.rows is Rows.ALL
-            else numbers.num_decodes
-            if launch.rows is Rows.DECODE
-            else numbers.num_prefills
-        )
+        decodes = numbers.num_decodes if launch.rows is not Rows.PREFILL else 0
+        prefills = numbers.num_prefills if launch.rows is not Rows.DECODE else 0
+        decode = self.decode_attention_us(numbers) if decodes else 0.0
+        prefill = self.prefill_attention_us(numbers) if prefills else 0.0
+        reqs = numbers.total_reqs if launch.rows is Rows.ALL else decodes or prefills
         if launch.key is None:
             dense = self.eager.at(launch.padded_tokens or launch.num_tokens(numbers))
             host = self.host_eager
@@ -242,7 +257,8 @@ class CostTable:
             dense, host = self.full.at(launch.key.num_tokens), self.host_full
         else:
             dense, host = self.piecewise.at(launch.key.num_tokens), self.host_piecewise
-        return dense + (decode + prefill), host.base_us + host.req_us * reqs
+        base_us = host.base_for(decodes=decodes > 0, prefills=prefills > 0)
+        return dense + (decode + prefill), base_us + host.req_us * reqs
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes. The readable form; compiled policies inline it."""

@@ -25,7 +25,7 @@ from kpolicy.errors import ProfileError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
 from kpolicy.settings import Objective
-from kpolicy.shapes import BatchShape
+from kpolicy.shapes import BatchNumbers, BatchShape
 
 FULL8 = GraphKey(Part.FULL, 8, 8, query_len=1)
 PIECE64 = GraphKey(Part.PIECEWISE, 64)
@@ -251,3 +251,17 @@ def test_a_whole_curve_is_its_points(points: dict[int, float], most: int) -> Non
     """`upto` gives exactly what `at` gives, size by size, below, between and beyond the points."""
     curve = Curve(sorted(points), [points[each] for each in sorted(points)])
     assert curve.upto(most) == [0.0, *(curve.at(size) for size in range(1, most + 1))]
+
+
+def test_the_host_launches_attention_of_each_kind_of_rows_outside_a_whole_graph() -> None:
+    host = HostCost(100.0, 1.0, 30.0, 7.0)
+    costs = attrs.evolve(TABLE, host_piecewise=host, host_eager=attrs.evolve(host, base_us=500.0))
+    piece = Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 64))
+    decodes, prompts = BatchNumbers(4, 1, 40), BatchNumbers(0, num_prefills=2, num_prefill_tokens=20)
+    both = BatchNumbers(4, 1, 40, 4, num_prefills=2, num_prefill_tokens=20)
+    assert costs.launch_us(piece, decodes)[1] == 100 + 30 + 4
+    assert costs.launch_us(piece, prompts)[1] == 100 + 7 + 2
+    assert costs.launch_us(piece, both)[1] == 100 + 30 + 7 + 6
+    assert costs.launch_us(Launch(Rows.PREFILL, None), both)[1] == 500 + 7 + 2
+    with pytest.raises(ProfileError, match="host costs are microseconds from 0 up"):
+        HostCost(1.0, 0.0, -1.0)

@@ -39,6 +39,8 @@ SHORT_KV, LONG_KV = 64, 512
 EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
 TURNS = 5
 FEW_DECODES = 8
+_SHORT_PROMPT = 24
+"""Tokens of the prompt that the host's time is taken with: the host's time hardly grows with them"""
 _TELLING = 64
 """Tokens from which a step's time tells what more of them take"""
 MOST_ROUNDS = 15
@@ -148,6 +150,11 @@ class _Bench:
                 decision, drawn = self._cases[i]
                 self._times[i].append(self._run(decision, drawn[done % TURNS]))
 
+    @property
+    def host_runs(self) -> bool:
+        """Whether the host itself runs what it launches, so that its time is the device's."""
+        return bool(self._adapter.host_runs)
+
     def measured(self, case: int) -> bool:
         """Whether the allowance came to it."""
         return bool(self._times[case])
@@ -168,7 +175,7 @@ class _Bench:
 
     def _run(self, decision: Decision, inputs: StepInputs) -> _Times:
         times = self._once(decision, inputs)
-        if self._adapter.host_runs:
+        if self.host_runs:
             return times._replace(host=0.0, device=times.wall)
         self._adapter.occupy(_AHEAD * times.host)
         outputs = self._executor.run(decision, inputs)
@@ -252,10 +259,8 @@ def calibrate(
     full_cases = [add(key, key.num_tokens, prompt=True) for key in mixed]
     full_cases += [add(key, key.num_tokens, prompt=False) for key in decode]
     piece_cases = [add(key, key.num_tokens, prompt=True) for key in pieces]
-    # Decode rows take more launches between pieces than a prompt does: the host's time is theirs, by rows.
-    wide = max(pieces, key=lambda key: key.num_tokens, default=None)
-    counts = {min(each, most_reqs, wide.num_tokens) for each in (FEW_DECODES, most_reqs)} if wide else set()
-    host_cases = [(bench.add([Launch(Rows.ALL, wide)], bench.rows(each, _short(model))), each) for each in counts]
+    host_eager = _HostTimes(bench, [None], most_reqs, longest, model)
+    host_piecewise = _HostTimes(bench, pieces, most_reqs, longest, model)
     bench.measure(allowance_s)
     decode_attention, prefill_attention = bases.added(decoding.cost(), prefilling.cost())
 
@@ -283,8 +288,8 @@ def calibrate(
         decode_attention=decode_attention,
         prefill_attention=prefill_attention,
         host_full=_host(bench, [(case, size if prompt is False else 1) for case, size, prompt in full_cases]),
-        host_piecewise=_host(bench, host_cases),
-        host_eager=_host(bench, [(case, 1 if prompt else size) for case, size, prompt in eager_cases]),
+        host_piecewise=host_piecewise.cost(),
+        host_eager=host_eager.cost(),
         step_us=bench.rest_us(case for case, _, _ in (*full_cases, *piece_cases, *eager_cases)),
         overlap_cost=overlap.share(),
         **_captures(registry, keys),
@@ -352,6 +357,62 @@ class _Bases:
             more = us["short prompt"] - us["decodes"]
             prefill_base = min(max(more + decode_base, 0.0), _MOST_BASE * us["short prompt"])
         return AttentionCost(decode_base, 0.0, decode.unit_us), AttentionCost(prefill_base, 0.0, prefill.unit_us)
+
+
+class _HostTimes:
+    """The host's time to launch a step outside a whole graph: by requests, and by the kinds of rows that it has.
+
+    Attention of decode rows and of a prompt are launches of their own, so steps of one kind, of the other and of both
+    tell what each adds.
+
+    Args:
+        bench: times the steps; nothing is timed where the host itself runs what it launches.
+        keys: graphs to replay the pieces of, or None alone for eager steps.
+        most_reqs: rows of a step, at most.
+        longest: tokens of a prompt chunk, at most.
+        model: what runs.
+    """
+
+    def __init__(
+        self, bench: _Bench, keys: Sequence[GraphKey | None], most_reqs: int, longest: int, model: Measurable
+    ) -> None:
+        self._bench = bench
+        self._cases: dict[tuple[int, int], int] = {}
+        holds = {longest if key is None else key.num_tokens: key for key in keys}
+        if bench.host_runs or not holds:
+            return
+        few, prompt = min(FEW_DECODES, most_reqs), min(_SHORT_PROMPT, longest)
+        for decodes, new in ((few, 0), (min(most_reqs, max(holds)), 0), (0, prompt), (min(few, most_reqs - 1), prompt)):
+            size = min((size for size in holds if size >= decodes + new), default=None)
+            if size is not None and decodes + new and (decodes, bool(new)) not in self._cases:
+                launch = Launch(Rows.ALL, holds[size])
+                rows = bench.rows(decodes, _short(model) if decodes else 0, new)
+                self._cases[decodes, bool(new)] = bench.add([launch], rows)
+
+    def cost(self) -> HostCost:
+        """0 where nothing was timed; without steps of both kinds, whichever was timed for all rows alike."""
+        us = {
+            (decodes, prompt): self._bench.host_us(case)
+            for (decodes, prompt), case in self._cases.items()
+            if self._bench.measured(case)
+        }
+        if not us:
+            return HostCost(0.0)
+        decoding = {decodes: time for (decodes, prompt), time in us.items() if not prompt}
+        alone = us.get((0, True))
+        if not decoding:
+            return HostCost(min(us.values()))
+        fewest, most = min(decoding), max(decoding)
+        req_us = max(decoding[most] - decoding[fewest], 0.0) / (most - fewest) if most > fewest else 0.0
+        decode_us = max(decoding[fewest] - req_us * fewest, 0.0)
+        both = next(((decodes, time) for (decodes, prompt), time in us.items() if decodes and prompt), None)
+        if alone is None or both is None:
+            return HostCost(decode_us, req_us)
+        decodes, time = both
+        # A step of both kinds takes what they have in common once.
+        prefill_us = max(alone - req_us, 0.0)
+        common = min(max(decode_us + prefill_us - (time - req_us * (decodes + 1)), 0.0), decode_us, prefill_us)
+        return HostCost(common, req_us, decode_us - common, prefill_us - common)
 
 
 def _host(bench: _Bench, cases: Sequence[tuple[int, int]]) -> HostCost:

@@ -471,7 +471,8 @@ class SimulatedDevice:
             prepared = self._dense_us[launches[0]] = (dense_us, costs.host_full if full else costs.host_piecewise)
         dense_us, host = prepared
         device_us = dense_us + costs.decode_attention_us(numbers)
-        return max(device_us, host.base_us + host.req_us * numbers.total_reqs) + costs.step_us
+        host_us = host.base_for(decodes=numbers.num_decodes > 0, prefills=False) + host.req_us * numbers.total_reqs
+        return max(device_us, host_us) + costs.step_us
 
     # Faults
 

@@ -346,7 +346,8 @@ class _Rows:
         decode, prefill = costs.decode_attention, costs.prefill_attention
         attention = decode.base_us * with_decodes + decode.row_us * decodes + decode.unit_us * kv
         attention = attention + prefill.base_us * with_prefills + prefill.row_us * tokens + prefill.unit_us * pairs
-        time: Vector = np.maximum(dense + attention, host.base_us + host.req_us * reqs) + costs.step_us
+        host_us = host.base_us + host.decode_us * with_decodes + host.prefill_us * with_prefills + host.req_us * reqs
+        time: Vector = np.maximum(dense + attention, host_us) + costs.step_us
         return time
 
     def graph_us(self, costs: CostTable, part: Part, tokens: int) -> Vector:

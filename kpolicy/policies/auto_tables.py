@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
+from kpolicy.costs import CostTable, HostCost
 from kpolicy.decision import Decision
 from kpolicy.modes import Mode, SplitForm
 from kpolicy.policies import ranks
@@ -42,6 +43,8 @@ class Row(NamedTuple):
     piece_uid: int
 
 
+_DECODES, _PREFILLS = 1, 2
+"""Kinds of rows that a launch has; their sum indexes `_bases`"""
 _NOTHING = Group({}, [], [], [])
 _INFINITY = float("inf")
 _NEVER = 1 << 62
@@ -92,9 +95,9 @@ class AutoTables:
     def _prepare(self, group: Group, loras: int, forbidden_here: int) -> Callable[..., Decision]:
         uniform, costs = self._uniform_rows(group), self._context.costs
         base_us, row_us, unit_us = attrs.astuple(costs.decode_attention)
-        full_base, full_req = attrs.astuple(costs.host_full)
-        piece_base, piece_req = attrs.astuple(costs.host_piecewise)
-        eager_base, eager_req = attrs.astuple(costs.host_eager)
+        (full_base, full_req), (piece_base, piece_req), (eager_base, eager_req) = (
+            (host.base_for(decodes=True, prefills=False), host.req_us) for host in _hosts(costs)
+        )
         step_us, eager, wholes, whole = costs.step_us, self._eager, self._wholes, self._whole
         dense_eager = self._dense_eager
         general, select_for = self._general, self._select_for
@@ -191,13 +194,13 @@ class AutoTables:
             return None
         dense = entry.rate
         eager = self._dense_eager(tokens)
-        host = costs.host_full.base_us + costs.host_full.req_us * num_reqs
+        host = costs.host_full.base_for(decodes=True, prefills=False) + costs.host_full.req_us * num_reqs
         limit = _INFINITY
         rivals = [(eager, costs.host_eager)]
         if piece is not None:
             rivals.append((piece.rate, costs.host_piecewise))
         for rival_dense, rival in rivals:
-            rival_host = rival.base_us + rival.req_us * num_reqs
+            rival_host = rival.base_for(decodes=True, prefills=False) + rival.req_us * num_reqs
             if rival_host < host:
                 limit = -1.0
             elif rival_dense < dense:
@@ -215,9 +218,10 @@ class AutoTables:
         costs = self._context.costs
         d_base, d_row, d_unit = attrs.astuple(costs.decode_attention)
         p_base, p_row, p_unit = attrs.astuple(costs.prefill_attention)
-        full_base, full_req = attrs.astuple(costs.host_full)
-        piece_base, piece_req = attrs.astuple(costs.host_piecewise)
-        eager_base, eager_req = attrs.astuple(costs.host_eager)
+        (full_bases, full_req), (piece_bases, piece_req), (eager_bases, eager_req) = (
+            (_bases(host), host.req_us) for host in _hosts(costs)
+        )
+        decode_host, piece_prompt, eager_prompt = full_bases[_DECODES], piece_bases[_PREFILLS], eager_bases[_PREFILLS]
         step_us, overlap = costs.step_us, costs.overlap_cost
         uniform, varlen, mixed_column, pieces = group.uniform, group.varlen, group.mixed, group.pieces
         dense_eager = self._eager_us
@@ -244,6 +248,7 @@ class AutoTables:
             decode_us = d_base + d_row * num_decodes + d_unit * decode_kv if num_decodes else 0.0
             prefill_us = p_base + p_row * prefill_tokens + p_unit * prefill_pairs if num_prefills else 0.0
             attention_us = decode_us + prefill_us
+            kinds = (_DECODES if num_decodes else 0) + (_PREFILLS if num_prefills else 0)
             least = _INFINITY
             chosen: Any = None
             decode: Any = None
@@ -262,16 +267,16 @@ class AutoTables:
             if entry is not None:
                 if entry[2] < reqs:
                     return None
-                device, host = entry[1] + attention_us, full_base + full_req * reqs
+                device, host = entry[1] + attention_us, full_bases[kinds] + full_req * reqs
                 least, chosen = (device if device >= host else host) + step_us, entry
             entry = pieces[tokens] if tokens < num_pieces else None
             if entry is not None:
-                device, host = entry[1] + attention_us, piece_base + piece_req * reqs
+                device, host = entry[1] + attention_us, piece_bases[kinds] + piece_req * reqs
                 cycle = (device if device >= host else host) + step_us
                 if cycle < least:
                     least, chosen = cycle, entry
             some = chosen is not None
-            device, host = dense_eager[tokens] + attention_us, eager_base + eager_req * reqs
+            device, host = dense_eager[tokens] + attention_us, eager_bases[kinds] + eager_req * reqs
             cycle = (device if device >= host else host) + step_us
             if cycle < least:
                 least, chosen = cycle, None
@@ -279,16 +284,16 @@ class AutoTables:
                 if not usual:
                     return None
                 # Beside takes no longer than in turn: where it can't be the shortest no form of one step can.
-                d_device, d_host = decode[1] + decode_us, full_base + full_req * num_decodes
+                d_device, d_host = decode[1] + decode_us, decode_host + full_req * num_decodes
                 t_device = dense_eager[prefill_tokens] + prefill_us
                 device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
-                host = d_host + (eager_base + eager_req * num_prefills)
+                host = d_host + (eager_prompt + eager_req * num_prefills)
                 wins = (device if device >= host else host) + step_us < least
                 piece = pieces[prefill_tokens] if prefill_tokens < num_pieces else None
                 if piece is not None and not wins:
                     t_device = piece[1] + prefill_us
                     device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
-                    host = d_host + (piece_base + piece_req * num_prefills)
+                    host = d_host + (piece_prompt + piece_req * num_prefills)
                     wins = (device if device >= host else host) + step_us < least
                 if wins or max_decode_steps > most_unlooked:
                     decided = divide(
@@ -322,12 +327,14 @@ class AutoTables:
         """
         costs = self._context.costs
         step_us, overlap = costs.step_us, costs.overlap_cost
-        piece_host, eager_host = costs.host_piecewise, costs.host_eager
+        piece_host_us, eager_host_us = (
+            host.base_for(decodes=False, prefills=True) + host.req_us * num_prefills
+            for host in (costs.host_piecewise, costs.host_eager)
+        )
         d_device, d_host = decode_us
         turns: list[tuple[Entry | None, float, float]] = []
         if piece is not None:
-            turns.append((piece, piece.rate + prefill_us, piece_host.base_us + piece_host.req_us * num_prefills))
-        eager_host_us = eager_host.base_us + eager_host.req_us * num_prefills
+            turns.append((piece, piece.rate + prefill_us, piece_host_us))
         turns.append((None, self._eager_us[prefill_tokens] + prefill_us, eager_host_us))
         form = tail = None
         for each, t_device, t_host in turns:
@@ -426,6 +433,15 @@ class AutoTables:
                 self._decisions.clear()
             self._decisions[way, reason] = decision
         return decision
+
+
+def _hosts(costs: CostTable) -> tuple[HostCost, HostCost, HostCost]:
+    return costs.host_full, costs.host_piecewise, costs.host_eager
+
+
+def _bases(host: HostCost) -> tuple[float, ...]:
+    """What a launch takes whatever its requests, by the kinds of rows that it has: none, decode, prefill, both."""
+    return tuple(host.base_for(decodes=bool(kinds & _DECODES), prefills=bool(kinds & _PREFILLS)) for kinds in range(4))
 
 
 def _allowed(group: Group, forbidden: int) -> Group:

@@ -68,7 +68,7 @@ class Tally:
             self._outside = not _spans(_curve(launch, costs), self.padded)
         else:
             self._eager = costs.eager
-        self.host_base, self.host_req = host.base_us, host.req_us
+        self.host_base, self.host_req = host.base_for(decodes=True, prefills=False), host.req_us
 
     def outside_for(self, num_tokens: int) -> bool:
         """Whether a step of one launch over so many tokens is outside what the cost table spans."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kpolicy.budget_models import BudgetModel
 from kpolicy.budgets import Budget, Usage
-from kpolicy.costs import CostTable
+from kpolicy.costs import CostTable, HostCost
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.planning import Ladder, choose
@@ -38,6 +38,11 @@ def kinds_of(keys: Iterable[GraphKey]) -> dict[_Kind, dict[int, list[GraphKey]]]
     return kinds
 
 
+def _base_us(host: HostCost) -> float:
+    """A launch of decode rows, which ladders are planned for."""
+    return host.base_for(decodes=True, prefills=False)
+
+
 def ladders_of(
     kinds: Mapping[_Kind, Mapping[int, Sequence[GraphKey]]], units: BudgetModel, costs: CostTable, demand: Demand | None
 ) -> list[Ladder]:
@@ -50,14 +55,14 @@ def ladders_of(
         curve, host = (costs.full, costs.host_full) if kind[0] is Part.FULL else (costs.piecewise, costs.host_piecewise)
         step = kind[1] or 1
         tokens = range(1, sizes[-1] + 1)
-        eager, at_least = costs.eager, costs.host_eager.base_us
+        eager, at_least = costs.eager, _base_us(costs.host_eager)
         ladders.append(
             Ladder.of(
                 str(place),
                 # A uniform batch has a whole number of rows.
                 weights=[0.0 if count % step else asked(largest, count) for count in tokens],
                 sizes=sizes,
-                graph_us=[max(curve.at(size), host.base_us) for size in sizes],
+                graph_us=[max(curve.at(size), _base_us(host)) for size in sizes],
                 escape_us=[max(eager.at(count), at_least) for count in tokens],
                 usage=[sum((units.cost_of(key) for key in by_size[size][1:]), units.cost_of(by_size[size][0]))
                        for size in sizes],
