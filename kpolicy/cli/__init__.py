@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError
 from cyclopts.exceptions import UnusedCliTokensError
 
 from kpolicy import __version__
+from kpolicy.cli.calibrate import calibrate_command
 from kpolicy.cli.decide import decide, explain
 from kpolicy.cli.generate import generate
 from kpolicy.cli.lists import doctor, policies
@@ -37,6 +38,7 @@ app.command(simulate_command, name="simulate")
 app.command(sweep_command, name="sweep")
 app.command(report_command, name="report")
 app.command(generate)
+app.command(calibrate_command, name="calibrate")
 app.command(plan)
 app.command(decide)
 app.command(explain)

@@ -82,7 +82,12 @@ class Deployment:
         Parameter(group=_OF_DEPLOYMENT, converter=whole, help="The most device memory that graphs may take."),
     ] = None
     profile: Annotated[
-        Path | None, Parameter(group=_OF_DEPLOYMENT, help="A measured profile. By default analytic costs.")
+        Path | None,
+        Parameter(
+            group=_OF_DEPLOYMENT,
+            help="A measured profile: a file, or the name of one that ships with kpolicy, such as qwen2.5-0.5b-h200. "
+            "By default analytic costs.",
+        ),
     ] = None
     objective: Annotated[
         str,
@@ -130,9 +135,9 @@ class Deployment:
         """The cost table of the profile; None for the analytic table."""
         if self.profile is None:
             return None
-        from kpolicy.schemas import read_profile
+        from kpolicy.profiles import load_profile
 
-        return read_profile(self.profile).costs
+        return load_profile(self.profile).costs
 
 
 def at_least(option: str, value: int, least: int) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kpolicy.serving.hf_model import LoadedModel
     from kpolicy.serving.real_run import Serving
 
-__all__ = ["run_model"]
+__all__ = ["SIZES", "run_model"]
 
 DEFAULT_WINDOW_S = 30.0
 UTILISATION = 0.7
@@ -44,7 +44,7 @@ class _Size:
     kv_tokens: int
 
 
-_SIZES = {"cpu": _Size(16, 32, 256, 32_768), "cuda": _Size(32, 256, 2048, 262_144)}
+SIZES = {"cpu": _Size(16, 32, 256, 32_768), "cuda": _Size(32, 256, 2048, 262_144)}
 
 
 @attrs.define
@@ -92,7 +92,7 @@ def _prepare(asked: Asked) -> _Job:
     settings, kv_tokens, utilisation = _limits(asked)
     trace = asked.requests.read(DEFAULT_WINDOW_S)
     costs = asked.deployment.costs()
-    ladder, block_size = ladder_of(asked.deployment.ladder, settings), _SIZES[asked.device].block_size
+    ladder, block_size = ladder_of(asked.deployment.ladder, settings), SIZES[asked.device].block_size
     if asked.device == "cpu":
         ladder = ladder or small_ladder(settings)
         share_cores()
@@ -172,7 +172,7 @@ def _limits(asked: Asked) -> tuple[Any, int, float]:
         raise ConfigError(
             f"--utilisation is {utilisation:g}; it is a share of what the machine can do, 0.01 to 10, such as 0.7."
         )
-    size = _SIZES[asked.device]
+    size = SIZES[asked.device]
     kv_tokens, block = size.kv_tokens if asked.kv_tokens is None else asked.kv_tokens, size.block_size
     if not block <= kv_tokens <= 1 << 24:
         raise ConfigError(

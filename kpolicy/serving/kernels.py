@@ -29,7 +29,7 @@ from kpolicy.serving.rows import RowTensors
 if TYPE_CHECKING:
     from kpolicy.serving.kv_cache import LayerSpec
 
-__all__ = ["KERNELS", "Kernels", "PlainKernels", "TritonKernels", "choose_kernels", "kernels_here"]
+__all__ = ["KERNELS", "Kernels", "PlainKernels", "TritonKernels", "choose_kernels", "cuda_here", "kernels_here"]
 
 LEAST_CAPABILITY = (8, 0)
 """CUDA capability from which the Triton kernels run: bf16 and asynchronous copies."""
@@ -341,6 +341,11 @@ def kernels_here(device: torch.device) -> dict[str, str]:
         why = f"the device has capability {have}, and it needs {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
     npu = "" if device.type == "npu" else f"it runs on Ascend NPUs, and this is {device.type}"
     return {"ascend": npu, "triton": why, "flash": why, "plain": ""}
+
+
+def cuda_here() -> bool:
+    """Whether there is a CUDA device that is NVIDIA's, with kernels that a graph may hold."""
+    return torch.cuda.is_available() and not kernels_here(torch.device("cuda"))["triton"]
 
 
 KERNELS = ("auto", "ascend", "triton", "flash", "plain")

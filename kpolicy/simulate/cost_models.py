@@ -10,7 +10,8 @@ import attrs
 from kpolicy.costs import LLAMA_8B, CostTable, ModelFigures, analytic_costs
 from kpolicy.errors import ConfigError, KPolicyError, ProfileError
 from kpolicy.figures import find_device, kv_room, model_figures
-from kpolicy.schemas import Profile, read_profile
+from kpolicy.profiles import load_profile
+from kpolicy.schemas import Profile
 
 __all__ = ["CostModel", "cost_model"]
 
@@ -45,7 +46,7 @@ def cost_model(
     """The cost model that was asked for; an 8B model on an H200 where nothing was.
 
     Args:
-        profile: a measured profile.
+        profile: a measured profile, or the name of one that ships with kpolicy.
         config: a model's folder or ``config.json``.
         device: a name of `kpolicy.figures.DEVICES`.
         tables: ``aiconfigurator`` for measured kernel tables, or one of its engines, as ``aiconfigurator:sglang``.
@@ -72,7 +73,7 @@ def cost_model(
 
 
 def _of_profile(path: Path, config: Path | None) -> CostModel:
-    profile = read_profile(path)
+    profile = load_profile(path)
     costs = profile.costs
     figures = None if config is None else _known(config)
     if figures is not None and config is not None:

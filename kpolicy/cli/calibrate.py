@@ -1,0 +1,180 @@
+"""`kpolicy calibrate`: measures a model on this machine and writes the profile that ``--profile`` reads."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from kpolicy.cli.options import COMMAND, MAX_NUM_REQS, Json, at_least, ladder_of, settings_of, whole
+from kpolicy.cli.render import console, grid, print_json, show
+from kpolicy.cli.run import needs_torch
+from kpolicy.cli.run_model import SIZES
+from kpolicy.cli.turns import capture, check_writable, progress_bar
+from kpolicy.costs import CostTable
+from kpolicy.engine import Engine
+from kpolicy.errors import ConfigError, UnknownNameError
+from kpolicy.ladders import CaptureSizes
+from kpolicy.settings import Settings
+
+__all__ = ["calibrate_command"]
+
+DEVICES = ("auto", "cpu", "cuda")
+SECONDS = 60.0
+
+
+def calibrate_command(
+    *,
+    model: Annotated[Path, Parameter(help="A model's folder, or a config.json for random weights.")],
+    out: Annotated[Path, Parameter(help="The profile to write; it is written whole, at the end.")],
+    device: Annotated[
+        str, Parameter(help="cpu or cuda (cuda:1 is the second one). auto takes a GPU where there is one.")
+    ] = "auto",
+    seconds: Annotated[
+        float, Parameter(help="Seconds to spend on measuring, after capture. The smallest batches come first.")
+    ] = SECONDS,
+    ladder: Annotated[
+        str | None,
+        Parameter(
+            help="Capture sizes in tokens, such as 1,2,4,8, or a plan file (.json). By default those of auto, on "
+            "a GPU with mixed batches up to the token budget."
+        ),
+    ] = None,
+    max_num_reqs: Annotated[
+        int | None,
+        Parameter(converter=whole, help=f"Most requests in one step. By default {MAX_NUM_REQS}; 32 on a CPU."),
+    ] = None,
+    max_num_tokens: Annotated[
+        int | None, Parameter(converter=whole, help="Token budget of a step. By default 2048; 256 on a CPU.")
+    ] = None,
+    kv_tokens: Annotated[
+        int | None, Parameter(converter=whole, help="KV capacity in tokens. By default 262144; 32768 on a CPU.")
+    ] = None,
+    seed: Annotated[int, Parameter(converter=whole, help="Of random weights.")] = 0,
+    json: Json = False,
+) -> int:  # fmt: skip
+    """Measure what steps of a model take on this machine, and write it as a profile.
+
+    Every graph is captured and timed: device time by padded size, host time by mode, attention by KV and rows, what
+    halves that run beside each other cost each other, and what capture took.
+    """
+    kind = device.partition(":")[0]
+    if kind not in DEVICES:
+        raise UnknownNameError("device", device, DEVICES, "`kpolicy doctor` says what is on this machine.")
+    if not 0 < seconds < 1e6:
+        raise ConfigError(f"--seconds is {seconds:g}; it takes seconds above 0, such as {SECONDS:g}.")
+    check_writable("--out", out)
+    needs_torch("calibrate")
+    device = _found() if device == "auto" else device
+    size = SIZES[device.partition(":")[0]]
+    settings = settings_of(
+        max_num_reqs=("--max-num-reqs", size.max_num_reqs if max_num_reqs is None else max_num_reqs),
+        max_num_tokens=("--max-num-tokens", size.max_num_tokens if max_num_tokens is None else max_num_tokens),
+    )
+    kv = at_least("--kv-tokens", size.kv_tokens if kv_tokens is None else kv_tokens, size.block_size)
+    sizes = ladder_of(ladder, settings) or _sizes(settings, device)
+    return _calibrate(
+        model, out, device=device, settings=settings, sizes=sizes, kv_tokens=kv, block_size=size.block_size,
+        seconds=seconds, seed=at_least("--seed", seed, 0), json=json,
+    )  # fmt: skip
+
+
+def _found() -> str:
+    """The best device here that a model can be measured on."""
+    from kpolicy.serving.kernels import cuda_here
+
+    return "cuda" if cuda_here() else "cpu"
+
+
+def _sizes(settings: Settings, device: str) -> CaptureSizes:
+    """The sizes to measure: those that policies have, and beyond."""
+    if device == "cpu":
+        from kpolicy.serving.real_run import small_ladder
+
+        return small_ladder(settings)
+    default = CaptureSizes.default(settings)
+    # Mixed batches in one graph are measured as far as in pieces.
+    return CaptureSizes(default.decode, default.piecewise, default.piecewise)
+
+
+def _calibrate(
+    source: Path, out: Path, *, device: str, settings: Settings, sizes: CaptureSizes, kv_tokens: int, block_size: int,
+    seconds: float, seed: int, json: bool,
+) -> int:  # fmt: skip
+    from kpolicy.serving.calibrate import calibrate, device_name, model_name, save_profile
+    from kpolicy.serving.real_run import open_model, quiet_transformers, share_cores
+
+    if device == "cpu":
+        share_cores()
+    quiet_transformers()
+    model = open_model(source, settings, kv_tokens=kv_tokens, block_size=block_size, seed=seed, device=device)
+    engine = Engine(
+        "auto", model=model, device=model.device.type, ladder=sizes, settings=settings, calibrate=0
+    )  # fmt: skip
+    try:
+        with progress_bar("", quiet=json) as shown:
+            capture(engine, device, shown)
+            shown.add_task(f"measuring what launches take, {seconds:g} s", total=None)
+            costs = calibrate(engine.executor, engine.registry, model, settings, allowance_s=seconds)
+        save_profile(out, costs, model, shlex.join(["kpolicy", *COMMAND.get()]))
+        captured = engine.registry.captured()
+        failed = {str(key): why for key, why in getattr(engine.executor, "capture_errors", {}).items()}
+        totals = {
+            "profile": str(out), "device": device_name(model.device), "model": model_name(model),
+            "graphs": len(captured), "capture_s": sum(engine.registry.record(key).seconds for key in captured),
+            "not_captured": failed,
+        }  # fmt: skip
+    finally:
+        engine.release()
+    if json:
+        print_json({**totals, **_summary(costs)})
+    else:
+        _render(totals, costs)
+    for key, why in list(failed.items())[:3]:
+        sys.stderr.write(f"kpolicy: {key} has no graph and wasn't measured: {why}\n")
+    return 0
+
+
+def _summary(costs: CostTable) -> dict[str, Any]:
+    """What the table says, short."""
+    return {
+        "costs": costs.version,
+        "device_us": {
+            name: {str(size): us for size, us in zip(curve.sizes, curve.us, strict=True)}
+            for name, curve in (("full", costs.full), ("piecewise", costs.piecewise), ("eager", costs.eager))
+        },
+        "host_us": {
+            name: host.base_for(decodes=True, prefills=False) + host.req_us
+            for name, host in (
+                ("full", costs.host_full), ("piecewise", costs.host_piecewise), ("eager", costs.host_eager)
+            )
+        },
+        "decode_attention_us": {"base": costs.decode_attention.base_us, "kv_token": costs.decode_attention.unit_us},
+        "prefill_attention_us": {"base": costs.prefill_attention.base_us, "pair": costs.prefill_attention.unit_us},
+        "overlap_cost": costs.overlap_cost,
+        "step_us": costs.step_us,
+    }  # fmt: skip
+
+
+def _render(totals: dict[str, Any], costs: CostTable) -> None:
+    out, said = console(), _summary(costs)
+    out.print(f"{totals['model']} on {totals['device']}")
+    out.print(f"{totals['graphs']} graphs in {totals['capture_s']:.1f} s")
+    table = grid("mode", "device us, least size", "device us, largest", "host us, one row",
+                 numbers=("device us, least size", "device us, largest", "host us, one row"))  # fmt: skip
+    for mode, curve in said["device_us"].items():
+        (least, first), *_, (most, last) = (*curve.items(), *curve.items())
+        table.add_row(mode, f"{first:,.0f} ({least})", f"{last:,.0f} ({most})", f"{said['host_us'][mode]:,.0f}")
+    show(table, out)
+    out.print(
+        f"attention: {1e3 * costs.decode_attention.unit_us:.3g} ns a KV token of a decode row, "
+        f"{1e6 * costs.prefill_attention.unit_us:.3g} ps a query-key pair of a prompt"
+    )
+    out.print(
+        f"halves beside each other: {costs.overlap_cost:.0%} of the shorter one's time is still paid; "
+        f"{costs.step_us:,.0f} us a step that nothing covers"
+    )
+    out.print(f"written to {totals['profile']}")

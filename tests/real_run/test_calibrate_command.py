@@ -1,0 +1,103 @@
+"""`kpolicy calibrate`, end to end on the CPU."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kpolicy.schemas import read_profile  # noqa: E402
+from tests.cli.conftest import Command  # noqa: E402
+from tests.real_run.helpers import TINY  # noqa: E402
+from tests.real_run.test_command import kpolicy  # noqa: E402, F401
+
+SMALL = ("--max-num-reqs", 4, "--max-num-tokens", 16, "--kv-tokens", 512, "--seconds", 0.3)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def test_a_profile_is_measured(kpolicy: Command, config: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Every mode has times, the profile says where they are from, and other commands decide by it."""
+    out = tmp_path / "profile.json"
+    ended = kpolicy("calibrate", "--model", config, "--out", out, "--ladder", "1,2,4,8,16", "--json", *SMALL)
+    assert (ended.code, ended.err) == (0, "")
+    profile, said = read_profile(out), ended.json
+    assert profile.costs.measured
+    assert said["costs"] == profile.costs.version
+    assert "Qwen3ForCausalLM" in profile.model
+    assert profile.command.startswith("kpolicy calibrate --model")
+    assert said["graphs"] > 5
+    assert said["not_captured"] == {}
+    assert said["device_us"].keys() == said["host_us"].keys() == {"full", "piecewise", "eager"}
+    assert all(us > 0 for curve in said["device_us"].values() for us in curve.values())
+    assert sorted(tmp_path.iterdir()) == [config, out]
+    assert profile.costs.version in kpolicy("explain", "--decodes", 2, "--profile", out).out
+
+
+def test_in_text(kpolicy: Command, config: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Without --json the table is short, and ends with the file."""
+    out = tmp_path / "profile.json"
+    ended = kpolicy("calibrate", "--model", config, "--out", out, "--device", "cpu", *SMALL)
+    assert ended.code == 0
+    assert ended.out.splitlines()[-1] == f"written to {out}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--device", "gpu"), "unknown device 'gpu'"),
+        (("--device", "simulated"), "unknown device 'simulated'"),
+        (("--seconds", "0"), "--seconds is 0"),
+        (("--seconds", "nan"), "--seconds is nan"),
+        (("--kv-tokens", "3"), "--kv-tokens is 3"),
+        (("--ladder", "1,2,x"), "--ladder is"),
+        (("--model", "no/such/model"), "no/such/model"),
+        (("--out", "no/such/folder/p.json"), "can't be written"),
+    ],
+)
+def test_bad_options(
+    arguments: tuple[str, str], said: str, kpolicy: Command, config: Path, tmp_path: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each is one line and exit code 2, and no file is left."""
+    monkeypatch.chdir(tmp_path)
+    given: dict[str, Any] = {"--model": config, "--out": "p.json", **dict([arguments])}
+    ended = kpolicy("calibrate", *[each for pair in given.items() for each in pair])
+    assert ended.code == 2
+    assert said in ended.err
+    assert len(ended.err.splitlines()) == 1
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_a_device_that_is_not_there(kpolicy: Command, config: Path, tmp_path: Path) -> None:  # noqa: F811
+    """cuda without a GPU is an error that says what is there."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    ended = kpolicy("calibrate", "--model", config, "--out", tmp_path / "p.json", "--device", "cuda")
+    assert ended.code == 2
+    assert "isn't there" in ended.err
+
+
+def test_an_interrupt_leaves_no_profile(
+    kpolicy: Command, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    """Cut off while measuring, it ends with 130 and writes nothing."""
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module("kpolicy.serving.calibrate"), "calibrate", interrupted)
+    ended = kpolicy("calibrate", "--model", config, "--out", tmp_path / "p.json", *SMALL)
+    assert ended.code == 130
+    assert list(tmp_path.iterdir()) == [config]

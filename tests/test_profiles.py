@@ -1,0 +1,47 @@
+"""Profiles that ship with kpolicy, and how ``--profile`` finds one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kpolicy.errors import ConfigError, SchemaError, UnknownNameError
+from kpolicy.profiles import find_profile, load_profile, profile_names
+from kpolicy.simulate.cost_models import cost_model
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_profile_reads(name: str) -> None:
+    """Each was measured, says on what, and gives the simulator its costs."""
+    profile = load_profile(name)
+    assert profile.costs.measured
+    assert profile.device
+    assert profile.measured_at
+    assert profile.command.startswith("kpolicy ")
+    assert cost_model(profile=Path(name)).costs == profile.costs
+
+
+def test_there_are_some() -> None:
+    """The package brings at least the smallest model's."""
+    assert "qwen2.5-0.5b-h200" in profile_names()
+
+
+def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has a file of that name means the file."""
+    monkeypatch.chdir(tmp_path)
+    name = profile_names()[0]
+    Path(name).write_text("{")
+    assert find_profile(name) == Path(name)
+    with pytest.raises(SchemaError, match="cut short"):
+        load_profile(name)
+
+
+def test_a_wrong_name_is_told() -> None:
+    """A near miss gets a suggestion; a path that isn't there is a path."""
+    with pytest.raises(UnknownNameError, match=r"did you mean 'qwen2\.5-0\.5b-h200'"):
+        find_profile("qwen2.5-0.5b-h20")
+    with pytest.raises(ConfigError, match="can't read"):
+        load_profile("missing.json")
+    with pytest.raises(ConfigError, match="can't read"):
+        load_profile("no/such/profile")
