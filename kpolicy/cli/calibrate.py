@@ -166,7 +166,8 @@ def _render(totals: dict[str, Any], costs: CostTable) -> None:
     table = grid("mode", "device us, least size", "device us, largest", "host us, one row",
                  numbers=("device us, least size", "device us, largest", "host us, one row"))  # fmt: skip
     for mode, curve in said["device_us"].items():
-        (least, first), *_, (most, last) = (*curve.items(), *curve.items())
+        points: list[tuple[str, float]] = list(curve.items())
+        (least, first), (most, last) = points[0], points[-1]
         table.add_row(mode, f"{first:,.0f} ({least})", f"{last:,.0f} ({most})", f"{said['host_us'][mode]:,.0f}")
     show(table, out)
     out.print(
