@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: run test lint bench oracle clean
+.PHONY: run test lint bench oracle signatures clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kpolicy run $(ARGS)
@@ -29,6 +29,15 @@ oracle: $(VENV)/test.stamp
 	    ls $(ORACLE)/$$(echo $$package | sed 's/==/-/')* >/dev/null 2>&1 || \
 	    $(BIN)/python -m pip download --quiet --no-deps --dest $(ORACLE) $$package; done
 	KPOLICY_ORACLE=$(ORACLE) $(BIN)/python -m pytest -n auto -m oracle $(ARGS)
+
+# The pretended torch_npu against the published wheel (44 MB), whose sources are read and not imported.
+SIGNATURES := .cache/signatures
+NPU_WHEEL = $(SIGNATURES)/torch_npu-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl
+signatures: $(VENV)/test.stamp
+	mkdir -p $(SIGNATURES)
+	ls $(NPU_WHEEL) >/dev/null 2>&1 || $(BIN)/python -m pip download --quiet --no-deps --dest $(SIGNATURES) \
+	    --python-version 3.11 --platform manylinux_2_28_x86_64 --only-binary=:all: torch_npu==2.13.0
+	KPOLICY_TORCH_NPU_WHEEL=$(CURDIR)/$(NPU_WHEEL) $(BIN)/python -m pytest tests/executors_ascend/test_signatures.py $(ARGS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

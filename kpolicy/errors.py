@@ -30,6 +30,7 @@ __all__ = [
     "TraceError",
     "UnknownArchitectureError",
     "UnknownNameError",
+    "UpdateStallError",
     "near_miss",
 ]
 
@@ -152,6 +153,17 @@ class GraphReplayError(KPolicyError):
 
 class StickyDeviceError(KPolicyError):
     """The device is lost to this process. The Engine stops; `requests` go back to the caller."""
+
+
+class UpdateStallError(StickyDeviceError):
+    """A graph waits for rewritten host arguments that never came, so its stream is lost to this process.
+
+    `keys` are the graphs that were replayed last; one of them waits.
+    """
+
+    def __init__(self, keys: Iterable[Any], message: str) -> None:
+        self.keys = tuple(keys)
+        super().__init__(message)
 
 
 class RankError(KPolicyError):

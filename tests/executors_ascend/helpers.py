@@ -10,7 +10,7 @@ from kpolicy.executors.ascend import AscendExecutor
 from kpolicy.keys import GraphKey
 from kpolicy.registry import GraphRegistry
 from kpolicy.serving.ascend import AscendKernels
-from tests.fakes_ascend.npu import fake_torch_npu
+from tests.fakes.torch_npu import fake_torch_npu
 
 __all__ = ["on_ascend", "opened"]
 

@@ -29,8 +29,8 @@ from kpolicy.settings import Settings  # noqa: E402
 from kpolicy.testing import Sequences  # noqa: E402
 from tests.executors_ascend.helpers import on_ascend  # noqa: E402
 from tests.executors_launcher.checker import BLOCK_SIZE, NUM_BLOCKS, load_family  # noqa: E402
-from tests.fakes_ascend.device import Device  # noqa: E402
-from tests.fakes_ascend.npu import NO_STREAMS, OLD_DRIVER, fake_torch_npu  # noqa: E402
+from tests.fakes.device import Device  # noqa: E402
+from tests.fakes.torch_npu import NO_STREAMS, OLD_DRIVER, fake_torch_npu  # noqa: E402
 
 LIMITS = Settings(max_num_reqs=8, max_num_tokens=32)
 KEYS = plan_keys(CaptureSizes((1, 2, 4, 8), (8, 16, 32), (4, 8, 16, 32)), Claims.at_level("mixed"), LIMITS)

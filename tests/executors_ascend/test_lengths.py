@@ -24,7 +24,7 @@ from kpolicy.executors.buffers import PaddedShape  # noqa: E402
 from kpolicy.keys import GraphKey  # noqa: E402
 from kpolicy.modes import Part  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
-from tests.fakes_ascend.npu import NO_STREAMS, OLD_DRIVER, fake_torch_npu  # noqa: E402
+from tests.fakes.torch_npu import NO_STREAMS, OLD_DRIVER, fake_torch_npu  # noqa: E402
 
 TOKENS = TokenLengths("q", "kv", 64)
 

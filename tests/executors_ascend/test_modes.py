@@ -29,7 +29,7 @@ from tests.executors_launcher.checker import (  # noqa: E402
     plan,
 )
 from tests.executors_launcher.conftest import SMALL  # noqa: E402
-from tests.fakes_ascend.npu import fake_torch_npu  # noqa: E402
+from tests.fakes.torch_npu import fake_torch_npu  # noqa: E402
 
 EAGER = Decision(Mode.EAGER, (Launch(Rows.ALL, None),), Reason.POLICY_IS_EAGER)
 

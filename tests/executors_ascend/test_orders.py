@@ -18,8 +18,8 @@ from kpolicy.executors.buffers import PaddedShape
 from kpolicy.executors.step_model import StepContext
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
-from tests.fakes_ascend.device import Device, Entry, every_order, random_order
-from tests.fakes_ascend.npu import fake_torch_npu
+from tests.fakes.device import Device, Entry, every_order, random_order
+from tests.fakes.torch_npu import fake_torch_npu
 
 RULE = TokenLengths("actual_seq_lengths", "actual_seq_lengths_kv", 1 << 20)
 LAYERS = 2
@@ -67,15 +67,22 @@ class Programme:
         graph.capture_end()
         return graph, tasks
 
-    def step(self, stage: str, length: int, *, beside: bool = False) -> None:
-        """A step whose row has that KV length, on the main stream or, beside, on another that waited for it."""
+    def step(self, stage: str, length: int, *, beside: bool = False, joined: bool = True) -> None:
+        """A step whose row has that KV length, on the main stream or beside it.
+
+        Args:
+            stage: which graph.
+            length: the row's.
+            beside: on another stream, which waits for the main one before, and it for that after, unless not joined.
+            joined: see beside.
+        """
         npu, (graph, tasks) = self.device_module.npu, self.graphs[stage]
         stream = self.others[0] if beside else self.stream
-        if beside:
+        if beside and joined:
             stream.wait_stream(self.stream)
         with npu.stream(stream):
             self.updater.replay(graph, tasks, HostRows([1], [length]), stream)
-        if beside:
+        if beside and joined:
             self.stream.wait_stream(stream)
         self.expected[self.chip.replays] = length
 
@@ -114,6 +121,56 @@ def test_a_graph_that_moves_between_streams_is_waited_for_where_it_ran(order: Up
         programme.step("main", length, beside=beside)
     found = every_order(programme.entries, programme.chip.state, programme.right)
     assert found.sound, found
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_streams_that_do_not_wait_for_each_other_are_no_matter(order: UpdateOrder) -> None:
+    """The graph's own last stream is waited for, whatever the launcher does between its streams."""
+    programme = Programme(order, UpdateWay.TASK_GROUPS)
+    for length, beside in ((5, True), (6, False), (7, True)):
+        programme.step("main", length, beside=beside, joined=False)
+    assert _found(programme).sound
+
+
+def _found(programme: Programme) -> Any:
+    return every_order(programme.entries, programme.chip.state, programme.right)
+
+
+def impatient(order: UpdateOrder, updater: type[Updater] = Updater) -> Programme:
+    """Three steps on a device whose events must be signalled before they are waited for."""
+    programme = three_steps(order, UpdateWay.TASK_GROUPS, updater)
+    programme.chip.state.patient = False
+    return programme
+
+
+def test_where_events_must_be_signalled_first_only_update_first_is_sound() -> None:
+    """There a wait that comes early doesn't block: replaying first reads stale lengths, updating first doesn't."""
+    assert _found(impatient(UpdateOrder.UPDATE_FIRST)).sound
+    for order in (UpdateOrder.REPLAY_FENCED, UpdateOrder.REPLAY_BARRIER):
+        assert _found(impatient(order)).stale
+
+
+def test_update_first_needs_the_wait_for_the_update_there() -> None:
+    """Without the launching stream's wait for the update stream the graph reads stale lengths on such a device."""
+    assert _found(impatient(UpdateOrder.UPDATE_FIRST, _NoReturnFence)).stale
+
+
+class _ForgetsLastStream(Updater):
+    """The stream on which the graph ran last isn't waited for."""
+
+    def replay(self, graph: Any, tasks: GraphTasks, rows: HostRows, stream: Any) -> None:
+        tasks.last_stream = None
+        super().replay(graph, tasks, rows, stream)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_the_last_stream_must_be_waited_for(order: UpdateOrder) -> None:
+    """Without that, a graph that moves between streams that don't wait for each other hangs or reads stale lengths."""
+    programme = Programme(order, UpdateWay.TASK_GROUPS, updater=_ForgetsLastStream)
+    for length, beside in ((5, True), (6, False), (7, True)):
+        programme.step("main", length, beside=beside, joined=False)
+    found = _found(programme)
+    assert found.hangs or found.stale
 
 
 class _NoFence(Updater):
@@ -180,6 +237,29 @@ class _NoSignal(Updater):
                     task.event.record(self.stream)
 
 
+class _WrongStream(Updater):
+    """Tasks are rewritten on the stream that the graph runs on, behind the graph."""
+
+    def _update(self, graph: Any, tasks: GraphTasks, values: Any) -> None:
+        stream = tasks.last_stream
+        for task, arguments in zip(tasks.tasks, values, strict=True):
+            self._library.graph_task_update_begin(stream, task.handle)
+            task.launch(arguments)
+            self._library.graph_task_update_end(stream)
+            task.event.record(stream)
+
+
+class _WrongCurrentStream(Updater):
+    """Operators are launched without making the update stream the current one."""
+
+    def _update(self, graph: Any, tasks: GraphTasks, values: Any) -> None:
+        for task, arguments in zip(tasks.tasks, values, strict=True):
+            self._library.graph_task_update_begin(self.stream, task.handle)
+            task.launch(arguments)
+            self._library.graph_task_update_end(self.stream)
+            task.event.record(self.stream)
+
+
 BROKEN: list[tuple[UpdateOrder, type[Updater], str]] = [
     (UpdateOrder.REPLAY_FENCED, _NoFence, "hangs"),
     (UpdateOrder.REPLAY_FENCED, _NoFence, "stale"),
@@ -189,6 +269,10 @@ BROKEN: list[tuple[UpdateOrder, type[Updater], str]] = [
     (UpdateOrder.REPLAY_BARRIER, _SignalFirst, "stale"),
     (UpdateOrder.REPLAY_FENCED, _HalfUpdated, "stale"),
     (UpdateOrder.REPLAY_FENCED, _NoSignal, "hangs"),
+    (UpdateOrder.UPDATE_FIRST, _NoSignal, "hangs"),
+    (UpdateOrder.REPLAY_FENCED, _WrongStream, "hangs"),
+    (UpdateOrder.REPLAY_BARRIER, _WrongStream, "hangs"),
+    (UpdateOrder.REPLAY_FENCED, _WrongCurrentStream, "stale"),
 ]
 
 
@@ -213,7 +297,8 @@ def schedule(seed: int, order: UpdateOrder, updater: type[Updater] = Updater) ->
     way = rng.choice(WAYS) if updater is Updater else UpdateWay.TASK_GROUPS
     programme = Programme(order, way, ("main", "draft"), updater)
     for step in range(rng.randint(3, 12)):
-        programme.step(rng.choice(("main", "draft")), 5 + step, beside=rng.random() < 0.3)
+        beside, joined = rng.random() < 0.3, rng.random() < 0.5
+        programme.step(rng.choice(("main", "draft")), 5 + step, beside=beside, joined=joined)
     return random_order(programme.entries, programme.chip.state, programme.right, rng)
 
 

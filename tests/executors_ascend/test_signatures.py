@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.fakes_ascend.npu import HANDLED, fake_torch_npu
-from tests.fakes_ascend.signatures import OPERATORS, of_wheel, recorded
+from tests.fakes.signatures import OPERATORS, of_wheel, recorded
+from tests.fakes.torch_npu import HANDLED, fake_torch_npu
 
 RECORDED = recorded()
 PYTHON: dict[str, Any] = {name: given for source in RECORDED["python"].values() for name, given in source.items()}
@@ -86,5 +86,5 @@ def test_handlers_are_the_published_ones() -> None:
 
 @pytest.mark.skipif("KPOLICY_TORCH_NPU_WHEEL" not in os.environ, reason="KPOLICY_TORCH_NPU_WHEEL names no wheel")
 def test_recorded_signatures_are_the_wheels() -> None:
-    """What is recorded is what the wheel has now; see `tests/fakes_ascend/signatures.py`."""
+    """What is recorded is what the wheel has now; see `tests/fakes/signatures.py`."""
     assert of_wheel(Path(os.environ["KPOLICY_TORCH_NPU_WHEEL"])) == RECORDED

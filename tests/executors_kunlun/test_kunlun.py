@@ -26,7 +26,7 @@ from kpolicy.testing import EXECUTOR_CHECKS  # noqa: E402
 from tests.executors_ascend.helpers import on_ascend  # noqa: E402
 from tests.executors_launcher.checker import Checker, batcher_steps, drafting_steps, load_family, plan  # noqa: E402
 from tests.executors_launcher.conftest import SMALL  # noqa: E402
-from tests.fakes_ascend.npu import fake_torch_npu  # noqa: E402
+from tests.fakes.torch_npu import fake_torch_npu  # noqa: E402
 
 SOUND = {"XMLIR_FORCE_USE_XPU_GRAPH": "1", "XMLIR_ENABLE_MOCK_TORCH_COMPILE": "false"}
 

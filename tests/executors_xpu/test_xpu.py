@@ -16,7 +16,7 @@ from kpolicy.executors.xpu import XpuAdapter, XpuExecutor  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphRegistry  # noqa: E402
 from tests.executors_launcher.checker import Checker, batcher_steps, load_family, plan  # noqa: E402
-from tests.fakes_ascend.npu import fake_torch_npu  # noqa: E402
+from tests.fakes.torch_npu import fake_torch_npu  # noqa: E402
 
 
 def fake_xpu() -> Any:

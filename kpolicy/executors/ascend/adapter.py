@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from kpolicy.errors import CaptureError, ConfigError, UnknownNameError
+from kpolicy.errors import CaptureError, ConfigError, UnknownNameError, UpdateStallError
 from kpolicy.executors.ascend.failures import advice, classify
 from kpolicy.executors.ascend.lengths import NO_ROWS, HostRows
 from kpolicy.executors.ascend.tasks import GraphTasks, TaskStore, UpdateWay, recording_tasks
-from kpolicy.executors.ascend.updates import UpdateOrder, Updater
+from kpolicy.executors.ascend.updates import TIMEOUT_S, UpdateOrder, Updater
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.adapter import CudaGraph, Statics
 from kpolicy.executors.device import Failure
@@ -83,6 +83,7 @@ class AscendAdapter(StreamAdapter):
         library: torch_npu, or what stands in for it; with one, tensors may be on any device.
         update_order: which comes first at a replay, and what keeps steps apart; see `UpdateOrder`.
         update_way: how host arguments are rewritten; the first that this torch_npu has where None.
+        update_timeout_s: seconds after which a stream that isn't done counts as stalled; see `Updater.finish`.
         check, statics, faults: as `CudaAdapter` has them.
 
     Attributes:
@@ -96,8 +97,8 @@ class AscendAdapter(StreamAdapter):
 
     def __init__(
         self, device: Any = "npu", *, library: Any = None, update_order: str | UpdateOrder = UpdateOrder.REPLAY_FENCED,
-        update_way: str | UpdateWay | None = None, check: bool = False, statics: Statics | None = None,
-        faults: Iterable[Fault | str] = (),
+        update_way: str | UpdateWay | None = None, update_timeout_s: float = TIMEOUT_S, check: bool = False,
+        statics: Statics | None = None, faults: Iterable[Fault | str] = (),
     ) -> None:  # fmt: skip
         order = UpdateOrder.of(update_order)
         given = library is not None
@@ -107,10 +108,11 @@ class AscendAdapter(StreamAdapter):
         self.way = _way(self.device_module, update_way)
         self.store = TaskStore()
         self.rows = NO_ROWS
-        self._updater = Updater(self.device_module, update_stream(self.torch_npu, at), order)
+        self._updater = Updater(self.device_module, update_stream(self.torch_npu, at), order, update_timeout_s)
         self._key: GraphKey | None = None
         self._tasks: GraphTasks | None = None
         self._noting: AbstractContextManager[None] | None = None
+        self._stall: UpdateStallError | None = None
 
     @property
     def order(self) -> UpdateOrder:
@@ -193,6 +195,24 @@ class AscendAdapter(StreamAdapter):
     def _updated(self, recorded: Any, tasks: GraphTasks) -> None:
         """Replay with the launch's own host arguments."""
         self._updater.replay(recorded, tasks, self.rows, self._current())
+
+    def finish(self, point: Any) -> None:
+        """Block the host until an event of the library is done.
+
+        Raises:
+            UpdateStallError: it isn't, and graphs that wait for their updates may be why; also in every later call.
+        """
+        self._check_lost()
+        try:
+            self._updater.finish(point)
+        except UpdateStallError as stall:
+            self._stall = stall
+            raise
+
+    def _check_lost(self) -> None:
+        if self._stall is not None:
+            raise self._stall
+        super()._check_lost()
 
     def discard(self, pool: Any, graphs: Sequence[Any]) -> None:
         self._forget(graphs)

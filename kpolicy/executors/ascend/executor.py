@@ -24,7 +24,7 @@ from kpolicy.executors.ascend.adapter import AscendAdapter
 from kpolicy.executors.ascend.launcher import AscendLauncher
 from kpolicy.executors.ascend.replan import Demand, fitting
 from kpolicy.executors.ascend.stack import detect_parallel, detect_stack, model_shape, stack_budget
-from kpolicy.executors.ascend.updates import UpdateOrder
+from kpolicy.executors.ascend.updates import TIMEOUT_S, UpdateOrder
 from kpolicy.executors.base import CaptureReport
 from kpolicy.executors.runner import ModeRunner
 from kpolicy.executors.simulated import Fault
@@ -68,6 +68,7 @@ class AscendExecutor(ModeRunner):
         max_num_reqs: most rows of a launch that replays; the model's own by default.
         update_order: see `UpdateOrder`.
         update_way: see `UpdateWay`; the first that this torch_npu has by default.
+        update_timeout_s: seconds after which a step that doesn't end counts as stalled, and the device as lost.
         budget: what graphs may take: ``"auto"`` for what the stack allows, a `BudgetModel`, or None for no advice: then
             only the device itself says when it is full.
         stack: device and software versions; found out by default.
@@ -94,6 +95,7 @@ class AscendExecutor(ModeRunner):
         max_num_reqs: int | None = None,
         update_order: str | UpdateOrder = UpdateOrder.REPLAY_FENCED,
         update_way: str | None = None,
+        update_timeout_s: float = TIMEOUT_S,
         budget: BudgetModel | str | None = "auto",
         stack: AscendStack | None = None,
         shape: ModelShape | None = None,
@@ -106,8 +108,9 @@ class AscendExecutor(ModeRunner):
     ) -> None:
         at = getattr(model, "device", "npu") if device is None else device
         self.adapter = AscendAdapter(
-            at, library=library, update_order=update_order, update_way=update_way, check=check,
-            statics=getattr(model, "static_tensors", None), faults=faults,
+            at, library=library, update_order=update_order, update_way=update_way,
+            update_timeout_s=update_timeout_s, check=check, statics=getattr(model, "static_tensors", None),
+            faults=faults,
         )  # fmt: skip
         self.model = model
         self.replans: list[Replan] = []

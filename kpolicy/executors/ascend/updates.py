@@ -15,24 +15,40 @@ replay of that graph is over on the device:
 * `UPDATE_FIRST`: as the first, but tasks are rewritten and signalled before the graph is launched, and the launching
   stream waits for that. For devices whose events must be signalled before they are waited for (vllm-ascend #8636).
 
-A graph that ran on another stream last is waited for there too. One update stream serves all graphs of a device, main
-model and draft alike, so their signals come in the order of their launches. `tests/executors_ascend/test_orders.py`
-enumerates every order in which the device can take the commands, and shows that without either rule it hangs.
+Should a signal be lost all the same (a driver that orders commands otherwise, another library that updates our
+graphs), the graph waits for ever, and with it the host. So whoever waits for a stream here asks it again and again
+instead, and gives up after `timeout_s` with an `UpdateStallError`. The waiting graphs are signalled then, so that the
+process can end.
+
+A graph that ran on another stream last: the launching stream waits for that first. One update stream serves all graphs
+of a device, main model and draft alike, so their signals come in the order of their launches.
+`tests/executors_ascend/test_orders.py` enumerates every order in which the device can take the commands, and shows that
+without either rule it hangs.
 
 Unverified on hardware.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from math import isfinite
 from typing import Any
 
-from kpolicy.errors import ConfigError, RegistryError
+from kpolicy.errors import ConfigError, RegistryError, UpdateStallError
 from kpolicy.executors.ascend.lengths import HostRows
 from kpolicy.executors.ascend.tasks import GraphTasks, UpdateWay
 
-__all__ = ["UpdateOrder", "Updater"]
+__all__ = ["TIMEOUT_S", "UpdateOrder", "Updater"]
+
+TIMEOUT_S = 120.0
+"""Seconds after which a stream that isn't done counts as stalled; vendor libraries give up on collectives later."""
+_EAGER_S = 0.05
+"""Seconds for which a stream is asked without a pause in between"""
+_RECENT = 4
+"""Graphs that an error names: those replayed last"""
 
 
 class UpdateOrder(str, Enum):
@@ -65,12 +81,22 @@ class Updater:
         library: `torch_npu.npu`.
         stream: the device's update stream; see `update_stream`.
         order: see the module.
+        timeout_s: seconds after which a stream that isn't done counts as stalled.
+
+    Raises:
+        ConfigError: timeout_s isn't a positive number of seconds.
     """
 
-    def __init__(self, library: Any, stream: Any, order: UpdateOrder = UpdateOrder.REPLAY_FENCED) -> None:
+    def __init__(
+        self, library: Any, stream: Any, order: UpdateOrder = UpdateOrder.REPLAY_FENCED, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        if not (timeout_s > 0 and isfinite(timeout_s)):
+            raise ConfigError(f"update_timeout_s is {timeout_s!r}; give a positive number of seconds, such as 120.")
         self._library = library
         self.stream = stream
         self.order = order
+        self.timeout_s = timeout_s
+        self._recent: deque[tuple[Any, GraphTasks]] = deque(maxlen=_RECENT)
 
     def replay(self, graph: Any, tasks: GraphTasks, rows: HostRows, stream: Any) -> None:
         """Replay a graph on the current stream with those rows' host arguments.
@@ -83,18 +109,20 @@ class Updater:
 
         Raises:
             GraphReplayError: the rows can't be padded to the graph's shape; nothing was launched.
+            UpdateStallError: with the barrier, the step before doesn't end.
         """
         values = tasks.values(rows)
         before = tasks.last_stream
-        streams = [stream] if before is None or before == stream else [stream, before]
         updating = self._update_stream(graph, tasks)
+        if before is not None and before != stream:
+            # Two replays of one graph at once would take each other's signals.
+            self._fence(before, stream)
         if self.order is UpdateOrder.REPLAY_BARRIER:
-            for each in streams:
-                each.synchronize()
+            self.finish(stream)
         else:
-            for each in streams:
-                self._fence(each, updating)
+            self._fence(stream, updating)
         tasks.last_stream = stream
+        self._recent.append((graph, tasks))
         if self.order is UpdateOrder.UPDATE_FIRST:
             self._update(graph, tasks, values)
             self._fence(updating, stream)
@@ -102,6 +130,50 @@ class Updater:
         else:
             graph.replay()
             self._update(graph, tasks, values)
+
+    def finish(self, point: Any) -> None:
+        """Block the host until an event, or a stream, is done.
+
+        Raises:
+            UpdateStallError: it isn't after the time limit, and graphs with tasks were replayed. They are signalled, so
+                that the device goes on; what they computed is worthless.
+        """
+        if not self._recent:
+            point.synchronize()
+            return
+        start = time.monotonic()
+        while not point.query():
+            waited = time.monotonic() - start
+            if waited > self.timeout_s:
+                raise self._stalled(waited)
+            time.sleep(0 if waited < _EAGER_S else 1e-3)
+        point.synchronize()  # raises what the work before it raised
+
+    def _stalled(self, waited: float) -> UpdateStallError:
+        recent = list(self._recent)
+        self._recent.clear()
+        self._free(recent)
+        keys = list(dict.fromkeys(tasks.key for _, tasks in reversed(recent)))
+        ways = ", ".join(dict.fromkeys(str(tasks.way) for _, tasks in recent))
+        return UpdateStallError(
+            keys,
+            f"a stream isn't done after {waited:.3g} s (update_timeout_s={self.timeout_s:g}), so a graph likely waits "
+            f"for host arguments that were never signalled. Replayed last: {', '.join(map(str, keys))}; order "
+            f"{self.order}, way {ways}. The step's results are lost. Start a new process with another update_order "
+            f"(known: {', '.join(map(str, UpdateOrder))}), or raise update_timeout_s if steps may take so long.",
+        )
+
+    def _free(self, recent: Sequence[tuple[Any, GraphTasks]]) -> None:
+        """Signal every task of those replays, on a stream that waits for nothing."""
+        stream = self._library.Stream()
+        for graph, tasks in recent:
+            if tasks.way is UpdateWay.WHOLE_GRAPH:
+                records = getattr(getattr(graph, "graph_dispatch_mode", None), "graph_dispatch_records", ())
+                events = [record.event for record in records]
+            else:
+                events = [task.event for task in tasks.tasks]
+            for event in events:
+                event.record(stream)
 
     def _update_stream(self, graph: Any, tasks: GraphTasks) -> Any:
         """The stream that rewrites the graph's tasks: torch_npu has one of its own for all graphs."""

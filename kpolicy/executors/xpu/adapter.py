@@ -58,7 +58,7 @@ class StreamEvent:
     def wait(self) -> None:
         """Block the host until the stream has passed it. Raises as `done`."""
         try:
-            self._event.synchronize()
+            self._adapter.finish(self._event)
         except RuntimeError as error:
             raise self._meant(error) from error
 
@@ -140,6 +140,10 @@ class StreamAdapter(CudaAdapter):
 
     def wait(self, event: Any) -> None:
         event.hold(self._current())
+
+    def finish(self, point: Any) -> None:
+        """Block the host until the library's event, or stream, is done."""
+        point.synchronize()
 
     def occupy(self, us: float) -> None:
         """Nothing: no library but CUDA's is known to have work of a given length."""

@@ -4,7 +4,7 @@ r"""Signatures of torch_npu from its wheel, read without importing it: `recorded
 
     pip download torch_npu==2.13.0 --no-deps --python-version 3.11 --platform manylinux_2_28_x86_64 \
         --only-binary=:all: -d DIR
-    python -m tests.fakes_ascend.signatures DIR/torch_npu-2.13.0-*.whl
+    python -m tests.fakes.signatures DIR/torch_npu-2.13.0-*.whl
 
 Python's are read from the sources, operators' schemas from the strings of the library.
 """

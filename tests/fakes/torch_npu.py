@@ -11,13 +11,13 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kpolicy.executors.cpu.arena import Arena
 from kpolicy.executors.cpu.recorder import Recorder
-from tests.fakes_ascend.device import Command, Device
+from tests.fakes.device import Command, Device
 
 NO_STREAMS = (
     "NPU function error: aclmdlRICaptureBegin, error code is 207008\n[ERROR] Stream resources are insufficient.\n"
@@ -35,12 +35,20 @@ HANDLED = frozenset({
 """Operators that `NPUGraph.update` has handlers for, in `torch_npu/npu/_npugraph_handlers`"""
 
 
+class _Record(NamedTuple):
+    """One operator that a dispatcher saw."""
+
+    event: Any
+    handle: Any
+    kwargs: dict[str, Any]
+
+
 class _Dispatcher:
     """What sees operators while a graph is captured with ``auto_dispatch_capture``."""
 
     def __init__(self, update_stream: Any) -> None:
         self.update_stream = update_stream
-        self.graph_dispatch_records: list[Any] = []
+        self.graph_dispatch_records: list[_Record] = []
         self.entered = False
 
     def __enter__(self) -> Any:
@@ -107,6 +115,7 @@ def fake_torch_npu(
         error: what a capture says where streams have run out.
     """
     chip = Device() if device is None else device
+    chip.around = torch.inference_mode
     arenas: dict[int, Arena] = {}
     state = SimpleNamespace(current=None, capture=None, numbers=0, handles=0, updating=None)
 
@@ -128,6 +137,8 @@ def fake_torch_npu(
             return event
 
         def query(self) -> bool:
+            if not chip.runs:
+                chip.drain(self.number)  # who asks until it is done waits
             return not list(chip.waiting(self.number))
 
         def synchronize(self) -> None:
@@ -313,21 +324,23 @@ def fake_torch_npu(
         return task
 
     def graph_task_update_begin(stream: Any, handle: Any) -> None:
-        assert state.updating is None, "one update in another"
-        assert state.current == stream, "operators of an update run on another stream"
-        assert isinstance(handle, Task), "an update of no task"
-        state.updating = handle
+        if state.updating is not None or not isinstance(handle, Task):
+            raise RuntimeError("aclmdlRICaptureTaskUpdateBegin failed, error code is 107003")
+        state.updating = handle, stream.number
 
     def graph_task_update_end(stream: Any) -> None:
+        if state.updating is None or state.updating[1] != stream.number:
+            raise RuntimeError("aclmdlRICaptureTaskUpdateEnd failed, error code is 107003")
         state.updating = None
 
     def launch(name: str, run: Callable[[Any], None] | None, arguments: dict[str, Any]) -> None:
         """Launch an operator that reads those arguments on the host."""
         capture = state.capture
-        if state.updating is not None:
+        if state.updating is not None and state.updating[1] == state.current.number:
             # The workspace and outputs are those of the capture; only arguments change.
-            chip.put(state.current.number, Command("update", state.updating, dict(arguments)))
+            chip.put(state.current.number, Command("update", state.updating[0], dict(arguments)))
             return
+        # On another stream than the update's an operator is work like any other, and the task keeps its arguments.
         if capture is None:
             if run is not None:
                 chip.put(state.current.number, Command("work", lambda: run(arguments)))
@@ -347,7 +360,7 @@ def fake_torch_npu(
         capture.nodes.append(Command("task", task))
         capture.resume()
         if automatic:
-            capture.graph.graph_dispatch_mode.graph_dispatch_records.append((event, task, dict(arguments)))
+            capture.graph.graph_dispatch_mode.graph_dispatch_records.append(_Record(event, task, dict(arguments)))
 
     def synchronize(device: Any = None) -> None:
         _outside_capture("aclrtSynchronizeDevice")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 
@@ -35,9 +36,14 @@ class Entry(NamedTuple):
 
 
 class State:
-    """What commands change."""
+    """What commands change.
 
-    def __init__(self) -> None:
+    Args:
+        patient: whether a wait for a flag that is down blocks; where not, it passes, as in soft-sliced devices.
+    """
+
+    def __init__(self, *, patient: bool = True) -> None:
+        self.patient = patient
         self.serials: dict[Any, int] = {}
         self.flags: set[Any] = set()
         self.arguments: dict[Any, Any] = {}
@@ -45,7 +51,7 @@ class State:
         """(task, the replay's number, the arguments it read)"""
 
     def copy(self) -> State:
-        other = State()
+        other = State(patient=self.patient)
         other.serials, other.flags = dict(self.serials), set(self.flags)
         other.arguments = dict(self.arguments)
         return other
@@ -53,7 +59,7 @@ class State:
     def ready(self, command: Command) -> bool:
         if command.kind == "wait":
             return self.serials.get(command.on, 0) >= command.value
-        return command.kind != "block" or command.on in self.flags
+        return command.kind != "block" or command.on in self.flags or not self.patient
 
     def run(self, command: Command) -> None:
         kind, on, value = command
@@ -192,6 +198,8 @@ class Device:
         self.replays = 0
         self._queues: dict[int, list[Command]] = {}
         self._serial = 0
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """What commands run in, whoever's call let them go on"""
 
     def put(self, stream: int, command: Command) -> None:
         if not self.runs:
@@ -205,6 +213,10 @@ class Device:
         return self._serial
 
     def progress(self) -> None:
+        with self.around():
+            self._progress()
+
+    def _progress(self) -> None:
         moved = True
         while moved:
             moved = False

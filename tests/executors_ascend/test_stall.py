@@ -1,0 +1,106 @@
+"""A graph that waits for ever: whoever waits for its step gets a named error after the time limit, not a hang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kpolicy.engine import Engine  # noqa: E402
+from kpolicy.errors import ConfigError, StickyDeviceError, UpdateStallError  # noqa: E402
+from kpolicy.executors.ascend import AscendAdapter, AscendExecutor, UpdateOrder  # noqa: E402
+from kpolicy.executors.ascend.updates import Updater  # noqa: E402
+from kpolicy.testing import Sequences  # noqa: E402
+from tests.executors_ascend.helpers import on_ascend  # noqa: E402
+from tests.executors_ascend.test_orders import _NoSignal, _WrongStream  # noqa: E402
+from tests.executors_launcher.checker import BLOCK_SIZE, NUM_BLOCKS, load_family  # noqa: E402
+from tests.fakes.torch_npu import fake_torch_npu  # noqa: E402
+
+LIMIT_S = 0.2
+
+
+def serving(order: str, way: str, updater: type[Updater] | None) -> tuple[Engine, Any, Any]:
+    """An Engine whose graphs are captured, the library, and the inputs of decode steps to come."""
+    model, library = on_ascend(load_family("llama"))
+    executor = AscendExecutor(
+        model, library=library, update_order=order, update_way=way, update_timeout_s=LIMIT_S
+    )  # fmt: skip
+    if updater is not None:
+        adapter = executor.adapter
+        adapter._updater = updater(library.npu, adapter._updater.stream, UpdateOrder(order), LIMIT_S)
+    engine = Engine("full", executor=executor, ladder=[8], calibrate=0)
+    engine.capture()
+    sequences = Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, vocab=128)
+    first = sequences.start()
+
+    def steps() -> Any:
+        rows = [sequences.chunk(first, 6)]
+        while True:
+            yield sequences.inputs(rows)
+            sequences.advance(rows, accepted=1)
+            rows = [sequences.decode(first, 1)]
+
+    return engine, library, steps()
+
+
+def _nothing(self: Any, cpu_update_input: Any) -> None:
+    """An update that rewrites and signals nothing."""
+
+
+@pytest.mark.parametrize("updater", [_NoSignal, _WrongStream])
+@pytest.mark.parametrize("order", ["replay_fenced", "replay_barrier"])
+def test_a_stalled_update_is_a_named_error_after_the_limit(order: str, updater: type[Updater]) -> None:
+    """The error names the graphs, the order, the limit and the next step; the Engine stops, and the device is free."""
+    engine, library, steps = serving(order, "task_groups", updater)
+    outputs = engine.step(next(steps))
+    with pytest.raises(UpdateStallError, match=r"update_timeout_s=0\.2.*FULL.*replay_") as caught:
+        outputs.outputs[0].tolist()
+    assert set(outputs.decision.keys) <= set(caught.value.keys)
+    with pytest.raises(StickyDeviceError):
+        engine.step(next(steps))
+    # The graph was let go, so that the process can end.
+    library.npu.synchronize()
+    engine.release()
+
+
+def test_a_stalled_whole_graph_update_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likewise where torch_npu owns the events."""
+    engine, library, steps = serving("replay_fenced", "whole_graph", None)
+    monkeypatch.setattr(library.npu.NPUGraph, "update", _nothing)
+    outputs = engine.step(next(steps))
+    with pytest.raises(UpdateStallError, match="whole_graph"):
+        outputs.ready[0].wait()
+    library.npu.synchronize()
+
+
+def test_the_barrier_itself_does_not_hang() -> None:
+    """With the host barrier, a step after one that stalled finds out where it waits, before anything is launched."""
+    engine, library, steps = serving("replay_barrier", "task_groups", _NoSignal)
+    executor: Any = engine.executor
+    inputs = next(steps)
+    decision = engine.compiled.select(*inputs.numbers)
+    executor.run(decision, inputs)
+    replays = library.chip.replays
+    with pytest.raises(UpdateStallError):
+        executor.run(decision, inputs)
+    assert library.chip.replays == replays
+
+
+@pytest.mark.parametrize("order", list(UpdateOrder), ids=str)
+def test_sound_orders_are_not_taken_for_stalls(order: UpdateOrder) -> None:
+    """With updates as they should be, waiting ends with the step."""
+    engine, _, steps = serving(str(order), "task_groups", None)
+    for _ in range(5):
+        outputs = engine.step(next(steps))
+        outputs.ready[0].wait()
+        assert torch.isfinite(outputs.outputs[0]).all()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+def test_a_limit_that_is_none_is_refused(timeout: float) -> None:
+    """Without a limit a stall would hang."""
+    with pytest.raises(ConfigError, match="update_timeout_s"):
+        AscendAdapter("cpu", library=fake_torch_npu(), update_timeout_s=timeout)
