@@ -2,10 +2,12 @@
 
 Run from the repository root, with a profile and step logs that one machine measured::
 
-    kpolicy run --policy auto --policy vllm --save-profile P.json --step-log S.jsonl ...
-    python -m benchmarks.fidelity --profile P.json --log S-auto.jsonl --log S-vllm.jsonl --date YYYY-MM-DD
+    kpolicy run --policy auto --policy vllm --trace T --rate X --save-profile P.json --step-log S.jsonl --json > R.json
+    python -m benchmarks.fidelity --profile P.json --log S-auto.jsonl --log S-vllm.jsonl --run R.json --trace T --date D
 
-A step log's times are the executor's. The ranking is by the mean time of a step's decode token, measured and expected.
+A step log's times are the executor's: each step is costed again by the profile. With ``--run`` the same arrivals are
+simulated too, with nothing but the profile and what the run's scheduler took a step (its ``outside_us``), and the
+median time to first token, the median gap and the ranking of policies are held to the run's.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from typing import Any
 import attrs
 
 import kpolicy
+from kpolicy.attention import Claims
+from kpolicy.costs import CostTable
+from kpolicy.scheduling.traces import read_trace
 from kpolicy.schemas import StepEntry, read_profile, read_step_log
+from kpolicy.settings import Settings
+from kpolicy.simulate import Server, simulate
 from kpolicy.simulate.fidelity import expected_cost, fidelity, same_ranking
 
 RESULT = Path(__file__).parent / "results" / "fidelity.json"
@@ -30,10 +37,60 @@ def per_token_us(entries: tuple[StepEntry, ...], times: list[float]) -> float:
     return sum(times) / sum(each.shape.numbers.total_tokens for each in entries)
 
 
+def latencies(run: dict[str, Any], trace: Path, start_s: float, window_s: float, costs: CostTable) -> dict[str, Any]:
+    """By policy, what the run measured and what simulating its arrivals gives: milliseconds and their error; steps.
+
+    Args:
+        run: what ``kpolicy run --json`` printed.
+        trace: the file that it served.
+        start_s: second of the trace that it started at.
+        window_s: seconds of it.
+        costs: the profile's.
+    """
+    setting = run["setting"]
+    claims = Claims.at_level(setting["attention"].partition(",")[0])
+    settings = Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"])
+    requests = read_trace(trace).window(start_s, window_s).limited(setting["max_model_len"]).scaled(setting["rate"])
+    found = {}
+    for each in run["policies"]:
+        server = Server(
+            settings=settings, kv_tokens=setting["kv_tokens"], block_size=setting["block_size"], warm=True,
+            kv_bytes_per_token=None, scheduler_us=each["outside_us"] / each["steps"],
+        )  # fmt: skip
+        simulated = simulate(requests, each["policy"], server=server, costs=costs, attention=claims)
+        # Both sides have the scheduler's own time, a step's and the run's.
+        pairs = {
+            "ttft_p50_ms": (each["ttft_us"][0], simulated.ttft.p50),
+            "gap_p50_ms": (each["gap_us"][0], simulated.gap.p50),
+            "busy_ms": (each["step_us"] + each["outside_us"], simulated.step_us),
+            "span_ms": (each["span_s"] * 1e6, simulated.span_s * 1e6),
+        }
+        found[each["policy"]] = {
+            name: {
+                "measured": round(measured / 1e3, 3), "simulated": round(expected / 1e3, 3),
+                "error": round(expected / measured - 1, 4),
+            }
+            for name, (measured, expected) in pairs.items()
+        } | {"steps": {"measured": each["steps"], "simulated": simulated.steps}}  # fmt: skip
+    return found
+
+
+def ranked_wrong(found: dict[str, Any], name: str) -> list[tuple[str, str]]:
+    """Pairs of policies that the simulation ranks the other way round by that figure."""
+    measured, simulated = (
+        {policy: each[name][side] for policy, each in found.items()} for side in ("measured", "simulated")
+    )
+    return same_ranking(measured, simulated, tie=0.02)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--log", type=Path, action="append", required=True)
+    parser.add_argument("--run", type=Path, help="what kpolicy run --json printed, for latencies; with --trace")
+    parser.add_argument("--trace", type=Path, help="the trace that it served")
+    parser.add_argument("--start", type=float, default=0.0, help="second of the trace that it started at")
+    parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace that it served")
     parser.add_argument("--name", default="", help="names the result file, fidelity-NAME.json, for another device")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     arguments = parser.parse_args()
@@ -60,7 +117,18 @@ def main() -> int:
                 f"{row.median_error:6.1%}  bias {row.bias:+6.1%}  p50 {row.gap_p50_error:6.1%}"
             )
     wrong = same_ranking(measured, expected, tie=0.02)
-    print("ranking:", "the same" if not wrong else f"wrong for {wrong}")
+    print("ranking by time a token:", wrong or "the same")
+    served: dict[str, Any] = {}
+    if arguments.run is not None:
+        run = json.loads(arguments.run.read_text())
+        found = latencies(run, arguments.trace, arguments.start, arguments.window, profile.costs)
+        figures = [name for name in next(iter(found.values())) if name != "steps"]
+        served = {"policies": found, "ranked_wrong": {name: ranked_wrong(found, name) for name in figures}}
+        for policy, each in found.items():
+            print(
+                policy, *(f"{name} {each[name]['measured']:,.2f} / {each[name]['simulated']:,.2f}" for name in figures)
+            )
+        print("ranking by latency:", served["ranked_wrong"])
     if arguments.date:
         written = {
             "what": "step times of a cost table against those measured, by mode and regime",
@@ -76,6 +144,7 @@ def main() -> int:
                 name: {"measured": round(measured[name], 2), "expected": round(expected[name], 2)} for name in measured
             },
             "ranked_wrong": wrong,
+            "served": served,
         }
         result = RESULT.with_stem(f"{RESULT.stem}-{arguments.name}") if arguments.name else RESULT
         result.write_text(json.dumps(written, indent=2) + "\n")

@@ -281,6 +281,8 @@ def _as_dict(job: _Job, asked: Asked) -> dict[str, Any]:
         "max_num_reqs": serving.settings.max_num_reqs,
         "max_num_tokens": serving.settings.max_num_tokens,
         "kv_tokens": model.num_slots,
+        "block_size": model.block_size,
+        "max_model_len": model.max_model_len,
         "budget": limits(serving.budget),
         "seed": asked.seed,
         "faults": list(asked.faults),

@@ -60,6 +60,10 @@ class Served:
         float, Parameter(group=_SERVER, help="Probability that a draft is accepted, if all before it were.")
     ] = 0.7
     draft_us: Annotated[float, Parameter(group=_SERVER, help="Microseconds of drafting for one step.")] = 0.0
+    scheduler_us: Annotated[
+        float,
+        Parameter(group=_SERVER, help="Microseconds of the serving engine's own work a step, which nothing overlaps."),
+    ] = 0.0
     ranks: Annotated[
         int, Parameter(group=_SERVER, converter=whole, help="Data-parallel ranks that step together and agree.")
     ] = 1
@@ -112,8 +116,9 @@ class Served:
                 raise ConfigError(f"{option} is {value:g}; it takes milliseconds above 0.")
         if not 0 <= self.acceptance <= 1:
             raise ConfigError(f"--acceptance is {self.acceptance:g}; it is a probability from 0 to 1.")
-        if not 0 <= self.draft_us < 1e9:
-            raise ConfigError(f"--draft-us is {self.draft_us:g}; it takes microseconds from 0 up.")
+        for option, value in (("--draft-us", self.draft_us), ("--scheduler-us", self.scheduler_us)):
+            if not 0 <= value < 1e9:
+                raise ConfigError(f"{option} is {value:g}; it takes microseconds from 0 up.")
         known = deployment.config is not None or deployment.profile is not None
         return Server(
             settings=settings,
@@ -123,6 +128,7 @@ class Served:
             reuse_prefixes=self.prefix_reuse,
             drafts=Drafts(acceptance=self.acceptance, draft_us=self.draft_us),
             ranks=at_least("--ranks", self.ranks, 1),
+            scheduler_us=self.scheduler_us,
             warm=self.warm,
             concurrency=None if self.concurrency is None else at_least("--concurrency", self.concurrency, 1),
             service_level=ServiceLevel(ttft_ms=self.slo_ttft_ms, gap_ms=self.slo_gap_ms),

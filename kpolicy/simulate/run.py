@@ -128,6 +128,7 @@ class _Simulation:
             )
             for _ in range(server.ranks)
         ]  # fmt: skip
+        self.scheduler_us = server.scheduler_us
         self.draft_us = 0.0 if drafts is None else drafts.draft_us
         self.compiled = engine.compiled
         self.on_step = on_step
@@ -208,7 +209,7 @@ class _Simulation:
         numbers = [_IDLE if step is None else step.numbers for step in steps]
         costs = [self.costs.cost(each.launches, count) for each, count in zip(decisions, numbers, strict=True)]
         slowest = max(costs, key=lambda each: each.cycle_us)
-        us = slowest.cycle_us
+        us = slowest.cycle_us + self.scheduler_us
         if self.draft_us and any(each.num_decodes for each in numbers):
             us += self.draft_us
         start_us = self.now_us - self.start_us
@@ -252,7 +253,7 @@ class _Simulation:
             rows.entering,
             rows.block_size,
         )
-        rest_us, unit_us = costs.step_us, costs.decode_attention.unit_us
+        rest_us, scheduler_us, unit_us = costs.step_us, self.scheduler_us, costs.decode_attention.unit_us
         rows_us = costs.decode_attention.base_us + costs.decode_attention.row_us * num_rows
         now, select, take = self.now_us, self.compiled.select, queue.blocks.take
         # With every client waiting nobody comes before a row's end.
@@ -282,11 +283,11 @@ class _Simulation:
                 break
             device_us = dense_us + (rows_us + unit_us * kv_tokens)
             if host_us > device_us:
-                us = host_us + rest_us
+                us = host_us + rest_us + scheduler_us
                 host_bound += 1
                 total_host_us += us
             else:
-                us = device_us + rest_us
+                us = device_us + rest_us + scheduler_us
             total_us += us
             now += us
             add_value(us)

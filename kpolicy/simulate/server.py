@@ -54,6 +54,8 @@ class Server:
         prefix_block: prompt tokens that one hash id stands for; a whole number of KV blocks.
         drafts: how many drafts are accepted, where `settings` drafts any.
         ranks: data-parallel ranks that step together; a request goes to the rank with the fewest.
+        scheduler_us: time of the serving engine's own work for each step, which nothing overlaps: scheduling, handing
+            tokens over. `CostTable.step_us` is the executor's alone.
         warm: whether graphs are captured before the first request comes; otherwise it waits for the captures.
         concurrency: clients, where each sends its next request when it has the answer to its last: no more requests
             are in the server, and one that has to wait arrives when it is let in. None lets all in as they come.
@@ -72,6 +74,7 @@ class Server:
     prefix_block: int = PREFIX_BLOCK
     drafts: Drafts = attrs.field(factory=Drafts)
     ranks: int = 1
+    scheduler_us: float = 0.0
     warm: bool = False
     concurrency: int | None = None
     service_level: ServiceLevel = attrs.field(factory=ServiceLevel)
@@ -86,6 +89,8 @@ class Server:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number from {least} to {most}.")
         if self.concurrency is not None and not 1 <= self.concurrency <= LARGEST_COUNT:
             raise ConfigError(f"concurrency is {self.concurrency}; there is at least one client, None is no limit.")
+        if not 0 <= self.scheduler_us < 1e9:
+            raise ConfigError(f"scheduler_us is {self.scheduler_us}; it is microseconds from 0 up.")
         if self.kv_bytes_per_token is not None and self.kv_bytes_per_token < 1:
             raise ConfigError(f"kv_bytes_per_token is {self.kv_bytes_per_token}; it starts at 1, None is unknown.")
 

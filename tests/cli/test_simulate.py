@@ -162,6 +162,7 @@ def test_a_profile_is_taken_and_one_of_another_model_isnt(
         ("--ranks 1000", ["ranks is 1000", "256"]),
         ("--slo-gap-ms 0", ["--slo-gap-ms is 0"]),
         ("--draft-us -1", ["--draft-us is -1"]),
+        ("--scheduler-us nan", ["--scheduler-us is nan"]),
         ("--out .", ["--out . is a folder"]),
         ("--out no/where.json", ["there is no folder no"]),
         ("--step-log /proc/nothing/x", ["--step-log"]),

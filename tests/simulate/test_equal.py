@@ -51,11 +51,14 @@ def test_steps_and_clock_are_those_of_a_run_by_tokens(trace, policy, blocks, ste
     assert (got.graphs, got.graphs_used, got.unused) == (wanted.graphs, wanted.graphs_used, wanted.unused)
 
 
-@given(traces(most_output=80), hash_lists, st.sampled_from(POLICIES), st.sampled_from([(30, 4), (60, 4), (24, 8)]))
+@given(
+    traces(most_output=80), hash_lists, st.sampled_from(POLICIES), st.sampled_from([(30, 4), (60, 4), (24, 8)]),
+    st.sampled_from([0.0, 33.3]),
+)  # fmt: skip
 @run_settings(max_examples=100)
-def test_stretches_change_nothing(trace, hashes, policy, blocks):
+def test_stretches_change_nothing(trace, hashes, policy, blocks, scheduler_us):
     """Running decode steps without the scheduler gives the very result of going through it each step."""
-    trace, of = with_ids(trace, hashes), server(*blocks, reuse_prefixes=True, prefix_block=8)
+    trace, of = with_ids(trace, hashes), server(*blocks, reuse_prefixes=True, prefix_block=8, scheduler_us=scheduler_us)
     plain = simulate(trace, policy, server=of, costs=COSTS, ladder=SIZES, stepwise=True)
     assert simulate(trace, policy, server=of, costs=COSTS, ladder=SIZES).as_dict() == plain.as_dict()
 
