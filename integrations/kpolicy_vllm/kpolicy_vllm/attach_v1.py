@@ -1,0 +1,96 @@
+"""Attaches kpolicy to a runner of the first kind: its dispatcher, its captures, and the facts of each step."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from kpolicy.modes import Part
+from kpolicy_vllm.claims import claims_of, levels_of
+from kpolicy_vllm.runner_v1 import dispatcher_class
+from kpolicy_vllm.started import after_capture
+from kpolicy_vllm.state import State
+
+__all__ = ["attach"]
+
+
+def attach(runner: Any, state: State, modules: Any) -> None:
+    """Give the runner kpolicy's dispatcher. It must not have initialised its graphs yet.
+
+    Args:
+        runner: vLLM's `GPUModelRunner`.
+        state: what kpolicy knows of this vLLM.
+        modules: the names of vLLM's that the version's adapter found.
+    """
+    dispatcher = dispatcher_class(modules.CudagraphDispatcher, modules.CUDAGraphMode, modules.BatchDescriptor)(
+        runner.vllm_config, state
+    )
+    state.runner, state.dispatcher = runner, dispatcher
+    runner.cudagraph_dispatcher = dispatcher
+    _note_facts(runner, dispatcher)
+    _learn_claims(runner, state, modules.CUDAGraphMode)
+    _record_captures(runner, state, dispatcher, modules)
+
+
+def _note_facts(runner: Any, dispatcher: Any) -> None:
+    """Before each dispatch, let the dispatcher see which rows the step has."""
+    original = runner._determine_batch_execution_and_padding
+
+    def determine(num_tokens: int, num_reqs: int, num_scheduled_tokens_np: Any, *rest: Any, **named: Any) -> Any:
+        dispatcher.facts = (num_reqs, num_scheduled_tokens_np)
+        return original(num_tokens, num_reqs, num_scheduled_tokens_np, *rest, **named)
+
+    runner._determine_batch_execution_and_padding = determine
+
+
+def _learn_claims(runner: Any, state: State, modes: Any) -> None:
+    """When vLLM asks its attention backends what they can capture, listen."""
+    original = runner._check_and_update_cudagraph_mode
+
+    def check(attention_backends: Any, kv_cache_groups: Any, *rest: Any, **named: Any) -> Any:
+        pairs = [
+            (backend, group.kv_cache_spec)
+            for backends, group in zip(attention_backends, kv_cache_groups, strict=False)
+            for backend in backends
+        ]
+        pieces = runner.compilation_config.cudagraph_mode.has_mode(modes.PIECEWISE)
+        state.claims = claims_of(levels_of(pairs, runner.vllm_config), piecewise=pieces)
+        return original(attention_backends, kv_cache_groups, *rest, **named)
+
+    runner._check_and_update_cudagraph_mode = check
+
+
+def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -> None:
+    """Capture exactly the graph that is asked for, and enter the ones that stay into the registry."""
+    warm_up, capture = runner._warmup_and_capture, runner.capture_model
+    kept = False
+
+    def warmup_and_capture(desc: Any, *rest: Any, **named: Any) -> Any:
+        mode = named["cudagraph_runtime_mode"] if "cudagraph_runtime_mode" in named else rest[0]
+        before, started = modules.free_bytes(), perf_counter()
+        with dispatcher.forcing(mode, desc):
+            result = warm_up(desc, *rest, **named)
+        key = dispatcher.chooser.key_of.get((mode, desc))
+        if kept and key is not None:
+            pieces = modules.num_pieces(desc) if key.part is Part.PIECEWISE else 1
+            state.registry.capture(
+                key,
+                bytes=max(0, before - modules.free_bytes()),
+                seconds=perf_counter() - started,
+                graphs=max(1, pieces),
+                pool="vllm",
+            )
+        return result
+
+    def capture_model(*args: Any, **named: Any) -> Any:
+        nonlocal kept
+        kept = True
+        try:
+            result = capture(*args, **named)
+        finally:
+            kept = False
+        after_capture(state, modules)
+        return result
+
+    runner._warmup_and_capture = warmup_and_capture
+    runner.capture_model = capture_model

@@ -1,0 +1,280 @@
+"""`Chooser`: from the counts of a step to the graph of vLLM's that replays it.
+
+Both runners ask for a graph with little more than counts, so the answer to a count is prepared once and kept: the hot
+path is one look-up. KV lengths are left out on purpose. Attention on the real KV is the same in every way to run a
+whole batch, so it can tip the choice only where two ways differ by less than their padding, and counts are what every
+rank and both runners have. What the policy says is checked before it is kept: a graph that isn't captured or doesn't
+hold the step is refused, counted, and vLLM's own rule answers instead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from kpolicy.decision import Decision
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Mode, Part, Rows
+from kpolicy.shapes import BatchNumbers
+from kpolicy_vllm.state import State
+
+__all__ = ["OWN_RULE", "Chooser", "Entry", "Step", "numbers_of"]
+
+OWN_RULE = "vllm_rule"
+"""The reason in counters where vLLM's own rule decided."""
+_MOST_ENTRIES = 1 << 16
+_NO_SPLIT = Mode.SPLIT.bit
+
+
+class Step(NamedTuple):
+    """What both runners know of a step: all that a decision may depend on."""
+
+    num_tokens: int
+    num_decodes: int
+    """Requests of at most 1 + k tokens: what attention takes for decodes."""
+    num_reqs: int
+    uniform: bool
+    """Whether every request is a decode of exactly 1 + k tokens, as vLLM tells it."""
+    num_active_loras: int = 0
+    forbidden: int = 0
+    """Bits of kpolicy's modes; see `Mode.bit`."""
+
+
+class Entry:
+    """A prepared answer, and how often it was given.
+
+    Args:
+        step: what it answers.
+        result: what vLLM is told.
+        key: the graph that replays, None where none does.
+        decision: the policy's decision, None where vLLM's own rule decided.
+        reason: why.
+    """
+
+    __slots__ = ("count", "decision", "key", "label", "padding", "result", "step")
+
+    def __init__(self, step: Step, result: Any, key: GraphKey | None, decision: Decision | None, reason: str) -> None:
+        self.step = step
+        self.result = result
+        self.key = key
+        self.decision = decision
+        self.label = ("eager" if key is None else key.part.value, reason)
+        self.padding = 0 if key is None else key.num_tokens - step.num_tokens
+        self.count = 0
+
+
+def numbers_of(step: Step, query_len: int) -> BatchNumbers:
+    """The step as kpolicy's plain numbers, with as little KV as its rows can have.
+
+    Args:
+        step: the step.
+        query_len: 1 + k.
+    """
+    tokens, reqs, loras, forbidden = step.num_tokens, step.num_reqs, step.num_active_loras, step.forbidden | _NO_SPLIT
+    prefills = reqs - step.num_decodes
+    if step.uniform or (not prefills and query_len > 1):
+        # Decodes that differ in length have fewer drafts.
+        same = query_len if step.uniform else 0
+        return BatchNumbers(
+            reqs, same, tokens, tokens, 0, 0, 0, 0, query_len, query_len, 0, loras, forbidden, 1, tokens, reqs,
+            query_len,
+        )  # fmt: skip
+    # Rows of one token each that aren't decodes are those of a dummy run.
+    prefills = prefills or reqs
+    decodes = reqs - prefills
+    decode_tokens = min(decodes * query_len, tokens - prefills)
+    same = query_len if decodes and decode_tokens == decodes * query_len else 0
+    new = tokens - decode_tokens
+    even, more = divmod(new, prefills)
+    pairs = (prefills - more) * even * (even + 1) // 2 + more * (even + 1) * (even + 2) // 2
+    longest = new - prefills + 1
+    # vLLM says that it isn't a uniform decode; its replica tells by the lengths, so they must say so too.
+    told = longest + 1 if longest * reqs == tokens else longest
+    return BatchNumbers(
+        decodes, same, decode_tokens, decode_tokens, prefills, new, new, pairs, told, longest, 0, loras, forbidden,
+        1, tokens, reqs, query_len if decodes else 0,
+    )  # fmt: skip
+
+
+class Chooser:
+    """The answers of one vLLM, prepared as they are first asked for.
+
+    Args:
+        state: what kpolicy knows of this vLLM.
+        eager: ``eager(num_tokens, num_reqs)``: vLLM's answer for a step without a graph.
+        answer: ``answer(mode_name, descriptor)``: vLLM's answer for a step with one.
+
+    Attributes:
+        desc_of, key_of: vLLM's descriptors by kpolicy's keys, and the reverse; every key that may be captured.
+        entries: the prepared answers.
+    """
+
+    def __init__(self, state: State, eager: Callable[[int, int], Any], answer: Callable[[Part, Any], Any]) -> None:
+        self.state = state
+        self.query_len = state.settings.query_len
+        self._eager = eager
+        self._answer = answer
+        self.desc_of: dict[GraphKey, Any] = {}
+        self.key_of: dict[Any, GraphKey] = {}
+        self.entries: dict[Step, Entry] = {}
+        self.forced: Any = None
+        self._own: dict[bool, tuple[GraphKey, ...]] = {}
+        self._gone: dict[tuple[str, str], tuple[int, int, int]] = {}
+        self._gone_hits: Counter[GraphKey] = Counter()
+        self._counted: Counter[GraphKey] = Counter()
+        self.on_refresh: Callable[[], None] = lambda: None
+
+    def set_keys(self, descs: Mapping[GraphKey, Any]) -> None:
+        """The graphs that vLLM captures from now on."""
+        self.desc_of = dict(descs)
+        self.key_of = {desc: key for key, desc in descs.items()}
+        self.state.registry.plan(self.desc_of)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Forget the prepared answers: graphs or costs have changed."""
+        self._fold()
+        view = self.state.ladder
+        self._own = {
+            uniform: tuple(
+                key
+                for part in (Part.FULL, Part.PIECEWISE)
+                for key in view.keys
+                if key.part is part and (uniform or not key.decode_only)
+            )
+            for uniform in (True, False)
+        }
+        self.on_refresh()
+
+    @contextmanager
+    def forcing(self, result: Any) -> Iterator[None]:
+        """Answer exactly so while the context lasts: for captures and for timing one graph."""
+        before, self.forced = self.forced, result
+        try:
+            yield
+        finally:
+            self.forced = before
+
+    def entry(self, step: Step) -> Entry:
+        """The prepared answer for a step, made now if need be."""
+        found = self.entries.get(step)
+        if found is None:
+            if len(self.entries) >= _MOST_ENTRIES:
+                self.refresh()
+            found = self.entries[step] = self._made(step)
+        return found
+
+    def agreed(self, step: Step) -> Entry | None:
+        """The answer where the caller names the one mode: by vLLM's own rule, which all ranks share.
+
+        Ranks that agreed on a size ask for it again, and must be given that size. None where nothing can be.
+        """
+        entry = self._by_own_rule(step, OWN_RULE)
+        return None if entry.key is None and step.forbidden & Mode.EAGER.bit else entry
+
+    def _made(self, step: Step) -> Entry:
+        state = self.state
+        select = state.select_lora if step.num_active_loras else state.select
+        if select is None:
+            return self._by_own_rule(step, OWN_RULE)
+        numbers = numbers_of(step, self.query_len)
+        try:
+            decision = select(*numbers)
+            wrong = self._wrong(decision, numbers, step)
+        except Exception as error:  # noqa: BLE001 - a policy is anyone's code, and serving goes on without it
+            state.counters.warn_once(
+                "policy_failed",
+                f"policy {state.config.policy!r} raised for {step}: {type(error).__name__}: {error}. "
+                "vLLM's own rule decides this batch.",
+            )
+            return self._by_own_rule(step, "policy_failed")
+        if wrong:
+            state.counters.warn_once(
+                "illegal_decision",
+                f"policy {state.config.policy!r} decided {decision} for {step}, but {wrong}. "
+                "vLLM's own rule decides this batch.",
+            )
+            return self._by_own_rule(step, "illegal_decision")
+        key = decision.launches[0].key if decision.launches else None
+        return self._entry(step, key, decision, decision.reason.value)
+
+    def _entry(self, step: Step, key: GraphKey | None, decision: Decision | None, reason: str) -> Entry:
+        if key is None:
+            result = self._eager(step.num_tokens, step.num_reqs)
+        else:
+            result = self._answer(key.part, self.desc_of[key])
+        return Entry(step, result, key, decision, reason)
+
+    def _wrong(self, decision: Decision, numbers: BatchNumbers, step: Step) -> str:
+        """What is wrong with a decision of the policy; empty where it can be carried out."""
+        if decision.mode is Mode.SPLIT or len(decision.launches) > 1:
+            return "one step of vLLM's runs one graph"
+        launch = decision.launches[0] if decision.launches else None
+        if launch is None or launch.rows is not Rows.ALL or launch.repeat != 1:
+            return "it doesn't run every row once"
+        key = launch.key
+        if key is None:
+            return "eager is forbidden for it" if step.forbidden & Mode.EAGER.bit else ""
+        return self.unfit(key, numbers, step)
+
+    def unfit(self, key: GraphKey, numbers: BatchNumbers, step: Step) -> str:
+        """Why the graph can't replay the step; empty where it can."""
+        if key not in self.desc_of or key not in self.state.ladder.keys:
+            return f"{key} isn't captured"
+        mode = Mode.FULL if key.part is Part.FULL else Mode.PIECEWISE
+        if step.forbidden & mode.bit:
+            return f"{mode} is forbidden for it"
+        if bool(key.lora_case) is not bool(step.num_active_loras):
+            return f"{key} is for another number of LoRA adapters"
+        if key.decode_only and not (step.uniform and key.query_len == self.query_len):
+            return f"{key} is for decodes of {key.query_len or key.max_query_len} tokens each"
+        return "" if key.holds_batch(numbers) else f"{key} doesn't hold it"
+
+    def _by_own_rule(self, step: Step, reason: str) -> Entry:
+        """vLLM's rule over our ladders: the next size of a FULL graph, else of a PIECEWISE one, else no graph."""
+        numbers = numbers_of(step, self.query_len)
+        for key in self._own.get(step.uniform, ()):
+            if not self.unfit(key, numbers, step):
+                return self._entry(step, key, None, reason)
+        return self._entry(step, None, None, reason)
+
+    # Counting
+
+    def _fold(self) -> None:
+        """Take what the prepared answers counted into the sums, and drop them."""
+        entries, self.entries = self.entries, {}
+        self._gone = self._summed(entries.values())
+        self._gone_hits = self._hits(entries.values())
+
+    def _summed(self, entries: Iterable[Entry]) -> dict[tuple[str, str], tuple[int, int, int]]:
+        sums = dict(self._gone)
+        for entry in entries:
+            if entry.count:
+                steps, tokens, padding = sums.get(entry.label, (0, 0, 0))
+                sums[entry.label] = (
+                    steps + entry.count,
+                    tokens + entry.count * entry.step.num_tokens,
+                    padding + entry.count * entry.padding,
+                )
+        return sums
+
+    def _hits(self, entries: Iterable[Entry]) -> Counter[GraphKey]:
+        hits = self._gone_hits.copy()
+        for entry in entries:
+            if entry.key is not None and entry.count:
+                hits[entry.key] += entry.count
+        return hits
+
+    def tallies(self) -> dict[tuple[str, str], tuple[int, int, int]]:
+        """Steps, tokens and padding tokens so far, by mode and reason."""
+        return self._summed(list(self.entries.values()))
+
+    def count_hits(self) -> None:
+        """Bring the registry's hits up to date."""
+        for key, total in self._hits(list(self.entries.values())).items():
+            more = total - self._counted[key]
+            if more > 0:
+                self.state.registry.hit(key, more)
+                self._counted[key] = total

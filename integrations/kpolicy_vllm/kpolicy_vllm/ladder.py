@@ -1,0 +1,142 @@
+"""Which graphs vLLM captures: sizes apart for decodes, small mixed batches and pieces, past vLLM's limit of 512.
+
+vLLM keeps one list of sizes. Ours is the union of three, put in its place before anything reads it; the keys that
+each kind of graph really gets are chosen later, when attention has said what it can do (`kpolicy_vllm.dispatch`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from kpolicy.errors import ConfigError
+from kpolicy.ladders import CaptureSizes
+from kpolicy.policies import get_policy
+from kpolicy.policies.auto import AutoPolicy
+from kpolicy.policies.vllm_policy import VllmPolicy
+from kpolicy.settings import Settings
+from kpolicy_vllm.config import Config
+
+__all__ = ["default_sizes", "describe", "geometric", "one_list", "sizes_of"]
+
+LARGEST_PIECEWISE = 2048
+"""Above this a step is device-bound on the models measured, and a graph no longer pays for its memory."""
+LARGEST_MIXED = 512
+
+
+def geometric(largest: int, *, least: int = 1) -> tuple[int, ...]:
+    """Sizes to `largest`: 1, 2, 4, then by 8 to 32, then four to a doubling.
+
+    Twenty-five of them reach 1,024, where vLLM's list would have 83.
+    """
+    sizes = [size for size in (1, 2, 4, 8, 16, 24, 32) if size < largest]
+    step, size = 16, 48
+    while size < largest:
+        sizes.append(size)
+        if size >= 8 * step:
+            step *= 2
+        size += step
+    return tuple(size for size in (*sizes, largest) if size >= least)
+
+
+def default_sizes(settings: Settings) -> CaptureSizes:
+    """The sizes that are captured when the user gives none.
+
+    Decodes go to the most requests there can be; small batches of pieces share the graph of 16 tokens, as eager
+    attention between pieces costs more than such padding.
+    """
+    tokens, q = settings.max_num_tokens, settings.query_len
+    decode = tuple(size * q for size in geometric(min(settings.max_num_reqs, tokens // q)))
+    halves = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048)
+    pieces = [size for size in halves if size < min(tokens, LARGEST_PIECEWISE)]
+    mixed = [size for size in (32, 64, 128, 256, 512) if size < min(tokens, LARGEST_MIXED)]
+    return CaptureSizes(decode, (*mixed, min(tokens, LARGEST_MIXED)), (*pieces, min(tokens, LARGEST_PIECEWISE)))
+
+
+def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = None, ranks: int = 1,
+             multiple_of: int = 1) -> CaptureSizes | None:  # fmt: skip
+    """The sizes to capture; None where vLLM's own list stays as it is.
+
+    Args:
+        config: what the user set.
+        settings: the deployment's limits.
+        listed: the sizes that the user gave to vLLM itself, which hold for every kind of graph.
+        ranks: data-parallel ranks. With more than one a rank may have to run at any size of another's, so that every
+            size is there in pieces, and FULL graphs are of decodes only.
+        multiple_of: what every size is rounded up to (tensor parallel ranks under sequence parallelism).
+
+    Raises:
+        ConfigError: a size can't be used, or the plan is of another deployment.
+    """
+    policy = get_policy(config.policy)
+    if isinstance(policy, VllmPolicy) and not config.sizes_given:
+        return None
+    if config.plan is not None:
+        sizes = _planned(config.plan, settings)
+    elif listed is not None and not config.sizes_given:
+        q = settings.query_len
+        sizes = CaptureSizes([n for n in listed if n % q == 0 and n <= q * settings.max_num_reqs],
+                             [n for n in listed if n <= LARGEST_MIXED], listed)  # fmt: skip
+    elif isinstance(policy, AutoPolicy):
+        sizes = default_sizes(settings)
+    else:
+        sizes = policy.sizes(settings)
+    for name in ("decode", "mixed", "piecewise"):
+        given = getattr(config, f"{name}_sizes")
+        if given is not None:
+            sizes = attrs.evolve(sizes, **{name: given})
+    q = settings.query_len
+    sizes = CaptureSizes(
+        _rounded(sizes.decode, _least_multiple(q, multiple_of), q * settings.max_num_reqs),
+        _rounded(sizes.mixed, _least_multiple(q, multiple_of), settings.max_num_tokens),
+        _rounded(sizes.piecewise, _least_multiple(q, multiple_of), settings.max_num_tokens),
+    )
+    if ranks > 1:
+        every = tuple(sorted({*sizes.decode, *sizes.piecewise}))
+        sizes = CaptureSizes([n for n in every if n <= q * settings.max_num_reqs], (), every)
+    if not (sizes.decode or sizes.mixed or sizes.piecewise):
+        raise ConfigError("kpolicy has no capture sizes left; give at least one, or set the policy eager.")
+    return sizes
+
+
+def one_list(sizes: CaptureSizes) -> list[int]:
+    """The union, as vLLM's list of sizes."""
+    return sorted({*sizes.decode, *sizes.mixed, *sizes.piecewise})
+
+
+def _least_multiple(a: int, b: int) -> int:
+    from math import lcm
+
+    return lcm(a, b)
+
+
+def _rounded(sizes: tuple[int, ...], multiple_of: int, largest: int) -> tuple[int, ...]:
+    """The sizes rounded up to multiples, without repeats and without those over `largest`."""
+    rounded = {-(-size // multiple_of) * multiple_of for size in sizes if size > 0}
+    return tuple(sorted(size for size in rounded if size <= largest))
+
+
+def _planned(path: str, settings: Settings) -> CaptureSizes:
+    """The sizes of a plan file.
+
+    Raises:
+        ConfigError: it can't be read, or was planned for other speculation or LoRA, or for fewer requests or tokens.
+    """
+    from kpolicy.schemas import read_plan
+
+    plan = read_plan(path)
+    for name in ("num_speculative_tokens", "max_loras"):
+        planned, here = getattr(plan.settings, name), getattr(settings, name)
+        if planned != here:
+            raise ConfigError(f"the plan {path} is of another deployment: {name} is {planned} there and {here} here. "
+                              "Plan again with this deployment's settings.")  # fmt: skip
+    return plan.sizes
+
+
+def describe(sizes: CaptureSizes | None) -> str:
+    """The sizes in a few words, for logs."""
+    if sizes is None:
+        return "vLLM's own sizes"
+    parts: list[tuple[str, Any]] = [("decode", sizes.decode), ("mixed", sizes.mixed), ("piecewise", sizes.piecewise)]
+    return ", ".join(f"{len(each)} {name} to {each[-1]}" for name, each in parts if each)

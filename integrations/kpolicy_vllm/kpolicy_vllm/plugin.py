@@ -1,0 +1,131 @@
+"""`register`: what vLLM calls in each of its processes, through the entry point group ``vllm.general_plugins``.
+
+Two of vLLM's methods are wrapped, and the wrappers do nothing unless kpolicy is on for the engine at hand: where the
+configuration sets its capture sizes, and where a worker has made its runner. All else is attached to that one runner.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from kpolicy.errors import KPolicyError
+from kpolicy_vllm.config import SECTION, Config
+from kpolicy_vllm.ladder import describe, one_list, sizes_of
+from kpolicy_vllm.state import LOGGER, State, settings_of, state_of
+from kpolicy_vllm.versions import Adapter, UnsupportedError, adapter
+
+__all__ = ["register"]
+
+_MARK = "_kpolicy"
+_LISTED = "kpolicy_listed_sizes"
+"""Where the additional config keeps the sizes that the user gave to vLLM: copies of the configuration see ours."""
+
+
+def register() -> None:
+    """Wrap vLLM's two methods, once in a process. A vLLM that isn't known is left alone, with a warning."""
+    try:
+        found = adapter()
+    except UnsupportedError as error:
+        LOGGER.warning("kpolicy is off, and vLLM runs as if it weren't installed: %s", error)
+        return
+    _wrap(found.config_class, "_set_cudagraph_sizes", _sizes_set)
+    _wrap(found.worker_wrapper_class, "init_device", functools.partial(_device_ready, found))
+
+
+def _wrap(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
+    """Replace a method by ``around(original, self, ...)``, unless that was done before."""
+    original = getattr(owner, name)
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **named: Any) -> Any:
+        return around(original, self, *args, **named)
+
+    setattr(wrapped, _MARK, True)
+    setattr(owner, name, wrapped)
+
+
+def _sizes_set(original: Callable[..., Any], vllm_config: Any) -> None:
+    """vLLM's sizes, then ours in their place."""
+    compilation = vllm_config.compilation_config
+    listed = compilation.cudagraph_capture_sizes
+    original(vllm_config)
+    try:
+        config = Config.load(vllm_config.additional_config)
+        if config is not None:
+            _configure(vllm_config, config, listed)
+    except KPolicyError as error:
+        LOGGER.warning("kpolicy leaves vLLM's capture sizes as they are: %s", error)
+
+
+def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> None:
+    compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
+    if vllm_config.model_config is None:
+        return
+    if not compilation.cudagraph_capture_sizes:
+        LOGGER.warning("kpolicy has nothing to decide: CUDA graphs are off (enforce_eager, or cudagraph_mode NONE).")
+        return
+    listed = _remember(vllm_config, config, listed)
+    sizes = sizes_of(
+        config,
+        settings_of(vllm_config),
+        listed=listed,
+        ranks=parallel.data_parallel_size,
+        multiple_of=parallel.tensor_parallel_size if compilation.pass_config.enable_sp else 1,
+    )
+    if sizes is not None:
+        compilation.cudagraph_capture_sizes = one_list(sizes)
+        compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
+        compilation.post_init_cudagraph_sizes()
+        LOGGER.info("kpolicy: capture sizes %s", describe(sizes))
+    scheduler = vllm_config.scheduler_config
+    if config.split and scheduler.scheduler_cls is None:
+        from kpolicy_vllm.scheduler import qualname
+
+        scheduler.scheduler_cls = qualname(vllm_config)
+
+
+def _remember(vllm_config: Any, config: Config, listed: list[int] | None) -> list[int] | None:
+    """Write the settings where workers find them, whatever their environment; the sizes that the user gave to vLLM."""
+    additional = vllm_config.additional_config
+    if not isinstance(additional, dict):
+        return listed
+    if _LISTED in additional:
+        return additional[_LISTED] or None
+    vllm_config.additional_config = {**additional, SECTION: config.as_section(), _LISTED: listed or []}
+    return listed
+
+
+def _device_ready(found: Adapter, original: Callable[..., Any], wrapper: Any) -> None:
+    """vLLM's runner, then kpolicy on it."""
+    original(wrapper)
+    state = state_of(wrapper.vllm_config)
+    if state is None:
+        return
+    try:
+        _attach(found, wrapper, state)
+    except Exception as error:  # noqa: BLE001 - whatever it is, vLLM serves on
+        state.counters.warn_once(
+            "not_attached", f"vLLM's own rule decides, as kpolicy can't: {type(error).__name__}: {error}"
+        )
+
+
+def _attach(found: Adapter, wrapper: Any, state: State) -> None:
+    runner = wrapper.worker.model_runner
+    compilation, parallel = wrapper.vllm_config.compilation_config, wrapper.vllm_config.parallel_config
+    if not compilation.cudagraph_capture_sizes:
+        state.counters.add("graphs_off")
+        return
+    state.sizes = sizes_of(
+        state.config,
+        state.settings,
+        listed=_remember(wrapper.vllm_config, state.config, None),
+        ranks=parallel.data_parallel_size,
+        multiple_of=parallel.tensor_parallel_size if compilation.pass_config.enable_sp else 1,
+    )
+    found.check("v2" if hasattr(runner, "cudagraph_manager") else "v1")
+    found.attach(runner, state)
+    LOGGER.info("kpolicy decides the graphs of this worker: policy %s, %s", state.config.policy, state.objective)

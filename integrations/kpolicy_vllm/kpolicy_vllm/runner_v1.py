@@ -1,0 +1,176 @@
+"""The first model runner (`vllm/v1/worker/gpu_model_runner.py`): its dispatcher, and what is attached to a runner.
+
+Only the one runner's own objects are changed, never vLLM's classes, so that drafters keep dispatchers of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Mode, Part
+from kpolicy_vllm.dispatch import Chooser, Step
+from kpolicy_vllm.state import State
+
+__all__ = ["dispatcher_class", "keys_of"]
+
+
+def keys_of(dispatcher: Any, modes: Any, query_len: int) -> dict[GraphKey, tuple[Any, Any]]:
+    """Kpolicy's keys for the descriptors of a dispatcher: ``{key: (mode, descriptor)}``, FULL graphs first."""
+    keys: dict[GraphKey, tuple[Any, Any]] = {}
+    for part, mode in ((Part.FULL, modes.FULL), (Part.PIECEWISE, modes.PIECEWISE)):
+        for desc in sorted(dispatcher.cudagraph_keys[mode], key=_size):
+            same = query_len if desc.uniform else None
+            key = GraphKey(part, desc.num_tokens, desc.num_reqs, query_len=same, lora_case=desc.num_active_loras)
+            keys[key] = (mode, desc)
+    return keys
+
+
+def _size(desc: Any) -> tuple[int, bool, int]:
+    return (desc.num_tokens, desc.uniform, desc.num_active_loras)
+
+
+def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]) -> type[Any]:
+    """vLLM's dispatcher, deciding by kpolicy.
+
+    Args:
+        base: vLLM's `CudagraphDispatcher`.
+        modes: vLLM's `CUDAGraphMode`.
+        descriptor: vLLM's `BatchDescriptor`.
+    """
+    none, full, piecewise = modes.NONE, modes.FULL, modes.PIECEWISE
+    only_none = {none}
+    bits = {full: Mode.FULL.bit, piecewise: Mode.PIECEWISE.bit, none: Mode.EAGER.bit}
+
+    class KDispatcher(base):  # type: ignore[misc]
+        """See `dispatcher_class`.
+
+        `facts` is the step that the runner is about to ask for, as (requests, new tokens by request); None where it
+        asks outside of a step.
+        """
+
+        def __init__(self, vllm_config: Any, state: State) -> None:
+            super().__init__(vllm_config)
+            self.state = state
+            self.facts: tuple[int, Any] | None = None
+            self.deciding = False
+            self.log: Callable[[Any, tuple[int, Any]], None] | None = None
+            self._decodes: list[Any] = []
+            self.chooser = Chooser(state, lambda tokens, _reqs: (none, descriptor(tokens)), lambda _part, desc: desc)
+            self.chooser.on_refresh = self._refreshed
+            self.refresh = self.chooser.refresh
+
+        # Keys
+
+        def initialize_cudagraph_keys(self, cudagraph_mode: Any, uniform_decode_query_len: int = 1) -> None:
+            super().initialize_cudagraph_keys(cudagraph_mode, uniform_decode_query_len)
+            if self.state.sizes is not None:
+                self._choose_keys(cudagraph_mode)
+            self.chooser.query_len = uniform_decode_query_len
+            self.chooser.set_keys(keys_of(self, modes, uniform_decode_query_len))
+
+        def _choose_keys(self, mode: Any) -> None:
+            """Keep of vLLM's keys those of our sizes, and add FULL graphs of small mixed batches."""
+            sizes = self.state.sizes
+            assert sizes is not None  # noqa: S101 - the caller asked
+            if mode == none or not mode.separate_routine():
+                return
+            kept = self.cudagraph_keys
+            listed = set(self.compilation_config.cudagraph_capture_sizes)
+            if mode.decode_mode() == full:
+                kept[full] = {desc for desc in kept[full] if desc.num_tokens in sizes.decode or not desc.uniform}
+            pieces = mode.mixed_mode() == piecewise
+            if pieces:
+                kept[piecewise] = {desc for desc in kept[piecewise] if desc.num_tokens in sizes.piecewise}
+            if self.state.claims.full.mixed and mode.decode_mode() == full and self.state.num_dp_ranks == 1:
+                mixed = sizes.mixed if pieces else {*sizes.mixed, *sizes.piecewise}
+                for size in listed.intersection(mixed):
+                    for loras in self._get_lora_cases():
+                        desc = self._create_padded_batch_descriptor(size, False, loras > 0, loras)
+                        self.add_cudagraph_key(full, desc)
+
+        # Capture
+
+        @contextmanager
+        def forcing(self, mode: Any, desc: Any) -> Iterator[None]:
+            """Answer with exactly that graph while the context lasts, save where only NONE is allowed."""
+            with self.chooser.forcing((mode, desc)):
+                yield
+
+        # Dispatch
+
+        def _refreshed(self) -> None:
+            q = self.chooser.query_len
+            self._decodes = [None] * (self.state.settings.max_num_reqs * q + 1)
+            self.deciding = self.state.captured and self.chooser.forced is None
+
+        def dispatch(
+            self,
+            num_tokens: int,
+            uniform_decode: bool = False,
+            has_lora: bool = False,
+            num_active_loras: int = 0,
+            valid_modes: Any = None,
+            invalid_modes: Any = None,
+        ) -> Any:
+            facts, self.facts = self.facts, None
+            if valid_modes is not None or not self.deciding or self.chooser.forced is not None:
+                return self._told(num_tokens, uniform_decode, has_lora, num_active_loras, valid_modes, invalid_modes)
+            if uniform_decode and not has_lora and not invalid_modes:
+                entry = self._decodes[num_tokens] if num_tokens < len(self._decodes) else None
+                if entry is None:
+                    entry = self._decode_entry(num_tokens)
+            else:
+                entry = self.chooser.entry(
+                    self._step(num_tokens, uniform_decode, num_active_loras if has_lora else 0, invalid_modes, facts)
+                )
+            entry.count += 1
+            if self.log is not None and facts is not None:
+                self.log(entry, facts)
+            return entry.result
+
+        def _decode_entry(self, num_tokens: int) -> Any:
+            entry = self.chooser.entry(self._step(num_tokens, True, 0, None, None))
+            if num_tokens < len(self._decodes):
+                self._decodes[num_tokens] = entry
+            return entry
+
+        def _step(self, num_tokens: int, uniform: bool, loras: int, invalid_modes: Any, facts: Any) -> Step:
+            q = self.chooser.query_len
+            forbidden = sum(bits[mode] for mode in invalid_modes) if invalid_modes else 0
+            if uniform:
+                reqs = -(-num_tokens // q)
+                return Step(num_tokens, reqs, reqs, True, loras, forbidden)
+            if facts is None:
+                return Step(num_tokens, 0, 1, False, loras, forbidden)
+            reqs, new = facts
+            return Step(num_tokens, int((new <= q).sum()), reqs, False, loras, forbidden)
+
+        def _told(
+            self, num_tokens: int, uniform: bool, has_lora: bool, loras: int, valid_modes: Any, invalid_modes: Any
+        ) -> Any:
+            """The answer where it isn't the policy's to give: captures, warm-up, and what ranks have agreed on."""
+            forced = self.chooser.forced
+            if forced is not None:
+                if valid_modes is not None and valid_modes <= only_none:
+                    return none, descriptor(num_tokens)
+                return forced
+            if not self.deciding or valid_modes <= only_none:
+                return super().dispatch(num_tokens, uniform, has_lora, loras, valid_modes, _frozen(invalid_modes))
+            allowed = valid_modes - invalid_modes if invalid_modes else valid_modes
+            forbidden = sum(bit for mode, bit in bits.items() if mode not in allowed)
+            step = self._step(num_tokens, uniform, loras if has_lora else 0, None, None)._replace(forbidden=forbidden)
+            entry = self.chooser.agreed(step) if len(allowed) == 1 else self.chooser.entry(step)
+            if entry is None:
+                # vLLM's own words for what can't be.
+                return super().dispatch(num_tokens, uniform, has_lora, loras, valid_modes, _frozen(invalid_modes))
+            return entry.result
+
+    return KDispatcher
+
+
+def _frozen(modes: Any) -> Any:
+    """The modes in a set that vLLM can't take others out of."""
+    return modes if modes is None else frozenset(modes)

@@ -1,0 +1,221 @@
+"""`State`: what kpolicy knows inside one process of one vLLM, shared by dispatch, calibration and the scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import attrs
+
+from kpolicy.attention.support import Claims
+from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.decision import Decision
+from kpolicy.errors import KPolicyError
+from kpolicy.keys import GraphKey
+from kpolicy.ladders import CaptureLadder, CaptureSizes
+from kpolicy.modes import Mode
+from kpolicy.policies import get_policy
+from kpolicy.policies.auto import AutoPolicy
+from kpolicy.policies.base import CompiledPolicy, Policy, PolicyContext
+from kpolicy.reasons import Basis
+from kpolicy.registry import GraphRegistry
+from kpolicy.settings import Objective, Settings
+from kpolicy.shapes import BatchShape
+from kpolicy_vllm.config import Config
+
+__all__ = ["LOGGER", "Counters", "State", "forget", "settings_of", "state_of"]
+
+LOGGER = logging.getLogger("vllm.kpolicy")
+"""Below vLLM's own logger, so that its handlers and levels hold."""
+
+Select = Callable[..., Decision]
+
+
+class Counters:
+    """Things that happened, by name; safe under threads as far as a count may be off by a few."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._warned: set[str] = set()
+
+    def add(self, name: str, times: int = 1) -> None:
+        """Count something."""
+        self.counts[name] += times
+
+    def warn_once(self, name: str, message: str) -> None:
+        """Count it, and say so the first time."""
+        self.counts[name] += 1
+        if name not in self._warned:
+            self._warned.add(name)
+            LOGGER.warning("kpolicy: %s", message)
+
+
+def settings_of(vllm_config: Any) -> Settings:
+    """The deployment's limits, as that vLLM was configured."""
+    scheduler, speculative, lora = (
+        vllm_config.scheduler_config,
+        vllm_config.speculative_config,
+        vllm_config.lora_config,
+    )
+    return Settings(
+        max_num_reqs=scheduler.max_num_seqs,
+        max_num_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
+        num_speculative_tokens=(speculative.num_speculative_tokens or 0) if speculative is not None else 0,
+        max_loras=lora.max_loras if lora is not None else 0,
+    )
+
+
+class State:
+    """See the module's docstring.
+
+    Args:
+        config: what the user set.
+        settings: the deployment's limits.
+        num_dp_ranks: data-parallel ranks that agree on each step.
+
+    Attributes:
+        claims: what attention lets be captured; nothing until the runner has said.
+        sizes: the capture sizes; None leaves vLLM's own list.
+        costs: what launches take; None until a profile or the calibration has said.
+        select: the per-batch path of the policy over the captured graphs, without SPLIT; None while vLLM's own rule
+            decides.
+        runner, dispatcher: the worker's side; None in a process that only schedules.
+    """
+
+    def __init__(self, config: Config, settings: Settings, *, num_dp_ranks: int = 1) -> None:
+        self.config = config
+        self.settings = settings
+        self.num_dp_ranks = num_dp_ranks
+        self.objective = Objective.parse(config.objective)
+        self.policy: Policy = get_policy(config.policy)
+        self.claims = Claims()
+        self.sizes: CaptureSizes | None = None
+        self.costs: CostTable | None = None
+        self.costs_from = ""
+        self.registry = GraphRegistry()
+        self.counters = Counters()
+        self.runner: Any = None
+        self.dispatcher: Any = None
+        self.select: Select | None = None
+        self.select_lora: Select | None = None
+        self.captured = False
+        self.broken = False
+        self._with_split: tuple[int, CompiledPolicy] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the policy can decide: graphs are captured, and there are costs where it reads them."""
+        return self.captured and not self.broken and (self.costs is not None or not self.policy.reads_costs)
+
+    @property
+    def ladder(self) -> CaptureLadder:
+        """The graphs that may be replayed."""
+        return self.registry.view()
+
+    def install_costs(self, table: CostTable, source: str = "calibration") -> None:
+        """Decide by these costs from now on. Every rank must be given the same table."""
+        self.costs, self.costs_from = table, source
+        self.recompile()
+
+    def graphs_captured(self) -> None:
+        """Decide from now on, if costs are there."""
+        self.captured = True
+        self.recompile()
+
+    def recompile(self) -> None:
+        """Prepare the policy for the graphs captured now. A policy that can't be leaves vLLM's own rule in place."""
+        self.select = self.select_lora = None
+        self._with_split = None
+        if self.ready:
+            try:
+                policy = AutoPolicy(forms=()) if isinstance(self.policy, AutoPolicy) else self.policy
+                self.select = policy.compile(self.context(lora=False)).select
+                if self.settings.max_loras:
+                    self.select_lora = policy.compile(self.context(lora=True)).select
+            except Exception as error:  # noqa: BLE001 - a policy is anyone's code, and serving goes on without it
+                self.fail("prepared", error)
+        if self.dispatcher is not None:
+            self.dispatcher.refresh()
+
+    def fail(self, doing: str, error: Exception) -> None:
+        """The policy raised where it must not: vLLM's own rule decides from now on."""
+        self.broken = True
+        self.select = self.select_lora = None
+        self.counters.warn_once(
+            "policy_failed",
+            f"policy {self.config.policy!r} raised when {doing}: {type(error).__name__}: {error}. "
+            "vLLM's own rule decides from here on.",
+        )
+
+    def context(self, *, lora: bool | None = None) -> PolicyContext:
+        """What the policy reads: with `lora` given, only graphs with or only graphs without adapters."""
+        view = self.ladder
+        if lora is not None and self.settings.max_loras:
+
+            def of(keys: tuple[GraphKey, ...]) -> list[GraphKey]:
+                return [key for key in keys if bool(key.lora_case) is lora]
+
+            view = CaptureLadder(of(view.keys), version=view.version, withdrawn=of(view.withdrawn))
+        costs = self.costs if self.costs is not None else analytic_costs()
+        return PolicyContext(
+            claims=self.claims,
+            ladder=view,
+            costs=costs,
+            settings=self.settings,
+            objective=self.objective,
+            basis=Basis.NOTHING if costs.measured else Basis.COSTS_ANALYTIC,
+        )
+
+    def decide(self, shape: BatchShape, *, split: bool = False) -> Decision | None:
+        """How the policy would run a batch; None while it can't decide.
+
+        Args:
+            shape: the batch.
+            split: whether SPLIT is among the ways.
+        """
+        if not self.ready:
+            return None
+        try:
+            if not split:
+                shape = attrs.evolve(shape, forbidden=shape.forbidden | {Mode.SPLIT})
+            version = self.registry.version
+            if self._with_split is None or self._with_split[0] != version:
+                self._with_split = (version, self.policy.compile(self.context()))
+            return self._with_split[1].select(*shape.numbers)
+        except KPolicyError as error:
+            self.counters.warn_once("undecided", f"no decision for {shape}: {error}")
+            return None
+
+
+_STATES: dict[str, State | None] = {}
+_LOCK = Lock()
+
+
+def state_of(vllm_config: Any) -> State | None:
+    """The state of that vLLM in this process, made at first use; None where kpolicy is off or can't be used."""
+    name = getattr(vllm_config, "instance_id", "") or f"{id(vllm_config):x}"
+    with _LOCK:
+        if name not in _STATES:
+            _STATES[name] = _made(vllm_config)
+        return _STATES[name]
+
+
+def forget(vllm_config: Any) -> None:
+    """Drop the state, for a vLLM that has ended in this process."""
+    with _LOCK:
+        _STATES.pop(getattr(vllm_config, "instance_id", "") or f"{id(vllm_config):x}", None)
+
+
+def _made(vllm_config: Any) -> State | None:
+    try:
+        config = Config.load(vllm_config.additional_config)
+        if config is None:
+            return None
+        ranks = vllm_config.parallel_config.data_parallel_size
+        return State(config, settings_of(vllm_config), num_dp_ranks=ranks)
+    except KPolicyError as error:
+        LOGGER.warning("kpolicy is off, and vLLM's own rule decides: %s", error)
+        return None

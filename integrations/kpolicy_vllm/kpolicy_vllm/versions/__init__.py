@@ -1,0 +1,72 @@
+"""One adapter for each vLLM that is known: where its parts are, and whether they are as they were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import attrs
+
+from kpolicy.errors import KPolicyError
+from kpolicy_vllm.versions.signatures import differing
+
+__all__ = ["KNOWN", "Adapter", "UnsupportedError", "adapter"]
+
+KNOWN = {"0.23.0": "kpolicy_vllm.versions.v0_23", "0.33.0": "kpolicy_vllm.versions.v0_33"}
+"""The releases with an adapter, and its module."""
+
+
+class UnsupportedError(KPolicyError):
+    """This vLLM isn't one that kpolicy knows."""
+
+
+@attrs.frozen
+class Adapter:
+    """What differs between releases.
+
+    Args:
+        version: the release.
+        config_class: vLLM's `VllmConfig`.
+        worker_wrapper_class: vLLM's `WorkerWrapperBase`.
+        attach: ``attach(runner, state)`` gives a runner of either kind kpolicy's decisions.
+        signatures: the recorded parameters that `attach` relies on, by ``module:name``, for each runner.
+    """
+
+    version: str
+    config_class: type[Any]
+    worker_wrapper_class: type[Any]
+    attach: Callable[[Any, Any], None]
+    signatures: dict[str, dict[str, tuple[str, ...]]]
+
+    def check(self, runner: str) -> None:
+        """Hold vLLM's live signatures to the recorded ones.
+
+        Args:
+            runner: ``config``, ``v1`` or ``v2``.
+
+        Raises:
+            UnsupportedError: one differs.
+        """
+        for name, recorded, live in differing(self.signatures[runner]):
+            raise UnsupportedError(
+                f"{name} of vLLM {self.version} takes ({live}), and kpolicy knows it with ({', '.join(recorded)}). "
+                "This vLLM was changed; use the released wheel, or a kpolicy-vllm made for it."
+            )
+
+
+def adapter() -> Adapter:
+    """The adapter of the vLLM that is installed.
+
+    Raises:
+        UnsupportedError: there is none for it, or its configuration isn't as recorded.
+    """
+    version = str(import_module("vllm").__version__).partition("+")[0]
+    if version not in KNOWN:
+        raise UnsupportedError(
+            f"this is vLLM {version}, and kpolicy-vllm knows {' and '.join(KNOWN)}. Install one of them, or a "
+            "kpolicy-vllm made for this one."
+        )
+    made: Adapter = import_module(KNOWN[version]).make()
+    made.check("config")
+    return made

@@ -1,0 +1,53 @@
+"""What kpolicy uses of a running vLLM, by one name in every release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import attrs
+
+__all__ = ["Names"]
+
+
+def _free_bytes() -> int:
+    torch = import_module("torch")
+    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0
+
+
+def _device_name() -> str:
+    torch = import_module("torch")
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
+
+
+def _num_pieces(desc: Any) -> int:
+    """Pieces that were captured under that descriptor."""
+    wrapper = import_module("vllm.compilation.cuda_graph").CUDAGraphWrapper
+    modes = import_module("vllm.config.compilation").CUDAGraphMode
+    return sum(
+        desc in each.concrete_cudagraph_entries
+        for each in wrapper._all_instances
+        if each.runtime_mode == modes.PIECEWISE
+    )
+
+
+@attrs.frozen(kw_only=True)
+class Names:
+    """See the module's docstring. Memory is of the current device; tests give functions of their own."""
+
+    CUDAGraphMode: Any
+    BatchDescriptor: Any
+    CudagraphDispatcher: Any
+    free_bytes: Callable[[], int] = _free_bytes
+    device_name: Callable[[], str] = _device_name
+    num_pieces: Callable[[Any], int] = _num_pieces
+
+    @classmethod
+    def of_v1(cls) -> Names:
+        """The names that the first runner needs."""
+        return cls(
+            CUDAGraphMode=import_module("vllm.config.compilation").CUDAGraphMode,
+            BatchDescriptor=import_module("vllm.forward_context").BatchDescriptor,
+            CudagraphDispatcher=import_module("vllm.v1.cudagraph_dispatcher").CudagraphDispatcher,
+        )

@@ -1,0 +1,71 @@
+"""The parameters of what kpolicy wraps, as recorded from the released wheels, and a check of the live ones."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+
+__all__ = ["CONFIG", "V1_0_23", "V1_0_33", "V2_0_23", "V2_0_33", "differing"]
+
+Recorded = Mapping[str, tuple[str, ...]]
+
+CONFIG: dict[str, tuple[str, ...]] = {
+    "vllm.config.vllm:VllmConfig._set_cudagraph_sizes": ("self",),
+    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": ("self",),
+}
+
+_DISPATCH = ("self", "num_tokens", "uniform_decode", "has_lora", "num_active_loras", "valid_modes", "invalid_modes")
+_EXECUTION = (
+    "self", "num_tokens", "num_reqs", "num_scheduled_tokens_np", "max_num_scheduled_tokens", "use_cascade_attn",
+    "allow_microbatching", "force_eager", "force_uniform_decode", "force_has_lora", "force_num_active_loras",
+    "num_encoder_reqs",
+)  # fmt: skip
+_DUMMY = (
+    "self", "num_tokens", "cudagraph_runtime_mode", "force_attention", "uniform_decode", "allow_microbatching",
+    "skip_eplb", "is_profile", "create_mixed_batch", "remove_lora", "is_graph_capturing", "num_active_loras",
+    "profile_seq_lens",
+)  # fmt: skip
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_DISPATCHER = "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher"
+_CAPTURE = ("self", "desc", "cudagraph_runtime_mode", "profile_seq_lens", "allow_microbatching", "num_warmups")
+
+V1_0_23: dict[str, tuple[str, ...]] = {
+    "vllm.forward_context:BatchDescriptor": ("num_tokens", "num_reqs", "uniform", "has_lora", "num_active_loras"),
+    f"{_DISPATCHER}.__init__": ("self", "vllm_config"),
+    f"{_DISPATCHER}.dispatch": _DISPATCH,
+    f"{_DISPATCHER}.initialize_cudagraph_keys": ("self", "cudagraph_mode", "uniform_decode_query_len"),
+    f"{_DISPATCHER}.add_cudagraph_key": ("self", "runtime_mode", "batch_descriptor"),
+    f"{_DISPATCHER}._create_padded_batch_descriptor": (
+        "self", "num_tokens", "uniform_decode", "has_lora", "num_active_loras",
+    ),
+    f"{_DISPATCHER}._get_lora_cases": ("self",),
+    f"{_RUNNER}._determine_batch_execution_and_padding": _EXECUTION,
+    f"{_RUNNER}._check_and_update_cudagraph_mode": ("self", "attention_backends", "kv_cache_groups", "is_profiling"),
+    f"{_RUNNER}._warmup_and_capture": _CAPTURE,
+    f"{_RUNNER}.capture_model": ("self",),
+    f"{_RUNNER}._dummy_run": _DUMMY,
+}  # fmt: skip
+V1_0_33 = {**V1_0_23, f"{_RUNNER}._warmup_and_capture": (*_CAPTURE, "profiler")}
+
+V2_0_23: dict[str, tuple[str, ...]] = {}
+V2_0_33: dict[str, tuple[str, ...]] = {}
+
+
+def differing(recorded: Recorded) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Each name whose live parameters aren't the recorded ones: (name, recorded, live)."""
+    for name, parameters in recorded.items():
+        live = _live(name)
+        if live != parameters:
+            yield name, parameters, "nothing: it isn't there" if live is None else ", ".join(live)
+
+
+def _live(name: str) -> tuple[str, ...] | None:
+    module, _, path = name.partition(":")
+    try:
+        found = import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+        return tuple(inspect.signature(found).parameters)  # type: ignore[arg-type]
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None

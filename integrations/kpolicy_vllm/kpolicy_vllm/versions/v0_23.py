@@ -1,0 +1,30 @@
+"""vLLM 0.23.0. The first runner is its default for most models, the second for dense Llama, Mistral and Qwen3."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from kpolicy_vllm.state import State
+from kpolicy_vllm.versions import Adapter
+from kpolicy_vllm.versions.names import Names
+from kpolicy_vllm.versions.signatures import CONFIG, V1_0_23, V2_0_23
+
+__all__ = ["make"]
+
+
+def make() -> Adapter:
+    """The adapter; imports what every process of vLLM imports anyway."""
+    return Adapter(
+        version="0.23.0",
+        config_class=import_module("vllm.config.vllm").VllmConfig,
+        worker_wrapper_class=import_module("vllm.v1.worker.worker_base").WorkerWrapperBase,
+        attach=_attach,
+        signatures={"config": CONFIG, "v1": V1_0_23, "v2": V2_0_23},
+    )
+
+
+def _attach(runner: Any, state: State) -> None:
+    from kpolicy_vllm import attach_v1
+
+    attach_v1.attach(runner, state, Names.of_v1())
