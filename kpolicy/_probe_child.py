@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple
@@ -194,7 +195,14 @@ def _ascend(say: Say, argument: str) -> None:
         graph_updates=hasattr(npu, "graph_task_group_begin"),
         doing="counting NPUs",
     )
+    version = getattr(getattr(npu, "utils", None), "get_cann_version", None)
+    if version is not None:
+        # An older torch_npu knows fewer modules.
+        for module in ("DRIVER", "CANN"):
+            with suppress(Exception):
+                say(**{module.lower(): str(version(module))})
     _devices(say, torch, npu, "npu:0", npu.device_count(), argument)
+    _graph(say, torch, npu, "NPUGraph", "npu:0", argument)
 
 
 def _kunlun(say: Say, argument: str) -> None:
@@ -202,19 +210,24 @@ def _kunlun(say: Say, argument: str) -> None:
     torch_xmlir = _load(say, "torch_xmlir")
     say(torch_xmlir=str(getattr(torch_xmlir, "__version__", "unknown")), doing="counting Kunlun devices")
     counter = getattr(getattr(torch_xmlir, "_XMLIRC", None), "_xpu_get_devices_number", None)
+    other = getattr(getattr(torch_xmlir, "xpu", None), "device_count", None)
     if counter is not None:
         count, proof = counter(), "torch_xmlir._XMLIRC._xpu_get_devices_number()"
+    elif other is not None:
+        count, proof = other(), "torch_xmlir.xpu.device_count()"
     else:
-        count, proof = torch_xmlir.xpu.device_count(), "torch_xmlir.xpu.device_count()"
+        raise RuntimeError("torch_xmlir is installed in part: it has neither _XMLIRC nor xpu.device_count")
     say(proof=proof)
     # The device itself is reached through torch.cuda, which torch_xmlir answers for.
     _devices(say, torch, torch.cuda, "cuda:0", count, argument)
+    _graph(say, torch, torch.cuda, "CUDAGraph", "cuda:0", argument)
 
 
 def _xpu(say: Say, argument: str) -> None:
     torch = _load(say, "torch")
     say(graphs=hasattr(torch.xpu, "XPUGraph"), doing="counting XPUs")
     _devices(say, torch, torch.xpu, "xpu:0", torch.xpu.device_count(), argument)
+    _graph(say, torch, torch.xpu, "XPUGraph", "xpu:0", argument)
 
 
 def _cuda(say: Say, argument: str) -> None:
@@ -241,6 +254,28 @@ def _devices(say: Say, torch: Any, module: Any, device: str, count: int, argumen
     total = torch.ones(2, device=device).sum().item()
     if total != 2:
         raise RuntimeError(f"ones(2).sum() on {device} is {total}, not 2")
+
+
+def _graph(say: Say, torch: Any, module: Any, name: str, device: str, argument: str) -> None:
+    """Say whether a graph of one operator can be captured now: others may hold what graphs take of the device."""
+    graph_type, capturing = getattr(module, name, None), getattr(module, "graph", None)
+    blocking = os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
+    if graph_type is None or capturing is None or argument == "count" or blocking or not module.device_count():
+        return
+    say(doing=f"capturing a graph on {device}")
+    try:
+        ones = torch.ones(2, device=device)
+        graph = graph_type()
+        with capturing(graph):
+            total = ones + ones
+        graph.replay()
+        module.synchronize()
+        if total.sum().item() != 4:
+            raise RuntimeError(f"a graph of ones(2) + ones(2) on {device} gave {total.tolist()}")
+        say(graph_captured=True)
+    # Without graphs the device still runs eagerly.
+    except Exception as error:  # noqa: BLE001
+        say(graph_captured=False, graph_error=_words(error))
 
 
 def _plugin(say: Say, argument: str) -> None:

@@ -17,6 +17,7 @@ import attrs
 
 from kpolicy import executors
 from kpolicy._probe_child import Answer, ask
+from kpolicy.budget_models import AscendStack
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 
 __all__ = ["Look", "origin", "probe_devices", "probe_torch", "report"]
@@ -81,6 +82,12 @@ _CUDA = _Device(
     none="nvidia-smi or rocm-smi shows what the driver sees",
     verified=True,
 )  # fmt: skip
+
+# What Ascend says where streams have run out; see kpolicy/executors/ascend/failures.py.
+_NO_ROOM = re.compile(
+    r"alloc sq cq fail|insufficient_stream|(stream|event|notify)[a-z ]* resources are insufficient|20700[5789]|el0009",
+    re.IGNORECASE,
+)
 
 # What torch says where there is simply no device; any other failure means one that doesn't work.
 _NO_DEVICE = re.compile(r"found no nvidia driver|no (cuda|hip|xpu) (gpus|devices) are available", re.IGNORECASE)
@@ -155,13 +162,29 @@ def probe_devices(torch: ProbeReport, look: Look) -> Iterator[ProbeReport]:
         torch: the report on torch.
         look: under which torch imports, if it does.
     """
-    yield _device(_ASCEND, torch, look.with_autoload_off())
+    ascend = _device(_ASCEND, torch, look.with_autoload_off())
     kunlun = _device(_KUNLUN, torch, look.with_autoload_off())
-    yield kunlun
+    yield from _both(ascend, kunlun)
     yield _device(_XPU, torch, look)
     yield _masquerade(kunlun) if _proven(kunlun) else _doubted(_device(_CUDA, torch, look), kunlun)
     yield _cpu(torch)
     yield report("device simulated", ProbeStatus.USABLE, "always there: integers instead of a device")
+
+
+def _both(ascend: ProbeReport, kunlun: ProbeReport) -> tuple[ProbeReport, ProbeReport]:
+    """The two vendors' reports; each names the other where both have devices."""
+    if ascend.status is not ProbeStatus.USABLE or kunlun.status is not ProbeStatus.USABLE:
+        return ascend, kunlun
+    step = "load a model on 'npu' for the one and on 'cuda' for the other, or name Engine(device=...)"
+    return tuple(  # type: ignore[return-value]
+        attrs.evolve(own, reason=_before_caveat(own.reason, f"{other} devices are here too: {step}"))
+        for own, other in ((ascend, "Kunlun"), (kunlun, "Ascend"))
+    )
+
+
+def _before_caveat(reason: str, words: str) -> str:
+    head, mark, tail = reason.rpartition(f"; {UNVERIFIED}")
+    return f"{head}; {words}{mark}{tail}" if mark else f"{reason}; {words}"
 
 
 def _device(device: _Device, torch: ProbeReport, look: Look) -> ProbeReport:
@@ -236,10 +259,28 @@ def _notes(device: _Device, environ: Mapping[str, str], facts: Mapping[str, Any]
     if not facts.get("graphs", True):
         least = " (torch 2.11 has it)" if device is _XPU else ""
         yield f"this build has no graph class{least}, so only EAGER can run"
-    if device is _ASCEND and environ.get("ASCEND_LAUNCH_BLOCKING") == "1":
-        yield "ASCEND_LAUNCH_BLOCKING=1 rules graphs out; unset it"
+    if device is _ASCEND:
+        yield from _ascend_notes(environ, facts)
+    error = facts.get("graph_error")
+    if error:
+        taken = _NO_ROOM.search(str(error))
+        hint = (
+            ": other processes may hold the device's streams; graphs are captured as far as they fit" if taken else ""
+        )
+        yield f"no graph can be captured now ({error}){hint}"
     if device is _KUNLUN:
         yield from _kunlun_notes(environ)
+
+
+def _ascend_notes(environ: Mapping[str, str], facts: Mapping[str, Any]) -> Iterator[str]:
+    if environ.get("ASCEND_LAUNCH_BLOCKING") == "1":
+        yield "ASCEND_LAUNCH_BLOCKING=1 rules graphs out; unset it"
+    driver, cann = (re.match(r"\d+(?:\.\w+)*", str(facts.get(name, ""))) for name in ("driver", "cann"))
+    if driver and cann and not AscendStack(soc="A3", hdk=driver[0], cann=cann[0]).lifted:
+        yield (
+            f"driver {driver[0]} and CANN {cann[0]} hold graphs to about 1,800 streams; driver 25.5.1 with CANN 8.5.0 "
+            "lift that on A3 and 950"
+        )
 
 
 def _kunlun_notes(environ: Mapping[str, str]) -> Iterator[str]:

@@ -73,7 +73,8 @@ class Engine:
         objective: ``"throughput"``, ``"latency"``, weights, or an `Objective`.
         executor: an executor or its name; None decides only.
         model: a step model to run, for example of `kpolicy.load`.
-        device: the executor's name that runs the model; ``"cpu"`` by default.
+        device: the executor's name that runs the model; ``"auto"``, the default, is the first that can where the
+            model's tensors are, vendors before CUDA.
         registry: the record of captured graphs, to share with other Engines.
         budget: what captured graphs may take, where no registry is given.
         communicator: the other ranks; None is one rank.
@@ -84,6 +85,7 @@ class Engine:
             where the policy reads costs and none were given; 0 leaves the analytic table.
 
     Attributes:
+        passed_over: with ``device="auto"``, the executors that couldn't be had, by name, and why.
         calibration_error: why `capture` couldn't measure costs; empty where it did or wasn't to.
 
     Raises:
@@ -130,6 +132,7 @@ class Engine:
             # Without an executor nothing is captured as far as it goes: all that is planned is taken as captured.
             self._check_budget(budget, whole=ladder is not None or (executor is None and model is None))
         self.registry.plan(self.keys)
+        self.passed_over: dict[str, str] = {}
         self.executor = self._opened(executor, model, device)
         self._communicator = communicator if communicator is not None and communicator.world_size > 1 else None
         self._lost: StickyDeviceError | None = None
@@ -166,10 +169,14 @@ class Engine:
         if executor is None and model is None and device is None:
             return None
         # Imported here: an Engine that only decides needs none of it.
-        from kpolicy.executors import get_executor
+        from kpolicy.executors import first_executor, get_executor
 
         if model is not None and executor is None:
-            opened = get_executor(device or "cpu", model=model, max_num_reqs=self.settings.max_num_reqs)
+            most = self.settings.max_num_reqs
+            if device in (None, "auto"):
+                opened, self.passed_over = first_executor(model, max_num_reqs=most)
+            else:
+                opened = get_executor(device, model=model, max_num_reqs=most)
         elif executor is not None and model is None and device is None:
             opened = get_executor(executor)
         else:

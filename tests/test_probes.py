@@ -421,6 +421,81 @@ def test_launch_blocking_is_noted(fakes: Fakes) -> None:
     assert "ASCEND_LAUNCH_BLOCKING=1 rules graphs out" in report.reason
 
 
+GRAPHS = """
+class _Graph:
+    def replay(self): pass
+
+class _graph:
+    def __init__(self, graph): pass
+    def __enter__(self): {enter}
+    def __exit__(self, *error): pass
+
+torch.npu.NPUGraph, torch.npu.graph, torch.npu.synchronize = _Graph, _graph, lambda: None
+import types
+torch.npu.utils = types.SimpleNamespace(get_cann_version=lambda module: {versions}[module])
+"""
+OLD_STACK = {"DRIVER": "24.1.rc3", "CANN": "8.2.RC1"}
+NEW_STACK = {"DRIVER": "25.5.1", "CANN": "8.5.0"}
+
+
+def with_graphs(fakes: Fakes, enter: str, versions: dict[str, str]) -> ProbeReport:
+    """The report on an Ascend device whose captures begin so."""
+    more = "class _Sum(_Ones):\n    def item(self): return 2.0\n    def sum(self): return self\n"
+    more += "    def __add__(self, other):\n        found = _Sum(); found.item = lambda: 4.0; return found\n"
+    more += "def ones(count, device): return _Sum()\n"
+    fakes.torch(cuda=None, more=more)
+    fakes.package("torch_npu", TORCH_NPU + GRAPHS.format(enter=enter, versions=versions))
+    return fakes.probe()["device ascend"]
+
+
+def test_a_graph_is_captured_where_it_can_be(fakes: Fakes) -> None:
+    """A usable device captured and replayed a graph; a new driver carries no remark."""
+    report = with_graphs(fakes, "pass", NEW_STACK)
+    assert report.status is USABLE
+    assert report.facts["graph_captured"] is True
+    assert report.facts["driver"] == "25.5.1"
+    assert "1,800 streams" not in report.reason
+
+
+def test_streams_taken_by_another_process_are_told(fakes: Fakes) -> None:
+    """A device without streams for a graph is usable, and the reason has its words and who may hold them."""
+    report = with_graphs(fakes, "raise RuntimeError('code 207008, Stream resources are insufficient')", NEW_STACK)
+    assert report.status is USABLE
+    assert "no graph can be captured now (RuntimeError: code 207008" in report.reason
+    assert "other processes may hold the device's streams" in report.reason
+    assert report.reason.endswith("unverified on hardware")
+
+
+def test_an_old_driver_is_told(fakes: Fakes) -> None:
+    """A driver and toolkit from before the ceiling was lifted are named, with those that lift it."""
+    report = with_graphs(fakes, "raise RuntimeError('Alloc sq cq fail, not enough space')", OLD_STACK)
+    assert report.status is USABLE
+    assert "driver 24.1.rc3 and CANN 8.2.RC1 hold graphs to about 1,800 streams; driver 25.5.1" in report.reason
+    assert "Alloc sq cq fail" in report.reason
+
+
+def test_both_vendors_name_each_other(fakes: Fakes) -> None:
+    """Where both have devices each is usable and says that the other is there and how to choose."""
+    fakes.torch(cuda=None)
+    fakes.package("torch_npu", TORCH_NPU)
+    fakes.package("torch_xmlir", TORCH_XMLIR)
+    found = fakes.probe()
+    assert statuses(found)[:2] == [USABLE, USABLE]
+    assert "Kunlun devices are here too" in found["device ascend"].reason
+    assert "Ascend devices are here too" in found["device kunlun"].reason
+    assert "Engine(device=...)" in found["device kunlun"].reason
+
+
+def test_half_installed_torch_xmlir(fakes: Fakes) -> None:
+    """A torch_xmlir without anything to count by is broken, and said to be installed in part."""
+    fakes.torch()
+    fakes.package("torch_xmlir", "__version__ = '1.0'")
+    found = fakes.probe()
+    assert found["device kunlun"].status is BROKEN
+    assert "installed in part" in found["device kunlun"].reason
+    assert "may be Kunlun's" in found["device cuda"].reason
+
+
 def test_broken_torch_npu_breaks_torch_only_through_autoload(fakes: Fakes) -> None:
     """A torch_npu without its libraries is broken; torch, which autoloads it, is found usable without autoload."""
     fakes.torch(more=AUTOLOADS)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kpolicy.errors import ConfigError, PluginError, UnknownNameError
 from kpolicy.executors.base import CaptureReport, Executor, ProbeReport, ProbeStatus, StepInputs, StepOutputs
+from kpolicy.executors.importing import import_torch
 from kpolicy.plugins import load_plugin, plugin_names
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "StepInputs",
     "StepOutputs",
     "executor_names",
+    "first_executor",
     "get_executor",
 ]
 
@@ -32,6 +34,10 @@ OWN: Mapping[str, str] = {
 }
 NEED_TORCH = frozenset(f"kpolicy.executors.{device}" for device in ("cpu", "cuda", "ascend", "kunlun", "xpu"))
 """Modules of ours that import torch."""
+OF_TENSORS: Mapping[str, tuple[str, ...]] = {
+    "npu": ("ascend",), "cuda": ("kunlun", "cuda"), "xpu": ("xpu",), "cpu": ("cpu",),
+}  # fmt: skip
+"""Executors of ours for a model whose tensors are on a kind of device, vendors before CUDA."""
 
 
 def executor_names() -> dict[str, str]:
@@ -56,6 +62,8 @@ def get_executor(name: str | Executor, **arguments: Any) -> Executor:
     factory: Callable[..., Any] | None
     if name in OWN:
         module, _, attribute = OWN[name].partition(":")
+        if module in NEED_TORCH:
+            import_torch()
         factory = getattr(import_module(module), attribute)
     else:
         factory = load_plugin(GROUP, name, OWN)
@@ -70,3 +78,30 @@ def get_executor(name: str | Executor, **arguments: Any) -> Executor:
     if not isinstance(executor, Executor):
         raise PluginError(f"executor {name!r} made {executor!r}, which lacks part of the Executor protocol.")
     return executor
+
+
+def first_executor(model: Any, **arguments: Any) -> tuple[Executor, dict[str, str]]:
+    """The first executor that can run a model where its tensors are, and why those before it couldn't.
+
+    A plugin of the same name as the kind of device that torch gives comes first, then ours, vendors before CUDA.
+
+    Args:
+        model: a step model; one that doesn't say its device is on the CPU.
+        **arguments: for the executor, besides the model.
+
+    Raises:
+        ConfigError: none can, with every reason; or the executor doesn't take an argument.
+    """
+    kind = str(getattr(model, "device", "cpu")).partition(":")[0]
+    own = OF_TENSORS.get(kind, ())
+    names = [*([kind] if kind not in OWN and kind in executor_names() else []), *own]
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            return get_executor(name, model=model, **arguments), refused
+        except (ConfigError, PluginError) as error:  # noqa: PERF203 - a few names, once
+            refused[name] = str(error)
+    why = (
+        "; ".join(f"{name}: {words}" for name, words in refused.items()) or f"installed: {', '.join(executor_names())}"
+    )
+    raise ConfigError(f"no executor runs a model on {kind!r} ({why}). Load it on another device, or name its executor.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def load(
 
     Args:
         source: a folder with config.json, a config as a mapping, or a config object of transformers.
-        device: where weights and KV live.
+        device: where weights and KV live; ``"auto"`` for the first device that works: an NPU, a GPU, the CPU.
         dtype: of weights and KV; the config's where None, float32 where it has none.
         num_blocks: KV blocks.
         block_size: tokens in a block.
@@ -138,6 +139,8 @@ def _weights(config: Any, folder: Path | None, device: torch.device, dtype: torc
 
 
 def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return _first_device()
     try:
         at = torch.device(device)
         torch.empty(1, device=at)
@@ -149,6 +152,16 @@ def _device(device: str | torch.device) -> torch.device:
             "run `kpolicy doctor` to see why it's missing."
         ) from error
     return at
+
+
+def _first_device() -> torch.device:
+    """The first of an NPU, a GPU, an XPU and the CPU that memory can be had on."""
+    for kind in ("npu", "cuda", "xpu"):
+        # Each library has errors of its own for a device that isn't there or doesn't work.
+        with suppress(Exception):
+            torch.empty(1, device=kind)
+            return torch.device(kind)
+    return torch.device("cpu")
 
 
 def _devices() -> list[str]:

@@ -427,10 +427,18 @@ def _device(device: Any) -> torch.device:
         at = torch.device(device)
         if at.type == "cuda":
             torch.empty(1, device=at)
-            return torch.device("cuda", torch.cuda.current_device() if at.index is None else at.index)
+            at = torch.device("cuda", torch.cuda.current_device() if at.index is None else at.index)
     # The library has errors of its own.
     except Exception as error:
         raise ConfigError(
             f"device {str(device)!r} isn't there: {_first_line(error)}. `kpolicy doctor` says what is."
         ) from error
-    raise ConfigError(f"device is {device!r}; the CUDA adapter takes 'cuda' or 'cuda:N'.")
+    if at.type != "cuda":
+        raise ConfigError(f"device is {device!r}; the CUDA adapter takes 'cuda' or 'cuda:N'.")
+    # Imported here: that package stands on this module.
+    from kpolicy.executors.kunlun.proof import kunlun_behind_cuda
+
+    behind = kunlun_behind_cuda(torch.cuda.get_device_name(at), torch.cuda.get_device_capability(at))
+    if behind:
+        raise ConfigError(f"device {str(device)!r} isn't for the CUDA executor: {behind}")
+    return at

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,51 +18,15 @@ from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.adapter import Statics
 from kpolicy.executors.cuda.failures import classify
 from kpolicy.executors.device import Failure
+from kpolicy.executors.kunlun.proof import count_devices, load_xmlir
 from kpolicy.executors.simulated import Fault
 from kpolicy.executors.xpu.adapter import StreamAdapter
 
-__all__ = ["KunlunAdapter", "count_devices", "environment_problems", "load_xmlir"]
+__all__ = ["KunlunAdapter", "environment_problems"]
 
 FORCE_GRAPH = "XMLIR_FORCE_USE_XPU_GRAPH"
 MOCK_COMPILE = "XMLIR_ENABLE_MOCK_TORCH_COMPILE"
 NO_ALLOCATOR = "XMLIR_DISABLE_CUDA_ALLOCATOR"
-
-
-def load_xmlir() -> Any:
-    """torch_xmlir.
-
-    Raises:
-        ConfigError: it isn't there or doesn't import.
-    """
-    try:
-        return import_module("torch_xmlir")
-    except ModuleNotFoundError as error:
-        if error.name != "torch_xmlir":
-            raise ConfigError(f"torch_xmlir doesn't import: {error}. Reinstall the vendor's xpytorch.") from error
-        raise ConfigError(
-            "torch_xmlir isn't installed; a Kunlun card needs the vendor's xpytorch over the torch it is made for."
-        ) from error
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"torch_xmlir doesn't import: {line}. `kpolicy doctor` says more.") from error
-
-
-def count_devices(xmlir: Any) -> tuple[int, str]:
-    """Kunlun cards as torch_xmlir itself counts them, and by what.
-
-    Raises:
-        ConfigError: it has no way to count.
-    """
-    counter = getattr(getattr(xmlir, "_XMLIRC", None), "_xpu_get_devices_number", None)
-    if counter is not None:
-        return int(counter()), "torch_xmlir._XMLIRC._xpu_get_devices_number()"
-    counter = getattr(getattr(xmlir, "xpu", None), "device_count", None)
-    if counter is None:
-        raise ConfigError(
-            "torch_xmlir is installed in part: it has neither _XMLIRC nor xpu.device_count to prove a card by. "
-            "Reinstall the vendor's xpytorch."
-        )
-    return int(counter()), "torch_xmlir.xpu.device_count()"
 
 
 def environment_problems(environ: Mapping[str, str]) -> tuple[list[str], list[str]]:

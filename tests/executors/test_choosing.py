@@ -1,0 +1,169 @@
+"""Which executor runs a model: the first that can, vendors before CUDA; a broken vendor costs its own device alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from kpolicy import executors
+from kpolicy.engine import Engine
+from kpolicy.errors import ConfigError
+from kpolicy.executors import first_executor
+from kpolicy.executors.cuda.adapter import CudaAdapter
+from kpolicy.executors.kunlun.proof import kunlun_behind_cuda
+
+NVIDIA = "NVIDIA H200", (9, 0)
+DISGUISED = "GPU", (8, 6)
+
+
+def python(code: str, path: Path, **environ: str) -> Any:
+    """What a fresh interpreter with a folder first on its path prints last, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(path), *sys.path]), **environ},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def vendor(folder: Path, name: str, text: str) -> None:
+    """A vendor's package that torch loads with itself, as torch_npu registers."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(text)
+    info = folder / f"{name}-2.13.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.13.0\n")
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{name} = {name}:_autoload\n")
+
+
+NO_CANN = "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')\n"
+
+GOES_ON = """
+import json, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import kpolicy.serving
+import torch
+from kpolicy.executors import get_executor
+from kpolicy.errors import ConfigError
+try:
+    get_executor("ascend", model=None)
+    asked = "made"
+except ConfigError as error:
+    asked = str(error)
+told = [str(each.message) for each in caught if "backend" in str(each.message)]
+print(json.dumps([float(torch.ones(2).sum()), told, asked]))
+"""
+
+
+def test_torch_npu_without_cann_breaks_torch_and_not_us(tmp_path: Path) -> None:
+    """Where plain `import torch` fails we go on with the CPU and say so; who asks for the NPU gets the cause."""
+    vendor(tmp_path, "torch_npu", NO_CANN)
+    plain = subprocess.run(
+        [sys.executable, "-c", "import torch"], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )  # fmt: skip
+    assert "Failed to load the backend extension: torch_npu" in plain.stderr
+    total, told, asked = python(GOES_ON, tmp_path)
+    assert total == 2.0
+    assert len(told) == 1
+    assert "torch_npu" in told[0]
+    assert "libhccl.so" in told[0]
+    assert "libhccl.so" in asked
+    assert "set_env.sh" in asked
+
+
+def test_a_backend_that_loads_is_loaded(tmp_path: Path) -> None:
+    """Backends that work are there as torch itself would have them, and the variable is as it was."""
+    vendor(tmp_path, "good_backend", "loads = []\ndef _autoload():\n    loads.append(1)\n")
+    code = "import json, os, kpolicy.serving, good_backend; print(json.dumps([good_backend.loads, {**os.environ}.get("
+    code += "'TORCH_DEVICE_BACKEND_AUTOLOAD')]))"
+    assert python(code, tmp_path) == [[1], None]
+    assert python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == [[], "0"]
+
+
+def test_a_model_on_the_cpu_runs_there() -> None:
+    """Without a device the model's own decides."""
+    model = SimpleNamespace(device=torch.device("cpu"))
+    executor, passed_over = first_executor(model)
+    assert executor.name == "cpu"
+    assert not passed_over
+
+
+def test_the_next_device_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor that refuses is passed over with its reason; where all refuse, the error has every reason."""
+
+    def refuses(**arguments: Any) -> Any:
+        raise ConfigError("torch_xmlir isn't installed")
+
+    monkeypatch.setitem(executors.OWN, "cuda", "kpolicy.executors.cpu:CpuExecutor")  # type: ignore[index]
+    model = SimpleNamespace(device="cuda:0")
+    executor, passed_over = first_executor(model)
+    assert executor.name == "cpu"
+    assert list(passed_over) == ["kunlun"]
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"no executor runs a model on 'cuda' \(kunlun: .*; cuda: "):
+            first_executor(model)
+
+
+def test_an_engine_says_what_it_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Engine(model=...)` goes on with the next device; one that was asked for stops it with a clear error."""
+    from tests.executors_launcher.checker import load_family
+
+    model = load_family("llama")
+    assert Engine(model=model).passed_over == {}
+    monkeypatch.setitem(executors.OF_TENSORS, "cpu", ("ascend", "kunlun", "cpu"))  # type: ignore[index]
+    engine = Engine(model=model, device="auto")
+    assert engine.executor is not None
+    assert engine.executor.name == "cpu"
+    assert set(engine.passed_over) == {"ascend", "kunlun"}
+    for name in ("ascend", "kunlun", "xpu"):
+        with pytest.raises(ConfigError):
+            Engine(model=model, device=name)
+
+
+def fake_xmlir(count: int) -> Any:
+    return SimpleNamespace(_XMLIRC=SimpleNamespace(_xpu_get_devices_number=lambda: count))
+
+
+@pytest.mark.parametrize(
+    ("module", "device", "refused"),
+    [
+        (None, NVIDIA, ""), (None, DISGUISED, ""), (fake_xmlir(0), NVIDIA, ""),
+        (fake_xmlir(4), NVIDIA, "finds 4 Kunlun"), (fake_xmlir(4), DISGUISED, "device='kunlun'"),
+        (SimpleNamespace(), NVIDIA, ""), (SimpleNamespace(), DISGUISED, "installed in part"),
+    ],
+)  # fmt: skip
+def test_cuda_is_not_kunlun(
+    module: Any, device: tuple[str, tuple[int, int]], refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card that torch_xmlir counts isn't CUDA's; half an installation matters only where the card looks like one."""
+    if module is not None:
+        monkeypatch.setitem(sys.modules, "torch_xmlir", module)
+    why = kunlun_behind_cuda(*device)
+    assert bool(why) == bool(refused)
+    assert refused in why
+
+
+def test_the_cuda_executor_refuses_a_kunlun_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says whose card it is and which executor to name."""
+    from kpolicy.executors.cuda import adapter
+
+    monkeypatch.setitem(sys.modules, "torch_xmlir", fake_xmlir(4))
+    monkeypatch.setattr(adapter.torch, "empty", lambda *_, **__: None)
+    for name, value in (("current_device", 0), ("get_device_name", "GPU"), ("get_device_capability", (8, 6))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    with pytest.raises(ConfigError, match=r"isn't for the CUDA executor: .* finds 4 Kunlun cards"):
+        CudaAdapter("cuda")
