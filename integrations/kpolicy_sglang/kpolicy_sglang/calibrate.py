@@ -1,0 +1,182 @@
+"""What steps take, measured at start-up on SGLang's own graphs and eager steps.
+
+Batches are the dummies that SGLang captures with: their rows write to the slot that SGLang keeps for padding, so that
+nothing of a request is touched. A step is timed whole, from the call until the device is done, in rounds over all
+cases: what else runs on the machine should slow every case alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from kpolicy.costs import CostTable, Curve
+from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+from kpolicy_sglang.state import State
+
+__all__ = ["EAGER_DECODES", "EAGER_TOKENS", "MIXED_TOKENS", "cost_tables", "measure"]
+
+EAGER_TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
+EAGER_DECODES = (1, 32, 256)
+MIXED_TOKENS = (64, 512, 2048)
+MIXED_DECODES, MIXED_KV = 32, 64
+ROUNDS, WARM = 5, 2
+
+
+def cost_tables(model_runner: Any, state: State) -> Mapping[str, CostTable]:
+    """Cost tables by phase, and the mixed curve of the state: from a profile, measured, or none.
+
+    The same on every rank: rank 0's. Ranks that take each step together measure nothing, since a step of one would
+    wait for the others.
+
+    Raises:
+        SchemaError: the profile can't be read.
+    """
+    config = state.config
+    if config.profile is not None:
+        from kpolicy.schemas import read_profile
+
+        costs = read_profile(config.profile).costs
+        return dict.fromkeys(state.phases, costs)
+    if not config.calibrate or not _reads_costs(config.policy):
+        return {}
+    if state.coupled:
+        state.say(
+            "ranks take each step together, so nothing is measured: SGLang's own rule decides. Give a profile in "
+            "KPOLICY_PROFILE to decide by cost"
+        )
+        return {}
+    tables = measure(model_runner, state)
+    if model_runner.server_args.tp_size > 1:
+        tables, state.mixed_us = _group(model_runner).broadcast_object((tables, state.mixed_us), src=0)
+    return tables
+
+
+def _reads_costs(policy: str) -> bool:
+    from kpolicy.policies import get_policy
+
+    return bool(get_policy(policy).reads_costs)
+
+
+def _group(model_runner: Any) -> Any:
+    group = getattr(model_runner, "tp_group", None)
+    if group is None:
+        from sglang.srt.runtime_context import get_parallel
+
+        group = get_parallel().tp_group
+    return group
+
+
+def measure(model_runner: Any, state: State) -> dict[str, CostTable]:
+    """Time every captured size, eager steps at a few sizes, and mixed batches as SGLang itself runs them."""
+    bench = _Bench(model_runner)
+    cases: dict[tuple[str, str], dict[int, int]] = {}
+
+    def add(phase: Phase, kind: str, sizes: Iterable[int], make: Callable[[int], Any], force: bool | None) -> None:
+        cases[phase.name, kind] = {size: bench.add(phase, lambda size=size: make(size), force) for size in sizes}
+
+    for phase in state.phases.values():
+        make = bench.decode if phase.name == DECODE else bench.prefill
+        add(phase, "graph", phase.sizes, make, True)
+        most = len(phase.steps) - 2
+        usual = EAGER_DECODES if phase.name == DECODE else EAGER_TOKENS
+        # SGLang's dummies are made in the buffers of its graphs: none may be larger.
+        add(phase, "eager", sorted({*(s for s in usual if s < phase.largest), phase.largest}), make, False)
+        if phase.name == PREFILL and state.config.split and most > MIXED_DECODES:
+            sizes = sorted({min(size + MIXED_DECODES, phase.largest) for size in MIXED_TOKENS})
+            add(phase, "mixed", [size for size in sizes if size > MIXED_DECODES], bench.mixed, None)
+    bench.run()
+    at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    tables = {}
+    for phase in state.phases.values():
+        graph, eager = (
+            {size: bench.us(case) for size, case in cases[phase.name, kind].items()} for kind in ("graph", "eager")
+        )
+        version = f"measured {at} in SGLang {state.version}, {phase.name}"
+        tables[phase.name] = table_of(version, graph, eager)
+    mixed = cases.get((PREFILL, "mixed"))
+    if mixed:
+        state.mixed_us = Curve(sorted(mixed), [bench.us(mixed[size]) for size in sorted(mixed)])
+    return tables
+
+
+class _Bench:
+    """Times whole steps of dummy batches through the model runner, in rounds over all of them."""
+
+    def __init__(self, model_runner: Any) -> None:
+        import torch
+
+        self._torch = torch
+        self._runner = model_runner
+        self._decode = model_runner.decode_cuda_graph_runner
+        self._prefill = model_runner.prefill_cuda_graph_runner
+        self._device = torch.get_device_module(model_runner.device)
+        self._cases: list[tuple[Phase, Callable[[], Any], bool | None]] = []
+        self._times: list[list[float]] = []
+
+    def add(self, phase: Phase, make: Callable[[], Any], force: bool | None) -> int:
+        self._cases.append((phase, make, force))
+        self._times.append([])
+        return len(self._cases) - 1
+
+    def run(self) -> None:
+        with self._torch.no_grad():
+            for turn in range(WARM + ROUNDS):
+                order = random.Random(turn).sample(range(len(self._cases)), len(self._cases))  # noqa: S311
+                for case in order:
+                    us = self._once(*self._cases[case])
+                    if turn >= WARM:
+                        self._times[case].append(us)
+
+    def us(self, case: int) -> float:
+        """Median microseconds of a case."""
+        return statistics.median(self._times[case])
+
+    def _once(self, phase: Phase, make: Callable[[], Any], force: bool | None) -> float:
+        batch = make()
+        self._device.synchronize()
+        phase.force = force
+        started = time.perf_counter()
+        try:
+            self._runner.forward(batch)
+            self._device.synchronize()
+        finally:
+            phase.force = None
+        return (time.perf_counter() - started) * 1e6
+
+    def decode(self, num_reqs: int) -> Any:
+        """SGLang's own dummy of so many decode rows."""
+        return self._decode.capture_prepare(num_reqs)[0]
+
+    def prefill(self, num_tokens: int) -> Any:
+        """SGLang's own dummy of one prompt."""
+        return self._prefill.capture_prepare(num_tokens)[0]
+
+    def mixed(self, num_tokens: int) -> Any:
+        """A dummy of one prompt and some decode rows, as SGLang mixes them."""
+        torch, batch = self._torch, self.prefill(num_tokens)
+        decodes = min(MIXED_DECODES, self._runner.req_to_token_pool.size - 1)
+        new = [num_tokens - decodes] + [1] * decodes
+        prefix = [0] + [MIXED_KV] * decodes
+        kv = [a + b for a, b in zip(new, prefix, strict=True)]
+        starts = [0, *itertools.accumulate(new)][:-1]
+
+        def tensor(values: list[int]) -> Any:
+            return torch.tensor(values, dtype=torch.int64, device=batch.seq_lens.device)
+
+        batch.forward_mode = batch.global_forward_mode = type(batch.forward_mode).MIXED
+        batch.batch_size = len(new)
+        batch.req_pool_indices = torch.arange(len(new), device=batch.seq_lens.device)
+        batch.seq_lens, batch.orig_seq_lens = tensor(kv), tensor(kv)
+        batch.seq_lens_cpu, batch.seq_lens_sum = torch.tensor(kv, dtype=torch.int64), sum(kv)
+        batch.extend_seq_lens, batch.extend_prefix_lens = tensor(new), tensor(prefix)
+        batch.extend_start_loc = tensor(starts)
+        batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = new, prefix
+        batch.extend_logprob_start_lens_cpu = list(new)
+        batch.next_token_logits_buffer = None
+        return batch

@@ -1,0 +1,108 @@
+"""What a user may set, as ``KPOLICY_*`` in the environment: SGLang's plugins load before its arguments are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from kpolicy.errors import ConfigError
+from kpolicy.settings import Objective
+
+__all__ = ["ON", "Config"]
+
+ON = "KPOLICY_SGLANG"
+"""1 turns kpolicy on, 0 turns it off; unset, a policy in ``KPOLICY_POLICY`` turns it on."""
+_PREFIX = "KPOLICY_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """The settings of one SGLang. `docs/sglang.md` of kpolicy lists them for users.
+
+    Args:
+        policy: a policy as kpolicy names it: ``auto``, ``full_and_piecewise``, ``sglang``.
+        objective: what `auto` minimises: ``throughput``, ``latency`` or ``STEP:GAP`` weights.
+        plan: a ladder plan to take the sizes from (`kpolicy plan --out`).
+        decode_sizes: decode sizes in requests; by default the integration's own, see `kpolicy_sglang.ladder`.
+        piecewise_sizes: prefill sizes in tokens, likewise.
+        profile: a profile to take costs from, in place of measuring them at start-up.
+        calibrate: measure costs from SGLang's own graphs and eager steps at start-up.
+        split: with mixed chunks on, run decodes and prompt chunks in steps of their own where that costs less.
+        mla_prefill: on 0.5.16, let MLA models have the prefill graphs that its start-up rules turn off.
+        log: a file for a decision log, which `kpolicy simulate` replays.
+        metrics: counters beside SGLang's Prometheus metrics, where those are on.
+        summary_seconds: seconds between two flushes of counters and summaries.
+        strict: end the process with an error where kpolicy can't be what was asked for; otherwise SGLang goes on
+            by its own rules.
+
+    Raises:
+        ConfigError: a value can't be used.
+    """
+
+    policy: str = "auto"
+    objective: str = "throughput"
+    plan: str | None = None
+    decode_sizes: tuple[int, ...] | None = None
+    piecewise_sizes: tuple[int, ...] | None = None
+    profile: str | None = None
+    calibrate: bool = True
+    split: bool = True
+    mla_prefill: bool = True
+    log: str | None = None
+    metrics: bool = True
+    summary_seconds: float = 60.0
+    strict: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        Objective.parse(self.objective)
+        if not 0 <= self.summary_seconds < float("inf"):
+            raise ConfigError(f"{_PREFIX}SUMMARY_SECONDS is {self.summary_seconds!r}; it is a number from 0 up.")
+        for name in ("decode_sizes", "piecewise_sizes"):
+            sizes = getattr(self, name)
+            if sizes is not None and (not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes))):
+                raise ConfigError(
+                    f"{_PREFIX}{name.upper()} is {','.join(map(str, sizes)) or 'empty'}; it is a list of sizes that "
+                    "rise from at least 1, for example 1,2,4,8."
+                )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config | None:
+        """The settings in the environment; None where kpolicy is off.
+
+        Raises:
+            ConfigError: a value can't be read or used.
+        """
+        switch = environ.get(ON, "").strip().lower()
+        if switch and switch not in (*_TRUE, *_FALSE):
+            raise ConfigError(f"{ON} is {switch!r}; it is 1 or 0.")
+        if switch in _FALSE or (not switch and not environ.get(f"{_PREFIX}POLICY")):
+            return None
+        fields = attrs.fields_dict(cls)
+        given = {name: _parsed(name, text) for name in fields if (text := environ.get(_PREFIX + name.upper()))}
+        return cls(**given)
+
+
+_KINDS: Mapping[str, str] = {name: str(field.type) for name, field in attrs.fields_dict(Config).items()}
+
+
+def _parsed(name: str, text: str) -> Any:
+    """A value of the environment as the setting's type.
+
+    Raises:
+        ConfigError: it can't be read as one.
+    """
+    kind = _KINDS[name]
+    try:
+        if kind.startswith("tuple"):
+            return tuple(int(part) for part in text.split(",") if part.strip())
+        if kind == "bool":
+            if text.strip().lower() not in (*_TRUE, *_FALSE):
+                raise ValueError
+            return text.strip().lower() in _TRUE
+        return float(text) if kind == "float" else text
+    except ValueError:
+        raise ConfigError(f"{_PREFIX}{name.upper()} is {text!r}, which isn't a value of {name} ({kind}).") from None

@@ -1,0 +1,99 @@
+"""The hooks that a step goes through: whether it replays. SGLang's own functions are called for all but the size."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kpolicy_sglang.phase import Phase
+
+__all__ = ["decode_can_run", "phase_of", "prefill_can_replay_locally", "prefill_can_run", "prefill_can_run_0_5_16"]
+
+ATTRIBUTE = "_kpolicy_phase"
+_NO_LIMIT = 1 << 40
+_FACTOR = "_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"
+
+
+def phase_of(runner: Any) -> Phase | None:
+    """The phase of a graph runner that kpolicy is attached to."""
+    return getattr(runner, ATTRIBUTE, None)
+
+
+def decode_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
+    """AROUND `DecodeCudaGraphRunner.can_run_graph`."""
+    phase: Phase | None = getattr(runner, ATTRIBUTE, None)
+    if phase is None:
+        return original(runner, forward_batch)
+    if phase.force is not None:
+        return phase.force
+    if runner.require_mlp_sync:
+        # The vote was taken when the step was scheduled; what is left is the same on every rank.
+        return original(runner, forward_batch)
+    size = forward_batch.batch_size
+    if not phase.replays(size):
+        phase.count(size, ran=True)
+        return False
+    can_run = original(runner, forward_batch)
+    phase.count(size, ran=bool(can_run))
+    return can_run
+
+
+def prefill_can_run_0_5_16(original: Any, runner: Any, forward_batch: Any) -> Any:
+    """AROUND `PrefillCudaGraphRunner.can_run_graph` of 0.5.16, which has the limit on padding inside."""
+    phase: Phase | None = getattr(runner, ATTRIBUTE, None)
+    if phase is None:
+        return original(runner, forward_batch)
+    if phase.force is not None:
+        return phase.force
+    if forward_batch.global_num_tokens_cpu is not None:
+        # This version votes before it knows sizes: a rank that decided on its own could part from the others.
+        return original(runner, forward_batch)
+    size = forward_batch.input_ids.shape[0]
+    if not phase.replays(size):
+        phase.count(size, ran=True)
+        return False
+    module = sys.modules[type(runner).__module__]
+    factor = getattr(module, _FACTOR)
+    setattr(module, _FACTOR, _NO_LIMIT)
+    try:
+        can_run = original(runner, forward_batch)
+    finally:
+        setattr(module, _FACTOR, factor)
+    phase.count(size, ran=bool(can_run))
+    return can_run
+
+
+def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
+    """AROUND `PrefillCudaGraphRunner.can_run_graph` of 0.5.23: it counts; `can_replay_locally` decides."""
+    phase: Phase | None = getattr(runner, ATTRIBUTE, None)
+    if phase is None:
+        return original(runner, forward_batch)
+    if phase.force is not None:
+        return phase.force
+    size = forward_batch.input_ids.shape[0]
+    if forward_batch.global_num_tokens_cpu is None:
+        can_run = original(runner, forward_batch)
+    else:
+        phase.agreed = True
+        try:
+            can_run = original(runner, forward_batch)
+        finally:
+            phase.agreed = False
+    phase.count(size, ran=bool(can_run) or not phase.replays(size))
+    return can_run
+
+
+def prefill_can_replay_locally(original: Any, runner: Any, **asked: Any) -> bool:
+    """AROUND `PrefillCudaGraphRunner.can_replay_locally`: the vote and the step itself both ask it.
+
+    Under data parallelism the step's batch is padded to what ranks agreed on, so that only the vote decides by size.
+    """
+    phase: Phase | None = getattr(runner, ATTRIBUTE, None)
+    size = asked.get("num_tokens")
+    if phase is None or size is None:
+        return bool(original(runner, **asked))
+    if not (size <= phase.largest if phase.agreed else phase.replays(size)):
+        return False
+    # Without a size SGLang checks all the rest, and no limit on padding.
+    asked["num_tokens"] = None
+    return bool(original(runner, **asked))

@@ -1,0 +1,244 @@
+"""The hooks of start-up and of the scheduler. Those that each step asks are in `kpolicy_sglang.dispatch`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kpolicy.errors import KPolicyError
+from kpolicy_sglang import ladder
+from kpolicy_sglang.config import Config
+from kpolicy_sglang.dispatch import ATTRIBUTE
+from kpolicy_sglang.mirror import mirror
+from kpolicy_sglang.phase import DECODE, PREFILL, Phase
+from kpolicy_sglang.state import State, attach, state_of
+
+__all__ = [
+    "capture_prefill_graph",
+    "configure",
+    "configured",
+    "decode_backend",
+    "decode_sizes",
+    "decode_sizes_0_5_16",
+    "init_cuda_graphs",
+    "mla_rule_0_5_16",
+    "new_batch_prefill",
+    "prefill_backend",
+    "prefill_sizes",
+    "prefill_sizes_0_5_16",
+]
+
+logger = logging.getLogger(__name__)
+_now: dict[str, Any] = {"config": None, "version": ""}
+
+
+def configure(config: Config | None, version: str = "") -> None:
+    """Set what the hooks of this process do; None makes every one of them call SGLang's own function alone."""
+    _now.update(config=config, version=version)
+
+
+def configured() -> Config | None:
+    """The settings of this process."""
+    found: Config | None = _now["config"]
+    return found
+
+
+# Sizes
+
+
+def decode_sizes(original: Any, server_args: Any, max_bs: int) -> list[int]:
+    """AROUND `generate_decode_cuda_graph_batch_sizes`."""
+    stock: list[int] = original(server_args, max_bs)
+    config = configured()
+    if config is None or refusal(server_args) or server_args.disable_cuda_graph_padding:
+        return stock
+    most = server_args.max_running_requests
+    if most is not None and server_args.dp_size and server_args.dp_size > 1:
+        most = -(-most // server_args.dp_size)
+    if ("decode", "max_bs") in getattr(server_args, "_cuda_graph_config_locked", ()):
+        most = max_bs if most is None else min(most, max_bs)
+    return _sizes(stock, lambda: ladder.decode_sizes(config, most, max_bs))
+
+
+def decode_sizes_0_5_16(original: Any, server_args: Any, max_bs: int) -> list[int]:
+    """AROUND `ServerArgs._generate_decode_cuda_graph_batch_sizes`."""
+    sizes = decode_sizes(original, server_args, max_bs)
+    if configured() is not None and sizes:
+        # What SGLang sets memory aside by.
+        server_args.cuda_graph_config.decode.max_bs = sizes[-1]
+    return sizes
+
+
+def prefill_sizes(original: Any, max_bs: int) -> list[int]:
+    """AROUND `generate_prefill_cuda_graph_batch_sizes`."""
+    config = configured()
+    stock: list[int] = original(max_bs)
+    return stock if config is None else _sizes(stock, lambda: ladder.prefill_sizes(config, max_bs))
+
+
+def prefill_sizes_0_5_16(original: Any, server_args: Any, max_bs: int) -> list[int]:
+    """AROUND `ServerArgs._generate_prefill_cuda_graph_batch_sizes`."""
+    if refusal(server_args):
+        return list(original(server_args, max_bs))
+    return prefill_sizes(lambda most: original(server_args, most), max_bs)
+
+
+def _sizes(stock: list[int], wanted: Any) -> list[int]:
+    try:
+        return list(wanted())
+    except (KPolicyError, OSError) as error:
+        fail(f"sizes can't be had: {error} SGLang's own sizes are captured.")
+        return stock
+
+
+def mla_rule_0_5_16(original: Any, server_args: Any) -> None:
+    """AROUND the start-up rules that turn prefill graphs off: without the one for MLA, with all others.
+
+    0.5.16 turns them off because the graph takes another attention path than an eager step; later versions don't.
+    What is cheaper is decided by tokens, so the graph may be there.
+    """
+    config = configured()
+    if config is None or not config.mla_prefill or refusal(server_args):
+        return original(server_args)
+    of_class = type(server_args).use_mla_backend
+    try:
+        # The rules ask the object, so the answer is put there for the time of the call.
+        object.__setattr__(server_args, "use_mla_backend", lambda: False)
+        return original(server_args)
+    finally:
+        object.__delattr__(server_args, "use_mla_backend")
+        assert type(server_args).use_mla_backend is of_class  # noqa: S101
+
+
+# Capture
+
+
+def init_cuda_graphs(original: Any, model_runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `ModelRunner.init_cuda_graphs`: attach before the captures, decide after them."""
+    config = configured()
+    if config is None or model_runner.is_draft_worker:
+        return original(model_runner, *args, **kwargs)
+    reason = refusal(model_runner.server_args)
+    if reason:
+        fail(reason)
+        return original(model_runner, *args, **kwargs)
+    state = State(config, str(_now["version"]))
+    attach(model_runner, state)
+    result = original(model_runner, *args, **kwargs)
+    try:
+        take_up(model_runner, state)
+    # Whatever goes wrong here costs speed: SGLang has its graphs, and its own rule for them.
+    except Exception as error:
+        logger.exception("kpolicy: SGLang's own rule decides")
+        fail(f"{type(error).__name__}: {error}")
+        _detach(model_runner)
+    return result
+
+
+def take_up(model_runner: Any, state: State) -> None:
+    """Set up the phases over what was captured, and install costs."""
+    from kpolicy_sglang.calibrate import cost_tables
+
+    decode, prefill = model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner
+    if hasattr(decode, "capture_bs"):
+        width = decode.captured_req_width
+        state.coupled = bool(decode.require_mlp_sync)
+        most = max(decode.capture_bs[-1], model_runner.req_to_token_pool.size)
+        if width == 1:
+            _take(state, decode, Phase(DECODE, decode.capture_bs, most, full=True))
+        else:
+            state.say("decodes with drafts go by SGLang's own rule; kpolicy decides prefill batches only")
+    if hasattr(prefill, "capture_num_tokens") and prefill.capture_num_tokens:
+        most = max(prefill.capture_num_tokens[-1], model_runner.server_args.chunked_prefill_size or 0)
+        full = prefill.prefill_backend_name == "full"
+        _take(state, prefill, Phase(PREFILL, prefill.capture_num_tokens, most, full=full))
+        state.prefix_is_eager = state.version.startswith("0.5.16") and bool(prefill.has_mha_companion_layers)
+    if state.phases:
+        state.install(cost_tables(model_runner, state))
+
+
+def _take(state: State, runner: Any, phase: Phase) -> None:
+    state.phases[phase.name] = phase
+    setattr(runner, ATTRIBUTE, phase)
+
+
+def _detach(model_runner: Any) -> None:
+    for runner in (model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner):
+        if hasattr(runner, ATTRIBUTE):
+            delattr(runner, ATTRIBUTE)
+
+
+def decode_backend(original: Any, cuda_graph_runner: Any) -> Any:
+    """AROUND `resolve_decode_backend`: what SGLang would use, mirrored."""
+    return _mirrored(original(cuda_graph_runner), cuda_graph_runner, DECODE)
+
+
+def prefill_backend(original: Any, cuda_graph_runner: Any) -> Any:
+    """AROUND `resolve_prefill_backend`, likewise."""
+    return _mirrored(original(cuda_graph_runner), cuda_graph_runner, PREFILL)
+
+
+def _mirrored(backend: Any, runner: Any, phase: str) -> Any:
+    state = state_of(runner.model_runner)
+    if state is None:
+        return backend
+    width = getattr(runner, "captured_req_width", 1) if phase == DECODE else 1
+    return mirror(backend, state.registry, phase, device=getattr(runner, "device_module", None), width=width)
+
+
+def capture_prefill_graph(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `capture_prefill_graph` of 0.5.23, which returns its eager runner bare where no size fits.
+
+    Its callers want the runner and what it took, and would end SGLang.
+    """
+    captured = original(*args, **kwargs)
+    if captured is not None and not hasattr(captured, "memory_phase"):
+        from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
+
+        logger.warning("kpolicy: no prefill size fits this deployment's context and requests; prefill runs eagerly")
+        return GraphCapture(runner=captured, memory_phase="prefill", memory_usage_gb=0, capture_time=0)
+    return captured
+
+
+# The scheduler
+
+
+def new_batch_prefill(original: Any, scheduler: Any, running_batch: Any) -> Any:
+    """AROUND `Scheduler.get_new_batch_prefill`: whether decodes run beside the prompts or in a step of their own."""
+    from kpolicy_sglang.split import split_of
+
+    split = split_of(scheduler)
+    return original(scheduler, running_batch) if split is None else split.step(original, running_batch)
+
+
+# What can't be had
+
+
+def refusal(server_args: Any) -> str:
+    """Why kpolicy leaves this deployment to SGLang; empty where it doesn't."""
+
+    def has(name: str) -> Any:
+        return getattr(server_args, name, None)
+
+    found: Mapping[str, Any] = {
+        "--disable-cuda-graph leaves no graphs to decide on; take it away, or unset KPOLICY_SGLANG": (
+            has("disable_cuda_graph")
+        ),
+        "pipeline parallelism isn't supported; SGLang's own rules stay": (has("pp_size") or 1) > 1,
+        "two-batch overlap isn't supported; SGLang's own rules stay": has("enable_two_batch_overlap"),
+        "PD multiplexing isn't supported; SGLang's own rules stay": has("enable_pdmux"),
+    }  # fmt: skip
+    return next((text for text, applies in found.items() if applies), "")
+
+
+def fail(message: str) -> None:
+    """Say that kpolicy can't be what was asked for; in strict mode end the process.
+
+    Raises:
+        SystemExit: in strict mode. SGLang's plugin loader logs any other error and goes on.
+    """
+    config = configured()
+    if config is not None and config.strict:
+        raise SystemExit(f"kpolicy: {message}")
+    logger.error("kpolicy: %s", message)

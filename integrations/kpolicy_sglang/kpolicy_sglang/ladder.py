@@ -1,0 +1,67 @@
+"""Which sizes SGLang captures under kpolicy: few, and decode up to the most requests that may run."""
+
+from __future__ import annotations
+
+from kpolicy_sglang.config import Config
+
+__all__ = ["USUAL_MOST_REQS", "decode_sizes", "default_decode_sizes", "default_prefill_sizes", "prefill_sizes"]
+
+USUAL_MOST_REQS = 1024
+"""Largest decode size where SGLang wasn't told how many requests may run; it drops what its memory can't hold."""
+_DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768)
+_PREFILL = (64, 128, 256, 512, 576, 1024, 1536, 2048)
+"""Launching a small prompt takes the host longer than the device whatever the tokens, so that padding is cheap below
+512. 576 is for a chunk of 512 beside some decode rows; over 2,048 a graph saves next to nothing."""
+
+
+def default_decode_sizes(most_reqs: int) -> tuple[int, ...]:
+    """Decode sizes in requests, up to and with `most_reqs`."""
+    step = 256
+    beyond = range(_DECODE[-1] + step, most_reqs, step)
+    return (*(size for size in (*_DECODE, *beyond) if size < most_reqs), most_reqs)
+
+
+def default_prefill_sizes(most_tokens: int) -> tuple[int, ...]:
+    """Prefill sizes in tokens, none over `most_tokens`."""
+    return tuple(size for size in _PREFILL if size <= most_tokens) or (most_tokens,)
+
+
+def decode_sizes(config: Config, most_reqs: int | None, sglang_most: int) -> tuple[int, ...]:
+    """Decode sizes that the settings ask for.
+
+    Args:
+        config: the settings; sizes in them go before a plan's, and those before the default ones.
+        most_reqs: the most requests that may run, where SGLang was told.
+        sglang_most: the largest size that SGLang itself would capture.
+
+    Raises:
+        SchemaError: the plan can't be read.
+    """
+    given = config.decode_sizes
+    if given is None and config.plan is not None:
+        given = tuple(size // _plan(config).settings.query_len for size in _plan(config).sizes.decode)
+    if given is None:
+        return default_decode_sizes(most_reqs or max(sglang_most, USUAL_MOST_REQS))
+    return tuple(size for size in given if most_reqs is None or size <= most_reqs) or given[:1]
+
+
+def prefill_sizes(config: Config, most_tokens: int) -> tuple[int, ...]:
+    """Prefill sizes that the settings ask for, none over `most_tokens`.
+
+    Raises:
+        SchemaError: the plan can't be read.
+    """
+    given = config.piecewise_sizes
+    if given is None and config.plan is not None:
+        sizes = _plan(config).sizes
+        given = sizes.piecewise or sizes.mixed
+    if not given:
+        return default_prefill_sizes(most_tokens)
+    return tuple(size for size in given if size <= most_tokens) or default_prefill_sizes(most_tokens)
+
+
+def _plan(config: Config):  # type: ignore[no-untyped-def]  # read on first use
+    from kpolicy.schemas import read_plan
+
+    assert config.plan is not None  # noqa: S101
+    return read_plan(config.plan)

@@ -1,0 +1,100 @@
+"""SGLang's captured graphs in kpolicy's registry: bytes, seconds and hits of every `ShapeKey`.
+
+The graph backend stays what SGLang made, with two of its methods wrapped on the instance: SGLang asks for the
+backend's type in places.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kpolicy.errors import CaptureError
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
+from kpolicy.reasons import Reason
+from kpolicy.registry import GraphRegistry
+from kpolicy_sglang.phase import DECODE
+
+__all__ = ["key_of", "mirror"]
+
+
+def key_of(shape: Any, phase: str, *, full: bool, width: int = 1) -> GraphKey:
+    """The key that a `ShapeKey` stands for.
+
+    Args:
+        shape: SGLang's key.
+        phase: the phase that it was captured for.
+        full: whether the graph covers attention.
+        width: tokens of a decode row.
+    """
+    labels = (shape.variant_label, getattr(shape, "attention_variant", None))
+    stream = () if shape.stream_idx is None else (f"stream{shape.stream_idx}",)
+    variant = " ".join((*(label for label in labels if label and label not in ("lora", "nolora")), *stream))
+    lora_case = 1 if shape.variant_label == "lora" else 0
+    if phase == DECODE:
+        return GraphKey(
+            Part.FULL if full else Part.PIECEWISE, shape.size * width, shape.size if full else None,
+            query_len=width if full else None, lora_case=lora_case, variant=variant,
+        )  # fmt: skip
+    return GraphKey(Part.FULL if full else Part.PIECEWISE, shape.size, lora_case=lora_case, variant=variant)
+
+
+def mirror(backend: Any, registry: GraphRegistry, phase: str, *, device: Any, width: int = 1) -> Any:
+    """Enter every capture and replay of a graph backend into the registry, and return the backend.
+
+    Args:
+        backend: what SGLang resolved.
+        registry: where the graphs are entered.
+        phase: the phase it serves.
+        device: the device's module of torch, which tells free memory; None where there is none to ask.
+        width: tokens of a decode row.
+    """
+    full = "Breakable" not in type(backend).__name__ and "Piecewise" not in type(backend).__name__
+    capture, replay, cleanup = backend.capture_one, backend.replay, backend.cleanup
+    # A backend made anew means that the graphs of the last one are gone.
+    registry.evict_generation(f"sglang {phase}")
+    keys: dict[Any, GraphKey] = {}
+    hit = registry.hit
+
+    def capture_one(shape: Any, *args: Any, **kwargs: Any) -> Any:
+        key = keys[shape] = key_of(shape, phase, full=full, width=width)
+        registry.plan([key])
+        started, free = time.perf_counter(), _free_bytes(device)
+        try:
+            made = capture(shape, *args, **kwargs)
+        except Exception as error:
+            registry.fail(key, _reason(error), seconds=time.perf_counter() - started)
+            raise
+        registry.capture(
+            key,
+            bytes=max(free - _free_bytes(device), 0),
+            seconds=time.perf_counter() - started,
+            pool=f"sglang {phase}",
+            handle=shape,
+        )
+        return made
+
+    def replay_one(shape: Any, *args: Any, **kwargs: Any) -> Any:
+        key = keys.get(shape)
+        if key is not None:
+            hit(key)
+        return replay(shape, *args, **kwargs)
+
+    def clean() -> Any:
+        registry.evict_generation(f"sglang {phase}")
+        return cleanup()
+
+    backend.capture_one, backend.replay, backend.cleanup = capture_one, replay_one, clean
+    return backend
+
+
+def _free_bytes(device: Any) -> int:
+    return 0 if device is None else int(device.mem_get_info()[0])
+
+
+def _reason(error: Exception) -> Reason:
+    if isinstance(error, CaptureError):
+        return error.reason
+    text = f"{type(error).__name__} {error}".lower()
+    return Reason.CAPTURE_OUT_OF_MEMORY if "out of memory" in text or "outofmemory" in text else Reason.CAPTURE_FAILED

@@ -1,0 +1,175 @@
+"""One of SGLang's two phases: what it captured, what steps cost, and the decision for each size.
+
+SGLang has one kind of graph a phase, and asks yes or no of each batch. Whatever else refuses a graph (embeddings,
+LoRA, hidden states) stays SGLang's question; ours is the size: tokens of a prefill batch, requests of a decode batch.
+So a decision is made once a size, by the policy itself, and a step reads it from a list.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from kpolicy.attention.support import Claims
+from kpolicy.costs import CostTable, Curve, HostCost, analytic_costs
+from kpolicy.decision import Decision
+from kpolicy.keys import GraphKey
+from kpolicy.ladders import CaptureLadder
+from kpolicy.modes import Mode, Part
+from kpolicy.policies import get_policy
+from kpolicy.policies.base import PolicyContext
+from kpolicy.settings import Objective, Settings
+from kpolicy.shapes import BatchNumbers
+
+__all__ = ["DECODE", "PREFILL", "Phase", "table_of"]
+
+DECODE, PREFILL = "decode", "prefill"
+RULE = "sglang"
+"""The policy that decides until costs are known: the replica of SGLang's own rule."""
+_YES, _NO = 1, 2
+_HOST = HostCost(0.0)
+
+
+class Phase:
+    """See the module's docstring.
+
+    Args:
+        name: `DECODE` or `PREFILL`.
+        sizes: captured sizes, rising: requests, or tokens.
+        most: the largest batch of the phase.
+        full: whether a graph covers attention too.
+        width: tokens of a decode row.
+    """
+
+    def __init__(self, name: str, sizes: Sequence[int], most: int, *, full: bool, width: int = 1) -> None:
+        self.name = name
+        self.sizes = tuple(sizes)
+        self.largest = self.sizes[-1]
+        self.width = width
+        self.force: bool | None = None
+        """What every question is answered with while costs are measured."""
+        self.agreed = False
+        """Whether ranks have voted on the batch in hand, so that nothing of it may be decided again."""
+        self.policy = RULE
+        self.costs: CostTable | None = None
+        self.steps = [0] * (max(most, self.largest) + 2)
+        """Steps by size that ran as decided; the last is for larger ones."""
+        self.refused = [0] * len(self.steps)
+        """Steps by size that would have replayed, but for what SGLang itself refused."""
+        self._most = len(self.steps) - 2
+        self.keys = tuple(self._key(size, full) for size in self.sizes)
+        tokens = max(self._most * width, self.largest * width)
+        self._settings = Settings(
+            max_num_reqs=self._most if name == DECODE else 1 << 16,
+            max_num_tokens=tokens,
+            num_speculative_tokens=width - 1,
+        )
+        self._claims = Claims.at_level("mixed")
+        self._verdicts = bytearray()
+        self._decisions: list[Decision | None] = []
+        self._select: Any = None
+        self._compile(RULE, analytic_costs(), Objective())
+
+    def _key(self, size: int, full: bool) -> GraphKey:
+        if self.name == DECODE:
+            return GraphKey(Part.FULL, size * self.width, size, query_len=self.width)
+        return GraphKey(Part.FULL if full else Part.PIECEWISE, size)
+
+    def install(self, policy: str, costs: CostTable | None, objective: Objective) -> None:
+        """Decide by a policy from now on; one that reads costs needs them."""
+        if costs is None and get_policy(policy).reads_costs:
+            return
+        self.costs = costs
+        self._compile(policy, costs or analytic_costs(), objective)
+
+    def _compile(self, policy: str, costs: CostTable, objective: Objective) -> None:
+        context = PolicyContext(
+            claims=self._claims, ladder=CaptureLadder(self.keys), costs=costs, settings=self._settings,
+            objective=objective,
+        )  # fmt: skip
+        self.policy = policy
+        self._select = get_policy(policy).compile(context).select
+        self._verdicts = bytearray(len(self.steps))
+        self._decisions = [None] * len(self.steps)
+
+    # What a step asks.
+
+    def replays(self, size: int) -> bool:
+        """Whether a batch of that size is to replay the next larger graph."""
+        if size > self.largest:
+            return False
+        verdict = self._verdicts[size]
+        return (verdict or self._decide(size)) == _YES
+
+    def _decide(self, size: int) -> int:
+        decision = self.decision(size)
+        verdict = self._verdicts[size] = _NO if decision.mode is Mode.EAGER else _YES
+        return verdict
+
+    # What is asked besides.
+
+    def decision(self, size: int) -> Decision:
+        """The policy's decision for a batch of that size."""
+        at = min(size, self._most + 1)
+        found = self._decisions[at] if size <= self._most else None
+        if found is None:
+            found = self._select(*self.numbers(size))
+            if size <= self._most:
+                self._decisions[at] = found
+        return found
+
+    def numbers(self, size: int, num_reqs: int = 1) -> BatchNumbers:
+        """The counts of a batch of that size."""
+        if self.name == DECODE:
+            tokens = size * self.width
+            return BatchNumbers(size, self.width, tokens, tokens, max_query_len=self.width, max_kv_len=self.width)
+        return BatchNumbers(
+            0, 0, 0, 0, num_reqs, size, size, size * (size + 1) // 2, size, size, num_reqs, num_tokens=size,
+            num_reqs=num_reqs,
+        )  # fmt: skip
+
+    def bucket(self, size: int) -> int | None:
+        """The captured size that SGLang pads to; None above the largest."""
+        at = bisect_left(self.sizes, size)
+        return self.sizes[at] if at < len(self.sizes) else None
+
+    def us(self, size: int) -> float:
+        """Microseconds of a batch of that size as it would be run; 0.0 while nothing is known."""
+        if self.costs is None or not size:
+            return 0.0
+        return self.costs.cost(self.decision(size).launches, self.numbers(size)).cycle_us
+
+    def count(self, size: int, *, ran: bool) -> None:
+        """Count a step; `ran` is False where SGLang refused a graph that the policy wanted."""
+        at = size if size <= self._most else self._most + 1
+        if ran:
+            self.steps[at] += 1
+        else:
+            self.refused[at] += 1
+
+
+def table_of(version: str, graph_us: dict[int, float], eager_us: dict[int, float]) -> CostTable:
+    """A cost table of whole steps by size, measured from start to end: host and device together.
+
+    What attention takes on long contexts is in neither, and is the same in both.
+
+    Args:
+        version: names the table.
+        graph_us: microseconds by captured size.
+        eager_us: microseconds by size.
+    """
+    graph, eager = _steady(graph_us), Curve(tuple(sorted(eager_us)), tuple(eager_us[size] for size in sorted(eager_us)))
+    return CostTable(
+        version=version, measured=True, full=graph, piecewise=graph, eager=eager,
+        host_full=_HOST, host_piecewise=_HOST, host_eager=_HOST,
+    )  # fmt: skip
+
+
+def _steady(us: dict[int, float]) -> Curve:
+    """A curve that doesn't fall: SGLang pads to the next size, so a smaller one is never passed over for a larger."""
+    sizes = sorted(us)
+    times = [us[size] for size in sizes]
+    for i in range(len(times) - 2, -1, -1):
+        times[i] = min(times[i], times[i + 1])
+    return Curve(tuple(sizes), tuple(times))

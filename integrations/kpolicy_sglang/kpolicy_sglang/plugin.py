@@ -1,0 +1,127 @@
+"""What SGLang loads: it registers the hooks of the version at hand, and has them looked at once they are applied."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import pkgutil
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kpolicy.errors import ConfigError
+from kpolicy_sglang import hooks
+from kpolicy_sglang.config import Config
+
+__all__ = ["not_taken", "register"]
+
+logger = logging.getLogger(__name__)
+
+
+def register(environ: Mapping[str, str] = os.environ) -> None:
+    """Register kpolicy's hooks with SGLang. Nothing happens where kpolicy is off.
+
+    Raises:
+        SystemExit: in strict mode, where kpolicy can't be what was asked for.
+    """
+    try:
+        config = Config.from_env(environ)
+    except ConfigError as error:
+        # Without settings nothing says whether to be strict: SGLang goes on as without kpolicy.
+        logger.error("kpolicy: %s SGLang runs as without kpolicy.", error)
+        return
+    if config is None:
+        return
+    import sglang
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from kpolicy_sglang.versions import KNOWN, known
+
+    hooks.configure(config, sglang.__version__)
+    version = known(sglang.__version__)
+    if version is None:
+        hooks.fail(
+            f"SGLang is {sglang.__version__}; kpolicy-sglang knows {', '.join(KNOWN)} and hooks no other. Install one "
+            "of these, or unset KPOLICY_SGLANG. SGLang runs as without kpolicy."
+        )
+        hooks.configure(None)
+        return
+    taken = _taken_before(version.hooks, HookRegistry)
+    if taken:
+        hooks.fail(f"{'; '.join(taken)}. SGLang runs as without kpolicy.")
+        hooks.configure(None)
+        return
+    for hook in version.hooks:
+        HookRegistry.register(hook.target, hook.around, HookType.AROUND)
+    _check_after_applying(HookRegistry, version.hooks)
+
+
+def _taken_before(wanted: Iterable[Any], registry: Any) -> list[str]:
+    """Targets that can't be hooked: not there, of another signature, or someone else's by now."""
+    found = []
+    for hook in wanted:
+        try:
+            target = _resolve(hook.target)
+        # The target's module is SGLang's own; whatever its import raises, the hook can't be had.
+        except Exception as error:  # noqa: BLE001
+            found.append(f"{hook.target} isn't there ({type(error).__name__}: {error})")
+            continue
+        if hook.target in registry._patched or (hasattr(target, "__wrapped__") and not _is_sglangs(target)):
+            found.append(f"{hook.target} is already patched by someone else; one of the two has to go")
+            continue
+        missing = [name for name in hook.takes if name not in inspect.signature(target).parameters]
+        if missing:
+            found.append(f"{hook.target} takes no {', '.join(missing)}: it isn't what this version of kpolicy hooks")
+    return found
+
+
+def _is_sglangs(target: Any) -> bool:
+    """Whether what wraps a function is a decorator of SGLang's own."""
+    code = getattr(target, "__code__", None)
+    return (
+        code is not None and f"{os.sep}sglang{os.sep}" in code.co_filename and "hook_registry" not in code.co_filename
+    )
+
+
+def _resolve(target: str) -> Any:
+    owner, _, name = target.rpartition(".")
+    return getattr(pkgutil.resolve_name(owner), name)
+
+
+def not_taken(wanted: Iterable[Any], registry: Any) -> list[str]:
+    """Targets that don't call our hooks after the registry applied them."""
+    found = []
+    for hook in wanted:
+        try:
+            target: Any = _resolve(hook.target)
+        except Exception:  # noqa: BLE001  as above
+            found.append(hook.target)
+            continue
+        if hook.target not in registry._patched or not _calls(target, hook.around):
+            found.append(hook.target)
+    return found
+
+
+def _calls(target: Any, around: Any) -> bool:
+    """Whether a chain of wrappers has our hook in it."""
+    while target is not None:
+        cells = getattr(target, "__closure__", None) or ()
+        if any(cell.cell_contents is around for cell in cells):
+            return True
+        target = getattr(target, "__wrapped__", None)
+    return False
+
+
+def _check_after_applying(registry: Any, wanted: Iterable[Any]) -> None:
+    """Look at the hooks as soon as SGLang has applied them: it logs one that fails, and goes on without it."""
+    apply = registry.__dict__["apply_hooks"]
+
+    def apply_hooks(cls: Any) -> None:
+        cls.apply_hooks = apply
+        cls.apply_hooks()
+        missing = not_taken(wanted, cls)
+        if missing:
+            hooks.fail(f"SGLang didn't apply the hooks on {', '.join(missing)}; its own rules stay.")
+            hooks.configure(None)
+
+    registry.apply_hooks = classmethod(apply_hooks)

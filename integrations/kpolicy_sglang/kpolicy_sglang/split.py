@@ -1,0 +1,121 @@
+"""SPLIT at the scheduler: decodes and prompts in steps of their own where a mixed batch would cost more.
+
+With mixed chunks on, SGLang adds the running decodes to every prefill batch, and the decodes lose their graph. Here
+both batches of a cycle run one after the other, the decodes in their graph. Which goes first is the order that keeps
+requests waiting least: the one that serves most of them for its time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kpolicy_sglang.state import State, state_of
+
+__all__ = ["Split", "split_of"]
+
+_ATTRIBUTE = "_kpolicy_split"
+_MOST_LOOKED = 64
+
+
+def split_of(scheduler: Any) -> Split | None:
+    """The split of a scheduler; None where every step is SGLang's own."""
+    try:
+        found: Split | None = getattr(scheduler, _ATTRIBUTE)
+    except AttributeError:
+        state = state_of(scheduler.tp_worker.model_runner)
+        found = Split(scheduler, state) if state is not None and _wanted(scheduler, state) else None
+        setattr(scheduler, _ATTRIBUTE, found)
+    return found
+
+
+def _wanted(scheduler: Any, state: State) -> bool:
+    both = state.decode is not None and state.decode.costs is not None and state.mixed_us is not None
+    return bool(state.config.split and scheduler.is_mixed_chunk and both and not state.coupled)
+
+
+class Split:
+    """See the module's docstring.
+
+    Args:
+        scheduler: SGLang's.
+        state: what kpolicy knows of its model runner.
+    """
+
+    def __init__(self, scheduler: Any, state: State) -> None:
+        self._scheduler = scheduler
+        self._state = state
+        self._owed = ""
+        """The batch of the cycle that has not run yet: ``decode`` or ``extend``."""
+        self.cycles = {"mixed": 0, "decode first": 0, "extend first": 0}
+
+    def step(self, original: Any, running_batch: Any) -> Any:
+        """AROUND one `get_new_batch_prefill`."""
+        scheduler, decodes = self._scheduler, len(running_batch.reqs)
+        if not decodes or not (scheduler.waiting_queue or scheduler.chunked_req is not None):
+            self._owed = ""
+            return original(scheduler, running_batch)
+        if self._owed == "decode":
+            self._owed = ""
+            return self._nothing(running_batch)
+        if not self._owed:
+            order = self.order(decodes, *self.prompts())
+            self.cycles[order] += 1
+            if order == "mixed":
+                return original(scheduler, running_batch)
+            if order == "decode first":
+                self._owed = "extend"
+                return self._nothing(running_batch)
+        decode_ran, self._owed = self._owed == "extend", ""
+        scheduler.is_mixed_chunk = False
+        try:
+            plan = original(scheduler, running_batch)
+        finally:
+            scheduler.is_mixed_chunk = True
+        if plan.batch_to_run is not None and not decode_ran:
+            self._owed = "decode"
+        return plan
+
+    @staticmethod
+    def _nothing(running_batch: Any) -> Any:
+        """The plan without a prefill batch: SGLang runs the decodes."""
+        from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+        return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+
+    def prompts(self) -> tuple[int, int, bool]:
+        """(tokens, prompts, whether cached tokens come before them) of the next prefill batch, near enough."""
+        scheduler = self._scheduler
+        tokens = prompts = 0
+        prefix = False
+        chunked = scheduler.chunked_req
+        if chunked is not None:
+            tokens, prompts = len(chunked.origin_input_ids) - len(chunked.prefix_indices), 1
+            prefix = len(chunked.prefix_indices) > 0
+        most = scheduler.chunked_prefill_size
+        for request in scheduler.waiting_queue[:_MOST_LOOKED]:
+            if tokens >= most:
+                break
+            tokens += len(request.origin_input_ids)
+            prompts += 1
+        return max(1, min(tokens, most)), max(1, prompts), prefix
+
+    def order(self, decodes: int, tokens: int, prompts: int, prefix: bool = False) -> str:
+        """``mixed``, or which half goes first, by what is measured.
+
+        Args:
+            decodes: decode rows.
+            tokens: prompt tokens of the prefill batch.
+            prompts: its prompts.
+            prefix: whether a prompt has cached tokens before it.
+        """
+        state = self._state
+        assert state.mixed_us is not None  # noqa: S101
+        assert state.decode is not None  # noqa: S101
+        prefill = state.prefill
+        mixed_us = state.mixed_us.at(tokens + decodes)
+        eager = prefill is None or (prefix and state.prefix_is_eager)
+        extend_us = state.mixed_us.at(tokens) if eager or prefill is None else prefill.us(tokens)
+        decode_us = state.decode.us(decodes)
+        if mixed_us <= extend_us + decode_us:
+            return "mixed"
+        return "decode first" if decode_us * prompts <= extend_us * decodes else "extend first"

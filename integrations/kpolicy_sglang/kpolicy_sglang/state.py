@@ -1,0 +1,70 @@
+"""`State`: what kpolicy keeps of one SGLang model runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kpolicy.costs import Curve
+from kpolicy.registry import GraphRegistry
+from kpolicy.settings import Objective
+from kpolicy_sglang.config import Config
+from kpolicy_sglang.phase import DECODE, PREFILL, Phase
+
+__all__ = ["State", "state_of"]
+
+logger = logging.getLogger(__name__)
+_ATTRIBUTE = "_kpolicy_state"
+
+
+class State:
+    """What kpolicy knows of one model runner. Phases appear as their graphs are captured.
+
+    Args:
+        config: the settings.
+        version: SGLang's.
+    """
+
+    def __init__(self, config: Config, version: str) -> None:
+        self.config = config
+        self.version = version
+        self.registry = GraphRegistry()
+        self.phases: dict[str, Phase] = {}
+        self.mixed_us: Curve | None = None
+        """Microseconds of a mixed batch by tokens, as SGLang itself would run it."""
+        self.coupled = False
+        """Whether ranks take each step together, so that none may decide by itself."""
+        self.prefix_is_eager = False
+        """Whether a row with cached tokens keeps a prefill batch from its graph (MLA on 0.5.16)."""
+        self.messages: list[str] = []
+
+    @property
+    def decode(self) -> Phase | None:
+        return self.phases.get(DECODE)
+
+    @property
+    def prefill(self) -> Phase | None:
+        return self.phases.get(PREFILL)
+
+    def say(self, message: str) -> None:
+        """Log what kpolicy leaves to SGLang, once."""
+        if message not in self.messages:
+            self.messages.append(message)
+            logger.warning("kpolicy: %s", message)
+
+    def install(self, tables: Mapping[str, Any]) -> None:
+        """Decide by the policy of the settings, with these cost tables by phase."""
+        objective = Objective.parse(self.config.objective)
+        for name, phase in self.phases.items():
+            phase.install(self.config.policy, tables.get(name), objective)
+
+
+def state_of(model_runner: Any) -> State | None:
+    """The state of a model runner that kpolicy is attached to."""
+    return getattr(model_runner, _ATTRIBUTE, None)
+
+
+def attach(model_runner: Any, state: State) -> None:
+    """Keep the state with its model runner."""
+    setattr(model_runner, _ATTRIBUTE, state)
