@@ -1,0 +1,1 @@
+"""Stock vLLM beside vLLM with the shim of `integrations/kpolicy_vllm`, on one GPU."""

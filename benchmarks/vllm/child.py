@@ -1,0 +1,335 @@
+"""One vLLM engine in a process of its own: says how it started, then serves loads that its parent sends.
+
+Lines of JSON come in on standard input; answers go out on standard output behind ``RES``, among vLLM's own lines.
+Nothing of kpolicy is imported here: the shim comes in by vLLM's plugin or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import gc
+import itertools
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+PHASES = (
+    ("load_model", "load_model_s"),
+    ("profile_run", "profile_run_s"),
+    ("profile_cudagraph_memory", "profile_graphs_s"),
+    ("capture_model", "capture_s"),
+)
+
+
+def emit(**row: Any) -> None:
+    """One answer."""
+    print("RES " + json.dumps(row), flush=True)
+
+
+def time_phases(phases: dict[str, Any]) -> None:
+    """Have both runners' start-up phases timed into `phases`, and the bytes that captures return."""
+    import vllm.v1.worker.gpu.model_runner as runner_v2
+    import vllm.v1.worker.gpu_model_runner as runner_v1
+
+    def timed(cls: type, name: str, key: str) -> None:
+        inner = cls.__dict__.get(name)
+        if inner is None:
+            return
+
+        @functools.wraps(inner)
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                result = inner(*args, **kwargs)
+            finally:
+                phases[key] = round(phases.get(key, 0.0) + time.perf_counter() - start, 3)
+            if key == "capture_s" and isinstance(result, int):
+                phases["graph_mib"] = round(result / 2**20, 1)
+            return result
+
+        setattr(cls, name, outer)
+
+    for cls in (runner_v1.GPUModelRunner, runner_v2.GPUModelRunner):
+        for name, key in PHASES:
+            timed(cls, name, key)
+
+
+def break_attention(factor: float) -> None:
+    """Have models loaded from now on with a wrong scale in attention: what a check must notice."""
+    import vllm.v1.worker.gpu.model_runner as runner_v2
+    import vllm.v1.worker.gpu_model_runner as runner_v1
+
+    def broken(inner: Any) -> Any:
+        @functools.wraps(inner)
+        def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = inner(self, *args, **kwargs)
+            for layer in self.vllm_config.compilation_config.static_forward_context.values():
+                layer.impl.scale *= factor
+            return result
+
+        return load_model
+
+    for cls in (runner_v1.GPUModelRunner, runner_v2.GPUModelRunner):
+        cls.load_model = broken(cls.load_model)
+
+
+class Engine:
+    """A vLLM engine in this process.
+
+    Args:
+        options: the command line's.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        phases: dict[str, Any] = {}
+        start = time.perf_counter()
+        import torch
+        from vllm import LLM
+
+        time_phases(phases)
+        if options.break_attention:
+            break_attention(options.break_attention)
+        imported = time.perf_counter()
+        arguments: dict[str, Any] = {
+            "model": options.model, "load_format": options.load_format, "dtype": "bfloat16",
+            "skip_tokenizer_init": True, "gpu_memory_utilization": options.util, "max_model_len": options.max_len,
+            "max_num_seqs": options.max_seqs, "max_num_batched_tokens": options.max_tokens, "seed": 0,
+            **json.loads(options.llm),
+        }  # fmt: skip
+        self._llm = LLM(**arguments)
+        torch.cuda.synchronize()
+        ready = time.perf_counter()
+        self._torch = torch
+        self.engine = self._llm.llm_engine
+        core = self.engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self._step_tokens = self.scheduler.max_num_scheduled_tokens
+        self.taken: list[tuple[str, int]] = []
+        self.stats: list[tuple[Any, ...]] = []
+        """Of each step, what vLLM's own ``--cudagraph-metrics`` notes"""
+        self._count_modes()
+        self._served = 0
+        config = self.engine.vllm_config
+        compilation = config.compilation_config
+        emit(
+            kind="startup", import_s=round(imported - start, 2), start_s=round(ready - imported, 2),
+            compile_s=round(compilation.compilation_time, 2), **phases,
+            mode=str(compilation.cudagraph_mode), level=str(compilation.mode),
+            sizes=compilation.cudagraph_capture_sizes, graphs=self._graphs(),
+            runner=type(self.runner).__module__, scheduler=type(self.scheduler).__name__,
+            asynchronous=bool(config.scheduler_config.async_scheduling),
+            kv_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+            step_tokens=self._step_tokens, gpu=torch.cuda.get_device_name(0), torch=str(torch.__version__),
+            vllm=sys.modules["vllm"].__version__,
+        )  # fmt: skip
+
+    def _graphs(self) -> dict[str, int]:
+        manager = getattr(self.runner, "cudagraph_manager", None)
+        if manager is not None:
+            return {str(mode): len(found) for mode, found in manager._capture_descs.items()}
+        return {str(mode): len(found) for mode, found in self.runner.cudagraph_dispatcher.cudagraph_keys.items()}
+
+    def _count_modes(self) -> None:
+        """Note the mode of every step. The same wrapper on both sides."""
+        taken, stats = self.taken, self.stats
+        manager = getattr(self.runner, "cudagraph_manager", None)
+        if manager is not None:
+            inner = manager.dispatch
+
+            def dispatch(*args: Any, **kwargs: Any) -> Any:
+                desc = inner(*args, **kwargs)
+                taken.append((desc.cg_mode.name, desc.num_tokens))
+                return desc
+
+            manager.dispatch = dispatch
+            return
+        determine = self.runner._determine_batch_execution_and_padding
+
+        def determined(*args: Any, **kwargs: Any) -> Any:
+            found = determine(*args, **kwargs)
+            taken.append((found[0].name, found[1].num_tokens))
+            if found[4] is not None:
+                noted = found[4]
+                stats.append(
+                    (
+                        noted.num_unpadded_tokens,
+                        noted.num_padded_tokens,
+                        noted.num_paddings,
+                        str(noted.runtime_mode),
+                    )
+                )
+            return found
+
+        self.runner._determine_batch_execution_and_padding = determined
+
+    def serve(self, requests: list[list[float]], seed: int, step_tokens: int | None) -> dict[str, Any]:
+        """Serve a load to its end; its figures.
+
+        Args:
+            requests: (arrival in seconds, prompt tokens, output tokens).
+            seed: of the prompts' tokens.
+            step_tokens: tokens a step may have; None for the engine's own limit.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.scheduler.max_num_scheduled_tokens = step_tokens or self._step_tokens
+        chance, vocab = random.Random(seed), self.engine.vllm_config.model_config.get_vocab_size()
+        prompts = [[chance.randrange(10, vocab - 10) for _ in range(int(prompt))] for _, prompt, _ in requests]
+        params = [
+            SamplingParams(
+                max_tokens=int(output), ignore_eos=True, detokenize=False, temperature=0.0,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            for _, _, output in requests
+        ]  # fmt: skip
+        gc.collect()
+        gc.freeze()
+        self.taken.clear()
+        engine, count = self.engine, len(requests)
+        first_id, self._served = self._served, self._served + count
+        begun = [arrival for arrival, _, _ in requests]
+        times: list[list[float]] = [[] for _ in requests]
+        steps: list[float] = []
+        added = done = 0
+        self._torch.cuda.synchronize()
+        start = now = time.perf_counter()
+        while done < count:
+            while added < count and begun[added] <= now - start:
+                engine.add_request(str(first_id + added), {"prompt_token_ids": prompts[added]}, params[added])
+                added += 1
+            if added == done:
+                time.sleep(max(0.0, begun[added] - (time.perf_counter() - start)))
+                now = time.perf_counter()
+                continue
+            outputs = engine.step()
+            now = time.perf_counter()
+            if outputs:
+                steps.append(now)
+            for output in outputs:
+                which = int(output.request_id) - first_id
+                times[which] += [now - start] * len(output.outputs[0].token_ids)
+                done += output.finished
+        wall = now - start
+        return self._figures(requests, begun, times, steps, wall)
+
+    def _figures(
+        self, requests: Any, begun: list[float], times: list[list[float]], steps: list[float], wall: float
+    ) -> dict[str, Any]:
+        first = sorted(each[0] - arrival for each, arrival in zip(times, begun, strict=True))
+        gaps = sorted(b - a for each in times for a, b in itertools.pairwise(each))
+        cycles = sorted(b - a for a, b in itertools.pairwise(steps))
+        wrong = sum(len(each) != int(output) for each, (_, _, output) in zip(times, requests, strict=True))
+
+        def at(values: list[float], share: float) -> float | None:
+            return round(1e3 * values[min(len(values) - 1, int(share * len(values)))], 4) if values else None
+
+        modes: dict[str, list[int]] = {}
+        for (mode, tokens), times_taken in Counter(self.taken).items():
+            each = modes.setdefault(mode, [0, 0])
+            each[0] += times_taken
+            each[1] += tokens * times_taken
+        return {
+            "requests_per_s": round(len(requests) / wall, 4),
+            "tokens_per_s": round(sum(map(len, times)) / wall, 2),
+            "ttft_p50_ms": at(first, 0.5), "ttft_p99_ms": at(first, 0.99),
+            "gap_p50_ms": at(gaps, 0.5), "gap_p99_ms": at(gaps, 0.99),
+            "step_p50_ms": at(cycles, 0.5), "step_p99_ms": at(cycles, 0.99),
+            "wall_s": round(wall, 4), "steps": len(steps), "modes": modes, "wrong_lengths": wrong,
+        }  # fmt: skip
+
+
+def generate(engine: Engine, prompts: list[list[int]], outputs: list[int], every: int) -> dict[str, Any]:
+    """Greedy tokens, with the raw logits of the likeliest, and what every step was.
+
+    Args:
+        engine: the engine.
+        prompts: token ids of each request.
+        outputs: tokens to generate for each.
+        every: a request comes in each so many calls of the engine's step, so the schedule is the same in every run.
+
+    Returns:
+        ``tokens`` and ``logits`` by request (each position a {token: raw logit}), ``steps`` as (mode, padded tokens),
+        and ``stats`` as vLLM notes them.
+    """
+    from vllm import SamplingParams
+
+    core = engine.engine
+    engine.taken.clear()
+    engine.stats.clear()
+    tokens: list[list[int]] = [[] for _ in prompts]
+    logits: list[list[dict[int, float]]] = [[] for _ in prompts]
+    engine_id = f"g{time.monotonic_ns()}-"
+    added = calls = 0
+    while added < len(prompts) or core.has_unfinished_requests():
+        if added < len(prompts) and (calls % every == 0 or not core.has_unfinished_requests()):
+            params = SamplingParams(
+                max_tokens=outputs[added], ignore_eos=True, detokenize=False, temperature=0.0, logprobs=5
+            )
+            core.add_request(f"{engine_id}{added}", {"prompt_token_ids": prompts[added]}, params)
+            added += 1
+        calls += 1
+        for output in core.step():
+            if output.finished:
+                which, whole = int(output.request_id.rpartition("-")[2]), output.outputs[0]
+                tokens[which] = list(whole.token_ids)
+                logits[which] = [
+                    {int(token): round(float(each.logprob), 5) for token, each in place.items()}
+                    for place in whole.logprobs
+                ]
+    return {"tokens": tokens, "logits": logits, "steps": engine.taken, "stats": engine.stats}
+
+
+def main() -> None:
+    """Start, then serve what the parent sends until it sends no more."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--llm", default="{}", help="JSON with further arguments of vllm.LLM")
+    parser.add_argument("--util", type=float, default=0.35)
+    parser.add_argument("--max-len", type=int, default=4352)
+    parser.add_argument("--max-seqs", type=int, default=1024)
+    parser.add_argument("--max-tokens", type=int, default=8192)
+    parser.add_argument("--load-format", default="dummy")
+    parser.add_argument("--break-attention", type=float, default=0.0, help="multiplies attention's scale, for a check")
+    options = parser.parse_args()
+    ctypes.CDLL(None).prctl(1, 9)  # ends with its parent
+    engine = Engine(options)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order.get("statistics"):
+            emit(kind="statistics", **shim_statistics(engine))
+        elif "prompts" in order:
+            emit(kind="generated", **generate(engine, order["prompts"], order["outputs"], order["every"]))
+        else:
+            emit(kind="run", **engine.serve(order["requests"], order["seed"], order.get("step_tokens")))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def shim_statistics(engine: Engine) -> dict[str, Any]:
+    """What the shim counted and measured, where it is loaded."""
+    found: dict[str, Any] = {"loaded": "kpolicy_vllm" in sys.modules}
+    try:
+        from kpolicy_vllm.state import state_of
+
+        state = state_of(engine.engine.vllm_config)
+        found["counters"] = dict(state.counters.counts)
+        found["costs"] = repr(state.costs)
+        found["graphs"] = [
+            (str(record.key), record.bytes, round(record.seconds, 4), record.hits)
+            for record in state.registry.records()
+        ]
+    except Exception as error:  # noqa: BLE001 - an extra beside the figures
+        found["error"] = repr(error)
+    return found
+
+
+if __name__ == "__main__":
+    main()

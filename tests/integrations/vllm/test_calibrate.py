@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kpolicy_vllm.calibrate import calibrate, why_not
+
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
+from kpolicy.settings import Settings
+from tests.integrations.vllm.fake_runner import FakeRunner, FakeState, SimulatedClock, stand_ins
+
+SIZES = (1, 4, 16, 64)
+KEYS = [GraphKey(Part.FULL, n, n, query_len=1) for n in SIZES] + [
+    GraphKey(Part.PIECEWISE, n) for n in (*SIZES, 256, 1024)
+]
+KV_US, PAIR_US = 0.05, 0.002
+
+
+def cost(key: GraphKey | None, tokens: int, kv: int, chunk: int, context: int, decodes: int) -> tuple[float, float]:
+    """Linear in padded tokens, with launches that bound EAGER."""
+    attention = KV_US * kv + PAIR_US * (chunk * context + chunk * (chunk + 1) / 2)
+    if key is None:
+        return 9000.0 + 2 * decodes, 500 + 3.0 * tokens + attention
+    if key.part is Part.FULL:
+        return 300.0 + 2 * decodes, 400 + 3.0 * key.num_tokens + attention
+    return 1500.0 + 2 * decodes, 450 + 3.0 * key.num_tokens + attention
+
+
+def calibrated(monkeypatch: Any, seconds: float = 20.0, **limits: Any) -> tuple[Any, FakeRunner, FakeState]:
+    clock = SimulatedClock()
+    runner = FakeRunner(clock, cost, **limits)
+    state = FakeState(runner, KEYS, Settings(max_num_reqs=64, max_num_tokens=2048), seconds)
+    with stand_ins(monkeypatch):
+        table = calibrate(runner, state, clock)
+    return table, runner, state
+
+
+def test_the_table_is_what_steps_take(monkeypatch: Any) -> None:
+    table, runner, _ = calibrated(monkeypatch)
+    assert table.measured
+    for size in SIZES:
+        assert table.full.at(size) == pytest.approx(400 + 3 * size, rel=0.03)
+        assert table.piecewise.at(size) == pytest.approx(450 + 3 * size, rel=0.03)
+    assert table.eager.at(2048) == pytest.approx(500 + 3 * 2048, rel=0.03)
+    assert table.decode_attention.unit_us == pytest.approx(KV_US, rel=0.05)
+    assert table.prefill_attention.unit_us == pytest.approx(PAIR_US, rel=0.05)
+    assert table.host_full.base_us == pytest.approx(320, rel=0.05)
+    assert table.host_full.req_us == pytest.approx(2, rel=0.05)
+    assert table.host_piecewise.base_us == pytest.approx(1520, rel=0.05)
+    assert table.host_eager.base_us == pytest.approx(9020, rel=0.05)
+    assert table.graph_pieces == (1, 25)
+    assert table.capture_us == pytest.approx((10_000, 10_000))
+    assert table.graph_bytes == (1000, 1000)
+    assert {key for key, _, _ in runner.ran if isinstance(key, GraphKey)} == set(KEYS)
+
+
+def test_no_row_is_left_behind(monkeypatch: Any) -> None:
+    _, runner, _ = calibrated(monkeypatch)
+    assert runner.known == {}
+    assert runner.execute_model_state is None
+
+
+def test_the_allowance_holds_and_small_sizes_go_first(monkeypatch: Any) -> None:
+    table, runner, state = calibrated(monkeypatch, seconds=0.3)
+    assert runner.clock.now() < 0.5
+    assert table.full.sizes[0] == 1
+    assert table.eager.sizes[0] == 1
+    assert max(tokens for _, tokens, _ in runner.ran) < 2048
+    # Other ranks follow rank 0 through exactly as many steps.
+    assert state.broadcasts[-1] is table
+    assert not any(value is False for value in state.broadcasts[:1])
+
+
+def test_rows_share_blocks_where_the_cache_is_small(monkeypatch: Any) -> None:
+    table, _, _ = calibrated(monkeypatch, num_blocks=40)
+    assert table.full.at(64) == pytest.approx(400 + 3 * 64, rel=0.03)
+
+
+def test_a_short_model_is_timed_with_what_it_holds(monkeypatch: Any) -> None:
+    table, runner, _ = calibrated(monkeypatch, max_model_len=1024)
+    assert max(tokens for _, tokens, decodes in runner.ran if not decodes) <= 1022
+    assert table.prefill_attention.unit_us == pytest.approx(PAIR_US, rel=0.1)
+
+
+def test_a_failing_step_leaves_no_rows(monkeypatch: Any) -> None:
+    clock = SimulatedClock()
+
+    def failing(key: Any, tokens: int, *rest: Any) -> tuple[float, float]:
+        if tokens == 64:
+            raise RuntimeError("out of memory")
+        return cost(key, tokens, *rest)
+
+    runner = FakeRunner(clock, failing)
+    state = FakeState(runner, KEYS, Settings(max_num_reqs=64, max_num_tokens=2048))
+    with stand_ins(monkeypatch), pytest.raises(RuntimeError, match="out of memory"):
+        calibrate(runner, state, clock)
+    assert runner.known == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda r: setattr(r.vllm_config.parallel_config, "pipeline_parallel_size", 2), "stages"),
+        (lambda r: setattr(r.vllm_config, "kv_transfer_config", SimpleNamespace()), "connector"),
+        (lambda r: setattr(r.vllm_config.model_config, "is_encoder_decoder", True), "encoder"),
+        (lambda r: setattr(r, "is_pooling_model", True), "pooling"),
+    ],
+)
+def test_where_it_cannot_measure_it_says_why(monkeypatch: Any, change: Any, reason: str) -> None:
+    clock = SimulatedClock()
+    runner = FakeRunner(clock, cost)
+    assert why_not(runner) is None
+    change(runner)
+    state = FakeState(runner, KEYS, Settings(max_num_reqs=64, max_num_tokens=2048))
+    with stand_ins(monkeypatch):
+        assert calibrate(runner, state, clock) is None
+    assert reason in state.warned["not_calibrated"]
+    assert runner.ran == []
