@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LazyCapture"]
 
+HOT = 2
+"""Steps that need a key before it is captured between steps: what came once may never come again."""
+
 
 class _Engine(Protocol):
     """What is read of the Engine."""
@@ -38,6 +41,9 @@ class LazyCapture:
     A step *needs* a key when the policy would have chosen it, had every planned key been captured. Needs are counted;
     the key that was needed most often is captured first. What is saved of an allowance is kept for the next one, what
     was overspent is paid back, so that over time no more is spent than allowed, but for the capture that is under way.
+
+    Before a step only what `HOT` earlier steps needed is captured: the first token comes at eager speed, and a size that
+    comes once gets no graph.
 
     Args:
         engine: whose steps.
@@ -71,10 +77,10 @@ class LazyCapture:
             expect(engine.keys)
 
     def before_step(self, numbers: BatchNumbers) -> None:
-        """Note what the step that comes needs, and capture within the allowance."""
-        self._note(numbers)
+        """Capture within the allowance what earlier steps needed, and note what the step that comes needs."""
         if self._allowance_s:
-            self.capture(self._allowance_s)
+            self.capture(self._allowance_s, least=HOT)
+        self._note(numbers)
 
     def _note(self, numbers: BatchNumbers) -> None:
         registry = self._engine.registry
@@ -91,8 +97,16 @@ class LazyCapture:
             if key in self.needs or registry.record(key).state is GraphState.PLANNED:
                 self.needs[key] += 1
 
-    def capture(self, seconds: float) -> int:
-        """Capture what was needed most, while it is expected to fit; how many graphs there are now."""
+    def capture(self, seconds: float, *, least: int = 1) -> int:
+        """Capture what was needed most, while it is expected to fit.
+
+        Args:
+            seconds: the allowance.
+            least: steps that must have needed a key.
+
+        Returns:
+            How many graphs were captured.
+        """
         if not self.needs:
             self._saved_s = 0.0
             return 0
@@ -100,8 +114,8 @@ class LazyCapture:
         estimate = getattr(getattr(self._executor, "launcher", None), "estimate", None)
         registry, captured = self._engine.registry, 0
         while self.needs:
-            key, _ = self.needs.most_common(1)[0]
-            if self._saved_s < 0 or (estimate is not None and estimate(key).seconds > self._saved_s):
+            key, times = self.needs.most_common(1)[0]
+            if times < least or self._saved_s < 0 or (estimate is not None and estimate(key).seconds > self._saved_s):
                 break
             del self.needs[key]
             if registry.record(key).state is not GraphState.PLANNED:

@@ -170,3 +170,25 @@ def test_engine_over_a_model(small: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="model is missing"):
         Engine("full", device="cpu")
     assert engine.registry.record(engine.keys[0]).state is GraphState.PLANNED
+
+
+def test_between_steps_only_hot_sizes_are_captured(small: Callable[..., Any]) -> None:
+    """The first step runs at eager speed; a size that two steps needed is captured, one that came once never is."""
+    engine = Engine("full", model=small(), settings=SETTINGS, ladder=[1, 2, 4, 8, 16, 32], lazy=10.0)
+    sequences = Sequences(3)
+
+    def step(*lengths: int) -> str:
+        rows = [sequences.chunk(sequences.start(), length) for length in lengths]
+        outputs = engine.step(sequences.inputs(rows))
+        return outputs.decision.mode.value
+
+    assert step(3) == "eager"
+    assert not engine.registry.captured()
+    assert step(7) == "eager"
+    assert step(4) == "eager"
+    assert not engine.registry.captured(), "4 tokens were needed once before this step, and 8 once"
+    assert step(3) == "full"
+    assert [key.num_tokens for key in engine.registry.captured()] == [4]
+    for _ in range(3):
+        step(2, 2)
+    assert [key.num_tokens for key in engine.registry.captured()] == [4]
