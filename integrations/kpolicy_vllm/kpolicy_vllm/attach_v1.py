@@ -25,7 +25,7 @@ def attach(runner: Any, state: State, modules: Any) -> None:
     dispatcher = dispatcher_class(modules.CudagraphDispatcher, modules.CUDAGraphMode, modules.BatchDescriptor)(
         runner.vllm_config, state
     )
-    state.runner, state.dispatcher = runner, dispatcher
+    state.runner, state.dispatcher, state.broadcast = runner, dispatcher, modules.broadcast
     runner.cudagraph_dispatcher = dispatcher
     _note_facts(runner, dispatcher)
     _learn_claims(runner, state, modules.CUDAGraphMode)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from kpolicy.decision import Decision
+from kpolicy.errors import NoLegalModeError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
 from kpolicy.shapes import BatchNumbers
@@ -166,13 +167,12 @@ class Chooser:
             found = self.entries[step] = self._made(step)
         return found
 
-    def agreed(self, step: Step) -> Entry | None:
+    def agreed(self, step: Step) -> Entry:
         """The answer where the caller names the one mode: by vLLM's own rule, which all ranks share.
 
-        Ranks that agreed on a size ask for it again, and must be given that size. None where nothing can be.
+        Ranks that agreed on a size ask for it again, and must be given that size.
         """
-        entry = self._by_own_rule(step, OWN_RULE)
-        return None if entry.key is None and step.forbidden & Mode.EAGER.bit else entry
+        return self._by_own_rule(step, OWN_RULE)
 
     def _made(self, step: Step) -> Entry:
         state = self.state
@@ -183,6 +183,8 @@ class Chooser:
         try:
             decision = select(*numbers)
             wrong = self._wrong(decision, numbers, step)
+        except NoLegalModeError:
+            return self._by_own_rule(step, OWN_RULE)
         except Exception as error:  # noqa: BLE001 - a policy is anyone's code, and serving goes on without it
             state.counters.warn_once(
                 "policy_failed",

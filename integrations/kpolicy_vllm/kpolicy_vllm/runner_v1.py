@@ -41,7 +41,7 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
         descriptor: vLLM's `BatchDescriptor`.
     """
     none, full, piecewise = modes.NONE, modes.FULL, modes.PIECEWISE
-    only_none = {none}
+    only_none, every = {none}, frozenset((none, full, piecewise))
     bits = {full: Mode.FULL.bit, piecewise: Mode.PIECEWISE.bit, none: Mode.EAGER.bit}
 
     class KDispatcher(base):  # type: ignore[misc]
@@ -61,6 +61,18 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             self.chooser = Chooser(state, lambda tokens, _reqs: (none, descriptor(tokens)), lambda _part, desc: desc)
             self.chooser.on_refresh = self._refreshed
             self.refresh = self.chooser.refresh
+
+        @property
+        def desc_of(self) -> dict[GraphKey, tuple[Any, Any]]:
+            """The (mode, descriptor) of each graph that may be captured."""
+            found: dict[GraphKey, tuple[Any, Any]] = self.chooser.desc_of
+            return found
+
+        @property
+        def key_of(self) -> dict[tuple[Any, Any], GraphKey]:
+            """The reverse."""
+            found: dict[tuple[Any, Any], GraphKey] = self.chooser.key_of
+            return found
 
         # Keys
 
@@ -96,15 +108,19 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
         @contextmanager
         def forcing(self, mode: Any, desc: Any) -> Iterator[None]:
             """Answer with exactly that graph while the context lasts, save where only NONE is allowed."""
-            with self.chooser.forcing((mode, desc)):
-                yield
+            deciding, self.deciding = self.deciding, False
+            try:
+                with self.chooser.forcing((mode, desc)):
+                    yield
+            finally:
+                self.deciding = deciding
 
         # Dispatch
 
         def _refreshed(self) -> None:
             q = self.chooser.query_len
             self._decodes = [None] * (self.state.settings.max_num_reqs * q + 1)
-            self.deciding = self.state.captured and self.chooser.forced is None
+            self.deciding = self.state.captured
 
         def dispatch(
             self,
@@ -116,7 +132,7 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             invalid_modes: Any = None,
         ) -> Any:
             facts, self.facts = self.facts, None
-            if valid_modes is not None or not self.deciding or self.chooser.forced is not None:
+            if valid_modes is not None or not self.deciding or (invalid_modes and none in invalid_modes):
                 return self._told(num_tokens, uniform_decode, has_lora, num_active_loras, valid_modes, invalid_modes)
             if uniform_decode and not has_lora and not invalid_modes:
                 entry = self._decodes[num_tokens] if num_tokens < len(self._decodes) else None
@@ -157,16 +173,18 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
                 if valid_modes is not None and valid_modes <= only_none:
                     return none, descriptor(num_tokens)
                 return forced
-            if not self.deciding or valid_modes <= only_none:
-                return super().dispatch(num_tokens, uniform, has_lora, loras, valid_modes, _frozen(invalid_modes))
-            allowed = valid_modes - invalid_modes if invalid_modes else valid_modes
-            forbidden = sum(bit for mode, bit in bits.items() if mode not in allowed)
-            step = self._step(num_tokens, uniform, loras if has_lora else 0, None, None)._replace(forbidden=forbidden)
-            entry = self.chooser.agreed(step) if len(allowed) == 1 else self.chooser.entry(step)
-            if entry is None:
-                # vLLM's own words for what can't be.
-                return super().dispatch(num_tokens, uniform, has_lora, loras, valid_modes, _frozen(invalid_modes))
-            return entry.result
+            allowed = every if valid_modes is None else valid_modes
+            if invalid_modes:
+                allowed = allowed - invalid_modes
+            if self.deciding and allowed and not allowed <= only_none:
+                forbidden = sum(bit for mode, bit in bits.items() if mode not in allowed)
+                step = self._step(num_tokens, uniform, loras if has_lora else 0, None, None)
+                step = step._replace(forbidden=forbidden)
+                entry = self.chooser.agreed(step) if len(allowed) == 1 else self.chooser.entry(step)
+                if entry.key is not None or none in allowed:
+                    return entry.result
+            # vLLM's own words, also for what can't be.
+            return super().dispatch(num_tokens, uniform, has_lora, loras, valid_modes, _frozen(invalid_modes))
 
     return KDispatcher
 

@@ -83,6 +83,7 @@ class State:
         select: the per-batch path of the policy over the captured graphs, without SPLIT; None while vLLM's own rule
             decides.
         runner, dispatcher: the worker's side; None in a process that only schedules.
+        broadcast: gives every rank rank 0's value; every rank must call it.
     """
 
     def __init__(self, config: Config, settings: Settings, *, num_dp_ranks: int = 1) -> None:
@@ -101,6 +102,7 @@ class State:
         self.dispatcher: Any = None
         self.select: Select | None = None
         self.select_lora: Select | None = None
+        self.broadcast: Callable[[Any], Any] = _same
         self.captured = False
         self.broken = False
         self._with_split: tuple[int, CompiledPolicy] | None = None
@@ -188,6 +190,10 @@ class State:
         except KPolicyError as error:
             self.counters.warn_once("undecided", f"no decision for {shape}: {error}")
             return None
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 _STATES: dict[str, State | None] = {}

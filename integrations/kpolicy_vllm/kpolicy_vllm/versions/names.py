@@ -32,6 +32,12 @@ def _num_pieces(desc: Any) -> int:
     )
 
 
+def _broadcast(value: Any) -> Any:
+    """Rank 0's value, on every rank of the world."""
+    world = import_module("vllm.distributed.parallel_state").get_world_group()
+    return world.broadcast_object(value, src=0) if world.world_size > 1 else value
+
+
 @attrs.frozen(kw_only=True)
 class Names:
     """See the module's docstring. Memory is of the current device; tests give functions of their own."""
@@ -42,6 +48,7 @@ class Names:
     free_bytes: Callable[[], int] = _free_bytes
     device_name: Callable[[], str] = _device_name
     num_pieces: Callable[[Any], int] = _num_pieces
+    broadcast: Callable[[Any], Any] = _broadcast
 
     @classmethod
     def of_v1(cls) -> Names:
