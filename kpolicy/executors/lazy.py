@@ -42,8 +42,8 @@ class LazyCapture:
     the key that was needed most often is captured first. What is saved of an allowance is kept for the next one, what
     was overspent is paid back, so that over time no more is spent than allowed, but for the capture that is under way.
 
-    Before a step only what `HOT` earlier steps needed is captured: the first token comes at eager speed, and a size that
-    comes once gets no graph.
+    Before a step only what `HOT` earlier steps needed is captured: the first token comes at eager speed, and a size
+    that comes once gets no graph.
 
     Args:
         engine: whose steps.
