@@ -31,11 +31,12 @@ OWN: Mapping[str, str] = {
     "ascend": "kpolicy.executors.ascend:AscendExecutor",
     "kunlun": "kpolicy.executors.kunlun:KunlunExecutor",
     "xpu": "kpolicy.executors.xpu:XpuExecutor",
+    "accelerator": "kpolicy.executors.xpu:AcceleratorExecutor",
 }
 NEED_TORCH = frozenset(f"kpolicy.executors.{device}" for device in ("cpu", "cuda", "ascend", "kunlun", "xpu"))
 """Modules of ours that import torch."""
 OF_TENSORS: Mapping[str, tuple[str, ...]] = {
-    "npu": ("ascend",), "cuda": ("kunlun", "cuda"), "xpu": ("xpu",), "cpu": ("cpu",),
+    "npu": ("ascend",), "cuda": ("kunlun", "cuda"), "xpu": ("xpu", "accelerator"), "cpu": ("cpu",),
 }  # fmt: skip
 """Executors of ours for a model whose tensors are on a kind of device, vendors before CUDA."""
 
@@ -93,7 +94,7 @@ def first_executor(model: Any, **arguments: Any) -> tuple[Executor, dict[str, st
         ConfigError: none can, with every reason; or the executor doesn't take an argument.
     """
     kind = str(getattr(model, "device", "cpu")).partition(":")[0]
-    own = OF_TENSORS.get(kind, ())
+    own = OF_TENSORS.get(kind, ("accelerator",))
     names = [*([kind] if kind not in OWN and kind in executor_names() else []), *own]
     refused: dict[str, str] = {}
     for name in names:

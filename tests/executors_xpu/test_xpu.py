@@ -1,9 +1,9 @@
-"""The XPU executor over a pretended torch.xpu, whose graph class takes what torch's own takes."""
+"""Executors over a pretended torch.xpu and torch.accelerator, whose graph classes take what torch's own take."""
 
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,28 +11,27 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kpolicy.attention import AttentionSupport, Claims, HostParams  # noqa: E402
 from kpolicy.errors import ConfigError, StickyDeviceError  # noqa: E402
-from kpolicy.executors.xpu import XpuAdapter, XpuExecutor  # noqa: E402
+from kpolicy.executors.xpu import AcceleratorAdapter, AcceleratorExecutor, XpuAdapter, XpuExecutor  # noqa: E402
+from kpolicy.executors.xpu.accelerator import TorchAccelerator  # noqa: E402
+from kpolicy.modes import Part  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphRegistry  # noqa: E402
+from kpolicy.testing import EXECUTOR_CHECKS  # noqa: E402
 from tests.executors_launcher.checker import Checker, batcher_steps, load_family, plan  # noqa: E402
-from tests.fakes.torch_npu import fake_torch_npu  # noqa: E402
+from tests.executors_launcher.conftest import SMALL  # noqa: E402
+from tests.fakes.torch_xpu import fake_accelerator, fake_xpu  # noqa: E402
+
+KINDS = [(XpuExecutor, fake_xpu), (AcceleratorExecutor, fake_accelerator)]
 
 
-def fake_xpu() -> Any:
-    npu = fake_torch_npu().npu
-
-    class XPUGraph(npu.NPUGraph):  # type: ignore[misc]
-        def capture_begin(self, pool: Any = None) -> None:
-            super().capture_begin(pool)
-
-    return SimpleNamespace(**vars(npu), XPUGraph=XPUGraph)
-
-
-def test_modes_are_eager_bit_for_bit() -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+@pytest.mark.parametrize(("make", "library"), KINDS)
+def test_modes_are_eager_bit_for_bit(make: Any, library: Any, family: str) -> None:
     """FULL, PIECEWISE and SPLIT steps equal their rows run eagerly at the same shape."""
-    model = load_family("llama")
-    executor, registry = XpuExecutor(model, library=fake_xpu(), check=True), GraphRegistry()
+    model = load_family(family)
+    executor, registry = make(model, library=library(), check=True), GraphRegistry()
     keys = plan(model)
     registry.plan(keys)
     executor.open(registry)
@@ -44,10 +43,11 @@ def test_modes_are_eager_bit_for_bit() -> None:
     assert {"full", "piecewise", "split/in_turn"} <= {label.split()[0] for label in checker.steps}
 
 
-def test_a_failed_capture_leaves_the_device_usable() -> None:
+@pytest.mark.parametrize(("make", "library"), KINDS)
+def test_a_failed_capture_leaves_the_device_usable(make: Any, library: Any) -> None:
     """A capture that fails midway is given up, and the next one works."""
     model = load_family("llama")
-    executor, registry = XpuExecutor(model, library=fake_xpu(), faults=["mid_segment@1"]), GraphRegistry()
+    executor, registry = make(model, library=library(), faults=["mid_segment@1"]), GraphRegistry()
     keys = plan(model)
     registry.plan(keys)
     executor.open(registry)
@@ -89,3 +89,69 @@ def test_errors_are_told_apart() -> None:
     assert classify(RuntimeError("level_zero: UR_RESULT_ERROR_DEVICE_LOST")).sticky
     assert classify(StickyDeviceError("x")).sticky
     assert classify(RuntimeError("x")) == (Reason.CAPTURE_FAILED, False)
+
+
+def arguments(function: Any) -> list[str]:
+    """Each argument with its default, by its name."""
+    return [
+        each.name if each.default is each.empty else f"{each.name}={each.default!r}"
+        for each in inspect.signature(function).parameters.values()
+    ]
+
+
+@pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="torch has no torch.accelerator.Graph")
+def test_the_pretended_accelerator_takes_what_torchs_own_takes() -> None:
+    """Graphs are made, begun and ended with the same arguments, and the adapter's names are there."""
+    made, published = fake_accelerator().Graph, torch.accelerator.Graph
+    assert arguments(made.__init__) == arguments(published.__init__)
+    assert arguments(made.capture_begin) == arguments(published.capture_begin)
+    for name in ("capture_end", "replay", "reset", "pool"):
+        assert callable(getattr(published, name)), name
+    for name in ("current_stream", "synchronize", "get_memory_info", "empty_cache", "current_accelerator"):
+        assert callable(getattr(torch.accelerator, name)), name
+    for kind, names in ((torch.Stream, ("wait_stream", "record_event", "__enter__")), (torch.Event, ("query", "wait"))):
+        assert all(hasattr(kind, name) for name in names)
+    wanted = set(vars(fake_accelerator()))
+    assert wanted <= set(dir(TorchAccelerator(torch.device("cpu"))))
+
+
+def test_an_accelerator_that_is_not_there_is_said() -> None:
+    """No accelerator, and a torch without its graphs."""
+    if not torch.accelerator.is_available():
+        with pytest.raises(ConfigError, match=r"torch\.accelerator finds none"):
+            AcceleratorAdapter()
+    old = fake_accelerator()
+    del old.Graph
+    with pytest.raises(ConfigError, match=r"has no torch\.accelerator\.Graph; torch 2\.13"):
+        AcceleratorAdapter("cpu", library=old)
+
+
+@pytest.mark.parametrize(("make", "library"), KINDS)
+def test_lengths_on_the_host_keep_attention_out_of_graphs(make: Any, library: Any) -> None:
+    """Nothing rewrites them here, so FULL graphs of such attention are refused with the reason."""
+    model = load_family("llama")
+    keys = plan(model)
+    model._support = AttentionSupport.of(
+        Claims.at_level("mixed", host_params=HostParams.UPDATABLE), backend="lists", source="tests"
+    )  # fmt: skip
+    executor, registry = make(model, library=library()), GraphRegistry()
+    registry.plan(keys)
+    executor.open(registry)
+    executor.capture(keys)
+    assert {key.part for key in registry.captured()} == {Part.PIECEWISE}
+    reasons = {registry.record(key).reason for key in keys if key.part is Part.FULL}
+    assert reasons == {Reason.HOST_LENGTHS_FROZEN}
+
+
+@pytest.mark.parametrize("check", EXECUTOR_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(("make", "library"), KINDS)
+def test_contract(make: Any, library: Any, check: Callable[..., None]) -> None:
+    """Both executors keep the contract that all executors keep."""
+    from kpolicy.serving.load import load
+
+    def made() -> Any:
+        model = load(SMALL, num_blocks=64, block_size=16, max_model_len=512, max_num_reqs=8)
+        return make(model, library=library())
+
+    fewer = {"seeds": range(1)} if "seeds" in inspect.signature(check).parameters else {}
+    check(made, close=lambda a, b: bool(torch.allclose(a, b, rtol=1e-3, atol=1e-4)), **fewer)

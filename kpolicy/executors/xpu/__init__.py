@@ -1,9 +1,10 @@
-"""Intel GPUs through torch.xpu: `XpuExecutor`. `StreamAdapter` serves every device with `torch.cuda`'s names.
+"""Intel GPUs through torch.xpu, any device through torch.accelerator: `XpuExecutor`, `AcceleratorExecutor`.
 
-Unverified on hardware.
+`StreamAdapter` serves every device with `torch.cuda`'s names. Unverified on hardware.
 """
 
+from kpolicy.executors.xpu.accelerator import AcceleratorAdapter, AcceleratorExecutor
 from kpolicy.executors.xpu.adapter import StreamAdapter
 from kpolicy.executors.xpu.executor import XpuAdapter, XpuExecutor
 
-__all__ = ["StreamAdapter", "XpuAdapter", "XpuExecutor"]
+__all__ = ["AcceleratorAdapter", "AcceleratorExecutor", "StreamAdapter", "XpuAdapter", "XpuExecutor"]

@@ -7,22 +7,21 @@ from typing import Any
 
 import torch
 
-from kpolicy.errors import CaptureError, ConfigError, GraphReplayError, StickyDeviceError
+from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.adapter import Statics
 from kpolicy.executors.device import Failure
-from kpolicy.executors.launcher import GraphLauncher
 from kpolicy.executors.runner import ModeRunner
 from kpolicy.executors.simulated import Fault
 from kpolicy.executors.step_model import StepModel
 from kpolicy.executors.xpu.adapter import StreamAdapter
-from kpolicy.reasons import Reason
+from kpolicy.executors.xpu.failures import classify
+from kpolicy.executors.xpu.launcher import LiveLengthsLauncher
 
 __all__ = ["XpuAdapter", "XpuExecutor"]
 
 MAX_NUM_REQS = 256
 """Rows of a launch where neither the caller nor the model says."""
-_LOST = ("device_lost", "device lost", "ur_result_error_device_lost")
 
 
 class XpuAdapter(StreamAdapter):
@@ -66,16 +65,7 @@ class XpuAdapter(StreamAdapter):
         return graph
 
     def classify(self, error: BaseException) -> Failure:
-        if isinstance(error, StickyDeviceError):
-            return Failure(Reason.REPLAY_FAILED, True)
-        if isinstance(error, CaptureError):
-            return Failure(error.reason, False)
-        if isinstance(error, GraphReplayError):
-            return Failure(Reason.REPLAY_FAILED, False)
-        text = str(error).lower()
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in text:
-            return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
-        return Failure(Reason.CAPTURE_FAILED, any(words in text for words in _LOST))
+        return classify(error)
 
 
 class XpuExecutor(ModeRunner):
@@ -108,4 +98,4 @@ class XpuExecutor(ModeRunner):
         )
         most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
         self.model = model
-        super().__init__(GraphLauncher(self.adapter, model, max_num_reqs=most))
+        super().__init__(LiveLengthsLauncher(self.adapter, model, max_num_reqs=most))
