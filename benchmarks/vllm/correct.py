@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 LENGTHS = (5, 40, 300, 700, 17, 128, 1500, 64, 3, 250, 90, 33)
 REQUESTS, OUTPUTS, EVERY = 40, (24, 48, 12), 2
 CHILD = ["--max-len", "2048", "--max-seqs", "64", "--max-tokens", "1024", "--util", "0.08", "--load-format", "auto"]
-MOST_TURNS = 6
+MOST_TURNS = 12
 SHARE = 0.999
 
 
@@ -167,7 +167,7 @@ def check(name: str, folder: Path, log: Any, options: argparse.Namespace) -> dic
     """All of the module's docstring for one model."""
     prompts = prompts_of(SHAPES[name]["vocab_size"])
     outputs = [OUTPUTS[i % len(OUTPUTS)] for i in range(REQUESTS)]
-    replica = f"vllm:runner={'v2' if name == 'llama' else 'v1'}"
+    replica = f"vllm:version=0.23,runner={'v2' if name == 'llama' else 'v1'}"
 
     def llm(mode: str | None, policy: str | None) -> str:
         arguments: dict[str, Any] = {

@@ -75,9 +75,13 @@ class Run:
         except SideError:
             side.end()
             raise
+        started_s = row["start_s"]
+        if not repeat:
+            # The side that starts first compiles, and fills caches for the other.
+            row["cold_start_s"] = row.pop("start_s")
         self._keep(model=model, load="start", side=name, repeat=repeat, **row)
         say(
-            f"{model} {name}: started in {row['start_s']} s ({time.monotonic() - started:.0f} s with imports), compile "
+            f"{model} {name}: started in {started_s} s ({time.monotonic() - started:.0f} s with imports), compile "
             f"{row['compile_s']}, capture {row.get('capture_s')} s, {row.get('graph_mib')} MiB, {row['graphs']}, KV "
             f"{row['kv_tokens']}, {row['mode']}, {row['runner']}, {row['scheduler']}"
         )
