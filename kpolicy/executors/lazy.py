@@ -69,6 +69,8 @@ class LazyCapture:
         self._saved_s = 0.0
         self.needs: Counter[GraphKey] = Counter()
         """Steps that needed a key that isn't captured"""
+        self._unnoted: BatchNumbers | None = None
+        """The step before, which is noted when nothing waits for it"""
         self._select: Any = None
         self._version = -1
         expect = getattr(self._executor, "expect", None)
@@ -77,10 +79,12 @@ class LazyCapture:
             expect(engine.keys)
 
     def before_step(self, numbers: BatchNumbers) -> None:
-        """Capture within the allowance what earlier steps needed, and note what the step that comes needs."""
+        """Capture within the allowance what earlier steps needed. What this one needs is noted later."""
         if self._allowance_s:
             self.capture(self._allowance_s, least=HOT)
-        self._note(numbers)
+        elif self._unnoted is not None:
+            self._note(self._unnoted)
+        self._unnoted = numbers
 
     def _note(self, numbers: BatchNumbers) -> None:
         registry = self._engine.registry
@@ -107,6 +111,9 @@ class LazyCapture:
         Returns:
             How many graphs were captured.
         """
+        if self._unnoted is not None:
+            self._note(self._unnoted)
+            self._unnoted = None
         if not self.needs:
             self._saved_s = 0.0
             return 0
