@@ -11,7 +11,7 @@ from kpolicy_vllm.runner_v1 import dispatcher_class
 from kpolicy_vllm.started import after_capture
 from kpolicy_vllm.state import State
 
-__all__ = ["attach"]
+__all__ = ["attach", "bound_splits"]
 
 
 def attach(runner: Any, state: State, modules: Any) -> None:
@@ -67,6 +67,7 @@ def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -
 
     def warmup_and_capture(desc: Any, *rest: Any, **named: Any) -> Any:
         mode = named["cudagraph_runtime_mode"] if "cudagraph_runtime_mode" in named else rest[0]
+        bound_splits(runner, state)
         before, started = modules.free_bytes(), perf_counter()
         with dispatcher.forcing(mode, desc):
             result = warm_up(desc, *rest, **named)
@@ -94,3 +95,17 @@ def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -
 
     runner._warmup_and_capture = warmup_and_capture
     runner.capture_model = capture_model
+
+
+def bound_splits(runner: Any, state: State) -> None:
+    """Let FlashAttention bound its splits for the sizes that a FULL graph has, and for no larger ones.
+
+    Its builder fixes the number of splits for every step up to the largest capture size, with buffers for that many.
+    Larger sizes of ours are PIECEWISE, where attention runs eagerly and may choose.
+    """
+    largest = max((key.num_tokens for key in state.dispatcher.desc_of if key.part is Part.FULL), default=0)
+    for groups in runner.attn_groups:
+        for group in groups:
+            for builder in getattr(group, "metadata_builders", ()):
+                if largest and getattr(builder, "max_cudagraph_size", None):
+                    builder.max_cudagraph_size = min(builder.max_cudagraph_size, largest)

@@ -33,11 +33,13 @@ class Step(NamedTuple):
     """What both runners know of a step: all that a decision may depend on."""
 
     num_tokens: int
+    num_reqs: int
     num_decodes: int
     """Requests of at most 1 + k tokens: what attention takes for decodes."""
-    num_reqs: int
-    uniform: bool
-    """Whether every request is a decode of exactly 1 + k tokens, as vLLM tells it."""
+    query_len: int = 0
+    """The tokens of every request, where vLLM takes the step for a uniform decode; otherwise 0."""
+    longest: int = 0
+    """The most tokens of a decode row, where they differ and vLLM tells; otherwise 0."""
     num_active_loras: int = 0
     forbidden: int = 0
     """Bits of kpolicy's modes; see `Mode.bit`."""
@@ -75,13 +77,12 @@ def numbers_of(step: Step, query_len: int) -> BatchNumbers:
     """
     tokens, reqs, loras, forbidden = step.num_tokens, step.num_reqs, step.num_active_loras, step.forbidden | _NO_SPLIT
     prefills = reqs - step.num_decodes
-    if step.uniform or (not prefills and query_len > 1):
+    if step.query_len or (not prefills and (query_len > 1 or step.longest)):
         # Decodes that differ in length have fewer drafts.
-        same = query_len if step.uniform else 0
+        same, longest = step.query_len, step.query_len or step.longest or query_len
         return BatchNumbers(
-            reqs, same, tokens, tokens, 0, 0, 0, 0, query_len, query_len, 0, loras, forbidden, 1, tokens, reqs,
-            query_len,
-        )  # fmt: skip
+            reqs, same, tokens, tokens, 0, 0, 0, 0, longest, longest, 0, loras, forbidden, 1, tokens, reqs, longest
+        )
     # Rows of one token each that aren't decodes are those of a dummy run.
     prefills = prefills or reqs
     decodes = reqs - prefills
@@ -121,7 +122,7 @@ class Chooser:
         self.key_of: dict[Any, GraphKey] = {}
         self.entries: dict[Step, Entry] = {}
         self.forced: Any = None
-        self._own: dict[bool, tuple[GraphKey, ...]] = {}
+        self._own: tuple[GraphKey, ...] = ()
         self._gone: dict[tuple[str, str], tuple[int, int, int]] = {}
         self._gone_hits: Counter[GraphKey] = Counter()
         self._counted: Counter[GraphKey] = Counter()
@@ -138,15 +139,8 @@ class Chooser:
         """Forget the prepared answers: graphs or costs have changed."""
         self._fold()
         view = self.state.ladder
-        self._own = {
-            uniform: tuple(
-                key
-                for part in (Part.FULL, Part.PIECEWISE)
-                for key in view.keys
-                if key.part is part and (uniform or not key.decode_only)
-            )
-            for uniform in (True, False)
-        }
+        parts = (Part.FULL, Part.PIECEWISE)
+        self._own = tuple(key for part in parts for key in view.keys if key.part is part)
         self.on_refresh()
 
     @contextmanager
@@ -228,16 +222,14 @@ class Chooser:
         mode = Mode.FULL if key.part is Part.FULL else Mode.PIECEWISE
         if step.forbidden & mode.bit:
             return f"{mode} is forbidden for it"
-        if bool(key.lora_case) is not bool(step.num_active_loras):
+        if self.state.loras_apart and bool(key.lora_case) is not bool(step.num_active_loras):
             return f"{key} is for another number of LoRA adapters"
-        if key.decode_only and not (step.uniform and key.query_len == self.query_len):
-            return f"{key} is for decodes of {key.query_len or key.max_query_len} tokens each"
         return "" if key.holds_batch(numbers) else f"{key} doesn't hold it"
 
     def _by_own_rule(self, step: Step, reason: str) -> Entry:
         """vLLM's rule over our ladders: the next size of a FULL graph, else of a PIECEWISE one, else no graph."""
         numbers = numbers_of(step, self.query_len)
-        for key in self._own.get(step.uniform, ()):
+        for key in self._own:
             if not self.unfit(key, numbers, step):
                 return self._entry(step, key, None, reason)
         return self._entry(step, None, None, reason)

@@ -40,6 +40,8 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
         modes: vLLM's `CUDAGraphMode`.
         descriptor: vLLM's `BatchDescriptor`.
     """
+    from numpy import count_nonzero
+
     none, full, piecewise = modes.NONE, modes.FULL, modes.PIECEWISE
     only_none, every = {none}, frozenset((none, full, piecewise))
     bits = {full: Mode.FULL.bit, piecewise: Mode.PIECEWISE.bit, none: Mode.EAGER.bit}
@@ -158,11 +160,11 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             forbidden = sum(bits[mode] for mode in invalid_modes) if invalid_modes else 0
             if uniform:
                 reqs = -(-num_tokens // q)
-                return Step(num_tokens, reqs, reqs, True, loras, forbidden)
+                return Step(num_tokens, reqs, reqs, q, q, loras, forbidden)
             if facts is None:
-                return Step(num_tokens, 0, 1, False, loras, forbidden)
+                return Step(num_tokens, 1, 0, 0, 0, loras, forbidden)
             reqs, new = facts
-            return Step(num_tokens, int((new <= q).sum()), reqs, False, loras, forbidden)
+            return Step(num_tokens, reqs, int(count_nonzero(new <= q)), 0, 0, loras, forbidden)
 
         def _told(
             self, num_tokens: int, uniform: bool, has_lora: bool, loras: int, valid_modes: Any, invalid_modes: Any

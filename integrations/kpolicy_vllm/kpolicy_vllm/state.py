@@ -83,6 +83,7 @@ class State:
         select: the per-batch path of the policy over the captured graphs, without SPLIT; None while vLLM's own rule
             decides.
         runner, dispatcher: the worker's side; None in a process that only schedules.
+        loras_apart: whether a graph captured with adapters serves only steps with some.
         broadcast: gives every rank rank 0's value; every rank must call it.
     """
 
@@ -102,6 +103,7 @@ class State:
         self.dispatcher: Any = None
         self.select: Select | None = None
         self.select_lora: Select | None = None
+        self.loras_apart = True
         self.broadcast: Callable[[Any], Any] = _same
         self.captured = False
         self.broken = False
@@ -134,8 +136,8 @@ class State:
         if self.ready:
             try:
                 policy = AutoPolicy(forms=()) if isinstance(self.policy, AutoPolicy) else self.policy
-                self.select = policy.compile(self.context(lora=False)).select
-                if self.settings.max_loras:
+                self.select = self.select_lora = policy.compile(self.context(lora=False)).select
+                if self.settings.max_loras and self.loras_apart:
                     self.select_lora = policy.compile(self.context(lora=True)).select
             except Exception as error:  # noqa: BLE001 - a policy is anyone's code, and serving goes on without it
                 self.fail("prepared", error)
@@ -155,7 +157,7 @@ class State:
     def context(self, *, lora: bool | None = None) -> PolicyContext:
         """What the policy reads: with `lora` given, only graphs with or only graphs without adapters."""
         view = self.ladder
-        if lora is not None and self.settings.max_loras:
+        if lora is not None and self.settings.max_loras and self.loras_apart:
 
             def of(keys: tuple[GraphKey, ...]) -> list[GraphKey]:
                 return [key for key in keys if bool(key.lora_case) is lora]

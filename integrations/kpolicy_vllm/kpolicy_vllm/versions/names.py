@@ -22,11 +22,11 @@ def _device_name() -> str:
 
 
 def _num_pieces(desc: Any) -> int:
-    """Pieces that were captured under that descriptor."""
+    """Pieces that were captured for that descriptor's size, of either runner."""
     wrapper = import_module("vllm.compilation.cuda_graph").CUDAGraphWrapper
     modes = import_module("vllm.config.compilation").CUDAGraphMode
     return sum(
-        desc in each.concrete_cudagraph_entries
+        any(entry.num_tokens == desc.num_tokens for entry in each.concrete_cudagraph_entries)
         for each in wrapper._all_instances
         if each.runtime_mode == modes.PIECEWISE
     )
@@ -43,8 +43,11 @@ class Names:
     """See the module's docstring. Memory is of the current device; tests give functions of their own."""
 
     CUDAGraphMode: Any
-    BatchDescriptor: Any
-    CudagraphDispatcher: Any
+    BatchDescriptor: Any = None
+    CudagraphDispatcher: Any = None
+    BatchExecutionDescriptor: Any = None
+    CudaGraphManager: Any = None
+    ModelCudaGraphManager: Any = None
     free_bytes: Callable[[], int] = _free_bytes
     device_name: Callable[[], str] = _device_name
     num_pieces: Callable[[Any], int] = _num_pieces
@@ -57,4 +60,15 @@ class Names:
             CUDAGraphMode=import_module("vllm.config.compilation").CUDAGraphMode,
             BatchDescriptor=import_module("vllm.forward_context").BatchDescriptor,
             CudagraphDispatcher=import_module("vllm.v1.cudagraph_dispatcher").CudagraphDispatcher,
+        )
+
+    @classmethod
+    def of_v2(cls) -> Names:
+        """The names that the second runner needs."""
+        utils = import_module("vllm.v1.worker.gpu.cudagraph_utils")
+        return cls(
+            CUDAGraphMode=import_module("vllm.config.compilation").CUDAGraphMode,
+            BatchExecutionDescriptor=utils.BatchExecutionDescriptor,
+            CudaGraphManager=utils.CudaGraphManager,
+            ModelCudaGraphManager=utils.ModelCudaGraphManager,
         )

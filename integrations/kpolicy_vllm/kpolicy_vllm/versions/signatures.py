@@ -48,8 +48,28 @@ V1_0_23: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 V1_0_33 = {**V1_0_23, f"{_RUNNER}._warmup_and_capture": (*_CAPTURE, "profiler")}
 
-V2_0_23: dict[str, tuple[str, ...]] = {}
-V2_0_33: dict[str, tuple[str, ...]] = {}
+_UTILS = "vllm.v1.worker.gpu.cudagraph_utils"
+_RUNNER_2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_DESCRIPTOR = ("cg_mode", "num_tokens", "num_reqs", "uniform_token_count")
+_ASKED = ("self", "num_reqs", "num_tokens", "uniform_token_count")
+
+V2_0_23: dict[str, tuple[str, ...]] = {
+    f"{_UTILS}:BatchExecutionDescriptor": _DESCRIPTOR,
+    f"{_UTILS}:CudaGraphManager.dispatch": _ASKED,
+    f"{_UTILS}:CudaGraphManager.capture": ("self", "create_forward_fn", "progress_bar_desc"),
+    f"{_UTILS}:CudaGraphManager._init_candidates": ("self",),
+    f"{_RUNNER_2}.initialize_kv_cache": ("self", "kv_cache_config"),
+    f"{_RUNNER_2}.capture_model": ("self",),
+}
+V2_0_33: dict[str, tuple[str, ...]] = {
+    **V2_0_23,
+    f"{_UTILS}:BatchExecutionDescriptor": (*_DESCRIPTOR, "max_query_len", "num_active_loras", "num_ubatches"),
+    f"{_UTILS}:CudaGraphManager.dispatch": (*_ASKED, "num_active_loras", "max_query_len", "num_ubatches"),
+    f"{_RUNNER_2}.initialize_kv_cache": (
+        "self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context",
+    ),
+    f"{_RUNNER_2}.capture_model": ("self", "profile_only"),
+}  # fmt: skip
 
 
 def differing(recorded: Recorded) -> Iterator[tuple[str, tuple[str, ...], str]]:

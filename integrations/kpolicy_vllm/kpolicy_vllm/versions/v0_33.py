@@ -25,6 +25,11 @@ def make() -> Adapter:
 
 
 def _attach(runner: Any, state: State) -> None:
-    from kpolicy_vllm import attach_v1
+    if hasattr(runner, "cudagraph_manager"):
+        from kpolicy_vllm import attach_v2
 
-    attach_v1.attach(runner, state, Names.of_v1())
+        attach_v2.attach(runner, state, Names.of_v2(), newest=True)
+    else:
+        from kpolicy_vllm import attach_v1
+
+        attach_v1.attach(runner, state, Names.of_v1())

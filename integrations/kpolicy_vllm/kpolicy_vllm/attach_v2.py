@@ -1,0 +1,77 @@
+"""Attaches kpolicy to a runner of the second kind: to its manager of graphs, each time vLLM makes one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kpolicy.modes import Part
+from kpolicy_vllm.attach_v1 import bound_splits
+from kpolicy_vllm.claims import claims_of, levels_of
+from kpolicy_vllm.runner_v2 import manager_class, take_over
+from kpolicy_vllm.started import after_capture
+from kpolicy_vllm.state import State
+
+__all__ = ["attach"]
+
+
+def attach(runner: Any, state: State, modules: Any, *, newest: bool) -> None:
+    """Give the runner kpolicy's decisions. It must not have a manager yet.
+
+    Args:
+        runner: vLLM's second `GPUModelRunner`.
+        state: what kpolicy knows of this vLLM.
+        modules: the names of vLLM's that the version's adapter found.
+        newest: whether it is 0.33.
+    """
+    state.runner, state.broadcast, state.loras_apart = runner, modules.broadcast, newest
+    made = manager_class(
+        modules.ModelCudaGraphManager,
+        modules.CudaGraphManager,
+        modules.CUDAGraphMode,
+        modules.BatchExecutionDescriptor,
+        newest=newest,
+    )
+    initialize, capture = runner.initialize_kv_cache, runner.capture_model
+
+    def initialize_kv_cache(*args: Any, **named: Any) -> Any:
+        result = initialize(*args, **named)
+        manager = runner.cudagraph_manager
+        if manager is not None:
+            pairs = [(group.backend, group.kv_cache_spec) for groups in runner.attn_groups for group in groups]
+            pieces = manager.cudagraph_mode.has_mode(modules.CUDAGraphMode.PIECEWISE)
+            # 0.23 captures a mixed graph with rows of one token and bakes that length in; 0.33 takes the longest.
+            state.claims = claims_of(levels_of(pairs, runner.vllm_config), piecewise=pieces, mixed=newest)
+            take_over(manager, state, made)
+            bound_splits(runner, state)
+        return result
+
+    def capture_model(*args: Any, **named: Any) -> Any:
+        kept = not named.get("profile_only")
+        if kept:
+            _record(runner, state, modules)
+        result = capture(*args, **named)
+        if kept:
+            runner.cudagraph_manager.on_capture = None
+            after_capture(state, modules)
+        return result
+
+    runner.initialize_kv_cache = initialize_kv_cache
+    runner.capture_model = capture_model
+
+
+def _record(runner: Any, state: State, modules: Any) -> None:
+    """Enter every graph that is captured from now on into the registry."""
+    manager, before = runner.cudagraph_manager, modules.free_bytes()
+
+    def captured(desc: Any, seconds: float) -> None:
+        nonlocal before
+        after = modules.free_bytes()
+        key = manager.key_of.get((desc.cg_mode, desc))
+        if key is not None:
+            pieces = modules.num_pieces(desc) if key.part is Part.PIECEWISE else 1
+            state.registry.capture(
+                key, bytes=max(0, before - after), seconds=seconds, graphs=max(1, pieces), pool="vllm"
+            )
+        before = after
+
+    manager.on_capture = captured
