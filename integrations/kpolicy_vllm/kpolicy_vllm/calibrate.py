@@ -177,6 +177,12 @@ class _Bench:
                     return
                 self._visit(case)
 
+    def warm(self, cases: Sequence[_Case]) -> None:
+        """Run some steps that aren't timed: kernels compile, and buffers are made."""
+        for case in cases:
+            with self._forced(case.key, case.rows):
+                self._run(case.rows)
+
     def close(self) -> None:
         """Leave none of the rows in the runner."""
         self._runner.execute_model_state = None
@@ -248,8 +254,9 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
     bench = _Bench(runner, lambda key, rows: _forced(state, key, rows), state.broadcast, clock)
     plan = _Plan(state, bench.steps.longest)
     allowance_s = state.config.calibrate_seconds
-    start = clock.now()
     try:
+        bench.warm(plan.warm)
+        start = clock.now()
         bench.measure(plan.curves, allowance_s * (1 - SLOPES))
         bench.measure(plan.slopes, max(0.0, allowance_s - (clock.now() - start)))
     finally:
@@ -319,6 +326,9 @@ class _Plan:
             decode(None, size // q) if size // q <= most_rows and size % q == 0 else chunk(None, size) for size in sizes
         ]
         self.curves = [*self._full, *self._pieces, *self._piece_rows, *self._eager]
+        chunks = [case for case in self._eager if case.rows.chunk]
+        self.warm = [case for cases in (self._eager, chunks, self._full, self._pieces) for case in cases[:1]]
+        """One each of what a step can be"""
 
         long_kv = min(LONG_KV, longest // 2)
         best = max((case.key for case in self._full if case.rows.decodes and case.key is not None

@@ -64,7 +64,7 @@ class Config:
     piecewise_sizes: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes)
     profile: str | None = None
     calibrate: bool = True
-    calibrate_seconds: float = 8.0
+    calibrate_seconds: float = 2.0
     split: bool = False
     split_decodes: int = 1
     first_token_ms: float | None = None
