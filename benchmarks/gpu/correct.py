@@ -1,0 +1,413 @@
+"""A model at its true size: random steps in every mode against EAGER, and every mode against a float32 reference.
+
+``bits``: 10,000 random steps. A step's rows are random: decode rows, also with drafts of 1 to 3 tokens, and prompt
+chunks; every other step runs as a policy decides it, the others in the legal way that was taken least. Logits, sampled
+tokens and written KV must equal, to the bit, those of the same launches run eagerly, alone, at the graphs' padded
+shapes. KV of no other slot may change, and the reserved slot holds NaN whenever attention reads, so a padded row that
+leaks shows.
+
+``reference``: sequences that transformers' `generate` continued in float32. They run teacher-forced, all rows' logits
+wanted: eagerly, whole prompts alone, and in random modes, batches and chunks. A row's error is its relative L2 distance
+from the float32 logits; at p99.9 that of the modes may be twice EAGER's. A token that differs counts where the
+reference's top-two margin is above twice EAGER's largest logit error.
+
+Steps come in blocks, a seed each. A run goes on where its file ends; ``--first`` and ``--count`` share blocks out to
+processes, whose files ``--merge`` adds up.
+
+Run: ``python -m benchmarks.gpu.correct --config FILE --out FILE [--part bits] [--first N --count N]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.gpu.common import (
+    Results,
+    add_options,
+    config_of,
+    header,
+    load_model,
+    logits_of,
+    opened,
+    random_shape,
+    with_tokens,
+)
+
+BLOCK = 100
+LIMIT = 2.0
+POLICIES = {
+    "auto": "throughput", "auto, for latency": "latency", "full": "throughput", "piecewise": "throughput",
+    "full_and_piecewise": "throughput", "split": "throughput", "split:form=beside": "throughput",
+    "split:form=decodes_beside": "throughput", "vllm": "throughput", "sglang": "throughput",
+    "tensorrt_llm": "throughput", "eager": "throughput",
+}  # fmt: skip
+
+
+class Sizes(NamedTuple):
+    """How large steps are."""
+
+    num_reqs: int
+    num_tokens: int
+    kv: int
+    decode: tuple[int, ...]
+    drafting: tuple[int, ...]
+    mixed: tuple[int, ...]
+
+
+TRUE = Sizes(64, 512, 700, (4, 16, 32, 64), (3, 24, 96, 192), (16, 64, 192, 512))
+TOY = Sizes(6, 24, 40, (3, 6), (3, 9, 18), (8, 24))
+
+
+class Bench:
+    """A model with graphs of each kind, and what decides.
+
+    Args:
+        model: its KV is filled at random, so that what a row attends to shows.
+        sizes: of steps.
+    """
+
+    def __init__(self, model: Any, sizes: Sizes) -> None:
+        from kpolicy.ladders import CaptureSizes, plan_keys
+        from kpolicy.policies.base import admits
+        from kpolicy.settings import Settings
+
+        self.model, self.sizes = model, sizes
+        model.poison_padding()
+        self.executor, self.registry = opened(model, check=True)
+        settings = {
+            name: Settings(max_num_reqs=sizes.num_reqs, max_num_tokens=sizes.num_tokens, num_speculative_tokens=drafts)
+            for name, drafts in (("plain", 0), ("drafting", 2))
+        }
+        ladders = {
+            "plain": CaptureSizes(sizes.decode, sizes.mixed, sizes.mixed),
+            "drafting": CaptureSizes(sizes.drafting, sizes.mixed, sizes.mixed),
+        }
+        claims = model.support.claims
+        keys = [key for name in settings for key in plan_keys(ladders[name], claims, settings[name])]
+        keys = list(dict.fromkeys(key for key in keys if admits(claims, key)))
+        self.registry.plan(keys)
+        self.executor.capture(keys)
+        self.keys = self.registry.captured()
+        self.failed = {str(key): why[:300] for key, why in self.executor.capture_errors.items()}
+        self.selects = {
+            (name, spec): self._select(spec, settings[name], ladders[name]) for name in settings for spec in POLICIES
+        }
+        self.settings = settings
+        for cache in model.kv_caches():
+            cache.normal_()
+        self._before = [cache[:-1].clone() for cache in model.kv_caches()]
+
+    def _select(self, spec: str, settings: Any, ladder: Any) -> Any:
+        from kpolicy.costs import analytic_costs
+        from kpolicy.ladders import CaptureLadder
+        from kpolicy.policies import get_policy
+        from kpolicy.policies.base import PolicyContext
+        from kpolicy.settings import Objective
+
+        policy, claims = get_policy(spec.partition(", ")[0]), self.model.support.claims
+        planned = set(policy.plan(ladder, claims, settings))
+        context = PolicyContext(
+            claims=claims, ladder=CaptureLadder([key for key in self.keys if key in planned]), costs=analytic_costs(),
+            settings=settings, objective=Objective.parse(POLICIES[spec]),
+        )  # fmt: skip
+        return policy.compile(context).select
+
+    def choose(self, kind: str, numbers: Any, counts: Counter[str], asked: Counter[str], rng: random.Random) -> Any:
+        """How a step runs: by a policy in every other step, else the legal way that was taken least."""
+        from kpolicy.testing.executors import all_decisions
+        from tests.executors_launcher.choosing import label
+
+        if rng.random() < 0.5:
+            fewest = min(asked[spec] for spec in POLICIES)
+            spec = rng.choice([spec for spec in POLICIES if asked[spec] == fewest])
+            asked[spec] += 1
+            return self.selects[kind, spec](*numbers)
+        legal = all_decisions(numbers, self.keys)
+        least = min(counts[label(each)] for each in legal)
+        return rng.choice([each for each in legal if counts[label(each)] == least])
+
+    def differs(self, decision: Any, inputs: Any) -> str:
+        """What differs between a step and its launches run eagerly; empty where nothing does."""
+        import torch
+
+        from tests.executors_launcher.checker import eager_part
+
+        model, caches = self.model, self.model.kv_caches()
+        own = sorted({*inputs.slot_mapping, *(slot for slots in inputs.slots_ahead for slot in slots)})
+        slots = torch.tensor(own, device=model.device)
+        model.poison_pad_slot()
+        for cache, kept in zip(caches, self._before, strict=True):
+            kept.copy_(cache[:-1])
+        outputs = self.executor.run(decision, inputs)
+        for event in outputs.ready:
+            event.wait()
+        mine = [each.clone() for each in logits_of(outputs)]
+        tokens, first = [list(each) for each in outputs.tokens], list(outputs.first_tokens)
+        strays = torch.zeros(model.num_slots, dtype=torch.bool, device=model.device)
+        written = []
+        for cache, kept in zip(caches, self._before, strict=True):
+            strays |= (cache[:-1] != kept).flatten(1).any(1)
+            written.append(cache.index_select(0, slots))
+            cache.index_copy_(0, slots, kept.index_select(0, slots))
+        strays[slots] = False
+        model.poison_pad_slot()
+        parts = [eager_part(self.executor, launch, inputs) for launch in decision.launches]
+        wanted = [part.outputs.tensor for part in parts if len(part.outputs)]
+        if bool(strays.any()):
+            return f"KV of slots {strays.nonzero().flatten()[:5].tolist()}, which no row has"
+        if [each.shape for each in mine] != [each.shape for each in wanted] or sum(map(len, mine)) != len(
+            inputs.wanted
+        ):
+            return f"{[list(each.shape) for each in mine]} outputs for {[list(each.shape) for each in wanted]}"
+        if not all(bool(torch.isfinite(each).all()) for each in mine):
+            return "an output isn't finite: the reserved slot was read"
+        if not all(map(torch.equal, mine, wanted)):
+            return f"logits by {max(float((a - b).abs().max()) for a, b in zip(mine, wanted, strict=True)):.3g}"
+        if tokens != [list(each) for each in parts[0].tokens] or first != [t for p in parts for t in p.first_tokens]:
+            return "sampled tokens"
+        same = [torch.equal(cache.index_select(0, slots), each) for cache, each in zip(caches, written, strict=True)]
+        return "" if all(same) else "written KV"
+
+    def inputs(self, rng: random.Random, sequences: Any) -> tuple[str, Any]:
+        """(which deployment the step is one of, its inputs)."""
+        from benchmarks.gpu.regret import inputs_of
+
+        sizes = self.sizes
+        if rng.random() < 0.5:
+            rows = sequences.random_rows(sizes.num_reqs, min(sizes.num_tokens, 200), 3)
+            inputs = sequences.inputs(rows)
+            sequences.advance(rows, accepted=rng.choice((None, 1, 2)))
+            return "drafting", inputs
+        shape = random_shape(
+            rng, max_decodes=sizes.num_reqs // 2, max_kv=sizes.kv, max_new=sizes.num_tokens // 2, steps=8, mixed=False
+        )  # fmt: skip
+        return "plain", with_tokens(inputs_of(shape, self.model), rng, self.model.vocab)
+
+
+def run_block(bench: Bench, number: int, count: int) -> dict[str, Any]:
+    """Steps of one seed."""
+    from kpolicy.testing.sequences import Sequences
+    from tests.executors_launcher.choosing import label
+
+    rng, begun = random.Random(number), time.monotonic()
+    model = bench.model
+    sequences = Sequences(number, num_blocks=model.num_blocks, block_size=model.block_size, vocab=model.vocab)
+    counts: Counter[str] = Counter()
+    asked: Counter[str] = Counter()
+    cell: dict[str, Any] = {"steps": 0, "rows": 0, "padded": 0, "differences": []}
+    for step in range(count):
+        kind, inputs = bench.inputs(rng, sequences)
+        decision = bench.choose(kind, inputs.numbers, counts, asked, rng)
+        differs = bench.differs(decision, inputs)
+        counts[label(decision)] += 1
+        cell["steps"] += 1
+        cell["rows"] += len(inputs.wanted)
+        cell["padded"] += sum(launch.padding(inputs.numbers) for launch in decision.launches)
+        if differs:
+            cell["differences"].append(f"block {number}, step {step}, {decision.label}: {differs}")
+    return cell | {"ways": dict(counts), "policies": dict(asked), "seconds": round(time.monotonic() - begun, 1)}
+
+
+def totals(cells: dict[str, Any]) -> dict[str, Any]:
+    """Blocks added up."""
+    blocks = [cell for name, cell in cells.items() if name != "reference"]
+    total: dict[str, Any] = {
+        name: sum(cell[name] for cell in blocks) for name in ("steps", "rows", "padded", "seconds")
+    } | {"differences": [each for cell in blocks for each in cell["differences"]]}  # fmt: skip
+    for name in ("ways", "policies"):
+        total[name] = dict(sum((Counter(cell[name]) for cell in blocks), Counter()))
+    return total
+
+
+# Against float32
+
+
+def reference(bench: Bench, *, num: int, prompt: int, new: int, schedules: int) -> dict[str, Any]:
+    """Errors of EAGER and of the modes against float32, and tokens that differ."""
+    import torch
+
+    model, rng = bench.model, random.Random(1)
+    exact = copy.copy(model)
+    exact.hf = copy.deepcopy(model.hf).float()
+    texts, logits = [], []
+    for _ in range(num):
+        ids = [rng.randrange(model.vocab) for _ in range(rng.randint(prompt // 2, prompt))]
+        texts.append((len(ids), ids + exact.generate_reference(ids, new)))
+        logits.append(exact.reference_logits(texts[-1][1]).float())
+    del exact
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+    eager = _errors(bench, texts, logits, random.Random(2), modes=False)
+    modes: dict[str, list[Any]] = {"l2": [], "wrong": []}
+    for schedule in range(schedules):
+        found = _errors(bench, texts, logits, random.Random(3 + schedule), modes=True)
+        for name in modes:
+            modes[name] += found[name]
+    largest = max(eager["largest"])
+    ratio = _p999(modes["l2"]) / _p999(eager["l2"])
+    return {
+        "sequences": num, "rows_eager": len(eager["l2"]), "rows_modes": len(modes["l2"]),
+        "eager_p999": _p999(eager["l2"]), "modes_p999": _p999(modes["l2"]), "ratio": round(ratio, 4), "limit": LIMIT,
+        "eager_median": statistics.median(eager["l2"]), "modes_median": statistics.median(modes["l2"]),
+        "eager_largest_logit_error": largest,
+        "tokens_that_differ": {"eager": len(eager["wrong"]), "modes": len(modes["wrong"])},
+        "beyond_margin": sum(margin > 2 * largest for margin in modes["wrong"]),
+        "reference": "float32 weights of the same model, transformers' own attention",
+    }  # fmt: skip
+
+
+def _p999(values: list[float]) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(0.999 * len(ordered)))]
+
+
+def _errors(
+    bench: Bench, texts: list[tuple[int, list[int]]], wanted: list[Any], rng: random.Random, *, modes: bool
+) -> dict[str, list[Any]]:  # fmt: skip
+    """Teacher-forced over all texts: each row's relative L2 error, largest error, and margins of tokens that differ.
+
+    Args:
+        bench: runs the steps.
+        texts: (prompt tokens, all tokens) each.
+        wanted: [num_tokens, vocab] logits of each text.
+        rng: draws batches and ways.
+        modes: in random batches and modes; otherwise eagerly, each prompt whole and alone.
+    """
+    import torch
+
+    from kpolicy.testing.sequences import Sequences
+    from tests.executors_launcher.checker import EAGER
+
+    model, limit = bench.model, bench.sizes
+    sequences = Sequences(0, num_blocks=model.num_blocks, block_size=model.block_size, vocab=model.vocab)
+    live = [sequences.start() for _ in texts]
+    for sequence, (_, tokens) in zip(live, texts, strict=True):
+        sequence.tokens = list(tokens)
+    found: dict[str, list[Any]] = {"l2": [], "largest": [], "wrong": []}
+    asked: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    while True:
+        left = [i for i, sequence in enumerate(live) if sequence.num_computed < len(texts[i][1])]
+        if not left:
+            return found
+        rows, numbers = _rows(sequences, live, texts, left, rng, limit, modes=modes)
+        inputs = sequences.inputs(rows)
+        decision = bench.choose("plain", inputs.numbers, counts, asked, rng) if modes else EAGER
+        outputs = bench.executor.run(decision, inputs)
+        got = torch.cat(logits_of(outputs)).float()
+        places = [
+            (i, live[i].num_computed + offset) for i, row in zip(numbers, rows, strict=True) for offset in row.wanted
+        ]
+        exact = torch.stack([wanted[i][position] for i, position in places])
+        off = got - exact
+        found["l2"] += (off.norm(dim=-1) / exact.norm(dim=-1)).tolist()
+        found["largest"] += off.abs().amax(-1).tolist()
+        best = exact.topk(2, dim=-1)
+        wrong = (got.argmax(-1) != best.indices[:, 0]).nonzero().flatten()
+        found["wrong"] += (best.values[:, 0] - best.values[:, 1])[wrong].tolist()
+        sequences.advance(rows)
+
+
+def _rows(
+    sequences: Any, live: list[Any], texts: Any, left: list[int], rng: random.Random, limit: Sizes, *, modes: bool
+) -> tuple[list[Any], list[int]]:  # fmt: skip
+    """The next step's rows, and whose they are."""
+    decoding = [i for i in left if live[i].num_computed >= texts[i][0]]
+    prompts = [i for i in left if live[i].num_computed < texts[i][0]]
+    if not modes:
+        if prompts:
+            return [sequences.chunk(live[prompts[0]], texts[prompts[0]][0], range(texts[prompts[0]][0]))], prompts[:1]
+        return [sequences.decode(live[i]) for i in decoding], decoding
+    chosen = rng.sample(decoding, rng.randint(0 if prompts else 1, len(decoding))) if decoding else []
+    chosen = chosen[: limit.num_reqs - 2]
+    rows, numbers, budget = [sequences.decode(live[i]) for i in chosen], list(chosen), limit.num_tokens - len(chosen)
+    for i in rng.sample(prompts, min(len(prompts), rng.randint(0 if rows else 1, 2))):
+        size = min(budget, rng.randint(1, texts[i][0] - live[i].num_computed))
+        if size > 0:
+            rows.append(sequences.chunk(live[i], size, range(size)))
+            numbers.append(i)
+            budget -= size
+    return rows, numbers
+
+
+def merge(files: list[Path], out: Path) -> int:
+    """One result of several slices."""
+    data = [json.loads(file.read_text()) for file in files]
+    cells = {name: cell for each in data for name, cell in each["cells"].items()}
+    head = {name: value for name, value in data[0].items() if name not in ("cells", "total")}
+    result = {**head, "slices": len(files), "total": totals(cells), "reference": cells.get("reference")}
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    return _told(result["total"], cells.get("reference"))
+
+
+def _told(total: dict[str, Any], found: dict[str, Any] | None) -> int:
+    print(json.dumps({**total, "reference": found}), flush=True)
+    beyond = bool(found) and (found["ratio"] > LIMIT or found["beyond_margin"] > 0)
+    return 1 if total["differences"] or beyond else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a slice, or merge slices; 1 where something differed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    argv = sys.argv[1:] if argv is None else argv
+    if "--merge" in argv:
+        parser.add_argument("--merge", type=Path, nargs="+", required=True)
+        parser.add_argument("--out", type=Path, required=True)
+        options = parser.parse_args(argv)
+        return merge(options.merge, options.out)
+    add_options(parser, seconds=420.0)
+    parser.add_argument("--part", choices=("both", "bits", "reference"), default="both")
+    parser.add_argument("--first", type=int, default=0, help="the first step's number, a multiple of 100")
+    parser.add_argument("--count", type=int, default=10_000)
+    options = parser.parse_args(argv)
+
+    import torch
+
+    config, sizes = config_of(options), TOY if options.tiny else TRUE
+    model = load_model(
+        config, options, kv_tokens=1024 if options.tiny else 1 << 15, block_size=16 if options.tiny else 64,
+        max_model_len=96 if options.tiny else 1024, max_num_reqs=sizes.num_reqs,
+    )  # fmt: skip
+    results = Results(options.out, header(options, "correct"))
+    with torch.no_grad():
+        bench = Bench(model, sizes)
+        results.data["failed"] = bench.failed
+        print(f"{model!r}: {len(bench.keys)} graphs, {results.elapsed():.0f} s, {bench.failed}", flush=True)
+        if options.part != "bits" and "reference" not in results.cells:
+            size = {"num": 4, "prompt": 24, "new": 12} if options.tiny else {"num": 12, "prompt": 256, "new": 64}
+            results.put("reference", reference(bench, **size, schedules=3))
+            print(results.cells["reference"], flush=True)
+        if options.part != "reference":
+            _blocks(bench, results, options)
+    results.data["total"] = totals(results.cells)
+    results.write()
+    bench.executor.release()
+    return _told(results.data["total"], results.cells.get("reference"))
+
+
+def _blocks(bench: Bench, results: Results, options: argparse.Namespace) -> None:
+    said = 0.0
+    for first in range(options.first, options.first + options.count, BLOCK):
+        if str(first) in results.cells:
+            continue
+        if results.elapsed() > options.seconds:
+            return
+        cell = run_block(bench, first, min(BLOCK, options.first + options.count - first))
+        results.put(str(first), cell)
+        if results.elapsed() - said > 10 or cell["differences"]:
+            said = results.elapsed()
+            total = totals(results.cells)
+            print(f"{total['steps']} steps, {total['differences'][:2]}, {said:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

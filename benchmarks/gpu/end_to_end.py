@@ -1,0 +1,200 @@
+"""A trace served on a GPU by every policy: the same arrivals, by the wall clock, repeated in turn.
+
+The pieces are those of `kpolicy run`: one model, `serve_model`, and an Engine a policy over one executor's graphs.
+Fixed policies have the default ladder; replicas of serving engines have those engines' own lists. `auto` decides by a
+table measured in the same process, or by ``--profile``. Rounds go over all policies, in another order each time.
+
+A load is a trace's name and how its arrivals are spaced: ``x6`` is six times as fast, ``saturated`` asks 1.3 times of
+what the machine can do, by the measured table under `auto`.
+
+Figures: generated tokens a second; p50 and p99 of time to first token and of the gap between a request's tokens.
+`value`, `low` and `high` are the mean of the rounds and its 95% interval; `ratio_to_vllm_replica` is the mean over
+rounds, above 1 where the policy is better.
+
+Run: ``python -m benchmarks.gpu.end_to_end --config FILE --traces ../shared/traces --out FILE``; a run goes on where its
+file ends. ``--summary FILES... --json end_to_end.json`` makes the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.common import (
+    Results,
+    add_options,
+    config_of,
+    header,
+    interval_of_mean,
+    load_model,
+    open_engines,
+)
+
+FILES = {
+    "conversation": "azure_llm_2023_conv.csv", "code": "azure_llm_2023_code.csv",
+    "mooncake": "mooncake_conversation.csv.gz", "burstgpt": "burstgpt_1_first400.csv",
+}  # fmt: skip
+POLICIES = ("auto", "vllm", "sglang", "full_and_piecewise", "piecewise", "full", "split", "eager")
+SATURATED = 1.3
+BETTER_UP = {"tokens_per_s": True, "ttft_p50_us": False, "ttft_p99_us": False, "gap_p50_us": False, "gap_p99_us": False}
+
+
+def requests_of(folder: Path, load: str, model: Any, count: int) -> Any:
+    """`count` requests from a trace's middle, as they arrived, those that the model has positions for.
+
+    Raises:
+        SystemExit: the load isn't known.
+    """
+    from kpolicy.scheduling.traces import read_trace
+
+    name = load.partition(" ")[0]
+    if name not in FILES:
+        sys.exit(f"load {load!r}: the trace is one of {', '.join(FILES)}, then x6 or saturated")
+    trace = read_trace(folder / FILES[name]).limited(model.max_model_len)
+    first = max(0, (len(trace) - count) // 2)
+    chosen = trace.requests[first : first + count]
+    start = chosen[0].arrival_s
+    return trace.window(start, chosen[-1].arrival_s - start + 1e-6)
+
+
+def rate_of(load: str, trace: Any, engine: Any, model: Any) -> float:
+    """The factor on the arrivals."""
+    from kpolicy.serving.real_run import saturated_s
+
+    spacing = load.partition(" ")[2]
+    if spacing != "saturated":
+        return float(spacing.removeprefix("x"))
+    work_s = saturated_s(trace, engine, engine.costs, num_blocks=model.num_blocks, block_size=model.block_size)
+    return SATURATED * trace.span_s / work_s if trace.span_s else 1.0
+
+
+def figures(result: Any) -> dict[str, Any]:
+    """What one run comes to."""
+    return {
+        "tokens_per_s": result.tokens / result.span_s if result.span_s else math.nan,
+        "ttft_p50_us": result.ttft_us[0], "ttft_p99_us": result.ttft_us[1],
+        "gap_p50_us": result.gap_us[0], "gap_p99_us": result.gap_us[1],
+        "served": result.served, "span_s": result.span_s, "interrupted": result.interrupted,
+        "refused": dict(result.refused), "replay_failures": result.replay_failures,
+    }  # fmt: skip
+
+
+def collect(options: argparse.Namespace) -> int:
+    """Serve the loads of one model: rounds that the file doesn't have."""
+    import torch
+
+    from kpolicy.serving.real_run import Serving, quiet_transformers, serve_model
+    from kpolicy.settings import Settings
+    from kpolicy.trace_run import Prompts
+
+    quiet_transformers()
+    config, tiny = config_of(options), options.tiny
+    settings = Settings(max_num_reqs=8 if tiny else 256, max_num_tokens=64 if tiny else 2048)
+    model = load_model(
+        config,
+        options,
+        kv_tokens=1 << 16 if tiny else 1 << 18,
+        max_model_len=16_384,
+        max_num_reqs=settings.max_num_reqs,
+    )
+    results = Results(options.out, header(options, "end_to_end"))
+    costs = None
+    if options.profile:
+        from kpolicy.profiles import load_profile
+
+        costs = load_profile(options.profile).costs
+    with torch.no_grad():
+        from kpolicy.ladders import default_sizes
+
+        engines, took = open_engines(
+            model, settings, options.policies, ladder=default_sizes(64 if tiny else 2048), costs=costs,
+            calibrate_s=0.5 if tiny else options.calibrate,
+        )  # fmt: skip
+        results.data |= {**took, "support": str(model.support), "requests": options.requests}
+        print(f"{model!r}: {took}, {results.elapsed():.0f} s", flush=True)
+        serving, prompts = Serving(model=model, settings=settings, verify=False), Prompts(0, vocab=model.vocab)
+        rates = results.data.setdefault("rates", {})
+        for load in options.loads:
+            trace = requests_of(options.traces, load, model, options.requests)
+            rates.setdefault(load, rate_of(load, trace, engines[options.policies[0]], model))
+            scaled = trace.scaled(rates[load])
+            for engine in engines.values():  # kernels are compiled when a step first needs them
+                if results.elapsed() < options.seconds:
+                    serve_model(trace.window(0, max(trace.span_s / 12, 1e-3)).scaled(1e3), engine, serving, prompts)
+            print(f"{load}: {len(trace)} requests, rate {rates[load]:.3g}, {results.elapsed():.0f} s", flush=True)
+            for round_ in range(options.rounds):
+                for i in range(len(engines)):
+                    spec = options.policies[(i + round_) % len(engines)]
+                    name = f"{load}/{round_}/{spec}"
+                    if name in results.cells or results.elapsed() > options.seconds:
+                        continue
+                    result, _ = serve_model(scaled, engines[spec], serving, prompts, label=spec)
+                    results.put(name, figures(result))
+                    print(name, {k: round(v) for k, v in figures(result).items() if k in BETTER_UP}, flush=True)
+    results.write()
+    for row in summarise(results.data):
+        if row["figure"] in ("tokens_per_s", "gap_p99_us"):
+            print(row["trace"], row["figure"], row["policy"], row["value"], row["ratio_to_vllm_replica"], flush=True)
+    return 0
+
+
+def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of one model's file."""
+    runs: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for name, cell in data["cells"].items():
+        load, round_, policy = name.split("/")
+        runs.setdefault((load, policy), {})[int(round_)] = cell
+    rows = []
+    for (load, policy), rounds in runs.items():
+        theirs = runs.get((load, "vllm"), {})
+        for figure, up in BETTER_UP.items():
+            value, low, high = interval_of_mean([cell[figure] for cell in rounds.values()])
+            ratios = [_ratio(cell[figure], theirs[i][figure], up) for i, cell in rounds.items() if i in theirs]
+            rows.append({
+                "model": data["model"], "trace": load.partition(" ")[0], "rate": round(data["rates"][load], 4),
+                "load": load, "figure": figure, "policy": policy, "value": round(value, 1), "low": _rounded(low),
+                "high": _rounded(high), "ratio_to_vllm_replica": round(statistics.fmean(ratios), 4) if ratios else None,
+                "repeats": len(rounds),
+            })  # fmt: skip
+    return rows
+
+
+def _ratio(mine: float, other: float, up: bool) -> float:
+    over, under = (mine, other) if up else (other, mine)
+    return over / under if under else 1.0
+
+
+def _rounded(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve, or make the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    argv = sys.argv[1:] if argv is None else argv
+    if "--summary" in argv:
+        parser.add_argument("--summary", type=Path, nargs="+", required=True)
+        parser.add_argument("--json", type=Path, required=True)
+        options = parser.parse_args(argv)
+        rows = [row for file in options.summary for row in summarise(json.loads(file.read_text()))]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        return 0
+    add_options(parser, seconds=400.0)
+    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
+    parser.add_argument("--loads", nargs="+", default=["code saturated", "conversation saturated"])
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--calibrate", type=float, default=8.0, help="seconds to measure costs")
+    parser.add_argument("--profile", help="costs that auto decides by, a file or a name; measured here by default")
+    return collect(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

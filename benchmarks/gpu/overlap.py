@@ -1,0 +1,219 @@
+"""SPLIT with its halves beside each other, step by step against the same halves in turn: no hang, and no bit differs.
+
+A step has a random number of decode rows and of prompt chunks, of random lengths, on random sizes of graphs, with one
+decode step beside the prompt or several that follow each other. It runs beside; its KV slots are wiped; then the same
+launches run in turn. Logits, sampled tokens and written KV must be equal to the bit: graphs, padded shapes and kernels
+are the same ones, so only a race can make a difference.
+
+A watchdog ends the process where a step hangs, with the stacks of all threads. Steps are numbered, and a slice of them
+is a process's: ``--first 0 --count 25000`` and so on. A run goes on where its file ends; ``--merge`` adds slices up.
+
+Run: ``python -m benchmarks.gpu.overlap --config FILE --out FILE [--first N --count N] [--layers 4]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.common import (
+    Results,
+    add_options,
+    config_of,
+    header,
+    load_model,
+    logits_of,
+    opened,
+    ran,
+    random_shape,
+    with_tokens,
+)
+
+BLOCK = 250
+"""Steps of one seed, and between writes"""
+HANG_S = 60.0
+STEPS_AHEAD = 8
+WAYS = (("beside", 1), ("decodes beside", 2), ("decodes beside", 4), ("decodes beside", 8))
+
+
+def graphs(model: Any, sizes: dict[str, tuple[int, ...]]) -> tuple[Any, dict[str, list[Any]]]:
+    """(the executor, captured keys by half: decode-FULL and PIECEWISE)."""
+    from kpolicy.keys import GraphKey
+    from kpolicy.modes import Part
+
+    executor, registry = opened(model)
+    keys = [GraphKey(Part.FULL, size, size, query_len=1) for size in sizes["decode"]]
+    keys += [GraphKey(Part.PIECEWISE, size) for size in sizes["pieces"]]
+    registry.plan(keys)
+    executor.capture(keys)
+    missing = [key for key in keys if key not in registry.captured()]
+    if missing:
+        sys.exit(f"not captured: {[(str(key), executor.capture_errors.get(key)) for key in missing]}")
+    return executor, {
+        part: [key for key in keys if key.part.value == part] for part in ("full", "piecewise")
+    }  # fmt: skip
+
+
+def decision_of(decode: Any, pieces: Any, repeat: int, *, beside: bool) -> Any:
+    """SPLIT with those graphs; the prompt half may run without one."""
+    from kpolicy.decision import Decision, Launch
+    from kpolicy.modes import Mode, Rows, SplitForm
+    from kpolicy.reasons import Reason
+
+    form = SplitForm.IN_TURN if not beside else SplitForm.BESIDE if repeat == 1 else SplitForm.DECODES_BESIDE
+    launches = (Launch(Rows.DECODE, decode, repeat=repeat), Launch(Rows.PREFILL, pieces, stream=int(beside)))
+    return Decision(Mode.SPLIT, launches, Reason.DECODES_KEEP_GRAPH, form)
+
+
+def compared(executor: Any, model: Any, ways: tuple[Any, Any], inputs: Any) -> tuple[str, float, float]:
+    """(what differs or nothing, microseconds beside, microseconds in turn)."""
+    import torch
+
+    written = [*inputs.slot_mapping, *(slot for slots in inputs.slots_ahead for slot in slots)]
+    slots = torch.tensor(sorted(set(written)), device=model.device)
+    caches = model.kv_caches()
+    found, times = [], []
+    for decision in ways:
+        for cache in caches:
+            cache.index_fill_(0, slots, 0)
+        us, outputs = ran(executor, decision, inputs)
+        times.append(us)
+        found.append((
+            [each.clone() for each in logits_of(outputs)],
+            [list(each) for each in outputs.tokens], list(outputs.first_tokens),
+            torch.cat([cache.index_select(0, slots).flatten() for cache in caches]),
+        ))  # fmt: skip
+    mine, turn = found
+    if not all(torch.isfinite(each).all() for each in mine[0]):
+        return "logits beside aren't finite", *times
+    if len(mine[0]) != len(turn[0]) or not all(map(torch.equal, mine[0], turn[0])):
+        return f"logits by {max(float((a - b).abs().max()) for a, b in zip(mine[0], turn[0], strict=True)):.3g}", *times
+    if mine[1:3] != turn[1:3]:
+        return "sampled tokens", *times
+    return "" if torch.equal(mine[3], turn[3]) else "written KV", *times
+
+
+def run_block(number: int, count: int, executor: Any, model: Any, keys: dict[str, list[Any]], limits: Any) -> Any:
+    """`count` steps of one seed: counts, what differed, and times."""
+    from benchmarks.gpu.regret import inputs_of
+
+    rng = random.Random(number)
+    cell: dict[str, Any] = {"steps": 0, "ways": {}, "rows": 0, "eager_halves": 0, "differences": [], "us": [0.0, 0.0]}
+    batches = []
+    for _ in range(max(1, count // 5)):
+        shape = random_shape(rng, max_decodes=limits["decodes"], max_kv=limits["kv"], max_new=limits["new"],
+                             steps=STEPS_AHEAD)  # fmt: skip
+        batches.append(with_tokens(inputs_of(shape, model), rng, model.vocab))
+    for step in range(count):
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        inputs = rng.choice(batches)
+        numbers = inputs.numbers
+        name, repeat = rng.choice(WAYS)
+        decode = rng.choice([key for key in keys["full"] if key.num_tokens >= numbers.num_decodes])
+        fitting = [key for key in keys["piecewise"] if key.num_tokens >= numbers.num_prefill_tokens]
+        pieces = rng.choice(fitting) if rng.random() < 0.95 else None
+        ways = tuple(decision_of(decode, pieces, repeat, beside=beside) for beside in (True, False))
+        differs, beside_us, turn_us = compared(executor, model, ways, inputs)
+        cell["steps"] += 1
+        cell["rows"] += numbers.num_decodes + numbers.num_prefills
+        cell["eager_halves"] += pieces is None
+        label = f"{name} x{repeat}"
+        cell["ways"][label] = cell["ways"].get(label, 0) + 1
+        cell["us"][0] += beside_us
+        cell["us"][1] += turn_us
+        if differs:
+            cell["differences"].append(f"block {number}, step {step}, {decode}, {pieces}, x{repeat}: {differs}")
+    faulthandler.cancel_dump_traceback_later()
+    return cell
+
+
+def totals(cells: dict[str, Any]) -> dict[str, Any]:
+    """Cells added up."""
+    total: dict[str, Any] = {"steps": 0, "rows": 0, "eager_halves": 0, "ways": {}, "differences": []}
+    for cell in cells.values():
+        for name in ("steps", "rows", "eager_halves"):
+            total[name] += cell[name]
+        total["differences"] += cell["differences"]
+        for way, count in cell["ways"].items():
+            total["ways"][way] = total["ways"].get(way, 0) + count
+    beside, turn = (sum(cell["us"][i] for cell in cells.values()) for i in (0, 1))
+    return total | {"beside_over_in_turn": round(beside / turn, 4) if turn else None}
+
+
+def merge(files: list[Path], out: Path) -> int:
+    """One result of several slices."""
+    data = [json.loads(file.read_text()) for file in files]
+    cells: dict[str, Any] = {}
+    for each in data:
+        if (each["model"], each["device"]) != (data[0]["model"], data[0]["device"]):
+            sys.exit(f"slices differ: {each['model']} on {each['device']}, {data[0]['model']} on {data[0]['device']}")
+        cells |= each["cells"]
+    head = {name: value for name, value in data[0].items() if name not in ("cells", "total")}
+    out.write_text(json.dumps({**head, "slices": len(files), "total": totals(cells)}, indent=1) + "\n")
+    print(json.dumps(totals(cells)))
+    return 1 if totals(cells)["differences"] else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a slice, or merge slices; 1 where something differed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if argv is None:
+        argv = sys.argv[1:]
+    if "--merge" in argv:
+        parser.add_argument("--merge", type=Path, nargs="+", required=True)
+        parser.add_argument("--out", type=Path, required=True)
+        options = parser.parse_args(argv)
+        return merge(options.merge, options.out)
+    add_options(parser, seconds=420.0)
+    parser.add_argument("--first", type=int, default=0, help="the first step's number, a multiple of 250")
+    parser.add_argument("--count", type=int, default=100_000)
+    options = parser.parse_args(argv)
+
+    import torch
+
+    config = config_of(options)
+    small = options.tiny
+    limits = {"decodes": 8, "kv": 40, "new": 48} if small else {"decodes": 64, "kv": 600, "new": 1024}
+    sizes = (
+        {"decode": (4, 8), "pieces": (16, 48)}
+        if small
+        else {"decode": (8, 16, 32, 48, 64), "pieces": (64, 128, 256, 512, 1024)}
+    )
+    model = load_model(
+        config, options, kv_tokens=4096 if small else 1 << 16, block_size=16, max_model_len=128 if small else 2048,
+        max_num_reqs=limits["decodes"],
+    )  # fmt: skip
+    results = Results(options.out, header(options, "overlap") | {"watchdog_s": HANG_S})
+    with torch.no_grad():
+        executor, keys = graphs(model, sizes)
+        print(f"{model!r}: ready after {results.elapsed():.0f} s", flush=True)
+        said = time.monotonic()
+        for first in range(options.first, options.first + options.count, BLOCK):
+            if str(first) in results.cells:
+                continue
+            if results.elapsed() > options.seconds:
+                break
+            count = min(BLOCK, options.first + options.count - first)
+            results.cells[str(first)] = run_block(first, count, executor, model, keys, limits)
+            if time.monotonic() - said > 5 or results.cells[str(first)]["differences"]:
+                said = time.monotonic()
+                results.write()
+                total = totals(results.cells)
+                print(
+                    f"{total['steps']} steps, {len(total['differences'])} differ, {results.elapsed():.0f} s", flush=True
+                )
+    results.data["total"] = totals(results.cells)
+    results.write()
+    print(json.dumps(results.data["total"]), flush=True)
+    executor.release()
+    return 1 if results.data["total"]["differences"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""The GPU benchmarks, dry: a toy on the CPU. What is tested is that they run, go on, add up and find what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from benchmarks.gpu import beside, correct, end_to_end, gpt2, overlap, soak, startup  # noqa: E402
+from benchmarks.gpu.common import Results, interval_of_mean  # noqa: E402
+
+QWEN: dict[str, Any] = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "intermediate_size": 4864,
+    "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+    "max_position_embeddings": 32768, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that outnumber the cores make tiny operators slow."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """A dry run's options; the result goes to out.json."""
+    folder = tmp_path / "qwen"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN))
+    return ["--config", str(folder), "--device", "cpu", "--tiny", "--out", str(tmp_path / "out.json")]
+
+
+def read(arguments: list[str]) -> Any:
+    return json.loads(Path(arguments[-1]).read_text())
+
+
+def test_overlap(arguments: list[str], tmp_path: Path) -> None:
+    """Slices run, go on, and add up; every form of overlap is among the steps."""
+    assert overlap.main([*arguments[:-1], str(tmp_path / "a.json"), "--count", "40"]) == 0
+    assert overlap.main([*arguments[:-1], str(tmp_path / "b.json"), "--first", "250", "--count", "10"]) == 0
+    assert overlap.main([*arguments[:-1], str(tmp_path / "b.json"), "--first", "250", "--count", "10"]) == 0
+    assert overlap.main(["--merge", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--out", arguments[-1]]) == 0
+    total = read(arguments)["total"]
+    assert (total["steps"], total["differences"]) == (50, [])
+    assert set(total["ways"]) == {"beside x1", "decodes beside x2", "decodes beside x4", "decodes beside x8"}
+
+
+def test_overlap_sees_a_difference(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the halves in turn compute something else, the step is named and the exit code is 1."""
+    run, calls = overlap.ran, 0
+
+    def wrong(executor: Any, decision: Any, inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        us, outputs = run(executor, decision, inputs)
+        if calls == 4:
+            with torch.inference_mode():
+                overlap.logits_of(outputs)[0].add_(1.0)
+        return us, outputs
+
+    monkeypatch.setattr(overlap, "ran", wrong)
+    assert overlap.main([*arguments, "--count", "5"]) == 1
+    (difference,) = read(arguments)["total"]["differences"]
+    assert difference.startswith("block 0, step 1")
+    assert "logits by 1" in difference
+
+
+def test_correct(arguments: list[str]) -> None:
+    """Random steps equal eager ones, and every mode is as near to float32 as EAGER is, about."""
+    assert correct.main([*arguments, "--count", "40"]) == 0
+    result = read(arguments)
+    assert result["total"]["steps"] == 40
+    assert result["total"]["differences"] == []
+    assert result["total"]["padded"] > 0
+    assert result["cells"]["reference"]["ratio"] <= 2
+    assert result["cells"]["reference"]["rows_modes"] == 3 * result["cells"]["reference"]["rows_eager"]
+
+
+def test_correct_sees_a_stray_write(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that changes KV of no row of its own is named."""
+    eager_part = correct.logits_of
+
+    def stray(outputs: Any) -> Any:
+        bench.model.kv_caches()[0][bench.model.num_slots - 1] += 1
+        return eager_part(outputs)
+
+    made = correct.Bench.__init__
+
+    def init(self: Any, *given: Any) -> None:
+        nonlocal bench
+        bench = self
+        made(self, *given)
+
+    bench: Any = None
+    monkeypatch.setattr(correct.Bench, "__init__", init)
+    monkeypatch.setattr(correct, "logits_of", stray)
+    assert correct.main([*arguments, "--count", "2", "--part", "bits"]) == 1
+    assert "which no row has" in read(arguments)["total"]["differences"][0]
+
+
+def test_soak(arguments: list[str]) -> None:
+    """Cycles go on where the file ends; requests are served or cancelled, and the registry ends empty."""
+    assert soak.main([*arguments, "--cycles", "2", "--steps", "40"]) == 0
+    assert soak.main([*arguments, "--cycles", "3", "--steps", "40"]) == 0
+    total = read(arguments)["total"]
+    assert total["cycles"] == 3
+    assert total["problems"] == []
+    assert total["events"]["served"] > 20
+    assert {cell["process"] for cell in read(arguments)["cells"].values()} == {1, 2}
+
+
+def test_beside(arguments: list[str]) -> None:
+    """Every way gets a point, and the halves their times alone."""
+    assert beside.main([*arguments, "--rounds", "2"]) == 0
+    cell = read(arguments)["cells"]["64/4"]
+    assert {point["way"] for point in cell["points"].values()} >= {"piecewise", "full"}
+    assert all(point["gap_p99_us"] <= point["first_token_us"] for point in cell["points"].values())
+    assert [each["size"] for each in cell["alone"]] == [16, 32, 64]
+
+
+def test_the_frontier() -> None:
+    """A win is over what is as good in the other figure; where nothing is, over the best there is."""
+    points = [
+        {"way": "piecewise", "size": 1, "repeat": 1, "first_token_us": 100.0, "gap_p99_us": 10.0},
+        {"way": "full", "size": 2, "repeat": 1, "first_token_us": 50.0, "gap_p99_us": 20.0},
+        {"way": "beside", "size": 3, "repeat": 2, "first_token_us": 50.0, "gap_p99_us": 10.0},
+        {"way": "beside", "size": 4, "repeat": 2, "first_token_us": 25.0, "gap_p99_us": 40.0},
+    ]
+    wins = beside.compare(points)["wins"]
+    assert wins["first_token"] == {"ratio": 2.0, "beside": "4 x2", "as_good_in_the_other": True}
+    assert wins["gap_p99"] == {"ratio": 2.0, "beside": "3 x2", "as_good_in_the_other": True}
+    assert beside.compare(points[:2])["wins"] is None
+
+
+def test_startup(arguments: list[str]) -> None:
+    """Every list is captured, lazy has fewer graphs, and its first step captures none."""
+    assert startup.main([*arguments, "--pairs", "1"]) == 0
+    cells = read(arguments)["cells"]
+    assert [row["graphs"] > 0 for row in cells["lists"]] == [True] * 3
+    assert cells["lists"][-1]["graphs"] < cells["lists"][1]["graphs"]
+    assert cells["first_step"]["pairs"] == 3
+    assert cells["steady"]["lazy_graphs"] <= cells["steady"]["full_graphs"]
+
+
+def test_end_to_end(arguments: list[str], tmp_path: Path) -> None:
+    """Each policy serves the same requests each round; the table has ratios to the replica's."""
+    (tmp_path / "azure_llm_2023_code.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + "".join(f"2023-11-16 18:17:{i:02}.0000000,{3 + 5 * i % 30},{2 + i % 5}\n" for i in range(12))
+    )
+    given = [*arguments, "--traces", str(tmp_path), "--requests", "8", "--rounds", "2", "--loads", "code x50"]
+    assert end_to_end.main([*given, "--policies", "auto", "vllm", "--calibrate", "0.1"]) == 0
+    rows = tmp_path / "rows.json"
+    assert end_to_end.main(["--summary", arguments[-1], "--json", str(rows)]) == 0
+    table = json.loads(rows.read_text())
+    assert {(row["policy"], row["figure"]) for row in table} == {
+        (policy, figure) for policy in ("auto", "vllm") for figure in end_to_end.BETTER_UP
+    }
+    assert all(row["ratio_to_vllm_replica"] == 1 for row in table if row["policy"] == "vllm")
+    assert all(row["low"] <= row["value"] <= row["high"] for row in table)
+    assert all(cell["served"] == 8 for cell in read(arguments)["cells"].values())
+
+
+def test_ratios_are_above_1_where_better() -> None:
+    """More tokens a second are better, longer times are worse."""
+    cells = {
+        "code x1/0/auto": {"tokens_per_s": 20.0, **dict.fromkeys(list(end_to_end.BETTER_UP)[1:], 5.0)},
+        "code x1/0/vllm": {"tokens_per_s": 10.0, **dict.fromkeys(list(end_to_end.BETTER_UP)[1:], 10.0)},
+    }
+    rows = end_to_end.summarise({"cells": cells, "model": "m", "rates": {"code x1": 1.0}})
+    assert all(row["ratio_to_vllm_replica"] == 2 for row in rows if row["policy"] == "auto")
+    assert all(row["low"] is None for row in rows), "one repeat has no interval"
+
+
+def test_gpt2(tmp_path: Path) -> None:
+    """Graphs of both kinds give eager's outputs for prompts and decodes."""
+    out = tmp_path / "out.json"
+    assert gpt2.main(["--device", "cpu", "--tiny", "--rounds", "1", "--out", str(out)]) == 0
+    cells = json.loads(out.read_text())["cells"]
+    for cell in cells.values():
+        assert cell["ways"].keys() == {"full", "piecewise", "eager"}
+        assert all(way["likeliest_tokens_equal"] == 128 for way in cell["ways"].values())
+
+
+def test_results_are_not_mixed(tmp_path: Path) -> None:
+    """A file of another model or device isn't added to; what else it holds stays."""
+    path = tmp_path / "r.json"
+    first = Results(path, {"model": "a", "device": "d"})
+    first.data["rates"] = {"x": 2}
+    first.put("one", 1)
+    again = Results(path, {"model": "a", "device": "d"})
+    assert again.cells == {"one": 1}
+    assert again.data["rates"] == {"x": 2}
+    with pytest.raises(SystemExit, match="another --out"):
+        Results(path, {"model": "b", "device": "d"})
+
+
+def test_the_interval_of_a_mean() -> None:
+    """By Student's t, so that two rounds aren't taken for many."""
+    mean, low, high = interval_of_mean([1.0, 2.0, 3.0])
+    assert mean == 2.0
+    assert high - mean == pytest.approx(mean - low) == pytest.approx(4.303 / 3**0.5)
