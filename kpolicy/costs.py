@@ -132,14 +132,23 @@ class AttentionCost:
 
     For decode rows a unit is a KV token attended to; for prefill rows it is a query-key pair. Rows are decode
     requests, or prefill tokens.
+
+    Args:
+        base_us: microseconds where there are such rows at all.
+        row_us: for each row.
+        unit_us: for each unit.
+        kv_us: for prefill rows, more for each KV token that a chunk attends to: a short chunk goes through a long
+            context one block after the other however few its pairs are, and MLA expands every one. 0 for decode rows,
+            whose units are KV tokens.
     """
 
     base_us: float = 0.0
     row_us: float = 0.0
     unit_us: float = 0.0
+    kv_us: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        if not all(0 <= value < 1e9 for value in (self.base_us, self.row_us, self.unit_us)):
+        if not all(0 <= value < 1e9 for value in attrs.astuple(self)):
             raise ProfileError(f"{self!r}: attention costs are microseconds from 0 up.")
 
 
@@ -197,7 +206,7 @@ class CostTable:
     full: Curve
     piecewise: Curve
     eager: Curve
-    decode_attention: AttentionCost = AttentionCost()
+    decode_attention: AttentionCost = attrs.field(default=AttentionCost())
     prefill_attention: AttentionCost = AttentionCost()
     host_full: HostCost
     host_piecewise: HostCost
@@ -214,6 +223,13 @@ class CostTable:
             raise ProfileError(
                 f"step_us is {self.step_us}, capture_us {self.capture_us}, graph_bytes {self.graph_bytes} and "
                 f"graph_pieces {self.graph_pieces}; all are finite numbers from 0 up."
+            )
+
+    @decode_attention.validator
+    def _check_decode(self, _: Any, value: AttentionCost) -> None:
+        if value.kv_us:
+            raise ProfileError(
+                f"decode_attention has kv_us {value.kv_us}; it takes unit_us, whose units are KV tokens."
             )
 
     @overlap_cost.validator
@@ -241,7 +257,8 @@ class CostTable:
         cost = self.prefill_attention
         if not numbers.num_prefills:
             return 0.0
-        return cost.base_us + cost.row_us * numbers.num_prefill_tokens + cost.unit_us * numbers.prefill_pairs
+        us = cost.base_us + cost.row_us * numbers.num_prefill_tokens + cost.unit_us * numbers.prefill_pairs
+        return us + cost.kv_us * numbers.prefill_kv_tokens
 
     def launch_us(self, launch: Launch, numbers: BatchNumbers) -> tuple[float, float]:
         """(device, host) time of one repeat of a launch."""

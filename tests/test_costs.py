@@ -103,6 +103,7 @@ def test_curves_that_nobody_measured(sizes: Any, us: Any, match: str) -> None:
         lambda: AttentionCost(0.0, float("nan")),
         lambda: HostCost(-1.0),
         lambda: HostCost(1.0, float("inf")),
+        lambda: attrs.evolve(TABLE, decode_attention=AttentionCost(1.0, kv_us=0.1)),
         lambda: attrs.evolve(TABLE, overlap_cost=-0.1),
         lambda: attrs.evolve(TABLE, overlap_cost=2.5),
         lambda: attrs.evolve(LLAMA_8B, num_layers=0),
@@ -265,3 +266,9 @@ def test_the_host_launches_attention_of_each_kind_of_rows_outside_a_whole_graph(
     assert costs.launch_us(Launch(Rows.PREFILL, None), both)[1] == 500 + 7 + 2
     with pytest.raises(ProfileError, match="host costs are microseconds from 0 up"):
         HostCost(1.0, 0.0, -1.0)
+
+
+def test_prompt_attention_by_the_context_it_goes_through() -> None:
+    costs = attrs.evolve(TABLE, prefill_attention=AttentionCost(20.0, 0.5, 0.001, 0.25))
+    chunk = BatchNumbers(0, num_prefills=1, num_prefill_tokens=8, prefill_kv_tokens=1008, prefill_pairs=8036)
+    assert costs.prefill_attention_us(chunk) == pytest.approx(20 + 4 + 8.036 + 252)

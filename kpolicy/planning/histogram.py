@@ -16,7 +16,7 @@ class Sums(NamedTuple):
     steps: float = 0
     decodes: float = 0
     decode_kv_tokens: float = 0
-    prefills: float = 0
+    prefill_kv_tokens: float = 0
     prefill_tokens: float = 0
     prefill_pairs: float = 0
     reqs: float = 0
@@ -79,7 +79,7 @@ class Histogram:
             sums[6] += numbers.num_decodes * times
             sums[7] += times if numbers.num_decodes else 0
         if prefills:
-            sums[3] += numbers.num_prefills
+            sums[3] += numbers.prefill_kv_tokens
             sums[4] += numbers.num_prefill_tokens
             sums[5] += numbers.prefill_pairs
             sums[6] += numbers.num_prefills

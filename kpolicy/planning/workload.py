@@ -342,10 +342,11 @@ class _Rows:
     def _time(self, costs: CostTable, dense: Any, host: HostCost) -> Vector:
         import numpy as np
 
-        decodes, kv, _, tokens, pairs, reqs, with_decodes, with_prefills = self.means.T
+        decodes, kv, context, tokens, pairs, reqs, with_decodes, with_prefills = self.means.T
         decode, prefill = costs.decode_attention, costs.prefill_attention
         attention = decode.base_us * with_decodes + decode.row_us * decodes + decode.unit_us * kv
         attention = attention + prefill.base_us * with_prefills + prefill.row_us * tokens + prefill.unit_us * pairs
+        attention = attention + prefill.kv_us * context
         host_us = host.base_us + host.decode_us * with_decodes + host.prefill_us * with_prefills + host.req_us * reqs
         time: Vector = np.maximum(dense + attention, host_us) + costs.step_us
         return time

@@ -94,7 +94,7 @@ class AutoTables:
 
     def _prepare(self, group: Group, loras: int, forbidden_here: int) -> Callable[..., Decision]:
         uniform, costs = self._uniform_rows(group), self._context.costs
-        base_us, row_us, unit_us = attrs.astuple(costs.decode_attention)
+        base_us, row_us, unit_us, _ = attrs.astuple(costs.decode_attention)
         (full_base, full_req), (piece_base, piece_req), (eager_base, eager_req) = (
             (host.base_for(decodes=True, prefills=False), host.req_us) for host in _hosts(costs)
         )
@@ -155,7 +155,8 @@ class AutoTables:
             decided = others(
                 num_decodes, query_len, decode_kv_tokens,
                 num_decodes * query_len if num_decode_tokens < 0 else num_decode_tokens,
-                num_prefills, num_prefill_tokens, prefill_pairs, max_decode_steps, num_tokens, num_reqs, max_decode_len,
+                num_prefills, num_prefill_tokens, prefill_kv_tokens, prefill_pairs, max_decode_steps, num_tokens,
+                num_reqs, max_decode_len,
             )  # fmt: skip
             if decided is not None:
                 return decided
@@ -216,8 +217,8 @@ class AutoTables:
 
     def _prepare_others(self, group: Group, loras: int, forbidden: int) -> Callable[..., Decision | None]:
         costs = self._context.costs
-        d_base, d_row, d_unit = attrs.astuple(costs.decode_attention)
-        p_base, p_row, p_unit = attrs.astuple(costs.prefill_attention)
+        d_base, d_row, d_unit, _ = attrs.astuple(costs.decode_attention)
+        p_base, p_row, p_unit, p_kv = attrs.astuple(costs.prefill_attention)
         (full_bases, full_req), (piece_bases, piece_req), (eager_bases, eager_req) = (
             (_bases(host), host.req_us) for host in _hosts(costs)
         )
@@ -237,8 +238,8 @@ class AutoTables:
 
         def others(
             num_decodes: int, query_len: int, decode_kv: int, decode_tokens: int, num_prefills: int,
-            prefill_tokens: int, prefill_pairs: int, max_decode_steps: int, num_tokens: int, num_reqs: int,
-            max_decode_len: int,
+            prefill_tokens: int, prefill_kv: int, prefill_pairs: int, max_decode_steps: int, num_tokens: int,
+            num_reqs: int, max_decode_len: int,
         ) -> Decision | None:  # fmt: skip
             """The decision; None for a batch that the columns can't tell about."""
             tokens = decode_tokens + prefill_tokens if num_tokens < 0 else num_tokens
@@ -246,7 +247,9 @@ class AutoTables:
             if not 0 < tokens < most_tokens:
                 return None
             decode_us = d_base + d_row * num_decodes + d_unit * decode_kv if num_decodes else 0.0
-            prefill_us = p_base + p_row * prefill_tokens + p_unit * prefill_pairs if num_prefills else 0.0
+            prefill_us = 0.0
+            if num_prefills:
+                prefill_us = p_base + p_row * prefill_tokens + p_unit * prefill_pairs + p_kv * prefill_kv
             attention_us = decode_us + prefill_us
             kinds = (_DECODES if num_decodes else 0) + (_PREFILLS if num_prefills else 0)
             least = _INFINITY

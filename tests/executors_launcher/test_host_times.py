@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from kpolicy.costs import HostCost
-from kpolicy.executors.calibrate import _HostTimes
+from kpolicy.executors.calibrate.host import HostTimes
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 
+STEP_US = 150.0
 TRUE = HostCost(1000.0, 2.5, 300.0, 120.0)
 
 
@@ -18,6 +19,7 @@ class Bench:
     """Answers with the times of a known table; `skipped` names cases that the allowance didn't come to."""
 
     host_runs = False
+    short_kv = 64
 
     def __init__(self, *skipped: tuple[int, bool]) -> None:
         self.asked: list[tuple[int, int, Any]] = []
@@ -26,7 +28,8 @@ class Bench:
     def rows(self, num_decodes: int, _decode_kv: int, new: int = 0) -> tuple[int, int]:
         return num_decodes, new
 
-    def add(self, launches: list[Any], rows: tuple[int, int]) -> int:
+    def add(self, launches: list[Any], rows: tuple[int, int], *, often: bool) -> int:
+        assert often
         self.asked.append((*rows, launches[0].key))
         return len(self.asked) - 1
 
@@ -34,17 +37,14 @@ class Bench:
         decodes, new, _ = self.asked[case]
         return (decodes, new > 0) not in self._skipped
 
-    def host_us(self, case: int) -> float:
+    def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
+        assert step_us == STEP_US
         decodes, new, _ = self.asked[case]
-        return TRUE.base_for(decodes=decodes > 0, prefills=new > 0) + TRUE.req_us * (decodes + (new > 0))
+        return 1.0, TRUE.base_for(decodes=decodes > 0, prefills=new > 0) + TRUE.req_us * (decodes + (new > 0))
 
 
-class Model:
-    max_model_len = 512
-
-
-def times(bench: Bench, keys: list[GraphKey | None], most_reqs: int = 64) -> HostCost:
-    return _HostTimes(bench, keys, most_reqs, 512, Model()).cost()  # type: ignore[arg-type]
+def times(bench: Bench, keys: list[GraphKey | None], like: HostCost | None = None) -> HostCost:
+    return HostTimes(bench, keys, 64, 512).cost(STEP_US, like)  # type: ignore[arg-type]
 
 
 def pieces(*sizes: int) -> list[GraphKey | None]:
@@ -71,6 +71,15 @@ def test_without_steps_of_both_kinds_all_rows_cost_what_decodes_do() -> None:
     assert (found.base_us, found.req_us) == pytest.approx((1300.0, 2.5))
     assert (found.decode_us, found.prefill_us) == (0.0, 0.0)
     assert times(Bench((8, True), (8, False), (64, False)), [None]) == HostCost(TRUE.base_us + 120.0 + 2.5)
+
+
+def test_rows_cost_what_they_do_in_the_mode_that_shows_them_better() -> None:
+    """The base is what is left, whatever this mode's own times of rows say."""
+    like = HostCost(200.0, 2.5, 250.0, 70.0)
+    found = times(Bench(), [None], like)
+    assert (found.req_us, found.decode_us, found.prefill_us) == (2.5, 250.0, 70.0)
+    assert found.base_us == pytest.approx(TRUE.base_us + 50.0)
+    assert times(Bench(), [None], HostCost(200.0, 9.0)).decode_us == pytest.approx(TRUE.decode_us)
 
 
 def test_nothing_is_timed_without_graphs_or_where_the_host_runs_the_launches() -> None:

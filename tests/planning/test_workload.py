@@ -147,8 +147,8 @@ def test_split_halves_count_apart() -> None:
     found.add(BatchShape().numbers)
     found.settled()
     assert found.decodes[1][5][:3] == (3, 15, 180)
-    assert found.others[40][:5] == (1, 0, 0, 1, 40)
-    assert found.others[45][:5] == (1, 5, 60, 1, 40)
+    assert found.others[40][:5] == (1, 0, 0, 50, 40)
+    assert found.others[45][:5] == (1, 5, 60, 50, 40)
     assert found.others[5].steps == 1
     assert found.steps == 6
     assert (found.largest(1), found.largest(), found.largest(7)) == (5, 45, 0)

@@ -1,0 +1,200 @@
+"""Times steps of synthetic rows on an executor."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from kpolicy.decision import Decision, Launch
+from kpolicy.executors.base import StepInputs
+from kpolicy.modes import Mode, Part, SplitForm
+from kpolicy.reasons import Reason
+from kpolicy.shapes import BatchShape
+
+__all__ = ["LONG_KV", "SHORT_KV", "Bench", "Measurable"]
+
+SHORT_KV, LONG_KV = 64, 512
+"""Tokens that decode rows attend to, for the two ends of the slope."""
+TURNS = 5
+MOST_ROUNDS = 15
+_OFTEN = 3
+"""Samples a round of the host's times: other work of the host is in them, and few cases tell them"""
+_TELLING = 64
+"""Tokens from which a step's time tells what more of them take"""
+_AHEAD = 1.5
+"""Times the host's launching that the device is kept busy, to see its time alone."""
+
+
+class Measurable(Protocol):
+    """What is read of a model: its KV as a paged cache. A `StepModel` without these can't be measured."""
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def pad_slot(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+
+class _Times(NamedTuple):
+    """Microseconds of one run."""
+
+    wall: float
+    host: float
+    """Until the step was launched"""
+    device: float
+
+
+class Bench:
+    """Times launches of synthetic rows, in rounds over all of them.
+
+    Args:
+        executor: with graphs captured.
+        model: what it runs.
+    """
+
+    def __init__(self, executor: Any, model: Measurable) -> None:
+        self._executor = executor
+        self._model = model
+        self._adapter = executor.launcher.adapter
+        self._cases: list[tuple[Decision, list[StepInputs]]] = []
+        self._times: list[list[_Times]] = []
+        self._often: set[int] = set()
+
+    def add(
+        self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None, *, often: bool = False
+    ) -> int:
+        """A step of these launches, to be timed, `often` with more samples; the number that `us` takes."""
+        mode = Mode.SPLIT if len(launches) > 1 else _mode(launches[0])
+        # Which experts tokens go to makes up to some percent: each round has other tokens.
+        vocab = self._model.vocab
+        drawn = [
+            inputs._replace(token_ids=[(token + 977 * turn) % vocab for token in inputs.token_ids])
+            for turn in range(TURNS)
+        ]
+        self._cases.append((Decision(mode, tuple(launches), Reason.ONLY_LEGAL, form), drawn))
+        self._times.append([])
+        if often:
+            self._often.add(len(self._cases) - 1)
+        return len(self._cases) - 1
+
+    def measure(self, allowance_s: float) -> None:
+        """Run the cases, smallest first, then in rounds over those that ran, until the allowance is spent.
+
+        The first case always runs; which others did, `measured` says.
+        """
+        stop_s = time.perf_counter() + allowance_s
+        ran: list[int] = []
+        token_s = 0.0
+        for i in sorted(range(len(self._cases)), key=lambda i: len(self._cases[i][1][0].token_ids)):
+            decision, drawn = self._cases[i]
+            begun_s, num_tokens = time.perf_counter(), len(drawn[0].token_ids)
+            # Twice the tokens take at most about twice the time.
+            if begun_s + token_s * num_tokens > stop_s:
+                return
+            self._once(decision, drawn[0])  # the first run touches fresh memory and compiles kernels
+            self._times[i].append(self._run(decision, drawn[0]))
+            ran.append(i)
+            if num_tokens >= _TELLING:
+                token_s = (time.perf_counter() - begun_s) / num_tokens
+        for done in range(1, MOST_ROUNDS):
+            # In another order each round: what ran before leaves the host's caches cold or warm, as in serving.
+            rounds = ran + [i for i in ran if i in self._often] * (_OFTEN - 1)
+            for i in random.Random(done).sample(rounds, len(rounds)):  # noqa: S311
+                if time.perf_counter() > stop_s:
+                    return
+                decision, drawn = self._cases[i]
+                self._times[i].append(self._run(decision, drawn[done % TURNS]))
+
+    @property
+    def short_kv(self) -> int:
+        """KV tokens of a decode row where they should tell little."""
+        return min(SHORT_KV, self._model.max_model_len)
+
+    @property
+    def usual_kv(self) -> int:
+        """KV tokens of a decode row while dense work is timed: kernels that share out a row's KV have some to share."""
+        return min(LONG_KV, self._model.max_model_len)
+
+    @property
+    def host_runs(self) -> bool:
+        """Whether the host itself runs what it launches, so that its time is the device's."""
+        return bool(self._adapter.host_runs)
+
+    def measured(self, case: int) -> bool:
+        """Whether the allowance came to it."""
+        return bool(self._times[case])
+
+    def us(self, case: int) -> float:
+        """Median microseconds of a case on the device, from its start until all of it is there."""
+        return statistics.median(each.device for each in self._times[case])
+
+    def host_us(self, case: int) -> float:
+        """Median microseconds until the host had launched it."""
+        return statistics.median(each.host for each in self._times[case])
+
+    def rest_us(self, case: int) -> float:
+        """Median microseconds that neither the device's time nor the launching covers."""
+        return statistics.median(max(each.wall - max(each.host, each.device), 0.0) for each in self._times[case])
+
+    def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
+        """(device, host) microseconds, of which the longer and `step_us` make the whole step."""
+        device, host, beyond = self.us(case), self.host_us(case), max(self.rest_us(case) - step_us, 0.0)
+        return (device + beyond, host) if device >= host else (device, host + beyond)
+
+    def _run(self, decision: Decision, inputs: StepInputs) -> _Times:
+        times = self._once(decision, inputs)
+        if self.host_runs:
+            return times._replace(host=0.0, device=times.wall)
+        self._adapter.occupy(_AHEAD * times.host)
+        outputs = self._executor.run(decision, inputs)
+        for event in outputs.ready:
+            event.wait()
+        return times._replace(device=min(outputs.cycle_us, times.wall))
+
+    def _once(self, decision: Decision, inputs: StepInputs) -> _Times:
+        start = time.perf_counter()
+        outputs = self._executor.run(decision, inputs)
+        launched = time.perf_counter()
+        for event in outputs.ready:
+            event.wait()
+        return _Times((time.perf_counter() - start) * 1e6, (launched - start) * 1e6, 0.0)
+
+    def rows(self, num_decodes: int, decode_kv: int, new: int = 0, context: int = 0) -> StepInputs:
+        """Decode rows that attend to so many tokens each, then one prompt chunk of `new` tokens after a context."""
+        size, model = self._model.block_size, self._model
+        free = itertools.cycle(range(model.num_blocks))
+        lens = [decode_kv] * num_decodes + ([context + new] if new else [])
+        query_lens = [1] * num_decodes + ([new] if new else [])
+        tables: list[list[int]] = []
+        positions: list[int] = []
+        for kv_len, query_len in zip(lens, query_lens, strict=True):
+            # Where the KV is too small for all rows they share blocks: the times are the same.
+            tables.append([next(free) for _ in range(-(-kv_len // size))])
+            positions += range(kv_len - query_len, kv_len)
+        tokens = [(7 * i) % model.vocab for i in range(len(positions))]
+        wanted = [*range(num_decodes), *([len(tokens) - 1] if new else [])]
+        shape = BatchShape(
+            decodes=[(1, num_decodes)] if num_decodes else [], prefills=[(new, context)] if new else [],
+            decode_kv_tokens=num_decodes * decode_kv if num_decodes else None, max_kv_len=max(lens),
+        )  # fmt: skip
+        slots = [model.pad_slot] * len(tokens)
+        return StepInputs(shape.numbers, query_lens, tokens, positions, slots, tables, lens, wanted)
+
+
+def _mode(launch: Launch) -> Mode:
+    if launch.key is None:
+        return Mode.EAGER
+    return Mode.FULL if launch.key.part is Part.FULL else Mode.PIECEWISE

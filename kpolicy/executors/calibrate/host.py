@@ -1,0 +1,108 @@
+"""The host's time to launch a step, by mode, requests and the kinds of rows that it has."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import attrs
+
+from kpolicy.costs import HostCost
+from kpolicy.decision import Launch
+from kpolicy.executors.calibrate.attention import FEW_DECODES
+from kpolicy.executors.calibrate.bench import Bench
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Rows
+
+__all__ = ["HostTimes", "host_by_rows"]
+
+_SHORT_PROMPT = 24
+"""Tokens of the prompt that the host's time is taken with: the host's time hardly grows with them"""
+
+
+class HostTimes:
+    """The host's time to launch a step outside a whole graph: by requests, and by the kinds of rows that it has.
+
+    Attention of decode rows and of a prompt are launches of their own, so steps of one kind, of the other and of both
+    tell what each adds.
+
+    Args:
+        bench: times the steps; nothing is timed where the host itself runs what it launches.
+        keys: graphs to replay the pieces of, or None alone for eager steps.
+        most_reqs: rows of a step, at most.
+        longest: tokens of a prompt chunk, at most.
+    """
+
+    def __init__(self, bench: Bench, keys: Sequence[GraphKey | None], most_reqs: int, longest: int) -> None:
+        self._bench = bench
+        self._cases: dict[tuple[int, int], int] = {}
+        holds = {longest if key is None else key.num_tokens: key for key in keys}
+        if bench.host_runs or not holds:
+            return
+        few, prompt = min(FEW_DECODES, most_reqs), min(_SHORT_PROMPT, longest)
+        for decodes, new in ((few, 0), (min(most_reqs, max(holds)), 0), (0, prompt), (min(few, most_reqs - 1), prompt)):
+            size = min((size for size in holds if size >= decodes + new), default=None)
+            if size is not None and decodes + new and (decodes, bool(new)) not in self._cases:
+                launch = Launch(Rows.ALL, holds[size])
+                rows = bench.rows(decodes, bench.short_kv if decodes else 0, new)
+                self._cases[decodes, bool(new)] = bench.add([launch], rows, often=True)
+
+    def cost(self, step_us: float, like: HostCost | None = None) -> HostCost:
+        """The host's times.
+
+        Args:
+            step_us: what overlaps nothing, in any mode.
+            like: those of a mode that launches its rows and their attention by the same code, with less of its own
+                around it that could hide them; taken over where it has any.
+
+        Returns:
+            0 where nothing was timed; without steps of both kinds, whichever was timed for all rows alike.
+        """
+        us = {
+            (decodes, prompt): self._bench.sides_us(case, step_us)[1]
+            for (decodes, prompt), case in self._cases.items()
+            if self._bench.measured(case)
+        }
+        if not us:
+            return HostCost(0.0)
+        if like is not None and like.decode_us + like.prefill_us > 0:
+            rows = attrs.evolve(like, base_us=0.0)
+            left = (
+                time - rows.base_for(decodes=decodes > 0, prefills=bool(prompt)) - rows.req_us * (decodes + prompt)
+                for (decodes, prompt), time in us.items()
+            )
+            return attrs.evolve(like, base_us=max(statistics.median(left), 0.0))
+        decoding = {decodes: time for (decodes, prompt), time in us.items() if not prompt}
+        alone = us.get((0, True))
+        if not decoding:
+            return HostCost(min(us.values()))
+        fewest, most = min(decoding), max(decoding)
+        req_us = max(decoding[most] - decoding[fewest], 0.0) / (most - fewest) if most > fewest else 0.0
+        decode_us = max(decoding[fewest] - req_us * fewest, 0.0)
+        both = next(((decodes, time) for (decodes, prompt), time in us.items() if decodes and prompt), None)
+        if alone is None or both is None:
+            return HostCost(decode_us, req_us)
+        decodes, time = both
+        # A step of both kinds takes what they have in common once.
+        prefill_us = max(alone - req_us, 0.0)
+        common = min(max(decode_us + prefill_us - (time - req_us * (decodes + 1)), 0.0), decode_us, prefill_us)
+        return HostCost(common, req_us, decode_us - common, prefill_us - common)
+
+
+def host_by_rows(bench: Bench, cases: Sequence[tuple[int, int]]) -> HostCost:
+    """Host time by rows: through the cases with the fewest and the most rows.
+
+    Args:
+        bench: has timed them.
+        cases: (case, rows) each.
+    """
+    by_rows: dict[int, list[float]] = {}
+    for case, rows in cases:
+        if bench.measured(case):
+            by_rows.setdefault(rows, []).append(bench.host_us(case))
+    if not by_rows:
+        return HostCost(0.0)
+    fewest, most = min(by_rows), max(by_rows)
+    low, high = statistics.median(by_rows[fewest]), statistics.median(by_rows[most])
+    slope = max(high - low, 0.0) / (most - fewest) if most > fewest else 0.0
+    return HostCost(max(low - slope * fewest, 0.0), slope)

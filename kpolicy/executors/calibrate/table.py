@@ -1,0 +1,190 @@
+"""A measured `CostTable` of one device and model: every captured graph, EAGER at a few sizes, attention, overlap.
+
+Synthetic rows run through the executor, staging and hand-over included, in rounds over all cases: this machine's other
+work comes and goes, and should slow every case alike. What attention costs is the slope of time over KV; it is taken
+off the curves, which stand for padded dense work alone (docs/design.md, costs).
+
+Where the host itself runs what it launches (a CPU), a launch's time is the host's, and the table's host costs are 0.
+Elsewhere each case is timed twice. Behind work that keeps the device busy while the host launches, device events tell
+the device's time alone; run at once, the clock tells the host's time to launch, and what neither covers: staging,
+hand-over, waiting. What that is beyond a replay of a whole graph goes to the side that bounds the case: a host and a
+device that are both busy don't overlap wholly.
+
+Rows read whatever KV there is and write to the reserved slot alone, so a running server may be measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from kpolicy.costs import CostTable, Curve
+from kpolicy.decision import Launch
+from kpolicy.executors.calibrate.attention import Bases, DecodeSlope, PrefillSlope
+from kpolicy.executors.calibrate.bench import Bench, Measurable
+from kpolicy.executors.calibrate.host import HostTimes, host_by_rows
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part, Rows, SplitForm
+from kpolicy.registry import GraphRegistry
+from kpolicy.settings import Settings
+
+__all__ = ["calibrate", "can_measure", "measure"]
+
+EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
+NOISE, HOST_NOISE = 0.02, 0.06
+"""Of a time: what is within it of another is as good. Where the host runs the launches its other work is in them."""
+_LEAST_US = 0.1
+
+
+def can_measure(executor: Any) -> bool:
+    """Whether an executor runs a model over a device's primitives, and the model says of its KV what rows need."""
+    model = getattr(executor, "model", None)
+    wanted = ("vocab", "pad_slot", "num_blocks", "block_size", "max_model_len")
+    return hasattr(getattr(executor, "launcher", None), "adapter") and all(hasattr(model, name) for name in wanted)
+
+
+def measure(executor: Any, registry: GraphRegistry, settings: Settings, *, allowance_s: float) -> CostTable:
+    """`calibrate` for the model that the executor runs; see `can_measure`."""
+    at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    version = f"measured {at} on {executor.name}"
+    return calibrate(executor, registry, executor.model, settings, version=version, allowance_s=allowance_s)
+
+
+def calibrate(
+    executor: Any, registry: GraphRegistry, model: Measurable, settings: Settings, *, version: str,
+    allowance_s: float = 10.0,
+) -> CostTable:  # fmt: skip
+    """Measure what launches take.
+
+    Args:
+        executor: a `ModeRunner` over a `GraphLauncher`, its graphs captured into `registry`; nothing else may run on it
+            meanwhile.
+        registry: the graphs to time, and what their captures took.
+        model: what the executor runs.
+        settings: no larger batch is timed.
+        version: names the table.
+        allowance_s: seconds to spend, the smallest batches first: sizes that it doesn't come to go on as smaller ones
+            rise. The last case that it comes to may end beyond it.
+    """
+    # A registry that Engines share has other executors' graphs too.
+    keys = [key for key in registry.captured() if key in executor.captured]
+    decode = [key for key in keys if key.part is Part.FULL and key.query_len == 1]
+    # Prompts are timed as one chunk, which no request can have longer; larger sizes go on as the last ones rise.
+    longest = min(settings.max_num_tokens, model.max_model_len)
+    mixed = [key for key in keys if key.part is Part.FULL and not key.decode_only and key.num_tokens <= longest]
+    pieces = [key for key in keys if key.part is Part.PIECEWISE and key.num_tokens <= longest]
+    most_reqs = min(settings.max_num_reqs, settings.max_num_tokens)
+    sizes = sorted({size for size in EAGER_SIZES if size < longest} | {longest})
+    bench = Bench(executor, model)
+    decoding = DecodeSlope(bench, decode, most_reqs)
+    prefilling = PrefillSlope(bench, pieces, longest, model.max_model_len)
+    overlap = _Overlap(bench, decode, pieces, settings)
+    bases = Bases(bench, pieces, most_reqs)
+
+    def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:
+        rows = bench.rows(0, 0, size) if prompt else bench.rows(size, bench.usual_kv)
+        return bench.add([Launch(Rows.ALL, key)], rows), size, prompt
+
+    eager_cases = [add(None, size, prompt=size > most_reqs) for size in sizes]
+    # Where a decode graph and a mixed one have the same size, decodes use the former.
+    full_cases = [add(key, key.num_tokens, prompt=True) for key in mixed]
+    full_cases += [add(key, key.num_tokens, prompt=False) for key in decode]
+    piece_cases = [add(key, key.num_tokens, prompt=True) for key in pieces]
+    host_eager = HostTimes(bench, [None], most_reqs, longest)
+    host_piecewise = HostTimes(bench, pieces, most_reqs, longest)
+    bench.measure(allowance_s)
+    decode_attention, prefill_attention = bases.added(decoding.cost(), prefilling.cost())
+    every = [case for case, _, _ in (*full_cases, *piece_cases, *eager_cases) if bench.measured(case)]
+    whole = [case for case, _, _ in full_cases if bench.measured(case)]
+    step_us = statistics.median(map(bench.rest_us, whole or every))
+
+    noise = HOST_NOISE if executor.launcher.adapter.host_runs else NOISE
+
+    def curve(cases: Sequence[tuple[int, int, bool]]) -> Curve | None:
+        us = {}
+        for case, size, prompt in cases:
+            if not bench.measured(case):
+                continue
+            units = size * (size + 1) / 2 if prompt else size * bench.usual_kv
+            cost = prefill_attention if prompt else decode_attention
+            attention_us = cost.base_us + cost.unit_us * units + cost.kv_us * size
+            us[size] = max(bench.sides_us(case, step_us)[0] - attention_us, _LEAST_US)
+        return _steady(us, noise) if us else None
+
+    eager = curve(eager_cases)
+    assert eager is not None  # noqa: S101 - the smallest case of all is one token, eagerly
+    return CostTable(
+        version=version,
+        measured=True,
+        # A mode without graphs has no times of its own, and is never chosen.
+        full=curve(full_cases) or eager,
+        piecewise=curve(piece_cases) or eager,
+        eager=eager,
+        decode_attention=decode_attention,
+        prefill_attention=prefill_attention,
+        host_full=host_by_rows(bench, [(case, 1 if prompt else size) for case, size, prompt in full_cases]),
+        host_piecewise=host_piecewise.cost(step_us),
+        host_eager=host_eager.cost(step_us, host_piecewise.cost(step_us)),
+        step_us=step_us,
+        overlap_cost=overlap.share(),
+        **_captures(registry, keys),
+    )
+
+
+def _steady(us: dict[int, float], noise: float) -> Curve:
+    """A curve as measured, but for larger sizes that seem cheaper by what repeats of one size differ by.
+
+    There the smaller size gets the larger one's time, and with it the preference: it shares out less padding.
+    """
+    sizes = sorted(us, reverse=True)
+    for larger, size in itertools.pairwise(sizes):
+        if us[larger] < us[size] <= us[larger] * (1 + noise):
+            us[size] = us[larger]
+    sizes.reverse()
+    return Curve(sizes, [us[size] for size in sizes])
+
+
+class _Overlap:
+    """The share of the shorter half's time that running it beside the longer still costs; 1 where nothing can."""
+
+    def __init__(
+        self, bench: Bench, decode: Sequence[GraphKey], pieces: Sequence[GraphKey], settings: Settings
+    ) -> None:
+        self._bench = bench
+        self._cases: list[int] = []
+        halves = [(a, b) for a in decode for b in pieces if a.num_tokens + b.num_tokens <= settings.max_num_tokens]
+        if not halves:
+            return
+        first, second = max(halves, key=lambda each: (each[1].num_tokens, each[0].num_tokens))
+        both = bench.rows(first.num_tokens, bench.short_kv, second.num_tokens)
+        launches = [Launch(Rows.DECODE, first), Launch(Rows.PREFILL, second, 1)]
+        self._cases = [
+            bench.add(launches, both, SplitForm.BESIDE),
+            bench.add(launches[:1], bench.rows(first.num_tokens, bench.short_kv)),
+            bench.add([Launch(Rows.ALL, second)], bench.rows(0, 0, second.num_tokens)),
+        ]
+
+    def share(self) -> float:
+        if not self._cases or not all(map(self._bench.measured, self._cases)):
+            return 1.0
+        beside, *alone = map(self._bench.us, self._cases)
+        return min(max((beside - max(alone)) / min(alone), 0.0), 2.0)
+
+
+def _captures(registry: GraphRegistry, keys: Sequence[GraphKey]) -> dict[str, Any]:
+    """What a graph took on average, by part."""
+    found: dict[str, Any] = {"capture_us": (0.0, 0.0), "graph_bytes": (0, 0), "graph_pieces": (1, 1)}
+    ours = set(keys)
+    records = [record for record in registry.records() if record.key in ours]
+    by_part = [[record for record in records if record.key.part is part] for part in (Part.FULL, Part.PIECEWISE)]
+
+    def mean(value: Callable[[Any], float]) -> tuple[float, ...]:
+        return tuple(statistics.fmean(map(value, each)) if each else 0.0 for each in by_part)
+
+    found["capture_us"] = tuple(1e6 * seconds for seconds in mean(lambda record: record.seconds))
+    found["graph_bytes"] = tuple(round(size) for size in mean(lambda record: record.bytes))
+    found["graph_pieces"] = tuple(max(1, round(count)) for count in mean(lambda record: record.graphs))
+    return found
