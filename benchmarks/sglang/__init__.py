@@ -1,0 +1,1 @@
+"""kpolicy inside SGLang against SGLang as it is."""

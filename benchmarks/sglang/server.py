@@ -1,0 +1,450 @@
+"""One SGLang, stock or with kpolicy, that a parent drives through its standard input and output.
+
+The parent sends a JSON object a line, ``{"do": NAME, ...}``; each is answered by one line that begins with ``RES``.
+Steps go through SGLang's `ModelRunner` over batches of its own `ScheduleBatch`; traces through its real `Scheduler` and
+its event loop, in this process, with arrivals handed over where its socket would be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import ctypes
+import gc
+import json
+import logging
+import os
+import random
+import sys
+import time
+import traceback
+from types import SimpleNamespace
+from typing import Any
+
+ARGS: dict[str, Any] = {
+    "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "random_seed": 0,
+    "attention_backend": "triton", "sampling_backend": "pytorch", "context_length": 8192,
+    "chunked_prefill_size": 8192, "disable_radix_cache": True, "log_level": "warning",
+}  # fmt: skip
+
+
+def say(**answer: Any) -> None:
+    """Answer the parent."""
+    print("\nRES " + json.dumps(answer), flush=True)
+
+
+class Steps:
+    """Steps of SGLang's model runner, timed one by one with the device idle before and after."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        import torch
+        from sglang.benchmark import one_batch
+        from sglang.srt.entrypoints.engine import _set_envs_and_config
+        from sglang.srt.model_executor.model_runner import ModelRunner
+        from sglang.srt.server_args import PortArgs, ServerArgs
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        self.torch, self.one_batch, self.algorithm = torch, one_batch, SpeculativeAlgorithm.NONE
+        self.device = torch.get_device_module(given.get("device", "cuda"))
+        self.capture: dict[str, float] = {}
+        time_captures(self.capture, self.device)
+        started = time.perf_counter()
+        self.args = ServerArgs(**{**ARGS, "enable_mixed_chunk": True, **given})
+        _set_envs_and_config(self.args)
+        for name in ("initialize_moe_config", "initialize_fp8_gemm_config", "initialize_fp4_gemm_config"):
+            getattr(one_batch, name, lambda _: None)(self.args)
+        one_batch.get_tokenizer = lambda *_, **__: None
+        loaded = one_batch.load_model(self.args, PortArgs.init_new(self.args), 0, 0)[0]
+        self.runner: ModelRunner = getattr(loaded, "torch_runner", loaded)
+        self.device.synchronize()
+        self.init_s = time.perf_counter() - started
+        self.tree = one_batch.TreeCacheNamespace(
+            page_size=self.args.page_size, device=self.runner.device,
+            token_to_kv_pool_allocator=self.runner.token_to_kv_pool_allocator,
+        )  # fmt: skip
+        self.rng, self.served = random.Random(1234), ""
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note which runner serves each step."""
+        for name in ("decode_cuda_graph_runner", "prefill_cuda_graph_runner", "eager_runner"):
+            runner = getattr(self.runner, name, None)
+            if runner is None or (name != "eager_runner" and runner is self.runner.eager_runner):
+                continue
+            run, short = runner.execute, {"d": "D", "p": "P", "e": "-"}[name[0]]
+
+            def execute(*args: Any, run: Any = run, short: str = short, **kwargs: Any) -> Any:
+                self.served += short
+                return run(*args, **kwargs)
+
+            runner.execute = execute
+
+    def start(self) -> dict[str, Any]:
+        runner = self.runner
+        decode, prefill = runner.decode_cuda_graph_runner, runner.prefill_cuda_graph_runner
+        return {
+            "init_s": round(self.init_s, 2), **self.capture, "kv_tokens": runner.max_total_num_tokens,
+            "decode_sizes": list(getattr(decode, "capture_bs", ())),
+            "prefill_sizes": list(getattr(prefill, "capture_num_tokens", ()) or ()), "kpolicy": about(runner),
+        }  # fmt: skip
+
+    def request(self, ids: list[int]) -> Any:
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        params = SamplingParams(temperature=0, max_new_tokens=1 << 20)
+        params.normalize(None)
+        made = Req(
+            rid=str(self.rng.random()), origin_input_text="", origin_input_ids=array.array("q", ids),
+            sampling_params=params,
+        )  # fmt: skip
+        made.full_untruncated_fill_ids = made.origin_input_ids
+        made.logprob_start_len = -1
+        made.set_extend_range(0, len(ids))
+        return made
+
+    def prompt(self, tokens: int) -> Any:
+        vocab = self.runner.model_config.vocab_size
+        return self.request([self.rng.randrange(10, vocab - 10) for _ in range(tokens)])
+
+    def extend_batch(self, requests: list[Any]) -> Any:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        batch = ScheduleBatch.init_new(
+            reqs=requests, req_to_token_pool=self.runner.req_to_token_pool, enable_overlap=False,
+            token_to_kv_pool_allocator=self.runner.token_to_kv_pool_allocator, tree_cache=self.tree,
+            model_config=self.runner.model_config, spec_algorithm=self.algorithm,
+        )  # fmt: skip
+        batch.prepare_for_extend()
+        return batch
+
+    def load(self, batch: Any, tail: Any = None) -> Any:
+        ids = batch.prefill_input_ids_cpu.to(batch.device, non_blocking=True)
+        batch.input_ids = ids if tail is None else self.torch.cat([ids, tail])
+        batch.prefill_input_ids_cpu = batch.mix_running_indices = None
+        return batch
+
+    def logits(self, batch: Any) -> tuple[Any, Any]:
+        """(logits, forward batch) of one prepared batch."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+        forward_batch = ForwardBatch.init_new(batch, self.runner, return_hidden_states_before_norm=False)
+        return self.runner.forward(forward_batch).logits_output, forward_batch
+
+    def forward(self, batch: Any) -> Any:
+        logits, forward_batch = self.logits(batch)
+        return self.runner.sample(logits, forward_batch)
+
+    @staticmethod
+    def grow(batch: Any) -> None:
+        for request in batch.reqs:
+            request.output_ids.append(1)  # only its length counts: the tokens themselves stay on the device
+
+    def decodes(self, count: int, prompt: int = 32) -> list[Any]:
+        """[batch, tokens] of so many requests whose prompts are done."""
+        running: Any = None
+        tokens: Any = None
+        while count:
+            batch = self.extend_batch([self.prompt(prompt) for _ in range(min(64, count))])
+            count -= len(batch.reqs)
+            new = self.forward(self.load(batch))
+            self.grow(batch)
+            batch.input_ids = None
+            if running is None:
+                running, tokens = batch, new
+            else:
+                running.merge_batch(batch)
+                tokens = self.torch.cat([tokens, new])
+        return [running, tokens]
+
+    def decode(self, state: list[Any]) -> None:
+        batch, tokens = state
+        batch.input_ids = tokens.to(self.torch.int64)
+        batch.prepare_for_decode()
+        state[1] = self.forward(batch)
+        self.grow(batch)
+
+    def clear(self) -> None:
+        self.device.synchronize()
+        self.runner.req_to_token_pool.clear()
+        self.runner.token_to_kv_pool_allocator.clear()
+
+    def timed(self, step: Any, count: int, warm: int) -> dict[str, Any]:
+        times = []
+        for i in range(warm + count):
+            self.served = ""
+            self.device.synchronize()
+            started = time.perf_counter()
+            step()
+            self.device.synchronize()
+            if i >= warm:
+                times.append((time.perf_counter() - started) * 1e3)
+        times.sort()
+        return {"ms": round(times[len(times) // 2], 4), "served": self.served}
+
+    def measure(self, kind: str, size: int, count: int, decodes: int = 32) -> dict[str, Any]:
+        """Median milliseconds of a kind of step: ``decode``, ``extend`` or ``mixed``."""
+        self.clear()
+        if kind == "decode":
+            state = self.decodes(size)
+            return self.timed(lambda: self.decode(state), count, 3)
+        if kind == "extend":
+            prompts = [self.prompt(size)]
+
+            def extend() -> None:
+                self.clear()
+                batch = self.extend_batch([prompts.pop()])
+                prompts.append(self.prompt(size))
+                self.forward(self.load(batch))
+
+            return self.timed(extend, count, 2)
+        state, prompts = self.decodes(decodes), [self.prompt(size)]
+        order = self.order(decodes, size)
+
+        def mixed() -> None:
+            batch = self.extend_batch([prompts.pop()])
+            prompts.append(self.prompt(size))
+            running, tokens = state
+            if order == "decode first":
+                self.decode(state)
+            if order != "mixed":
+                self.forward(self.load(batch))
+            if order == "extend first":
+                self.decode(state)
+            if order == "mixed":
+                running.prepare_for_decode()
+                batch.mix_with_running(running)
+                state[1] = self.forward(self.load(batch, tokens))[1:].to(self.torch.int64)
+                self.grow(running)
+
+        return {**self.timed(mixed, count, 2), "order": order}
+
+    def order(self, decodes: int, tokens: int) -> str:
+        """How kpolicy's scheduler hook would run this cycle; as one mixed batch without kpolicy."""
+        try:
+            from kpolicy_sglang.split import Split
+            from kpolicy_sglang.state import state_of
+        except ImportError:
+            return "mixed"
+        state = state_of(self.runner)
+        if state is None or state.mixed_us is None or state.decode is None or state.decode.costs is None:
+            return "mixed"
+        return Split(None, state).order(decodes, tokens, 1)
+
+
+def about(runner: Any) -> dict[str, Any] | None:
+    """What kpolicy measured and captured; None without it."""
+    try:
+        from kpolicy_sglang.state import state_of
+    except ImportError:
+        return None
+    state = state_of(runner)
+    if state is None:
+        return None
+    curves = {
+        name: {
+            kind: dict(zip(curve.sizes, (round(us) for us in curve.us), strict=True))
+            for kind, curve in (("graph", phase.costs.full), ("eager", phase.costs.eager))
+        }
+        for name, phase in state.phases.items()
+        if phase.costs is not None
+    }
+    mixed = state.mixed_us
+    totals = state.registry.totals().live
+    return {
+        "policy": {name: phase.policy for name, phase in state.phases.items()}, "us": curves,
+        "mixed_us": dict(zip(mixed.sizes, (round(us) for us in mixed.us), strict=True)) if mixed else None,
+        "registry": {"graphs": totals.graphs, "mib": round(totals.bytes / 2**20, 1), "s": round(totals.seconds, 3)},
+        "said": state.messages,
+    }  # fmt: skip
+
+
+def time_captures(into: dict[str, float], device: Any) -> None:
+    """Time SGLang's two captures, and what they take of the device's memory; kpolicy's measuring isn't in it."""
+    from sglang.srt.model_executor.model_runner_components import cuda_graph_setup as setup
+
+    for name in ("capture_prefill_graph", "capture_decode_graph"):
+        original, key = getattr(setup, name), name.split("_")[1]
+
+        def wrapper(*args: Any, original: Any = original, key: str = key, **kwargs: Any) -> Any:
+            device.synchronize()
+            free, started = free_bytes(device), time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                device.synchronize()
+                into[f"{key}_s"] = round(time.perf_counter() - started, 3)
+                into[f"{key}_mib"] = round((free - free_bytes(device)) / 2**20, 1)
+
+        setattr(setup, name, wrapper)
+
+
+def free_bytes(device: Any) -> int:
+    return int(device.mem_get_info()[0]) if hasattr(device, "mem_get_info") else 0
+
+
+class Trace:
+    """SGLang's scheduler under the requests of a trace."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        import torch
+        from sglang.srt.entrypoints.engine import _set_envs_and_config
+        from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        device = torch.get_device_module(given.get("device", "cuda"))
+        self.capture: dict[str, float] = {}
+        time_captures(self.capture, device)
+        started = time.perf_counter()
+        args = ServerArgs(**{**ARGS, **given})
+        _set_envs_and_config(args)
+        configure_scheduler_process(args, 0, 0, 0, 0, 0, 0, None)
+        self.scheduler = Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+        self.runner = self.scheduler.tp_worker.model_runner
+        self.init_s = time.perf_counter() - started
+        self.outputs: list[tuple[float, Any]] = []
+        sender = self.scheduler.ipc_channels.send_to_detokenizer
+        sender.send_output = lambda output, _=None: self.outputs.append((time.perf_counter(), output))
+        self.scheduler.ipc_channels.send_to_tokenizer.send_output = lambda *_: None
+
+    def start(self) -> dict[str, Any]:
+        runner = self.runner
+        return {
+            "init_s": round(self.init_s, 2), **self.capture, "kv_tokens": runner.max_total_num_tokens,
+            "decode_sizes": list(getattr(runner.decode_cuda_graph_runner, "capture_bs", ())),
+            "prefill_sizes": list(getattr(runner.prefill_cuda_graph_runner, "capture_num_tokens", ()) or ()),
+            "kpolicy": about(runner),
+        }  # fmt: skip
+
+    def run(self, requests: list[list[float]], concurrent: int, limit_s: float = 60.0) -> dict[str, Any]:
+        """Serve the requests.
+
+        Args:
+            requests: (arrival in seconds, prompt tokens, output tokens).
+            concurrent: most requests in flight; others wait outside.
+            limit_s: give up after so many seconds.
+        """
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        scheduler, outputs = self.scheduler, self.outputs
+        outputs.clear()
+        rng = random.Random(7)
+        vocab = self.runner.model_config.vocab_size
+        waiting = []
+        for i, (arrival, prompt, output) in enumerate(requests):
+            params = SamplingParams(temperature=0, max_new_tokens=int(output), ignore_eos=True)
+            params.normalize(None)
+            waiting.append((arrival, TokenizedGenerateReqInput(
+                rid=f"r{i}", input_text="", input_ids=array.array("q", rng.choices(range(10, vocab - 10), k=int(prompt))),
+                input_embeds=None, mm_inputs=None, token_type_ids=None, sampling_params=params, return_logprob=False,
+                logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=True,
+            )))  # fmt: skip
+        waiting.reverse()
+        times: dict[str, list[float]] = {}
+        state = {"seen": 0, "sent": 0, "done": 0}
+        began = time.perf_counter()
+
+        def feed() -> list[Any]:
+            now = time.perf_counter()
+            while state["seen"] < len(outputs):
+                at, output = outputs[state["seen"]]
+                state["seen"] += 1
+                for rid, reason in zip(output.rids or (), output.finished_reasons, strict=True):
+                    times.setdefault(rid, []).append(at)
+                    state["done"] += reason is not None
+            outputs[: state["seen"]] = []
+            state["seen"] = 0
+            due = []
+            while (
+                waiting and waiting[-1][0] <= now - began and state["sent"] - state["done"] < concurrent
+            ):
+                due.append(waiting.pop()[1])
+                state["sent"] += 1
+            if state["done"] >= len(requests) or now - began > limit_s:
+                scheduler.gracefully_exit = True
+            return due
+
+        scheduler.request_receiver = SimpleNamespace(recv_requests=feed)
+        scheduler.gracefully_exit = False
+        gc.collect()
+        self._loop()
+        took = time.perf_counter() - began
+        tokens = sum(len(each) for each in times.values())
+        gaps = sorted(
+            (after - before) * 1e3
+            for each in times.values()
+            for before, after in zip(each, each[1:], strict=False)
+        )
+        found = {"done": state["done"], "of": len(requests), "s": round(took, 3), "outputs": tokens}
+        if gaps:
+            found |= {
+                "req_per_s": round(state["done"] / took, 3), "tok_per_s": round(tokens / took, 1),
+                "gap_p50_ms": round(gaps[len(gaps) // 2], 3), "gap_p99_ms": round(gaps[int(0.99 * len(gaps))], 3),
+                "gap_mean_ms": round(sum(gaps) / len(gaps), 3),
+            }  # fmt: skip
+        split = getattr(scheduler, "_kpolicy_split", None)
+        return {**found, "cycles": dict(split.cycles) if split is not None else None, "steps": steps_of(self.runner)}
+
+    def _loop(self) -> None:
+        """The scheduler's own loop, on its own stream."""
+        self.scheduler.run_event_loop()
+
+
+def steps_of(runner: Any) -> dict[str, Any] | None:
+    """Steps by phase that kpolicy counted: as decided, and refused by SGLang."""
+    from importlib.util import find_spec
+
+    if find_spec("kpolicy_sglang") is None:
+        return None
+    from kpolicy_sglang.state import state_of
+
+    state = state_of(runner)
+    if state is None:
+        return None
+    return {name: {"decided": sum(p.steps), "refused": sum(p.refused)} for name, p in state.phases.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=("steps", "trace", "check"))
+    parser.add_argument("--args", default="{}", help="JSON with arguments of SGLang")
+    given = parser.parse_args()
+    ctypes.CDLL(None).prctl(1, 9)  # die with the parent
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    import sglang.srt.managers.scheduler
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    say(ready=True)
+    sys.stdin.readline()
+    arguments = json.loads(given.args)
+    if given.kind == "check":
+        from check import Check
+
+        server: Any = Check(arguments)
+    else:
+        server = (Steps if given.kind == "steps" else Trace)(arguments)
+    import torch
+
+    say(**server.start())
+    with torch.no_grad():
+        for line in sys.stdin:
+            asked = json.loads(line)
+            if asked["do"] == "quit":
+                break
+            try:
+                say(**getattr(server, asked.pop("do"))(**asked))
+            except Exception as error:  # noqa: BLE001  the parent notes it and goes on
+                traceback.print_exc()
+                say(error=f"{type(error).__name__}: {error}"[:500])
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException as error:  # noqa: BLE001  whatever it is, the parent waits for an answer
+        traceback.print_exc()
+        say(error=f"{type(error).__name__}: {error}"[:500])
+        os._exit(1)

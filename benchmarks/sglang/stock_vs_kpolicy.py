@@ -1,0 +1,393 @@
+"""Stock SGLang against SGLang with kpolicy, alternating in one run, on one GPU.
+
+    python benchmarks/sglang/stock_vs_kpolicy.py --models MODELS --trace conv.csv --out OUT
+
+Both sides are processes on the same GPU that stay up and take turns; who goes first changes with each repeat. Slices:
+
+- ``qwen``, ``dsv2``: single steps of Qwen2.5-0.5B and DeepSeek-V2-Lite shapes (decode, extend, mixed; random weights);
+- ``qwen-trace``: request throughput and gaps through SGLang's scheduler, the conversation trace at 600 requests;
+- ``dsv2-trace``: the same of DeepSeek-V2-Lite with mixed chunks, at 64 requests;
+- ``capture``: start-up alone, with SGLang's own sizes, with its own list up to the same largest sizes, and kpolicy's;
+- ``check``: logits on a generated checkpoint against float32 (benchmarks/sglang/check.py).
+
+Every answer is appended to OUT/raw.jsonl as it comes; OUT/sglang_stock_vs_kpolicy.json is written anew after each slice
+and takes in what OUT/raw.jsonl had before, so that slices can be run one by one (``--slices``). Rows are {model, load,
+figure, stock, kpolicy, ratio, low, high}: the ratio is above 1 where kpolicy is better, with a 95% interval over the
+repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SLICES = ("qwen", "dsv2", "check", "qwen-trace", "capture", "dsv2-trace")
+MODEL = {"qwen": "qwen05b", "dsv2": "dsv2lite"}
+NAMES = {"qwen05b": "Qwen2.5-0.5B", "dsv2lite": "DeepSeek-V2-Lite"}
+STEPS = {
+    "qwen": [
+        *(("decode", size) for size in (1, 32, 256, 512, 768)),
+        *(("extend", size) for size in (64, 256, 512, 1024, 2048)),
+        *(("mixed", size) for size in (64, 512, 2048)),
+    ],
+    "dsv2": [
+        *(("decode", size) for size in (1, 32, 256, 512)),
+        *(("extend", size) for size in (64, 256, 512, 1024, 2048)),
+        *(("mixed", size) for size in (64, 512, 2048)),
+    ],
+}
+STARTS_S = {"qwen": 120, "dsv2": 200}
+# Two-sided 95% points of Student's t by degrees of freedom.
+_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+class Side:
+    """One SGLang process."""
+
+    def __init__(self, name: str, kind: str, arguments: dict[str, Any], out: Path, *, kpolicy: bool) -> None:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("KPOLICY_")}
+        if kpolicy:
+            environ |= {"KPOLICY_SGLANG": "1", "KPOLICY_STRICT": os.environ.get("BENCH_STRICT", "1")}
+        self.name = name
+        self.log = (out / f"log-{name}.txt").open("ab")
+        self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "server.py"), kind, "--args", json.dumps(arguments)],
+            env={**environ, "PYTHONUNBUFFERED": "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
+        )  # fmt: skip
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(b"RES "):
+                self.answers.put(json.loads(line[4:]))
+            else:
+                self.log.write(line)
+        self.answers.put({"error": f"{self.name} ended with {self.process.wait()}"})
+
+    def hear(self, seconds: float) -> dict[str, Any]:
+        """The next answer.
+
+        Raises:
+            RuntimeError: it is an error, or there is none in time.
+        """
+        try:
+            answer = self.answers.get(timeout=max(seconds, 0.1))
+        except queue.Empty:
+            raise RuntimeError(f"{self.name}: no answer in {seconds:.0f} s") from None
+        if "error" in answer:
+            raise RuntimeError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def ask(self, seconds: float, **what: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what).encode() + b"\n")
+        self.process.stdin.flush()
+        return self.hear(seconds)
+
+    def start(self, seconds: float) -> dict[str, Any]:
+        """Let it load the model; it only imports before."""
+        self.hear(seconds)
+        return self.ask(seconds)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+class Run:
+    """What all slices share."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.out: Path = given.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.stop_s = time.monotonic() + given.budget
+        self.raw = self.out / "raw.jsonl"
+
+    @property
+    def left_s(self) -> float:
+        return self.stop_s - time.monotonic()
+
+    def note(self, **line: Any) -> None:
+        text = json.dumps(line)
+        print(text[:400], flush=True)
+        with self.raw.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+    def sides(self, part: str, kind: str, arguments: dict[str, Any]) -> dict[str, Side]:
+        return {
+            side: Side(f"{part}-{side}", kind, self.arguments(part, arguments), self.out, kpolicy=side == "kpolicy")
+            for side in ("stock", "kpolicy")
+        }
+
+    def arguments(self, part: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        model = MODEL[part.partition("-")[0]]
+        share = 0.32 if model == "qwen05b" else 0.42
+        return {
+            "model_path": str(self.given.models / model), "mem_fraction_static": share, **arguments,
+            **json.loads(self.given.args),
+        }  # fmt: skip
+
+    def start(self, part: str, sides: dict[str, Side]) -> None:
+        """Start one after the other: captures are timed."""
+        seconds = STARTS_S[part.partition("-")[0]]
+        for name, side in sides.items():
+            self.note(kind="start", part=part, side=name, **side.start(min(seconds, self.left_s)))
+
+
+def steps(run: Run, part: str) -> None:
+    """Steps by kind and size, the sides in turn."""
+    sides = run.sides(part, "steps", {"max_running_requests": 1024})
+    try:
+        run.start(part, sides)
+        for turn in range(-1, run.given.repeats):  # the first turn warms both up
+            order = list(sides) if turn % 2 else list(reversed(sides))
+            for kind, size in STEPS[part]:
+                for name in order:
+                    if run.left_s < 10:
+                        return
+                    count = 1 if turn < 0 else 9 if part == "dsv2" else 15
+                    found = sides[name].ask(60, do="measure", kind=kind, size=size, count=count)
+                    if turn >= 0:
+                        run.note(kind="step", part=part, side=name, turn=turn, step=kind, size=size, **found)
+    finally:
+        for side in sides.values():
+            side.end()
+
+
+def requests_of(path: Path, count: int, longest: int, speed: float) -> list[tuple[float, int, int]]:
+    """(arrival, prompt tokens, output tokens) of the trace's first requests, arriving so many times as fast."""
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            prompt, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            if prompt and output and prompt + output <= longest:
+                rows.append((datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp(), prompt, output))
+            if len(rows) == count:
+                break
+    first = rows[0][0]
+    return [((at - first) / speed, prompt, output) for at, prompt, output in rows]
+
+
+def trace(run: Run, part: str) -> None:
+    """Throughput and gaps through the scheduler, the sides in turn."""
+    qwen = part.startswith("qwen")
+    concurrent, count = (600, 1800) if qwen else (64, 160)
+    count = run.given.requests or count
+    extra = {"max_running_requests": concurrent}
+    if not qwen:
+        extra |= {"enable_mixed_chunk": True, "chunked_prefill_size": 2048}
+    requests = requests_of(run.given.trace, count, 7000, 400.0)
+    sides = run.sides(part, "trace", extra)
+    try:
+        run.start(part, sides)
+        warm = requests[: max(8, len(requests) // 8)]
+        for name in sides:
+            sides[name].ask(90, do="run", requests=warm, concurrent=concurrent)
+        for turn in range(run.given.repeats):
+            for name in list(sides) if turn % 2 else list(reversed(sides)):
+                if run.left_s < 25:
+                    return
+                found = sides[name].ask(90, do="run", requests=requests, concurrent=concurrent, limit_s=60)
+                run.note(kind="trace", part=part, side=name, turn=turn, concurrent=concurrent, **found)
+    finally:
+        for side in sides.values():
+            side.end()
+
+
+def capture(run: Run, part: str) -> None:
+    """Start-up alone, three times each: SGLang's list, its list to the same largest sizes, kpolicy's."""
+    wide = {"cuda_graph_max_bs_decode": 1024, "cuda_graph_max_bs_prefill": 2048}
+    kinds: list[tuple[str, dict[str, Any]]] = [("stock", {}), ("wide", wide), ("kpolicy", {})]
+    waiting = [
+        (turn, name, extra) for turn in range(3) for name, extra in (kinds if turn % 2 else list(reversed(kinds)))
+    ]
+    made: list[tuple[int, str, Side]] = []
+
+    def make() -> None:
+        if waiting:
+            turn, name, extra = waiting.pop(0)
+            arguments = run.arguments("qwen", {"max_running_requests": 1024, **extra})
+            made.append((turn, name, Side(f"{part}-{name}", "steps", arguments, run.out, kpolicy=name == "kpolicy")))
+
+    make()
+    try:
+        while made:
+            if run.left_s < 30:
+                return
+            make()  # imports while the one before it captures
+            turn, name, side = made.pop(0)
+            try:
+                run.note(kind="start", part=part, side=name, turn=turn, **side.start(min(90, run.left_s)))
+            finally:
+                side.end()
+    finally:
+        for _, _, side in made:
+            side.end()
+
+
+def check(run: Run, part: str) -> None:
+    """Logits of a generated checkpoint against float32: see check.py."""
+    for name in ("qwen", "dsv2"):
+        side = Side(
+            f"{part}-{name}", "check", {"family": name, "folder": str(run.out / f"checkpoint-{name}")}, run.out,
+            kpolicy=True,
+        )  # fmt: skip
+        try:
+            run.note(kind="check-start", part=part, model=name, **side.start(min(150, run.left_s)))
+            run.note(kind="check", part=part, model=name, **side.ask(min(120, run.left_s), do="check"))
+        except RuntimeError as error:
+            run.note(kind="error", part=part, model=name, error=str(error))
+        finally:
+            side.end()
+
+
+def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the raw answers come to."""
+    values: dict[tuple[str, str, str], dict[str, dict[int, float]]] = {}
+    how: dict[tuple[str, str, str], dict[str, Any]] = {}
+
+    def put(model: str, load: str, figure: str, line: dict[str, Any], value: float, **more: Any) -> None:
+        key = (NAMES[MODEL[model]], load, figure)
+        values.setdefault(key, {}).setdefault(line["side"], {})[line["turn"]] = value
+        for name, each in more.items():
+            how.setdefault(key, {})[f"{line['side']}_{name}"] = each
+
+    for line in lines:
+        if "error" in line or "part" not in line:
+            continue
+        model = line["part"].partition("-")[0]
+        if line["kind"] == "step":
+            beside = "32 decodes + " if line["step"] == "mixed" else ""
+            load = f"{beside}{line['step'] if not beside else 'extend'} {line['size']}"
+            more = {"order": line["order"]} if "order" in line else {}
+            put(model, load, "step ms", line, line["ms"], served=line["served"], **more)
+        elif line["kind"] == "trace" and "req_per_s" in line:
+            load = f"conversation trace, {line['concurrent']} requests at once"
+            put(model, load, "requests/s", line, line["req_per_s"])
+            put(model, load, "tokens/s", line, line["tok_per_s"])
+            put(model, load, "gap p99 ms", line, line["gap_p99_ms"])
+            put(model, load, "gap p50 ms", line, line["gap_p50_ms"])
+        elif line["kind"] == "start" and line["part"] == "capture" and "prefill_s" in line:
+            against = ("stock", "wide") if line["side"] == "kpolicy" else (line["side"],)
+            for name in against:
+                load = "its own sizes" if name == "stock" else "its own list to the same largest sizes"
+                sized = {**line, "side": "kpolicy" if line["side"] == "kpolicy" else "stock"}
+                put("qwen", load, "capture s", sized, line["prefill_s"] + line["decode_s"],
+                    sizes=len(line["decode_sizes"]) + len(line["prefill_sizes"]))  # fmt: skip
+                put("qwen", load, "graph MiB", sized, line["prefill_mib"] + line["decode_mib"])
+    found = []
+    for (model, load, figure), sides in values.items():
+        if {"stock", "kpolicy"} <= sides.keys():
+            found.append(
+                {"model": model, "load": load, "figure": figure, **_compared(sides, more="/s" in figure)}
+                | how.get((model, load, figure), {})
+            )
+    return found
+
+
+def _compared(sides: dict[str, dict[int, float]], *, more: bool) -> dict[str, Any]:
+    """Medians, the ratio that is above 1 where kpolicy is better, and its 95% interval over the repeats."""
+    turns = sorted(sides["stock"].keys() & sides["kpolicy"].keys())
+    logs = []
+    for turn in turns:
+        stock, ours = sides["stock"][turn], sides["kpolicy"][turn]
+        logs.append(math.log(max(ours, 1e-9) / max(stock, 1e-9)) * (1 if more else -1))
+    medians = {name: round(statistics.median(sides[name].values()), 4) for name in ("stock", "kpolicy")}
+    mean = statistics.fmean(logs) if logs else float("nan")
+    half = _T.get(len(logs) - 1, 2.2) * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+    return {
+        **medians, "ratio": round(math.exp(mean), 4), "low": round(math.exp(mean - half), 4),
+        "high": round(math.exp(min(mean + half, 50.0)), 4), "repeats": len(logs),
+    }  # fmt: skip
+
+
+def write(run: Run) -> None:
+    """The result file, from all raw answers there are."""
+    lines = [json.loads(line) for line in run.raw.read_text(encoding="utf-8").splitlines()]
+    about: dict[str, Any] = next((line for line in lines if line["kind"] == "about"), {})
+    result = {
+        "what": "stock SGLang against SGLang with kpolicy, alternating in one run",
+        "command": "python benchmarks/sglang/stock_vs_kpolicy.py --models MODELS --trace azure_llm_2023_conv.csv --out OUT",
+        "about": about, "rows": rows(lines), "checks": [line for line in lines if line["kind"] == "check"],
+        "starts": [line for line in lines if line["kind"] == "start"],
+        "errors": [line for line in lines if line["kind"] == "error"],
+    }  # fmt: skip
+    target = run.out / "sglang_stock_vs_kpolicy.json"
+    partial = target.with_suffix(".part")
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial.replace(target)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, required=True, help="folder of model shapes, each with config.json")
+    parser.add_argument("--trace", type=Path, required=True, help="azure_llm_2023_conv.csv, or its beginning")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--slices", default=",".join(SLICES))
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=0, help="requests of a trace; 0 takes each slice's own number")
+    parser.add_argument("--budget", type=float, default=440.0, help="seconds for all slices")
+    parser.add_argument("--args", default="{}", help="JSON with further arguments of SGLang, for a dry run")
+    given = parser.parse_args()
+    run = Run(given)
+    run.note(**about())
+    for part in given.slices.split(","):
+        started = time.monotonic()
+        try:
+            function = {"check": check, "capture": capture}.get(part) or (trace if "trace" in part else steps)
+            if run.left_s > 40:
+                function(run, part)
+            else:
+                run.note(kind="error", part=part, error="no time left")
+        # One slice's failure must not take the others with it.
+        except Exception as error:  # noqa: BLE001
+            run.note(kind="error", part=part, error=f"{type(error).__name__}: {error}"[:800])
+        run.note(kind="slice", part=part, s=round(time.monotonic() - started, 1))
+        write(run)
+    for row in rows(json.loads(line) for line in run.raw.read_text(encoding="utf-8").splitlines()):
+        print(
+            f"{row['model']:17} {row['load']:48} {row['figure']:11} {row['stock']:10.3f} {row['kpolicy']:10.3f} "
+            f"{row['ratio']:7.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+        )
+
+
+def about() -> dict[str, Any]:
+    """The device and versions."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {}
+    for name in ("sglang", "kpolicy", "kpolicy-sglang", "torch", "triton", "transformers"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = ""
+    try:
+        device = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],  # noqa: S607
+            capture_output=True, text=True, check=True,
+        ).stdout.strip()  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        device = ""
+    return {"kind": "about", "device": device, "versions": versions, "at": time.strftime("%Y-%m-%d")}
+
+
+if __name__ == "__main__":
+    main()
