@@ -5,6 +5,6 @@
 
 from kpolicy.executors.xpu.accelerator import AcceleratorAdapter, AcceleratorExecutor
 from kpolicy.executors.xpu.adapter import StreamAdapter
-from kpolicy.executors.xpu.executor import XpuAdapter, XpuExecutor
+from kpolicy.executors.xpu.executor import StreamExecutor, XpuAdapter, XpuExecutor
 
-__all__ = ["AcceleratorAdapter", "AcceleratorExecutor", "StreamAdapter", "XpuAdapter", "XpuExecutor"]
+__all__ = ["AcceleratorAdapter", "AcceleratorExecutor", "StreamAdapter", "StreamExecutor", "XpuAdapter", "XpuExecutor"]

@@ -15,18 +15,12 @@ import torch
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.adapter import Statics
-from kpolicy.executors.device import Failure
-from kpolicy.executors.runner import ModeRunner
 from kpolicy.executors.simulated import Fault
 from kpolicy.executors.step_model import StepModel
 from kpolicy.executors.xpu.adapter import StreamAdapter
-from kpolicy.executors.xpu.failures import classify
-from kpolicy.executors.xpu.launcher import LiveLengthsLauncher
+from kpolicy.executors.xpu.executor import StreamExecutor
 
 __all__ = ["AcceleratorAdapter", "AcceleratorExecutor", "TorchAccelerator"]
-
-MAX_NUM_REQS = 256
-"""Rows of a launch where neither the caller nor the model says."""
 
 
 class TorchAccelerator:
@@ -87,29 +81,20 @@ class AcceleratorAdapter(StreamAdapter):
                 f"torch {torch.__version__} has no torch.accelerator.Graph; torch 2.13 has it. With an older one use "
                 "the executor of the device itself."
             )
-        super().__init__("accelerator", found, at, check=check, statics=statics, faults=faults)
+        report = ProbeReport(
+            "accelerator", ProbeStatus.USABLE, f"{at} through torch.accelerator.Graph; unverified on hardware",
+            facts={"torch": str(torch.__version__), "device": str(at)},
+        )  # fmt: skip
+        super().__init__(
+            "accelerator", found, at, begin=self._new_graph, report=report, check=check, statics=statics, faults=faults
+        )
 
-    def probe(self) -> ProbeReport:
-        facts = {"torch": str(torch.__version__), "device": str(self.device)}
-        words = f"{self.device} through torch.accelerator.Graph; unverified on hardware"
-        return ProbeReport("accelerator", ProbeStatus.USABLE, words, facts=facts)
-
-    def _begun(self, pool: Any) -> Any:
+    def _new_graph(self, handle: Any) -> Any:
         # Some backends know one mode alone and refuse to be told; CUDA's default would stop other threads' work.
         mode = "thread_local" if self.device.type == "cuda" else "default"
-        graph = self.device_module.Graph(pool=pool.handle, capture_error_mode=mode)
+        graph = self.device_module.Graph(pool=handle, capture_error_mode=mode)
         graph.capture_begin()
         return graph
-
-    def end(self) -> Any:
-        pool = None if self._recording is None else self._recording[0]
-        graph = super().end()
-        if pool is not None and pool.handle is None:
-            pool.handle = graph.graph.pool()
-        return graph
-
-    def classify(self, error: BaseException) -> Failure:
-        return classify(error)
 
 
 def _device(device: Any) -> torch.device:
@@ -135,7 +120,7 @@ def _device(device: Any) -> torch.device:
     return at if at.index is not None else torch.device(at.type, torch.accelerator.current_device_index())
 
 
-class AcceleratorExecutor(ModeRunner):
+class AcceleratorExecutor(StreamExecutor):
     """A step model on any device behind `torch.accelerator`. Unverified on hardware.
 
     FULL graphs of attention that takes lengths on the host are refused: nothing here rewrites them.
@@ -162,9 +147,6 @@ class AcceleratorExecutor(ModeRunner):
         check: bool = False,
     ) -> None:
         at = getattr(model, "device", None) if device is None else device
-        self.adapter = AcceleratorAdapter(
-            at, library=library, check=check, statics=getattr(model, "static_tensors", None), faults=faults
-        )
-        most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
-        self.model = model
-        super().__init__(LiveLengthsLauncher(self.adapter, model, max_num_reqs=most))
+        statics = getattr(model, "static_tensors", None)
+        adapter = AcceleratorAdapter(at, library=library, check=check, statics=statics, faults=faults)
+        super().__init__(model, adapter, max_num_reqs=max_num_reqs)

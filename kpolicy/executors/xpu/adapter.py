@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from kpolicy.errors import CaptureError, RegistryError, StickyDeviceError
+from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cuda.adapter import CudaAdapter, CudaGraph, Statics
 from kpolicy.executors.cuda.staging import StagedGroup
-from kpolicy.executors.device import MemoryReport
+from kpolicy.executors.device import Failure, MemoryReport
 from kpolicy.executors.simulated import Fault
+from kpolicy.executors.xpu.failures import classify
 from kpolicy.reasons import Reason
 
 __all__ = ["StreamAdapter", "StreamEvent", "StreamPool"]
@@ -87,13 +89,21 @@ class StreamAdapter(CudaAdapter):
         name: the adapter's name.
         library: the namespace.
         device: the device, with its index.
+        begin: makes a graph that records on the current stream from then on, from its pool's handle (None where the
+            library has none before the first graph). By default the library has a ``CUDAGraph``.
+        classify: what an error of the library means; memory, and the words of a lost device, by default.
+        report: what `probe` says.
         check, statics, faults: as `CudaAdapter` has them.
     """
 
     def __init__(
-        self, name: str, library: Any, device: torch.device, *, check: bool = False, statics: Statics | None = None,
-        faults: Iterable[Fault | str] = (),
+        self, name: str, library: Any, device: torch.device, *, begin: Callable[[Any], Any] | None = None,
+        classify: Callable[[BaseException], Failure] = classify, report: ProbeReport | None = None,
+        check: bool = False, statics: Statics | None = None, faults: Iterable[Fault | str] = (),
     ) -> None:  # fmt: skip
+        self._begin = begin
+        self._classify = classify
+        self._report = report or ProbeReport(name, ProbeStatus.USABLE, f"{device}; unverified on hardware")
         self._name = name
         self.device_module = library
         self.device = device
@@ -108,6 +118,12 @@ class StreamAdapter(CudaAdapter):
     @property
     def name(self) -> str:
         return self._name
+
+    def probe(self) -> ProbeReport:
+        return self._report
+
+    def classify(self, error: BaseException) -> Failure:
+        return self._classify(error)
 
     def session(self) -> AbstractContextManager[Any]:
         session: AbstractContextManager[Any] = torch.inference_mode()
@@ -175,6 +191,13 @@ class StreamAdapter(CudaAdapter):
                 gc.enable()
             main.wait_stream(pool.stream)
 
+    def _begun(self, pool: Any) -> Any:
+        if self._begin is not None:
+            return self._begin(pool.handle)
+        graph = self.device_module.CUDAGraph()
+        graph.capture_begin(pool=pool.handle)
+        return graph
+
     def _ended(self, recorded: Any) -> None:
         """End its recording."""
         recorded.capture_end()
@@ -190,6 +213,9 @@ class StreamAdapter(CudaAdapter):
             raise
         graph = self._graph(recorded, max(0, self._used() - used))
         pool.graphs.append(graph)
+        if pool.handle is None:
+            # Where no pool comes before its first graph, that graph makes it.
+            pool.handle = recorded.pool()
         return graph
 
     def _graph(self, recorded: Any, num_bytes: int) -> Any:

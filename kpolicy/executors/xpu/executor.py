@@ -1,4 +1,7 @@
-"""`XpuExecutor`: runs a step model on an Intel GPU through torch's own `torch.xpu`. Unverified on hardware."""
+"""`XpuExecutor`: a step model on an Intel GPU through torch's own `torch.xpu`; `StreamExecutor`, what it is made of.
+
+Unverified on hardware.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,13 @@ import torch
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.adapter import Statics
-from kpolicy.executors.device import Failure
 from kpolicy.executors.runner import ModeRunner
 from kpolicy.executors.simulated import Fault
 from kpolicy.executors.step_model import StepModel
 from kpolicy.executors.xpu.adapter import StreamAdapter
-from kpolicy.executors.xpu.failures import classify
 from kpolicy.executors.xpu.launcher import LiveLengthsLauncher
 
-__all__ = ["XpuAdapter", "XpuExecutor"]
+__all__ = ["StreamExecutor", "XpuAdapter", "XpuExecutor"]
 
 MAX_NUM_REQS = 256
 """Rows of a launch where neither the caller nor the model says."""
@@ -52,23 +53,39 @@ class XpuAdapter(StreamAdapter):
             raise ConfigError(f"torch {torch.__version__} has no XPUGraph; torch 2.11 or newer has it.")
         if at.type == "xpu" and at.index is None:
             at = torch.device("xpu", found.current_device())
-        super().__init__("xpu", found, at, check=check, statics=statics, faults=faults)
+        report = ProbeReport(
+            "xpu", ProbeStatus.USABLE, f"{found.get_device_name(at)}; unverified on hardware",
+            facts={"torch": str(torch.__version__)},
+        )  # fmt: skip
+        super().__init__(
+            "xpu", found, at, begin=self._new_graph, report=report, check=check, statics=statics, faults=faults
+        )
 
-    def probe(self) -> ProbeReport:
-        facts = {"torch": str(torch.__version__)}
-        words = f"{self.device_module.get_device_name(self.device)}; unverified on hardware"
-        return ProbeReport("xpu", ProbeStatus.USABLE, words, facts=facts)
-
-    def _begun(self, pool: Any) -> Any:
+    def _new_graph(self, handle: Any) -> Any:
         graph = self.device_module.XPUGraph()
-        graph.capture_begin(pool=pool.handle)
+        graph.capture_begin(pool=handle)
         return graph
 
-    def classify(self, error: BaseException) -> Failure:
-        return classify(error)
+
+class StreamExecutor(ModeRunner):
+    """A step model over an adapter of such a device. What a plugin's executor is made of: see docs/plugin.md.
+
+    FULL graphs of attention that takes lengths on the host are refused: nothing here rewrites them.
+
+    Args:
+        model: the model; its tensors are on the device.
+        adapter: the device.
+        max_num_reqs: most rows of a launch that replays; the model's own by default.
+    """
+
+    def __init__(self, model: StepModel, adapter: StreamAdapter, *, max_num_reqs: int | None = None) -> None:
+        most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
+        self.model = model
+        self.adapter = adapter
+        super().__init__(LiveLengthsLauncher(adapter, model, max_num_reqs=most))
 
 
-class XpuExecutor(ModeRunner):
+class XpuExecutor(StreamExecutor):
     """A step model on an Intel GPU. Unverified on hardware.
 
     Args:
@@ -93,9 +110,6 @@ class XpuExecutor(ModeRunner):
         check: bool = False,
     ) -> None:
         at = getattr(model, "device", "xpu") if device is None else device
-        self.adapter = XpuAdapter(
-            at, library=library, check=check, statics=getattr(model, "static_tensors", None), faults=faults
-        )
-        most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
-        self.model = model
-        super().__init__(LiveLengthsLauncher(self.adapter, model, max_num_reqs=most))
+        statics = getattr(model, "static_tensors", None)
+        adapter = XpuAdapter(at, library=library, check=check, statics=statics, faults=faults)
+        super().__init__(model, adapter, max_num_reqs=max_num_reqs)

@@ -1,0 +1,100 @@
+"""`VendorExecutor`: kpolicy on a vendor's device. All that is particular to the device is in this file.
+
+Replace `kpolicy_vendor.library` by the vendor's own namespace (`torch.musa`, `torch.mlu`, `torch.gcu`, or `torch.cuda`
+where the vendor answers for it), and what `begin`, `meaning` and `prove` say by what is true there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from kpolicy.errors import CaptureError, ConfigError, GraphReplayError, StickyDeviceError
+from kpolicy.executors import ProbeReport, ProbeStatus
+from kpolicy.executors.device import Failure
+from kpolicy.executors.xpu import StreamAdapter, StreamExecutor
+from kpolicy.reasons import Reason
+
+__all__ = ["VendorExecutor"]
+
+
+class VendorExecutor(StreamExecutor):
+    """A step model on the vendor's device.
+
+    Args:
+        model: the model; its tensors are on the device.
+        device: the device; the model's own by default.
+        max_num_reqs: most rows of a launch that replays; the model's own by default.
+        faults, check: as kpolicy's own executors have them; the contract suite doesn't need them.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        device: Any = None,
+        max_num_reqs: int | None = None,
+        faults: Iterable[str] = (),
+        check: bool = False,
+    ) -> None:
+        # Inside: who lists executors doesn't load the vendor's library.
+        from kpolicy_vendor import library
+
+        at = torch.device(device or getattr(model, "device", "cpu"))
+        adapter = StreamAdapter(
+            "vendor",
+            library,
+            at,
+            begin=begin,
+            classify=meaning,
+            report=prove(library, at),
+            check=check,
+            statics=getattr(model, "static_tensors", None),
+            faults=faults,
+        )
+        super().__init__(model, adapter, max_num_reqs=max_num_reqs)
+
+
+def begin(handle: Any) -> Any:
+    """A graph that records on the current stream, in the pool of that handle.
+
+    Not `library.graph(...)`: a context manager that synchronises and empties caches is too slow for each segment of a
+    PIECEWISE graph.
+    """
+    from kpolicy_vendor import library
+
+    graph = library.VendorGraph()
+    graph.capture_begin(pool=handle)
+    return graph
+
+
+def meaning(error: BaseException) -> Failure:
+    """What an error costs: a capture or a replay (it is run another way), or the device (True: everything stops)."""
+    if isinstance(error, StickyDeviceError):
+        return Failure(Reason.REPLAY_FAILED, True)
+    if isinstance(error, CaptureError):
+        return Failure(error.reason, False)
+    if isinstance(error, GraphReplayError):
+        return Failure(Reason.REPLAY_FAILED, False)
+    words = str(error).lower()
+    if isinstance(error, MemoryError) or "out of memory" in words:
+        return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
+    return Failure(Reason.CAPTURE_FAILED, "device lost" in words)
+
+
+def prove(library: Any, device: torch.device) -> ProbeReport:
+    """That the device is there, by the vendor's own count: what `torch.cuda` says of a disguised device proves nothing.
+
+    Raises:
+        ConfigError: it isn't there.
+    """
+    count = library.device_count()
+    if not count or (device.index or 0) >= count:
+        raise ConfigError(f"device {str(device)!r} isn't there: the vendor's library counts {count}.")
+    words = f"{count} x {library.get_device_name(device)}; unverified on hardware"
+    return ProbeReport("vendor", ProbeStatus.USABLE, words, facts={"devices": count})
