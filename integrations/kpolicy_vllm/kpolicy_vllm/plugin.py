@@ -126,6 +126,7 @@ def _attach(found: Adapter, wrapper: Any, state: State) -> None:
         ranks=parallel.data_parallel_size,
         multiple_of=parallel.tensor_parallel_size if compilation.pass_config.enable_sp else 1,
     )
+    state.vllm_version = found.version
     found.check("v2" if hasattr(runner, "cudagraph_manager") else "v1")
     found.attach(runner, state)
     LOGGER.info("kpolicy decides the graphs of this worker: policy %s, %s", state.config.policy, state.objective)

@@ -75,13 +75,13 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
         state: State
         chooser: Chooser
         deciding: bool
-        log: Callable[[Any, Any], None] | None
+        last: Any
 
         def take_over(self, state: State) -> None:
             """Choose the graphs to capture, from vLLM's own, and decide among them from now on."""
             self.state = state
             self.deciding = False
-            self.log = None
+            self.last = None
             self._decodes: list[Any] = []
             # Then decode graphs take rows of any lengths to 1 + k, and none are of one length.
             self._varlen = bool(getattr(self, "varlen_decode", False))
@@ -241,6 +241,7 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
             else:
                 entry = self.chooser.entry(self._step(num_reqs, num_tokens, uniform, loras, longest))
             entry.count += 1
+            self.last = entry
             return entry.result
 
         def _step(self, num_reqs: int, num_tokens: int, uniform: int | None, loras: int, longest: int) -> Step:

@@ -6,6 +6,7 @@ from typing import Any
 
 from kpolicy.errors import KPolicyError
 from kpolicy_vllm.state import LOGGER, State
+from kpolicy_vllm.watch import Watch
 
 __all__ = ["after_capture"]
 
@@ -26,6 +27,10 @@ def after_capture(state: State, modules: Any) -> None:
     )
     if state.config.lazy:
         _attach_lazy(state)
+    if state.config.log is not None and modules.first_rank():
+        _open_log(state, modules.device_name())
+    if modules.first_rank():
+        Watch(state).start()
 
 
 def _find_costs(state: State, modules: Any) -> None:
@@ -69,6 +74,30 @@ def _profile_costs(state: State, device: str) -> Any:
         )
         return None
     return profile.costs
+
+
+def _open_log(state: State, device: str) -> None:
+    """Write every step from now on."""
+    from kpolicy_vllm.decision_log import DecisionLog
+
+    try:
+        log = DecisionLog(str(state.config.log), state, device)
+    except KPolicyError as error:
+        state.counters.warn_once("log_failed", f"there is no decision log: {error}")
+        return
+    runner, dispatcher = state.runner, state.dispatcher
+    if hasattr(runner, "cudagraph_dispatcher"):
+        dispatcher.log = log.of_runner_1
+        return
+    prepare = runner.prepare_inputs
+
+    def prepare_inputs(*args: Any, **named: Any) -> Any:
+        batch = prepare(*args, **named)
+        if dispatcher.last is not None:
+            log.of_runner_2(dispatcher.last, batch)
+        return batch
+
+    runner.prepare_inputs = prepare_inputs
 
 
 def _attach_lazy(state: State) -> None:

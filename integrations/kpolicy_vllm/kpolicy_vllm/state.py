@@ -103,6 +103,7 @@ class State:
         self.dispatcher: Any = None
         self.select: Select | None = None
         self.select_lora: Select | None = None
+        self.vllm_version = ""
         self.loras_apart = True
         self.broadcast: Callable[[Any], Any] = _same
         self.captured = False

@@ -38,6 +38,12 @@ def _broadcast(value: Any) -> Any:
     return world.broadcast_object(value, src=0) if world.world_size > 1 else value
 
 
+def _first_rank() -> bool:
+    """Whether this worker is the first of its tensor and pipeline ranks: it speaks for them."""
+    state = import_module("vllm.distributed.parallel_state")
+    return state.get_pp_group().is_first_rank and state.get_tp_group().is_first_rank  # type: ignore[no-any-return]
+
+
 @attrs.frozen(kw_only=True)
 class Names:
     """See the module's docstring. Memory is of the current device; tests give functions of their own."""
@@ -52,6 +58,7 @@ class Names:
     device_name: Callable[[], str] = _device_name
     num_pieces: Callable[[Any], int] = _num_pieces
     broadcast: Callable[[Any], Any] = _broadcast
+    first_rank: Callable[[], bool] = _first_rank
 
     @classmethod
     def of_v1(cls) -> Names:

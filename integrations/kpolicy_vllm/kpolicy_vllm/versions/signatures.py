@@ -46,7 +46,11 @@ V1_0_23: dict[str, tuple[str, ...]] = {
     f"{_RUNNER}.capture_model": ("self",),
     f"{_RUNNER}._dummy_run": _DUMMY,
 }  # fmt: skip
-V1_0_33 = {**V1_0_23, f"{_RUNNER}._warmup_and_capture": (*_CAPTURE, "profiler")}
+V1_0_33 = {
+    **V1_0_23,
+    f"{_RUNNER}._warmup_and_capture": (*_CAPTURE, "profiler"),
+    f"{_RUNNER}._dummy_run": (*_DUMMY, "randomize_inputs"),
+}
 
 _UTILS = "vllm.v1.worker.gpu.cudagraph_utils"
 _RUNNER_2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"

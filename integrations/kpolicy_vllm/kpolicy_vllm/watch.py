@@ -1,0 +1,99 @@
+"""A thread that sums up at an interval: one line in vLLM's log, and the counters for Prometheus.
+
+Steps only count; the clock is read here.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections import Counter
+from collections.abc import Callable, Mapping
+from threading import Event, Thread
+
+from kpolicy_vllm.state import LOGGER, State
+
+__all__ = ["Watch", "summary"]
+
+Tallies = Mapping[tuple[str, str], tuple[int, int, int]]
+
+
+def summary(before: Tallies, now: Tallies, counts: Mapping[str, int], seconds: float) -> str:
+    """One line on the steps between two tallies; empty where there were none.
+
+    Args:
+        before: steps, tokens and padding by mode and reason, then.
+        now: the same, now.
+        counts: what else happened, since the start.
+        seconds: the time between the two.
+    """
+    steps: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    tokens = padding = 0
+    for label, (count, real, padded) in now.items():
+        old = before.get(label, (0, 0, 0))
+        mode, reason = label
+        steps[mode] += count - old[0]
+        reasons[reason] += count - old[0]
+        tokens += real - old[1]
+        padding += padded - old[2]
+    total = steps.total()
+    if not total:
+        return ""
+    modes = ", ".join(f"{mode} {count / total:.1%}" for mode, count in steps.most_common() if count)
+    whys = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(5) if count)
+    text = f"{total} steps in {seconds:.0f} s: {modes}; padding {padding / max(1, tokens + padding):.1%}; {whys}"
+    return text + "".join(f"; {name} {count}" for name, count in sorted(counts.items()))
+
+
+class Watch:
+    """Says `summary` at the interval, and at the end.
+
+    Args:
+        state: what kpolicy knows of this vLLM.
+        publish: called at every interval with the registry's hits up to date.
+    """
+
+    def __init__(self, state: State, publish: Callable[[], None] | None = None) -> None:
+        self._state = state
+        self._publish = publish
+        self._before: Tallies = {}
+        self._interval_s = state.config.summary_seconds
+        self._ended = Event()
+        self._thread = Thread(target=self._run, name="kpolicy-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin, until the process ends or `stop`."""
+        if self._interval_s or self._publish is not None:
+            self._thread.start()
+            atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Say what is left to say, and end."""
+        if not self._ended.is_set():
+            self._ended.set()
+            atexit.unregister(self.stop)
+            self.say(0.0)
+
+    def _run(self) -> None:
+        publish_s = min(self._interval_s or _PUBLISH_S, _PUBLISH_S) if self._publish is not None else self._interval_s
+        passed = 0.0
+        while not self._ended.wait(publish_s):
+            passed += publish_s
+            if self._publish is not None:
+                self._state.dispatcher.chooser.count_hits()
+                self._publish()
+            if self._interval_s and passed >= self._interval_s:
+                self.say(passed)
+                passed = 0.0
+
+    def say(self, seconds: float) -> str:
+        """Log the summary of the steps since the last; what was logged."""
+        now = self._state.dispatcher.chooser.tallies()
+        line = summary(self._before, now, self._state.counters.counts, seconds)
+        self._before = now
+        if line and self._interval_s:
+            LOGGER.info("kpolicy: %s", line)
+        return line
+
+
+_PUBLISH_S = 5.0
