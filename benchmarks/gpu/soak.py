@@ -6,8 +6,8 @@ some are captured; a replay fails; a request is cancelled. A thirtieth of the st
 launches run eagerly at their padded shapes.
 
 At a cycle's end every request was served whole or cancelled, every KV block is free, the registry holds nothing, and
-the device's memory and the process's are noted: flat means that the last cycles hold no more than the first ones after
-warming up, but for `SLACK_BYTES`.
+memory is noted, the process's, what torch's allocator holds, and the device's: flat means that the last cycle ends with
+no more than the first one after warming up, but for `SLACK_BYTES`.
 
 Run: ``python -m benchmarks.gpu.soak --config FILE --out FILE [--seconds 400]``; a run goes on where its file ends.
 """
@@ -212,8 +212,9 @@ def memory(model: Any) -> dict[str, int]:
     return found
 
 
-def summary(cells: dict[str, Any]) -> dict[str, Any]:
-    """Cycles added up, and how memory went in each process."""
+def summary(cells: dict[str, Any], *, alone: bool) -> dict[str, Any]:
+    """Cycles added up, and how memory went in each process: what its allocator holds and, alone, what the device does."""
+    held = ("process", "torch", "device") if alone else ("process", "torch")
     events: Counter[str] = Counter()
     modes: Counter[str] = Counter()
     growth: dict[str, int] = {}
@@ -228,7 +229,7 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
         "cycles": len(cells), "steps": sum(cell["steps"] for cell in cells.values()), "events": dict(events),
         "modes": dict(modes), "seconds": round(sum(cell["seconds"] for cell in cells.values()), 1),
         "growth_bytes_after_warming_up": growth,
-        "device_memory_flat": None if "device" not in growth else growth["device"] <= SLACK_BYTES,
+        "memory_flat": all(growth[name] <= SLACK_BYTES for name in held if name in growth),
         "problems": [problem for cell in cells.values() for problem in cell["problems"]],
     }  # fmt: skip
 
@@ -239,6 +240,9 @@ def main(argv: list[str] | None = None) -> int:
     add_options(parser, seconds=400.0)
     parser.add_argument("--cycles", type=int, default=1_000_000, help="in all, with those that the file has")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
+        "--alone", action="store_true", help="no other process uses the device: its memory is watched too"
+    )
     options = parser.parse_args(argv)
 
     import torch
@@ -258,10 +262,10 @@ def main(argv: list[str] | None = None) -> int:
             cycle = Cycle(model, executor, registry, number, tiny=options.tiny).run(options.steps)
             results.put(str(number), {**cycle, "process": process, "memory": memory(model)})
             print(number, results.cells[str(number)], flush=True)
-    total = results.data["total"] = summary(results.cells)
+    total = results.data["total"] = summary(results.cells, alone=options.alone)
     results.write()
     print(json.dumps(total), flush=True)
-    return 1 if total["problems"] or total["device_memory_flat"] is False else 0
+    return 1 if total["problems"] or not total["memory_flat"] else 0
 
 
 if __name__ == "__main__":
