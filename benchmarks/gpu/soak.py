@@ -213,7 +213,7 @@ def memory(model: Any) -> dict[str, int]:
 
 
 def summary(cells: dict[str, Any], *, alone: bool) -> dict[str, Any]:
-    """Cycles added up, and how memory went in each process: what its allocator holds and, alone, what the device does."""
+    """Cycles added up, and how memory went in each process; the device's too where nobody else uses it."""
     held = ("process", "torch", "device") if alone else ("process", "torch")
     events: Counter[str] = Counter()
     modes: Counter[str] = Counter()
