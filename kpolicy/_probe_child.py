@@ -290,7 +290,14 @@ def _plugin(say: Say, argument: str) -> None:
         raise PluginError(f"{group} {name!r} is {factory!r}, which can't be called; register a class or a function.")
 
 
+def _kernels(say: Say, _argument: str) -> None:
+    # Serving stands above this module, so it is imported like a library.
+    for device, (chosen, others) in _load(say, "kpolicy.serving.kernels").kernels_chosen().items():
+        say(**{device: chosen, f"{device}_others": {name: why or "can run too" for name, why in others.items()}})
+
+
 _PROBES: Mapping[str, Callable[[Say, str], None]] = {
+    "kernels": _kernels,
     "torch": _torch,
     "ascend": _ascend,
     "kunlun": _kunlun,

@@ -29,7 +29,16 @@ from kpolicy.serving.rows import RowTensors
 if TYPE_CHECKING:
     from kpolicy.serving.kv_cache import LayerSpec
 
-__all__ = ["KERNELS", "Kernels", "PlainKernels", "TritonKernels", "choose_kernels", "cuda_here", "kernels_here"]
+__all__ = [
+    "KERNELS",
+    "Kernels",
+    "PlainKernels",
+    "TritonKernels",
+    "choose_kernels",
+    "cuda_here",
+    "kernels_chosen",
+    "kernels_here",
+]
 
 LEAST_CAPABILITY = (8, 0)
 """CUDA capability from which the Triton kernels run: bf16 and asynchronous copies."""
@@ -346,6 +355,19 @@ def kernels_here(device: torch.device) -> dict[str, str]:
 def cuda_here() -> bool:
     """Whether there is a CUDA device that is NVIDIA's, with kernels that a graph may hold."""
     return torch.cuda.is_available() and not kernels_here(torch.device("cuda"))["triton"]
+
+
+def kernels_chosen() -> dict[str, tuple[str, dict[str, str]]]:
+    """For the CPU and the accelerator here: what ``"auto"`` takes, and why each other kind can't run, "" if it can."""
+    kinds = ["cpu"]
+    if torch.accelerator.is_available():
+        kinds.append(torch.accelerator.current_accelerator().type)
+    found = {}
+    for kind in kinds:
+        here = kernels_here(torch.device(kind))
+        chosen = next(name for name, why in here.items() if not why)
+        found[kind] = chosen, {name: why for name, why in here.items() if name != chosen}
+    return found
 
 
 KERNELS = ("auto", "ascend", "triton", "flash", "plain")

@@ -26,7 +26,9 @@ from tests.cli.conftest import Command
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "cli.md").read_text()
-COMMANDS = ("run", "generate", "decide", "explain", "policies", "doctor", "plan", "simulate", "sweep", "report")
+COMMANDS = (
+    "run", "generate", "calibrate", "decide", "explain", "policies", "doctor", "plan", "simulate", "sweep", "report",
+)  # fmt: skip
 
 
 def in_a_process(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -286,6 +288,21 @@ def test_doctor_prints_every_report(kpolicy: Command, monkeypatch: pytest.Monkey
         assert re.search(rf"^{report.name} +{report.status} +{report.reason}", text, re.M)
     assert "a card that counts [devices 2]" in text
     assert "/some/where" not in text
+
+
+def test_doctor_names_attention_kernels(kpolicy: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch is usable it says which kernels a model gets on each device, and in JSON why not others."""
+    pytest.importorskip("torch")
+    working = (ProbeReport("extra torch", ProbeStatus.USABLE, "imports"), REPORTS[-1])
+    monkeypatch.setattr("kpolicy.probes.probe_all", lambda: working)
+    found = kpolicy("doctor", "--json").json
+    assert [report["name"] for report in found] == ["extra torch", "attention kernels", "extra numpy"]
+    assert found[1]["status"] == "usable"
+    assert "cpu: plain" in found[1]["reason"]
+    kernels = json.loads(found[1]["facts"]["kernels"])
+    assert kernels["cpu"] == "plain"
+    assert kernels["cpu_others"]["triton"] == "it runs on CUDA devices, and this is cpu"
+    assert "CUDA devices" not in kpolicy("doctor").out
 
 
 def test_doctor_as_it_is() -> None:
