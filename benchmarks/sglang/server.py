@@ -356,9 +356,7 @@ class Trace:
             outputs[: state["seen"]] = []
             state["seen"] = 0
             due = []
-            while (
-                waiting and waiting[-1][0] <= now - began and state["sent"] - state["done"] < concurrent
-            ):
+            while waiting and waiting[-1][0] <= now - began and state["sent"] - state["done"] < concurrent:
                 due.append(waiting.pop()[1])
                 state["sent"] += 1
             if state["done"] >= len(requests) or now - began > limit_s:
@@ -372,9 +370,7 @@ class Trace:
         took = time.perf_counter() - began
         tokens = sum(len(each) for each in times.values())
         gaps = sorted(
-            (after - before) * 1e3
-            for each in times.values()
-            for before, after in zip(each, each[1:], strict=False)
+            (after - before) * 1e3 for each in times.values() for before, after in zip(each, each[1:], strict=False)
         )
         found = {"done": state["done"], "of": len(requests), "s": round(took, 3), "outputs": tokens}
         if gaps:

@@ -1,0 +1,215 @@
+"""Whether graphs change results, by rule 1 of docs/design.md, on a checkpoint made for it.
+
+The checkpoint has random weights scaled by their fan-in, so that attention matters. Logits of SGLang, eagerly, in
+graphs and as kpolicy decides, are compared with those of `transformers` in float32 over teacher-forced tokens:
+
+- at the same padded shape, whether a graph's logits equal eager ones bit by bit (kernels whose number of splits
+  depends on being captured differ, and are named by what they serve);
+- across shapes, relative L2 of each row: p99.9 at most twice eager's own;
+- tokens: a mismatch counts where the reference's margin is above twice eager's largest error;
+- attention broken on purpose (rows read each other's KV) must fail the second.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from server import Steps
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 512, "intermediate_size": 1024,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 4096,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+        "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1,
+    },
+    "dsv2": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 512,
+        "intermediate_size": 1024, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "vocab_size": 4096, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+        "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0, "aux_loss_alpha": 0.001,
+        "seq_aux": True, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
+        "bos_token_id": 0, "eos_token_id": 1,
+    },
+}  # fmt: skip
+ROWS, DECODES = 24, 8
+
+
+class Check:
+    """A generated checkpoint, `transformers` in float32, and SGLang with kpolicy on it."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        import torch
+
+        self.torch = torch
+        family, folder = given.pop("family"), Path(given.pop("folder"))
+        folder.mkdir(parents=True, exist_ok=True)
+        self.device = given.get("device", "cuda")
+        self.reference = self._make(CONFIGS[family], folder)
+        defaults = {
+            "load_format": "auto", "mem_fraction_static": 0.2, "max_running_requests": 64, "context_length": 2048,
+            "chunked_prefill_size": 2048,
+        }  # fmt: skip
+        self.steps = Steps({**defaults, "model_path": str(folder), **given})
+
+    def start(self) -> dict[str, Any]:
+        return self.steps.start()
+
+    def _make(self, config: dict[str, Any], folder: Path) -> Any:
+        """Write the checkpoint; the same weights in float32."""
+        from safetensors.torch import save_file
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+        torch = self.torch
+        (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}), encoding="utf-8")
+        values = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
+        torch.manual_seed(0)
+        made = CONFIG_MAPPING[config["model_type"]](**values)
+        made._attn_implementation = "eager"
+        model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() < 2:
+                    weight.copy_(torch.ones_like(weight) if "norm" in name else 0.1 * torch.randn_like(weight))
+                else:
+                    # Experts fused into one tensor have their inputs last, as a linear layer has.
+                    scale = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
+                    weight.copy_(torch.randn_like(weight) * scale)
+                weight.copy_(weight.to(torch.bfloat16).float())
+        save_file(
+            {name: weight.to(torch.bfloat16).contiguous() for name, weight in _original_names(model.state_dict())},
+            str(folder / "model.safetensors"), metadata={"format": "pt"},
+        )  # fmt: skip
+        return model.to(self.device).eval()
+
+    def _tokens(self) -> list[list[int]]:
+        generator = self.torch.Generator().manual_seed(3)
+        vocab = self.reference.config.vocab_size
+        lengths = [16 + (37 * i) % 90 for i in range(ROWS)]
+        return [
+            self.torch.randint(10, vocab, (length + DECODES + 1,), generator=generator).tolist() for length in lengths
+        ]
+
+    def _wanted(self, rows: list[list[int]]) -> Any:
+        """The reference's logits ``[rows * (1 + DECODES), vocab]``, in the order of `_got`."""
+        torch = self.torch
+        found = []
+        for tokens in rows:
+            ids = torch.tensor([tokens[:-1]], device=self.device)
+            found.append(self.reference(ids).logits[0, -(DECODES + 1) :].float())
+        return torch.stack(found).transpose(0, 1).reshape(-1, found[0].shape[-1])
+
+    def _got(self, rows: list[list[int]], force: bool | None, *, broken: bool = False) -> Any:
+        """SGLang's logits: one prefill batch a request, then decodes of all rows together."""
+        torch, steps = self.torch, self.steps
+        self._force(force)
+        steps.clear()
+        found, running = [], None
+        first = []
+        for tokens in rows:
+            batch = steps.extend_batch([steps.request(tokens[: -DECODES - 1])])
+            first.append(steps.logits(steps.load(batch))[0].next_token_logits.float().clone())
+            steps.grow(batch)
+            batch.input_ids = None
+            if running is None:
+                running = batch
+            else:
+                running.merge_batch(batch)
+        found.append(torch.cat(first))
+        for step in range(DECODES):
+            running.input_ids = torch.tensor(
+                [tokens[len(tokens) - DECODES - 1 + step] for tokens in rows], dtype=torch.int64, device=self.device
+            )
+            running.prepare_for_decode()
+            if broken:
+                running.req_pool_indices = running.req_pool_indices.roll(1)
+            found.append(steps.logits(running)[0].next_token_logits.float().clone())
+            if broken:
+                running.req_pool_indices = running.req_pool_indices.roll(-1)
+            steps.grow(running)
+        self._force(None)
+        return torch.cat(found)
+
+    def _force(self, force: bool | None) -> None:
+        from kpolicy_sglang.state import state_of
+
+        state = state_of(self.steps.runner)
+        for phase in state.phases.values() if state is not None else ():
+            phase.force = force
+
+    def _same_shape(self) -> dict[str, Any]:
+        """Graphs against eager at captured sizes, where nothing is padded."""
+        torch, steps = self.torch, self.steps
+        found = {}
+        generator = torch.Generator().manual_seed(5)
+        vocab = self.reference.config.vocab_size
+        for size in (64, 128):
+            tokens = torch.randint(10, vocab, (size,), generator=generator).tolist()
+            got = []
+            for force in (False, True):
+                self._force(force)
+                steps.clear()
+                got.append(steps.logits(steps.load(steps.extend_batch([steps.request(tokens)])))[0])
+            a, b = (each.next_token_logits.float() for each in got)
+            found[f"extend {size}"] = {"bitwise": bool((a == b).all()), "relative": _relative(a, b)}
+        rows = [torch.randint(10, vocab, (40,), generator=generator).tolist() for _ in range(16)]
+        got = [self._got([[*row, *([5] * (DECODES + 1))] for row in rows], force) for force in (False, True)]
+        a, b = (each[len(rows) :] for each in got)
+        found["decode 16"] = {"bitwise": bool((a == b).all()), "relative": _relative(a, b)}
+        self._force(None)
+        return found
+
+    def check(self) -> dict[str, Any]:
+        """All of the rule; `passed` says whether what it asks holds."""
+        rows = self._tokens()
+        wanted = self._wanted(rows)
+        got = {name: self._got(rows, force) for name, force in (("eager", False), ("graph", True), ("kpolicy", None))}
+        broken = self._got(rows, True, broken=True)
+        errors = {name: _row_errors(each, wanted) for name, each in {**got, "broken": broken}.items()}
+        p999 = {name: float(each.quantile(0.999)) for name, each in errors.items()}
+        limit = 2 * float((got["eager"] - wanted).abs().max())
+        top = wanted.topk(2, dim=-1)
+        sure = (top.values[:, 0] - top.values[:, 1]) > limit
+        missed = {
+            name: {
+                "all": int((each.argmax(-1) != top.indices[:, 0]).sum()),
+                "where the margin is above the limit": int(((each.argmax(-1) != top.indices[:, 0]) & sure).sum()),
+            }
+            for name, each in got.items()
+        }
+        within = all(p999[name] <= 2 * p999["eager"] for name in ("graph", "kpolicy"))
+        tokens = not any(each["where the margin is above the limit"] for each in missed.values())
+        return {
+            "passed": within and tokens and p999["broken"] > 2 * p999["eager"], "rows": len(wanted),
+            "relative_l2_p999": p999, "median": {name: float(each.median()) for name, each in errors.items()},
+            "token_mismatches": missed, "rows_with_a_sure_token": int(sure.sum()), "same_shape": self._same_shape(),
+        }  # fmt: skip
+
+
+def _row_errors(got: Any, wanted: Any) -> Any:
+    return (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+
+
+def _relative(a: Any, b: Any) -> float:
+    return float((a - b).norm() / a.norm())
+
+
+def _original_names(state: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Weights by the names that published checkpoints have: experts one by one."""
+    found = []
+    for name, weight in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            for i, expert in enumerate(weight):
+                gate, up = expert.chunk(2, dim=0)
+                found += [(name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate),
+                          (name.replace("gate_up_proj", f"{i}.up_proj.weight"), up)]  # fmt: skip
+        elif name.endswith("experts.down_proj"):
+            found += [(name.replace("down_proj", f"{i}.down_proj.weight"), expert) for i, expert in enumerate(weight)]
+        else:
+            found.append((name, weight))
+    return found
