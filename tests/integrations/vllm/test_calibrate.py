@@ -4,11 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kpolicy_vllm.calibrate import calibrate, why_not
 
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.settings import Settings
+from kpolicy_vllm.calibrate import calibrate, why_not
 from tests.integrations.vllm.fake_runner import FakeRunner, FakeState, SimulatedClock, stand_ins
 
 SIZES = (1, 4, 16, 64)

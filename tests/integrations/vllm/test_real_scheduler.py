@@ -1,0 +1,199 @@
+"""The schedulers that split, on vLLM's own, out of unpacked wheels."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kpolicy.attention.support import Claims
+from kpolicy.costs import CostTable, Curve, HostCost
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
+from kpolicy_vllm import scheduler as ours
+from kpolicy_vllm.config import Config
+from kpolicy_vllm.state import State, settings_of
+from tests.integrations.vllm.real_scheduler import make_request, make_scheduler, schedulers, serve, vllm_config
+from tests.oracle.loader import VARIABLE, oracle_folder
+
+pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.skipif(
+        oracle_folder() is None,
+        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
+    ),
+]
+
+BOTH = pytest.mark.parametrize("version", ["0.23", "0.33"])
+KINDS = pytest.mark.parametrize("asynchronous", [False, True])
+
+
+class Always:
+    """A rule that splits every mixed step, after so many decode-only ones."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def steps(self, *_: Any) -> int:
+        return self._steps
+
+    def alternates(self) -> bool:
+        return self._steps > 0
+
+
+def split_scheduler(config: Any, steps: int) -> Any:
+    """Our scheduler on vLLM's, which splits as it is told."""
+    name = ours.qualname(config).rpartition(".")[2]
+    made = make_scheduler(ours._made(name), config)
+    assert made.kpolicy_turns is None, "kpolicy is off in this configuration"
+    counts: dict[str, int] = {}
+    state = SimpleNamespace(
+        counters=SimpleNamespace(add=lambda key: counts.__setitem__(key, counts.get(key, 0) + 1), counts=counts)
+    )
+    made.kpolicy_turns = ours.Turns(made, state)
+    made.kpolicy_turns._rule = Always(steps)
+    return made
+
+
+def stock_scheduler(config: Any) -> Any:
+    module, name = ours._BASES[ours.qualname(config).rpartition(".")[2]]
+    return make_scheduler(getattr(importlib.import_module(module), name), config)
+
+
+def requests(seed: int, count: int = 20, longest: int = 150) -> list[tuple[int, Any]]:
+    chance = random.Random(seed)  # noqa: S311
+    return [
+        (chance.randrange(60), make_request(f"r{i}", chance.randrange(1, longest), chance.randrange(1, 40)))
+        for i in range(count)
+    ]
+
+
+@BOTH
+@KINDS
+@pytest.mark.parametrize("steps", [1, 3])
+def test_tokens_are_stock_s_and_no_step_is_mixed(version: str, asynchronous: bool, steps: int) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=asynchronous)
+        for seed in range(5):
+            depth = 2 if asynchronous else 1
+            wanted, stock = serve(stock_scheduler(config), requests(seed), depth=depth)
+            scheduler = split_scheduler(config, steps)
+            found, worker = serve(scheduler, requests(seed), depth=depth)
+            assert found == wanted
+            assert any(decodes and prompts for decodes, prompts in stock.steps), "the load has mixed steps"
+            assert not any(decodes and prompts for decodes, prompts in worker.steps)
+            assert scheduler.kpolicy_turns._state.counters.counts["split_decode_steps"] > 10
+
+
+@BOTH
+@KINDS
+def test_off_is_stock_step_by_step(version: str, asynchronous: bool) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=asynchronous)
+        depth = 2 if asynchronous else 1
+        name = ours.qualname(config).rpartition(".")[2]
+        for seed in range(3):
+            wanted, stock = serve(stock_scheduler(config), requests(seed), depth=depth)
+            for scheduler in (make_scheduler(ours._made(name), config), split_scheduler(config, 0)):
+                found, worker = serve(scheduler, requests(seed), depth=depth)
+                assert found == wanted
+                assert worker.steps == stock.steps
+
+
+@BOTH
+@KINDS
+def test_prompts_wait_for_as_many_decode_steps_as_said(version: str, asynchronous: bool) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=asynchronous)
+        load = [(0, make_request("a", 4, 60)), (10, make_request("b", 300, 4))]
+        _, worker = serve(split_scheduler(config, 3), load, depth=2 if asynchronous else 1)
+        kinds = "".join("P" if prompts else "D" for _, prompts in worker.steps)
+        # 300 prompt tokens at 64 a step: five chunks, each behind three decode-only steps.
+        assert "PDDDPDDDPDDDP" in kinds
+
+
+@BOTH
+@KINDS
+def test_few_blocks_leave_preemption_to_vllm(version: str, asynchronous: bool) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=asynchronous, blocks=30)
+        for seed in range(4):
+            scheduler = split_scheduler(config, 2)
+            found, _ = serve(scheduler, requests(seed, count=12, longest=60), depth=2 if asynchronous else 1)
+            wanted, _ = serve(stock_scheduler(config), requests(seed, count=12, longest=60),
+                              depth=2 if asynchronous else 1)  # fmt: skip
+            assert found == wanted
+
+
+@BOTH
+def test_data_parallel_ranks_take_the_same_turns(version: str) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=False, ranks=2)
+        ranks = [split_scheduler(config, 1) for _ in range(2)]
+        tick = 0
+        for rank in ranks:
+            rank.kpolicy_turns.counter = lambda: tick
+        ranks[0].add_request(make_request("a", 4, 30))
+        ranks[1].add_request(make_request("b", 500, 30))
+        late = make_request("c", 200, 5)
+        seen: list[list[tuple[int, int]]] = []
+        outputs = importlib.import_module("vllm.v1.outputs")
+        for tick in range(30):
+            if tick == 8:
+                ranks[0].add_request(late)
+            row = []
+            for rank in ranks:
+                output = rank.schedule()
+                new = output.num_scheduled_tokens
+                prompt = {name for name in new if rank.requests[name].num_computed_tokens <=
+                          rank.requests[name].num_prompt_tokens}  # fmt: skip
+                row.append((len(new) - len(prompt), sum(new[name] for name in prompt)))
+                done = {name: [1] if not rank.requests[name].is_prefill_chunk else [] for name in new}
+                rank.update_from_output(
+                    output,
+                    outputs.ModelRunnerOutput(
+                        req_ids=list(done), req_id_to_index={name: i for i, name in enumerate(done)},
+                        sampled_token_ids=list(done.values()),
+                    ),
+                )  # fmt: skip
+            seen.append(row)
+        assert late.num_output_tokens > 0
+        for i, row in enumerate(seen):
+            if i % 2 == 0:
+                assert not any(prompts for _, prompts in row), f"step {i} is for decodes"
+        assert any(decodes for decodes, _ in seen[6])
+        assert any(prompts for row in seen for _, prompts in row)
+
+
+@BOTH
+@pytest.mark.parametrize(("eager_us", "splits"), [(60_000.0, True), (900.0, False)])
+def test_costs_decide(version: str, eager_us: float, splits: bool) -> None:
+    """The real state, rule and scheduler: mixed steps are above the largest graph, the two apart are not."""
+    graphs = Curve((1, 64), (1000.0, 1000.0))
+    costs = CostTable(
+        version="made up", measured=True, full=graphs, piecewise=graphs, eager=Curve((1, 64), (800.0, eager_us)),
+        host_full=HostCost(100.0), host_piecewise=HostCost(100.0), host_eager=HostCost(100.0),
+    )  # fmt: skip
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=True)
+        state = State(Config(split=True), settings_of(config))
+        state.claims = Claims(1)
+        for key in (GraphKey(Part.FULL, 8, 8, query_len=1), GraphKey(Part.PIECEWISE, 63)):
+            state.registry.plan([key])
+            state.registry.capture(key, bytes=1, seconds=0.1, graphs=1, pool="vllm")
+        state.graphs_captured()
+        state.install_costs(costs)
+        scheduler = split_scheduler(config, 0)
+        scheduler.kpolicy_turns = ours.Turns(scheduler, state)
+        wanted, _ = serve(stock_scheduler(config), requests(1), depth=2)
+        found, worker = serve(scheduler, requests(1), depth=2)
+        assert found == wanted
+        mixed = [decodes + prompts for decodes, prompts in worker.steps if decodes and prompts]
+        # Small mixed steps fit the graph of pieces, and cost less than two steps.
+        assert (max(mixed) <= 63) is splits
+        assert bool(state.counters.counts["split_decode_steps"]) is splits
+        assert state.counters.counts["split_not_worth_it"] > 0
