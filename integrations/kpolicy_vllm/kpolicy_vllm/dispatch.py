@@ -1,10 +1,13 @@
 """`Chooser`: from the counts of a step to the graph of vLLM's that replays it.
 
 Both runners ask for a graph with little more than counts, so the answer to a count is prepared once and kept: the hot
-path is one look-up. KV lengths are left out on purpose. Attention on the real KV is the same in every way to run a
-whole batch, so it can tip the choice only where two ways differ by less than their padding, and counts are what every
-rank and both runners have. What the policy says is checked before it is kept: a graph that isn't captured or doesn't
-hold the step is refused, counted, and vLLM's own rule answers instead.
+path is one look-up. Decodes have a cell for each number of them; steps with prompt chunks have one for each number of
+tokens and class of decodes beside them (`classes`), filled at start-up.
+
+KV lengths are left out on purpose. Attention on the real KV is the same in every way to run a whole batch, so it can
+tip the choice only where two ways differ by less than their padding, and counts are what every rank and both runners
+have. What the policy says is checked before it is kept: a graph that isn't captured or doesn't hold the step is
+refused, counted, and vLLM's own rule answers instead.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from kpolicy.modes import Mode, Part, Rows
 from kpolicy.shapes import BatchNumbers
 from kpolicy_vllm.state import State
 
-__all__ = ["OWN_RULE", "Chooser", "Entry", "Step", "numbers_of"]
+__all__ = ["OWN_RULE", "Chooser", "Entry", "Step", "classes", "numbers_of"]
 
 OWN_RULE = "vllm_rule"
 """The reason in counters where vLLM's own rule decided."""
-_MOST_ENTRIES = 1 << 16
+_MOST_ENTRIES = 1 << 18
+_MOST_ABOVE = 1 << 14
 _NO_SPLIT = Mode.SPLIT.bit
 
 
@@ -100,6 +104,13 @@ def numbers_of(step: Step, query_len: int) -> BatchNumbers:
     )  # fmt: skip
 
 
+def classes(most: int) -> tuple[list[int], list[int]]:
+    """Numbers of decodes in classes, one to a doubling: the class of each number to `most`, and each one's middle."""
+    class_of = [number.bit_length() for number in range(most + 1)]
+    middles = [0, *(min(most, (3 << i) >> 1) for i in range(class_of[-1]))]
+    return class_of, middles
+
+
 class Chooser:
     """The answers of one vLLM, prepared as they are first asked for.
 
@@ -111,6 +122,7 @@ class Chooser:
     Attributes:
         desc_of, key_of: vLLM's descriptors by kpolicy's keys, and the reverse; every key that may be captured.
         entries: the prepared answers.
+        largest: tokens of the largest captured graph.
     """
 
     def __init__(self, state: State, eager: Callable[[int, int], Any], answer: Callable[[Part, Any], Any]) -> None:
@@ -123,6 +135,11 @@ class Chooser:
         self.entries: dict[Step, Entry] = {}
         self.forced: Any = None
         self._own: tuple[GraphKey, ...] = ()
+        self._captured: frozenset[GraphKey] = frozenset()
+        self.largest = 0
+        self.class_of, self._decodes_of = classes(state.settings.max_num_reqs)
+        self._cells: list[list[Entry | None]] = []
+        self._above: dict[int, Entry] = {}
         self._gone: dict[tuple[str, str], tuple[int, int, int]] = {}
         self._gone_hits: Counter[GraphKey] = Counter()
         self._counted: Counter[GraphKey] = Counter()
@@ -141,6 +158,10 @@ class Chooser:
         view = self.state.ladder
         parts = (Part.FULL, Part.PIECEWISE)
         self._own = tuple(key for part in parts for key in view.keys if key.part is part)
+        self._captured = frozenset(view.keys).intersection(self.desc_of)
+        self.largest = max((key.num_tokens for key in self._captured), default=0)
+        self._cells = [[None] * (self.largest + 1) for _ in self._decodes_of]
+        self._above = {}
         self.on_refresh()
 
     @contextmanager
@@ -151,6 +172,35 @@ class Chooser:
             yield
         finally:
             self.forced = before
+
+    def cell(self, num_tokens: int, num_decodes: int) -> Entry:
+        """The prepared answer for a step with prompt chunks beside that many decodes.
+
+        The decodes are taken as those of their class: how many there are hardly tells one way from another.
+        """
+        if num_tokens > self.largest:
+            # No graph is that large, whatever is in the step.
+            return self._above.get(num_tokens) or self._fill_above(num_tokens)
+        number = self.class_of[num_decodes]
+        row = self._cells[number]
+        return row[num_tokens] or self._fill(row, num_tokens, self._decodes_of[number])
+
+    def _fill(self, row: list[Entry | None], num_tokens: int, num_decodes: int) -> Entry:
+        decodes = min(num_decodes, (num_tokens - 1) // self.query_len, self.state.settings.max_num_reqs - 1)
+        entry = row[num_tokens] = self.entry(Step(num_tokens, decodes + 1, decodes))
+        return entry
+
+    def _fill_above(self, num_tokens: int) -> Entry:
+        entry = self._above[num_tokens] = self.entry(Step(num_tokens, 1, 0))
+        return entry
+
+    def prepare(self) -> None:
+        """Fill the cells of steps with chunks, so that none of them costs a step of serving."""
+        for row, decodes in zip(self._cells, self._decodes_of, strict=True):
+            for tokens in range(1, self.largest + 1):
+                self._fill(row, tokens, decodes)
+        for tokens in range(self.largest + 1, min(self.state.settings.max_num_tokens, _MOST_ABOVE) + 1):
+            self._fill_above(tokens)
 
     def entry(self, step: Step) -> Entry:
         """The prepared answer for a step, made now if need be."""
@@ -217,7 +267,7 @@ class Chooser:
 
     def unfit(self, key: GraphKey, numbers: BatchNumbers, step: Step) -> str:
         """Why the graph can't replay the step; empty where it can."""
-        if key not in self.desc_of or key not in self.state.ladder.keys:
+        if key not in self._captured:
             return f"{key} isn't captured"
         mode = Mode.FULL if key.part is Part.FULL else Mode.PIECEWISE
         if step.forbidden & mode.bit:

@@ -136,14 +136,23 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             facts, self.facts = self.facts, None
             if valid_modes is not None or not self.deciding or (invalid_modes and none in invalid_modes):
                 return self._told(num_tokens, uniform_decode, has_lora, num_active_loras, valid_modes, invalid_modes)
-            if uniform_decode and not has_lora and not invalid_modes:
-                entry = self._decodes[num_tokens] if num_tokens < len(self._decodes) else None
-                if entry is None:
-                    entry = self._decode_entry(num_tokens)
+            if has_lora or invalid_modes:
+                loras = num_active_loras if has_lora else 0
+                entry = self.chooser.entry(self._step(num_tokens, uniform_decode, loras, invalid_modes, facts))
+            elif uniform_decode:
+                known = self._decodes[num_tokens] if num_tokens < len(self._decodes) else None
+                entry = known or self._decode_entry(num_tokens)
+            elif num_tokens > self.chooser.largest:
+                entry = self.chooser.cell(num_tokens, 0)
+            elif facts is None:
+                entry = self.chooser.entry(self._step(num_tokens, False, 0, None, None))
             else:
-                entry = self.chooser.entry(
-                    self._step(num_tokens, uniform_decode, num_active_loras if has_lora else 0, invalid_modes, facts)
-                )
+                reqs, new = facts
+                decodes = int(count_nonzero(new <= self.chooser.query_len))
+                if decodes < reqs <= self.state.settings.max_num_reqs:
+                    entry = self.chooser.cell(num_tokens, decodes)
+                else:
+                    entry = self.chooser.entry(Step(num_tokens, reqs, decodes))
             entry.count += 1
             if self.log is not None and facts is not None:
                 self.log(entry, facts)

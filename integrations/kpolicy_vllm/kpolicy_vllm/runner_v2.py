@@ -85,12 +85,8 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
             self._decodes: list[Any] = []
             # Then decode graphs take rows of any lengths to 1 + k, and none are of one length.
             self._varlen = bool(getattr(self, "varlen_decode", False))
-            extra = {"num_active_loras": 0} if newest else {}
-            self.chooser = Chooser(
-                state,
-                lambda tokens, reqs: descriptor(cg_mode=none, num_tokens=tokens, num_reqs=reqs, **extra),
-                lambda _part, desc: desc,
-            )
+            self._alone = state.num_dp_ranks == 1
+            self.chooser = Chooser(state, lambda _tokens, _reqs: None, lambda _part, desc: desc)
             self.chooser.query_len = self.decode_query_len
             self.chooser.on_refresh = self._refreshed
             self.refresh = self.chooser.refresh
@@ -238,23 +234,31 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
                     entry = self.chooser.entry(Step(num_tokens, num_tokens // q, num_tokens // q, q, q))
                     if num_tokens < len(self._decodes):
                         self._decodes[num_tokens] = entry
+            elif uniform is None and not loras and not longest and num_reqs <= self.max_num_reqs:
+                # Which rows are decodes isn't said. One prompt chunk beside decodes is what schedulers mostly make; of
+                # ranks that agreed on a size and ask again, all must be told the same, so only the size counts.
+                entry = self.chooser.cell(num_tokens, num_reqs - 1 if self._alone else 0)
             else:
                 entry = self.chooser.entry(self._step(num_reqs, num_tokens, uniform, loras, longest))
             entry.count += 1
             self.last = entry
+            if entry.key is None:
+                return self._no_graph(num_tokens, num_reqs, loras)
             return entry.result
 
         def _step(self, num_reqs: int, num_tokens: int, uniform: int | None, loras: int, longest: int) -> Step:
             q = self.decode_query_len
             if uniform is not None and uniform <= q and not self._varlen:
                 return Step(num_tokens, num_reqs, num_reqs, uniform, uniform, loras)
-            if self.state.num_dp_ranks > 1:
-                # Ranks that agreed on a size ask again, and must all be told the same: only what is agreed counts.
-                return Step(num_tokens, 1, 0, 0, 0, loras)
-            if longest and longest <= q:
+            if longest and longest <= q and self._varlen:
                 return Step(num_tokens, num_reqs, num_reqs, 0, longest, loras)
-            # Which rows are decodes isn't said. One prompt chunk beside decodes is what schedulers mostly make.
-            return Step(num_tokens, num_reqs, num_reqs - 1, 0, 0, loras)
+            decodes = num_reqs - 1 if self._alone else 0
+            return Step(num_tokens, decodes + 1, decodes, 0, 0, loras)
+
+        def _no_graph(self, num_tokens: int, num_reqs: int, loras: int) -> Any:
+            if newest:
+                return descriptor(none, num_tokens, num_reqs, num_active_loras=loras)
+            return descriptor(none, num_tokens, num_reqs)
 
     return KManager
 

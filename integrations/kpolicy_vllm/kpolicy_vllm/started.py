@@ -16,6 +16,8 @@ def after_capture(state: State, modules: Any) -> None:
     state.graphs_captured()
     if state.policy.reads_costs:
         _find_costs(state, modules)
+    if state.dispatcher.deciding:
+        state.dispatcher.chooser.prepare()
     totals = state.registry.totals()
     LOGGER.info(
         "kpolicy: %d graphs, %.2f GiB, %.1f s; policy %s decides%s",

@@ -99,7 +99,7 @@ def vllm_config(
             tensor_parallel_size=1, data_parallel_size=ranks, data_parallel_rank=0, use_ubatching=False
         ),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        observability_config=SimpleNamespace(cudagraph_metrics=True),
+        observability_config=SimpleNamespace(cudagraph_metrics=False),
         speculative_config=speculative if drafts else None,
         num_speculative_tokens=drafts,
         uniform_decode_query_len=1 + drafts,

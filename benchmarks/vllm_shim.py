@@ -1,0 +1,188 @@
+"""What kpolicy adds to the host's work of a step in vLLM: the real runners' dispatch with and without it, in one run.
+
+Run from the repository root, with wheels or unpacked wheels of vLLM 0.23.0 and 0.33.0 in one folder::
+
+    KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_vllm python -m benchmarks.vllm_shim --date YYYY-MM-DD
+
+Of the first runner all of `_determine_batch_execution_and_padding` is timed, of the second `dispatch`. Each pass has
+steps of its own, so that prepared answers are found as often as in serving: decodes have theirs after the first of
+their number, batches with a prompt chunk theirs from start-up. Passes of the two alternate; the best of each is taken,
+as all else only adds time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kpolicy
+from kpolicy.costs import Curve, HostCost, analytic_costs
+from kpolicy.policies.vllm import vllm
+from kpolicy.settings import Settings
+from kpolicy_vllm.config import Config
+from kpolicy_vllm.state import state_of
+from tests.integrations.vllm.real_runner import initialise_v1, runner_v1, sized, vllm_config, vllm_of
+from tests.integrations.vllm.shimmed import ShimmedVllm
+from tests.oracle.configs import Deployment
+from tests.oracle.vllm_real import RealVllm
+
+RESULT = Path(__file__).parent / "results" / "vllm_shim.json"
+STEPS = 1000
+PASSES = 15
+
+
+def costs() -> Any:
+    """Costs of a small model, where every mode is the cheapest somewhere."""
+    import attrs
+
+    curve = Curve((1, 64, 512, 2048, 8192), (900.0, 950.0, 1500.0, 4000.0, 15000.0))
+    return attrs.evolve(
+        analytic_costs(), version="bench", measured=True, full=curve, piecewise=curve, eager=curve,
+        host_full=HostCost(100.0), host_piecewise=HostCost(1500.0), host_eager=HostCost(8000.0),
+    )  # fmt: skip
+
+
+def decodes(rng: random.Random) -> list[int]:
+    return [1] * rng.randint(1, 256)
+
+
+def mixed(rng: random.Random) -> list[int]:
+    return [1] * rng.randint(1, 200) + [rng.randint(2, 1500)]
+
+
+def long(rng: random.Random) -> list[int]:
+    return [1] * rng.randint(1, 200) + [rng.randint(2049, 6000)]
+
+
+KINDS: dict[str, Callable[[random.Random], list[int]]] = {"decode": decodes, "mixed": mixed, "long chunk": long}
+
+
+def timed(call: Callable[..., Any], steps: list[Any]) -> float:
+    """Microseconds a call."""
+    start = time.perf_counter_ns()
+    for step in steps:
+        call(**step)
+    return (time.perf_counter_ns() - start) / len(steps) / 1000
+
+
+def compared(stock: Callable[..., Any], shim: Callable[..., Any], draw: Callable[[], Any]) -> dict[str, Any]:
+    """Best times of both, and their ratio."""
+    for call in (stock, shim):
+        timed(call, [draw() for _ in range(STEPS)])
+    times: tuple[list[float], list[float]] = ([], [])
+    for i in range(PASSES):
+        for which in (0, 1) if i % 2 else (1, 0):
+            times[which].append(timed((stock, shim)[which], [draw() for _ in range(STEPS)]))
+    best, ours = min(times[0]), min(times[1])
+    return {
+        "stock_us": round(best, 2),
+        "kpolicy_us": round(ours, 2),
+        "added_us": round(ours - best, 2),
+        "ratio": round(ours / best, 2),
+    }
+
+
+def of_runner_1(version: str, rng: random.Random) -> dict[str, Any]:
+    """The first runner of a release."""
+    from kpolicy_vllm.attach_v1 import attach
+    from kpolicy_vllm.ladder import sizes_of
+    from kpolicy_vllm.versions.names import Names
+
+    def started(modules: Any, kpolicy_on: bool) -> Any:
+        config = vllm_config(modules, max_num_seqs=256, max_num_batched_tokens=8192, kpolicy={"summary_seconds": 0})
+        sized(modules, config)
+        runner = runner_v1(modules, config)
+        if kpolicy_on:
+            state = state_of(config)
+            assert state is not None
+            state.sizes = sizes_of(state.config, state.settings)
+            state.config = Config(calibrate=False, summary_seconds=0)
+            attach(runner, state, Names.of_v1())
+        initialise_v1(runner, modules)
+        runner.capture_model()
+        if kpolicy_on:
+            state.install_costs(costs())
+            state.dispatcher.chooser.prepare()
+        return runner._determine_batch_execution_and_padding
+
+    with vllm_of(version) as modules:
+        stock, shim = started(modules, False), started(modules, True)
+
+        def draw(kind: Callable[[random.Random], list[int]]) -> dict[str, Any]:
+            new = kind(rng)
+            return {
+                "num_tokens": sum(new),
+                "num_reqs": len(new),
+                "num_scheduled_tokens_np": np.array(new, dtype=np.int32),
+                "max_num_scheduled_tokens": max(new),
+                "use_cascade_attn": False,
+            }
+
+        return {name: compared(stock, shim, lambda kind=kind: draw(kind)) for name, kind in KINDS.items()}
+
+
+def of_runner_2(version: str, rng: random.Random) -> dict[str, Any]:
+    """The second runner's manager of a release."""
+    from kpolicy.attention.support import Claims, SupportLevel
+
+    settings = Settings(max_num_reqs=256, max_num_tokens=8192)
+    sizes = tuple(range(1, 5)) + tuple(range(8, 513, 8))
+    deployment = Deployment(
+        vllm(version=version, runner="v2"), SupportLevel.MIXED, Claims.at_level("mixed"), settings, sizes
+    )
+    with vllm_of(version) as modules:
+        stock = RealVllm(modules, version, "v2")
+        stock.start(deployment)
+        from kpolicy.policies import get_policy
+
+        shim = ShimmedVllm(modules, version, "v2", policy=get_policy("auto"), costs=costs(), config=Config())
+        shim.start(deployment)
+        shim.captured()
+        shim.state.dispatcher.chooser.prepare()
+
+        def draw(kind: Callable[[random.Random], list[int]]) -> dict[str, Any]:
+            new = kind(rng)
+            step = {"num_reqs": len(new), "num_tokens": sum(new), "uniform_token_count": 1 if new[-1] == 1 else None}
+            if version == "0.33":
+                step |= {"num_active_loras": 0, "max_query_len": 1 if new[-1] == 1 else None}
+            return step
+
+        return {
+            name: compared(stock.manager.dispatch, shim.manager.dispatch, lambda kind=kind: draw(kind))
+            for name, kind in KINDS.items()
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--date", required=True, help="written into the result")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for version in ("0.23", "0.33"):
+        for runner, measure in (("v1", of_runner_1), ("v2", of_runner_2)):
+            for kind, row in measure(version, random.Random(0)).items():
+                rows.append({"vllm": f"{version}.0", "runner": runner, "step": kind, **row})
+                print(*rows[-1].values(), sep="\t", flush=True)
+    written = {
+        "what": "host time of one dispatch in vLLM's runners, stock and with kpolicy's shim, in one run on one CPU",
+        "date": arguments.date,
+        "command": f"KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_vllm python -m benchmarks.vllm_shim "
+        f"--date {arguments.date}",
+        "versions": {"kpolicy": kpolicy.__version__, "python": platform.python_version()},
+        "cpu": platform.processor() or platform.machine(),
+        "rows": rows,
+    }
+    RESULT.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
