@@ -33,7 +33,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128, "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4,
         "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
         "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0, "aux_loss_alpha": 0.001,
-        "seq_aux": True, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
+        "seq_aux": True, "hidden_act": "silu",
+        # Yarn with factor 1 changes nothing, and is the one kind of rope that both sides read alike here.
+        "rope_scaling": {
+            "type": "yarn", "rope_type": "yarn", "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
+            "beta_slow": 1, "original_max_position_embeddings": 4096,
+        }, "tie_word_embeddings": False, "attention_bias": False,
         "bos_token_id": 0, "eos_token_id": 1,
     },
 }  # fmt: skip

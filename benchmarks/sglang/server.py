@@ -11,6 +11,7 @@ import argparse
 import array
 import ctypes
 import gc
+import itertools
 import json
 import logging
 import os
@@ -40,7 +41,6 @@ class Steps:
         import torch
         from sglang.benchmark import one_batch
         from sglang.srt.entrypoints.engine import _set_envs_and_config
-        from sglang.srt.model_executor.model_runner import ModelRunner
         from sglang.srt.server_args import PortArgs, ServerArgs
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -55,7 +55,7 @@ class Steps:
             getattr(one_batch, name, lambda _: None)(self.args)
         one_batch.get_tokenizer = lambda *_, **__: None
         loaded = one_batch.load_model(self.args, PortArgs.init_new(self.args), 0, 0)[0]
-        self.runner: ModelRunner = getattr(loaded, "torch_runner", loaded)
+        self.runner: Any = getattr(loaded, "torch_runner", loaded)
         self.device.synchronize()
         self.init_s = time.perf_counter() - started
         self.tree = one_batch.TreeCacheNamespace(
@@ -335,8 +335,9 @@ class Trace:
         for i, (arrival, prompt, output) in enumerate(requests):
             params = SamplingParams(temperature=0, max_new_tokens=int(output), ignore_eos=True)
             params.normalize(None)
+            ids = array.array("q", rng.choices(range(10, vocab - 10), k=int(prompt)))
             waiting.append((arrival, TokenizedGenerateReqInput(
-                rid=f"r{i}", input_text="", input_ids=array.array("q", rng.choices(range(10, vocab - 10), k=int(prompt))),
+                rid=f"r{i}", input_text="", input_ids=ids,
                 input_embeds=None, mm_inputs=None, token_type_ids=None, sampling_params=params, return_logprob=False,
                 logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=True,
             )))  # fmt: skip
@@ -369,9 +370,7 @@ class Trace:
         self._loop()
         took = time.perf_counter() - began
         tokens = sum(len(each) for each in times.values())
-        gaps = sorted(
-            (after - before) * 1e3 for each in times.values() for before, after in zip(each, each[1:], strict=False)
-        )
+        gaps = sorted((after - before) * 1e3 for each in times.values() for before, after in itertools.pairwise(each))
         found = {"done": state["done"], "of": len(requests), "s": round(took, 3), "outputs": tokens}
         if gaps:
             found |= {
@@ -408,7 +407,7 @@ def main() -> None:
     given = parser.parse_args()
     ctypes.CDLL(None).prctl(1, 9)  # die with the parent
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
-    import sglang.srt.managers.scheduler
+    import sglang.srt.managers.scheduler  # noqa: F401  what a plugin finds in SGLang's own process
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

@@ -120,6 +120,8 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         self.stop_s = time.monotonic() + given.budget
         self.raw = self.out / "raw.jsonl"
+        self.logs: Path = given.logs or given.out
+        self.logs.mkdir(parents=True, exist_ok=True)
 
     @property
     def left_s(self) -> float:
@@ -133,7 +135,7 @@ class Run:
 
     def sides(self, part: str, kind: str, arguments: dict[str, Any]) -> dict[str, Side]:
         return {
-            side: Side(f"{part}-{side}", kind, self.arguments(part, arguments), self.out, kpolicy=side == "kpolicy")
+            side: Side(f"{part}-{side}", kind, self.arguments(part, arguments), self.logs, kpolicy=side == "kpolicy")
             for side in ("stock", "kpolicy")
         }
 
@@ -225,7 +227,7 @@ def capture(run: Run, part: str) -> None:
         if waiting:
             turn, name, extra = waiting.pop(0)
             arguments = run.arguments("qwen", {"max_running_requests": 1024, **extra})
-            made.append((turn, name, Side(f"{part}-{name}", "steps", arguments, run.out, kpolicy=name == "kpolicy")))
+            made.append((turn, name, Side(f"{part}-{name}", "steps", arguments, run.logs, kpolicy=name == "kpolicy")))
 
     make()
     try:
@@ -247,7 +249,7 @@ def check(run: Run, part: str) -> None:
     """Logits of a generated checkpoint against float32: see check.py."""
     for name in ("qwen", "dsv2"):
         side = Side(
-            f"{part}-{name}", "check", {"family": name, "folder": str(run.out / f"checkpoint-{name}")}, run.out,
+            f"{part}-{name}", "check", {"family": name, "folder": str(run.logs / f"checkpoint-{name}")}, run.out,
             kpolicy=True,
         )  # fmt: skip
         try:
@@ -325,7 +327,7 @@ def write(run: Run) -> None:
     about: dict[str, Any] = next((line for line in lines if line["kind"] == "about"), {})
     result = {
         "what": "stock SGLang against SGLang with kpolicy, alternating in one run",
-        "command": "python benchmarks/sglang/stock_vs_kpolicy.py --models MODELS --trace azure_llm_2023_conv.csv --out OUT",
+        "command": "python benchmarks/sglang/stock_vs_kpolicy.py --models MODELS --trace TRACE --out OUT",
         "about": about, "rows": rows(lines), "checks": [line for line in lines if line["kind"] == "check"],
         "starts": [line for line in lines if line["kind"] == "start"],
         "errors": [line for line in lines if line["kind"] == "error"],
@@ -341,6 +343,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True, help="folder of model shapes, each with config.json")
     parser.add_argument("--trace", type=Path, required=True, help="azure_llm_2023_conv.csv, or its beginning")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, help="where the processes' logs and the checkpoints go (default: --out)")
     parser.add_argument("--slices", default=",".join(SLICES))
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--requests", type=int, default=0, help="requests of a trace; 0 takes each slice's own number")
@@ -377,7 +380,7 @@ def about() -> dict[str, Any]:
     for name in ("sglang", "kpolicy", "kpolicy-sglang", "torch", "triton", "transformers"):
         try:
             versions[name] = version(name)
-        except PackageNotFoundError:
+        except PackageNotFoundError:  # noqa: PERF203
             versions[name] = ""
     try:
         device = subprocess.run(
