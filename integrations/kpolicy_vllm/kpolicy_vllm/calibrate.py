@@ -32,7 +32,7 @@ EAGER_SIZES = (1, 8, 64, 256, 1024, 2048)
 FEW_DECODES = 8
 NOISE = 0.02
 """Of a time: what is within it of another is as good."""
-MOST_ROUNDS = 9
+MOST_ROUNDS, REJOINS = 9, 3
 SLOPES = 0.2
 """Share of the allowance for attention's slopes"""
 _AHEAD, _CYCLES_A_US = 1.5, 2000
@@ -183,6 +183,24 @@ class _Bench:
             with self._forced(case.key, case.rows):
                 self._run(case.rows)
 
+    def rejoin_us(self, case: _Case, chunk: _Case) -> float:
+        """Host microseconds that a decode row costs more in a step after one that left it out.
+
+        Args:
+            case: a step of decodes.
+            chunk: a step without them.
+        """
+        steady, after = [], []
+        for _ in range(REJOINS):
+            with self._forced(case.key, case.rows):
+                self._run(case.rows)
+                steady.append(self._run(case.rows)[1])
+            with self._forced(chunk.key, chunk.rows):
+                self._run(chunk.rows)
+            with self._forced(case.key, case.rows):
+                after.append(self._run(case.rows)[1])
+        return max(0.0, statistics.median(after) - statistics.median(steady)) / case.rows.decodes
+
     def close(self) -> None:
         """Leave none of the rows in the runner."""
         self._runner.execute_model_state = None
@@ -259,6 +277,8 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
         start = clock.now()
         bench.measure(plan.curves, allowance_s * (1 - SLOPES))
         bench.measure(plan.slopes, max(0.0, allowance_s - (clock.now() - start)))
+        if state.config.split:
+            state.rejoin_us = state.broadcast(bench.rejoin_us(plan.decodes, plan.warm[1]))
     finally:
         bench.close()
     table: CostTable = state.broadcast(plan.table(state.registry))
@@ -327,6 +347,10 @@ class _Plan:
         ]
         self.curves = [*self._full, *self._pieces, *self._piece_rows, *self._eager]
         chunks = [case for case in self._eager if case.rows.chunk]
+        self.decodes = max(
+            (case for case in (*self._full, *self._eager) if case.rows.decodes), key=lambda case: case.rows.decodes
+        )
+        """The step with the most decode rows"""
         self.warm = [case for cases in (self._eager, chunks, self._full, self._pieces) for case in cases[:1]]
         """One each of what a step can be"""
 

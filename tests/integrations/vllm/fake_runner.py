@@ -13,6 +13,9 @@ from kpolicy.modes import Part
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Settings
 
+JOIN_US = 7.0
+"""Host time of a row that wasn't in the last step"""
+
 
 class SimulatedClock:
     """Time that passes where the host works or waits; the device works behind it."""
@@ -98,6 +101,7 @@ class FakeRunner:
         self.limit = max_num_seqs
         self.num_blocks = num_blocks
         self.execute_model_state: Any = None
+        self.batch: set[str] = set()
         self.forced: Any = None
         self.ran: list[tuple[Any, int, int]] = []
         self.lengths: dict[str, int] = {}
@@ -146,8 +150,10 @@ class FakeRunner:
         tokens = output.total_num_scheduled_tokens
         assert tokens <= (key.num_tokens if isinstance(key, GraphKey) else key[1])
         self.ran.append((key, tokens, decodes))
+        joined = len(rows - self.batch)
+        self.batch = rows
         host, device = self.cost(key if isinstance(key, GraphKey) else None, tokens, kv, chunk, context, decodes)
-        self.clock.launch(host, device)
+        self.clock.launch(host + JOIN_US * joined, device)
         self.execute_model_state = output
 
     def sample_tokens(self, grammar: Any) -> None:
@@ -162,7 +168,8 @@ class FakeState:
 
     def __init__(self, runner: Any, keys: list[GraphKey], settings: Settings, seconds: float = 2.0) -> None:
         self.settings = settings
-        self.config = SimpleNamespace(calibrate_seconds=seconds)
+        self.config = SimpleNamespace(calibrate_seconds=seconds, split=True)
+        self.rejoin_us = 0.0
         self.registry = GraphRegistry()
         for key in keys:
             graphs = 1 if key.part is Part.FULL else 25

@@ -9,7 +9,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.settings import Settings
 from kpolicy_vllm.calibrate import calibrate, why_not
-from tests.integrations.vllm.fake_runner import FakeRunner, FakeState, SimulatedClock, stand_ins
+from tests.integrations.vllm.fake_runner import JOIN_US, FakeRunner, FakeState, SimulatedClock, stand_ins
 
 SIZES = (1, 4, 16, 64)
 KEYS = [GraphKey(Part.FULL, n, n, query_len=1) for n in SIZES] + [
@@ -54,6 +54,11 @@ def test_the_table_is_what_steps_take(monkeypatch: Any) -> None:
     assert table.capture_us == pytest.approx((10_000, 10_000))
     assert table.graph_bytes == (1000, 1000)
     assert {key for key, _, _ in runner.ran if isinstance(key, GraphKey)} == set(KEYS)
+
+
+def test_what_rows_cost_that_join_again_is_measured(monkeypatch: Any) -> None:
+    _, _, state = calibrated(monkeypatch)
+    assert state.rejoin_us == pytest.approx(JOIN_US, rel=0.05)
 
 
 def test_no_row_is_left_behind(monkeypatch: Any) -> None:
