@@ -6,7 +6,7 @@ Both sides are processes on the same GPU that stay up and take turns; who goes f
 
 - ``qwen``, ``dsv2``: single steps of Qwen2.5-0.5B and DeepSeek-V2-Lite shapes (decode, extend, mixed; random weights);
 - ``qwen-trace``: request throughput and gaps through SGLang's scheduler, the conversation trace at 600 requests;
-- ``dsv2-trace``: the same of DeepSeek-V2-Lite with mixed chunks, at 64 requests;
+- ``dsv2-trace``: the same of DeepSeek-V2-Lite with mixed chunks, at 48 requests;
 - ``capture``: start-up alone, with SGLang's own sizes, with its own list up to the same largest sizes, and kpolicy's;
 - ``check``: logits on a generated checkpoint against float32 (benchmarks/sglang/check.py).
 
@@ -61,7 +61,7 @@ class Side:
     def __init__(self, name: str, kind: str, arguments: dict[str, Any], out: Path, *, kpolicy: bool) -> None:
         environ = {k: v for k, v in os.environ.items() if not k.startswith("KPOLICY_")}
         if kpolicy:
-            environ |= {"KPOLICY_SGLANG": "1", "KPOLICY_STRICT": os.environ.get("BENCH_STRICT", "1")}
+            environ["KPOLICY_SGLANG"] = "1"
         self.name = name
         self.log = (out / f"log-{name}.txt").open("ab")
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -141,9 +141,12 @@ class Run:
 
     def arguments(self, part: str, arguments: dict[str, Any]) -> dict[str, Any]:
         model = MODEL[part.partition("-")[0]]
-        share = 0.32 if model == "qwen05b" else 0.42
+        # The two sides share the GPU, and are given the same KV.
+        memory = {"mem_fraction_static": 0.4, "max_total_tokens": 900_000}
+        if model == "dsv2lite":
+            memory = {"mem_fraction_static": 0.55, "max_total_tokens": 110_000}
         return {
-            "model_path": str(self.given.models / model), "mem_fraction_static": share, **arguments,
+            "model_path": str(self.given.models / model), **memory, **arguments,
             **json.loads(self.given.args),
         }  # fmt: skip
 
@@ -191,7 +194,7 @@ def requests_of(path: Path, count: int, longest: int, speed: float) -> list[tupl
 def trace(run: Run, part: str) -> None:
     """Throughput and gaps through the scheduler, the sides in turn."""
     qwen = part.startswith("qwen")
-    concurrent, count = (600, 1800) if qwen else (64, 160)
+    concurrent, count = (600, 1800) if qwen else (48, 144)
     count = run.given.requests or count
     extra = {"max_running_requests": concurrent}
     if not qwen:
@@ -249,7 +252,7 @@ def check(run: Run, part: str) -> None:
     """Logits of a generated checkpoint against float32: see check.py."""
     for name in ("qwen", "dsv2"):
         side = Side(
-            f"{part}-{name}", "check", {"family": name, "folder": str(run.logs / f"checkpoint-{name}")}, run.out,
+            f"{part}-{name}", "check", {"family": name, "folder": str(run.logs / f"checkpoint-{name}")}, run.logs,
             kpolicy=True,
         )  # fmt: skip
         try:

@@ -8,6 +8,7 @@ cases: what else runs on the machine should slow every case alike.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import statistics
 import time
@@ -21,6 +22,7 @@ from kpolicy_sglang.state import State
 
 __all__ = ["EAGER_DECODES", "EAGER_TOKENS", "MIXED_TOKENS", "cost_tables", "measure"]
 
+logger = logging.getLogger(__name__)
 EAGER_TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
 EAGER_DECODES = (1, 32, 256)
 MIXED_TOKENS = (64, 512, 2048)
@@ -94,14 +96,13 @@ def measure(model_runner: Any, state: State) -> dict[str, CostTable]:
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     tables = {}
     for phase in state.phases.values():
-        graph, eager = (
-            {size: bench.us(case) for size, case in cases[phase.name, kind].items()} for kind in ("graph", "eager")
-        )
-        version = f"measured {at} in SGLang {state.version}, {phase.name}"
-        tables[phase.name] = table_of(version, graph, eager)
-    mixed = cases.get((PREFILL, "mixed"))
+        graph, eager = (bench.us(cases[phase.name, kind]) for kind in ("graph", "eager"))
+        if graph and eager:
+            version = f"measured {at} in SGLang {state.version}, {phase.name}"
+            tables[phase.name] = table_of(version, graph, eager)
+    mixed = bench.us(cases.get((PREFILL, "mixed"), {}))
     if mixed:
-        state.mixed_us = Curve(sorted(mixed), [bench.us(mixed[size]) for size in sorted(mixed)])
+        state.mixed_us = Curve(tuple(sorted(mixed)), tuple(mixed[size] for size in sorted(mixed)))
     return tables
 
 
@@ -125,17 +126,24 @@ class _Bench:
         return len(self._cases) - 1
 
     def run(self) -> None:
+        left = set(range(len(self._cases)))
         with self._torch.no_grad():
             for turn in range(WARM + ROUNDS):
-                order = random.Random(turn).sample(range(len(self._cases)), len(self._cases))  # noqa: S311
-                for case in order:
-                    us = self._once(*self._cases[case])
+                # In another order each round: what ran before leaves caches cold or warm, as in serving.
+                for case in random.Random(turn).sample(sorted(left), len(left)):  # noqa: S311
+                    try:
+                        us = self._once(*self._cases[case])
+                    # A batch that can't be run as a dummy is one that isn't measured.
+                    except Exception as error:  # noqa: BLE001
+                        logger.warning("kpolicy: a case isn't measured: %s: %s", type(error).__name__, error)
+                        left.discard(case)
+                        continue
                     if turn >= WARM:
                         self._times[case].append(us)
 
-    def us(self, case: int) -> float:
-        """Median microseconds of a case."""
-        return statistics.median(self._times[case])
+    def us(self, cases: Mapping[int, int]) -> dict[int, float]:
+        """Median microseconds by size, of the cases that ran."""
+        return {size: statistics.median(self._times[case]) for size, case in cases.items() if self._times[case]}
 
     def _once(self, phase: Phase, make: Callable[[], Any], force: bool | None) -> float:
         batch = make()
