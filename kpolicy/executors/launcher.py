@@ -23,7 +23,14 @@ from functools import partial
 from typing import Any
 
 from kpolicy.decision import Decision, Launch
-from kpolicy.errors import CaptureError, ConfigError, KPolicyError, RegistryError, StickyDeviceError
+from kpolicy.errors import (
+    CaptureError,
+    ConfigError,
+    GraphReplayError,
+    KPolicyError,
+    RegistryError,
+    StickyDeviceError,
+)
 from kpolicy.executors.base import CaptureReport, ProbeReport, ReadyEvent, StepInputs
 from kpolicy.executors.buffers import PaddedShape, StepBuffers
 from kpolicy.executors.device import DeviceAdapter, DeviceEvent
@@ -48,6 +55,7 @@ from kpolicy.shapes import BatchNumbers
 __all__ = ["GraphLauncher", "LauncherPool"]
 
 _HERE = nullcontext()
+_CHECKED = ("token_ids", "positions", "slot_mapping", "block_table", "kv_lens")
 _CHECKS = -1
 """The eager buffers of `eager_as`: no stream has that number."""
 
@@ -85,6 +93,8 @@ class GraphLauncher:
         self._streams: dict[int, Any] = {}
         self._reports: dict[Part, list[tuple[int, CaptureReport]]] = {}
         self._beside = False
+        self._checks: bool = getattr(adapter, "checks", False)
+        self._statics: dict[GraphKey, dict[str, tuple[Any, ...]]] = {}
         self._started: DeviceEvent = adapter.event()
         self._ready: list[ReadyEvent] = []
         self._unfinished: list[DeviceEvent] = []
@@ -150,6 +160,8 @@ class GraphLauncher:
             if not isinstance(error, Exception):
                 raise
             raise self._capture_error(str(key), error) from error
+        if self._checks:
+            self._statics[key] = _addresses(self.model)
         report = CaptureReport(num_bytes, time.perf_counter() - start, 0, graphs)
         self._reports.setdefault(key.part, []).append((key.num_tokens, report))
         return handle, report
@@ -192,6 +204,9 @@ class GraphLauncher:
                 f"{key} has {key.num_tokens} tokens in {most_reqs} rows and was given {len(rows.token_ids)} in "
                 f"{num_reqs}; choose a graph that holds them, as GraphKey.holds says."
             )
+        if self._checks:
+            _check_inputs(handle)
+            self._check_statics(key)
         live = launch_rows(rows, launch.rows, live=key.part is Part.PIECEWISE)
         with self.adapter.session():
             try:
@@ -201,6 +216,22 @@ class GraphLauncher:
             run = PartRun(self.adapter, self.model, program, live, launch.repeat, sampled, key)
             fallback = partial(ModelRun, self.model, buffers, shape, head)
             return self._launch(run, rows, launch, fallback)
+
+    def _check_statics(self, key: GraphKey) -> None:
+        """Look whether weights and KV are where they were when the graph was captured.
+
+        Raises:
+            GraphReplayError: one moved, changed its shape, or is gone.
+        """
+        now = _addresses(self.model)
+        for name, then in self._statics.get(key, {}).items():
+            if now.get(name) != then:
+                found = "is gone" if name not in now else f"is now at {now[name]}"
+                raise GraphReplayError(
+                    key,
+                    f"{name} {found}; {key} was captured with it at (address, shape, strides) {then}. Put it back in "
+                    "place, for example with copy_, or capture again.",
+                )
 
     def eager(self, rows: StepInputs, launch: Launch) -> PartOutputs:
         num_tokens = len(rows.token_ids)
@@ -367,6 +398,30 @@ class _BesideOutputs(PartOutputs):
     @property
     def failed_late(self) -> bool:
         return self._run is not None and self._run.failed_late
+
+
+def _addresses(model: StepModel) -> dict[str, tuple[Any, ...]]:
+    """(address, shape, strides) of weights and KV, by name; none of a model that doesn't name them."""
+    named: Callable[[], Any] = getattr(model, "static_tensors", dict)
+    return {name: (each.data_ptr(), tuple(each.shape), each.stride()) for name, each in named().items()}
+
+
+def _check_inputs(handle: FullGraph | PieceGraph) -> None:
+    """Look whether static inputs are those that the graph reads.
+
+    Raises:
+        GraphReplayError: one was swapped for another tensor: it would be staged, and the graph read the old one.
+    """
+    held, buffers = handle.held, handle.buffers
+    named = {name: getattr(held, name) for name in _CHECKED}
+    for name, then in {**named, **held.extra}.items():
+        now = buffers.extra[name] if name in held.extra else getattr(buffers, name)
+        if now.data_ptr() != then.data_ptr():
+            raise GraphReplayError(
+                handle.key,
+                f"static input {name} is now at {now.data_ptr():#x}; {handle.key} was captured with it at "
+                f"{then.data_ptr():#x}. Copy into the tensor that is there, or capture again.",
+            )
 
 
 def _unheard(key: GraphKey) -> None:

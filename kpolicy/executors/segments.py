@@ -273,7 +273,7 @@ class PieceGraph:
         self._segments = segments
         self._last = last
         self._hidden = hidden
-        self._held = held
+        self.held = held
         self._fronts: dict[int, Tensor] = {}
 
     def bound(self, shape: PaddedShape) -> BoundPieces:

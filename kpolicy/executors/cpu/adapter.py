@@ -116,6 +116,11 @@ class CpuAdapter:
     def host_runs(self) -> bool:
         return True
 
+    @property
+    def checks(self) -> bool:
+        """Whether replays look first at where weights, KV and inputs are."""
+        return self._check
+
     def session(self) -> AbstractContextManager[Any]:
         # What is recorded is recorded so, and composite operators run another way outside.
         session: AbstractContextManager[Any] = torch.inference_mode()

@@ -149,6 +149,11 @@ class CudaAdapter:
     def host_runs(self) -> bool:
         return False
 
+    @property
+    def checks(self) -> bool:
+        """Whether replays look first at where weights, KV and inputs are."""
+        return self._check
+
     def session(self) -> AbstractContextManager[Any]:
         # Kernels of Triton go to the current device, whatever their tensors are on.
         if torch.cuda.current_device() != self.device.index:
