@@ -84,6 +84,10 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
                 self._choose_keys(cudagraph_mode)
             self.chooser.query_len = uniform_decode_query_len
             self.chooser.set_keys(keys_of(self, modes, uniform_decode_query_len))
+            if self.state.config.lazy:
+                from kpolicy_vllm.lazy import thin
+
+                thin(self, self.state)
 
         def _choose_keys(self, mode: Any) -> None:
             """Keep of vLLM's keys those of our sizes, and add FULL graphs of small mixed batches."""
@@ -168,7 +172,7 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             q = self.chooser.query_len
             forbidden = sum(bits[mode] for mode in invalid_modes) if invalid_modes else 0
             if uniform:
-                reqs = -(-num_tokens // q)
+                reqs = min(-(-num_tokens // q), self.state.settings.max_num_reqs)
                 return Step(num_tokens, reqs, reqs, q, q, loras, forbidden)
             if facts is None:
                 return Step(num_tokens, 1, 0, 0, 0, loras, forbidden)

@@ -95,6 +95,10 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
             self.chooser.set_keys(
                 {self._key(desc): desc for part in (full, piecewise) for desc in self._plain_descs(part)}
             )
+            if state.config.lazy:
+                from kpolicy_vllm.lazy import thin
+
+                thin(self, state)
             if state.sizes is not None:
                 self._list_candidates()
 

@@ -1,0 +1,235 @@
+"""Lazy capture: few graphs at start-up, the others between steps once steps have asked for them often enough.
+
+All graphs of the ladder are planned; `first` says which of them vLLM captures when it starts. From then on every so
+many steps the steps that ran are looked at: which graph would the policy have taken, were all of them captured? One
+that was missed `lazy_hot` times is captured by vLLM's own procedure, before the next step: vLLM's guard, which forbids
+captures while it serves, is lifted for as long as that takes, and the device has nothing under way.
+
+Ranks that run one model together see the same steps and so capture the same graphs at the same step. `why_not` lists
+where that doesn't hold. A capture that fails costs a step its time and is not tried again.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from time import perf_counter, sleep
+from typing import Any
+
+import attrs
+
+from kpolicy.keys import GraphKey
+from kpolicy.ladders import CaptureLadder
+from kpolicy.modes import Part
+from kpolicy.policies.auto import AutoPolicy
+from kpolicy.reasons import Reason
+from kpolicy_vllm.dispatch import Step, numbers_of
+from kpolicy_vllm.state import LOGGER, State
+
+__all__ = ["Lazy", "attach", "first", "thin", "why_not"]
+
+LOOK = 256
+"""Steps between two looks at what was missed"""
+_SETTLE_S = 0.002
+"""For threads that still ask the device about the last step's output, which a capture forbids"""
+
+
+def why_not(vllm_config: Any) -> str | None:
+    """Why graphs can't be captured while this vLLM serves; None where they can."""
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        return "data-parallel ranks see different steps"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline stages are never all between steps"
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.num_speculative_tokens:
+        return "a drafter's graphs would be captured with it"
+    if vllm_config.lora_config is not None:
+        return "captures put dummy adapters in the place of those in use"
+    return None
+
+
+def first(keys: Iterable[GraphKey], most: int) -> list[GraphKey]:
+    """The graphs to start with: the largest of each kind, then halves of it, then halves of those, `most` in all.
+
+    Args:
+        keys: all that are planned.
+        most: how many; at least one of each kind is taken.
+    """
+    kinds: dict[tuple[Part, bool, int], list[GraphKey]] = {}
+    for key in keys:
+        kinds.setdefault((key.part, key.decode_only, key.lora_case), []).append(key)
+    chosen: list[GraphKey] = []
+    ranked = []
+    for listed in kinds.values():
+        listed.sort(key=lambda key: key.num_tokens, reverse=True)
+        wanted = float(listed[0].num_tokens)
+        place = 0
+        for key in listed:
+            if key.num_tokens <= wanted:
+                ranked.append((place, key))
+                place, wanted = place + 1, key.num_tokens / 2
+    for place, key in sorted(ranked, key=lambda each: each[0]):
+        if not place or len(chosen) < most:
+            chosen.append(key)
+    return chosen
+
+
+def thin(dispatcher: Any, state: State) -> None:
+    """Have vLLM capture only the `first` graphs of a dispatcher or manager whose keys are planned."""
+    if why_not(dispatcher.vllm_config) is not None:
+        return
+    chosen = set(first(dispatcher.desc_of, state.config.lazy_graphs))
+    _only(dispatcher, chosen)
+
+
+def _only(dispatcher: Any, keys: set[GraphKey]) -> Callable[[], None]:
+    """Let the runner see only these graphs when it captures; what is returned undoes it."""
+    wanted = {dispatcher.desc_of[key][1] for key in keys}
+    descs = getattr(dispatcher, "_capture_descs", None)
+    if descs is not None:
+        before = dict(descs)
+        dispatcher._capture_descs = {
+            mode: kept for mode, listed in descs.items() if (kept := [desc for desc in listed if desc in wanted])
+        }
+        return lambda: setattr(dispatcher, "_capture_descs", before)
+    listed = type(dispatcher).get_capture_descs
+
+    def get_capture_descs() -> list[tuple[Any, list[Any]]]:
+        found = [(mode, [desc for desc in each if desc in wanted]) for mode, each in listed(dispatcher)]
+        return [(mode, each) for mode, each in found if each]
+
+    before_this = vars(dispatcher).get("get_capture_descs")
+    dispatcher.get_capture_descs = get_capture_descs
+
+    def undo() -> None:
+        if before_this is None:
+            del dispatcher.get_capture_descs
+        else:
+            dispatcher.get_capture_descs = before_this
+
+    return undo
+
+
+class Lazy:
+    """Counts what was missed and captures it.
+
+    Args:
+        runner: vLLM's model runner, its first graphs captured.
+        state: the integration's.
+        capture: captures what the dispatcher lists, as vLLM does at start-up; bytes it took.
+        wait: until the device has done all.
+    """
+
+    def __init__(self, runner: Any, state: State, capture: Callable[[], Any], wait: Callable[[], None]) -> None:
+        self._runner = runner
+        self._state = state
+        self._capture = capture
+        self._wait = wait
+        self._steps = 0
+        self._seen: dict[Step, int] = {}
+        self._missed: Counter[GraphKey] = Counter()
+        self._failed: set[GraphKey] = set()
+        self._select: tuple[Any, Any] | None = None
+
+    def step(self) -> None:
+        """Before each step of the runner."""
+        self._steps += 1
+        if self._steps % LOOK == 0:
+            self.look()
+
+    def look(self) -> None:
+        """Count what the steps since the last look missed, and capture the hottest graph if it is hot enough."""
+        state, chooser = self._state, self._state.dispatcher.chooser
+        captured = set(state.ladder.keys)
+        seen, self._seen = self._seen, {step: entry.count for step, entry in chooser.entries.items() if entry.count}
+        select = self._select_of_all()
+        if select is None:
+            return
+        for step, count in self._seen.items():
+            more = count - min(seen.get(step, 0), count)
+            if more:
+                launches = select(*numbers_of(step, chooser.query_len)).launches
+                key = launches[0].key if launches else None
+                if key is not None and key not in captured:
+                    self._missed[key] += more
+        hot = [
+            key
+            for key, times in self._missed.most_common()
+            if times >= state.config.lazy_hot and key not in self._failed
+        ]
+        if hot:
+            self.add(hot[0])
+
+    def add(self, key: GraphKey) -> bool:
+        """Capture that graph now. The device must have nothing under way but what it can finish."""
+        state, dispatcher = self._state, self._state.dispatcher
+        del self._missed[key]
+        self._wait()
+        sleep(_SETTLE_S)
+        deciding, dispatcher.deciding = dispatcher.deciding, False
+        undo = _only(dispatcher, {key})
+        started = perf_counter()
+        try:
+            taken = self._capture()
+        except Exception as error:  # noqa: BLE001 - the graphs that are there go on serving
+            self._failed.add(key)
+            state.registry.fail(key, Reason.CAPTURE_FAILED, seconds=perf_counter() - started)
+            state.counters.warn_once(
+                "lazy_capture_failed", f"{key} couldn't be captured: {type(error).__name__}: {error}. Others go on."
+            )
+            return False
+        finally:
+            undo()
+            dispatcher.deciding = deciding
+        seconds = perf_counter() - started
+        size = taken if isinstance(taken, int) else 0
+        alike = [record.graphs for record in state.registry.records() if record.key.part is key.part]
+        state.registry.capture(key, bytes=max(0, size), seconds=seconds, graphs=max([1, *alike]), pool="vllm")
+        self._seen = {}
+        state.recompile()
+        state.counters.add("lazy_captures")
+        LOGGER.info("kpolicy: captured %s in %.2f s, after steps had asked for it", key, seconds)
+        return True
+
+    def _select_of_all(self) -> Any:
+        """The policy as if every planned graph were captured; None where it can't be prepared."""
+        state = self._state
+        if not state.ready:
+            return None
+        if self._select is None or self._select[0] is not state.costs:
+            keys = tuple(state.dispatcher.desc_of)
+            context = attrs.evolve(state.context(lora=False), ladder=CaptureLadder(keys))
+            policy = AutoPolicy(forms=()) if isinstance(state.policy, AutoPolicy) else state.policy
+            self._select = (state.costs, policy.compile(context).select)
+        return self._select[1]
+
+
+def attach(runner: Any, state: State) -> None:
+    """Capture what steps ask for, from now on, before steps of this runner."""
+    reason = why_not(runner.vllm_config)
+    if reason is not None:
+        state.counters.warn_once("not_lazy", f"all graphs were captured at start-up: {reason}.")
+        return
+    import torch
+
+    monitor = importlib.import_module("vllm.compilation.monitor")
+
+    def capture() -> Any:
+        try:
+            # vLLM's own, not the integration's wrapper of it, which ends in calibration.
+            return type(runner).capture_model(runner)
+        finally:
+            monitor.set_cudagraph_capturing_enabled(False)
+
+    lazy = Lazy(runner, state, capture, torch.accelerator.synchronize)
+    execute = runner.execute_model
+
+    @functools.wraps(execute)
+    def execute_model(*args: Any, **named: Any) -> Any:
+        lazy.step()
+        return execute(*args, **named)
+
+    runner.execute_model = execute_model

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kpolicy.attention.support import Claims
+from kpolicy.costs import CostTable, Curve, HostCost
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
+from kpolicy.reasons import Reason
+from kpolicy.registry import GraphState
+from kpolicy.settings import Settings
+from kpolicy_vllm.config import Config
+from kpolicy_vllm.dispatch import Chooser, Step
+from kpolicy_vllm.lazy import LOOK, Lazy, first, thin, why_not
+from kpolicy_vllm.state import State
+
+DECODE = [GraphKey(Part.FULL, n, n, query_len=1) for n in (1, 2, 4, 8, 16, 32, 64)]
+PIECES = [GraphKey(Part.PIECEWISE, n) for n in (16, 64, 128, 256)]
+
+
+def test_the_largest_of_each_kind_come_first_then_halves() -> None:
+    assert set(first([*DECODE, *PIECES], 2)) == {DECODE[-1], PIECES[-1]}
+    assert set(first([*DECODE, *PIECES], 1)) == {DECODE[-1], PIECES[-1]}
+    assert set(first([*DECODE, *PIECES], 6)) == {*DECODE[-3:], *PIECES[1:]}
+    assert set(first([*DECODE, *PIECES], 99)) == {*DECODE, *PIECES}
+
+
+class FakeDispatcher:
+    """vLLM's first dispatcher, as far as lazy capture knows it."""
+
+    vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
+        speculative_config=None, lora_config=None,
+    )  # fmt: skip
+
+    def __init__(self, state: State) -> None:
+        self.deciding = True
+        self.chooser = Chooser(state, lambda tokens, _: ("NONE", tokens), lambda _, desc: desc)
+        self.desc_of = {key: (key.part.name, f"{key}") for key in (*DECODE, *PIECES)}
+        state.dispatcher = self
+        self.chooser.set_keys(self.desc_of)
+        self.refresh = self.chooser.refresh
+
+    def get_capture_descs(self) -> list[tuple[Any, list[Any]]]:
+        parts = ("PIECEWISE", "FULL")
+        return [(name, [desc for mode, desc in self.desc_of.values() if mode == name]) for name in parts]
+
+
+class Server:
+    """A runner that captures what the dispatcher lists."""
+
+    def __init__(self, *, hot: int = 5, fails: bool = False) -> None:
+        self.state = State(
+            Config(lazy=True, lazy_hot=hot, lazy_graphs=2), Settings(max_num_reqs=64, max_num_tokens=512)
+        )
+        self.state.claims = Claims(1)
+        self.dispatcher = FakeDispatcher(self.state)
+        self.fails = fails
+        self.waited = 0
+        self.captures: list[list[str]] = []
+        thin(self.dispatcher, self.state)
+        self.capture()
+        for key in (DECODE[-1], PIECES[-1]):
+            self.state.registry.capture(key, bytes=10, seconds=0.1, graphs=1, pool="vllm")
+        self.state.graphs_captured()
+        flat = Curve((1, 512), (100.0, 612.0))
+        self.state.install_costs(
+            CostTable(
+                version="made up", measured=True, full=flat, piecewise=flat, eager=flat,
+                host_full=HostCost(10.0), host_piecewise=HostCost(50.0), host_eager=HostCost(5000.0),
+            )
+        )  # fmt: skip
+        self.lazy = Lazy(None, self.state, self.capture, self.wait)
+
+    def wait(self) -> None:
+        self.waited += 1
+
+    def capture(self) -> int:
+        if self.fails and self.captures:
+            raise RuntimeError("out of memory")
+        assert self.waited == len(self.captures)
+        self.captures.append([desc for _, each in self.dispatcher.get_capture_descs() for desc in each])
+        return 7
+
+    def run(self, step: Step, times: int) -> Any:
+        for _ in range(times):
+            self.lazy.step()
+            entry = self.dispatcher.chooser.entry(step)
+            entry.count += 1
+        return entry.key
+
+
+NINE = Step(9, 9, 9, 1, 1)
+
+
+def test_a_hot_size_is_captured_and_taken() -> None:
+    server = Server()
+    assert server.captures == [[str(PIECES[-1]), str(DECODE[-1])]]
+    assert server.run(NINE, LOOK - 1) == DECODE[-1]
+    assert server.run(NINE, LOOK) == DECODE[4]
+    assert server.captures[1:] == [[str(DECODE[4])]]
+    record = server.state.registry.record(DECODE[4])
+    assert record.state is GraphState.CAPTURED
+    assert record.bytes == 7
+    assert server.state.counters.counts["lazy_captures"] == 1
+    assert len(server.dispatcher.get_capture_descs()[1][1]) == 1, "the list is as it was"
+    server.run(NINE, 5 * LOOK)
+    assert len(server.captures) == 2
+
+
+def test_a_cold_size_is_not() -> None:
+    server = Server(hot=10 * LOOK)
+    assert server.run(NINE, 5 * LOOK) == DECODE[-1]
+    assert len(server.captures) == 1
+
+
+def test_the_hottest_goes_first_and_one_at_a_time() -> None:
+    server = Server()
+    other = Step(20, 20, 20, 1, 1)
+    for _ in range(LOOK // 4):
+        server.run(NINE, 3)
+        server.run(other, 1)
+    server.run(other, 1)
+    assert server.captures[1:] == [[str(DECODE[4])]]
+    server.run(other, LOOK)
+    assert server.captures[2:] == [[str(DECODE[5])]]
+
+
+def test_a_failed_capture_is_said_once_and_not_repeated() -> None:
+    server = Server(fails=True)
+    assert server.run(NINE, 5 * LOOK) == DECODE[-1]
+    assert server.waited == 1
+    assert server.dispatcher.deciding
+    assert server.state.counters.counts["lazy_capture_failed"] == 1
+    record = server.state.registry.record(DECODE[4])
+    assert (record.state, record.reason) == (GraphState.FAILED, Reason.CAPTURE_FAILED)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        ("parallel_config", "data_parallel_size", 2),
+        ("parallel_config", "pipeline_parallel_size", 2),
+        (None, "speculative_config", SimpleNamespace(num_speculative_tokens=2)),
+        (None, "lora_config", SimpleNamespace()),
+    ],
+)
+def test_where_it_cannot_all_is_captured_at_the_start(where: str | None, name: str, value: Any) -> None:
+    state = State(Config(lazy=True, lazy_graphs=2), Settings(max_num_reqs=64, max_num_tokens=512))
+    dispatcher = FakeDispatcher(state)
+    config = SimpleNamespace(**vars(FakeDispatcher.vllm_config))
+    config.parallel_config = SimpleNamespace(**vars(config.parallel_config))
+    setattr(getattr(config, where) if where else config, name, value)
+    dispatcher.vllm_config = config
+    assert why_not(config)
+    thin(dispatcher, state)
+    assert sum(len(each) for _, each in dispatcher.get_capture_descs()) == len(DECODE) + len(PIECES)
