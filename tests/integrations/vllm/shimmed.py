@@ -26,14 +26,21 @@ class ShimmedVllm(RealVllm):
         policy: what decides; the deployment's own replica by default.
         costs: what launches take.
         config: the settings of the shim.
+        ranks: data-parallel ranks.
     """
 
     def __init__(
-        self, *real: Any, policy: Any = None, costs: CostTable | None = None, config: Config | None = None
+        self,
+        *real: Any,
+        policy: Any = None,
+        costs: CostTable | None = None,
+        config: Config | None = None,
+        ranks: int = 1,
     ) -> None:
         super().__init__(*real)
         self.given = policy
         self.costs = costs
+        self.ranks = ranks
         self.config = config or Config(policy="vllm")
 
     def start(self, deployment: Deployment) -> None:
@@ -43,31 +50,19 @@ class ShimmedVllm(RealVllm):
             ValueError: vLLM refuses to start.
         """
         settings = deployment.settings
-        self.state = State(self.config, settings)
+        self.state = State(self.config, settings, num_dp_ranks=self.ranks)
         self.state.policy = self.given or deployment.policy
         self.state.claims = deployment.claims
-        self.state.sizes = sizes_of(self.config, settings)
+        self.state.sizes = sizes_of(self.config, settings, ranks=self.ranks)
         if self.state.sizes is not None:
             deployment = attrs.evolve(deployment, sizes=tuple(one_list(self.state.sizes)))
         super().start(deployment)
-
-    def _vllm_config(self, config: Any, deployment: Deployment) -> SimpleNamespace:
-        made = super()._vllm_config(config, deployment)
         if self._runner == "v1":
-            self._shim_v1()
-        return made
-
-    def _shim_v1(self) -> None:
-        module = self._loaded.module("v1.cudagraph_dispatcher")
-        if not hasattr(module, "Stock"):
-            module.Stock = module.CudagraphDispatcher
-        made = dispatcher_class(module.Stock, self.compilation.CUDAGraphMode, module.BatchDescriptor)
-
-        def dispatcher(vllm_config: Any) -> Any:
-            self.state.dispatcher = made(vllm_config, self.state)
-            return self.state.dispatcher
-
-        module.CudagraphDispatcher = dispatcher
+            module = self._loaded.module("v1.cudagraph_dispatcher")
+            made = dispatcher_class(module.CudagraphDispatcher, self.compilation.CUDAGraphMode, module.BatchDescriptor)
+            config = self._dispatcher.vllm_config
+            self._dispatcher = self.state.dispatcher = made(config, self.state)
+            self._dispatcher.initialize_cudagraph_keys(config.compilation_config.cudagraph_mode, settings.query_len)
 
     def _make_manager(self, vllm_config: SimpleNamespace, config: Any, deployment: Deployment) -> Any:
         manager = super()._make_manager(vllm_config, config, deployment)
