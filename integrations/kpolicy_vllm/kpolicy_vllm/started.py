@@ -87,6 +87,7 @@ def _open_log(state: State, device: str) -> None:
     except KPolicyError as error:
         state.counters.warn_once("log_failed", f"there is no decision log: {error}")
         return
+    state.log = log
     runner, dispatcher = state.runner, state.dispatcher
     if hasattr(runner, "cudagraph_dispatcher"):
         dispatcher.log = log.of_runner_1

@@ -83,6 +83,7 @@ class State:
         select: the per-batch path of the policy over the captured graphs, without SPLIT; None while vLLM's own rule
             decides.
         runner, dispatcher: the worker's side; None in a process that only schedules.
+        log: the decision log, where one is written.
         loras_apart: whether a graph captured with adapters serves only steps with some.
         broadcast: gives every rank rank 0's value; every rank must call it.
     """
@@ -104,6 +105,7 @@ class State:
         self.select: Select | None = None
         self.select_lora: Select | None = None
         self.vllm_version = ""
+        self.log: Any = None
         self.loras_apart = True
         self.broadcast: Callable[[Any], Any] = _same
         self.captured = False

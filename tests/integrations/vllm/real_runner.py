@@ -85,6 +85,7 @@ def vllm_config(
         uses_dynamic_speculative_decoding=lambda: False,
         num_speculative_tokens_per_batch_size=[],
         use_eagle=lambda: False,
+        uses_draft_model=lambda: False,
         uses_extract_hidden_states=lambda: False,
     )
     return SimpleNamespace(

@@ -1,0 +1,375 @@
+"""vLLM's own first runner and start-up code, out of the wheels, with the plugin loaded into them."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from kpolicy.costs import analytic_costs
+from kpolicy.modes import Part
+from kpolicy.schemas import read_decision_log
+from kpolicy_vllm import plugin
+from kpolicy_vllm.state import state_of
+from kpolicy_vllm.versions import signatures
+from tests.integrations.vllm.real_runner import ask_v1, initialise_v1, runner_v1, sized, vllm_config, vllm_of
+from tests.integrations.vllm.test_oracle_dispatch import random_costs
+from tests.oracle.loader import VARIABLE, oracle_folder
+
+VERSIONS = ("0.23", "0.33")
+STOCK_SIZES = [1, 2, 4, *range(8, 129, 8)]
+
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.skipif(
+        oracle_folder() is None,
+        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
+    ),
+]
+
+
+@pytest.fixture(params=VERSIONS)
+def vllm(request):
+    """A vLLM with the plugin loaded."""
+    with vllm_of(request.param) as modules:
+        plugin.register()
+        yield modules
+
+
+def served(modules, *, backend="FLASH_ATTN", level="ALWAYS", runner=None, **settings):
+    """A runner after start-up, as vLLM's worker brings it up."""
+    config = vllm_config(modules, **settings)
+    sized(modules, config)
+    runner = runner or runner_v1(modules, config)
+    attached(modules, config, runner)
+    initialise_v1(runner, modules, backend, level)
+    runner.capture_model()
+    return runner
+
+
+def attached(modules, config, runner):
+    """Have vLLM's worker wrapper make its device ready, which is when the plugin sees the runner."""
+    wrapper = object.__new__(modules.module("v1.worker.worker_base").WorkerWrapperBase)
+    wrapper.vllm_config = config
+    wrapper._worker_extension_cls = None
+    wrapper.worker = SimpleNamespace(init_device=lambda: None, model_runner=runner)
+    wrapper.init_device()
+
+
+@pytest.mark.parametrize("runner", ["config", "v1", "v2"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_recorded_signatures_are_live(version, runner):
+    """What was recorded of each release is what its wheel has."""
+    recorded = (
+        signatures.CONFIG
+        if runner == "config"
+        else getattr(signatures, f"{runner}_{version}".upper().replace(".", "_"))
+    )
+    with vllm_of(version):
+        assert list(signatures.differing(recorded)) == []
+
+
+def test_off_is_stock(vllm):
+    """Without the flag nothing of a runner is touched, and sizes are vLLM's own."""
+    config = vllm_config(vllm, kpolicy=None)
+    sized(vllm, config)
+    runner = runner_v1(vllm, config)
+    before = dict(vars(runner))
+    attached(vllm, config, runner)
+    assert vars(runner) == before
+    assert config.compilation_config.cudagraph_capture_sizes == STOCK_SIZES
+    assert config.additional_config == {}
+
+
+def test_ladders_are_captured(vllm):
+    """Each kind of graph has sizes of its own; decodes reach the most requests, pieces go past 512."""
+    runner = served(vllm, max_num_seqs=600, max_num_batched_tokens=4096)
+    state = state_of(runner.vllm_config)
+    ladder = state.ladder
+    assert ladder.uniform[1][-1].num_tokens == 600
+    assert ladder.piecewise[-1].num_tokens == 2048
+    assert ladder.mixed[-1].num_tokens == 512
+    assert len(ladder.piecewise) < len(ladder.uniform[1])
+    captured = {(mode.name, desc) for mode, desc in runner.ran if mode.name != "NONE"}
+    assert len(captured) == len(ladder)
+    assert state.registry.totals().held.seconds > 0
+
+
+def test_vllm_rule_until_costs(vllm):
+    """Without costs the next graph of the best kind replays; with costs the cheapest way is taken."""
+    runner = served(vllm, max_num_seqs=600, max_num_batched_tokens=4096, kpolicy={"calibrate": False})
+    assert [ask_v1(runner, new)[0] for new in ([1] * 600, [1] * 9 + [100], [700], [3000])] == [
+        "FULL", "FULL", "PIECEWISE", "NONE",
+    ]  # fmt: skip
+    state = state_of(runner.vllm_config)
+    assert not state.ready
+    state.install_costs(analytic_costs())
+    assert state.ready
+    assert ask_v1(runner, [1] * 5)[0] == "FULL"
+    assert {reason for _, reason in state.dispatcher.chooser.tallies()} >= {"vllm_rule", "cheapest_analytic"}
+
+
+def test_cheapest_size(vllm):
+    """A larger graph that is cheaper than the next one is taken."""
+    import attrs
+
+    from kpolicy.costs import Curve
+
+    runner = served(vllm, kpolicy={"calibrate": False, "decode_sizes": [4, 8, 16]})
+    curve = Curve((4, 8, 16), (1000.0, 5000.0, 2000.0))
+    state_of(runner.vllm_config).install_costs(attrs.evolve(analytic_costs(), measured=True, full=curve))
+    assert ask_v1(runner, [1] * 7)[1].num_tokens == 16
+
+
+def test_uniform_support_has_no_mixed_graphs(vllm):
+    """Where attention captures decodes only, no FULL graph takes prompt chunks."""
+    runner = served(vllm, backend="FLASHMLA", level="UNIFORM_BATCH")
+    state = state_of(runner.vllm_config)
+    assert not state.ladder.mixed
+    assert state.ladder.piecewise
+    assert ask_v1(runner, [1] * 9 + [20])[0] == "PIECEWISE"
+
+
+@pytest.mark.parametrize("backend", ["FLASHINFER_MLA", "KIMI_KDA"])
+def test_always_of_decode_backends_is_not_mixed(vllm, backend):
+    """ALWAYS of a backend that only means decodes of any length doesn't bring mixed graphs."""
+    assert not state_of(served(vllm, backend=backend).vllm_config).ladder.mixed
+
+
+def test_speculation(vllm):
+    """With three drafts decode graphs are of four tokens a request, and partial drafts don't take them."""
+    runner = served(vllm, drafts=3, max_num_seqs=16, kpolicy={"policy": "full_and_piecewise"})
+    mode, desc = ask_v1(runner, [4] * 5)
+    assert (mode, desc.num_tokens, desc.num_reqs, desc.uniform) == ("FULL", 32, 8, True)
+    assert not ask_v1(runner, [4, 4, 2])[1].uniform
+
+
+def test_user_sizes_stay(vllm):
+    """Sizes that the user gave to vLLM are the ones captured, of every kind."""
+    runner = served(vllm, sizes=[1, 8, 64])
+    assert runner.compilation_config.cudagraph_capture_sizes == [1, 8, 64]
+    assert {key.num_tokens for key in state_of(runner.vllm_config).ladder.keys} == {1, 8, 64}
+
+
+def test_copied_configuration(vllm):
+    """A configuration that is made again from a copy keeps the sizes."""
+    config = vllm_config(vllm, max_num_seqs=600)
+    sized(vllm, config)
+    listed = list(config.compilation_config.cudagraph_capture_sizes)
+    sized(vllm, config)
+    assert config.compilation_config.cudagraph_capture_sizes == listed
+
+
+def test_replica_keeps_vllm_sizes(vllm):
+    """With the replica as the policy vLLM's own sizes and keys stay."""
+    runner = served(vllm, kpolicy={"policy": "vllm:version=0.23,runner=v1"})
+    assert runner.compilation_config.cudagraph_capture_sizes == STOCK_SIZES
+    assert not state_of(runner.vllm_config).ladder.mixed
+    assert state_of(runner.vllm_config).ready
+
+
+def test_idle_rank(vllm):
+    """An idle data-parallel rank asks with a dummy step of one decode, and is answered like a real one."""
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
+    before = len(runner.ran)
+    runner._dummy_run(1, uniform_decode=True)
+    mode, desc = runner.ran[before]
+    assert (mode.name, desc) == ask_v1(runner, [1])
+
+
+def test_forced_eager(vllm):
+    """A step that the runner wants eager is eager at its own size."""
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
+    mode, desc = ask_v1(runner, [1] * 5, force_eager=True)
+    assert (mode, desc.num_tokens) == ("NONE", 5)
+
+
+def test_forced_graph(vllm):
+    """Forcing one graph, for timing it, answers with just that, and NONE stays NONE."""
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
+    dispatcher = state_of(runner.vllm_config).dispatcher
+    key = next(key for key in dispatcher.desc_of if key.part is Part.PIECEWISE)
+    mode, desc = dispatcher.desc_of[key]
+    with dispatcher.forcing(mode, desc):
+        assert ask_v1(runner, [1] * 2) == (mode.name, desc)
+        assert ask_v1(runner, [1] * 2, force_eager=True)[0] == "NONE"
+    assert ask_v1(runner, [1] * 2)[0] == "FULL"
+    assert dispatcher.key_of[mode, desc] == key
+
+
+def test_registered_twice(vllm):
+    """Loading the plugin again wraps nothing a second time."""
+    owner = vllm.module("config.vllm").VllmConfig
+    before = owner._set_cudagraph_sizes
+    plugin.register()
+    assert owner._set_cudagraph_sizes is before
+
+
+def test_unknown_version(caplog):
+    """Another vLLM is left as it is, with one warning that names the known ones."""
+    with vllm_of("0.33") as modules, caplog.at_level(logging.WARNING):
+        import sys
+
+        sys.modules["vllm"].__version__ = "0.34.0"
+        before = modules.module("config.vllm").VllmConfig._set_cudagraph_sizes
+        plugin.register()
+        assert modules.module("config.vllm").VllmConfig._set_cudagraph_sizes is before
+    assert [record.getMessage() for record in caplog.records] == [
+        "kpolicy is off, and vLLM runs as if it weren't installed: this is vLLM 0.34.0, and kpolicy-vllm knows 0.23.0 "
+        "and 0.33.0. Install one of them, or a kpolicy-vllm made for this one."
+    ]
+
+
+def changed(self, surprise=None):
+    """A capture with one more argument than any release has."""
+
+
+def test_changed_signature(vllm, caplog):
+    """A runner that was changed is left as it is, and vLLM serves."""
+    runner_class = vllm.module("v1.worker.gpu_model_runner").GPUModelRunner
+    runner_class.capture_model = changed
+    with caplog.at_level(logging.WARNING):
+        runner = served(vllm)
+    assert "capture_model" in caplog.text
+    assert "surprise" in caplog.text
+    assert type(runner.cudagraph_dispatcher).__name__ == "CudagraphDispatcher"
+    assert state_of(runner.vllm_config).counters.counts["not_attached"] == 1
+
+
+def test_enforce_eager(vllm, caplog):
+    """With graphs off there is nothing to decide: one warning, and the runner is left as it is."""
+    config = vllm_config(vllm, enforce_eager=True)
+    with caplog.at_level(logging.WARNING):
+        sized(vllm, config)
+        runner = runner_v1(vllm, config)
+        attached(vllm, config, runner)
+    assert sum("nothing to decide" in record.getMessage() for record in caplog.records) == 1
+    assert type(runner.cudagraph_dispatcher).__name__ == "CudagraphDispatcher"
+
+
+@pytest.mark.parametrize("setting", [{"polcy": "auto"}, {"policy": "vlm"}, {"lazy": "yes"}, 7])
+def test_bad_setting(vllm, setting, caplog):
+    """A setting that can't be used turns kpolicy off, with a warning that names it; sizes stay vLLM's."""
+    config = vllm_config(vllm, kpolicy=setting)
+    with caplog.at_level(logging.WARNING):
+        sized(vllm, config)
+        runner = runner_v1(vllm, config)
+        attached(vllm, config, runner)
+    assert config.compilation_config.cudagraph_capture_sizes == STOCK_SIZES
+    assert state_of(config) is None
+    assert caplog.records
+
+
+class Wild:
+    """A policy that decides what can't be carried out, or raises."""
+
+    name = "wild"
+    summary = ""
+    reads_costs = False
+
+    def __init__(self, decision=None):
+        self.decision = decision
+
+    def compile(self, _context):
+        return self
+
+    def select(self, *_):
+        if self.decision is None:
+            raise RuntimeError("out of ideas")
+        return self.decision
+
+
+def test_crash_in_the_policy(vllm, caplog):
+    """A policy that raises costs a warning and a counter; vLLM's own rule answers."""
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
+    state = state_of(runner.vllm_config)
+    state.policy = Wild()
+    with caplog.at_level(logging.WARNING):
+        state.recompile()
+        answers = [ask_v1(runner, new)[0] for new in ([1] * 5, [1] * 5, [1] * 6 + [30])]
+    assert answers == ["FULL", "FULL", "FULL"]
+    assert state.counters.counts["policy_failed"] == 2
+    assert sum("out of ideas" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_illegal_decision(vllm, caplog):
+    """A decision for a graph that isn't captured is refused with a warning; vLLM's own rule answers."""
+    from kpolicy.decision import Decision, Launch
+    from kpolicy.keys import GraphKey
+    from kpolicy.modes import Mode, Rows
+    from kpolicy.reasons import Reason
+
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
+    state = state_of(runner.vllm_config)
+    other = GraphKey(Part.FULL, 5, 5, query_len=1)
+    state.policy = Wild(Decision(Mode.FULL, (Launch(Rows.ALL, other),), Reason.GRAPH_FITS))
+    with caplog.at_level(logging.WARNING):
+        state.recompile()
+        assert ask_v1(runner, [1] * 5)[1].num_tokens == 8
+        assert ask_v1(runner, [1] * 7)[1].num_tokens == 8
+    assert "isn't captured" in caplog.text
+    assert state.counters.counts["illegal_decision"] == 2
+    assert len(caplog.records) == 1
+
+
+def test_decision_log(vllm, tmp_path):
+    """The log has each step's rows as they are, and the decision; dummy steps aren't in it."""
+    import numpy as np
+
+    path = tmp_path / "decisions.jsonl"
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise", "log": str(path)}, runner=None)
+    state = state_of(runner.vllm_config)
+    runner.input_batch.num_reqs = 3
+    runner.input_batch.num_computed_tokens_cpu = np.array([50, 40, 7])
+    runner.input_batch.num_prompt_tokens = np.array([30, 41, 90])
+    ask_v1(runner, [1, 1, 20])
+    runner._dummy_run(1, uniform_decode=True)
+    state.log.close()
+    log = read_decision_log(path)
+    (entry,) = log.entries
+    assert entry.shape.decodes == ((1, 1),)
+    assert entry.shape.prefills == ((1, 40), (20, 7))
+    assert entry.shape.decode_kv_tokens == 51
+    assert entry.decision["mode"] == "full"
+    assert log.header.versions["vllm"] in ("0.23.0", "0.33.0")
+
+
+def test_counted_hits(vllm):
+    """The registry's hits are the steps that each graph replayed."""
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
+    state = state_of(runner.vllm_config)
+    for _ in range(3):
+        ask_v1(runner, [1] * 5)
+    state.dispatcher.chooser.count_hits()
+    state.recompile()
+    ask_v1(runner, [1] * 5)
+    state.dispatcher.chooser.count_hits()
+    (record,) = [each for each in state.registry.records() if each.hits]
+    assert (record.key.num_tokens, record.hits) == (8, 4)
+
+
+def test_profile_of_another_device(vllm, tmp_path, caplog):
+    """A profile that was measured elsewhere isn't used, and the warning names both devices."""
+    from kpolicy.schemas import Profile, write_profile
+
+    path = tmp_path / "profile.json"
+    write_profile(path, Profile(costs=analytic_costs(), device="NVIDIA H200", model="m"))
+    with caplog.at_level(logging.WARNING):
+        runner = served(vllm, kpolicy={"profile": str(path), "calibrate": False})
+    state = state_of(runner.vllm_config)
+    assert state.counters.counts["other_device"] == 1
+    assert not state.ready
+    assert "NVIDIA H200" in caplog.text
+
+
+def test_profile_of_this_device(vllm, tmp_path):
+    """A profile of this device gives the costs, and nothing is measured."""
+    import random
+
+    from kpolicy.schemas import Profile, write_profile
+
+    path = tmp_path / "profile.json"
+    table = random_costs(random.Random(1))  # noqa: S311
+    write_profile(path, Profile(costs=table, device="cpu", model="m"))
+    state = state_of(served(vllm, kpolicy={"profile": str(path)}).vllm_config)
+    assert state.costs == table
+    assert state.ready
