@@ -100,6 +100,7 @@ def _prepare(asked: Asked) -> _Job:
     model = open_model(
         asked.model, settings, kv_tokens=kv_tokens, block_size=block_size, seed=asked.seed, device=asked.device
     )  # fmt: skip
+    _check_profile(asked, model)
     serving = Serving(
         model=model, settings=settings, ladder=ladder, costs=costs, objective=asked.deployment.objective,
         budget=asked.deployment.budget(), faults=asked.faults, verify=asked.verify,
@@ -132,6 +133,16 @@ def _not_captured(engines: Mapping[str, Engine]) -> list[str]:
         if len(errors) > 3:
             lines.append(f"{spec}: and {len(errors) - 3} more")
     return lines
+
+
+def _check_profile(asked: Asked, model: LoadedModel) -> None:
+    """Hold the profile's device and model to those that serve."""
+    given = asked.deployment.profile
+    if given is not None:
+        from kpolicy.profiles import load_profile
+        from kpolicy.serving.calibrate import check_profile
+
+        check_profile(load_profile(given), model, f"--profile {given}")
 
 
 def _save(path: Path | None, serving: Serving) -> None:

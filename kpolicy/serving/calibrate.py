@@ -10,6 +10,7 @@ import torch
 
 from kpolicy import __version__
 from kpolicy.costs import CostTable
+from kpolicy.errors import ProfileError
 from kpolicy.executors import calibrate as measured
 from kpolicy.registry import GraphRegistry
 from kpolicy.schemas import Profile, write_profile
@@ -18,7 +19,7 @@ from kpolicy.settings import Settings
 if TYPE_CHECKING:
     from kpolicy.serving.hf_model import LoadedModel
 
-__all__ = ["calibrate", "device_name", "model_name", "save_profile", "versions"]
+__all__ = ["calibrate", "check_profile", "device_name", "model_name", "save_profile", "versions"]
 
 
 def calibrate(
@@ -63,6 +64,29 @@ def versions() -> dict[str, str]:
 def _version(model: LoadedModel) -> str:
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return f"measured {at} on {device_name(model.device)}, {model_name(model)}"
+
+
+def check_profile(profile: Profile, model: LoadedModel, name: str) -> None:
+    """Refuse costs that were measured with another model or on another device than what is served.
+
+    Args:
+        profile: the profile; one that wasn't measured isn't looked at.
+        model: what is served.
+        name: what the profile is called.
+
+    Raises:
+        ProfileError: it is another model's or device's.
+    """
+    if not profile.costs.measured:
+        return
+    for what, theirs, here in (
+        ("on", profile.device, device_name(model.device)), ("with", profile.model, model_name(model))
+    ):  # fmt: skip
+        if theirs and theirs != here:
+            raise ProfileError(
+                f"{name} was measured {what} {theirs}, and here it would be {here}. Leave it out to measure here, or "
+                "run kpolicy calibrate."
+            )
 
 
 def save_profile(path: Path, costs: CostTable, model: LoadedModel, command: str) -> None:

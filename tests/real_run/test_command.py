@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -121,6 +122,36 @@ def test_a_saved_profile_is_what_the_next_run_decides_by(
     decided = kpolicy("explain", "--decodes", 2, "--profile", file)
     assert decided.code == 0
     assert profile.costs.version in decided.out
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"device": "NVIDIA H200"}, "was measured on NVIDIA H200, and here it would be "),
+        (
+            {"model": "LlamaForCausalLM of 8030.3 M parameters, bfloat16"},
+            "was measured with LlamaForCausalLM of 8030.3",
+        ),
+    ],
+)
+def test_a_profile_of_something_else(
+    field: dict[str, str], said: str, kpolicy: Command, config: Path, requests: Path, tmp_path: Path
+) -> None:
+    """Costs that were measured on another device or with another model don't serve this one."""
+    mine, others = tmp_path / "mine.json", tmp_path / "others.json"
+    assert kpolicy("calibrate", "--model", config, "--out", mine, "--seconds", 0.1, *SMALL[:-2]).code == 0
+    write_profile(others, attrs.evolve(read_profile(mine), **field))
+    ended = kpolicy("run", "--model", config, "--trace", requests, "--profile", others, *SMALL)
+    assert (ended.code, ended.out) == (2, "")
+    assert said in ended.err
+    assert "kpolicy calibrate" in ended.err
+
+
+def test_a_profile_that_ships_is_for_its_own_device(kpolicy: Command, config: Path, requests: Path) -> None:
+    """By its name it is found, and refused here."""
+    ended = kpolicy("run", "--model", config, "--trace", requests, "--profile", "qwen2.5-0.5b-h200", *SMALL)
+    assert ended.code == 2
+    assert "--profile qwen2.5-0.5b-h200 was measured on NVIDIA H200" in ended.err
 
 
 @pytest.mark.parametrize(
