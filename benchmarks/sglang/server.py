@@ -397,7 +397,7 @@ def steps_of(runner: Any) -> dict[str, Any] | None:
     state = state_of(runner)
     if state is None:
         return None
-    return {name: {"decided": sum(p.steps), "refused": sum(p.refused)} for name, p in state.phases.items()}
+    return {name: {"decided": sum(p.steps), "refused": sum(p.refused.values())} for name, p in state.phases.items()}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from kpolicy_sglang.phase import Phase
+from kpolicy_sglang.refused import why_refused
 
 __all__ = ["decode_can_run", "phase_of", "prefill_can_replay_locally", "prefill_can_run", "prefill_can_run_0_5_16"]
 
@@ -26,15 +27,13 @@ def decode_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
         return original(runner, forward_batch)
     if phase.force is not None:
         return phase.force
-    if runner.require_mlp_sync:
-        # The vote was taken when the step was scheduled; what is left is the same on every rank.
-        return original(runner, forward_batch)
     size = forward_batch.batch_size
-    if not phase.replays(size):
-        phase.count(size, ran=True)
+    # Where ranks step together the vote was taken when the step was scheduled: what is left is the same on all.
+    if not (runner.require_mlp_sync or phase.replays(size)):
+        phase.ran(size, forward_batch)
         return False
     can_run = original(runner, forward_batch)
-    phase.count(size, ran=bool(can_run))
+    _count(phase, runner, forward_batch, size, can_run=bool(can_run))
     return can_run
 
 
@@ -50,7 +49,7 @@ def prefill_can_run_0_5_16(original: Any, runner: Any, forward_batch: Any) -> An
         return original(runner, forward_batch)
     size = forward_batch.input_ids.shape[0]
     if not phase.replays(size):
-        phase.count(size, ran=True)
+        phase.ran(size, forward_batch)
         return False
     module = sys.modules[type(runner).__module__]
     factor = getattr(module, _FACTOR)
@@ -59,7 +58,7 @@ def prefill_can_run_0_5_16(original: Any, runner: Any, forward_batch: Any) -> An
         can_run = original(runner, forward_batch)
     finally:
         setattr(module, _FACTOR, factor)
-    phase.count(size, ran=bool(can_run))
+    _count(phase, runner, forward_batch, size, can_run=bool(can_run))
     return can_run
 
 
@@ -79,7 +78,7 @@ def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
             can_run = original(runner, forward_batch)
         finally:
             phase.agreed = False
-    phase.count(size, ran=bool(can_run) or not phase.replays(size))
+    _count(phase, runner, forward_batch, size, can_run=bool(can_run))
     return can_run
 
 
@@ -97,3 +96,10 @@ def prefill_can_replay_locally(original: Any, runner: Any, **asked: Any) -> bool
     # Without a size SGLang checks all the rest, and no limit on padding.
     asked["num_tokens"] = None
     return bool(original(runner, **asked))
+
+
+def _count(phase: Phase, runner: Any, batch: Any, size: int, *, can_run: bool) -> None:
+    if can_run or not phase.replays(size):
+        phase.ran(size, batch)
+    else:
+        phase.was_refused(size, batch, why_refused(phase.name, runner, batch))

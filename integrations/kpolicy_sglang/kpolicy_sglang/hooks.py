@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from kpolicy.errors import KPolicyError
+from kpolicy.settings import Settings
 from kpolicy_sglang import ladder
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.dispatch import ATTRIBUTE
+from kpolicy_sglang.metrics import Metrics
 from kpolicy_sglang.mirror import mirror
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.state import State, attach, state_of
@@ -156,6 +158,41 @@ def take_up(model_runner: Any, state: State) -> None:
         state.prefix_is_eager = state.version.startswith("0.5.16") and bool(prefill.has_mha_companion_layers)
     if state.phases:
         state.install(cost_tables(model_runner, state))
+        _observe(model_runner, state)
+
+
+def _observe(model_runner: Any, state: State) -> None:
+    """Set up the counters and the log that the settings ask for, on the first rank."""
+    args, config = model_runner.server_args, state.config
+    if _rank(model_runner):
+        return
+    if config.metrics and args.enable_metrics:
+        try:
+            state.metrics = Metrics()
+        except ModuleNotFoundError:
+            state.say("prometheus-client isn't installed, so there are no counters; install kpolicy-sglang[metrics]")
+    if config.log is not None:
+        from kpolicy_sglang.decision_log import DecisionLog
+
+        settings = Settings(
+            max_num_reqs=min(model_runner.req_to_token_pool.size, 1 << 16),
+            max_num_tokens=max(args.chunked_prefill_size or 1, 1),
+        )
+        try:
+            log = DecisionLog(
+                config.log, version=state.version, model=str(args.model_path), policy=config.policy, settings=settings
+            )
+        except KPolicyError as error:
+            fail(f"no decision log: {error}")
+            return
+        for phase in state.phases.values():
+            phase.log = log.write
+
+
+def _rank(model_runner: Any) -> int:
+    """This process's rank among those that share a scheduler's steps."""
+    ps = getattr(model_runner, "ps", None)
+    return int(getattr(ps, "tp_rank", 0) or 0) if ps is not None else int(getattr(model_runner, "tp_rank", 0) or 0)
 
 
 def _take(state: State, runner: Any, phase: Phase) -> None:
@@ -209,6 +246,9 @@ def new_batch_prefill(original: Any, scheduler: Any, running_batch: Any) -> Any:
     from kpolicy_sglang.split import split_of
 
     split = split_of(scheduler)
+    state = state_of(scheduler.tp_worker.model_runner)
+    if state is not None:
+        state.tick()
     return original(scheduler, running_batch) if split is None else split.step(original, running_batch)
 
 

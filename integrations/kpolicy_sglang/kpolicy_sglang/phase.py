@@ -8,7 +8,8 @@ So a decision is made once a size, by the policy itself, and a step reads it fro
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kpolicy.attention.support import Claims
@@ -19,6 +20,7 @@ from kpolicy.ladders import CaptureLadder
 from kpolicy.modes import Mode, Part
 from kpolicy.policies import get_policy
 from kpolicy.policies.base import PolicyContext
+from kpolicy.reasons import Reason
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchNumbers
 
@@ -55,8 +57,9 @@ class Phase:
         self.costs: CostTable | None = None
         self.steps = [0] * (max(most, self.largest) + 2)
         """Steps by size that ran as decided; the last is for larger ones."""
-        self.refused = [0] * len(self.steps)
-        """Steps by size that would have replayed, but for what SGLang itself refused."""
+        self.refused: Counter[tuple[Reason, int]] = Counter()
+        """Steps by reason and size that would have replayed, but for what SGLang itself refused."""
+        self.log: Callable[[Phase, Any, int, Reason | None], None] | None = None
         self._most = len(self.steps) - 2
         self.keys = tuple(self._key(size, full) for size in self.sizes)
         tokens = max(self._most * width, self.largest * width)
@@ -140,13 +143,17 @@ class Phase:
             return 0.0
         return self.costs.cost(self.decision(size).launches, self.numbers(size)).cycle_us
 
-    def count(self, size: int, *, ran: bool) -> None:
-        """Count a step; `ran` is False where SGLang refused a graph that the policy wanted."""
-        at = size if size <= self._most else self._most + 1
-        if ran:
-            self.steps[at] += 1
-        else:
-            self.refused[at] += 1
+    def ran(self, size: int, batch: Any) -> None:
+        """Count a step that runs as decided."""
+        self.steps[size if size <= self._most else self._most + 1] += 1
+        if self.log is not None:
+            self.log(self, batch, size, None)
+
+    def was_refused(self, size: int, batch: Any, reason: Reason) -> None:
+        """Count a step that SGLang refused the graph which the policy wanted."""
+        self.refused[reason, size] += 1
+        if self.log is not None:
+            self.log(self, batch, size, reason)
 
 
 def table_of(version: str, graph_us: dict[int, float], eager_us: dict[int, float]) -> CostTable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,17 @@ from kpolicy.costs import Curve
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Objective
 from kpolicy_sglang.config import Config
+from kpolicy_sglang.counters import summary
+from kpolicy_sglang.metrics import Metrics
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 
 __all__ = ["State", "state_of"]
 
 logger = logging.getLogger(__name__)
 _ATTRIBUTE = "_kpolicy_state"
+_TICKS = 128
+METRICS_S = 5.0
+"""Seconds between two flushes of the Prometheus counters."""
 
 
 class State:
@@ -38,6 +44,9 @@ class State:
         self.prefix_is_eager = False
         """Whether a row with cached tokens keeps a prefill batch from its graph (MLA on 0.5.16)."""
         self.messages: list[str] = []
+        self.metrics: Metrics | None = None
+        self._ticks = 0
+        self._flushed_s = self._summed_s = time.monotonic()
 
     @property
     def decode(self) -> Phase | None:
@@ -52,6 +61,19 @@ class State:
         if message not in self.messages:
             self.messages.append(message)
             logger.warning("kpolicy: %s", message)
+
+    def tick(self) -> None:
+        """Flush counters now and then; the scheduler calls it once an iteration."""
+        self._ticks += 1
+        if self._ticks % _TICKS:
+            return
+        now = time.monotonic()
+        if self.metrics is not None and now - self._flushed_s >= METRICS_S:
+            self._flushed_s = now
+            self.metrics.flush(self.phases)
+        if self.config.summary_seconds and now - self._summed_s >= self.config.summary_seconds:
+            self._summed_s = now
+            logger.info("kpolicy: %s", summary(self.phases))
 
     def install(self, tables: Mapping[str, Any]) -> None:
         """Decide by the policy of the settings, with these cost tables by phase."""

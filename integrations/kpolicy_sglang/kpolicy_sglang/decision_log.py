@@ -1,0 +1,94 @@
+"""Writes each step's batch and decision as a kpolicy decision log, which `kpolicy simulate --replay` reads."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from datetime import datetime, timezone
+from typing import Any
+
+import attrs
+
+from kpolicy import __version__
+from kpolicy.decision import Decision, Launch
+from kpolicy.errors import KPolicyError
+from kpolicy.modes import Mode, Rows
+from kpolicy.reasons import Reason
+from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader
+from kpolicy.settings import Settings
+from kpolicy.shapes import BatchShape
+from kpolicy_sglang.phase import DECODE, Phase
+
+__all__ = ["DecisionLog", "shape_of"]
+
+logger = logging.getLogger(__name__)
+
+
+def shape_of(phase: Phase, batch: Any) -> BatchShape:
+    """The batch of one step, from SGLang's `ForwardBatch`.
+
+    Decode rows of a mixed batch are its extends of one token after a prefix, as SGLang has them.
+    """
+    size = batch.batch_size
+    if phase.name == DECODE:
+        width = phase.width
+        kv_tokens = batch.seq_lens_sum
+        known = None if kv_tokens is None else max(int(kv_tokens), size * width)
+        return BatchShape.decode(size, known, query_len=width)
+    new, prefix = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
+    rows = [(int(a), int(b)) for a, b in zip(new, prefix, strict=True) if a]
+    mixed = getattr(batch.forward_mode, "name", "") == "MIXED"
+    decodes = [row for row in rows if mixed and row[0] == 1 and row[1]]
+    prompts = [row for row in rows if not (mixed and row[0] == 1 and row[1])]
+    kv = sum(a + b for a, b in decodes)
+    return BatchShape(
+        decodes=[(1, len(decodes))] if decodes else [], prefills=prompts, decode_kv_tokens=kv if decodes else None,
+        max_kv_len=max(a + b for a, b in rows),
+    )  # fmt: skip
+
+
+class DecisionLog:
+    """The log of one scheduler process; the first rank writes it.
+
+    Args:
+        path: the file.
+        version: SGLang's.
+        model: the model's path.
+        policy: the policy that decides.
+        settings: the deployment's limits.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+
+    def __init__(self, path: str, *, version: str, model: str, policy: str, settings: Settings) -> None:
+        header = LogHeader(
+            policy=policy, model=model, versions={"kpolicy": __version__, "sglang": version}, settings=settings,
+            started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )  # fmt: skip
+        self._writer: DecisionLogWriter | None = DecisionLogWriter(path, header)
+        atexit.register(self.close)
+
+    def write(self, phase: Phase, batch: Any, size: int, refused: Reason | None) -> None:
+        """Append a step. A log that can't be written any more is closed, with a warning."""
+        if self._writer is None:
+            return
+        decision = phase.decision(size)
+        if refused is not None:
+            launch = Launch(Rows.ALL, None)
+            decision = Decision(Mode.EAGER, (launch,), refused, costs_version=decision.costs_version)
+        elif decision.keys and decision.keys[0].num_tokens != (phase.bucket(size) or 0) * phase.width:
+            key = phase.keys[phase.sizes.index(phase.bucket(size) or phase.largest)]
+            decision = attrs.evolve(decision, launches=(Launch(Rows.ALL, key),))
+        try:
+            self._writer.write(DecisionEntry.of(shape_of(phase, batch), decision))
+        except KPolicyError as error:
+            logger.warning("kpolicy: the decision log ends here: %s", error)
+            self.close()
+
+    def close(self) -> None:
+        """End the log."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+            atexit.unregister(self.close)

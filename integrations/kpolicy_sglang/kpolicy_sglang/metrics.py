@@ -1,0 +1,57 @@
+"""Counters beside SGLang's own Prometheus metrics, in the process of the scheduler.
+
+SGLang collects its metrics over processes from files, so these are plain counters that are raised now and then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kpolicy_sglang.counters import buckets, lines
+from kpolicy_sglang.phase import Phase
+
+__all__ = ["Metrics"]
+
+
+class Metrics:
+    """Counters of steps, padding and replays, by phase.
+
+    Args:
+        registry: the registry of `prometheus_client` to register with; by default its own.
+
+    Raises:
+        ModuleNotFoundError: prometheus-client isn't installed.
+    """
+
+    def __init__(self, registry: Any = None) -> None:
+        from prometheus_client import REGISTRY, Counter
+
+        to = REGISTRY if registry is None else registry
+        self._steps = Counter(
+            "sglang:kpolicy_steps", "Steps by phase, mode and reason.", ["phase", "mode", "reason"], registry=to
+        )
+        self._padding = Counter(
+            "sglang:kpolicy_padding_tokens", "Padding tokens of replayed steps.", ["phase", "mode"], registry=to
+        )
+        self._replays = Counter(
+            "sglang:kpolicy_replays", "Replays by captured size (requests in decode, tokens in prefill).",
+            ["phase", "size"], registry=to,
+        )  # fmt: skip
+        self._told: dict[tuple[Any, ...], int] = {}
+
+    def flush(self, phases: dict[str, Phase]) -> None:
+        """Raise the counters by what came since the last time."""
+        for phase in phases.values():
+            for line in lines(phase):
+                self._raise(self._steps, (line.phase, line.mode, line.reason), line.steps)
+                if line.padding:
+                    self._raise(self._padding, (line.phase, line.mode), line.padding, line.reason)
+            for size, steps in buckets(phase).items():
+                self._raise(self._replays, (phase.name, str(size)), steps)
+
+    def _raise(self, counter: Any, labels: tuple[str, ...], total: int, apart: str = "") -> None:
+        key = (id(counter), labels, apart)
+        more = total - self._told.get(key, 0)
+        if more > 0:
+            counter.labels(*labels).inc(more)
+            self._told[key] = total
