@@ -73,6 +73,14 @@ def test_without_steps_of_both_kinds_all_rows_cost_what_decodes_do() -> None:
     assert times(Bench((8, True), (8, False), (64, False)), [None]) == HostCost(TRUE.base_us + 120.0 + 2.5)
 
 
+def test_eager_steps_are_timed_over_many_tokens_too() -> None:
+    bench = Bench()
+    times(bench, [None])
+    assert [(decodes, new) for decodes, new, _ in bench.asked] == [
+        (8, 0), (64, 0), (0, 24), (8, 24), (0, 256), (8, 256),
+    ]  # fmt: skip
+
+
 def test_rows_cost_what_they_do_in_the_mode_that_shows_them_better() -> None:
     """The base is what is left, whatever this mode's own times of rows say."""
     like = HostCost(200.0, 2.5, 250.0, 70.0)

@@ -40,12 +40,17 @@ class HostTimes:
         if bench.host_runs or not holds:
             return
         few, prompt = min(FEW_DECODES, most_reqs), min(_SHORT_PROMPT, longest)
-        for decodes, new in ((few, 0), (min(most_reqs, max(holds)), 0), (0, prompt), (min(few, most_reqs - 1), prompt)):
+        beside = min(few, most_reqs - 1)
+        steps = [(few, 0), (min(most_reqs, max(holds)), 0), (0, prompt), (beside, prompt)]
+        if None in keys:
+            # Eager operators on many tokens allocate more, and are what eager steps mostly are.
+            steps += [(0, longest // 2), (beside, longest // 2)]
+        for decodes, new in steps:
             size = min((size for size in holds if size >= decodes + new), default=None)
-            if size is not None and decodes + new and (decodes, bool(new)) not in self._cases:
+            if size is not None and decodes + new and (decodes, new) not in self._cases:
                 launch = Launch(Rows.ALL, holds[size])
                 rows = bench.rows(decodes, bench.short_kv if decodes else 0, new)
-                self._cases[decodes, bool(new)] = bench.add([launch], rows, often=True)
+                self._cases[decodes, new] = bench.add([launch], rows, often=True)
 
     def cost(self, step_us: float, like: HostCost | None = None) -> HostCost:
         """The host's times.
@@ -59,8 +64,8 @@ class HostTimes:
             0 where nothing was timed; without steps of both kinds, whichever was timed for all rows alike.
         """
         us = {
-            (decodes, prompt): self._bench.sides_us(case, step_us)[1]
-            for (decodes, prompt), case in self._cases.items()
+            (decodes, new): self._bench.sides_us(case, step_us)[1]
+            for (decodes, new), case in self._cases.items()
             if self._bench.measured(case)
         }
         if not us:
@@ -68,18 +73,18 @@ class HostTimes:
         if like is not None and like.decode_us + like.prefill_us > 0:
             rows = attrs.evolve(like, base_us=0.0)
             left = (
-                time - rows.base_for(decodes=decodes > 0, prefills=bool(prompt)) - rows.req_us * (decodes + prompt)
-                for (decodes, prompt), time in us.items()
+                time - rows.base_for(decodes=decodes > 0, prefills=new > 0) - rows.req_us * (decodes + (new > 0))
+                for (decodes, new), time in us.items()
             )
             return attrs.evolve(like, base_us=max(statistics.median(left), 0.0))
-        decoding = {decodes: time for (decodes, prompt), time in us.items() if not prompt}
-        alone = us.get((0, True))
+        decoding = {decodes: time for (decodes, new), time in us.items() if not new}
+        alone = next((time for (decodes, _), time in us.items() if not decodes), None)
         if not decoding:
             return HostCost(min(us.values()))
         fewest, most = min(decoding), max(decoding)
         req_us = max(decoding[most] - decoding[fewest], 0.0) / (most - fewest) if most > fewest else 0.0
         decode_us = max(decoding[fewest] - req_us * fewest, 0.0)
-        both = next(((decodes, time) for (decodes, prompt), time in us.items() if decodes and prompt), None)
+        both = next(((decodes, time) for (decodes, new), time in us.items() if decodes and new), None)
         if alone is None or both is None:
             return HostCost(decode_us, req_us)
         decodes, time = both

@@ -23,7 +23,7 @@ from typing import Any
 
 from kpolicy.costs import CostTable, Curve
 from kpolicy.decision import Launch
-from kpolicy.executors.calibrate.attention import Bases, DecodeSlope, PrefillSlope
+from kpolicy.executors.calibrate.attention import FEW_DECODES, Bases, DecodeSlope, PrefillSlope
 from kpolicy.executors.calibrate.bench import Bench, Measurable
 from kpolicy.executors.calibrate.host import HostTimes, host_by_rows
 from kpolicy.keys import GraphKey
@@ -98,7 +98,8 @@ def calibrate(
     bench.measure(allowance_s)
     decode_attention, prefill_attention = bases.added(decoding.cost(), prefilling.cost())
     every = [case for case, _, _ in (*full_cases, *piece_cases, *eager_cases) if bench.measured(case)]
-    whole = [case for case, _, _ in full_cases if bench.measured(case)]
+    # A decode step's graph leaves the host nothing to do: what is beyond the device's time there no mode overlaps.
+    whole = [case for case, _, prompt in full_cases if bench.measured(case) and not prompt]
     step_us = statistics.median(map(bench.rest_us, whole or every))
 
     noise = HOST_NOISE if executor.launcher.adapter.host_runs else NOISE
@@ -158,7 +159,10 @@ class _Overlap:
         halves = [(a, b) for a in decode for b in pieces if a.num_tokens + b.num_tokens <= settings.max_num_tokens]
         if not halves:
             return
-        first, second = max(halves, key=lambda each: (each[1].num_tokens, each[0].num_tokens))
+        # A long prompt beside a few decodes: the usual case, and larger decode batches leave less to overlap.
+        first, second = max(
+            halves, key=lambda each: (each[1].num_tokens, each[0].num_tokens <= FEW_DECODES, each[0].num_tokens)
+        )
         both = bench.rows(first.num_tokens, bench.short_kv, second.num_tokens)
         launches = [Launch(Rows.DECODE, first), Launch(Rows.PREFILL, second, 1)]
         self._cases = [
