@@ -93,8 +93,18 @@ def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -
         after_capture(state, modules)
         return result
 
+    profile = runner.profile_cudagraph_memory
+
+    def profile_cudagraph_memory(*args: Any, **named: Any) -> Any:
+        dispatcher.sampling = True
+        try:
+            return profile(*args, **named)
+        finally:
+            dispatcher.sampling = False
+
     runner._warmup_and_capture = warmup_and_capture
     runner.capture_model = capture_model
+    runner.profile_cudagraph_memory = profile_cudagraph_memory
 
 
 def bound_splits(runner: Any, state: State) -> None:
