@@ -114,26 +114,27 @@ class Engine:
     ) -> None:
         self.policy = get_policy(policy)
         self.settings = settings or _settings_of(model)
-        self.support = _support_of(attention, model)
         self.objective = Objective.parse(objective)
         self.costs = costs or analytic_costs()
         self.calibration_error = ""
         self._calibrate_s = _seconds(calibrate) if costs is None and self.policy.reads_costs else 0.0
         self.sizes = self._sizes(ladder)
         self._stats = Stats()
-        self.downgrades = self._resolve(strict)
         if budget is not None and registry is not None:
             raise ConfigError(
                 "a registry was given, and it has its own budget; give the budget to the registry instead."
             )
         self.registry = GraphRegistry(budget) if registry is None else registry
+        self.passed_over: dict[str, str] = {}
+        self.executor = self._opened(executor, model, device)
+        # An executor may have found out more about the model's attention than the model claims.
+        self.support = _support_of(attention, None if model is None else getattr(self.executor, "model", model))
+        self.downgrades = self._resolve(strict)
         self.keys = self.policy.plan(self.sizes, self.support.claims, self.settings)
         if budget is not None:
             # Without an executor nothing is captured as far as it goes: all that is planned is taken as captured.
             self._check_budget(budget, whole=ladder is not None or (executor is None and model is None))
         self.registry.plan(self.keys)
-        self.passed_over: dict[str, str] = {}
-        self.executor = self._opened(executor, model, device)
         self._communicator = communicator if communicator is not None and communicator.world_size > 1 else None
         self._lost: StickyDeviceError | None = None
         self._events: Events | None = None

@@ -6,6 +6,7 @@
 - ``flash``: as ``triton``, with torch's own FlashAttention for prompt rows where the host knows their lengths
   (PIECEWISE and EAGER), over keys gathered to contiguous slots. A FULL graph of a mixed batch has the Triton kernel for
   them.
+- ``ascend``, ``kunlun``: the vendors' own operators.
 
 A mixed batch gets a kernel for decode rows and one for prompt rows in every mode, whichever is chosen.
 """
@@ -349,7 +350,10 @@ def kernels_here(device: torch.device) -> dict[str, str]:
         have = ".".join(map(str, torch.cuda.get_device_capability(device)))
         why = f"the device has capability {have}, and it needs {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
     npu = "" if device.type == "npu" else f"it runs on Ascend NPUs, and this is {device.type}"
-    return {"ascend": npu, "triton": why, "flash": why, "plain": ""}
+    kunlun = "" if device.type == "cuda" and "torch_xmlir" in sys.modules else "it runs on Kunlun cards"
+    if not kunlun and find_spec("kunlun_ops") is None:
+        kunlun = "kunlun_ops isn't installed; it comes from the vendor"
+    return {"ascend": npu, "kunlun": kunlun, "triton": why, "flash": why, "plain": ""}
 
 
 def cuda_here() -> bool:
@@ -370,7 +374,7 @@ def kernels_chosen() -> dict[str, tuple[str, dict[str, str]]]:
     return found
 
 
-KERNELS = ("auto", "ascend", "triton", "flash", "plain")
+KERNELS = ("auto", "ascend", "kunlun", "triton", "flash", "plain")
 
 
 def choose_kernels(device: torch.device, name: str = "auto") -> Kernels:
@@ -392,4 +396,9 @@ def choose_kernels(device: torch.device, name: str = "auto") -> Kernels:
         from kpolicy.serving.ascend import AscendKernels
 
         return AscendKernels(device)
+    if name == "kunlun":
+        # Imported here: it needs kunlun_ops.
+        from kpolicy.serving.kunlun import KunlunKernels
+
+        return KunlunKernels(device)
     return PlainKernels(device) if name == "plain" else TritonKernels(device, flash=name == "flash")

@@ -65,6 +65,8 @@ def load(
     at = _device(device)
     config, folder = read_config(source)
     attention, kinds = choose_kernels(at, kernels), layer_kinds(config)
+    if hasattr(attention, "block_size"):
+        attention.block_size = block_size  # their KV lies by head within a block
     _check_kinds(config, kinds)
     kv = _kv_size(config, num_blocks, block_size, max_model_len, max_num_reqs)
     register()

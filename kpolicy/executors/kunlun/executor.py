@@ -31,6 +31,8 @@ __all__ = ["KunlunExecutor", "proven"]
 
 MAX_NUM_REQS = 256
 """Rows of a launch where neither the caller nor the model says."""
+MOST_TRIED = 4
+"""Tokens of the longest decode row that is tried, where nobody says"""
 _MIXED = None
 
 
@@ -62,10 +64,14 @@ class _Launcher(GraphLauncher):
 class KunlunExecutor(ModeRunner):
     """A step model on a Kunlun card. Unverified on hardware.
 
+    Where the attention takes lengths on the host, trials find out at once which FULL graphs hold: `model` is `proven`
+    then, and an Engine plans by what was proved.
+
     Args:
-        model: the model; its tensors are on the device. `proven` lets policies plan FULL graphs of it.
+        model: the model; its tensors are on the device, and nothing is running on it.
         device: the device, by `torch.cuda`'s name; the model's own, or the current one.
         max_num_reqs: most rows of a launch that replays; the model's own by default.
+        query_len: tokens of the longest decode row that is tried, 1 + k where drafts are verified.
         xmlir, library, environ: see `KunlunAdapter`.
         faults, check: as `CudaExecutor` has them.
 
@@ -79,6 +85,7 @@ class KunlunExecutor(ModeRunner):
         *,
         device: Any = None,
         max_num_reqs: int | None = None,
+        query_len: int = MOST_TRIED,
         xmlir: Any = None,
         library: Any = None,
         environ: Mapping[str, str] | None = None,
@@ -91,8 +98,8 @@ class KunlunExecutor(ModeRunner):
             statics=getattr(model, "static_tensors", None), faults=faults,
         )  # fmt: skip
         most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
-        self.model = model
-        self._kunlun = _Launcher(self.adapter, model, max_num_reqs=most)
+        self.model = model if isinstance(model, _Proven) else proven(model, self.adapter, query_len=query_len)
+        self._kunlun = _Launcher(self.adapter, self.model, max_num_reqs=most)
         super().__init__(self._kunlun)
 
     @property
@@ -119,7 +126,7 @@ class _Proven:
 
 
 def proven(model: Any, adapter: KunlunAdapter | None = None, *, query_len: int = 1) -> Any:
-    """The model, with FULL graphs allowed where a trial on the device proves them.
+    """The model, with FULL graphs allowed where a trial on the device proves them. `KunlunExecutor` does it itself.
 
     Attention that claims to read no lengths on the host needs no trial. One that does may hold graphs if they hold
     over other lengths, tables and row counts; what isn't proved is taken from the claims.
@@ -134,7 +141,7 @@ def proven(model: Any, adapter: KunlunAdapter | None = None, *, query_len: int =
     if claims.host_params is HostParams.NONE:
         return model
     device = KunlunAdapter(getattr(model, "device", "cuda")) if adapter is None else adapter
-    wanted = [each for each in dict.fromkeys((1, query_len)) if each <= claims.uniform_query_len]
+    wanted = [each for each in dict.fromkeys((1, min(query_len, claims.uniform_query_len))) if each]
     trials: dict[int | None, Trial] = {each: try_kind(device, model, each) for each in wanted}
     if claims.mixed:
         trials[_MIXED] = try_kind(device, model, None)
