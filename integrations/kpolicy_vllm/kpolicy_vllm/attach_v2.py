@@ -7,6 +7,7 @@ from typing import Any
 from kpolicy.modes import Part
 from kpolicy_vllm.attach_v1 import bound_splits
 from kpolicy_vllm.claims import claims_of, levels_of
+from kpolicy_vllm.runner_v1 import sampled
 from kpolicy_vllm.runner_v2 import manager_class, take_over
 from kpolicy_vllm.started import after_capture
 from kpolicy_vllm.state import State
@@ -49,6 +50,9 @@ def attach(runner: Any, state: State, modules: Any, *, newest: bool) -> None:
         kept = not named.get("profile_only")
         if kept:
             _record(runner, state, modules)
+        else:
+            descs = runner.cudagraph_manager._capture_descs
+            descs.update({mode: sampled(listed) for mode, listed in descs.items()})
         result = capture(*args, **named)
         if kept:
             runner.cudagraph_manager.on_capture = None

@@ -14,7 +14,7 @@ from kpolicy.modes import Mode, Part
 from kpolicy_vllm.dispatch import Chooser, Step
 from kpolicy_vllm.state import State
 
-__all__ = ["dispatcher_class", "keys_of"]
+__all__ = ["dispatcher_class", "keys_of", "sampled"]
 
 
 def keys_of(dispatcher: Any, modes: Any, query_len: int) -> dict[GraphKey, tuple[Any, Any]]:
@@ -121,7 +121,7 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             """
             found = super().get_capture_descs()
             if self.sampling:
-                found = [(mode, [*descs[:1], *descs[:0:-1]]) for mode, descs in found]
+                found = [(mode, sampled(descs)) for mode, descs in found]
             return found
 
         @contextmanager
@@ -215,6 +215,11 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             return super().dispatch(num_tokens, uniform, has_lora, loras, valid_modes, _frozen(invalid_modes))
 
     return KDispatcher
+
+
+def sampled(descs: list[Any]) -> list[Any]:
+    """The descriptors, largest first and then from the smallest up."""
+    return [*descs[:1], *descs[:0:-1]]
 
 
 def _frozen(modes: Any) -> Any:
