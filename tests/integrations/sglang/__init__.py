@@ -1,0 +1,1 @@
+"""kpolicy inside SGLang."""

@@ -1,0 +1,32 @@
+"""Signatures of what kpolicy hooks, as SGLang's releases have them. `test_oracle.py` holds them to the wheels."""
+
+from __future__ import annotations
+
+SIGNATURES: dict[str, dict[str, str]] = {
+    "0.5.16": {
+        "DecodeCudaGraphRunner.can_run_graph": "self, forward_batch",
+        "PrefillCudaGraphRunner.can_run_graph": "self, forward_batch",
+        "resolve_decode_backend": "cuda_graph_runner",
+        "resolve_prefill_backend": "cuda_graph_runner",
+        "ModelRunner.init_cuda_graphs": "self, capture_decode_cuda_graph",
+        "Scheduler.get_new_batch_prefill": "self, running_batch",
+        "ServerArgs._generate_decode_cuda_graph_batch_sizes": "self, max_bs",
+        "ServerArgs._generate_prefill_cuda_graph_batch_sizes": "self, max_bs",
+        "ServerArgs._disable_breakable_cudagraph_if_incompatible": "self",
+    },
+    "0.5.23": {
+        "DecodeCudaGraphRunner.can_run_graph": "self, forward_batch",
+        "PrefillCudaGraphRunner.can_run_graph": "self, forward_batch",
+        "PrefillCudaGraphRunner.can_replay_locally": (
+            "self, batch_size, num_tokens, input_embeds, replace_embeds, prefix_lens, is_target_verify, "
+            "capture_hidden_mode, return_logprob, lora_ineligible, is_mixed, batch_max_context_len, contains_mm_inputs"
+        ),
+        "resolve_decode_backend": "cuda_graph_runner",
+        "resolve_prefill_backend": "cuda_graph_runner",
+        "ModelRunner.init_cuda_graphs": "self, capture_decode_cuda_graph",
+        "Scheduler.get_new_batch_prefill": "self, running_batch",
+        "generate_decode_cuda_graph_batch_sizes": "server_args, max_bs",
+        "generate_prefill_cuda_graph_batch_sizes": "max_bs",
+        "capture_prefill_graph": "model_runner, eager_runner, force_for_draft_worker",
+    },
+}

@@ -1,0 +1,91 @@
+"""Settings, and the sizes they come to."""
+
+import pytest
+
+from kpolicy.attention.support import Claims
+from kpolicy.errors import ConfigError
+from kpolicy.ladders import CaptureSizes
+from kpolicy.schemas import LadderPlan, write_plan
+from kpolicy.settings import Settings
+from kpolicy_sglang.config import Config
+from kpolicy_sglang.ladder import decode_sizes, default_decode_sizes, default_prefill_sizes, prefill_sizes
+
+
+def test_off_unless_asked():
+    """Nothing in the environment, or a plain 0, is off."""
+    assert Config.from_env({}) is None
+    assert Config.from_env({"KPOLICY_SGLANG": "0"}) is None
+    assert Config.from_env({"KPOLICY_LOG": "x"}) is None
+
+
+def test_settings_from_the_environment():
+    """Each setting is read as its type."""
+    config = Config.from_env(
+        {
+            "KPOLICY_POLICY": "full_and_piecewise", "KPOLICY_SPLIT": "no", "KPOLICY_DECODE_SIZES": "1,2, 8",
+            "KPOLICY_SUMMARY_SECONDS": "1.5", "KPOLICY_LOG": "/x", "KPOLICY_UNKNOWN": "left alone",
+        }
+    )  # fmt: skip
+    assert config == Config(
+        policy="full_and_piecewise", split=False, decode_sizes=(1, 2, 8), summary_seconds=1.5, log="/x"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KPOLICY_SGLANG", "maybe"),
+        ("KPOLICY_SPLIT", "maybe"),
+        ("KPOLICY_DECODE_SIZES", "1,x"),
+        ("KPOLICY_DECODE_SIZES", "0,1"),
+        ("KPOLICY_PIECEWISE_SIZES", "4,4"),
+        ("KPOLICY_PIECEWISE_SIZES", ","),
+        ("KPOLICY_SUMMARY_SECONDS", "-1"),
+        ("KPOLICY_SUMMARY_SECONDS", "nan"),
+        ("KPOLICY_OBJECTIVE", "speed"),
+    ],
+)
+def test_bad_values(name, value):
+    """A value that can't be used is an error that names it."""
+    with pytest.raises(ConfigError, match=f"{name}|objective"):
+        Config.from_env({"KPOLICY_SGLANG": "1", name: value})
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 256, 600, 768, 1000, 1024, 5000])
+def test_default_decode_sizes(most):
+    """They rise, end with the most requests, and waste at most half of a graph."""
+    sizes = default_decode_sizes(most)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == most
+    assert all(b <= 2 * a or b - a <= 256 for a, b in zip(sizes, sizes[1:], strict=False))
+
+
+def test_default_prefill_sizes():
+    """None is over the largest chunk, and there is always one."""
+    assert default_prefill_sizes(8192)[-1] == 2048
+    assert default_prefill_sizes(576) == (64, 128, 256, 512, 576)
+    assert default_prefill_sizes(20) == (20,)
+
+
+def test_far_fewer_than_sglangs():
+    """The default ladder is a fifth of SGLang's, up to more requests."""
+    assert len(default_decode_sizes(768)) + len(default_prefill_sizes(8192)) == 20
+
+
+def test_given_sizes_go_before_a_plan(tmp_path):
+    """Sizes in the settings, then those of a plan, then the default ones."""
+    plan = tmp_path / "plan.json"
+    settings = Settings(max_num_reqs=64, max_num_tokens=4096)
+    sizes = CaptureSizes((1, 16, 64), (), (100, 3000))
+    write_plan(plan, LadderPlan(sizes=sizes, keys=(), settings=settings, attention=Claims.at_level("mixed")))
+    planned = Config(plan=str(plan))
+    assert decode_sizes(planned, 48, 256) == (1, 16)
+    assert prefill_sizes(planned, 2048) == (100,)
+    given = Config(plan=str(plan), decode_sizes=(2, 4), piecewise_sizes=(7,))
+    assert (decode_sizes(given, None, 256), prefill_sizes(given, 99)) == ((2, 4), (7,))
+    assert decode_sizes(Config(), None, 256)[-1] == 1024
+
+
+def test_largest_decode_size_follows_the_requests():
+    """SGLang's list ends at 256 on such a GPU; kpolicy's at the requests that may run."""
+    assert decode_sizes(Config(), 768, 256)[-1] == 768

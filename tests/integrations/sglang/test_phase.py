@@ -1,0 +1,102 @@
+"""A phase: what replays by size, what it costs, and what was counted."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kpolicy.modes import Mode
+from kpolicy.reasons import Reason
+from kpolicy.settings import Objective
+from kpolicy_sglang.counters import buckets, lines, summary
+from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+
+SIZES = st.lists(st.integers(1, 600), min_size=1, max_size=8, unique=True).map(sorted)
+
+
+@given(SIZES, st.integers(1, 700))
+def test_sglangs_rule_until_costs_are_known(sizes, tokens):
+    """Before anything is measured prefill pads to at most twice, and decode without limit, as SGLang does."""
+    prefill, decode = Phase(PREFILL, sizes, 700, full=False), Phase(DECODE, sizes, 700, full=True)
+    bucket = prefill.bucket(tokens)
+    assert prefill.replays(tokens) == (bucket is not None and bucket <= 2 * tokens)
+    assert decode.replays(tokens) == (bucket is not None)
+
+
+@given(SIZES, st.integers(1, 700), st.integers(1, 10_000), st.integers(1, 10_000), st.integers(0, 20))
+def test_the_cheaper_one_by_measured_costs(sizes, tokens, graph_us, eager_us, per_token):
+    """With costs a batch replays where the graph it would be padded to takes no longer."""
+    phase = Phase(PREFILL, sizes, 700, full=False)
+    costs = table_of("test", {size: graph_us + per_token * size for size in sizes}, {1: eager_us, 700: eager_us})
+    phase.install("auto", costs, Objective())
+    bucket = phase.bucket(tokens)
+    if bucket is None:
+        assert not phase.replays(tokens)
+        assert phase.decision(tokens).reason is Reason.ABOVE_LARGEST_SIZE
+        return
+    assert phase.replays(tokens) == (graph_us + per_token * bucket <= eager_us)
+    least = min(graph_us + per_token * bucket, eager_us)
+    assert phase.us(tokens) == pytest.approx(least)
+
+
+def test_crossover_by_tokens():
+    """MLA's graph wins small prompts and loses large ones, between captured sizes too."""
+    phase = Phase(PREFILL, (64, 1024, 2048), 8192, full=False)
+    phase.install(
+        "auto", table_of("test", {64: 11_400, 1024: 24_600, 2048: 46_000}, {64: 41_000, 2048: 43_300}), Objective()
+    )
+    assert [phase.replays(tokens) for tokens in (1, 64, 900, 1024, 1025, 2048)] == [True] * 4 + [False] * 2
+
+
+def test_padding_beyond_twice_where_it_is_cheaper():
+    """A prompt of 10 tokens replays the graph of 64: SGLang's fixed limit would refuse it."""
+    phase = Phase(PREFILL, (64, 512), 1024, full=False)
+    assert not phase.replays(10)
+    phase.install("auto", table_of("test", {64: 5_000, 512: 5_300}, {1: 12_000, 512: 12_400}), Objective())
+    assert phase.replays(10)
+    assert phase.decision(10).reason is Reason.CHEAPEST_MEASURED
+
+
+@given(st.dictionaries(st.integers(1, 500), st.integers(1, 9999), min_size=1, max_size=9))
+def test_measured_graphs_never_seem_cheaper_when_larger(us):
+    """SGLang pads to the next size, so the decision is never another graph than it replays."""
+    phase = Phase(DECODE, sorted(us), 500, full=True)
+    phase.install("auto", table_of("test", us, {1: 10_000}), Objective())
+    for size in range(1, max(us) + 1):
+        decision = phase.decision(size)
+        if decision.mode is not Mode.EAGER:
+            assert decision.keys[0].num_tokens == phase.bucket(size)
+
+
+def test_policy_that_reads_costs_waits_for_them():
+    """Without costs `auto` isn't taken: SGLang's own rule stays."""
+    phase = Phase(PREFILL, (64,), 100, full=False)
+    phase.install("auto", None, Objective())
+    assert phase.policy == "sglang"
+    phase.install("full_and_piecewise", None, Objective())
+    assert phase.policy == "full_and_piecewise"
+    assert phase.replays(1)
+
+
+def test_counters_add_up():
+    """Steps, tokens and padding by mode and reason; refused steps are eager with SGLang's reason."""
+    phase = Phase(PREFILL, (64, 128), 200, full=False)
+    for size in (64, 100, 100, 20, 200, 900):
+        phase.ran(size, None)
+    phase.was_refused(70, None, Reason.INPUT_EMBEDDINGS)
+    found = {(line.mode, line.reason): line[3:] for line in lines(phase)}
+    assert found == {
+        ("piecewise", "graph_fits"): (3, 264, 56),
+        ("eager", "padding_over_limit"): (1, 20, 0),
+        ("eager", "above_largest_size"): (2, 401, 0),
+        ("eager", "input_embeddings"): (1, 70, 0),
+    }
+    assert buckets(phase) == {64: 1, 128: 2}
+    assert "prefill piecewise (graph_fits): 3 steps, 17.5% padding" in summary({"prefill": phase})
+
+
+def test_drafts_are_tokens_of_a_row():
+    """A phase of width 4 counts its padding in tokens."""
+    phase = Phase(DECODE, (2, 8), 8, full=True, width=4)
+    phase.ran(3, None)
+    assert [line[3:] for line in lines(phase)] == [(1, 12, 20)]
+    assert phase.keys[0].num_tokens == 8

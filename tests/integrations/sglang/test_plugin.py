@@ -1,0 +1,149 @@
+"""What SGLang loads: hooks that took, and clear refusals."""
+
+import logging
+import pkgutil
+
+import pytest
+
+from kpolicy_sglang import hooks
+from kpolicy_sglang.plugin import register
+from kpolicy_sglang.versions import KNOWN, known
+from tests.integrations.sglang.fake_sglang import pretended
+from tests.integrations.sglang.recorded import SIGNATURES
+
+ON = {"KPOLICY_SGLANG": "1"}
+STRICT = ON | {"KPOLICY_STRICT": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _off_again():
+    yield
+    hooks.configure(None)
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_every_hook_has_a_recorded_signature(version):
+    """What a hook says its target takes is what the release has."""
+    for hook in KNOWN[version].hooks:
+        owner, _, name = hook.target.rpartition(".")
+        of = owner.rpartition(".")[2]
+        recorded = SIGNATURES[version][f"{of}.{name}" if of[0].isupper() else name].split(", ")
+        assert set(hook.takes) <= set(recorded), hook.target
+    assert len(KNOWN[version].hooks) == len(SIGNATURES[version])
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_every_hook_takes(version):
+    """After SGLang applied them each target calls kpolicy, and nothing is reported."""
+    with pretended(version) as registry:
+        register(STRICT)
+        registry.apply_hooks()
+        for hook in KNOWN[version].hooks:
+            assert hasattr(pkgutil.resolve_name(hook.target), "__wrapped__"), hook.target
+        assert hooks.configured() is not None
+
+
+@pytest.mark.parametrize("environ", [{}, {"KPOLICY_SGLANG": "0", "KPOLICY_POLICY": "auto"}])
+def test_off_registers_nothing(environ):
+    """Without being turned on the plugin leaves SGLang as it is."""
+    with pretended("0.5.23") as registry:
+        register(environ)
+        assert not registry._hooks
+
+
+@pytest.mark.parametrize("version", ["0.5.15", "0.5.24", "0.6.0", "0.5.160"])
+def test_unknown_version_is_refused(version, caplog):
+    """Another version is named with those that are known; nothing is hooked."""
+    with pretended(version) as registry:
+        with caplog.at_level(logging.ERROR):
+            register(ON)
+        assert not registry._hooks
+        assert hooks.configured() is None
+        assert f"SGLang is {version}; kpolicy-sglang knows 0.5.16, 0.5.23" in caplog.text
+        with pytest.raises(SystemExit, match="knows 0.5.16"):
+            register(STRICT)
+
+
+def test_post_releases_are_the_version_they_mend():
+    """0.5.23.post1 is 0.5.23; 0.5.230 isn't."""
+    assert known("0.5.23.post1") is KNOWN["0.5.23"]
+    assert known("0.5.16+cu130") is KNOWN["0.5.16"]
+    assert known("0.5.230") is None
+
+
+def test_target_patched_by_someone_else(caplog):
+    """A target that another plugin has is named, and SGLang stays as that one left it."""
+    target = KNOWN["0.5.23"].hooks[0].target
+    with pretended("0.5.23") as registry:
+        registry.register(target, lambda original, *args: original(*args), hooks_around())
+        registry.apply_hooks()
+        with caplog.at_level(logging.ERROR):
+            register(ON)
+        assert f"{target} is already patched by someone else" in caplog.text
+        assert list(registry._hooks) == [target]
+
+
+def hooks_around():
+    from tests.integrations.sglang.fake_sglang import HookType
+
+    return HookType.AROUND
+
+
+def test_target_of_another_signature(caplog):
+    """A target that takes other arguments than its release's isn't hooked."""
+    with pretended("0.5.16"):
+        runner = pkgutil.resolve_name(KNOWN["0.5.16"].hooks[0].target.rpartition(".")[0])
+        runner.can_run_graph = lambda self, batch, more: None  # noqa: ARG005
+        with caplog.at_level(logging.ERROR):
+            register(ON)
+        assert "takes no forward_batch" in caplog.text
+
+
+def test_target_that_is_gone(caplog):
+    """A target that isn't there is named."""
+    with pretended("0.5.16"):
+        runner = pkgutil.resolve_name(KNOWN["0.5.16"].hooks[0].target.rpartition(".")[0])
+        del runner.can_run_graph
+        with caplog.at_level(logging.ERROR):
+            register(ON)
+        assert "can_run_graph isn't there (AttributeError" in caplog.text
+
+
+def test_hook_that_did_not_take_is_seen(caplog):
+    """SGLang logs a hook that fails and goes on; kpolicy sees it at load and stays out."""
+    target = KNOWN["0.5.23"].hooks[2].target
+    with pretended("0.5.23") as registry:
+        registry.fails.add(target)
+        register(ON)
+        with caplog.at_level(logging.ERROR):
+            registry.apply_hooks()
+        assert f"SGLang didn't apply the hooks on {target}" in caplog.text
+        assert hooks.configured() is None
+
+
+def test_hook_that_did_not_take_ends_a_strict_start():
+    """In strict mode it ends the process."""
+    with pretended("0.5.23") as registry:
+        registry.fails.add(KNOWN["0.5.23"].hooks[0].target)
+        register(STRICT)
+        with pytest.raises(SystemExit, match="didn't apply the hooks on"):
+            registry.apply_hooks()
+
+
+def test_check_looks_once():
+    """Applying again, as SGLang may, goes to SGLang's own method."""
+    with pretended("0.5.16") as registry:
+        own = registry.__dict__["apply_hooks"]
+        register(ON)
+        assert registry.__dict__["apply_hooks"] is not own
+        registry.apply_hooks()
+        assert registry.__dict__["apply_hooks"] is own
+
+
+def test_bad_setting_leaves_sglang_alone(caplog):
+    """A setting that can't be read is named, and nothing is hooked."""
+    with pretended("0.5.23") as registry:
+        with caplog.at_level(logging.ERROR):
+            register(ON | {"KPOLICY_DECODE_SIZES": "8,4"})
+        assert "KPOLICY_DECODE_SIZES is 8,4" in caplog.text
+        assert not registry._hooks
