@@ -96,6 +96,8 @@ class Engine:
         if options.break_attention:
             break_attention(options.break_attention)
         imported = time.perf_counter()
+        sys.stdin.readline()  # imports may be done ahead; the engine starts when told
+        told = time.perf_counter()
         arguments: dict[str, Any] = {
             "model": options.model, "load_format": options.load_format, "dtype": "bfloat16",
             "skip_tokenizer_init": True, "gpu_memory_utilization": options.util, "max_model_len": options.max_len,
@@ -119,7 +121,7 @@ class Engine:
         config = self.engine.vllm_config
         compilation = config.compilation_config
         emit(
-            kind="startup", import_s=round(imported - start, 2), start_s=round(ready - imported, 2),
+            kind="startup", import_s=round(imported - start, 2), start_s=round(ready - told, 2),
             compile_s=round(compilation.compilation_time, 2), **phases,
             mode=str(compilation.cudagraph_mode), level=str(compilation.mode),
             sizes=compilation.cudagraph_capture_sizes, graphs=self._graphs(),
@@ -169,12 +171,12 @@ class Engine:
 
         self.runner._determine_batch_execution_and_padding = determined
 
-    def serve(self, requests: list[list[float]], seed: int, step_tokens: int | None) -> dict[str, Any]:
+    def serve(self, requests: list[list[float]], seed: str, step_tokens: int | None) -> dict[str, Any]:
         """Serve a load to its end; its figures.
 
         Args:
             requests: (arrival in seconds, prompt tokens, output tokens).
-            seed: of the prompts' tokens.
+            seed: of the prompts' tokens; a prefix cache must not know them from another run.
             step_tokens: tokens a step may have; None for the engine's own limit.
         """
         from vllm import SamplingParams

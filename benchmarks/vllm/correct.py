@@ -7,6 +7,7 @@ For a Qwen2 (vLLM 0.23.0 runs it with its first model runner) and a Llama (with 
 - ``auto`` against ``cudagraph_mode=NONE`` at the same compile level, by rule 1 of DESIGN.md: greedy tokens, teacher
   forced. Where a token differs, the request goes on from NONE's. A difference counts where the float32 reference's
   top-two margin is above twice NONE's largest logit error; and logit errors are at most twice NONE's at p99.9.
+- So too with SPLIT, under an objective that has it, and with lazy capture, once graphs were captured between steps.
 - The same check with attention's scale broken must fail.
 
 Run: ``python -m benchmarks.vllm.correct --out OUT --date D [--work FOLDER]``.
@@ -39,6 +40,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 LENGTHS = (5, 40, 300, 700, 17, 128, 1500, 64, 3, 250, 90, 33)
 REQUESTS, OUTPUTS, EVERY = 40, (24, 48, 12), 2
 CHILD = ["--max-len", "2048", "--max-seqs", "64", "--max-tokens", "1024", "--util", "0.08", "--load-format", "auto"]
+STARTED = ("mode", "level", "runner", "scheduler", "graphs", "capture_s", "kv_tokens")
+KV_BYTES = 2 << 30
+"""Fixed, so that engines may start side by side"""
+LAZY_RUNS = 3
+"""Before the run that is judged: steps enough for sizes to become hot and be captured"""
 MOST_TURNS = 12
 SHARE = 0.999
 
@@ -163,66 +169,77 @@ def judge(reference: list[Any], none: list[list[dict[str, float]]], side: Side, 
     }  # fmt: skip
 
 
-def check(name: str, folder: Path, log: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """All of the module's docstring for one model."""
+def variants(name: str, options: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], list[str]]]:
+    """Every engine of the check: its side, the arguments of vllm.LLM, and further ones of the child."""
+    common: dict[str, Any] = {
+        "logprobs_mode": "raw_logits", "enable_prefix_caching": False, "cudagraph_metrics": True,
+        "kv_cache_memory_bytes": KV_BYTES, **json.loads(options.llm),
+    }  # fmt: skip
+
+    def shim(**settings: Any) -> dict[str, Any]:
+        return {**common, "additional_config": {"kpolicy": {**settings, **json.loads(options.kpolicy)}}}
+
+    latency = {"objective": "latency", "split": True, "split_decodes": 4, "first_token_ms": 2000.0}
+    return {
+        "none": ("stock", {**common, "compilation_config": {"cudagraph_mode": "NONE"}}, []),
+        "stock": ("stock", common, []),
+        "replica": ("kpolicy", shim(policy=replica_of(name)), []),
+        "auto": ("kpolicy", shim(policy="auto"), []),
+        "split": ("kpolicy", shim(policy="auto", **latency), []),
+        "lazy": ("kpolicy", shim(policy="auto", lazy=True, lazy_graphs=2, lazy_hot=4), []),
+        "broken": ("kpolicy", shim(policy="auto"), ["--break-attention", "0.7"]),
+    }
+
+
+def replica_of(name: str) -> str:
+    """The replica of the rule of the runner that vLLM 0.23.0 gives that model."""
+    return f"vllm:version=0.23,runner={'v2' if name == 'llama' else 'v1'}"
+
+
+def check(name: str, folder: Path, log: Any, options: argparse.Namespace, keep: Any) -> dict[str, Any]:
+    """All of the module's docstring for one model; `keep` is told what there is after each part."""
     prompts = prompts_of(SHAPES[name]["vocab_size"])
     outputs = [OUTPUTS[i % len(OUTPUTS)] for i in range(REQUESTS)]
-    replica = f"vllm:version=0.23,runner={'v2' if name == 'llama' else 'v1'}"
-
-    def llm(mode: str | None, policy: str | None) -> str:
-        arguments: dict[str, Any] = {
-            "logprobs_mode": "raw_logits", "enable_prefix_caching": False, "cudagraph_metrics": True,
-            "enforce_eager": False, **json.loads(options.llm),
-        }  # fmt: skip
-        if mode:
-            arguments["compilation_config"] = {"cudagraph_mode": mode}
-        if policy:
-            arguments["additional_config"] = {"kpolicy": {"policy": policy, **json.loads(options.kpolicy)}}
-        return json.dumps(arguments)
-
-    def generated(side_name: str, mode: str | None, policy: str | None, *more: str) -> tuple[Side, dict[str, Any]]:
-        side = Side(side_name, folder, ["--llm", llm(mode, policy), *CHILD, *more], log, module=options.module)
-        try:
-            started = side.answer(180.0)
-            answer = side.ask(120.0, prompts=prompts, outputs=outputs, every=EVERY)
-        except SideError:
-            side.end()
-            raise
-        answer["started"] = {key: started.get(key) for key in ("mode", "level", "runner", "graphs", "start_s")}
-        say(f"{name} {side_name} {mode} {policy} {more}: started {answer['started']}, {len(answer['steps'])} steps")
-        return side, answer
-
-    sides: list[Side] = []
+    wanted = variants(name, options)
+    sides: dict[str, Side] = {}
+    result: dict[str, Any] = {"model": name, "started": {}}
     try:
-        stock_side, stock = generated("stock", None, None)
-        stock_side.end()
-        side, twin = generated("kpolicy", None, replica)
-        side.end()
-        none_side, none = generated("stock", "NONE", None)
-        none_side.end()
-        reference = Reference(folder)
-        exact = [reference.logits(p, t) for p, t in zip(prompts, none["tokens"], strict=True)]
-        result: dict[str, Any] = {
-            "model": name, "started": stock["started"],
-            "replica": {
-                "policy": replica, "steps": len(stock["steps"]), "steps_equal": stock["steps"] == twin["steps"],
-                "metrics_rows": len(stock["stats"]), "metrics_equal": stock["stats"] == twin["stats"],
-                "tokens": sum(map(len, stock["tokens"])), "tokens_equal": stock["tokens"] == twin["tokens"],
-                "logits_equal": stock["logits"] == twin["logits"],
-            },
+        for label, (side, llm, more) in wanted.items():
+            sides[label] = Side(side, folder, ["--llm", json.dumps(llm), *CHILD, *more], log, module=options.module)
+            sides[label].go()
+        for label, side_of in sides.items():
+            started = side_of.answer(300.0)
+            result["started"][label] = {key: started.get(key) for key in STARTED}
+            say(f"{name} {label}: {result['started'][label]}")
+
+        def generated(label: str) -> dict[str, Any]:
+            return sides[label].ask(120.0, prompts=prompts, outputs=outputs, every=EVERY)
+
+        stock, twin, none = generated("stock"), generated("replica"), generated("none")
+        result["replica"] = {
+            "policy": replica_of(name), "steps": len(stock["steps"]), "steps_equal": stock["steps"] == twin["steps"],
+            "metrics_rows": len(stock["stats"]), "metrics_equal": stock["stats"] == twin["stats"],
+            "tokens": sum(map(len, stock["tokens"])), "tokens_equal": stock["tokens"] == twin["tokens"],
+            "logits_equal": stock["logits"] == twin["logits"],
         }  # fmt: skip
         say(f"{name} replica: {result['replica']}")
-        for label, policy, more in (("auto", "auto", ()), ("broken", "auto", ("--break-attention", "0.7"))):
-            side, answer = generated("kpolicy", None, policy, *more)
-            sides.append(side)
-            result[label] = judge(exact, none["logits"], side, answer, prompts, none["tokens"])
-            result[label]["modes"] = {mode: sum(m == mode for m, _ in answer["steps"]) for mode, _ in answer["steps"]}
-            say(f"{name} {label}: {result[label]}")
-            side.end()
+        keep(result)
+        reference = Reference(folder)
+        exact = [reference.logits(p, t) for p, t in zip(prompts, none["tokens"], strict=True)]
+        for label in ("auto", "split", "lazy", "broken"):
+            for _ in range(LAZY_RUNS if label == "lazy" else 0):
+                generated(label)
+            answer = generated(label)
+            judged = judge(exact, none["logits"], sides[label], answer, prompts, none["tokens"])
+            judged["modes"] = {mode: sum(m == mode for m, _ in answer["steps"]) for mode, _ in answer["steps"]}
+            judged["counters"] = sides[label].ask(60.0, statistics=True).get("counters")
+            result[label] = judged
+            say(f"{name} {label}: {judged}")
+            keep(result)
         return result
     finally:
-        for side in sides:
-            side.end()
+        for side_of in sides.values():
+            side_of.end()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -237,22 +254,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--date", default="unstated")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    results, failed = [], 0
+    results: dict[str, dict[str, Any]] = {}
+    failed = 0
+
+    def keep(result: dict[str, Any]) -> None:
+        results[result["model"]] = result
+        target = options.out / "vllm_correct.json"
+        target.with_suffix(".tmp").write_text(
+            json.dumps({"date": options.date, "results": list(results.values())}, indent=1)
+        )
+        target.with_suffix(".tmp").replace(target)
+
     with (options.out / "correct_log.txt").open("a") as log:
         for name in options.only:
             try:
-                result = check(name, make_checkpoint(name, options.work), log, options)
+                result = check(name, make_checkpoint(name, options.work), log, options, keep)
             except SideError as error:
                 failed += 1
                 say(f"{name} FAILED: {error}")
                 continue
             replica = result["replica"]
             equal = replica["steps_equal"] and replica["metrics_equal"] and replica["tokens_equal"]
-            result["passes"] = equal and result["auto"]["passes"] and not result["broken"]["passes"]
+            result["passes"] = equal and not result["broken"]["passes"] and all(
+                result[label]["passes"] for label in ("auto", "split", "lazy")
+            )  # fmt: skip
             failed += not result["passes"]
-            results.append(result)
-            target = options.out / "vllm_correct.json"
-            target.write_text(json.dumps({"date": options.date, "results": results}, indent=1))
+            keep(result)
     return 1 if failed else 0
 
 

@@ -65,6 +65,12 @@ class Side:
             self._log.flush()
         self._answers.put(None)
 
+    def go(self) -> None:
+        """Let the engine start; until then the child only imports."""
+        assert self._child.stdin is not None
+        self._child.stdin.write("go\n")
+        self._child.stdin.flush()
+
     def answer(self, timeout_s: float) -> dict[str, Any]:
         """The child's next answer.
 

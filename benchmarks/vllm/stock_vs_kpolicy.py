@@ -27,6 +27,7 @@ NAMES = ("qwen05b", "llama8b", "dsv2lite")
 START_S, RUN_S = 170.0, 60.0
 """Most seconds for a start and for one run of a load"""
 WARM_SCALE = 0.1
+SIDES = ("stock", "kpolicy")
 
 
 class Run:
@@ -45,6 +46,7 @@ class Run:
         for path in {self._raw, *options.done}:
             if path.exists():
                 self.rows += [json.loads(line) for line in path.read_text().splitlines() if line]
+        self._ahead: dict[tuple[str, str], Side] = {}
         self._log = (options.out / "log.txt").open("a")
 
     def left_s(self) -> float:
@@ -64,12 +66,27 @@ class Run:
             if (row["model"], row["load"], row["repeat"]) == (model, load, repeat)
         }  # fmt: skip
 
-    def _start(self, name: str, model: str, repeat: int) -> Side:
+    def ahead(self, model: str) -> None:
+        """Have both sides of a model import what they need, while others start."""
+        for name in SIDES:
+            if (model, name) not in self._ahead:
+                self._ahead[model, name] = self._spawn(name, model)
+
+    def _spawn(self, name: str, model: str) -> Side:
         options = self._options
         llm = json.loads(options.llm) | (json.loads(options.kpolicy) if name == "kpolicy" else {})
         arguments = ["--llm", json.dumps(llm), *options.child]
+        return Side(name, options.models / model, arguments, self._log, module=options.module)
+
+    def end(self) -> None:
+        """End what was started ahead and never used."""
+        for side in self._ahead.values():
+            side.end()
+
+    def _start(self, name: str, model: str, repeat: int) -> Side:
         started = time.monotonic()
-        side = Side(name, options.models / model, arguments, self._log, module=options.module)
+        side = self._ahead.pop((model, name), None) or self._spawn(name, model)
+        side.go()
         try:
             row = side.answer(min(START_S, max(20.0, self.left_s())))
         except SideError:
@@ -95,8 +112,8 @@ class Run:
             for name in _turn(repeat):
                 self._start(name, model, repeat).end()
 
-    def serve(self, model: str, loads: list[str]) -> None:
-        """Start both sides once and have them serve each load in turn."""
+    def serve(self, model: str, loads: list[str], following: str | None) -> None:
+        """Start both sides once and have them serve each load in turn; `following` is the model that comes next."""
         options = self._options
         wanted = [
             (repeat, load) for repeat in range(options.repeats) for load in loads if not self.has(model, load, repeat)
@@ -105,12 +122,15 @@ class Run:
             return
         sides: dict[str, Side] = {}
         try:
-            for name in ("stock", "kpolicy"):
+            self.ahead(model)
+            if following is not None:
+                self.ahead(following)
+            for name in SIDES:
                 sides[name] = self._start(name, model, 0)
             for load in dict.fromkeys(load for _, load in wanted):
                 warm = make_load(load, model, options.traces, scale=WARM_SCALE * options.scale)
                 for side in sides.values():
-                    side.ask(RUN_S, requests=warm.requests, seed=-1, step_tokens=warm.step_tokens)
+                    side.ask(RUN_S, requests=warm.requests, seed=f"{load} warm", step_tokens=warm.step_tokens)
             for repeat, load in wanted:
                 made = make_load(load, model, options.traces, scale=options.scale)
                 for name in _turn(repeat):
@@ -118,7 +138,7 @@ class Run:
                         say(f"{model}: the budget is spent")
                         return
                     row = sides[name].ask(
-                        min(RUN_S, max(5.0, self.left_s())), requests=made.requests, seed=repeat,
+                        min(RUN_S, max(5.0, self.left_s())), requests=made.requests, seed=f"{load} {repeat}",
                         step_tokens=made.step_tokens,
                     )  # fmt: skip
                     self._keep(model=model, load=load, side=name, repeat=repeat, **row)
@@ -191,9 +211,9 @@ def main(argv: list[str] | None = None) -> int:
     options, options.child = parser.parse_known_args(argv)
     run = Run(options)
     failed = 0
-    for model in options.only:
+    for model, following in zip(options.only, [*options.only[1:], None], strict=True):
         try:
-            run.serve(model, options.loads)
+            run.serve(model, options.loads, following)
         except SideError as error:
             failed += 1
             say(f"{model} FAILED: {error}")
@@ -201,6 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.starts > 1:
         run.starts(options.only[0])
         run.write()
+    run.end()
     for row in summarise(run.rows):
         say(
             f"{row['model']:9} {row['load']:12} {row['figure']:15} {row['stock']:>10} {row['kpolicy']:>10} "
