@@ -35,7 +35,7 @@ NOISE = 0.02
 MOST_ROUNDS, REJOINS = 9, 3
 SLOPES = 0.2
 """Share of the allowance for attention's slopes"""
-_AHEAD, _CYCLES_A_US = 1.5, 2000
+_AHEAD, _CYCLES_A_US = 2.0, 2000
 _LEAST_US = 0.1
 _TELLING = 256
 
@@ -109,22 +109,19 @@ class _Case:
         self.rows = rows
         self.times: list[_Times] = []
 
-    def us(self) -> float:
-        """Median microseconds on the device."""
-        return statistics.median(each.device for each in self.times)
+    def best(self) -> _Times:
+        """The run with the shortest device time: the device's work is the same each time, and a late host adds to it."""
+        return min(self.times, key=lambda each: each.device)
 
     def units(self) -> float:
-        """Mean KV tokens of the decode rows, or query-key pairs of the chunk beyond its own."""
-        if self.rows.chunk:
-            return self.rows.chunk * self.rows.context
-        return statistics.fmean(each.decode_kv for each in self.times)
+        """KV tokens of the decode rows of that run, or query-key pairs of the chunk beyond its own."""
+        return self.rows.chunk * self.rows.context if self.rows.chunk else self.best().decode_kv
 
     def dense_us(self, decode: AttentionCost, chunks: AttentionCost) -> float:
-        """Median microseconds on the device without attention."""
-        chunk = self.rows.chunk
-        own = chunks.unit_us * (chunk * self.rows.context + chunk * (chunk + 1) / 2)
-        return max(statistics.median(each.device - decode.unit_us * each.decode_kv for each in self.times) - own,
-                   _LEAST_US)  # fmt: skip
+        """Microseconds on the device without attention."""
+        chunk, best = self.rows.chunk, self.best()
+        pairs = chunk * self.rows.context + chunk * (chunk + 1) / 2
+        return max(best.device - decode.unit_us * best.decode_kv - chunks.unit_us * pairs, _LEAST_US)
 
     def host_us(self) -> float:
         """Median microseconds until the host had launched all."""
@@ -411,7 +408,11 @@ def _slope(cases: Sequence[_Case]) -> AttentionCost:
     if not all(case.times for case in cases):
         return AttentionCost()
     more = cases[1].units() - cases[0].units()
-    return AttentionCost(unit_us=max(cases[1].us() - cases[0].us(), 0.0) / more) if more > 0 else AttentionCost()
+    return (
+        AttentionCost(unit_us=max(cases[1].best().device - cases[0].best().device, 0.0) / more)
+        if more > 0
+        else AttentionCost()
+    )
 
 
 def _host(cases: Sequence[_Case]) -> HostCost:
