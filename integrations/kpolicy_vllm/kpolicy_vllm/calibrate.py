@@ -110,7 +110,7 @@ class _Case:
         self.times: list[_Times] = []
 
     def best(self) -> _Times:
-        """The run with the shortest device time: the device's work is the same each time, and a late host adds to it."""
+        """The run with the shortest device time: its work is the same each time, and a late host adds to it."""
         return min(self.times, key=lambda each: each.device)
 
     def units(self) -> float:
