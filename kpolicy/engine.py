@@ -25,6 +25,7 @@ from kpolicy.shapes import BatchNumbers, BatchShape
 
 if TYPE_CHECKING:
     from kpolicy.budgets import Budget
+    from kpolicy.corrections import Correction
     from kpolicy.executors.base import CaptureReport, Executor, ReadyEvent, StepInputs, StepOutputs
     from kpolicy.executors.lazy import LazyCapture
     from kpolicy.executors.step_model import StepModel
@@ -81,6 +82,8 @@ class Engine:
         strict: a downgrade that attention forces on the policy is an error.
         lazy: capture graphs when a step first needs them, instead of all at `capture`. With a number, that many seconds
             a step may go to it, saved up over steps until the next capture fits; True leaves it to `capture_pending`.
+        correct: hold measured costs to the steps that run, and mend them where one mode is off; see
+            `kpolicy.corrections`. Off with several ranks, whose tables must be equal.
         calibrate: seconds that the first `capture` may take to measure what launches of the model take on the device,
             where the policy reads costs and none were given; 0 leaves the analytic table.
 
@@ -111,12 +114,16 @@ class Engine:
         strict: bool = False,
         lazy: bool | float = False,
         calibrate: float = 1.0,
+        correct: bool = True,
     ) -> None:
         self.policy = get_policy(policy)
         self.settings = settings or _settings_of(model)
         self.objective = Objective.parse(objective)
         self.costs = costs or analytic_costs()
         self.calibration_error = ""
+        self._correct = correct and self.policy.reads_costs
+        self._correction: Correction | None = None
+        self._corrected: CostTable | None = None
         self._calibrate_s = _seconds(calibrate) if costs is None and self.policy.reads_costs else 0.0
         self.sizes = self._sizes(ladder)
         self._stats = Stats()
@@ -391,10 +398,28 @@ class Engine:
             self._stats.replay_failures += 1
         if ran is not wanted and self._events is not None:
             self._events.replay_failed(wanted, ran)
-        self._stats.add(ran, numbers, outputs.cycle_us)
+        cycle_us = outputs.cycle_us
+        self._stats.add(ran, numbers, cycle_us)
+        if self._correct and self._communicator is None:
+            self._hold_costs(ran, numbers, cycle_us)
         for launch in ran.launches:
             if launch.key is not None:
                 self.registry.hit(launch.key, launch.repeat)
+
+    def _hold_costs(self, ran: Decision, numbers: BatchNumbers, cycle_us: float) -> None:
+        """Hold measured costs to a step that is over."""
+        costs = self.costs
+        if costs is not self._corrected:
+            # Costs that are new here: those that were given, or measured anew.
+            from kpolicy.corrections import Correction
+
+            self._correction = Correction(costs) if costs.measured else None
+            self._corrected = costs
+        if self._correction is not None:
+            corrected = self._correction.add(ran, numbers, cycle_us)
+            if corrected is not None:
+                self.costs = self._corrected = corrected
+                self._compiled = None
 
     def _settle(self, *, every: bool = True) -> None:
         """Wait for steps that run behind the host, and count them.

@@ -1,0 +1,158 @@
+"""`Correction`: a measured cost table held to the steps that ran, and mended where one mode is off.
+
+A step's time is read when the step is counted, which is after it is over: nothing waits for the device. From every
+fourth step with one launch, what it took is compared with what the table says. Blocks of these are reviewed together:
+
+- What all steps of a block share, such as a device that throttles, is taken off: it changes nothing between modes.
+- What is left is noted for what bounded the step: the device time of a mode at about that padded size, or a mode's
+  host time. A block counts as one observation, its median, so that outliers don't count.
+- The table that comes out has the median of a unit's last blocks on its numbers, within bounds. Blocks are forgotten,
+  so whatever was wrong for a while is forgotten too, and what isn't used any more goes back to what was measured.
+
+If a correction sends steps to another mode, that mode's own times are seen next, and it is held to them likewise.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kpolicy.costs import CostTable, Curve, HostCost
+from kpolicy.modes import Part
+
+if TYPE_CHECKING:
+    from kpolicy.decision import Decision, Launch
+    from kpolicy.shapes import BatchNumbers
+
+__all__ = ["Correction"]
+
+EVERY = 4
+"""One step of so many is looked at"""
+BLOCK = 128
+"""Steps looked at between reviews"""
+LEAST_SAMPLES = 8
+"""Of a unit in a block, for the block to say something of it"""
+LEAST_BLOCKS, MOST_BLOCKS = 4, 16
+"""Blocks that a correction takes, and that are remembered"""
+UNSEEN = 100
+"""Blocks without a unit after which one that it has is forgotten, and one more with each block that follows"""
+NOTICEABLE = 0.05
+"""Of a time: what is less off isn't corrected, and corrections that differ by less are one."""
+MOST = 0.4
+"""The largest correction, as a logarithm: a factor of about 1.5 either way"""
+
+Unit = tuple[str, int]
+"""(``full``, ``piecewise`` or ``eager``, bits of the padded size), or 0 for the mode's host time"""
+
+
+@attrs.define
+class _Seen:
+    """What recent blocks said of one unit."""
+
+    blocks: deque[float] = attrs.field(factory=lambda: deque(maxlen=MOST_BLOCKS))
+    unseen: int = 0
+
+    @property
+    def off(self) -> float:
+        """The correction, as a logarithm."""
+        if len(self.blocks) < LEAST_BLOCKS:
+            return 0.0
+        median = statistics.median(self.blocks)
+        return max(-MOST, min(MOST, median)) if abs(median) >= NOTICEABLE else 0.0
+
+
+class Correction:
+    """Corrects one measured table.
+
+    Args:
+        costs: the table as it was measured.
+
+    Attributes:
+        applied: corrections in the table now, as logarithms.
+    """
+
+    def __init__(self, costs: CostTable) -> None:
+        self._measured = costs
+        self._steps = 0
+        self._samples: list[tuple[Decision, BatchNumbers, float]] = []
+        self._units: dict[Unit, _Seen] = {}
+        self.applied: dict[Unit, float] = {}
+        self._made = 0
+
+    def add(self, decision: Decision, numbers: BatchNumbers, cycle_us: float) -> CostTable | None:
+        """Take in a step that is over.
+
+        Args:
+            decision: how it ran.
+            numbers: its batch.
+            cycle_us: what it took, on the device's clock.
+
+        Returns:
+            A corrected table where corrections have changed; else None.
+        """
+        self._steps += 1
+        if self._steps % EVERY or len(decision.launches) != 1 or cycle_us <= 0:
+            return None
+        self._samples.append((decision, numbers, cycle_us))
+        return self._review() if len(self._samples) >= BLOCK else None
+
+    def _review(self) -> CostTable | None:
+        samples, self._samples = self._samples, []
+        found: dict[Unit, list[float]] = {}
+        for decision, numbers, cycle_us in samples:
+            (launch,) = decision.launches
+            device, host = self._measured.launch_us(launch, numbers)
+            expected = max(device, host)
+            if expected > 0:
+                found.setdefault(_unit(launch, numbers, host > device), []).append(math.log(cycle_us / expected))
+        if not found:
+            return None
+        shared = statistics.median(each for ratios in found.values() for each in ratios)
+        for unit, ratios in found.items():
+            if len(ratios) >= LEAST_SAMPLES:
+                seen = self._units.setdefault(unit, _Seen())
+                seen.blocks.append(statistics.median(ratios) - shared)
+                seen.unseen = -1
+        for seen in self._units.values():
+            seen.unseen += 1
+            if seen.unseen >= UNSEEN and seen.blocks:
+                seen.blocks.popleft()
+        wanted = {unit: seen.off for unit, seen in self._units.items() if seen.off}
+        units = wanted.keys() | self.applied.keys()
+        if all(abs(wanted.get(unit, 0.0) - self.applied.get(unit, 0.0)) < NOTICEABLE for unit in units):
+            return None
+        self.applied = wanted
+        return self._table()
+
+    def _table(self) -> CostTable:
+        """The measured table with the corrections."""
+        if not self.applied:
+            return self._measured
+        self._made += 1
+        costs, changed = self._measured, dict[str, Any]()
+        for name in ("full", "piecewise", "eager"):
+            changed[name] = self._curve(name, getattr(costs, name))
+            changed[f"host_{name}"] = self._host(name, getattr(costs, f"host_{name}"))
+        return attrs.evolve(costs, version=f"{costs.version}, corrected {self._made}", **changed)
+
+    def _curve(self, name: str, curve: Curve) -> Curve:
+        factors = [math.exp(self.applied.get((name, size.bit_length()), 0.0)) for size in curve.sizes]
+        return Curve(curve.sizes, [us * factor for us, factor in zip(curve.us, factors, strict=True)])
+
+    def _host(self, name: str, host: HostCost) -> HostCost:
+        factor = math.exp(self.applied.get((name, 0), 0.0))
+        return HostCost(*(us * factor for us in attrs.astuple(host)))
+
+
+def _unit(launch: Launch, numbers: BatchNumbers, host_bound: bool) -> Unit:
+    """What bounded a launch."""
+    name = "eager" if launch.key is None else "full" if launch.key.part is Part.FULL else "piecewise"
+    if host_bound:
+        return name, 0
+    if launch.key is not None:
+        return name, launch.key.num_tokens.bit_length()
+    return name, (launch.padded_tokens or launch.num_tokens(numbers)).bit_length()

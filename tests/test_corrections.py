@@ -1,0 +1,209 @@
+"""Measured costs held to the steps that run: `kpolicy.corrections`, and what an Engine makes of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+
+from kpolicy import corrections
+from kpolicy.corrections import BLOCK, EVERY, LEAST_BLOCKS, MOST_BLOCKS, UNSEEN, Correction
+from kpolicy.costs import CostTable, Curve, HostCost
+from kpolicy.decision import Decision, Launch
+from kpolicy.engine import Engine
+from kpolicy.executors.simulated import SimulatedExecutor
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Mode, Part, Rows
+from kpolicy.reasons import Reason
+from kpolicy.settings import Settings
+from kpolicy.shapes import BatchShape
+from kpolicy.testing.sequences import Sequences
+
+SIZES = (8, 32, 128, 512)
+TABLE = CostTable(
+    version="measured somewhere", measured=True,
+    full=Curve(SIZES, [100.0, 120.0, 200.0, 500.0]),
+    piecewise=Curve(SIZES, [110.0, 130.0, 210.0, 510.0]),
+    eager=Curve(SIZES, [100.0, 120.0, 200.0, 500.0]),
+    host_full=HostCost(10.0), host_piecewise=HostCost(60.0), host_eager=HostCost(1000.0),
+)  # fmt: skip
+ENOUGH = EVERY * BLOCK * (LEAST_BLOCKS + 1)
+
+
+def way(part: Part | None, size: int) -> Decision:
+    key = None if part is None else GraphKey(part, size)
+    mode = Mode.EAGER if part is None else Mode(part.value)
+    return Decision(mode, (Launch(Rows.ALL, key),), Reason.GRAPH_FITS)
+
+
+WAYS = [
+    (way(part, size), BatchShape(prefills=[(size, 0)])) for part in (Part.FULL, Part.PIECEWISE, None) for size in SIZES
+]
+Time = Callable[[Decision, float, random.Random], float]
+
+
+def served(correction: Correction, steps: int, time: Time, seed: int = 0, ways: Any = WAYS) -> list[CostTable]:
+    """Steps of random ways, each taking what `time` makes of the table's time; the tables that came out."""
+    rng, tables = random.Random(seed), []  # noqa: S311
+    for _ in range(steps):
+        decision, shape = rng.choice(ways)
+        expected = TABLE.cost(decision.launches, shape.numbers).cycle_us
+        table = correction.add(decision, shape.numbers, time(decision, expected, rng))
+        tables += [table] if table is not None else []
+    return tables
+
+
+def noisy(_decision: Decision, expected: float, rng: random.Random) -> float:
+    """The table's time, give or take some percent, and one step in fifty takes ten times as long."""
+    return expected * rng.uniform(0.96, 1.06) * (10 if rng.random() < 0.02 else 1)
+
+
+def test_noise_and_outliers_change_nothing() -> None:
+    """However many steps are a little off, or far off now and then, the table stays."""
+    assert served(Correction(TABLE), 40_000, noisy) == []
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5, 4.0])
+def test_a_throttled_device_changes_nothing(factor: float) -> None:
+    """What all steps share says nothing of modes, whether it lasts or comes and goes."""
+    correction = Correction(TABLE)
+    for turn in range(6):
+        slow = factor if turn % 2 else 1.0
+        assert served(correction, 3000, lambda *step, slow=slow: slow * noisy(*step), seed=turn) == []
+
+
+def test_one_mode_that_is_off_is_mended() -> None:
+    """PIECEWISE takes a third more at large sizes: only those numbers change, and back when it is over."""
+    correction = Correction(TABLE)
+
+    def off(decision: Decision, expected: float, rng: random.Random) -> float:
+        large = decision.mode is Mode.PIECEWISE and decision.keys[0].num_tokens == 512
+        return noisy(decision, expected, rng) * (1.33 if large else 1.0)
+
+    (table,) = served(correction, ENOUGH, off)
+    assert table.version == "measured somewhere, corrected 1"
+    assert table.piecewise.us[:3] == TABLE.piecewise.us[:3]
+    assert table.piecewise.us[3] == pytest.approx(510 * 1.33, rel=0.04)
+    assert (table.full, table.eager, table.host_piecewise) == (TABLE.full, TABLE.eager, TABLE.host_piecewise)
+    last = served(correction, 20 * EVERY * BLOCK, noisy, seed=1)[-1]
+    assert last is TABLE
+
+
+def test_host_time_is_mended_apart_from_the_device() -> None:
+    """EAGER is bound by the host at small sizes: its host time is what is off."""
+    correction = Correction(TABLE)
+
+    def off(decision: Decision, expected: float, rng: random.Random) -> float:
+        return noisy(decision, expected, rng) * (1.4 if decision.mode is Mode.EAGER else 1.0)
+
+    (table,) = served(correction, ENOUGH, off)
+    assert table.host_eager.base_us == pytest.approx(1400, rel=0.05)
+    assert table.eager == TABLE.eager
+
+
+def test_corrections_are_bounded() -> None:
+    """A mode that seems a hundred times off is corrected by half as much again."""
+
+    def absurd(decision: Decision, expected: float, _rng: random.Random) -> float:
+        return expected * (100 if decision.mode is Mode.PIECEWISE else 1)
+
+    table = served(Correction(TABLE), ENOUGH, absurd)[-1]
+    assert table.piecewise.us[0] == pytest.approx(110 * 1.4918, rel=1e-3)
+
+
+def test_what_is_not_used_any_more_is_forgotten() -> None:
+    """A correction of a mode that no step takes goes, so the mode gets another chance."""
+    correction = Correction(TABLE)
+
+    def off(decision: Decision, expected: float, _rng: random.Random) -> float:
+        return expected * (1.3 if decision.mode is Mode.PIECEWISE else 1)
+
+    assert served(correction, ENOUGH, off)
+    others = [each for each in WAYS if each[0].mode is not Mode.PIECEWISE]
+    assert served(correction, (UNSEEN + MOST_BLOCKS) * EVERY * BLOCK, noisy, ways=others)[-1] is TABLE
+
+
+def test_one_mode_alone_cannot_be_compared() -> None:
+    """Where all steps are of one kind nothing says whether it or the device is slow."""
+    one = [WAYS[0]]
+    assert served(Correction(TABLE), 20_000, lambda _d, us, _r: 1.4 * us, ways=one) == []
+
+
+# An Engine
+
+
+def engine(table: CostTable, **options: Any) -> tuple[Engine, Sequences]:
+    """An Engine that decides by a table, on a device that takes what `TABLE` says."""
+    executor = SimulatedExecutor(TABLE, num_blocks=512, block_size=16, max_num_reqs=8)
+    settings = Settings(max_num_reqs=8, max_num_tokens=512)
+    made = Engine("auto", executor=executor, settings=settings, costs=table, ladder=list(SIZES), **options)
+    made.capture()
+    return made, Sequences(1, num_blocks=512)
+
+
+CHEAP = attrs.evolve(TABLE, piecewise=Curve(SIZES, [110.0, 130.0, 210.0, 400.0]))
+"""PIECEWISE seems cheap there."""
+
+
+def serve(made: Engine, sequences: Sequences, steps: int) -> list[str]:
+    """Prompts of 400 tokens between short ones: how the long ones ran."""
+    modes = []
+    for step in range(steps):
+        length = 400 if step % 4 == 0 else (5, 20, 100)[step % 4 - 1]
+        row = sequences.chunk(sequences.start(), length)
+        outputs = made.step(sequences.inputs([row]))
+        sequences.end(row.sequence)
+        if length == 400:
+            modes.append(outputs.decision.mode.value)
+    return modes
+
+
+def test_an_engine_learns_which_mode_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps go where the table says until they have shown that it is wrong there."""
+    monkeypatch.setattr(corrections, "EVERY", 1)
+    monkeypatch.setattr(corrections, "BLOCK", 64)
+    made, sequences = engine(CHEAP)
+    modes = serve(made, sequences, 800)
+    assert modes[0] == "piecewise"
+    assert modes[-1] == "full"
+    assert "corrected" in made.costs.version
+    assert made.decide(BatchShape(prefills=[(400, 0)])).costs_version == made.costs.version
+
+
+@pytest.mark.parametrize("options", [{"correct": False}, {"communicator": "two"}])
+def test_correction_is_off_by_flag_and_with_ranks(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the table is what was given, whatever steps take."""
+
+    class Two:
+        rank, world_size = 0, 2
+
+        def broadcast(self, text: str) -> str:
+            return text
+
+        def all_reduce_max(self, values: Any) -> list[int]:
+            return list(values)
+
+    monkeypatch.setattr(corrections, "EVERY", 1)
+    monkeypatch.setattr(corrections, "BLOCK", 64)
+    given = {"communicator": Two()} if "communicator" in options else options
+    made, sequences = engine(CHEAP, **given)
+    assert set(serve(made, sequences, 800)) == {"piecewise"}
+    assert made.costs.version == CHEAP.version
+
+
+def test_analytic_costs_are_not_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that nobody measured is no measure of what a step should take."""
+    monkeypatch.setattr(corrections, "EVERY", 1)
+    monkeypatch.setattr(corrections, "BLOCK", 64)
+    made, sequences = engine(attrs.evolve(CHEAP, measured=False))
+    assert set(serve(made, sequences, 400)) == {"piecewise"}
+
+
+def test_a_right_table_stays() -> None:
+    """On a device that takes what the table says nothing is corrected."""
+    made, sequences = engine(TABLE)
+    serve(made, sequences, EVERY * BLOCK * 6)
+    assert made.costs is TABLE
