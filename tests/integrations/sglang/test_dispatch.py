@@ -1,0 +1,199 @@
+"""The hooks that a step asks: SGLang's own answer for all but the size, and nothing of it where ranks decide."""
+
+import itertools
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from kpolicy.reasons import Reason
+from kpolicy.settings import Objective
+from kpolicy_sglang import dispatch
+from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+
+
+def always(answer, seen=None):
+    """An original that gives that answer, and notes what it was asked."""
+
+    def original(runner, batch=None, **asked):
+        if seen is not None:
+            seen.append(asked or batch)
+        return answer
+
+    return original
+
+
+def phase_of(kind, *, graph_us=100, eager_us=1000, sizes=(64, 128)):
+    phase = Phase(kind, sizes, 300, full=kind == DECODE)
+    phase.install("auto", table_of("test", dict.fromkeys(sizes, graph_us), {1: eager_us}), Objective())
+    return phase
+
+
+def runner_of(phase=None, **fields):
+    made = SimpleNamespace(
+        require_mlp_sync=False, captured_req_width=1, max_bs=128, max_num_tokens=128, _is_full_backend=False,
+        has_mha_companion_layers=False, capture_hidden_mode=0, _uses_eager_prefill_tail=lambda: True,
+    )  # fmt: skip
+    made.__dict__.update(fields)
+    if phase is not None:
+        setattr(made, dispatch.ATTRIBUTE, phase)
+    return made
+
+
+def batch_of(size, **fields):
+    made = SimpleNamespace(
+        batch_size=size, input_ids=SimpleNamespace(shape=(size,)), global_num_tokens_cpu=None, return_logprob=False,
+        forward_mode=SimpleNamespace(is_target_verify=lambda: False), extend_prefix_lens_cpu=[0],
+    )  # fmt: skip
+    made.__dict__.update(fields)
+    return made
+
+
+HOOKS = {
+    DECODE: dispatch.decode_can_run,
+    PREFILL: dispatch.prefill_can_run_0_5_16,
+    "prefill 0.5.23": dispatch.prefill_can_run,
+}
+
+
+@pytest.fixture(autouse=True)
+def _module_of_the_runner(monkeypatch):
+    """0.5.16's limit on padding is a constant of the runner's module."""
+    module = ModuleType("types_of_runner")
+    module._MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR = 2
+    monkeypatch.setitem(sys.modules, "types_of_runner", module)
+    monkeypatch.setattr(sys.modules["types"], "_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR", 2, raising=False)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("answer", [True, False])
+def test_runner_that_kpolicy_does_not_know(kind, answer):
+    """A draft model's runner, or one that was left alone, is SGLang's."""
+    assert HOOKS[kind](always(answer), runner_of(), batch_of(5)) is answer
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("force", [True, False])
+def test_measuring_asks_nobody(kind, force):
+    """While costs are measured the answer is given."""
+    phase = phase_of(kind.partition(" ")[0])
+    phase.force = force
+    assert HOOKS[kind](always(not force), runner_of(phase), batch_of(5)) is force
+    assert not any(phase.steps)
+
+
+@pytest.mark.parametrize("kind", [DECODE, PREFILL])
+def test_cheaper_eager_is_eager(kind):
+    """Where eager costs less SGLang isn't asked, and the step counts with that reason."""
+    phase = phase_of(kind, graph_us=2000)
+    seen = []
+    assert HOOKS[kind](always(True, seen), runner_of(phase), batch_of(50)) is False
+    assert not seen
+    assert phase.decision(50).reason is Reason.EAGER_IS_CHEAPER
+    assert phase.steps[50] == 1
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_what_sglang_refuses_stays_refused(kind):
+    """A graph that the size would have had isn't replayed where SGLang says no; the reason is found out."""
+    phase = phase_of(kind.partition(" ")[0])
+    batch = batch_of(50, replace_embeds=[1])
+    assert HOOKS[kind](always(False), runner_of(phase), batch) is False
+    assert phase.refused == {(Reason.REPLACED_EMBEDDINGS, 50): 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "runner", "reason"),
+    [
+        ({"input_embeds": [1]}, {}, Reason.INPUT_EMBEDDINGS),
+        ({"extend_prefix_lens_cpu": [0, 9]}, {"has_mha_companion_layers": True}, Reason.PREFIX_NOT_CAPTURED),
+        ({"capture_hidden_mode": 2}, {}, Reason.HIDDEN_STATES_WANTED),
+        ({"return_logprob": True}, {"_uses_eager_prefill_tail": lambda: False}, Reason.LOGPROBS_WANTED),
+        (
+            {"forward_mode": SimpleNamespace(is_target_verify=lambda: True)},
+            {},
+            Reason.TARGET_VERIFY,
+        ),
+        ({}, {"enable_lora": True}, Reason.LORA_NOT_CAPTURED),
+        ({}, {}, Reason.BACKEND_REFUSED),
+    ],
+)
+def test_reasons_of_refused_prefill(fields, runner, reason):
+    """What SGLang doesn't say is read off the batch, in its order."""
+    phase = phase_of(PREFILL)
+    dispatch.prefill_can_run_0_5_16(always(False), runner_of(phase, **runner), batch_of(50, **fields))
+    assert set(phase.refused) == {(reason, 50)}
+
+
+def test_padding_limit_is_lifted_for_the_call_alone():
+    """0.5.16's limit is away while its rule is asked, also where that raises, and back afterwards."""
+    module = sys.modules[type(runner_of()).__module__]
+    name = "_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"
+    phase, seen = phase_of(PREFILL), []
+
+    def original(runner, batch):
+        seen.append(getattr(module, name))
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        dispatch.prefill_can_run_0_5_16(original, runner_of(phase), batch_of(3))
+    assert seen[0] > 10**6
+    assert getattr(module, name) == 2
+
+
+@pytest.mark.parametrize("kind", [DECODE, PREFILL])
+@pytest.mark.parametrize("answer", [True, False])
+def test_ranks_that_step_together_keep_their_vote(kind, answer):
+    """What ranks agreed on is SGLang's answer, whatever this rank's costs say."""
+    phase = phase_of(kind, graph_us=2000)
+    runner = runner_of(phase, require_mlp_sync=True)
+    batch = batch_of(50, global_num_tokens_cpu=[50, 60])
+    assert HOOKS[kind](always(answer), runner, batch) is answer
+
+
+def locally(phase, size, answer=True, seen=None):
+    return dispatch.prefill_can_replay_locally(always(answer, seen), runner_of(phase), num_tokens=size, batch_size=1)
+
+
+def test_vote_goes_by_cost_and_asks_the_rest():
+    """0.5.23: the size is decided here, and SGLang is asked without one, so that its limit on padding is out."""
+    seen = []
+    assert locally(phase_of(PREFILL), 3, seen=seen)
+    assert seen == [{"num_tokens": None, "batch_size": 1}]
+    assert not locally(phase_of(PREFILL), 3, answer=False)
+    assert not locally(phase_of(PREFILL, graph_us=2000), 3)
+    assert not locally(phase_of(PREFILL), 129)
+
+
+def test_question_without_a_size_is_sglangs():
+    """Who asks without a size gets SGLang's answer."""
+    assert locally(phase_of(PREFILL, graph_us=2000), None)
+
+
+def test_no_votes_let_ranks_part():
+    """Whatever each rank has and costs, after the reduced vote all replay or none does.
+
+    SGLang pads the step of all ranks to the same tokens once all said yes. Here that padded size would be eager on
+    some ranks by their own costs: only the vote may decide.
+    """
+    sizes = (1, 3, 60, 64, 100, 128, 129)
+    for tokens in itertools.product(sizes, repeat=2):
+        for graph_us in itertools.product((100, 2000), repeat=2):
+            phases = [phase_of(PREFILL, graph_us=each) for each in graph_us]
+            votes = [locally(phase, size) for phase, size in zip(phases, tokens, strict=True)]
+            agreed = all(votes)
+            padded = phases[0].bucket(max(tokens)) or max(tokens)
+            ran = []
+            for phase in phases:
+                runner = runner_of(phase)
+
+                def rule(runner, batch, phase=phase, agreed=agreed):
+                    """SGLang's forward-time check: the group's verdict, then the local rule on the padded batch."""
+                    return agreed and dispatch.prefill_can_replay_locally(
+                        always(True), runner, num_tokens=batch.input_ids.shape[0], batch_size=1
+                    )
+
+                batch = batch_of(padded, global_num_tokens_cpu=list(tokens))
+                ran.append(dispatch.prefill_can_run(rule, runner, batch))
+                assert not phase.agreed
+            assert ran[0] == ran[1] == agreed, (tokens, graph_us, votes)

@@ -1,0 +1,283 @@
+"""The hooks of start-up: sizes, the MLA rule, attaching, and what kpolicy leaves to SGLang."""
+
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from kpolicy.schemas import read_decision_log
+from kpolicy_sglang import hooks
+from kpolicy_sglang.calibrate import cost_tables
+from kpolicy_sglang.config import Config
+from kpolicy_sglang.phase import DECODE, PREFILL, Phase
+from kpolicy_sglang.state import State, state_of
+
+
+@pytest.fixture(autouse=True)
+def _configured():
+    hooks.configure(Config(), "0.5.16")
+    yield
+    hooks.configure(None)
+
+
+def arguments(**fields):
+    made = SimpleNamespace(
+        disable_cuda_graph=False, pp_size=1, enable_two_batch_overlap=False, enable_pdmux=False, dp_size=1, tp_size=1,
+        disable_cuda_graph_padding=False, max_running_requests=768, _cuda_graph_config_locked=set(),
+        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(max_bs=256)), chunked_prefill_size=8192,
+        enable_metrics=False, model_path="model",
+    )  # fmt: skip
+    made.__dict__.update(fields)
+    return made
+
+
+def stock(*_):
+    return [1, 2, 256]
+
+
+def test_sizes_up_to_the_requests_that_may_run():
+    """Decode sizes end with them on both versions, and 0.5.16 sets memory aside for that."""
+    assert hooks.decode_sizes(stock, arguments(), 256)[-1] == 768
+    args = arguments()
+    assert hooks.decode_sizes_0_5_16(stock, args, 256)[-1] == 768
+    assert args.cuda_graph_config.decode.max_bs == 768
+    assert hooks.decode_sizes(stock, arguments(dp_size=4), 256)[-1] == 192
+    assert hooks.decode_sizes(stock, arguments(max_running_requests=None), 256)[-1] == 1024
+
+
+def test_given_largest_size_is_kept():
+    """A largest size that the user gave bounds kpolicy's list too."""
+    locked = arguments(_cuda_graph_config_locked={("decode", "max_bs")})
+    assert hooks.decode_sizes(stock, locked, 100)[-1] == 100
+
+
+@pytest.mark.parametrize("config", [None, "disabled", "no padding"])
+def test_sglangs_own_sizes(config):
+    """Off, without graphs, or without padding the list is SGLang's."""
+    if config is None:
+        hooks.configure(None)
+    args = arguments(disable_cuda_graph=config == "disabled", disable_cuda_graph_padding=config == "no padding")
+    assert hooks.decode_sizes(stock, args, 256) == [1, 2, 256]
+
+
+def test_plan_that_cannot_be_read(tmp_path, caplog):
+    """A plan that isn't one is named, and SGLang's sizes are captured; strictly, the start ends."""
+    (tmp_path / "plan.json").write_text("{}")
+    hooks.configure(Config(plan=str(tmp_path / "plan.json")), "0.5.16")
+    with caplog.at_level(logging.ERROR):
+        assert hooks.decode_sizes(stock, arguments(), 256) == [1, 2, 256]
+    assert "sizes can't be had" in caplog.text
+    hooks.configure(Config(plan=str(tmp_path / "gone.json"), strict=True), "0.5.16")
+    with pytest.raises(SystemExit, match="sizes can't be had"):
+        hooks.prefill_sizes(lambda _: [4], 256)
+
+
+class Arguments:
+    """Start-up arguments whose rules ask the object whether attention is MLA."""
+
+    def __init__(self):
+        self.__dict__.update(arguments().__dict__)
+        self.prefill, self.lora = "breakable", False
+
+    def use_mla_backend(self):
+        return True
+
+    def rules(self):
+        if self.use_mla_backend() or self.lora:
+            self.prefill = "disabled"
+
+
+def test_mla_rule_alone_is_left_out():
+    """0.5.16's MLA rule doesn't turn prefill graphs off; its other rules do; the object is as before."""
+    args = Arguments()
+    hooks.mla_rule_0_5_16(Arguments.rules, args)
+    assert args.prefill == "breakable"
+    assert args.use_mla_backend()
+    args.lora = True
+    hooks.mla_rule_0_5_16(Arguments.rules, args)
+    assert args.prefill == "disabled"
+
+
+@pytest.mark.parametrize("config", [None, Config(mla_prefill=False)])
+def test_mla_rule_stays_unless_asked(config):
+    """Off, or with the setting off, SGLang's rules are all there."""
+    hooks.configure(config, "0.5.16")
+    args = Arguments()
+    hooks.mla_rule_0_5_16(Arguments.rules, args)
+    assert args.prefill == "disabled"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"disable_cuda_graph": True}, "--disable-cuda-graph leaves no graphs"),
+        ({"pp_size": 2}, "pipeline parallelism isn't supported"),
+        ({"enable_two_batch_overlap": True}, "two-batch overlap isn't supported"),
+        ({"enable_pdmux": True}, "PD multiplexing isn't supported"),
+    ],
+)
+def test_deployments_left_to_sglang(fields, said, caplog):
+    """What isn't supported is said once, and SGLang starts as without kpolicy; strictly, it doesn't start."""
+    runner = SimpleNamespace(is_draft_worker=False, server_args=arguments(**fields))
+    with caplog.at_level(logging.ERROR):
+        assert hooks.init_cuda_graphs(lambda _: "started", runner) == "started"
+    assert said in caplog.text
+    assert state_of(runner) is None
+    hooks.configure(Config(strict=True), "0.5.16")
+    with pytest.raises(SystemExit, match=said):
+        hooks.init_cuda_graphs(lambda _: "started", runner)
+
+
+def graph_runner(**fields):
+    made = SimpleNamespace(
+        capture_bs=[1, 8], captured_req_width=1, require_mlp_sync=False, capture_num_tokens=[64, 128],
+        prefill_backend_name="breakable", has_mha_companion_layers=False,
+    )  # fmt: skip
+    made.__dict__.update(fields)
+    return made
+
+
+def model_runner(**fields):
+    made = SimpleNamespace(
+        is_draft_worker=False, server_args=arguments(), decode_cuda_graph_runner=None, prefill_cuda_graph_runner=None,
+        req_to_token_pool=SimpleNamespace(size=16),
+    )  # fmt: skip
+    made.__dict__.update(fields)
+    return made
+
+
+def start(runner, decode, prefill):
+    def original(runner):
+        runner.decode_cuda_graph_runner, runner.prefill_cuda_graph_runner = decode, prefill
+
+    hooks.init_cuda_graphs(original, runner)
+    return state_of(runner)
+
+
+def test_phases_are_those_that_were_captured():
+    """Runners with graphs get a phase; the eager one doesn't."""
+    hooks.configure(Config(calibrate=False), "0.5.23")
+    state = start(model_runner(), graph_runner(), SimpleNamespace())
+    assert set(state.phases) == {DECODE}
+    state = start(model_runner(), None, graph_runner(has_mha_companion_layers=True))
+    assert set(state.phases) == {PREFILL}
+    assert not state.prefix_is_eager
+
+
+def test_draft_models_stay_sglangs():
+    """A draft worker isn't attached to."""
+    assert start(model_runner(is_draft_worker=True), graph_runner(), graph_runner()) is None
+
+
+def test_drafts_leave_decode_to_sglang():
+    """Decodes that verify drafts go by SGLang's rule; prefill is decided."""
+    hooks.configure(Config(calibrate=False), "0.5.16")
+    state = start(model_runner(), graph_runner(captured_req_width=4), graph_runner())
+    assert set(state.phases) == {PREFILL}
+    assert "decodes with drafts" in state.messages[0]
+
+
+def test_measuring_that_fails_leaves_sglangs_rule(caplog, monkeypatch):
+    """What goes wrong after the captures costs the decision, not the start."""
+    runner, decode = model_runner(), graph_runner()
+
+    def fails(*_):
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr("kpolicy_sglang.calibrate.cost_tables", fails)
+    with caplog.at_level(logging.ERROR):
+        start(runner, decode, None)
+    assert "RuntimeError: no device" in caplog.text
+    assert not hasattr(decode, hooks.ATTRIBUTE)
+
+
+def test_ranks_that_step_together_measure_nothing():
+    """A step of one rank would wait for the others; the message says what to do."""
+    state = State(Config(), "0.5.23")
+    state.coupled = True
+    assert cost_tables(model_runner(), state) == {}
+    assert "KPOLICY_PROFILE" in state.messages[0]
+
+
+def test_eager_runner_bare_is_wrapped(monkeypatch, caplog):
+    """0.5.23 returns its eager runner alone where no size fits, and its caller reads fields that it hasn't."""
+    module = ModuleType("sglang.srt.model_executor.model_runner_components.cuda_graph_setup")
+    module.GraphCapture = SimpleNamespace
+    for name in (
+        "sglang",
+        "sglang.srt",
+        "sglang.srt.model_executor",
+        "sglang.srt.model_executor.model_runner_components",
+    ):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    eager = SimpleNamespace(name="eager")
+    with caplog.at_level(logging.WARNING):
+        found = hooks.capture_prefill_graph(lambda **_: eager, model_runner=None, eager_runner=eager)
+    assert (found.runner, found.memory_phase, found.memory_usage_gb, found.capture_time) == (eager, "prefill", 0, 0)
+    assert "no prefill size fits" in caplog.text
+    whole = SimpleNamespace(runner=None, memory_phase="prefill")
+    assert hooks.capture_prefill_graph(lambda **_: whole) is whole
+
+
+def test_decision_log_has_every_step(tmp_path):
+    """Each step's batch and decision are written, refused ones with SGLang's reason."""
+    path = tmp_path / "log.jsonl"
+    hooks.configure(Config(calibrate=False, log=str(path)), "0.5.16")
+    runner = model_runner(decode_cuda_graph_runner=None)
+    state = start(runner, graph_runner(), graph_runner())
+    decode, prefill = state.phases[DECODE], state.phases[PREFILL]
+    decode.ran(5, SimpleNamespace(batch_size=5, seq_lens_sum=500))
+    mixed = SimpleNamespace(
+        batch_size=4, extend_seq_lens_cpu=[60, 9, 1, 1], extend_prefix_lens_cpu=[0, 30, 99, 49],
+        forward_mode=SimpleNamespace(name="MIXED"),
+    )  # fmt: skip
+    prefill.ran(71, mixed)
+    from kpolicy.reasons import Reason
+
+    prefill.was_refused(71, mixed, Reason.INPUT_EMBEDDINGS)
+    decode.log.__self__.close()
+    log = read_decision_log(path)
+    assert not log.cut_short
+    assert log.header.policy == "auto"
+    first, second, third = log.entries
+    assert (first.shape.numbers.num_decodes, first.shape.numbers.decode_kv_tokens) == (5, 500)
+    assert first.decision["launches"][0] | {"rows": 0} == {
+        "rows": 0, "graph": "FULL 8t/8r q=1", "tokens": 5, "padding": 3, "stream": 0, "repeat": 1,
+    }  # fmt: skip
+    assert second.shape.prefills == ((60, 0), (9, 30))
+    assert second.shape.decodes == ((1, 2),)
+    assert second.shape.decode_kv_tokens == 150
+    assert (second.decision["mode"], third.decision["mode"]) == ("piecewise", "eager")
+    assert third.reason == "input_embeddings"
+
+
+def test_log_that_cannot_be_written(tmp_path, caplog):
+    """A log in a folder that isn't there is named; SGLang serves without it."""
+    hooks.configure(Config(calibrate=False, log=str(tmp_path / "no" / "log.jsonl")), "0.5.16")
+    with caplog.at_level(logging.ERROR):
+        state = start(model_runner(), graph_runner(), None)
+    assert "no decision log" in caplog.text
+    assert state.phases[DECODE].log is None
+
+
+def test_counters_beside_sglangs_metrics():
+    """Prometheus counters rise by what came since the last flush."""
+    prometheus = pytest.importorskip("prometheus_client")
+    from kpolicy_sglang.metrics import Metrics
+
+    registry = prometheus.CollectorRegistry()
+    phase, metrics = Phase(PREFILL, (64, 128), 200, full=False), Metrics(registry)
+    for _ in range(2):
+        phase.ran(50, None)
+        phase.ran(190, None)
+        metrics.flush({PREFILL: phase})
+
+    def value(name, **labels):
+        return registry.get_sample_value(name, labels)
+
+    assert value("sglang:kpolicy_steps_total", phase="prefill", mode="piecewise", reason="graph_fits") == 2
+    assert value("sglang:kpolicy_steps_total", phase="prefill", mode="eager", reason="above_largest_size") == 2
+    assert value("sglang:kpolicy_padding_tokens_total", phase="prefill", mode="piecewise") == 28
+    assert value("sglang:kpolicy_replays_total", phase="prefill", size="64") == 2

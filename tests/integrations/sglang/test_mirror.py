@@ -1,0 +1,139 @@
+"""SGLang's captures and replays in kpolicy's registry."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
+from kpolicy.reasons import Reason
+from kpolicy.registry import GraphRegistry, GraphState
+from kpolicy_sglang.mirror import key_of, mirror
+from kpolicy_sglang.phase import DECODE, PREFILL
+
+
+class FullCudaGraphBackend:
+    """A backend as SGLang's are: it keeps what it captured."""
+
+    def __init__(self):
+        self.graphs = {}
+        self.cleaned = 0
+
+    def capture_one(self, shape, forward, **_rest):
+        self.graphs[shape] = forward()
+
+    def replay(self, shape, batch, **rest):
+        return self.graphs[shape], batch, rest
+
+    def cleanup(self):
+        self.cleaned += 1
+        self.graphs.clear()
+
+
+class BreakableCudaGraphBackend(FullCudaGraphBackend):
+    """The backend of prefill."""
+
+
+class Device:
+    """Free memory that falls by a MiB each time it is looked at."""
+
+    def __init__(self):
+        self.free = 1 << 30
+
+    def mem_get_info(self):
+        self.free -= 1 << 20
+        return self.free, 1 << 31
+
+
+def shape(size, stream=None, label=None):
+    return SimpleNamespace(size=size, stream_idx=stream, variant_label=label)
+
+
+class Frozen:
+    """A key that hashes by value, as SGLang's does."""
+
+    def __init__(self, size, label=None):
+        self.size, self.stream_idx, self.variant_label = size, None, label
+
+    def __hash__(self):
+        return hash((self.size, self.variant_label))
+
+    def __eq__(self, other):
+        return (self.size, self.variant_label) == (other.size, other.variant_label)
+
+
+def test_captures_and_replays_are_entered():
+    """Bytes, seconds and hits of every key are SGLang's own; what it returns is untouched."""
+    registry = GraphRegistry()
+    backend = mirror(BreakableCudaGraphBackend(), registry, PREFILL, device=Device())
+    for size in (128, 64):
+        backend.capture_one(Frozen(size), lambda size=size: f"graph {size}")
+    assert backend.replay(Frozen(64), "batch", more=1) == ("graph 64", "batch", {"more": 1})
+    backend.replay(Frozen(64), "batch")
+    record = registry.record(GraphKey(Part.PIECEWISE, 64))
+    assert (record.state, record.hits, record.bytes) == (GraphState.CAPTURED, 2, 1 << 20)
+    assert record.seconds > 0
+    assert registry.unused() == (GraphKey(Part.PIECEWISE, 128),)
+
+
+def test_backend_keeps_its_type():
+    """SGLang asks for the type of a backend."""
+    assert isinstance(mirror(BreakableCudaGraphBackend(), GraphRegistry(), PREFILL, device=None), FullCudaGraphBackend)
+
+
+def test_failed_capture_is_recorded_and_goes_on():
+    """A capture that fails is SGLang's to handle; the registry has it as failed."""
+    registry = GraphRegistry()
+    backend = mirror(FullCudaGraphBackend(), registry, DECODE, device=None)
+
+    def fails():
+        raise RuntimeError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        backend.capture_one(Frozen(8), fails)
+    (record,) = registry.records()
+    assert (record.state, record.reason) == (GraphState.FAILED, Reason.CAPTURE_OUT_OF_MEMORY)
+
+
+def test_cleaning_up_gives_the_generation_back():
+    """SGLang recaptures after a clean-up: the keys are planned again, and captured anew."""
+    registry = GraphRegistry()
+    backend = mirror(FullCudaGraphBackend(), registry, DECODE, device=Device())
+    backend.capture_one(Frozen(8), lambda: 1)
+    backend.cleanup()
+    assert backend.cleaned == 1
+    assert registry.totals().bytes_held == 0
+    backend.capture_one(Frozen(8), lambda: 2)
+    assert registry.captured() == (GraphKey(Part.FULL, 8, 8, query_len=1),)
+
+
+def test_backend_made_anew_takes_the_place_of_the_last():
+    """A second start of the graphs has the same keys."""
+    registry = GraphRegistry()
+    for _ in range(2):
+        backend = mirror(FullCudaGraphBackend(), registry, DECODE, device=None)
+        backend.capture_one(Frozen(8), lambda: 1)
+    assert len(registry.captured()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "phase", "full", "width", "key"),
+    [
+        (shape(8), DECODE, True, 1, GraphKey(Part.FULL, 8, 8, query_len=1)),
+        (shape(8), DECODE, True, 4, GraphKey(Part.FULL, 32, 8, query_len=4)),
+        (shape(8, label="lora"), DECODE, True, 1, GraphKey(Part.FULL, 8, 8, query_len=1, lora_case=1)),
+        (shape(8, label="nolora"), DECODE, True, 1, GraphKey(Part.FULL, 8, 8, query_len=1)),
+        (shape(8, stream=1), DECODE, True, 1, GraphKey(Part.FULL, 8, 8, query_len=1, variant="stream1")),
+        (shape(96), PREFILL, False, 1, GraphKey(Part.PIECEWISE, 96)),
+        (shape(96, label="prefix4"), PREFILL, True, 1, GraphKey(Part.FULL, 96, variant="prefix4")),
+    ],
+)
+def test_keys(given, phase, full, width, key):
+    """Every field of SGLang's key tells two graphs apart here too."""
+    assert key_of(given, phase, full=full, width=width) == key
+
+
+def test_attention_variants_are_keys_of_their_own():
+    """0.5.23 captures several graphs of a size for some attention backends."""
+    sparse = SimpleNamespace(size=8, stream_idx=None, variant_label=None, attention_variant="sparse")
+    assert key_of(sparse, DECODE, full=True).variant == "sparse"

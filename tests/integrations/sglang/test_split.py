@@ -1,0 +1,150 @@
+"""SPLIT at the scheduler: which cycles are split, in which order, and that no request is lost."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kpolicy.costs import Curve
+from kpolicy.settings import Objective
+from kpolicy_sglang import hooks
+from kpolicy_sglang.config import Config
+from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+from kpolicy_sglang.split import Split, split_of
+from kpolicy_sglang.state import State, attach
+from tests.integrations.sglang.fake_sglang import pretended
+
+
+def state_of(*, mixed_us, decode_us=10_600, extend_us=11_400, eager_us=41_000):
+    """What kpolicy measured: an MLA model by default."""
+    state = State(Config(), "0.5.16")
+    decode, prefill = Phase(DECODE, (32, 64), 64, full=True), Phase(PREFILL, (64, 512, 2048), 2048, full=False)
+    decode.install("auto", table_of("d", {32: decode_us, 64: decode_us}, {32: 45_000}), Objective())
+    prefill.install("auto", table_of("p", {64: extend_us, 512: extend_us, 2048: eager_us}, {64: eager_us}), Objective())
+    state.phases = {DECODE: decode, PREFILL: prefill}
+    state.mixed_us = Curve((96, 544), (mixed_us, mixed_us))
+    return state
+
+
+class Scheduler:
+    """A scheduler with a queue, as far as the hook looks."""
+
+    def __init__(self, state=None, *, waiting=1, mixed=True):
+        runner = SimpleNamespace()
+        if state is not None:
+            attach(runner, state)
+        self.tp_worker = SimpleNamespace(model_runner=runner)
+        self.waiting_queue = [SimpleNamespace(origin_input_ids=[0] * 64) for _ in range(waiting)]
+        self.chunked_req = None
+        self.chunked_prefill_size = 2048
+        self.is_mixed_chunk = mixed
+        self.ran = []
+
+    def get_new_batch_prefill(self, running):
+        """SGLang's own: a batch of what waits, with the decodes in it where it mixes."""
+        if not self.waiting_queue:
+            return SimpleNamespace(batch_to_run=None, running_batch=running)
+        self.waiting_queue.pop(0)
+        return SimpleNamespace(batch_to_run="mixed" if self.is_mixed_chunk else "extend", running_batch=running)
+
+
+def run(scheduler, steps, decodes=32):
+    """What the scheduler runs: decodes where it gets no prefill batch."""
+    running = SimpleNamespace(reqs=[0] * decodes)
+    ran = []
+    with pretended("0.5.16"):
+        for _ in range(steps):
+            plan = hooks.new_batch_prefill(Scheduler.get_new_batch_prefill, scheduler, running)
+            assert plan.running_batch is running
+            ran.append(plan.batch_to_run or "decode")
+            assert scheduler.is_mixed_chunk == scheduler.mixed_at_start
+    return ran
+
+
+def scheduler_of(state, **rest):
+    scheduler = Scheduler(state, **rest)
+    scheduler.mixed_at_start = scheduler.is_mixed_chunk
+    return scheduler
+
+
+def test_costly_mixed_batches_are_split():
+    """40 ms mixed against 10.6 and 11.4: the halves run one after the other, and every prompt runs."""
+    scheduler = scheduler_of(state_of(mixed_us=40_000), waiting=3)
+    assert run(scheduler, 8) == ["decode", "extend"] * 3 + ["decode"] * 2
+    assert not scheduler.waiting_queue
+    assert split_of(scheduler).cycles == {"mixed": 0, "decode first": 3, "extend first": 0}
+
+
+def test_cheap_mixed_batches_stay():
+    """Where mixing costs less than both halves it is SGLang's own batch."""
+    scheduler = scheduler_of(state_of(mixed_us=12_000), waiting=3)
+    assert run(scheduler, 4) == ["mixed"] * 3 + ["decode"]
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prompts", "order"),
+    [(32, 1, "decode first"), (1, 8, "extend first"), (4, 4, "decode first"), (2, 4, "extend first")],
+)
+def test_first_is_what_serves_most_for_its_time(decodes, prompts, order):
+    """The half with least time a request goes first, so that requests wait least."""
+    split = Split(None, state_of(mixed_us=60_000))
+    assert split.order(decodes, 64, prompts) == order
+
+
+def test_extend_first_runs_its_decodes_next():
+    """After the prompts the decodes run, before the next prompts."""
+    scheduler = scheduler_of(state_of(mixed_us=40_000), waiting=8)
+    assert run(scheduler, 6, decodes=1) == ["extend", "decode"] * 3
+
+
+def test_cached_tokens_keep_an_mla_extend_eager():
+    """On 0.5.16 a chunk with tokens before it has no graph, so its half costs what a mixed batch does."""
+    state = state_of(mixed_us=40_000)
+    split = Split(None, state)
+    assert split.order(32, 64, 1, prefix=True) == "decode first"
+    state.prefix_is_eager = True
+    assert split.order(32, 64, 1, prefix=True) == "mixed"
+
+
+@pytest.mark.parametrize("case", ["off", "not mixed", "coupled", "no costs", "no kpolicy"])
+def test_left_to_sglang(case):
+    """Without mixed chunks, costs or kpolicy, or where ranks step together, every batch is SGLang's own."""
+    state = state_of(mixed_us=40_000)
+    if case == "off":
+        state.config = Config(split=False)
+    if case == "coupled":
+        state.coupled = True
+    if case == "no costs":
+        state.mixed_us = None
+    mixed = case != "not mixed"
+    scheduler = scheduler_of(None if case == "no kpolicy" else state, waiting=2, mixed=mixed)
+    assert run(scheduler, 2) == ["mixed" if mixed else "extend"] * 2
+
+
+def test_nothing_to_divide():
+    """Without decodes, or without prompts, SGLang's own batch runs."""
+    assert run(scheduler_of(state_of(mixed_us=40_000)), 1, decodes=0) == ["mixed"]
+    assert run(scheduler_of(state_of(mixed_us=40_000), waiting=0), 1) == ["decode"]
+
+
+def test_a_failing_scheduler_mixes_again():
+    """What SGLang raises goes through, and its switch is back."""
+    scheduler = scheduler_of(state_of(mixed_us=40_000))
+    split = split_of(scheduler)
+    split._owed = "extend"
+
+    def fails(scheduler, running):
+        assert not scheduler.is_mixed_chunk
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        split.step(fails, SimpleNamespace(reqs=[1]))
+    assert scheduler.is_mixed_chunk
+
+
+def test_prompts_are_counted_up_to_the_chunk():
+    """The estimate looks at the chunk under way and the queue, and no further than a chunk."""
+    scheduler = Scheduler(state_of(mixed_us=40_000), waiting=100)
+    split = Split(scheduler, state_of(mixed_us=40_000))
+    assert split.prompts() == (2048, 32, False)
+    scheduler.chunked_req = SimpleNamespace(origin_input_ids=[0] * 3000, prefix_indices=[0] * 2048)
+    assert split.prompts() == (952 + 18 * 64 - 56, 19, True)
