@@ -1,0 +1,80 @@
+"""The settings: from the flag, from the environment, and what is refused."""
+
+import pytest
+
+from kpolicy.errors import ConfigError
+from kpolicy_vllm.config import Config
+
+
+@pytest.mark.parametrize("additional", [{}, {"other": 1}, None, {"kpolicy": False}])
+def test_off_without_the_flag(additional):
+    """Without the flag and the environment kpolicy is off."""
+    assert Config.load(additional, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"), [(True, "auto"), ({}, "auto"), ("vllm", "vllm"), ({"policy": "eager"}, "eager")]
+)
+def test_forms_of_the_flag(given, policy):
+    """The flag is an object of settings, true, or a policy's name."""
+    config = Config.load({"kpolicy": given}, {})
+    assert config is not None
+    assert config.policy == policy
+
+
+@pytest.mark.parametrize("environ", [{"KPOLICY_VLLM": "1"}, {"KPOLICY_POLICY": "auto"}])
+def test_on_by_the_environment(environ):
+    """The environment turns it on where no flag is given."""
+    assert Config.load({}, environ) == Config()
+
+
+def test_the_environment_switches_off():
+    """0 turns it off whatever the flag says."""
+    assert Config.load({"kpolicy": {}}, {"KPOLICY_VLLM": "0"}) is None
+
+
+def test_values_of_the_environment():
+    """Every kind of value is read; what the flag says goes first."""
+    environ = {
+        "KPOLICY_POLICY": "eager", "KPOLICY_DECODE_SIZES": "1, 2,4", "KPOLICY_LAZY": "yes", "KPOLICY_LAZY_HOT": "7",
+        "KPOLICY_FIRST_TOKEN_MS": "20.5", "KPOLICY_LOG": "x.jsonl",
+    }  # fmt: skip
+    config = Config.load({"kpolicy": {"lazy_hot": 9}}, environ)
+    assert config == Config(
+        policy="eager", decode_sizes=(1, 2, 4), lazy=True, lazy_hot=9, first_token_ms=20.5, log="x.jsonl"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"polcy": "auto"}, "did you mean 'policy'"),
+        ({"lazy": 1}, "true or false"),
+        ({"lazy_hot": 2.5}, "whole number"),
+        ({"decode_sizes": "1,2"}, "list of whole numbers"),
+        ({"policy": None}, "text"),
+        ({"lazy_hot": 0}, "from 1 up"),
+        ({"first_token_ms": -1}, "from 0 up"),
+        ({"objective": "speed"}, "throughput"),
+        ([1], "an object of settings"),
+    ],
+)
+def test_refused(given, says):
+    """What can't be used is named, with what can."""
+    with pytest.raises(ConfigError, match=says):
+        Config.load({"kpolicy": given}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("KPOLICY_LAZY", "maybe"), ("KPOLICY_LAZY_HOT", "many"), ("KPOLICY_VLLM", "2")]
+)
+def test_refused_in_the_environment(name, text):
+    """A variable that can't be read is named."""
+    with pytest.raises(ConfigError, match=name):
+        Config.load({"kpolicy": {}}, {name: text})
+
+
+@pytest.mark.parametrize("config", [Config(), Config(decode_sizes=(1, 2), mixed_sizes=(), split=True, policy="eager")])
+def test_section_reads_back(config):
+    """What workers are handed is what was set."""
+    assert Config.load({"kpolicy": config.as_section()}, {}) == config

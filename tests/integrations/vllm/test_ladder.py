@@ -1,0 +1,110 @@
+"""The capture sizes: what the defaults reach, and how users', plans' and ranks' sizes come out."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kpolicy.attention.support import Claims
+from kpolicy.errors import ConfigError
+from kpolicy.ladders import CaptureSizes
+from kpolicy.policies import get_policy
+from kpolicy.schemas import LadderPlan, write_plan
+from kpolicy.settings import Settings
+from kpolicy_vllm.config import Config
+from kpolicy_vllm.ladder import default_sizes, describe, geometric, one_list, sizes_of
+
+
+@given(st.integers(1, 5000))
+def test_geometric(largest):
+    """Sizes rise to the largest, and neighbours are at most twice apart, from 48 up at most half as large again."""
+    sizes = geometric(largest)
+    assert sizes[-1] == largest
+    assert all(a < b <= 2 * a for a, b in itertools.pairwise(sizes))
+    assert all(b <= 1.5 * a for a, b in itertools.pairwise(sizes) if a >= 48)
+
+
+@given(st.integers(1, 2000), st.integers(1, 20000), st.integers(0, 7))
+def test_defaults(reqs, tokens, drafts):
+    """Every decode batch has a graph, whatever the limits; no size is over them, and all are multiples of 1 + k."""
+    settings = Settings(max_num_reqs=reqs, max_num_tokens=max(tokens, reqs, 1 + drafts), num_speculative_tokens=drafts)
+    sizes = sizes_of(Config(), settings)
+    q = settings.query_len
+    assert sizes.decode[-1] == min(reqs, settings.max_num_tokens // q) * q
+    assert one_list(sizes)[-1] <= settings.max_num_tokens
+    assert all(size % q == 0 for size in one_list(sizes))
+
+
+def test_fewer_graphs_than_vllm():
+    """By default at most half as many graphs are captured as by vLLM, with larger sizes among them."""
+    sizes = default_sizes(Settings(max_num_reqs=1024))
+    assert len(sizes.decode) + len(sizes.mixed) + len(sizes.piecewise) <= (51 + 51) // 2
+    assert (sizes.decode[-1], sizes.piecewise[-1]) == (1024, 2048)
+
+
+def test_replica_has_no_sizes_of_its_own():
+    """Under the replica vLLM's list stays."""
+    assert sizes_of(Config(policy="vllm"), Settings()) is None
+
+
+def test_sizes_given_to_vllm():
+    """A list given to vLLM holds for every kind of graph."""
+    sizes = sizes_of(Config(), Settings(max_num_reqs=64), listed=[1, 8, 96, 1024])
+    assert sizes == CaptureSizes((1, 8), (1, 8, 96), (1, 8, 96, 1024))
+
+
+def test_sizes_given_to_kpolicy():
+    """Sizes in the settings replace the defaults of their kind; an empty list captures none."""
+    sizes = sizes_of(Config(decode_sizes=(1, 5), mixed_sizes=()), Settings())
+    assert sizes.decode == (1, 5)
+    assert sizes.mixed == ()
+    assert sizes.piecewise == default_sizes(Settings()).piecewise
+
+
+def test_ranks_share_sizes():
+    """With data-parallel ranks every size is there in pieces, and FULL graphs are of decodes."""
+    sizes = sizes_of(Config(decode_sizes=(1, 5), piecewise_sizes=(16, 700)), Settings(max_num_reqs=64), ranks=2)
+    assert sizes == CaptureSizes((1, 5, 16), (), (1, 5, 16, 700))
+
+
+def test_multiples():
+    """Under sequence parallelism sizes are rounded up to multiples."""
+    assert sizes_of(Config(decode_sizes=(1, 5, 8), mixed_sizes=(), piecewise_sizes=()), Settings(), multiple_of=4) == (
+        CaptureSizes((4, 8))
+    )
+
+
+def test_nothing_left():
+    """No sizes at all are refused, with what to set instead."""
+    with pytest.raises(ConfigError, match="eager"):
+        sizes_of(Config(decode_sizes=(), mixed_sizes=(), piecewise_sizes=()), Settings())
+
+
+def plan_of(path, **settings):
+    sizes = CaptureSizes((1, 2), (), (16,))
+    policy = get_policy("auto")
+    made = Settings(**settings)
+    keys = policy.plan(sizes, Claims.at_level("mixed"), made)
+    write_plan(path, LadderPlan(sizes=sizes, keys=keys, settings=made, attention=Claims.at_level("mixed")))
+
+
+def test_plan(tmp_path):
+    """A plan's sizes are taken."""
+    path = tmp_path / "plan.json"
+    plan_of(path)
+    assert sizes_of(Config(plan=str(path)), Settings()) == CaptureSizes((1, 2), (), (16,))
+
+
+def test_plan_of_another_deployment(tmp_path):
+    """A plan for other speculation is refused, with both values."""
+    path = tmp_path / "plan.json"
+    plan_of(path)
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 0 there and 2 here"):
+        sizes_of(Config(plan=str(path)), Settings(num_speculative_tokens=2))
+
+
+def test_described():
+    """Logs say the sizes in a few words."""
+    assert describe(None) == "vLLM's own sizes"
+    assert describe(CaptureSizes((1, 2), (), (16,))) == "2 decode to 2, 1 piecewise to 16"

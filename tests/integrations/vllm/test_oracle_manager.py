@@ -1,0 +1,185 @@
+"""Attaching to the second runner: vLLM's own manager, taken over where its runner lays out the KV cache."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from kpolicy_vllm import plugin
+from kpolicy_vllm.state import state_of
+from tests.integrations.vllm.real_runner import Backend, sized, vllm_config, vllm_of
+from tests.integrations.vllm.test_oracle_runner import attached
+from tests.oracle.loader import VARIABLE, oracle_folder
+
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.skipif(
+        oracle_folder() is None,
+        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
+    ),
+]
+
+
+@pytest.fixture(params=["0.23", "0.33"])
+def release(request):
+    """A release, with the plugin loaded."""
+    with vllm_of(request.param) as modules:
+        plugin.register()
+        yield request.param, modules
+
+
+class Runner:
+    """What kpolicy touches of the second runner, around vLLM's own manager."""
+
+    def __init__(self, version, modules, config):
+        self.vllm_config = config
+        self.utils = modules.module("v1.worker.gpu.cudagraph_utils")
+        self.compilation = modules.module("config.compilation")
+        self.version = version
+        self.cudagraph_manager = None
+        self.attn_groups = []
+        self.levels = modules.module("v1.attention.backend").AttentionCGSupport
+        self.forwards = []
+        without_device(self.utils)
+
+    def initialize_kv_cache(self, _kv_cache_config):
+        """Make a manager, as vLLM does."""
+        self.attn_groups = [
+            [
+                SimpleNamespace(
+                    backend=Backend("FLASH_ATTN", self.levels.ALWAYS), kv_cache_spec=None, metadata_builders=()
+                )
+            ]
+        ]
+        more = {} if self.version == "0.23" else {"lora_capture_cases": [0]}
+        self.cudagraph_manager = self.utils.CudaGraphManager(
+            self.vllm_config, None, self.vllm_config.compilation_config.cudagraph_mode, 1, **more
+        )
+
+    def capture_model(self, *, profile_only=False):  # noqa: ARG002 - vLLM's signature
+        """Have the manager capture with a model that only counts."""
+
+        def create(desc, warmup):
+            self.forwards.append((desc, warmup))
+            forward = lambda mode: None  # noqa: E731, ARG005
+            return (forward, None) if self.version == "0.23" else forward
+
+        self.cudagraph_manager.capture(create)
+        return 0
+
+
+def without_device(utils):
+    @contextmanager
+    def graph(*_, **__):
+        yield
+
+    utils.torch = SimpleNamespace(
+        cuda=SimpleNamespace(CUDAGraph=lambda: SimpleNamespace(replay=lambda: None), graph=graph),
+        accelerator=SimpleNamespace(synchronize=lambda: None, get_memory_info=lambda: (1, 1)),
+    )
+    utils.current_platform = SimpleNamespace(get_global_graph_pool=lambda: None)
+    utils.graph_capture = lambda **_: nullcontext()
+    utils.capture_pool = lambda *_, **__: nullcontext()
+    utils.current_stream = lambda: None
+    utils.tqdm = lambda descs, **_: descs
+
+
+def served(release, **settings):
+    """A runner after start-up."""
+    version, modules = release
+    settings.setdefault("kpolicy", {"policy": "full_and_piecewise"})
+    config = vllm_config(modules, **settings)
+    sized(modules, config)
+    runner = Runner(version, modules, config)
+    utils = runner.utils
+    utils.ModelCudaGraphManager = utils.CudaGraphManager
+    for name in ("initialize_kv_cache", "capture_model"):
+        setattr(modules.module("v1.worker.gpu.model_runner").GPUModelRunner, name, getattr(Runner, name))
+    attached_without_check(modules, config, runner)
+    runner.initialize_kv_cache(None)
+    return runner
+
+
+def attached_without_check(modules, config, runner):
+    """The stand-in runner hasn't the real one's signatures; those have a test of their own."""
+    from kpolicy_vllm.versions import Adapter
+
+    check = Adapter.check
+    try:
+        Adapter.check = lambda *_: None
+        attached(modules, config, runner)
+    finally:
+        Adapter.check = check
+
+
+def ask(runner, reqs, tokens, uniform):
+    more = {} if runner.version == "0.23" else {"num_active_loras": 0}
+    desc = runner.cudagraph_manager.dispatch(reqs, tokens, uniform, **more)
+    return desc.cg_mode.name, desc.num_tokens, desc.num_reqs
+
+
+def test_taken_over(release):
+    """The manager that vLLM made decides by kpolicy, over ladders of its own; before the capture nothing replays."""
+    runner = served(release, max_num_seqs=600, max_num_batched_tokens=4096)
+    manager, state = runner.cudagraph_manager, state_of(runner.vllm_config)
+    assert isinstance(manager, runner.utils.CudaGraphManager)
+    assert ask(runner, 600, 600, 1)[0] == "NONE"
+    runner.capture_model()
+    assert len(state.ladder) == len(manager.desc_of) > 30
+    assert set(manager.graphs) == {desc for mode, desc in manager.desc_of.values() if mode.name == "FULL"}
+    assert ask(runner, 600, 600, 1) == ("FULL", 600, 600)
+    assert ask(runner, 1, 2000, None) == ("PIECEWISE", 2048, None)
+    assert ask(runner, 3, 3000, None) == ("NONE", 3000, 3)
+    assert all(record.seconds > 0 for record in state.registry.records())
+
+
+def test_mixed_graphs_of_the_newest_alone(release):
+    """0.33 captures mixed batches; 0.23 bakes in rows of one token, so there they aren't captured."""
+    runner = served(release)
+    runner.capture_model()
+    assert bool(state_of(runner.vllm_config).ladder.mixed) == (release[0] == "0.33")
+
+
+def test_largest_first(release):
+    """The largest FULL graph is captured first: the buffers of all outputs are as large as the first's."""
+    runner = served(release)
+    runner.capture_model()
+    sizes = [desc.num_tokens for desc, warmup in runner.forwards if warmup and desc.cg_mode.name == "FULL"]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_profiling_is_not_kept(release):
+    """Captures for an estimate of memory leave the registry empty; the manager made after them is taken over too."""
+    runner = served(release)
+    state = state_of(runner.vllm_config)
+    runner.capture_model(profile_only=True)
+    assert not len(state.ladder)
+    sizes = [desc.num_tokens for desc, warmup in runner.forwards if warmup and desc.cg_mode.name == "FULL"]
+    assert sizes[1] == min(sizes)
+    runner.initialize_kv_cache(None)
+    runner.capture_model()
+    assert len(state.ladder)
+    assert state.dispatcher is runner.cudagraph_manager
+    assert ask(runner, 5, 5, 1)[0] == "FULL"
+
+
+def test_vllm_looks_up_our_ladders(release):
+    """vLLM's own look-up, which serves while kpolicy can't decide, finds the next graph of each kind."""
+    runner = served(release, kpolicy={"calibrate": False, "mixed_sizes": [], "decode_sizes": [4, 16]})
+    runner.capture_model()
+    manager = runner.cudagraph_manager
+    manager.deciding = False
+    assert ask(runner, 5, 5, 1) == ("FULL", 16, 16)
+    assert ask(runner, 2, 5, None) == ("PIECEWISE", 16, None)
+    assert ask(runner, 17, 17, 1)[0] == "PIECEWISE"
+
+
+def test_forced(release):
+    """Forcing one graph, for timing it, answers with just that."""
+    runner = served(release)
+    runner.capture_model()
+    manager = runner.cudagraph_manager
+    mode, desc = next(found for found in manager.desc_of.values() if found[0].name == "PIECEWISE")
+    with manager.forcing(mode, desc):
+        assert ask(runner, 2, 2, 1) == ("PIECEWISE", desc.num_tokens, None)
+    assert ask(runner, 2, 2, 1)[0] == "FULL"
