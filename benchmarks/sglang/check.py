@@ -114,6 +114,7 @@ class Check:
         torch, steps = self.torch, self.steps
         self._force(force)
         steps.clear()
+        steps.served = ""
         found, running = [], None
         first = []
         for tokens in rows:
@@ -173,7 +174,10 @@ class Check:
         """All of the rule; `passed` says whether what it asks holds."""
         rows = self._tokens()
         wanted = self._wanted(rows)
-        got = {name: self._got(rows, force) for name, force in (("eager", False), ("graph", True), ("kpolicy", None))}
+        got, served = {}, {}
+        for name, force in (("eager", False), ("graph", True), ("kpolicy", None)):
+            got[name] = self._got(rows, force)
+            served[name] = {each: self.steps.served.count(each) for each in "PD-"}
         broken = self._got(rows, True, broken=True)
         errors = {name: _row_errors(each, wanted) for name, each in {**got, "broken": broken}.items()}
         p999 = {name: float(each.quantile(0.999)) for name, each in errors.items()}
@@ -189,7 +193,9 @@ class Check:
         }
         within = all(p999[name] <= 2 * p999["eager"] for name in ("graph", "kpolicy"))
         tokens = not any(each["where the margin is above the limit"] for each in missed.values())
+        apart = {name: int((got[name] != got["eager"]).any(-1).sum()) for name in ("graph", "kpolicy")}
         return {
+            "served": served, "rows_unlike_eager": apart,
             "passed": within and tokens and p999["broken"] > 2 * p999["eager"], "rows": len(wanted),
             "relative_l2_p999": p999, "median": {name: float(each.median()) for name, each in errors.items()},
             "token_mismatches": missed, "rows_with_a_sure_token": int(sure.sum()), "same_shape": self._same_shape(),

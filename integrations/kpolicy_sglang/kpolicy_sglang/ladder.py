@@ -9,9 +9,9 @@ __all__ = ["USUAL_MOST_REQS", "decode_sizes", "default_decode_sizes", "default_p
 USUAL_MOST_REQS = 1024
 """Largest decode size where SGLang wasn't told how many requests may run; it drops what its memory can't hold."""
 _DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768)
-_PREFILL = (64, 128, 256, 512, 576, 1024, 1536, 2048)
+_PREFILL = (64, 96, 128, 256, 512, 576, 1024, 1536, 2048)
 """Launching a small prompt takes the host longer than the device whatever the tokens, so that padding is cheap below
-512. 576 is for a chunk of 512 beside some decode rows; over 2,048 a graph saves next to nothing."""
+512. 96 and 576 are for chunks of 64 and 512 beside some decode rows; over 2,048 a graph saves next to nothing."""
 
 
 def default_decode_sizes(most_reqs: int) -> tuple[int, ...]:

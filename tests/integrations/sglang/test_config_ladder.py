@@ -65,13 +65,13 @@ def test_default_decode_sizes(most):
 def test_default_prefill_sizes():
     """None is over the largest chunk, and there is always one."""
     assert default_prefill_sizes(8192)[-1] == 2048
-    assert default_prefill_sizes(576) == (64, 128, 256, 512, 576)
+    assert default_prefill_sizes(576) == (64, 96, 128, 256, 512, 576)
     assert default_prefill_sizes(20) == (20,)
 
 
 def test_far_fewer_than_sglangs():
     """The default ladder is a fifth of SGLang's, up to more requests."""
-    assert len(default_decode_sizes(768)) + len(default_prefill_sizes(8192)) == 20
+    assert len(default_decode_sizes(768)) + len(default_prefill_sizes(8192)) == 21
 
 
 def test_given_sizes_go_before_a_plan(tmp_path):
