@@ -201,12 +201,14 @@ class Engine:
         times: list[list[float]] = [[] for _ in requests]
         steps: list[float] = []
         added = done = 0
+        added_s = 0.0
         self._torch.cuda.synchronize()
         start = now = time.perf_counter()
         while done < count:
             while added < count and begun[added] <= now - start:
                 engine.add_request(str(first_id + added), {"prompt_token_ids": prompts[added]}, params[added])
                 added += 1
+                added_s = time.perf_counter() - start
             if added == done:
                 time.sleep(max(0.0, begun[added] - (time.perf_counter() - start)))
                 now = time.perf_counter()
@@ -220,7 +222,10 @@ class Engine:
                 times[which] += [now - start] * len(output.outputs[0].token_ids)
                 done += output.finished
         wall = now - start
-        return self._figures(requests, begun, times, steps, wall)
+        figures = self._figures(requests, begun, times, steps, wall)
+        figures["added_ms"] = round(1e3 * added_s, 2)
+        figures["first_steps_ms"] = [round(1e3 * (each - start), 2) for each in steps[:8]]
+        return figures
 
     def _figures(
         self, requests: Any, begun: list[float], times: list[list[float]], steps: list[float], wall: float
