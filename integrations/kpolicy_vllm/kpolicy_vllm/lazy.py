@@ -134,6 +134,10 @@ class Lazy:
         self._failed: set[GraphKey] = set()
         self._select: tuple[Any, Any] | None = None
 
+    def prepare(self) -> None:
+        """Prepare the policy over all planned graphs, so that no step of serving waits for it."""
+        self._select_of_all()
+
     def step(self) -> None:
         """Before each step of the runner."""
         self._steps += 1
@@ -225,6 +229,7 @@ def attach(runner: Any, state: State) -> None:
             monitor.set_cudagraph_capturing_enabled(False)
 
     lazy = Lazy(runner, state, capture, torch.accelerator.synchronize)
+    lazy.prepare()
     execute = runner.execute_model
 
     @functools.wraps(execute)
