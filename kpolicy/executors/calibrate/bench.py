@@ -6,7 +6,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kpolicy.decision import Decision, Launch
@@ -63,6 +63,9 @@ class Bench:
     Args:
         executor: with graphs captured.
         model: what it runs.
+
+    Attributes:
+        rounds: samples of every case, so far.
     """
 
     def __init__(self, executor: Any, model: Measurable) -> None:
@@ -72,6 +75,9 @@ class Bench:
         self._cases: list[tuple[Decision, list[StepInputs]]] = []
         self._times: list[list[_Times]] = []
         self._often: set[int] = set()
+        self._runs: Iterator[bool] | None = None
+        self._stop_s = 0.0
+        self.rounds = 0
 
     def add(
         self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None, *, often: bool = False
@@ -90,33 +96,49 @@ class Bench:
             self._often.add(len(self._cases) - 1)
         return len(self._cases) - 1
 
-    def measure(self, allowance_s: float) -> None:
+    def measure(self, allowance_s: float) -> bool:
         """Run the cases, smallest first, then in rounds over those that ran, until the allowance is spent.
 
-        The first case always runs; which others did, `measured` says.
+        The first case always runs; which others did, `measured` says. Called again it goes on where it was.
+
+        Returns:
+            Whether all rounds are done.
         """
-        stop_s = time.perf_counter() + allowance_s
+        self._stop_s = time.perf_counter() + allowance_s
+        if self._runs is None:
+            self._runs = self._in_rounds()
+        return all(goes_on and time.perf_counter() <= self._stop_s for goes_on in self._runs)
+
+    def end(self) -> None:
+        """Nothing is measured any more: what is under way holds this bench, and with it the executor."""
+        self._runs = iter(())
+
+    def _in_rounds(self) -> Iterator[bool]:
+        """Run the cases one by one; whether the next one is expected to fit."""
         ran: list[int] = []
         token_s = 0.0
         for i in sorted(range(len(self._cases)), key=lambda i: len(self._cases[i][1][0].token_ids)):
             decision, drawn = self._cases[i]
-            begun_s, num_tokens = time.perf_counter(), len(drawn[0].token_ids)
+            num_tokens = len(drawn[0].token_ids)
             # Twice the tokens take at most about twice the time.
-            if begun_s + token_s * num_tokens > stop_s:
-                return
+            if time.perf_counter() + token_s * num_tokens > self._stop_s and ran:
+                yield False
+            begun_s = time.perf_counter()
             self._once(decision, drawn[0])  # the first run touches fresh memory and compiles kernels
             self._times[i].append(self._run(decision, drawn[0]))
             ran.append(i)
             if num_tokens >= _TELLING:
                 token_s = (time.perf_counter() - begun_s) / num_tokens
+            yield True
         for done in range(1, MOST_ROUNDS):
+            self.rounds = done
             # In another order each round: what ran before leaves the host's caches cold or warm, as in serving.
             rounds = ran + [i for i in ran if i in self._often] * (_OFTEN - 1)
             for i in random.Random(done).sample(rounds, len(rounds)):  # noqa: S311
-                if time.perf_counter() > stop_s:
-                    return
                 decision, drawn = self._cases[i]
                 self._times[i].append(self._run(decision, drawn[done % TURNS]))
+                yield True
+        self.rounds = MOST_ROUNDS
 
     @property
     def short_kv(self) -> int:

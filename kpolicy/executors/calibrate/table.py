@@ -31,7 +31,7 @@ from kpolicy.modes import Part, Rows, SplitForm
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Settings
 
-__all__ = ["calibrate", "can_measure", "measure"]
+__all__ = ["Calibration", "calibrate", "can_measure", "measure"]
 
 EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
 NOISE, HOST_NOISE = 0.02, 0.06
@@ -69,70 +69,103 @@ def calibrate(
         allowance_s: seconds to spend, the smallest batches first: sizes that it doesn't come to go on as smaller ones
             rise. The last case that it comes to may end beyond it.
     """
-    # A registry that Engines share has other executors' graphs too.
-    keys = [key for key in registry.captured() if key in executor.captured]
-    decode = [key for key in keys if key.part is Part.FULL and key.query_len == 1]
-    # Prompts are timed as one chunk, which no request can have longer; larger sizes go on as the last ones rise.
-    longest = min(settings.max_num_tokens, model.max_model_len)
-    mixed = [key for key in keys if key.part is Part.FULL and not key.decode_only and key.num_tokens <= longest]
-    pieces = [key for key in keys if key.part is Part.PIECEWISE and key.num_tokens <= longest]
-    most_reqs = min(settings.max_num_reqs, settings.max_num_tokens)
-    sizes = sorted({size for size in EAGER_SIZES if size < longest} | {longest})
-    bench = Bench(executor, model)
-    decoding = DecodeSlope(bench, decode, most_reqs)
-    prefilling = PrefillSlope(bench, pieces, longest, model.max_model_len)
-    overlap = _Overlap(bench, decode, pieces, settings)
-    bases = Bases(bench, pieces, most_reqs)
+    calibration = Calibration(executor, registry, model, settings)
+    try:
+        calibration.measure(allowance_s)
+        return calibration.table(version)
+    finally:
+        calibration.end()
 
-    def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:
-        rows = bench.rows(0, 0, size) if prompt else bench.rows(size, bench.usual_kv)
-        return bench.add([Launch(Rows.ALL, key)], rows), size, prompt
 
-    eager_cases = [add(None, size, prompt=size > most_reqs) for size in sizes]
-    # Where a decode graph and a mixed one have the same size, decodes use the former.
-    full_cases = [add(key, key.num_tokens, prompt=True) for key in mixed]
-    full_cases += [add(key, key.num_tokens, prompt=False) for key in decode]
-    piece_cases = [add(key, key.num_tokens, prompt=True) for key in pieces]
-    host_eager = HostTimes(bench, [None], most_reqs, longest)
-    host_piecewise = HostTimes(bench, pieces, most_reqs, longest)
-    bench.measure(allowance_s)
-    decode_attention, prefill_attention = bases.added(decoding.cost(), prefilling.cost())
-    every = [case for case, _, _ in (*full_cases, *piece_cases, *eager_cases) if bench.measured(case)]
-    # A decode step's graph leaves the host nothing to do: what is beyond the device's time there no mode overlaps.
-    whole = [case for case, _, prompt in full_cases if bench.measured(case) and not prompt]
-    step_us = statistics.median(map(bench.rest_us, whole or every))
+class Calibration:
+    """`calibrate`, a slice of time after another.
 
-    noise = HOST_NOISE if executor.launcher.adapter.host_runs else NOISE
+    Args:
+        executor, registry, model, settings: as `calibrate` takes them. Graphs that are captured later aren't timed.
+    """
 
-    def curve(cases: Sequence[tuple[int, int, bool]]) -> Curve | None:
-        us = {}
-        for case, size, prompt in cases:
-            if not bench.measured(case):
-                continue
-            units = size * (size + 1) / 2 if prompt else size * bench.usual_kv
-            cost = prefill_attention if prompt else decode_attention
-            attention_us = cost.base_us + cost.unit_us * units + cost.kv_us * size
-            us[size] = max(bench.sides_us(case, step_us)[0] - attention_us, _LEAST_US)
-        return _steady(us, noise) if us else None
+    def __init__(self, executor: Any, registry: GraphRegistry, model: Measurable, settings: Settings) -> None:
+        self._registry = registry
+        # A registry that Engines share has other executors' graphs too.
+        self.keys = keys = [key for key in registry.captured() if key in executor.captured]
+        decode = [key for key in keys if key.part is Part.FULL and key.query_len == 1]
+        # Prompts are timed as one chunk, which no request can have longer; larger sizes go on as the last ones rise.
+        longest = min(settings.max_num_tokens, model.max_model_len)
+        mixed = [key for key in keys if key.part is Part.FULL and not key.decode_only and key.num_tokens <= longest]
+        pieces = [key for key in keys if key.part is Part.PIECEWISE and key.num_tokens <= longest]
+        most_reqs = min(settings.max_num_reqs, settings.max_num_tokens)
+        sizes = sorted({size for size in EAGER_SIZES if size < longest} | {longest})
+        self._bench = bench = Bench(executor, model)
+        self._decoding = DecodeSlope(bench, decode, most_reqs)
+        self._prefilling = PrefillSlope(bench, pieces, longest, model.max_model_len)
+        self._overlap = _Overlap(bench, decode, pieces, settings)
+        self._bases = Bases(bench, pieces, most_reqs)
 
-    eager = curve(eager_cases)
-    assert eager is not None  # noqa: S101 - the smallest case of all is one token, eagerly
-    return CostTable(
-        version=version,
-        measured=True,
-        # A mode without graphs has no times of its own, and is never chosen.
-        full=curve(full_cases) or eager,
-        piecewise=curve(piece_cases) or eager,
-        eager=eager,
-        decode_attention=decode_attention,
-        prefill_attention=prefill_attention,
-        host_full=host_by_rows(bench, [(case, 1 if prompt else size) for case, size, prompt in full_cases]),
-        host_piecewise=host_piecewise.cost(step_us),
-        host_eager=host_eager.cost(step_us, host_piecewise.cost(step_us)),
-        step_us=step_us,
-        overlap_cost=overlap.share(),
-        **_captures(registry, keys),
-    )
+        def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:
+            rows = bench.rows(0, 0, size) if prompt else bench.rows(size, bench.usual_kv)
+            return bench.add([Launch(Rows.ALL, key)], rows), size, prompt
+
+        self._eager = [add(None, size, prompt=size > most_reqs) for size in sizes]
+        # Where a decode graph and a mixed one have the same size, decodes use the former.
+        self._full = [add(key, key.num_tokens, prompt=True) for key in mixed]
+        self._full += [add(key, key.num_tokens, prompt=False) for key in decode]
+        self._pieces = [add(key, key.num_tokens, prompt=True) for key in pieces]
+        self._host_eager = HostTimes(bench, [None], most_reqs, longest)
+        self._host_piecewise = HostTimes(bench, pieces, most_reqs, longest)
+
+    @property
+    def rounds(self) -> int:
+        """Samples that every case has."""
+        return self._bench.rounds
+
+    def measure(self, allowance_s: float) -> bool:
+        """Spend so many seconds; whether all is measured that will be."""
+        return self._bench.measure(allowance_s)
+
+    def end(self) -> None:
+        """Let go of the executor."""
+        self._bench.end()
+
+    def table(self, version: str) -> CostTable:
+        """What was measured so far, as a table of that name."""
+        bench, full_cases, piece_cases, eager_cases = self._bench, self._full, self._pieces, self._eager
+        decode_attention, prefill_attention = self._bases.added(self._decoding.cost(), self._prefilling.cost())
+        every = [case for case, _, _ in (*full_cases, *piece_cases, *eager_cases) if bench.measured(case)]
+        # A decode step's graph leaves the host nothing to do: what is beyond the device's time there no mode overlaps.
+        whole = [case for case, _, prompt in full_cases if bench.measured(case) and not prompt]
+        step_us = statistics.median(map(bench.rest_us, whole or every))
+
+        noise = HOST_NOISE if bench.host_runs else NOISE
+
+        def curve(cases: Sequence[tuple[int, int, bool]]) -> Curve | None:
+            us = {}
+            for case, size, prompt in cases:
+                if not bench.measured(case):
+                    continue
+                units = size * (size + 1) / 2 if prompt else size * bench.usual_kv
+                cost = prefill_attention if prompt else decode_attention
+                attention_us = cost.base_us + cost.unit_us * units + cost.kv_us * size
+                us[size] = max(bench.sides_us(case, step_us)[0] - attention_us, _LEAST_US)
+            return _steady(us, noise) if us else None
+
+        eager = curve(eager_cases)
+        assert eager is not None  # noqa: S101 - the smallest case of all is one token, eagerly
+        return CostTable(
+            version=version,
+            measured=True,
+            # A mode without graphs has no times of its own, and is never chosen.
+            full=curve(full_cases) or eager,
+            piecewise=curve(piece_cases) or eager,
+            eager=eager,
+            decode_attention=decode_attention,
+            prefill_attention=prefill_attention,
+            host_full=host_by_rows(bench, [(case, 1 if prompt else size) for case, size, prompt in full_cases]),
+            host_piecewise=self._host_piecewise.cost(step_us),
+            host_eager=self._host_eager.cost(step_us, self._host_piecewise.cost(step_us)),
+            step_us=step_us,
+            overlap_cost=self._overlap.share(),
+            **_captures(self._registry, self.keys),
+        )
 
 
 def _steady(us: dict[int, float], noise: float) -> Curve:
