@@ -1,0 +1,67 @@
+"""The arithmetic of the comparison with stock vLLM, and its loads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.vllm.loads import CHAT, CODE, RATES, make_load
+from benchmarks.vllm.summary import ratio_interval, summarise
+from kpolicy.errors import ConfigError
+from kpolicy.scheduling.traces import TRACES_VARIABLE
+
+
+def row(side: str, repeat: int, **figures: Any) -> dict[str, Any]:
+    return {"model": "m", "load": "l", "side": side, "repeat": repeat, **figures}
+
+
+def test_more_is_better_for_rates_and_less_for_times() -> None:
+    rows = [row("stock", i, requests_per_s=10.0, gap_p99_ms=20.0) for i in range(3)]
+    rows += [row("kpolicy", i, requests_per_s=15.0, gap_p99_ms=10.0) for i in range(3)]
+    found = {each["figure"]: each for each in summarise(rows)}
+    assert found["requests_per_s"]["ratio"] == 1.5
+    assert found["gap_p99_ms"]["ratio"] == 2.0
+    assert (found["gap_p99_ms"]["stock"], found["gap_p99_ms"]["kpolicy"]) == (20.0, 10.0)
+    assert found["gap_p99_ms"]["repeats"] == 3
+
+
+def test_pairs_are_of_one_repeat() -> None:
+    rows = [
+        row("stock", 0, requests_per_s=1.0),
+        row("stock", 1, requests_per_s=9.0),
+        row("kpolicy", 1, requests_per_s=9.0),
+    ]
+    (found,) = summarise(rows)
+    assert (found["ratio"], found["low"], found["repeats"]) == (1.0, None, 1)
+
+
+def test_the_interval_is_student_s_over_logarithms() -> None:
+    mean, low, high = ratio_interval([1.0, 2.0, 4.0])
+    assert mean == pytest.approx(2.0)
+    # A standard deviation of ln 2, three values, 4.303 at two degrees of freedom.
+    assert high == pytest.approx(2.0 * 2 ** (4.303 / 3**0.5), rel=1e-3)
+    assert low == pytest.approx(4.0 / high)
+
+
+@pytest.mark.parametrize("model", sorted(RATES))
+def test_loads_keep_the_trace_s_order_and_start_at_0(model: str) -> None:
+    folder = Path(os.environ.get(TRACES_VARIABLE) or "../shared/traces")
+    if not all((folder / name).is_file() for name in (CODE, CHAT)):
+        pytest.skip(f"no traces; name their folder in {TRACES_VARIABLE}")
+    for name in ("code-2048", "chat"):
+        load = make_load(name, model, folder)
+        arrivals = [arrival for arrival, _, _ in load.requests]
+        assert arrivals[0] == 0.0
+        assert arrivals == sorted(arrivals)
+        assert all(prompt + output <= 4096 for _, prompt, output in load.requests)
+    assert make_load("code-2048", model, folder).step_tokens == 2048
+
+
+def test_decodes_come_at_once() -> None:
+    load = make_load("decode-768", "qwen05b", Path())
+    assert load.requests == [(0.0, 32, 160)] * 768
+    with pytest.raises(ConfigError, match="no load"):
+        make_load("chatter", "qwen05b", Path())
