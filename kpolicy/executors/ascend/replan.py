@@ -24,6 +24,11 @@ Demand = Callable[[GraphKey, int], float]
 _Kind = tuple[Part, int | None, int | None, int, str, str]
 
 
+PADDING_PRICE = 1e-6
+"""What a padded token adds to a graph's time, as a share of it: too little to matter, enough that of sizes that take as
+long the smaller is chosen."""
+
+
 def _evenly(key: GraphKey, tokens: int) -> float:
     del tokens
     return 1.0 / key.num_tokens
@@ -62,7 +67,7 @@ def ladders_of(
                 # A uniform batch has a whole number of rows.
                 weights=[0.0 if count % step else asked(largest, count) for count in tokens],
                 sizes=sizes,
-                graph_us=[max(curve.at(size), _base_us(host)) for size in sizes],
+                graph_us=[(max(curve.at(size), _base_us(host))) * (1 + PADDING_PRICE * size) for size in sizes],
                 escape_us=[max(eager.at(count), at_least) for count in tokens],
                 usage=[sum((units.cost_of(key) for key in by_size[size][1:]), units.cost_of(by_size[size][0]))
                        for size in sizes],
