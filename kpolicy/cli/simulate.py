@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from kpolicy import __version__
 from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, whole
+from kpolicy.cli.recorded import replay_command
 from kpolicy.cli.render import console, print_json
 from kpolicy.cli.render_simulation import render_simulation
 from kpolicy.cli.serving_options import Served
@@ -41,6 +42,13 @@ def simulate_command(
         list[str] | None,
         Parameter(negative="", help="A policy; repeat the option to compare several. By default auto and vllm."),
     ] = None,
+    decisions: Annotated[
+        Path | None,
+        Parameter(
+            help="Instead of traces: a decision log, whose batches each policy decides again as they were scheduled, "
+            "priced by --profile or analytic costs."
+        ),
+    ] = None,
     window: Annotated[float, Parameter(help="Seconds of the trace to serve; 0 is the whole trace.")] = 0.0,
     start: Annotated[float, Parameter(help="Second of the trace to start at.")] = 0.0,
     rate: Annotated[float, Parameter(help="Speed the arrivals up by this factor, after --window.")] = 1.0,
@@ -53,6 +61,11 @@ def simulate_command(
     """Serve traces with each policy in simulated time, and compare them: no device, no model, only costs."""
     specs = specs_of(policy)
     at_least("--seed", seed, 0)
+    if decisions is not None:
+        if traces:
+            raise ConfigError(f"--decisions {decisions} takes the place of traces; give one of the two.")
+        replay_command(decisions, specs, deployment, json=json)
+        return 0
     model = served.costs(deployment)
     server = served.server(deployment, model)
     loaded = [load_trace(path, start=start, window=window, rate=rate) for path in traces or (None,)]

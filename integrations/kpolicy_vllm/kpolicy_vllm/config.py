@@ -48,7 +48,7 @@ class Config:
         lazy: capture few graphs at start-up and others between steps, once their sizes are hot.
         lazy_hot: steps a size must have missed before it is captured.
         lazy_graphs: graphs to capture at start-up, the largest of each kind included.
-        log: a file for a decision log, which `kpolicy simulate` and `kpolicy vllm-explain` read.
+        decision_log: a file for a decision log, which `kpolicy simulate` and `kpolicy vllm-explain` read.
         summary_seconds: seconds between summary lines; 0 for none.
         metrics: counters beside vLLM's Prometheus metrics.
 
@@ -71,7 +71,7 @@ class Config:
     lazy: bool = False
     lazy_hot: int = 32
     lazy_graphs: int = 8
-    log: str | None = None
+    decision_log: str | None = None
     summary_seconds: float = 60.0
     metrics: bool = True
 

@@ -60,6 +60,14 @@ def decision_of(entry: Entry) -> Decision:
     return Decision(mode, (Launch(Rows.ALL, key),), reason)
 
 
+def _sizes(state: State) -> dict[str, list[int]]:
+    """The captured sizes by kind of graph."""
+    ladder = state.ladder
+    decode = ladder.uniform.get(state.settings.query_len, ())
+    kinds = (("decode", decode), ("mixed", ladder.mixed), ("piecewise", ladder.piecewise))
+    return {name: sorted({key.num_tokens for key in keys}) for name, keys in kinds}
+
+
 class DecisionLog:
     """The log of one worker; the first of its tensor and pipeline ranks writes it.
 
@@ -82,6 +90,7 @@ class DecisionLog:
             started_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             costs_version=state.costs.version if state.costs is not None else "",
             settings=state.settings,
+            extra={"sizes": _sizes(state), "attention": str(state.claims)},
         )
         rank = config.parallel_config.data_parallel_rank
         self._state = state

@@ -29,7 +29,7 @@ def after_capture(state: State, modules: Any) -> None:
     )
     if state.config.lazy:
         _attach_lazy(state)
-    if state.config.log is not None and modules.first_rank():
+    if state.config.decision_log is not None and modules.first_rank():
         _open_log(state, modules.device_name())
     if modules.first_rank():
         Watch(state).start()
@@ -83,7 +83,7 @@ def _open_log(state: State, device: str) -> None:
     from kpolicy_vllm.decision_log import DecisionLog
 
     try:
-        log = DecisionLog(str(state.config.log), state, device)
+        log = DecisionLog(str(state.config.decision_log), state, device)
     except KPolicyError as error:
         state.counters.warn_once("log_failed", f"there is no decision log: {error}")
         return

@@ -37,11 +37,11 @@ def test_values_of_the_environment():
     """Every kind of value is read; what the flag says goes first."""
     environ = {
         "KPOLICY_POLICY": "eager", "KPOLICY_DECODE_SIZES": "1, 2,4", "KPOLICY_LAZY": "yes", "KPOLICY_LAZY_HOT": "7",
-        "KPOLICY_FIRST_TOKEN_MS": "20.5", "KPOLICY_LOG": "x.jsonl",
+        "KPOLICY_FIRST_TOKEN_MS": "20.5", "KPOLICY_DECISION_LOG": "x.jsonl",
     }  # fmt: skip
     config = Config.load({"kpolicy": {"lazy_hot": 9}}, environ)
     assert config == Config(
-        policy="eager", decode_sizes=(1, 2, 4), lazy=True, lazy_hot=9, first_token_ms=20.5, log="x.jsonl"
+        policy="eager", decode_sizes=(1, 2, 4), lazy=True, lazy_hot=9, first_token_ms=20.5, decision_log="x.jsonl"
     )
 
 

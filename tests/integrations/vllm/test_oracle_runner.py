@@ -316,7 +316,7 @@ def test_decision_log(vllm, tmp_path):
     import numpy as np
 
     path = tmp_path / "decisions.jsonl"
-    runner = served(vllm, kpolicy={"policy": "full_and_piecewise", "log": str(path)}, runner=None)
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise", "decision_log": str(path)}, runner=None)
     state = state_of(runner.vllm_config)
     runner.input_batch.num_reqs = 3
     runner.input_batch.num_computed_tokens_cpu = np.array([50, 40, 7])

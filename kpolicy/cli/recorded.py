@@ -1,0 +1,159 @@
+"""Decision logs at the command line: `kpolicy vllm-explain`, and `kpolicy simulate --decisions`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+from cyclopts import Parameter
+from rich.table import Table
+
+from kpolicy.cli.options import Deployment, Json, ladder_of, whole
+from kpolicy.cli.render import console, print_json, render_explanation
+from kpolicy.engine import Engine
+from kpolicy.errors import ConfigError
+from kpolicy.modes import Mode
+from kpolicy.reasons import Reason
+from kpolicy.schemas import DecisionEntry, Log, read_decision_log
+from kpolicy.simulate.recorded import Recorded, header_sizes, limits, replay
+
+__all__ = ["replay_command", "vllm_explain"]
+
+
+def vllm_explain(
+    log: Annotated[Path, Parameter(help="A decision log, as kpolicy-vllm and kpolicy-sglang write one.")],
+    /,
+    *,
+    step: Annotated[
+        int | None, Parameter(converter=whole, help="Explain this step: every way to run it, and why each lost.")
+    ] = None,
+    deployment: Deployment = Deployment(),  # noqa: B008
+    json: Json = False,
+) -> None:
+    """Say what a served log's steps did and why: modes, reasons, padding, and what kept steps from a graph."""
+    read = read_decision_log(log)
+    if not read.entries:
+        raise ConfigError(f"{log} has no decisions; serve some requests with it first.")
+    if step is not None:
+        _explain_step(read, step, deployment, json=json)
+        return
+    rows = _rows(read)
+    report = {
+        "policy": read.header.policy,
+        "device": read.header.device,
+        "model": read.header.model,
+        "steps": len(read.entries),
+        "modes": rows,
+        "eager": _eager(read),
+    }
+    if json:
+        print_json(report)
+        return
+    _print(report)
+
+
+def _explain_step(read: Log[DecisionEntry], step: int, deployment: Deployment, *, json: bool) -> None:
+    if not 0 <= step < len(read.entries):
+        raise ConfigError(f"--step is {step}; the log has steps 0 to {len(read.entries) - 1}.")
+    entry = read.entries[step]
+    settings = limits(read)
+    given = ladder_of(deployment.ladder, settings)
+    engine = Engine(
+        "auto", attention=deployment.support(), ladder=given or header_sizes(read), settings=settings,
+        costs=deployment.costs(), objective=deployment.objective,
+    )  # fmt: skip
+    explanation = attrs.evolve(engine.explain(entry.shape), policy="auto")
+    if json:
+        print_json({"recorded": dict(entry.decision), **explanation.as_dict()})
+        return
+    print(f"recorded: {entry.decision['mode']}, because {entry.decision.get('why', entry.reason)}")
+    render_explanation(explanation, ())
+
+
+def _rows(read: Log[DecisionEntry]) -> list[dict[str, Any]]:
+    """Steps by mode and reason, most first."""
+    steps: Counter[tuple[str, str]] = Counter()
+    tokens: Counter[tuple[str, str]] = Counter()
+    padding: Counter[tuple[str, str]] = Counter()
+    for entry in read.entries:
+        label = (str(entry.decision["mode"]), entry.reason)
+        steps[label] += 1
+        tokens[label] += entry.shape.num_tokens
+        padding[label] += sum(row.get("padding", 0) for row in entry.decision.get("launches", ()))
+    return [
+        {
+            "mode": mode,
+            "reason": reason,
+            "steps": count,
+            "tokens": tokens[mode, reason],
+            "padding": padding[mode, reason],
+            "why": _TEXTS.get(reason, reason),
+        }
+        for (mode, reason), count in steps.most_common()
+    ]
+
+
+_TEXTS = {reason.value: reason.text for reason in Reason}
+
+
+def _eager(read: Log[DecisionEntry]) -> list[dict[str, Any]]:
+    """The batches that ran eagerly most often: by tokens, in doublings."""
+    found: Counter[tuple[int, str]] = Counter()
+    first: dict[tuple[int, str], int] = {}
+    for i, entry in enumerate(read.entries):
+        if entry.decision["mode"] == Mode.EAGER.value:
+            label = (entry.shape.num_tokens.bit_length(), "mixed" if entry.shape.prefills else "decode")
+            found[label] += 1
+            first.setdefault(label, i)
+    return [
+        {
+            "tokens": f"{1 << bits - 1} to {(1 << bits) - 1}",
+            "kind": kind,
+            "steps": count,
+            "first_step": first[bits, kind],
+        }
+        for (bits, kind), count in found.most_common(8)
+    ]
+
+
+def _print(report: dict[str, Any]) -> None:
+    where = ", ".join(part for part in (report["model"], report["device"]) if part)
+    print(f"{report['steps']} steps by {report['policy'] or 'an unnamed policy'}{f' ({where})' if where else ''}")
+    table = Table("mode", "reason", "steps", "share", "padding", "why")
+    for row in report["modes"]:
+        table.add_row(
+            row["mode"], row["reason"], str(row["steps"]), f"{row['steps'] / report['steps']:.1%}",
+            f"{row['padding'] / max(1, row['tokens'] + row['padding']):.1%}", row["why"],
+        )  # fmt: skip
+    console().print(table)
+    for row in report["eager"]:
+        print(f"eager: {row['steps']} {row['kind']} steps of {row['tokens']} tokens; see --step {row['first_step']}")
+
+
+def replay_command(path: Path, policies: list[str], deployment: Deployment, *, json: bool) -> None:
+    """`kpolicy simulate --decisions`: the log's batches by each policy, priced."""
+    read = read_decision_log(path)
+    ladder = ladder_of(deployment.ladder, limits(read)) if read.entries else None
+    results = replay(
+        read, policies, costs=deployment.costs(), attention=deployment.support(), ladder=ladder,
+        objective=deployment.objective,
+    )  # fmt: skip
+    if json:
+        print_json({"log": str(path), "policies": [attrs.asdict(result) for result in results]})
+        return
+    _print_replayed(path, results)
+
+
+def _print_replayed(path: Path, results: list[Recorded]) -> None:
+    base = results[0].cycle_us
+    print(f"{results[0].steps} batches of {path}, as they were scheduled")
+    table = Table("policy", "time s", "against recorded", "same mode", "padding", "modes")
+    for each in results:
+        modes = ", ".join(f"{mode} {count / each.steps:.1%}" for mode, count in Counter(each.modes).most_common())
+        table.add_row(
+            each.policy, f"{each.cycle_us / 1e6:.3f}", f"{base / each.cycle_us:.3f}x" if each.cycle_us else "",
+            f"{each.same / each.steps:.1%}", str(each.padding), modes,
+        )  # fmt: skip
+    console().print(table)

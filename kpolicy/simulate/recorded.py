@@ -1,0 +1,151 @@
+"""What policies would have done with the batches of a decision log, and what each would have taken.
+
+The batches are taken as they were scheduled: a policy that answers faster doesn't change what comes next. So this says
+how well steps were run, and `simulate` says what a trace would have been like.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+
+from kpolicy.attention.support import AttentionSupport, Claims
+from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.decision import Launch
+from kpolicy.engine import Engine
+from kpolicy.errors import ConfigError
+from kpolicy.keys import GraphKey
+from kpolicy.ladders import CaptureSizes
+from kpolicy.modes import Part, Rows
+from kpolicy.schemas import DecisionEntry, Log
+from kpolicy.settings import Objective, Settings
+from kpolicy.shapes import BatchShape
+
+__all__ = ["AS_RECORDED", "Recorded", "header_sizes", "limits", "replay"]
+
+AS_RECORDED = "as recorded"
+
+
+@attrs.frozen(kw_only=True)
+class Recorded:
+    """What one policy makes of a log's batches.
+
+    Args:
+        policy: the policy, or `AS_RECORDED`.
+        steps: batches.
+        cycle_us: time of all of them by the cost table.
+        padding: padding tokens.
+        modes: steps by mode.
+        same: steps whose mode is the recorded one.
+    """
+
+    policy: str
+    steps: int
+    cycle_us: float
+    padding: int
+    modes: Mapping[str, int] = attrs.field(hash=False)
+    same: int
+
+
+def header_sizes(log: Log[DecisionEntry]) -> CaptureSizes | None:
+    """The capture sizes that the log's header tells; None where it doesn't.
+
+    Raises:
+        ConfigError: they aren't lists of sizes by kind of graph.
+    """
+    found = log.header.extra.get("sizes")
+    if found is None:
+        return None
+    try:
+        return CaptureSizes(**{name: tuple(int(size) for size in sizes) for name, sizes in found.items()})
+    except (AttributeError, TypeError, ValueError):
+        raise ConfigError(
+            f"the log's sizes are {found!r:.80}; they are lists of tokens by kind: decode, mixed, piecewise."
+        ) from None
+
+
+def replay(
+    log: Log[DecisionEntry],
+    policies: Sequence[str] = ("auto",),
+    *,
+    costs: CostTable | None = None,
+    attention: str | AttentionSupport | Claims | None = None,
+    ladder: CaptureSizes | Sequence[int] | None = None,
+    objective: str | Objective = "throughput",
+) -> list[Recorded]:
+    """Decide the log's batches again, by each policy, and price them; what was recorded comes first.
+
+    Args:
+        log: a decision log.
+        policies: policies by name.
+        costs: what launches take; the analytic table by default.
+        attention: as `Engine` takes it.
+        ladder: capture sizes; those of the log by default, else each policy's own.
+        objective: what `auto` minimises.
+
+    Raises:
+        ConfigError: the log has no batches, or an argument can't be used.
+    """
+    shapes = [entry.shape for entry in log.entries]
+    if not shapes:
+        raise ConfigError("the log has no decisions; record some first.")
+    costs = costs or analytic_costs()
+    settings = limits(log)
+    sizes = ladder if ladder is not None else header_sizes(log)
+    taken = [_launches(entry) for entry in log.entries]
+    labels = [_label(entry) for entry in log.entries]
+    results = [_priced(AS_RECORDED, zip(shapes, taken, labels, strict=True), labels, costs)]
+    for policy in policies:
+        engine = Engine(policy, attention=attention, ladder=sizes, settings=settings, costs=costs, objective=objective)
+        select = engine.select
+        decisions = [select(*shape.numbers) for shape in shapes]
+        rows = ((shape, each.launches, each.label) for shape, each in zip(shapes, decisions, strict=True))
+        results.append(_priced(policy, rows, labels, costs))
+    return results
+
+
+def _priced(
+    policy: str,
+    rows: Iterable[tuple[BatchShape, tuple[Launch, ...], str]],
+    labels: Sequence[str],
+    costs: CostTable,
+) -> Recorded:
+    cycle_us, padding, same = 0.0, 0, 0
+    modes: Counter[str] = Counter()
+    for (shape, launches, label), recorded in zip(rows, labels, strict=True):
+        cycle_us += costs.cost(launches, shape.numbers).cycle_us
+        padding += sum(launch.padding(shape.numbers) for launch in launches)
+        modes[label] += 1
+        same += label == recorded
+    return Recorded(policy=policy, steps=len(labels), cycle_us=cycle_us, padding=padding, modes=dict(modes), same=same)
+
+
+def limits(log: Log[DecisionEntry]) -> Settings:
+    """The deployment's limits: the header's, else the least that hold the log's batches."""
+    if log.header.settings is not None:
+        return log.header.settings
+    return Settings(
+        max_num_reqs=max(1, *(entry.shape.num_reqs for entry in log.entries)),
+        max_num_tokens=max(1, *(entry.shape.num_tokens for entry in log.entries)),
+    )
+
+
+_GRAPH = re.compile(r"(FULL|PIECEWISE) (\d+)t")
+
+
+def _launches(entry: DecisionEntry) -> tuple[Launch, ...]:
+    """The recorded launches, as far as their costs depend on them."""
+    launches = []
+    for row in entry.decision.get("launches", ()):
+        found = _GRAPH.match(row.get("graph") or "")
+        key = GraphKey(Part(found[1].lower()), int(found[2])) if found else None
+        launches.append(Launch(Rows(row["rows"]), key, row.get("stream", 0), row.get("repeat", 1)))
+    return tuple(launches)
+
+
+def _label(entry: DecisionEntry) -> str:
+    mode, form = entry.decision["mode"], entry.decision.get("form")
+    return f"{mode}/{form}" if form else str(mode)

@@ -1,0 +1,112 @@
+"""`kpolicy vllm-explain` and `kpolicy simulate --decisions`, on a log written here."""
+
+from pathlib import Path
+
+import pytest
+
+from kpolicy.engine import Engine
+from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader
+from kpolicy.settings import Settings
+from kpolicy.shapes import BatchShape
+from tests.cli.conftest import Command
+
+SHAPES = [
+    *[BatchShape.decode(9, 900)] * 6,
+    BatchShape(decodes=[(1, 9)], prefills=[(100, 0)], decode_kv_tokens=900),
+    BatchShape(prefills=[(5000, 0)]),
+]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """A log of decodes, a mixed batch, and a prompt above every size, decided by vLLM's rule."""
+    path = tmp_path / "decisions.jsonl"
+    settings = Settings(max_num_reqs=64, max_num_tokens=8192)
+    engine = Engine("full_and_piecewise", ladder=[1, 2, 4, 8, 16, 128], settings=settings)
+    header = LogHeader(
+        policy="full_and_piecewise", model="a-model", settings=settings,
+        extra={"sizes": {"decode": [1, 2, 4, 8, 16], "mixed": [], "piecewise": [16, 128]}},
+    )  # fmt: skip
+    with DecisionLogWriter(path, header) as writer:
+        for shape in SHAPES:
+            writer.write(DecisionEntry.of(shape, engine.decide(shape)))
+    return path
+
+
+def test_explained(kpolicy: Command, log: Path) -> None:
+    """Steps are counted by mode and reason, with padding; eager batches are named."""
+    report = kpolicy("vllm-explain", log, "--json").json
+    assert report["steps"] == 8
+    assert [(row["mode"], row["reason"], row["steps"], row["padding"]) for row in report["modes"]] == [
+        ("full", "graph_fits", 7, 6 * 7 + 19),
+        ("eager", "above_largest_size", 1, 0),
+    ]
+    assert report["eager"] == [{"tokens": "4096 to 8191", "kind": "mixed", "steps": 1, "first_step": 7}]
+
+
+def test_explained_in_words(kpolicy: Command, log: Path) -> None:
+    """The table says why in words, and where to look."""
+    out = kpolicy("vllm-explain", log).out
+    assert "8 steps by full_and_piecewise (a-model)" in out
+    assert "--step 7" in out
+
+
+def test_one_step(kpolicy: Command, log: Path) -> None:
+    """One step is explained over the log's own ladder: no FULL graph takes prompts there."""
+    explained = kpolicy("vllm-explain", log, "--step", 6, "--json").json
+    assert explained["recorded"]["mode"] == "full"
+    ways = {each["way"]: each for each in explained["considered"]}
+    assert ways["piecewise"]["launches"] == "all: PIECEWISE 128t"
+    assert ways["full"]["launches"] is None
+
+
+@pytest.mark.parametrize("step", [8, -1])
+def test_no_such_step(kpolicy: Command, log: Path, step: int) -> None:
+    """A step that the log doesn't have is refused, with those it has."""
+    result = kpolicy("vllm-explain", log, f"--step={step}")
+    assert result.code == 2
+    assert "0 to 7" in result.err
+
+
+def test_decided_again(kpolicy: Command, log: Path) -> None:
+    """Policies decide the log's batches again; the recorded decisions come first, and the rule's own are the same."""
+    result = kpolicy("simulate", "--decisions", log, "--policy", "auto", "--policy", "eager", "--json").json
+    recorded, auto, eager = result["policies"]
+    assert recorded["policy"] == "as recorded"
+    assert recorded["modes"] == {"full": 7, "eager": 1}
+    assert recorded["same"] == recorded["steps"] == 8
+    assert recorded["padding"] == 61
+    assert auto["cycle_us"] <= eager["cycle_us"]
+    assert eager["same"] == 1
+
+
+def test_decided_again_in_words(kpolicy: Command, log: Path) -> None:
+    """The table has a row for each policy."""
+    out = kpolicy("simulate", "--decisions", log).out
+    assert all(name in out for name in ("as recorded", "auto", "vllm"))
+
+
+def test_decisions_or_traces(kpolicy: Command, log: Path) -> None:
+    """A log and traces together are refused."""
+    result = kpolicy("simulate", log, "--decisions", log)
+    assert result.code == 2
+    assert "takes the place of traces" in result.err
+
+
+def test_an_empty_log(kpolicy: Command, tmp_path: Path) -> None:
+    """A log without decisions is refused by both."""
+    path = tmp_path / "empty.jsonl"
+    DecisionLogWriter(path).close()
+    for arguments in (("vllm-explain", path), ("simulate", "--decisions", path)):
+        assert kpolicy(*arguments).code == 2
+
+
+def test_sizes_that_are_none(kpolicy: Command, tmp_path: Path) -> None:
+    """A header whose sizes can't be read is refused, with what they are."""
+    path = tmp_path / "odd.jsonl"
+    with DecisionLogWriter(path, LogHeader(extra={"sizes": [1, 2]})) as writer:
+        shape = BatchShape.decode(1)
+        writer.write(DecisionEntry.of(shape, Engine("eager").decide(shape)))
+    result = kpolicy("simulate", "--decisions", path)
+    assert result.code == 2
+    assert "decode, mixed, piecewise" in result.err
