@@ -85,7 +85,8 @@ class Engine:
         correct: hold measured costs to the steps that run, and mend them where one mode is off; see
             `kpolicy.corrections`. Off with several ranks, whose tables must be equal.
         calibrate: seconds that the first `capture` may take to measure what launches of the model take on the device,
-            where the policy reads costs and none were given; 0 leaves the analytic table.
+            where the policy reads costs and none were given; 0 leaves the analytic table. A lazy Engine measures in
+            slices of the time that it has for capture.
 
     Attributes:
         passed_over: with ``device="auto"``, the executors that couldn't be had, by name, and why.
@@ -159,7 +160,18 @@ class Engine:
         from kpolicy.executors.lazy import LazyCapture
 
         ranks = 1 if self._communicator is None else self._communicator.world_size
-        return LazyCapture(self, 0.0 if lazy is True else lazy, num_ranks=ranks)
+        measures = bool(self._calibrate_s) and self.executor is not None and self._can_measure()
+        return LazyCapture(self, 0.0 if lazy is True else lazy, num_ranks=ranks, measures=measures)
+
+    def _can_measure(self) -> bool:
+        from kpolicy.executors.calibrate import can_measure
+
+        return can_measure(self.executor)
+
+    def take_costs(self, costs: CostTable) -> None:
+        """Decide by that table from now on."""
+        self.costs = costs
+        self._compiled = None
 
     def _check_budget(self, budget: Budget, *, whole: bool) -> None:
         """A ladder that is wanted whole and is above the budget is an error; others are captured as far as they go."""
@@ -337,13 +349,13 @@ class Engine:
 
     def _measure(self) -> None:
         """Replace the analytic costs by measured ones, once, where the executor and its model can be measured."""
-        from kpolicy.executors.calibrate import can_measure, measure
+        from kpolicy.executors.calibrate import measure
 
-        if not can_measure(self.executor):
+        if not self._can_measure():
             return
         allowance_s, self._calibrate_s = self._calibrate_s, 0.0
         try:
-            self.costs = measure(self.executor, self.registry, self.settings, allowance_s=allowance_s)
+            self.take_costs(measure(self.executor, self.registry, self.settings, allowance_s=allowance_s))
         except StickyDeviceError as error:
             self._lose(error)
             raise
@@ -352,8 +364,6 @@ class Engine:
             if isinstance(error, GraphReplayError) and error.key is not None:
                 self.registry.withdraw(error.key, Reason.REPLAY_FAILED)
             self.calibration_error = f"{type(error).__name__}: {error}"
-            return
-        self._compiled = None
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Decide and run one step.
@@ -418,8 +428,8 @@ class Engine:
         if self._correction is not None:
             corrected = self._correction.add(ran, numbers, cycle_us)
             if corrected is not None:
-                self.costs = self._corrected = corrected
-                self._compiled = None
+                self._corrected = corrected
+                self.take_costs(corrected)
 
     def _settle(self, *, every: bool = True) -> None:
         """Wait for steps that run behind the host, and count them.
@@ -533,6 +543,8 @@ class Engine:
         except StickyDeviceError:
             pass  # `_settle` has noted it, and every later step says so.
         finally:
+            if self._lazy is not None:
+                self._lazy.end()
             if self.executor is not None:
                 self.executor.release()
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, GraphReplayError, StickyDeviceError
 from kpolicy.keys import GraphKey
+from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry, GraphState
 from kpolicy.shapes import BatchNumbers
 
@@ -21,6 +22,10 @@ __all__ = ["LazyCapture"]
 
 HOT = 2
 """Steps that need a key before it is captured between steps: what came once may never come again."""
+SLICE_S = 0.02
+"""Seconds that are saved up before some are spent on measuring"""
+ROUNDS = 3, 12
+"""Samples of every case when costs are first decided by, and when they are measured for good"""
 
 
 class _Engine(Protocol):
@@ -29,10 +34,13 @@ class _Engine(Protocol):
     executor: Executor | None
     registry: GraphRegistry
     policy: Any
+    settings: Any
     keys: tuple[GraphKey, ...]
 
     @property
     def context(self) -> Any: ...
+
+    def take_costs(self, costs: Any) -> None: ...
 
 
 class LazyCapture:
@@ -45,16 +53,22 @@ class LazyCapture:
     Before a step only what `HOT` earlier steps needed is captured: the first token comes at eager speed, and a size
     that comes once gets no graph.
 
+    Where costs are to be measured, what is captured is timed in slices of the same allowance, once nothing is left to
+    capture: the table comes when every case has a few samples, and once more with all of them.
+
     Args:
         engine: whose steps.
         allowance_s: seconds that `before_step` may spend a step; 0 only counts needs.
+        measures: whether costs are to be measured.
 
     Raises:
         ConfigError: the Engine has no executor, or several ranks, whose graphs must be captured together; or the
             allowance is negative.
     """
 
-    def __init__(self, engine: _Engine, allowance_s: float, *, num_ranks: int = 1) -> None:
+    def __init__(
+        self, engine: _Engine, allowance_s: float, *, num_ranks: int = 1, measures: bool = False
+    ) -> None:  # fmt: skip
         if engine.executor is None or num_ranks > 1:
             raise ConfigError(
                 "lazy capture needs an executor and one rank: "
@@ -64,7 +78,7 @@ class LazyCapture:
         if not allowance_s >= 0:
             raise ConfigError(f"lazy is {allowance_s!r}; give True, or seconds a step of at least 0.")
         self._engine = engine
-        self._executor = engine.executor
+        self._executor: Any = engine.executor
         self._allowance_s = allowance_s
         self._saved_s = 0.0
         self.needs: Counter[GraphKey] = Counter()
@@ -73,6 +87,11 @@ class LazyCapture:
         """The step before, which is noted when nothing waits for it"""
         self._select: Any = None
         self._version = -1
+        self._measures = measures
+        self._calibration: Any = None
+        self._measured: frozenset[GraphKey] = frozenset()
+        """What the costs were measured of for good"""
+        self._rounds = 0
         expect = getattr(self._executor, "expect", None)
         if expect is not None:
             # Pools are made for the largest key that may come, whichever comes first.
@@ -114,7 +133,7 @@ class LazyCapture:
         if self._unnoted is not None:
             self._note(self._unnoted)
             self._unnoted = None
-        if not self.needs:
+        if not self.needs and not self._unmeasured():
             self._saved_s = 0.0
             return 0
         self._saved_s += seconds
@@ -131,4 +150,56 @@ class LazyCapture:
             self._executor.capture([key])
             self._saved_s -= time.perf_counter() - start
             captured += registry.record(key).state is GraphState.CAPTURED
+        if not captured and self._saved_s >= SLICE_S and self._unmeasured():
+            self._measure()
         return captured
+
+    # Measuring
+
+    def _captured(self) -> frozenset[GraphKey]:
+        return frozenset(self._engine.registry.captured()) & getattr(self._executor, "captured", frozenset())
+
+    def _unmeasured(self) -> bool:
+        """Whether there are graphs that the costs weren't measured with."""
+        return self._measures and self._captured() not in (self._measured, frozenset())
+
+    def _measure(self) -> None:
+        """Spend what is saved on measuring, and give the Engine the table when there is one."""
+        from kpolicy.executors.calibrate import Calibration
+
+        captured, executor = self._captured(), self._executor
+        settings = self._engine.settings
+        if self._calibration is None or frozenset(self._calibration.keys) != captured:
+            self.end()
+            self._calibration = Calibration(executor, self._engine.registry, executor.model, settings)
+        start = time.perf_counter()
+        try:
+            self._calibration.measure(self._saved_s)
+        except StickyDeviceError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a launch of the model raised
+            # The costs stay as they are, and the graphs that are there aren't tried again.
+            self._finish(captured)
+            if isinstance(error, GraphReplayError) and error.key is not None:
+                self._engine.registry.withdraw(error.key, Reason.REPLAY_FAILED)
+            return
+        finally:
+            self._saved_s -= time.perf_counter() - start
+        rounds = self._calibration.rounds
+        few, enough = ROUNDS
+        if rounds >= enough or (rounds >= few > self._rounds):
+            version = f"measured while {executor.name} runs: {len(captured)} graphs, {rounds} samples each"
+            self._engine.take_costs(self._calibration.table(version))
+        self._rounds = rounds
+        if rounds >= enough:
+            self._finish(captured)
+
+    def _finish(self, captured: frozenset[GraphKey]) -> None:
+        self._measured = captured
+        self.end()
+
+    def end(self) -> None:
+        """Let go of what is being measured."""
+        if self._calibration is not None:
+            self._calibration.end()
+        self._calibration, self._rounds = None, 0

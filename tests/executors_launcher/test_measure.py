@@ -82,3 +82,64 @@ def test_a_device_lost_in_an_eager_launch_stops_the_engine(model: Any, monkeypat
             engine.step(inputs)
     with pytest.raises(StickyDeviceError):
         engine.step(inputs)
+
+
+def prompts(engine: Engine, sequences: Sequences, count: int) -> None:
+    """Steps of one prompt each, of two lengths in turn."""
+    for step in range(count):
+        row = sequences.chunk(sequences.start(), 3 + 9 * (step % 2))
+        engine.step(sequences.inputs([row]))
+        sequences.end(row.sequence)
+
+
+def test_a_lazy_engine_measures_what_it_captured(model: Any) -> None:
+    """Between steps, in slices: analytic costs first, then a table of the graphs that there are, then a better one."""
+    engine = Engine("auto", model=model, settings=SETTINGS, ladder=[4, 8, 16], lazy=0.01)
+    sequences = Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    versions: list[str] = []
+    for _ in range(400):
+        prompts(engine, sequences, 2)
+        if engine.costs.version not in versions:
+            versions.append(engine.costs.version)
+        if "12 samples" in versions[-1]:
+            break
+    assert not versions[0].startswith("measured")
+    assert any("3 samples" in version or "4 samples" in version for version in versions[1:])
+    assert "12 samples" in versions[-1]
+    assert engine.costs.measured
+    captured = engine.registry.captured()
+    assert captured
+    assert {key.num_tokens for key in captured} <= {*engine.costs.full.sizes, *engine.costs.piecewise.sizes}
+    assert engine._lazy is not None
+    assert not engine._lazy._unmeasured(), "nothing is measured again while nothing is captured"
+    engine.release()
+
+
+def test_a_lazy_engine_with_costs_or_without_calibration_keeps_its_table(model: Any) -> None:
+    """Costs that were given stay, and calibrate=0 leaves the analytic ones."""
+    given = Engine("auto", model=model).costs
+    for options in ({"costs": given}, {"calibrate": 0.0}):
+        engine = Engine("auto", model=model, settings=SETTINGS, ladder=[4, 16], lazy=0.05, **options)
+        prompts(engine, Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE), 40)
+        assert engine.registry.captured()
+        assert engine.costs.version == given.version
+        engine.release()
+
+
+def test_measuring_that_fails_between_steps_costs_its_graph_alone(model: Any) -> None:
+    """Steps go on by the analytic table; the graph that failed is withdrawn."""
+    engine = Engine(
+        "auto", executor=CpuExecutor(model, faults=["before_launch@1x40"]), settings=SETTINGS, ladder=[16], lazy=True,
+        attention="mixed",
+    )  # fmt: skip
+    sequences = Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    row = sequences.chunk(sequences.start(), 12)
+    inputs = sequences.inputs([row])
+    engine.step(inputs)
+    assert engine.capture_pending(5.0) >= 1
+    assert engine.capture_pending(5.0) == 0
+    withdrawn = [record for record in engine.registry.records() if record.state is GraphState.WITHDRAWN]
+    assert {record.reason for record in withdrawn} == {Reason.REPLAY_FAILED}
+    assert not engine.costs.measured
+    assert len(engine.step(inputs).outputs) == 1
+    engine.release()
