@@ -53,7 +53,8 @@ class Phase:
         """What every question is answered with while costs are measured."""
         self.agreed = False
         """Whether ranks have voted on the batch in hand, so that nothing of it may be decided again."""
-        self.policy = RULE
+        self.rule = f"{RULE}:prefill=full" if full and name == PREFILL else RULE
+        self.policy = self.rule
         self.costs: CostTable | None = None
         self.steps = [0] * (max(most, self.largest) + 2)
         """Steps by size that ran as decided; the last is for larger ones."""
@@ -72,7 +73,7 @@ class Phase:
         self._verdicts = bytearray()
         self._decisions: list[Decision | None] = []
         self._select: Any = None
-        self._compile(RULE, analytic_costs(), Objective())
+        self._compile(self.rule, analytic_costs(), Objective())
 
     def _key(self, size: int, full: bool) -> GraphKey:
         if self.name == DECODE:
@@ -84,6 +85,7 @@ class Phase:
         if costs is None and get_policy(policy).reads_costs:
             return
         self.costs = costs
+        policy = self.rule if policy == RULE else policy
         self._compile(policy, costs or analytic_costs(), objective)
 
     def _compile(self, policy: str, costs: CostTable, objective: Objective) -> None:
