@@ -13,7 +13,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def opened(model: Any, **arguments: Any) -> tuple[Any, Any]:
 
 def open_engines(
     model: Any, settings: Any, specs: Iterable[str], *, ladder: Sequence[int], own: Sequence[str] = ("vllm", "sglang"),
-    calibrate_s: float = 8.0, costs: Any = None, only: Callable[[Any], bool] | None = None,
+    calibrate_s: float = 8.0, costs: Any = None, correct: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """An Engine for each policy over the graphs of one executor, which nothing is captured twice for.
 
@@ -109,7 +109,7 @@ def open_engines(
         own: policies with the sizes of the serving engine that they are replicas of.
         calibrate_s: seconds to measure costs, where none are given.
         costs: a table to decide by.
-        only: which policies' graphs to capture; by default all.
+        correct: hold costs to the steps that run.
 
     Returns:
         (Engines by policy, what capture and calibration took).
@@ -120,6 +120,7 @@ def open_engines(
     executor, registry = opened(model)
     shared: dict[str, Any] = {
         "attention": model.support, "settings": settings, "executor": executor, "registry": registry, "calibrate": 0,
+        "correct": correct,
     }  # fmt: skip
 
     def made(spec: str, costs: Any = None) -> Any:
@@ -127,8 +128,7 @@ def open_engines(
 
     begun = time.perf_counter()
     for spec in dict.fromkeys(("auto", *specs)):
-        if only is None or only(spec):
-            made(spec).capture()
+        made(spec).capture()
     capture_s = time.perf_counter() - begun
     if costs is None:
         costs = calibrate(executor, registry, model, settings, allowance_s=calibrate_s)

@@ -114,7 +114,7 @@ def collect(options: argparse.Namespace) -> int:
 
         engines, took = open_engines(
             model, settings, options.policies, ladder=default_sizes(64 if tiny else 2048), costs=costs,
-            calibrate_s=0.5 if tiny else options.calibrate,
+            calibrate_s=0.5 if tiny else options.calibrate, correct=not options.no_correct,
         )  # fmt: skip
         results.data |= {**took, "support": str(model.support), "requests": options.requests}
         print(f"{model!r}: {took}, {results.elapsed():.0f} s", flush=True)
@@ -137,6 +137,7 @@ def collect(options: argparse.Namespace) -> int:
                     result, _ = serve_model(scaled, engines[spec], serving, prompts, label=spec)
                     results.put(name, figures(result))
                     print(name, {k: round(v) for k, v in figures(result).items() if k in BETTER_UP}, flush=True)
+    results.data["costs"] = {spec: engine.costs.version for spec, engine in engines.items() if spec == "auto"}
     results.write()
     for row in summarise(results.data):
         if row["figure"] in ("tokens_per_s", "gap_p99_us"):
@@ -193,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--calibrate", type=float, default=8.0, help="seconds to measure costs")
     parser.add_argument("--profile", help="costs that auto decides by, a file or a name; measured here by default")
+    parser.add_argument("--no-correct", action="store_true", help="auto keeps its table whatever steps take")
     return collect(parser.parse_args(argv))
 
 
