@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 from kpolicy.costs import CostTable, Curve
@@ -80,7 +81,7 @@ def measure(model_runner: Any, state: State) -> dict[str, CostTable]:
     cases: dict[tuple[str, str], dict[int, int]] = {}
 
     def add(phase: Phase, kind: str, sizes: Iterable[int], make: Callable[[int], Any], force: bool | None) -> None:
-        cases[phase.name, kind] = {size: bench.add(phase, lambda size=size: make(size), force) for size in sizes}
+        cases[phase.name, kind] = {size: bench.add(phase, partial(make, size), force) for size in sizes}
 
     for phase in state.phases.values():
         make = bench.decode if phase.name == DECODE else bench.prefill

@@ -33,7 +33,7 @@ class Config:
         calibrate: measure costs from SGLang's own graphs and eager steps at start-up.
         split: with mixed chunks on, run decodes and prompt chunks in steps of their own where that costs less.
         mla_prefill: on 0.5.16, let MLA models have the prefill graphs that its start-up rules turn off.
-        log: a file for a decision log, which `kpolicy simulate` replays.
+        decision_log: a file for every decision, which `kpolicy simulate --decisions` decides again.
         metrics: counters beside SGLang's Prometheus metrics, where those are on.
         summary_seconds: seconds between two flushes of counters and summaries.
         strict: end the process with an error where kpolicy can't be what was asked for; otherwise SGLang goes on
@@ -52,7 +52,7 @@ class Config:
     calibrate: bool = True
     split: bool = True
     mla_prefill: bool = True
-    log: str | None = None
+    decision_log: str | None = None
     metrics: bool = True
     summary_seconds: float = 60.0
     strict: bool = False

@@ -1,4 +1,4 @@
-"""Writes each step's batch and decision as a kpolicy decision log, which `kpolicy simulate --replay` reads."""
+"""Writes each step's batch and decision as a kpolicy decision log, which `kpolicy simulate --decisions` reads."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _sizes(stock: list[int], wanted: Any) -> list[int]:
         return stock
 
 
-def mla_rule_0_5_16(original: Any, server_args: Any) -> None:
+def mla_rule_0_5_16(original: Any, server_args: Any) -> Any:
     """AROUND the start-up rules that turn prefill graphs off: without the one for MLA, with all others.
 
     0.5.16 turns them off because the graph takes another attention path than an eager step; later versions don't.
@@ -171,7 +171,7 @@ def _observe(model_runner: Any, state: State) -> None:
             state.metrics = Metrics()
         except ModuleNotFoundError:
             state.say("prometheus-client isn't installed, so there are no counters; install kpolicy-sglang[metrics]")
-    if config.log is not None:
+    if config.decision_log is not None:
         from kpolicy_sglang.decision_log import DecisionLog
 
         settings = Settings(
@@ -180,7 +180,11 @@ def _observe(model_runner: Any, state: State) -> None:
         )
         try:
             log = DecisionLog(
-                config.log, version=state.version, model=str(args.model_path), policy=config.policy, settings=settings
+                config.decision_log,
+                version=state.version,
+                model=str(args.model_path),
+                policy=config.policy,
+                settings=settings,
             )
         except KPolicyError as error:
             fail(f"no decision log: {error}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kpolicy.errors import CaptureError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.reasons import Reason
@@ -94,7 +93,5 @@ def _free_bytes(device: Any) -> int:
 
 
 def _reason(error: Exception) -> Reason:
-    if isinstance(error, CaptureError):
-        return error.reason
     text = f"{type(error).__name__} {error}".lower()
     return Reason.CAPTURE_OUT_OF_MEMORY if "out of memory" in text or "outofmemory" in text else Reason.CAPTURE_FAILED

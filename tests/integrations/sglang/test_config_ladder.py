@@ -17,7 +17,7 @@ def test_off_unless_asked():
     """Nothing in the environment, or a plain 0, is off."""
     assert Config.from_env({}) is None
     assert Config.from_env({"KPOLICY_SGLANG": "0"}) is None
-    assert Config.from_env({"KPOLICY_LOG": "x"}) is None
+    assert Config.from_env({"KPOLICY_DECISION_LOG": "x"}) is None
 
 
 def test_settings_from_the_environment():
@@ -25,11 +25,11 @@ def test_settings_from_the_environment():
     config = Config.from_env(
         {
             "KPOLICY_POLICY": "full_and_piecewise", "KPOLICY_SPLIT": "no", "KPOLICY_DECODE_SIZES": "1,2, 8",
-            "KPOLICY_SUMMARY_SECONDS": "1.5", "KPOLICY_LOG": "/x", "KPOLICY_UNKNOWN": "left alone",
+            "KPOLICY_SUMMARY_SECONDS": "1.5", "KPOLICY_DECISION_LOG": "/x", "KPOLICY_UNKNOWN": "left alone",
         }
     )  # fmt: skip
     assert config == Config(
-        policy="full_and_piecewise", split=False, decode_sizes=(1, 2, 8), summary_seconds=1.5, log="/x"
+        policy="full_and_piecewise", split=False, decode_sizes=(1, 2, 8), summary_seconds=1.5, decision_log="/x"
     )
 
 

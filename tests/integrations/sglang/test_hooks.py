@@ -224,7 +224,7 @@ def test_eager_runner_bare_is_wrapped(monkeypatch, caplog):
 def test_decision_log_has_every_step(tmp_path):
     """Each step's batch and decision are written, refused ones with SGLang's reason."""
     path = tmp_path / "log.jsonl"
-    hooks.configure(Config(calibrate=False, log=str(path)), "0.5.16")
+    hooks.configure(Config(calibrate=False, decision_log=str(path)), "0.5.16")
     runner = model_runner(decode_cuda_graph_runner=None)
     state = start(runner, graph_runner(), graph_runner())
     decode, prefill = state.phases[DECODE], state.phases[PREFILL]
@@ -255,7 +255,7 @@ def test_decision_log_has_every_step(tmp_path):
 
 def test_log_that_cannot_be_written(tmp_path, caplog):
     """A log in a folder that isn't there is named; SGLang serves without it."""
-    hooks.configure(Config(calibrate=False, log=str(tmp_path / "no" / "log.jsonl")), "0.5.16")
+    hooks.configure(Config(calibrate=False, decision_log=str(tmp_path / "no" / "log.jsonl")), "0.5.16")
     with caplog.at_level(logging.ERROR):
         state = start(model_runner(), graph_runner(), None)
     assert "no decision log" in caplog.text
