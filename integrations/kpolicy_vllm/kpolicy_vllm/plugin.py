@@ -81,6 +81,10 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
         compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
         compilation.post_init_cudagraph_sizes()
         LOGGER.info("kpolicy: capture sizes %s", describe(sizes))
+    if config.metrics:
+        from kpolicy_vllm.metrics import announce
+
+        announce(str(vllm_config.instance_id))
     scheduler = vllm_config.scheduler_config
     if config.split and scheduler.scheduler_cls is None:
         from kpolicy_vllm.scheduler import qualname

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kpolicy.errors import KPolicyError
@@ -32,7 +33,7 @@ def after_capture(state: State, modules: Any) -> None:
     if state.config.decision_log is not None and modules.first_rank():
         _open_log(state, modules.device_name())
     if modules.first_rank():
-        Watch(state).start()
+        Watch(state, _publisher(state)).start()
 
 
 def _find_costs(state: State, modules: Any) -> None:
@@ -76,6 +77,16 @@ def _profile_costs(state: State, device: str) -> Any:
         )
         return None
     return profile.costs
+
+
+def _publisher(state: State) -> Callable[[], None] | None:
+    """How counters reach vLLM's metrics page; None where they needn't, or mustn't."""
+    if not state.config.metrics:
+        return None
+    from kpolicy_vllm.metrics import publisher
+
+    config = state.runner.vllm_config
+    return publisher(state, str(config.instance_id), config.parallel_config.data_parallel_rank)
 
 
 def _open_log(state: State, device: str) -> None:

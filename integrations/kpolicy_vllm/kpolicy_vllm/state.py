@@ -110,6 +110,7 @@ class State:
         self.broadcast: Callable[[Any], Any] = _same
         self.captured = False
         self.broken = False
+        self.compiles = 0
         self._with_split: tuple[int, CompiledPolicy] | None = None
 
     @property
@@ -140,6 +141,7 @@ class State:
             try:
                 policy = AutoPolicy(forms=()) if isinstance(self.policy, AutoPolicy) else self.policy
                 self.select = self.select_lora = policy.compile(self.context(lora=False)).select
+                self.compiles += 1
                 if self.settings.max_loras and self.loras_apart:
                     self.select_lora = policy.compile(self.context(lora=True)).select
             except Exception as error:  # noqa: BLE001 - a policy is anyone's code, and serving goes on without it

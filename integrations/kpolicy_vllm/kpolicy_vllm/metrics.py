@@ -1,0 +1,174 @@
+"""kpolicy's counters on vLLM's own ``/metrics`` page.
+
+The page is served by the front end, and steps are counted in workers, mostly in another process. A worker leaves its
+counts in a small file now and then; the front end's collector reads the files when it is scraped. The metrics are those
+of an Engine (kpolicy's docs/observe.md), and ``kpolicy_vllm_events`` for what else happened.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kpolicy.errors import KPolicyError
+from kpolicy.observe.metrics import EngineCollector
+from kpolicy.observe.stats import ModeStats, Stats
+from kpolicy.registry import GraphRegistry
+from kpolicy_vllm.state import LOGGER, State
+
+__all__ = ["Collector", "Publisher", "announce", "folder", "published"]
+
+
+def folder() -> Path:
+    """Where workers leave their counts: of this user alone."""
+    path = Path(tempfile.gettempdir()) / f"kpolicy-vllm-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def published(state: State) -> dict[str, Any]:
+    """What there is to tell of one worker, as plain JSON values."""
+    state.dispatcher.chooser.count_hits()
+    return {
+        "policy": state.config.policy,
+        "steps": [[*label, *sums] for label, sums in state.dispatcher.chooser.tallies().items()],
+        "events": dict(state.counters.counts),
+        "compiles": state.compiles,
+        "registry": state.registry.snapshot(),
+    }
+
+
+class Publisher:
+    """Leaves a worker's counts in its file; the file goes with the process.
+
+    Args:
+        state: what kpolicy knows of this vLLM.
+        instance: vLLM's name for itself.
+        rank: the data-parallel rank.
+    """
+
+    def __init__(self, state: State, instance: str, rank: int) -> None:
+        self._state = state
+        self.path = folder() / f"{instance}.dp{rank}.json"
+        atexit.register(self.path.unlink, missing_ok=True)
+
+    def __call__(self) -> None:
+        from kpolicy.schemas import write_text
+
+        try:
+            write_text(self.path, json.dumps(published(self._state)))
+        except KPolicyError as error:
+            self._state.counters.warn_once("metrics_failed", f"counters can't be told to the front end: {error}")
+
+
+class _Counts(Stats):
+    """Counts that another process has summed up."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.recompiles = told["compiles"]
+        self._told = told["steps"]
+
+    @property
+    def by_mode_and_reason(self) -> dict[tuple[str, str], ModeStats]:
+        return {(mode, reason): ModeStats(*sums) for mode, reason, *sums in self._told}
+
+
+@attrs.frozen
+class _Named:
+    name: str
+
+
+class _Worker:
+    """One worker's counts, as `EngineCollector` reads an Engine's."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self.stats = _Counts(told)
+        self.registry = GraphRegistry.restore(told["registry"], keep=True)
+        self.policy = _Named(told["policy"])
+        self.events: Mapping[str, int] = told["events"]
+
+
+class Collector:
+    """Collects the metrics of every vLLM that was configured in this process.
+
+    Attributes:
+        states: workers in this process, by vLLM's name for itself; others leave files.
+    """
+
+    def __init__(self) -> None:
+        from prometheus_client import metrics_core
+
+        self._families = metrics_core
+        self.states: dict[str, State | None] = {}
+
+    def describe(self) -> list[Any]:
+        """Nothing: registering asks for names only."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Every metric, read now."""
+        workers = dict(self._workers())
+        if not workers:
+            return
+        yield from EngineCollector(workers).collect()
+        events = self._families.CounterMetricFamily(
+            "kpolicy_vllm_events", "What kept kpolicy from deciding, and other warnings.", labels=["policy", "event"]
+        )
+        for label, worker in workers.items():
+            for name, count in worker.events.items():
+                events.add_metric([label, name], count)
+        yield events
+
+    def _workers(self) -> Iterator[tuple[str, _Worker]]:
+        for number, (instance, state) in enumerate(self.states.items()):
+            told = [published(state)] if state is not None else _read(instance)
+            for rank, each in enumerate(told):
+                label = each["policy"] + (f" dp{rank}" if rank else "") + (f" #{number}" if number else "")
+                yield label, _Worker(each)
+
+
+def _read(instance: str) -> list[dict[str, Any]]:
+    """What the workers of a vLLM have left, by rank."""
+    told = (_told(path) for path in sorted(folder().glob(f"{instance}.dp*.json")))
+    return [each for each in told if each is not None]
+
+
+def _told(path: Path) -> dict[str, Any] | None:
+    """What a file tells; None where it is gone or broken."""
+    try:
+        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return told
+
+
+_COLLECTOR: list[Collector] = []
+
+
+def announce(instance: str) -> None:
+    """Put the metrics of a vLLM on this process's page: once where it is configured. Needs prometheus-client."""
+    try:
+        if not _COLLECTOR:
+            from prometheus_client import REGISTRY
+
+            _COLLECTOR.append(Collector())
+            REGISTRY.register(_COLLECTOR[0])
+        _COLLECTOR[0].states.setdefault(instance, None)
+    except ImportError:
+        LOGGER.info("kpolicy: prometheus-client isn't installed, so there are no counters on the metrics page")
+
+
+def publisher(state: State, instance: str, rank: int) -> Publisher | None:
+    """How that worker tells its counts: nothing to do where the collector is in this process."""
+    if _COLLECTOR and instance in _COLLECTOR[0].states:
+        _COLLECTOR[0].states[instance] = state
+        return None
+    return Publisher(state, instance, rank)

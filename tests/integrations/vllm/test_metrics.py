@@ -1,0 +1,113 @@
+"""Counters on vLLM's metrics page, of workers in this process and in others."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from kpolicy_vllm import metrics
+from kpolicy_vllm.dispatch import Step
+from kpolicy_vllm.watch import Watch
+from tests.integrations.vllm.test_dispatch import chooser
+
+
+@pytest.fixture
+def state(tmp_path, monkeypatch):
+    """A worker that has run four steps, two of them above every graph."""
+    monkeypatch.setattr(metrics, "folder", lambda: tmp_path)
+    monkeypatch.setattr(metrics, "_COLLECTOR", [])
+    made = chooser()
+    for step in (Step(5, 5, 5, 1, 1), Step(5, 5, 5, 1, 1), Step(1100, 1, 0), Step(1200, 1, 0)):
+        made.entry(step).count += 1
+    made.state.counters.add("policy_failed", 3)
+    made.state.dispatcher = SimpleNamespace(chooser=made)
+    return made.state
+
+
+def samples(collector):
+    """Every sample, by name and labels."""
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in collector.collect()
+        for sample in family.samples
+    }
+
+
+def held(found):
+    """What both ways of telling must have."""
+    label = ("policy", "full_and_piecewise")
+    steps = {
+        ("mode", "full"): 2.0,
+        ("mode", "eager"): 2.0,
+    }
+    for mode, count in steps.items():
+        reason = ("reason", "graph_fits" if mode[1] == "full" else "above_largest_size")
+        assert found["kpolicy_steps_total", mode, label, reason] == count
+    assert found["kpolicy_padding_tokens_total", ("mode", "full"), label, ("reason", "graph_fits")] == 6
+    assert found["kpolicy_vllm_events_total", ("event", "policy_failed"), label] == 3
+    hits = [value for (name, *_), value in found.items() if name == "kpolicy_graph_hits_total"]
+    assert hits == [2.0]
+
+
+def test_in_this_process(state):
+    """A worker beside the page is read when it is scraped."""
+    collector = metrics.Collector()
+    collector.states["one"] = state
+    held(samples(collector))
+
+
+def test_in_another_process(state):
+    """A worker elsewhere leaves a file, which says the same."""
+    metrics.Publisher(state, "one", 0)()
+    collector = metrics.Collector()
+    collector.states["one"] = None
+    held(samples(collector))
+
+
+def test_ranks_apart(state):
+    """Each data-parallel rank has a label of its own."""
+    for rank in (0, 1):
+        metrics.Publisher(state, "one", rank)()
+    collector = metrics.Collector()
+    collector.states["one"] = None
+    labels = {dict(labels)["policy"] for (_, *labels) in samples(collector)}
+    assert labels == {"full_and_piecewise", "full_and_piecewise dp1"}
+
+
+def test_nothing_yet(state):
+    """Before a worker has told anything, and where a file is broken, the page is without."""
+    collector = metrics.Collector()
+    collector.states["one"] = None
+    assert list(collector.collect()) == []
+    (metrics.folder() / "one.dp0.json").write_text("{")
+    assert list(collector.collect()) == []
+
+
+def test_published_is_json(state):
+    """What is left in the file is plain."""
+    told = json.loads(json.dumps(metrics.published(state)))
+    assert sorted(told["steps"]) == [["eager", "above_largest_size", 2, 2300, 0], ["full", "graph_fits", 2, 10, 6]]
+
+
+def test_publisher_only_where_needed(state, monkeypatch):
+    """Where the page is in the worker's own process no file is written."""
+    from prometheus_client import REGISTRY
+
+    registered = []
+    monkeypatch.setattr(REGISTRY, "register", registered.append)
+    metrics.announce("one")
+    metrics.announce("one")
+    assert len(registered) == 1
+    assert metrics.publisher(state, "one", 0) is None
+    assert isinstance(metrics.publisher(state, "two", 0), metrics.Publisher)
+
+
+def test_watch_says_what_is_new(state, caplog):
+    """The summary line has the steps since the last, and nothing where there were none."""
+    watch = Watch(state)
+    with caplog.at_level("INFO", logger="vllm.kpolicy"):
+        assert watch.say(60.0).startswith("4 steps in 60 s: ")
+        assert watch.say(60.0) == ""
+        state.dispatcher.chooser.entry(Step(700, 1, 0)).count += 1
+        assert "1 steps in 1 s: piecewise 100.0%" in watch.say(1.0)
+    assert len(caplog.records) == 2
