@@ -1,0 +1,165 @@
+"""Host time of one step's decision: SGLang's own rule out of the wheels, alone and under kpolicy's hooks.
+
+    KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.host_cost --date 2026-11-21
+
+The rule is what SGLang asks of each batch; ``rule_us`` is it alone, ``hooked_us`` it under the hook and its wrapper, and
+``added_us`` the difference: what kpolicy takes. Steps whose eager run is cheaper don't ask SGLang at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import kpolicy
+from kpolicy.settings import Objective
+from kpolicy_sglang import dispatch
+from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+from tests.integrations.sglang.test_oracle import Older, _older_prefill
+from tests.oracle.sglang_real import Release, decode_runner, prefill_runner
+
+RESULT = Path(__file__).parents[1] / "results" / "sglang_host_cost.json"
+CALLS, TURNS = 5_000, 15
+
+
+def wrapped(original: Any, hook: Any) -> Any:
+    """An AROUND hook as SGLang's registry puts it."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    return wrapper
+
+
+def decode(release: Release, size: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A decode batch of 0.5.23."""
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768)
+    runner = decode_runner(release)()
+    runner.__dict__.update(
+        ragged_verify_mode=False, captured_req_width=1, require_mlp_tp_gather=False, require_mlp_sync=False,
+        enable_pdmux=False, disable_padding=False, backend=None, max_bs=768, is_encoder_decoder=False,
+        enable_two_batch_overlap=False, capture_hidden_mode=0,
+        model_runner=SimpleNamespace(spec_algorithm=SimpleNamespace(is_ngram=lambda: False)),
+    )  # fmt: skip
+    phase = Phase(DECODE, sizes, 768, full=True)
+    phase.install("auto", table_of("bench", {each: 1500 + each for each in sizes}, {1: 11_000}), Objective())
+    setattr(runner, dispatch.ATTRIBUTE, phase)
+    batch = SimpleNamespace(replace_embeds=None, spec_info=None, batch_size=size, global_num_tokens_cpu=None)
+    own = type(runner).can_run_graph
+    hooked = wrapped(own, dispatch.decode_can_run)
+    return lambda: own(runner, batch), lambda: hooked(runner, batch)
+
+
+def _prefill_phase(runner: Any) -> Phase:
+    sizes = (64, 96, 128, 256, 512, 576, 1024, 1536, 2048)
+    runner.__dict__.update(max_num_tokens=2048, capture_num_tokens=list(sizes), capture_hidden_mode=0)
+    phase = Phase(PREFILL, sizes, 8192, full=False)
+    phase.install("auto", table_of("bench", {each: 4300 + each for each in sizes}, {1: 6_000}), Objective())
+    setattr(runner, dispatch.ATTRIBUTE, phase)
+    return phase
+
+
+def prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A prefill batch of 0.5.23: its rank-local rule."""
+    runner = prefill_runner(release, cuda=True)()
+    runner.__dict__.update(
+        _qwen_bcg_hc_sidechannel=False, _qwen_bcg_mtp_draft=False, _is_full_backend=False, _fa4_prefill=False,
+        _capture_req_slots=1, _captured_attn_metadata_max_bs=None, prefer_eager_mixed_prefill=False,
+        prefill_backend_name="breakable", has_mha_companion_layers=False, _attn_backend_is_dsa=False,
+        _capture_chunked_prefix=False, max_context_size=None, max_seq_len=None,
+    )  # fmt: skip
+    _prefill_phase(runner)
+    asked = {
+        "batch_size": 1, "num_tokens": tokens, "input_embeds": None, "replace_embeds": None, "prefix_lens": [0],
+        "is_target_verify": False, "capture_hidden_mode": 0, "return_logprob": False, "contains_mm_inputs": False,
+        "lora_ineligible": False, "is_mixed": False, "batch_max_context_len": None,
+    }  # fmt: skip
+    own = type(runner).can_replay_locally
+    local = wrapped(own, dispatch.prefill_can_replay_locally)
+    batch = SimpleNamespace(input_ids=SimpleNamespace(shape=(tokens,)), global_num_tokens_cpu=None)
+
+    def stock(runner: Any, batch: Any) -> bool:  # noqa: ARG001  as the rule that calls it
+        return own(runner, **asked)
+
+    def rule(runner: Any, batch: Any) -> bool:  # noqa: ARG001
+        return local(runner, **asked)
+
+    hooked = wrapped(rule, dispatch.prefill_can_run)
+    return lambda: stock(runner, batch), lambda: hooked(runner, batch)
+
+
+def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A prefill batch of 0.5.16."""
+    runner = _older_prefill(release)()
+    runner.__dict__.update(
+        _is_full_backend=False, _capture_req_slots=1, prefill_backend_name="breakable", has_mha_companion_layers=False
+    )
+    _prefill_phase(runner)
+    ids = type("Ids", (list,), {"shape": (tokens,)})([0] * tokens)
+    batch = SimpleNamespace(
+        batch_size=1, input_embeds=None, replace_embeds=None, extend_prefix_lens_cpu=[0], capture_hidden_mode=0,
+        forward_mode=SimpleNamespace(is_target_verify=lambda: False), global_num_tokens_cpu=None, return_logprob=False,
+        input_ids=ids,
+    )  # fmt: skip
+    own = type(runner).can_run_graph
+    hooked = wrapped(own, dispatch.prefill_can_run_0_5_16)
+    return lambda: own(runner, batch), lambda: hooked(runner, batch)
+
+
+def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> dict[str, Any]:
+    """Microseconds a call, alternating; the median over turns."""
+    times: dict[str, list[float]] = {"rule": [], "hooked": []}
+    for turn in range(TURNS):
+        order = (("rule", stock), ("hooked", hooked))
+        for name, call in order if turn % 2 else reversed(order):
+            started = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            times[name].append((time.perf_counter() - started) / CALLS * 1e6)
+    rule, both = (statistics.median(times[name]) for name in ("rule", "hooked"))
+    added = statistics.median(b - a for a, b in zip(times["rule"], times["hooked"], strict=True))
+    return {
+        "rule_us": round(rule, 3), "hooked_us": round(both, 3), "added_us": round(added, 3),
+        "added_by_rule": round(added / rule, 3),
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--date", required=True, help="written into the result")
+    given = parser.parse_args()
+    folder = Path(os.environ["KPOLICY_ORACLE"])
+    newest, older = Release(folder), Older(folder)
+    cases = [
+        ("0.5.23", "decode 600, replays", decode(newest, 600)),
+        ("0.5.23", "prefill 300, replays", prefill(newest, 300)),
+        ("0.5.23", "prefill 1,600, eager by cost", prefill(newest, 1600)),
+        ("0.5.16", "prefill 300, replays", older_prefill(older, 300)),
+        ("0.5.16", "prefill 1,600, eager by cost", older_prefill(older, 1600)),
+    ]
+    rows = []
+    for version, step, pair in cases:
+        rows.append({"sglang": version, "step": step, **measure(*pair)})
+        print(*rows[-1].values(), sep="\t", flush=True)
+    written = {
+        "what": "host time of a step's decision: SGLang's own rule, alone and under kpolicy's hooks, on one CPU",
+        "date": given.date,
+        "command": "KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.host_cost "
+        f"--date {given.date}",
+        "versions": {"kpolicy": kpolicy.__version__, "python": platform.python_version()},
+        "cpu": platform.processor() or platform.machine(), "rows": rows,
+    }  # fmt: skip
+    RESULT.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
