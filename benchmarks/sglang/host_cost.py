@@ -2,8 +2,8 @@
 
     KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.host_cost --date 2026-11-21
 
-The rule is what SGLang asks of each batch; ``rule_us`` is it alone, ``hooked_us`` it under the hook and its wrapper, and
-``added_us`` the difference: what kpolicy takes. Steps whose eager run is cheaper don't ask SGLang at all.
+The rule is what SGLang asks of each batch: ``rule_us`` is it alone, ``hooked_us`` it under the hook and its wrapper,
+and ``added_us`` the difference, what kpolicy takes. Steps whose eager run is cheaper don't ask SGLang at all.
 """
 
 from __future__ import annotations
