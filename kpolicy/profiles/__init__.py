@@ -1,4 +1,4 @@
-"""Profiles that ship with kpolicy: ``NAME.json`` beside this file, measured by `kpolicy calibrate`.
+"""Profiles that ship with kpolicy: ``NAME.json`` beside this file, measured by `kpolicy calibrate` or `kpolicy run`.
 
 A name is the model's and the device's, as in ``qwen2.5-0.5b-h200``; docs/gpu.md says how each was measured.
 """
