@@ -85,12 +85,12 @@ def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -
 
     def capture_model(*args: Any, **named: Any) -> Any:
         nonlocal kept
-        kept = True
+        kept, started = True, perf_counter()
         try:
             result = capture(*args, **named)
         finally:
             kept = False
-        after_capture(state, modules)
+        after_capture(state, modules, (result, perf_counter() - started))
         return result
 
     profile = runner.profile_cudagraph_memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 from kpolicy.modes import Part
@@ -53,10 +54,11 @@ def attach(runner: Any, state: State, modules: Any, *, newest: bool) -> None:
         else:
             descs = runner.cudagraph_manager._capture_descs
             descs.update({mode: sampled(listed) for mode, listed in descs.items()})
+        started = perf_counter()
         result = capture(*args, **named)
         if kept:
             runner.cudagraph_manager.on_capture = None
-            after_capture(state, modules)
+            after_capture(state, modules, (result, perf_counter() - started))
         return result
 
     runner.initialize_kv_cache = initialize_kv_cache

@@ -6,19 +6,27 @@ from collections.abc import Callable
 from typing import Any
 
 from kpolicy.errors import KPolicyError
+from kpolicy_vllm.mirror import enter_others
 from kpolicy_vllm.state import LOGGER, State
 from kpolicy_vllm.watch import Watch
 
 __all__ = ["after_capture"]
 
 
-def after_capture(state: State, modules: Any) -> None:
-    """Find costs where the policy reads them, and let it decide. Called on every rank, after the last capture."""
+def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0)) -> None:
+    """Find costs where the policy reads them, and let it decide. Called on every rank, after the last capture.
+
+    Args:
+        state: what kpolicy knows of this vLLM.
+        modules: the names of vLLM's that the version's adapter found.
+        taken: bytes and seconds of all captures, as vLLM counted them.
+    """
     state.graphs_captured()
     if state.policy.reads_costs:
         _find_costs(state, modules)
     if state.dispatcher.deciding:
         state.dispatcher.chooser.prepare()
+    enter_others(state, state.runner, bytes=taken[0] if isinstance(taken[0], int) else 0, seconds=taken[1])
     totals = state.registry.totals()
     LOGGER.info(
         "kpolicy: %d graphs, %.2f GiB, %.1f s; policy %s decides%s",

@@ -1,0 +1,87 @@
+"""Enters the graphs that others of vLLM's parts capture into kpolicy's registry: drafters' and the vision encoder's.
+
+They are left alone: kpolicy neither chooses their sizes nor decides when they replay, so their hits aren't known. What
+they took is what the whole capture took beyond the model's own graphs, in equal shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
+from kpolicy_vllm.state import State
+
+__all__ = ["enter_others", "others"]
+
+
+def others(runner: Any) -> Iterator[GraphKey]:
+    """The graphs that a runner holds besides its model's, of either kind of runner."""
+    yield from _of_drafter(getattr(runner, "drafter", None))
+    yield from _of_speculator(getattr(runner, "speculator", None))
+    manager = getattr(runner, "encoder_cudagraph_manager", None)
+    if manager is None:
+        encoder = getattr(getattr(runner, "model_state", None), "encoder_runner", None)
+        manager = getattr(encoder, "cudagraph_manager", None)
+    yield from _of_encoder(getattr(manager, "budget_graphs", None) or {})
+
+
+def _of_drafter(drafter: Any) -> Iterator[GraphKey]:
+    """A drafter of the first runner: the keys of its own dispatcher."""
+    keys = getattr(getattr(drafter, "cudagraph_dispatcher", None), "cudagraph_keys", {})
+    for mode, descs in keys.items():
+        for desc in descs:
+            yield GraphKey(
+                _part(mode), desc.num_tokens, desc.num_reqs, lora_case=desc.num_active_loras, stage="draft",
+                variant="uniform" if desc.uniform else "",
+            )  # fmt: skip
+
+
+def _of_speculator(speculator: Any) -> Iterator[GraphKey]:
+    """A speculator of the second runner: the descriptors of each of its managers."""
+    for name, manager in vars(speculator).items() if speculator is not None else ():
+        for mode, descs in getattr(manager, "_capture_descs", {}).items():
+            for desc in descs:
+                yield GraphKey(
+                    _part(mode), desc.num_tokens, desc.num_reqs, query_len=desc.uniform_token_count, stage="draft",
+                    lora_case=getattr(desc, "num_active_loras", 0), variant=name,
+                )  # fmt: skip
+
+
+def _of_encoder(graphs: Mapping[Any, Any]) -> Iterator[GraphKey]:
+    """The vision encoder's graphs, by token budget; 0.33 has sets of them by name."""
+    for budget, graph in graphs.items():
+        if isinstance(graph, Mapping):
+            for key in _of_encoder(graph):
+                yield attrs.evolve(key, variant=f"{budget} {key.variant}".rstrip())
+        else:
+            tokens, *more = budget if isinstance(budget, tuple) else (budget,)
+            variant = " ".join(str(part) for part in more)
+            yield GraphKey(Part.FULL, int(tokens), stage="encoder", variant=variant)
+
+
+def _part(mode: Any) -> Part:
+    return Part.FULL if mode.name == "FULL" else Part.PIECEWISE
+
+
+def enter_others(state: State, runner: Any, *, bytes: int, seconds: float) -> None:  # noqa: A002 - the registry's word
+    """Enter them as captured.
+
+    Args:
+        state: what kpolicy knows of this vLLM.
+        runner: the runner, after its captures.
+        bytes: what all captures took.
+        seconds: how long all took.
+    """
+    keys = list(dict.fromkeys(others(runner)))
+    if not keys:
+        return
+    own = state.registry.totals()
+    left, spent = max(0, bytes - own.bytes_live), max(0.0, seconds - own.held.seconds)
+    state.registry.plan(keys)
+    for key in keys:
+        pool = "vllm-encoder" if key.stage == "encoder" else "vllm"
+        state.registry.capture(key, bytes=left // len(keys), seconds=spent / len(keys), pool=pool)
