@@ -25,6 +25,7 @@ from kpolicy.attention import AttentionSupport, Claims, SupportLevel
 from kpolicy.errors import SupportError, UnknownNameError
 from kpolicy.executors.step_model import StepContext
 from kpolicy.serving import attention
+from kpolicy.serving.crossover import ABSORBED_LENS, Crossover, measured
 from kpolicy.serving.rows import RowTensors
 
 if TYPE_CHECKING:
@@ -154,6 +155,9 @@ class TritonKernels:
     Args:
         device: a CUDA device.
         flash: torch's FlashAttention for prompt rows of keys and values where the host knows lengths.
+
+    Attributes:
+        crossover: which chunks of MLA prompts are absorbed where the host knows lengths; None is none.
     """
 
     def __init__(self, device: torch.device, *, flash: bool = False) -> None:
@@ -162,6 +166,7 @@ class TritonKernels:
 
         self.device = device
         self.name = "flash" if flash else "triton"
+        self.crossover: Crossover | None = None
         self._flash = flash
         self._paged = paged
         self._latent = latent
@@ -237,8 +242,57 @@ class TritonKernels:
             )
             out[:decodes] = self._absorbed(query[:decodes], up, front, cache, spec, 1)
         if end > decodes:
-            out[decodes:end] = _expanded(query[decodes:end], up, cache, at, spec)
+            crossover = self.crossover
+            if crossover is not None and all(crossover.absorbs(*lengths) for lengths in at.lengths):
+                out[decodes:end] = self._absorbed_chunks(query[decodes:end], up, rows, cache, at, spec)
+            else:
+                out[decodes:end] = _expanded(query[decodes:end], up, cache, at, spec)
         return out
+
+    def measure_crossover(self, layer: Any, most_kv: int) -> None:
+        """Time chunks of a prompt absorbed and expanded, over a layer's own KV, and take what is faster from now on.
+
+        Args:
+            layer: a latent layer.
+            most_kv: KV tokens that a row may have.
+        """
+        (cache,), spec = layer.caches, layer.spec
+        up = layer.kv_b.view(spec.num_heads, -1, layer.kv_b.shape[1])
+        whole: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
+
+        def one_row(query_len: int, kv_len: int) -> tuple[torch.Tensor, RowTensors, _Prompts]:
+            blocks = torch.arange(-(-kv_len // layer.block_size), **whole)[None]
+            starts = torch.tensor([0, query_len], **whole)
+            rows = RowTensors(blocks, torch.tensor([kv_len], **whole), starts, layer.block_size)
+            at = _Prompts(
+                0, query_len, torch.arange(kv_len, device=self.device), starts, torch.tensor([0, kv_len], **whole),
+                ((query_len, kv_len),),
+            )  # fmt: skip
+            return cache.new_zeros(query_len, spec.num_heads, spec.head_dim), rows, at
+
+        def absorbed(query_len: int, kv_len: int) -> Callable[[], torch.Tensor]:
+            query, rows, at = one_row(query_len, kv_len)
+            return lambda: self._absorbed_chunks(query, up, rows, cache, at, spec)
+
+        def expanded(query_len: int, kv_len: int) -> Callable[[], torch.Tensor]:
+            query, _, at = one_row(query_len, kv_len)
+            return lambda: _expanded(query, up, cache, at, spec)
+
+        self.crossover = measured(absorbed, expanded, self.device, most_kv)
+
+    def _absorbed_chunks(
+        self, query: torch.Tensor, up: torch.Tensor, rows: RowTensors, cache: torch.Tensor, at: _Prompts,
+        spec: LayerSpec,
+    ) -> torch.Tensor:  # fmt: skip
+        """[num_tokens, num_heads, value_dim] of prompt rows of at most `ABSORBED_LENS` tokens each."""
+        first, count = at.num_decodes, len(at.lengths)
+        back = RowTensors(
+            rows.block_table[first : first + count], rows.kv_lens[first : first + count], at.query_starts,
+            rows.block_size,
+        )  # fmt: skip
+        longest = max(query_len for query_len, _ in at.lengths)
+        decode_len = next(length for length in ABSORBED_LENS if length >= longest)
+        return self._absorbed(query, up, back, cache, spec, decode_len)
 
     def _absorbed(
         self, query: torch.Tensor, up: torch.Tensor, rows: RowTensors, cache: torch.Tensor, spec: LayerSpec,

@@ -16,7 +16,7 @@ from kpolicy.errors import ConfigError, SupportError
 from kpolicy.serving.checkpoint import has_weights, read_config, read_weights
 from kpolicy.serving.hf_model import KvSize, LoadedModel
 from kpolicy.serving.kernels import Kernels, choose_kernels
-from kpolicy.serving.kv_cache import layer_cache
+from kpolicy.serving.kv_cache import LatentLayer, layer_cache
 from kpolicy.serving.marks import ATTENTION_NAME, register, watch_latents
 from kpolicy.serving.trial import probe_layers, verify
 from kpolicy.serving.weights import randomise
@@ -75,6 +75,7 @@ def load(
         hf = _weights(config, folder, at, _dtype(dtype, config), seed)
         model = _over_kv(hf, kinds, kv, attention, folder)
         reads = verify(model)
+        _measure_crossover(model, attention)
     if reads:
         model._support = model.support.meet(_eager_only(type(hf).__name__, reads))
     return model
@@ -105,6 +106,20 @@ def _over_kv(
     ]
     support = from_hf_config(hf.config).meet(kernels.support(latent=any(latent)))
     return LoadedModel(hf, layers, support, kv, folder)
+
+
+def _measure_crossover(model: LoadedModel, kernels: Kernels) -> None:
+    """Let kernels that can absorb chunks of prompts find out which; without it they expand all."""
+    measure = getattr(kernels, "measure_crossover", None)
+    layer = next((layer for layer in model.layers if isinstance(layer, LatentLayer)), None)
+    if measure is None or layer is None:
+        return
+    try:
+        with torch.no_grad():
+            measure(layer, min(model.num_slots, model.max_model_len))
+    # A kernel that the device has no room for isn't needed.
+    except Exception as error:  # noqa: BLE001 - Triton's and torch's own
+        logging.getLogger("kpolicy").info("MLA prompts are expanded, none absorbed: %s", error)
 
 
 def _weights(config: Any, folder: Path | None, device: torch.device, dtype: torch.dtype, seed: int) -> Any:

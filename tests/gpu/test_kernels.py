@@ -10,8 +10,9 @@ import torch
 
 from kpolicy.executors.step_model import RowLayout, StepContext, StepTensors
 from kpolicy.serving import attention, mla
+from kpolicy.serving.crossover import ABSORBED_LENS, Crossover
 from kpolicy.serving.kernels import PlainKernels, TritonKernels
-from kpolicy.serving.kv_cache import LayerSpec
+from kpolicy.serving.kv_cache import LatentLayer, LayerSpec
 from kpolicy.serving.rows import RowTensors
 
 GPU = torch.device("cuda")
@@ -26,6 +27,8 @@ BATCHES: dict[str, tuple[list[int], list[int], int]] = {
     "prompts": ([200, 33, 129], [200, 33, 129], 0),
     "chunks": ([900, 333], [128, 77], 0),
     "mixed": ([5, 64, 700, 300, 40], [1, 1, 1, 90, 40], 3),
+    "short chunks": ([700, 300, 90], [3, 7, 16], 0),
+    "mixed with short chunks": ([5, 64, 700, 300, 40], [1, 1, 5, 64, 2], 3),
 }
 
 
@@ -116,6 +119,22 @@ def test_latent(name: str, dtype: torch.dtype, heads: int, rank: int, rope: int,
         for known in ((None, uniform), (layout, uniform), (layout, None)):
             mine = kernels.attend_latents(step_of(rows, *known), spec, query, rows, cache, kv_b)
             close(mine, right, layout.num_tokens)
+    for query_lens in ((64, 64), (16, 16), (1, 4)):
+        kernels = TritonKernels(GPU)
+        kernels.crossover = Crossover((512, 4096), query_lens)
+        mine = kernels.attend_latents(step_of(rows, layout, None), spec, query, rows, cache, kv_b)
+        close(mine, right, layout.num_tokens)
+
+
+def test_the_crossover_is_measured() -> None:
+    """Over a layer's own KV: whatever is faster here, lengths are those that kernels were compiled for."""
+    kernels = TritonKernels(GPU)
+    kv_b = torch.randn(16 * 256, 512, device="cuda", dtype=torch.bfloat16)
+    layer = LatentLayer(LayerSpec(16, 16, 192, 128, 192**-0.5), kernels, kv_b, 8192, PAGE)
+    kernels.measure_crossover(layer, 8192)
+    assert kernels.crossover is not None
+    assert kernels.crossover.kv_lens == (512, 4096)
+    assert set(kernels.crossover.query_lens) <= {1, *ABSORBED_LENS}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
