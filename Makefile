@@ -30,14 +30,19 @@ oracle: $(VENV)/test.stamp
 	    $(BIN)/python -m pip download --quiet --no-deps --dest $(ORACLE) $$package; done
 	KPOLICY_ORACLE=$(ORACLE) $(BIN)/python -m pytest -n auto -m oracle $(ARGS)
 
-# The pretended torch_npu against the published wheel (44 MB), whose sources are read and not imported.
+# What is pretended of torch_npu, and what is wrapped of vLLM-Ascend, against the published wheels (71 MB), whose sources
+# are read and not imported.
 SIGNATURES := .cache/signatures
 NPU_WHEEL = $(SIGNATURES)/torch_npu-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl
+ASCEND_WHEEL = $(SIGNATURES)/vllm_ascend-0.23.0-cp311-cp311-manylinux_2_34_x86_64.whl
 signatures: $(VENV)/test.stamp
 	mkdir -p $(SIGNATURES)
+	ls $(ASCEND_WHEEL) >/dev/null 2>&1 || $(BIN)/python -m pip download --quiet --no-deps --dest $(SIGNATURES) \
+	    --python-version 3.11 --platform manylinux_2_34_x86_64 --only-binary=:all: vllm-ascend==0.23.0
 	ls $(NPU_WHEEL) >/dev/null 2>&1 || $(BIN)/python -m pip download --quiet --no-deps --dest $(SIGNATURES) \
 	    --python-version 3.11 --platform manylinux_2_28_x86_64 --only-binary=:all: torch_npu==2.13.0
-	KPOLICY_TORCH_NPU_WHEEL=$(CURDIR)/$(NPU_WHEEL) $(BIN)/python -m pytest tests/executors_ascend/test_signatures.py $(ARGS)
+	KPOLICY_TORCH_NPU_WHEEL=$(CURDIR)/$(NPU_WHEEL) KPOLICY_VLLM_ASCEND_WHEEL=$(CURDIR)/$(ASCEND_WHEEL) \
+	    $(BIN)/python -m pytest tests/executors_ascend/test_signatures.py tests/integrations/vllm/test_ascend.py $(ARGS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kpolicy.errors import KPolicyError
+from kpolicy_vllm import kunlun
 from kpolicy_vllm.config import SECTION, Config
 from kpolicy_vllm.ladder import describe, one_list, sizes_of
-from kpolicy_vllm.state import LOGGER, State, settings_of, state_of
+from kpolicy_vllm.metrics import announce
+from kpolicy_vllm.state import LOGGER, PROCESS, State, settings_of, state_of
 from kpolicy_vllm.versions import Adapter, UnsupportedError, adapter
 
 __all__ = ["register"]
@@ -26,9 +28,13 @@ _LISTED = "kpolicy_listed_sizes"
 def register() -> None:
     """Wrap vLLM's two methods, once in a process. A vLLM that isn't known is left alone, with a warning."""
     try:
+        kunlun.register()
+    except Exception as error:  # noqa: BLE001 - whatever it is, vLLM-Kunlun serves on with vLLM's own wrapper
+        LOGGER.warning("kpolicy's graph wrapper for Kunlun is off: %s: %s", type(error).__name__, error)
+    try:
         found = adapter()
     except UnsupportedError as error:
-        LOGGER.warning("kpolicy is off, and vLLM runs as if it weren't installed: %s", error)
+        PROCESS.warn_once("other_vllm", f"it is off, and vLLM runs as if it weren't installed: {error}")
         return
     _wrap(found.config_class, "_set_cudagraph_sizes", _sizes_set)
     _wrap(found.worker_wrapper_class, "init_device", functools.partial(_device_ready, found))
@@ -48,25 +54,35 @@ def _wrap(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
+def _refused(vllm_config: Any, event: str, message: str) -> None:
+    """Say and count why kpolicy is off for this engine, and keep it off in every process of its."""
+    PROCESS.warn_once(event, message)
+    announce("")
+    if isinstance(vllm_config.additional_config, dict):
+        vllm_config.additional_config = {**vllm_config.additional_config, SECTION: False}
+
+
 def _sizes_set(original: Callable[..., Any], vllm_config: Any) -> None:
     """vLLM's sizes, then ours in their place."""
     compilation = vllm_config.compilation_config
     listed = compilation.cudagraph_capture_sizes
     original(vllm_config)
+    sizes, largest = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
     try:
         config = Config.load(vllm_config.additional_config)
-        if config is not None:
+        if config is not None and vllm_config.model_config is not None:
             _configure(vllm_config, config, listed)
-    except KPolicyError as error:
-        LOGGER.warning("kpolicy leaves vLLM's capture sizes as they are: %s", error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, vLLM serves on
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, largest
+        what = str(error) if isinstance(error, KPolicyError) else f"{type(error).__name__}: {error}"
+        _refused(vllm_config, "bad_setting", f"it is off, and vLLM's own rule and sizes stay: {what}")
 
 
 def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> None:
     compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
-    if vllm_config.model_config is None:
-        return
     if not compilation.cudagraph_capture_sizes:
-        LOGGER.warning("kpolicy has nothing to decide: CUDA graphs are off (enforce_eager, or cudagraph_mode NONE).")
+        why = "there is nothing to decide: CUDA graphs are off (enforce_eager, or cudagraph_mode NONE)."
+        _refused(vllm_config, "graphs_off", why)
         return
     listed = _remember(vllm_config, config, listed)
     sizes = sizes_of(
@@ -82,8 +98,6 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
         compilation.post_init_cudagraph_sizes()
         LOGGER.info("kpolicy: capture sizes %s", describe(sizes))
     if config.metrics:
-        from kpolicy_vllm.metrics import announce
-
         announce(str(vllm_config.instance_id))
     scheduler = vllm_config.scheduler_config
     if config.split and scheduler.scheduler_cls is None:
@@ -121,7 +135,6 @@ def _attach(found: Adapter, wrapper: Any, state: State) -> None:
     runner = wrapper.worker.model_runner
     compilation, parallel = wrapper.vllm_config.compilation_config, wrapper.vllm_config.parallel_config
     if not compilation.cudagraph_capture_sizes:
-        state.counters.add("graphs_off")
         return
     state.sizes = sizes_of(
         state.config,

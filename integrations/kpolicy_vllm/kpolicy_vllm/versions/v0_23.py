@@ -25,7 +25,11 @@ def make() -> Adapter:
 
 
 def _attach(runner: Any, state: State) -> None:
-    if hasattr(runner, "cudagraph_manager"):
+    if any(each.__module__.partition(".")[0] == "vllm_ascend" for each in type(runner).__mro__):
+        from kpolicy_vllm import ascend
+
+        ascend.attach(runner, state)
+    elif hasattr(runner, "cudagraph_manager"):
         from kpolicy_vllm import attach_v2
 
         attach_v2.attach(runner, state, Names.of_v2(), newest=False)
