@@ -71,7 +71,7 @@ def report_command(
     ] = None,
     seed: Annotated[int, Parameter(converter=whole, help="Of accepted drafts.")] = 0,
     json: Json = False,
-) -> None:
+) -> int:
     """Simulate policies on a trace, plan capture sizes for the best, and write what to do first as an HTML page."""
     specs = specs_of(policy)
     at_least("--seed", seed, 0)
@@ -96,10 +96,14 @@ def report_command(
     written = _write(made, out, plots)
     if json:
         print_json(_as_dict(made, written))
-        return
-    for each in made.traces:
-        _say(each)
-    say(console(), f"written to {', '.join(map(str, written))}")
+    else:
+        for each in made.traces:
+            _say(each)
+        say(console(), f"written to {', '.join(map(str, written))}")
+    missing = [each.interrupted for each in made.traces if each.interrupted]
+    for said in missing:
+        sys.stderr.write(f"kpolicy: {said}; what was done is in {out}.\n")
+    return 130 if missing else 0
 
 
 def _check_folder(folder: Path | None) -> None:
@@ -165,6 +169,7 @@ def _as_dict(made: Report, written: Sequence[Path]) -> dict[str, Any]:
         "traces": [
             {
                 "source": each.trace.source,
+                "interrupted": each.interrupted,
                 "advice": {
                     "policy": None if each.advice.best is None else each.advice.best.policy,
                     "planned": each.advice.best is not None and each.advice.best.kind == "planned",

@@ -40,6 +40,7 @@ class TraceReport:
         plans: the plans.
         advice: what to do first.
         maps: modes over batches, the cheapest way's first.
+        interrupted: what is missing because the keyboard interrupted it, in words; empty where nothing is.
     """
 
     trace: Trace
@@ -47,6 +48,7 @@ class TraceReport:
     plans: tuple[Planned, ...]
     advice: Advice
     maps: tuple[ModeMap, ...]
+    interrupted: str = ""
 
 
 @attrs.frozen(kw_only=True)
@@ -169,7 +171,10 @@ def gather(
         observed: who else is told the steps of a policy's run.
         progress: told what is done next and how many requests that has, and gives what to tell of those that are over.
 
+    An interrupt from the keyboard ends it with what is done: whole policies of a trace, without a plan or with one.
+
     Raises:
+        KeyboardInterrupt: it was interrupted before any policy was done.
         ConfigError: there is no trace or no policy, or an argument can't be used.
         BudgetRefused: the budget doesn't hold what must be captured.
     """
@@ -189,30 +194,40 @@ def gather(
         def watch(j: int, i: int = i) -> AbstractContextManager[OnStep | None]:
             return nullcontext() if observed is None else observed(i, j)
 
-        found.append(_of_trace(trace, list(policies), asked, plans, tell, watch))
-    return Report(traces=tuple(found), server=server, costs=asked.costs, setting=tuple(setting), notes=tuple(notes))
+        try:
+            found.append(_of_trace(trace, list(policies), asked, plans, tell, watch))
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            missing = f"{trace.source}: interrupted, nothing is reported of it"
+            found[-1] = attrs.evolve(found[-1], interrupted=found[-1].interrupted or missing)
+        if found[-1].interrupted:
+            break
+    said = [*notes, *(each.interrupted for each in found if each.interrupted)]
+    return Report(traces=tuple(found), server=server, costs=asked.costs, setting=tuple(setting), notes=tuple(said))
 
 
 def _of_trace(
     trace: Trace, policies: Sequence[str], asked: _Asked, limits: dict[str, Any], tell: Callable[..., Any],
     watch: Callable[[int], AbstractContextManager[OnStep | None]],
 ) -> TraceReport:  # fmt: skip
-    runs = []
-    for j, policy in enumerate(policies):
-        with watch(j) as observer:
-            runs.append(asked.run(trace, policy, tell(policy, len(trace)), observer=observer))
-    plans = []
-    for base in _to_plan(runs, asked):
-        tell(f"plan for {base.policy}", 0)
-        made = plan_trace(
-            trace, policy=base.policy, costs=asked.costs, attention=asked.attention, server=asked.server,
-            objective=asked.objective, hold_out=len(trace) > 1, seed=asked.seed, **limits,
-        )  # fmt: skip
-        sizes = made.plan.sizes
-        run = None
-        if sizes.decode or sizes.mixed or sizes.piecewise:
-            run = asked.run(trace, base.policy, tell(f"{base.policy}, planned", len(trace)), planned=sizes)
-        plans.append(Planned(found=made, base=base, run=run, budget=limits["budget"]))
+    runs: list[Run] = []
+    plans: list[Planned] = []
+    interrupted = ""
+    try:
+        for j, policy in enumerate(policies):
+            with watch(j) as observer:
+                runs.append(asked.run(trace, policy, tell(policy, len(trace)), observer=observer))
+        for base in _to_plan(runs, asked):
+            tell(f"plan for {base.policy}", 0)
+            plans.append(_planned(trace, base, asked, limits, tell))
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        left = ", ".join(policies[len(runs) :])
+        interrupted = f"{trace.source}: interrupted" + (
+            f" before {left}; nothing was planned" if left else " in a plan"
+        )
     kv_len = max(1, round(sum(r.prompt_tokens + r.output_tokens / 2 for r in trace.requests) / max(len(trace), 1)))
     maps = mode_maps(
         policies, server=asked.server, costs=asked.costs, kv_len=kv_len, attention=asked.attention,
@@ -221,8 +236,26 @@ def _of_trace(
     every = (*runs, *(plan.run for plan in plans if plan.run is not None))
     within = [run for run in every if asked.fits(run, **limits)]
     return TraceReport(
-        trace=trace, runs=every, plans=tuple(plans), advice=advise(runs, plans, within, asked.server), maps=tuple(maps)
+        trace=trace,
+        runs=every,
+        plans=tuple(plans),
+        advice=advise(runs, plans, within, asked.server),
+        maps=tuple(maps),
+        interrupted=interrupted,
     )
+
+
+def _planned(trace: Trace, base: Run, asked: _Asked, limits: dict[str, Any], tell: Callable[..., Any]) -> Planned:
+    """Sizes for a policy, and its simulation with them."""
+    made = plan_trace(
+        trace, policy=base.policy, costs=asked.costs, attention=asked.attention, server=asked.server,
+        objective=asked.objective, hold_out=len(trace) > 1, seed=asked.seed, **limits,
+    )  # fmt: skip
+    sizes = made.plan.sizes
+    run = None
+    if sizes.decode or sizes.mixed or sizes.piecewise:
+        run = asked.run(trace, base.policy, tell(f"{base.policy}, planned", len(trace)), planned=sizes)
+    return Planned(found=made, base=base, run=run, budget=limits["budget"])
 
 
 def _to_plan(runs: Sequence[Run], asked: _Asked) -> list[Run]:

@@ -148,18 +148,52 @@ def test_without_matplotlib_nothing_runs(
     assert kpolicy("report", trace, "--policy", "eager", "--out", tmp_path / "r.html").code == 0
 
 
-def test_an_interrupt_leaves_nothing(
-    kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C ends it with code 130."""
+@pytest.fixture
+def interrupt_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while sizes are planned."""
 
     def interrupted(*_args: object, **_rest: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(import_module("kpolicy.report.gather"), "plan_trace", interrupted)
-    ended = kpolicy("report", trace, "--policy", "vllm", "--out", tmp_path / "r.html")
+
+
+@pytest.mark.usefixtures("interrupt_plans")
+def test_an_interrupt_keeps_what_was_done(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Ctrl-C ends it with code 130; the page has the policies that were done, and says what is missing."""
+    ended = kpolicy("report", trace, "--policy", "vllm", "--policy", "auto", "--out", tmp_path / "r.html", "--json")
     assert ended.code == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.csv"]
+    assert "interrupted in a plan; what was done is in" in ended.err
+    (made,) = ended.json["traces"]
+    assert [run["name"] for run in made["runs"]] == ["vllm", "auto"]
+    assert made["interrupted"].endswith("interrupted in a plan")
+    assert made["interrupted"] in (tmp_path / "r.html").read_text()
+
+
+def test_an_interrupt_in_a_policy_leaves_it_out(
+    kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a trace isn't reported; with no policy done there is no page."""
+    gather = import_module("kpolicy.report.gather")
+    simulate = gather.simulate
+
+    def interrupted(trace: object, policy: str, **rest: object) -> object:
+        if policy == "eager":
+            raise KeyboardInterrupt
+        return simulate(trace, policy, **rest)
+
+    monkeypatch.setattr(gather, "simulate", interrupted)
+    out = tmp_path / "r.html"
+    for policies, done in ((("vllm", "eager", "auto"), ["vllm"]), (("eager", "vllm"), [])):
+        asked = [each for policy in policies for each in ("--policy", policy)]
+        ended = kpolicy("report", trace, trace, *asked, "--out", out, *SMALL, "--json")
+        assert ended.code == 130
+        assert out.exists() == bool(done)
+        if done:
+            (made,) = ended.json["traces"]
+            assert [run["name"] for run in made["runs"]] == done
+            assert "before eager, auto; nothing was planned" in ended.err
+        out.unlink(missing_ok=True)
 
 
 def test_one_request_is_enough(kpolicy: Command, tmp_path: Path) -> None:
