@@ -21,7 +21,7 @@ from kpolicy.errors import KPolicyError
 from kpolicy.observe.metrics import EngineCollector
 from kpolicy.observe.stats import ModeStats, Stats
 from kpolicy.registry import GraphRegistry
-from kpolicy_vllm.state import LOGGER, State
+from kpolicy_vllm.state import LOGGER, PROCESS, State
 
 __all__ = ["Collector", "Publisher", "announce", "folder", "published"]
 
@@ -116,14 +116,16 @@ class Collector:
     def collect(self) -> Iterator[Any]:
         """Every metric, read now."""
         workers = dict(self._workers())
-        if not workers:
+        if workers:
+            yield from EngineCollector(workers).collect()
+        if not workers and not PROCESS.counts:
             return
-        yield from EngineCollector(workers).collect()
         events = self._families.CounterMetricFamily(
             "kpolicy_vllm_events", "What kept kpolicy from deciding, and other warnings.", labels=["policy", "event"]
         )
-        for label, worker in workers.items():
-            for name, count in worker.events.items():
+        told = {label: worker.events for label, worker in workers.items()} | {"": PROCESS.counts}
+        for label, counts in told.items():
+            for name, count in counts.items():
                 events.add_metric([label, name], count)
         yield events
 
@@ -154,14 +156,18 @@ _COLLECTOR: list[Collector] = []
 
 
 def announce(instance: str) -> None:
-    """Put the metrics of a vLLM on this process's page: once where it is configured. Needs prometheus-client."""
+    """Put the metrics of a vLLM on this process's page: once where it is configured. Needs prometheus-client.
+
+    Without a name there is no engine of ours to tell of, and only what went wrong in this process is told.
+    """
     try:
         if not _COLLECTOR:
             from prometheus_client import REGISTRY
 
             _COLLECTOR.append(Collector())
             REGISTRY.register(_COLLECTOR[0])
-        _COLLECTOR[0].states.setdefault(instance, None)
+        if instance:
+            _COLLECTOR[0].states.setdefault(instance, None)
     except ImportError:
         LOGGER.info("kpolicy: prometheus-client isn't installed, so there are no counters on the metrics page")
 

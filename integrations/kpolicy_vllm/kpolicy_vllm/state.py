@@ -26,7 +26,7 @@ from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchShape
 from kpolicy_vllm.config import Config
 
-__all__ = ["LOGGER", "Counters", "State", "forget", "settings_of", "state_of"]
+__all__ = ["LOGGER", "PROCESS", "Counters", "State", "forget", "settings_of", "state_of"]
 
 LOGGER = logging.getLogger("vllm.kpolicy")
 """Below vLLM's own logger, so that its handlers and levels hold."""
@@ -51,6 +51,10 @@ class Counters:
         if name not in self._warned:
             self._warned.add(name)
             LOGGER.warning("kpolicy: %s", message)
+
+
+PROCESS = Counters()
+"""What happened in this process before, or without, a state."""
 
 
 def settings_of(vllm_config: Any) -> Settings:
@@ -235,5 +239,5 @@ def _made(vllm_config: Any) -> State | None:
         ranks = vllm_config.parallel_config.data_parallel_size
         return State(config, settings_of(vllm_config), num_dp_ranks=ranks)
     except KPolicyError as error:
-        LOGGER.warning("kpolicy is off, and vLLM's own rule decides: %s", error)
+        PROCESS.warn_once("bad_setting", f"it is off, and vLLM's own rule decides: {error}")
         return None

@@ -82,9 +82,10 @@ def test_nothing_left():
 
 
 def plan_of(path, **settings):
-    sizes = CaptureSizes((1, 2), (), (16,))
-    policy = get_policy("auto")
     made = Settings(**settings)
+    q = made.query_len
+    sizes = CaptureSizes((q, 2 * q), (), (16,))
+    policy = get_policy("auto")
     keys = policy.plan(sizes, Claims.at_level("mixed"), made)
     write_plan(path, LadderPlan(sizes=sizes, keys=keys, settings=made, attention=Claims.at_level("mixed")))
 

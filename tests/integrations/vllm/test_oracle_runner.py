@@ -1,6 +1,7 @@
 """vLLM's own first runner and start-up code, out of the wheels, with the plugin loaded into them."""
 
 import logging
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,10 @@ from kpolicy.costs import analytic_costs
 from kpolicy.modes import Part
 from kpolicy.schemas import read_decision_log
 from kpolicy_vllm import plugin
-from kpolicy_vllm.state import state_of
+from kpolicy_vllm.state import PROCESS, state_of
 from kpolicy_vllm.versions import signatures
 from tests.integrations.vllm.real_runner import ask_v1, initialise_v1, runner_v1, sized, vllm_config, vllm_of
+from tests.integrations.vllm.test_ladder import plan_of
 from tests.integrations.vllm.test_oracle_dispatch import random_costs
 from tests.oracle.loader import VARIABLE, oracle_folder
 
@@ -25,6 +27,13 @@ pytestmark = [
         reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings(monkeypatch):
+    """Warnings are given once in a process, and each test is one."""
+    monkeypatch.setattr(PROCESS, "counts", Counter())
+    monkeypatch.setattr(PROCESS, "_warned", set())
 
 
 @pytest.fixture(params=VERSIONS)
@@ -214,8 +223,8 @@ def test_unknown_version(caplog):
         plugin.register()
         assert modules.module("config.vllm").VllmConfig._set_cudagraph_sizes is before
     assert [record.getMessage() for record in caplog.records] == [
-        "kpolicy is off, and vLLM runs as if it weren't installed: this is vLLM 0.34.0, and kpolicy-vllm knows 0.23.0 "
-        "and 0.33.0. Install one of them, or a kpolicy-vllm made for this one."
+        "kpolicy: it is off, and vLLM runs as if it weren't installed: this is vLLM 0.34.0, and kpolicy-vllm knows "
+        "0.23.0 and 0.33.0. Install one of them, or a kpolicy-vllm made for this one."
     ]
 
 
@@ -256,7 +265,20 @@ def test_bad_setting(vllm, setting, caplog):
         attached(vllm, config, runner)
     assert config.compilation_config.cudagraph_capture_sizes == STOCK_SIZES
     assert state_of(config) is None
-    assert caplog.records
+    assert type(runner.cudagraph_dispatcher).__name__ == "CudagraphDispatcher"
+    assert len(caplog.records) == 1
+    assert PROCESS.counts["bad_setting"] == 1
+
+
+def test_plan_of_another_deployment(vllm, tmp_path, caplog):
+    """A plan for other speculation leaves all to vLLM, with one warning that says what differs."""
+    path = tmp_path / "plan.json"
+    plan_of(path, num_speculative_tokens=2)
+    with caplog.at_level(logging.WARNING):
+        runner = served(vllm, kpolicy={"plan": str(path)})
+    assert runner.compilation_config.cudagraph_capture_sizes == STOCK_SIZES
+    assert "num_speculative_tokens is 2 there and 0 here" in caplog.text
+    assert len(caplog.records) == 1
 
 
 class Wild:
