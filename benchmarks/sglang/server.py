@@ -227,7 +227,7 @@ class Steps:
         except ImportError:
             return "mixed"
         state = state_of(self.runner)
-        if state is None or state.mixed_us is None or state.decode is None or state.decode.costs is None:
+        if state is None or state.mixed is None or state.decode is None or state.decode.costs is None:
             return "mixed"
         return Split(None, state).order(decodes, tokens, 1)
 
@@ -249,11 +249,14 @@ def about(runner: Any) -> dict[str, Any] | None:
         for name, phase in state.phases.items()
         if phase.costs is not None
     }
-    mixed = state.mixed_us
+    mixed = state.mixed
     totals = state.registry.totals().live
     return {
         "policy": {name: phase.policy for name, phase in state.phases.items()}, "us": curves,
-        "mixed_us": dict(zip(mixed.sizes, (round(us) for us in mixed.us), strict=True)) if mixed else None,
+        "mixed_us": None if mixed is None else {
+            str(rows): dict(zip(curve.sizes, (round(us) for us in curve.us), strict=True))
+            for rows, curve in ((mixed.few_rows, mixed.few), (mixed.many_rows, mixed.many))
+        },
         "registry": {"graphs": totals.graphs, "mib": round(totals.bytes / 2**20, 1), "s": round(totals.seconds, 3)},
         "said": state.messages,
     }  # fmt: skip
@@ -316,13 +319,16 @@ class Trace:
             "kpolicy": about(runner),
         }  # fmt: skip
 
-    def run(self, requests: list[list[float]], concurrent: int, limit_s: float = 60.0) -> dict[str, Any]:
+    def run(
+        self, requests: list[list[float]], concurrent: int, limit_s: float = 60.0, *, stream: bool = True
+    ) -> dict[str, Any]:
         """Serve the requests.
 
         Args:
             requests: (arrival in seconds, prompt tokens, output tokens).
             concurrent: most requests in flight; others wait outside.
             limit_s: give up after so many seconds.
+            stream: hand out every token as it comes.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -339,7 +345,7 @@ class Trace:
             waiting.append((arrival, TokenizedGenerateReqInput(
                 rid=f"r{i}", input_text="", input_ids=ids,
                 input_embeds=None, mm_inputs=None, token_type_ids=None, sampling_params=params, return_logprob=False,
-                logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=True,
+                logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=stream,
             )))  # fmt: skip
         waiting.reverse()
         times: dict[str, list[float]] = {}
@@ -369,7 +375,8 @@ class Trace:
         gc.collect()
         self._loop()
         took = time.perf_counter() - began
-        tokens = sum(len(each) for each in times.values())
+        finished = {int(rid[1:]) for rid in times}
+        tokens = sum(int(output) for i, (_, _, output) in enumerate(requests) if i in finished)
         gaps = sorted((after - before) * 1e3 for each in times.values() for before, after in itertools.pairwise(each))
         found = {"done": state["done"], "of": len(requests), "s": round(took, 3), "outputs": tokens}
         if gaps:

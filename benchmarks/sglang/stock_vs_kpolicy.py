@@ -5,8 +5,10 @@
 Both sides are processes on the same GPU that stay up and take turns; who goes first changes with each repeat. Slices:
 
 - ``qwen``, ``dsv2``: single steps of Qwen2.5-0.5B and DeepSeek-V2-Lite shapes (decode, extend, mixed; random weights);
-- ``qwen-trace``: request throughput and gaps through SGLang's scheduler, the conversation trace at 600 requests;
-- ``dsv2-trace``: the same of DeepSeek-V2-Lite with mixed chunks, at 48 requests;
+- ``qwen-trace``: request throughput and gaps through SGLang's scheduler, the conversation trace at 600 requests, every
+  token streamed; ``large`` is kpolicy with prefill sizes up to the chunk;
+- ``qwen-mixed-trace``: the same with mixed chunks; ``qwen-offline-trace``: the same, nothing streamed;
+- ``dsv2-trace``: the conversation trace on DeepSeek-V2-Lite with mixed chunks, at 48 requests;
 - ``capture``: start-up alone, with SGLang's own sizes, with its own list up to the same largest sizes, and kpolicy's;
 - ``check``: logits on a generated checkpoint against float32 (benchmarks/sglang/check.py).
 
@@ -35,7 +37,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SLICES = ("qwen", "dsv2", "check", "qwen-trace", "capture", "dsv2-trace")
+SLICES = (
+    "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-mixed-trace", "qwen-offline-trace", "dsv2-trace",
+)  # fmt: skip
+LARGE = {"KPOLICY_PIECEWISE_SIZES": "64,96,128,256,512,576,1024,1536,2048,3072,4096,6144,8192"}
+LOADS = {
+    "qwen-trace": "", "qwen-mixed-trace": ", mixed chunks", "qwen-offline-trace": ", not streamed",
+    "dsv2-trace": ", mixed chunks",
+}  # fmt: skip
 MODEL = {"qwen": "qwen05b", "dsv2": "dsv2lite"}
 NAMES = {"qwen05b": "Qwen2.5-0.5B", "dsv2lite": "DeepSeek-V2-Lite"}
 STEPS = {
@@ -58,10 +67,12 @@ _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 
 class Side:
     """One SGLang process."""
 
-    def __init__(self, name: str, kind: str, arguments: dict[str, Any], out: Path, *, kpolicy: bool) -> None:
+    def __init__(
+        self, name: str, kind: str, arguments: dict[str, Any], out: Path, *, kpolicy: bool, **more: str
+    ) -> None:
         environ = {k: v for k, v in os.environ.items() if not k.startswith("KPOLICY_")}
         if kpolicy:
-            environ["KPOLICY_SGLANG"] = "1"
+            environ |= {"KPOLICY_SGLANG": "1", **more}
         self.name = name
         self.log = (out / f"log-{name}.txt").open("ab")
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -133,11 +144,15 @@ class Run:
         with self.raw.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 
-    def sides(self, part: str, kind: str, arguments: dict[str, Any]) -> dict[str, Side]:
-        return {
+    def sides(self, part: str, kind: str, arguments: dict[str, Any], **large: str) -> dict[str, Side]:
+        sides = {
             side: Side(f"{part}-{side}", kind, self.arguments(part, arguments), self.logs, kpolicy=side == "kpolicy")
             for side in ("stock", "kpolicy")
         }
+        if large:
+            arguments = self.arguments(part, arguments)
+            sides["large"] = Side(f"{part}-large", kind, arguments, self.logs, kpolicy=True, **large)
+        return sides
 
     def arguments(self, part: str, arguments: dict[str, Any]) -> dict[str, Any]:
         model = MODEL[part.partition("-")[0]]
@@ -194,23 +209,26 @@ def requests_of(path: Path, count: int, longest: int, speed: float) -> list[tupl
 def trace(run: Run, part: str) -> None:
     """Throughput and gaps through the scheduler, the sides in turn."""
     qwen = part.startswith("qwen")
-    concurrent, count = (600, 1800) if qwen else (48, 144)
+    concurrent, count = (600, 1200) if qwen else (48, 144)
     count = run.given.requests or count
-    extra = {"max_running_requests": concurrent}
+    extra: dict[str, Any] = {"max_running_requests": concurrent}
+    if "mixed" in LOADS[part]:
+        extra["enable_mixed_chunk"] = True
     if not qwen:
-        extra |= {"enable_mixed_chunk": True, "chunked_prefill_size": 2048}
+        extra["chunked_prefill_size"] = 2048
     requests = requests_of(run.given.trace, count, 7000, 400.0)
-    sides = run.sides(part, "trace", extra)
+    sides = run.sides(part, "trace", extra, **(LARGE if part == "qwen-trace" else {}))
+    how = {"concurrent": concurrent, "stream": "streamed" not in LOADS[part]}
     try:
         run.start(part, sides)
         warm = requests[: max(8, len(requests) // 8)]
         for name in sides:
-            sides[name].ask(90, do="run", requests=warm, concurrent=concurrent)
+            sides[name].ask(90, do="run", requests=warm, **how)
         for turn in range(run.given.repeats):
             for name in list(sides) if turn % 2 else list(reversed(sides)):
                 if run.left_s < 25:
                     return
-                found = sides[name].ask(90, do="run", requests=requests, concurrent=concurrent, limit_s=60)
+                found = sides[name].ask(90, do="run", requests=requests, limit_s=60, **how)
                 run.note(kind="trace", part=part, side=name, turn=turn, concurrent=concurrent, **found)
     finally:
         for side in sides.values():
@@ -285,11 +303,16 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             more = {"order": line["order"]} if "order" in line else {}
             put(model, load, "step ms", line, line["ms"], served=line["served"], **more)
         elif line["kind"] == "trace" and "req_per_s" in line:
-            load = f"conversation trace, {line['concurrent']} requests at once"
-            put(model, load, "requests/s", line, line["req_per_s"])
-            put(model, load, "tokens/s", line, line["tok_per_s"])
-            put(model, load, "gap p99 ms", line, line["gap_p99_ms"])
-            put(model, load, "gap p50 ms", line, line["gap_p50_ms"])
+            load = f"conversation trace, {line['concurrent']} requests at once{LOADS[line['part']]}"
+            figures = [("requests/s", "req_per_s"), ("tokens/s", "tok_per_s")]
+            if line["part"] != "qwen-offline-trace":
+                figures += [("gap p99 ms", "gap_p99_ms"), ("gap p50 ms", "gap_p50_ms")]
+            for figure, name in figures:
+                large = f"{load}, prefill sizes to 8,192"
+                if line["side"] != "large":
+                    put(model, load, figure, line, line[name])
+                if line["side"] in ("large", "stock") and line["part"] == "qwen-trace":
+                    put(model, large, figure, {**line, "side": line["side"].replace("large", "kpolicy")}, line[name])
         elif line["kind"] == "start" and line["part"] == "capture" and "prefill_s" in line:
             against = ("stock", "wide") if line["side"] == "kpolicy" else (line["side"],)
             for name in against:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from kpolicy.costs import CostTable, Curve
-from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase, table_of
 from kpolicy_sglang.state import State
 
 __all__ = ["EAGER_DECODES", "EAGER_TOKENS", "MIXED_TOKENS", "cost_tables", "measure"]
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 EAGER_TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
 EAGER_DECODES = (1, 32, 256)
 MIXED_TOKENS = (64, 512, 2048)
-MIXED_DECODES, MIXED_KV = 32, 64
+FEW_DECODES, MANY_DECODES, MIXED_KV = 2, 32, 64
 ROUNDS, WARM = 5, 2
 
 
@@ -56,7 +56,7 @@ def cost_tables(model_runner: Any, state: State) -> Mapping[str, CostTable]:
         return {}
     tables = measure(model_runner, state)
     if model_runner.server_args.tp_size > 1:
-        tables, state.mixed_us = _group(model_runner).broadcast_object((tables, state.mixed_us), src=0)
+        tables, state.mixed = _group(model_runner).broadcast_object((tables, state.mixed), src=0)
     return tables
 
 
@@ -90,9 +90,12 @@ def measure(model_runner: Any, state: State) -> dict[str, CostTable]:
         usual = EAGER_DECODES if phase.name == DECODE else EAGER_TOKENS
         # SGLang's dummies are made in the buffers of its graphs: none may be larger.
         add(phase, "eager", sorted({*(s for s in usual if s < phase.largest), phase.largest}), make, False)
-        if phase.name == PREFILL and state.config.split and most > MIXED_DECODES:
-            sizes = sorted({min(size + MIXED_DECODES, phase.largest) for size in MIXED_TOKENS})
-            add(phase, "mixed", [size for size in sizes if size > MIXED_DECODES], bench.mixed, None)
+        if phase.name == PREFILL and state.config.split and most > MANY_DECODES:
+            rows = min(MANY_DECODES, model_runner.req_to_token_pool.size - 1)
+            for name, decodes in (("few", min(FEW_DECODES, rows)), ("many", rows)):
+                sizes = sorted({min(size + decodes, phase.largest) for size in MIXED_TOKENS})
+                make_mixed = partial(bench.mixed, decodes=decodes)
+                add(phase, name, [size for size in sizes if size > decodes], make_mixed, None)
     bench.run()
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     tables = {}
@@ -101,10 +104,15 @@ def measure(model_runner: Any, state: State) -> dict[str, CostTable]:
         if graph and eager:
             version = f"measured {at} in SGLang {state.version}, {phase.name}"
             tables[phase.name] = table_of(version, graph, eager)
-    mixed = bench.us(cases.get((PREFILL, "mixed"), {}))
-    if mixed:
-        state.mixed_us = Curve(tuple(sorted(mixed)), tuple(mixed[size] for size in sorted(mixed)))
+    few, many = (_curve(bench.us(cases.get((PREFILL, name), {}))) for name in ("few", "many"))
+    rows = min(MANY_DECODES, model_runner.req_to_token_pool.size - 1)
+    if few and many and rows > FEW_DECODES:
+        state.mixed = MixedCost(few, many, FEW_DECODES, rows)
     return tables
+
+
+def _curve(us: Mapping[int, float]) -> Curve | None:
+    return Curve(tuple(sorted(us)), tuple(us[size] for size in sorted(us))) if us else None
 
 
 class _Bench:
@@ -166,10 +174,9 @@ class _Bench:
         """SGLang's own dummy of one prompt."""
         return self._prefill.capture_prepare(num_tokens)[0]
 
-    def mixed(self, num_tokens: int) -> Any:
+    def mixed(self, num_tokens: int, *, decodes: int) -> Any:
         """A dummy of one prompt and some decode rows, as SGLang mixes them."""
         torch, batch = self._torch, self.prefill(num_tokens)
-        decodes = min(MIXED_DECODES, self._runner.req_to_token_pool.size - 1)
         new = [num_tokens - decodes] + [1] * decodes
         prefix = [0] + [MIXED_KV] * decodes
         kv = [a + b for a, b in zip(new, prefix, strict=True)]

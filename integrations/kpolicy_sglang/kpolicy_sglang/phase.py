@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
+
 from kpolicy.attention.support import Claims
 from kpolicy.costs import CostTable, Curve, HostCost, analytic_costs
 from kpolicy.decision import Decision
@@ -24,7 +26,7 @@ from kpolicy.reasons import Reason
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchNumbers
 
-__all__ = ["DECODE", "PREFILL", "Phase", "table_of"]
+__all__ = ["DECODE", "PREFILL", "MixedCost", "Phase", "table_of"]
 
 DECODE, PREFILL = "decode", "prefill"
 RULE = "sglang"
@@ -156,6 +158,25 @@ class Phase:
         self.refused[reason, size] += 1
         if self.log is not None:
             self.log(self, batch, size, reason)
+
+
+@attrs.frozen
+class MixedCost:
+    """Microseconds of mixed batches as SGLang itself runs them, by all tokens: with a few decode rows, and with many.
+
+    What a decode row takes in a mixed batch grows with the prompt beside it in some attention kernels, and is nothing
+    in others; a line through the two says which.
+    """
+
+    few: Curve
+    many: Curve
+    few_rows: int
+    many_rows: int
+
+    def us(self, tokens: int, decodes: int) -> float:
+        """Microseconds of a mixed batch of so many tokens, the decode rows among them."""
+        few, many = self.few.at(tokens), self.many.at(tokens)
+        return max(few + max(many - few, 0.0) * (decodes - self.few_rows) / (self.many_rows - self.few_rows), 0.0)
 
 
 def table_of(version: str, graph_us: dict[int, float], eager_us: dict[int, float]) -> CostTable:

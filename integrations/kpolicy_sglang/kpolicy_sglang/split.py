@@ -29,7 +29,7 @@ def split_of(scheduler: Any) -> Split | None:
 
 
 def _wanted(scheduler: Any, state: State) -> bool:
-    both = state.decode is not None and state.decode.costs is not None and state.mixed_us is not None
+    both = state.decode is not None and state.decode.costs is not None and state.mixed is not None
     return bool(state.config.split and scheduler.is_mixed_chunk and both and not state.coupled)
 
 
@@ -109,12 +109,12 @@ class Split:
             prefix: whether a prompt has cached tokens before it.
         """
         state = self._state
-        assert state.mixed_us is not None  # noqa: S101
+        assert state.mixed is not None  # noqa: S101
         assert state.decode is not None  # noqa: S101
         prefill = state.prefill
-        mixed_us = state.mixed_us.at(tokens + decodes)
+        mixed_us = state.mixed.us(tokens + decodes, decodes)
         eager = prefill is None or (prefix and state.prefix_is_eager)
-        extend_us = state.mixed_us.at(tokens) if eager or prefill is None else prefill.us(tokens)
+        extend_us = state.mixed.few.at(tokens) if eager or prefill is None else prefill.us(tokens)
         decode_us = state.decode.us(decodes)
         if mixed_us <= extend_us + decode_us:
             return "mixed"

@@ -7,13 +7,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from kpolicy.costs import Curve
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Objective
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.counters import summary
 from kpolicy_sglang.metrics import Metrics
-from kpolicy_sglang.phase import DECODE, PREFILL, Phase
+from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase
 
 __all__ = ["State", "state_of"]
 
@@ -37,8 +36,7 @@ class State:
         self.version = version
         self.registry = GraphRegistry()
         self.phases: dict[str, Phase] = {}
-        self.mixed_us: Curve | None = None
-        """Microseconds of a mixed batch by tokens, as SGLang itself would run it."""
+        self.mixed: MixedCost | None = None
         self.coupled = False
         """Whether ranks take each step together, so that none may decide by itself."""
         self.prefix_is_eager = False

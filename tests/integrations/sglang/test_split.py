@@ -8,7 +8,7 @@ from kpolicy.costs import Curve
 from kpolicy.settings import Objective
 from kpolicy_sglang import hooks
 from kpolicy_sglang.config import Config
-from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase, table_of
 from kpolicy_sglang.split import Split, split_of
 from kpolicy_sglang.state import State, attach
 from tests.integrations.sglang.fake_sglang import pretended
@@ -21,7 +21,8 @@ def state_of(*, mixed_us, decode_us=10_600, extend_us=11_400, eager_us=41_000):
     decode.install("auto", table_of("d", {32: decode_us, 64: decode_us}, {32: 45_000}), Objective())
     prefill.install("auto", table_of("p", {64: extend_us, 512: extend_us, 2048: eager_us}, {64: eager_us}), Objective())
     state.phases = {DECODE: decode, PREFILL: prefill}
-    state.mixed_us = Curve((96, 544), (mixed_us, mixed_us))
+    curve = Curve((96, 544), (mixed_us, mixed_us))
+    state.mixed = MixedCost(curve, curve, 2, 32)
     return state
 
 
@@ -114,7 +115,7 @@ def test_left_to_sglang(case):
     if case == "coupled":
         state.coupled = True
     if case == "no costs":
-        state.mixed_us = None
+        state.mixed = None
     mixed = case != "not mixed"
     scheduler = scheduler_of(None if case == "no kpolicy" else state, waiting=2, mixed=mixed)
     assert run(scheduler, 2) == ["mixed" if mixed else "extend"] * 2
@@ -148,3 +149,15 @@ def test_prompts_are_counted_up_to_the_chunk():
     assert split.prompts() == (2048, 32, False)
     scheduler.chunked_req = SimpleNamespace(origin_input_ids=[0] * 3000, prefix_indices=[0] * 2048)
     assert split.prompts() == (952 + 18 * 64 - 56, 19, True)
+
+
+def test_decode_rows_of_a_mixed_batch_by_what_they_take():
+    """Rows that cost more beside a long prompt are split off when there are many; rows that cost nothing stay."""
+    state = state_of(mixed_us=1)
+    split = Split(None, state)
+    few = Curve((64, 2048), (11_400, 41_000))
+    state.mixed = MixedCost(few, Curve((64, 2048), (11_500, 56_000)), 2, 32)
+    assert [split.order(decodes, 2000, 1) != "mixed" for decodes in (2, 8, 32, 600)] == [False, False, True, True]
+    state.mixed = MixedCost(few, few, 2, 32)
+    assert split.order(600, 64, 1) == "mixed"
+    assert state.mixed.us(64, 1) == 11_400
