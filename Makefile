@@ -55,7 +55,8 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/test.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,models]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,models]' \
+	    --editable integrations/kpolicy_vllm
 	touch $@ $(VENV)/run.stamp
 
 clean:
