@@ -6,6 +6,7 @@
 - ``flash``: as ``triton``, with torch's own FlashAttention for prompt rows where the host knows their lengths
   (PIECEWISE and EAGER), over keys gathered to contiguous slots. A FULL graph of a mixed batch has the Triton kernel for
   them.
+- ``flashinfer``: as ``flash``, with FlashInfer's kernels over the pages as they are, where it is installed.
 - ``ascend``, ``kunlun``: the vendors' own operators.
 
 A mixed batch gets a kernel for decode rows and one for prompt rows in every mode, whichever is chosen.
@@ -193,14 +194,27 @@ class TritonKernels:
             options |= {"decode_len": uniform, "prefills": False}
         elif layout is not None:
             decodes, prompts = _kinds(step, layout.query_lens)
-            if prompts and self._flash and _flash_takes(query, spec):
-                return self._mixed_flash(step, spec, query, rows, *caches)
+            if prompts and self._takes_prompts(query, spec):
+                return self._mixed(step, spec, query, rows, *caches)
             options |= {"decodes": decodes, "prefills": prompts}
         else:
             options["few"] = True
         return self._paged.paged_attention(query, caches[0], caches[1], rows, spec.scale, **options)
 
-    def _mixed_flash(
+    def _takes_prompts(self, query: torch.Tensor, spec: LayerSpec) -> bool:
+        """Whether prompt rows of a layer have kernels of their own where the host knows lengths."""
+        return self._flash and _flash_takes(query, spec)
+
+    def _prompt_rows(
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, at: _Prompts,
+        *caches: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """[num_tokens, num_heads, value_dim] of the prompt rows alone, by those kernels."""
+        del step, rows
+        key, value = (cache.index_select(0, at.slots) for cache in caches)
+        return _flash(query, key, value, at, spec)
+
+    def _mixed(
         self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, *caches: torch.Tensor
     ) -> torch.Tensor:
         at = _prompts(step, rows)
@@ -214,8 +228,7 @@ class TritonKernels:
                 query[:decodes], caches[0], caches[1], front, spec.scale, window=spec.window, softcap=spec.softcap,
                 prefills=False,
             )  # fmt: skip
-        key, value = (cache.index_select(0, at.slots) for cache in caches)
-        out[decodes:end] = _flash(query[decodes:end], key, value, at, spec)
+        out[decodes:end] = self._prompt_rows(step, spec, query[decodes:end], rows, at, *caches)
         return out
 
     def write_latents(
@@ -407,7 +420,8 @@ def kernels_here(device: torch.device) -> dict[str, str]:
     kunlun = "" if device.type == "cuda" and "torch_xmlir" in sys.modules else "it runs on Kunlun cards"
     if not kunlun and find_spec("kunlun_ops") is None:
         kunlun = "kunlun_ops isn't installed; it comes from the vendor"
-    return {"ascend": npu, "kunlun": kunlun, "triton": why, "flash": why, "plain": ""}
+    missing = why or ("" if find_spec("flashinfer") else "flashinfer isn't installed: pip install flashinfer-python")
+    return {"ascend": npu, "kunlun": kunlun, "triton": why, "flash": why, "flashinfer": missing, "plain": ""}
 
 
 def cuda_here() -> bool:
@@ -428,7 +442,7 @@ def kernels_chosen() -> dict[str, tuple[str, dict[str, str]]]:
     return found
 
 
-KERNELS = ("auto", "ascend", "kunlun", "triton", "flash", "plain")
+KERNELS = ("auto", "ascend", "kunlun", "triton", "flash", "flashinfer", "plain")
 
 
 def choose_kernels(device: torch.device, name: str = "auto") -> Kernels:
@@ -455,4 +469,9 @@ def choose_kernels(device: torch.device, name: str = "auto") -> Kernels:
         from kpolicy.serving.kunlun import KunlunKernels
 
         return KunlunKernels(device)
+    if name == "flashinfer":
+        # Imported here: flashinfer compiles kernels and isn't there for every device.
+        from kpolicy.serving.flashinfer import FlashInferKernels
+
+        return FlashInferKernels(device)
     return PlainKernels(device) if name == "plain" else TritonKernels(device, flash=name == "flash")

@@ -52,8 +52,8 @@ def load(
         max_model_len: tokens of the longest request; where None, as many as the model has positions and the KV holds.
         max_num_reqs: requests in a step, at most.
         seed: of random weights.
-        kernels: what attention runs on: ``"triton"``, ``"flash"``, ``"plain"``, or ``"auto"`` for the best that the
-            device has; see `kpolicy.serving.kernels`.
+        kernels: what attention runs on: ``"triton"``, ``"flash"``, ``"flashinfer"``, ``"plain"``, or ``"auto"`` for
+            the best that the device has; see `kpolicy.serving.kernels`.
 
     Raises:
         CheckpointError: the folder lacks files, or its weights are another model's.

@@ -11,7 +11,7 @@ import torch
 from kpolicy.executors.step_model import RowLayout, StepContext, StepTensors
 from kpolicy.serving import attention, mla
 from kpolicy.serving.crossover import ABSORBED_LENS, Crossover
-from kpolicy.serving.kernels import PlainKernels, TritonKernels
+from kpolicy.serving.kernels import PlainKernels, TritonKernels, choose_kernels, kernels_here
 from kpolicy.serving.kv_cache import LatentLayer, LayerSpec
 from kpolicy.serving.rows import RowTensors
 
@@ -98,7 +98,10 @@ def test_paged(
     spec = LayerSpec(heads, kv_heads, dim, dim, dim**-0.5, window, softcap)
     right = on_cpu(attention.paged_attention, query, *caches, rows, spec.scale, window, softcap)
     real = layout.num_tokens
-    for kernels in (TritonKernels(GPU), TritonKernels(GPU, flash=True), PlainKernels(GPU)):
+    chosen = [TritonKernels(GPU), TritonKernels(GPU, flash=True), PlainKernels(GPU)]
+    if not kernels_here(GPU)["flashinfer"]:
+        chosen.append(choose_kernels(GPU, "flashinfer"))
+    for kernels in chosen:
         for known in ((None, uniform), (layout, uniform), (layout, None), (None, None)):
             close(kernels.attend(step_of(rows, *known), spec, query, rows, *caches), right, real)
 
