@@ -327,7 +327,9 @@ def shim_statistics(engine: Engine) -> dict[str, Any]:
         from kpolicy_vllm.state import state_of
 
         state = state_of(engine.engine.vllm_config)
+        state.dispatcher.chooser.count_hits()
         found["counters"] = dict(state.counters.counts)
+        found["steps"] = [[*label, *sums] for label, sums in state.dispatcher.chooser.tallies().items()]
         found["costs"] = repr(state.costs)
         found["graphs"] = [
             (str(record.key), record.bytes, round(record.seconds, 4), record.hits)
