@@ -176,3 +176,34 @@ def test_a_failing_update_costs_speed_and_leaves_no_graph_waiting() -> None:
     again = engine.executor.run(EAGER, inputs)  # type: ignore[union-attr]
     assert torch.allclose(outputs.outputs[0], again.outputs[0], rtol=1e-4, atol=1e-5)
     library.npu.synchronize()
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_drafts_need_no_sizes_by_hand(family: str) -> None:
+    """With three drafts a row the sizes of verifying steps are multiples of four, and replay."""
+    from kpolicy.engine import Engine
+    from kpolicy.settings import Settings
+
+    model, library = on_ascend(load_family(family))
+    settings = Settings(max_num_reqs=4, max_num_tokens=32, num_speculative_tokens=3)
+    executor = AscendExecutor(model, library=library)
+    engine = Engine(
+        "full_and_piecewise", executor=executor, attention=model.support, settings=settings, calibrate=0
+    )  # fmt: skip
+    engine.capture()
+    sizes = [key.num_tokens for key in engine.registry.captured() if key.query_len == 4]
+    assert sizes
+    assert all(size % 4 == 0 for size in sizes)
+    sequences = Sequences(4, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, vocab=128)
+    rows = [sequences.chunk(sequences.start(), 7 + i) for i in range(3)]
+    engine.step(sequences.inputs(rows))
+    sequences.advance(rows)
+    reference = AscendExecutor(on_ascend(model, library)[0], library=library)
+    for _ in range(4):
+        rows = [sequences.decode(row.sequence, 4) for row in rows]
+        inputs = sequences.inputs(rows)
+        outputs = engine.step(inputs)
+        assert outputs.decision.mode is Mode.FULL
+        wanted = reference.run(EAGER, inputs).outputs
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(outputs.outputs, wanted, strict=True))
+        sequences.advance(rows, accepted=2)
