@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -12,7 +13,7 @@ import attrs
 from kpolicy import __version__
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import KPolicyError
-from kpolicy.modes import Mode, Rows
+from kpolicy.modes import Mode, Part, Rows
 from kpolicy.reasons import Reason
 from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader
 from kpolicy.settings import Settings
@@ -47,6 +48,16 @@ def shape_of(phase: Phase, batch: Any) -> BatchShape:
     )  # fmt: skip
 
 
+def _sizes(phases: Mapping[str, Phase]) -> dict[str, list[int]]:
+    """The captured sizes in tokens by kind of graph, as `kpolicy simulate --decisions` reads them."""
+    found = {}
+    for name, phase in phases.items():
+        whole = phase.keys[0].part is Part.FULL
+        kind = "decode" if name == DECODE else "mixed" if whole else "piecewise"
+        found[kind] = [key.num_tokens for key in phase.keys]
+    return found
+
+
 class DecisionLog:
     """The log of one scheduler process; the first rank writes it.
 
@@ -56,15 +67,18 @@ class DecisionLog:
         model: the model's path.
         policy: the policy that decides.
         settings: the deployment's limits.
+        phases: what was captured, by phase.
 
     Raises:
         ConfigError: the file can't be written.
     """
 
-    def __init__(self, path: str, *, version: str, model: str, policy: str, settings: Settings) -> None:
+    def __init__(
+        self, path: str, *, version: str, model: str, policy: str, settings: Settings, phases: Mapping[str, Phase]
+    ) -> None:
         header = LogHeader(
             policy=policy, model=model, versions={"kpolicy": __version__, "sglang": version}, settings=settings,
-            started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"), extra={"sizes": _sizes(phases)},
         )  # fmt: skip
         self._writer: DecisionLogWriter | None = DecisionLogWriter(path, header)
         atexit.register(self.close)

@@ -180,12 +180,9 @@ def _observe(model_runner: Any, state: State) -> None:
         )
         try:
             log = DecisionLog(
-                config.decision_log,
-                version=state.version,
-                model=str(args.model_path),
-                policy=config.policy,
-                settings=settings,
-            )
+                config.decision_log, version=state.version, model=str(args.model_path), policy=config.policy,
+                settings=settings, phases=state.phases,
+            )  # fmt: skip
         except KPolicyError as error:
             fail(f"no decision log: {error}")
             return

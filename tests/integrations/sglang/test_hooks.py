@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from kpolicy.schemas import read_decision_log
+from kpolicy.simulate.recorded import replay
 from kpolicy_sglang import hooks
 from kpolicy_sglang.calibrate import cost_tables
 from kpolicy_sglang.config import Config
@@ -241,6 +242,8 @@ def test_decision_log_has_every_step(tmp_path):
     log = read_decision_log(path)
     assert not log.cut_short
     assert log.header.policy == "auto"
+    assert log.header.extra == {"sizes": {"decode": [1, 8], "piecewise": [64, 128]}}
+    assert len(replay(log, ["auto", "sglang"])) == 3
     first, second, third = log.entries
     assert (first.shape.numbers.num_decodes, first.shape.numbers.decode_kv_tokens) == (5, 500)
     assert first.decision["launches"][0] | {"rows": 0} == {

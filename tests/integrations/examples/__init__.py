@@ -1,0 +1,1 @@
+"""The adapters for small engines."""

@@ -1,0 +1,178 @@
+"""The adapters of mini-sglang and nano-vllm over pretended engines with the classes that those publish."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from kpolicy import CostTable
+from kpolicy.costs import Curve, HostCost
+from kpolicy.schemas import Profile, write_profile
+
+EXAMPLES = Path(__file__).parents[3] / "integrations" / "examples"
+
+
+class GraphRunner:
+    """mini-sglang's runner: it pads to the next size and replays, decodes alone."""
+
+    def __init__(self, *, cuda_graph_bs, dummy_req, **_rest):
+        self.graph_bs_list = sorted(cuda_graph_bs)
+        self.max_graph_bs = max(cuda_graph_bs, default=0)
+        self.dummy_req, self.replayed = dummy_req, []
+
+    def can_use_cuda_graph(self, batch):
+        return batch.is_decode and batch.size <= self.max_graph_bs
+
+    def pad_batch(self, batch):
+        fits = self.can_use_cuda_graph(batch)
+        padded = next(size for size in self.graph_bs_list if size >= batch.size) if fits else batch.size
+        batch.padded_reqs = [*batch.reqs, *[self.dummy_req] * (padded - batch.size)]
+
+    def replay(self, batch):
+        self.replayed.append(len(batch.padded_reqs))
+        return "logits"
+
+
+class ModelRunner:
+    """nano-vllm's runner: sizes to the last multiple of 16, and a search that finds none above them."""
+
+    def __init__(self, max_num_seqs):
+        self.config, self.enforce_eager, self.ran = SimpleNamespace(max_num_seqs=max_num_seqs), False, []
+        self.capture_cudagraph()
+
+    def capture_cudagraph(self):
+        self.graph_bs = [1, 2, 4, 8, *range(16, self.config.max_num_seqs + 1, 16)]
+
+    def run_model(self, input_ids, _positions, is_prefill):
+        if is_prefill or self.enforce_eager:
+            self.ran.append("eager")
+        else:
+            self.ran.append(next(size for size in self.graph_bs if size >= input_ids.size(0)))
+        return "logits"
+
+
+@pytest.fixture
+def adapter(monkeypatch):
+    """Loads an adapter over the pretended engines."""
+    torch = ModuleType("torch")
+    torch.cuda = SimpleNamespace(mem_get_info=lambda *_: (1 << 30, 1 << 31))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    for name, holds in (
+        ("minisgl", {}), ("minisgl.engine", {}), ("minisgl.engine.engine", {"GraphRunner": GraphRunner}),
+        ("minisgl.engine.graph", {"GraphRunner": GraphRunner}), ("nanovllm", {}), ("nanovllm.engine", {}),
+        ("nanovllm.engine.llm_engine", {"ModelRunner": ModelRunner}),
+        ("nanovllm.engine.model_runner", {"ModelRunner": ModelRunner}),
+    ):  # fmt: skip
+        module = ModuleType(name)
+        module.__dict__.update(holds)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, module)
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.install()
+        return module
+
+    return load
+
+
+def profile_of(tmp_path, *, graph_us, eager_us):
+    """A profile in which every graph takes one time, and every eager step another."""
+    free = HostCost(0.0)
+    costs = CostTable(
+        version="test", measured=True, full=Curve((1, 64), (graph_us, graph_us * 2)), piecewise=Curve((1,), (9e9,)),
+        eager=Curve((1,), (eager_us,)), host_full=free, host_piecewise=free, host_eager=free,
+    )  # fmt: skip
+    write_profile(tmp_path / "profile.json", Profile(costs=costs, device="test", model="test"))
+    return str(tmp_path / "profile.json")
+
+
+def batch_of(size, *, decode=True):
+    return SimpleNamespace(is_decode=decode, size=size, reqs=[1] * size)
+
+
+def test_each_fits_a_screen_or_two():
+    """The adapters are under a hundred lines."""
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) < 100, path
+
+
+def mini(adapter, **given):
+    module = adapter("mini_sglang")
+    asked = {"cuda_graph_bs": None, "cuda_graph_max_bs": None, **given}
+    runner = sys.modules["minisgl.engine.engine"].GraphRunner
+    assert runner is module.KPolicyGraphRunner
+    return runner(dummy_req=SimpleNamespace(table_idx=100), device=0, stream=0, **asked)
+
+
+def test_mini_sglang_pads_and_replays(adapter, monkeypatch):
+    """Sizes go up to the requests that may run; a decode batch replays the next one and is counted."""
+    monkeypatch.delenv("KPOLICY_PROFILE", raising=False)
+    runner = mini(adapter)
+    assert runner.graph_bs_list == [1, 2, 4, 8, 16, 32, 64, 100]
+    for size in (3, 70, 70):
+        batch = batch_of(size)
+        runner.pad_batch(batch)
+        assert runner.can_use_cuda_graph(batch)
+        assert runner.replay(batch) == "logits"
+    assert runner.replayed == [4, 100, 100]
+    hits = {record.key.num_tokens: record.hits for record in runner.kpolicy.registry.records() if record.hits}
+    assert hits == {4: 1, 100: 2}
+    assert runner.kpolicy.stats.total.padding == 61
+
+
+def test_mini_sglang_runs_eagerly_what_costs_less(adapter, monkeypatch, tmp_path):
+    """Where a graph costs more than an eager step the batch isn't padded and doesn't replay."""
+    monkeypatch.setenv("KPOLICY_PROFILE", profile_of(tmp_path, graph_us=900, eager_us=500))
+    runner, batch = mini(adapter), batch_of(3)
+    runner.pad_batch(batch)
+    assert len(batch.padded_reqs) == 3
+    assert not runner.can_use_cuda_graph(batch)
+    assert runner.kpolicy.stats.by_reason["eager_is_cheaper"].steps == 1
+
+
+def test_mini_sglang_keeps_given_sizes_and_prefill(adapter):
+    """Sizes of the user stay; prefill and batches above every size are eager."""
+    runner = mini(adapter, cuda_graph_bs=[8, 2])
+    assert runner.graph_bs_list == [2, 8]
+    assert not runner.can_use_cuda_graph(batch_of(9))
+    assert not runner.can_use_cuda_graph(batch_of(2, decode=False))
+
+
+def test_mini_sglang_without_graphs(adapter):
+    """With expert parallelism mini-sglang captures nothing, and nothing is decided."""
+    runner, batch = mini(adapter, cuda_graph_max_bs=0), batch_of(2)
+    runner.pad_batch(batch)
+    assert not runner.can_use_cuda_graph(batch)
+    assert len(batch.padded_reqs) == 2
+
+
+def test_nano_vllm_has_no_gap_above_its_last_size(adapter, monkeypatch):
+    """With 100 requests its sizes end at 96: 97 runs eagerly, with that reason, where it used to end in an error."""
+    monkeypatch.delenv("KPOLICY_PROFILE", raising=False)
+    adapter("nano_vllm")
+    runner = sys.modules["nanovllm.engine.llm_engine"].ModelRunner(100)
+    ids = SimpleNamespace(size=lambda _: 97)
+    with pytest.raises(StopIteration):
+        ModelRunner(100).run_model(ids, None, is_prefill=False)
+    assert runner.run_model(ids, None, is_prefill=False) == "logits"
+    runner.run_model(SimpleNamespace(size=lambda _: 9), None, is_prefill=False)
+    runner.run_model(SimpleNamespace(size=lambda _: 500), None, is_prefill=True)
+    assert runner.ran == ["eager", 16, "eager"]
+    assert runner.enforce_eager is False
+    assert runner.kpolicy.stats.by_reason["above_largest_size"].steps == 1
+
+
+def test_nano_vllm_by_measured_costs(adapter, monkeypatch, tmp_path):
+    """A profile decides for it too."""
+    monkeypatch.setenv("KPOLICY_PROFILE", profile_of(tmp_path, graph_us=900, eager_us=500))
+    adapter("nano_vllm")
+    runner = sys.modules["nanovllm.engine.llm_engine"].ModelRunner(32)
+    runner.run_model(SimpleNamespace(size=lambda _: 4), None, is_prefill=False)
+    assert runner.ran == ["eager"]
