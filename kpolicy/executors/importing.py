@@ -2,6 +2,9 @@
 
 ``import torch`` loads every installed entry point of ``torch.backends`` and fails if one of them does: torch_npu
 without CANN breaks torch for the CPU and for CUDA too. Here the same entry points are loaded after torch, one by one.
+
+transformers imports torch_npu wherever it is installed, and fails with it. So a backend that doesn't load counts as not
+installed for the rest of the process; who asks for its device is told why.
 """
 
 from __future__ import annotations
@@ -9,55 +12,77 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 
 from kpolicy.errors import ConfigError
 
-__all__ = ["import_torch"]
+__all__ = ["import_torch", "why_broken"]
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_LOADED_ANYWAY = ("torch_npu",)
+"""Backends that transformers imports, whatever torch does"""
+_broken: dict[str, str] = {}
+
+
+def why_broken(module: str) -> str:
+    """Why a backend's module doesn't import, as `import_torch` found out; "" where it does or wasn't tried."""
+    return _broken.get(module, "")
 
 
 def import_torch() -> dict[str, str]:
     """Import torch, if it isn't yet, and the vendors' backends that load.
 
     Returns:
-        The backends that don't load, by name, and why. A warning says so too.
+        The backends that don't load, by module, and why. A warning says so too, the first time.
 
     Raises:
         ModuleNotFoundError: torch isn't installed.
         ConfigError: it is, and doesn't import.
     """
-    if sys.modules.get("torch") is not None:
-        return {}
-    before = os.environ.get(AUTOLOAD)
-    wanted = before in (None, "1") and bool(points := entry_points(group="torch.backends"))
-    if wanted:
-        os.environ[AUTOLOAD] = "0"
-    try:
-        import_module("torch")
-    except ModuleNotFoundError:
-        raise
-    except (ImportError, OSError, RuntimeError) as error:
-        raise ConfigError(f"torch doesn't import: {_line(error)}. `kpolicy doctor` says more.") from error
-    finally:
-        if wanted:
-            os.environ.pop(AUTOLOAD) if before is None else os.environ.__setitem__(AUTOLOAD, before)
-    broken: dict[str, str] = {}
-    for point in points if wanted else ():
+    points: Iterable[EntryPoint] = ()
+    if sys.modules.get("torch") is None:
+        before = os.environ.get(AUTOLOAD)
+        points = entry_points(group="torch.backends") if before in (None, "1") else ()
+        if points:
+            os.environ[AUTOLOAD] = "0"
         try:
+            import_module("torch")
+        except ModuleNotFoundError:
+            raise
+        except (ImportError, OSError, RuntimeError) as error:
+            raise ConfigError(f"torch doesn't import: {_line(error)}. `kpolicy doctor` says more.") from error
+        finally:
+            if before is None:
+                os.environ.pop(AUTOLOAD, None)
+            else:
+                os.environ[AUTOLOAD] = before
+    for point in points:
+        _try(point.value.partition(":")[0].partition(".")[0], point)
+    for module in _LOADED_ANYWAY:
+        if module not in sys.modules and find_spec(module) is not None:
+            _try(module, None)
+    return dict(_broken)
+
+
+def _try(module: str, point: EntryPoint | None) -> None:
+    try:
+        if point is None:
+            import_module(module)
+        else:
             point.load()()
-        except Exception as error:  # noqa: BLE001, PERF203 - whatever a vendor's library raises
-            broken[point.name] = f"{type(error).__name__}: {_line(error)}"
-    for name, why in broken.items():
+    except Exception as error:  # noqa: BLE001 - whatever a vendor's library raises
+        _broken[module] = f"{type(error).__name__}: {_line(error)}"
+        # As Python marks what can't be imported.
+        sys.modules[module] = None  # type: ignore[assignment]
         warnings.warn(
-            f"torch's backend {name} doesn't load ({why}); going on without its device. Repair or uninstall it; "
-            "`kpolicy doctor` says more.",
+            f"torch's backend {module} doesn't load ({_broken[module]}); going on as if it weren't installed. Repair "
+            "or uninstall it; `kpolicy doctor` says more.",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    return broken
 
 
 def _line(error: BaseException) -> str:

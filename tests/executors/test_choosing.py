@@ -55,6 +55,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import kpolicy.serving
 import torch
+from importlib.util import find_spec
 from kpolicy.executors import get_executor
 from kpolicy.errors import ConfigError
 try:
@@ -63,7 +64,7 @@ try:
 except ConfigError as error:
     asked = str(error)
 told = [str(each.message) for each in caught if "backend" in str(each.message)]
-print(json.dumps([float(torch.ones(2).sum()), told, asked]))
+print(json.dumps([float(torch.ones(2).sum()), told, asked, find_spec("torch_npu") is None]))
 """
 
 
@@ -75,13 +76,23 @@ def test_torch_npu_without_cann_breaks_torch_and_not_us(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
     )  # fmt: skip
     assert "Failed to load the backend extension: torch_npu" in plain.stderr
-    total, told, asked = python(GOES_ON, tmp_path)
+    total, told, asked, gone = python(GOES_ON, tmp_path)
     assert total == 2.0
+    assert gone  # or transformers would import it too
     assert len(told) == 1
     assert "torch_npu" in told[0]
     assert "libhccl.so" in told[0]
     assert "libhccl.so" in asked
     assert "set_env.sh" in asked
+
+
+def test_torch_imported_before_us_is_no_matter(tmp_path: Path) -> None:
+    """With autoload off torch imports, and transformers would still trip over torch_npu: it doesn't."""
+    vendor(tmp_path, "torch_npu", NO_CANN)
+    code = "import torch" + GOES_ON
+    total, told, asked, gone = python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert (total, gone, len(told)) == (2.0, True, 1)
+    assert "libhccl.so" in asked
 
 
 def test_a_backend_that_loads_is_loaded(tmp_path: Path) -> None:

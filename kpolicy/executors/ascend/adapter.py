@@ -25,6 +25,7 @@ from kpolicy.executors.ascend.updates import TIMEOUT_S, UpdateOrder, Updater
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.adapter import CudaGraph, Statics
 from kpolicy.executors.device import Failure
+from kpolicy.executors.importing import why_broken
 from kpolicy.executors.simulated import Fault
 from kpolicy.executors.xpu.adapter import StreamAdapter
 from kpolicy.keys import GraphKey
@@ -33,6 +34,7 @@ from kpolicy.reasons import Reason
 
 __all__ = ["AscendAdapter", "AscendGraph", "load_library", "update_stream"]
 
+_NEXT = "Install CANN and source its set_env.sh; `kpolicy doctor` says more."
 _update_streams: dict[tuple[int, int], Any] = {}
 _making = threading.Lock()
 
@@ -43,6 +45,9 @@ def load_library() -> Any:
     Raises:
         ConfigError: it isn't there or doesn't import, said with the next step.
     """
+    broken = why_broken("torch_npu")
+    if broken:
+        raise ConfigError(f"torch_npu doesn't import: {broken}. {_NEXT}")
     try:
         return import_module("torch_npu")
     except ModuleNotFoundError as error:
@@ -53,9 +58,7 @@ def load_library() -> Any:
         ) from error
     except (ImportError, OSError, RuntimeError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"torch_npu doesn't import: {line}. Install CANN and source its set_env.sh; `kpolicy doctor` says more."
-        ) from error
+        raise ConfigError(f"torch_npu doesn't import: {line}. {_NEXT}") from error
 
 
 def update_stream(library: Any, device: torch.device) -> Any:
