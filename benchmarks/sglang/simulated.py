@@ -1,0 +1,101 @@
+"""`auto` against the replica of SGLang's rule on every trace, in simulated time: throughput and gaps between tokens.
+
+    python -m benchmarks.sglang.simulated --traces FOLDER --date YYYY-MM-DD
+
+Each trace as it was recorded, where requests arrive slower than they are served, and its first requests at once, where
+they can't be, after all captures. Costs: measured on an H200 for Qwen2.5-0.5B shapes
+(benchmarks/results/h200/profile_qwen05b.json), and analytic for an 8B model. The replica has SGLang's own sizes for an
+H200, `auto` its own. Ratios are above 1 where `auto` is better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+import kpolicy
+from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.scheduling.traces import Trace, read_trace
+from kpolicy.schemas import read_profile
+from kpolicy.settings import Settings
+from kpolicy.simulate import Server, SimResult, simulate
+
+RESULTS = Path(__file__).parents[1] / "results"
+FILES = (
+    "azure_llm_2023_conv.csv", "azure_llm_2023_code.csv", "burstgpt_1_first400.csv", "mooncake_conversation.csv.gz",
+)  # fmt: skip
+REPLICA = "sglang:gpu_memory_gib=139"
+AT_ONCE, SPEED = 1_500, 1e6
+MOST_REQS, MOST_TOKENS = 600, 8192
+
+
+def loads(path: Path) -> list[tuple[str, Trace]]:
+    """The trace as recorded, and its first requests at once."""
+    trace = read_trace(path)
+    first = attrs.evolve(trace, requests=trace.requests[:AT_ONCE])
+    return [("as recorded", trace), (f"first {len(first):,} at once", first.scaled(SPEED))]
+
+
+def figures(result: SimResult) -> dict[str, float]:
+    """Output tokens a second from the first arrival to the last token, and gaps in milliseconds."""
+    found = result.as_dict()
+    busy_s = found["span_s"]
+    gap = found["gap"]
+    return {
+        "tokens/s": found["tokens"] / busy_s,
+        "gap p99 ms": gap["p99"] / 1e3,
+        "gap mean ms": gap["mean"] / 1e3,
+        "first token p50 ms": found["ttft"]["p50"] / 1e3,
+    }
+
+
+def compare(path: Path, name: str, costs: CostTable, server: Server) -> list[dict[str, Any]]:
+    """One trace under one cost table."""
+    rows = []
+    for load, trace in loads(path):
+        auto = figures(simulate(trace, "auto", server=server, costs=costs))
+        replica = figures(simulate(trace, REPLICA, server=server, costs=costs))
+        for figure, ours in auto.items():
+            stock = replica[figure]
+            ratio = ours / stock if figure == "tokens/s" else stock / ours
+            rows.append(
+                {
+                    "trace": path.name, "load": load, "costs": name, "figure": figure, "sglang": round(stock, 4),
+                    "auto": round(ours, 4), "ratio": round(ratio, 4),
+                }
+            )  # fmt: skip
+            print(*rows[-1].values(), sep="\t", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True, help="folder with the traces")
+    parser.add_argument("--date", required=True, help="written into the result")
+    given = parser.parse_args()
+    measured = read_profile(RESULTS / "h200" / "profile_qwen05b.json").costs
+    server = Server(settings=Settings(max_num_reqs=MOST_REQS, max_num_tokens=MOST_TOKENS), warm=True)
+    rows = []
+    for path in (given.traces / name for name in FILES):
+        for name, costs in (("0.5B measured", measured), ("8B analytic", analytic_costs())):
+            rows += compare(path, name, costs, server)
+    written = {
+        "what": "auto against the replica of SGLang 0.5.23 in simulated time; ratios above 1 favour auto",
+        "date": given.date, "command": f"python -m benchmarks.sglang.simulated --traces FOLDER --date {given.date}",
+        "versions": {"kpolicy": kpolicy.__version__, "python": platform.python_version()}, "rows": rows,
+    }  # fmt: skip
+    (RESULTS / "sglang_simulated.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    worst = {
+        figure: min(row["ratio"] for row in rows if row["figure"] == figure) for figure in ("tokens/s", "gap p99 ms")
+    }
+    print(f"least ratios: {worst}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
