@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from kpolicy import executors, policies
-from kpolicy._probe_devices import Look, origin, probe_devices, probe_torch, report
+from kpolicy._probe_devices import UNVERIFIED, Look, origin, probe_devices, probe_torch, report
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.plugins import plugin_names
@@ -112,7 +112,8 @@ def _own(name: str, target: str) -> ProbeReport:
         # Importing it would import torch, which the doctor leaves to child processes.
         if origin("torch") is None:
             return report(name, ProbeStatus.ABSENT, "needs torch", "pip install 'kpolicy[models]'", facts=facts)
-        return report(name, ProbeStatus.USABLE, "kpolicy's own; needs torch, see extra torch", facts=facts)
+        caveat = UNVERIFIED if name.partition(" ")[2] in executors.UNVERIFIED else ""
+        return report(name, ProbeStatus.USABLE, "kpolicy's own; needs torch, see extra torch", caveat, facts=facts)
     try:
         getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:

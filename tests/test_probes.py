@@ -546,6 +546,14 @@ def test_ascend_without_devices(fakes: Fakes) -> None:
     assert "torch_npu imports and finds no device" in report.reason
 
 
+def test_executors_that_never_met_their_hardware_say_so(fakes: Fakes) -> None:
+    """Each of them, and none of the others."""
+    fakes.torch()
+    found = fakes.probe()
+    told = {name for name, each in found.items() if name.startswith("executor") and "unverified" in each.reason}
+    assert told == {f"executor {name}" for name in ("ascend", "kunlun", "xpu", "accelerator")}
+
+
 # Kunlun
 
 

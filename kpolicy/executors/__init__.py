@@ -35,6 +35,8 @@ OWN: Mapping[str, str] = {
 }
 NEED_TORCH = frozenset(f"kpolicy.executors.{device}" for device in ("cpu", "cuda", "ascend", "kunlun", "xpu"))
 """Modules of ours that import torch."""
+UNVERIFIED = frozenset({"ascend", "kunlun", "xpu", "accelerator"})
+"""Executors of ours that never ran on the hardware they are for."""
 OF_TENSORS: Mapping[str, tuple[str, ...]] = {
     "npu": ("ascend",), "cuda": ("kunlun", "cuda"), "xpu": ("xpu", "accelerator"), "cpu": ("cpu",),
 }  # fmt: skip

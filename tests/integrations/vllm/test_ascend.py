@@ -26,6 +26,8 @@ from kpolicy_vllm.config import Config
 from kpolicy_vllm.state import State
 from kpolicy_vllm.versions.names import Names
 from tests.fakes.signatures import arguments_of
+from tests.oracle.loader import VARIABLE, loaded, oracle_folder
+from tests.oracle.vllm_real import RealVllm
 
 pytest.importorskip("torch")
 
@@ -92,8 +94,8 @@ class Dispatcher:
 class Graphs:
     """vLLM-Ascend's module of graphs: one wrapper a piece, and stores by tokens."""
 
-    def __init__(self, pieces: int) -> None:
-        modes = [Mode.PIECEWISE] * pieces + [Mode.FULL]
+    def __init__(self, pieces: int, modes: Any = Mode) -> None:
+        modes = [modes.PIECEWISE] * pieces + [modes.FULL]
         self._acl_graph_wrappers = [
             SimpleNamespace(runtime_mode=mode, concrete_aclgraph_entries={}) for mode in modes
         ]  # fmt: skip
@@ -118,14 +120,17 @@ class Runner:
 
     __module__ = "vllm_ascend.worker.model_runner_v1"
 
-    def __init__(self, graphs: Graphs, streams: int, sizes: list[int], *, layers: int, ranks: int = 1) -> None:
-        self.compilation_config = SimpleNamespace(
+    def __init__(
+        self, graphs: Graphs, streams: int, sizes: list[int], *, layers: int, ranks: int = 1, config: Any = None
+    ) -> None:  # fmt: skip
+        self.compilation_config = config or SimpleNamespace(
             cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1], cudagraph_mode=Mode.BOTH
         )
         text = SimpleNamespace(num_hidden_layers=layers, to_dict=dict)
         self.vllm_config = SimpleNamespace(
             compilation_config=self.compilation_config, model_config=SimpleNamespace(hf_text_config=text),
-            speculative_config=None, additional_config={},
+            speculative_config=None, additional_config={}, lora_config=None,
+            scheduler_config=SimpleNamespace(max_num_seqs=64),
             parallel_config=SimpleNamespace(data_parallel_size=1, tensor_parallel_size=ranks, world_size=ranks),
         )  # fmt: skip
         self.attn_groups: list[Any] = []
@@ -136,7 +141,7 @@ class Runner:
         return self.cudagraph_dispatcher.dispatch(num_tokens)
 
     def _check_and_update_cudagraph_mode(self, attention_backends: Any, kv_cache_groups: Any) -> None:
-        self.cudagraph_dispatcher.initialize_cudagraph_keys(Mode.BOTH, 1)
+        self.cudagraph_dispatcher.initialize_cudagraph_keys(self.compilation_config.cudagraph_mode, 1)
 
     def profile_cudagraph_memory(self) -> int:
         return 0
@@ -158,10 +163,13 @@ class Runner:
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 
 
-def started(streams: int, *, policy: str = "full_and_piecewise", ranks: int = 1, layers: int = 4) -> Any:
-    """A runner with the shim attached and its keys initialised."""
-    graphs = Graphs(layers + 1)
-    runner = Runner(graphs, streams, list(SIZES), layers=layers, ranks=ranks)
+def started(
+    streams: int, *, policy: str = "full_and_piecewise", ranks: int = 1, layers: int = 4, real: Any = None
+) -> Any:  # fmt: skip
+    """A runner with the shim attached and its keys initialised; over vLLM's own dispatcher with `real`."""
+    config = None if real is None else real.config
+    graphs = Graphs(layers + 1, Mode if real is None else real.names["CUDAGraphMode"])
+    runner = Runner(graphs, streams, list(SIZES), layers=layers, ranks=ranks, config=config)
     state = State(Config(policy=policy), Settings(max_num_reqs=64, max_num_tokens=64))
     state.claims = Claims.at_level("uniform")
     state.sizes = CaptureSizes(SIZES, (), SIZES)
@@ -174,8 +182,9 @@ def started(streams: int, *, policy: str = "full_and_piecewise", ranks: int = 1,
         return ascend_budget(OLD, shape, parallel, num_sizes=num_sizes, parts=tuple(Part))
 
     device = Device(npu, units, graphs, lambda error: "207008" in str(error))
+    own = {"CUDAGraphMode": Mode, "BatchDescriptor": Desc, "CudagraphDispatcher": Dispatcher}
     names = Names(
-        CUDAGraphMode=Mode, BatchDescriptor=Desc, CudagraphDispatcher=Dispatcher,
+        **(own if real is None else real.names),
         free_bytes=lambda: int(npu.mem_get_info()[0]), device_name=npu.get_device_name, num_pieces=device.num_pieces,
         broadcast=lambda value: value, first_rank=lambda: False,
     )  # fmt: skip
@@ -290,6 +299,43 @@ def test_what_the_formula_reads_of_a_config() -> None:
     assert ascend.shape_of(config) == ModelShape(num_layers=61, moe=True, draft_layers=1)
     found = ascend.parallel_of(config, {"HCCL_OP_EXPANSION_MODE": "AIV"})
     assert found == AscendParallel(dp=4, tp=4, ep=True, aiv=True, shared_expert_stream=True)
+
+
+@pytest.mark.oracle
+@pytest.mark.skipif(oracle_folder() is None, reason=f"{VARIABLE} isn't set: name a folder with vLLM's wheels")
+@pytest.mark.parametrize("streams", [3, 17, 40, 1000])
+def test_vllms_own_dispatcher_with_vllm_ascends_patch(streams: int) -> None:
+    """Over the real dispatcher of vLLM 0.23, and vLLM-Ascend's change to it where its wheel is there, likewise."""
+    with loaded(oracle_folder(), "0.23") as modules:
+        vllm = RealVllm(modules, "0.23", "v1")
+        module = modules.module("v1.cudagraph_dispatcher")
+        modes = vllm.compilation.CUDAGraphMode
+        config = vllm.resolve("FULL_AND_PIECEWISE", "UNIFORM_BATCH", 1, True, tuple(SIZES))
+        config.cudagraph_specialize_lora = False
+        dispatcher = type("CudagraphDispatcher", (module.CudagraphDispatcher,), {})
+        if WHEEL in os.environ:
+            with zipfile.ZipFile(os.environ[WHEEL]) as wheel:
+                patch = wheel.read("vllm_ascend/patch/worker/patch_cudagraph.py").decode("utf-8")
+            functions = [each for each in ast.parse(patch).body if isinstance(each, ast.FunctionDef)]
+            space = {"CUDAGraphMode": modes, "BatchDescriptor": module.BatchDescriptor}
+            exec(compile(ast.Module(functions, []), "patch_cudagraph.py", "exec"), space)  # noqa: S102 - the wheel's
+            dispatcher._create_padded_batch_descriptor = space["_create_padded_batch_descriptor"]
+        names = {"CUDAGraphMode": modes, "BatchDescriptor": module.BatchDescriptor, "CudagraphDispatcher": dispatcher}
+        made = started(streams, real=SimpleNamespace(config=config, names=names))
+        made.runner.capture_model()
+        captured = made.state.registry.captured()
+        assert captured
+        assert made.graphs.taken <= streams
+        assert set(made.state.dispatcher.desc_of) == set(captured)
+        held = {(key.part, key.num_tokens) for key in captured}
+        for tokens in range(1, 70):
+            for uniform in (True, False):
+                mode, desc = made.state.dispatcher.dispatch(tokens, uniform)
+                part = {modes.FULL: Part.FULL, modes.PIECEWISE: Part.PIECEWISE}.get(mode)
+                assert part is None or (part, desc.num_tokens) in held
+                assert desc.num_tokens >= tokens
+                assert part is not Part.FULL or desc.uniform
+        assert len(captured) == 2 * len(SIZES) or streams < 1000
 
 
 def published(path: Path, name: str) -> tuple[str, ...]:
