@@ -40,6 +40,7 @@ class Config:
         decode_sizes, mixed_sizes, piecewise_sizes: capture sizes by kind of graph, in tokens; by default the
             integration's own, see `kpolicy_vllm.ladder`. An empty list captures none of that kind.
         profile: a profile to take costs from, in place of measuring them at start-up.
+        save_profile: a file to keep the measured costs in, which `profile` reads.
         calibrate: measure costs from vLLM's own graphs at start-up, where the policy reads costs.
         calibrate_seconds: seconds that may take.
         split: let the scheduler run decodes and prompt chunks in steps of their own where that costs less.
@@ -63,6 +64,7 @@ class Config:
     mixed_sizes: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes)
     piecewise_sizes: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes)
     profile: str | None = None
+    save_profile: str | None = None
     calibrate: bool = True
     calibrate_seconds: float = 2.0
     split: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from kpolicy.attention.support import Claims
 from kpolicy.errors import ConfigError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
@@ -18,7 +19,7 @@ from kpolicy.policies.vllm_policy import VllmPolicy
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
 
-__all__ = ["default_sizes", "describe", "geometric", "one_list", "sizes_of"]
+__all__ = ["default_sizes", "describe", "geometric", "one_list", "plan_differs", "sizes_of"]
 
 LARGEST_PIECEWISE = 2048
 """Above this a step is device-bound on the models measured, and a graph no longer pays for its memory."""
@@ -129,6 +130,17 @@ def _planned(path: str, settings: Settings) -> CaptureSizes:
             raise ConfigError(f"the plan {path} is of another deployment: {name} is {planned} there and {here} here. "
                               "Plan again with this deployment's settings.")  # fmt: skip
     return plan.sizes
+
+
+def plan_differs(path: str, claims: Claims) -> str:
+    """How the attention that a plan was made for differs from the model's; empty where it doesn't.
+
+    A plan doesn't name its model; what attention supports is the nearest to it.
+    """
+    from kpolicy.schemas import read_plan
+
+    planned = read_plan(path).attention
+    return "" if planned.full.level == claims.full.level else f"attention that captures {planned}, and this is {claims}"
 
 
 def describe(sizes: CaptureSizes | None) -> str:

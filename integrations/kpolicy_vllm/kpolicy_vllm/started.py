@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from typing import Any
 
 from kpolicy.errors import KPolicyError
+from kpolicy_vllm.ladder import plan_differs
 from kpolicy_vllm.mirror import enter_others
 from kpolicy_vllm.state import LOGGER, State
 from kpolicy_vllm.watch import Watch
@@ -22,6 +24,7 @@ def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0
         taken: bytes and seconds of all captures, as vLLM counted them.
     """
     state.graphs_captured()
+    _check_plan(state)
     if state.policy.reads_costs:
         _find_costs(state, modules)
     if state.dispatcher.deciding:
@@ -44,6 +47,18 @@ def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0
         Watch(state, _publisher(state)).start()
 
 
+def _check_plan(state: State) -> None:
+    """Say so where the plan's sizes were chosen for another kind of attention."""
+    if state.config.plan is not None:
+        differs = plan_differs(state.config.plan, state.claims)
+        if differs:
+            state.counters.warn_once(
+                "plan_of_another_model",
+                f"plan {state.config.plan} was made for {differs}: it is another model's. Its sizes are captured as "
+                "far as they can be; plan again for this model.",
+            )
+
+
 def _find_costs(state: State, modules: Any) -> None:
     """Costs of a profile of this device, else measured now."""
     table = _profile_costs(state, modules.device_name())
@@ -64,27 +79,51 @@ def _find_costs(state: State, modules: Any) -> None:
         return
     if table is not None:
         state.install_costs(table, "calibration")
+        if state.config.save_profile is not None and modules.first_rank():
+            _save_profile(state, modules.device_name())
 
 
 def _profile_costs(state: State, device: str) -> Any:
-    """The costs of the profile that the user named, if it is of this device; otherwise None."""
+    """The costs of the profile that the user named, if it is of this device and model; otherwise None."""
     if state.config.profile is None:
         return None
-    from kpolicy.schemas import read_profile
+    from kpolicy.profiles import load_profile
 
     try:
-        profile = read_profile(state.config.profile)
+        profile = load_profile(state.config.profile)
     except KPolicyError as error:
         state.counters.warn_once("bad_profile", f"{error} Costs are measured instead.")
         return None
-    if profile.device != device:
-        state.counters.warn_once(
-            "other_device",
-            f"profile {state.config.profile} was measured on {profile.device!r}, and this is {device!r}. "
-            "Costs are measured instead.",
-        )
-        return None
+    model = str(state.runner.vllm_config.model_config.model)
+    for event, theirs, here in (("other_device", profile.device, device), ("other_model", profile.model, model)):
+        if theirs != here:
+            state.counters.warn_once(
+                event,
+                f"profile {state.config.profile} was measured with {theirs!r}, and this is {here!r}. "
+                "Costs are measured instead.",
+            )
+            return None
     return profile.costs
+
+
+def _save_profile(state: State, device: str) -> None:
+    """Keep the measured costs for the next start, where the user wants them kept."""
+    from kpolicy import __version__
+    from kpolicy.schemas import Profile, write_profile
+
+    assert state.costs is not None  # noqa: S101 - they were just measured
+    profile = Profile(
+        costs=state.costs,
+        device=device,
+        model=str(state.runner.vllm_config.model_config.model),
+        versions={"kpolicy": __version__, "vllm": state.vllm_version},
+        measured_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        command="kpolicy-vllm, at start-up",
+    )
+    try:
+        write_profile(str(state.config.save_profile), profile)
+    except KPolicyError as error:
+        state.counters.warn_once("profile_not_saved", str(error))
 
 
 def _publisher(state: State) -> Callable[[], None] | None:

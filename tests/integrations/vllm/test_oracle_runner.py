@@ -369,18 +369,50 @@ def test_counted_hits(vllm):
     assert (record.key.num_tokens, record.hits) == (8, 4)
 
 
-def test_profile_of_another_device(vllm, tmp_path, caplog):
-    """A profile that was measured elsewhere isn't used, and the warning names both devices."""
+@pytest.mark.parametrize(
+    ("device", "model", "event"), [("another", "a-model", "other_device"), ("cpu", "another", "other_model")]
+)
+def test_profile_of_another(vllm, tmp_path, caplog, device, model, event):
+    """A profile that was measured on another device or model isn't used, and the warning names it."""
     from kpolicy.schemas import Profile, write_profile
 
     path = tmp_path / "profile.json"
-    write_profile(path, Profile(costs=analytic_costs(), device="NVIDIA H200", model="m"))
+    write_profile(path, Profile(costs=analytic_costs(), device=device, model=model))
     with caplog.at_level(logging.WARNING):
         runner = served(vllm, kpolicy={"profile": str(path), "calibrate": False})
     state = state_of(runner.vllm_config)
-    assert state.counters.counts["other_device"] == 1
+    assert state.counters.counts[event] == 1
     assert not state.ready
-    assert "NVIDIA H200" in caplog.text
+    assert "another" in caplog.text
+
+
+def test_measured_costs_are_kept(vllm, tmp_path, monkeypatch):
+    """What was measured at start-up is saved where asked for, and the next start takes it."""
+    import random
+
+    from kpolicy_vllm import calibrate
+
+    path = tmp_path / "kept.json"
+    table = random_costs(random.Random(2))  # noqa: S311
+    monkeypatch.setattr(calibrate, "calibrate", lambda _runner, _state: table)
+    first = state_of(served(vllm, kpolicy={"save_profile": str(path)}).vllm_config)
+    assert first.costs_from == "calibration"
+    second = state_of(served(vllm, kpolicy={"profile": str(path), "calibrate": False}).vllm_config)
+    assert second.costs == table
+    assert second.costs_from == "profile"
+
+
+def test_plan_of_another_model(vllm, tmp_path, caplog):
+    """A plan for attention that captures more than this model's is said to be another model's."""
+    path = tmp_path / "plan.json"
+    plan_of(path)
+    with caplog.at_level(logging.WARNING):
+        runner = served(
+            vllm, backend="FLASHMLA", level="UNIFORM_BATCH", kpolicy={"plan": str(path), "calibrate": False}
+        )
+    state = state_of(runner.vllm_config)
+    assert state.counters.counts["plan_of_another_model"] == 1
+    assert {key.num_tokens for key in state.ladder.keys} == {1, 2, 16}
 
 
 def test_profile_of_this_device(vllm, tmp_path):
@@ -391,7 +423,7 @@ def test_profile_of_this_device(vllm, tmp_path):
 
     path = tmp_path / "profile.json"
     table = random_costs(random.Random(1))  # noqa: S311
-    write_profile(path, Profile(costs=table, device="cpu", model="m"))
+    write_profile(path, Profile(costs=table, device="cpu", model="a-model"))
     state = state_of(served(vllm, kpolicy={"profile": str(path)}).vllm_config)
     assert state.costs == table
     assert state.ready
