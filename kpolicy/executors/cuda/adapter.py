@@ -28,6 +28,8 @@ from kpolicy.reasons import Reason
 
 __all__ = ["CudaAdapter", "CudaEvent", "CudaGraph", "CudaPool"]
 
+MOST_SPARE = 64
+"""Events that are kept to be used again"""
 _CYCLES_A_US = 2000
 """Of a GPU's clock, at most: `occupy` may take longer, never much less."""
 
@@ -61,13 +63,27 @@ class CudaPool:
 
 
 class CudaEvent:
-    """A point on a stream."""
+    """A point on a stream.
 
-    __slots__ = ("_event",)
+    Args:
+        stream: the stream.
+        spare: events of points that nobody looks at any more, to be used again: making one takes longer than all else
+            that a step asks of it.
+    """
 
-    def __init__(self, stream: Any) -> None:
-        self._event: Any = torch.cuda.Event(enable_timing=True)
+    __slots__ = ("_event", "_spare")
+
+    def __init__(self, stream: Any, spare: list[Any] | None = None) -> None:
+        self._spare: list[Any] | None = None
+        self._event: Any = spare.pop() if spare else torch.cuda.Event(enable_timing=True)
         self._event.record(stream)
+        self._spare = spare
+
+    def __del__(self) -> None:
+        # A stream that waits for the point took it over when it was told to.
+        spare = self._spare
+        if spare is not None and len(spare) < MOST_SPARE:
+            spare.append(self._event)
 
     def done(self) -> bool:
         """Whether the stream has passed it.
@@ -97,9 +113,13 @@ class CudaEvent:
 
     def us_since(self, earlier: CudaEvent) -> float:
         """Microseconds on the device from that event to this one; waits for both."""
-        earlier.wait()
-        self.wait()
-        elapsed: float = earlier._event.elapsed_time(self._event) * 1e3
+        try:
+            elapsed: float = earlier._event.elapsed_time(self._event) * 1e3
+        except RuntimeError:
+            # One isn't over, or the device is lost, which waiting says.
+            earlier.wait()
+            self.wait()
+            elapsed = earlier._event.elapsed_time(self._event) * 1e3
         return elapsed
 
 
@@ -140,6 +160,7 @@ class CudaAdapter:
         self._recording: tuple[CudaPool, Any, int] | None = None
         self._lost = False
         self._streams: dict[int, Any] = {}
+        self._spare: list[Any] = []
 
     @property
     def name(self) -> str:
@@ -229,7 +250,7 @@ class CudaAdapter:
         return stream
 
     def event(self, stream: Any = None) -> CudaEvent:
-        return CudaEvent(self._current() if stream is None else stream)
+        return CudaEvent(self._current() if stream is None else stream, self._spare)
 
     def wait(self, event: Any) -> None:
         event.hold(self._current())

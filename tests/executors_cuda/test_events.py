@@ -1,0 +1,125 @@
+"""Points on CUDA streams, over a stand-in for torch's events. `tests/gpu` has the real ones."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kpolicy.errors import StickyDeviceError  # noqa: E402
+from kpolicy.executors.cuda.adapter import MOST_SPARE, CudaEvent  # noqa: E402
+
+
+class Event:
+    """What is read of `torch.cuda.Event`: over when `over` says, in the order in which they were recorded."""
+
+    made = 0
+    over = True
+    lost = False
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        Event.made += 1
+        self.at = 0.0
+        self.waits = 0
+
+    def record(self, stream: Any) -> None:
+        stream.clock += 2.0
+        self.at = stream.clock
+
+    def query(self) -> bool:
+        return Event.over
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        if Event.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        Event.over = True
+
+    def elapsed_time(self, later: Event) -> float:
+        if not Event.over:
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return later.at - self.at
+
+
+class Stream:
+    clock = 0.0
+
+
+@pytest.fixture(autouse=True)
+def events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "made", 0)
+    monkeypatch.setattr(Event, "over", True)
+    monkeypatch.setattr(Event, "lost", False)
+
+
+def test_events_are_used_again() -> None:
+    """A step's events come back when nobody looks at them; those that somebody holds aren't touched."""
+    spare: list[Any] = []
+    stream = Stream()
+    held = CudaEvent(stream, spare)
+    at = held._event.at
+    for _ in range(50):
+        started, ended = CudaEvent(stream, spare), CudaEvent(stream, spare)
+        assert ended.us_since(started) == 2000.0
+        del started, ended
+        gc.collect()
+    assert Event.made <= 5
+    assert held._event.at == at
+    assert held._event not in spare
+
+
+def test_only_so_many_are_kept() -> None:
+    """A burst of steps under way doesn't keep its events for ever."""
+    spare: list[Any] = []
+    many = [CudaEvent(Stream(), spare) for _ in range(3 * MOST_SPARE)]
+    del many
+    gc.collect()
+    assert len(spare) == MOST_SPARE
+
+
+def test_without_a_list_each_is_its_own() -> None:
+    """Who gives none gets a fresh event each time."""
+    for _ in range(3):
+        CudaEvent(Stream())
+    assert Event.made == 3
+
+
+def test_time_waits_only_for_what_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both points were passed nothing blocks; otherwise it waits for both."""
+    stream = Stream()
+    first, second = CudaEvent(stream), CudaEvent(stream)
+    assert second.us_since(first) == 2000.0
+    assert first._event.waits == second._event.waits == 0
+    monkeypatch.setattr(Event, "over", False)
+    assert second.us_since(first) == 2000.0
+    assert first._event.waits == second._event.waits == 1
+
+
+def test_a_lost_device_is_told_by_the_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of work in which the device was lost is the named error."""
+    stream = Stream()
+    first, second = CudaEvent(stream), CudaEvent(stream)
+    monkeypatch.setattr(Event, "over", False)
+    monkeypatch.setattr(Event, "lost", True)
+    with pytest.raises(StickyDeviceError, match="lost to this process"):
+        second.us_since(first)
+
+
+def test_a_record_that_fails_keeps_nothing() -> None:
+    """An event that wasn't recorded isn't used again."""
+
+    class Broken:
+        @property
+        def clock(self) -> float:
+            raise RuntimeError("no stream")
+
+    spare: list[Any] = []
+    with pytest.raises(RuntimeError, match="no stream"):
+        CudaEvent(Broken(), spare)
+    gc.collect()
+    assert spare == []
