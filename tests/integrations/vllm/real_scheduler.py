@@ -51,7 +51,14 @@ def schedulers(version: str) -> Iterator[None]:
 
 
 def vllm_config(
-    version: str, *, asynchronous: bool, max_num_seqs: int = 8, max_tokens: int = 64, blocks: int = 200, ranks: int = 1
+    version: str,
+    *,
+    asynchronous: bool,
+    max_num_seqs: int = 8,
+    max_tokens: int = 64,
+    blocks: int = 200,
+    ranks: int = 1,
+    second_runner: bool = False,
 ) -> Any:
     """A configuration as far as schedulers read it."""
     encoder = importlib.import_module("vllm.v1.core.encoder_cache_manager")
@@ -73,7 +80,7 @@ def vllm_config(
         ec_manager_config=_Nothing(get_encoder_cache_manager_obj=lambda: encoder.EncoderCacheManager),
         num_speculative_tokens=0, num_lookahead_tokens=0, num_prefill_lookahead_tokens=0, num_hash_lookahead_tokens=0,
         max_in_flight_tokens=2 * max_tokens, max_concurrent_batches=2 if asynchronous else 1,
-        use_v2_model_runner=False, additional_config={},
+        use_v2_model_runner=second_runner, additional_config={},
     )  # fmt: skip
 
 
@@ -113,9 +120,14 @@ def token_of(name: str, position: int) -> int:
 
 
 class Worker:
-    """The rows of one runner, and what it would compute."""
+    """The rows of one runner, and what it would compute.
 
-    def __init__(self) -> None:
+    Args:
+        second: the second runner, which keeps rows that a step leaves out and is sent resumed ones as new.
+    """
+
+    def __init__(self, *, second: bool = False) -> None:
+        self.second = second
         self.prompts: dict[str, int] = {}
         self.computed: dict[str, int] = {}
         self.sampled: dict[str, int] = {}
@@ -146,7 +158,7 @@ class Worker:
             assert cached.num_computed_tokens[i] == self.computed[name], "a position is skipped or computed twice"
             if cached.new_block_ids[i] is not None:
                 self.blocks[name] += len(cached.new_block_ids[i][0])
-            if name not in self.previous and name not in cached.resumed_req_ids:
+            if not self.second and name not in self.previous and name not in cached.resumed_req_ids:
                 # The first runner takes such a row's tokens from here: none may be missing or still be sampled.
                 tokens = list(cached.all_token_ids[name])
                 assert len(tokens) == self.prompts[name] + self.sampled[name]
@@ -189,7 +201,7 @@ def serve(
         depth: steps scheduled before the output of the first is known.
         most_steps: more than the requests could need.
     """
-    worker, under_way = Worker(), deque[tuple[Any, Any]]()
+    worker, under_way = Worker(second=scheduler.use_v2_model_runner), deque[tuple[Any, Any]]()
     coming = deque(sorted(requests, key=lambda each: each[0]))
     everyone = {request.request_id: request for _, request in requests}
     for step in range(most_steps):

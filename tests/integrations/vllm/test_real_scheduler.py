@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +128,61 @@ def test_few_blocks_leave_preemption_to_vllm(version: str, asynchronous: bool) -
             wanted, _ = serve(stock_scheduler(config), requests(seed, count=12, longest=60),
                               depth=2 if asynchronous else 1)  # fmt: skip
             assert found == wanted
+
+
+@BOTH
+@KINDS
+@pytest.mark.parametrize("blocks", [200, 30])
+def test_the_second_runner_s_tokens_are_stock_s_too(version: str, asynchronous: bool, blocks: int) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=asynchronous, blocks=blocks, second_runner=True)
+        depth, longest = (2 if asynchronous else 1), (150 if blocks > 100 else 60)
+        for seed in range(3):
+            wanted, _ = serve(stock_scheduler(config), requests(seed, longest=longest), depth=depth)
+            found, worker = serve(split_scheduler(config, 2), requests(seed, longest=longest), depth=depth)
+            assert found == wanted
+            if blocks > 100:
+                assert not any(decodes and prompts for decodes, prompts in worker.steps)
+
+
+@BOTH
+def test_where_the_flag_is_set_the_class_splits(version: str) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=True)
+        config.additional_config = {"kpolicy": {"split": True}}
+        config.instance_id = f"split-{version}"
+        name = ours.qualname(config).rpartition(".")[2]
+        cls = getattr(ours, name)
+        del vars(ours)[name]  # made of this release's class, and kept
+        made = make_scheduler(cls, config)
+        assert made.kpolicy_turns is not None
+        assert type(made).__mro__[1].__name__ == "AsyncScheduler"
+        # Until there are costs it schedules as stock.
+        _, stock = serve(stock_scheduler(config), requests(2), depth=2)
+        _, worker = serve(made, requests(2), depth=2)
+        assert worker.steps == stock.steps
+
+        config.instance_id = f"lora-{version}"
+        config.lora_config = SimpleNamespace(max_loras=2)
+        assert make_scheduler(cls, config).kpolicy_turns is None
+
+
+def test_schedulers_of_ranks_read_the_engine_s_counter(monkeypatch: Any) -> None:
+    class Engine:
+        step_counter = 5
+        scheduler = SimpleNamespace(kpolicy_turns=SimpleNamespace(counter=None))
+
+        def run_busy_loop(self) -> str:
+            return "ran"
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", SimpleNamespace(DPEngineCoreProc=Engine))
+    ours._count_steps()
+    ours._count_steps()
+    engine = Engine()
+    assert engine.run_busy_loop() == "ran"
+    assert engine.scheduler.kpolicy_turns.counter() == 5
+    engine.step_counter = 6
+    assert engine.scheduler.kpolicy_turns.counter() == 6
 
 
 @BOTH
