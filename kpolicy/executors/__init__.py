@@ -66,7 +66,7 @@ def get_executor(name: str | Executor, **arguments: Any) -> Executor:
     if name in OWN:
         module, _, attribute = OWN[name].partition(":")
         if module in NEED_TORCH:
-            import_torch()
+            _need_torch(name)
         factory = getattr(import_module(module), attribute)
     else:
         factory = load_plugin(GROUP, name, OWN)
@@ -81,6 +81,15 @@ def get_executor(name: str | Executor, **arguments: Any) -> Executor:
     if not isinstance(executor, Executor):
         raise PluginError(f"executor {name!r} made {executor!r}, which lacks part of the Executor protocol.")
     return executor
+
+
+def _need_torch(name: str) -> None:
+    try:
+        import_torch()
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"executor {name!r} needs {error.name}, which isn't installed. Run: pip install 'kpolicy[torch]'."
+        ) from None
 
 
 def first_executor(model: Any, **arguments: Any) -> tuple[Executor, dict[str, str]]:

@@ -178,3 +178,28 @@ def test_the_cuda_executor_refuses_a_kunlun_card(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     with pytest.raises(ConfigError, match=r"isn't for the CUDA executor: .* finds 4 Kunlun cards"):
         CudaAdapter("cuda")
+
+
+def test_a_plugin_named_like_the_device_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor that a package registers as ``musa`` runs models on musa; without one all that was tried is said."""
+    from kpolicy.executors.cpu import CpuExecutor
+
+    model = SimpleNamespace(device="musa:0")
+    with pytest.raises(ConfigError, match=r"no executor runs a model on 'musa' \(accelerator: "):
+        first_executor(model)
+    monkeypatch.setattr(executors, "executor_names", lambda: {"musa": "torch-musa-kpolicy"})
+    monkeypatch.setattr(executors, "load_plugin", lambda group, name, own: CpuExecutor if name == "musa" else None)
+    executor, passed_over = first_executor(model)
+    assert isinstance(executor, CpuExecutor)
+    assert not passed_over
+
+
+def test_without_torch_the_next_step_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor that needs torch says so, with the command."""
+
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(executors, "import_torch", missing)
+    with pytest.raises(ConfigError, match=r"executor 'cpu' needs torch.*pip install 'kpolicy\[torch\]'"):
+        executors.get_executor("cpu")
