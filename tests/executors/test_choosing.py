@@ -188,7 +188,7 @@ def test_a_plugin_named_like_the_device_comes_first(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"no executor runs a model on 'musa' \(accelerator: "):
         first_executor(model)
     monkeypatch.setattr(executors, "executor_names", lambda: {"musa": "torch-musa-kpolicy"})
-    monkeypatch.setattr(executors, "load_plugin", lambda group, name, own: CpuExecutor if name == "musa" else None)
+    monkeypatch.setattr(executors, "load_plugin", lambda _group, name, _own: {"musa": CpuExecutor}.get(name))
     executor, passed_over = first_executor(model)
     assert isinstance(executor, CpuExecutor)
     assert not passed_over
