@@ -340,11 +340,11 @@ def _compared(sides: dict[str, dict[int, float]], *, more: bool) -> dict[str, An
         logs.append(math.log(max(ours, 1e-9) / max(stock, 1e-9)) * (1 if more else -1))
     medians = {name: round(statistics.median(sides[name].values()), 4) for name in ("stock", "kpolicy")}
     mean = statistics.fmean(logs) if logs else float("nan")
-    half = _T.get(len(logs) - 1, 2.2) * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
-    return {
-        **medians, "ratio": round(math.exp(mean), 4), "low": round(math.exp(mean - half), 4),
-        "high": round(math.exp(min(mean + half, 50.0)), 4), "repeats": len(logs),
-    }  # fmt: skip
+    found: dict[str, Any] = {**medians, "ratio": round(math.exp(mean), 4), "repeats": len(logs)}
+    if len(logs) > 1:
+        half = _T.get(len(logs) - 1, 2.2) * statistics.stdev(logs) / math.sqrt(len(logs))
+        found |= {"low": round(math.exp(mean - half), 4), "high": round(math.exp(mean + half), 4)}
+    return found
 
 
 def write(run: Run) -> None:
@@ -394,7 +394,7 @@ def main() -> None:
     for row in rows(json.loads(line) for line in run.raw.read_text(encoding="utf-8").splitlines()):
         print(
             f"{row['model']:17} {row['load']:48} {row['figure']:11} {row['stock']:10.3f} {row['kpolicy']:10.3f} "
-            f"{row['ratio']:7.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+            f"{row['ratio']:7.3f} [{row.get('low')}, {row.get('high')}]"
         )
 
 

@@ -55,7 +55,7 @@ def _prefill(runner: Any, batch: Any) -> Reason | None:
         (_has(batch, "input_embeds"), Reason.INPUT_EMBEDDINGS),
         (_has(batch, "replace_embeds"), Reason.REPLACED_EMBEDDINGS),
         (runner._is_full_backend and batch.batch_size > runner._capture_req_slots, Reason.TOO_MANY_REQS),
-        (runner.has_mha_companion_layers and any(batch.extend_prefix_lens_cpu or ()), Reason.PREFIX_NOT_CAPTURED),
+        (_prefix_refused(runner, batch), Reason.PREFIX_NOT_CAPTURED),
         (mode.is_target_verify(), Reason.TARGET_VERIFY),
         (_hidden(runner, batch), Reason.HIDDEN_STATES_WANTED),
         (batch.return_logprob and not runner._uses_eager_prefill_tail(), Reason.LOGPROBS_WANTED),
@@ -65,6 +65,12 @@ def _prefill(runner: Any, batch: Any) -> Reason | None:
         (batch.input_ids.shape[0] > runner.max_num_tokens, Reason.ABOVE_LARGEST_SIZE),
     )
     return next((reason for holds, reason in of_first if holds), None)
+
+
+def _prefix_refused(runner: Any, batch: Any) -> bool:
+    """Whether cached tokens keep the batch from a graph: MLA on 0.5.16. Later versions capture them on CUDA."""
+    refuses = getattr(runner, "_has_unsupported_mha_prefix", None)
+    return refuses is not None and bool(refuses(batch))
 
 
 def _has(batch: Any, name: str) -> bool:

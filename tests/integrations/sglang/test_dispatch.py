@@ -106,7 +106,7 @@ def test_what_sglang_refuses_stays_refused(kind):
     ("fields", "runner", "reason"),
     [
         ({"input_embeds": [1]}, {}, Reason.INPUT_EMBEDDINGS),
-        ({"extend_prefix_lens_cpu": [0, 9]}, {"has_mha_companion_layers": True}, Reason.PREFIX_NOT_CAPTURED),
+        ({}, {"_has_unsupported_mha_prefix": lambda _: True}, Reason.PREFIX_NOT_CAPTURED),
         ({"capture_hidden_mode": 2}, {}, Reason.HIDDEN_STATES_WANTED),
         ({"return_logprob": True}, {"_uses_eager_prefill_tail": lambda: False}, Reason.LOGPROBS_WANTED),
         (
