@@ -19,6 +19,7 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
     """Check both models, writing after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/kpolicy-checkpoints"))  # noqa: S108
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "kpolicy-checkpoints"))
     parser.add_argument("--only", nargs="*", default=list(SHAPES))
     parser.add_argument("--llm", default="{}")
     parser.add_argument("--kpolicy", default="{}", help="JSON with further settings of the shim")

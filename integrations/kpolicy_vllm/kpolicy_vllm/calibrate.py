@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import random
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
-from kpolicy_vllm.synthetic import Rows, Steps
+from kpolicy_vllm.synthetic import Rows
+from kpolicy_vllm.timing import Bench, Case, Clock, CudaClock
 
-__all__ = ["Clock", "calibrate", "why_not"]
+__all__ = ["calibrate", "why_not"]
 
 SHORT_KV, LONG_KV = 64, 1024
 """Tokens that decode rows attend to, and that a chunk has before it, for the two ends of the slopes."""
@@ -32,208 +31,8 @@ EAGER_SIZES = (1, 8, 64, 256, 1024, 2048)
 FEW_DECODES = 8
 NOISE = 0.02
 """Of a time: what is within it of another is as good."""
-MOST_ROUNDS, REJOINS = 9, 3
 SLOPES = 0.2
 """Share of the allowance for attention's slopes"""
-_AHEAD, _CYCLES_A_US = 2.0, 2000
-_LEAST_US = 0.1
-_TELLING = 256
-
-
-class Clock(Protocol):
-    """The device and the time, as calibration needs them."""
-
-    def now(self) -> float:
-        """Seconds."""
-
-    def wait(self) -> None:
-        """Until the device has done all."""
-
-    def occupy(self, us: float) -> None:
-        """Keep the device busy for about so long, and return at once."""
-
-    def event(self) -> Any:
-        """A mark in the device's work, here."""
-
-    def between_us(self, first: Any, second: Any) -> float:
-        """Device time between two marks; waits for both."""
-
-
-class _CudaClock:
-    """The current CUDA device. vLLM brings torch, so it is imported when first used."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._torch = torch
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def wait(self) -> None:
-        self._torch.cuda.synchronize()
-
-    def occupy(self, us: float) -> None:
-        self._torch.cuda._sleep(int(us * _CYCLES_A_US))
-
-    def event(self) -> Any:
-        event = self._torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between_us(self, first: Any, second: Any) -> float:
-        second.synchronize()
-        return 1e3 * float(first.elapsed_time(second))
-
-
-class _Times(NamedTuple):
-    """Microseconds of one step."""
-
-    wall: float
-    host: float
-    device: float
-    decode_kv: int
-    """Tokens that its decode rows attended to: rows grow from step to step"""
-
-
-class _Case:
-    """One step that is timed.
-
-    Args:
-        key: the graph it runs; None for EAGER.
-        rows: its rows.
-    """
-
-    def __init__(self, key: GraphKey | None, rows: Rows) -> None:
-        self.key = key
-        self.rows = rows
-        self.times: list[_Times] = []
-
-    def best(self) -> _Times:
-        """The run with the shortest device time: its work is the same each time, and a late host adds to it."""
-        return min(self.times, key=lambda each: each.device)
-
-    def units(self) -> float:
-        """KV tokens of the decode rows of that run, or query-key pairs of the chunk beyond its own."""
-        return self.rows.chunk * self.rows.context if self.rows.chunk else self.best().decode_kv
-
-    def dense_us(self, decode: AttentionCost, chunks: AttentionCost) -> float:
-        """Microseconds on the device without attention."""
-        chunk, best = self.rows.chunk, self.best()
-        pairs = chunk * self.rows.context + chunk * (chunk + 1) / 2
-        return max(best.device - decode.unit_us * best.decode_kv - chunks.unit_us * pairs, _LEAST_US)
-
-    def host_us(self) -> float:
-        """Median microseconds until the host had launched all."""
-        return statistics.median(each.host for each in self.times)
-
-
-class _Bench:
-    """Runs and times steps.
-
-    Args:
-        runner: vLLM's model runner.
-        forced: context manager in which the step runs that graph, or EAGER.
-        agree: what rank 0 says, on every rank.
-        clock: the device and the time.
-    """
-
-    def __init__(
-        self, runner: Any, forced: Callable[[GraphKey | None, Rows], AbstractContextManager[Any]],
-        agree: Callable[[Any], Any], clock: Clock,
-    ) -> None:  # fmt: skip
-        self._runner = runner
-        self._forced = forced
-        self._agree = agree
-        self._clock = clock
-        self._ran_any = False
-        self._token_s = 0.0
-        """Seconds a token that the largest case so far took, all its runs together"""
-        self.steps = Steps(runner)
-
-    def measure(self, cases: Sequence[_Case], allowance_s: float) -> None:
-        """Time the cases, those with the fewest tokens first, then in rounds over those that ran.
-
-        The very first case always runs; which others did, their `times` say.
-        """
-        clock = self._clock
-        stop_s = clock.now() + allowance_s
-        ran: list[_Case] = []
-        for case in sorted(cases, key=lambda each: each.rows.num_tokens):
-            begun_s = clock.now()
-            if not self._agree(not self._ran_any or begun_s + self._token_s * case.rows.num_tokens <= stop_s):
-                break
-            self._visit(case)
-            ran.append(case)
-            self._ran_any = True
-            if case.rows.num_tokens >= _TELLING:
-                self._token_s = (clock.now() - begun_s) / case.rows.num_tokens
-        for turn in range(1, MOST_ROUNDS):
-            for case in random.Random(turn).sample(ran, len(ran)):  # noqa: S311
-                if not self._agree(clock.now() <= stop_s):
-                    return
-                self._visit(case)
-
-    def warm(self, cases: Sequence[_Case]) -> None:
-        """Run some steps that aren't timed: kernels compile, and buffers are made."""
-        for case in cases:
-            with self._forced(case.key, case.rows):
-                self._run(case.rows)
-
-    def rejoin_us(self, case: _Case, chunk: _Case) -> float:
-        """Host microseconds that a decode row costs more in a step after one that left it out.
-
-        Args:
-            case: a step of decodes.
-            chunk: a step without them.
-        """
-        steady, after = [], []
-        for _ in range(REJOINS):
-            with self._forced(case.key, case.rows):
-                self._run(case.rows)
-                steady.append(self._run(case.rows)[1])
-            with self._forced(chunk.key, chunk.rows):
-                self._run(chunk.rows)
-            with self._forced(case.key, case.rows):
-                after.append(self._run(case.rows)[1])
-        return max(0.0, statistics.median(after) - statistics.median(steady)) / case.rows.decodes
-
-    def close(self) -> None:
-        """Leave none of the rows in the runner."""
-        self._runner.execute_model_state = None
-        self._runner.execute_model(self.steps.close())
-        self._clock.wait()
-
-    def _visit(self, case: _Case) -> None:
-        if self.steps.used_up(case.rows):
-            self._runner.execute_model(self.steps.close())
-        with self._forced(case.key, case.rows):
-            self._run(case.rows)  # rows join the batch; kernels compile
-            wall, host = self._run(case.rows)
-            device = min(self._device_us(case.rows, host), wall)
-            case.times.append(_Times(wall, host, device, self.steps.decode_kv))
-
-    def _run(self, rows: Rows) -> tuple[float, float]:
-        """(wall, host) microseconds of a step."""
-        output, clock = self.steps.step(rows), self._clock
-        clock.wait()
-        start = clock.now()
-        self._runner.execute_model(output)
-        self._runner.sample_tokens(None)
-        launched = clock.now()
-        clock.wait()
-        return 1e6 * (clock.now() - start), 1e6 * (launched - start)
-
-    def _device_us(self, rows: Rows, host_us: float) -> float:
-        """The step behind other work, which the host needn't wait for: the device's own time."""
-        output, clock = self.steps.step(rows), self._clock
-        clock.wait()
-        clock.occupy(_AHEAD * host_us)
-        first = clock.event()
-        self._runner.execute_model(output)
-        second = clock.event()
-        self._runner.sample_tokens(None)
-        return clock.between_us(first, second)
 
 
 def why_not(runner: Any) -> str | None:
@@ -265,8 +64,8 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
     if reason is not None:
         state.counters.warn_once("not_calibrated", f"costs aren't measured at start-up: {reason}.")
         return None
-    clock = clock or _CudaClock()
-    bench = _Bench(runner, lambda key, rows: _forced(state, key, rows), state.broadcast, clock)
+    clock = clock or CudaClock()
+    bench = Bench(runner, lambda key, rows: _forced(state, key, rows), state.broadcast, clock)
     plan = _Plan(state, bench.steps.longest)
     allowance_s = state.config.calibrate_seconds
     try:
@@ -317,11 +116,11 @@ class _Plan:
         # Keys with LoRA differ in their linear layers; the tables know one curve a part.
         keys = [key for key in state.registry.captured() if not key.lora_case]
 
-        def decode(key: GraphKey | None, rows: int, kv: int = short) -> _Case:
-            return _Case(key, Rows(rows, kv, query_len=q))
+        def decode(key: GraphKey | None, rows: int, kv: int = short) -> Case:
+            return Case(key, Rows(rows, kv, query_len=q))
 
-        def chunk(key: GraphKey | None, tokens: int) -> _Case:
-            return _Case(key, Rows(0, 0, tokens))
+        def chunk(key: GraphKey | None, tokens: int) -> Case:
+            return Case(key, Rows(0, 0, tokens))
 
         full = {
             key.num_tokens: key for key in keys if key.part is Part.FULL and not key.decode_only
@@ -358,14 +157,14 @@ class _Plan:
         self._decode_slope = [decode(best, rows, kv) for kv in (short, long_kv)]
         new = max(1, min(most_chunk, longest // 2, 2048))
         before = min(LONG_KV, longest - new - 1)
-        self._chunk_slope = [_Case(None, Rows(0, 0, new, context)) for context in (0, before)]
+        self._chunk_slope = [Case(None, Rows(0, 0, new, context)) for context in (0, before)]
         self.slopes = [*self._decode_slope, *self._chunk_slope]
 
     def table(self, registry: Any) -> CostTable:
         """The table of what ran."""
         decode, chunks = _slope(self._decode_slope), _slope(self._chunk_slope)
 
-        def curve(cases: Sequence[_Case]) -> Curve | None:
+        def curve(cases: Sequence[Case]) -> Curve | None:
             us: dict[int, float] = {}
             for case in cases:
                 if case.times:
@@ -403,7 +202,7 @@ def _mean(records: Sequence[Any], name: str, unit: float = 1.0) -> float:
     return statistics.fmean(unit * getattr(record, name) for record in records) if records else 0.0
 
 
-def _slope(cases: Sequence[_Case]) -> AttentionCost:
+def _slope(cases: Sequence[Case]) -> AttentionCost:
     """Time a unit, from two cases that differ in nothing else."""
     if not all(case.times for case in cases):
         return AttentionCost()
@@ -415,7 +214,7 @@ def _slope(cases: Sequence[_Case]) -> AttentionCost:
     )
 
 
-def _host(cases: Sequence[_Case]) -> HostCost:
+def _host(cases: Sequence[Case]) -> HostCost:
     """Host time by rows: through the cases with the fewest rows and with the most."""
     by_rows: dict[int, list[float]] = {}
     for case in cases:
