@@ -117,8 +117,11 @@ def _calibrate(
     try:
         with progress_bar("", quiet=json) as shown:
             capture(engine, device, shown)
-            shown.add_task(f"measuring what launches take, {seconds:g} s", total=None)
-            costs = calibrate(engine.executor, engine.registry, model, settings, allowance_s=seconds)
+            task = shown.add_task("measuring what launches take", total=100, unit="%")
+            costs = calibrate(
+                engine.executor, engine.registry, model, settings, allowance_s=seconds,
+                progress=lambda share: shown.update(task, completed=100 * share),
+            )  # fmt: skip
         save_profile(out, costs, model, shlex.join(["kpolicy", *COMMAND.get()]))
         captured = engine.registry.captured()
         failed = {str(key): why for key, why in getattr(engine.executor, "capture_errors", {}).items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +24,31 @@ if TYPE_CHECKING:
 __all__ = ["calibrate", "check_profile", "device_name", "model_name", "save_profile", "versions"]
 
 
+SLICE_S = 0.5
+"""Seconds of measuring between two tells of progress"""
+
+
 def calibrate(
-    executor: Any, registry: GraphRegistry, model: LoadedModel, settings: Settings, *, allowance_s: float = 10.0
-) -> CostTable:
-    """Measure what launches take; see `kpolicy.executors.calibrate.calibrate`."""
-    return measured.calibrate(
-        executor, registry, model, settings, version=_version(model), allowance_s=allowance_s
-    )  # fmt: skip
+    executor: Any, registry: GraphRegistry, model: LoadedModel, settings: Settings, *, allowance_s: float = 10.0,
+    progress: Callable[[float], object] | None = None,
+) -> CostTable:  # fmt: skip
+    """Measure what launches take; see `kpolicy.executors.calibrate.calibrate`.
+
+    `progress` is told now and then which share of the allowance is spent.
+    """
+    calibration = measured.Calibration(executor, registry, model, settings)
+    begun = time.perf_counter()
+    try:
+        done, left = False, allowance_s
+        while not done:
+            done = calibration.measure(left if progress is None else min(left, SLICE_S))
+            left = allowance_s - (time.perf_counter() - begun)
+            done = done or left <= 0
+            if progress is not None:
+                progress(1.0 if done else 1.0 - left / allowance_s)
+        return calibration.table(_version(model))
+    finally:
+        calibration.end()
 
 
 def device_name(device: torch.device | None = None) -> str:

@@ -78,3 +78,16 @@ def test_without_graphs_every_curve_is_eagers(model: Any) -> None:
     engine = Serving(model=model, settings=SETTINGS).engine("eager")
     costs = calibrate(engine.executor, engine.registry, model, SETTINGS, allowance_s=0.2)
     assert costs.full == costs.piecewise == costs.eager
+
+
+def test_progress_is_told(model: Any) -> None:
+    """Shares of the allowance that rise, and the whole of it where all was measured."""
+    engine = Serving(model=model, settings=SETTINGS).engine("eager")
+    told: list[float] = []
+    calibrate(engine.executor, engine.registry, model, SETTINGS, allowance_s=30.0, progress=told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    shorter: list[float] = []
+    calibrate(engine.executor, engine.registry, model, SETTINGS, allowance_s=0.01, progress=shorter.append)
+    assert all(0 < share <= 1 for share in shorter)
+    engine.release()
