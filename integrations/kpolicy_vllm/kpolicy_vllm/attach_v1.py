@@ -8,7 +8,7 @@ from typing import Any
 from kpolicy.modes import Part
 from kpolicy_vllm.claims import claims_of, levels_of
 from kpolicy_vllm.runner_v1 import dispatcher_class
-from kpolicy_vllm.started import after_capture
+from kpolicy_vllm.started import after_capture, before_capture
 from kpolicy_vllm.state import State
 
 __all__ = ["attach", "bound_splits"]
@@ -85,6 +85,7 @@ def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -
 
     def capture_model(*args: Any, **named: Any) -> Any:
         nonlocal kept
+        before_capture(state)
         kept, started = True, perf_counter()
         try:
             result = capture(*args, **named)

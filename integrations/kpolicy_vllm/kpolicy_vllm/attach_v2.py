@@ -10,7 +10,7 @@ from kpolicy_vllm.attach_v1 import bound_splits
 from kpolicy_vllm.claims import claims_of, levels_of
 from kpolicy_vllm.runner_v1 import sampled
 from kpolicy_vllm.runner_v2 import manager_class, take_over
-from kpolicy_vllm.started import after_capture
+from kpolicy_vllm.started import after_capture, before_capture
 from kpolicy_vllm.state import State
 
 __all__ = ["attach"]
@@ -50,6 +50,7 @@ def attach(runner: Any, state: State, modules: Any, *, newest: bool) -> None:
     def capture_model(*args: Any, **named: Any) -> Any:
         kept = not named.get("profile_only")
         if kept:
+            before_capture(state)
             _record(runner, state, modules)
         else:
             descs = runner.cudagraph_manager._capture_descs

@@ -205,7 +205,7 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
         ) -> Any:
             if rest or named:
                 return self._dispatch_more(num_reqs, num_tokens, uniform_token_count, *rest, **named)
-            if not self.deciding or not num_tokens:
+            if not self.deciding or not num_tokens or not self._graphs_captured:
                 return self._stock(num_reqs, num_tokens, uniform_token_count)
             return self._decided(num_reqs, num_tokens, uniform_token_count, 0, 0)
 
@@ -219,7 +219,7 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
             num_ubatches: int = 1,
         ) -> Any:
             """0.33's arguments."""
-            if not self.deciding or not num_tokens or num_ubatches != 1:
+            if not self.deciding or not num_tokens or not self._graphs_captured or num_ubatches != 1:
                 return self._stock(
                     num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches
                 )

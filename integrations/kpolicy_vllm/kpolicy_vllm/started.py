@@ -12,7 +12,16 @@ from kpolicy_vllm.mirror import enter_others
 from kpolicy_vllm.state import LOGGER, State
 from kpolicy_vllm.watch import Watch
 
-__all__ = ["after_capture"]
+__all__ = ["after_capture", "before_capture"]
+
+
+def before_capture(state: State) -> None:
+    """Graphs are about to be captured: those of an earlier capture are gone (elastic parallelism starts anew)."""
+    if state.captured:
+        state.captured = False
+        for pool in state.registry.pools():
+            state.registry.evict_generation(pool.name)
+        state.recompile()
 
 
 def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0)) -> None:

@@ -115,7 +115,6 @@ class State:
         self.captured = False
         self.broken = False
         self.compiles = 0
-        self._own: CaptureLadder | None = None
         self._with_split: tuple[int, CompiledPolicy] | None = None
 
     @property
@@ -126,11 +125,7 @@ class State:
     @property
     def ladder(self) -> CaptureLadder:
         """The model's own graphs that may be replayed; drafters and encoders choose theirs themselves."""
-        view = self.registry.view()
-        if self._own is None or self._own.version != view.version:
-            keys, withdrawn = ([key for key in each if key.stage == "main"] for each in (view.keys, view.withdrawn))
-            self._own = CaptureLadder(keys, version=view.version, withdrawn=withdrawn)
-        return self._own
+        return self.registry.view()
 
     def install_costs(self, table: CostTable, source: str = "calibration") -> None:
         """Decide by these costs from now on. Every rank must be given the same table."""

@@ -76,6 +76,8 @@ class ShimmedVllm(RealVllm):
     def captured(self) -> None:
         """Take every graph that the shim wants as captured."""
         self.state.costs = self.costs
+        if self._runner == "v2":
+            self.manager._graphs_captured = True
         for key in self.state.dispatcher.chooser.desc_of:
             pieces = 25 if key.part is Part.PIECEWISE else 1
             self.state.registry.capture(key, bytes=1 << 20, seconds=0.01, graphs=pieces)

@@ -163,6 +163,19 @@ def test_profiling_is_not_kept(release):
     assert ask(runner, 5, 5, 1)[0] == "FULL"
 
 
+def test_released_graphs(release):
+    """While vLLM has let its graphs go nothing replays; captured anew, they do."""
+    runner = served(release)
+    runner.capture_model()
+    manager = runner.cudagraph_manager
+    manager.graphs.clear()
+    manager._graphs_captured = False
+    assert ask(runner, 5, 5, 1)[0] == "NONE"
+    runner.capture_model()
+    assert ask(runner, 5, 5, 1)[0] == "FULL"
+    assert len(state_of(runner.vllm_config).ladder) == len(manager.desc_of)
+
+
 def test_vllm_looks_up_our_ladders(release):
     """vLLM's own look-up, which serves while kpolicy can't decide, finds the next graph of each kind."""
     runner = served(release, kpolicy={"calibrate": False, "mixed_sizes": [], "decode_sizes": [4, 16]})

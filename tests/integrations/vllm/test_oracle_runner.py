@@ -355,6 +355,16 @@ def test_decision_log(vllm, tmp_path):
     assert log.header.versions["vllm"] in ("0.23.0", "0.33.0")
 
 
+def test_captured_again(vllm):
+    """A runner that captures anew has its graphs once in the registry, and decides among them."""
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
+    state = state_of(runner.vllm_config)
+    before = state.registry.totals()
+    runner.capture_model()
+    assert state.registry.totals().keys == before.keys
+    assert ask_v1(runner, [1] * 5)[0] == "FULL"
+
+
 def test_counted_hits(vllm):
     """The registry's hits are the steps that each graph replayed."""
     runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
