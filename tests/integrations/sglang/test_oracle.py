@@ -331,3 +331,21 @@ def test_decision_is_eager_or_the_next_size():
         assert (decision.mode is Mode.EAGER) != phase.replays(size)
         if decision.keys:
             assert decision.keys[0].num_tokens == phase.bucket(size)
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_emitted_flags_are_those_of_both_versions(version):
+    """`kpolicy plan --emit sglang` writes what the parser of either version takes, and reads back as it was."""
+    pytest.importorskip("msgspec")
+    from kpolicy.engine_flags import emit
+    from kpolicy.ladders import CaptureSizes
+    from kpolicy.settings import Settings
+    from tests.oracle.sglang_real import argument_parser
+
+    sizes = CaptureSizes((1, 3, 48, 600), (), (16, 48, 2048))
+    emitted = emit("sglang", sizes, Settings(max_num_reqs=600, max_num_tokens=4096))
+    with argument_parser(release_of(version)) as parser:
+        found = parser.parse_args(["--model-path", "x", *emitted.arguments])
+        assert found.cuda_graph_bs_decode == [1, 3, 48, 600]
+        assert found.cuda_graph_bs_prefill == [16, 48, 2048]
+        assert (found.max_running_requests, found.chunked_prefill_size) == (600, 4096)

@@ -1,0 +1,84 @@
+"""The whole SGLang, where it is installed: its own loader, its own arguments. It needs no GPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang isn't installed")
+
+MODEL = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 256,
+    "intermediate_size": 512, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 1000, "max_position_embeddings": 4096, "kv_lora_rank": 512,
+    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 4,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+LOAD = """
+import sglang.srt.managers.scheduler, sglang
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry
+from kpolicy_sglang import hooks
+from kpolicy_sglang.plugin import not_taken
+from kpolicy_sglang.versions import known
+wanted = known(sglang.__version__).hooks
+found = {"missing": not_taken(wanted, HookRegistry), "patched": len(HookRegistry._patched), "hooks": len(wanted),
+         "on": hooks.configured() is not None, "version": sglang.__version__}
+"""
+
+SIZES = """
+from sglang.srt.server_args import ServerArgs
+args = ServerArgs(model_path=MODEL, load_format="dummy", skip_tokenizer_init=True, device="cpu",
+                  max_running_requests=768, attention_backend="torch_native")
+args.disable_cuda_graph = False
+if found["version"].startswith("0.5.16"):
+    args.cuda_graph_config.prefill.backend = "breakable"
+    args._disable_breakable_cudagraph_if_incompatible()
+    found["prefill"] = args.cuda_graph_config.prefill.backend
+    found["decode_sizes"] = args._generate_decode_cuda_graph_batch_sizes(256)
+else:
+    from sglang.srt.arg_groups import cuda_graph_hook
+    found["decode_sizes"] = cuda_graph_hook.generate_decode_cuda_graph_batch_sizes(args, 256)
+    found["prefill_sizes"] = cuda_graph_hook.generate_prefill_cuda_graph_batch_sizes(8192)
+"""
+
+
+def asked(code, **environ):
+    """What the code finds, in a fresh process."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code + "\nimport json\nprint('FOUND ' + json.dumps(found))"],
+        env={**os.environ, "SGLANG_PLUGINS": "kpolicy", **environ}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, done.stderr[-3000:]
+    return json.loads(lines[-1][len("FOUND ") :])
+
+
+def test_sglangs_loader_applies_every_hook():
+    """With the package installed, SGLang finds its entry point, and every hook is called."""
+    found = asked(LOAD, KPOLICY_SGLANG="1", KPOLICY_STRICT="1")
+    assert found["on"]
+    assert found["missing"] == []
+    assert found["patched"] == found["hooks"]
+
+
+def test_nothing_is_hooked_when_off():
+    """Without being turned on nothing of SGLang is touched."""
+    environ = {name: "" for name in os.environ if name.startswith("KPOLICY_")}
+    found = asked(LOAD, **environ, KPOLICY_SGLANG="0")
+    assert (found["patched"], found["on"]) == (0, False)
+
+
+def test_real_arguments_get_kpolicys_sizes(tmp_path):
+    """Decode sizes end with the requests that may run, and 0.5.16's MLA rule leaves prefill graphs on."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    found = asked(LOAD + SIZES.replace("MODEL", repr(str(tmp_path)), 1), KPOLICY_SGLANG="1", KPOLICY_STRICT="1")
+    assert found["decode_sizes"][-1] == 768
+    assert len(found["decode_sizes"]) == 12
+    assert found.get("prefill", "breakable") == "breakable"
+    assert found.get("prefill_sizes", [2048])[-1] == 2048
