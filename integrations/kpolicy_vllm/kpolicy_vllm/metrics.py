@@ -107,6 +107,7 @@ class Collector:
         from prometheus_client import metrics_core
 
         self._families = metrics_core
+        self.pid = os.getpid()
         self.states: dict[str, State | None] = {}
 
     def describe(self) -> list[Any]:
@@ -174,7 +175,8 @@ def announce(instance: str) -> None:
 
 def publisher(state: State, instance: str, rank: int) -> Publisher | None:
     """How that worker tells its counts: nothing to do where the collector is in this process."""
-    if _COLLECTOR and instance in _COLLECTOR[0].states:
+    # A worker that was forked has the front end's collector too, and no page.
+    if _COLLECTOR and _COLLECTOR[0].pid == os.getpid() and instance in _COLLECTOR[0].states:
         _COLLECTOR[0].states[instance] = state
         return None
     return Publisher(state, instance, rank)

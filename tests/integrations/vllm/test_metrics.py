@@ -100,6 +100,8 @@ def test_publisher_only_where_needed(state, monkeypatch):
     assert len(registered) == 1
     assert metrics.publisher(state, "one", 0) is None
     assert isinstance(metrics.publisher(state, "two", 0), metrics.Publisher)
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    assert isinstance(metrics.publisher(state, "one", 0), metrics.Publisher)
 
 
 def test_watch_says_what_is_new(state, caplog):
