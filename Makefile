@@ -25,7 +25,7 @@ bench: $(VENV)/test.stamp
 ORACLE := .cache/oracle
 oracle: $(VENV)/test.stamp
 	mkdir -p $(ORACLE)
-	for package in vllm==0.23.0 vllm==0.33.0 sglang==0.5.23; do \
+	for package in vllm==0.23.0 vllm==0.33.0 sglang==0.5.16 sglang==0.5.23; do \
 	    ls $(ORACLE)/$$(echo $$package | sed 's/==/-/')* >/dev/null 2>&1 || \
 	    $(BIN)/python -m pip download --quiet --no-deps --dest $(ORACLE) $$package; done
 	KPOLICY_ORACLE=$(ORACLE) $(BIN)/python -m pytest -n auto -m oracle $(ARGS)
