@@ -254,8 +254,10 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
             q = self.decode_query_len
             if uniform is not None and uniform <= q and not self._varlen:
                 return Step(num_tokens, num_reqs, num_reqs, uniform, uniform, loras)
-            if longest and longest <= q and self._varlen:
-                return Step(num_tokens, num_reqs, num_reqs, 0, longest, loras)
+            if 0 < longest <= q and (q > 1 or self._varlen):
+                # Decodes with fewer drafts than there could be, some of them.
+                reqs = num_reqs if self._alone else -(-num_tokens // longest)
+                return Step(num_tokens, reqs, reqs, 0, longest, loras)
             decodes = num_reqs - 1 if self._alone else 0
             return Step(num_tokens, decodes + 1, decodes, 0, 0, loras)
 
