@@ -89,8 +89,8 @@ class Split:
         prefix = False
         chunked = scheduler.chunked_req
         if chunked is not None:
-            tokens, prompts = len(chunked.origin_input_ids) - len(chunked.prefix_indices), 1
-            prefix = len(chunked.prefix_indices) > 0
+            done = _done(chunked)
+            tokens, prompts, prefix = len(chunked.origin_input_ids) - done, 1, done > 0
         most = scheduler.chunked_prefill_size
         for request in scheduler.waiting_queue[:_MOST_LOOKED]:
             if tokens >= most:
@@ -119,3 +119,9 @@ class Split:
         if mixed_us <= extend_us + decode_us:
             return "mixed"
         return "decode first" if decode_us * prompts <= extend_us * decodes else "extend first"
+
+
+def _done(request: Any) -> int:
+    """Prompt tokens of a request that are in KV: 0.5.16 has their slots, 0.5.23 their number."""
+    number = getattr(request, "prefix_len", None)
+    return len(request.prefix_indices) if number is None else int(number)

@@ -149,6 +149,8 @@ def test_prompts_are_counted_up_to_the_chunk():
     assert split.prompts() == (2048, 32, False)
     scheduler.chunked_req = SimpleNamespace(origin_input_ids=[0] * 3000, prefix_indices=[0] * 2048)
     assert split.prompts() == (952 + 18 * 64 - 56, 19, True)
+    scheduler.chunked_req = SimpleNamespace(origin_input_ids=[0] * 3000, prefix_len=2048)
+    assert split.prompts() == (952 + 18 * 64 - 56, 19, True)
 
 
 def test_decode_rows_of_a_mixed_batch_by_what_they_take():
