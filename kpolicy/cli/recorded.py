@@ -98,18 +98,24 @@ def _rows(read: Log[DecisionEntry]) -> list[dict[str, Any]]:
 _TEXTS = {reason.value: reason.text for reason in Reason}
 
 
+def _kind(entry: DecisionEntry) -> str:
+    if not entry.shape.prefills:
+        return "decode" if entry.shape.decodes else "empty"
+    return "mixed" if entry.shape.decodes else "prefill"
+
+
 def _eager(read: Log[DecisionEntry]) -> list[dict[str, Any]]:
     """The batches that ran eagerly most often: by tokens, in doublings."""
     found: Counter[tuple[int, str]] = Counter()
     first: dict[tuple[int, str], int] = {}
     for i, entry in enumerate(read.entries):
         if entry.decision["mode"] == Mode.EAGER.value:
-            label = (entry.shape.num_tokens.bit_length(), "mixed" if entry.shape.prefills else "decode")
+            label = (entry.shape.num_tokens.bit_length(), _kind(entry))
             found[label] += 1
             first.setdefault(label, i)
     return [
         {
-            "tokens": f"{1 << bits - 1} to {(1 << bits) - 1}",
+            "tokens": f"{1 << bits - 1} to {(1 << bits) - 1}" if bits else "0",
             "kind": kind,
             "steps": count,
             "first_step": first[bits, kind],

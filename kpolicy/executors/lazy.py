@@ -87,6 +87,7 @@ class LazyCapture:
         """The step before, which is noted when nothing waits for it"""
         self._select: Any = None
         self._version = -1
+        self._costs: Any = None
         self._measures = measures
         self._calibration: Any = None
         self._measured: frozenset[GraphKey] = frozenset()
@@ -106,7 +107,11 @@ class LazyCapture:
         self._unnoted = numbers
 
     def _note(self, numbers: BatchNumbers) -> None:
-        registry = self._engine.registry
+        registry, costs = self._engine.registry, self._engine.context.costs
+        if costs is not self._costs:
+            # What other costs would have chosen says nothing of what these choose.
+            self._costs, self._version = costs, -1
+            self.needs.clear()
         if registry.version != self._version:
             self._version = registry.version
             self._select = None
@@ -133,11 +138,16 @@ class LazyCapture:
         if self._unnoted is not None:
             self._note(self._unnoted)
             self._unnoted = None
-        if not self.needs and not self._unmeasured():
-            self._saved_s = 0.0
-            return 0
-        self._saved_s += seconds
         estimate = getattr(getattr(self._executor, "launcher", None), "estimate", None)
+        wanted, times = self.needs.most_common(1)[0] if self.needs else (None, 0)
+        if times < least and not self._unmeasured():
+            self._saved_s = min(self._saved_s, 0.0)
+            return 0
+        # No more is saved than what is next may take: it would be spent between two steps.
+        most = max(seconds, SLICE_S)
+        if times >= least and estimate is not None:
+            most = max(most, estimate(wanted).seconds)
+        self._saved_s = min(self._saved_s + seconds, most)
         registry, captured = self._engine.registry, 0
         while self.needs:
             key, times = self.needs.most_common(1)[0]
@@ -169,11 +179,11 @@ class LazyCapture:
 
         captured, executor = self._captured(), self._executor
         settings = self._engine.settings
-        if self._calibration is None or frozenset(self._calibration.keys) != captured:
-            self.end()
-            self._calibration = Calibration(executor, self._engine.registry, executor.model, settings)
         start = time.perf_counter()
         try:
+            if self._calibration is None or frozenset(self._calibration.keys) != captured:
+                self.end()
+                self._calibration = Calibration(executor, self._engine.registry, executor.model, settings)
             self._calibration.measure(self._saved_s)
         except StickyDeviceError:
             raise

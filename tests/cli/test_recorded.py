@@ -41,7 +41,7 @@ def test_explained(kpolicy: Command, log: Path) -> None:
         ("full", "graph_fits", 7, 6 * 7 + 19),
         ("eager", "above_largest_size", 1, 0),
     ]
-    assert report["eager"] == [{"tokens": "4096 to 8191", "kind": "mixed", "steps": 1, "first_step": 7}]
+    assert report["eager"] == [{"tokens": "4096 to 8191", "kind": "prefill", "steps": 1, "first_step": 7}]
 
 
 def test_explained_in_words(kpolicy: Command, log: Path) -> None:
@@ -110,3 +110,15 @@ def test_sizes_that_are_none(kpolicy: Command, tmp_path: Path) -> None:
     result = kpolicy("simulate", "--decisions", path)
     assert result.code == 2
     assert "decode, mixed, piecewise" in result.err
+
+
+def test_a_rank_without_rows_is_explained(kpolicy: Command, tmp_path: Path) -> None:
+    """An idle data-parallel rank logs empty batches; they count as such."""
+    path = tmp_path / "idle.jsonl"
+    engine = Engine("eager")
+    with DecisionLogWriter(path) as writer:
+        for shape in (BatchShape(), BatchShape(decodes=[(1, 2)], prefills=[(5, 0)])):
+            writer.write(DecisionEntry.of(shape, engine.decide(shape)))
+    ended = kpolicy("vllm-explain", path, "--json")
+    assert ended.code == 0, ended.err
+    assert {(each["tokens"], each["kind"]) for each in ended.json["eager"]} == {("0", "empty"), ("4 to 7", "mixed")}

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -192,3 +193,21 @@ def test_between_steps_only_hot_sizes_are_captured(small: Callable[..., Any]) ->
     for _ in range(3):
         step(2, 2)
     assert [key.num_tokens for key in engine.registry.captured()] == [4]
+
+
+def test_what_a_lazy_engine_saves_up_is_bounded_and_other_costs_start_anew(small: Callable[..., Any]) -> None:
+    """A size that came once is never captured, and saves nothing for others; needs are those of the costs there are."""
+    engine = Engine("full", model=small(), settings=SETTINGS, ladder=[1, 2, 4, 8, 16, 32], lazy=0.001, calibrate=0)
+    sequences = Sequences(3)
+    chunk = sequences.inputs([sequences.chunk(sequences.start(), 3)])
+    lazy = engine._lazy
+    assert lazy is not None
+    lazy.before_step(chunk.numbers)
+    for _ in range(200):
+        lazy.capture(0.001, least=2)
+    assert sum(lazy.needs.values()) == 1
+    assert lazy._saved_s <= 0.001
+    engine.take_costs(attrs.evolve(engine.costs, version="another table"))
+    lazy.before_step(chunk.numbers)
+    lazy._note(chunk.numbers)
+    assert list(lazy.needs.values()) == [1], "what the other table wanted is forgotten"

@@ -143,3 +143,14 @@ def test_measuring_that_fails_between_steps_costs_its_graph_alone(model: Any) ->
     assert not engine.costs.measured
     assert len(engine.step(inputs).outputs) == 1
     engine.release()
+
+
+def test_whatever_the_allowance_one_token_is_measured(model: Any) -> None:
+    """One row at most and no time: the table stands on the one case that always runs."""
+    engine = Engine(
+        "auto", executor=CpuExecutor(model), ladder=[1], settings=Settings(max_num_reqs=1, max_num_tokens=16),
+        calibrate=1e-9,
+    )  # fmt: skip
+    engine.capture()
+    assert engine.calibration_error == ""
+    assert engine.costs.measured

@@ -72,7 +72,7 @@ class Bench:
         self._executor = executor
         self._model = model
         self._adapter = executor.launcher.adapter
-        self._cases: list[tuple[Decision, list[StepInputs]]] = []
+        self._cases: list[tuple[Decision, StepInputs]] = []
         self._times: list[list[_Times]] = []
         self._often: set[int] = set()
         self._runs: Iterator[bool] | None = None
@@ -84,13 +84,7 @@ class Bench:
     ) -> int:
         """A step of these launches, to be timed, `often` with more samples; the number that `us` takes."""
         mode = Mode.SPLIT if len(launches) > 1 else _mode(launches[0])
-        # Which experts tokens go to makes up to some percent: each round has other tokens.
-        vocab = self._model.vocab
-        drawn = [
-            inputs._replace(token_ids=[(token + 977 * turn) % vocab for token in inputs.token_ids])
-            for turn in range(TURNS)
-        ]
-        self._cases.append((Decision(mode, tuple(launches), Reason.ONLY_LEGAL, form), drawn))
+        self._cases.append((Decision(mode, tuple(launches), Reason.ONLY_LEGAL, form), inputs))
         self._times.append([])
         if often:
             self._often.add(len(self._cases) - 1)
@@ -117,15 +111,15 @@ class Bench:
         """Run the cases one by one; whether the next one is expected to fit."""
         ran: list[int] = []
         token_s = 0.0
-        for i in sorted(range(len(self._cases)), key=lambda i: len(self._cases[i][1][0].token_ids)):
-            decision, drawn = self._cases[i]
-            num_tokens = len(drawn[0].token_ids)
+        for i in sorted(range(len(self._cases)), key=lambda i: len(self._cases[i][1].token_ids)):
+            decision, inputs = self._cases[i]
+            num_tokens = len(inputs.token_ids)
             # Twice the tokens take at most about twice the time.
             if time.perf_counter() + token_s * num_tokens > self._stop_s and ran:
                 yield False
             begun_s = time.perf_counter()
-            self._once(decision, drawn[0])  # the first run touches fresh memory and compiles kernels
-            self._times[i].append(self._run(decision, drawn[0]))
+            self._once(decision, inputs)  # the first run touches fresh memory and compiles kernels
+            self._times[i].append(self._run(decision, inputs))
             ran.append(i)
             if num_tokens >= _TELLING:
                 token_s = (time.perf_counter() - begun_s) / num_tokens
@@ -135,10 +129,15 @@ class Bench:
             # In another order each round: what ran before leaves the host's caches cold or warm, as in serving.
             rounds = ran + [i for i in ran if i in self._often] * (_OFTEN - 1)
             for i in random.Random(done).sample(rounds, len(rounds)):  # noqa: S311
-                decision, drawn = self._cases[i]
-                self._times[i].append(self._run(decision, drawn[done % TURNS]))
+                decision, inputs = self._cases[i]
+                self._times[i].append(self._run(decision, self._drawn(inputs, done)))
                 yield True
         self.rounds = MOST_ROUNDS
+
+    def _drawn(self, inputs: StepInputs, turn: int) -> StepInputs:
+        """The same rows with other tokens: which experts they go to makes up to some percent."""
+        vocab = self._model.vocab
+        return inputs._replace(token_ids=[(token + 977 * (turn % TURNS)) % vocab for token in inputs.token_ids])
 
     @property
     def short_kv(self) -> int:

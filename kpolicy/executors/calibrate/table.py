@@ -96,16 +96,17 @@ class Calibration:
         most_reqs = min(settings.max_num_reqs, settings.max_num_tokens)
         sizes = sorted({size for size in EAGER_SIZES if size < longest} | {longest})
         self._bench = bench = Bench(executor, model)
-        self._decoding = DecodeSlope(bench, decode, most_reqs)
-        self._prefilling = PrefillSlope(bench, pieces, longest, model.max_model_len)
-        self._overlap = _Overlap(bench, decode, pieces, settings)
-        self._bases = Bases(bench, pieces, most_reqs)
 
         def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:
             rows = bench.rows(0, 0, size) if prompt else bench.rows(size, bench.usual_kv)
             return bench.add([Launch(Rows.ALL, key)], rows), size, prompt
 
+        # One token, eagerly, comes first: the case that is always measured.
         self._eager = [add(None, size, prompt=size > most_reqs) for size in sizes]
+        self._decoding = DecodeSlope(bench, decode, most_reqs)
+        self._prefilling = PrefillSlope(bench, pieces, longest, model.max_model_len)
+        self._overlap = _Overlap(bench, decode, pieces, settings)
+        self._bases = Bases(bench, pieces, most_reqs)
         # Where a decode graph and a mixed one have the same size, decodes use the former.
         self._full = [add(key, key.num_tokens, prompt=True) for key in mixed]
         self._full += [add(key, key.num_tokens, prompt=False) for key in decode]
@@ -149,7 +150,7 @@ class Calibration:
             return _steady(us, noise) if us else None
 
         eager = curve(eager_cases)
-        assert eager is not None  # noqa: S101 - the smallest case of all is one token, eagerly
+        assert eager is not None  # noqa: S101 - the first case of all
         return CostTable(
             version=version,
             measured=True,
