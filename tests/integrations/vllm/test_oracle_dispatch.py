@@ -1,5 +1,6 @@
 """vLLM's own dispatcher and manager, out of the wheels, driven by kpolicy's shim."""
 
+import itertools
 import random
 
 import attrs
@@ -294,31 +295,60 @@ def test_manager_dynamic_drafts():
             assert (got.cg_mode.name, got.num_tokens) == ("FULL", desc.num_tokens)
 
 
+KINDS = [[1], [1] * 3, [1] * 9, [1] * 16, [20], [1, 1, 5], [31], [200], [40, 1]]
+"""Steps of a rank; an idle one runs a dummy decode."""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("version", "runner"), RUNNERS)
-def test_ranks_agree(version, runner):
-    """Data-parallel ranks under `auto` end at one mode and size, for every combination of what two of them may vote."""
+def test_ranks_agree(version, runner, ranks):
+    """Data-parallel ranks under `auto` end at one mode and size, for every combination of what they may vote."""
     rng = random.Random(f"ranks {version} {runner}")  # noqa: S311
     made = deployment(version, runner, [1, 2, 4, 8, 16, 24, 32], reqs=16)
-    kinds = [[1] * 3, [1] * 9, [1] * 16, [20], [1, 1, 5], [31], [200], [40, 1]]
+    batches = [batch_of(new) for new in KINDS]
     with loaded(oracle_folder(), version) as modules:
         seen = set()
-        for _ in range(25):
+        for _ in range(30 if ranks == 2 else 15):
             shim = ShimmedVllm(
-                modules, version, runner, policy=get_policy("auto"), costs=random_costs(rng), ranks=2,
+                modules, version, runner, policy=get_policy("auto"), costs=random_costs(rng), ranks=ranks,
                 config=Config(policy="auto", decode_sizes=(2, 8, 12), mixed_sizes=(16,), piecewise_sizes=(8, 32, 64)),
             )  # fmt: skip
             shim.start(made)
             shim.captured()
-            for first in kinds:
-                for second in kinds:
-                    batches = [batch_of(new) for new in (first, second)]
-                    outcomes = agreed(shim, modules, version, runner, batches)
-                    modes = {outcome[0] for outcome in outcomes}
-                    assert len(modes) == 1, (first, second, outcomes)
-                    seen |= modes
-                    if modes != {"NONE"}:
-                        assert len({outcome[1] for outcome in outcomes}) == 1, (first, second, outcomes)
+            for votes in itertools.product(batches, repeat=ranks):
+                outcomes = agreed(shim, modules, version, runner, list(votes))
+                modes = {outcome[0] for outcome in outcomes}
+                assert len(modes) == 1, (votes, outcomes)
+                seen |= modes
+                if modes != {"NONE"}:
+                    assert len({outcome[1] for outcome in outcomes}) == 1, (votes, outcomes)
         assert seen == {"FULL", "PIECEWISE", "NONE"}
+
+
+@pytest.mark.parametrize(("version", "runner"), RUNNERS)
+def test_answers_have_no_history(version, runner):
+    """Ranks that see the same steps in another order, or other steps between, are told the same of each."""
+    rng = random.Random(f"history {version} {runner}")  # noqa: S311
+    made = deployment(version, runner, [1, 2, 4, 8], reqs=64, drafts=0)
+    batches = [draw_batch(rng, made) for _ in range(400)]
+    costs = random_costs(rng)
+    with loaded(oracle_folder(), version) as modules:
+        answers = []
+        for order in (batches, batches[::-1], sorted(batches, key=lambda batch: batch.num_tokens)):
+            shim = ShimmedVllm(
+                modules, version, runner, policy=get_policy("auto"), costs=costs,
+                config=Config(policy="auto", decode_sizes=(2, 8, 48), mixed_sizes=(16, 100), piecewise_sizes=(8, 300)),
+            )  # fmt: skip
+            shim.start(made)
+            shim.captured()
+            if order is batches:
+                shim.state.dispatcher.chooser.prepare()
+            found = {}
+            for batch in order:
+                told(shim, batch)
+                found[batch] = shim.dispatch(batch)
+            answers.append(found)
+        assert answers[0] == answers[1] == answers[2]
 
 
 def batch_of(new):
