@@ -16,8 +16,8 @@ class Bench:
     """A graph of one operator that reads a length on the host, and what it read at each replay."""
 
     def __init__(self, *, reset: bool = True) -> None:
-        self.library = fake_torch_npu(records=False)
-        npu = self.npu = self.library.npu
+        self.torch_npu = fake_torch_npu(records=False)
+        npu = self.npu = self.torch_npu.npu
         self.main, self.updates = npu.current_stream(), npu.Stream()
         self.read: list[int] = []
         self.event = npu.ExternalEvent()
@@ -33,7 +33,7 @@ class Bench:
         self.read.clear()  # the capture ran it too
 
     def _launch(self, length: int, run: Any = None) -> None:
-        self.library.launch("operator", run, {"length": length})
+        self.torch_npu.launch("operator", run, {"length": length})
 
     def update(self, length: int, *, on: Any = None, current: Any = None) -> None:
         stream = on or self.updates

@@ -1,6 +1,6 @@
 """`VendorExecutor`: kpolicy on a vendor's device. All that is particular to the device is in this file.
 
-Replace `kpolicy_vendor.library` by the vendor's own namespace (`torch.musa`, `torch.mlu`, `torch.gcu`, or `torch.cuda`
+Replace `kpolicy_vendor.stand_in` by the vendor's own namespace (`torch.musa`, `torch.mlu`, `torch.gcu`, or `torch.cuda`
 where the vendor answers for it), and what `begin`, `meaning` and `prove` say by what is true there.
 """
 
@@ -43,16 +43,16 @@ class VendorExecutor(StreamExecutor):
         check: bool = False,
     ) -> None:
         # Inside: who lists executors doesn't load the vendor's library.
-        from kpolicy_vendor import library
+        from kpolicy_vendor import stand_in
 
         at = torch.device(device or getattr(model, "device", "cpu"))
         adapter = StreamAdapter(
             "vendor",
-            library,
+            stand_in,
             at,
             begin=begin,
             classify=meaning,
-            report=prove(library, at),
+            report=prove(stand_in, at),
             check=check,
             statics=getattr(model, "static_tensors", None),
             faults=faults,
@@ -63,12 +63,12 @@ class VendorExecutor(StreamExecutor):
 def begin(handle: Any) -> Any:
     """A graph that records on the current stream, in the pool of that handle.
 
-    Not `library.graph(...)`: a context manager that synchronises and empties caches is too slow for each segment of a
+    Not `torch.vendor.graph(...)`: a context manager that synchronises and empties caches is too slow for each segment of a
     PIECEWISE graph.
     """
-    from kpolicy_vendor import library
+    from kpolicy_vendor import stand_in
 
-    graph = library.VendorGraph()
+    graph = stand_in.VendorGraph()
     graph.capture_begin(pool=handle)
     return graph
 
@@ -87,14 +87,14 @@ def meaning(error: BaseException) -> Failure:
     return Failure(Reason.CAPTURE_FAILED, "device lost" in words)
 
 
-def prove(library: Any, device: torch.device) -> ProbeReport:
+def prove(vendor: Any, device: torch.device) -> ProbeReport:
     """That the device is there, by the vendor's own count: what `torch.cuda` says of a disguised device proves nothing.
 
     Raises:
         ConfigError: it isn't there.
     """
-    count = library.device_count()
+    count = vendor.device_count()
     if not count or (device.index or 0) >= count:
         raise ConfigError(f"device {str(device)!r} isn't there: the vendor's library counts {count}.")
-    words = f"{count} x {library.get_device_name(device)}; unverified on hardware"
+    words = f"{count} x {vendor.get_device_name(device)}; unverified on hardware"
     return ProbeReport("vendor", ProbeStatus.USABLE, words, facts={"devices": count})
