@@ -63,8 +63,8 @@ class VendorExecutor(StreamExecutor):
 def begin(handle: Any) -> Any:
     """A graph that records on the current stream, in the pool of that handle.
 
-    Not `torch.vendor.graph(...)`: a context manager that synchronises and empties caches is too slow for each segment of a
-    PIECEWISE graph.
+    Not `torch.vendor.graph(...)`: a context manager that synchronises and empties caches is too slow for each segment
+    of a PIECEWISE graph.
     """
     from kpolicy_vendor import stand_in
 
