@@ -16,7 +16,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from server import Steps
+try:
+    from benchmarks.sglang.server import Steps
+except ModuleNotFoundError:  # run as a script
+    from server import Steps
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen": {

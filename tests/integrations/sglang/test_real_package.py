@@ -82,3 +82,26 @@ def test_real_arguments_get_kpolicys_sizes(tmp_path):
     assert len(found["decode_sizes"]) == 12
     assert found.get("prefill", "breakable") == "breakable"
     assert found.get("prefill_sizes", [2048])[-1] == 2048
+
+
+@pytest.mark.skipif(
+    os.environ.get("KPOLICY_SGLANG_CPU") != "1",
+    reason="KPOLICY_SGLANG_CPU=1 says that this SGLang 0.5.16 runs on a CPU",
+)
+def test_split_changes_no_token(tmp_path):
+    """Through the real scheduler, chunked prompts among them: split cycles give the tokens of mixed and stock ones."""
+    found = {}
+    for how in ("stock", "mixed", "split"):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "tests.integrations.sglang.serve", str(tmp_path), how],
+            env={**os.environ, "KPOLICY_SGLANG": "0" if how == "stock" else "1", "SGLANG_PLUGINS": "kpolicy"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("SERVED ")] or [done.stderr[-3000:]]
+        found[how] = json.loads(line.removeprefix("SERVED "))
+        assert found[how]["done"] == 16
+    assert found["split"]["tokens"] == found["mixed"]["tokens"] == found["stock"]["tokens"]
+    assert found["stock"]["cycles"] is None
+    assert found["mixed"]["cycles"]["mixed"] > 5
+    assert found["split"]["cycles"]["mixed"] == 0
+    assert min(found["split"]["cycles"][order] for order in ("decode first", "extend first")) > 0

@@ -1,0 +1,84 @@
+"""Serves a few requests through SGLang's real scheduler on a CPU; prints the tokens of each. Run by a test.
+
+    python -m tests.integrations.sglang.serve FOLDER stock|split|mixed
+
+FOLDER gets a small generated checkpoint. Costs are made up, so that every cycle is split, or none is.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.sglang import check
+from benchmarks.sglang.server import Trace
+
+REQUESTS = 16
+ARGUMENTS = {
+    "load_format": "auto", "device": "cpu", "attention_backend": "torch_native", "dtype": "float32",
+    "max_total_tokens": 20_000, "max_running_requests": 16, "chunked_prefill_size": 64, "context_length": 1024,
+    "enable_mixed_chunk": True,
+}  # fmt: skip
+
+
+def checkpoint(folder: Path) -> None:
+    """The checkpoint of the benchmark's check, written once."""
+    import torch
+
+    if not (folder / "model.safetensors").is_file():
+        maker = check.Check.__new__(check.Check)
+        maker.torch, maker.device = torch, "cpu"
+        maker._make({**check.CONFIGS["qwen"], "num_hidden_layers": 2, "hidden_size": 128}, folder)
+
+
+def costs(trace: Any, mixed_us: float) -> None:
+    """Have every cycle be split or mixed, whatever it would really take."""
+    from kpolicy.costs import Curve
+    from kpolicy.settings import Objective
+    from kpolicy_sglang.config import Config
+    from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase, table_of
+    from kpolicy_sglang.state import State, attach
+
+    state = State(Config(), "0.5.16")
+    for name in (DECODE, PREFILL):
+        phase = state.phases[name] = Phase(name, (16, 64), 64, full=name == DECODE)
+        phase.install("auto", table_of("made up", {16: 100, 64: 100}, {1: 200}), Objective())
+    curve = Curve((1,), (mixed_us,))
+    state.mixed = MixedCost(curve, curve, 2, 8)
+    attach(trace.runner, state)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    folder, how = Path(sys.argv[1]), sys.argv[2]
+    checkpoint(folder)
+    import sglang.srt.managers.scheduler  # noqa: F401  what a plugin finds in SGLang's own process
+    import torch
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    trace = Trace({"model_path": str(folder), **ARGUMENTS})
+    if how != "stock":
+        costs(trace, 1e9 if how == "split" else 1.0)
+    tokens: dict[str, list[int]] = {}
+    sender = trace.scheduler.ipc_channels.send_to_detokenizer
+    send = sender.send_output
+
+    def keep(output: Any, _: Any = None) -> None:
+        for name, ids in zip(output.rids, output.output_ids, strict=True):
+            tokens.setdefault(name, []).extend(ids)
+        send(output)
+
+    sender.send_output = keep
+    rng = random.Random(1)  # noqa: S311  not for secrets
+    requests = [[0.01 * i, rng.choice([10, 50, 150, 300]), rng.randint(3, 20)] for i in range(REQUESTS)]
+    with torch.no_grad():
+        served = trace.run(requests, 10)
+    print("SERVED " + json.dumps({"tokens": tokens, "cycles": served["cycles"], "done": served["done"]}), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
