@@ -15,6 +15,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
 from kpolicy.policies.auto import AutoPolicy
+from kpolicy.policies.fixed import FixedPolicy
 from kpolicy.policies.vllm_policy import VllmPolicy
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
@@ -76,7 +77,7 @@ def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = N
         q = settings.query_len
         sizes = CaptureSizes([n for n in listed if n % q == 0 and n <= q * settings.max_num_reqs],
                              [n for n in listed if n <= LARGEST_MIXED], listed)  # fmt: skip
-    elif isinstance(policy, AutoPolicy):
+    elif isinstance(policy, (AutoPolicy, FixedPolicy)):
         sizes = default_sizes(settings)
     else:
         sizes = policy.sizes(settings)

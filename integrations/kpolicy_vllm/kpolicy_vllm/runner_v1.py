@@ -92,20 +92,17 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
 
         def _choose_keys(self, mode: Any) -> None:
             """Keep of vLLM's keys those of our sizes, and add FULL graphs of small mixed batches."""
-            sizes = self.state.sizes
-            assert sizes is not None  # noqa: S101 - the caller asked
             if mode == none or not mode.separate_routine():
                 return
-            kept = self.cudagraph_keys
-            listed = set(self.compilation_config.cudagraph_capture_sizes)
-            if mode.decode_mode() == full:
-                kept[full] = {desc for desc in kept[full] if desc.num_tokens in sizes.decode or not desc.uniform}
             pieces = mode.mixed_mode() == piecewise
+            kept, sizes = self.cudagraph_keys, self.state.wanted(pieces=pieces)
             if pieces:
                 kept[piecewise] = {desc for desc in kept[piecewise] if desc.num_tokens in sizes.piecewise}
-            if self.state.claims.full.mixed and mode.decode_mode() == full and self.state.num_dp_ranks == 1:
-                mixed = sizes.mixed if pieces else {*sizes.mixed, *sizes.piecewise}
-                for size in listed.intersection(mixed):
+            if mode.decode_mode() != full:
+                return
+            kept[full] = {desc for desc in kept[full] if desc.num_tokens in sizes.decode or not desc.uniform}
+            if self.state.num_dp_ranks == 1:
+                for size in set(self.compilation_config.cudagraph_capture_sizes).intersection(sizes.mixed):
                     for loras in self._get_lora_cases():
                         desc = self._create_padded_batch_descriptor(size, False, loras > 0, loras)
                         self.add_cudagraph_key(full, desc)

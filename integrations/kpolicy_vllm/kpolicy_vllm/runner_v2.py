@@ -131,8 +131,8 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
 
         def _choose_descs(self) -> None:
             """Keep of vLLM's descriptors those of our sizes, and add FULL graphs of small mixed batches."""
-            sizes, descs = self.state.sizes, self._capture_descs
-            assert sizes is not None  # noqa: S101 - the caller asked
+            descs = self._capture_descs
+            sizes = self.state.wanted(pieces=self.cudagraph_mode.mixed_mode() == piecewise)
             wanted = {each // self.decode_query_len for each in sizes.decode}
 
             def keeps(desc: Any) -> bool:
@@ -145,8 +145,8 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
             for mode in (full, piecewise):
                 if mode in descs:
                     descs[mode] = [desc for desc in descs[mode] if keeps(desc)]
-            if self.cudagraph_mode.decode_mode() == full and self.state.claims.full.mixed:
-                self._add_mixed(descs, sizes.mixed if descs.get(piecewise) else {*sizes.mixed, *sizes.piecewise})
+            if self.cudagraph_mode.decode_mode() == full:
+                self._add_mixed(descs, sizes.mixed)
             for mode in (full, piecewise):
                 if not descs.get(mode, True):
                     del descs[mode]

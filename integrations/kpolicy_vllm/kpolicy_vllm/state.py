@@ -16,7 +16,7 @@ from kpolicy.decision import Decision
 from kpolicy.errors import KPolicyError
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes
-from kpolicy.modes import Mode
+from kpolicy.modes import Mode, Part
 from kpolicy.policies import get_policy
 from kpolicy.policies.auto import AutoPolicy
 from kpolicy.policies.base import CompiledPolicy, Policy, PolicyContext
@@ -126,6 +126,29 @@ class State:
     def ladder(self) -> CaptureLadder:
         """The model's own graphs that may be replayed; drafters and encoders choose theirs themselves."""
         return self.registry.view()
+
+    def wanted(self, *, pieces: bool) -> CaptureSizes:
+        """The sizes of each kind of graph that the policy can ever choose, now that attention has said what it can.
+
+        Args:
+            pieces: whether the model is cut into pieces; otherwise FULL graphs take mixed batches of their sizes too.
+        """
+        sizes = self.sizes
+        assert sizes is not None  # noqa: S101 - whoever leaves vLLM's sizes alone doesn't ask
+        if not pieces:
+            sizes = attrs.evolve(sizes, mixed=sorted({*sizes.mixed, *sizes.piecewise}))
+        try:
+            keys = self.policy.plan(sizes, self.claims, self.settings)
+        except KPolicyError as error:
+            self.counters.warn_once("not_planned", f"policy {self.config.policy!r} has no plan for {sizes}: {error}")
+            return sizes
+        q = self.settings.query_len
+        full = [key for key in keys if key.part is Part.FULL]
+        return CaptureSizes(
+            sorted({key.num_tokens for key in full if key.decode_only and (key.query_len or q) == q}),
+            sorted({key.num_tokens for key in full if not key.decode_only}),
+            sorted({key.num_tokens for key in keys if key.part is Part.PIECEWISE}),
+        )
 
     def install_costs(self, table: CostTable, source: str = "calibration") -> None:
         """Decide by these costs from now on. Every rank must be given the same table."""

@@ -176,6 +176,19 @@ def test_replica_keeps_vllm_sizes(vllm):
     assert state_of(runner.vllm_config).ready
 
 
+@pytest.mark.parametrize(
+    ("policy", "kinds"),
+    [("eager", set()), ("piecewise", {"piecewise"}), ("full", {"full"}), ("auto", {"full", "piecewise"})],
+)
+def test_only_what_the_policy_can_choose(vllm, policy, kinds):
+    """Graphs that a policy never chooses aren't captured."""
+    runner = served(vllm, kpolicy={"policy": policy, "calibrate": False})
+    state = state_of(runner.vllm_config)
+    assert {key.part.value for key in state.ladder.keys} == kinds
+    assert {mode.name for mode, _ in runner.ran} - {"NONE"} == {kind.upper() for kind in kinds}
+    assert ask_v1(runner, [1] * 5)[0] in ({kind.upper() for kind in kinds} or {"NONE"})
+
+
 def test_idle_rank(vllm):
     """An idle data-parallel rank asks with a dummy step of one decode, and is answered like a real one."""
     runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
