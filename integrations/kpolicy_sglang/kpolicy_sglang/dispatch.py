@@ -33,8 +33,10 @@ def decode_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
         phase.ran(size, forward_batch)
         return False
     can_run = original(runner, forward_batch)
-    _count(phase, runner, forward_batch, size, can_run=bool(can_run))
-    return can_run
+    if can_run:
+        phase.ran(size, forward_batch)
+        return can_run
+    return _refused(phase, runner, forward_batch, size)
 
 
 def prefill_can_run_0_5_16(original: Any, runner: Any, forward_batch: Any) -> Any:
@@ -51,15 +53,23 @@ def prefill_can_run_0_5_16(original: Any, runner: Any, forward_batch: Any) -> An
     if not phase.replays(size):
         phase.ran(size, forward_batch)
         return False
-    module = sys.modules[type(runner).__module__]
-    factor = getattr(module, _FACTOR)
-    setattr(module, _FACTOR, _NO_LIMIT)
+    names = phase.names or _names(phase, runner)
+    factor = names[_FACTOR]
+    names[_FACTOR] = _NO_LIMIT
     try:
         can_run = original(runner, forward_batch)
     finally:
-        setattr(module, _FACTOR, factor)
-    _count(phase, runner, forward_batch, size, can_run=bool(can_run))
-    return can_run
+        names[_FACTOR] = factor
+    if can_run:
+        phase.ran(size, forward_batch)
+        return can_run
+    return _refused(phase, runner, forward_batch, size)
+
+
+def _names(phase: Phase, runner: Any) -> dict[str, Any]:
+    """The names of the runner's module, among which SGLang's rule looks up its limit on padding."""
+    phase.names = vars(sys.modules[type(runner).__module__])
+    return phase.names
 
 
 def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
@@ -78,8 +88,10 @@ def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
             can_run = original(runner, forward_batch)
         finally:
             phase.agreed = False
-    _count(phase, runner, forward_batch, size, can_run=bool(can_run))
-    return can_run
+    if can_run:
+        phase.ran(size, forward_batch)
+        return can_run
+    return _refused(phase, runner, forward_batch, size)
 
 
 def prefill_can_replay_locally(original: Any, runner: Any, **asked: Any) -> bool:
@@ -98,8 +110,10 @@ def prefill_can_replay_locally(original: Any, runner: Any, **asked: Any) -> bool
     return bool(original(runner, **asked))
 
 
-def _count(phase: Phase, runner: Any, batch: Any, size: int, *, can_run: bool) -> None:
-    if can_run or not phase.replays(size):
-        phase.ran(size, batch)
-    else:
+def _refused(phase: Phase, runner: Any, batch: Any, size: int) -> bool:
+    """Count a no of SGLang's: its own, unless the size is eager by the policy."""
+    if phase.replays(size):
         phase.was_refused(size, batch, why_refused(phase.name, runner, batch))
+    else:
+        phase.ran(size, batch)
+    return False

@@ -64,6 +64,8 @@ class Phase:
         """Steps by size that ran as decided; the last is for larger ones."""
         self.refused: Counter[tuple[Reason, int]] = Counter()
         """Steps by reason and size that would have replayed, but for what SGLang itself refused."""
+        self.names: dict[str, Any] | None = None
+        """Names of the runner's module, where 0.5.16 looks up its limit on padding."""
         self.log: Callable[[Phase, Any, int, Reason | None], None] | None = None
         self._most = len(self.steps) - 2
         self.keys = tuple(self._key(size, full) for size in self.sizes)
