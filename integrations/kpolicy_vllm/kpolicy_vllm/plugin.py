@@ -93,8 +93,11 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
         multiple_of=parallel.tensor_parallel_size if compilation.pass_config.enable_sp else 1,
     )
     if sizes is not None:
-        compilation.cudagraph_capture_sizes = one_list(sizes)
-        compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
+        ours = one_list(sizes)
+        # vLLM starts only if no size it compiles for would be padded.
+        compiled = [size for size in compilation.compile_sizes or () if isinstance(size, int) and size <= ours[-1]]
+        compilation.cudagraph_capture_sizes = sorted({*ours, *compiled})
+        compilation.max_cudagraph_capture_size = ours[-1]
         compilation.post_init_cudagraph_sizes()
         LOGGER.info("kpolicy: capture sizes %s", describe(sizes))
     if config.metrics:

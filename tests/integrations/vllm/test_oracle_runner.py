@@ -159,6 +159,19 @@ def test_user_sizes_stay(vllm):
     assert {key.num_tokens for key in state_of(runner.vllm_config).ladder.keys} == {1, 8, 64}
 
 
+def test_compiled_sizes(vllm):
+    """Sizes that vLLM compiles for stay on its list, or it wouldn't start; no graphs are captured of them."""
+    config = vllm_config(vllm)
+    config.compilation_config.compile_sizes = [24, 5000]
+    sized(vllm, config)
+    assert 24 in config.compilation_config.cudagraph_capture_sizes
+    runner = runner_v1(vllm, config)
+    attached(vllm, config, runner)
+    config.compilation_config.compile_sizes = [24]
+    initialise_v1(runner, vllm)
+    assert 24 not in {key.num_tokens for key in state_of(config).dispatcher.desc_of}
+
+
 def test_copied_configuration(vllm):
     """A configuration that is made again from a copy keeps the sizes."""
     config = vllm_config(vllm, max_num_seqs=600)
