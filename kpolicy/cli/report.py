@@ -100,10 +100,9 @@ def report_command(
         for each in made.traces:
             _say(each)
         say(console(), f"written to {', '.join(map(str, written))}")
-    missing = [each.interrupted for each in made.traces if each.interrupted]
-    for said in missing:
-        sys.stderr.write(f"kpolicy: {said}; what was done is in {out}.\n")
-    return 130 if missing else 0
+    if made.interrupted:
+        sys.stderr.write(f"kpolicy: {made.interrupted}; what was done is in {out}.\n")
+    return 130 if made.interrupted else 0
 
 
 def _check_folder(folder: Path | None) -> None:

@@ -61,6 +61,7 @@ class Report:
         costs: what launches took.
         setting: the costs, the server and the model in words.
         notes: what a reader should know of the costs.
+        interrupted: what is missing because the keyboard interrupted it, in words; empty where nothing is.
     """
 
     traces: tuple[TraceReport, ...]
@@ -68,6 +69,7 @@ class Report:
     costs: CostTable = attrs.field(repr=False)
     setting: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    interrupted: str = ""
 
 
 @attrs.frozen(kw_only=True)
@@ -188,7 +190,8 @@ def gather(
     )  # fmt: skip
     plans = {"budget": plan_budget or budget, "most_sizes": most_sizes}
     tell = progress or (lambda _what, _total: lambda _done: None)
-    found = []
+    found: list[TraceReport] = []
+    interrupted = ""
     for i, trace in enumerate(traces):
 
         def watch(j: int, i: int = i) -> AbstractContextManager[OnStep | None]:
@@ -199,12 +202,15 @@ def gather(
         except KeyboardInterrupt:
             if not found:
                 raise
-            missing = f"{trace.source}: interrupted, nothing is reported of it"
-            found[-1] = attrs.evolve(found[-1], interrupted=found[-1].interrupted or missing)
-        if found[-1].interrupted:
+            interrupted = f"{trace.source}: interrupted, nothing is reported of it"
+        interrupted = interrupted or found[-1].interrupted
+        if interrupted:
             break
-    said = [*notes, *(each.interrupted for each in found if each.interrupted)]
-    return Report(traces=tuple(found), server=server, costs=asked.costs, setting=tuple(setting), notes=tuple(said))
+    said = (*notes, interrupted) if interrupted else tuple(notes)
+    return Report(
+        traces=tuple(found), server=server, costs=asked.costs, setting=tuple(setting), notes=said,
+        interrupted=interrupted,
+    )  # fmt: skip
 
 
 def _of_trace(
@@ -229,10 +235,14 @@ def _of_trace(
             f" before {left}; nothing was planned" if left else " in a plan"
         )
     kv_len = max(1, round(sum(r.prompt_tokens + r.output_tokens / 2 for r in trace.requests) / max(len(trace), 1)))
-    maps = mode_maps(
-        policies, server=asked.server, costs=asked.costs, kv_len=kv_len, attention=asked.attention,
-        ladder=asked.ladder, objective=asked.objective, budget=asked.budget,
-    )  # fmt: skip
+    maps: Sequence[ModeMap] = ()
+    try:
+        maps = mode_maps(
+            policies, server=asked.server, costs=asked.costs, kv_len=kv_len, attention=asked.attention,
+            ladder=asked.ladder, objective=asked.objective, budget=asked.budget,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        interrupted = interrupted or f"{trace.source}: interrupted before the maps of modes"
     every = (*runs, *(plan.run for plan in plans if plan.run is not None))
     within = [run for run in every if asked.fits(run, **limits)]
     return TraceReport(

@@ -85,6 +85,8 @@ def _timeline(made: TraceReport, number: int) -> str:
 
 
 def _map(made: TraceReport, settings: Settings) -> str:
+    if not made.maps:
+        return "<p>Not drawn: interrupted.</p>\n"
     said = (
         "Each batch has decode rows of the trace's average context and, beside them, one prompt without context. "
         "A + marks a batch that takes 5% or more over the cheapest way."
@@ -95,6 +97,8 @@ def _map(made: TraceReport, settings: Settings) -> str:
 
 
 def _plans(made: TraceReport, settings: Settings) -> str:
+    if not made.plans and made.interrupted:
+        return "<p>Nothing was planned: interrupted.</p>\n"
     if not made.plans:
         return "<p>Nothing was planned: no policy here captures graphs for one rank.</p>\n"
     return "".join(sections.plan(each, settings.query_len) for each in made.plans)

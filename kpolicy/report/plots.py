@@ -92,11 +92,12 @@ def _figures(made: TraceReport, figure_of: Any) -> Iterator[tuple[str, Any]]:
     figure = figure_of(figsize=(9, 0.6 * len(runs) + 1.6), layout="constrained")
     _modes(figure, runs)
     yield "modes", figure
-    figure = figure_of(figsize=(7 * min(len(made.maps), 2), 6 * -(-len(made.maps) // 2)), layout="constrained")
-    for i, each in enumerate(made.maps):
-        _map(figure.add_subplot(-(-len(made.maps) // 2), min(len(made.maps), 2), i + 1), each)
-    _mode_legend(figure)
-    yield "map", figure
+    if made.maps:
+        figure = figure_of(figsize=(7 * min(len(made.maps), 2), 6 * -(-len(made.maps) // 2)), layout="constrained")
+        for i, each in enumerate(made.maps):
+            _map(figure.add_subplot(-(-len(made.maps) // 2), min(len(made.maps), 2), i + 1), each)
+        _mode_legend(figure)
+        yield "map", figure
     pairs: list[tuple[Run, Run | None]] = [(plan.base, plan.run) for plan in made.plans if plan.run is not None]
     pairs = pairs or [(run, None) for run in runs]
     figure = figure_of(figsize=(9, 3.4 * len(pairs)), layout="constrained")

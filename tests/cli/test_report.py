@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kpolicy.scheduling.traces import Trace
 from kpolicy.schemas import LadderPlan, loads
 from tests.cli.conftest import Command, write
 from tests.observe.processor import find_processor, query
@@ -194,6 +195,46 @@ def test_an_interrupt_in_a_policy_leaves_it_out(
             assert [run["name"] for run in made["runs"]] == done
             assert "before eager, auto; nothing was planned" in ended.err
         out.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("part", "said"), [("mode_maps", "before the maps of modes"), ("plan_trace", "in a plan")])
+def test_an_interrupt_in_another_part(
+    part: str, said: str, kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page stands without the part that was under way."""
+
+    def interrupted(*_args: object, **_rest: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module("kpolicy.report.gather"), part, interrupted)
+    ended = kpolicy("report", trace, "--policy", "vllm", "--out", tmp_path / "r.html", *SMALL, "--budget", 4)
+    assert ended.code == 130
+    assert f"interrupted {said}; what was done is in" in ended.err
+    assert said in (tmp_path / "r.html").read_text()
+
+
+def test_an_interrupt_in_a_later_trace(
+    kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The traces before it are whole, and nothing is said to be missing of them."""
+    gather = import_module("kpolicy.report.gather")
+    simulate = gather.simulate
+
+    def interrupted(given: Trace, policy: str, **rest: object) -> object:
+        if "later.csv" in given.source:
+            raise KeyboardInterrupt
+        return simulate(given, policy, **rest)
+
+    monkeypatch.setattr(gather, "simulate", interrupted)
+    later = tmp_path / "later.csv"
+    later.write_text(trace.read_text())
+    out = tmp_path / "r.html"
+    ended = kpolicy("report", trace, later, "--policy", "vllm", "--out", out, *SMALL, "--budget", 4, "--json")
+    assert ended.code == 130
+    assert "interrupted, nothing is reported of it" in ended.err
+    (made,) = ended.json["traces"]
+    assert made["interrupted"] == ""
+    assert len(made["runs"]) == 2
 
 
 def test_one_request_is_enough(kpolicy: Command, tmp_path: Path) -> None:
