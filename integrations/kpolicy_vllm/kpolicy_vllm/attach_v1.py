@@ -112,8 +112,11 @@ def bound_splits(runner: Any, state: State) -> None:
     """Let FlashAttention bound its splits for the sizes that a FULL graph has, and for no larger ones.
 
     Its builder fixes the number of splits for every step up to the largest capture size, with buffers for that many.
-    Larger sizes of ours are PIECEWISE, where attention runs eagerly and may choose.
+    Larger sizes of ours are PIECEWISE, where attention runs eagerly and may choose. With vLLM's own sizes nothing is
+    changed: splits decide the last bits of attention, and there every step's are stock's.
     """
+    if state.sizes is None:
+        return
     largest = max((key.num_tokens for key in state.dispatcher.desc_of if key.part is Part.FULL), default=0)
     for groups in runner.attn_groups:
         for group in groups:

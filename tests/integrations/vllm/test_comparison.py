@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.vllm.correct import beside, replica_passes
 from benchmarks.vllm.loads import CHAT, CODE, RATES, make_load
 from benchmarks.vllm.summary import ratio_interval, summarise
 from kpolicy.errors import ConfigError
@@ -65,3 +66,18 @@ def test_decodes_come_at_once() -> None:
     assert load.requests == [(0.0, 32, 160)] * 768
     with pytest.raises(ConfigError, match="no load"):
         make_load("chatter", "qwen05b", Path())
+
+
+def generated(tokens: list[list[int]], mode: str = "FULL") -> dict[str, Any]:
+    return {"tokens": tokens, "logits": [[{}]], "steps": [[mode, 8]], "stats": []}
+
+
+def test_tokens_of_the_replica_count_where_two_stock_engines_agree() -> None:
+    stock = generated([[1, 2, 3], [4, 5, 6]])
+    same, other = generated([[1, 2, 3], [4, 5, 6]]), generated([[1, 2, 3], [4, 9, 6]])
+    assert beside(stock, same)["first_difference"] is None
+    assert beside(stock, other)["first_difference"] == {"request": 1, "position": 1}
+    assert replica_passes(beside(stock, same), beside(stock, other))
+    assert replica_passes(beside(stock, other), beside(stock, other))
+    assert not replica_passes(beside(stock, other), beside(stock, same))
+    assert not replica_passes(beside(stock, generated([[1, 2, 3], [4, 5, 6]], "NONE")), beside(stock, same))

@@ -463,3 +463,34 @@ def test_profile_of_this_device(vllm, tmp_path):
     state = state_of(served(vllm, kpolicy={"profile": str(path)}).vllm_config)
     assert state.costs == table
     assert state.ready
+
+
+class RecordedBuilder:
+    """FlashAttention's metadata builder of 0.23 and 0.33, as far as it chooses splits."""
+
+    def __init__(self, config):
+        self.max_cudagraph_size = config.compilation_config.max_cudagraph_capture_size
+
+    def num_splits(self, tokens):
+        """The bound on splits of a step, FULL or not: 32 as vLLM's default, 0 where the kernel chooses."""
+        return 32 if tokens <= self.max_cudagraph_size else 0
+
+
+@pytest.mark.parametrize(
+    ("kpolicy", "as_stock"), [(None, True), ("vllm:version=0.23,runner=v1", True), ({"calibrate": False}, False)]
+)
+def test_splits_of_attention(vllm, kpolicy, as_stock):
+    """Off, and through the replica, every step has stock's splits: they decide the last bits of attention."""
+    config = vllm_config(vllm, kpolicy=kpolicy, max_num_batched_tokens=1024)
+    sized(vllm, config)
+    runner = runner_v1(vllm, config)
+    builder = RecordedBuilder(config)
+    attached(vllm, config, runner)
+    initialise_v1(runner, vllm)
+    runner.attn_groups = [[SimpleNamespace(metadata_builders=[builder])]]
+    runner.capture_model()
+    if as_stock:
+        assert [tokens for tokens in range(1, 1025) if builder.num_splits(tokens)] == list(range(1, 129))
+    else:
+        full = max(key.num_tokens for key in state_of(config).ladder.keys if key.part is Part.FULL)
+        assert builder.max_cudagraph_size == full < config.compilation_config.max_cudagraph_capture_size
