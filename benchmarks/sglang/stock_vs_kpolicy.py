@@ -6,7 +6,7 @@ Both sides are processes on the same GPU that stay up and take turns; who goes f
 
 - ``qwen``, ``dsv2``: single steps of Qwen2.5-0.5B and DeepSeek-V2-Lite shapes (decode, extend, mixed; random weights);
 - ``qwen-trace``: request throughput and gaps through SGLang's scheduler, the conversation trace at 600 requests, every
-  token streamed; ``large`` is kpolicy with prefill sizes up to the chunk;
+  token streamed; ``large`` is kpolicy with prefill sizes up to the chunk, ``gap`` with a limit on gaps besides;
 - ``qwen-mixed-trace``: the same with mixed chunks; ``qwen-offline-trace``: the same, nothing streamed;
 - ``dsv2-trace``: the conversation trace on DeepSeek-V2-Lite with mixed chunks, at 48 requests;
 - ``capture``: start-up alone, with SGLang's own sizes, with its own list up to the same largest sizes, and kpolicy's;
@@ -31,7 +31,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ SLICES = (
     "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-mixed-trace", "qwen-offline-trace", "dsv2-trace",
 )  # fmt: skip
 LARGE = {"KPOLICY_PIECEWISE_SIZES": "64,96,128,256,512,576,1024,1536,2048,3072,4096,6144,8192"}
+VARIANTS = {"large": LARGE, "gap": {**LARGE, "KPOLICY_GAP_MS": "18"}}
+VARIED = {"large": ", prefill sizes to 8,192", "gap": ", prefill sizes to 8,192, KPOLICY_GAP_MS=18"}
 LOADS = {
     "qwen-trace": "", "qwen-mixed-trace": ", mixed chunks", "qwen-offline-trace": ", not streamed",
     "dsv2-trace": ", mixed chunks",
@@ -59,6 +61,7 @@ STEPS = {
         *(("mixed", size) for size in (64, 512, 2048)),
     ],
 }
+NO_VARIANTS: Mapping[str, dict[str, str]] = {}
 STARTS_S = {"qwen": 120, "dsv2": 200}
 # Two-sided 95% points of Student's t by degrees of freedom.
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -144,14 +147,16 @@ class Run:
         with self.raw.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 
-    def sides(self, part: str, kind: str, arguments: dict[str, Any], **large: str) -> dict[str, Side]:
+    def sides(
+        self, part: str, kind: str, arguments: dict[str, Any], variants: Mapping[str, dict[str, str]] = NO_VARIANTS
+    ) -> dict[str, Side]:
         sides = {
             side: Side(f"{part}-{side}", kind, self.arguments(part, arguments), self.logs, kpolicy=side == "kpolicy")
             for side in ("stock", "kpolicy")
         }
-        if large:
-            arguments = self.arguments(part, arguments)
-            sides["large"] = Side(f"{part}-large", kind, arguments, self.logs, kpolicy=True, **large)
+        for name, environ in variants.items():
+            given = self.arguments(part, arguments)
+            sides[name] = Side(f"{part}-{name}", kind, given, self.logs, kpolicy=True, **environ)
         return sides
 
     def arguments(self, part: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +222,7 @@ def trace(run: Run, part: str) -> None:
     if not qwen:
         extra["chunked_prefill_size"] = 2048
     requests = requests_of(run.given.trace, count, 7000, 400.0)
-    sides = run.sides(part, "trace", extra, **(LARGE if part == "qwen-trace" else {}))
+    sides = run.sides(part, "trace", extra, VARIANTS if part == "qwen-trace" else NO_VARIANTS)
     how = {"concurrent": concurrent, "stream": "streamed" not in LOADS[part]}
     try:
         run.start(part, sides)
@@ -308,11 +313,12 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             if line["part"] != "qwen-offline-trace":
                 figures += [("gap p99 ms", "gap_p99_ms"), ("gap p50 ms", "gap_p50_ms")]
             for figure, name in figures:
-                large = f"{load}, prefill sizes to 8,192"
-                if line["side"] != "large":
+                if line["side"] not in VARIED:
                     put(model, load, figure, line, line[name])
-                if line["side"] in ("large", "stock") and line["part"] == "qwen-trace":
-                    put(model, large, figure, {**line, "side": line["side"].replace("large", "kpolicy")}, line[name])
+                for variant, words in VARIED.items() if line["part"] == "qwen-trace" else ():
+                    if line["side"] in (variant, "stock"):
+                        sided = {**line, "side": line["side"].replace(variant, "kpolicy")}
+                        put(model, load + words, figure, sided, line[name])
         elif line["kind"] == "start" and line["part"] == "capture" and "prefill_s" in line:
             against = ("stock", "wide") if line["side"] == "kpolicy" else (line["side"],)
             for name in against:

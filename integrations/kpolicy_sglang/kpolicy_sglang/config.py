@@ -32,6 +32,7 @@ class Config:
         profile: a profile to take costs from, in place of measuring them at start-up.
         calibrate: measure costs from SGLang's own graphs and eager steps at start-up.
         split: with mixed chunks on, run decodes and prompt chunks in steps of their own where that costs less.
+        gap_ms: while decodes run, a prefill batch may take so many milliseconds, and a decode step comes between two.
         mla_prefill: on 0.5.16, let MLA models have the prefill graphs that its start-up rules turn off.
         decision_log: a file for every decision, which `kpolicy simulate --decisions` decides again.
         metrics: counters beside SGLang's Prometheus metrics, where those are on.
@@ -51,6 +52,7 @@ class Config:
     profile: str | None = None
     calibrate: bool = True
     split: bool = True
+    gap_ms: float | None = None
     mla_prefill: bool = True
     decision_log: str | None = None
     metrics: bool = True
@@ -61,6 +63,8 @@ class Config:
         Objective.parse(self.objective)
         if not 0 <= self.summary_seconds < float("inf"):
             raise ConfigError(f"{_PREFIX}SUMMARY_SECONDS is {self.summary_seconds!r}; it is a number from 0 up.")
+        if self.gap_ms is not None and not 0 < self.gap_ms < float("inf"):
+            raise ConfigError(f"{_PREFIX}GAP_MS is {self.gap_ms!r}; it is a number of milliseconds above 0.")
         for name in ("decode_sizes", "piecewise_sizes"):
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes))):
@@ -103,6 +107,6 @@ def _parsed(name: str, text: str) -> Any:
             if text.strip().lower() not in (*_TRUE, *_FALSE):
                 raise ValueError
             return text.strip().lower() in _TRUE
-        return float(text) if kind == "float" else text
+        return float(text) if kind.startswith("float") else text
     except ValueError:
         raise ConfigError(f"{_PREFIX}{name.upper()} is {text!r}, which isn't a value of {name} ({kind}).") from None

@@ -3,6 +3,8 @@
 With mixed chunks on, SGLang adds the running decodes to every prefill batch, and the decodes lose their graph. Here
 both batches of a cycle run one after the other, the decodes in their graph. Which goes first is the order that keeps
 requests waiting least: the one that serves most of them for its time.
+
+With a limit on gaps the prompts of a step are as many as it allows, and every other step is a decode step.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ __all__ = ["Split", "split_of"]
 
 _ATTRIBUTE = "_kpolicy_split"
 _MOST_LOOKED = 64
+_STEP = 512
+"""Prompt tokens that a limit on gaps is tried in, where nothing is captured."""
 
 
 def split_of(scheduler: Any) -> Split | None:
@@ -29,8 +33,15 @@ def split_of(scheduler: Any) -> Split | None:
 
 
 def _wanted(scheduler: Any, state: State) -> bool:
+    known = state.prefill is not None and state.prefill.costs is not None
+    limited = state.config.gap_ms is not None and known and scheduler.chunked_prefill_size
+    return not state.coupled and bool(limited or _divides(scheduler, state))
+
+
+def _divides(scheduler: Any, state: State) -> bool:
+    """Whether mixed batches are compared with their halves."""
     both = state.decode is not None and state.decode.costs is not None and state.mixed is not None
-    return bool(state.config.split and scheduler.is_mixed_chunk and both and not state.coupled)
+    return bool(state.config.split and scheduler.is_mixed_chunk and both)
 
 
 class Split:
@@ -46,7 +57,19 @@ class Split:
         self._state = state
         self._owed = ""
         """The batch of the cycle that has not run yet: ``decode`` or ``extend``."""
-        self.cycles = {"mixed": 0, "decode first": 0, "extend first": 0}
+        self._divides = scheduler is not None and _divides(scheduler, state)
+        self._most = self.most_tokens()
+        self.cycles = {"mixed": 0, "decode first": 0, "extend first": 0, "limited": 0}
+
+    def most_tokens(self) -> int:
+        """Prompt tokens that a step may have beside running decodes: the chunk, or what the limit on gaps allows."""
+        scheduler, prefill, gap_ms = self._scheduler, self._state.prefill, self._state.config.gap_ms
+        chunk = int(getattr(scheduler, "chunked_prefill_size", None) or 0)
+        if not chunk or gap_ms is None or prefill is None or prefill.costs is None:
+            return chunk
+        sizes = (*(size for size in prefill.sizes if size < chunk), *range(_STEP, chunk, _STEP), chunk)
+        fitting: list[int] = [size for size in sizes if prefill.us(size) <= gap_ms * 1e3]
+        return int(max(fitting, default=min(sizes)))
 
     def step(self, original: Any, running_batch: Any) -> Any:
         """AROUND one `get_new_batch_prefill`."""
@@ -58,22 +81,30 @@ class Split:
             self._owed = ""
             return self._nothing(running_batch)
         if not self._owed:
-            order = self.order(decodes, *self.prompts())
+            order = self.order(decodes, *self.prompts()) if self._divides else "limited"
             self.cycles[order] += 1
             if order == "mixed":
-                return original(scheduler, running_batch)
+                return self._prefill(original, running_batch, mixed=True)
             if order == "decode first":
                 self._owed = "extend"
                 return self._nothing(running_batch)
         decode_ran, self._owed = self._owed == "extend", ""
-        scheduler.is_mixed_chunk = False
-        try:
-            plan = original(scheduler, running_batch)
-        finally:
-            scheduler.is_mixed_chunk = True
+        plan = self._prefill(original, running_batch, mixed=False)
         if plan.batch_to_run is not None and not decode_ran:
             self._owed = "decode"
         return plan
+
+    def _prefill(self, original: Any, running_batch: Any, *, mixed: bool) -> Any:
+        """SGLang's own prefill batch, with the decodes in it or without, of no more prompt tokens than may be."""
+        scheduler = self._scheduler
+        before = scheduler.is_mixed_chunk, scheduler.chunked_prefill_size
+        scheduler.is_mixed_chunk = mixed
+        if self._most:
+            scheduler.chunked_prefill_size = self._most
+        try:
+            return original(scheduler, running_batch)
+        finally:
+            scheduler.is_mixed_chunk, scheduler.chunked_prefill_size = before
 
     @staticmethod
     def _nothing(running_batch: Any) -> Any:
@@ -91,7 +122,7 @@ class Split:
         if chunked is not None:
             done = _done(chunked)
             tokens, prompts, prefix = len(chunked.origin_input_ids) - done, 1, done > 0
-        most = scheduler.chunked_prefill_size
+        most = self._most
         for request in scheduler.waiting_queue[:_MOST_LOOKED]:
             if tokens >= most:
                 break

@@ -72,7 +72,7 @@ def test_costly_mixed_batches_are_split():
     scheduler = scheduler_of(state_of(mixed_us=40_000), waiting=3)
     assert run(scheduler, 8) == ["decode", "extend"] * 3 + ["decode"] * 2
     assert not scheduler.waiting_queue
-    assert split_of(scheduler).cycles == {"mixed": 0, "decode first": 3, "extend first": 0}
+    assert split_of(scheduler).cycles == {"mixed": 0, "decode first": 3, "extend first": 0, "limited": 0}
 
 
 def test_cheap_mixed_batches_stay():
@@ -163,3 +163,40 @@ def test_decode_rows_of_a_mixed_batch_by_what_they_take():
     state.mixed = MixedCost(few, few, 2, 32)
     assert split.order(600, 64, 1) == "mixed"
     assert state.mixed.us(64, 1) == 11_400
+
+
+def limited(gap_ms, **rest):
+    """A scheduler without mixed chunks under a limit on gaps."""
+    state = state_of(mixed_us=40_000)
+    state.config = Config(gap_ms=gap_ms)
+    return scheduler_of(state, mixed=False, **rest)
+
+
+@pytest.mark.parametrize(("gap_ms", "tokens"), [(11.4, 512), (11.3, 64), (0.1, 64), (30.0, 512), (100.0, 2048)])
+def test_limit_on_gaps_bounds_the_prompts_of_a_step(gap_ms, tokens):
+    """As many prompt tokens as take no longer; never none."""
+    assert Split(limited(gap_ms), limited(gap_ms).tp_worker.model_runner._kpolicy_state).most_tokens() == tokens
+
+
+def test_limit_on_gaps_puts_a_decode_step_between_prompts():
+    """SGLang would run prompt after prompt while decodes wait."""
+    scheduler, seen = limited(11.4, waiting=3), []
+
+    def own(scheduler, running):
+        seen.append((scheduler.chunked_prefill_size, scheduler.is_mixed_chunk))
+        return Scheduler.get_new_batch_prefill(scheduler, running)
+
+    running = SimpleNamespace(reqs=[0] * 8)
+    with pretended("0.5.16"):
+        ran = [hooks.new_batch_prefill(own, scheduler, running).batch_to_run or "decode" for _ in range(6)]
+    assert ran == ["extend", "decode"] * 3
+    assert seen[:3] == [(512, False)] * 3
+    assert scheduler.chunked_prefill_size == 2048
+
+
+def test_no_limit_without_decodes():
+    """Alone, prompts may take the whole chunk."""
+    scheduler, seen = limited(11.4), []
+    running = SimpleNamespace(reqs=[])
+    hooks.new_batch_prefill(lambda s, _: seen.append(s.chunked_prefill_size), scheduler, running)
+    assert seen == [2048]
