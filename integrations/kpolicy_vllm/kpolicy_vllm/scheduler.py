@@ -69,6 +69,7 @@ class Turns:
         self._ranks = scheduler.vllm_config.parallel_config.data_parallel_size
         self._decode_steps = 0
         self._prompt_due = False
+        self._shut: tuple[int, int] | None = None
         self.counter: Any = None
 
     def schedule(self, stock: Any) -> Any:
@@ -82,7 +83,7 @@ class Turns:
         if turn == "decode":
             return self._hiding_prompts(stock)
         if turn == "prompt":
-            return self._hiding_decodes(stock)
+            return self._prompts_or_all(stock)
         if turn == "wait":
             return self._hiding_all(stock)
         return stock()
@@ -91,7 +92,7 @@ class Turns:
         decodes, prompts = self._kinds()
         if self._ranks > 1:
             return self._turn_of_ranks(decodes, prompts)
-        if not decodes or not (prompts or self._waiting()):
+        if not decodes or not (prompts or self._waiting()) or self._still_shut():
             self._decode_steps, self._prompt_due = 0, False
             return ""
         if self._prompt_due:
@@ -116,7 +117,7 @@ class Turns:
         if self.counter is None or not self._rule.alternates():
             return ""
         even = self.counter() % 2 == 0
-        if not (prompts or self._waiting()):
+        if not (prompts or self._waiting()) or self._still_shut():
             return ""
         if not decodes:
             return "wait" if even else ""
@@ -180,19 +181,48 @@ class Turns:
         groups = len(self._scheduler.kv_cache_config.kv_cache_groups)
         return bool(pool.get_num_free_blocks() < num_decodes * groups)
 
+    def _still_shut(self) -> bool:
+        """Whether no prompt came in when it was due, and nothing has become free since."""
+        if self._shut is not None:
+            running, free = self._shut
+            if len(self._scheduler.running) != running or self._free_blocks() > free:
+                self._shut = None
+        return self._shut is not None
+
+    def _free_blocks(self) -> int:
+        return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
     # One kind hidden
+
+    def _prompts_or_all(self, stock: Any) -> Any:
+        """A step of prompts; where none can run, because blocks are short or it isn't ready, vLLM's own step."""
+        scheduler = self._scheduler
+        previous = set(getattr(scheduler, "prev_step_scheduled_req_ids", ()))
+        output = self._hiding_decodes(stock)
+        if output.total_num_scheduled_tokens:
+            self._state.counters.add("split_prompt_steps")
+            return output
+        self._shut = (len(scheduler.running), self._free_blocks())
+        self._state.counters.add("split_no_prompt_came_in")
+        if previous:
+            # The empty step is never run: rows of the one before are still in the runner's batch.
+            scheduler.prev_step_scheduled_req_ids.update(previous)
+        return _joined(output, stock())
 
     def _hiding_prompts(self, stock: Any) -> Any:
         """A step of decodes: prompts stay where they are, and nobody comes in."""
         scheduler = self._scheduler
         before, paused = scheduler.running, scheduler._pause_state
         bound = getattr(scheduler, "prefill_capacity_bound", None)
+        active = getattr(scheduler, "max_num_active_reqs", None)
         scheduler.running = self._kinds()[0]
         hidden = {id(request) for request in before} - {id(request) for request in scheduler.running}
         scheduler._pause_state = type(paused)(1)
+        _admit(scheduler, active, 0)
         try:
             output = stock()
         finally:
+            _admit(scheduler, active, active)
             scheduler._pause_state = paused
             scheduler.running = _merged(before, scheduler.running, hidden)
             if bound is not None:
@@ -222,18 +252,20 @@ class Turns:
             for name, most in limits.items():
                 setattr(scheduler, name, most)
             scheduler.running = _merged(before, scheduler.running, {id(request) for request in decodes})
-        self._state.counters.add("split_prompt_steps")
         return output
 
     def _hiding_all(self, stock: Any) -> Any:
         """A step of nothing, while other ranks decode; vLLM has the rank run along without rows."""
         scheduler = self._scheduler
         before, paused = scheduler.running, scheduler._pause_state
+        active = getattr(scheduler, "max_num_active_reqs", None)
         scheduler.running = []
         scheduler._pause_state = type(paused)(1)
+        _admit(scheduler, active, 0)
         try:
             output = stock()
         finally:
+            _admit(scheduler, active, active)
             scheduler._pause_state = paused
             scheduler.running = _merged(before, scheduler.running, {id(request) for request in before})
         self._state.counters.add("split_waiting_steps")
@@ -247,6 +279,25 @@ def _merged(before: list[Any], now: list[Any], hidden: set[int]) -> list[Any]:
     return [request for request in before if id(request) in hidden or id(request) in still] + [
         request for request in now if id(request) not in known
     ]
+
+
+def _admit(scheduler: Any, active: int | None, most: int | None) -> None:
+    """Set 0.33's limit on requests that come in: it also holds for those with blocks, whom a pause lets in."""
+    if active is not None:
+        scheduler.max_num_active_reqs = most
+
+
+def _joined(empty: Any, output: Any) -> Any:
+    """A step's output with what an empty one before it, which isn't run, had to tell the workers."""
+    for name in ("finished_req_ids", "preempted_req_ids"):
+        told = getattr(empty, name, None)
+        if told:
+            setattr(output, name, {*told, *(getattr(output, name, None) or ())})
+    for name in ("free_encoder_mm_hashes", "new_block_ids_to_zero", "kv_cache_block_copies"):
+        told = getattr(empty, name, None)
+        if told:
+            setattr(output, name, [*told, *(getattr(output, name, None) or ())])
+    return output
 
 
 def _made(name: str) -> type[Any]:

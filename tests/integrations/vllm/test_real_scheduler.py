@@ -132,6 +132,52 @@ def test_few_blocks_leave_preemption_to_vllm(version: str, asynchronous: bool) -
 
 @BOTH
 @KINDS
+@pytest.mark.parametrize("second_runner", [False, True])
+def test_a_prompt_that_finds_no_blocks_leaves_no_empty_steps(
+    version: str, asynchronous: bool, second_runner: bool
+) -> None:
+    """Decodes fill the cache while a prompt waits for blocks: every step that stock fills, we fill."""
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=asynchronous, blocks=40, max_tokens=512, second_runner=second_runner)
+        depth = 2 if asynchronous else 1
+
+        def served(scheduler: Any) -> tuple[dict[str, list[int]], list[int]]:
+            load = [(0, make_request(f"d{i}", 96, 60)) for i in range(4)] + [(10, make_request("big", 330, 4))]
+            inner, tokens = scheduler.schedule, []
+
+            def schedule() -> Any:
+                output = inner()
+                tokens.append(output.total_num_scheduled_tokens)
+                return output
+
+            scheduler.schedule = schedule
+            return serve(scheduler, load, depth=depth)[0], tokens
+
+        wanted, stock = served(stock_scheduler(config))
+        scheduler = split_scheduler(config, 1)
+        found, ours_ = served(scheduler)
+        assert found == wanted
+        assert scheduler.kpolicy_turns._state.counters.counts["split_no_prompt_came_in"] > 0
+        assert ours_.count(0) <= stock.count(0)
+
+
+@BOTH
+def test_whoever_holds_blocks_stays_out_of_a_decode_step_too(version: str) -> None:
+    """0.33 lets requests with blocks in under a pause, up to a limit that counts only the rows it sees."""
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=False)
+        scheduler = split_scheduler(config, 1)
+        turns = scheduler.kpolicy_turns
+        limit = getattr(scheduler, "max_num_active_reqs", None)
+        for hide in (turns._hiding_prompts, turns._hiding_all):
+            seen = []
+            hide(lambda seen=seen: seen.append(getattr(scheduler, "max_num_active_reqs", None)))
+            assert seen == [None if version == "0.23" else 0]
+            assert getattr(scheduler, "max_num_active_reqs", None) == limit
+
+
+@BOTH
+@KINDS
 @pytest.mark.parametrize("blocks", [200, 30])
 def test_the_second_runner_s_tokens_are_stock_s_too(version: str, asynchronous: bool, blocks: int) -> None:
     with schedulers(version):
