@@ -10,6 +10,7 @@ import attrs
 
 from kpolicy.decision import Decision
 from kpolicy.executors.base import NO_SAMPLING, StepInputs, StepOutputs
+from kpolicy.keys import GraphKey
 from kpolicy.modes import Rows
 from kpolicy.reasons import Reason
 
@@ -28,13 +29,13 @@ class PartOutputs(NamedTuple):
 
     @property
     def runs_behind(self) -> bool:
-        """Whether it may still run: then `failed_late` isn't final."""
+        """Whether it may still run: then `failed_key` isn't final."""
         return False
 
     @property
-    def failed_late(self) -> bool:
-        """Whether its graph failed behind the host, before its launch, so that its rows ran eagerly at its shape."""
-        return False
+    def failed_key(self) -> GraphKey | None:
+        """The graph that failed behind the host, before its launch, so that its rows ran eagerly at its shape."""
+        return None
 
 
 def without_graph(decision: Decision, place: int) -> Decision:
@@ -61,9 +62,15 @@ class LateOutputs(StepOutputs):
     def decision(self) -> Decision:
         ran: Decision = self[2]
         for place, part in enumerate(self._parts):
-            if part.failed_late:
+            if part.failed_key is not None:
                 ran = without_graph(ran, place)
         return ran
+
+    @property
+    def failed_keys(self) -> dict[int, GraphKey]:
+        """By launch, the graphs that failed behind the host: its rows ran as a replay of them would have."""
+        found = {place: part.failed_key for place, part in enumerate(self._parts)}
+        return {place: key for place, key in found.items() if key is not None}
 
 
 class _Joined(Sequence[Any]):

@@ -396,8 +396,8 @@ class _BesideOutputs(PartOutputs):
         return True
 
     @property
-    def failed_late(self) -> bool:
-        return self._run is not None and self._run.failed_late
+    def failed_key(self) -> GraphKey | None:
+        return None if self._run is None else self._run.failed_key
 
 
 def _addresses(model: StepModel) -> dict[str, tuple[Any, ...]]:

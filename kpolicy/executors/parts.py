@@ -53,11 +53,11 @@ class PartRun:
 
     Attributes:
         beside: it runs on a stream beside.
-        failed_late: the graph failed before its launch on a stream beside, and the rows ran eagerly.
+        failed_key: the graph that failed before its launch on a stream beside, so that the rows ran eagerly.
     """
 
     __slots__ = (
-        "_adapter", "_error", "_event", "_model", "_program", "_repeat", "_rows", "_sampled", "beside", "failed_late",
+        "_adapter", "_error", "_event", "_model", "_program", "_repeat", "_rows", "_sampled", "beside", "failed_key",
         "key", "logits", "tokens",
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ class PartRun:
         self.key = key
         self.logits: Tensor = None
         self.tokens: list[Tensor] = []
-        self.failed_late = False
+        self.failed_key: GraphKey | None = None
         self.beside = False
         self._error: BaseException | None = None
         self._event: DeviceEvent | None = None
@@ -122,7 +122,7 @@ class PartRun:
                 meant = replay_error(self._adapter, self.key, error)
                 if fallback is None or not isinstance(meant, GraphReplayError):
                     raise meant from error
-                program, self.key, fallback, self.failed_late = fallback(), None, None, True
+                program, self.key, fallback, self.failed_key = fallback(), None, None, self.key
                 logits = program.logits(self._rows)
             if logits is not None:
                 self.tokens.append(self._sample(logits, program.buffers))
@@ -159,7 +159,7 @@ class PartRun:
         # Whatever it is, it surfaces where the host waits for this part, and nowhere else.
         except BaseException as error:  # noqa: BLE001
             self._error = error
-        if self.failed_late:
+        if self.failed_key is not None:
             late()
 
     def launched(self, event: DeviceEvent) -> None:

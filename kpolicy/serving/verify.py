@@ -141,18 +141,19 @@ class Verifier:
                 expected.copy_(cache)
 
     def _check_step(self, step: int, mode: str, inputs: StepInputs, outputs: StepOutputs) -> None:
-        at = 0
-        for launch, rows in _launches(inputs, outputs):
+        at, failed = 0, getattr(outputs, "failed_keys", {})
+        for place, (launch, rows) in enumerate(_launches(inputs, outputs)):
             num_wanted = len(rows.wanted)
             logits = list(outputs.outputs[at : at + num_wanted])
             at += num_wanted
-            for what, largest in self._compare(launch, rows, logits, outputs.tokens):
+            for what, largest in self._compare(launch, rows, logits, outputs.tokens, failed.get(place)):
                 self.differences.append(Difference(step, mode, str(launch), what, largest))
 
     def _compare(
-        self, launch: Launch, rows: StepInputs, logits: list[Any], tokens: Sequence[Sequence[int]]
-    ) -> list[tuple[str, float]]:
-        """(what differs, by how much)."""
+        self, launch: Launch, rows: StepInputs, logits: list[Any], tokens: Sequence[Sequence[int]],
+        failed: GraphKey | None,
+    ) -> list[tuple[str, float]]:  # fmt: skip
+        """(what differs, by how much); `failed` is the graph that the rows ran in place of, behind the host."""
         slots = torch.as_tensor(_slots(rows, launch.repeat), dtype=torch.int64, device=self.model.device)
         caches = self.model.kv_caches()
         sampled = [list(each) for each in tokens] if launch.rows is not Rows.PREFILL else []
@@ -161,8 +162,8 @@ class Verifier:
             for cache in caches:
                 cache[slots] = float("nan")
             self.poison()
-            # An eager launch is padded, and told its rows, as a PIECEWISE replay is.
-            key = launch.key or GraphKey(Part.PIECEWISE, launch.padded_tokens or len(rows.token_ids))
+            # Any other eager launch is padded, and told its rows, as a PIECEWISE replay is.
+            key = launch.key or failed or GraphKey(Part.PIECEWISE, launch.padded_tokens or len(rows.token_ids))
             expected: PartOutputs = self.launcher.eager_as(key, rows, launch.rows, repeat=launch.repeat)
             found: dict[str, float] = {}
             if logits:

@@ -298,3 +298,28 @@ def test_uniform_row_starts_are_kept_only_once_staged(small: Callable[..., Any])
     with pytest.raises(RuntimeError, match="staging_fails"):
         buffers.tensors(PaddedShape(8, 4, 2))
     assert buffers.tensors(PaddedShape(8, 4, 2)).query_starts.tolist() == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("fault", ["before_launch@1", "before_launch@2", "replay_fails@1"])
+def test_a_graph_that_fails_behind_the_host_is_named_and_verified_at_its_shape(
+    fault: str, small: Callable[..., Any]
+) -> None:
+    """Which graph the rows ran in place of is known when the part is over, and EAGER at that shape equals it."""
+    from kpolicy.serving.verify import Verifier
+
+    model = small()
+    executor, registry = CpuExecutor(model, faults=[fault]), GraphRegistry()
+    registry.plan([DECODES, PIECES])
+    executor.open(registry)
+    executor.capture([DECODES, PIECES])
+    sequences, started = _started(executor)
+    inputs = _mixed(sequences, started)
+    verifier = Verifier(model, executor.launcher)
+    outputs: Any = executor.run(_split(SplitForm.BESIDE), inputs)
+    verifier.check(0, inputs, outputs, Any, 0.0)  # type: ignore[arg-type]
+    assert list(outputs.failed_keys.values()) in ([DECODES], [PIECES])
+    assert [place for place, launch in enumerate(outputs.decision.launches) if launch.key is None] == list(
+        outputs.failed_keys
+    )
+    assert verifier.differences == []
+    executor.release()
