@@ -1,6 +1,6 @@
 """Serves a few requests through SGLang's real scheduler on a CPU; prints the tokens of each. Run by a test.
 
-    python -m tests.integrations.sglang.serve FOLDER stock|split|mixed
+    python -m tests.integrations.sglang.serve FOLDER stock|split|mixed|gap
 
 FOLDER gets a small generated checkpoint. Costs are made up, so that every cycle is split, or none is.
 """
@@ -34,7 +34,7 @@ def checkpoint(folder: Path) -> None:
         maker._make({**check.CONFIGS["qwen"], "num_hidden_layers": 2, "hidden_size": 128}, folder)
 
 
-def costs(trace: Any, mixed_us: float) -> None:
+def costs(trace: Any, mixed_us: float, gap_ms: float | None) -> None:
     """Have every cycle be split or mixed, whatever it would really take."""
     from kpolicy.costs import Curve
     from kpolicy.settings import Objective
@@ -42,7 +42,7 @@ def costs(trace: Any, mixed_us: float) -> None:
     from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase, table_of
     from kpolicy_sglang.state import State, attach
 
-    state = State(Config(), "0.5.16")
+    state = State(Config(gap_ms=gap_ms), "0.5.16")
     for name in (DECODE, PREFILL):
         phase = state.phases[name] = Phase(name, (16, 64), 64, full=name == DECODE)
         phase.install("auto", table_of("made up", {16: 100, 64: 100}, {1: 200}), Objective())
@@ -62,7 +62,7 @@ def main() -> None:
     load_plugins()
     trace = Trace({"model_path": str(folder), **ARGUMENTS})
     if how != "stock":
-        costs(trace, 1e9 if how == "split" else 1.0)
+        costs(trace, 1e9 if how == "split" else 1.0, 0.05 if how == "gap" else None)
     tokens: dict[str, list[int]] = {}
     sender = trace.scheduler.ipc_channels.send_to_detokenizer
     send = sender.send_output
