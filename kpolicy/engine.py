@@ -189,14 +189,14 @@ class Engine:
         if executor is None and model is None and device is None:
             return None
         # Imported here: an Engine that only decides needs none of it.
-        from kpolicy.executors import first_executor, get_executor
+        from kpolicy.executors import first_executor, get_executor, of_settings
 
         if model is not None and executor is None:
             most = self.settings.max_num_reqs
             if device in (None, "auto"):
-                opened, self.passed_over = first_executor(model, max_num_reqs=most)
+                opened, self.passed_over = first_executor(model, self.settings, max_num_reqs=most)
             else:
-                opened = get_executor(device, model=model, max_num_reqs=most)
+                opened = get_executor(device, model=model, max_num_reqs=most, **of_settings(device, self.settings))
         elif executor is not None and model is None and device is None:
             opened = get_executor(executor)
         else:

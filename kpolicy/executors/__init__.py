@@ -10,6 +10,7 @@ from kpolicy.errors import ConfigError, PluginError, UnknownNameError
 from kpolicy.executors.base import CaptureReport, Executor, ProbeReport, ProbeStatus, StepInputs, StepOutputs
 from kpolicy.executors.importing import import_torch
 from kpolicy.plugins import load_plugin, plugin_names
+from kpolicy.settings import Settings
 
 __all__ = [
     "CaptureReport",
@@ -21,6 +22,7 @@ __all__ = [
     "executor_names",
     "first_executor",
     "get_executor",
+    "of_settings",
 ]
 
 GROUP = "kpolicy.executors"
@@ -41,6 +43,12 @@ OF_TENSORS: Mapping[str, tuple[str, ...]] = {
     "npu": ("ascend",), "cuda": ("kunlun", "cuda"), "xpu": ("xpu", "accelerator"), "cpu": ("cpu",),
 }  # fmt: skip
 """Executors of ours for a model whose tensors are on a kind of device, vendors before CUDA."""
+
+
+OF_SETTINGS: Mapping[str, Callable[[Settings], Mapping[str, Any]]] = {
+    "kunlun": lambda settings: {"query_len": settings.query_len},
+}
+"""What executors of ours take from an Engine's settings, besides the most requests: the decode rows to be tried."""
 
 
 def executor_names() -> dict[str, str]:
@@ -83,6 +91,12 @@ def get_executor(name: str | Executor, **arguments: Any) -> Executor:
     return executor
 
 
+def of_settings(name: str, settings: Settings | None) -> dict[str, Any]:
+    """Arguments that an executor of ours takes from an Engine's settings alone."""
+    taken = OF_SETTINGS.get(name)
+    return {} if taken is None or settings is None else dict(taken(settings))
+
+
 def _need_torch(name: str) -> None:
     try:
         import_torch()
@@ -92,13 +106,14 @@ def _need_torch(name: str) -> None:
         ) from None
 
 
-def first_executor(model: Any, **arguments: Any) -> tuple[Executor, dict[str, str]]:
+def first_executor(model: Any, settings: Settings | None = None, **arguments: Any) -> tuple[Executor, dict[str, str]]:
     """The first executor that can run a model where its tensors are, and why those before it couldn't.
 
     A plugin of the same name as the kind of device that torch gives comes first, then ours, vendors before CUDA.
 
     Args:
         model: a step model; one that doesn't say its device is on the CPU.
+        settings: an Engine's, for what an executor takes of them; see `of_settings`.
         **arguments: for the executor, besides the model.
 
     Raises:
@@ -110,7 +125,7 @@ def first_executor(model: Any, **arguments: Any) -> tuple[Executor, dict[str, st
     refused: dict[str, str] = {}
     for name in names:
         try:
-            return get_executor(name, model=model, **arguments), refused
+            return get_executor(name, model=model, **arguments, **of_settings(name, settings)), refused
         except (ConfigError, PluginError) as error:  # noqa: PERF203 - a few names, once
             refused[name] = str(error)
     why = (

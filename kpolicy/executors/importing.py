@@ -32,8 +32,14 @@ def why_broken(module: str) -> str:
     return _broken.get(module, "")
 
 
-def import_torch() -> dict[str, str]:
+def import_torch(*, for_transformers: bool = False) -> dict[str, str]:
     """Import torch, if it isn't yet, and the vendors' backends that load.
+
+    Where TORCH_DEVICE_BACKEND_AUTOLOAD turns loading off, none is loaded but those that transformers imports, and those
+    only for who is about to import it.
+
+    Args:
+        for_transformers: the caller imports transformers next.
 
     Returns:
         The backends that don't load, by module, and why. A warning says so too, the first time.
@@ -43,9 +49,10 @@ def import_torch() -> dict[str, str]:
         ConfigError: it is, and doesn't import.
     """
     points: Iterable[EntryPoint] = ()
+    before = os.environ.get(AUTOLOAD)
+    autoload = before in (None, "1")
     if sys.modules.get("torch") is None:
-        before = os.environ.get(AUTOLOAD)
-        points = entry_points(group="torch.backends") if before in (None, "1") else ()
+        points = entry_points(group="torch.backends") if autoload else ()
         if points:
             os.environ[AUTOLOAD] = "0"
         try:
@@ -61,7 +68,7 @@ def import_torch() -> dict[str, str]:
                 os.environ[AUTOLOAD] = before
     for point in points:
         _try(point.value.partition(":")[0].partition(".")[0], point)
-    for module in _LOADED_ANYWAY:
+    for module in _LOADED_ANYWAY if autoload or for_transformers else ():
         if module not in sys.modules and find_spec(module) is not None:
             _try(module, None)
     return dict(_broken)

@@ -6,4 +6,4 @@ from kpolicy.executors.importing import import_torch
 
 # Where torch isn't installed, the module that was asked for says what it needs it for.
 with suppress(ModuleNotFoundError):
-    import_torch()
+    import_torch(for_transformers=True)

@@ -14,7 +14,6 @@ A mixed batch gets a kernel for decode rows and one for prompt rows in every mod
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -24,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from kpolicy.attention import AttentionSupport, Claims, SupportLevel
 from kpolicy.errors import SupportError, UnknownNameError
+from kpolicy.executors.kunlun.proof import installed, kunlun_behind_cuda, kunlun_cards
 from kpolicy.executors.step_model import StepContext
 from kpolicy.serving import attention
 from kpolicy.serving.crossover import ABSORBED_LENS, Crossover, measured
@@ -409,19 +409,26 @@ def kernels_here(device: torch.device) -> dict[str, str]:
     why = ""
     if device.type != "cuda":
         why = f"it runs on CUDA devices, and this is {device.type}"
-    elif "torch_xmlir" in sys.modules:
-        why = "torch.cuda is torch_xmlir's here, and its devices are Kunlun cards"
+    elif behind := _behind_cuda(device):
+        why = f"it runs on NVIDIA's devices: {behind}"
     elif find_spec("triton") is None:
         why = "triton isn't installed; it comes with CUDA builds of torch"
     elif torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         have = ".".join(map(str, torch.cuda.get_device_capability(device)))
         why = f"the device has capability {have}, and it needs {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
     npu = "" if device.type == "npu" else f"it runs on Ascend NPUs, and this is {device.type}"
-    kunlun = "" if device.type == "cuda" and "torch_xmlir" in sys.modules else "it runs on Kunlun cards"
+    kunlun = "" if device.type == "cuda" and kunlun_cards() else "it runs on Kunlun cards"
     if not kunlun and find_spec("kunlun_ops") is None:
         kunlun = "kunlun_ops isn't installed; it comes from the vendor"
     missing = why or ("" if find_spec("flashinfer") else "flashinfer isn't installed: pip install flashinfer-python")
     return {"ascend": npu, "kunlun": kunlun, "triton": why, "flash": why, "flashinfer": missing, "plain": ""}
+
+
+def _behind_cuda(device: torch.device) -> str:
+    """Why a device of `torch.cuda` isn't NVIDIA's: torch_xmlir proves a Kunlun card behind it; "" where it doesn't."""
+    if not installed():
+        return ""
+    return kunlun_behind_cuda(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
 def cuda_here() -> bool:

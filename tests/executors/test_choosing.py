@@ -104,6 +104,15 @@ def test_a_backend_that_loads_is_loaded(tmp_path: Path) -> None:
     assert python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == [[], "0"]
 
 
+def test_autoload_that_is_off_stays_off(tmp_path: Path) -> None:
+    """With TORCH_DEVICE_BACKEND_AUTOLOAD=0 no backend is loaded; only who imports transformers looks at torch_npu."""
+    vendor(tmp_path, "torch_npu", "def _autoload():\n    pass\n")
+    code = "import json, sys\nfrom kpolicy.executors.importing import import_torch\nimport_torch()\n"
+    code += "print(json.dumps([name in sys.modules for name in ('torch', 'torch_npu')]))"
+    assert python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == [True, False]
+    assert python(code, tmp_path) == [True, True]
+
+
 def test_a_model_on_the_cpu_runs_there() -> None:
     """Without a device the model's own decides."""
     model = SimpleNamespace(device=torch.device("cpu"))
@@ -118,7 +127,7 @@ def test_the_next_device_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(**arguments: Any) -> Any:
         raise ConfigError("torch_xmlir isn't installed")
 
-    monkeypatch.setitem(executors.OWN, "cuda", "kpolicy.executors.cpu:CpuExecutor")  # type: ignore[index]
+    monkeypatch.setitem(executors.OWN, "cuda", "kpolicy.executors.cpu:CpuExecutor")
     model = SimpleNamespace(device="cuda:0")
     executor, passed_over = first_executor(model)
     assert executor.name == "cpu"
@@ -135,7 +144,7 @@ def test_an_engine_says_what_it_passed_over(monkeypatch: pytest.MonkeyPatch) -> 
 
     model = load_family("llama")
     assert Engine(model=model).passed_over == {}
-    monkeypatch.setitem(executors.OF_TENSORS, "cpu", ("ascend", "kunlun", "cpu"))  # type: ignore[index]
+    monkeypatch.setitem(executors.OF_TENSORS, "cpu", ("ascend", "kunlun", "cpu"))
     engine = Engine(model=model, device="auto")
     assert engine.executor is not None
     assert engine.executor.name == "cpu"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -20,17 +22,22 @@ from tests.executors_launcher.checker import BLOCK_SIZE, NUM_BLOCKS, load_family
 from tests.fakes.torch_npu import fake_torch_npu  # noqa: E402
 
 LIMIT_S = 0.2
+"""Of steps that stall for certain"""
+LONG_S = 600.0
+"""Of steps that end, however slow the machine"""
 
 
-def serving(order: str, way: str, updater: type[Updater] | None) -> tuple[Engine, Any, Any]:
+def serving(
+    order: str, way: str, updater: type[Updater] | None, limit_s: float = LIMIT_S
+) -> tuple[Engine, Any, Any]:  # fmt: skip
     """An Engine whose graphs are captured, the library, and the inputs of decode steps to come."""
     model, library = on_ascend(load_family("llama"))
     executor = AscendExecutor(
-        model, library=library, update_order=order, update_way=way, update_timeout_s=LIMIT_S
+        model, library=library, update_order=order, update_way=way, update_timeout_s=limit_s
     )  # fmt: skip
     if updater is not None:
         adapter = executor.adapter
-        adapter._updater = updater(library.npu, adapter._updater.stream, UpdateOrder(order), LIMIT_S)
+        adapter._updater = updater(library.npu, adapter._updater.stream, UpdateOrder(order), limit_s)
     engine = Engine("full", executor=executor, ladder=[8], calibrate=0)
     engine.capture()
     sequences = Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, vocab=128)
@@ -61,6 +68,15 @@ def test_a_stalled_update_is_a_named_error_after_the_limit(order: str, updater: 
     assert set(outputs.decision.keys) <= set(caught.value.keys)
     with pytest.raises(StickyDeviceError):
         engine.step(next(steps))
+    executor: Any = engine.executor
+    again = []
+    for _ in range(2):
+        with pytest.raises(UpdateStallError) as each:
+            executor.adapter.finish(outputs.ready[0])
+        again.append(each.value)
+        assert (each.value.keys, str(each.value)) == (caught.value.keys, str(caught.value))
+    # An error of its own each time: one that is raised again and again keeps the frames of all.
+    assert again[0] is not again[1]
     # The graph was let go, so that the process can end.
     library.npu.synchronize()
     engine.release()
@@ -92,7 +108,7 @@ def test_the_barrier_itself_does_not_hang() -> None:
 @pytest.mark.parametrize("order", list(UpdateOrder), ids=str)
 def test_sound_orders_are_not_taken_for_stalls(order: UpdateOrder) -> None:
     """With updates as they should be, waiting ends with the step."""
-    engine, _, steps = serving(str(order), "task_groups", None)
+    engine, _, steps = serving(str(order), "task_groups", None, LONG_S)
     for _ in range(5):
         outputs = engine.step(next(steps))
         outputs.ready[0].wait()
@@ -104,3 +120,18 @@ def test_a_limit_that_is_none_is_refused(timeout: float) -> None:
     """Without a limit a stall would hang."""
     with pytest.raises(ConfigError, match="update_timeout_s"):
         AscendAdapter("cpu", library=fake_torch_npu(), update_timeout_s=timeout)
+
+
+@pytest.mark.parametrize("way", ["task_groups", "whole_graph"])
+def test_released_graphs_are_kept_by_nobody(way: str) -> None:
+    """Graphs and their tasks, whose arguments are tensors of the pool, go with `release`."""
+    engine, _, steps = serving("replay_fenced", way, None, LONG_S)
+    outputs = engine.step(next(steps))
+    outputs.ready[0].wait()
+    executor: Any = engine.executor
+    held = [weakref.ref(each) for pair in executor.adapter._updater._recent for each in pair]
+    assert held
+    engine.release()
+    del outputs
+    gc.collect()
+    assert [each() for each in held] == [None] * len(held)

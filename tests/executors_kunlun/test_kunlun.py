@@ -16,12 +16,14 @@ pytest.importorskip("transformers")
 from kpolicy.attention import AttentionSupport, Claims, HostParams  # noqa: E402
 from kpolicy.engine import Engine  # noqa: E402
 from kpolicy.errors import ConfigError  # noqa: E402
+from kpolicy.executors import OF_TENSORS  # noqa: E402
 from kpolicy.executors.kunlun import KunlunAdapter, KunlunExecutor, Trial, proven  # noqa: E402
 from kpolicy.executors.kunlun.trial import try_kind  # noqa: E402
 from kpolicy.modes import Part  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphRegistry  # noqa: E402
-from kpolicy.serving.kernels import choose_kernels  # noqa: E402
+from kpolicy.serving.kernels import choose_kernels, kernels_here  # noqa: E402
+from kpolicy.settings import Settings  # noqa: E402
 from kpolicy.testing import EXECUTOR_CHECKS  # noqa: E402
 from tests.executors_ascend.helpers import on_ascend  # noqa: E402
 from tests.executors_launcher.checker import Checker, batcher_steps, drafting_steps, load_family, plan  # noqa: E402
@@ -74,7 +76,43 @@ def test_variables_that_break_graphs_are_errors(environ: dict[str, str], what: s
 def test_kernels_of_nvidia_are_not_for_a_card_that_says_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch_xmlir answers for torch.cuda, a loaded model gets plain kernels."""
     monkeypatch.setitem(sys.modules, "torch_xmlir", fake_xmlir())
+    for name, value in (("get_device_name", "GPU"), ("get_device_capability", (8, 6))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert choose_kernels(torch.device("cuda", 0)).name == "plain"
+
+
+@pytest.mark.parametrize("xmlir", [None, fake_xmlir(0)], ids=["broken", "no card"])
+def test_a_torch_xmlir_that_proves_nothing_costs_cuda_nothing(xmlir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken, which leaves None among the modules, or without a card: NVIDIA's devices keep their kernels."""
+    monkeypatch.setitem(sys.modules, "torch_xmlir", xmlir)
+    monkeypatch.setattr("kpolicy.serving.kernels.find_spec", lambda name: object() if name != "flashinfer" else None)
+    for name, value in (("get_device_name", "NVIDIA H200"), ("get_device_capability", (9, 0))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    here = kernels_here(torch.device("cuda"))
+    assert here["triton"] == here["flash"] == ""
+    assert "runs on Kunlun cards" in here["kunlun"]
+
+
+def test_drafts_of_any_length_are_tried_by_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Engine that makes its executor tries the decode rows of its settings, so k = 5 keeps FULL decode graphs."""
+    model, options = on_kunlun(load_family("llama"), frozen=False)
+    made: list[dict[str, Any]] = []
+
+    def executor(**arguments: Any) -> KunlunExecutor:
+        made.append(arguments)
+        return KunlunExecutor(**arguments, **options)
+
+    monkeypatch.setattr("kpolicy.executors.kunlun.KunlunExecutor", executor)
+    monkeypatch.setitem(OF_TENSORS, "cpu", ("kunlun",))
+    for device in ("kunlun", "auto"):
+        settings = Settings(max_num_reqs=4, max_num_tokens=24, num_speculative_tokens=5)
+        engine = Engine(
+            "full_and_piecewise", model=model, device=device, settings=settings, ladder=[6, 12], calibrate=0
+        )
+        assert made[-1]["query_len"] == 6
+        engine.capture()
+        assert {key.query_len for key in engine.registry.captured() if key.part is Part.FULL} >= {1, 6}
+        engine.release()
 
 
 def test_variables_that_matter_less_are_told() -> None:

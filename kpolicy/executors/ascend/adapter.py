@@ -115,7 +115,7 @@ class AscendAdapter(StreamAdapter):
         self._key: GraphKey | None = None
         self._tasks: GraphTasks | None = None
         self._noting: AbstractContextManager[None] | None = None
-        self._stall: UpdateStallError | None = None
+        self._stall: tuple[tuple[GraphKey, ...], str] | None = None
 
     @property
     def order(self) -> UpdateOrder:
@@ -209,25 +209,29 @@ class AscendAdapter(StreamAdapter):
         try:
             self._updater.finish(point)
         except UpdateStallError as stall:
-            self._stall = stall
+            # In words: an error that is raised again and again holds the frames of every time.
+            self._stall = stall.keys, str(stall)
             raise
 
     def _check_lost(self) -> None:
         if self._stall is not None:
-            raise self._stall
+            raise UpdateStallError(*self._stall)
         super()._check_lost()
 
     def discard(self, pool: Any, graphs: Sequence[Any]) -> None:
-        self._forget(graphs)
+        owned = self._forget(graphs)
         super().discard(pool, graphs)
+        self._updater.forget(owned)
 
     def release(self, pool: Any) -> None:
-        self._forget(pool.graphs)
+        owned = self._forget(pool.graphs)
         super().release(pool)
+        self._updater.forget(owned)
 
-    def _forget(self, graphs: Sequence[Any]) -> None:
+    def _forget(self, graphs: Sequence[Any]) -> list[GraphTasks]:
         owned: list[GraphTasks] = [graph.tasks for graph in graphs if graph.tasks is not None]
         self.store.forget([tasks.key for tasks in owned if self.store.get(tasks.key) is tasks])
+        return owned
 
     # Errors
 

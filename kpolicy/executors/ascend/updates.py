@@ -131,6 +131,12 @@ class Updater:
             graph.replay()
             self._update(graph, tasks, values)
 
+    def forget(self, tasks: Sequence[GraphTasks]) -> None:
+        """Let go of graphs that are gone: what isn't there can't wait."""
+        gone = set(map(id, tasks))
+        kept = [each for each in self._recent if id(each[1]) not in gone]
+        self._recent = deque(kept, maxlen=_RECENT)
+
     def finish(self, point: Any) -> None:
         """Block the host until an event, or a stream, is done.
 

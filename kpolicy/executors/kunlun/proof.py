@@ -13,7 +13,7 @@ from typing import Any
 
 from kpolicy.errors import ConfigError
 
-__all__ = ["count_devices", "kunlun_behind_cuda", "load_xmlir"]
+__all__ = ["count_devices", "installed", "kunlun_behind_cuda", "kunlun_cards", "load_xmlir"]
 
 _DISGUISE = "GPU", (8, 6)
 """Name and capability that torch_xmlir gives its cards; no NVIDIA GPU goes by that name"""
@@ -56,6 +56,16 @@ def count_devices(xmlir: Any) -> tuple[int, str]:
     return int(counter()), "torch_xmlir.xpu.device_count()"
 
 
+def kunlun_cards() -> int:
+    """Kunlun cards that torch_xmlir counts; 0 where it isn't there, doesn't load or can't count."""
+    if not installed():
+        return 0
+    try:
+        return count_devices(load_xmlir())[0]
+    except ConfigError:
+        return 0
+
+
 def kunlun_behind_cuda(name: str, capability: tuple[int, ...]) -> str:
     """Why a device of `torch.cuda` may not be used as NVIDIA's or AMD's; "" where it may.
 
@@ -63,7 +73,7 @@ def kunlun_behind_cuda(name: str, capability: tuple[int, ...]) -> str:
         name: what torch calls the device.
         capability: its capability.
     """
-    if not _installed():
+    if not installed():
         return ""
     try:
         count, proof = count_devices(load_xmlir())
@@ -74,7 +84,8 @@ def kunlun_behind_cuda(name: str, capability: tuple[int, ...]) -> str:
     return f"{proof} finds {count} Kunlun cards behind it. Use device='kunlun'." if count else ""
 
 
-def _installed() -> bool:
+def installed() -> bool:
+    """Whether there is a torch_xmlir to ask; one that didn't load and was marked as missing is none."""
     if sys.modules.get("torch_xmlir") is not None:
         return True
     try:
