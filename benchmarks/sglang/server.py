@@ -258,7 +258,7 @@ def about(runner: Any) -> dict[str, Any] | None:
             for rows, curve in ((mixed.few_rows, mixed.few), (mixed.many_rows, mixed.many))
         },
         "registry": {"graphs": totals.graphs, "mib": round(totals.bytes / 2**20, 1), "s": round(totals.seconds, 3)},
-        "said": state.messages,
+        "measuring_s": round(state.measuring_s, 2), "said": state.messages,
     }  # fmt: skip
 
 

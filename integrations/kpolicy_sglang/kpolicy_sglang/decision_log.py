@@ -12,7 +12,6 @@ import attrs
 
 from kpolicy import __version__
 from kpolicy.decision import Decision, Launch
-from kpolicy.errors import KPolicyError
 from kpolicy.modes import Mode, Part, Rows
 from kpolicy.reasons import Reason
 from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader
@@ -25,19 +24,25 @@ __all__ = ["DecisionLog", "shape_of"]
 logger = logging.getLogger(__name__)
 
 
-def shape_of(phase: Phase, batch: Any) -> BatchShape:
-    """The batch of one step, from SGLang's `ForwardBatch`.
+def shape_of(phase: Phase, batch: Any) -> BatchShape | None:
+    """The batch of one step, from SGLang's `ForwardBatch`; None where it has no rows, or doesn't tell them.
 
     Decode rows of a mixed batch are its extends of one token after a prefix, as SGLang has them.
     """
     size = batch.batch_size
+    if not size:
+        return None
     if phase.name == DECODE:
         width = phase.width
         kv_tokens = batch.seq_lens_sum
         known = None if kv_tokens is None else max(int(kv_tokens), size * width)
         return BatchShape.decode(size, known, query_len=width)
     new, prefix = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
+    if new is None or prefix is None:
+        return None
     rows = [(int(a), int(b)) for a, b in zip(new, prefix, strict=True) if a]
+    if not rows:
+        return None
     mixed = getattr(batch.forward_mode, "name", "") == "MIXED"
     decodes = [row for row in rows if mixed and row[0] == 1 and row[1]]
     prompts = [row for row in rows if not (mixed and row[0] == 1 and row[1])]
@@ -81,11 +86,25 @@ class DecisionLog:
             started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"), extra={"sizes": _sizes(phases)},
         )  # fmt: skip
         self._writer: DecisionLogWriter | None = DecisionLogWriter(path, header)
+        self.left_out = 0
+        """Steps without rows, or whose rows SGLang doesn't tell."""
         atexit.register(self.close)
 
     def write(self, phase: Phase, batch: Any, size: int, refused: Reason | None) -> None:
-        """Append a step. A log that can't be written any more is closed, with a warning."""
+        """Append a step. Whatever is wrong with it or the file ends the log, with a warning, and no more."""
         if self._writer is None:
+            return
+        try:
+            self._append(self._writer, phase, batch, size, refused)
+        # A full disk, a batch of another kind: SGLang's step matters more than its record.
+        except Exception as error:  # noqa: BLE001
+            logger.warning("kpolicy: the decision log ends here: %s: %s", type(error).__name__, error)
+            self._end()
+
+    def _append(self, writer: DecisionLogWriter, phase: Phase, batch: Any, size: int, refused: Reason | None) -> None:
+        shape = shape_of(phase, batch)
+        if shape is None:
+            self.left_out += 1
             return
         decision = phase.decision(size)
         if refused is not None:
@@ -94,11 +113,14 @@ class DecisionLog:
         elif decision.keys and decision.keys[0].num_tokens != (phase.bucket(size) or 0) * phase.width:
             key = phase.keys[phase.sizes.index(phase.bucket(size) or phase.largest)]
             decision = attrs.evolve(decision, launches=(Launch(Rows.ALL, key),))
+        writer.write(DecisionEntry.of(shape, decision))
+
+    def _end(self) -> None:
+        """Close a log that failed; its last words may fail too."""
         try:
-            self._writer.write(DecisionEntry.of(shape_of(phase, batch), decision))
-        except KPolicyError as error:
-            logger.warning("kpolicy: the decision log ends here: %s", error)
             self.close()
+        except Exception as error:  # noqa: BLE001
+            logger.warning("kpolicy: the decision log can't be closed: %s: %s", type(error).__name__, error)
 
     def close(self) -> None:
         """End the log."""

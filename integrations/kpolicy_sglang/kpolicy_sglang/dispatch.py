@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from kpolicy.reasons import Reason
 from kpolicy_sglang.phase import Phase
 from kpolicy_sglang.refused import why_refused
 
@@ -113,7 +114,13 @@ def prefill_can_replay_locally(original: Any, runner: Any, **asked: Any) -> bool
 def _refused(phase: Phase, runner: Any, batch: Any, size: int) -> bool:
     """Count a no of SGLang's: its own, unless the size is eager by the policy."""
     if phase.replays(size):
-        phase.was_refused(size, batch, why_refused(phase.name, runner, batch))
+        try:
+            reason = why_refused(phase.name, runner, batch)
+        # The answer is SGLang's already; only its reason is looked for.
+        except Exception as error:  # noqa: BLE001
+            phase.failures.note("looking for SGLang's reason", error, then="the step counts as backend_refused")
+            reason = Reason.BACKEND_REFUSED
+        phase.was_refused(size, batch, reason)
     else:
         phase.ran(size, batch)
     return False

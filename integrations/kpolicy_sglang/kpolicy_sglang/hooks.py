@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from kpolicy_sglang.dispatch import ATTRIBUTE
 from kpolicy_sglang.metrics import Metrics
 from kpolicy_sglang.mirror import mirror
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
-from kpolicy_sglang.state import State, attach, state_of
+from kpolicy_sglang.state import State, attach, detach, state_of
 
 __all__ = [
     "capture_prefill_graph",
@@ -157,8 +158,20 @@ def take_up(model_runner: Any, state: State) -> None:
         _take(state, prefill, Phase(PREFILL, prefill.capture_num_tokens, most, full=full))
         state.prefix_is_eager = state.version.startswith("0.5.16") and bool(prefill.has_mha_companion_layers)
     if state.phases:
+        started = time.perf_counter()
         state.install(cost_tables(model_runner, state))
+        state.measuring_s = time.perf_counter() - started
+        live = state.registry.totals().live
+        logger.info(
+            "kpolicy: %d graphs, %.0f MiB, %.1f s; %s decides after %.1f s of measuring",
+            live.graphs, live.bytes / 2**20, live.seconds, _policies(state), state.measuring_s,
+        )  # fmt: skip
         _observe(model_runner, state)
+
+
+def _policies(state: State) -> str:
+    """The policy of each phase, in words."""
+    return ", ".join(f"{phase.policy} ({name})" for name, phase in state.phases.items())
 
 
 def _observe(model_runner: Any, state: State) -> None:
@@ -198,10 +211,13 @@ def _rank(model_runner: Any) -> int:
 
 def _take(state: State, runner: Any, phase: Phase) -> None:
     state.phases[phase.name] = phase
+    phase.failures = state.failures
     setattr(runner, ATTRIBUTE, phase)
 
 
 def _detach(model_runner: Any) -> None:
+    """Leave every step to SGLang, those that SPLIT would divide too."""
+    detach(model_runner)
     for runner in (model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner):
         if hasattr(runner, ATTRIBUTE):
             delattr(runner, ATTRIBUTE)
@@ -246,10 +262,16 @@ def new_batch_prefill(original: Any, scheduler: Any, running_batch: Any) -> Any:
     """AROUND `Scheduler.get_new_batch_prefill`: whether decodes run beside the prompts or in a step of their own."""
     from kpolicy_sglang.split import split_of
 
-    split = split_of(scheduler)
     state = state_of(scheduler.tp_worker.model_runner)
-    if state is not None:
+    if state is None:
+        return original(scheduler, running_batch)
+    split = None
+    try:
+        split = split_of(scheduler)
         state.tick()
+    # Whatever of kpolicy raises, SGLang goes on scheduling.
+    except Exception as error:  # noqa: BLE001
+        state.failures.note("counting or setting up SPLIT", error, then="SGLang goes on")
     return original(scheduler, running_batch) if split is None else split.step(original, running_batch)
 
 
@@ -269,6 +291,10 @@ def refusal(server_args: Any) -> str:
         "pipeline parallelism isn't supported; SGLang's own rules stay": (has("pp_size") or 1) > 1,
         "two-batch overlap isn't supported; SGLang's own rules stay": has("enable_two_batch_overlap"),
         "PD multiplexing isn't supported; SGLang's own rules stay": has("enable_pdmux"),
+        # 0.5.23 sizes such a prefill by its own questions, with the limit on padding inside.
+        "context parallelism isn't supported; SGLang's own rules stay": (
+            (has("attn_cp_size") or 1) > 1 or (has("dcp_size") or 1) > 1 or has("enable_prefill_cp")
+        ),
     }  # fmt: skip
     return next((text for text, applies in found.items() if applies), "")
 

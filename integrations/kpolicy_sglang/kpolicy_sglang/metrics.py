@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from kpolicy_sglang.counters import buckets, lines
+from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import Phase
 
 __all__ = ["Metrics"]
@@ -37,10 +38,15 @@ class Metrics:
             "sglang:kpolicy_replays", "Replays by captured size (requests in decode, tokens in prefill).",
             ["phase", "size"], registry=to,
         )  # fmt: skip
+        self._failures = Counter(
+            "sglang:kpolicy_failures", "Errors of kpolicy that SGLang's own rule stood in for.", ["what"], registry=to
+        )
         self._told: dict[tuple[Any, ...], int] = {}
 
-    def flush(self, phases: dict[str, Phase]) -> None:
+    def flush(self, phases: dict[str, Phase], failures: Failures | None = None) -> None:
         """Raise the counters by what came since the last time."""
+        for what, times in failures.counts.items() if failures is not None else ():
+            self._raise(self._failures, (what,), times)
         for phase in phases.values():
             for line in lines(phase):
                 self._raise(self._steps, (line.phase, line.mode, line.reason), line.steps)

@@ -16,15 +16,16 @@ import attrs
 
 from kpolicy.attention.support import Claims
 from kpolicy.costs import CostTable, Curve, HostCost, analytic_costs
-from kpolicy.decision import Decision
+from kpolicy.decision import Decision, Launch
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder
-from kpolicy.modes import Mode, Part
+from kpolicy.modes import Mode, Part, Rows
 from kpolicy.policies import get_policy
 from kpolicy.policies.base import PolicyContext
 from kpolicy.reasons import Reason
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchNumbers
+from kpolicy_sglang.failures import Failures
 
 __all__ = ["DECODE", "PREFILL", "MixedCost", "Phase", "table_of"]
 
@@ -32,7 +33,7 @@ DECODE, PREFILL = "decode", "prefill"
 RULE = "sglang"
 """The policy that decides until costs are known: the replica of SGLang's own rule."""
 NOISE = 0.02
-"""Of a time: what is within it of another is as good."""
+"""Of an eager step's measured time: a graph that is longer by no more is taken all the same."""
 _YES, _NO = 1, 2
 _HOST = HostCost(0.0)
 
@@ -67,6 +68,7 @@ class Phase:
         self.names: dict[str, Any] | None = None
         """Names of the runner's module, where 0.5.16 looks up its limit on padding."""
         self.log: Callable[[Phase, Any, int, Reason | None], None] | None = None
+        self.failures = Failures()
         self._most = len(self.steps) - 2
         self.keys = tuple(self._key(size, full) for size in self.sizes)
         tokens = max(self._most * width, self.largest * width)
@@ -80,6 +82,7 @@ class Phase:
         self._decisions: list[Decision | None] = []
         self._select: Any = None
         self._compile(self.rule, analytic_costs(), Objective())
+        self._by_own_rule = self._select
 
     def _key(self, size: int, full: bool) -> GraphKey:
         if self.name == DECODE:
@@ -125,10 +128,39 @@ class Phase:
         at = min(size, self._most + 1)
         found = self._decisions[at] if size <= self._most else None
         if found is None:
-            found = self._select(*self.numbers(size))
+            found = self._made(size)
             if size <= self._most:
                 self._decisions[at] = found
         return found
+
+    def _made(self, size: int) -> Decision:
+        """What the policy decides; SGLang's own rule where it raises."""
+        numbers = self.numbers(size)
+        try:
+            found = self._select(*numbers)
+            if not isinstance(found, Decision):
+                raise TypeError(f"it decided {found!r}, which isn't a Decision")
+            return self._kept_in_graph(found, size, numbers)
+        # A policy is anyone's code, and serving goes on without it.
+        except Exception as error:  # noqa: BLE001
+            self.failures.note(f"policy {self.policy!r} ({self.name})", error)
+            decided: Decision = self._by_own_rule(*numbers)
+            return decided
+
+    def _kept_in_graph(self, found: Decision, size: int, numbers: BatchNumbers) -> Decision:
+        """The decision, but for an eager step that costs less by no more than `NOISE`: that one replays.
+
+        A graph leaves the host free for the scheduler, which a step timed alone doesn't show.
+        """
+        bucket = self.bucket(size)
+        if found.reason is not Reason.EAGER_IS_CHEAPER or bucket is None or self.costs is None:
+            return found
+        key = self.keys[self.sizes.index(bucket)]
+        launches = (Launch(Rows.ALL, key),)
+        graph_us, eager_us = (self.costs.cost(each, numbers).cycle_us for each in (launches, found.launches))
+        if graph_us > eager_us * (1 + NOISE):
+            return found
+        return attrs.evolve(found, mode=Mode(key.part.value), launches=launches, reason=Reason.GRAPH_FITS)
 
     def numbers(self, size: int, num_reqs: int = 1) -> BatchNumbers:
         """The counts of a batch of that size."""
@@ -186,8 +218,7 @@ class MixedCost:
 def table_of(version: str, graph_us: dict[int, float], eager_us: dict[int, float]) -> CostTable:
     """A cost table of whole steps by size, measured from start to end: host and device together.
 
-    What attention takes on long contexts is in neither, and is the same in both. Where the two are within `NOISE` the
-    graph is preferred: it leaves the host free for the scheduler, which a step timed alone doesn't show.
+    What attention takes on long contexts is in neither, and is the same in both.
 
     Args:
         version: names the table.
@@ -195,7 +226,7 @@ def table_of(version: str, graph_us: dict[int, float], eager_us: dict[int, float
         eager_us: microseconds by size.
     """
     sizes = tuple(sorted(eager_us))
-    graph, eager = _steady(graph_us), Curve(sizes, tuple(eager_us[size] * (1 + NOISE) for size in sizes))
+    graph, eager = _steady(graph_us), Curve(sizes, tuple(eager_us[size] for size in sizes))
     return CostTable(
         version=version, measured=True, full=graph, piecewise=graph, eager=eager,
         host_full=_HOST, host_piecewise=_HOST, host_eager=_HOST,

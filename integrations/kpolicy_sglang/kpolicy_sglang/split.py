@@ -72,7 +72,7 @@ class Split:
         return int(max(fitting, default=min(sizes)))
 
     def step(self, original: Any, running_batch: Any) -> Any:
-        """AROUND one `get_new_batch_prefill`."""
+        """AROUND one `get_new_batch_prefill`: SGLang's own, once and as it is, where kpolicy's part raises."""
         scheduler, decodes = self._scheduler, len(running_batch.reqs)
         if not decodes or not (scheduler.waiting_queue or scheduler.chunked_req is not None):
             self._owed = ""

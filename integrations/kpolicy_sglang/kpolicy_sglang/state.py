@@ -11,10 +11,11 @@ from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Objective
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.counters import summary
+from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.metrics import Metrics
 from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase
 
-__all__ = ["State", "state_of"]
+__all__ = ["State", "attach", "detach", "state_of"]
 
 logger = logging.getLogger(__name__)
 _ATTRIBUTE = "_kpolicy_state"
@@ -37,10 +38,14 @@ class State:
         self.registry = GraphRegistry()
         self.phases: dict[str, Phase] = {}
         self.mixed: MixedCost | None = None
+        self.measuring_s = 0.0
+        """Seconds that costs took to measure."""
         self.coupled = False
         """Whether ranks take each step together, so that none may decide by itself."""
         self.prefix_is_eager = False
         """Whether a row with cached tokens keeps a prefill batch from its graph (MLA on 0.5.16)."""
+        self.failures = Failures()
+        """What raised while SGLang served, in any phase."""
         self.messages: list[str] = []
         self.metrics: Metrics | None = None
         self._ticks = 0
@@ -68,10 +73,10 @@ class State:
         now = time.monotonic()
         if self.metrics is not None and now - self._flushed_s >= METRICS_S:
             self._flushed_s = now
-            self.metrics.flush(self.phases)
+            self.metrics.flush(self.phases, self.failures)
         if self.config.summary_seconds and now - self._summed_s >= self.config.summary_seconds:
             self._summed_s = now
-            logger.info("kpolicy: %s", summary(self.phases))
+            logger.info("kpolicy: %s", summary(self.phases, self.failures))
 
     def install(self, tables: Mapping[str, Any]) -> None:
         """Decide by the policy of the settings, with these cost tables by phase."""
@@ -88,3 +93,12 @@ def state_of(model_runner: Any) -> State | None:
 def attach(model_runner: Any, state: State) -> None:
     """Keep the state with its model runner."""
     setattr(model_runner, _ATTRIBUTE, state)
+
+
+def detach(model_runner: Any) -> None:
+    """Forget the state, and all that it decides by: whoever still has it finds nothing in it."""
+    state = state_of(model_runner)
+    if state is not None:
+        state.phases.clear()
+        state.mixed = state.metrics = None
+        delattr(model_runner, _ATTRIBUTE)
