@@ -73,26 +73,36 @@ class Split:
 
     def step(self, original: Any, running_batch: Any) -> Any:
         """AROUND one `get_new_batch_prefill`: SGLang's own, once and as it is, where kpolicy's part raises."""
-        scheduler, decodes = self._scheduler, len(running_batch.reqs)
-        if not decodes or not (scheduler.waiting_queue or scheduler.chunked_req is not None):
-            self._owed = ""
-            return original(scheduler, running_batch)
-        if self._owed == "decode":
-            self._owed = ""
-            return self._nothing(running_batch)
-        if not self._owed:
-            order = self.order(decodes, *self.prompts()) if self._divides else "limited"
-            self.cycles[order] += 1
-            if order == "mixed":
-                return self._prefill(original, running_batch, mixed=True)
-            if order == "decode first":
-                self._owed = "extend"
+        try:
+            turn = self._turn(running_batch)
+            if turn == "decode":
                 return self._nothing(running_batch)
-        decode_ran, self._owed = self._owed == "extend", ""
-        plan = self._prefill(original, running_batch, mixed=False)
-        if plan.batch_to_run is not None and not decode_ran:
+        # SGLang wasn't asked yet: its own batch runs.
+        except Exception as error:  # noqa: BLE001
+            self._owed = ""
+            self._state.failures.note("SPLIT", error, then="SGLang's own batch runs")
+            turn = "own"
+        if turn == "own":
+            return original(self._scheduler, running_batch)
+        plan = self._prefill(original, running_batch, mixed=turn == "mixed")
+        if turn == "extend first" and plan.batch_to_run is not None:
             self._owed = "decode"
         return plan
+
+    def _turn(self, running_batch: Any) -> str:
+        """What this step is: SGLang's ``own`` batch, the ``decode`` one, or a prefill batch and what comes before."""
+        scheduler, decodes, owed = self._scheduler, len(running_batch.reqs), self._owed
+        self._owed = ""
+        if not decodes or not (scheduler.waiting_queue or scheduler.chunked_req is not None):
+            return "own"
+        if owed:
+            return "decode" if owed == "decode" else "extend"
+        order = self.order(decodes, *self.prompts()) if self._divides else "limited"
+        self.cycles[order] += 1
+        if order == "decode first":
+            self._owed = "extend"
+            return "decode"
+        return "mixed" if order == "mixed" else "extend first"
 
     def _prefill(self, original: Any, running_batch: Any, *, mixed: bool) -> Any:
         """SGLang's own prefill batch, with the decodes in it or without, of no more prompt tokens than may be."""

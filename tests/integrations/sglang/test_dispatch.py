@@ -125,6 +125,32 @@ def test_reasons_of_refused_prefill(fields, runner, reason):
     assert set(phase.refused) == {(reason, 50)}
 
 
+@pytest.mark.parametrize("kind", HOOKS)
+def test_reason_that_cannot_be_found(kind, caplog):
+    """A batch that isn't as expected keeps SGLang's answer, and counts without its reason."""
+    phase = phase_of(kind.partition(" ")[0])
+    runner = runner_of(phase)
+    del runner.capture_hidden_mode
+    batch = batch_of(50, capture_hidden_mode=1)
+    assert HOOKS[kind](always(False), runner, batch) is False
+    assert phase.refused == {(Reason.BACKEND_REFUSED, 50): 1}
+    assert "looking for SGLang's reason raised" in caplog.text
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_policy_that_raises_serves_by_sglangs_rule(kind, caplog):
+    """Through the hooks of both versions: the answer is SGLang's, with one warning."""
+
+    def select(*_):
+        raise RuntimeError("broken policy")
+
+    phase = phase_of(kind.partition(" ")[0])
+    phase._select, phase._verdicts, phase._decisions = select, bytearray(len(phase.steps)), [None] * len(phase.steps)
+    for answer in (True, False):
+        assert HOOKS[kind](always(answer), runner_of(phase), batch_of(50)) is answer
+    assert len(caplog.records) == phase.failures.total <= 1
+
+
 def test_padding_limit_is_lifted_for_the_call_alone():
     """0.5.16's limit is away while its rule is asked, also where that raises, and back afterwards."""
     module = sys.modules[type(runner_of()).__module__]

@@ -6,12 +6,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from kpolicy.costs import Curve
 from kpolicy.schemas import read_decision_log
 from kpolicy.simulate.recorded import replay
 from kpolicy_sglang import hooks
 from kpolicy_sglang.calibrate import cost_tables
 from kpolicy_sglang.config import Config
-from kpolicy_sglang.phase import DECODE, PREFILL, Phase
+from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase, table_of
+from kpolicy_sglang.split import split_of
 from kpolicy_sglang.state import State, state_of
 
 
@@ -116,6 +118,9 @@ def test_mla_rule_stays_unless_asked(config):
         ({"pp_size": 2}, "pipeline parallelism isn't supported"),
         ({"enable_two_batch_overlap": True}, "two-batch overlap isn't supported"),
         ({"enable_pdmux": True}, "PD multiplexing isn't supported"),
+        ({"attn_cp_size": 2}, "context parallelism isn't supported"),
+        ({"dcp_size": 2}, "context parallelism isn't supported"),
+        ({"enable_prefill_cp": True}, "context parallelism isn't supported"),
     ],
 )
 def test_deployments_left_to_sglang(fields, said, caplog):
@@ -193,6 +198,30 @@ def test_measuring_that_fails_leaves_sglangs_rule(caplog, monkeypatch):
     assert not hasattr(decode, hooks.ATTRIBUTE)
 
 
+def test_failure_after_costs_are_known_turns_split_off_too(monkeypatch):
+    """What was measured before the failure decides nothing: no split of the scheduler is made from it."""
+    runner, decode = model_runner(), graph_runner()
+    curve, kept = Curve((64, 128), (9e6, 9e6)), []
+
+    def measured(_, state):
+        kept.append(state)
+        state.mixed = MixedCost(curve, curve, 2, 32)
+        return {DECODE: table_of("test", {1: 10, 8: 10}, {1: 100})}
+
+    def fails(*_):
+        raise ValueError("Duplicated timeseries")
+
+    monkeypatch.setattr("kpolicy_sglang.calibrate.cost_tables", measured)
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), is_mixed_chunk=True)
+    monkeypatch.setattr(hooks, "_observe", fails)
+    start(runner, decode, None)
+    assert state_of(runner) is None
+    assert not hasattr(decode, hooks.ATTRIBUTE)
+    assert split_of(scheduler) is None
+    assert kept[0].decode is None
+    assert kept[0].mixed is None
+
+
 def test_ranks_that_step_together_measure_nothing():
     """A step of one rank would wait for the others; the message says what to do."""
     state = State(Config(), "0.5.23")
@@ -254,6 +283,51 @@ def test_decision_log_has_every_step(tmp_path):
     assert second.shape.decode_kv_tokens == 150
     assert (second.decision["mode"], third.decision["mode"]) == ("piecewise", "eager")
     assert third.reason == "input_embeddings"
+
+
+def test_steps_without_rows_are_left_out_of_the_log(tmp_path):
+    """An idle rank's batch, and one whose rows SGLang doesn't tell, are no steps of the log, and harm nothing."""
+    path = tmp_path / "log.jsonl"
+    hooks.configure(Config(calibrate=False, decision_log=str(path)), "0.5.16")
+    state = start(model_runner(), graph_runner(), graph_runner())
+    decode, prefill = state.phases[DECODE], state.phases[PREFILL]
+    extend = SimpleNamespace(name="EXTEND")
+    prefill.ran(
+        0, SimpleNamespace(batch_size=0, extend_seq_lens_cpu=[], extend_prefix_lens_cpu=[], forward_mode=extend)
+    )
+    prefill.ran(9, SimpleNamespace(batch_size=1, extend_seq_lens_cpu=None, extend_prefix_lens_cpu=None))
+    prefill.ran(
+        9, SimpleNamespace(batch_size=1, extend_seq_lens_cpu=[0], extend_prefix_lens_cpu=[9], forward_mode=extend)
+    )
+    decode.ran(0, SimpleNamespace(batch_size=0))
+    decode.ran(3, SimpleNamespace(batch_size=3, seq_lens_sum=None))
+    log = decode.log.__self__
+    assert log.left_out == 4
+    log.close()
+    assert [entry.shape.numbers.num_decodes for entry in read_decision_log(path).entries] == [3]
+
+
+@pytest.mark.parametrize("broken", ["batch", "disk"])
+def test_log_that_fails_ends_and_serving_goes_on(tmp_path, caplog, monkeypatch, broken):
+    """Whatever a step or the file raises, the log ends with one warning; what it has can be read."""
+    path = tmp_path / "log.jsonl"
+    hooks.configure(Config(calibrate=False, decision_log=str(path)), "0.5.16")
+    decode = start(model_runner(), graph_runner(), None).phases[DECODE]
+    good, bad = SimpleNamespace(batch_size=5, seq_lens_sum=500), SimpleNamespace(batch_size=5)
+    decode.ran(5, good)
+    if broken == "disk":
+        bad = good
+
+        def full(*_):
+            raise OSError("No space left on device")
+
+        monkeypatch.setattr(decode.log.__self__._writer, "write", full)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            decode.ran(5, bad)
+    assert [record.message.partition(":")[2][:28] for record in caplog.records] == [" the decision log ends here:"]
+    assert decode.steps[5] == 4
+    assert len(read_decision_log(path).entries) == 1
 
 
 def test_log_that_cannot_be_written(tmp_path, caplog):

@@ -200,3 +200,37 @@ def test_no_limit_without_decodes():
     running = SimpleNamespace(reqs=[])
     hooks.new_batch_prefill(lambda s, _: seen.append(s.chunked_prefill_size), scheduler, running)
     assert seen == [2048]
+
+
+@pytest.mark.parametrize("broken", ["policy", "prompts", "tick"])
+def test_what_raises_leaves_the_batch_to_sglang(broken, caplog, monkeypatch):
+    """A policy, an estimate or a counter that raises costs the split: SGLang's own batch runs, asked once a step."""
+    state, asked = state_of(mixed_us=40_000), []
+    scheduler = scheduler_of(state, waiting=3)
+
+    def fails(*_):
+        raise RuntimeError("broken")
+
+    if broken == "policy":
+        monkeypatch.setattr(Split, "order", fails)
+    elif broken == "prompts":
+        scheduler.waiting_queue[0] = SimpleNamespace()
+    else:
+        monkeypatch.setattr(state, "tick", fails)
+
+    def own(scheduler, running):
+        asked.append(scheduler.is_mixed_chunk)
+        return Scheduler.get_new_batch_prefill(scheduler, running)
+
+    running = SimpleNamespace(reqs=[0] * 32)
+    with pretended("0.5.16"), caplog.at_level("WARNING"):
+        ran = [hooks.new_batch_prefill(own, scheduler, running).batch_to_run or "decode" for _ in range(4)]
+    if broken == "policy":
+        assert ran == ["mixed"] * 3 + ["decode"]
+        assert asked == [True] * 4
+    elif broken == "prompts":
+        assert ran == ["mixed", "decode", "extend", "decode"]
+    else:
+        assert ran == ["decode", "extend", "decode", "extend"]
+    assert len(caplog.records) == 1
+    assert state.failures.total == {"policy": 3, "prompts": 1, "tick": 4}[broken]
