@@ -3,7 +3,9 @@
 A step's time is read when the step is counted, which is after it is over: nothing waits for the device. From every
 fourth step with one launch, what it took is compared with what the table says. Blocks of these are reviewed together:
 
-- What all steps of a block share, such as a device that throttles, is taken off: it changes nothing between modes.
+- What most units of a block share, such as a device that throttles, is taken off: it changes nothing between modes. A
+  unit has one vote, however many steps it ran: most steps are often of one kind, and that kind may be what is off. With
+  fewer than three units, or no majority that is alike, a block says nothing.
 - What is left is noted for what bounded the step: the device time of a mode at about that padded size, or a mode's
   host time. A block counts as one observation, its median, so that outliers don't count.
 - The table that comes out has the median of a unit's last blocks on its numbers, within bounds. Blocks are forgotten,
@@ -36,6 +38,10 @@ BLOCK = 128
 """Steps looked at between reviews"""
 LEAST_SAMPLES = 8
 """Of a unit in a block, for the block to say something of it"""
+VOTE_SAMPLES = 4
+"""Of a unit in a block, for it to have a vote in what the block's steps share"""
+LEAST_VOTES = 3
+"""Units of a block, for what they share to be told from what one of them is off by"""
 LEAST_BLOCKS, MOST_BLOCKS = 4, 16
 """Blocks that a correction takes, and that are remembered"""
 UNSEEN = 100
@@ -111,12 +117,14 @@ class Correction:
                 found.setdefault(_unit(launch, numbers, host > device), []).append(math.log(cycle_us / expected))
         if not found:
             return None
-        shared = statistics.median(each for ratios in found.values() for each in ratios)
+        off = {unit: statistics.median(ratios) for unit, ratios in found.items()}
+        shared = _shared([off[unit] for unit, ratios in found.items() if len(ratios) >= VOTE_SAMPLES])
         for unit, ratios in found.items():
             if len(ratios) >= LEAST_SAMPLES:
                 seen = self._units.setdefault(unit, _Seen())
-                seen.blocks.append(statistics.median(ratios) - shared)
                 seen.unseen = -1
+                if shared is not None:
+                    seen.blocks.append(off[unit] - shared)
         for seen in self._units.values():
             seen.unseen += 1
             if seen.unseen >= UNSEEN and seen.blocks:
@@ -146,6 +154,15 @@ class Correction:
     def _host(self, name: str, host: HostCost) -> HostCost:
         factor = math.exp(self.applied.get((name, 0), 0.0))
         return HostCost(*(us * factor for us in attrs.astuple(host)))
+
+
+def _shared(votes: list[float]) -> float | None:
+    """What most units are off by alike; None where it can't be told."""
+    if len(votes) < LEAST_VOTES:
+        return None
+    middle = statistics.median(votes)
+    alike = sum(abs(vote - middle) < NOTICEABLE for vote in votes)
+    return middle if 2 * alike > len(votes) else None
 
 
 def _unit(launch: Launch, numbers: BatchNumbers, host_bound: bool) -> Unit:

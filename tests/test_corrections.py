@@ -132,6 +132,42 @@ def test_one_mode_alone_cannot_be_compared() -> None:
     assert served(Correction(TABLE), 20_000, lambda _d, us, _r: 1.4 * us, ways=one) == []
 
 
+USUAL = (way(Part.FULL, 8), BatchShape(prefills=[(8, 0)]))
+RIGHT = [each for each in WAYS if each[0] != USUAL[0]]
+
+
+@pytest.mark.parametrize("others", [RIGHT[5:6], [RIGHT[2], RIGHT[5], RIGHT[-1]], RIGHT], ids=len)
+@pytest.mark.parametrize("share", [80, 90])
+def test_what_most_steps_are_off_by_is_not_put_on_the_others(share: int, others: Any) -> None:
+    """Most steps are of one kind, which takes 30% more than was measured: numbers that are right stay as they are."""
+    ways = [USUAL] * (share * len(others)) + others * (100 - share)
+    correction = Correction(TABLE)
+
+    def off(decision: Decision, expected: float, rng: random.Random) -> float:
+        return noisy(decision, expected, rng) * (1.3 if decision == USUAL[0] else 1.0)
+
+    tables = served(correction, 30 * EVERY * BLOCK, off, ways=ways)
+    for table in tables:
+        assert table.full.us[1:] == TABLE.full.us[1:]
+        assert (table.piecewise, table.eager) == (TABLE.piecewise, TABLE.eager)
+        assert (table.host_full, table.host_piecewise, table.host_eager) == (
+            TABLE.host_full, TABLE.host_piecewise, TABLE.host_eager,
+        )  # fmt: skip
+        assert table.full.us[0] == pytest.approx(130, rel=0.04)
+    if share == 80 and len(others) == 3:
+        assert tables, "three units that agree show that the fourth is off"
+
+
+def test_units_that_do_not_agree_say_nothing() -> None:
+    """Half are off by a third and half aren't: which half is right can't be told, so nothing is touched."""
+    ways = [each for each in WAYS if each[0].mode is not Mode.EAGER]
+
+    def off(decision: Decision, expected: float, rng: random.Random) -> float:
+        return noisy(decision, expected, rng) * (1.33 if decision.mode is Mode.PIECEWISE else 1.0)
+
+    assert served(Correction(TABLE), 2 * ENOUGH, off, ways=ways) == []
+
+
 # An Engine
 
 
