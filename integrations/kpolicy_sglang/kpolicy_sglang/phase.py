@@ -82,7 +82,7 @@ class Phase:
         self._decisions: list[Decision | None] = []
         self._select: Any = None
         self._compile(self.rule, analytic_costs(), Objective())
-        self._by_own_rule = self._select
+        self._by_own_rule: Any = self._select
 
     def _key(self, size: int, full: bool) -> GraphKey:
         if self.name == DECODE:
