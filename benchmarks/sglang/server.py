@@ -375,8 +375,9 @@ class Trace:
         gc.collect()
         self._loop()
         took = time.perf_counter() - began
-        finished = {int(rid[1:]) for rid in times}
-        tokens = sum(int(output) for i, (_, _, output) in enumerate(requests) if i in finished)
+        if state["done"] < len(requests):
+            raise RuntimeError(f"{state['done']} of {len(requests)} requests were served in {took:.0f} s")
+        tokens = sum(int(output) for _, _, output in requests)
         gaps = sorted((after - before) * 1e3 for each in times.values() for before, after in itertools.pairwise(each))
         found = {"done": state["done"], "of": len(requests), "s": round(took, 3), "outputs": tokens}
         if gaps:

@@ -356,13 +356,15 @@ def _compared(sides: dict[str, dict[int, float]], *, more: bool) -> dict[str, An
 def write(run: Run) -> None:
     """The result file, from all raw answers there are."""
     lines = [json.loads(line) for line in run.raw.read_text(encoding="utf-8").splitlines()]
-    about: dict[str, Any] = next((line for line in lines if line["kind"] == "about"), {})
+    about: dict[str, Any] = [line for line in lines if line["kind"] == "about"][-1]
+    served = {line["part"] for line in lines if line["kind"] in ("step", "trace", "check")}
     result = {
         "what": "stock SGLang against SGLang with kpolicy, alternating in one run",
         "command": "python benchmarks/sglang/stock_vs_kpolicy.py --models MODELS --trace TRACE --out OUT",
         "about": about, "rows": rows(lines), "checks": [line for line in lines if line["kind"] == "check"],
         "starts": [line for line in lines if line["kind"] == "start"],
-        "errors": [line for line in lines if line["kind"] == "error"],
+        # A slice that failed once and was run again since is no error.
+        "errors": [line for line in lines if line["kind"] == "error" and line["part"] not in served],
     }  # fmt: skip
     target = run.out / "sglang_stock_vs_kpolicy.json"
     partial = target.with_suffix(".part")
@@ -421,7 +423,8 @@ def about() -> dict[str, Any]:
         ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
         device = ""
-    return {"kind": "about", "device": device, "versions": versions, "at": time.strftime("%Y-%m-%d")}
+    commit = os.environ.get("KPOLICY_COMMIT", "")
+    return {"kind": "about", "device": device, "commit": commit, "versions": versions, "at": time.strftime("%Y-%m-%d")}
 
 
 if __name__ == "__main__":
