@@ -356,6 +356,8 @@ class Engine:
         allowance_s, self._calibrate_s = self._calibrate_s, 0.0
         try:
             self.take_costs(measure(self.executor, self.registry, self.settings, allowance_s=allowance_s))
+            if self._lazy is not None:
+                self._lazy.all_measured()
         except StickyDeviceError as error:
             self._lose(error)
             raise

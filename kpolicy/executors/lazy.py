@@ -179,12 +179,17 @@ class LazyCapture:
 
         captured, executor = self._captured(), self._executor
         settings = self._engine.settings
-        start = time.perf_counter()
+        start, costs, rounds = time.perf_counter(), None, 0
+        few, enough = ROUNDS
         try:
             if self._calibration is None or frozenset(self._calibration.keys) != captured:
                 self.end()
                 self._calibration = Calibration(executor, self._engine.registry, executor.model, settings)
             self._calibration.measure(self._saved_s)
+            rounds = self._calibration.rounds
+            if rounds >= enough or (rounds >= few > self._rounds):
+                version = f"measured while {executor.name} runs: {len(captured)} graphs, {rounds} samples each"
+                costs = self._calibration.table(version)
         except StickyDeviceError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a launch of the model raised
@@ -195,14 +200,15 @@ class LazyCapture:
             return
         finally:
             self._saved_s -= time.perf_counter() - start
-        rounds = self._calibration.rounds
-        few, enough = ROUNDS
-        if rounds >= enough or (rounds >= few > self._rounds):
-            version = f"measured while {executor.name} runs: {len(captured)} graphs, {rounds} samples each"
-            self._engine.take_costs(self._calibration.table(version))
+        if costs is not None:
+            self._engine.take_costs(costs)
         self._rounds = rounds
         if rounds >= enough:
             self._finish(captured)
+
+    def all_measured(self) -> None:
+        """The costs there are were just measured with all graphs there are: nothing is left to measure."""
+        self._finish(self._captured())
 
     def _finish(self, captured: frozenset[GraphKey]) -> None:
         self._measured = captured
