@@ -23,15 +23,15 @@ except ModuleNotFoundError:  # run as a script
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen": {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 512, "intermediate_size": 1024,
-        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 4096,
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 6, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 4096,
         "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
         "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1,
     },
     "dsv2": {
-        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 512,
-        "intermediate_size": 1024, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 8, "vocab_size": 4096, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 1024,
+        "intermediate_size": 2048, "moe_intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "vocab_size": 4096, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
         "rope_theta": 1e4, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
         "v_head_dim": 128, "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4,
         "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
