@@ -33,7 +33,8 @@ class Config:
         calibrate: measure costs from SGLang's own graphs and eager steps at start-up.
         split: with mixed chunks on, run decodes and prompt chunks in steps of their own where that costs less.
         gap_ms: while decodes run, a prefill batch may take so many milliseconds, and a decode step comes between two.
-        mla_prefill: on 0.5.16, let MLA models have the prefill graphs that its start-up rules turn off.
+        mla_prefill: on 0.5.16, let MLA models have the prefill graphs that its start-up rules turn off: with any
+            attention backend, with none, or by default with those whose results were checked.
         decision_log: a file for every decision, which `kpolicy simulate --decisions` decides again.
         metrics: counters beside SGLang's Prometheus metrics, where those are on.
         summary_seconds: seconds between two flushes of counters and summaries.
@@ -53,7 +54,7 @@ class Config:
     calibrate: bool = True
     split: bool = True
     gap_ms: float | None = None
-    mla_prefill: bool = True
+    mla_prefill: bool | None = None
     decision_log: str | None = None
     metrics: bool = True
     summary_seconds: float = 60.0
@@ -103,7 +104,7 @@ def _parsed(name: str, text: str) -> Any:
     try:
         if kind.startswith("tuple"):
             return tuple(int(part) for part in text.split(",") if part.strip())
-        if kind == "bool":
+        if kind.startswith("bool"):
             if text.strip().lower() not in (*_TRUE, *_FALSE):
                 raise ValueError
             return text.strip().lower() in _TRUE

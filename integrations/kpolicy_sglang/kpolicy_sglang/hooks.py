@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+MLA_CHECKED = ("triton",)
+"""Attention backends whose MLA prefill was checked on a GPU, graph against eager: benchmarks/sglang/check.py."""
 _now: dict[str, Any] = {"config": None, "version": ""}
 
 
@@ -99,10 +101,20 @@ def mla_rule_0_5_16(original: Any, server_args: Any) -> Any:
     """AROUND the start-up rules that turn prefill graphs off: without the one for MLA, with all others.
 
     0.5.16 turns them off because the graph takes another attention path than an eager step; later versions don't.
-    What is cheaper is decided by tokens, so the graph may be there.
+    What is cheaper is decided by tokens, so the graph may be there. Results were checked with the attention backends
+    of `MLA_CHECKED`; with another one, or where SGLang is left to choose, the user has to ask for it.
     """
     config = configured()
-    if config is None or not config.mla_prefill or refusal(server_args):
+    if config is None or config.mla_prefill is False or refusal(server_args):
+        return original(server_args)
+    backend = server_args.prefill_attention_backend or server_args.attention_backend
+    if config.mla_prefill is None and backend not in MLA_CHECKED:
+        if server_args.use_mla_backend():
+            logger.info(
+                "kpolicy: SGLang's rule keeps MLA prefill eager: graphs were checked with --attention-backend %s, and "
+                "it is %s here; KPOLICY_MLA_PREFILL=1 has them all the same",
+                " or ".join(MLA_CHECKED), backend or "open",
+            )  # fmt: skip
         return original(server_args)
     of_class = type(server_args).use_mla_backend
     try:

@@ -31,7 +31,8 @@ def checkpoint(folder: Path) -> None:
     if not (folder / "model.safetensors").is_file():
         maker = check.Check.__new__(check.Check)
         maker.torch, maker.device = torch, "cpu"
-        maker._make({**check.CONFIGS["qwen"], "num_hidden_layers": 2, "hidden_size": 128}, folder)
+        small = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 256}
+        maker._make({**check.CONFIGS["qwen"], **small}, folder)
 
 
 def costs(trace: Any, mixed_us: float, gap_ms: float | None) -> None:

@@ -25,12 +25,15 @@ def test_settings_from_the_environment():
     config = Config.from_env(
         {
             "KPOLICY_POLICY": "full_and_piecewise", "KPOLICY_SPLIT": "no", "KPOLICY_DECODE_SIZES": "1,2, 8",
+            "KPOLICY_MLA_PREFILL": "1",
             "KPOLICY_SUMMARY_SECONDS": "1.5", "KPOLICY_DECISION_LOG": "/x", "KPOLICY_UNKNOWN": "left alone",
         }
     )  # fmt: skip
     assert config == Config(
-        policy="full_and_piecewise", split=False, decode_sizes=(1, 2, 8), summary_seconds=1.5, decision_log="/x"
-    )
+        policy="full_and_piecewise", split=False, decode_sizes=(1, 2, 8), summary_seconds=1.5, decision_log="/x",
+        mla_prefill=True,
+    )  # fmt: skip
+    assert Config().mla_prefill is None
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def arguments(**fields):
         disable_cuda_graph=False, pp_size=1, enable_two_batch_overlap=False, enable_pdmux=False, dp_size=1, tp_size=1,
         disable_cuda_graph_padding=False, max_running_requests=768, _cuda_graph_config_locked=set(),
         cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(max_bs=256)), chunked_prefill_size=8192,
-        enable_metrics=False, model_path="model",
+        enable_metrics=False, model_path="model", attention_backend="triton", prefill_attention_backend=None,
     )  # fmt: skip
     made.__dict__.update(fields)
     return made
@@ -100,6 +100,21 @@ def test_mla_rule_alone_is_left_out():
     args.lora = True
     hooks.mla_rule_0_5_16(Arguments.rules, args)
     assert args.prefill == "disabled"
+
+
+@pytest.mark.parametrize(("attention", "prefill"), [("fa3", None), (None, None), ("triton", "fa3")])
+def test_mla_rule_stays_where_graphs_were_not_checked(attention, prefill, caplog):
+    """With another attention backend, or one that SGLang chooses later, only an explicit setting lifts the rule."""
+    args = Arguments()
+    args.attention_backend, args.prefill_attention_backend = attention, prefill
+    with caplog.at_level(logging.INFO):
+        hooks.mla_rule_0_5_16(Arguments.rules, args)
+    assert args.prefill == "disabled"
+    assert "KPOLICY_MLA_PREFILL=1" in caplog.text
+    args.prefill = "breakable"
+    hooks.configure(Config(mla_prefill=True), "0.5.16")
+    hooks.mla_rule_0_5_16(Arguments.rules, args)
+    assert args.prefill == "breakable"
 
 
 @pytest.mark.parametrize("config", [None, Config(mla_prefill=False)])

@@ -75,9 +75,11 @@ def test_nothing_is_hooked_when_off():
 
 
 def test_real_arguments_get_kpolicys_sizes(tmp_path):
-    """Decode sizes end with the requests that may run, and 0.5.16's MLA rule leaves prefill graphs on."""
+    """Decode sizes end with the requests that may run, and 0.5.16's MLA rule is left out where that was asked for."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    found = asked(LOAD + SIZES.replace("MODEL", repr(str(tmp_path)), 1), KPOLICY_SGLANG="1", KPOLICY_STRICT="1")
+    code = LOAD + SIZES.replace("MODEL", repr(str(tmp_path)), 1)
+    assert asked(code, KPOLICY_SGLANG="1", KPOLICY_STRICT="1").get("prefill", "disabled") == "disabled"
+    found = asked(code, KPOLICY_SGLANG="1", KPOLICY_STRICT="1", KPOLICY_MLA_PREFILL="1")
     assert found["decode_sizes"][-1] == 768
     assert len(found["decode_sizes"]) == 12
     assert found.get("prefill", "breakable") == "breakable"
