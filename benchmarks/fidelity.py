@@ -21,6 +21,7 @@ from typing import Any
 import attrs
 
 import kpolicy
+from benchmarks.command import command_line
 from kpolicy.attention import Claims
 from kpolicy.costs import CostTable
 from kpolicy.scheduling.traces import read_trace
@@ -133,7 +134,7 @@ def main() -> int:
         written = {
             "what": "step times of a cost table against those measured, by mode and regime",
             "date": arguments.date,
-            "command": "python -m benchmarks.fidelity --profile P.json --log S-POLICY.jsonl ...",
+            "command": command_line("benchmarks.fidelity"),
             "kpolicy": kpolicy.__version__,
             "device": profile.device,
             "model": profile.model,

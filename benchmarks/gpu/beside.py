@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
         config, options, kv_tokens=4096 if options.tiny else 1 << 16, max_model_len=600 if options.tiny else 12_288,
         max_num_reqs=max(options.decodes) + 1,
     )  # fmt: skip
-    results = Results(options.out, header(options, "beside"))
+    results = Results(options.out, header(options, "beside", argv))
     with torch.no_grad():
         bench = Bench(model, sizes, sorted(options.decodes))
         results.data["failed"] = bench.failed

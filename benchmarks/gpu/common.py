@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command_line
+
 __all__ = [
     "LADDER", "VLLM_SIZES", "Results", "add_options", "config_of", "free", "header", "interval_of_mean", "load_model",
     "logits_of", "open_engines", "opened", "ran", "random_shape", "steady", "synchronise", "with_tokens",
@@ -220,8 +222,8 @@ def interval_of_mean(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def header(options: argparse.Namespace, module: str) -> dict[str, Any]:
-    """Where figures come from."""
+def header(options: argparse.Namespace, module: str, argv: Sequence[str] | None) -> dict[str, Any]:
+    """Where figures come from; argv is what the benchmark was given, None for the process's own arguments."""
     import torch
     import transformers
 
@@ -239,8 +241,7 @@ def header(options: argparse.Namespace, module: str) -> dict[str, Any]:
     return {
         "model": options.model + (" (toy)" if options.tiny else f", {options.layers} layers" if options.layers else ""),
         "date": options.date, "device": device_name(torch.device(options.device)), "versions": versions,
-        "command": f"python -m benchmarks.gpu.{module} --config {options.model}/config.json --date {options.date} "
-        "--out FILE",
+        "command": command_line(f"benchmarks.gpu.{module}", argv),
     }  # fmt: skip
 
 
@@ -265,6 +266,10 @@ class Results:
                 if before.get(name) != head[name]:
                     sys.exit(f"{path} has {before.get(name)!r} and this run is of {head[name]!r}; give another --out.")
             self.data = {**before, **head, "cells": before["cells"]}
+            # A run that goes on may have been given other options.
+            commands = [*before.get("commands", [before.get("command")]), head.get("command")]
+            if len(set(commands)) > 1:
+                self.data["commands"] = list(dict.fromkeys(commands))
 
     @property
     def cells(self) -> dict[str, Any]:

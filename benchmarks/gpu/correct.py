@@ -343,6 +343,9 @@ def _rows(
 def merge(files: list[Path], out: Path) -> int:
     """One result of several slices."""
     data = [json.loads(file.read_text()) for file in files]
+    for each in data:
+        if (each["model"], each["device"]) != (data[0]["model"], data[0]["device"]):
+            sys.exit(f"slices differ: {each['model']} on {each['device']}, {data[0]['model']} on {data[0]['device']}")
     cells = {name: cell for each in data for name, cell in each["cells"].items()}
     head = {name: value for name, value in data[0].items() if name not in ("cells", "total")}
     result = {**head, "slices": len(files), "total": totals(cells), "reference": cells.get("reference")}
@@ -378,7 +381,7 @@ def main(argv: list[str] | None = None) -> int:
         config, options, kv_tokens=1024 if options.tiny else 1 << 15, block_size=16 if options.tiny else 64,
         max_model_len=96 if options.tiny else 1024, max_num_reqs=sizes.num_reqs,
     )  # fmt: skip
-    results = Results(options.out, header(options, "correct"))
+    results = Results(options.out, header(options, "correct", argv))
     with torch.no_grad():
         bench = Bench(model, sizes)
         results.data["failed"] = bench.failed

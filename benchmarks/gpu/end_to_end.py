@@ -85,7 +85,7 @@ def figures(result: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def collect(options: argparse.Namespace) -> int:
+def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     """Serve the loads of one model: rounds that the file doesn't have."""
     import torch
 
@@ -103,7 +103,7 @@ def collect(options: argparse.Namespace) -> int:
         max_model_len=16_384,
         max_num_reqs=settings.max_num_reqs,
     )
-    results = Results(options.out, header(options, "end_to_end"))
+    results = Results(options.out, header(options, "end_to_end", argv))
     costs = None
     if options.profile:
         from kpolicy.profiles import load_profile
@@ -122,7 +122,7 @@ def collect(options: argparse.Namespace) -> int:
         rates = results.data.setdefault("rates", {})
         for load in options.loads:
             trace = requests_of(options.traces, load, model, options.requests)
-            rates.setdefault(load, rate_of(load, trace, engines[options.policies[0]], model))
+            rates.setdefault(load, rate_of(load, trace, engines.get("auto", engines[options.policies[0]]), model))
             scaled = trace.scaled(rates[load])
             for engine in engines.values():  # kernels are compiled when a step first needs them
                 if results.elapsed() < options.seconds:
@@ -132,9 +132,14 @@ def collect(options: argparse.Namespace) -> int:
                 for i in range(len(engines)):
                     spec = options.policies[(i + round_) % len(engines)]
                     name = f"{load}/{round_}/{spec}"
-                    if name in results.cells or results.elapsed() > options.seconds:
+                    if (
+                        not results.cells.get(name, {"interrupted": True})["interrupted"]
+                        or results.elapsed() > options.seconds
+                    ):
                         continue
                     result, _ = serve_model(scaled, engines[spec], serving, prompts, label=spec)
+                    if result.interrupted:
+                        sys.exit(f"{name} was interrupted: it doesn't count, and is run again when this goes on.")
                     results.put(name, figures(result))
                     print(name, {k: round(v) for k, v in figures(result).items() if k in BETTER_UP}, flush=True)
     results.data["costs"] = {spec: engine.costs.version for spec, engine in engines.items() if spec == "auto"}
@@ -149,6 +154,8 @@ def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of one model's file."""
     runs: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for name, cell in data["cells"].items():
+        if cell.get("interrupted"):
+            continue
         load, round_, policy = name.split("/")
         runs.setdefault((load, policy), {})[int(round_)] = cell
     rows = []
@@ -195,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calibrate", type=float, default=8.0, help="seconds to measure costs")
     parser.add_argument("--profile", help="costs that auto decides by, a file or a name; measured here by default")
     parser.add_argument("--no-correct", action="store_true", help="auto keeps its table whatever steps take")
-    return collect(parser.parse_args(argv))
+    return collect(parser.parse_args(argv), argv)
 
 
 if __name__ == "__main__":

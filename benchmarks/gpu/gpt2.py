@@ -41,8 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
     config = GPT2 | ({"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 256} if options.tiny else {})
     model = load_model(config, options, kv_tokens=1 << 14, block_size=16, max_model_len=1024, max_num_reqs=REQUESTS)
-    results = Results(options.out, header(options, "gpt2"))
-    results.data["command"] = f"python -m benchmarks.gpu.gpt2 --date {options.date} --out FILE"
+    results = Results(options.out, header(options, "gpt2", argv))
     with torch.no_grad():
         results.put("prompts", measure(model, options, chunks=True))
         results.put("decodes", measure(model, options, chunks=False))

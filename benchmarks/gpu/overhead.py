@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command_line
 from benchmarks.engine_step import decode_inputs
 from benchmarks.pairs import interval
 
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(measure(engine, model, size, options.pairs))
         print(rows[-1], flush=True)
     result = {
-        "command": f"python -m benchmarks.gpu.overhead --config FILE --date {options.date} --json FILE",
+        "command": command_line("benchmarks.gpu.overhead", argv),
         "date": options.date, "device": torch.cuda.get_device_name(), "model": repr(model), "limit": LIMIT,
         "host_limit_us": HOST_LIMIT_US,
         "versions": {

@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
         config, options, kv_tokens=4096 if small else 1 << 16, block_size=16, max_model_len=128 if small else 2048,
         max_num_reqs=limits["decodes"],
     )  # fmt: skip
-    results = Results(options.out, header(options, "overlap") | {"watchdog_s": HANG_S})
+    results = Results(options.out, header(options, "overlap", argv) | {"watchdog_s": HANG_S})
     with torch.no_grad():
         executor, keys = graphs(model, sizes)
         print(f"{model!r}: ready after {results.elapsed():.0f} s", flush=True)

@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command_line
 from benchmarks.gpu.shapes import BLOCK_SIZE, KV_TOKENS, LONGEST, MAX_NUM_REQS, MAX_NUM_TOKENS
 
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -223,8 +224,7 @@ def collect(options: argparse.Namespace) -> int:
         "model": options.model, "date": options.date, "capture_s": round(capture_s, 1), "failed": failed,
         "device": torch.cuda.get_device_name(), "kernels": options.kernels, "support": str(model.support),
         "versions": _versions(),
-        "command": f"python -m benchmarks.gpu.regret --model {options.model} --config FILE --shapes FILE --out FILE "
-        f"--date {options.date}",
+        "command": command_line("benchmarks.gpu.regret"),
     }  # fmt: skip
     loads = {load: each["shapes"][: options.shapes_a_load] for load, each in shapes.items()}
     order = [(load, i) for i in range(options.shapes_a_load) for load in loads if i < len(loads[load])]

@@ -213,7 +213,10 @@ def memory(model: Any) -> dict[str, int]:
 
 
 def summary(cells: dict[str, Any], *, alone: bool) -> dict[str, Any]:
-    """Cycles added up, and how memory went in each process; the device's too where nobody else uses it."""
+    """Cycles added up, and how memory went in each process; the device's too where nobody else uses it.
+
+    Whether memory is flat is None where no process ran two cycles beyond those that warm it up.
+    """
     held = ("process", "torch", "device") if alone else ("process", "torch")
     events: Counter[str] = Counter()
     modes: Counter[str] = Counter()
@@ -229,13 +232,13 @@ def summary(cells: dict[str, Any], *, alone: bool) -> dict[str, Any]:
         "cycles": len(cells), "steps": sum(cell["steps"] for cell in cells.values()), "events": dict(events),
         "modes": dict(modes), "seconds": round(sum(cell["seconds"] for cell in cells.values()), 1),
         "growth_bytes_after_warming_up": growth,
-        "memory_flat": all(growth[name] <= SLACK_BYTES for name in held if name in growth),
+        "memory_flat": all(growth[name] <= SLACK_BYTES for name in held if name in growth) if growth else None,
         "problems": [problem for cell in cells.values() for problem in cell["problems"]],
     }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run cycles until the time is up; 1 where something was lost or grew."""
+    """Run cycles until the time is up; 1 where something was lost or grew, or too few cycles ran to tell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, seconds=400.0)
     parser.add_argument("--cycles", type=int, default=1_000_000, help="in all, with those that the file has")
@@ -252,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
         max_model_len=96 if options.tiny else 1024, max_num_reqs=6 if options.tiny else 64,
     )  # fmt: skip
     model.poison_padding()
-    results = Results(options.out, header(options, "soak"))
+    results = Results(options.out, header(options, "soak", argv))
     executor, registry = opened(model)
     print(f"{model!r}: ready after {results.elapsed():.0f} s", flush=True)
     process = 1 + max((cell["process"] for cell in results.cells.values()), default=0)

@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         bench = Bench(options)
         if options.child:
             return child(bench, options.child)
-        results = Results(options.out, header(options, "startup"))
+        results = Results(options.out, header(options, "startup", argv))
         print(f"{bench.model!r}: ready after {results.elapsed():.0f} s", flush=True)
         count, at_once = (12, 4) if options.tiny else (96, 32)
         requests = bench.requests(count, 0)

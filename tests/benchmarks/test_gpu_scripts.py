@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from benchmarks.command import command_line  # noqa: E402
 from benchmarks.gpu import beside, correct, end_to_end, gpt2, overlap, soak, startup  # noqa: E402
 from benchmarks.gpu.common import Results, interval_of_mean  # noqa: E402
 
@@ -79,6 +81,8 @@ def test_correct(arguments: list[str]) -> None:
     """Random steps equal eager ones, and every mode is as near to float32 as EAGER is, about."""
     assert correct.main([*arguments, "--count", "40"]) == 0
     result = read(arguments)
+    assert result["command"].startswith("python -m benchmarks.gpu.correct --config qwen --device cpu --tiny --out")
+    assert result["command"].endswith(" --count 40")
     assert result["total"]["steps"] == 40
     assert result["total"]["differences"] == []
     assert result["total"]["padded"] > 0
@@ -108,15 +112,27 @@ def test_correct_sees_a_stray_write(arguments: list[str], monkeypatch: pytest.Mo
     assert "which no row has" in read(arguments)["total"]["differences"][0]
 
 
-def test_soak(arguments: list[str]) -> None:
+def test_soak(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Cycles go on where the file ends; requests are served or cancelled, and the registry ends empty."""
-    assert soak.main([*arguments, "--cycles", "2", "--steps", "40"]) == 0
+    assert soak.main([*arguments, "--cycles", "2", "--steps", "40"]) == 1
+    assert read(arguments)["total"]["memory_flat"] is None, "two cycles warm up, and tell nothing"
+    monkeypatch.setattr(soak, "WARM", 0)
+    monkeypatch.setattr(soak, "SLACK_BYTES", 1 << 40)
     assert soak.main([*arguments, "--cycles", "3", "--steps", "40"]) == 0
     total = read(arguments)["total"]
+    assert total["memory_flat"] is True
     assert total["cycles"] == 3
     assert total["problems"] == []
     assert total["events"]["served"] > 20
     assert {cell["process"] for cell in read(arguments)["cells"].values()} == {1, 2}
+
+
+@pytest.mark.parametrize(("cycles", "grown", "flat"), [(4, 1 << 30, None), (5, 1 << 30, False), (5, 1 << 20, True)])
+def test_soak_sees_a_leak(cycles: int, grown: int, flat: bool | None) -> None:
+    """Memory that grows with every cycle isn't flat; of a process too short to tell nothing is claimed."""
+    cell = {"events": {}, "modes": {}, "steps": 1, "seconds": 1.0, "problems": [], "process": 1}
+    cells = {str(i): {**cell, "memory": {"process": i * grown, "torch": 0}} for i in range(cycles)}
+    assert soak.summary(cells, alone=False)["memory_flat"] is flat
 
 
 def test_beside(arguments: list[str]) -> None:
@@ -169,6 +185,59 @@ def test_end_to_end(arguments: list[str], tmp_path: Path) -> None:
     assert all(row["ratio_to_vllm_replica"] == 1 for row in table if row["policy"] == "vllm")
     assert all(row["low"] <= row["value"] <= row["high"] for row in table)
     assert all(cell["served"] == 8 for cell in read(arguments)["cells"].values())
+
+
+def test_interrupted_rounds_do_not_count(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is cut off isn't kept; one that an older file has is left out of the table."""
+    (tmp_path / "azure_llm_2023_code.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + "".join(f"2023-11-16 18:17:{i:02}.0000000,5,2\n" for i in range(4))
+    )
+    from kpolicy.serving import real_run
+
+    serve, calls = real_run.serve_model, 0
+
+    def cut_off(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += "label" in named
+        result, log = serve(*given, **named)
+        return (attrs.evolve(result, interrupted=True) if calls == 2 else result), log
+
+    monkeypatch.setattr(real_run, "serve_model", cut_off)
+    given = [*arguments, "--traces", str(tmp_path), "--requests", "4", "--rounds", "2", "--loads", "code x50"]
+    given += ["--policies", "vllm"]
+    with pytest.raises(SystemExit, match="interrupted"):
+        end_to_end.main(given)
+    assert list(read(arguments)["cells"]) == ["code x50/0/vllm"]
+    assert end_to_end.main(given) == 0
+    data = read(arguments)
+    assert list(data["cells"]) == ["code x50/0/vllm", "code x50/1/vllm"]
+    data["cells"]["code x50/1/vllm"]["interrupted"] = True
+    assert {row["repeats"] for row in end_to_end.summarise(data)} == {1}
+
+
+def test_slices_of_different_models_are_not_added_up(tmp_path: Path) -> None:
+    """Nor of different devices."""
+    head = {"model": "a", "device": "d", "cells": {}}
+    for name, value in (("model", "b"), ("device", "e")):
+        (tmp_path / "1.json").write_text(json.dumps(head))
+        (tmp_path / "2.json").write_text(json.dumps({**head, name: value}))
+        with pytest.raises(SystemExit, match="slices differ"):
+            correct.merge([tmp_path / "1.json", tmp_path / "2.json"], tmp_path / "out.json")
+        assert not (tmp_path / "out.json").exists()
+
+
+def test_the_command_is_the_one_that_ran(tmp_path: Path) -> None:
+    """Every option is in it, folders of this machine aren't, and a file that a run went on with has all commands."""
+    given = ["--config", str(tmp_path / "qwen" / "config.json"), "--loads", "code x50", "--traces", "../shared/traces"]
+    given += [f"--out={tmp_path}/r.json"]
+    told = "python -m m --config qwen/config.json --loads 'code x50' --traces ../shared/traces --out=r.json"
+    assert command_line("m", given) == told
+    path = tmp_path / "r.json"
+    for command in ("first", "second", "second"):
+        results = Results(path, {"model": "a", "device": "d", "command": command})
+        results.write()
+    assert (results.data["command"], results.data["commands"]) == ("second", ["first", "second"])
 
 
 def test_ratios_are_above_1_where_better() -> None:
