@@ -14,8 +14,9 @@ Both sides are processes on the same GPU that stay up and take turns; who goes f
 
 Every answer is appended to OUT/raw.jsonl as it comes; OUT/sglang_stock_vs_kpolicy.json is written anew after each slice
 and takes in what OUT/raw.jsonl had before, so that slices can be run one by one (``--slices``). Rows are {model, load,
-figure, stock, kpolicy, ratio, low, high}: the ratio is above 1 where kpolicy is better, with a 95% interval over the
-repeats.
+figure, run, stock, kpolicy, ratio, low, high}: the ratio is above 1 where kpolicy is better, with a 95% interval over
+the repeats, null for a single one. ``run`` counts the starts of this script, whose code may differ: nothing of two runs
+is put together, and a load that was measured again has the later run's row.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ STEPS = {
     ],
 }
 NO_VARIANTS: Mapping[str, dict[str, str]] = {}
+SERVED = ("step", "trace", "check")
+"""Kinds of answers that a slice is run for."""
 STARTS_S = {"qwen": 120, "dsv2": 200}
 # Two-sided 95% points of Student's t by degrees of freedom.
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -287,18 +290,30 @@ def check(run: Run, part: str) -> None:
             side.end()
 
 
+def by_run(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The raw answers with the number of their run, counted from 1: each start of the script says what it is first."""
+    found, run = [], 0
+    for line in lines:
+        run += line["kind"] == "about"
+        found.append({"run": run, **line})
+    return found
+
+
 def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the raw answers come to."""
+    """What the raw answers come to, run by run; of a load that was measured again the later run's."""
     values: dict[tuple[str, str, str], dict[str, dict[int, float]]] = {}
     how: dict[tuple[str, str, str], dict[str, Any]] = {}
+    runs: dict[tuple[str, str, str], int] = {}
 
     def put(model: str, load: str, figure: str, line: dict[str, Any], value: float, **more: Any) -> None:
         key = (NAMES[MODEL[model]], load, figure)
+        if runs.setdefault(key, line["run"]) != line["run"]:
+            runs[key], values[key], how[key] = line["run"], {}, {}
         values.setdefault(key, {}).setdefault(line["side"], {})[line["turn"]] = value
         for name, each in more.items():
             how.setdefault(key, {})[f"{line['side']}_{name}"] = each
 
-    for line in lines:
+    for line in by_run(lines):
         if "error" in line or "part" not in line:
             continue
         model = line["part"].partition("-")[0]
@@ -331,14 +346,15 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for (model, load, figure), sides in values.items():
         if {"stock", "kpolicy"} <= sides.keys():
             found.append(
-                {"model": model, "load": load, "figure": figure, **_compared(sides, more="/s" in figure)}
+                {"model": model, "load": load, "figure": figure, "run": runs[model, load, figure]}
+                | _compared(sides, more="/s" in figure)
                 | how.get((model, load, figure), {})
             )
     return found
 
 
 def _compared(sides: dict[str, dict[int, float]], *, more: bool) -> dict[str, Any]:
-    """Medians, the ratio that is above 1 where kpolicy is better, and its 95% interval over the repeats."""
+    """Medians, the ratio that is above 1 where kpolicy is better, and its 95% interval: None for a single pair."""
     turns = sorted(sides["stock"].keys() & sides["kpolicy"].keys())
     logs = []
     for turn in turns:
@@ -347,6 +363,7 @@ def _compared(sides: dict[str, dict[int, float]], *, more: bool) -> dict[str, An
     medians = {name: round(statistics.median(sides[name].values()), 4) for name in ("stock", "kpolicy")}
     mean = statistics.fmean(logs) if logs else float("nan")
     found: dict[str, Any] = {**medians, "ratio": round(math.exp(mean), 4), "repeats": len(logs)}
+    found |= {"low": None, "high": None}
     if len(logs) > 1:
         half = _T.get(len(logs) - 1, 2.2) * statistics.stdev(logs) / math.sqrt(len(logs))
         found |= {"low": round(math.exp(mean - half), 4), "high": round(math.exp(mean + half), 4)}
@@ -355,16 +372,19 @@ def _compared(sides: dict[str, dict[int, float]], *, more: bool) -> dict[str, An
 
 def write(run: Run) -> None:
     """The result file, from all raw answers there are."""
-    lines = [json.loads(line) for line in run.raw.read_text(encoding="utf-8").splitlines()]
-    about: dict[str, Any] = [line for line in lines if line["kind"] == "about"][-1]
-    served = {line["part"] for line in lines if line["kind"] in ("step", "trace", "check")}
+    lines = by_run(json.loads(line) for line in run.raw.read_text(encoding="utf-8").splitlines())
+    served = {(line["part"], line.get("model")): line["run"] for line in lines if line["kind"] in SERVED}
     result = {
         "what": "stock SGLang against SGLang with kpolicy, alternating in one run",
         "command": "python benchmarks/sglang/stock_vs_kpolicy.py --models MODELS --trace TRACE --out OUT",
-        "about": about, "rows": rows(lines), "checks": [line for line in lines if line["kind"] == "check"],
+        "runs": [line for line in lines if line["kind"] == "about"], "rows": rows(lines), "checks": [line for line in lines if line["kind"] == "check"],
         "starts": [line for line in lines if line["kind"] == "start"],
         # A slice that failed once and was run again since is no error.
-        "errors": [line for line in lines if line["kind"] == "error" and line["part"] not in served],
+        "errors": [
+            line
+            for line in lines
+            if line["kind"] == "error" and served.get((line["part"], line.get("model")), 0) <= line["run"]
+        ],
     }  # fmt: skip
     target = run.out / "sglang_stock_vs_kpolicy.json"
     partial = target.with_suffix(".part")

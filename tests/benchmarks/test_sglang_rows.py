@@ -1,0 +1,83 @@
+"""What the raw answers of benchmarks/sglang come to: intervals, and runs that aren't put together."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.sglang.stock_vs_kpolicy import _compared, rows, write
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "sglang_stock_vs_kpolicy.json"
+TIMES = st.lists(st.floats(0.5, 100.0), min_size=2, max_size=6)
+
+
+def about(**more):
+    return {"kind": "about", **more}
+
+
+def step(side, turn, ms, *, size=32):
+    return {"kind": "step", "part": "qwen", "side": side, "turn": turn, "step": "decode", "size": size, "ms": ms,
+            "served": "D"}  # fmt: skip
+
+
+def test_one_pair_has_no_interval():
+    """From a single start nothing is known of the spread: the bounds are null, not a number."""
+    found = _compared({"stock": {0: 6.2}, "kpolicy": {0: 3.1}}, more=False)
+    assert found == {"stock": 6.2, "kpolicy": 3.1, "ratio": 2.0, "repeats": 1, "low": None, "high": None}
+    assert json.loads(json.dumps(found))["low"] is None
+
+
+@given(TIMES, TIMES)
+def test_interval_of_pairs(stock, ours):
+    """The interval holds the ratio, is finite, and turns round where more is better."""
+    sides = {"stock": dict(enumerate(stock)), "kpolicy": dict(enumerate(ours))}
+    found = _compared(sides, more=False)
+    assert found["repeats"] == min(len(stock), len(ours))
+    assert 0 <= found["low"] <= found["ratio"] <= found["high"]
+    other = _compared(sides, more=True)
+    assert (
+        other["ratio"] * found["ratio"] == pytest.approx(1, rel=0.05, abs=0.05)
+        or min(other["ratio"], found["ratio"]) < 0.05
+    )
+
+
+def test_runs_are_not_put_together():
+    """What one run measured of a side isn't compared with another run's, whose code may differ; the later one stays."""
+    lines = [about(), step("stock", 0, 10.0), step("kpolicy", 0, 5.0), step("stock", 1, 12.0), step("kpolicy", 1, 6.0),
+             step("stock", 0, 7.0, size=1), step("kpolicy", 0, 7.0, size=1),
+             about(commit="later"), step("stock", 0, 8.0), step("kpolicy", 0, 2.0)]  # fmt: skip
+    first, second = rows(lines)
+    assert (first["load"], first["run"], first["ratio"], first["repeats"]) == ("decode 32", 2, 4.0, 1)
+    assert (second["load"], second["run"], second["ratio"]) == ("decode 1", 1, 1.0)
+    assert [row["load"] for row in rows([*lines[:7], about(), step("kpolicy", 0, 1.0)])] == ["decode 1"]
+
+
+def test_result_file_tells_runs_and_errors(tmp_path):
+    """Each run says what it was; an error is there until the same part was served by a later run."""
+    lines = [about(), step("stock", 0, 1.0), {"kind": "error", "part": "qwen", "error": "killed"},
+             {"kind": "error", "part": "check", "model": "dsv2", "error": "no time"},
+             about(commit="later"), step("stock", 0, 1.0),
+             {"kind": "check", "part": "check", "model": "qwen", "passed": True}]  # fmt: skip
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(SimpleNamespace(raw=raw, out=tmp_path))
+    found = json.loads((tmp_path / "sglang_stock_vs_kpolicy.json").read_text())
+    assert [run.get("commit") for run in found["runs"]] == [None, "later"]
+    assert [(line["part"], line["run"]) for line in found["errors"]] == [("check", 1)]
+    assert found["checks"][0]["run"] == 2
+
+
+def test_published_rows():
+    """Every published row names its run, and has an interval around its ratio where it was repeated."""
+    found = json.loads(RESULTS.read_text())
+    assert found["rows"]
+    for row in found["rows"]:
+        assert 1 <= row["run"] <= len(found["runs"])
+        if row["repeats"] == 1:
+            assert row["low"] is row["high"] is None
+        else:
+            assert row["low"] <= row["ratio"] <= row["high"] < math.inf
