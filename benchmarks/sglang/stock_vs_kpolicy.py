@@ -377,7 +377,8 @@ def write(run: Run) -> None:
     result = {
         "what": "stock SGLang against SGLang with kpolicy, alternating in one run",
         "command": "python benchmarks/sglang/stock_vs_kpolicy.py --models MODELS --trace TRACE --out OUT",
-        "runs": [line for line in lines if line["kind"] == "about"], "rows": rows(lines), "checks": [line for line in lines if line["kind"] == "check"],
+        "runs": [line for line in lines if line["kind"] == "about"], "rows": rows(lines),
+        "checks": [line for line in lines if line["kind"] == "check"],
         "starts": [line for line in lines if line["kind"] == "start"],
         # A slice that failed once and was run again since is no error.
         "errors": [
