@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kpolicy.costs import HostCost
+from kpolicy.executors.calibrate.attention import Bases
 from kpolicy.executors.calibrate.host import HostTimes
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
@@ -19,7 +20,7 @@ class Bench:
     """Answers with the times of a known table; `skipped` names cases that the allowance didn't come to."""
 
     host_runs = False
-    short_kv = 64
+    short_kv = usual_kv = 64
 
     def __init__(self, *skipped: tuple[int, bool]) -> None:
         self.asked: list[tuple[int, int, Any]] = []
@@ -28,8 +29,12 @@ class Bench:
     def rows(self, num_decodes: int, _decode_kv: int, new: int = 0) -> tuple[int, int]:
         return num_decodes, new
 
-    def add(self, launches: list[Any], rows: tuple[int, int], *, often: bool) -> int:
-        assert often
+    @property
+    def short(self) -> list[int]:
+        """Rows or tokens of the steps of one kind that `Bases` asked for, but for the largest prompt."""
+        return [max(decodes, new) for decodes, new, key in self.asked if not decodes * new and key.num_tokens < 256]
+
+    def add(self, launches: list[Any], rows: tuple[int, int], *, often: bool = False) -> int:
         self.asked.append((*rows, launches[0].key))
         return len(self.asked) - 1
 
@@ -62,8 +67,24 @@ def test_a_step_replays_the_smallest_graph_that_holds_it() -> None:
     bench = Bench()
     times(bench, pieces(8, 32, 256))
     assert [(decodes, new, key.num_tokens) for decodes, new, key in bench.asked] == [
-        (8, 0, 8), (64, 0, 256), (0, 24, 32), (8, 24, 32),
+        (8, 0, 8), (64, 0, 256), (0, 96, 256), (8, 96, 256),
     ]  # fmt: skip
+    small = Bench()
+    times(small, pieces(8, 32))
+    assert (0, 24, GraphKey(Part.PIECEWISE, 32)) in small.asked
+    assert (8, 24, GraphKey(Part.PIECEWISE, 32)) in small.asked
+
+
+def test_prompts_are_longer_than_chunks_that_may_be_absorbed() -> None:
+    """Absorbed chunks run other code: what they cost the host isn't what prompts do."""
+    crossover = pytest.importorskip("kpolicy.serving.crossover")
+    bench = Bench()
+    times(bench, [None, *pieces(8, 32, 256)])
+    lengths = {new for _, new, _ in bench.asked if new}
+    assert min(lengths) > crossover.ABSORBED_LENS[-1]
+    timed = Bench()
+    Bases(timed, [GraphKey(Part.PIECEWISE, size) for size in (8, 16, 32, 128, 256)], 256)  # type: ignore[arg-type]
+    assert timed.short == [128, 128]
 
 
 def test_without_steps_of_both_kinds_all_rows_cost_what_decodes_do() -> None:
@@ -77,7 +98,7 @@ def test_eager_steps_are_timed_over_many_tokens_too() -> None:
     bench = Bench()
     times(bench, [None])
     assert [(decodes, new) for decodes, new, _ in bench.asked] == [
-        (8, 0), (64, 0), (0, 24), (8, 24), (0, 256), (8, 256),
+        (8, 0), (64, 0), (0, 96), (8, 96), (0, 256), (8, 256),
     ]  # fmt: skip
 
 

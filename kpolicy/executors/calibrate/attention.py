@@ -12,11 +12,13 @@ from kpolicy.executors.calibrate.bench import LONG_KV, Bench
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Rows
 
-__all__ = ["FEW_DECODES", "Bases", "DecodeSlope", "PrefillSlope"]
+__all__ = ["FEW_DECODES", "PLAIN_PROMPT", "Bases", "DecodeSlope", "PrefillSlope"]
 
 LONG_CONTEXT, _SHORT_CHUNK = 4096, 128
 """Tokens before a prompt chunk, and of a short chunk, for what attention of prompts takes"""
 FEW_DECODES = 8
+PLAIN_PROMPT = 96
+"""Tokens of a short prompt that runs as prompts mostly do: chunks of up to 64 may be absorbed where attention is MLA's"""
 _MOST_BASE = 0.2
 """Of a step, that attention's base can be: more is noise."""
 
@@ -50,7 +52,10 @@ class Bases:
             add("prompt and decodes", large, few, large.num_tokens - few)
         small = sorted((key for key in pieces if 2 <= key.num_tokens <= most_reqs), key=lambda key: key.num_tokens)
         if small:
-            key = small[len(small) // 2]
+            # As above: the middle one, or the smallest beyond what may be absorbed.
+            usual = [key for key in small if key.num_tokens >= PLAIN_PROMPT]
+            middle = small[len(small) // 2]
+            key = usual[0] if usual and middle.num_tokens < PLAIN_PROMPT else middle
             add("short prompt", key, 0, key.num_tokens)
             add("decodes", key, key.num_tokens, 0)
 

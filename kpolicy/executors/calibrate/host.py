@@ -9,15 +9,12 @@ import attrs
 
 from kpolicy.costs import HostCost
 from kpolicy.decision import Launch
-from kpolicy.executors.calibrate.attention import FEW_DECODES
+from kpolicy.executors.calibrate.attention import FEW_DECODES, PLAIN_PROMPT
 from kpolicy.executors.calibrate.bench import Bench
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Rows
 
 __all__ = ["HostTimes", "host_by_rows"]
-
-_SHORT_PROMPT = 24
-"""Tokens of the prompt that the host's time is taken with: the host's time hardly grows with them"""
 
 
 class HostTimes:
@@ -39,8 +36,10 @@ class HostTimes:
         holds = {longest if key is None else key.num_tokens: key for key in keys}
         if bench.host_runs or not holds:
             return
-        few, prompt = min(FEW_DECODES, most_reqs), min(_SHORT_PROMPT, longest)
+        few, prompt = min(FEW_DECODES, most_reqs), min(PLAIN_PROMPT, longest)
         beside = min(few, most_reqs - 1)
+        # Where graphs are small, so are the prompts that replay their pieces.
+        prompt = max(1, min(prompt, max(holds) - beside))
         steps = [(few, 0), (min(most_reqs, max(holds)), 0), (0, prompt), (beside, prompt)]
         if None in keys:
             # Eager operators on many tokens allocate more, and are what eager steps mostly are.
