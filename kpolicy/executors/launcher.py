@@ -378,6 +378,8 @@ class GraphLauncher:
         self._ready = []
         self._eager.clear()
         self._streams.clear()
+        # Optional for a model: what it keeps for steps to come.
+        getattr(self.model, "give_back", int)()
 
 
 class _BesideOutputs(PartOutputs):

@@ -4,6 +4,9 @@ A wrapper of FlashInfer (`BatchPrefillWithPagedKVCacheWrapper`, docs.flashinfer.
 every layer. A plan lies in pinned memory until it is copied to the device behind the host: each stream has wrappers of
 its own, several in turn, and a wrapper is planned again only when its last plan was copied.
 
+A stream's workspace takes 128 MiB. The current stream's is there from the beginning; another's, such as one that is
+captured on, is made when prompts first run there. `give_back` frees them all.
+
 Never run on a GPU: tests hold it to a stand-in for the library, and to the other kernels where there is one.
 """
 
@@ -73,6 +76,8 @@ class FlashInferKernels(TritonKernels):
         self.name = "flashinfer"
         self._library: Any = import_module("flashinfer")
         self._turns: dict[int, _Turns] = {}
+        # Not in the first step, which would wait for it.
+        self._of_stream()
 
     def _takes_prompts(self, query: torch.Tensor, spec: LayerSpec) -> bool:
         half = query.dtype in (torch.bfloat16, torch.float16)
@@ -113,10 +118,22 @@ class FlashInferKernels(TritonKernels):
         )  # fmt: skip
         return wrapper
 
+    def give_back(self) -> None:
+        """Free the workspaces; a step that needs one makes it again. What runs on the device is waited for."""
+        if self._turns and self.device.type == "cuda":
+            # Plans that are being copied lie in memory of the wrappers.
+            torch.cuda.synchronize(self.device)
+        self._turns.clear()
+
     def _next(self) -> Any:
+        stream, turns = self._of_stream()
+        return turns.next(stream)
+
+    def _of_stream(self) -> tuple[Any, _Turns]:
+        """The current stream, and its wrappers."""
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         handle = 0 if stream is None else stream.cuda_stream
         turns = self._turns.get(handle)
         if turns is None:
             turns = self._turns[handle] = _Turns(self.device, self._library)
-        return turns.next(stream)
+        return stream, turns

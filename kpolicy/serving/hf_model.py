@@ -191,6 +191,11 @@ class LoadedModel:
     def kv_caches(self) -> Sequence[torch.Tensor]:
         return [cache for layer in self.layers for cache in layer.caches]
 
+    def give_back(self) -> None:
+        """Free what kernels keep for steps to come, such as workspaces; weights and KV stay."""
+        for kernels in {id(layer.kernels): layer.kernels for layer in self.layers}.values():
+            getattr(kernels, "give_back", int)()
+
     def static_tensors(self) -> dict[str, torch.Tensor]:
         """Weights, buffers and KV by name: what a graph reads besides its inputs, and where a check looks for it."""
         named = {**dict(self.hf.named_parameters()), **dict(self.hf.named_buffers())}

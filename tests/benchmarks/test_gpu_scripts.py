@@ -201,7 +201,7 @@ def test_interrupted_rounds_do_not_count(arguments: list[str], tmp_path: Path, m
         nonlocal calls
         calls += "label" in named
         result, log = serve(*given, **named)
-        return (attrs.evolve(result, interrupted=True) if calls == 2 else result), log
+        return (attrs.evolve(result, interrupted="stopped") if calls == 2 else result), log
 
     monkeypatch.setattr(real_run, "serve_model", cut_off)
     given = [*arguments, "--traces", str(tmp_path), "--requests", "4", "--rounds", "2", "--loads", "code x50"]
@@ -212,7 +212,7 @@ def test_interrupted_rounds_do_not_count(arguments: list[str], tmp_path: Path, m
     assert end_to_end.main(given) == 0
     data = read(arguments)
     assert list(data["cells"]) == ["code x50/0/vllm", "code x50/1/vllm"]
-    data["cells"]["code x50/1/vllm"]["interrupted"] = True
+    data["cells"]["code x50/1/vllm"]["interrupted"] = "stopped"
     assert {row["repeats"] for row in end_to_end.summarise(data)} == {1}
 
 

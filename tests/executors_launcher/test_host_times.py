@@ -34,7 +34,7 @@ class Bench:
         """Rows or tokens of the steps of one kind that `Bases` asked for, but for the largest prompt."""
         return [max(decodes, new) for decodes, new, key in self.asked if not decodes * new and key.num_tokens < 256]
 
-    def add(self, launches: list[Any], rows: tuple[int, int], *, often: bool = False) -> int:
+    def add(self, launches: list[Any], rows: tuple[int, int], **_: bool) -> int:
         self.asked.append((*rows, launches[0].key))
         return len(self.asked) - 1
 

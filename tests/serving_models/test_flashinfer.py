@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import types
+import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -13,11 +15,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from kpolicy.errors import SupportError  # noqa: E402
+from kpolicy.executors.cpu import CpuExecutor  # noqa: E402
 from kpolicy.executors.step_model import RowLayout, StepContext, StepTensors  # noqa: E402
+from kpolicy.registry import GraphRegistry  # noqa: E402
 from kpolicy.serving import attention  # noqa: E402
 from kpolicy.serving.kernels import choose_kernels, kernels_here  # noqa: E402
 from kpolicy.serving.kv_cache import LayerSpec  # noqa: E402
 from kpolicy.serving.rows import RowTensors  # noqa: E402
+from tests.executors_launcher.checker import load_family  # noqa: E402
 
 CPU, PAGE = torch.device("cpu"), 16
 
@@ -29,7 +34,7 @@ class Wrapper:
 
     def __init__(self, workspace: Any, kv_layout: str = "NHD") -> None:
         assert (workspace.dtype, kv_layout) == (torch.uint8, "NHD")
-        self.plans = 0
+        self.plans, self.workspace = 0, workspace
         self.made.append(self)
 
     def plan(
@@ -109,6 +114,30 @@ def test_prompts_are_equal(lens: tuple[list[int], list[int]], kernels: Any) -> N
     again, rows, _, _ = prompts(*lens)
     kernels.attend(again, spec, query, rows, *caches)
     assert [wrapper.plans for wrapper in Wrapper.made] == [1, 1, 0, 0], "the next step has the next wrapper"
+
+
+def test_workspaces_are_there_before_a_step_and_go_with_release(kernels: Any) -> None:
+    """The first step makes none; releasing an executor frees them, and a later step makes its own again."""
+    made = [weakref.ref(wrapper.workspace) for wrapper in Wrapper.made]
+    assert len(made) == 4
+    model = load_family("llama")
+    for layer in model.layers:
+        layer.kernels = kernels
+    executor = CpuExecutor(model)
+    executor.open(GraphRegistry())
+    step, rows, pages, num_tokens = prompts([40], [40])
+    caches = [torch.randn(pages * PAGE + 1, 2, 64).bfloat16() for _ in "kv"]
+    query = torch.randn(num_tokens, 8, 64).bfloat16()
+    spec = LayerSpec(8, 2, 64, 64, 0.2)
+    before = kernels.attend(step, spec, query, rows, *caches)
+    assert len(Wrapper.made) == 4
+    del step
+    Wrapper.made.clear()
+    executor.release()
+    gc.collect()
+    assert [each() for each in made] == [None] * 4
+    step, rows, _, _ = prompts([40], [40])
+    assert torch.equal(kernels.attend(step, spec, query, rows, *caches), before)
 
 
 def test_layers_that_differ_are_planned_apart(kernels: Any) -> None:

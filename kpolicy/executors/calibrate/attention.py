@@ -18,7 +18,7 @@ LONG_CONTEXT, _SHORT_CHUNK = 4096, 128
 """Tokens before a prompt chunk, and of a short chunk, for what attention of prompts takes"""
 FEW_DECODES = 8
 PLAIN_PROMPT = 96
-"""Tokens of a short prompt that runs as prompts mostly do: chunks of up to 64 may be absorbed where attention is MLA's"""
+"""Tokens of a short prompt that runs as prompts mostly do: of MLA's, chunks of up to 64 may be absorbed."""
 _MOST_BASE = 0.2
 """Of a step, that attention's base can be: more is noise."""
 
