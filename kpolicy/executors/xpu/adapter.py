@@ -162,7 +162,11 @@ class StreamAdapter(CudaAdapter):
         point.synchronize()
 
     def occupy(self, us: float) -> None:
-        """Nothing: no library but CUDA's is known to have work of a given length."""
+        """Nothing: no library but CUDA's is known to have work of a given length.
+
+        So calibration counts the host's gaps as device time where the host is the slower side. Override it for a
+        device that can be made to wait.
+        """
 
     # Graphs
 
