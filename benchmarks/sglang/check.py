@@ -7,7 +7,8 @@ graphs and as kpolicy decides, are compared with those of `transformers` in floa
   depends on being captured differ, and are named by what they serve);
 - across shapes, relative L2 of each row: p99.9 at most twice eager's own;
 - tokens: a mismatch counts where the reference's margin is above twice eager's largest error;
-- attention broken on purpose (rows read each other's KV) must fail the second.
+- attention broken on purpose (rows read each other's KV) must fail the second;
+- what served each step is watched: the eager side must have replayed nothing, and the graph side everything.
 """
 
 from __future__ import annotations
@@ -194,17 +195,29 @@ class Check:
             }
             for name, each in got.items()
         }
-        within = all(p999[name] <= 2 * p999["eager"] for name in ("graph", "kpolicy"))
-        tokens = not any(each["where the margin is above the limit"] for each in missed.values())
-        # An eager side that replayed, or a graph side that didn't, would make all of this compare a run with itself.
-        apart_ran = not served["eager"]["P"] + served["eager"]["D"] and not served["graph"]["-"]
         apart = {name: int((got[name] != got["eager"]).any(-1).sum()) for name in ("graph", "kpolicy")}
         return {
             "served": served, "rows_unlike_eager": apart,
-            "passed": apart_ran and within and tokens and p999["broken"] > 2 * p999["eager"], "rows": len(wanted),
+            "passed": passed(served, p999, missed), "rows": len(wanted),
             "relative_l2_p999": p999, "median": {name: float(each.median()) for name, each in errors.items()},
             "token_mismatches": missed, "rows_with_a_sure_token": int(sure.sum()), "same_shape": self._same_shape(),
         }  # fmt: skip
+
+
+def passed(served: dict[str, dict[str, int]], p999: dict[str, float], missed: dict[str, dict[str, int]]) -> bool:
+    """Whether the rule holds, and the sides ran what they are named after.
+
+    Args:
+        served: steps by what served them (``P``, ``D`` for graphs of the phases, ``-`` for none), by side.
+        p999: errors by side, that of broken attention too.
+        missed: tokens that differ from the reference, by side.
+    """
+    # An eager side that replayed, or a graph side that didn't, would compare a run with itself.
+    eager, graph = served["eager"], served["graph"]
+    apart = eager["-"] > 0 == eager["P"] + eager["D"] and graph["P"] > 0 == graph["-"] and graph["D"] > 0
+    within = all(p999[name] <= 2 * p999["eager"] for name in ("graph", "kpolicy"))
+    tokens = not any(each["where the margin is above the limit"] for each in missed.values())
+    return apart and within and tokens and p999["broken"] > 2 * p999["eager"]
 
 
 def _row_errors(got: Any, wanted: Any) -> Any:

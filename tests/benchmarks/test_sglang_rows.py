@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.sglang.check import passed
 from benchmarks.sglang.stock_vs_kpolicy import _compared, rows, write
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "sglang_stock_vs_kpolicy.json"
@@ -66,6 +67,32 @@ def test_result_file_tells_runs_and_errors(tmp_path):
     assert [run.get("commit") for run in found["runs"]] == [None, "later"]
     assert [(line["part"], line["run"]) for line in found["errors"]] == [("check", 1)]
     assert found["checks"][0]["run"] == 2
+
+
+GOOD = {
+    "served": {"eager": {"P": 0, "D": 0, "-": 32}, "graph": {"P": 24, "D": 8, "-": 0}},
+    "p999": {"eager": 0.01, "graph": 0.02, "kpolicy": 0.01, "broken": 1.0},
+    "missed": {name: {"all": 7, "where the margin is above the limit": 0} for name in ("eager", "graph", "kpolicy")},
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "side", "value", "holds"),
+    [
+        ("p999", "graph", 0.02, True),
+        ("p999", "kpolicy", 0.021, False),
+        ("p999", "broken", 0.02, False),
+        ("missed", "graph", {"all": 7, "where the margin is above the limit": 1}, False),
+        ("served", "eager", {"P": 0, "D": 1, "-": 31}, False),
+        ("served", "eager", {"P": 0, "D": 0, "-": 0}, False),
+        ("served", "graph", {"P": 24, "D": 7, "-": 1}, False),
+        ("served", "graph", {"P": 32, "D": 0, "-": 0}, False),
+    ],
+)
+def test_check_passes_only_if_the_sides_ran_apart(what, side, value, holds):
+    """Equal errors say nothing where the eager side replayed graphs, or the graph side didn't."""
+    assert passed(**GOOD)
+    assert passed(**{**GOOD, what: {**GOOD[what], side: value}}) is holds
 
 
 def test_published_rows():
