@@ -178,7 +178,12 @@ def take_up(model_runner: Any, state: State) -> None:
             "kpolicy: %d graphs, %.0f MiB, %.1f s; %s decides after %.1f s of measuring",
             live.graphs, live.bytes / 2**20, live.seconds, _policies(state), state.measuring_s,
         )  # fmt: skip
-        _observe(model_runner, state)
+        try:
+            _observe(model_runner, state)
+        # The first rank alone counts and logs: were it to fall back for that, ranks would part.
+        except Exception as error:  # noqa: BLE001
+            state.metrics = None
+            state.say(f"there are no counters or no log: {type(error).__name__}: {error}")
 
 
 def _policies(state: State) -> str:

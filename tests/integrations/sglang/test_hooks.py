@@ -224,17 +224,33 @@ def test_failure_after_costs_are_known_turns_split_off_too(monkeypatch):
         return {DECODE: table_of("test", {1: 10, 8: 10}, {1: 100})}
 
     def fails(*_):
-        raise ValueError("Duplicated timeseries")
+        raise ValueError("broken")
 
     monkeypatch.setattr("kpolicy_sglang.calibrate.cost_tables", measured)
     scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), is_mixed_chunk=True)
-    monkeypatch.setattr(hooks, "_observe", fails)
+    monkeypatch.setattr(hooks, "_policies", fails)
     start(runner, decode, None)
     assert state_of(runner) is None
     assert not hasattr(decode, hooks.ATTRIBUTE)
     assert split_of(scheduler) is None
     assert kept[0].decode is None
     assert kept[0].mixed is None
+
+
+def test_counters_that_cannot_be_had_leave_the_decisions(monkeypatch, caplog):
+    """The first rank alone counts; if that made it fall back to SGLang's rule, ranks would part."""
+
+    def fails():
+        raise ValueError("Duplicated timeseries")
+
+    monkeypatch.setattr(hooks, "Metrics", fails)
+    hooks.configure(Config(calibrate=False), "0.5.16")
+    decode = graph_runner()
+    with caplog.at_level(logging.WARNING):
+        state = start(model_runner(server_args=arguments(enable_metrics=True)), decode, None)
+    assert state.phases[DECODE] is getattr(decode, hooks.ATTRIBUTE)
+    assert state.metrics is None
+    assert "Duplicated timeseries" in caplog.text
 
 
 def test_ranks_that_step_together_measure_nothing():
