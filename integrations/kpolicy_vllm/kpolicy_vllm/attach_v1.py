@@ -11,7 +11,9 @@ from kpolicy_vllm.runner_v1 import dispatcher_class
 from kpolicy_vllm.started import after_capture, before_capture
 from kpolicy_vllm.state import State
 
-__all__ = ["attach", "bound_splits"]
+__all__ = ["NOT_RECORDED", "attach", "bound_splits"]
+
+NOT_RECORDED = ("not_recorded", "entering a graph into the registry", "the policy never takes that graph")
 
 
 def attach(runner: Any, state: State, modules: Any) -> None:
@@ -25,7 +27,8 @@ def attach(runner: Any, state: State, modules: Any) -> None:
     dispatcher = dispatcher_class(modules.CudagraphDispatcher, modules.CUDAGraphMode, modules.BatchDescriptor)(
         runner.vllm_config, state
     )
-    state.runner, state.dispatcher, state.broadcast = runner, dispatcher, modules.broadcast
+    state.runner, state.dispatcher = runner, dispatcher
+    state.broadcast, state.agree = modules.broadcast, getattr(modules, "agree", bool)
     runner.cudagraph_dispatcher = dispatcher
     _note_facts(runner, dispatcher)
     _learn_claims(runner, state, modules.CUDAGraphMode)
@@ -48,13 +51,14 @@ def _learn_claims(runner: Any, state: State, modes: Any) -> None:
     original = runner._check_and_update_cudagraph_mode
 
     def check(attention_backends: Any, kv_cache_groups: Any, *rest: Any, **named: Any) -> Any:
-        pairs = [
-            (backend, group.kv_cache_spec)
-            for backends, group in zip(attention_backends, kv_cache_groups, strict=False)
-            for backend in backends
-        ]
-        pieces = runner.compilation_config.cudagraph_mode.has_mode(modes.PIECEWISE)
-        state.claims = claims_of(levels_of(pairs, runner.vllm_config), piecewise=pieces)
+        with state.guard("claims_failed", "asking what attention can capture", "no FULL graphs are planned"):
+            pairs = [
+                (backend, group.kv_cache_spec)
+                for backends, group in zip(attention_backends, kv_cache_groups, strict=False)
+                for backend in backends
+            ]
+            pieces = runner.compilation_config.cudagraph_mode.has_mode(modes.PIECEWISE)
+            state.claims = claims_of(levels_of(pairs, runner.vllm_config), piecewise=pieces)
         return original(attention_backends, kv_cache_groups, *rest, **named)
 
     runner._check_and_update_cudagraph_mode = check
@@ -67,25 +71,29 @@ def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -
 
     def warmup_and_capture(desc: Any, *rest: Any, **named: Any) -> Any:
         mode = named["cudagraph_runtime_mode"] if "cudagraph_runtime_mode" in named else rest[0]
-        bound_splits(runner, state)
-        before, started = modules.free_bytes(), perf_counter()
+        before, started = 0, perf_counter()
+        with state.guard(*NOT_RECORDED):
+            bound_splits(runner, state)
+            before = modules.free_bytes()
         with dispatcher.forcing(mode, desc):
             result = warm_up(desc, *rest, **named)
-        key = dispatcher.chooser.key_of.get((mode, desc))
-        if kept and key is not None:
-            pieces = modules.num_pieces(desc) if key.part is Part.PIECEWISE else 1
-            state.registry.capture(
-                key,
-                bytes=max(0, before - modules.free_bytes()),
-                seconds=perf_counter() - started,
-                graphs=max(1, pieces),
-                pool="vllm",
-            )
+        with state.guard(*NOT_RECORDED):
+            key = dispatcher.chooser.key_of.get((mode, desc))
+            if kept and key is not None:
+                pieces = modules.num_pieces(desc) if key.part is Part.PIECEWISE else 1
+                state.registry.capture(
+                    key,
+                    bytes=max(0, before - modules.free_bytes()),
+                    seconds=perf_counter() - started,
+                    graphs=max(1, pieces),
+                    pool="vllm",
+                )
         return result
 
     def capture_model(*args: Any, **named: Any) -> Any:
         nonlocal kept
-        before_capture(state)
+        with state.guard(*NOT_RECORDED):
+            before_capture(state)
         kept, started = True, perf_counter()
         try:
             result = capture(*args, **named)

@@ -6,7 +6,7 @@ from time import perf_counter
 from typing import Any
 
 from kpolicy.modes import Part
-from kpolicy_vllm.attach_v1 import bound_splits
+from kpolicy_vllm.attach_v1 import NOT_RECORDED, bound_splits
 from kpolicy_vllm.claims import claims_of, levels_of
 from kpolicy_vllm.runner_v1 import sampled
 from kpolicy_vllm.runner_v2 import manager_class, take_over
@@ -25,7 +25,8 @@ def attach(runner: Any, state: State, modules: Any, *, newest: bool) -> None:
         modules: the names of vLLM's that the version's adapter found.
         newest: whether it is 0.33.
     """
-    state.runner, state.broadcast, state.loras_apart = runner, modules.broadcast, newest
+    state.runner, state.loras_apart = runner, newest
+    state.broadcast, state.agree = modules.broadcast, getattr(modules, "agree", bool)
     made = manager_class(
         modules.ModelCudaGraphManager,
         modules.CudaGraphManager,
@@ -39,19 +40,31 @@ def attach(runner: Any, state: State, modules: Any, *, newest: bool) -> None:
         result = initialize(*args, **named)
         manager = runner.cudagraph_manager
         if manager is not None:
-            pairs = [(group.backend, group.kv_cache_spec) for groups in runner.attn_groups for group in groups]
-            pieces = manager.cudagraph_mode.has_mode(modules.CUDAGraphMode.PIECEWISE)
-            # 0.23 captures a mixed graph with rows of one token and bakes that length in; 0.33 takes the longest.
-            state.claims = claims_of(levels_of(pairs, runner.vllm_config), piecewise=pieces, mixed=newest)
-            take_over(manager, state, made)
-            bound_splits(runner, state)
+            stock, found = type(manager), dict(vars(manager))
+            descs = {mode: list(listed) for mode, listed in manager._capture_descs.items()}
+            if not state.together("not_attached", "taking over the graphs' manager", lambda: taken(manager)):
+                vars(manager).clear()
+                vars(manager).update(found, _capture_descs=descs)
+                manager.__class__ = stock
+                state.dispatcher = None
         return result
+
+    def taken(manager: Any) -> None:
+        pairs = [(group.backend, group.kv_cache_spec) for groups in runner.attn_groups for group in groups]
+        pieces = manager.cudagraph_mode.has_mode(modules.CUDAGraphMode.PIECEWISE)
+        # 0.23 captures a mixed graph with rows of one token and bakes that length in; 0.33 takes the longest.
+        state.claims = claims_of(levels_of(pairs, runner.vllm_config), piecewise=pieces, mixed=newest)
+        take_over(manager, state, made)
+        bound_splits(runner, state)
 
     def capture_model(*args: Any, **named: Any) -> Any:
         kept = not named.get("profile_only")
+        if state.dispatcher is None:
+            return capture(*args, **named)
         if kept:
-            before_capture(state)
-            _record(runner, state, modules)
+            with state.guard(*NOT_RECORDED):
+                before_capture(state)
+                _record(runner, state, modules)
         else:
             descs = runner.cudagraph_manager._capture_descs
             descs.update({mode: sampled(listed) for mode, listed in descs.items()})
@@ -72,13 +85,14 @@ def _record(runner: Any, state: State, modules: Any) -> None:
 
     def captured(desc: Any, seconds: float) -> None:
         nonlocal before
-        after = modules.free_bytes()
-        key = manager.key_of.get((desc.cg_mode, desc))
-        if key is not None:
-            pieces = modules.num_pieces(desc) if key.part is Part.PIECEWISE else 1
-            state.registry.capture(
-                key, bytes=max(0, before - after), seconds=seconds, graphs=max(1, pieces), pool="vllm"
-            )
-        before = after
+        with state.guard(*NOT_RECORDED):
+            after = modules.free_bytes()
+            key = manager.key_of.get((desc.cg_mode, desc))
+            if key is not None:
+                pieces = modules.num_pieces(desc) if key.part is Part.PIECEWISE else 1
+                state.registry.capture(
+                    key, bytes=max(0, before - after), seconds=seconds, graphs=max(1, pieces), pool="vllm"
+                )
+            before = after
 
     manager.on_capture = captured

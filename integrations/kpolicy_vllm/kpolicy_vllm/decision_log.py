@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from kpolicy import __version__
@@ -104,8 +105,28 @@ class DecisionLog:
         try:
             self._writer.write(DecisionEntry.of(shape, decision_of(entry)))
         except KPolicyError as error:
-            self._state.counters.warn_once("log_failed", f"the decision log ends here: {error}")
+            self._end(str(error))
+
+    def _end(self, why: str) -> None:
+        self._state.counters.warn_once("log_failed", f"the decision log ends here: {why}")
+        with suppress(Exception):
             self.close()
+
+    def step_of_runner_1(self, entry: Entry, facts: tuple[int, Any]) -> None:
+        """`of_runner_1`, where nothing may be raised: the step goes on whatever happens here."""
+        if self._writer is not None:
+            try:
+                self.of_runner_1(entry, facts)
+            except Exception as error:  # noqa: BLE001 - a log is an extra
+                self._end(f"{type(error).__name__}: {error}")
+
+    def step_of_runner_2(self, entry: Entry, batch: Any) -> None:
+        """`of_runner_2`, likewise."""
+        if self._writer is not None:
+            try:
+                self.of_runner_2(entry, batch)
+            except Exception as error:  # noqa: BLE001 - a log is an extra
+                self._end(f"{type(error).__name__}: {error}")
 
     def of_runner_1(self, entry: Entry, facts: tuple[int, Any]) -> None:
         """Append a step of the first runner, from its persistent batch."""

@@ -26,7 +26,7 @@ from kpolicy.modes import Part
 from kpolicy.policies.auto import AutoPolicy
 from kpolicy.reasons import Reason
 from kpolicy_vllm.dispatch import Step, numbers_of
-from kpolicy_vllm.state import LOGGER, State
+from kpolicy_vllm.state import LOGGER, State, workers_apart
 
 __all__ = ["Lazy", "attach", "first", "thin", "why_not"]
 
@@ -41,6 +41,9 @@ def why_not(vllm_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size > 1:
         return "data-parallel ranks see different steps"
+    asynchronous = getattr(getattr(vllm_config, "scheduler_config", None), "async_scheduling", False)
+    if workers_apart(vllm_config) and asynchronous:
+        return "a thread of the multi-process executor waits for outputs, which a capture forbids"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline stages are never all between steps"
     speculative = vllm_config.speculative_config
@@ -176,18 +179,22 @@ class Lazy:
         deciding, dispatcher.deciding = dispatcher.deciding, False
         undo = _only(dispatcher, {key})
         started = perf_counter()
+        taken, failed = None, ""
         try:
             taken = self._capture()
         except Exception as error:  # noqa: BLE001 - the graphs that are there go on serving
-            self._failed.add(key)
-            state.registry.fail(key, Reason.CAPTURE_FAILED, seconds=perf_counter() - started)
-            state.counters.warn_once(
-                "lazy_capture_failed", f"{key} couldn't be captured: {type(error).__name__}: {error}. Others go on."
-            )
-            return False
+            failed = f"{type(error).__name__}: {error}"
         finally:
             undo()
             dispatcher.deciding = deciding
+        # Ranks must pad alike: a graph that one of them lacks, none takes.
+        if not state.agree(not failed):
+            self._failed.add(key)
+            state.registry.fail(key, Reason.CAPTURE_FAILED, seconds=perf_counter() - started)
+            state.counters.warn_once(
+                "lazy_capture_failed", f"{key} couldn't be captured: {failed or 'on another rank'}. Others go on."
+            )
+            return False
         seconds = perf_counter() - started
         size = taken if isinstance(taken, int) else 0
         alike = [record.graphs for record in state.registry.records() if record.key.part is key.part]
@@ -234,7 +241,8 @@ def attach(runner: Any, state: State) -> None:
 
     @functools.wraps(execute)
     def execute_model(*args: Any, **named: Any) -> Any:
-        lazy.step()
+        with state.guard("lazy_failed", "looking for graphs to capture"):
+            lazy.step()
         return execute(*args, **named)
 
     runner.execute_model = execute_model

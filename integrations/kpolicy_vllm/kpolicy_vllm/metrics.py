@@ -171,6 +171,10 @@ def announce(instance: str) -> None:
             _COLLECTOR[0].states.setdefault(instance, None)
     except ImportError:
         LOGGER.info("kpolicy: prometheus-client isn't installed, so there are no counters on the metrics page")
+    except Exception as error:  # noqa: BLE001 - a registry may refuse, and vLLM serves on
+        PROCESS.warn_once(
+            "metrics_failed", f"there are no counters on the metrics page: {type(error).__name__}: {error}"
+        )
 
 
 def publisher(state: State, instance: str, rank: int) -> Publisher | None:

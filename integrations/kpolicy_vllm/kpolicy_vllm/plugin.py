@@ -33,11 +33,11 @@ def register() -> None:
         LOGGER.warning("kpolicy's graph wrapper for Kunlun is off: %s: %s", type(error).__name__, error)
     try:
         found = adapter()
-    except UnsupportedError as error:
-        PROCESS.warn_once("other_vllm", f"it is off, and vLLM runs as if it weren't installed: {error}")
-        return
-    _wrap(found.config_class, "_set_cudagraph_sizes", _sizes_set)
-    _wrap(found.worker_wrapper_class, "init_device", functools.partial(_device_ready, found))
+        _wrap(found.config_class, "_set_cudagraph_sizes", _sizes_set)
+        _wrap(found.worker_wrapper_class, "init_device", functools.partial(_device_ready, found))
+    except Exception as error:  # noqa: BLE001 - vLLM calls this in every process, on or off, and catches nothing
+        what = str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
+        PROCESS.warn_once("other_vllm", f"it is off, and vLLM runs as if it weren't installed: {what}")
 
 
 def _wrap(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
@@ -124,14 +124,46 @@ def _device_ready(found: Adapter, original: Callable[..., Any], wrapper: Any) ->
     """vLLM's runner, then kpolicy on it."""
     original(wrapper)
     state = state_of(wrapper.vllm_config)
-    if state is None:
+    if state is None and not _meant(wrapper.vllm_config):
         return
+    error: Exception | None = None
+    runner = getattr(wrapper.worker, "model_runner", None)
+    before = dict(vars(runner)) if runner is not None else {}
     try:
-        _attach(found, wrapper, state)
+        if state is not None:
+            _attach(found, wrapper, state)
+    except Exception as raised:  # noqa: BLE001 - whatever it is, vLLM serves on
+        error = raised
+    everywhere = _agreed(wrapper.vllm_config, error is None and state is not None)
+    if state is None or (everywhere and error is None):
+        return
+    if runner is not None:
+        vars(runner).clear()
+        vars(runner).update(before)
+    why = "another rank couldn't" if error is None else f"{type(error).__name__}: {error}"
+    state.counters.warn_once("not_attached", f"vLLM's own rule decides, as kpolicy can't: {why}")
+
+
+def _meant(vllm_config: Any) -> bool:
+    """Whether kpolicy was on where this engine was configured: then every rank must say whether it is."""
+    additional = vllm_config.additional_config
+    return isinstance(additional, dict) and bool(additional.get(SECTION)) and _LISTED in additional
+
+
+def _agreed(vllm_config: Any, ok: bool) -> bool:
+    """Whether all ranks that start together are attached. Ranks that join later (elastic parallelism) ask nobody."""
+    parallel = vllm_config.parallel_config
+    if not _meant(vllm_config) or getattr(parallel, "enable_elastic_ep", False):
+        return ok
+    if getattr(parallel, "world_size_across_dp", 1) == 1:
+        return ok
+    try:
+        from kpolicy_vllm.versions.names import Names
+
+        return Names.everywhere(ok)
     except Exception as error:  # noqa: BLE001 - whatever it is, vLLM serves on
-        state.counters.warn_once(
-            "not_attached", f"vLLM's own rule decides, as kpolicy can't: {type(error).__name__}: {error}"
-        )
+        PROCESS.warn_once("not_agreed", f"ranks couldn't be asked: {type(error).__name__}: {error}")
+        return ok
 
 
 def _attach(found: Adapter, wrapper: Any, state: State) -> None:

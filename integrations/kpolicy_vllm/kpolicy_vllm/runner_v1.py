@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from kpolicy.keys import GraphKey
@@ -58,6 +59,7 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             self.state = state
             self.facts: tuple[int, Any] | None = None
             self.deciding = False
+            self.off = False
             self.sampling = False
             self.log: Callable[[Any, tuple[int, Any]], None] | None = None
             self._decodes: list[Any] = []
@@ -81,6 +83,14 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
 
         def initialize_cudagraph_keys(self, cudagraph_mode: Any, uniform_decode_query_len: int = 1) -> None:
             super().initialize_cudagraph_keys(cudagraph_mode, uniform_decode_query_len)
+            stock = {mode: set(descs) for mode, descs in self.cudagraph_keys.items()}
+            choose = partial(self._choose_all, cudagraph_mode, uniform_decode_query_len)
+            self.off = not self.state.together("not_attached", "choosing which graphs to capture", choose)
+            if self.off:
+                self.cudagraph_keys.update(stock)
+                self.__dict__.pop("get_capture_descs", None)
+
+        def _choose_all(self, cudagraph_mode: Any, uniform_decode_query_len: int) -> None:
             if self.state.sizes is not None:
                 self._choose_keys(cudagraph_mode)
             self.chooser.query_len = uniform_decode_query_len
@@ -136,7 +146,7 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
         def _refreshed(self) -> None:
             q = self.chooser.query_len
             self._decodes = [None] * (self.state.settings.max_num_reqs * q + 1)
-            self.deciding = self.state.captured
+            self.deciding = self.state.captured and not self.off
 
         def dispatch(
             self,

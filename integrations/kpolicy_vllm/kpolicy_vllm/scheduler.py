@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kpolicy_vllm.split_rule import SplitRule
-from kpolicy_vllm.state import State, state_of
+from kpolicy_vllm.state import State, state_of, workers_apart
 
 __all__ = ["SplitAsyncScheduler", "SplitScheduler", "qualname", "why_not"]  # noqa: F822 - made by __getattr__
 
@@ -40,6 +40,10 @@ def qualname(vllm_config: Any) -> str:
 
 def why_not(vllm_config: Any) -> str | None:
     """Why decodes and prompts can't be scheduled apart in this vLLM; None where they can."""
+    if workers_apart(vllm_config):
+        return (
+            "the workers are processes of their own, and costs are measured there; SPLIT needs the in-process executor"
+        )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "pipeline stages have more steps under way than rows left out survive"
     speculative = vllm_config.speculative_config
@@ -69,6 +73,7 @@ class Turns:
         self._ranks = scheduler.vllm_config.parallel_config.data_parallel_size
         self._decode_steps = 0
         self._prompt_due = False
+        self._off = False
         self._shut: tuple[int, int] | None = None
         self.counter: Any = None
 
@@ -79,7 +84,15 @@ class Turns:
             stock: vLLM's `schedule`, bound to its arguments.
         """
         scheduler = self._scheduler
-        turn = self._turn() if int(scheduler._pause_state) == 0 else ""
+        turn = ""
+        if not self._off:
+            try:
+                turn = self._turn() if int(scheduler._pause_state) == 0 else ""
+            except Exception as error:  # noqa: BLE001 - nothing was hidden yet, and vLLM schedules on
+                self._off = True
+                self._state.counters.warn_once(
+                    "split_failed", f"decodes and prompts are scheduled together: {type(error).__name__}: {error}"
+                )
         if turn == "decode":
             return self._hiding_prompts(stock)
         if turn == "prompt":
@@ -313,13 +326,14 @@ def _made(name: str) -> type[Any]:
             state = state_of(self.vllm_config)
             if state is None:
                 return
-            reason = why_not(self.vllm_config)
-            if reason is not None:
-                state.counters.warn_once("not_split", f"decodes and prompts are scheduled together: {reason}.")
-                return
-            self.kpolicy_turns = Turns(self, state)
-            if self.vllm_config.parallel_config.data_parallel_size > 1:
-                _count_steps()
+            with state.guard("not_split", "scheduling decodes and prompts apart", "they are scheduled together"):
+                reason = why_not(self.vllm_config)
+                if reason is not None:
+                    state.counters.warn_once("not_split", f"decodes and prompts are scheduled together: {reason}.")
+                    return
+                if self.vllm_config.parallel_config.data_parallel_size > 1:
+                    _count_steps()
+                self.kpolicy_turns = Turns(self, state)
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             stock = functools.partial(super().schedule, *args, **kwargs)

@@ -32,13 +32,39 @@ def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0
         modules: the names of vLLM's that the version's adapter found.
         taken: bytes and seconds of all captures, as vLLM counted them.
     """
+    with state.guard("plan_not_checked", "comparing the plan with the model"):
+        _check_plan(state)
+    everywhere = state.together("policy_failed", "preparing the policy", lambda: _decide(state, modules))
+    if not everywhere and not state.broken:
+        state.fail("prepared", RuntimeError("another rank couldn't"))
+        state.dispatcher.refresh()
+    with state.guard("not_recorded", "entering others' graphs into the registry"):
+        enter_others(state, state.runner, bytes=taken[0] if isinstance(taken[0], int) else 0, seconds=taken[1])
+    with state.guard("summary_failed", "summing up the start"):
+        _say(state)
+    if state.config.lazy:
+        _attach_lazy(state)
+    with state.guard("log_failed", "opening the decision log"):
+        if state.config.decision_log is not None and modules.first_rank():
+            _open_log(state, modules.device_name())
+    with state.guard("metrics_failed", "telling counts to the front end"):
+        if modules.first_rank():
+            Watch(state, _publisher(state)).start()
+
+
+def _decide(state: State, modules: Any) -> None:
+    """Find costs where they are read, and prepare the policy."""
     state.graphs_captured()
-    _check_plan(state)
     if state.policy.reads_costs:
         _find_costs(state, modules)
     if state.dispatcher.deciding:
         state.dispatcher.chooser.prepare()
-    enter_others(state, state.runner, bytes=taken[0] if isinstance(taken[0], int) else 0, seconds=taken[1])
+    if state.broken:
+        raise RuntimeError("the policy raised, as was said")
+
+
+def _say(state: State) -> None:
+    """One line on what was captured, and what decides."""
     totals = state.registry.totals()
     LOGGER.info(
         "kpolicy: %d graphs, %.2f GiB, %.1f s; policy %s decides%s",
@@ -48,12 +74,6 @@ def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0
         state.config.policy,
         f" by costs of the {state.costs_from}" if state.costs_from else "" if state.ready else " once it has costs",
     )
-    if state.config.lazy:
-        _attach_lazy(state)
-    if state.config.decision_log is not None and modules.first_rank():
-        _open_log(state, modules.device_name())
-    if modules.first_rank():
-        Watch(state, _publisher(state)).start()
 
 
 def _check_plan(state: State) -> None:
@@ -70,7 +90,11 @@ def _check_plan(state: State) -> None:
 
 def _find_costs(state: State, modules: Any) -> None:
     """Costs of a profile of this device, else measured now."""
-    table = _profile_costs(state, modules.device_name())
+    table = None
+    if state.config.profile is not None:
+        with state.guard("bad_profile", "reading the profile", "costs are measured"):
+            table = _profile_costs(state, modules.device_name())
+        table = state.broadcast(table)
     if table is not None:
         state.install_costs(table, "profile")
         return
@@ -89,7 +113,8 @@ def _find_costs(state: State, modules: Any) -> None:
     if table is not None:
         state.install_costs(table, "calibration")
         if state.config.save_profile is not None and modules.first_rank():
-            _save_profile(state, modules.device_name())
+            with state.guard("profile_not_saved", "saving the profile"):
+                _save_profile(state, modules.device_name())
 
 
 def _profile_costs(state: State, device: str) -> Any:
@@ -157,14 +182,14 @@ def _open_log(state: State, device: str) -> None:
     state.log = log
     runner, dispatcher = state.runner, state.dispatcher
     if hasattr(runner, "cudagraph_dispatcher"):
-        dispatcher.log = log.of_runner_1
+        dispatcher.log = log.step_of_runner_1
         return
     prepare = runner.prepare_inputs
 
     def prepare_inputs(*args: Any, **named: Any) -> Any:
         batch = prepare(*args, **named)
         if dispatcher.last is not None:
-            log.of_runner_2(dispatcher.last, batch)
+            log.step_of_runner_2(dispatcher.last, batch)
         return batch
 
     runner.prepare_inputs = prepare_inputs

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
@@ -26,7 +27,7 @@ from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchShape
 from kpolicy_vllm.config import Config
 
-__all__ = ["LOGGER", "PROCESS", "Counters", "State", "forget", "settings_of", "state_of"]
+__all__ = ["LOGGER", "PROCESS", "Counters", "State", "forget", "settings_of", "state_of", "workers_apart"]
 
 LOGGER = logging.getLogger("vllm.kpolicy")
 """Below vLLM's own logger, so that its handlers and levels hold."""
@@ -90,6 +91,7 @@ class State:
         log: the decision log, where one is written.
         loras_apart: whether a graph captured with adapters serves only steps with some.
         broadcast: gives every rank rank 0's value; every rank must call it.
+        agree: whether it holds on every rank; every rank must call it.
     """
 
     def __init__(self, config: Config, settings: Settings, *, num_dp_ranks: int = 1) -> None:
@@ -112,6 +114,7 @@ class State:
         self.log: Any = None
         self.loras_apart = True
         self.broadcast: Callable[[Any], Any] = _same
+        self.agree: Callable[[bool], bool] = bool
         self.captured = False
         self.broken = False
         self.compiles = 0
@@ -176,6 +179,26 @@ class State:
         if self.dispatcher is not None:
             self.dispatcher.refresh()
 
+    @contextmanager
+    def guard(self, event: str, doing: str, then: str = "vLLM serves on without it") -> Iterator[None]:
+        """Whatever goes wrong in here is counted and said once, and never ends vLLM."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - that is what it is for
+            self.counters.warn_once(event, f"{doing} failed: {type(error).__name__}: {error}; {then}.")
+
+    def together(self, event: str, doing: str, run: Callable[[], Any]) -> bool:
+        """Run it, and whether that went well on every rank; every rank must call it. What failed is said once."""
+        ok = False
+        with self.guard(event, doing, "vLLM's own rule decides"):
+            run()
+            ok = True
+        if self.agree(ok):
+            return True
+        if ok:
+            self.counters.warn_once(event, f"{doing} failed on another rank; vLLM's own rule decides.")
+        return False
+
     def fail(self, doing: str, error: Exception) -> None:
         """The policy raised where it must not: vLLM's own rule decides from now on."""
         self.broken = True
@@ -230,6 +253,12 @@ def _same(value: Any) -> Any:
     return value
 
 
+def workers_apart(vllm_config: Any) -> bool:
+    """Whether workers are processes of their own (tensor parallelism in vLLM's way), beside that of the scheduler."""
+    backend = getattr(vllm_config.parallel_config, "distributed_executor_backend", None)
+    return backend not in (None, "uni", "external_launcher")
+
+
 _STATES: dict[str, State | None] = {}
 _LOCK = Lock()
 
@@ -256,6 +285,7 @@ def _made(vllm_config: Any) -> State | None:
             return None
         ranks = vllm_config.parallel_config.data_parallel_size
         return State(config, settings_of(vllm_config), num_dp_ranks=ranks)
-    except KPolicyError as error:
-        PROCESS.warn_once("bad_setting", f"it is off, and vLLM's own rule decides: {error}")
+    except Exception as error:  # noqa: BLE001 - whatever it is, vLLM serves on
+        what = str(error) if isinstance(error, KPolicyError) else f"{type(error).__name__}: {error}"
+        PROCESS.warn_once("bad_setting", f"it is off, and vLLM's own rule decides: {what}")
         return None

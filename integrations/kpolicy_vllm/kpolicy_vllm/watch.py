@@ -79,12 +79,13 @@ class Watch:
         passed = 0.0
         while not self._ended.wait(publish_s):
             passed += publish_s
-            if self._publish is not None:
-                self._state.dispatcher.chooser.count_hits()
-                self._publish()
-            if self._interval_s and passed >= self._interval_s:
-                self.say(passed)
-                passed = 0.0
+            with self._state.guard("summary_failed", "summing up", "it is tried again at the next interval"):
+                if self._publish is not None:
+                    self._state.dispatcher.chooser.count_hits()
+                    self._publish()
+                if self._interval_s and passed >= self._interval_s:
+                    self.say(passed)
+                    passed = 0.0
 
     def say(self, seconds: float) -> str:
         """Log the summary of the steps since the last; what was logged."""

@@ -33,6 +33,10 @@ def vllm_of(version: str) -> Iterator[Loaded]:
         for name in ("config.compilation", "forward_context", "v1.cudagraph_dispatcher"):
             modules.module(name)
         importlib.import_module("torch")
+        state: Any = importlib.import_module("vllm.distributed.parallel_state")
+        world = state.get_world_group()
+        world.world_size = 1
+        state.get_world_group = lambda: world
         sys.modules["vllm"].__version__ = f"{version}.0"  # type: ignore[attr-defined]
         sys.modules["torch"].cuda = SimpleNamespace(is_available=lambda: False)  # type: ignore[attr-defined]
         yield modules

@@ -494,3 +494,101 @@ def test_splits_of_attention(vllm, kpolicy, as_stock):
     else:
         full = max(key.num_tokens for key in state_of(config).ladder.keys if key.part is Part.FULL)
         assert builder.max_cudagraph_size == full < config.compilation_config.max_cudagraph_capture_size
+
+
+def test_a_vllm_that_was_patched_is_left_alone(monkeypatch, caplog):
+    """vLLM catches nothing of what a plugin raises, whether kpolicy is on or off."""
+
+    def broken():
+        raise ImportError("cannot import name 'VllmConfig'")
+
+    monkeypatch.setattr(plugin, "adapter", broken)
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert PROCESS.counts["other_vllm"] == 1
+    assert "VllmConfig" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "event"),
+    [
+        ("_check_plan", "plan_not_checked"),
+        ("enter_others", "not_recorded"),
+        ("_publisher", "metrics_failed"),
+        ("_say", "summary_failed"),
+        ("before_capture", "not_recorded"),
+    ],
+)
+def test_nothing_at_the_start_ends_vllm(vllm, monkeypatch, name, event):
+    """Each part of what follows the captures may fail; the others go on, and the policy decides."""
+    from kpolicy_vllm import attach_v1, started
+
+    def broken(*_, **__):
+        raise OSError("read-only")
+
+    monkeypatch.setattr(attach_v1 if name == "before_capture" else started, name, broken)
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
+    counters = state_of(runner.vllm_config).counters
+    assert counters.counts[event] == 1
+    assert ask_v1(runner, [1] * 5)[0] == "FULL"
+    assert state_of(runner.vllm_config).select is not None
+
+
+def test_keys_that_cannot_be_chosen_leave_vllm_s(vllm, monkeypatch):
+    """Graphs are vLLM's own, and so is the rule."""
+    from kpolicy_vllm import runner_v1 as first
+
+    def broken(*_):
+        raise TypeError("changed")
+
+    monkeypatch.setattr(first, "keys_of", broken)
+    runner = served(vllm)
+    assert state_of(runner.vllm_config).counters.counts["not_attached"] == 1
+    assert [ask_v1(runner, new)[0] for new in ([1] * 5, [1, 40])] == ["FULL", "PIECEWISE"]
+
+
+def test_a_rank_that_cannot_takes_the_others_with_it(vllm, monkeypatch):
+    """Every rank must capture and pad alike: where one can't be attached, none is."""
+    asked = []
+    monkeypatch.setattr(plugin, "_agreed", lambda _config, ok: asked.append(ok))
+    runner = served(vllm)
+    assert asked == [True]
+    assert type(runner.cudagraph_dispatcher).__name__ == "CudagraphDispatcher"
+    assert "capture_model" not in vars(runner)
+    assert state_of(runner.vllm_config).counters.counts["not_attached"] == 1
+
+
+def test_a_rank_whose_policy_fails_takes_the_others_with_it(vllm, monkeypatch):
+    """Another rank couldn't prepare: this one gives vLLM's answers too."""
+    from kpolicy_vllm.versions.names import Names
+
+    answers = iter([True, False])
+    names = attrs_evolved(Names.of_v1(), answers)
+    monkeypatch.setattr(Names, "of_v1", lambda: names)
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
+    state = state_of(runner.vllm_config)
+    assert state.broken
+    assert state.select is None
+    assert ask_v1(runner, [1] * 5)[0] == "FULL"
+    assert {reason for _, reason in state.dispatcher.chooser.tallies()} == {"vllm_rule"}
+
+
+def attrs_evolved(names, answers):
+    """The names, with ranks that answer so in turn."""
+    import attrs
+
+    return attrs.evolve(names, agree=lambda ok: ok and next(answers))
+
+
+def test_a_log_that_cannot_be_built_ends(vllm, tmp_path, monkeypatch):
+    """A step that the log can't describe is run all the same."""
+    from kpolicy_vllm import decision_log
+
+    path = tmp_path / "log.jsonl"
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise", "decision_log": str(path)})
+    monkeypatch.setattr(decision_log, "shape_of", lambda *_, **__: 1 / 0)
+    runner.input_batch.num_reqs = 5
+    runner.input_batch.num_computed_tokens_cpu = runner.input_batch.num_prompt_tokens = __import__("numpy").ones(5)
+    for _ in range(3):
+        assert ask_v1(runner, [1] * 5)[0] == "FULL"
+    assert state_of(runner.vllm_config).counters.counts["log_failed"] == 1

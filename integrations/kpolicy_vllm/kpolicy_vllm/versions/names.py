@@ -38,6 +38,17 @@ def _broadcast(value: Any) -> Any:
     return world.broadcast_object(value, src=0) if world.world_size > 1 else value
 
 
+def _agree(ok: bool) -> bool:
+    """Whether it holds on every rank of the world."""
+    world = import_module("vllm.distributed.parallel_state").get_world_group()
+    if world.world_size == 1:
+        return ok
+    torch = import_module("torch")
+    flag = torch.tensor([int(ok)], dtype=torch.int32)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=world.cpu_group)
+    return bool(flag.item())
+
+
 def _first_rank() -> bool:
     """Whether this worker is the first of its tensor and pipeline ranks: it speaks for them."""
     state = import_module("vllm.distributed.parallel_state")
@@ -58,7 +69,13 @@ class Names:
     device_name: Callable[[], str] = _device_name
     num_pieces: Callable[[Any], int] = _num_pieces
     broadcast: Callable[[Any], Any] = _broadcast
+    agree: Callable[[bool], bool] = _agree
     first_rank: Callable[[], bool] = _first_rank
+
+    @staticmethod
+    def everywhere(ok: bool) -> bool:
+        """Whether it holds on every rank of the world; each must ask."""
+        return _agree(ok)
 
     @classmethod
     def of_v1(cls) -> Names:
