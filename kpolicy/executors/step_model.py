@@ -91,7 +91,11 @@ class StepContext:
 
 
 class StepModel(Protocol):
-    """A model whose steps can be captured. `kpolicy.load` makes one of a Hugging Face model."""
+    """A model whose steps can be captured. `kpolicy.load` makes one of a Hugging Face model.
+
+    Optional: `static_tensors()`, what graphs read besides their inputs, by name, for checks of addresses; `give_back()`,
+    called when an executor is released, frees what the model keeps for steps to come.
+    """
 
     @property
     def support(self) -> AttentionSupport:
