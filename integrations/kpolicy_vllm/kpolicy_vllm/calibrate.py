@@ -20,8 +20,8 @@ from typing import Any
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
-from kpolicy_vllm.synthetic import Rows
-from kpolicy_vllm.timing import Bench, Case, Clock, CudaClock
+from kpolicy_vllm.synthetic import Rows, Steps
+from kpolicy_vllm.timing import Bench, Case, Clock, CudaClock, together
 
 __all__ = ["calibrate", "why_not"]
 
@@ -64,20 +64,32 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
     if reason is not None:
         state.counters.warn_once("not_calibrated", f"costs aren't measured at start-up: {reason}.")
         return None
-    clock = clock or CudaClock()
-    bench = Bench(runner, lambda key, rows: _forced(state, key, rows), state.broadcast, clock)
-    plan = _Plan(state, bench.steps.longest)
+    everywhere = state.agree
+
+    def prepared() -> tuple[Bench, _Plan]:
+        made = Bench(
+            runner, lambda key, rows: _forced(state, key, rows), state.broadcast, clock or CudaClock(), everywhere
+        )
+        return made, _Plan(state, made.steps)
+
+    bench, plan = together(everywhere, prepared)
+    clock = bench.clock
     allowance_s = state.config.calibrate_seconds
     try:
         bench.warm(plan.warm)
         start = clock.now()
         bench.measure(plan.curves, allowance_s * (1 - SLOPES))
         bench.measure(plan.slopes, max(0.0, allowance_s - (clock.now() - start)))
-        if state.config.split:
-            state.rejoin_us = state.broadcast(bench.rejoin_us(plan.decodes, plan.warm[1]))
+        if state.config.split and plan.decodes is not None and plan.chunk is not None:
+            state.rejoin_us = state.broadcast(together(everywhere, bench.rejoin_us, plan.decodes, plan.chunk))
     finally:
         bench.close()
-    table: CostTable = state.broadcast(plan.table(state.registry))
+    table: CostTable | None = state.broadcast(together(everywhere, plan.table, state.registry))
+    if table is None:
+        kinds = ", ".join(plan.unmeasured())
+        state.counters.warn_once(
+            "not_calibrated", f"no step of these kinds could be timed: {kinds}. Give calibrate_seconds, or a profile."
+        )
     return table
 
 
@@ -104,17 +116,23 @@ class _Plan:
 
     Args:
         state: the integration's.
-        longest: tokens of a sequence, at most.
+        steps: makes the rows, and says which the model's longest sequence holds.
     """
 
-    def __init__(self, state: Any, longest: int) -> None:
+    def __init__(self, state: Any, steps: Steps) -> None:
+        longest = steps.longest
         settings = state.settings
         q = self._query_len = settings.query_len
         most_rows = min(settings.max_num_reqs, settings.max_num_tokens // q)
-        short = self._short = min(SHORT_KV, longest // 4)
+        short = self._short = max(q, min(SHORT_KV, longest // 4))
         most_chunk = min(settings.max_num_tokens, longest - 2)
-        # Keys with LoRA differ in their linear layers; the tables know one curve a part.
-        keys = [key for key in state.registry.captured() if not key.lora_case]
+        # Keys with LoRA differ in their linear layers; the tables know one curve a part. Where every graph has
+        # adapters, steps without any run in them too.
+        captured = state.registry.captured()
+        cases = {key.lora_case for key in captured}
+        case = 0 if 0 in cases else max(cases, default=0)
+        keys = [key for key in captured if key.lora_case == case]
+        self._parts = {key.part for key in captured}
 
         def decode(key: GraphKey | None, rows: int, kv: int = short) -> Case:
             return Case(key, Rows(rows, kv, query_len=q))
@@ -122,13 +140,17 @@ class _Plan:
         def chunk(key: GraphKey | None, tokens: int) -> Case:
             return Case(key, Rows(0, 0, tokens))
 
+        def of_decodes(key: GraphKey) -> bool:
+            # 0.33 has graphs of decodes with as many drafts as there may be, or fewer.
+            return key.query_len == q or (key.query_len is None and key.max_query_len == q)
+
         full = {
             key.num_tokens: key for key in keys if key.part is Part.FULL and not key.decode_only
-        } | {key.num_tokens: key for key in keys if key.part is Part.FULL and key.query_len == q}  # fmt: skip
+        } | {key.num_tokens: key for key in keys if key.part is Part.FULL and of_decodes(key)}  # fmt: skip
         self._full = [
-            decode(key, min(size // q, most_rows)) if key.query_len == q else chunk(key, size)
+            decode(key, min(size // q, most_rows)) if of_decodes(key) else chunk(key, size)
             for size, key in sorted(full.items())
-            if size // q >= 1 and (key.query_len == q or size <= most_chunk)
+            if size // q >= 1 and (of_decodes(key) or size <= most_chunk)
         ]
         pieces = sorted((key for key in keys if key.part is Part.PIECEWISE), key=lambda key: key.num_tokens)
         self._pieces = [chunk(key, key.num_tokens) for key in pieces if key.num_tokens <= most_chunk]
@@ -141,14 +163,18 @@ class _Plan:
         self._eager = [
             decode(None, size // q) if size // q <= most_rows and size % q == 0 else chunk(None, size) for size in sizes
         ]
+        for listed in (self._full, self._pieces, self._piece_rows, self._eager):
+            listed[:] = [case for case in listed if steps.fits(case.rows)]
         self.curves = [*self._full, *self._pieces, *self._piece_rows, *self._eager]
         chunks = [case for case in self._eager if case.rows.chunk]
         self.decodes = max(
-            (case for case in (*self._full, *self._eager) if case.rows.decodes), key=lambda case: case.rows.decodes
-        )
+            (case for case in (*self._full, *self._eager) if case.rows.decodes),
+            key=lambda case: case.rows.decodes, default=None,
+        )  # fmt: skip
         """The step with the most decode rows"""
         self.warm = [case for cases in (self._eager, chunks, self._full, self._pieces) for case in cases[:1]]
         """One each of what a step can be"""
+        self.chunk = chunks[0] if chunks else None
 
         long_kv = min(LONG_KV, longest // 2)
         best = max((case.key for case in self._full if case.rows.decodes and case.key is not None
@@ -158,10 +184,19 @@ class _Plan:
         new = max(1, min(most_chunk, longest // 2, 2048))
         before = min(LONG_KV, longest - new - 1)
         self._chunk_slope = [Case(None, Rows(0, 0, new, context)) for context in (0, before)]
-        self.slopes = [*self._decode_slope, *self._chunk_slope]
+        pairs = (self._decode_slope, self._chunk_slope)
+        self.slopes = [case for pair in pairs if all(steps.fits(each.rows) for each in pair) for case in pair]
 
-    def table(self, registry: Any) -> CostTable:
-        """The table of what ran."""
+    def unmeasured(self) -> list[str]:
+        """The parts with graphs of which none ran: what they take isn't known."""
+        ran = {case.key.part for case in self.curves if case.times and case.key is not None}
+        missing = [part.value for part in (Part.FULL, Part.PIECEWISE) if part in self._parts - ran]
+        return missing if any(case.times for case in self._eager) else [*missing, "eager"]
+
+    def table(self, registry: Any) -> CostTable | None:
+        """The table of what ran; None where a kind of launch that there is didn't."""
+        if self.unmeasured():
+            return None
         decode, chunks = _slope(self._decode_slope), _slope(self._chunk_slope)
 
         def curve(cases: Sequence[Case]) -> Curve | None:
@@ -173,7 +208,7 @@ class _Plan:
             return _steady(us) if us else None
 
         eager = curve(self._eager)
-        assert eager is not None  # noqa: S101 - the case with the fewest tokens always runs
+        assert eager is not None  # noqa: S101 - or it is among the unmeasured
         records = [record for record in registry.records() if record.key in {case.key for case in self.curves}]
         by_part = [[each for each in records if each.key.part is part] for part in (Part.FULL, Part.PIECEWISE)]
         ran = [each for case in self.curves for each in case.times]
@@ -182,7 +217,7 @@ class _Plan:
             measured=True,
             # A mode without graphs has no times of its own, and is never chosen.
             full=curve(self._full) or eager,
-            piecewise=curve(self._pieces) or eager,
+            piecewise=curve(self._pieces) or curve(self._piece_rows) or eager,
             eager=eager,
             decode_attention=decode,
             prefill_attention=chunks,

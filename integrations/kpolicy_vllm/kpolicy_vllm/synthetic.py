@@ -16,6 +16,8 @@ __all__ = ["Rows", "Steps"]
 
 _SLACK = 512
 """Steps that a decode row can be run for, at most, before its prompt would end."""
+_VISIT = 4
+"""Steps of a case between two looks at whether its rows are used up, and one to spare"""
 
 
 class Rows(NamedTuple):
@@ -88,7 +90,7 @@ class Steps:
             cached.num_output_tokens.append(0)
             cached.new_block_ids.append(None)
         new = [
-            self._new(self._name(i), rows.kv - rows.query_len, rows.kv + _SLACK * rows.query_len)
+            self._new(self._name(i), rows.kv - rows.query_len, self._length(rows))
             for i in range(len(self._computed), rows.decodes)
         ]
         self._computed += [rows.kv - rows.query_len] * len(new)
@@ -108,10 +110,19 @@ class Steps:
         return output
 
     def used_up(self, rows: Rows) -> bool:
-        """Whether the decode rows would end with another step."""
+        """Whether the decode rows would end within the steps of another visit."""
         return rows.kv == self._kv and any(
-            each + rows.query_len >= rows.kv + _SLACK * rows.query_len - 1 for each in self._computed[: rows.decodes]
+            each + _VISIT * rows.query_len >= self._length(rows) for each in self._computed[: rows.decodes]
         )
+
+    def fits(self, rows: Rows) -> bool:
+        """Whether the model's longest sequence holds a visit's steps of them."""
+        decodes = not rows.decodes or rows.kv + _VISIT * rows.query_len < self.longest
+        return decodes and (not rows.chunk or rows.context + rows.chunk < self.longest)
+
+    def _length(self, rows: Rows) -> int:
+        """Tokens of a decode row's prompt: for as many steps as the model's longest sequence leaves."""
+        return min(rows.kv + _SLACK * rows.query_len, self.longest)
 
     def close(self) -> Any:
         """The scheduler output that has the runner forget all rows; it runs nothing."""

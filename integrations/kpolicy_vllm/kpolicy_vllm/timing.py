@@ -7,13 +7,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from kpolicy.costs import AttentionCost
 from kpolicy.keys import GraphKey
 from kpolicy_vllm.synthetic import Rows, Steps
 
-__all__ = ["LEAST_US", "Bench", "Case", "Clock", "CudaClock", "Times"]
+__all__ = ["LEAST_US", "Bench", "Case", "Clock", "CudaClock", "Times", "together"]
+
+T = TypeVar("T")
 
 LEAST_US = 0.1
 """No time is shorter"""
@@ -111,6 +113,18 @@ class Case:
         return statistics.median(each.host for each in self.times)
 
 
+def together(everywhere: Callable[[bool], bool], run: Callable[..., T], *args: Any) -> T:
+    """Run it on every rank, and raise on all where it raises on one: else the others would wait for it for ever."""
+    result, error = None, None
+    try:
+        result = run(*args)
+    except Exception as raised:  # noqa: BLE001 - it is raised below
+        error = raised
+    if everywhere(error is None):
+        return cast("T", result)
+    raise error or RuntimeError("another rank couldn't run that step")
+
+
 class Bench:
     """Runs and times steps.
 
@@ -119,16 +133,18 @@ class Bench:
         forced: context manager in which the step runs that graph, or EAGER.
         agree: what rank 0 says, on every rank.
         clock: the device and the time.
+        everywhere: whether something holds on every rank.
     """
 
     def __init__(
         self, runner: Any, forced: Callable[[GraphKey | None, Rows], AbstractContextManager[Any]],
-        agree: Callable[[Any], Any], clock: Clock,
+        agree: Callable[[Any], Any], clock: Clock, everywhere: Callable[[bool], bool] = bool,
     ) -> None:  # fmt: skip
         self._runner = runner
+        self._all = everywhere
         self._forced = forced
         self._agree = agree
-        self._clock = clock
+        self.clock = self._clock = clock
         self._ran_any = False
         self._token_s = 0.0
         """Seconds a token that the largest case so far took, all its runs together"""
@@ -146,7 +162,7 @@ class Bench:
             begun_s = clock.now()
             if not self._agree(not self._ran_any or begun_s + self._token_s * case.rows.num_tokens <= stop_s):
                 break
-            self._visit(case)
+            together(self._all, self._visit, case)
             ran.append(case)
             self._ran_any = True
             if case.rows.num_tokens >= _TELLING:
@@ -155,13 +171,12 @@ class Bench:
             for case in random.Random(turn).sample(ran, len(ran)):  # noqa: S311
                 if not self._agree(clock.now() <= stop_s):
                     return
-                self._visit(case)
+                together(self._all, self._visit, case)
 
     def warm(self, cases: Sequence[Case]) -> None:
         """Run some steps that aren't timed: kernels compile, and buffers are made."""
         for case in cases:
-            with self._forced(case.key, case.rows):
-                self._run(case.rows)
+            together(self._all, self._warm, case)
 
     def rejoin_us(self, case: Case, chunk: Case) -> float:
         """Host microseconds that a decode row costs more in a step after one that left it out.
@@ -172,6 +187,7 @@ class Bench:
         """
         steady, after = [], []
         for _ in range(REJOINS):
+            self._make_room(case.rows)
             with self._forced(case.key, case.rows):
                 self._run(case.rows)
                 steady.append(self._run(case.rows)[1])
@@ -187,9 +203,18 @@ class Bench:
         self._runner.execute_model(self.steps.close())
         self._clock.wait()
 
-    def _visit(self, case: Case) -> None:
-        if self.steps.used_up(case.rows):
+    def _warm(self, case: Case) -> None:
+        self._make_room(case.rows)
+        with self._forced(case.key, case.rows):
+            self._run(case.rows)
+
+    def _make_room(self, rows: Rows) -> None:
+        """Rows begin anew where another visit would end their prompts."""
+        if self.steps.used_up(rows):
             self._runner.execute_model(self.steps.close())
+
+    def _visit(self, case: Case) -> None:
+        self._make_room(case.rows)
         with self._forced(case.key, case.rows):
             self._run(case.rows)  # rows join the batch; kernels compile
             wall, host = self._run(case.rows)

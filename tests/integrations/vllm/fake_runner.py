@@ -180,6 +180,7 @@ class FakeState:
         self.broadcasts: list[Any] = []
         self.runner = runner
         self.dispatcher = self
+        self.agree = bool
         self.desc_of = {key: (key.part, key) for key in keys}
 
     def broadcast(self, value: Any) -> Any:

@@ -30,8 +30,10 @@ def cost(key: GraphKey | None, tokens: int, kv: int, chunk: int, context: int, d
 
 def calibrated(monkeypatch: Any, seconds: float = 20.0, **limits: Any) -> tuple[Any, FakeRunner, FakeState]:
     clock = SimulatedClock()
+    keys, drafts = limits.pop("keys", KEYS), limits.pop("drafts", 0)
     runner = FakeRunner(clock, cost, **limits)
-    state = FakeState(runner, KEYS, Settings(max_num_reqs=64, max_num_tokens=2048), seconds)
+    settings = Settings(max_num_reqs=64, max_num_tokens=2048, num_speculative_tokens=drafts)
+    state = FakeState(runner, keys, settings, seconds)
     with stand_ins(monkeypatch):
         table = calibrate(runner, state, clock)
     return table, runner, state
@@ -87,6 +89,56 @@ def test_a_short_model_is_timed_with_what_it_holds(monkeypatch: Any) -> None:
     table, runner, _ = calibrated(monkeypatch, max_model_len=1024)
     assert max(tokens for _, tokens, decodes in runner.ran if not decodes) <= 1022
     assert table.prefill_attention.unit_us == pytest.approx(PAIR_US, rel=0.1)
+
+
+@pytest.mark.parametrize(("longest", "drafts"), [(64, 0), (512, 0), (1000, 0), (512, 3), (2048, 3)])
+def test_rows_of_short_models_are_made_anew(monkeypatch: Any, longest: int, drafts: int) -> None:
+    """Decode rows have what the model's longest sequence leaves, and begin again when that is used up."""
+    q = 1 + drafts
+    keys = [GraphKey(Part.FULL, n * q, n, query_len=q) for n in SIZES] + KEYS[len(SIZES) :]
+    table, _, state = calibrated(monkeypatch, max_model_len=longest, drafts=drafts, keys=keys)
+    assert not state.warned
+    assert table.measured
+    for size in SIZES:
+        assert table.full.at(size * q) == pytest.approx(400 + 3 * size * q, rel=0.06)
+
+
+def test_graphs_that_all_have_adapters_are_timed(monkeypatch: Any) -> None:
+    """vLLM 0.23's second runner captures no others where LoRA is on."""
+    import attrs
+
+    keys = [attrs.evolve(key, lora_case=3) for key in KEYS]
+    table, runner, _ = calibrated(monkeypatch, keys=keys)
+    assert table.full.at(64) == pytest.approx(400 + 3 * 64, rel=0.03)
+    assert table.host_full.base_us == pytest.approx(320, rel=0.05)
+    assert {key for key, _, _ in runner.ran if isinstance(key, GraphKey)} == set(keys)
+
+
+def test_decodes_of_any_drafts_are_timed(monkeypatch: Any) -> None:
+    keys = [GraphKey(Part.FULL, n * 4, n, max_query_len=4) for n in SIZES] + KEYS[len(SIZES) :]
+    table, _, _ = calibrated(monkeypatch, drafts=3, keys=keys)
+    assert table.full.at(64) == pytest.approx(400 + 3 * 64, rel=0.03)
+
+
+def test_a_kind_that_never_ran_has_no_costs(monkeypatch: Any) -> None:
+    """Graphs of which none could be timed leave vLLM's rule, not invented costs."""
+    keys = [GraphKey(Part.FULL, 4096, 64), *KEYS[len(SIZES) :]]
+    table, _, state = calibrated(monkeypatch, keys=keys)
+    assert table is None
+    assert "these kinds could be timed: full." in state.warned["not_calibrated"]
+
+
+@pytest.mark.parametrize("asked", [0, 1, 5, 12])
+def test_another_rank_that_fails_ends_it_here_too(monkeypatch: Any, asked: int) -> None:
+    """Ranks are asked after each step, so none waits in the next for one that has given up."""
+    clock = SimulatedClock()
+    runner = FakeRunner(clock, cost)
+    state = FakeState(runner, KEYS, Settings(max_num_reqs=64, max_num_tokens=2048))
+    answers = iter([True] * asked + [False])
+    state.agree = lambda ok: ok and next(answers)
+    with stand_ins(monkeypatch), pytest.raises(RuntimeError, match="another rank"):
+        calibrate(runner, state, clock)
+    assert runner.known == {}
 
 
 def test_a_failing_step_leaves_no_rows(monkeypatch: Any) -> None:
