@@ -93,8 +93,8 @@ class StepContext:
 class StepModel(Protocol):
     """A model whose steps can be captured. `kpolicy.load` makes one of a Hugging Face model.
 
-    Optional: `static_tensors()`, what graphs read besides their inputs, by name, for checks of addresses; `give_back()`,
-    called when an executor is released, frees what the model keeps for steps to come.
+    Optional: `static_tensors()`, what graphs read besides their inputs, by name, for checks of addresses;
+    `give_back()`, called when an executor is released, frees what the model keeps for steps to come.
     """
 
     @property
