@@ -67,7 +67,7 @@ _KUNLUN = _Device(
     missing="on a Kunlun card, install the vendor's xpytorch over the torch it is made for",
     broken="reinstall the vendor's xpytorch over the torch it is made for",
     none="xpu-smi shows what the driver sees",
-    variables=("XMLIR_FORCE_USE_XPU_GRAPH", "XMLIR_ENABLE_MOCK_TORCH_COMPILE"),
+    variables=("XMLIR_FORCE_USE_XPU_GRAPH", "XMLIR_ENABLE_MOCK_TORCH_COMPILE", "XMLIR_DISABLE_CUDA_ALLOCATOR"),
 )  # fmt: skip
 _XPU = _Device(
     "xpu", None, ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
@@ -292,6 +292,8 @@ def _kunlun_notes(environ: Mapping[str, str]) -> Iterator[str]:
     force = environ.get("XMLIR_FORCE_USE_XPU_GRAPH")
     if force is not None and not re.fullmatch(r"\s*[+-]?\d+\s*", force):
         yield f"XMLIR_FORCE_USE_XPU_GRAPH={force!r} isn't a whole number, which torch_xmlir takes it for; set it to 1"
+    if environ.get("XMLIR_DISABLE_CUDA_ALLOCATOR", "").strip() not in ("", "0"):
+        yield "XMLIR_DISABLE_CUDA_ALLOCATOR keeps memory of graphs from being counted; unset it"
 
 
 def _proven(kunlun: ProbeReport) -> bool:

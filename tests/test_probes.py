@@ -591,6 +591,16 @@ def test_mock_compile(fakes: Fakes, value: str | None, mocked: bool) -> None:
     assert report.facts["XMLIR_ENABLE_MOCK_TORCH_COMPILE"] == (value or "(unset)")
 
 
+@pytest.mark.parametrize("value", [None, "0", "1"])
+def test_a_kunlun_without_its_allocator_is_told(fakes: Fakes, value: str | None) -> None:
+    """The executor refuses to start so; the doctor says it before."""
+    fakes.torch()
+    fakes.package("torch_xmlir", TORCH_XMLIR)
+    environ = {} if value is None else {"XMLIR_DISABLE_CUDA_ALLOCATOR": value}
+    report = fakes.probe(**environ)["device kunlun"]
+    assert ("XMLIR_DISABLE_CUDA_ALLOCATOR" in report.reason) is (value == "1")
+
+
 @pytest.mark.parametrize(("value", "wrong"), [("1", False), ("0", False), ("true", True), ("", True)])
 def test_force_graph_variable(fakes: Fakes, value: str, wrong: bool) -> None:
     """XMLIR_FORCE_USE_XPU_GRAPH is a fact, and one that isn't a whole number is remarked on."""
