@@ -139,6 +139,25 @@ def test_a_failed_capture_is_said_once_and_not_repeated() -> None:
     assert (record.state, record.reason) == (GraphState.FAILED, Reason.CAPTURE_FAILED)
 
 
+def test_what_another_rank_could_not_capture_none_takes() -> None:
+    server = Server()
+    server.state.agree = lambda _ok: False
+    assert server.run(NINE, 5 * LOOK) == DECODE[-1]
+    assert server.waited == 1
+    assert server.state.registry.record(DECODE[4]).state is GraphState.FAILED
+
+
+def test_a_thread_that_waits_for_outputs_keeps_captures_out() -> None:
+    config = SimpleNamespace(**vars(FakeDispatcher.vllm_config))
+    config.scheduler_config = SimpleNamespace(async_scheduling=True)
+    config.parallel_config = SimpleNamespace(
+        data_parallel_size=1, pipeline_parallel_size=1, distributed_executor_backend="mp"
+    )
+    assert "thread" in str(why_not(config))
+    config.parallel_config.distributed_executor_backend = "uni"
+    assert why_not(config) is None
+
+
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [

@@ -192,6 +192,20 @@ def test_the_second_runner_s_tokens_are_stock_s_too(version: str, asynchronous: 
 
 
 @BOTH
+def test_a_rule_that_raises_leaves_scheduling_to_vllm(version: str) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=False)
+        _, stock = serve(stock_scheduler(config), requests(2), depth=1)
+        scheduler = split_scheduler(config, 1)
+        warned: list[str] = []
+        scheduler.kpolicy_turns._state.counters.warn_once = lambda name, _: warned.append(name)
+        scheduler.kpolicy_turns._rule = SimpleNamespace(steps=lambda *_: 1 / 0)
+        _, worker = serve(scheduler, requests(2), depth=1)
+        assert worker.steps == stock.steps
+        assert warned == ["split_failed"]
+
+
+@BOTH
 def test_where_the_flag_is_set_the_class_splits(version: str) -> None:
     with schedulers(version):
         config = vllm_config(version, asynchronous=True)
@@ -207,6 +221,11 @@ def test_where_the_flag_is_set_the_class_splits(version: str) -> None:
         _, stock = serve(stock_scheduler(config), requests(2), depth=2)
         _, worker = serve(made, requests(2), depth=2)
         assert worker.steps == stock.steps
+
+        config.instance_id = f"apart-{version}"
+        config.parallel_config.distributed_executor_backend = "mp"
+        assert make_scheduler(cls, config).kpolicy_turns is None
+        config.parallel_config.distributed_executor_backend = "uni"
 
         config.instance_id = f"lora-{version}"
         config.lora_config = SimpleNamespace(max_loras=2)
