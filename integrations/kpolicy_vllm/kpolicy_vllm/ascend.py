@@ -5,8 +5,9 @@ stores of what to rewrite are kept by tokens alone, so FULL graphs here are of u
 many tokens would share their lists.
 
 A capture that finds no streams ends vLLM-Ascend. Here the graphs are given back, the best that fit are planned from
-what was held so far, and captured; serving goes on. Where several ranks capture together only the error's advice is
-ours: one rank that planned anew while others wait in a collective would hang them all.
+what was held so far, and captured; serving goes on. Several ranks that capture together first see that all of them ran
+out, and plan for the one with the fewest streams: one that planned anew while others wait in a collective would hang
+them all. Where they don't all come within `AGREE_S` the error says what to set instead.
 
 Unverified on hardware: held to the published package's signatures, and to a pretended runner.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
@@ -39,6 +41,10 @@ __all__ = ["RECORDED", "STREAMS", "GraphBudget", "attach", "is_ascend", "paralle
 
 STREAMS = "KPOLICY_ASCEND_STREAMS"
 """How many streams graphs may take, in place of what the stack is thought to allow."""
+AGREE_S = 60.0
+"""Seconds that ranks wait for each other when streams ran out."""
+_ENOUGH = 1 << 30
+"""What a rank says whose captures all went well."""
 _RUNNER = "vllm_ascend.worker.model_runner_v1:NPUModelRunner"
 _WRAPPER = "vllm_ascend.compilation.acl_graph"
 _EXECUTION = (
@@ -102,12 +108,14 @@ class Device:
         units: ``units(num_sizes, shape, parallel)``: the budget that the stack allows, and what graphs cost.
         graphs: the module of `ACLGraphWrapper`.
         is_out_of_streams: what an error means.
+        least_of_all: the least number of all ranks, which each calls with its own; raises where they don't all come.
     """
 
     npu: Any
     units: Callable[[int, ModelShape, AscendParallel], BudgetModel]
     graphs: Any
     is_out_of_streams: Callable[[BaseException], bool]
+    least_of_all: Callable[[int], int] = attrs.field(default=lambda number: _least_of_all(number))
 
     @classmethod
     def of_process(cls) -> Device:
@@ -218,44 +226,77 @@ class GraphBudget:
 
         def capture_model(*args: Any, **named: Any) -> Any:
             while True:
+                result, failed = None, None
                 try:
-                    return capture(*args, **named)
-                except RuntimeError as error:  # noqa: PERF203 - a few rounds, once
+                    result = capture(*args, **named)
+                except RuntimeError as error:
                     if not self._device.is_out_of_streams(error):
                         raise
-                    self._replan(error)
+                    failed = error
+                if not self._ran_out(failed):
+                    return result
+                self._replan(failed)
 
         self._runner.capture_model = capture_model
 
-    def _replan(self, error: RuntimeError) -> None:
-        """Give all graphs back, and keep what fits in as many streams as they had.
+    def _ran_out(self, failed: RuntimeError | None) -> bool:
+        """Whether streams ran out on any rank; `limit` is then what the one with the fewest had.
 
         Raises:
-            RuntimeError: several ranks capture together, or there was nothing to give up; with what helps.
+            RuntimeError: not all ranks came to the end of their captures; with what helps.
         """
-        state, dispatcher = self._state, self._state.dispatcher
-        keys = list(dispatcher.desc_of)
-        units = self.units(keys)
-        held = [key for key in state.registry.captured() if key in dispatcher.desc_of]
-        used = sum((units.cost_of(key) for key in held), Usage())
+        if failed is not None:
+            self.limit = self._had()
+        if _num_ranks(self._runner.vllm_config) == 1:
+            return failed is not None
+        had = self.limit if failed is not None and self.limit is not None else _ENOUGH
+        try:
+            least = self._device.least_of_all(had)
+        except RuntimeError as alone:
+            why = str(alone).splitlines() or [type(alone).__name__]
+            said = "Captures are done here" if failed is None else f"Streams ran out when graphs had taken {had}"
+            helps = "" if failed is None else f" Start again with {STREAMS}={max(1, had)}."
+            raise RuntimeError(
+                f"{said}, and other ranks, which capture together with this one, didn't come to their end within "
+                f"{AGREE_S:g} s ({why[0]}); this one can't plan anew alone.{helps}"
+            ) from failed
+        if least == _ENOUGH:
+            return False
+        self.limit = least
+        return True
+
+    def _had(self) -> int:
+        """Streams that graphs had when they ran out, and fewer each time."""
+        dispatcher = self._state.dispatcher
+        units = self.units(list(dispatcher.desc_of))
+        used = sum((units.cost_of(key) for key in self._held()), Usage())
         # Pieces of the size whose capture failed midway took streams too.
         more = max(0, self._device.num_graphs() - used.graphs)
         streams = used.streams + more * units.piecewise.streams // max(1, units.piecewise.graphs)
         if self.limit is not None:
             streams = min(streams, self.limit - max(1, self.limit // 8))
-        self.limit = max(0, streams)
-        if _num_ranks(self._runner.vllm_config) > 1:
-            raise RuntimeError(
-                f"streams ran out when graphs had taken {self.limit}. Several ranks capture together, so they can't "
-                f"plan anew here; start again with {STREAMS}={max(1, self.limit)}."
-            ) from error
+        return max(0, streams)
+
+    def _held(self) -> list[GraphKey]:
+        return [key for key in self._state.registry.captured() if key in self._state.dispatcher.desc_of]
+
+    def _replan(self, error: RuntimeError | None) -> None:
+        """Give all graphs back, and keep what fits in `limit` streams.
+
+        Raises:
+            RuntimeError: there was nothing to give up.
+        """
+        state = self._state
+        keys = list(state.dispatcher.desc_of)
         if not keys:
-            raise error
+            raise error or RuntimeError("streams ran out on another rank, and no graph is left to give up.")
+        units, held = self.units(keys), self._held()
         self._device.give_back()
         if held:
             state.registry.evict_generation("vllm")
         room = attrs.evolve(units.budget, streams=self.limit)
-        self._keep(self._fitting(keys, units, room), Reason.CAPTURE_OUT_OF_STREAMS, str(error).splitlines()[0])
+        why = "streams ran out on another rank" if error is None else str(error).splitlines()[0]
+        self._keep(self._fitting(keys, units, room), Reason.CAPTURE_OUT_OF_STREAMS, why)
         state.counters.add("streams_ran_out")
 
     def _fitting(self, keys: list[GraphKey], units: BudgetModel, room: Budget) -> list[GraphKey]:
@@ -335,6 +376,16 @@ def parallel_of(vllm_config: Any, environ: Mapping[str, str]) -> AscendParallel:
 
 def _entries(wrapper: Any) -> list[Any]:
     return list(wrapper.concrete_aclgraph_entries.values())
+
+
+def _least_of_all(number: int) -> int:
+    """By vLLM's group of all ranks on the host, as the device's may be in the middle of a collective."""
+    distributed = import_module("torch.distributed")
+    group = import_module("vllm.distributed.parallel_state").get_world_group().cpu_group
+    distributed.monitored_barrier(group, timeout=timedelta(seconds=AGREE_S))
+    numbers: list[int] = [0] * distributed.get_world_size(group)
+    distributed.all_gather_object(numbers, number, group=group)
+    return min(numbers)
 
 
 def _num_ranks(vllm_config: Any) -> int:

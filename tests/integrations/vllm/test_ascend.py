@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import ast
 import os
+import subprocess
+import sys
+import threading
 import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,7 +169,8 @@ SIZES = [1, 2, 4, 8, 16, 32, 64]
 
 
 def started(
-    streams: int, *, policy: str = "full_and_piecewise", ranks: int = 1, layers: int = 4, real: Any = None
+    streams: int, *, policy: str = "full_and_piecewise", ranks: int = 1, layers: int = 4, real: Any = None,
+    least_of_all: Callable[[int], int] = lambda number: number,
 ) -> Any:  # fmt: skip
     """A runner with the shim attached and its keys initialised; over vLLM's own dispatcher with `real`."""
     config = None if real is None else real.config
@@ -181,12 +187,12 @@ def started(
     def units(num_sizes: int, shape: ModelShape, parallel: AscendParallel) -> Any:
         return ascend_budget(OLD, shape, parallel, num_sizes=num_sizes, parts=tuple(Part))
 
-    device = Device(npu, units, graphs, lambda error: "207008" in str(error))
+    device = Device(npu, units, graphs, lambda error: "207008" in str(error), least_of_all)
     own = {"CUDAGraphMode": Mode, "BatchDescriptor": Desc, "CudagraphDispatcher": Dispatcher}
     names = Names(
         **(own if real is None else real.names),
         free_bytes=lambda: int(npu.mem_get_info()[0]), device_name=npu.get_device_name, num_pieces=device.num_pieces,
-        broadcast=lambda value: value, first_rank=lambda: False,
+        broadcast=lambda value: value, first_rank=lambda: False, agree=bool,
     )  # fmt: skip
     ascend.attach(runner, state, names, device)
     runner._check_and_update_cudagraph_mode([], [])
@@ -247,11 +253,79 @@ def test_other_errors_stay_errors() -> None:
         made.runner.capture_model()
 
 
-def test_several_ranks_are_told_what_to_set() -> None:
+def test_a_rank_alone_is_told_what_to_set() -> None:
     """One that planned anew alone would leave the others in a collective, so the error says what to set."""
-    made = started(20, ranks=4)
-    with pytest.raises(RuntimeError, match=rf"start again with {STREAMS}=\d+"):
+
+    def nobody_comes(_number: int) -> int:
+        raise RuntimeError("Rank 1 failed to pass monitoredBarrier in 60000 ms")
+
+    made = started(20, ranks=4, least_of_all=nobody_comes)
+    with pytest.raises(RuntimeError, match=rf"monitoredBarrier.*Start again with {STREAMS}=\d+"):
         made.runner.capture_model()
+    made = started(1000, ranks=4, least_of_all=nobody_comes)
+    with pytest.raises(RuntimeError, match="Captures are done here"):
+        made.runner.capture_model()
+
+
+def test_ranks_that_all_ran_out_plan_for_the_one_with_the_fewest_streams() -> None:
+    """Ranks with different streams, one with enough for all, end with the same graphs, which fit the least of them."""
+    streams, numbers = [20, 34, 1000], {}
+    come = threading.Barrier(len(streams), timeout=60)
+
+    def least(rank: int, number: int) -> int:
+        numbers[rank] = number
+        come.wait()
+        found = min(numbers.values())
+        come.wait()
+        return found
+
+    made = [
+        started(have, ranks=3, least_of_all=lambda number, rank=rank: least(rank, number))  # type: ignore[misc]
+        for rank, have in enumerate(streams)
+    ]
+    with ThreadPoolExecutor(len(streams)) as pool:
+        list(pool.map(lambda each: each.runner.capture_model(), made))
+    captured = [each.state.registry.captured() for each in made]
+    assert captured[0] == captured[1] == captured[2] != ()
+    assert all(each.graphs.taken <= min(streams) for each in made)
+
+
+def test_ranks_agree_over_vllms_own_group(tmp_path: Path) -> None:
+    """Two processes over gloo: the least number of both; one whose peer doesn't come gives up."""
+    torch = pytest.importorskip("torch")
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys, types, datetime\n"
+        "import torch.distributed as dist\n"
+        "from kpolicy_vllm import ascend\n"
+        "rank, path, comes = int(sys.argv[1]), sys.argv[2], sys.argv[3] == 'both' or sys.argv[1] == '0'\n"
+        "dist.init_process_group('gloo', init_method='file://' + path, rank=rank, world_size=2)\n"
+        "state = types.ModuleType('vllm.distributed.parallel_state')\n"
+        "state.get_world_group = lambda: types.SimpleNamespace(cpu_group=dist.group.WORLD)\n"
+        "sys.modules.update({'vllm': types.ModuleType('vllm'), 'vllm.distributed': types.ModuleType('d'),\n"
+        "                    'vllm.distributed.parallel_state': state})\n"
+        "ascend.AGREE_S = 2.0 if sys.argv[3] != 'both' else 60.0\n"
+        "if comes:\n"
+        "    try:\n"
+        "        print(ascend._least_of_all(30 + rank), flush=True)\n"
+        "    except RuntimeError as error:\n"
+        "        print('alone', flush=True)\n"
+        "else:\n"
+        "    sys.stdin.read()\n"
+    )
+    assert torch.distributed.is_available()
+    for kind, said in (("both", ["30", "30"]), ("one", ["alone", ""])):
+        command = [sys.executable, str(script)]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(tmp_path / kind), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        first = ranks[0].communicate(timeout=120)[0].strip()
+        second = ranks[1].communicate("", timeout=120)[0].strip()
+        assert [first, second] == said
 
 
 def test_a_given_number_of_streams_is_obeyed_before_captures(monkeypatch: pytest.MonkeyPatch) -> None:
