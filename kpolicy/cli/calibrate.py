@@ -150,13 +150,20 @@ def _summary(costs: CostTable) -> dict[str, Any]:
             for name, curve in (("full", costs.full), ("piecewise", costs.piecewise), ("eager", costs.eager))
         },
         "host_us": {
-            name: host.base_for(decodes=True, prefills=False) + host.req_us
+            name: {
+                "decodes": host.base_for(decodes=True, prefills=False) + host.req_us,
+                "prompt": host.base_for(decodes=False, prefills=True) + host.req_us,
+                "both": host.base_for(decodes=True, prefills=True) + 2 * host.req_us,
+            }
             for name, host in (
                 ("full", costs.host_full), ("piecewise", costs.host_piecewise), ("eager", costs.host_eager)
             )
         },
         "decode_attention_us": {"base": costs.decode_attention.base_us, "kv_token": costs.decode_attention.unit_us},
-        "prefill_attention_us": {"base": costs.prefill_attention.base_us, "pair": costs.prefill_attention.unit_us},
+        "prefill_attention_us": {
+            "base": costs.prefill_attention.base_us, "pair": costs.prefill_attention.unit_us,
+            "kv_token": costs.prefill_attention.kv_us,
+        },
         "overlap_cost": costs.overlap_cost,
         "step_us": costs.step_us,
     }  # fmt: skip
@@ -166,16 +173,18 @@ def _render(totals: dict[str, Any], costs: CostTable) -> None:
     out, said = console(), _summary(costs)
     out.print(f"{totals['model']} on {totals['device']}")
     out.print(f"{totals['graphs']} graphs in {totals['capture_s']:.1f} s")
-    table = grid("mode", "device us, least size", "device us, largest", "host us, one row",
-                 numbers=("device us, least size", "device us, largest", "host us, one row"))  # fmt: skip
+    numbers = ("device us, least size", "device us, largest", "host us, one decode", "one prompt", "both")
+    table = grid("mode", *numbers, numbers=numbers)
     for mode, curve in said["device_us"].items():
         points: list[tuple[str, float]] = list(curve.items())
         (least, first), (most, last) = points[0], points[-1]
-        table.add_row(mode, f"{first:,.0f} ({least})", f"{last:,.0f} ({most})", f"{said['host_us'][mode]:,.0f}")
+        host = (f"{us:,.0f}" for us in said["host_us"][mode].values())
+        table.add_row(mode, f"{first:,.0f} ({least})", f"{last:,.0f} ({most})", *host)
     show(table, out)
     out.print(
         f"attention: {1e3 * costs.decode_attention.unit_us:.3g} ns a KV token of a decode row, "
-        f"{1e6 * costs.prefill_attention.unit_us:.3g} ps a query-key pair of a prompt"
+        f"{1e6 * costs.prefill_attention.unit_us:.3g} ps a query-key pair of a prompt and "
+        f"{1e3 * costs.prefill_attention.kv_us:.3g} ns a KV token it goes through"
     )
     out.print(
         f"halves beside each other: {costs.overlap_cost:.0%} of the shorter one's time is still paid; "

@@ -200,7 +200,7 @@ def needs_torch(what: str) -> None:
     """Raise ConfigError where a model can't be served for want of libraries."""
     missing = missing_libraries()
     if missing:
-        hint = "" if what == "generate" else " Or give --device simulated without --model."
+        hint = " Or give --device simulated without --model." if what.startswith("run") else ""
         raise ConfigError(
             f"kpolicy {what} needs {', '.join(missing)}, not installed here. Run: pip install 'kpolicy[models]'.{hint}"
         )

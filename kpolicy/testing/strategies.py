@@ -60,8 +60,8 @@ _CURVE = st.dictionaries(st.integers(1, 300), _US, min_size=1, max_size=5).map(
 )
 _ATTENTION = st.builds(AttentionCost, _US, _COEFFICIENT, _COEFFICIENT)
 # Usually as on a device, FULL launched fastest and eager slowest; sometimes not.
-_HOST_FULL = st.builds(HostCost, st.sampled_from([1.0, 10.0, 100 / 3, 900.0]), _COEFFICIENT)
 _BY_KIND = st.sampled_from([0.0, 0.0, 3.3, 50.0, 1 / 3, 700.0])
+_HOST_FULL = st.builds(HostCost, st.sampled_from([1.0, 10.0, 100 / 3, 900.0]), _COEFFICIENT, _BY_KIND, _BY_KIND)
 _HOST_PIECEWISE = st.builds(HostCost, st.sampled_from([100.0, 40.0, 333.3, 5.0]), _COEFFICIENT, _BY_KIND, _BY_KIND)
 _HOST_EAGER = st.builds(HostCost, st.sampled_from([5000.0, 1000.0, 20_000.0, 2.0]), _COEFFICIENT, _BY_KIND, _BY_KIND)
 _COSTS = st.builds(
