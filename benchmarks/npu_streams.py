@@ -49,6 +49,7 @@ WORKLOADS = (
     ("conversation", "azure_llm_2023_conv.csv", 2.0),
     ("code", "azure_llm_2023_code.csv", 2.0),
     ("Mooncake", "mooncake_conversation.csv.gz", 0.3),
+    ("BurstGPT", "burstgpt_1_first400.csv", 1200.0),
 )
 """Traces, and how many times as fast as recorded each is served by a model of `Case.load` 1."""
 QWEN2_72B = {
