@@ -497,6 +497,11 @@ class Engine:
         self._settle()
         return self._with_device(lambda lazy: lazy.capture(seconds))
 
+    @property
+    def lazy_pending(self) -> bool:
+        """Whether a lazy Engine still has graphs to capture that were needed often enough, or to measure."""
+        return self._lazy is not None and self._lazy.pending
+
     def _with_device(self, work: Callable[[LazyCapture], T]) -> T:
         """Work that a lost device ends."""
         assert self._lazy is not None  # noqa: S101 - both callers looked

@@ -9,6 +9,10 @@ whose kernels are compiled: 1.2 is the limit. With ``--cold`` also once each in 
 ``steady``: the same requests served by a lazy Engine that has what it needs and by a fully captured one, in turn: the
 ratio of their steps' times, 1.01 being the limit.
 
+Engines are those that ship: the captured ones measure costs in `capture`, the lazy ones between steps, in slices of the
+time that they have for capture, and both mend them as they serve. The lazy Engine of ``steady`` serves the requests
+until it has nothing left to capture or to measure. With ``--profile`` all of them have that table instead.
+
 Run: ``python -m benchmarks.gpu.startup --config FILE --out FILE [--plan plan.json] [--profile NAME] [--cold]``
 """
 
@@ -32,6 +36,7 @@ FIRST_LIMIT, STEADY_LIMIT = 1.2, 1.01
 LAZY_S = 0.005
 """Seconds a step for capture"""
 POLICY = "auto"
+MOST_PASSES = 60
 
 
 class Bench:
@@ -63,7 +68,7 @@ class Bench:
 
         device = self.model.device.type
         arguments.setdefault("costs", self.costs)
-        return Engine(spec, model=self.model, device=device, settings=self.settings, calibrate=0, **arguments)
+        return Engine(spec, model=self.model, device=device, settings=self.settings, **arguments)
 
     def prompt(self, length: int) -> Any:
         from benchmarks.gpu.regret import inputs_of
@@ -119,7 +124,7 @@ class Bench:
 def captured(bench: Bench, name: str, **arguments: Any) -> dict[str, Any]:
     """Seconds and bytes of capturing all graphs of an Engine."""
     before = bench.used()
-    engine = bench.engine(**arguments)
+    engine = bench.engine(calibrate=0, **arguments)
     begun = time.perf_counter()
     engine.capture()
     synchronise(bench.options.device)
@@ -194,13 +199,13 @@ def steady(bench: Bench, requests: Sequence[tuple[int, int]], at_once: int, pair
     full = bench.engine()
     full.capture()
     lazy = bench.engine(lazy=LAZY_S)
-    passes = 0
-    before = -1
-    # Until a pass over the requests captures nothing.
-    while len(lazy.registry.captured()) != before and passes < 12:
-        before = len(lazy.registry.captured())
+    passes, begun, settled = 0, time.monotonic(), False
+    # Until a pass over the requests captures nothing, and decides by one table with all graphs measured.
+    while not settled and passes < MOST_PASSES and time.monotonic() - begun < bench.options.warm:
+        before = len(lazy.registry.captured()), lazy.costs.version
         bench.serve(lazy, requests, at_once)
         passes += 1
+        settled = (len(lazy.registry.captured()), lazy.costs.version) == before and not lazy.lazy_pending
     bench.serve(full, requests, at_once)
     ratios, steps = [], 0
     for i in range(pairs):
@@ -210,7 +215,8 @@ def steady(bench: Bench, requests: Sequence[tuple[int, int]], at_once: int, pair
         ratios.append(seconds["lazy"] / seconds["full"])
     ratio, low, high = interval(ratios)
     found = {
-        "steps": steps, "pairs": pairs, "passes_until_steady": passes, "lazy_graphs": len(lazy.registry.captured()),
+        "steps": steps, "pairs": pairs, "passes_until_steady": passes, "settled": settled,
+        "costs": {"lazy": lazy.costs.version, "full": full.costs.version}, "lazy_graphs": len(lazy.registry.captured()),
         "full_graphs": len(full.registry.captured()), "ratio": round(ratio, 4),
         "interval": [round(low, 4), round(high, 4)], "limit": STEADY_LIMIT,
     }  # fmt: skip
@@ -259,7 +265,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, seconds=300.0)
     parser.add_argument("--plan", type=Path, help="a ladder plan of kpolicy plan")
-    parser.add_argument("--profile", help="costs to decide by; analytic by default")
+    parser.add_argument("--profile", help="costs to decide by; measured by each Engine itself by default")
+    parser.add_argument("--warm", type=float, default=60.0, help="seconds that the lazy Engine may take to settle")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--child", choices=("eager", "lazy", "captured"), help=argparse.SUPPRESS)

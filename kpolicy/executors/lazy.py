@@ -169,6 +169,11 @@ class LazyCapture:
     def _captured(self) -> frozenset[GraphKey]:
         return frozenset(self._engine.registry.captured()) & getattr(self._executor, "captured", frozenset())
 
+    @property
+    def pending(self) -> bool:
+        """Whether there is something left to do: a graph to capture that was needed often enough, or to measure."""
+        return any(times >= HOT for times in self.needs.values()) or self._unmeasured()
+
     def _unmeasured(self) -> bool:
         """Whether there are graphs that the costs weren't measured with."""
         return self._measures and self._captured() not in (self._measured, frozenset())

@@ -125,7 +125,21 @@ def test_a_lazy_engine_measures_what_it_captured(model: Any, monkeypatch: pytest
     assert captured
     assert {key.num_tokens for key in captured} <= {*engine.costs.full.sizes, *engine.costs.piecewise.sizes}
     assert engine._lazy is not None
-    assert not engine._lazy._unmeasured(), "nothing is measured again while nothing is captured"
+    assert not engine.lazy_pending, "nothing is measured again while nothing is captured"
+    engine.release()
+
+
+def test_what_is_pending(model: Any) -> None:
+    """A size that two steps needed is, until it is captured; what came once isn't."""
+    engine = Engine("piecewise", model=model, settings=SETTINGS, ladder=[4, 16], lazy=True)
+    sequences = Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    prompts(engine, sequences, 3)
+    assert not engine.lazy_pending
+    prompts(engine, sequences, 3)
+    assert engine.lazy_pending
+    engine.capture_pending(1e6)
+    assert not engine.lazy_pending
+    assert not Engine("piecewise", ladder=[4]).lazy_pending
     engine.release()
 
 
