@@ -3,9 +3,9 @@
 Shapes come from replaying real traces (`benchmarks.gpu.shapes`). Each is run in every legal mode at the two smallest
 fitting sizes of one fixed ladder (vLLM's default list and 640 to 2,048), and in what each compared policy picks. Cells
 of a shape are interleaved in rounds; after one round those that take over 2.5 times the best are left, after three
-those over 1.6 times. The oracle
-takes the best cell by every other sample and is scored on the rest, and so is every policy; how far the oracle is from
-the best of its scoring half is the noise floor.
+those over 1.6 times. The oracle takes the best cell by every other sample and is scored on the rest, and so is every
+policy; how far the oracle is from the best of its scoring half is the noise floor. A shape whose own is above 2% is
+measured for more rounds.
 
 - `step_us`: from the host's call until all outputs are there, less the decode-only time of decode steps beyond the
   first; `gap_us`: that time over the decode steps.
@@ -40,8 +40,12 @@ LADDER = (*VLLM_SIZES, 640, 768, 1024, 1280, 1536, 1792, 2048)
 OWN_SIZES = ("vllm", "sglang", "tensorrt_llm")
 FIXED = ("eager", "full", "piecewise", "full_and_piecewise", "split")
 FIRST_ROUNDS, ROUNDS = 3, 11
+MOST_ROUNDS, UNSURE = 40, 0.02
+"""Rounds of a shape whose noise floor is above the limit, and that limit"""
 HOPELESS, QUITE_HOPELESS = 1.6, 2.5
 CALIBRATION_S = 8.0
+WRITE_S = 15.0
+"""Seconds between writes of what there is: a run that is cut off loses no more"""
 
 
 def open_engines(config: dict[str, Any], kernels: str) -> tuple[Any, dict[str, Any], float]:
@@ -179,7 +183,11 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
 
     for name in jobs:
         once(name)
-    for done in range(FIRST_ROUNDS + ROUNDS):
+    for done in range(MOST_ROUNDS):
+        if done >= FIRST_ROUNDS + ROUNDS and done % 2 == 0:
+            gaps = [[us / _steps(decision) for us in times[name]] for name, decision in cells.items()]
+            if not _unsure([times[name] for name in cells]) and not _unsure(gaps):
+                break
         best = min((statistics.median(each) for name, each in times.items() if each and name in cells), default=0.0)
         for name in jobs:
             kept = name == "decodes alone" or name in (picks["auto"], picks["auto latency"])
@@ -193,7 +201,7 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
         "picks": picks,
         "cells": {
             name: {
-                "steps": max(launch.repeat for launch in decision.launches),
+                "steps": _steps(decision),
                 "us": [round(each, 1) for each in times[name]],
                 "expected": [round(costs[name].step_us, 1), round(costs[name].gap_us, 1)],
             }
@@ -203,9 +211,21 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
     }
 
 
+def _unsure(cells: Sequence[Sequence[float]]) -> bool:
+    """Whether the best cell by every other sample is well off the best by the rest; cells given up don't count."""
+    kept = [each for each in cells if len(each) > FIRST_ROUNDS]
+    oracle = min(kept, key=lambda each: statistics.median(each[0::2]))
+    best = min(statistics.median(each[1::2]) for each in kept)
+    return statistics.median(oracle[1::2]) > (1 + UNSURE) * best
+
+
+def _steps(decision: Any) -> int:
+    return max(launch.repeat for launch in decision.launches)
+
+
 def _score(times: Sequence[float], decision: Any) -> float:
     """The lesser of step and gap, roughly: what a cell could win by."""
-    return statistics.median(times) / max(launch.repeat for launch in decision.launches)
+    return statistics.median(times) / _steps(decision)
 
 
 def collect(options: argparse.Namespace) -> int:
@@ -225,9 +245,11 @@ def collect(options: argparse.Namespace) -> int:
         "device": torch.cuda.get_device_name(), "kernels": options.kernels, "support": str(model.support),
         "versions": _versions(),
         "command": command_line("benchmarks.gpu.regret"),
+        "too_long": {load: each["too_long"] for load, each in shapes.items()},
     }  # fmt: skip
     loads = {load: each["shapes"][: options.shapes_a_load] for load, each in shapes.items()}
     order = [(load, i) for i in range(options.shapes_a_load) for load in loads if i < len(loads[load])]
+    said = begun
     for load, i in order:
         if f"{load}/{i}" in at["cells"]:
             continue
@@ -235,7 +257,11 @@ def collect(options: argparse.Namespace) -> int:
             break
         with torch.no_grad():
             at["cells"][f"{load}/{i}"] = measure(loads[load][i], model, engines)
-    options.out.write_text(json.dumps(at, separators=(",", ":")))
+        if time.monotonic() - said > WRITE_S:
+            said = time.monotonic()
+            _write(options.out, at)
+            print(f"{len(at['cells'])} of {len(order)} shapes, {said - begun:.0f} s", flush=True)
+    _write(options.out, at)
     left = len(order) - len(at["cells"])
     print(f"{len(at['cells'])} shapes, {left} left, {time.monotonic() - begun:.0f} s", flush=True)
     for load in loads:
@@ -245,6 +271,12 @@ def collect(options: argparse.Namespace) -> int:
             floor = next((row["noise_floor"] for row in rows if row["objective"] == objective), 0.0)
             print(load, objective, line, f"floor {floor:.3f}", flush=True)
     return 0
+
+
+def _write(path: Path, at: dict[str, Any]) -> None:
+    from kpolicy.schemas import write_text
+
+    write_text(path, json.dumps(at, separators=(",", ":")))
 
 
 def _versions() -> dict[str, str]:
@@ -299,7 +331,8 @@ def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
             ratios = sorted(each / oracle for each, oracle in zip(over, oracle_us, strict=True))
             rows.append({
                 "model": at["model"], "trace": trace, "rate": float(rate), "objective": objective, "policy": policy,
-                "shapes": len(found), "mean_regret": round(sum(over) / whole, 5),
+                "shapes": len(found), "too_long": at.get("too_long", {}).get(load),
+                "mean_regret": round(sum(over) / whole, 5),
                 "p99_regret": round(ratios[min(len(ratios) - 1, int(0.99 * len(ratios)))], 5),
                 "noise_floor": round(sum(floors) / whole, 5),
             })  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +15,18 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from benchmarks.command import command_line  # noqa: E402
-from benchmarks.gpu import beside, correct, end_to_end, gpt2, overlap, soak, startup  # noqa: E402
-from benchmarks.gpu.common import Results, interval_of_mean  # noqa: E402
+from benchmarks.gpu import beside, correct, end_to_end, gpt2, overlap, regret, soak, startup  # noqa: E402
+from benchmarks.gpu.common import Results, interval_of_mean, load_model, open_engines  # noqa: E402
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "intermediate_size": 4864,
     "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
     "max_position_embeddings": 32768, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+TOY: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256,
 }  # fmt: skip
 
 
@@ -249,6 +255,36 @@ def test_ratios_are_above_1_where_better() -> None:
     rows = end_to_end.summarise({"cells": cells, "model": "m", "rates": {"code x1": 1.0}})
     assert all(row["ratio_to_vllm_replica"] == 2 for row in rows if row["policy"] == "auto")
     assert all(row["low"] is None for row in rows), "one repeat has no interval"
+
+
+def test_regret_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every legal way and every policy's pick has a cell, and a load a row of each policy and objective."""
+    from kpolicy.settings import Settings
+
+    options = argparse.Namespace(device="cpu", tiny=True, kernels="auto")
+    model = load_model(QWEN | TOY, options, kv_tokens=1024, max_model_len=96, max_num_reqs=4)
+    settings = Settings(max_num_reqs=4, max_num_tokens=32)
+    policies = ("auto", "full", "eager")
+    engines, _ = open_engines(model, settings, policies, ladder=[4, 8, 16], calibrate_s=0.1)
+    engines["auto latency"] = engines["auto"]
+    monkeypatch.setattr(regret, "ROUNDS", 1)
+    monkeypatch.setattr(regret, "MOST_ROUNDS", 6)
+    found = regret.measure({"decodes": [9, 5], "chunks": [(7, 0)], "steps": 2, "times": 3}, model, engines)
+    assert set(found["picks"]) == {*policies, "auto latency"}
+    assert {name.partition(" ")[0] for name in found["cells"]} == {"full", "piecewise", "split", "eager"}
+    assert found["alone_us"]
+    assert set(found["picks"].values()) <= found["cells"].keys()
+    rows = regret.summarise({"model": "m", "cells": {"code x1/0": found}, "too_long": {"code x1": 5}}, "code x1")
+    assert {(row["objective"], row["policy"]) for row in rows} >= {("step_us", "auto"), ("gap_us", "eager")}
+    assert all((row["shapes"], row["too_long"], row["rate"]) == (1, 5, 1.0) for row in rows)
+    assert all(row["noise_floor"] >= 0 for row in rows)
+
+
+def test_a_shape_that_is_unsure_is_measured_longer() -> None:
+    """Its best by one half of the samples is over 2% off the best by the other; ways given up don't count."""
+    steady, other, given_up = [100.0] * 14, [99.0, 103.0] * 7, [50.0] * 3
+    assert regret._unsure([steady, other, given_up])
+    assert not regret._unsure([steady, [101.0] * 14, given_up])
 
 
 def test_gpt2(tmp_path: Path) -> None:
