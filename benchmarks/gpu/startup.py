@@ -284,8 +284,8 @@ def main(argv: list[str] | None = None) -> int:
         requests = bench.requests(count, 0)
         parts = {
             "first_step": lambda: first_step(bench, 3 * options.pairs, 32 if options.tiny else 128),
-            "lists": lambda: lists(bench, requests, at_once),
             "steady": lambda: steady(bench, requests, at_once, options.pairs),
+            "lists": lambda: lists(bench, requests, at_once),
             **({"cold": lambda: cold(options)} if options.cold else {}),
         }  # fmt: skip
         for name, part in parts.items():
