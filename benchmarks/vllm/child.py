@@ -111,7 +111,8 @@ class Engine:
         self.engine = self._llm.llm_engine
         core = self.engine.engine_core.engine_core
         self.scheduler = core.scheduler
-        self.runner = core.model_executor.driver_worker.worker.model_runner
+        worker = core.model_executor.driver_worker.worker
+        self.runner = worker.model_runner
         self._step_tokens = self.scheduler.max_num_scheduled_tokens
         self.taken: list[tuple[str, int]] = []
         self.stats: list[tuple[Any, ...]] = []
@@ -128,6 +129,7 @@ class Engine:
             runner=type(self.runner).__module__, scheduler=type(self.scheduler).__name__,
             asynchronous=bool(config.scheduler_config.async_scheduling),
             kv_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+            estimate_mib=round((getattr(worker, "cudagraph_memory_estimate", 0) or 0) / 2**20, 1),
             step_tokens=self._step_tokens, gpu=torch.cuda.get_device_name(0), torch=str(torch.__version__),
             vllm=sys.modules["vllm"].__version__,
         )  # fmt: skip

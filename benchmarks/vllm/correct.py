@@ -4,14 +4,16 @@ For a Qwen2 (vLLM 0.23.0 runs it with its first model runner) and a Llama (with 
 
 - ``vllm``, the replica of vLLM's rule, through the shim, against stock vLLM: the same mode and size for every step, the
   same `--cudagraph-metrics` rows where vLLM makes them (first runner), the same greedy tokens.
-- ``control``, stock vLLM again with another configuration hash, against ``stock``: as the replica it compiles artefacts
-  of its own, and vLLM has Inductor choose kernels by timing them. Where the control differs from stock, tokens
-  of the replica can't tell anything, and aren't judged.
+- ``again``, the same stock engine once more, and ``control``, a stock engine with another configuration hash, which
+  compiles artefacts of its own as the replica does, against ``stock``. Where the control differs from stock, tokens
+  of the replica can't tell anything, and aren't judged. `PINNED` keeps Inductor from choosing kernels by their times.
 - ``auto`` against ``cudagraph_mode=NONE`` at the same compile level, by rule 1 of DESIGN.md: greedy tokens, teacher
   forced. Where a token differs, the request goes on from NONE's. A difference counts where the float32 reference's
   top-two margin is above twice NONE's largest logit error; and logit errors are at most twice NONE's at p99.9.
 - So too with SPLIT, under an objective that has it, and with lazy capture, once graphs were captured between steps.
 - The same check with attention's scale broken must fail.
+
+All engines of both models start side by side.
 
 Run: ``python -m benchmarks.vllm.correct --out OUT --date D [--work FOLDER]``.
 """
@@ -23,11 +25,13 @@ import json
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.vllm.rows import say
 from benchmarks.vllm.sides import Side, SideError
-from benchmarks.vllm.stock_vs_kpolicy import say
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {
@@ -47,6 +51,9 @@ CHILD = ["--max-len", "2048", "--max-seqs", "64", "--max-tokens", "1024", "--uti
 STARTED = ("mode", "level", "runner", "scheduler", "graphs", "capture_s", "kv_tokens")
 KV_BYTES = 2 << 30
 """Fixed, so that engines may start side by side"""
+PINNED: dict[str, Any] = {"inductor_compile_config": {"combo_kernels": False, "benchmark_combo_kernel": False}}
+DETERMINISTIC = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
+"""So that two engines compile alike: vLLM's default has fused kernels chosen by their times. On all sides."""
 LAZY_RUNS = 3
 """Before the run that is judged: steps enough for sizes to become hot and be captured"""
 MOST_TURNS = 12
@@ -177,15 +184,16 @@ def variants(name: str, options: argparse.Namespace) -> dict[str, tuple[str, dic
     """Every engine of the check: its side, the arguments of vllm.LLM, and further ones of the child."""
     common: dict[str, Any] = {
         "logprobs_mode": "raw_logits", "enable_prefix_caching": False, "cudagraph_metrics": True,
-        "kv_cache_memory_bytes": KV_BYTES, **json.loads(options.llm),
+        "kv_cache_memory_bytes": KV_BYTES, "compilation_config": PINNED, **json.loads(options.llm),
     }  # fmt: skip
+    compilation = common["compilation_config"]
 
     def shim(**settings: Any) -> dict[str, Any]:
         return {**common, "additional_config": {"kpolicy": {**settings, **json.loads(options.kpolicy)}}}
 
     latency = {"objective": "latency", "split": True, "split_decodes": 4, "first_token_ms": 2000.0}
     return {
-        "none": ("stock", {**common, "compilation_config": {"cudagraph_mode": "NONE"}}, []),
+        "none": ("stock", {**common, "compilation_config": {**compilation, "cudagraph_mode": "NONE"}}, []),
         "stock": ("stock", common, []),
         "control": ("stock", {**common, "additional_config": {"control": 1}}, []),
         "replica": ("kpolicy", shim(policy=replica_of(name)), []),
@@ -226,48 +234,67 @@ def replica_of(name: str) -> str:
     return f"vllm:version=0.23,runner={'v2' if name == 'llama' else 'v1'}"
 
 
-def check(name: str, folder: Path, log: Any, options: argparse.Namespace, keep: Any) -> dict[str, Any]:
-    """All of the module's docstring for one model; `keep` is told what there is after each part."""
+def spawned(name: str, options: argparse.Namespace, log: Any, environment: dict[str, str]) -> dict[str, Side]:
+    """Every engine's process, which imports until it is told to go."""
+    return {
+        label: Side(
+            side, options.work / name, ["--llm", json.dumps(llm), *CHILD, *more], log, environment, options.module
+        )
+        for label, (side, llm, more) in variants(name, options).items()
+    }
+
+
+def check(name: str, sides: dict[str, Side], folder: Path, keep: Any) -> dict[str, Any]:
+    """All of the module's docstring for one model.
+
+    Args:
+        name: of `SHAPES`.
+        sides: its engines, starting.
+        folder: the checkpoint.
+        keep: told what there is after each part.
+    """
     prompts = prompts_of(SHAPES[name]["vocab_size"])
     outputs = [OUTPUTS[i % len(OUTPUTS)] for i in range(REQUESTS)]
-    wanted = variants(name, options)
-    sides: dict[str, Side] = {}
     result: dict[str, Any] = {"model": name, "started": {}}
-    try:
-        for label, (side, llm, more) in wanted.items():
-            sides[label] = Side(side, folder, ["--llm", json.dumps(llm), *CHILD, *more], log, module=options.module)
-            sides[label].go()
-        for label, side_of in sides.items():
-            started = side_of.answer(300.0)
-            result["started"][label] = {key: started.get(key) for key in STARTED}
-            say(f"{name} {label}: {result['started'][label]}")
+    for label, side_of in sides.items():
+        started = side_of.answer(200.0)
+        result["started"][label] = {key: started.get(key) for key in STARTED}
+        say(f"{name} {label}: {result['started'][label]}")
 
-        def generated(label: str) -> dict[str, Any]:
-            return sides[label].ask(120.0, prompts=prompts, outputs=outputs, every=EVERY)
+    def generated(label: str) -> dict[str, Any]:
+        return sides[label].ask(120.0, prompts=prompts, outputs=outputs, every=EVERY)
 
-        stock, none = generated("stock"), generated("none")
-        for label in ("control", "replica"):
-            result[label] = beside(stock, generated(label))
-            say(f"{name} {label}: {result[label]}")
-        result["replica"]["policy"] = replica_of(name)
-        result["replica"]["passes"] = replica_passes(result["replica"], result["control"])
+    stock, none = generated("stock"), generated("none")
+    result["again"] = beside(stock, generated("stock"))
+    for label in ("control", "replica"):
+        result[label] = beside(stock, generated(label))
+    result["replica"]["policy"] = replica_of(name)
+    result["replica"]["passes"] = replica_passes(result["replica"], result["control"])
+    for label in ("again", "control", "replica"):
+        say(f"{name} {label}: {result[label]}")
+    keep(result)
+    reference = Reference(folder)
+    exact = [reference.logits(p, t) for p, t in zip(prompts, none["tokens"], strict=True)]
+    for label in ("auto", "split", "lazy", "broken"):
+        for _ in range(LAZY_RUNS if label == "lazy" else 0):
+            generated(label)
+        answer = generated(label)
+        judged = judge(exact, none["logits"], sides[label], answer, prompts, none["tokens"])
+        judged["modes"] = {mode: sum(m == mode for m, _ in answer["steps"]) for mode, _ in answer["steps"]}
+        judged["counters"] = sides[label].ask(60.0, statistics=True).get("counters")
+        result[label] = judged
+        say(f"{name} {label}: {judged}")
         keep(result)
-        reference = Reference(folder)
-        exact = [reference.logits(p, t) for p, t in zip(prompts, none["tokens"], strict=True)]
-        for label in ("auto", "split", "lazy", "broken"):
-            for _ in range(LAZY_RUNS if label == "lazy" else 0):
-                generated(label)
-            answer = generated(label)
-            judged = judge(exact, none["logits"], sides[label], answer, prompts, none["tokens"])
-            judged["modes"] = {mode: sum(m == mode for m, _ in answer["steps"]) for mode, _ in answer["steps"]}
-            judged["counters"] = sides[label].ask(60.0, statistics=True).get("counters")
-            result[label] = judged
-            say(f"{name} {label}: {judged}")
-            keep(result)
-        return result
-    finally:
-        for side_of in sides.values():
-            side_of.end()
+    return result
+
+
+def passes(result: dict[str, Any]) -> bool:
+    """Whether everything held for a model, and the broken engine was noticed."""
+    return bool(
+        result["replica"]["passes"]
+        and not result["broken"]["passes"]
+        and all(result[label]["passes"] for label in ("auto", "split", "lazy"))
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -282,31 +309,58 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--date", default="unstated")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, Any]] = {}
-    failed = 0
+    target = options.out / "vllm_correct.json"
+    earlier = json.loads(target.read_text())["results"] if target.exists() else []
+    results: dict[str, dict[str, Any]] = {result["model"]: result for result in earlier if "passes" in result}
 
     def keep(result: dict[str, Any]) -> None:
         results[result["model"]] = result
-        target = options.out / "vllm_correct.json"
         target.with_suffix(".tmp").write_text(
             json.dumps({"date": options.date, "results": list(results.values())}, indent=1)
         )
         target.with_suffix(".tmp").replace(target)
 
     with (options.out / "correct_log.txt").open("a") as log:
-        for name in options.only:
-            try:
-                result = check(name, make_checkpoint(name, options.work), log, options, keep)
-            except SideError as error:
-                failed += 1
-                say(f"{name} FAILED: {error}")
-                continue
-            result["passes"] = result["replica"]["passes"] and not result["broken"]["passes"] and all(
-                result[label]["passes"] for label in ("auto", "split", "lazy")
-            )  # fmt: skip
-            failed += not result["passes"]
-            keep(result)
-    return 1 if failed else 0
+        for environment in (DETERMINISTIC, {}):
+            left = [name for name in options.only if name not in results]
+            checked(left, options, log, environment, keep)
+    return 0 if all(results.get(name, {}).get("passes") for name in options.only) else 1
+
+
+def checked(names: list[str], options: argparse.Namespace, log: Any, environment: dict[str, str], keep: Any) -> None:
+    """Check these models; one that can't be checked is told, and not kept if no engine of it served."""
+    engines = {name: spawned(name, options, log, environment) for name in names}
+    try:
+        folders = {name: make_checkpoint(name, options.work) for name in names}
+        for side in (side for sides in engines.values() for side in sides.values()):
+            side.go()
+        for name in names:
+            with told(name):
+                result = check(name, engines[name], folders[name], keep)
+                result["pinned"] = {**PINNED, **environment}
+                result["passes"] = passes(result)
+                keep(result)
+            end(engines[name])
+    finally:
+        for sides in engines.values():
+            end(sides)
+
+
+@contextmanager
+def told(name: str) -> Iterator[None]:
+    """Say that a model couldn't be checked, and go on."""
+    try:
+        yield
+    except SideError as error:
+        say(f"{name} FAILED: {error}")
+
+
+def end(sides: dict[str, Side]) -> None:
+    """End every process."""
+    for side in sides.values():
+        side.kill()
+    for side in sides.values():
+        side.end()
 
 
 if __name__ == "__main__":

@@ -9,10 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["Side", "SideError"]
+__all__ = ["WITHOUT", "Side", "SideError"]
+
+WITHOUT = ("stock", "wide")
+"""Sides that are vLLM alone"""
 
 
 class SideError(RuntimeError):
@@ -23,7 +27,8 @@ class Side:
     """One engine in a process of its own.
 
     Args:
-        name: ``stock`` or ``kpolicy``: without and with vLLM's plugins.
+        name: ``stock``, ``kpolicy`` or another of `benchmarks.vllm.ladders`; those of `WITHOUT` have none of vLLM's
+            plugins.
         model: folder of the model's config.
         arguments: further arguments of `benchmarks.vllm.child`.
         log: takes what the child prints besides answers.
@@ -39,7 +44,7 @@ class Side:
         variables = dict(os.environ) | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONUNBUFFERED": "1", "TQDM_MININTERVAL": "30",
         } | (environment or {})  # fmt: skip
-        if name == "stock":
+        if name in WITHOUT:
             variables["VLLM_PLUGINS"] = ""  # an allow-list of no plugin
         else:
             variables.pop("VLLM_PLUGINS", None)
@@ -51,8 +56,10 @@ class Side:
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._tail: list[str] = []
         self._log = log
+        self._ended = False
         self._tag = f"{model.name} {name}"
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._child.stdout is not None
@@ -68,8 +75,9 @@ class Side:
     def go(self) -> None:
         """Let the engine start; until then the child only imports."""
         assert self._child.stdin is not None
-        self._child.stdin.write("go\n")
-        self._child.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, which its answer will tell
+            self._child.stdin.write("go\n")
+            self._child.stdin.flush()
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
         """The child's next answer.
@@ -96,8 +104,20 @@ class Side:
             time.sleep(0.2)
         return self.answer(timeout_s)
 
+    def kill(self) -> None:
+        """Have the process end, without waiting for that."""
+        self._child.kill()
+
     def end(self) -> None:
         """End the process, and wait until the device has its memory back."""
+        if self._ended:
+            return
         self._child.kill()
         self._child.wait()
+        self._reader.join(5.0)  # something that the child started may hold the pipe
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None and not self._reader.is_alive():
+                with suppress(OSError):
+                    pipe.close()
+        self._ended = True
         time.sleep(0.5)

@@ -1,9 +1,9 @@
 """Stock vLLM 0.23.0 and vLLM with the shim, alternating on one GPU over the same loads.
 
-Each side is one engine in a process of its own, both on the GPU at once and one at work at a time, with random weights,
-vLLM's default asynchronous scheduling and default compilation level 3 (torch.compile) unless ``--llm`` says otherwise.
-The engine core runs in its process's main thread, which also makes the requests and reads the tokens, on both sides.
-Prompts are other random tokens each repeat, equal on both sides.
+Each side (`benchmarks.vllm.ladders`) is one engine in a process of its own, all on the GPU at once and one at work at
+a time, with random weights, KV caches of equal bytes, vLLM's default asynchronous scheduling and default compilation
+level 3 (torch.compile) unless ``--llm`` says otherwise. The engine core runs in its process's main thread, which also
+makes the requests and reads the tokens, on all sides. Prompts are other random tokens each repeat, equal on all sides.
 
 Raw rows go to ``OUT/raw.jsonl`` as they come; rows already there, or in ``--done``, aren't measured again.
 
@@ -19,15 +19,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.vllm.ladders import SIDES, arguments_of
 from benchmarks.vllm.loads import LOADS, make_load
-from benchmarks.vllm.sides import Side, SideError
-from benchmarks.vllm.summary import summarise
+from benchmarks.vllm.rows import Rows, rotated, say
+from benchmarks.vllm.sides import WITHOUT, Side, SideError
+from benchmarks.vllm.summary import compared, lines
 
 NAMES = ("qwen05b", "llama8b", "dsv2lite")
 START_S, RUN_S = 170.0, 60.0
 """Most seconds for a start and for one run of a load"""
 WARM_SCALE = 0.1
-SIDES = ("stock", "kpolicy")
+MAX_SEQS, MAX_TOKENS = 1024, 8192
+KV_BYTES = {"qwen05b": 24 << 30, "llama8b": 28 << 30, "dsv2lite": 14 << 30}
+"""Equal on all sides, and enough for the loads; what is left for KV at a start `benchmarks.vllm.starts` measures"""
 
 
 class Run:
@@ -41,11 +45,7 @@ class Run:
         self._options = options
         self._stop_s = time.monotonic() + options.budget
         options.out.mkdir(parents=True, exist_ok=True)
-        self._raw = options.out / "raw.jsonl"
-        self.rows: list[dict[str, Any]] = []
-        for path in {self._raw, *options.done}:
-            if path.exists():
-                self.rows += [json.loads(line) for line in path.read_text().splitlines() if line]
+        self.rows = Rows(options.out / "raw.jsonl", options.done)
         self._ahead: dict[tuple[str, str], Side] = {}
         self._log = (options.out / "log.txt").open("a")
 
@@ -53,70 +53,57 @@ class Run:
         """Seconds of the budget that are left."""
         return self._stop_s - time.monotonic()
 
-    def _keep(self, **row: Any) -> None:
-        self.rows.append(row)
-        with self._raw.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def has(self, model: str, load: str, repeat: int) -> bool:
-        """Whether both sides of that repeat are measured."""
-        wanted = {"stock", "kpolicy"}
-        return wanted <= {
-            row["side"] for row in self.rows
-            if (row["model"], row["load"], row["repeat"]) == (model, load, repeat)
-        }  # fmt: skip
-
     def ahead(self, model: str) -> None:
-        """Have both sides of a model import what they need, while others start."""
-        for name in SIDES:
+        """Have all sides of a model import what they need, while others start."""
+        for name in self._options.sides:
             if (model, name) not in self._ahead:
                 self._ahead[model, name] = self._spawn(name, model)
 
     def _spawn(self, name: str, model: str) -> Side:
         options = self._options
-        llm = json.loads(options.llm) | (json.loads(options.kpolicy) if name == "kpolicy" else {})
-        arguments = ["--llm", json.dumps(llm), *options.child]
+        own = arguments_of(
+            name, json.loads(options.kpolicy), max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS, plan=options.plan
+        )
+        llm = {"kv_cache_memory_bytes": KV_BYTES[model], **json.loads(options.llm), **own}
+        sizes = ["--max-seqs", str(MAX_SEQS), "--max-tokens", str(MAX_TOKENS)]
+        arguments = ["--llm", json.dumps(llm), *sizes, *options.child]
         return Side(name, options.models / model, arguments, self._log, module=options.module)
 
     def end(self) -> None:
-        """End what was started ahead and never used."""
+        """End what was started ahead and never used, and the children's log."""
         for side in self._ahead.values():
             side.end()
+        self._log.close()
 
-    def _start(self, name: str, model: str, repeat: int) -> Side:
+    def _start(self, names: list[str], model: str) -> dict[str, Side]:
+        """Start those sides at once, and wait for all."""
         started = time.monotonic()
-        side = self._ahead.pop((model, name), None) or self._spawn(name, model)
-        side.go()
+        sides = {name: self._ahead.pop((model, name), None) or self._spawn(name, model) for name in names}
         try:
-            row = side.answer(min(START_S, max(20.0, self.left_s())))
+            for side in sides.values():
+                side.go()
+            for name, side in sides.items():
+                row = side.answer(min(START_S, max(20.0, self.left_s())))
+                # Cold, and beside others: `benchmarks.vllm.starts` measures what a start takes.
+                self.rows.keep(model=model, load="cold start", side=name, repeat=0, cold=row)
+                say(
+                    f"{model} {name}: ready after {time.monotonic() - started:.0f} s, {row['graphs']}, KV "
+                    f"{row['kv_tokens']}, {row['mode']}, {row['runner']}, {row['scheduler']}"
+                )
         except SideError:
-            side.end()
+            for side in sides.values():
+                side.end()
             raise
-        started_s = row["start_s"]
-        if not repeat:
-            # The side that starts first compiles, and fills caches for the other.
-            row["cold_start_s"] = row.pop("start_s")
-        self._keep(model=model, load="start", side=name, repeat=repeat, **row)
-        say(
-            f"{model} {name}: started in {started_s} s ({time.monotonic() - started:.0f} s with imports), compile "
-            f"{row['compile_s']}, capture {row.get('capture_s')} s, {row.get('graph_mib')} MiB, {row['graphs']}, KV "
-            f"{row['kv_tokens']}, {row['mode']}, {row['runner']}, {row['scheduler']}"
-        )
-        return side
-
-    def starts(self, model: str) -> None:
-        """Starts alone, in turn, until there are as many pairs as wanted; caches are warm after the first."""
-        for repeat in range(1, self._options.starts):
-            if self.has(model, "start", repeat) or self.left_s() < 60:
-                continue
-            for name in _turn(repeat):
-                self._start(name, model, repeat).end()
+        return sides
 
     def serve(self, model: str, loads: list[str], following: str | None) -> None:
-        """Start both sides once and have them serve each load in turn; `following` is the model that comes next."""
+        """Start all sides once and have them serve each load in turn; `following` is the model that comes next."""
         options = self._options
         wanted = [
-            (repeat, load) for repeat in range(options.repeats) for load in loads if not self.has(model, load, repeat)
+            (repeat, load)
+            for repeat in range(options.repeats)
+            for load in loads
+            if not all(self.rows.has(model, load, name, repeat) for name in options.sides)
         ]
         if not wanted or self.left_s() < 90:
             return
@@ -125,15 +112,19 @@ class Run:
             self.ahead(model)
             if following is not None:
                 self.ahead(following)
-            for name in SIDES:
-                sides[name] = self._start(name, model, 0)
+            # The shim times graphs as it starts, so nothing else may be at work then.
+            for names in (
+                [n for n in options.sides if n in WITHOUT],
+                *([n] for n in options.sides if n not in WITHOUT),
+            ):
+                sides |= self._start(names, model)
             for load in dict.fromkeys(load for _, load in wanted):
                 warm = make_load(load, model, options.traces, scale=WARM_SCALE * options.scale)
                 for side in sides.values():
                     side.ask(RUN_S, requests=warm.requests, seed=f"{load} warm", step_tokens=warm.step_tokens)
             for repeat, load in wanted:
                 made = make_load(load, model, options.traces, scale=options.scale)
-                for name in _turn(repeat):
+                for name in rotated(options.sides, repeat):
                     if self.left_s() < 5:
                         say(f"{model}: the budget is spent")
                         return
@@ -141,7 +132,7 @@ class Run:
                         min(RUN_S, max(5.0, self.left_s())), requests=made.requests, seed=f"{load} {repeat}",
                         step_tokens=made.step_tokens,
                     )  # fmt: skip
-                    self._keep(model=model, load=load, side=name, repeat=repeat, **row)
+                    self.rows.keep(model=model, load=load, side=name, repeat=repeat, **row)
                     say(_line(model, load, name, repeat, row))
             self._keep_statistics(model, sides)
         finally:
@@ -149,31 +140,31 @@ class Run:
                 side.end()
 
     def _keep_statistics(self, model: str, sides: dict[str, Side]) -> None:
-        row = sides["kpolicy"].ask(RUN_S, statistics=True)
-        (self._options.out / f"shim_{model}.json").write_text(json.dumps(row, indent=1))
+        for name, side in sides.items():
+            if name not in WITHOUT:
+                row = side.ask(RUN_S, statistics=True)
+                (self._options.out / f"shim_{model}_{name}.json").write_text(json.dumps(row, indent=1))
 
     def write(self) -> None:
         """The summary, as it stands."""
-        options = self._options
-        starts = [row for row in self.rows if row["load"] == "start"]
+        options, rows = self._options, self.rows.all
+        starts = [row["cold"] | {"of": f"{row['model']} {row['side']}"} for row in rows if "cold" in row]
         first = starts[0] if starts else {}
-        result = {
-            "command": "python -m benchmarks.vllm.stock_vs_kpolicy --models FOLDER --traces FOLDER --out OUT",
-            "date": options.date, "device": first.get("gpu"), "options": {
-                "llm": json.loads(options.llm), "kpolicy": json.loads(options.kpolicy), "child": options.child,
-                "repeats": options.repeats, "scale": options.scale,
+        found = compared(rows)
+        self.rows.summary(
+            options.out / "vllm_stock_vs_kpolicy.json",
+            {
+                "command": "python -m benchmarks.vllm.stock_vs_kpolicy --models FOLDER --traces FOLDER --out OUT",
+                "date": options.date, "device": first.get("gpu"), "options": {
+                    "llm": json.loads(options.llm), "kpolicy": json.loads(options.kpolicy), "child": options.child,
+                    "repeats": options.repeats, "scale": options.scale,
+                },
+                "versions": {name: first.get(name) for name in ("vllm", "torch")},
+                "levels": {row["of"]: [row["level"], row["mode"], row["runner"]] for row in starts},
+                "rows": found.pop("stock kpolicy", []),
+                "beside": found,
             },
-            "versions": {name: first.get(name) for name in ("vllm", "torch")},
-            "levels": {f"{row['model']} {row['side']}": [row["level"], row["mode"], row["runner"]] for row in starts},
-            "rows": summarise(self.rows),
-        }  # fmt: skip
-        target = options.out / "vllm_stock_vs_kpolicy.json"
-        target.with_suffix(".tmp").write_text(json.dumps(result, indent=1))
-        target.with_suffix(".tmp").replace(target)
-
-
-def _turn(repeat: int) -> tuple[str, str]:
-    return ("kpolicy", "stock") if repeat % 2 else ("stock", "kpolicy")
+        )  # fmt: skip
 
 
 def _line(model: str, load: str, name: str, repeat: int, row: dict[str, Any]) -> str:
@@ -181,11 +172,6 @@ def _line(model: str, load: str, name: str, repeat: int, row: dict[str, Any]) ->
         f"{key}={row[key]}" for key in ("requests_per_s", "ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms")
     )
     return f"{model} {load} #{repeat} {name:7} {shown} wall={row['wall_s']} steps={row['steps']} {row['modes']}"
-
-
-def say(text: str) -> None:
-    """One line of progress."""
-    print(text, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -198,7 +184,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=NAMES, help="models, in order")
     parser.add_argument("--loads", nargs="*", default=list(LOADS))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--starts", type=int, default=1, help="pairs of starts, of the first model")
+    parser.add_argument("--sides", nargs="*", default=["stock", "kpolicy"], help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--plan", type=Path, help="plan file of the side planned")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each load's requests, for a quick look")
     parser.add_argument("--budget", type=float, default=420.0, help="seconds for all")
     parser.add_argument("--llm", default="{}", help="JSON with further arguments of vllm.LLM, for both sides")
@@ -218,15 +205,9 @@ def main(argv: list[str] | None = None) -> int:
             failed += 1
             say(f"{model} FAILED: {error}")
         run.write()
-    if options.starts > 1:
-        run.starts(options.only[0])
-        run.write()
     run.end()
-    for row in summarise(run.rows):
-        say(
-            f"{row['model']:9} {row['load']:12} {row['figure']:15} {row['stock']:>10} {row['kpolicy']:>10} "
-            f"x{row['ratio']} [{row['low']}, {row['high']}] n={row['repeats']}"
-        )
+    for line in lines(run.rows.all):
+        say(line)
     return 1 if failed else 0
 
 

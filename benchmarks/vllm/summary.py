@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["summarise"]
+__all__ = ["compared", "lines", "summarise"]
 
 BETTER_HIGH = ("requests_per_s", "tokens_per_s", "kv_tokens")
 BETTER_LOW = (
@@ -28,12 +28,14 @@ def ratio_interval(ratios: Sequence[float]) -> tuple[float, float | None, float 
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
-def summarise(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of {model, load, figure, stock, kpolicy, ratio, low, high, repeats}; a ratio above 1 is better.
+def summarise(rows: Iterable[dict[str, Any]], base: str = "stock", side: str = "kpolicy") -> list[dict[str, Any]]:
+    """Rows of {model, load, figure, `base`, `side`, ratio, low, high, repeats}; a ratio above 1: `side` is better.
 
     Args:
         rows: raw rows, each with ``model``, ``side``, ``load`` (``start`` for start-up) and ``repeat``. Pairs are
             formed by repeat; a repeat that one side lacks is left out.
+        base: the side that is compared with.
+        side: the side that is compared.
     """
     grouped: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = {}
     for row in rows:
@@ -41,13 +43,11 @@ def summarise(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         sides.setdefault(row["side"], {})[row["repeat"]] = row
     found = []
     for (model, load), sides in grouped.items():
-        stock, kpolicy = sides.get("stock", {}), sides.get("kpolicy", {})
-        repeats = sorted(stock.keys() & kpolicy.keys())
+        bases, others = sides.get(base, {}), sides.get(side, {})
+        repeats = sorted(bases.keys() & others.keys())
         for figure in (*BETTER_HIGH, *BETTER_LOW):
             pairs = [
-                (stock[i][figure], kpolicy[i][figure])
-                for i in repeats
-                if stock[i].get(figure) and kpolicy[i].get(figure)
+                (bases[i][figure], others[i][figure]) for i in repeats if bases[i].get(figure) and others[i].get(figure)
             ]
             if not pairs:
                 continue
@@ -55,9 +55,29 @@ def summarise(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             ratio, low, high = ratio_interval(ratios)
             found.append({
                 "model": model, "load": load, "figure": figure,
-                "stock": round(statistics.median(a for a, _ in pairs), 4),
-                "kpolicy": round(statistics.median(b for _, b in pairs), 4),
+                base: round(statistics.median(a for a, _ in pairs), 4),
+                side: round(statistics.median(b for _, b in pairs), 4),
                 "ratio": round(ratio, 4), "low": low and round(low, 4), "high": high and round(high, 4),
                 "repeats": len(pairs),
             })  # fmt: skip
     return found
+
+
+def compared(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """`summarise` for every pair of sides that rows are of, by its name: "stock kpolicy", "wide kpolicy", ..."""
+    found = {
+        f"{base} {side}": summarise(rows, base, side)
+        for base, side in (("stock", "kpolicy"), ("stock", "planned"), ("wide", "kpolicy"), ("stock", "wide"))
+    }
+    return {name: each for name, each in found.items() if each}
+
+
+def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The comparisons, a figure a line, for a log."""
+    return [
+        f"{row['model']:9} {row['load']:12} {row['figure']:15} {base} {row[base]:>10} {side} {row[side]:>10} "
+        f"x{row['ratio']} [{row['low']}, {row['high']}] n={row['repeats']}"
+        for name, found in compared(rows).items()
+        for base, side in [name.split()]
+        for row in found
+    ]

@@ -24,7 +24,8 @@ def attach(runner: Any, state: State, modules: Any) -> None:
         state: what kpolicy knows of this vLLM.
         modules: the names of vLLM's that the version's adapter found.
     """
-    dispatcher = dispatcher_class(modules.CudagraphDispatcher, modules.CUDAGraphMode, modules.BatchDescriptor)(
+    make = getattr(modules, "dispatcher_class", None) or dispatcher_class
+    dispatcher = make(modules.CudagraphDispatcher, modules.CUDAGraphMode, modules.BatchDescriptor)(
         runner.vllm_config, state
     )
     state.runner, state.dispatcher = runner, dispatcher
@@ -41,7 +42,10 @@ def _note_facts(runner: Any, dispatcher: Any) -> None:
 
     def determine(num_tokens: int, num_reqs: int, num_scheduled_tokens_np: Any, *rest: Any, **named: Any) -> Any:
         dispatcher.facts = (num_reqs, num_scheduled_tokens_np)
-        return original(num_tokens, num_reqs, num_scheduled_tokens_np, *rest, **named)
+        result = original(num_tokens, num_reqs, num_scheduled_tokens_np, *rest, **named)
+        # A step that had to run eagerly didn't ask; whoever asks next asks of something else.
+        dispatcher.facts = None
+        return result
 
     runner._determine_batch_execution_and_padding = determine
 
@@ -75,8 +79,9 @@ def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -
         with state.guard(*NOT_RECORDED):
             bound_splits(runner, state)
             before = modules.free_bytes()
-        with dispatcher.forcing(mode, desc):
-            result = warm_up(desc, *rest, **named)
+        for each in (desc, *(dispatcher.beside.get((mode, desc), ()) if dispatcher.sampling else ())):
+            with dispatcher.forcing(mode, each):
+                result = warm_up(each, *rest, **named)
         with state.guard(*NOT_RECORDED):
             key = dispatcher.chooser.key_of.get((mode, desc))
             if kept and key is not None:

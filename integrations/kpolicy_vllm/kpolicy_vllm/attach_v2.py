@@ -65,7 +65,7 @@ def attach(runner: Any, state: State, modules: Any, *, newest: bool) -> None:
             with state.guard(*NOT_RECORDED):
                 before_capture(state)
                 _record(runner, state, modules)
-        else:
+        elif state.sizes is not None:
             descs = runner.cudagraph_manager._capture_descs
             descs.update({mode: sampled(listed) for mode, listed in descs.items()})
         started = perf_counter()

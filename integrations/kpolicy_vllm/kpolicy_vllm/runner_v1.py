@@ -15,7 +15,10 @@ from kpolicy.modes import Mode, Part
 from kpolicy_vllm.dispatch import Chooser, Step
 from kpolicy_vllm.state import State
 
-__all__ = ["dispatcher_class", "keys_of", "sampled"]
+__all__ = ["dispatcher_class", "grouped", "keys_of", "sampled"]
+
+GROUP = 4
+"""Graphs that are captured together while memory is estimated"""
 
 
 def keys_of(dispatcher: Any, modes: Any, query_len: int) -> dict[GraphKey, tuple[Any, Any]]:
@@ -24,13 +27,18 @@ def keys_of(dispatcher: Any, modes: Any, query_len: int) -> dict[GraphKey, tuple
     for part, mode in ((Part.FULL, modes.FULL), (Part.PIECEWISE, modes.PIECEWISE)):
         for desc in sorted(dispatcher.cudagraph_keys[mode], key=_size):
             same = query_len if desc.uniform else None
-            key = GraphKey(part, desc.num_tokens, desc.num_reqs, query_len=same, lora_case=desc.num_active_loras)
+            key = GraphKey(part, desc.num_tokens, desc.num_reqs, query_len=same, lora_case=_loras(desc))
             keys[key] = (mode, desc)
     return keys
 
 
 def _size(desc: Any) -> tuple[int, bool, int]:
-    return (desc.num_tokens, desc.uniform, desc.num_active_loras)
+    return (desc.num_tokens, desc.uniform, _loras(desc))
+
+
+def _loras(desc: Any) -> int:
+    """Adapters that a descriptor is for; those of 0.15 know only whether there are any."""
+    return int(getattr(desc, "num_active_loras", desc.has_lora))
 
 
 def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]) -> type[Any]:
@@ -61,6 +69,7 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             self.deciding = False
             self.off = False
             self.sampling = False
+            self.beside: dict[tuple[Any, Any], list[Any]] = {}
             self.log: Callable[[Any, tuple[int, Any]], None] | None = None
             self._decodes: list[Any] = []
             self.chooser = Chooser(state, lambda tokens, _reqs: (none, descriptor(tokens)), lambda _part, desc: desc)
@@ -120,15 +129,15 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
         # Capture
 
         def get_capture_descs(self) -> Any:
-            """vLLM's list, largest first; while memory is estimated, the smallest comes second.
-
-            vLLM takes what the second graph adds for what every other adds. The second largest may add buffers that
-            all smaller ones then share, such as those of FlashAttention's splits (0.1 GiB of a 0.5B model, where the
-            estimate came to ten times the memory in the end).
-            """
+            """vLLM's list, largest first; while memory is estimated, one that `grouped` made of it."""
             found = super().get_capture_descs()
-            if self.sampling:
-                found = [(mode, sampled(descs)) for mode, descs in found]
+            if self.sampling and self.state.sizes is not None:
+                self.beside = {}
+                for place, (mode, descs) in enumerate(found):
+                    listed, others = grouped(descs)
+                    found[place] = (mode, listed)
+                    if others:
+                        self.beside[mode, listed[1]] = others
             return found
 
         @contextmanager
@@ -182,6 +191,10 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
                 self.log(entry, facts)
             return entry.result
 
+        def by_own_rule(self, num_tokens: int, uniform_decode: bool = False, invalid_modes: Any = None) -> Any:
+            """As vLLM's rule over the captured graphs, uncounted: for who asks outside of a step, as drafters do."""
+            return self.chooser.agreed(self._step(num_tokens, uniform_decode, 0, invalid_modes, None)).result
+
         def _decode_entry(self, num_tokens: int) -> Any:
             entry = self.chooser.entry(self._step(num_tokens, True, 0, None, None))
             if num_tokens < len(self._decodes):
@@ -227,6 +240,21 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
 def sampled(descs: list[Any]) -> list[Any]:
     """The descriptors, largest first and then from the smallest up."""
     return [*descs[:1], *descs[:0:-1]]
+
+
+def grouped(descs: list[Any]) -> tuple[list[Any], list[Any]]:
+    """A list by which vLLM estimates the memory of all graphs, and those to capture with its second one.
+
+    vLLM captures two, and takes what the second adds for what every other adds. The second largest may add buffers that
+    all smaller ones then share, such as those of FlashAttention's splits (0.1 GiB of a 0.5B model, where the estimate
+    came to ten times the memory in the end); one small graph takes nothing or a whole step of the allocator's. So four
+    of the smallest stand for four, and the list is as much shorter.
+    """
+    group = descs[:0:-1][:GROUP]
+    if len(group) < GROUP:
+        return sampled(descs), []
+    count = 1 - -(len(descs) - 1) // GROUP
+    return [descs[0], group[0], *descs[1:]][:count], group[1:]
 
 
 def _frozen(modes: Any) -> Any:

@@ -12,7 +12,7 @@ from kpolicy.modes import Part
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.ladder import one_list, sizes_of
-from kpolicy_vllm.runner_v1 import dispatcher_class
+from kpolicy_vllm.runner_v1 import dispatcher_class, grouped
 from kpolicy_vllm.runner_v2 import manager_class, take_over
 from kpolicy_vllm.state import State
 
@@ -186,12 +186,38 @@ def test_first_forced(state):
 
 
 def test_first_samples(state):
-    """While memory is estimated the smallest graph comes second."""
+    """While memory is estimated the smallest graph comes second, and stands for four where there are that many."""
     dispatcher = first(state)
+    whole = dict(dispatcher.get_capture_descs())
     dispatcher.sampling = True
-    for _, descs in dispatcher.get_capture_descs():
-        sizes = [desc.num_tokens for desc in descs]
-        assert sizes[:2] == [max(sizes), min(sizes)]
+    for mode, descs in dispatcher.get_capture_descs():
+        sizes = [desc.num_tokens for desc in whole[mode]]
+        assert [desc.num_tokens for desc in descs[:2]] == [max(sizes), min(sizes)]
+        others = dispatcher.beside.get((mode, descs[1]), [])
+        if others:
+            assert [descs[1].num_tokens, *(desc.num_tokens for desc in others)] == sorted(sizes)[:4]
+            assert 4 * (len(descs) - 1) >= len(sizes) - 1 > 4 * (len(descs) - 2)
+        else:
+            assert sorted(desc.num_tokens for desc in descs) == sorted(sizes)
+
+
+def test_groups():
+    """Of n graphs vLLM is shown the largest, and one in four of the others."""
+    for count in range(1, 60):
+        descs = list(range(count, 0, -1))
+        listed, others = grouped(descs)
+        assert listed[:2] == [count, 1][:count]
+        shown = (len(listed) - 1) * (1 + len(others))
+        assert count - 1 <= shown < count - 1 + (1 + len(others) if others else 1)
+        assert count not in others
+
+
+def test_the_replica_s_memory_is_estimated_as_stock_s(state):
+    """With vLLM's own sizes nothing of the estimate is changed."""
+    dispatcher = first(state)
+    whole = dispatcher.get_capture_descs()
+    state.sizes, dispatcher.sampling = None, True
+    assert dispatcher.get_capture_descs() == whole
 
 
 def test_second_answers(state):

@@ -1,0 +1,48 @@
+"""The sides of a comparison: stock vLLM, vLLM with the shim, and what tells the ladder's part from the policy's.
+
+- ``stock``: vLLM as it comes, 51 sizes to 512.
+- ``kpolicy``: the shim with its own ladder.
+- ``wide``: stock vLLM, told by its own flag to capture every size of the shim's ladder.
+- ``planned``: the shim with a ladder of `kpolicy plan`, whose largest sizes are stock's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kpolicy.settings import Settings
+from kpolicy_vllm.ladder import default_sizes, one_list
+
+__all__ = ["SIDES", "arguments_of"]
+
+SIDES = ("stock", "kpolicy", "wide", "planned")
+
+
+def arguments_of(name: str, shim: dict[str, Any], *, max_seqs: int, max_tokens: int, plan: Path | None = None,
+                 ) -> dict[str, Any]:  # fmt: skip
+    """Arguments of vllm.LLM that make the side.
+
+    Args:
+        name: of `SIDES`.
+        shim: what turns the shim on, such as ``{"additional_config": {"kpolicy": {}}}``.
+        max_seqs: requests a step may have.
+        max_tokens: tokens a step may have.
+        plan: the plan file of ``planned``.
+
+    Raises:
+        ValueError: no such side, or ``planned`` without a plan.
+    """
+    if name == "stock":
+        return {}
+    if name == "kpolicy":
+        return shim
+    if name == "wide":
+        sizes = one_list(default_sizes(Settings(max_num_reqs=max_seqs, max_num_tokens=max_tokens)))
+        return {"compilation_config": {"cudagraph_capture_sizes": sizes}}
+    if name == "planned" and plan is not None:
+        planned: dict[str, Any] = json.loads(json.dumps(shim))
+        planned["additional_config"]["kpolicy"]["plan"] = str(plan.resolve())
+        return planned
+    raise ValueError(f"side {name!r} can't be had; take one of {', '.join(SIDES)}, planned with --plan.")

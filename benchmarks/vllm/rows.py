@@ -1,0 +1,53 @@
+"""Raw rows of a benchmark: kept as they come, and read again by a call that goes on where another ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Rows", "rotated", "say"]
+
+
+class Rows:
+    """Rows of {model, load, side, repeat, ...} in a file of JSON lines.
+
+    Args:
+        path: takes each row as it comes; rows already there are read.
+        done: files with rows of earlier calls.
+    """
+
+    def __init__(self, path: Path, done: Iterable[Path] = ()) -> None:
+        self._path = path
+        self.all: list[dict[str, Any]] = []
+        for each in dict.fromkeys([path, *done]):
+            if each.exists():
+                self.all += [json.loads(line) for line in each.read_text().splitlines() if line]
+
+    def keep(self, **row: Any) -> None:
+        """Add a row."""
+        self.all.append(row)
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def has(self, model: str, load: str, side: str, repeat: int) -> bool:
+        """Whether that is measured."""
+        wanted = (model, load, side, repeat)
+        return any((row["model"], row["load"], row["side"], row["repeat"]) == wanted for row in self.all)
+
+    def summary(self, target: Path, content: dict[str, Any]) -> None:
+        """Write what the rows come to, whole or not at all."""
+        target.with_suffix(".tmp").write_text(json.dumps(content, indent=1))
+        target.with_suffix(".tmp").replace(target)
+
+
+def rotated(names: Sequence[str], repeat: int) -> list[str]:
+    """The names in an order in which each comes first in turn, and last too."""
+    first = repeat % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(text, flush=True)

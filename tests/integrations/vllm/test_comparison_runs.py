@@ -1,0 +1,76 @@
+"""The drivers of the comparison with stock vLLM, over children that answer as engines would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.vllm import starts, stock_vs_kpolicy
+from benchmarks.vllm.ladders import arguments_of
+from kpolicy.settings import Settings
+from kpolicy_vllm.ladder import default_sizes, one_list
+
+FAKE = ["--module", "tests.benchmarks.fake_vllm_child", "--date", "today"]
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    return {row["figure"]: row["ratio"] for row in rows}
+
+
+def start(out: Path, *more: str) -> int:
+    return starts.main(["--model", "m", "--out", str(out), "--starts", "2", *FAKE, *more])
+
+
+def test_starts_are_compared_by_side(tmp_path: Path) -> None:
+    assert start(tmp_path, "--sides", "stock", "kpolicy", "wide") == 0
+    written = json.loads((tmp_path / "vllm_starts.json").read_text())
+    assert ratios(written["rows"]["stock kpolicy"]) == {"kv_tokens": 1, "start_s": 1, "capture_s": 2, "graph_mib": 1}
+    assert ratios(written["rows"]["wide kpolicy"])["graph_mib"] == len(written["graphs"]["wide"]["sizes"]) / 2
+    order = [json.loads(line)["side"] for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert order == ["stock", "kpolicy", "wide", "kpolicy", "wide", "stock"]
+
+
+def test_starts_on_record_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path, "--sides", "stock", "kpolicy")
+    raw = tmp_path / "starts.jsonl"
+    lines = raw.read_text().splitlines()
+    raw.write_text("\n".join(lines[:-1]) + "\n")
+    capsys.readouterr()
+    assert start(tmp_path, "--sides", "stock", "kpolicy") == 0
+    assert len(raw.read_text().splitlines()) == len(lines)
+    assert "#0" not in capsys.readouterr().out
+
+
+def test_a_side_that_cannot_start_leaves_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(tmp_path, "--sides", "kpolicy", "stock", "--kpolicy", '{"fails": 1}') == 0
+    sides = {json.loads(line)["side"] for line in (tmp_path / "starts.jsonl").read_text().splitlines()}
+    assert sides == {"stock"}
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_loads_are_served_by_every_side(tmp_path: Path) -> None:
+    command = [
+        "--models", "none", "--traces", "none", "--out", str(tmp_path), "--only", "qwen05b", "--repeats", "2",
+        "--loads", "decode-4", "--sides", "stock", "kpolicy", "wide", "--scale", "0.1", *FAKE,
+    ]  # fmt: skip
+    assert stock_vs_kpolicy.main(command) == 0
+    written = json.loads((tmp_path / "vllm_stock_vs_kpolicy.json").read_text())
+    assert ratios(written["rows"])["requests_per_s"] == 2.0
+    assert set(written["rows"][0]) == {
+        "model", "load", "figure", "stock", "kpolicy", "ratio", "low", "high", "repeats"
+    }  # fmt: skip
+    assert ratios(written["beside"]["stock wide"])["requests_per_s"] == 1.0
+    before = (tmp_path / "raw.jsonl").read_text()
+    assert stock_vs_kpolicy.main(command) == 0
+    assert (tmp_path / "raw.jsonl").read_text() == before
+
+
+def test_wide_has_every_size_of_the_shim_s() -> None:
+    wide = arguments_of("wide", {}, max_seqs=1000, max_tokens=4096)
+    sizes = default_sizes(Settings(max_num_reqs=1000, max_num_tokens=4096))
+    assert wide["compilation_config"]["cudagraph_capture_sizes"] == one_list(sizes)
+    with pytest.raises(ValueError, match="planned with --plan"):
+        arguments_of("planned", {}, max_seqs=1, max_tokens=1)
