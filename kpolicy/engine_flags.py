@@ -199,10 +199,6 @@ def _ascend(sizes: CaptureSizes, settings: Settings, policy: Any) -> Emitted:
 # SGLang
 
 
-_MOST_PADDING = 2
-"""SGLang runs a prefill batch eagerly where its size would be more than this times its tokens."""
-
-
 def _sglang(sizes: CaptureSizes, settings: Settings, policy: Any) -> Emitted:
     q = settings.query_len
     decode = tuple(size // q for size in sizes.decode)
@@ -225,11 +221,10 @@ def _sglang(sizes: CaptureSizes, settings: Settings, policy: Any) -> Emitted:
         )
     if policy.align > 1 and any(size * q % policy.align for size in decode):
         warnings.append(f"decode sizes times {q} that aren't multiples of {policy.align} are dropped")
-    refused = _over_padding(prefill)
+    refused = _over_padding(prefill, policy.most_padding)
     if refused:
         warnings.append(
-            f"prefill batches of {refused} tokens run eagerly: SGLang pads to at most {_MOST_PADDING} times, and the "
-            "plan doesn't count that"
+            f"prefill batches of {refused} tokens run eagerly: SGLang pads to at most {policy.most_padding} times"
         )
     if any(size % 8 for size in prefill):
         warnings.append("with DeepEP, SGLang rounds prefill sizes up to multiples of 8")
@@ -241,11 +236,11 @@ def _sglang(sizes: CaptureSizes, settings: Settings, policy: Any) -> Emitted:
     )
 
 
-def _over_padding(sizes: Sequence[int]) -> str:
-    """The ranges of tokens whose next size is more than twice as large."""
+def _over_padding(sizes: Sequence[int], most: int) -> str:
+    """The ranges of tokens whose next size is more than `most` times as large."""
     ranges, before = [], 0
     for size in sizes:
-        last = (size - 1) // _MOST_PADDING
+        last = (size - 1) // most
         if last > before:
             ranges.append(f"{before + 1} to {last}" if last > before + 1 else str(last))
         before = size

@@ -189,6 +189,7 @@ def layout_of(policy: Policy, claims: Claims, settings: Settings, *, multiple_of
         decode_keys=max(1, len(decode) // probed),
         other_keys=max(1, len(either) // len({key.num_tokens for key in either})) if either else 1,
         escape_when_cheaper=policy.reads_costs,
+        most_padding=getattr(policy, "most_padding", 0),
         multiple_of=multiple_of,
         decode_multiple_of=1 if one_list else multiple_of // gcd(multiple_of, q),
     )

@@ -161,15 +161,19 @@ class Ladder:
         import numpy as np
 
         columns, kept = self.columns, [len(self.sizes) - 1]
+        # What the steps above a size take at best without the one after it.
+        least: Vector = self.escape_us.copy()
         for i in range(len(self.sizes) - 2, -1, -1):
             above = kept[-1]
             held, more = columns[i], slice(columns[i], columns[above])
             if not (
                 _no_dearer(self.usage_of(above), self.usage_of(i))
                 and (self.cost_us[above, :held] <= self.cost_us[i, :held]).all()
-                # The larger one takes these steps in too, and they might be better off without a graph.
-                and (self.cost_us[above, more] <= self.escape_us[more]).all()
+                # The larger one takes these steps in too, and they might be better off at one larger still, or without
+                # a graph.
+                and (self.cost_us[above, more] <= least[more]).all()
             ):
+                least = np.minimum(least, self.cost_us[above])
                 kept.append(i)
         return self.kept(np.array(kept[::-1]))
 

@@ -43,6 +43,8 @@ class Layout:
         other_keys: graph keys of one size of the others.
         escape_when_cheaper: a step whose graph would take longer than eager runs eagerly (`auto`); else a step that
             fits a graph always replays it.
+        most_padding: a graph of the others replays only where it is at most this many times the step's tokens, and the
+            step runs eagerly else, as in SGLang; 0 is any padding.
         multiple_of: sizes in tokens are multiples of this: tensor parallelism under sequence parallelism.
         decode_multiple_of: decode sizes in requests are multiples of this.
     """
@@ -54,6 +56,7 @@ class Layout:
     decode_keys: int = 1
     other_keys: int = 1
     escape_when_cheaper: bool = False
+    most_padding: int = 0
     multiple_of: int = 1
     decode_multiple_of: int = 1
 
@@ -264,6 +267,8 @@ class Workload:
         single = escape / np.maximum(rows.steps, _TINY)
         if layout.escape_when_cheaper:
             times = np.minimum(times, single)
+        if layout.most_padding and not rows.query_len:
+            times = np.where(np.array(tokens)[:, None] > layout.most_padding * rows.sizes[None, :], single, times)
         usages = []
         for size, own in zip(tokens, full, strict=True):
             usages.append(self._usage(part, size, rows.query_len) if own and counted and part is not None else Usage())

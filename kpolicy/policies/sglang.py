@@ -34,7 +34,7 @@ from kpolicy.modes import Mode, Part
 from kpolicy.policies.base import Downgrade, PolicyContext, admits
 from kpolicy.policies.graphs import MIXED, PIECES, Graphs, Kind, decode_kind, refusal
 from kpolicy.policies.rule import Choose, CompiledRule, by_lora_case, decide_by_rule, downgrade, smaller
-from kpolicy.policies.sglang_rule import PREFIX_VARIANTS, SglangRanks, SglangRule, prefix_variant
+from kpolicy.policies.sglang_rule import MOST_PADDING, PREFIX_VARIANTS, SglangRanks, SglangRule, prefix_variant
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 
@@ -130,6 +130,8 @@ class SglangPolicy:
     name = "sglang"
     summary = "replica of SGLang 0.5.23: FULL decode graphs, breakable (PIECEWISE) prefill graphs, else eager"
     reads_costs = False
+    most_padding = MOST_PADDING
+    """What sizes are planned by: a larger prefill graph isn't replayed (`sglang_rule`)."""
 
     def __attrs_post_init__(self) -> None:
         for phase, value, allowed in (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kpolicy.errors import ConfigError, LadderError
 from kpolicy.planning import Ladder, aligned_sizes, frontier, tied
 from kpolicy.planning.solve import Sums, _layer, _layer_of_any, cheapest_path
-from tests.planning.instances import cheapest_fit_us, ladders, subsets
+from tests.planning.instances import cheapest_fit_us, ladders, subsets, times
 
 
 @settings(max_examples=200, deadline=None)
@@ -131,6 +131,31 @@ def test_kinds_tied_to_one_list() -> None:
         best = min(decode.time_us(sizes) + mixed.time_us(sizes) for sizes in subsets(both, k))
         assert found.us[min(k, found.most)] == pytest.approx(best)
         assert both.time_us(found.best(k)) == pytest.approx(best)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 8), st.data())
+def test_any_costs_equal_brute_force(num: int, most: int, data: Any) -> None:
+    """Costs without any order, as kinds of one list or a limit on padding make them: the least over all sets."""
+    sizes = sorted(data.draw(st.sets(st.integers(1, 9), min_size=num, max_size=num)))
+    cost = data.draw(st.lists(st.lists(times, min_size=most, max_size=most), min_size=num, max_size=num))
+    escape = data.draw(st.lists(times, min_size=most, max_size=most))
+    ladder = Ladder(name="list", sizes=sizes, demands=range(1, most + 1), cost_us=cost, escape_us=escape)
+    found = frontier(ladder)
+    for k in range(num + 1):
+        best = min(ladder.time_us(chosen) for chosen in subsets(ladder, k))
+        assert found.us[min(k, found.most)] == pytest.approx(best)
+        assert ladder.time_us(found.best(k)) == pytest.approx(best)
+
+
+def test_a_size_that_spoils_a_larger_one_does_not_dominate() -> None:
+    """Size 2 beats size 1 on the steps of 1, but takes steps of 2 away from size 3, where they are better off."""
+    ladder = Ladder(
+        name="list", sizes=[1, 2, 3], demands=[1, 2, 3], escape_us=[50, 50, 50],
+        cost_us=[[5, 0, 0], [4, 40, 0], [30, 6, 7]],
+    )  # fmt: skip
+    assert ladder.without_dominated().sizes.tolist() == [1, 2, 3]
+    assert frontier(ladder).best(2) == (1, 3)
 
 
 def test_fewest_sizes() -> None:

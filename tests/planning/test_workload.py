@@ -44,8 +44,9 @@ def test_time_is_the_simulators(policy: str, num_drafts: int) -> None:
     result = simulate(trace(), policy, server=host, costs=costs(), attention=CLAIMS)
     planned = workload(policy, num_speculative_tokens=num_drafts)
     assert planned.steps == result.steps
-    # SGLang's 2x limit on prefill padding isn't planned for.
-    assert planned.time_us(sizes) == pytest.approx(result.step_us, rel=0.01 if policy == "sglang" else 1e-9)
+    # With drafts SGLang runs some batches eagerly whatever their size, which isn't planned for.
+    inexact = num_drafts and policy == "sglang"
+    assert planned.time_us(sizes) == pytest.approx(result.step_us, rel=0.01 if inexact else 1e-9)
 
 
 def test_auto_is_close_to_the_simulator() -> None:
@@ -66,7 +67,7 @@ def test_auto_is_close_to_the_simulator() -> None:
         ("vllm:mode=FULL", Layout(one_list=True, decode=None, others=Part.FULL)),
         ("vllm:version=0.23", Layout(one_list=True)),
         ("ascend", Layout(one_list=True)),
-        ("sglang", Layout()),
+        ("sglang", Layout(most_padding=2)),
         ("tensorrt_llm:prefill=breakable", Layout()),
         ("tensorrt_llm", Layout(others=None)),
         ("nano_vllm", Layout(others=None)),
