@@ -29,6 +29,8 @@ NAMES = ("qwen05b", "llama8b", "dsv2lite")
 START_S, RUN_S = 170.0, 60.0
 """Most seconds for a start and for one run of a load"""
 WARM_SCALE = 0.1
+UTIL = 0.2
+"""Share of the device that must be free when an engine starts; `KV_BYTES` says what it takes"""
 MAX_SEQS, MAX_TOKENS = 1024, 8192
 KV_BYTES = {"qwen05b": 24 << 30, "llama8b": 28 << 30, "dsv2lite": 14 << 30}
 """Equal on all sides, and enough for the loads; what is left for KV at a start `benchmarks.vllm.starts` measures"""
@@ -65,7 +67,7 @@ class Run:
             name, json.loads(options.kpolicy), max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS, plan=options.plan
         )
         llm = {"kv_cache_memory_bytes": KV_BYTES[model], **json.loads(options.llm), **own}
-        sizes = ["--max-seqs", str(MAX_SEQS), "--max-tokens", str(MAX_TOKENS)]
+        sizes = ["--max-seqs", str(MAX_SEQS), "--max-tokens", str(MAX_TOKENS), "--util", str(UTIL)]
         arguments = ["--llm", json.dumps(llm), *sizes, *options.child]
         return Side(name, options.models / model, arguments, self._log, module=options.module)
 
