@@ -24,6 +24,7 @@ from kpolicy.engine import Engine
 from kpolicy.errors import KPolicyError, StickyDeviceError
 from kpolicy.executors.base import StepInputs, StepOutputs
 from kpolicy.executors.simulated import reference_tokens, sampled_token
+from kpolicy.heap import frozen_heap
 from kpolicy.observe import ModeStats
 from kpolicy.reasons import Basis
 from kpolicy.scheduling.batching import Batch, Batcher, Generation
@@ -379,7 +380,8 @@ def serve_trace(
     interrupted, wrong, checked = "", [], 0
     total = len(trace.requests)
     try:
-        _serve(run, sampling, before_step, on_step, progress)
+        with frozen_heap():
+            _serve(run, sampling, before_step, on_step, progress)
     except KeyboardInterrupt:
         interrupted = "interrupted from the keyboard"
     except StickyDeviceError as error:

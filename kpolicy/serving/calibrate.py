@@ -14,6 +14,7 @@ from kpolicy import __version__
 from kpolicy.costs import CostTable
 from kpolicy.errors import ProfileError
 from kpolicy.executors import calibrate as measured
+from kpolicy.heap import frozen_heap
 from kpolicy.registry import GraphRegistry
 from kpolicy.schemas import Profile, write_profile
 from kpolicy.settings import Settings
@@ -40,12 +41,13 @@ def calibrate(
     begun = time.perf_counter()
     try:
         done, left = False, allowance_s
-        while not done:
-            done = calibration.measure(left if progress is None else min(left, SLICE_S))
-            left = allowance_s - (time.perf_counter() - begun)
-            done = done or left <= 0
-            if progress is not None:
-                progress(1.0 if done else 1.0 - left / allowance_s)
+        with frozen_heap():
+            while not done:
+                done = calibration.measure(left if progress is None else min(left, SLICE_S))
+                left = allowance_s - (time.perf_counter() - begun)
+                done = done or left <= 0
+                if progress is not None:
+                    progress(1.0 if done else 1.0 - left / allowance_s)
         return calibration.table(_version(model))
     finally:
         calibration.end()

@@ -24,6 +24,7 @@ class Bench:
 
     def __init__(self, *skipped: tuple[int, bool]) -> None:
         self.asked: list[tuple[int, int, Any]] = []
+        self.others: list[Any] = []
         self._skipped = skipped
 
     def rows(self, num_decodes: int, _decode_kv: int, new: int = 0) -> tuple[int, int]:
@@ -34,8 +35,10 @@ class Bench:
         """Rows or tokens of the steps of one kind that `Bases` asked for, but for the largest prompt."""
         return [max(decodes, new) for decodes, new, key in self.asked if not decodes * new and key.num_tokens < 256]
 
-    def add(self, launches: list[Any], rows: tuple[int, int], **_: bool) -> int:
+    def add(self, launches: list[Any], rows: tuple[int, int], *, often: bool = False, others: Any = None) -> int:
+        del often
         self.asked.append((*rows, launches[0].key))
+        self.others.append(others)
         return len(self.asked) - 1
 
     def measured(self, case: int) -> bool:
@@ -98,8 +101,25 @@ def test_eager_steps_are_timed_over_many_tokens_too() -> None:
     bench = Bench()
     times(bench, [None])
     assert [(decodes, new) for decodes, new, _ in bench.asked] == [
-        (8, 0), (64, 0), (0, 96), (8, 96), (0, 256), (8, 256),
+        (8, 0), (64, 0), (0, 96), (8, 96), (0, 256), (8, 256), (8, 504),
     ]  # fmt: skip
+
+
+def test_eager_steps_over_many_tokens_have_another_size_each_time() -> None:
+    bench = Bench()
+    times(bench, [None])
+    drawn = [others for others in bench.others if others is not None]
+    assert [others is not None for others in bench.others] == [False] * 4 + [True] * 2 + [False]
+    for others, decodes in zip(drawn, (0, 8), strict=True):
+        rows = [others(turn) for turn in range(40)]
+        assert {each for each, _ in rows} == {decodes}
+        sizes = {new for _, new in rows}
+        assert len(sizes) > 30
+        assert min(sizes) >= 128
+        assert max(sizes) < 384
+    pieced = Bench()
+    times(pieced, pieces(8, 32, 256))
+    assert pieced.others == [None] * len(pieced.asked)
 
 
 def test_rows_cost_what_they_do_in_the_mode_that_shows_them_better() -> None:

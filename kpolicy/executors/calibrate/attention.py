@@ -12,7 +12,7 @@ from kpolicy.executors.calibrate.bench import LONG_KV, Bench
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Rows
 
-__all__ = ["FEW_DECODES", "PLAIN_PROMPT", "Bases", "DecodeSlope", "PrefillSlope"]
+__all__ = ["FEW_DECODES", "PLAIN_PROMPT", "Bases", "DecodeSlope", "PrefillSlope", "holding"]
 
 LONG_CONTEXT, _SHORT_CHUNK = 4096, 128
 """Tokens before a prompt chunk, and of a short chunk, for what attention of prompts takes"""
@@ -107,7 +107,7 @@ class PrefillSlope:
         self._context = max(0, min(LONG_KV if bench.host_runs else LONG_CONTEXT, longest - large))
         self._cases = [
             [bench.add([Launch(Rows.ALL, key)], bench.rows(0, 0, new, each)) for each in (0, self._context)]
-            for new, key in zip(self._news, (None, _holding(pieces, short)), strict=True)
+            for new, key in zip(self._news, (None, holding(pieces, short)), strict=True)
         ]
 
     def cost(self) -> AttentionCost:
@@ -128,7 +128,7 @@ class PrefillSlope:
         return AttentionCost(unit_us=unit_us, kv_us=kv_us) if kv_us > 0 else AttentionCost(unit_us=by_large / large)
 
 
-def _holding(keys: Sequence[GraphKey], num_tokens: int) -> GraphKey | None:
+def holding(keys: Sequence[GraphKey], num_tokens: int) -> GraphKey | None:
     """The smallest graph that holds so many tokens."""
     return min((key for key in keys if key.num_tokens >= num_tokens), key=lambda key: key.num_tokens, default=None)
 

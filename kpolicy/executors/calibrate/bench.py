@@ -6,7 +6,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kpolicy.decision import Decision, Launch
@@ -73,6 +73,7 @@ class Bench:
         self._model = model
         self._adapter = executor.launcher.adapter
         self._cases: list[tuple[Decision, StepInputs]] = []
+        self._others: dict[int, Callable[[int], StepInputs]] = {}
         self._times: list[list[_Times]] = []
         self._often: set[int] = set()
         self._runs: Iterator[bool] | None = None
@@ -80,15 +81,30 @@ class Bench:
         self.rounds = 0
 
     def add(
-        self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None, *, often: bool = False
-    ) -> int:
-        """A step of these launches, to be timed, `often` with more samples; the number that `us` takes."""
+        self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None, *, often: bool = False,
+        others: Callable[[int], StepInputs] | None = None,
+    ) -> int:  # fmt: skip
+        """A step to be timed.
+
+        Args:
+            launches: what it runs.
+            inputs: on these rows.
+            form: of a SPLIT.
+            often: with more samples than others.
+            others: rows of later samples, by their number, where they should differ by more than tokens.
+
+        Returns:
+            The number that `us` takes.
+        """
         mode = Mode.SPLIT if len(launches) > 1 else _mode(launches[0])
         self._cases.append((Decision(mode, tuple(launches), Reason.ONLY_LEGAL, form), inputs))
         self._times.append([])
+        case = len(self._cases) - 1
         if often:
-            self._often.add(len(self._cases) - 1)
-        return len(self._cases) - 1
+            self._often.add(case)
+        if others is not None:
+            self._others[case] = others
+        return case
 
     def measure(self, allowance_s: float) -> bool:
         """Run the cases, smallest first, then in rounds over those that ran, until the allowance is spent.
@@ -130,7 +146,9 @@ class Bench:
             rounds = ran + [i for i in ran if i in self._often] * (_OFTEN - 1)
             for i in random.Random(done).sample(rounds, len(rounds)):  # noqa: S311
                 decision, inputs = self._cases[i]
-                self._times[i].append(self._run(decision, self._drawn(inputs, done)))
+                others = self._others.get(i)
+                rows = self._drawn(inputs, done) if others is None else others(len(self._times[i]))
+                self._times[i].append(self._run(decision, rows))
                 yield True
         self.rounds = MOST_ROUNDS
 
@@ -193,8 +211,11 @@ class Bench:
             event.wait()
         return _Times((time.perf_counter() - start) * 1e6, (launched - start) * 1e6, 0.0)
 
-    def rows(self, num_decodes: int, decode_kv: int, new: int = 0, context: int = 0) -> StepInputs:
-        """Decode rows that attend to so many tokens each, then one prompt chunk of `new` tokens after a context."""
+    def rows(self, num_decodes: int, decode_kv: int, new: int = 0, context: int = 0, steps: int = 1) -> StepInputs:
+        """Decode rows that attend to so many tokens each, then one prompt chunk of `new` tokens after a context.
+
+        `steps` decode steps may follow each other.
+        """
         size, model = self._model.block_size, self._model
         free = itertools.cycle(range(model.num_blocks))
         lens = [decode_kv] * num_decodes + ([context + new] if new else [])
@@ -210,9 +231,11 @@ class Bench:
         shape = BatchShape(
             decodes=[(1, num_decodes)] if num_decodes else [], prefills=[(new, context)] if new else [],
             decode_kv_tokens=num_decodes * decode_kv if num_decodes else None, max_kv_len=max(lens),
+            max_decode_steps=steps,
         )  # fmt: skip
         slots = [model.pad_slot] * len(tokens)
-        return StepInputs(shape.numbers, query_lens, tokens, positions, slots, tables, lens, wanted)
+        ahead = [[model.pad_slot] * num_decodes] * (steps - 1)
+        return StepInputs(shape.numbers, query_lens, tokens, positions, slots, tables, lens, wanted, ahead)
 
 
 def _mode(launch: Launch) -> Mode:

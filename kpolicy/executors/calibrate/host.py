@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
 from kpolicy.costs import HostCost
 from kpolicy.decision import Launch
+from kpolicy.executors.base import StepInputs
 from kpolicy.executors.calibrate.attention import FEW_DECODES, PLAIN_PROMPT
 from kpolicy.executors.calibrate.bench import Bench
 from kpolicy.keys import GraphKey
@@ -43,13 +45,14 @@ class HostTimes:
         steps = [(few, 0), (min(most_reqs, max(holds)), 0), (0, prompt), (beside, prompt)]
         if None in keys:
             # Eager operators on many tokens allocate more, and are what eager steps mostly are.
-            steps += [(0, longest // 2), (beside, longest // 2)]
+            steps += [(0, longest // 2), (beside, longest // 2), (beside, longest - beside)]
         for decodes, new in steps:
             size = min((size for size in holds if size >= decodes + new), default=None)
             if size is not None and decodes + new and (decodes, new) not in self._cases:
-                launch = Launch(Rows.ALL, holds[size])
-                rows = bench.rows(decodes, bench.short_kv if decodes else 0, new)
-                self._cases[decodes, new] = bench.add([launch], rows, often=True)
+                launch, kv = Launch(Rows.ALL, holds[size]), bench.short_kv if decodes else 0
+                others = _sizes_like(bench, decodes, kv, new) if new == longest // 2 and holds[size] is None else None
+                rows = bench.rows(decodes, kv, new)
+                self._cases[decodes, new] = bench.add([launch], rows, often=True, others=others)
 
     def cost(self, step_us: float, like: HostCost | None = None) -> HostCost:
         """The host's times.
@@ -91,6 +94,15 @@ class HostTimes:
         prefill_us = max(alone - req_us, 0.0)
         common = min(max(decode_us + prefill_us - (time - req_us * (decodes + 1)), 0.0), decode_us, prefill_us)
         return HostCost(common, req_us, decode_us - common, prefill_us - common)
+
+
+def _sizes_like(bench: Bench, decodes: int, kv: int, new: int) -> Callable[[int], StepInputs]:
+    """Rows with a prompt of another size each time, from half of `new` to half as much again.
+
+    Eager steps are mostly of a size that was never run before: libraries then choose kernels anew, and memory of that
+    size isn't there yet.
+    """
+    return lambda turn: bench.rows(decodes, kv, max(1, new // 2 + random.Random(turn).randrange(new)))  # noqa: S311
 
 
 def host_by_rows(bench: Bench, cases: Sequence[tuple[int, int]]) -> HostCost:

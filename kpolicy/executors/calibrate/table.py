@@ -23,9 +23,10 @@ from typing import Any
 
 from kpolicy.costs import CostTable, Curve
 from kpolicy.decision import Launch
-from kpolicy.executors.calibrate.attention import FEW_DECODES, Bases, DecodeSlope, PrefillSlope
+from kpolicy.executors.calibrate.attention import FEW_DECODES, Bases, DecodeSlope, PrefillSlope, holding
 from kpolicy.executors.calibrate.bench import Bench, Measurable
 from kpolicy.executors.calibrate.host import HostTimes, host_by_rows
+from kpolicy.heap import frozen_heap
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows, SplitForm
 from kpolicy.registry import GraphRegistry
@@ -37,6 +38,8 @@ EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
 NOISE, HOST_NOISE = 0.02, 0.06
 """Of a time: what is within it of another is as good. Where the host runs the launches its other work is in them."""
 _LEAST_US = 0.1
+_SEVERAL = 4
+"""Decode steps beside a prompt, where several are timed."""
 
 
 def can_measure(executor: Any) -> bool:
@@ -71,7 +74,8 @@ def calibrate(
     """
     calibration = Calibration(executor, registry, model, settings)
     try:
-        calibration.measure(allowance_s)
+        with frozen_heap():
+            calibration.measure(allowance_s)
         return calibration.table(version)
     finally:
         calibration.end()
@@ -183,33 +187,44 @@ def _steady(us: dict[int, float], noise: float) -> Curve:
 
 
 class _Overlap:
-    """The share of the shorter half's time that running it beside the longer still costs; 1 where nothing can."""
+    """The share of the shorter half's time that running it beside the longer still costs; 1 where nothing can.
+
+    The mean of two: a decode step beside a long prompt, where the prompt lasts longer, and several beside a shorter
+    one. What they share of the device isn't the same.
+    """
 
     def __init__(
         self, bench: Bench, decode: Sequence[GraphKey], pieces: Sequence[GraphKey], settings: Settings
     ) -> None:
         self._bench = bench
-        self._cases: list[int] = []
+        self._cases: list[tuple[int, int, int, int]] = []
         halves = [(a, b) for a in decode for b in pieces if a.num_tokens + b.num_tokens <= settings.max_num_tokens]
         if not halves:
             return
-        # A long prompt beside a few decodes: the usual case, and larger decode batches leave less to overlap.
-        first, second = max(
+        # A few decodes are the usual case, and larger decode batches leave less to overlap.
+        first, largest = max(
             halves, key=lambda each: (each[1].num_tokens, each[0].num_tokens <= FEW_DECODES, each[0].num_tokens)
         )
-        both = bench.rows(first.num_tokens, bench.short_kv, second.num_tokens)
-        launches = [Launch(Rows.DECODE, first), Launch(Rows.PREFILL, second, 1)]
-        self._cases = [
-            bench.add(launches, both, SplitForm.BESIDE),
-            bench.add(launches[:1], bench.rows(first.num_tokens, bench.short_kv)),
-            bench.add([Launch(Rows.ALL, second)], bench.rows(0, 0, second.num_tokens)),
-        ]
+        middle = holding(pieces, largest.num_tokens // 2)
+        assert middle is not None  # noqa: S101 - the largest is among them
+        num_decodes = first.num_tokens
+        decodes = bench.add([Launch(Rows.DECODE, first)], bench.rows(num_decodes, bench.short_kv))
+        for second, steps, form in (
+            (largest, 1, SplitForm.BESIDE), (middle, _SEVERAL, SplitForm.DECODES_BESIDE),
+        ):  # fmt: skip
+            prompt = second.num_tokens
+            launches = [Launch(Rows.DECODE, first, repeat=steps), Launch(Rows.PREFILL, second, 1)]
+            both = bench.add(launches, bench.rows(num_decodes, bench.short_kv, prompt, steps=steps), form)
+            alone = bench.add([Launch(Rows.ALL, second)], bench.rows(0, 0, prompt))
+            self._cases.append((both, decodes, alone, steps))
 
     def share(self) -> float:
-        if not self._cases or not all(map(self._bench.measured, self._cases)):
-            return 1.0
-        beside, *alone = map(self._bench.us, self._cases)
-        return min(max((beside - max(alone)) / min(alone), 0.0), 2.0)
+        us, shares = self._bench.us, []
+        for both, decodes, prompt, steps in self._cases:
+            if all(map(self._bench.measured, (both, decodes, prompt))):
+                halves = steps * us(decodes), us(prompt)
+                shares.append((us(both) - max(halves)) / min(halves))
+        return min(max(statistics.fmean(shares), 0.0), 2.0) if shares else 1.0
 
 
 def _captures(registry: GraphRegistry, keys: Sequence[GraphKey]) -> dict[str, Any]:
