@@ -349,6 +349,8 @@ class Trace:
             )))  # fmt: skip
         waiting.reverse()
         times: dict[str, list[float]] = {}
+        sent: dict[str, float] = {}
+        launched = self._watch_launches()
         state = {"seen": 0, "sent": 0, "done": 0}
         began = time.perf_counter()
 
@@ -365,6 +367,7 @@ class Trace:
             due = []
             while waiting and waiting[-1][0] <= now - began and state["sent"] - state["done"] < concurrent:
                 due.append(waiting.pop()[1])
+                sent[due[-1].rid] = now
                 state["sent"] += 1
             if state["done"] >= len(requests) or now - began > limit_s:
                 scheduler.gracefully_exit = True
@@ -373,6 +376,7 @@ class Trace:
         scheduler.request_receiver = SimpleNamespace(recv_requests=feed)
         scheduler.gracefully_exit = False
         gc.collect()
+        gc.freeze()  # as SGLang's own freeze_gc does: what was loaded isn't walked through while serving
         self._loop()
         took = time.perf_counter() - began
         if state["done"] < len(requests):
@@ -380,18 +384,59 @@ class Trace:
         tokens = sum(int(output) for _, _, output in requests)
         gaps = sorted((after - before) * 1e3 for each in times.values() for before, after in itertools.pairwise(each))
         found = {"done": state["done"], "of": len(requests), "s": round(took, 3), "outputs": tokens}
+        firsts = sorted((each[0] - sent[rid]) * 1e3 for rid, each in times.items())
+        if firsts:
+            found |= {f"ttft_p{q}_ms": round(_at(firsts, q), 1) for q in (50, 99)}
         if gaps:
+            found["gaps_ms"] = {str(q): round(_at(gaps, q), 2) for q in (25, 75, 90, 95, 98, 99, 99.5, 99.9)}
             found |= {
                 "req_per_s": round(state["done"] / took, 3), "tok_per_s": round(tokens / took, 1),
                 "gap_p50_ms": round(gaps[len(gaps) // 2], 3), "gap_p99_ms": round(gaps[int(0.99 * len(gaps))], 3),
                 "gap_mean_ms": round(sum(gaps) / len(gaps), 3),
             }  # fmt: skip
         split = getattr(scheduler, "_kpolicy_split", None)
+        found["launches"] = launched()
         return {**found, "cycles": dict(split.cycles) if split is not None else None, "steps": steps_of(self.runner)}
+
+    def _watch_launches(self) -> Any:
+        """Have the scheduler's launches timed on the host; what is returned ends that and sums them up.
+
+        By kind and size: how many, mean milliseconds of the host in `run_batch`, and from one launch to the next.
+        """
+        scheduler, original = self.scheduler, self.scheduler.run_batch
+        seen: list[tuple[float, float, str]] = []
+
+        def run_batch(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            found = original(batch, *args, **kwargs)
+            mode = batch.forward_mode.name.lower()
+            size = batch.batch_size() if batch.forward_mode.is_decode() else batch.extend_num_tokens or 0
+            seen.append((began, time.perf_counter(), f"{mode} {_bin(size)}"))
+            return found
+
+        def ended() -> dict[str, list[float]]:
+            scheduler.run_batch = original
+            sums: dict[str, list[float]] = {}
+            for (began, done, kind), (after, _, _) in itertools.pairwise(seen):
+                each = sums.setdefault(kind, [0, 0.0, 0.0])
+                each[0], each[1], each[2] = each[0] + 1, each[1] + (done - began) * 1e3, each[2] + (after - began) * 1e3
+            return {kind: [n, round(a / n, 2), round(b / n, 2)] for kind, (n, a, b) in sorted(sums.items())}
+
+        scheduler.run_batch = run_batch
+        return ended
 
     def _loop(self) -> None:
         """The scheduler's own loop, on its own stream."""
         self.scheduler.run_event_loop()
+
+
+def _at(values: list[float], percent: float) -> float:
+    return values[min(int(percent / 100 * len(values)), len(values) - 1)]
+
+
+def _bin(size: int) -> int:
+    """The power of two that it fits into."""
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def steps_of(runner: Any) -> dict[str, Any] | None:

@@ -5,11 +5,13 @@
 Both sides are processes on the same GPU that stay up and take turns; who goes first changes with each repeat. Slices:
 
 - ``qwen``, ``dsv2``: single steps of Qwen2.5-0.5B and DeepSeek-V2-Lite shapes (decode, extend, mixed; random weights);
+- ``qwen-drawn``: steps of sizes drawn from the trace, with kpolicy's sizes and with those of ``--plan``;
 - ``qwen-trace``: request throughput and gaps through SGLang's scheduler, the conversation trace at 600 requests, every
-  token streamed; ``large`` is kpolicy with prefill sizes up to the chunk, ``gap`` with a limit on gaps besides;
+  token streamed; ``order`` is kpolicy with steps in SGLang's order, ``quarter`` with a larger share for decodes;
 - ``qwen-mixed-trace``: the same with mixed chunks; ``qwen-offline-trace``: the same, nothing streamed;
 - ``dsv2-trace``: the conversation trace on DeepSeek-V2-Lite with mixed chunks, at 48 requests;
-- ``capture``: start-up alone, with SGLang's own sizes, with its own list up to the same largest sizes, and kpolicy's;
+- ``capture``: start-up alone: SGLang's own sizes and those of ``--plan``, which end at the same; kpolicy's own and
+  SGLang's own list up to the same;
 - ``check``: logits on a generated checkpoint against float32 (benchmarks/sglang/check.py).
 
 Every answer is appended to OUT/raw.jsonl as it comes; OUT/sglang_stock_vs_kpolicy.json is written anew after each slice
@@ -27,6 +29,7 @@ import json
 import math
 import os
 import queue
+import random
 import statistics
 import subprocess
 import sys
@@ -39,11 +42,11 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SLICES = (
-    "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-mixed-trace", "qwen-offline-trace", "dsv2-trace",
+    "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-drawn", "qwen-mixed-trace", "qwen-offline-trace",
+    "dsv2-trace",
 )  # fmt: skip
-LARGE = {"KPOLICY_PIECEWISE_SIZES": "64,96,128,256,512,576,1024,1536,2048,3072,4096,6144,8192"}
-VARIANTS = {"large": LARGE, "gap": {**LARGE, "KPOLICY_GAP_MS": "18"}}
-VARIED = {"large": ", prefill sizes to 8,192", "gap": ", prefill sizes to 8,192, KPOLICY_GAP_MS=18"}
+VARIANTS = {"order": {"KPOLICY_DECODE_SHARE": "0"}, "quarter": {"KPOLICY_DECODE_SHARE": "0.25"}}
+VARIED = {"order": ", KPOLICY_DECODE_SHARE=0", "quarter": ", KPOLICY_DECODE_SHARE=0.25"}
 LOADS = {
     "qwen-trace": "", "qwen-mixed-trace": ", mixed chunks", "qwen-offline-trace": ", not streamed",
     "dsv2-trace": ", mixed chunks",
@@ -62,8 +65,14 @@ STEPS = {
         *(("mixed", size) for size in (64, 512, 2048)),
     ],
 }
+CAPTURES = {
+    "SGLang's sizes against planned ones that end at the same": ("stock", "planned"),
+    "SGLang's list to kpolicy's largest sizes against kpolicy's sizes": ("wide", "kpolicy"),
+    "SGLang's sizes against kpolicy's": ("stock", "kpolicy"),
+}
+"""The sides of each row of captures: SGLang's, ours."""
 NO_VARIANTS: Mapping[str, dict[str, str]] = {}
-SERVED = ("step", "trace", "check")
+SERVED = ("step", "trace", "check", "drawn")
 """Kinds of answers that a slice is run for."""
 STARTS_S = {"qwen": 120, "dsv2": 200}
 # Two-sided 95% points of Student's t by degrees of freedom.
@@ -162,6 +171,10 @@ class Run:
             sides[name] = Side(f"{part}-{name}", kind, given, self.logs, kpolicy=True, **environ)
         return sides
 
+    def plan(self) -> dict[str, str]:
+        """The environment of a kpolicy with the planned ladder; empty without a plan."""
+        return {"KPOLICY_PLAN": str(self.given.plan.resolve())} if self.given.plan else {}
+
     def arguments(self, part: str, arguments: dict[str, Any]) -> dict[str, Any]:
         model = MODEL[part.partition("-")[0]]
         # The two sides share the GPU, and are given the same KV.
@@ -200,6 +213,35 @@ def steps(run: Run, part: str) -> None:
             side.end()
 
 
+def drawn(path: Path) -> list[tuple[str, int]]:
+    """Sizes of decode steps of up to 256 requests, and of extends of one to three prompts of the trace."""
+    rng = random.Random(11)
+    prompts = [prompt for _, prompt, _ in requests_of(path, 1800, 7000, 1.0)]
+    decodes = sorted(rng.sample(range(1, 257), 8))
+    extends = sorted(min(sum(rng.sample(prompts, rng.randint(1, 3))), 7000) for _ in range(12))
+    return [*(("decode", size) for size in decodes), *(("extend", size) for size in extends)]
+
+
+def steps_drawn(run: Run, part: str) -> None:
+    """Steps of sizes drawn from the trace, the sides in turn."""
+    plan = run.plan()
+    sides = run.sides(part, "steps", {"max_running_requests": 1024}, {"planned": plan} if plan else NO_VARIANTS)
+    sizes = drawn(run.given.trace)
+    try:
+        run.start(part, sides)
+        for turn in range(-1, run.given.repeats):  # the first turn warms all up
+            for kind, size in sizes:
+                for name in list(sides) if turn % 2 else list(reversed(sides)):
+                    if run.left_s < 10:
+                        return
+                    found = sides[name].ask(60, do="measure", kind=kind, size=size, count=1 if turn < 0 else 9)
+                    if turn >= 0:
+                        run.note(kind="drawn", part=part, side=name, turn=turn, step=kind, size=size, **found)
+    finally:
+        for side in sides.values():
+            side.end()
+
+
 def requests_of(path: Path, count: int, longest: int, speed: float) -> list[tuple[float, int, int]]:
     """(arrival, prompt tokens, output tokens) of the trace's first requests, arriving so many times as fast."""
     rows = []
@@ -217,7 +259,7 @@ def requests_of(path: Path, count: int, longest: int, speed: float) -> list[tupl
 def trace(run: Run, part: str) -> None:
     """Throughput and gaps through the scheduler, the sides in turn."""
     qwen = part.startswith("qwen")
-    concurrent, count = (600, 1200) if qwen else (48, 144)
+    concurrent, count = (600, 1800) if qwen else (48, 144)
     count = run.given.requests or count
     extra: dict[str, Any] = {"max_running_requests": concurrent}
     if "mixed" in LOADS[part]:
@@ -244,19 +286,26 @@ def trace(run: Run, part: str) -> None:
 
 
 def capture(run: Run, part: str) -> None:
-    """Start-up alone, three times each: SGLang's list, its list to the same largest sizes, kpolicy's."""
-    wide = {"cuda_graph_max_bs_decode": 1024, "cuda_graph_max_bs_prefill": 2048}
-    kinds: list[tuple[str, dict[str, Any]]] = [("stock", {}), ("wide", wide), ("kpolicy", {})]
+    """Start-up alone: SGLang's list and a planned one to its largest sizes, kpolicy's and SGLang's to kpolicy's."""
+    largest = {"cuda_graph_max_bs_decode": 1024, "cuda_graph_max_bs_prefill": 8192}
+    own: dict[str, Any] = {}
+    kinds: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+        ("stock", own, {}), ("wide", largest, {}), ("kpolicy", own, {}),
+    ]  # fmt: skip
+    if run.plan():
+        kinds.append(("planned", own, run.plan()))
     waiting = [
-        (turn, name, extra) for turn in range(3) for name, extra in (kinds if turn % 2 else list(reversed(kinds)))
+        (turn, *kind) for turn in range(run.given.repeats) for kind in (kinds if turn % 2 else list(reversed(kinds)))
     ]
     made: list[tuple[int, str, Side]] = []
 
     def make() -> None:
         if waiting:
-            turn, name, extra = waiting.pop(0)
+            turn, name, extra, environ = waiting.pop(0)
             arguments = run.arguments("qwen", {"max_running_requests": 1024, **extra})
-            made.append((turn, name, Side(f"{part}-{name}", "steps", arguments, run.logs, kpolicy=name == "kpolicy")))
+            kpolicy = name in ("kpolicy", "planned")
+            side = Side(f"{part}-{name}", "steps", arguments, run.logs, kpolicy=kpolicy, **environ)
+            made.append((turn, name, side))
 
     make()
     try:
@@ -304,6 +353,7 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     values: dict[tuple[str, str, str], dict[str, dict[int, float]]] = {}
     how: dict[tuple[str, str, str], dict[str, Any]] = {}
     runs: dict[tuple[str, str, str], int] = {}
+    drawn_ms: dict[tuple[int, int, str], dict[str, dict[tuple[str, int], dict[str, Any]]]] = {}
 
     def put(model: str, load: str, figure: str, line: dict[str, Any], value: float, **more: Any) -> None:
         key = (NAMES[MODEL[model]], load, figure)
@@ -327,6 +377,7 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             figures = [("requests/s", "req_per_s"), ("tokens/s", "tok_per_s")]
             if line["part"] != "qwen-offline-trace":
                 figures += [("gap p99 ms", "gap_p99_ms"), ("gap p50 ms", "gap_p50_ms")]
+                figures += [(f"first token p{q} ms", f"ttft_p{q}_ms") for q in (50, 99) if f"ttft_p{q}_ms" in line]
             for figure, name in figures:
                 if line["side"] not in VARIED:
                     put(model, load, figure, line, line[name])
@@ -335,13 +386,26 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                         sided = {**line, "side": line["side"].replace(variant, "kpolicy")}
                         put(model, load + words, figure, sided, line[name])
         elif line["kind"] == "start" and line["part"] == "capture" and "prefill_s" in line:
-            against = ("stock", "wide") if line["side"] == "kpolicy" else (line["side"],)
-            for name in against:
-                load = "its own sizes" if name == "stock" else "its own list to the same largest sizes"
-                sized = {**line, "side": "kpolicy" if line["side"] == "kpolicy" else "stock"}
+            for load, (stock, ours) in CAPTURES.items():
+                if line["side"] not in (stock, ours):
+                    continue
+                sized = {**line, "side": "kpolicy" if line["side"] == ours else "stock"}
                 put("qwen", load, "capture s", sized, line["prefill_s"] + line["decode_s"],
                     sizes=len(line["decode_sizes"]) + len(line["prefill_sizes"]))  # fmt: skip
                 put("qwen", load, "graph MiB", sized, line["prefill_mib"] + line["decode_mib"])
+        elif line["kind"] == "drawn":
+            for ours, words in (("kpolicy", "kpolicy's sizes"), ("planned", "planned sizes")):
+                if line["side"] in (ours, "stock"):
+                    sides = drawn_ms.setdefault((line["run"], line["turn"], words), {})
+                    sides.setdefault(line["side"].replace(ours, "kpolicy"), {})[line["step"], line["size"]] = line
+    for (run, turn, words), sides in drawn_ms.items():
+        both = sides.get("stock", {}).keys() & sides.get("kpolicy", {}).keys()
+        for kind in ("decode", "extend"):
+            sizes = [size for size in both if size[0] == kind]
+            for side, by_size in sides.items() if sizes else ():
+                line = {"run": run, "turn": turn, "side": side}
+                mean = statistics.fmean(by_size[size]["ms"] for size in sizes)
+                put("qwen", f"{kind} steps drawn from the trace, {words}", "mean step ms", line, mean, sizes=len(sizes))
     found = []
     for (model, load, figure), sides in values.items():
         if {"stock", "kpolicy"} <= sides.keys():
@@ -397,6 +461,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, help="folder of model shapes, each with config.json")
     parser.add_argument("--trace", type=Path, required=True, help="azure_llm_2023_conv.csv, or its beginning")
+    parser.add_argument("--plan", type=Path, help="a ladder plan that ends at SGLang's own largest sizes")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, help="where the processes' logs and the checkpoints go (default: --out)")
     parser.add_argument("--slices", default=",".join(SLICES))
@@ -410,7 +475,8 @@ def main() -> None:
     for part in given.slices.split(","):
         started = time.monotonic()
         try:
-            function = {"check": check, "capture": capture}.get(part) or (trace if "trace" in part else steps)
+            known = {"check": check, "capture": capture, "qwen-drawn": steps_drawn}
+            function = known.get(part) or (trace if "trace" in part else steps)
             if run.left_s > 40:
                 function(run, part)
             else:

@@ -9,9 +9,13 @@ __all__ = ["USUAL_MOST_REQS", "decode_sizes", "default_decode_sizes", "default_p
 USUAL_MOST_REQS = 1024
 """Largest decode size where SGLang wasn't told how many requests may run; it drops what its memory can't hold."""
 _DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768)
-_PREFILL = (64, 96, 128, 256, 512, 576, 1024, 1536, 2048)
+_PREFILL = (64, 96, 128, 256, 512, 576, 768)
+_STEP, _FINE_TO = 256, 3072
+_LARGE = (4096, 6144, 8192)
 """Launching a small prompt takes the host longer than the device whatever the tokens, so that padding is cheap below
-512. 96 and 576 are for chunks of 64 and 512 beside some decode rows; over 2,048 a graph saves next to nothing."""
+512; 96 and 576 are for chunks of 64 and 512 beside some decode rows. From 1,024 on padding costs what its tokens do,
+and sizes are as close as SGLang's to where most batches end that share the time with decodes. Larger ones have their
+graph for the host's sake: an eager step takes it 10 ms, in which the scheduler does nothing else."""
 
 
 def default_decode_sizes(most_reqs: int) -> tuple[int, ...]:
@@ -22,8 +26,10 @@ def default_decode_sizes(most_reqs: int) -> tuple[int, ...]:
 
 
 def default_prefill_sizes(most_tokens: int) -> tuple[int, ...]:
-    """Prefill sizes in tokens, none over `most_tokens`."""
-    return tuple(size for size in _PREFILL if size <= most_tokens) or (most_tokens,)
+    """Prefill sizes in tokens, up to and with `most_tokens`, or the largest that is worth a graph."""
+    sizes = (*_PREFILL, *range(4 * _STEP, _FINE_TO + 1, _STEP), *_LARGE)
+    most = min(most_tokens, sizes[-1])
+    return (*(size for size in sizes if size < most), most)
 
 
 def decode_sizes(config: Config, most_reqs: int | None, sglang_most: int) -> tuple[int, ...]:

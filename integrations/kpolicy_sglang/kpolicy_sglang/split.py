@@ -4,7 +4,8 @@ With mixed chunks on, SGLang adds the running decodes to every prefill batch, an
 both batches of a cycle run one after the other, the decodes in their graph. Which goes first is the order that keeps
 requests waiting least: the one that serves most of them for its time.
 
-With a limit on gaps the prompts of a step are as many as it allows, and every other step is a decode step.
+While prompts wait decodes have their turns, see `kpolicy_sglang.turns`: the prompts of a step are as many as these
+allow, and a decode step follows.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 from kpolicy_sglang.state import State, state_of
+from kpolicy_sglang.turns import Turns
 
 __all__ = ["Split", "split_of"]
 
 _ATTRIBUTE = "_kpolicy_split"
 _MOST_LOOKED = 64
-_STEP = 512
-"""Prompt tokens that a limit on gaps is tried in, where nothing is captured."""
 
 
 def split_of(scheduler: Any) -> Split | None:
@@ -33,9 +33,16 @@ def split_of(scheduler: Any) -> Split | None:
 
 
 def _wanted(scheduler: Any, state: State) -> bool:
-    known = state.prefill is not None and state.prefill.costs is not None
-    limited = state.config.gap_ms is not None and known and scheduler.chunked_prefill_size
-    return not state.coupled and bool(limited or _divides(scheduler, state))
+    if state.coupled:
+        return False
+    turns = Turns(state, _chunk(scheduler))
+    # Mixed batches have decodes in them, and need no turns.
+    return _divides(scheduler, state) or turns.limit < turns.chunk or (turns.on and not scheduler.is_mixed_chunk)
+
+
+def _chunk(scheduler: Any) -> int:
+    """The most prompt tokens of a step; 0 where prompts aren't cut."""
+    return max(int(getattr(scheduler, "chunked_prefill_size", None) or 0), 0)
 
 
 def _divides(scheduler: Any, state: State) -> bool:
@@ -57,19 +64,10 @@ class Split:
         self._state = state
         self._owed = ""
         """The batch of the cycle that has not run yet: ``decode`` or ``extend``."""
+        self._most = 0
         self._divides = scheduler is not None and _divides(scheduler, state)
-        self._most = self.most_tokens()
-        self.cycles = {"mixed": 0, "decode first": 0, "extend first": 0, "limited": 0}
-
-    def most_tokens(self) -> int:
-        """Prompt tokens that a step may have beside running decodes: the chunk, or what the limit on gaps allows."""
-        scheduler, prefill, gap_ms = self._scheduler, self._state.prefill, self._state.config.gap_ms
-        chunk = int(getattr(scheduler, "chunked_prefill_size", None) or 0)
-        if not chunk or gap_ms is None or prefill is None or prefill.costs is None:
-            return chunk
-        sizes = (*(size for size in prefill.sizes if size < chunk), *range(_STEP, chunk, _STEP), chunk)
-        fitting: list[int] = [size for size in sizes if prefill.us(size) <= gap_ms * 1e3]
-        return int(max(fitting, default=min(sizes)))
+        self.turns = Turns(state, _chunk(scheduler))
+        self.cycles = {"mixed": 0, "decode first": 0, "extend first": 0, "in turns": 0}
 
     def step(self, original: Any, running_batch: Any) -> Any:
         """AROUND one `get_new_batch_prefill`: SGLang's own, once and as it is, where kpolicy's part raises."""
@@ -84,7 +82,7 @@ class Split:
             turn = "own"
         if turn == "own":
             return original(self._scheduler, running_batch)
-        plan = self._prefill(original, running_batch, mixed=turn == "mixed")
+        plan = self._prefill(original, running_batch, self._most, mixed=turn == "mixed")
         if turn == "extend first" and plan.batch_to_run is not None:
             self._owed = "decode"
         return plan
@@ -95,22 +93,32 @@ class Split:
         self._owed = ""
         if not decodes or not (scheduler.waiting_queue or scheduler.chunked_req is not None):
             return "own"
+        if owed == "decode":
+            return "decode"
+        waiting = len(scheduler.waiting_queue) + (scheduler.chunked_req is not None)
+        most_rows = max(min(decodes + waiting, scheduler.max_running_requests), decodes)
+        self._most = self.turns.tokens(decodes, most_rows)
         if owed:
-            return "decode" if owed == "decode" else "extend"
-        order = self.order(decodes, *self.prompts()) if self._divides else "limited"
+            return "extend"
+        if self._divides:
+            order = self.order(decodes, *self.prompts(self._most))
+        else:
+            order = "mixed" if scheduler.is_mixed_chunk else "in turns"
         self.cycles[order] += 1
         if order == "decode first":
             self._owed = "extend"
             return "decode"
+        if order == "mixed":
+            self._most = self.turns.limit
         return "mixed" if order == "mixed" else "extend first"
 
-    def _prefill(self, original: Any, running_batch: Any, *, mixed: bool) -> Any:
+    def _prefill(self, original: Any, running_batch: Any, most: int, *, mixed: bool) -> Any:
         """SGLang's own prefill batch, with the decodes in it or without, of no more prompt tokens than may be."""
         scheduler = self._scheduler
         before = scheduler.is_mixed_chunk, scheduler.chunked_prefill_size
         scheduler.is_mixed_chunk = mixed
-        if self._most:
-            scheduler.chunked_prefill_size = self._most
+        if most:
+            scheduler.chunked_prefill_size = most
         try:
             return original(scheduler, running_batch)
         finally:
@@ -123,8 +131,12 @@ class Split:
 
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
 
-    def prompts(self) -> tuple[int, int, bool]:
-        """(tokens, prompts, whether cached tokens come before them) of the next prefill batch, near enough."""
+    def prompts(self, most: int) -> tuple[int, int, bool]:
+        """(tokens, prompts, whether cached tokens come before them) of the next prefill batch, near enough.
+
+        Args:
+            most: the most tokens that it may have.
+        """
         scheduler = self._scheduler
         tokens = prompts = 0
         prefix = False
@@ -132,7 +144,6 @@ class Split:
         if chunked is not None:
             done = _done(chunked)
             tokens, prompts, prefix = len(chunked.origin_input_ids) - done, 1, done > 0
-        most = self._most
         for request in scheduler.waiting_queue[:_MOST_LOOKED]:
             if tokens >= most:
                 break

@@ -49,6 +49,9 @@ def test_settings_from_the_environment():
         ("KPOLICY_SUMMARY_SECONDS", "nan"),
         ("KPOLICY_GAP_MS", "0"),
         ("KPOLICY_GAP_MS", "soon"),
+        ("KPOLICY_DECODE_SHARE", "-0.1"),
+        ("KPOLICY_DECODE_SHARE", "1"),
+        ("KPOLICY_DECODE_SHARE", "half"),
         ("KPOLICY_OBJECTIVE", "speed"),
     ],
 )
@@ -68,15 +71,16 @@ def test_default_decode_sizes(most):
 
 
 def test_default_prefill_sizes():
-    """None is over the largest chunk, and there is always one."""
-    assert default_prefill_sizes(8192)[-1] == 2048
+    """They end with the largest chunk that is worth a graph, and there is always one."""
+    assert default_prefill_sizes(16384)[-1] == default_prefill_sizes(8192)[-1] == 8192
+    assert default_prefill_sizes(2000)[-3:] == (1536, 1792, 2000)
     assert default_prefill_sizes(576) == (64, 96, 128, 256, 512, 576)
     assert default_prefill_sizes(20) == (20,)
 
 
 def test_far_fewer_than_sglangs():
-    """The default ladder is a fifth of SGLang's, up to more requests."""
-    assert len(default_decode_sizes(768)) + len(default_prefill_sizes(8192)) == 21
+    """The default ladder is a third of SGLang's 94, up to more requests."""
+    assert len(default_decode_sizes(768)) + len(default_prefill_sizes(8192)) == 31
 
 
 def test_given_sizes_go_before_a_plan(tmp_path):
