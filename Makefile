@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: run test lint bench oracle signatures clean
+.PHONY: run test lint bench oracle signatures kunlun clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kpolicy run $(ARGS)
@@ -43,6 +43,18 @@ signatures: $(VENV)/test.stamp
 	    --python-version 3.11 --platform manylinux_2_28_x86_64 --only-binary=:all: torch_npu==2.13.0
 	KPOLICY_TORCH_NPU_WHEEL=$(CURDIR)/$(NPU_WHEEL) KPOLICY_VLLM_ASCEND_WHEEL=$(CURDIR)/$(ASCEND_WHEEL) \
 	    $(BIN)/python -m pytest tests/executors_ascend/test_signatures.py tests/integrations/vllm/test_ascend.py $(ARGS)
+
+# What is attached under vLLM-Kunlun, in the first runners of the vLLMs it is made for (760 MB), and its published package.
+KUNLUN_WHEEL = $(SIGNATURES)/vllm_kunlun-0.11.1-py3-none-any.whl
+kunlun: $(VENV)/test.stamp
+	mkdir -p $(ORACLE) $(SIGNATURES)
+	for package in vllm==0.15.1 vllm==0.25.1; do \
+	    ls $(ORACLE)/$$(echo $$package | sed 's/==/-/')-* >/dev/null 2>&1 || \
+	    $(BIN)/python -m pip download --quiet --no-deps --dest $(ORACLE) $$package; done
+	ls $(KUNLUN_WHEEL) >/dev/null 2>&1 || \
+	    $(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --dest $(SIGNATURES) vllm-kunlun==0.11.1
+	KPOLICY_ORACLE=$(CURDIR)/$(ORACLE) KPOLICY_VLLM_KUNLUN_WHEEL=$(CURDIR)/$(KUNLUN_WHEEL) \
+	    $(BIN)/python -m pytest tests/integrations/vllm/test_kunlun_dispatch.py -m "oracle or not oracle" $(ARGS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

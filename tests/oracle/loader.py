@@ -149,10 +149,10 @@ class Release:
     """
 
     def __init__(self, folder: Path, version: str) -> None:
-        found = sorted(folder.glob(f"vllm-{version}.0*"))
+        self.name = f"vllm-{version}" if version.count(".") > 1 else f"vllm-{version}.0"
+        found = sorted(folder.glob(f"{self.name}*"))
         if not found:
-            raise FileNotFoundError(f"{VARIABLE} has no vllm-{version}.0 folder and no vllm-{version}.0*.whl")
-        self.name = f"vllm-{version}.0"
+            raise FileNotFoundError(f"{VARIABLE} has no {self.name} folder and no {self.name}*.whl")
         self._path = found[0]
 
     def read(self, member: str) -> str:

@@ -9,6 +9,9 @@ what was held so far, and captured; serving goes on. Several ranks that capture 
 out, and plan for the one with the fewest streams: one that planned anew while others wait in a collective would hang
 them all. Where they don't all come within `AGREE_S` the error says what to set instead.
 
+Drafters ask the runner's dispatcher too. They are answered by vLLM's own rule over the graphs that are there, which
+their dummy runs captured beside the model's. The second runner isn't started by vLLM-Ascend on vLLM 0.23.0.
+
 Unverified on hardware: held to the published package's signatures, and to a pretended runner.
 """
 
@@ -25,13 +28,13 @@ import attrs
 
 from kpolicy.budget_models import AscendParallel, BudgetModel, ModelShape
 from kpolicy.budgets import Budget, Usage
-from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.costs import analytic_costs
 from kpolicy.errors import ConfigError, KPolicyError
-from kpolicy.figures import config_costs
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.reasons import Reason
 from kpolicy_vllm import attach_v1
+from kpolicy_vllm.published import with_published_costs
 from kpolicy_vllm.state import LOGGER, State
 from kpolicy_vllm.versions import UnsupportedError
 from kpolicy_vllm.versions.names import Names
@@ -83,6 +86,11 @@ def attach(runner: Any, state: State, modules: Names | None = None, device: Devi
     Raises:
         UnsupportedError: this vLLM-Ascend isn't the one whose signatures were recorded.
     """
+    if hasattr(runner, "cudagraph_manager"):
+        raise UnsupportedError(
+            "this is vLLM-Ascend's second runner, which vLLM-Ascend 0.23.0 itself doesn't start on vLLM 0.23.0; unset "
+            "VLLM_USE_V2_MODEL_RUNNER."
+        )
     if device is None:
         for name, recorded, live in differing(RECORDED):
             raise UnsupportedError(
@@ -95,8 +103,28 @@ def attach(runner: Any, state: State, modules: Names | None = None, device: Devi
     budget = GraphBudget(runner, state, here)
     budget.recover()
     attach_v1.attach(runner, state, modules or here.names())
+    _drafters_apart(state.dispatcher)
     budget.trim_at_start()
-    _with_costs(runner, state)
+    with_published_costs(runner, state, "Ascend 910B")
+
+
+def _drafters_apart(dispatcher: Any) -> None:
+    """Answer drafters by vLLM's rule over the captured graphs, and don't count them among the model's steps.
+
+    vLLM-Ascend's drafters ask the runner's dispatcher, right after the model's own step: twice, the second time with
+    the size that they were told, so they must be told it again. Costs are of the model, not of the drafter.
+    """
+    decide = dispatcher.dispatch
+
+    def dispatch(
+        num_tokens: int, uniform_decode: bool = False, has_lora: bool = False, num_active_loras: int = 0,
+        valid_modes: Any = None, invalid_modes: Any = None,
+    ) -> Any:  # fmt: skip
+        if dispatcher.facts is None and dispatcher.deciding and valid_modes is None and not has_lora:
+            return dispatcher.by_own_rule(num_tokens, uniform_decode, invalid_modes)
+        return decide(num_tokens, uniform_decode, has_lora, num_active_loras, valid_modes, invalid_modes)
+
+    dispatcher.dispatch = dispatch
 
 
 @attrs.frozen
@@ -326,28 +354,6 @@ class GraphBudget:
             "kpolicy: %d of %d graphs are captured (%d FULL, %d PIECEWISE): %s",
             len(kept), len(descs), full, len(kept) - full, why,
         )  # fmt: skip
-
-
-def _with_costs(runner: Any, state: State) -> None:
-    """After the captures, costs from published figures where the policy reads some and there are none."""
-    capture = runner.capture_model
-
-    def capture_model(*args: Any, **named: Any) -> Any:
-        result = capture(*args, **named)
-        if state.costs is None and state.policy.reads_costs:
-            state.install_costs(_figures(runner), "published figures of the device, not measured")
-        return result
-
-    runner.capture_model = capture_model
-
-
-def _figures(runner: Any) -> CostTable:
-    try:
-        return config_costs(runner.vllm_config.model_config.hf_text_config.to_dict(), "Ascend 910B")
-    # A config of a model whose weights aren't known here, or one that isn't a mapping.
-    except Exception as error:  # noqa: BLE001
-        LOGGER.warning("kpolicy: costs are those of an 8B model, as this model's can't be told: %s", error)
-        return analytic_costs()
 
 
 def shape_of(vllm_config: Any) -> ModelShape:

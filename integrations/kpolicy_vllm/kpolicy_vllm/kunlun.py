@@ -1,41 +1,54 @@
 """`KunlunGraphWrapper`: the graph wrapper that vLLM-Kunlun's design page describes and its code never had.
 
-vLLM-Kunlun returns vLLM's own wrapper from `get_static_graph_wrapper_cls`. `register` makes it return this one where
-kpolicy is on (`KPOLICY_VLLM=1`). It captures and replays as vLLM's, and differs in three things:
+vLLM-Kunlun returns vLLM's own wrapper from `get_static_graph_wrapper_cls`, which vLLM asks for the pieces of a
+PIECEWISE graph; the FULL one it takes by its own name. `register` makes both this one where kpolicy is on
+(`KPOLICY_VLLM=1`). It captures and replays as vLLM's, and differs in three things:
 
 - A capture that fails costs its graph: that size runs eagerly from then on, and serving goes on.
-- FULL graphs of attention that takes lengths on the host are on probation: replays over other lengths than the
-  capture's run beside an eager run, whose output is what the caller gets. After three that have its bits, over lengths
-  shorter and longer than captured, the graph is trusted; one that hasn't is given up for good. A replay over the
-  capture's own lengths proves nothing and runs eagerly.
+- FULL graphs of attention that takes lengths on the host are on probation: replays run beside an eager run, whose
+  output is what the caller gets. After three that have its bits, over rows shorter and longer than captured, in other
+  blocks and of another number, the graph is trusted; one that hasn't is given up for good. A replay over the capture's
+  own lengths proves nothing and runs eagerly. `kunlun_attach` shows each graph such rows at warm-up; what it couldn't
+  show, steps of serving may.
 - Linear attention keeps a state, which running twice would advance twice: its FULL graphs are refused.
 
-vLLM-Kunlun isn't on a package index; names are those of its public sources (a build for vLLM 0.15). Unverified on
-hardware: held to a pretended vLLM.
+Tensor-parallel ranks compare together: all trust a graph, or none does. Data-parallel ones serve other rows each, and
+one that ran a step twice would leave the others in a collective, so there nothing is tried and such graphs are refused.
+
+Unverified on hardware: held to a pretended vLLM, and to the signatures of vLLM-Kunlun 0.11.1 and of the vLLMs that it
+is made for.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, cast
-
-import attrs
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 from kpolicy_vllm.config import Config
+from kpolicy_vllm.kunlun_probation import PATIENCE, Probation, Seen, copied, each_of, num_tokens, same
+from kpolicy_vllm.state import LOGGER
 
-__all__ = ["LOGGER", "NEEDED", "Probation", "host_lengths", "register", "wrapper_class"]
+__all__ = ["LOGGER", "is_kunlun", "register", "use_wrapper", "wrapper_class"]
 
-LOGGER = logging.getLogger("vllm.kpolicy")
-NEEDED = 3
-"""Replays that must have eager's bits."""
 _PLATFORM = "vllm_kunlun.platforms.kunlun"
 _QUALNAME = "kpolicy_vllm.kunlun.KunlunGraphWrapper"
+_WORKERS = ("vllm.v1.worker.worker_base", "vllm.worker.worker_base")
+"""Where vLLM keeps `WorkerWrapperBase`, newest first"""
 _STATEFUL = ("GDN", "Mamba", "Linear", "ShortConv")
 _MARK = "_kpolicy"
-_DEEPEST = 3
+_MARK_WORKER = "_kpolicy_kunlun"
+
+
+def is_kunlun() -> bool:
+    """Whether vLLM runs on vLLM-Kunlun's platform here."""
+    if find_spec("vllm_kunlun") is None:
+        return False
+    platform = import_module("vllm.platforms").current_platform
+    return type(platform).__module__.partition(".")[0] == "vllm_kunlun"
 
 
 def register() -> bool:
@@ -51,7 +64,62 @@ def register() -> bool:
 
         setattr(get_static_graph_wrapper_cls, _MARK, True)
         platform.get_static_graph_wrapper_cls = classmethod(get_static_graph_wrapper_cls)
+    for name in _WORKERS:
+        try:
+            _hook(import_module(name).WorkerWrapperBase)
+            break
+        except (ImportError, AttributeError):
+            continue
     return True
+
+
+def _hook(worker_wrapper: type[Any]) -> None:
+    """When a worker has made its runner, have that use our wrapper for FULL graphs."""
+    original = worker_wrapper.init_device
+    if getattr(original, _MARK_WORKER, False):
+        return
+
+    @functools.wraps(original)
+    def init_device(self: Any, *args: Any, **named: Any) -> Any:
+        result = original(self, *args, **named)
+        runner = getattr(getattr(self, "worker", None), "model_runner", None)
+        try:
+            if runner is not None:
+                use_wrapper(runner)
+        except Exception as error:  # noqa: BLE001 - whatever it is, vLLM-Kunlun serves on with vLLM's own wrapper
+            LOGGER.warning("kpolicy's wrapper of FULL graphs is off: %s: %s", type(error).__name__, error)
+        return result
+
+    setattr(init_device, _MARK_WORKER, True)
+    worker_wrapper.init_device = init_device
+
+
+def use_wrapper(runner: Any, stock: type[Any] | None = None, made: type[Any] | None = None) -> None:
+    """Once the runner has loaded its model: our wrapper of FULL graphs in the place of vLLM's.
+
+    Args:
+        runner: a runner that hasn't loaded its model.
+        stock: vLLM's `CUDAGraphWrapper`.
+        made: what `wrapper_class` made.
+    """
+    load = runner.load_model
+
+    def load_model(*args: Any, **named: Any) -> Any:
+        result = load(*args, **named)
+        theirs = stock or import_module("vllm.compilation.cuda_graph").CUDAGraphWrapper
+        model = runner.model
+        if type(model) is theirs:
+            ours = made or __getattr__("KunlunGraphWrapper")
+            runner.model = ours(
+                model.runnable, model.vllm_config, runtime_mode=model.runtime_mode,
+                cudagraph_options=model.cudagraph_options,
+            )  # fmt: skip
+            instances = getattr(theirs, "_all_instances", None)
+            if instances is not None:
+                instances.discard(model)
+        return result
+
+    runner.load_model = load_model
 
 
 def __getattr__(name: str) -> Any:
@@ -61,7 +129,7 @@ def __getattr__(name: str) -> Any:
     from kpolicy.executors.cuda.failures import classify
 
     context = import_module("vllm.forward_context")
-    made = wrapper_class(
+    made = globals().get(name) or wrapper_class(
         import_module("vllm.compilation.cuda_graph").CUDAGraphWrapper,
         context.get_forward_context,
         import_module("vllm.config").CUDAGraphMode,
@@ -71,55 +139,21 @@ def __getattr__(name: str) -> Any:
     return made
 
 
-@attrs.define
-class Probation:
-    """What a FULL graph has still to prove.
-
-    Args:
-        captured: the lengths that it was captured with.
-        shortest: no row of these lengths could be shorter.
-    """
-
-    captured: tuple[int, ...]
-    shortest: bool
-    passed: int = 0
-    shorter: bool = False
-    longer: bool = False
-
-    def compared(self, lengths: tuple[int, ...]) -> bool:
-        """A replay over those lengths had eager's bits; whether the graph is trusted from here on."""
-        self.passed += 1
-        self.longer |= max(lengths, default=0) > max(self.captured, default=0)
-        self.shorter |= sum(lengths) < sum(self.captured)
-        return self.passed >= NEEDED and self.longer and (self.shorter or self.shortest)
-
-
-def host_lengths(metadata: Any) -> tuple[int, ...] | None:
-    """Lengths that attention takes on the host, from its metadata; None where there are none."""
-    found = [value for each in _each(metadata) for value in _lengths(each, 0)]
-    return tuple(found) if found else None
-
-
-def _each(metadata: Any) -> list[Any]:
-    """One layer's metadata after another; layers that share it count once."""
-    every = list(metadata.values()) if isinstance(metadata, Mapping) else [metadata]
-    return list({id(each): each for each in every if each is not None}.values())
-
-
-def _lengths(value: Any, depth: int) -> Iterator[int]:
-    for name, held in (vars(value) if hasattr(value, "__dict__") else {}).items():
-        lengths = "len" in name or "lod" in name or "start_loc" in name
-        if lengths and getattr(getattr(held, "device", None), "type", "") == "cpu" and not held.is_floating_point():
-            yield from held.flatten().tolist()
-        elif lengths and isinstance(held, list) and all(isinstance(each, int) for each in held):
-            yield from held
-        elif depth < _DEEPEST and "meta" in type(held).__name__.lower():
-            yield from _lengths(held, depth + 1)
+def _agree(ok: bool) -> bool:
+    """Whether it holds on every tensor-parallel rank; each must ask."""
+    group = import_module("vllm.distributed.parallel_state").get_tp_group()
+    if group.world_size == 1:
+        return ok
+    torch = import_module("torch")
+    flag = torch.tensor([int(ok)], dtype=torch.int32)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(flag.item())
 
 
 def wrapper_class(
-    base: type[Any], forward_context: Callable[[], Any], modes: Any, is_lost: Callable[[BaseException], bool]
-) -> type[Any]:
+    base: type[Any], forward_context: Callable[[], Any], modes: Any, is_lost: Callable[[BaseException], bool],
+    agree: Callable[[bool], bool] = _agree,
+) -> type[Any]:  # fmt: skip
     """See the module's docstring.
 
     Args:
@@ -127,6 +161,7 @@ def wrapper_class(
         forward_context: gives the step's forward context.
         modes: vLLM's `CUDAGraphMode`.
         is_lost: whether an error means that the device is lost.
+        agree: whether something holds on every tensor-parallel rank.
     """
 
     class KunlunGraphWrapper(base):  # type: ignore[misc]
@@ -135,12 +170,22 @@ def wrapper_class(
         Attributes:
             refused: why sizes run eagerly, by descriptor.
             probation: FULL graphs that aren't trusted yet.
+            on_refused: is told of each FULL graph that is given up.
+            made: every wrapper there is, of pieces and of whole models.
         """
+
+        made: ClassVar[WeakSet[Any]] = WeakSet()
 
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
             self.refused: dict[Any, str] = {}
+            self._retired: list[Any] = []
             self.probation: dict[Any, Probation] = {}
+            self.on_refused: Callable[[Any, str], None] = lambda _desc, _why: None
+            parallel = getattr(self.vllm_config, "parallel_config", None)
+            self._agree = agree if getattr(parallel, "tensor_parallel_size", 1) > 1 else bool
+            self._apart = getattr(parallel, "data_parallel_size", 1) > 1
+            self.made.add(self)
 
         def __call__(self, *args: Any, **named: Any) -> Any:
             context = forward_context()
@@ -157,32 +202,44 @@ def wrapper_class(
 
         def _captured(self, desc: Any, metadata: Any, args: Any, named: Any) -> Any:
             whole = self.runtime_mode == modes.FULL
-            if whole and any(name in type(each).__name__ for each in _each(metadata) for name in _STATEFUL):
+            if whole and any(name in type(each).__name__ for each in each_of(metadata) for name in _STATEFUL):
                 self._refuse(desc, "its attention keeps a state, which can't be run twice to prove a replay")
                 return self.runnable(*args, **named)
+            why = ""
             try:
                 output = super().__call__(*args, **named)
             except RuntimeError as error:
                 if is_lost(error):
                     raise
-                self._refuse(desc, f"its capture failed: {(str(error).splitlines() or ['?'])[0]}")
+                why = f"its capture failed: {(str(error).splitlines() or ['?'])[0]}"
+            # Only whole graphs are run twice for a proof, so only there must ranks be of one mind.
+            if whole and not self._agree(not why):
+                why = why or "its capture failed on another rank"
+            if why:
+                self._refuse(desc, why)
                 return self.runnable(*args, **named)
-            lengths = host_lengths(metadata) if whole else None
-            if lengths is not None:
-                rows = _num_tokens(metadata, desc) // max(1, getattr(desc, "num_reqs", None) or desc.num_tokens)
-                self.probation[desc] = Probation(lengths, max(lengths) <= max(1, rows))
+            seen = Seen.of(metadata) if whole else None
+            if seen is not None and self._apart:
+                self._refuse(desc, "its attention takes lengths on the host, and data-parallel ranks can't try graphs")
+                return self.runnable(*args, **named)
+            if seen is not None:
+                tokens = desc.num_tokens // max(1, getattr(desc, "num_reqs", None) or desc.num_tokens)
+                self.probation[desc] = Probation(seen, max(seen.lengths, default=0) <= max(1, tokens))
             return output
 
         def _tried(self, desc: Any, trial: Probation, metadata: Any, args: Any, named: Any) -> Any:
-            lengths = host_lengths(metadata) or ()
-            if lengths == trial.captured:
+            seen = Seen.of(metadata)
+            if seen is None or not trial.tells(seen):
+                if trial.steps >= PATIENCE:
+                    missing = ", ".join(sorted(trial.missing())) or "other lengths"
+                    self._refuse(desc, f"{trial.steps} steps showed it no replay over {missing}")
                 return self.runnable(*args, **named)
-            count = _num_tokens(metadata, desc)
-            replayed = _copied(super().__call__(*args, **named), desc.num_tokens, count)
+            count = num_tokens(metadata, seen, desc)
+            replayed = copied(super().__call__(*args, **named), desc.num_tokens, count)
             wanted = self.runnable(*args, **named)
-            if not _same(replayed, _copied(wanted, desc.num_tokens, count)):
-                self._refuse(desc, "a replay over other lengths isn't what eager computes: lengths are frozen in it")
-            elif trial.compared(lengths):
+            if not self._agree(same(replayed, copied(wanted, desc.num_tokens, count))):
+                self._refuse(desc, "a replay over other rows isn't what eager computes: lengths are frozen in it")
+            elif trial.compared(seen):
                 del self.probation[desc]
                 LOGGER.info("kpolicy: the FULL graph of %s has proved itself", desc)
             return wanted
@@ -190,33 +247,12 @@ def wrapper_class(
         def _refuse(self, desc: Any, why: str) -> None:
             self.refused[desc] = why
             self.probation.pop(desc, None)
-            self.concrete_cudagraph_entries.pop(desc, None)
+            entry = self.concrete_cudagraph_entries.pop(desc, None)
+            if entry is not None and entry.cudagraph is not None:
+                # Destroying one graph of a shared pool can break the others.
+                self._retired.append(entry)
             LOGGER.warning("kpolicy: %s runs eagerly from here on: %s", desc, why)
+            if self.runtime_mode == modes.FULL:
+                self.on_refused(desc, why)
 
     return KunlunGraphWrapper
-
-
-def _num_tokens(metadata: Any, desc: Any) -> int:
-    """Tokens of the step without padding."""
-    counts = [getattr(each, "num_actual_tokens", None) for each in _each(metadata)]
-    return next((int(count) for count in counts if count), int(desc.num_tokens))
-
-
-def _copied(output: Any, padded: int, count: int) -> list[Any]:
-    """Copies of an output's tensors, without rows of padding."""
-    if isinstance(output, tuple | list):
-        return [copy for each in output for copy in _copied(each, padded, count)]
-    if isinstance(output, Mapping):
-        return [copy for each in output.values() for copy in _copied(each, padded, count)]
-    tensors = getattr(output, "tensors", None)
-    if isinstance(tensors, Mapping):  # vLLM's IntermediateTensors
-        return _copied(tensors, padded, count)
-    if not hasattr(output, "clone"):
-        return []
-    rows = output[:count] if output.dim() and output.shape[0] == padded else output
-    return [rows.clone()]
-
-
-def _same(mine: list[Any], other: list[Any]) -> bool:
-    equal = cast("Callable[[Any, Any], bool]", import_module("torch").equal)
-    return len(mine) == len(other) and all(equal(a, b) for a, b in zip(mine, other, strict=True))

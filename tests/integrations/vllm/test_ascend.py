@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from kpolicy.attention.support import Claims
@@ -29,6 +30,7 @@ from kpolicy_vllm import ascend
 from kpolicy_vllm.ascend import RECORDED, STREAMS, Device
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.state import State
+from kpolicy_vllm.versions import UnsupportedError
 from kpolicy_vllm.versions.names import Names
 from tests.fakes.signatures import arguments_of
 from tests.oracle.loader import VARIABLE, loaded, oracle_folder
@@ -141,9 +143,10 @@ class Runner:
         self.attn_groups: list[Any] = []
         self.graphs, self.streams = graphs, streams
         self.cudagraph_dispatcher: Any = None
+        self.eager = False
 
     def _determine_batch_execution_and_padding(self, num_tokens: int, num_reqs: int, *rest: Any, **named: Any) -> Any:
-        return self.cudagraph_dispatcher.dispatch(num_tokens)
+        return None if self.eager else self.cudagraph_dispatcher.dispatch(num_tokens=num_tokens)
 
     def _check_and_update_cudagraph_mode(self, attention_backends: Any, kv_cache_groups: Any) -> None:
         self.cudagraph_dispatcher.initialize_cudagraph_keys(self.compilation_config.cudagraph_mode, 1)
@@ -350,6 +353,39 @@ def test_auto_decides_by_figures_where_nothing_was_measured() -> None:
     assert "figures" in made.state.costs_from
 
 
+def test_drafters_are_answered_by_vllms_rule_and_not_counted() -> None:
+    """They ask the runner's dispatcher outside of its step, and again with the size they were told: that size again."""
+    made = started(1000, policy="auto")
+    made.runner.capture_model()
+    dispatcher = made.state.dispatcher
+    held = {(key.part, key.num_tokens) for key in made.state.registry.captured()}
+    for tokens in range(1, 65):
+        for uniform in (True, False):
+            mode, desc = dispatcher.dispatch(num_tokens=tokens, uniform_decode=uniform, has_lora=False)
+            part = Part.FULL if mode is Mode.FULL else Part.PIECEWISE
+            assert mode is (Mode.FULL if uniform else Mode.PIECEWISE)
+            assert desc.num_tokens == min(size for kind, size in held if kind is part and size >= tokens)
+            again = dispatcher.dispatch(num_tokens=desc.num_tokens, uniform_decode=uniform, has_lora=False)
+            assert again == (mode, desc)
+    assert dispatcher.chooser.tallies() == {}
+    made.runner._determine_batch_execution_and_padding(5, 5, np.ones(5, dtype=np.int32))
+    assert sum(steps for steps, *_ in dispatcher.chooser.tallies().values()) == 1
+    # A step that had to run eagerly asks nothing; the drafter after it is still no step.
+    made.runner.eager = True
+    made.runner._determine_batch_execution_and_padding(5, 5, np.ones(5, dtype=np.int32))
+    dispatcher.dispatch(num_tokens=5, uniform_decode=True, has_lora=False)
+    assert sum(steps for steps, *_ in dispatcher.chooser.tallies().values()) == 1
+
+
+def test_the_second_runner_is_left_as_it_is() -> None:
+    """vLLM-Ascend doesn't start it on vLLM 0.23.0; one that is there all the same keeps everything of its own."""
+    runner = SimpleNamespace(cudagraph_manager=None, capture_model=lambda: "stock")
+    before = dict(vars(runner))
+    with pytest.raises(UnsupportedError, match="second runner"):
+        ascend.attach(runner, SimpleNamespace(config=Config()), None, SimpleNamespace())  # type: ignore[arg-type]
+    assert vars(runner) == before
+
+
 def test_the_runner_is_known_by_its_module() -> None:
     """vLLM-Ascend's runner, and a subclass of it, and no other."""
 
@@ -436,6 +472,8 @@ def test_what_the_shim_reads_is_in_the_wheel() -> None:
         graphs = wheel.read("vllm_ascend/compilation/acl_graph.py").decode("utf-8")
         runner = wheel.read("vllm_ascend/worker/model_runner_v1.py").decode("utf-8")
         platform = wheel.read("vllm_ascend/platform.py").decode("utf-8")
+        drafters = wheel.read("vllm_ascend/spec_decode/llm_base_proposer.py").decode("utf-8")
+        worker = wheel.read("vllm_ascend/worker/worker.py").decode("utf-8")
     for name in (
         "_acl_graph_wrappers", "self.concrete_aclgraph_entries", "self.runtime_mode", "events:", "handles:",
         "attn_params:", "workspaces:",
@@ -443,4 +481,10 @@ def test_what_the_shim_reads_is_in_the_wheel() -> None:
         assert name in graphs, name
     for name in ("self.cudagraph_dispatcher.dispatch(", "self.cudagraph_dispatcher.initialize_cudagraph_keys("):
         assert name in runner, name
+    # Drafters ask the runner's dispatcher, and their dummy runs capture what the runner captures.
+    assert drafters.count("self.runner.cudagraph_dispatcher.dispatch(") == 2
+    assert "aclgraph_runtime_mode=" in runner
+    # The second runner isn't started on vLLM 0.23.0.
+    assert 'if self.use_v2_model_runner and vllm_version_is("0.23.0"):' in worker
+    assert "self.use_v2_model_runner = False" in worker
     assert "vllm_ascend.compilation.acl_graph.ACLGraphWrapper" in platform

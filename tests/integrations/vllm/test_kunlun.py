@@ -13,7 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kpolicy_vllm import kunlun  # noqa: E402
-from kpolicy_vllm.kunlun import NEEDED, Probation, host_lengths, wrapper_class  # noqa: E402
+from kpolicy_vllm.kunlun import use_wrapper, wrapper_class  # noqa: E402
+from kpolicy_vllm.kunlun_probation import NEEDED, PATIENCE, Probation, Seen  # noqa: E402
 
 
 class Mode(Enum):
@@ -64,8 +65,9 @@ context = Context()
 class DecodeMetadata:
     """Lengths on the host beside those on the device, as vLLM-Kunlun's."""
 
-    def __init__(self, lens: list[int]) -> None:
+    def __init__(self, lens: list[int], block: int = 0) -> None:
         self.context_lens_cpu = torch.tensor(lens, dtype=torch.int32)
+        self.block_tables = torch.full((len(lens), 2), block)
         self.max_model_len = 4096
         self.num_actual_tokens = len(lens)
 
@@ -95,19 +97,19 @@ class Model:
         return output
 
 
-def made(model: Any, mode: Mode = Mode.FULL) -> Any:
-    built = wrapper_class(Wrapper, context.get, Mode, lambda error: "lost" in str(error))
-    return built(model, None, mode)
+def made(model: Any, mode: Mode = Mode.FULL, *, agree: Any = bool, **ranks: int) -> Any:
+    built = wrapper_class(Wrapper, context.get, Mode, lambda error: "lost" in str(error), agree)
+    return built(model, SimpleNamespace(parallel_config=SimpleNamespace(**ranks)), mode)
 
 
 FOUR = Desc(4, 4)
 
 
 def step(wrapper: Any, lens: list[int], *, desc: Desc = FOUR, metadata: type = DecodeMetadata, **more: Any) -> Any:
-    """A step of rows of those lengths, padded to the descriptor."""
+    """A step of rows of those lengths, in blocks from `block`, padded to the descriptor."""
     context.now = SimpleNamespace(
         cudagraph_runtime_mode=more.get("mode", wrapper.runtime_mode), batch_descriptor=desc,
-        attn_metadata={"layer": metadata(lens)},
+        attn_metadata={"layer": metadata(lens, more.get("block", 0))},
     )  # fmt: skip
     return wrapper(torch.zeros(desc.num_tokens))
 
@@ -117,13 +119,14 @@ def right(output: Any, lens: list[int]) -> bool:
 
 
 def test_live_lengths_are_trusted_after_three_that_differ() -> None:
-    """Shorter and longer lengths and other row counts, each with eager's bits; then replays go alone."""
+    """Shorter and longer rows, in other blocks and of other numbers, each with eager's bits; then replays go alone."""
     model = Model(frozen=False)
     wrapper = made(model)
     step(wrapper, [8, 8, 8, 8])
     assert wrapper.probation
-    for lens in ([9, 9, 9, 9], [3, 2, 2, 2], [30, 1, 7]):
-        assert right(step(wrapper, lens), lens)
+    for block, lens in enumerate(([9, 9, 9, 9], [3, 2, 2, 2], [30, 1, 7])):
+        assert wrapper.probation
+        assert right(step(wrapper, lens, block=block), lens)
     assert not wrapper.probation
     before = model.calls
     assert right(step(wrapper, [5, 6]), [5, 6])
@@ -134,11 +137,14 @@ def test_live_lengths_are_trusted_after_three_that_differ() -> None:
 def test_frozen_lengths_never_reach_the_caller() -> None:
     """The first other length shows it; what the caller gets is eager's, and the graph is given up."""
     wrapper = made(Model(frozen=True))
+    told: list[Any] = []
+    wrapper.on_refused = lambda desc, why: told.append((desc, why))
     step(wrapper, [8, 8, 8, 8])
     for lens in ([9, 9, 9, 9], [3, 2, 2, 2], [8, 8, 8, 8]):
         assert right(step(wrapper, lens), lens)
     assert "frozen" in wrapper.refused[Desc(4, 4)]
     assert not wrapper.concrete_cudagraph_entries
+    assert told == [(Desc(4, 4), wrapper.refused[Desc(4, 4)])]
 
 
 def test_the_captures_own_lengths_prove_nothing() -> None:
@@ -147,17 +153,105 @@ def test_the_captures_own_lengths_prove_nothing() -> None:
     wrapper = made(model)
     step(wrapper, [8, 8, 8, 8])
     for _ in range(10):
-        assert right(step(wrapper, [8, 8, 8, 8]), [8, 8, 8, 8])
+        assert right(step(wrapper, [8, 8, 8, 8], block=5), [8, 8, 8, 8])
     assert wrapper.probation[Desc(4, 4)].passed == 0
 
 
-def test_longer_lengths_alone_prove_nothing_where_shorter_ones_exist() -> None:
-    """A graph captured over long rows must also have met shorter ones; one of the shortest rows needn't."""
-    long = Probation((8, 8), shortest=False)
-    assert not any(long.compared((9 + i, 9)) for i in range(10))
-    assert long.compared((2, 2))
-    short = Probation((1, 1), shortest=True)
-    assert [short.compared((2 + i, 1)) for i in range(NEEDED)] == [False, False, True]
+SHOWN = {
+    "longer rows": Seen((9, 9), 2, (1, 4)), "shorter rows": Seen((2, 8), 2, (1, 4)),
+    "other block tables": Seen((2, 9), 2, (7, 8)), "another number of rows": Seen((8,), 1, (1,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("left_out", SHOWN)
+def test_each_kind_of_row_is_needed(left_out: str) -> None:
+    """Longer and shorter rows, other block tables, another number of rows: without one of them no graph is trusted."""
+    trial = Probation(Seen((8, 8), 2, (1, 4)), shortest=False)
+    others = [seen for name, seen in SHOWN.items() if name != left_out]
+    if left_out in ("longer rows", "shorter rows"):
+        others = [Seen(tuple(8 for _ in seen.lengths), seen.rows, seen.tables) if seen is SHOWN["other block tables"]
+                  else seen for seen in others]  # fmt: skip
+    assert not any(trial.compared(seen) for seen in others * 3)
+    assert trial.missing() == {left_out}
+    assert trial.compared(SHOWN[left_out])
+
+
+def test_what_can_not_be_shown_is_not_asked_for() -> None:
+    """A graph of one row has no other number of rows, and one of the shortest rows no shorter ones."""
+    short = Probation(Seen((1,), 1, (0,)), shortest=True)
+    assert [short.compared(Seen((2 + i,), 1, (3,))) for i in range(NEEDED)] == [False, False, True]
+    # Lengths on the device alone, of which none can be frozen: other blocks and numbers of rows are to be shown.
+    assert Probation(Seen((), 2, (0, 0)), shortest=True).missing() == {"other block tables", "another number of rows"}
+
+
+def test_a_graph_that_is_never_shown_all_is_given_up() -> None:
+    """Traffic that has the same number of rows each time doesn't run every step twice for ever."""
+    model = Model(frozen=False)
+    wrapper = made(model)
+    step(wrapper, [8, 8, 8, 8])
+    for i in range(PATIENCE + 1):
+        lens = [9 + i % 3, 2, 8, 8]
+        assert right(step(wrapper, lens, block=1 + i), lens)
+    assert "another number of rows" in wrapper.refused[Desc(4, 4)]
+    # Once three replays had the bits, only those that show something new ran twice.
+    assert model.calls < PATIENCE + 10
+
+
+def test_tensor_parallel_ranks_trust_together() -> None:
+    """One rank's replay that differs has all give the graph up; so has one rank's failed capture."""
+    words: list[bool] = []
+    answers = iter([True, True, False])
+
+    def agree(mine: bool) -> bool:
+        words.append(mine)
+        return next(answers)
+
+    wrapper = made(Model(frozen=False), agree=agree, tensor_parallel_size=2)
+    step(wrapper, [8, 8, 8, 8])
+    for lens in ([9, 9, 9, 9], [3, 2, 2, 2]):
+        assert right(step(wrapper, lens), lens)
+    assert words == [True, True, True]
+    assert "frozen" in wrapper.refused[Desc(4, 4)]
+    other = made(Model(frozen=False), agree=lambda _mine: False, tensor_parallel_size=2)
+    assert right(step(other, [8, 8, 8, 8]), [8, 8, 8, 8])
+    assert "another rank" in other.refused[Desc(4, 4)]
+
+
+def test_data_parallel_ranks_try_nothing() -> None:
+    """One that ran a step twice would leave the others in a collective: such a graph is refused, and no step tried."""
+    model = Model(frozen=False)
+    wrapper = made(model, data_parallel_size=2)
+    step(wrapper, [8, 8, 8, 8])
+    assert "data-parallel" in wrapper.refused[Desc(4, 4)]
+    before = model.calls
+    assert right(step(wrapper, [9, 9, 9, 9]), [9, 9, 9, 9])
+    assert model.calls == before + 1
+
+
+def test_the_full_wrapper_is_ours_too() -> None:
+    """vLLM's runner takes the wrapper of the whole model by its own name: ours comes in its place after loading."""
+
+    class Runner:
+        def __init__(self, mode: Mode | None) -> None:
+            self.mode, self.model = mode, None
+
+        def load_model(self, *_: bool) -> str:
+            bare = Model(frozen=True)
+            self.model = bare if self.mode is None else Wrapper(bare, SimpleNamespace(), runtime_mode=self.mode)
+            return "loaded"
+
+    ours = wrapper_class(Wrapper, context.get, Mode, lambda _: False)
+    for mode in (Mode.FULL, None):
+        runner = Runner(mode)
+        use_wrapper(runner, Wrapper, ours)
+        assert runner.load_model(False) == "loaded"
+        assert isinstance(runner.model, ours if mode else Model)
+    runner = Runner(Mode.FULL)
+    use_wrapper(runner, Wrapper, ours)
+    runner.load_model()
+    assert runner.model.runtime_mode is Mode.FULL
+    step(runner.model, [8, 8, 8, 8])
+    assert runner.model.probation
 
 
 def test_pieces_are_not_on_probation() -> None:
@@ -201,13 +295,18 @@ def test_other_modes_pass_through(mode: Mode) -> None:
     assert not wrapper.concrete_cudagraph_entries
 
 
-def test_host_lengths_are_found_in_nested_metadata() -> None:
-    """Tensors and lists on the host whose names say lengths; nothing of the device."""
-    inner = DecodeMetadata([3, 4])
-    outer = SimpleNamespace(decode_metadata=inner, kv_lod_cpu=[0, 7], slot_mapping=torch.tensor([5]), seq_lens=None)
-    assert set(host_lengths({"a": outer, "b": outer}) or ()) == {0, 3, 4, 7}
-    assert host_lengths({"a": SimpleNamespace(slot_mapping=torch.tensor([5]))}) is None
-    assert host_lengths(None) is None
+def test_what_a_step_shows_is_found_in_nested_metadata() -> None:
+    """Lengths on the host, cumulated or not, without padding; query lengths tell rows alone; block tables anywhere."""
+    inner = DecodeMetadata([3, 4, 0], block=6)
+    outer = SimpleNamespace(
+        decode_metadata=inner, kv_lod_cpu=[0, 7, 12], slot_mapping=torch.tensor([5]), seq_lens=None,
+        query_start_loc_host=torch.tensor([0, 1, 2]),
+    )  # fmt: skip
+    seen = Seen.of({"a": outer, "b": outer})
+    assert seen == Seen((3, 4, 7, 5), 2, (6, 6))
+    assert Seen.of({"a": SimpleNamespace(slot_mapping=torch.tensor([5]))}) is None
+    assert Seen.of({"a": SimpleNamespace(query_start_loc_host=torch.tensor([0, 1]))}) == Seen((), 1, ())
+    assert Seen.of(None) is None
 
 
 def test_the_platform_returns_it_where_kpolicy_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +323,10 @@ def test_the_platform_returns_it_where_kpolicy_is_on(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kunlun, "find_spec", lambda name: object())
     module = ModuleType("vllm_kunlun.platforms.kunlun")
     vars(module)["KunlunPlatform"] = KunlunPlatform
-    for name in ("vllm_kunlun", "vllm_kunlun.platforms"):
+    workers = ModuleType("vllm.worker.worker_base")
+    vars(workers)["WorkerWrapperBase"] = type("WorkerWrapperBase", (), {"init_device": lambda self: "ready"})
+    monkeypatch.setitem(sys.modules, "vllm.worker.worker_base", workers)
+    for name in ("vllm", "vllm.worker", "vllm_kunlun", "vllm_kunlun.platforms"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "vllm_kunlun.platforms.kunlun", module)
     assert not kunlun.register()
@@ -234,6 +336,16 @@ def test_the_platform_returns_it_where_kpolicy_is_on(monkeypatch: pytest.MonkeyP
     assert kunlun.register()
     assert KunlunPlatform.get_static_graph_wrapper_cls() == "kpolicy_vllm.kunlun.KunlunGraphWrapper"
     assert KunlunPlatform().get_static_graph_wrapper_cls() == "kpolicy_vllm.kunlun.KunlunGraphWrapper"
+    # A worker's runner is given our wrapper of FULL graphs, once, wherever that vLLM keeps its workers.
+    worker = workers.WorkerWrapperBase()
+    runner = SimpleNamespace(load_model=lambda: "loaded", model=None)
+    worker.worker = SimpleNamespace(model_runner=runner)
+    stock = runner.load_model
+    assert worker.init_device() == "ready"
+    assert runner.load_model is not stock
+    hooked = workers.WorkerWrapperBase.init_device
+    assert kunlun.register()
+    assert workers.WorkerWrapperBase.init_device is hooked
 
 
 def test_the_name_is_resolved_with_vllms_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:

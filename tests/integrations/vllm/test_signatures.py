@@ -8,7 +8,14 @@ import pytest
 from kpolicy_vllm.versions import Adapter, UnsupportedError
 from kpolicy_vllm.versions import signatures as recorded
 
-RUNNERS = [("V1_0_23", "v1"), ("V1_0_33", "v1"), ("V2_0_23", "v2"), ("V2_0_33", "v2"), ("CONFIG", "config")]
+RUNNERS = [
+    ("V1_0_15", "v1"),
+    ("V1_0_23", "v1"),
+    ("V1_0_33", "v1"),
+    ("V2_0_23", "v2"),
+    ("V2_0_33", "v2"),
+    ("CONFIG", "config"),
+]
 
 
 def fake(names):

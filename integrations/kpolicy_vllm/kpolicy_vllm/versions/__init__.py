@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import attrs
@@ -11,10 +12,12 @@ import attrs
 from kpolicy.errors import KPolicyError
 from kpolicy_vllm.versions.signatures import differing
 
-__all__ = ["KNOWN", "Adapter", "UnsupportedError", "adapter"]
+__all__ = ["KNOWN", "KUNLUN", "Adapter", "UnsupportedError", "adapter"]
 
 KNOWN = {"0.23.0": "kpolicy_vllm.versions.v0_23", "0.33.0": "kpolicy_vllm.versions.v0_33"}
 """The releases with an adapter, and its module."""
+KUNLUN = {"0.15.1": "kpolicy_vllm.versions.v0_15", "0.25.1": "kpolicy_vllm.versions.v0_25"}
+"""Further ones under vLLM-Kunlun, which is made for them."""
 
 
 class UnsupportedError(KPolicyError):
@@ -62,11 +65,12 @@ def adapter() -> Adapter:
         UnsupportedError: there is none for it, or its configuration isn't as recorded.
     """
     version = str(import_module("vllm").__version__).partition("+")[0]
-    if version not in KNOWN:
+    known = KNOWN if find_spec("vllm_kunlun") is None else KNOWN | KUNLUN
+    if version not in known:
         raise UnsupportedError(
-            f"this is vLLM {version}, and kpolicy-vllm knows {' and '.join(KNOWN)}. Install one of them, or a "
+            f"this is vLLM {version}, and kpolicy-vllm knows {' and '.join(known)}. Install one of them, or a "
             "kpolicy-vllm made for this one."
         )
-    made: Adapter = import_module(KNOWN[version]).make()
+    made: Adapter = import_module(known[version]).make()
     made.check("config")
     return made

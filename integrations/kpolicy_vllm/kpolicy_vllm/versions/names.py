@@ -62,6 +62,8 @@ class Names:
     CUDAGraphMode: Any
     BatchDescriptor: Any = None
     CudagraphDispatcher: Any = None
+    dispatcher_class: Any = None
+    """Makes ours over vLLM's, where it isn't `runner_v1.dispatcher_class`"""
     BatchExecutionDescriptor: Any = None
     CudaGraphManager: Any = None
     ModelCudaGraphManager: Any = None

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 
-__all__ = ["CONFIG", "V1_0_23", "V1_0_33", "V2_0_23", "V2_0_33", "differing"]
+__all__ = ["CONFIG", "V1_0_15", "V1_0_23", "V1_0_33", "V2_0_23", "V2_0_33", "differing"]
 
 Recorded = Mapping[str, tuple[str, ...]]
 
@@ -45,6 +45,20 @@ V1_0_23: dict[str, tuple[str, ...]] = {
     f"{_RUNNER}._warmup_and_capture": _CAPTURE,
     f"{_RUNNER}.capture_model": ("self",),
     f"{_RUNNER}._dummy_run": _DUMMY,
+}  # fmt: skip
+V1_0_15: dict[str, tuple[str, ...]] = {
+    "vllm.forward_context:BatchDescriptor": ("num_tokens", "num_reqs", "uniform", "has_lora"),
+    f"{_DISPATCHER}.__init__": ("self", "vllm_config"),
+    f"{_DISPATCHER}.dispatch": ("self", "num_tokens", "uniform_decode", "has_lora", "disable_full"),
+    f"{_DISPATCHER}.initialize_cudagraph_keys": ("self", "cudagraph_mode", "uniform_decode_query_len"),
+    f"{_DISPATCHER}.add_cudagraph_key": ("self", "runtime_mode", "batch_descriptor"),
+    f"{_DISPATCHER}._create_padded_batch_descriptor": ("self", "num_tokens", "uniform_decode", "has_lora"),
+    f"{_RUNNER}._determine_batch_execution_and_padding": tuple(
+        name for name in _EXECUTION if name != "force_num_active_loras"
+    ),
+    f"{_RUNNER}._check_and_update_cudagraph_mode": ("self", "attention_backends", "kv_cache_groups"),
+    f"{_RUNNER}._capture_cudagraphs": ("self", "batch_descriptors", "cudagraph_runtime_mode"),
+    f"{_RUNNER}.capture_model": ("self",),
 }  # fmt: skip
 V1_0_33 = {
     **V1_0_23,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from kpolicy_vllm import kunlun
 from kpolicy_vllm.state import State
 from kpolicy_vllm.versions import Adapter
 from kpolicy_vllm.versions.names import Names
@@ -29,6 +30,10 @@ def _attach(runner: Any, state: State) -> None:
         from kpolicy_vllm import ascend
 
         ascend.attach(runner, state)
+    elif kunlun.is_kunlun():
+        from kpolicy_vllm import kunlun_attach
+
+        kunlun_attach.attach(runner, state)
     elif hasattr(runner, "cudagraph_manager"):
         from kpolicy_vllm import attach_v2
 

@@ -1,0 +1,375 @@
+"""Dispatch, ladder and the trial at warm-up under vLLM-Kunlun, in the real first runners of the vLLMs it is made for.
+
+The runners, their dispatchers and their configuration code are those of vLLM 0.15.1 and 0.25.1, out of the wheels; the
+platform, the model and the cards are pretended.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kpolicy.costs import analytic_costs  # noqa: E402
+from kpolicy.modes import Part  # noqa: E402
+from kpolicy.reasons import Reason  # noqa: E402
+from kpolicy.registry import GraphState  # noqa: E402
+from kpolicy_vllm import kunlun, kunlun_attach, plugin, versions  # noqa: E402
+from kpolicy_vllm.kunlun import wrapper_class  # noqa: E402
+from kpolicy_vllm.state import PROCESS, state_of  # noqa: E402
+from kpolicy_vllm.versions import signatures  # noqa: E402
+from tests.integrations.vllm.real_runner import (  # noqa: E402
+    RUNNER_FILES,
+    initialise_v1,
+    runner_v1,
+    sized,
+    vllm_config,
+)
+from tests.integrations.vllm.test_oracle_runner import attached  # noqa: E402
+from tests.oracle.loader import VARIABLE, Loaded, Release, loaded, oracle_folder  # noqa: E402
+
+WHEEL = "KPOLICY_VLLM_KUNLUN_WHEEL"
+RECORDED = {"0.15.1": signatures.V1_0_15, "0.25.1": signatures.V1_0_23}
+
+
+def _there(version: str) -> bool:
+    folder = oracle_folder()
+    try:
+        return folder is not None and Release(folder, version) is not None
+    except FileNotFoundError:
+        return False
+
+
+VERSIONS = [
+    pytest.param(version, marks=pytest.mark.skipif(not _there(version), reason=f"no vLLM {version} in {VARIABLE}"))
+    for version in RECORDED
+]
+pytestmark = pytest.mark.oracle
+
+
+@pytest.fixture(params=VERSIONS)
+def vllm(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loaded]:
+    """A vLLM on vLLM-Kunlun's platform, with the plugin loaded."""
+    folder = oracle_folder()
+    assert folder is not None
+    monkeypatch.setattr(PROCESS, "counts", Counter())
+    monkeypatch.setattr(PROCESS, "_warned", set())
+    monkeypatch.setenv("KPOLICY_VLLM", "1")
+    platform = type("KunlunPlatform", (), {"__module__": "vllm_kunlun.platforms.kunlun"})
+    platform.get_static_graph_wrapper_cls = classmethod(lambda _cls: "vllm's own")  # type: ignore[attr-defined]
+    for name in ("vllm_kunlun", "vllm_kunlun.platforms", "vllm_kunlun.platforms.kunlun"):
+        module = ModuleType(name)
+        vars(module)["KunlunPlatform"] = platform
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(versions, "find_spec", lambda _name: object())
+    monkeypatch.setattr(kunlun, "find_spec", lambda _name: object())
+    real = (*RUNNER_FILES, "vllm.v1.core.sched.output", "vllm.compilation.cuda_graph")
+    with loaded(folder, request.param, real=real, installed=("torch",)) as modules:
+        for name in ("config.compilation", "forward_context", "v1.cudagraph_dispatcher"):
+            modules.module(name)
+        state: Any = importlib.import_module("vllm.distributed.parallel_state")
+        world = SimpleNamespace(world_size=1)
+        state.get_world_group = lambda: world
+        first = SimpleNamespace(is_first_rank=False)
+        state.get_pp_group = state.get_tp_group = lambda: first
+        package: Any = sys.modules["vllm"]
+        package.__version__ = request.param
+        package.SamplingParams = SimpleNamespace
+        plugin.register()
+        assert not PROCESS.counts, PROCESS.counts
+        yield modules
+
+
+class Metadata:
+    """Attention metadata as vLLM-Kunlun's: lengths on the host beside block tables on the device."""
+
+    def __init__(self, lens: list[int], blocks: list[int], padded: int) -> None:
+        more = padded - len(lens)
+        self.seq_lens_tensor_cpu = torch.tensor([*lens, *[0] * more], dtype=torch.int32)
+        self.block_tables = torch.tensor([[block] for block in [*blocks, *[0] * more]])
+        self.num_actual_tokens = padded
+
+
+class Wrapper:
+    """As vLLM's: captures at the first call, with the host lengths of that moment."""
+
+    def __init__(self, runnable: Any, vllm_config: Any, runtime_mode: Any, cudagraph_options: Any = None) -> None:
+        self.runnable, self.vllm_config, self.runtime_mode = runnable, vllm_config, runtime_mode
+        self.cudagraph_options = cudagraph_options
+        self.concrete_cudagraph_entries: dict[Any, Any] = {}
+
+    def __call__(self, hidden: Any) -> Any:
+        now = self.runnable.now
+        entry = self.concrete_cudagraph_entries.setdefault(now.batch_descriptor, SimpleNamespace(cudagraph=None))
+        if entry.cudagraph is None:
+            entry.cudagraph = now.attn_metadata["layer"].seq_lens_tensor_cpu.clone()
+            return self.runnable(hidden)
+        return self.runnable(hidden, kept=entry.cudagraph)
+
+
+class Model:
+    """Attention over host lengths; where they are `frozen`, a graph goes on with those of its capture."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        self.frozen, self.now = frozen, SimpleNamespace()
+        self.calls = 0
+
+    def __call__(self, hidden: Any, kept: Any = None) -> Any:
+        self.calls += 1
+        live = self.now.attn_metadata["layer"].seq_lens_tensor_cpu
+        lens = kept if self.frozen and kept is not None else live
+        return hidden + torch.repeat_interleave(lens, len(hidden) // len(lens))[: len(hidden)]
+
+
+def brought_up(modules: Loaded, *, frozen: bool = False, level: str = "UNIFORM_BATCH", **settings: Any) -> Any:
+    """A runner after start-up, its FULL graphs under our wrapper; `served` lists (mode, rows, tokens) of its steps."""
+    config = vllm_config(modules, kpolicy=settings.pop("kpolicy", {"policy": "auto"}), **settings)
+    config.parallel_config.pipeline_parallel_size = 1
+    config.cache_config = SimpleNamespace(block_size=16)
+    config.model_config.max_model_len = 2048
+    config.model_config.hf_text_config = SimpleNamespace(to_dict=dict)
+    sized(modules, config)
+    runner = runner_v1(modules, config)
+    module: Any = modules.module("v1.worker.gpu_model_runner")
+    module.torch.cuda.synchronize = lambda: None
+    module.coordinate_batch_across_dp = lambda **asked: (
+        False, torch.tensor([asked["num_tokens_padded"]] * 2), asked["cudagraph_mode"],
+    )  # fmt: skip
+    spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+    runner.kv_cache_config = SimpleNamespace(kv_cache_groups=[spec], num_blocks=500, has_mamba_layers=False)
+    modes = modules.module("config.compilation").CUDAGraphMode
+    attached(modules, config, runner)
+    model = Model(frozen=frozen)
+    made = wrapper_class(Wrapper, lambda: model.now, modes, lambda _: False)
+    runner.model = made(model, config, runtime_mode=modes.FULL)
+    runner.served = []
+    asked = inspect.signature(type(runner)._determine_batch_execution_and_padding).parameters
+
+    def forward(new: list[int], lens: list[int], blocks: list[int], **named: Any) -> Any:
+        mode, desc, *_ = runner._determine_batch_execution_and_padding(
+            num_tokens=sum(new), num_reqs=len(new), num_scheduled_tokens_np=np.array(new, dtype=np.int32),
+            max_num_scheduled_tokens=max(new), use_cascade_attn=False,
+            **{name: value for name, value in named.items() if name in asked},
+        )  # fmt: skip
+        rows = desc.num_reqs or len(new)
+        model.now = SimpleNamespace(
+            cudagraph_runtime_mode=mode, batch_descriptor=desc,
+            attn_metadata={"layer": Metadata(lens, blocks, rows)} if mode is modes.FULL else None,
+        )  # fmt: skip
+        if mode is modes.FULL:
+            runner.model(torch.zeros(desc.num_tokens, dtype=torch.int32))
+        runner.served.append((mode.name, len(new), desc.num_tokens))
+        return mode, desc
+
+    def dummy_run(tokens: int, **named: Any) -> None:
+        uniform, q = named.get("uniform_decode", False), runner.uniform_decode_query_len
+        rows = -(-tokens // q) if uniform else min(tokens, runner.max_num_reqs)
+        new = [q] * rows if uniform else [*[1] * (rows - 1), tokens - rows + 1]
+        got, desc = forward(
+            new, [q] * rows, [0] * rows, force_eager=named.get("cudagraph_runtime_mode") is modes.NONE,
+            force_uniform_decode=uniform, force_has_lora=False, force_num_active_loras=0,
+        )  # fmt: skip
+        assert named.get("cudagraph_runtime_mode") in (None, got)
+        runner.ran.append((got, desc))
+
+    known: dict[str, tuple[int, list[int]]] = {}
+
+    def execute_model(output: Any) -> None:
+        for gone in output.finished_req_ids:
+            known.pop(gone, None)
+        for each in output.scheduled_new_reqs:
+            known[each.req_id] = (each.num_computed_tokens, each.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            known[name] = (computed, known[name][1])
+        new = output.num_scheduled_tokens
+        if new:
+            lens = [known[name][0] + count for name, count in new.items()]
+            forward(list(new.values()), lens, [known[name][1][0] for name in new])
+
+    runner._dummy_run = dummy_run
+    runner.execute_model, runner.sample_tokens = execute_model, lambda _: None
+    initialise_v1(runner, modules, "Kunlun_v1", level)
+    runner.capture_model()
+    return SimpleNamespace(
+        runner=runner, model=model, state=state_of(config), modes=modes, known=known, forward=forward
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_recorded_signatures_are_live(version: str) -> None:
+    """What was recorded of each vLLM is what its wheel has."""
+    folder = oracle_folder()
+    assert folder is not None
+    with loaded(folder, version, real=RUNNER_FILES, installed=("torch",)):
+        assert list(signatures.differing(RECORDED[version])) == []
+        assert list(signatures.differing(signatures.CONFIG)) == []
+
+
+def test_ladder_and_dispatch_are_ours(vllm: Loaded) -> None:
+    """Decodes to the most requests, pieces past 512; each is captured once, and the policy decides among them."""
+    made = brought_up(vllm, max_num_seqs=600, max_num_batched_tokens=4096)
+    ladder = made.state.ladder
+    assert ladder.uniform[1][-1].num_tokens == 600
+    assert ladder.piecewise[-1].num_tokens == 2048
+    assert not ladder.mixed
+    captured = {(mode.name, desc) for mode, desc in made.runner.ran if mode.name != "NONE"}
+    assert len(captured) == len(ladder) == len(made.state.registry.captured())
+    assert made.state.ready
+    assert not made.state.costs.measured
+    assert "figures" in made.state.costs_from
+    assert not made.state.counters.counts
+    for new in ([1] * 5, [1] * 600, [1] * 9 + [100], [700], [3000]):
+        mode, desc = made.forward(new, [20] * len(new), [3] * len(new))
+        key = made.state.dispatcher.key_of.get((mode, desc))
+        assert (key is None) == (mode is made.modes.NONE)
+        assert key is None or key in ladder.keys
+        assert desc.num_tokens >= sum(new)
+    reasons = {reason for _, reason in made.state.dispatcher.chooser.tallies()}
+    assert reasons
+    assert "vllm_rule" not in reasons
+
+
+def test_drafts_have_sizes_of_their_own(vllm: Loaded) -> None:
+    """With three drafts decode graphs are of four tokens a row."""
+    made = brought_up(vllm, drafts=3, max_num_seqs=16)
+    assert {key.query_len for key in made.state.ladder.keys if key.part is Part.FULL} == {4}
+    mode, desc = made.forward([4] * 5, [30] * 5, [2] * 5)
+    assert mode is made.modes.FULL
+    assert desc.num_tokens % 4 == 0
+
+
+def test_the_replica_is_vllms_own_rule(vllm: Loaded) -> None:
+    """With vLLM's sizes and its rule as the policy every count is answered as stock answers it."""
+    made = brought_up(vllm, kpolicy={"policy": "vllm:version=0.23,runner=v1"}, max_num_seqs=64)
+    stock = vllm.module("v1.cudagraph_dispatcher").CudagraphDispatcher(made.runner.vllm_config)
+    stock.initialize_cudagraph_keys(made.runner.compilation_config.cudagraph_mode, 1)
+    modes = set()
+    for tokens in range(1, 200):
+        for uniform in (True, False):
+            wanted = stock.dispatch(num_tokens=tokens, uniform_decode=uniform)
+            assert made.state.dispatcher.dispatch(num_tokens=tokens, uniform_decode=uniform) == wanted
+            modes.add(wanted[0].name)
+    assert modes == {"FULL", "PIECEWISE", "NONE"}
+
+
+def test_full_is_left_out_where_it_is_forbidden(vllm: Loaded) -> None:
+    """A step that may have no FULL graph (cascade attention, encoder output) gets none."""
+    made = brought_up(vllm)
+    dispatcher = made.state.dispatcher
+    named = "disable_full" in inspect.signature(dispatcher.dispatch).parameters
+    without = {"disable_full": True} if named else {"invalid_modes": {made.modes.FULL}}
+    for tokens in range(1, 65):
+        dispatcher.facts = (tokens, np.ones(tokens, dtype=np.int32))
+        mode, desc = dispatcher.dispatch(num_tokens=tokens, uniform_decode=True, **without)
+        assert mode is not made.modes.FULL
+        assert desc.num_tokens >= tokens
+
+
+def test_data_parallel_ranks_get_the_size_they_agreed_on(vllm: Loaded) -> None:
+    """The second question of a step has the padded size; the answer has that size again."""
+    made = brought_up(vllm, ranks=2)
+    dispatcher = made.state.dispatcher
+    made.state.install_costs(analytic_costs())
+    named = "disable_full" in inspect.signature(dispatcher.dispatch).parameters
+    for tokens in range(1, 65):
+        for uniform in (True, False):
+            dispatcher.facts = (tokens, np.ones(tokens, dtype=np.int32))
+            mode, desc = dispatcher.dispatch(num_tokens=tokens, uniform_decode=uniform)
+            again = {"disable_full": mode is not made.modes.FULL} if named else {"valid_modes": {mode}}
+            told, agreed = dispatcher.dispatch(num_tokens=desc.num_tokens, uniform_decode=uniform, **again)
+            assert agreed.num_tokens == desc.num_tokens
+            assert told is mode or named
+
+
+def test_graphs_that_read_live_lengths_prove_themselves_at_warm_up(vllm: Loaded) -> None:
+    """Each FULL graph is replayed three times or more, over rows of its own, before anything is served."""
+    made = brought_up(vllm, frozen=False)
+    wrapper = made.runner.model
+    full = [key for key in made.state.ladder.keys if key.part is Part.FULL]
+    assert full
+    assert not wrapper.probation
+    assert not wrapper.refused
+    assert made.known == {}
+    tried = Counter(tokens for mode, _, tokens in made.runner.served if mode == "FULL")
+    assert all(tried[key.num_tokens] >= 1 + 3 for key in full)
+    rows = {(rows, tokens) for mode, rows, tokens in made.runner.served if mode == "FULL"}
+    assert all((key.num_tokens - 1, key.num_tokens) in rows for key in full if key.num_tokens > 1)
+    before = made.model.calls
+    made.forward([1] * 3, [40, 50, 60], [9, 10, 11])
+    assert made.model.calls == before + 1
+
+
+def test_graphs_with_frozen_lengths_are_taken_back_at_warm_up(vllm: Loaded) -> None:
+    """They are withdrawn with the reason, and decodes replay pieces."""
+    made = brought_up(vllm, frozen=True)
+    state = made.state
+    assert not [key for key in state.ladder.keys if key.part is Part.FULL]
+    withdrawn = [record for record in state.registry.records() if record.state is GraphState.WITHDRAWN]
+    assert withdrawn
+    assert {record.reason for record in withdrawn} == {Reason.HOST_LENGTHS_FROZEN}
+    assert {record.key.part for record in withdrawn} == {Part.FULL}
+    mode, desc = made.forward([1] * 5, [20] * 5, [3] * 5)
+    assert mode is made.modes.PIECEWISE
+    assert desc.num_tokens >= 5
+
+
+def test_a_trial_that_can_not_be_run_leaves_it_to_serving(vllm: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of serving try the graphs then; one that turns out frozen is withdrawn in the middle of it."""
+    monkeypatch.setattr(kunlun_attach, "why_not", lambda _runner: "a KV connector would see the made-up rows")
+    made = brought_up(vllm, frozen=True)
+    assert made.runner.model.probation
+    before = len(made.state.ladder.keys)
+    mode, desc = made.forward([1] * 3, [40, 50, 60], [9, 10, 11])
+    assert mode is made.modes.FULL
+    assert desc in made.runner.model.refused
+    assert len(made.state.ladder.keys) == before - 1
+    monkeypatch.setattr(kunlun_attach, "why_not", lambda _runner: None)
+    monkeypatch.setattr(kunlun_attach, "Steps", lambda _runner: 1 / 0)
+    made = brought_up(vllm, frozen=False)
+    assert made.state.counters.counts["not_tried"] == 1
+    assert made.runner.model.probation
+
+
+def test_the_second_runner_is_left_alone(vllm: Loaded) -> None:
+    """Nothing would try its FULL graphs, so it isn't attached to, and says what to set."""
+    with pytest.raises(versions.UnsupportedError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        kunlun_attach.attach(SimpleNamespace(cudagraph_manager=None), None)  # type: ignore[arg-type]
+
+
+def test_without_vllm_kunlun_these_releases_are_not_known(vllm: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other devices nothing of them was tried."""
+    monkeypatch.setattr(versions, "find_spec", lambda _name: None)
+    with pytest.raises(versions.UnsupportedError, match=r"knows 0\.23\.0 and 0\.33\.0\."):
+        versions.adapter()
+
+
+@pytest.mark.skipif(WHEEL not in os.environ, reason=f"{WHEEL} names no wheel of vllm-kunlun 0.11.1")
+def test_what_is_replaced_is_in_the_published_package() -> None:
+    """The platform's method, its name, and the fields of the metadata that a trial reads."""
+    with zipfile.ZipFile(Path(os.environ[WHEEL])) as wheel:
+        platform = wheel.read("vllm_kunlun/platforms/kunlun.py").decode("utf-8")
+        attention = wheel.read("vllm_kunlun/v1/attention/backends/kunlun_attn.py").decode("utf-8")
+    assert "    @classmethod\n    def get_static_graph_wrapper_cls(cls) -> str:\n" in platform
+    assert '"vllm.compilation.cuda_graph.CUDAGraphWrapper"' in platform
+    assert "vllm.v1.worker.gpu_worker.Worker" in platform
+    for field in (
+        "seq_lens_tensor_cpu:",
+        "kv_lod_cpu:",
+        "query_start_loc_host:",
+        "block_tables:",
+        "num_actual_tokens:",
+    ):
+        assert field in attention, field
