@@ -1,7 +1,7 @@
 """Dispatch, ladder and the trial at warm-up under vLLM-Kunlun, in the real first runners of the vLLMs it is made for.
 
-The runners, their dispatchers and their configuration code are those of vLLM 0.15.1 and 0.25.1, out of the wheels; the
-platform, the model and the cards are pretended.
+The runners, their dispatchers and their configuration code are those of vLLM 0.15.1, 0.23.0 and 0.25.1, out of the
+wheels; the platform, the model and the cards are pretended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.integrations.vllm.test_oracle_runner import attached  # noqa: E402
 from tests.oracle.loader import VARIABLE, Loaded, Release, loaded, oracle_folder  # noqa: E402
 
 WHEEL = "KPOLICY_VLLM_KUNLUN_WHEEL"
-RECORDED = {"0.15.1": signatures.V1_0_15, "0.25.1": signatures.V1_0_23}
+RECORDED = {"0.15.1": signatures.V1_0_15, "0.23.0": signatures.V1_0_23, "0.25.1": signatures.V1_0_23}
 
 
 def _there(version: str) -> bool:
@@ -141,6 +141,7 @@ def brought_up(modules: Loaded, *, frozen: bool = False, level: str = "UNIFORM_B
     config.model_config.max_model_len = 2048
     config.model_config.hf_text_config = SimpleNamespace(to_dict=dict)
     sized(modules, config)
+    modules.module("platforms").current_platform = sys.modules["vllm_kunlun.platforms.kunlun"].KunlunPlatform()
     runner = runner_v1(modules, config)
     module: Any = modules.module("v1.worker.gpu_model_runner")
     module.torch.cuda.synchronize = lambda: None
@@ -350,8 +351,11 @@ def test_the_second_runner_is_left_alone(vllm: Loaded) -> None:
 
 
 def test_without_vllm_kunlun_these_releases_are_not_known(vllm: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On other devices nothing of them was tried."""
+    """On other devices nothing of 0.15.1 and 0.25.1 was tried."""
     monkeypatch.setattr(versions, "find_spec", lambda _name: None)
+    if sys.modules["vllm"].__version__ in versions.KNOWN:
+        assert versions.adapter().version in versions.KNOWN
+        return
     with pytest.raises(versions.UnsupportedError, match=r"knows 0\.23\.0 and 0\.33\.0\."):
         versions.adapter()
 
