@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import datetime
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -95,8 +95,9 @@ class DecisionLog:
         )
         rank = config.parallel_config.data_parallel_rank
         self._state = state
-        self._writer: DecisionLogWriter | None = DecisionLogWriter(f"{path}.dp{rank}" if rank else path, header)
-        atexit.register(self.close)
+        writer = DecisionLogWriter(f"{path}.dp{rank}" if rank else path, header)
+        self._writer: DecisionLogWriter | None = writer
+        self._at_end = weakref.finalize(state, writer.close)
 
     def write(self, entry: Entry, shape: BatchShape) -> None:
         """Append a step. A log that can't be written any more is closed, with a warning."""
@@ -151,5 +152,5 @@ class DecisionLog:
         """End the log."""
         writer, self._writer = self._writer, None
         if writer is not None:
+            self._at_end.detach()
             writer.close()
-            atexit.unregister(self.close)

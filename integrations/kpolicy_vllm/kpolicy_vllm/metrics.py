@@ -7,10 +7,10 @@ of an Engine (kpolicy's docs/observe.md), and ``kpolicy_vllm_events`` for what e
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def published(state: State) -> dict[str, Any]:
 
 
 class Publisher:
-    """Leaves a worker's counts in its file; the file goes with the process.
+    """Leaves a worker's counts in its file; the file goes with the state, at the latest with the process.
 
     Args:
         state: what kpolicy knows of this vLLM.
@@ -55,17 +55,20 @@ class Publisher:
     """
 
     def __init__(self, state: State, instance: str, rank: int) -> None:
-        self._state = state
+        self._state = weakref.ref(state)
         self.path = folder() / f"{instance}.dp{rank}.json"
-        atexit.register(self.path.unlink, missing_ok=True)
+        weakref.finalize(state, self.path.unlink, missing_ok=True)
 
     def __call__(self) -> None:
         from kpolicy.schemas import write_text
 
+        state = self._state()
+        if state is None:
+            return
         try:
-            write_text(self.path, json.dumps(published(self._state)))
+            write_text(self.path, json.dumps(published(state)))
         except KPolicyError as error:
-            self._state.counters.warn_once("metrics_failed", f"counters can't be told to the front end: {error}")
+            state.counters.warn_once("metrics_failed", f"counters can't be told to the front end: {error}")
 
 
 class _Counts(Stats):
@@ -100,7 +103,7 @@ class Collector:
     """Collects the metrics of every vLLM that was configured in this process.
 
     Attributes:
-        states: workers in this process, by vLLM's name for itself; others leave files.
+        states: workers in this process, by vLLM's name for itself, which aren't held; others (None) leave files.
     """
 
     def __init__(self) -> None:
@@ -108,7 +111,7 @@ class Collector:
 
         self._families = metrics_core
         self.pid = os.getpid()
-        self.states: dict[str, State | None] = {}
+        self.states: dict[str, weakref.ref[State] | None] = {}
 
     def describe(self) -> list[Any]:
         """Nothing: registering asks for names only."""
@@ -131,7 +134,10 @@ class Collector:
         yield events
 
     def _workers(self) -> Iterator[tuple[str, _Worker]]:
-        for number, (instance, state) in enumerate(self.states.items()):
+        for number, (instance, reference) in enumerate(list(self.states.items())):
+            state = reference() if reference is not None else None
+            if reference is not None and state is None:
+                continue
             told = [published(state)] if state is not None else _read(instance)
             for rank, each in enumerate(told):
                 label = each["policy"] + (f" dp{rank}" if rank else "") + (f" #{number}" if number else "")
@@ -181,6 +187,6 @@ def publisher(state: State, instance: str, rank: int) -> Publisher | None:
     """How that worker tells its counts: nothing to do where the collector is in this process."""
     # A worker that was forked has the front end's collector too, and no page.
     if _COLLECTOR and _COLLECTOR[0].pid == os.getpid() and instance in _COLLECTOR[0].states:
-        _COLLECTOR[0].states[instance] = state
+        _COLLECTOR[0].states[instance] = weakref.ref(state)
         return None
     return Publisher(state, instance, rank)

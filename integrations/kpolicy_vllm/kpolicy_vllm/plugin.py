@@ -15,7 +15,7 @@ from kpolicy_vllm import kunlun
 from kpolicy_vllm.config import SECTION, Config
 from kpolicy_vllm.ladder import describe, one_list, sizes_of
 from kpolicy_vllm.metrics import announce
-from kpolicy_vllm.state import LOGGER, PROCESS, State, settings_of, state_of
+from kpolicy_vllm.state import LOGGER, PROCESS, State, held_by, settings_of, state_of
 from kpolicy_vllm.versions import Adapter, UnsupportedError, adapter
 
 __all__ = ["register"]
@@ -135,11 +135,14 @@ def _device_ready(found: Adapter, original: Callable[..., Any], wrapper: Any) ->
     except Exception as raised:  # noqa: BLE001 - whatever it is, vLLM serves on
         error = raised
     everywhere = _agreed(wrapper.vllm_config, error is None and state is not None)
-    if state is None or (everywhere and error is None):
+    if state is None:
         return
-    if runner is not None:
+    if (error is not None or not everywhere) and runner is not None:
         vars(runner).clear()
         vars(runner).update(before)
+    held_by(wrapper if runner is None else runner, state)
+    if everywhere and error is None:
+        return
     why = "another rank couldn't" if error is None else f"{type(error).__name__}: {error}"
     state.counters.warn_once("not_attached", f"vLLM's own rule decides, as kpolicy can't: {why}")
 

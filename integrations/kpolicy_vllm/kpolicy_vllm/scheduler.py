@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kpolicy_vllm.split_rule import SplitRule
-from kpolicy_vllm.state import State, state_of, workers_apart
+from kpolicy_vllm.state import State, held_by, state_of, workers_apart
 
 __all__ = ["SplitAsyncScheduler", "SplitScheduler", "qualname", "why_not"]  # noqa: F822 - made by __getattr__
 
@@ -326,6 +326,7 @@ def _made(name: str) -> type[Any]:
             state = state_of(self.vllm_config)
             if state is None:
                 return
+            held_by(self, state)
             with state.guard("not_split", "scheduling decodes and prompts apart", "they are scheduled together"):
                 reason = why_not(self.vllm_config)
                 if reason is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchShape
 from kpolicy_vllm.config import Config
 
-__all__ = ["LOGGER", "PROCESS", "Counters", "State", "forget", "settings_of", "state_of", "workers_apart"]
+__all__ = ["LOGGER", "PROCESS", "Counters", "State", "held_by", "settings_of", "state_of", "workers_apart"]
 
 LOGGER = logging.getLogger("vllm.kpolicy")
 """Below vLLM's own logger, so that its handlers and levels hold."""
@@ -259,23 +260,31 @@ def workers_apart(vllm_config: Any) -> bool:
     return backend not in (None, "uni", "external_launcher")
 
 
-_STATES: dict[str, State | None] = {}
+_STATES: weakref.WeakValueDictionary[str, State] = weakref.WeakValueDictionary()
+_OFF: set[str] = set()
 _LOCK = Lock()
 
 
 def state_of(vllm_config: Any) -> State | None:
-    """The state of that vLLM in this process, made at first use; None where kpolicy is off or can't be used."""
+    """The state of that vLLM in this process; None where kpolicy is off or can't be used.
+
+    It is made at first use, and goes with what holds it: vLLM's runner and scheduler (`held_by`).
+    """
     name = getattr(vllm_config, "instance_id", "") or f"{id(vllm_config):x}"
     with _LOCK:
-        if name not in _STATES:
-            _STATES[name] = _made(vllm_config)
-        return _STATES[name]
+        state = _STATES.get(name)
+        if state is None and name not in _OFF:
+            state = _made(vllm_config)
+            if state is None:
+                _OFF.add(name)
+            else:
+                _STATES[name] = state
+        return state
 
 
-def forget(vllm_config: Any) -> None:
-    """Drop the state, for a vLLM that has ended in this process."""
-    with _LOCK:
-        _STATES.pop(getattr(vllm_config, "instance_id", "") or f"{id(vllm_config):x}", None)
+def held_by(owner: Any, state: State) -> None:
+    """Have the state live as long as that object of vLLM's, which nothing here holds."""
+    owner.kpolicy_state = state
 
 
 def _made(vllm_config: Any) -> State | None:

@@ -6,6 +6,7 @@ Steps only count; the clock is read here.
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from threading import Event, Thread
@@ -46,7 +47,7 @@ def summary(before: Tallies, now: Tallies, counts: Mapping[str, int], seconds: f
 
 
 class Watch:
-    """Says `summary` at the interval, and at the end.
+    """Says `summary` at the interval, and when the process ends. It goes with the state, which it doesn't hold.
 
     Args:
         state: what kpolicy knows of this vLLM.
@@ -54,15 +55,17 @@ class Watch:
     """
 
     def __init__(self, state: State, publish: Callable[[], None] | None = None) -> None:
-        self._state = state
+        self._state = weakref.ref(state)
         self._publish = publish
         self._before: Tallies = {}
         self._interval_s = state.config.summary_seconds
         self._ended = Event()
         self._thread = Thread(target=self._run, name="kpolicy-watch", daemon=True)
+        # Whoever ends the last engine of a process without ending the process has no thread left over.
+        weakref.finalize(state, self._ended.set).atexit = False
 
     def start(self) -> None:
-        """Begin, until the process ends or `stop`."""
+        """Begin, until the state is gone, the process ends or `stop`."""
         if self._interval_s or self._publish is not None:
             self._thread.start()
             atexit.register(self.stop)
@@ -71,26 +74,37 @@ class Watch:
         """Say what is left to say, and end."""
         if not self._ended.is_set():
             self._ended.set()
-            atexit.unregister(self.stop)
             self.say(0.0)
+        atexit.unregister(self.stop)
 
     def _run(self) -> None:
         publish_s = min(self._interval_s or _PUBLISH_S, _PUBLISH_S) if self._publish is not None else self._interval_s
         passed = 0.0
         while not self._ended.wait(publish_s):
             passed += publish_s
-            with self._state.guard("summary_failed", "summing up", "it is tried again at the next interval"):
+            if self._tick(passed):
+                passed = 0.0
+        atexit.unregister(self.stop)
+
+    def _tick(self, passed: float) -> bool:
+        """Tell the counts; whether the summary was due."""
+        state, due = self._state(), bool(self._interval_s) and passed >= self._interval_s
+        if state is not None:
+            with state.guard("summary_failed", "summing up", "it is tried again at the next interval"):
                 if self._publish is not None:
-                    self._state.dispatcher.chooser.count_hits()
+                    state.dispatcher.chooser.count_hits()
                     self._publish()
-                if self._interval_s and passed >= self._interval_s:
+                if due:
                     self.say(passed)
-                    passed = 0.0
+        return due
 
     def say(self, seconds: float) -> str:
         """Log the summary of the steps since the last; what was logged."""
-        now = self._state.dispatcher.chooser.tallies()
-        line = summary(self._before, now, self._state.counters.counts, seconds)
+        state = self._state()
+        if state is None:
+            return ""
+        now = state.dispatcher.chooser.tallies()
+        line = summary(self._before, now, state.counters.counts, seconds)
         self._before = now
         if line and self._interval_s:
             LOGGER.info("kpolicy: %s", line)

@@ -7,6 +7,7 @@ or the manager they use. Model, attention and KV cache are stand-ins.
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,9 @@ RUNNER_FILES = (
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.worker.worker_base",
 )
+
+
+_NUMBERS = itertools.count()
 
 
 @contextmanager
@@ -93,7 +97,7 @@ def vllm_config(
         uses_extract_hidden_states=lambda: False,
     )
     return SimpleNamespace(
-        instance_id=f"test-{id(config):x}",
+        instance_id=f"test-{next(_NUMBERS)}",
         additional_config={} if kpolicy is None else {"kpolicy": kpolicy},
         compilation_config=config,
         model_config=SimpleNamespace(enforce_eager=enforce_eager, is_encoder_decoder=False, model="a-model"),

@@ -1,6 +1,7 @@
 """Counters on vLLM's metrics page, of workers in this process and in others."""
 
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -52,7 +53,7 @@ def held(found):
 def test_in_this_process(state):
     """A worker beside the page is read when it is scraped."""
     collector = metrics.Collector()
-    collector.states["one"] = state
+    collector.states["one"] = weakref.ref(state)
     held(samples(collector))
 
 

@@ -1,6 +1,9 @@
 """vLLM's own first runner and start-up code, out of the wheels, with the plugin loaded into them."""
 
+import gc
 import logging
+import threading
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 
@@ -10,6 +13,7 @@ from kpolicy.costs import analytic_costs
 from kpolicy.modes import Part
 from kpolicy.schemas import read_decision_log
 from kpolicy_vllm import plugin
+from kpolicy_vllm.metrics import folder
 from kpolicy_vllm.state import PROCESS, state_of
 from kpolicy_vllm.versions import signatures
 from tests.integrations.vllm.real_runner import ask_v1, initialise_v1, runner_v1, sized, vllm_config, vllm_of
@@ -141,7 +145,8 @@ def test_uniform_support_has_no_mixed_graphs(vllm):
 @pytest.mark.parametrize("backend", ["FLASHINFER_MLA", "KIMI_KDA"])
 def test_always_of_decode_backends_is_not_mixed(vllm, backend):
     """ALWAYS of a backend that only means decodes of any length doesn't bring mixed graphs."""
-    assert not state_of(served(vllm, backend=backend).vllm_config).ladder.mixed
+    runner = served(vllm, backend=backend)
+    assert not state_of(runner.vllm_config).ladder.mixed
 
 
 def test_speculation(vllm):
@@ -431,9 +436,11 @@ def test_measured_costs_are_kept(vllm, tmp_path, monkeypatch):
     path = tmp_path / "kept.json"
     table = random_costs(random.Random(2))  # noqa: S311
     monkeypatch.setattr(calibrate, "calibrate", lambda _runner, _state: table)
-    first = state_of(served(vllm, kpolicy={"save_profile": str(path)}).vllm_config)
+    saving = served(vllm, kpolicy={"save_profile": str(path)})
+    first = state_of(saving.vllm_config)
     assert first.costs_from == "calibration"
-    second = state_of(served(vllm, kpolicy={"profile": str(path), "calibrate": False}).vllm_config)
+    reading = served(vllm, kpolicy={"profile": str(path), "calibrate": False})
+    second = state_of(reading.vllm_config)
     assert second.costs == table
     assert second.costs_from == "profile"
 
@@ -460,7 +467,8 @@ def test_profile_of_this_device(vllm, tmp_path):
     path = tmp_path / "profile.json"
     table = random_costs(random.Random(1))  # noqa: S311
     write_profile(path, Profile(costs=table, device="cpu", model="a-model"))
-    state = state_of(served(vllm, kpolicy={"profile": str(path)}).vllm_config)
+    runner = served(vllm, kpolicy={"profile": str(path)})
+    state = state_of(runner.vllm_config)
     assert state.costs == table
     assert state.ready
 
@@ -592,3 +600,22 @@ def test_a_log_that_cannot_be_built_ends(vllm, tmp_path, monkeypatch):
     for _ in range(3):
         assert ask_v1(runner, [1] * 5)[0] == "FULL"
     assert state_of(runner.vllm_config).counters.counts["log_failed"] == 1
+
+
+def test_an_engine_that_ended_is_forgotten(vllm, tmp_path):
+    """What kpolicy knows goes with vLLM's runner: its thread ends, its file is gone and its log is closed."""
+    path = tmp_path / "decisions.jsonl"
+    runner = served(vllm, kpolicy={"decision_log": str(path), "metrics": True, "summary_seconds": 3600})
+    assert ask_v1(runner, [1, 1])[0] == "FULL"
+    state, about = weakref.ref(state_of(runner.vllm_config)), weakref.ref(runner)
+    threads = [thread for thread in threading.enumerate() if thread.name == "kpolicy-watch"]
+    told = list(folder().glob(f"{runner.vllm_config.instance_id}.*"))
+    del runner
+    gc.collect()
+    assert (about(), state()) == (None, None)
+    assert threads
+    for thread in threads:
+        thread.join(5.0)
+        assert not thread.is_alive()
+    assert not any(each.exists() for each in told)
+    assert not read_decision_log(path).cut_short
