@@ -1,6 +1,6 @@
 """Serves a few requests through SGLang's real scheduler on a CPU; prints the tokens of each. Run by a test.
 
-    python -m tests.integrations.sglang.serve FOLDER stock|split|mixed|gap
+    python -m tests.integrations.sglang.serve FOLDER stock|split|mixed|gap|turns
 
 FOLDER gets a small generated checkpoint. Costs are made up, so that every cycle is split, or none is.
 """
@@ -61,7 +61,9 @@ def main() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    trace = Trace({"model_path": str(folder), **ARGUMENTS})
+    # Mixed batches need no turns.
+    more = {"enable_mixed_chunk": False} if how == "turns" else {}
+    trace = Trace({"model_path": str(folder), **ARGUMENTS, **more})
     if how != "stock":
         costs(trace, 1e9 if how == "split" else 1.0, 0.05 if how == "gap" else None)
     tokens: dict[str, list[int]] = {}

@@ -83,7 +83,7 @@ def test_real_arguments_get_kpolicys_sizes(tmp_path):
     assert found["decode_sizes"][-1] == 768
     assert len(found["decode_sizes"]) == 12
     assert found.get("prefill", "breakable") == "breakable"
-    assert found.get("prefill_sizes", [2048])[-1] == 2048
+    assert found.get("prefill_sizes", [8192])[-1] == 8192
 
 
 @pytest.mark.skipif(
@@ -91,9 +91,9 @@ def test_real_arguments_get_kpolicys_sizes(tmp_path):
     reason="KPOLICY_SGLANG_CPU=1 says that this SGLang 0.5.16 runs on a CPU",
 )
 def test_split_changes_no_token(tmp_path):
-    """Through the real scheduler, chunked prompts too: split and limited cycles give the tokens of stock ones."""
+    """Through the real scheduler, chunked prompts too: split and limited cycles, and turns, give the tokens of stock ones."""
     found = {}
-    for how in ("stock", "mixed", "split", "gap"):
+    for how in ("stock", "mixed", "split", "gap", "turns"):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "tests.integrations.sglang.serve", str(tmp_path), how],
             env={**os.environ, "KPOLICY_SGLANG": "0" if how == "stock" else "1", "SGLANG_PLUGINS": "kpolicy"},
@@ -102,9 +102,10 @@ def test_split_changes_no_token(tmp_path):
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("SERVED ")] or [done.stderr[-3000:]]
         found[how] = json.loads(line.removeprefix("SERVED "))
         assert found[how]["done"] == 16
-    for how in ("mixed", "split", "gap"):
+    for how in ("mixed", "split", "gap", "turns"):
         assert found[how]["tokens"] == found["stock"]["tokens"], how
     assert found["stock"]["cycles"] is None
     assert found["mixed"]["cycles"]["mixed"] > 5
     assert found["split"]["cycles"]["mixed"] == 0
     assert min(found["split"]["cycles"][order] for order in ("decode first", "extend first")) > 0
+    assert found["turns"]["cycles"]["in turns"] > 5
