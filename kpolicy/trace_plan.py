@@ -19,15 +19,17 @@ import attrs
 
 from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
 from kpolicy.budget_models import BudgetModel
-from kpolicy.budgets import Budget, Usage
+from kpolicy.budgets import Budget, Usage, amount
 from kpolicy.costs import CostTable, analytic_costs
-from kpolicy.errors import ConfigError, KPolicyError
+from kpolicy.errors import BudgetRefused, ConfigError, KPolicyError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Mode, Part
+from kpolicy.planning.choose import allowed
 from kpolicy.planning.histogram import Histogram
 from kpolicy.planning.plan import SMOOTHING, Plan, Replayed, fixed_point, plan
 from kpolicy.planning.workload import Layout, Workload
 from kpolicy.policies import Policy, get_policy
+from kpolicy.reasons import Reason
 from kpolicy.scheduling.traces import Trace
 from kpolicy.schemas import LadderPlan
 from kpolicy.settings import Settings
@@ -283,14 +285,14 @@ def plan_trace(
         smoothing: share of the steps that is spread over sizes that weren't seen.
         worth: sizes are added only while one more takes this share off the mean step; see `kpolicy.planning.plan`.
         exact: solve the integer programme where prices differ within a list (needs highspy).
-        hold_out: also plan on the first half and score on the second.
+        hold_out: also plan on the first half and score on the second, where both have requests that are served.
         most_rounds: replays at most, for each plan.
         seed: of accepted drafts.
         progress: told what is done now.
 
     Raises:
         ConfigError: an argument can't be used, or no request is served.
-        BudgetRefused: sizes that must be captured don't fit the budget.
+        BudgetRefused: no size fits the budget, or sizes that must be captured don't.
     """
     server, costs = server or Server(warm=True), costs or analytic_costs()
     chosen, claims = get_policy(policy), _claims(attention)
@@ -318,23 +320,38 @@ def plan_trace(
         }  # fmt: skip
         return plan(made, limits, **(given | changed)), made
 
-    def settle(requests: Trace) -> Replayed:
-        return fixed_point(lambda sizes: steps_of(requests, sizes), planned, start, most_rounds=most_rounds)
+    def settle(requests: Trace, begun: Histogram) -> Replayed:
+        return fixed_point(
+            lambda sizes: begun if sizes == start else steps_of(requests, sizes), planned, start,
+            most_rounds=most_rounds,
+        )  # fmt: skip
 
-    held = None
-    if hold_out:
-        first, second = halves(trace)
-        made = settle(first).plan
-        seen = workload(steps_of(second, start))
-        best, _ = planned(seen.histogram, smoothing=0.0, most_sizes=made.num_sizes)
-        held = HeldOut(
-            plan=made,
-            step_us=seen.time_us(made.sizes) / seen.steps,
-            default_us=seen.time_us(start) / seen.steps,
-            best_us=best.step_us,
-            steps=seen.steps,
+    parts = halves(trace) if hold_out else ()
+    if not largest:
+        _check_fits(workload(Histogram(trace.source)), limits, most_sizes)
+    begun = steps_of(trace, start)
+    if not begun.steps:
+        raise ConfigError(
+            f"no request of {trace.source} was served, so there are no steps to plan for: {_counted(begun.refused)}. "
+            "Give more KV tokens, or another trace or window."
         )
-    found = settle(trace)
+    held, more = None, []
+    if parts:
+        before, after = (steps_of(each, start) for each in parts)
+        if before.steps and after.steps:
+            made, seen = settle(parts[0], before).plan, workload(after)
+            best, _ = planned(seen.histogram, smoothing=0.0, most_sizes=made.num_sizes)
+            held = HeldOut(
+                plan=made,
+                step_us=seen.time_us(made.sizes) / seen.steps,
+                default_us=seen.time_us(start) / seen.steps,
+                best_us=best.step_us,
+                steps=seen.steps,
+            )
+        else:
+            empty = "second" if before.steps else "first"
+            more.append(f"the plan isn't scored out of sample: no request of the {empty} half was served.")
+    found = settle(trace, begun)
     final = workload(found.histogram)
     own = score("the plan", policy, found.plan.sizes, final, claims)
     default = score(f"default of {policy}", policy, start, final, claims)
@@ -352,7 +369,7 @@ def plan_trace(
         source=trace.source,
         requests=len(trace),
         dropped=dict(trace.dropped),
-        notes=tuple(_notes(found, final, chosen, costs)),
+        notes=(*_notes(found, final, chosen, costs), *more),
     )
 
 
@@ -411,12 +428,31 @@ def _notes(found: Replayed, workload: Workload, policy: Policy, costs: CostTable
         notes.append("the policy replays exact sizes only; the plan takes padding as on.")
     refused = found.histogram.refused
     if refused:
-        counts = ", ".join(f"{count:,} {reason}" for reason, count in refused.items())
-        notes.append(f"requests that made no steps: {counts}.")
+        notes.append(f"requests that made no steps: {_counted(refused)}.")
     outside = _outside(workload)
     if outside:
         notes.append(f"{outside:.1%} of the steps have a size outside what the cost table was made for.")
     return notes
+
+
+def _counted(refused: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in refused.items())
+
+
+def _check_fits(workload: Workload, limits: Budget | None, most_sizes: int | None) -> None:
+    """See that the budget holds one size at least, of any list."""
+    budget = limits or Budget()
+    usages = [ladder.usage_of(i) for ladder in workload.ladders() for i in range(len(ladder.sizes))]
+    reasons = [budget.refuses(Usage(), usage) for usage in usages]
+    if None in reasons and most_sizes != 0:
+        return
+    least = min(usages, key=lambda usage: (usage.graphs, usage.bytes, usage.seconds))
+    takes = ", ".join(amount(name, value) for name, value in attrs.asdict(least).items())
+    raise BudgetRefused(
+        next(filter(None, reasons), Reason.BUDGET_GRAPHS),
+        f"no capture size fits the budget of {allowed(limits, most_sizes)}: the least that one takes is {takes}. Raise "
+        "the budget, or run eagerly.",
+    )
 
 
 def _outside(workload: Workload) -> float:

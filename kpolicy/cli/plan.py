@@ -15,12 +15,12 @@ from kpolicy.cli.options import Deployment, Json, at_least, whole
 from kpolicy.cli.plan_output import as_dict, emitted_for, render, write
 from kpolicy.cli.render import console, print_json
 from kpolicy.cli.serving_options import Served
+from kpolicy.cli.simulate import load_trace
 from kpolicy.cli.turns import check_writable
 from kpolicy.engine_flags import ENGINES
 from kpolicy.errors import ConfigError, UnknownNameError, near_miss
 from kpolicy.planning.plan import SMOOTHING
 from kpolicy.policies import get_policy
-from kpolicy.scheduling.traces import Trace
 from kpolicy.trace_plan import plan_trace
 
 __all__ = ["budget_of", "plan"]
@@ -66,7 +66,7 @@ def plan(
         float, Parameter(help="Seconds of the trace to plan for; 0 is the whole trace.")
     ] = DEFAULT_WINDOW_S,
     start: Annotated[float, Parameter(help="Second of the trace to start at.")] = 0.0,
-    rate: Annotated[float | None, Parameter(help="Speed the arrivals up by this factor, after --window.")] = None,
+    rate: Annotated[float, Parameter(help="Speed the arrivals up by this factor, after --window.")] = 1.0,
     served: Served = Served(),  # noqa: B008
     deployment: Deployment = Deployment(),  # noqa: B008
     multiple_of: Annotated[
@@ -96,7 +96,7 @@ def plan(
     _known(emit)
     name = policy or _POLICY_OF.get(emit or "", "auto")
     limits, most_sizes = budget_of(budget, deployment)
-    requests = _requests(trace, start, window, rate)
+    requests = load_trace(trace, start=start, window=window, rate=rate)
     model = served.costs(deployment)
     # Planning is for a server that runs; what a start costs is what budgets are for.
     server = attrs.evolve(served.server(deployment, model), warm=True)
@@ -134,13 +134,6 @@ def plan(
 def _known(name: str | None) -> None:
     if name is not None and name not in FORMATS:
         raise UnknownNameError("format of --emit", name, FORMATS)
-
-
-def _requests(path: Path | None, start: float, window: float, rate: float | None) -> Trace:
-    from kpolicy.cli.run import Requests
-
-    asked = Requests(trace=path, window=window, start=start, rate=rate).read()
-    return asked if rate in (None, 1) else asked.scaled(rate)
 
 
 def budget_of(text: str | None, deployment: Deployment) -> tuple[Budget | None, int | None]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Vector = np.ndarray[Any, Any]
 
-__all__ = ["Choice", "choose", "frontiers", "joint_curve"]
+__all__ = ["Choice", "allowed", "choose", "frontiers", "joint_curve"]
 
 _RESOURCES = ("graphs", "streams", "bytes", "seconds")
 _REASONS = {
@@ -229,12 +229,18 @@ def _worth_keeping(used: Vector, us: Vector) -> Vector:
 def _nothing_fits(fronts: Sequence[Frontier], limits: _Limits) -> BudgetRefused:
     wanted = ", ".join(f"{each.ladder.name} {each.kept.sizes[-1]}" for each in fronts if not _may_be_empty(each))
     reason = _REASONS[limits.names[0]] if limits.names else Reason.BUDGET_GRAPHS
-    most = "" if limits.most_sizes is None else f" and at most {limits.most_sizes} sizes"
     return BudgetRefused(
         reason,
-        f"the sizes that must be captured ({wanted}) don't fit the budget of {limits.budget}{most}. Raise the budget, "
-        "or don't fix the largest size.",
+        f"the sizes that must be captured ({wanted}) don't fit the budget of "
+        f"{allowed(limits.budget, limits.most_sizes)}. Raise the budget, or don't fix the largest size.",
     )
+
+
+def allowed(budget: Budget | None, most_sizes: int | None) -> str:
+    """What may be captured, in words."""
+    parts = [] if budget in (None, Budget()) else [str(budget)]
+    parts += [] if most_sizes is None else [f"{most_sizes} size{'' if most_sizes == 1 else 's'}"]
+    return " and ".join(parts) or "anything"
 
 
 def _may_be_empty(each: Frontier) -> bool:

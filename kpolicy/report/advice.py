@@ -45,7 +45,7 @@ class Advice:
         sentence: the one thing.
         details: why, and what it rests on.
         paste: what to paste, in order.
-        best: the run that it advises; None where no graph is within the budget.
+        best: the run that it advises; None where no graph is within the budget, or no request was served.
     """
 
     sentence: str
@@ -81,16 +81,23 @@ def _near(value: float, least: float, run: Run) -> bool:
     return value == least or value - least < (NEAR if has_level(run) else NEAR * least)
 
 
-def advise(runs: Sequence[Run], plans: Sequence[Planned], within: Sequence[Run], server: Server) -> Advice:
+def advise(source: str, runs: Sequence[Run], plans: Sequence[Planned], within: Sequence[Run], server: Server) -> Advice:
     """What to do first.
 
     Args:
+        source: the trace.
         runs: the policies without a plan.
         plans: the plans, that of the best policy first.
         within: the runs, with and without a plan, whose sizes are within the budget of the plans.
         server: the server that was simulated.
     """
     planned = {id(plan.base): plan for plan in plans}
+    if not any(run.result.served for run in runs):
+        refused = ", ".join(f"{count:,} {reason}" for reason, count in runs[0].result.refused.items())
+        return Advice(
+            sentence=f"No request of {source} was served ({refused}): give more KV tokens, or another trace or window.",
+            details=(), paste=(), best=None,
+        )  # fmt: skip
     if not within:
         return Advice(
             sentence=f"Run {best_of(runs).policy} without graphs, or raise the budget: within it nothing is worth "
@@ -151,7 +158,8 @@ def _against(best: Run, other: Run) -> str:
 def _change(run: Run, other: Run) -> str:
     """How a run compares with another, by what is compared."""
     if has_level(run):
-        return f"{run.result.goodput.share:.1%} good requests instead of {other.result.goodput.share:.1%}"
+        now, was = f"{run.result.goodput.share:.1%}", f"{other.result.goodput.share:.1%}"
+        return f"as many good requests ({now})" if now == was else f"{now} good requests instead of {was}"
     if not other.result.e2e.mean:
         return "no request to compare"
     change = run.result.e2e.mean / other.result.e2e.mean - 1

@@ -178,7 +178,7 @@ def gather(
     Raises:
         KeyboardInterrupt: it was interrupted before any policy was done.
         ConfigError: there is no trace or no policy, or an argument can't be used.
-        BudgetRefused: the budget doesn't hold what must be captured.
+        BudgetRefused: the budget doesn't hold what must be captured, or nothing.
     """
     if not traces or not policies:
         raise ConfigError(f"a report needs a trace and a policy; there are {len(traces)} and {len(policies)}.")
@@ -249,7 +249,7 @@ def _of_trace(
         trace=trace,
         runs=every,
         plans=tuple(plans),
-        advice=advise(runs, plans, within, asked.server),
+        advice=advise(trace.source, runs, plans, within, asked.server),
         maps=tuple(maps),
         interrupted=interrupted,
     )
@@ -274,6 +274,8 @@ def _to_plan(runs: Sequence[Run], asked: _Asked) -> list[Run]:
         # Sizes are planned from the steps of one rank.
         return []
     best = best_of(runs)
+    if not best.result.served:
+        return []
     chosen = [best]
     if engine_of(best.policy) is None:
         of_engines = [run for run in runs if engine_of(run.policy) is not None]

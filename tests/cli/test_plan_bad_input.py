@@ -30,7 +30,11 @@ HEADER = "timestamp,input_length,output_length"
         ("--budget 3,4", ["limits sizes twice"]),
         ("--budget 1GiB --budget-bytes 5", ["--budget and --budget-bytes both limit bytes"]),
         ("--budget 1B --largest decode=8", ["(decode 8) don't fit the budget of 1 bytes", "Raise the budget"]),
-        ("--budget 0 --largest decode=8", ["don't fit the budget of unbounded and at most 0 sizes"]),
+        ("--budget 1 --largest decode=8,prefill=64", ["(decode 8, prefill 64) don't fit the budget of 1 size. Raise"]),
+        ("--budget 0", ["no capture size fits the budget of 0 sizes", "run eagerly"]),
+        ("--budget 1B", ["no capture size fits the budget of 1 bytes: the least that one takes is 1 graphs"]),
+        ("--budget 0.0001s", ["no capture size fits the budget of"]),
+        ("--budget 30graphs --policy piecewise", ["no capture size fits the budget of 30 graphs"]),
         ("--emit vlm", ["unknown format of --emit 'vlm'", "did you mean 'vllm'?", "json, sglang"]),
         ("--policy vlm", ["unknown policy 'vlm'", "did you mean 'vllm'?"]),
         ("--policy eager", ["captures nothing here"]),
@@ -52,7 +56,6 @@ HEADER = "timestamp,input_length,output_length"
         ("--speculative 3000", ["--speculative is 3000"]),
         ("--speculative 2 --acceptance 1.5", ["--acceptance is 1.5"]),
         ("--attention mlaa", ["did you mean 'mla'?"]),
-        ("--budget 0 --emit vllm", ["the plan captures nothing", "vllm"]),
     ],
 )
 def test_options(kpolicy: Command, trace: Path, arguments: str, parts: list[str]) -> None:
@@ -70,14 +73,18 @@ def test_traces(kpolicy: Command, tmp_path: Path) -> None:
     cut.write_bytes(gzip.compress("\n".join([HEADER, *(f"{i},8,8" for i in range(500))]).encode())[:-40])
     refused(kpolicy("plan", cut), "gzip data is cut short")
     failed = write(tmp_path / "failed.csv", HEADER, "1,0,0")
-    refused(kpolicy("plan", failed), "has no request to serve", "zero")
+    refused(kpolicy("plan", failed), "has no request to serve", "zero", "Choose another trace or window")
     refused(kpolicy("plan", tmp_path / "none.csv"), "no such file")
 
 
 def test_requests_that_never_fit(kpolicy: Command, tmp_path: Path) -> None:
     """A trace of prompts that no KV holds makes no step to plan for; a prompt of a million is no trouble else."""
     long = write(tmp_path / "long.csv", HEADER, "0,1000000,5", "1,1000000,5")
-    refused(kpolicy("plan", long), "no steps")
+    refused(kpolicy("plan", long), "no request of", "there are no steps to plan for: 2 over_kv_capacity")
+    early = write(tmp_path / "early.csv", HEADER, "0,1000000,5", "1,20,5")
+    ended = kpolicy("plan", early, "--budget", 2)
+    assert ended.code == 0, ended
+    assert "isn't scored out of sample: no request of the first half was served" in " ".join(ended.out.split())
     mixed = write(tmp_path / "mixed.csv", HEADER, "0,1000000,5", "1,20,5", "1,30,5", "2,10,6")
     ended = kpolicy("plan", mixed, "--budget", 2)
     assert ended.code == 0, ended

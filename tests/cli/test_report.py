@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shlex
+from html import unescape
 from importlib import import_module
 from pathlib import Path
 
@@ -243,3 +244,22 @@ def test_one_request_is_enough(kpolicy: Command, tmp_path: Path) -> None:
     ended = kpolicy("report", one, "--policy", "vllm", "--out", tmp_path / "r.html", *SMALL, "--budget", 2, "--json")
     assert ended.code == 0, ended.err
     assert len(ended.json["traces"][0]["runs"]) == 2
+
+
+def test_a_trace_of_which_nothing_is_served(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """The page says so and what to do, and has other traces whole."""
+    pytest.importorskip("matplotlib")
+    long = write(tmp_path / "long.csv", "timestamp,input_length,output_length", "0,1000000,9", "5,1000000,9")
+    out = tmp_path / "r.html"
+    ended = kpolicy("report", long, "--out", out, *SMALL)
+    assert ended.code == 0, ended.err
+    said = " ".join(ended.out.split())
+    assert f"No request of {long}, from 0 s for 300 s was served (2 over_kv_capacity): give more KV tokens" in said
+    given = ("--policy", "vllm", "--out", out, *SMALL, "--budget", 4, "--plots", tmp_path / "plots", "--json")
+    ended = kpolicy("report", long, trace, *given)
+    assert ended.code == 0, ended.err
+    first, second = ended.json["traces"]
+    assert "was served (2 over_kv_capacity)" in first["advice"]["sentence"]
+    assert first["advice"]["paste"] == []
+    assert second["advice"]["planned"]
+    assert first["advice"]["sentence"] in unescape(out.read_text())

@@ -13,6 +13,7 @@ from kpolicy.errors import BudgetRefused, ConfigError, UnknownNameError
 from kpolicy.modes import Part
 from kpolicy.planning.workload import DECODE, LIST
 from kpolicy.policies import get_policy
+from kpolicy.scheduling.traces import TraceRequest
 from kpolicy.simulate import simulate
 from kpolicy.trace_plan import DEFAULT_LISTS, TracePlan, halves, plan_trace, replayed
 from tests.planning.workloads import costs, server, trace
@@ -109,6 +110,20 @@ def test_budgets_reach_the_plan() -> None:
     assert found.own.usage.bytes <= 12 << 20
     with pytest.raises(BudgetRefused, match="don't fit the budget"):
         planned("sglang", most_sizes=None, budget=Budget(bytes=1), largest={DECODE: 64})
+    with pytest.raises(BudgetRefused, match="no capture size fits the budget of 1 bytes: the least"):
+        planned("sglang", most_sizes=None, budget=Budget(bytes=1))
+
+
+def test_a_half_that_is_not_served_is_not_scored() -> None:
+    """A first half that no KV holds leaves the plan, and a note instead of a score; no request at all is an error."""
+    long = [TraceRequest(i, 0.0, 900_000, 5) for i in range(3)]
+    short = [TraceRequest(3 + i, 1.0 + i, 40, 9) for i in range(3)]
+    found = plan_trace(attrs.evolve(trace(), requests=(*long, *short)), server=server(), costs=costs())
+    assert found.held_out is None
+    assert found.plan.num_sizes
+    assert any("no request of the first half was served" in note for note in found.notes)
+    with pytest.raises(ConfigError, match=r"no request of .* was served.*: 3 over_kv_capacity"):
+        plan_trace(attrs.evolve(trace(), requests=tuple(long)), server=server(), costs=costs())
 
 
 def test_a_devices_own_units() -> None:

@@ -13,7 +13,9 @@ import attrs
 import pytest
 
 from kpolicy.budgets import Budget
+from kpolicy.costs import HostCost
 from kpolicy.errors import BudgetRefused, ConfigError
+from kpolicy.policies import get_policy
 from kpolicy.report import gather
 from kpolicy.report.advice import NEAR, best_of
 from kpolicy.report.runs import Run
@@ -126,12 +128,20 @@ def test_what_is_over_the_budget_isnt_advised(limits: dict[str, Any]) -> None:
     assert min(run.result.e2e.mean for run in made.runs) < best.result.e2e.mean
 
 
-def test_a_budget_that_holds_nothing_is_an_error_or_no_graphs() -> None:
-    """With room for no graph the plan captures nothing, and the report says what is left."""
-    made = gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, plan_budget=Budget(graphs=0)).traces[0]
+def test_a_budget_that_holds_nothing_is_an_error() -> None:
+    """Be it the plan's or the policies' own."""
+    with pytest.raises(BudgetRefused, match="no capture size fits the budget of 0 graphs"):
+        gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, plan_budget=Budget(graphs=0))
+    ladder = get_policy("vllm").sizes(SMALL.settings)
+    with pytest.raises(BudgetRefused):
+        gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, ladder=ladder, budget=Budget(graphs=1))
+
+
+def test_where_no_graph_is_worth_its_while_the_advice_is_to_run_without() -> None:
+    """The plan captures nothing where a graph takes longer than no graph, though the budget has room."""
+    slow = attrs.evolve(COSTS, host_full=HostCost(1e6), host_piecewise=HostCost(1e6))
+    made = gather([TRACE], ["vllm"], server=SMALL, costs=slow, most_sizes=2).traces[0]
     assert made.plans[0].run is None
     assert made.advice.best is None
     assert "without graphs, or raise the budget" in made.advice.sentence
     assert not made.advice.paste
-    with pytest.raises(BudgetRefused):
-        gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, ladder=made.runs[0].sizes, budget=Budget(graphs=1))

@@ -139,9 +139,9 @@ def test_nothing_served_is_a_page_too() -> None:
     """A trace whose only request fits no KV has no latency; the page says so."""
     one = generate_trace(num_requests=1, seed=1)
     big = Trace("big", "drawn", [attrs.evolve(one.requests[0], prompt_tokens=10**6)])
-    read = Page(page(gather([big], ["eager"], server=SMALL, costs=COSTS)))
+    read = Page(page(gather([big], ["eager", "vllm"], server=SMALL, costs=COSTS)))
     assert any("No request has one" in text for text in read.texts["p"])
-    assert any("over_kv_capacity" in text for text in read.texts["p"])
+    assert any("No request of big was served (1 over_kv_capacity)" in text for text in read.texts["p"])
 
 
 def test_several_ranks_have_no_plan() -> None:
