@@ -1,8 +1,9 @@
 """`KunlunGraphWrapper`: the graph wrapper that vLLM-Kunlun's design page describes and its code never had.
 
 vLLM-Kunlun returns vLLM's own wrapper from `get_static_graph_wrapper_cls`, which vLLM asks for the pieces of a
-PIECEWISE graph; the FULL one it takes by its own name. `register` makes both this one where kpolicy is on
-(`KPOLICY_VLLM=1`). It captures and replays as vLLM's, and differs in three things:
+PIECEWISE graph; the FULL one it takes by its own name. Both are made this one: by `register` where kpolicy is on by the
+environment, in any vLLM, and by `kunlun_attach` in those that kpolicy knows. It captures and replays as vLLM's, and
+differs in three things:
 
 - A capture that fails costs its graph: that size runs eagerly from then on, and serving goes on.
 - FULL graphs of attention that takes lengths on the host are on probation: replays run beside an eager run, whose
@@ -32,7 +33,7 @@ from kpolicy_vllm.config import Config
 from kpolicy_vllm.kunlun_probation import PATIENCE, Probation, Seen, copied, each_of, num_tokens, same
 from kpolicy_vllm.state import LOGGER
 
-__all__ = ["LOGGER", "is_kunlun", "register", "use_wrapper", "wrapper_class"]
+__all__ = ["LOGGER", "is_kunlun", "register", "tell_platform", "use_wrapper", "wrapper_class"]
 
 _PLATFORM = "vllm_kunlun.platforms.kunlun"
 _QUALNAME = "kpolicy_vllm.kunlun.KunlunGraphWrapper"
@@ -55,6 +56,18 @@ def register() -> bool:
     """Let vLLM-Kunlun use this wrapper, where both are there and kpolicy is on by the environment; whether it does."""
     if find_spec("vllm_kunlun") is None or Config.load({}) is None:
         return False
+    tell_platform()
+    for name in _WORKERS:
+        try:
+            _hook(import_module(name).WorkerWrapperBase)
+            break
+        except (ImportError, AttributeError):
+            continue
+    return True
+
+
+def tell_platform() -> None:
+    """Have vLLM-Kunlun's platform name our wrapper, which vLLM asks it for when it compiles."""
     platform = import_module(_PLATFORM).KunlunPlatform
     original = platform.get_static_graph_wrapper_cls
     if not getattr(original, _MARK, False):
@@ -64,13 +77,6 @@ def register() -> bool:
 
         setattr(get_static_graph_wrapper_cls, _MARK, True)
         platform.get_static_graph_wrapper_cls = classmethod(get_static_graph_wrapper_cls)
-    for name in _WORKERS:
-        try:
-            _hook(import_module(name).WorkerWrapperBase)
-            break
-        except (ImportError, AttributeError):
-            continue
-    return True
 
 
 def _hook(worker_wrapper: type[Any]) -> None:

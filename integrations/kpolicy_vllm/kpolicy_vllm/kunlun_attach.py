@@ -47,6 +47,9 @@ def attach(runner: Any, state: State, modules: Names | None = None) -> None:
         )
     # Calibration keeps the device busy in CUDA's way; here costs come from a profile, or from figures.
     state.config = attrs.evolve(state.config, calibrate=False)
+    # Where kpolicy is on by vLLM's configuration alone, `register` couldn't know.
+    kunlun.tell_platform()
+    kunlun.use_wrapper(runner)
     names = modules or Names.of_v1()
     attach_v1.attach(runner, state, attrs.evolve(names, num_pieces=_num_pieces))
     with_published_costs(runner, state, "Kunlun P800")

@@ -66,7 +66,7 @@ def vllm(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loaded]:
     assert folder is not None
     monkeypatch.setattr(PROCESS, "counts", Counter())
     monkeypatch.setattr(PROCESS, "_warned", set())
-    monkeypatch.setenv("KPOLICY_VLLM", "1")
+    monkeypatch.delenv("KPOLICY_VLLM", raising=False)  # on by each test's configuration
     platform = type("KunlunPlatform", (), {"__module__": "vllm_kunlun.platforms.kunlun"})
     platform.get_static_graph_wrapper_cls = classmethod(lambda _cls: "vllm's own")  # type: ignore[attr-defined]
     for name in ("vllm_kunlun", "vllm_kunlun.platforms", "vllm_kunlun.platforms.kunlun"):
@@ -232,6 +232,10 @@ def test_ladder_and_dispatch_are_ours(vllm: Loaded) -> None:
     assert not made.state.costs.measured
     assert "figures" in made.state.costs_from
     assert not made.state.counters.counts
+    # Both wrappers are ours: that of the whole model once it is loaded, and that of pieces by the platform's word.
+    assert "load_model" in vars(made.runner)
+    platform = sys.modules["vllm_kunlun.platforms.kunlun"].KunlunPlatform
+    assert platform.get_static_graph_wrapper_cls() == "kpolicy_vllm.kunlun.KunlunGraphWrapper"
     for new in ([1] * 5, [1] * 600, [1] * 9 + [100], [700], [3000]):
         mode, desc = made.forward(new, [20] * len(new), [3] * len(new))
         key = made.state.dispatcher.key_of.get((mode, desc))
