@@ -24,6 +24,8 @@ from kpolicy.executors.ascend.tasks import host_call, recorded
 from kpolicy.executors.buffers import PaddedShape
 from kpolicy.executors.step_model import StepContext
 from kpolicy.serving.attention import mla_attention
+from kpolicy.serving.latents import absorbed, unabsorbed
+from kpolicy.serving.plain_kernels import IndexCopied
 from kpolicy.serving.rows import RowTensors
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ MASK_SIZE = 2048
 CAUSAL, BAND = 3, 4
 
 
-class AscendKernels:
+class AscendKernels(IndexCopied):
     """torch_npu's attention operators.
 
     Args:
@@ -62,14 +64,10 @@ class AscendKernels:
             note="host lengths are rewritten at each replay; unverified on hardware",
         )
 
-    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *caches: torch.Tensor) -> None:
-        caches[0].index_copy_(0, slots, key)
-        caches[1].index_copy_(0, slots, value)
-
     def attend(
         self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, *caches: torch.Tensor
     ) -> torch.Tensor:
-        """See `kpolicy.serving.kernels.Kernels.attend`.
+        """See `kpolicy.serving.plain_kernels.Kernels.attend`.
 
         Raises:
             SupportError: the layer caps its scores, or its keys and values differ in size.
@@ -125,11 +123,6 @@ class AscendKernels:
         host_call(step, rule, shape, launch)
         return out
 
-    def write_latents(
-        self, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor
-    ) -> None:  # fmt: skip
-        cache.index_copy_(0, slots, torch.cat((latent, rope), dim=-1))
-
     def attend_latents(
         self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, cache: torch.Tensor,
         kv_b: torch.Tensor,
@@ -139,9 +132,7 @@ class AscendKernels:
             return mla_attention(query, cache, kv_b, rows, spec.scale, 1)
         rank = kv_b.shape[1]
         up = kv_b.view(spec.num_heads, -1, rank)
-        nope_dim = up.shape[1] - spec.value_dim
-        latent_query = torch.bmm(query[..., :nope_dim].transpose(0, 1), up[:, :nope_dim]).transpose(0, 1)
-        asked = torch.cat((latent_query, query[..., nope_dim:]), dim=-1)
+        asked = torch.cat(absorbed(query, up, spec.value_dim), dim=-1)
         # Each token is a row that sees what is before it.
         table = rows.block_table.repeat_interleave(uniform, dim=0) if uniform > 1 else rows.block_table
         if len(table) < len(query):
@@ -157,4 +148,4 @@ class AscendKernels:
             )  # fmt: skip
 
         host_call(step, ContextLengths("context_lens"), shape, launch)
-        return torch.bmm(mixed.transpose(0, 1), up[:, nope_dim:].transpose(1, 2)).transpose(0, 1)
+        return unabsorbed(mixed, up, spec.value_dim)

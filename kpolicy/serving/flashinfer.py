@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kpolicy.executors.step_model import StepContext
-from kpolicy.serving.kernels import TritonKernels
 from kpolicy.serving.rows import RowTensors
+from kpolicy.serving.triton_kernels import TritonKernels
 
 if TYPE_CHECKING:
-    from kpolicy.serving.kernels import _Prompts
     from kpolicy.serving.kv_cache import LayerSpec
+    from kpolicy.serving.triton_kernels import Prompts
 
 __all__ = ["FlashInferKernels"]
 
@@ -85,7 +85,7 @@ class FlashInferKernels(TritonKernels):
         return half and plain and spec.head_dim in HEAD_DIMS
 
     def _prompt_rows(
-        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, at: _Prompts,
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, at: Prompts,
         *caches: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         # Layers that differ in their heads or scale are planned apart.
@@ -98,7 +98,7 @@ class FlashInferKernels(TritonKernels):
         out: torch.Tensor = wrapper.run(query, paged)
         return out
 
-    def _planned(self, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, at: _Prompts) -> Any:
+    def _planned(self, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, at: Prompts) -> Any:
         """A wrapper planned for the step's prompt rows, by what the host knows of them."""
         size, first, count = rows.block_size, at.num_decodes, len(at.lengths)
         pages = [-(-kv_len // size) for _, kv_len in at.lengths]

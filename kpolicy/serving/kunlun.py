@@ -24,6 +24,8 @@ from kpolicy.executors.ascend.lengths import TokenLengths, host_rows
 from kpolicy.executors.buffers import PaddedShape
 from kpolicy.executors.step_model import StepContext
 from kpolicy.serving.attention import mla_attention
+from kpolicy.serving.latents import absorbed, unabsorbed
+from kpolicy.serving.plain_kernels import IndexCopied
 from kpolicy.serving.rows import RowTensors
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def load_operators() -> Any:
         ) from error
 
 
-class KunlunKernels:
+class KunlunKernels(IndexCopied):
     """The vendor's attention operators.
 
     They want keys and values by head within a block, [num_blocks, num_kv_heads, block_size, dim]; the caches hold that.
@@ -91,7 +93,7 @@ class KunlunKernels:
     def attend(
         self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, *caches: torch.Tensor
     ) -> torch.Tensor:
-        """See `kpolicy.serving.kernels.Kernels.attend`.
+        """See `kpolicy.serving.plain_kernels.Kernels.attend`.
 
         Raises:
             SupportError: the layer caps its scores, or its keys and values differ in size.
@@ -156,11 +158,6 @@ class KunlunKernels:
 
     # Latents
 
-    def write_latents(
-        self, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor
-    ) -> None:  # fmt: skip
-        cache.index_copy_(0, slots, torch.cat((latent, rope), dim=-1))
-
     def attend_latents(
         self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, cache: torch.Tensor,
         kv_b: torch.Tensor,
@@ -170,17 +167,15 @@ class KunlunKernels:
             return mla_attention(query, cache, kv_b, rows, spec.scale, 1)
         rank = kv_b.shape[1]
         up = kv_b.view(spec.num_heads, -1, rank)
-        nope_dim = up.shape[1] - spec.value_dim
-        latent_query = torch.bmm(query[..., :nope_dim].transpose(0, 1), up[:, :nope_dim]).transpose(0, 1)
-        asked = torch.cat((latent_query, query[..., nope_dim:]), dim=-1).view(num_reqs, uniform, spec.num_heads, -1)
+        latent_query, rope_query = absorbed(query, up, spec.value_dim)
+        asked = torch.cat((latent_query, rope_query), dim=-1).view(num_reqs, uniform, spec.num_heads, -1)
         pages = cache[:-1].view(-1, 1, rows.block_size, cache.shape[1])
         mixed = asked.new_empty(num_reqs, uniform, spec.num_heads, rank)
         self._operators.paged_attention(
             mixed, asked, pages, None, rows.block_table, _on_host(_padded(step, num_reqs, uniform)),
-            rows.kv_lens.clamp_min(uniform), False, True, -1, rank, query.shape[2] - nope_dim, spec.scale, q_r=asked,
+            rows.kv_lens.clamp_min(uniform), False, True, -1, rank, rope_query.shape[2], spec.scale, q_r=asked,
         )  # fmt: skip
-        flat = mixed.view(query.shape[0], spec.num_heads, rank)
-        return torch.bmm(flat.transpose(0, 1), up[:, nope_dim:].transpose(1, 2)).transpose(0, 1)
+        return unabsorbed(mixed.view(query.shape[0], spec.num_heads, rank), up, spec.value_dim)
 
 
 def _padded(step: StepContext, num_reqs: int, query_len: int) -> list[int]:

@@ -1,0 +1,289 @@
+"""`TritonKernels`: kernels of ours that read lengths on the device, and torch's FlashAttention for prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+
+from kpolicy.attention import AttentionSupport, Claims, SupportLevel
+from kpolicy.executors.step_model import StepContext
+from kpolicy.serving import attention
+from kpolicy.serving.crossover import ABSORBED_LENS, Crossover, measured
+from kpolicy.serving.latents import absorbed, unabsorbed
+from kpolicy.serving.rows import RowTensors
+
+if TYPE_CHECKING:
+    from kpolicy.serving.kv_cache import LayerSpec
+
+__all__ = ["Prompts", "TritonKernels"]
+
+
+class Prompts(NamedTuple):
+    """The rows of a step behind its one-token decodes, where the host knows their lengths."""
+
+    num_decodes: int
+    """Rows of one token at the front, one token each"""
+    num_tokens: int
+    """Of the real rows, decodes included"""
+    slots: torch.Tensor
+    """[kv tokens of the prompt rows] int64, row by row"""
+    query_starts: torch.Tensor
+    """[num_prompts + 1] int32, from 0"""
+    kv_starts: torch.Tensor
+    """[num_prompts + 1] int32, from 0"""
+    lengths: tuple[tuple[int, int], ...]
+    """(query tokens, KV tokens) of each prompt row"""
+
+
+class TritonKernels:
+    """Triton for what a graph may hold; prompts of MLA, and of keys and values where `flash`, through torch.
+
+    Args:
+        device: a CUDA device.
+        flash: torch's FlashAttention for prompt rows of keys and values where the host knows lengths.
+
+    Attributes:
+        crossover: which chunks of MLA prompts are absorbed where the host knows lengths; None is none.
+    """
+
+    def __init__(self, device: torch.device, *, flash: bool = False) -> None:
+        # Imported here: Triton isn't there for every device, and starts a compiler.
+        from kpolicy.serving.gpu import latent, paged
+
+        self.device = device
+        self.name = "flash" if flash else "triton"
+        self.crossover: Crossover | None = None
+        self._flash = flash
+        self._paged = paged
+        self._latent = latent
+
+    def support(self, *, latent: bool) -> AttentionSupport:
+        # Prompts of MLA are expanded over as much memory as their KV needs, which only the host can provide.
+        level = SupportLevel.UNIFORM if latent else SupportLevel.MIXED
+        return AttentionSupport.of(
+            Claims.at_level(level, one_computation=not latent),
+            backend=f"kpolicy-{self.name}-{self.device.type}",
+            source="kpolicy/serving/triton_kernels.py",
+            note="prompts of MLA are expanded between pieces" if latent else "",
+        )
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *caches: torch.Tensor) -> None:
+        self._paged.write_kv(slots, key, value, *caches)
+
+    def attend(
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, *caches: torch.Tensor
+    ) -> torch.Tensor:
+        uniform, layout = step.uniform_query_len, step.layout
+        options: dict[str, Any] = {"window": spec.window, "softcap": spec.softcap}
+        if uniform:
+            options |= {"decode_len": uniform, "prefills": False}
+        elif layout is not None:
+            decodes, prompts = _kinds(step, layout.query_lens)
+            if prompts and self._takes_prompts(query, spec):
+                return self._mixed(step, spec, query, rows, *caches)
+            options |= {"decodes": decodes, "prefills": prompts}
+        else:
+            options["few"] = True
+        return self._paged.paged_attention(query, caches[0], caches[1], rows, spec.scale, **options)
+
+    def _takes_prompts(self, query: torch.Tensor, spec: LayerSpec) -> bool:
+        """Whether prompt rows of a layer have kernels of their own where the host knows lengths."""
+        return self._flash and _flash_takes(query, spec)
+
+    def _prompt_rows(
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, at: Prompts,
+        *caches: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """[num_tokens, num_heads, value_dim] of the prompt rows alone, by those kernels."""
+        del step, rows
+        key, value = (cache.index_select(0, at.slots) for cache in caches)
+        return _flash(query, key, value, at, spec)
+
+    def _mixed(
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, *caches: torch.Tensor
+    ) -> torch.Tensor:
+        at = _prompts(step, rows)
+        out = query.new_zeros(query.shape[0], spec.num_heads, spec.value_dim)
+        decodes, end = at.num_decodes, at.num_tokens
+        if decodes:
+            front = RowTensors(
+                rows.block_table[:decodes], rows.kv_lens[:decodes], rows.query_starts[: decodes + 1], rows.block_size
+            )
+            out[:decodes] = self._paged.paged_attention(
+                query[:decodes], caches[0], caches[1], front, spec.scale, window=spec.window, softcap=spec.softcap,
+                prefills=False,
+            )  # fmt: skip
+        out[decodes:end] = self._prompt_rows(step, spec, query[decodes:end], rows, at, *caches)
+        return out
+
+    def write_latents(
+        self, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor
+    ) -> None:  # fmt: skip
+        self._latent.write_latents(slots, latent, rope, cache)
+
+    def attend_latents(
+        self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, cache: torch.Tensor,
+        kv_b: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        up = kv_b.view(spec.num_heads, -1, kv_b.shape[1])
+        if step.uniform_query_len:
+            return self._absorbed(query, up, rows, cache, spec, step.uniform_query_len)
+        if step.layout is None:
+            # Nothing says how much KV there is: the plain kernels ask the device.
+            return attention.mla_attention(query, cache, kv_b, rows, spec.scale, 1)
+        at = _prompts(step, rows)
+        out = query.new_zeros(query.shape[0], spec.num_heads, spec.value_dim)
+        decodes, end = at.num_decodes, at.num_tokens
+        if decodes:
+            front = RowTensors(
+                rows.block_table[:decodes], rows.kv_lens[:decodes], rows.query_starts[: decodes + 1], rows.block_size
+            )
+            out[:decodes] = self._absorbed(query[:decodes], up, front, cache, spec, 1)
+        if end > decodes:
+            crossover = self.crossover
+            if crossover is not None and all(crossover.absorbs(*lengths) for lengths in at.lengths):
+                out[decodes:end] = self._absorbed_chunks(query[decodes:end], up, rows, cache, at, spec)
+            else:
+                out[decodes:end] = _expanded(query[decodes:end], up, cache, at, spec)
+        return out
+
+    def measure_crossover(self, layer: Any, most_kv: int) -> None:
+        """Time chunks of a prompt absorbed and expanded, over a layer's own KV, and take what is faster from now on.
+
+        Args:
+            layer: a latent layer.
+            most_kv: KV tokens that a row may have.
+        """
+        (cache,), spec = layer.caches, layer.spec
+        up = layer.kv_b.view(spec.num_heads, -1, layer.kv_b.shape[1])
+        whole: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
+
+        def one_row(query_len: int, kv_len: int) -> tuple[torch.Tensor, RowTensors, Prompts]:
+            blocks = torch.arange(-(-kv_len // layer.block_size), **whole)[None]
+            starts = torch.tensor([0, query_len], **whole)
+            rows = RowTensors(blocks, torch.tensor([kv_len], **whole), starts, layer.block_size)
+            at = Prompts(
+                0, query_len, torch.arange(kv_len, device=self.device), starts, torch.tensor([0, kv_len], **whole),
+                ((query_len, kv_len),),
+            )  # fmt: skip
+            return cache.new_zeros(query_len, spec.num_heads, spec.head_dim), rows, at
+
+        def absorbed(query_len: int, kv_len: int) -> Callable[[], torch.Tensor]:
+            query, rows, at = one_row(query_len, kv_len)
+            return lambda: self._absorbed_chunks(query, up, rows, cache, at, spec)
+
+        def expanded(query_len: int, kv_len: int) -> Callable[[], torch.Tensor]:
+            query, _, at = one_row(query_len, kv_len)
+            return lambda: _expanded(query, up, cache, at, spec)
+
+        self.crossover = measured(absorbed, expanded, self.device, most_kv)
+
+    def _absorbed_chunks(
+        self, query: torch.Tensor, up: torch.Tensor, rows: RowTensors, cache: torch.Tensor, at: Prompts,
+        spec: LayerSpec,
+    ) -> torch.Tensor:  # fmt: skip
+        """[num_tokens, num_heads, value_dim] of prompt rows of at most `ABSORBED_LENS` tokens each."""
+        first, count = at.num_decodes, len(at.lengths)
+        back = RowTensors(
+            rows.block_table[first : first + count], rows.kv_lens[first : first + count], at.query_starts,
+            rows.block_size,
+        )  # fmt: skip
+        longest = max(query_len for query_len, _ in at.lengths)
+        decode_len = next(length for length in ABSORBED_LENS if length >= longest)
+        return self._absorbed(query, up, back, cache, spec, decode_len)
+
+    def _absorbed(
+        self, query: torch.Tensor, up: torch.Tensor, rows: RowTensors, cache: torch.Tensor, spec: LayerSpec,
+        decode_len: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """[num_tokens, num_heads, value_dim] of rows of at most `decode_len` tokens."""
+        latent_query, rope_query = absorbed(query, up, spec.value_dim)
+        mixed = self._latent.latent_attention(latent_query, rope_query, cache, rows, spec.scale, decode_len)
+        return unabsorbed(mixed, up, spec.value_dim)
+
+
+def _kinds(step: StepContext, query_lens: Sequence[int]) -> tuple[bool, bool]:
+    """Whether a step has rows of one token, and longer ones; worked out once a step."""
+    kinds: tuple[bool, bool] | None = step.memo.get("kinds")
+    if kinds is None:
+        kinds = step.memo["kinds"] = 1 in query_lens, any(length > 1 for length in query_lens)
+    return kinds
+
+
+def _prompts(step: StepContext, rows: RowTensors) -> Prompts:
+    """Where the prompt rows' KV is; worked out once a step, for all layers, without waiting for the device."""
+    found: Prompts | None = step.memo.get("prompts")
+    if found is not None:
+        return found
+    layout = step.layout
+    assert layout is not None  # noqa: S101 - callers looked
+    query_lens, kv_lens = layout.query_lens, layout.kv_lens
+    decodes = next((i for i, length in enumerate(query_lens) if length != 1), len(query_lens))
+    count, total = len(query_lens) - decodes, sum(kv_lens[decodes:])
+    if not count:
+        none = rows.kv_lens[:0]
+        found = step.memo["prompts"] = Prompts(decodes, layout.num_tokens, none, none, none, ())
+        return found
+    device = rows.kv_lens.device
+    kv_starts = F.pad(rows.kv_lens[decodes : decodes + count].cumsum(0, dtype=torch.int32), (1, 0))
+    query_starts = rows.query_starts[decodes : decodes + count + 1] - decodes
+    token = torch.arange(total, device=device, dtype=torch.int32)
+    row = torch.searchsorted(kv_starts[1:], token, right=True)
+    position = token - kv_starts[row]
+    pages = rows.block_table[decodes:].flatten()
+    page = pages[row * rows.block_table.shape[1] + position // rows.block_size]
+    slots = page.to(torch.int64) * rows.block_size + position % rows.block_size
+    found = step.memo["prompts"] = Prompts(
+        decodes, layout.num_tokens, slots, query_starts, kv_starts,
+        tuple(zip(query_lens[decodes:], kv_lens[decodes:], strict=True)),
+    )  # fmt: skip
+    return found
+
+
+def _flash_takes(query: torch.Tensor, spec: LayerSpec) -> bool:
+    """Whether torch's FlashAttention computes a layer: half precision, one head size of at most 256, no soft cap."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return half and not spec.softcap and not spec.window and spec.head_dim <= 256 and spec.head_dim % 8 == 0
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Prompts, spec: LayerSpec
+) -> torch.Tensor:  # fmt: skip
+    """[num_tokens, num_heads, value_dim] of prompt rows over contiguous keys and values, causal from the end."""
+    missing = spec.head_dim - spec.value_dim
+    if missing:
+        value = F.pad(value, (0, missing))
+    longest_query, longest_kv = map(max, zip(*at.lengths, strict=True))
+    forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward
+    out: torch.Tensor = forward(
+        query, key, value, at.query_starts, at.kv_starts, longest_query, longest_kv, 0.0, True, False,
+        scale=spec.scale,
+    )[0]  # fmt: skip
+    return out[..., : spec.value_dim]
+
+
+def _expanded(
+    query: torch.Tensor, up: torch.Tensor, cache: torch.Tensor, at: Prompts, spec: LayerSpec
+) -> torch.Tensor:  # fmt: skip
+    """[num_tokens, num_heads, value_dim] of prompt rows, over keys and values made of their latents."""
+    rank, nope_dim = up.shape[2], up.shape[1] - spec.value_dim
+    latents = cache.index_select(0, at.slots)
+    expanded = F.linear(latents[:, :rank], up.reshape(-1, rank)).view(len(latents), spec.num_heads, -1)
+    shared = latents[:, None, rank:].expand(-1, spec.num_heads, -1)
+    key, value = torch.cat((expanded[..., :nope_dim], shared), dim=-1), expanded[..., nope_dim:]
+    if _flash_takes(query, spec):
+        return _flash(query, key, value, at, spec)
+    outs, begin, first = [], 0, 0
+    # Without FlashAttention row by row; lengths are the host's, so nothing waits.
+    for query_len, kv_len in at.lengths:
+        q, k, v = (
+            each.transpose(0, 1)[None]
+            for each in (query[begin : begin + query_len], key[first : first + kv_len], value[first : first + kv_len])
+        )
+        seen = torch.ones(query_len, kv_len, dtype=torch.bool, device=query.device).tril(kv_len - query_len)
+        outs.append(attention.attend(q, k, v, seen, spec.scale)[0].transpose(0, 1))
+        begin, first = begin + query_len, first + kv_len
+    return torch.cat(outs)
