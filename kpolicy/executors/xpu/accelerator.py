@@ -16,9 +16,8 @@ from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.adapter import Statics
 from kpolicy.executors.simulated import Fault
-from kpolicy.executors.step_model import StepModel
 from kpolicy.executors.xpu.adapter import StreamAdapter
-from kpolicy.executors.xpu.executor import StreamExecutor
+from kpolicy.executors.xpu.executor import LibraryExecutor
 
 __all__ = ["AcceleratorAdapter", "AcceleratorExecutor", "TorchAccelerator"]
 
@@ -120,33 +119,12 @@ def _device(device: Any) -> torch.device:
     return at if at.index is not None else torch.device(at.type, torch.accelerator.current_device_index())
 
 
-class AcceleratorExecutor(StreamExecutor):
-    """A step model on any device behind `torch.accelerator`. Unverified on hardware.
+class AcceleratorExecutor(LibraryExecutor):
+    """A step model on any device behind `torch.accelerator`, by default the current one; see `LibraryExecutor`.
 
-    FULL graphs of attention that takes lengths on the host are refused: nothing here rewrites them.
-
-    Args:
-        model: the model, for example of `kpolicy.load`; its tensors are on the device.
-        device: the device; the model's own, or the current accelerator.
-        max_num_reqs: most rows of a launch that replays; the model's own by default.
-        library: see `AcceleratorAdapter`.
-        faults, check: as `CudaExecutor` has them.
-
-    Raises:
-        ConfigError: the device isn't there, or this torch has no graphs for it.
+    FULL graphs of attention that takes lengths on the host are refused: nothing here rewrites them. Unverified on
+    hardware.
     """
 
-    def __init__(
-        self,
-        model: StepModel,
-        *,
-        device: Any = None,
-        max_num_reqs: int | None = None,
-        library: Any = None,
-        faults: Iterable[Fault | str] = (),
-        check: bool = False,
-    ) -> None:
-        at = getattr(model, "device", None) if device is None else device
-        statics = getattr(model, "static_tensors", None)
-        adapter = AcceleratorAdapter(at, library=library, check=check, statics=statics, faults=faults)
-        super().__init__(model, adapter, max_num_reqs=max_num_reqs)
+    adapter_class = AcceleratorAdapter
+    default_device = None

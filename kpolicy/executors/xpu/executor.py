@@ -6,7 +6,7 @@ Unverified on hardware.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,7 +19,7 @@ from kpolicy.executors.step_model import StepModel
 from kpolicy.executors.xpu.adapter import StreamAdapter
 from kpolicy.executors.xpu.launcher import LiveLengthsLauncher
 
-__all__ = ["StreamExecutor", "XpuAdapter", "XpuExecutor"]
+__all__ = ["LibraryExecutor", "StreamExecutor", "XpuAdapter", "XpuExecutor"]
 
 MAX_NUM_REQS = 256
 """Rows of a launch where neither the caller nor the model says."""
@@ -85,19 +85,22 @@ class StreamExecutor(ModeRunner):
         super().__init__(LiveLengthsLauncher(adapter, model, max_num_reqs=most))
 
 
-class XpuExecutor(StreamExecutor):
-    """A step model on an Intel GPU. Unverified on hardware.
+class LibraryExecutor(StreamExecutor):
+    """A step model on a device whose adapter torch's own library is enough for. Unverified on hardware.
 
     Args:
         model: the model, for example of `kpolicy.load`; its tensors are on the device.
-        device: the device; the model's own, or the current one.
+        device: the device; the model's own, or `default_device`.
         max_num_reqs: most rows of a launch that replays; the model's own by default.
-        library: see `XpuAdapter`.
+        library: what stands in for torch's library.
         faults, check: as `CudaExecutor` has them.
 
     Raises:
-        ConfigError: the device isn't there, or has no graphs.
+        ConfigError: the device isn't there, or this torch has no graphs for it.
     """
+
+    adapter_class: ClassVar[type[Any]]
+    default_device: ClassVar[Any]
 
     def __init__(
         self,
@@ -109,7 +112,14 @@ class XpuExecutor(StreamExecutor):
         faults: Iterable[Fault | str] = (),
         check: bool = False,
     ) -> None:
-        at = getattr(model, "device", "xpu") if device is None else device
+        at = getattr(model, "device", self.default_device) if device is None else device
         statics = getattr(model, "static_tensors", None)
-        adapter = XpuAdapter(at, library=library, check=check, statics=statics, faults=faults)
+        adapter = self.adapter_class(at, library=library, check=check, statics=statics, faults=faults)
         super().__init__(model, adapter, max_num_reqs=max_num_reqs)
+
+
+class XpuExecutor(LibraryExecutor):
+    """A step model on an Intel GPU, by default the current one; see `LibraryExecutor`. Unverified on hardware."""
+
+    adapter_class = XpuAdapter
+    default_device = "xpu"
