@@ -14,7 +14,6 @@ from kpolicy import __version__
 from kpolicy.costs import CostTable
 from kpolicy.errors import ProfileError
 from kpolicy.executors import calibrate as measured
-from kpolicy.heap import frozen_heap
 from kpolicy.registry import GraphRegistry
 from kpolicy.schemas import Profile, write_profile
 from kpolicy.settings import Settings
@@ -41,7 +40,7 @@ def calibrate(
     begun = time.perf_counter()
     try:
         done, left = False, allowance_s
-        with frozen_heap():
+        with calibration.undisturbed():
             while not done:
                 done = calibration.measure(left if progress is None else min(left, SLICE_S))
                 left = allowance_s - (time.perf_counter() - begun)

@@ -222,6 +222,18 @@ class LoadedModel:
         for cache in self.kv_caches():
             cache[self.pad_slot] = float("nan")
 
+    @property
+    def kv_untouched(self) -> bool:
+        """Whether no request's KV is there: all but the reserved slot is zero, as nothing that a model writes is."""
+        return not any(bool(cache[: self.pad_slot].any()) for cache in self.kv_caches())
+
+    def spread_kv(self, num_slots: int) -> None:
+        """Copy the KV of the first slots over all others, the reserved one left out."""
+        for cache in self.kv_caches():
+            for start in range(num_slots, self.pad_slot, num_slots):
+                end = min(start + num_slots, self.pad_slot)
+                cache[start:end] = cache[: end - start]
+
     def clear_kv(self) -> None:
         """Fill all KV with zeros."""
         for cache in self.kv_caches():

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from kpolicy.engine import Engine  # noqa: E402
 from kpolicy.errors import ConfigError, StickyDeviceError  # noqa: E402
 from kpolicy.executors.calibrate import Calibration  # noqa: E402
+from kpolicy.executors.calibrate.bench import Bench  # noqa: E402
 from kpolicy.executors.cpu import CpuExecutor  # noqa: E402
 from kpolicy.executors.device import Failure  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
@@ -215,3 +216,40 @@ def test_whatever_the_allowance_one_token_is_measured(model: Any) -> None:
     engine.capture()
     assert engine.calibration_error == ""
     assert engine.costs.measured
+
+
+def filled_while_measuring(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether every slot had KV, at each time that a case was timed."""
+    seen: list[bool] = []
+    run = Bench._run
+
+    def spied(bench: Bench, *arguments: Any) -> Any:
+        slots = [cache[: model.pad_slot].flatten(1) for cache in model.kv_caches()]
+        seen.append(all(bool(each.any(dim=1).all()) for each in slots))
+        return run(bench, *arguments)
+
+    monkeypatch.setattr(Bench, "_run", spied)
+    Engine("auto", executor=CpuExecutor(model), ladder=[4], settings=SETTINGS).capture()
+    return seen
+
+
+def test_a_model_that_served_nothing_is_measured_on_kv_of_its_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.clear_kv()
+    seen = filled_while_measuring(model, monkeypatch)
+    assert seen
+    assert all(seen)
+    assert model.kv_untouched
+
+
+def test_kv_of_requests_stays_while_it_is_measured(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.clear_kv()
+    for cache in model.kv_caches():
+        cache[3] = 0.5
+    before = [cache[: model.pad_slot].clone() for cache in model.kv_caches()]
+    assert not model.kv_untouched
+    seen = filled_while_measuring(model, monkeypatch)
+    assert seen
+    assert not any(seen)
+    for cache, kept in zip(model.kv_caches(), before, strict=True):
+        assert torch.equal(cache[: model.pad_slot], kept)
+    model.clear_kv()

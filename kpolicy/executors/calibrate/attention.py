@@ -38,10 +38,9 @@ class Bases:
     def __init__(self, bench: Bench, pieces: Sequence[GraphKey], most_reqs: int) -> None:
         self._bench = bench
         self._steps: dict[str, tuple[int, int, int]] = {}
-        kv = bench.usual_kv
 
-        def add(name: str, key: GraphKey, decodes: int, prompt: int) -> None:
-            rows = bench.rows(decodes, kv if decodes else 0, prompt)
+        def add(name: str, key: GraphKey, decodes: int, prompt: int, kv: int = 0) -> None:
+            rows = bench.rows(decodes, kv, prompt)
             case = bench.add([Launch(Rows.ALL, key)], rows)
             self._steps[name] = case, decodes * kv, prompt
 
@@ -49,7 +48,8 @@ class Bases:
         few = min(FEW_DECODES, most_reqs - 1)
         if large is not None and large.num_tokens > few > 0:
             add("prompt", large, 0, large.num_tokens)
-            add("prompt and decodes", large, few, large.num_tokens - few)
+            # Over long rows attention of a few decodes waits for itself, which KV tokens of many rows don't tell.
+            add("prompt and decodes", large, few, large.num_tokens - few, bench.long_kv)
         small = sorted((key for key in pieces if 2 <= key.num_tokens <= most_reqs), key=lambda key: key.num_tokens)
         if small:
             # As above: the middle one, or the smallest beyond what may be absorbed.
@@ -57,7 +57,7 @@ class Bases:
             middle = small[len(small) // 2]
             key = usual[0] if usual and middle.num_tokens < PLAIN_PROMPT else middle
             add("short prompt", key, 0, key.num_tokens)
-            add("decodes", key, key.num_tokens, 0)
+            add("decodes", key, key.num_tokens, 0, bench.usual_kv)
 
     def added(self, decode: AttentionCost, prefill: AttentionCost) -> tuple[AttentionCost, AttentionCost]:
         """Both costs with their bases."""

@@ -10,14 +10,16 @@ the device's time alone; run at once, the clock tells the host's time to launch,
 hand-over, waiting. What that is beyond a replay of a whole graph goes to the side that bounds the case: a host and a
 device that are both busy don't overlap wholly.
 
-Rows read whatever KV there is and write to the reserved slot alone, so a running server may be measured.
+Rows read whatever KV there is and write to the reserved slot alone, so a running server may be measured. Where none is
+there yet, they get some of the model's own making, which is gone again afterwards.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
@@ -74,7 +76,7 @@ def calibrate(
     """
     calibration = Calibration(executor, registry, model, settings)
     try:
-        with frozen_heap():
+        with calibration.undisturbed():
             calibration.measure(allowance_s)
         return calibration.table(version)
     finally:
@@ -94,7 +96,7 @@ class Calibration:
         self.keys = keys = [key for key in registry.captured() if key in executor.captured]
         decode = [key for key in keys if key.part is Part.FULL and key.query_len == 1]
         # Prompts are timed as one chunk, which no request can have longer; larger sizes go on as the last ones rise.
-        longest = min(settings.max_num_tokens, model.max_model_len)
+        self._longest = longest = min(settings.max_num_tokens, model.max_model_len)
         mixed = [key for key in keys if key.part is Part.FULL and not key.decode_only and key.num_tokens <= longest]
         pieces = [key for key in keys if key.part is Part.PIECEWISE and key.num_tokens <= longest]
         most_reqs = min(settings.max_num_reqs, settings.max_num_tokens)
@@ -117,6 +119,12 @@ class Calibration:
         self._pieces = [add(key, key.num_tokens, prompt=True) for key in pieces]
         self._host_eager = HostTimes(bench, [None], most_reqs, longest)
         self._host_piecewise = HostTimes(bench, pieces, most_reqs, longest)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Measure inside this where no requests are served meanwhile: on KV as they leave it, the heap frozen."""
+        with frozen_heap(), self._bench.as_if_served(self._longest):
+            yield
 
     @property
     def rounds(self) -> int:
