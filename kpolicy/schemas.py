@@ -730,7 +730,10 @@ def write_text(path: PathLike, text: str) -> None:
 
 
 def write_whole(path: PathLike, content: str | bytes) -> None:
-    """Write a file beside the path and put it in its place, so that nobody reads half of it; text as UTF-8."""
+    """Write a file beside the path and put it in its place, so that nobody reads half of it; text as UTF-8.
+
+    A link stays, and what it leads to is replaced; what isn't a file, such as ``/dev/stdout``, is written to.
+    """
     _guarded("write", path, lambda: _replace(Path(path), content.encode() if isinstance(content, str) else content))
 
 
@@ -738,6 +741,10 @@ def _replace(target: Path, data: bytes) -> None:
     import os
     import secrets
 
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)
+        return
+    target = Path(os.path.realpath(target))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ from kpolicy.schemas import (
     read_step_log,
     write_plan,
     write_profile,
+    write_text,
 )
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
@@ -499,6 +501,24 @@ def test_a_failed_write_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest
         write_profile(path, attrs.evolve(PROFILE, device="another"))
     assert read_profile(path) == PROFILE
     assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_a_path_leads_to_is_written(tmp_path: Path) -> None:
+    """A link stays a link, and what is no file (here a pipe) is written to and not replaced by one."""
+    real, link, pipe = tmp_path / "real.json", tmp_path / "link.json", tmp_path / "pipe"
+    real.write_text("old")
+    link.symlink_to(real)
+    write_profile(link, PROFILE)
+    assert link.is_symlink()
+    assert read_profile(real) == PROFILE
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDWR)
+    try:
+        write_text(pipe, "through")
+        assert os.read(end, 100) == b"through"
+    finally:
+        os.close(end)
+    assert pipe.is_fifo()
 
 
 def test_every_kind_writes_its_version(tmp_path: Path) -> None:

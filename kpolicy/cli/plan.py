@@ -16,6 +16,7 @@ from kpolicy.cli.plan_output import as_dict, emitted_for, render, write
 from kpolicy.cli.render import console, print_json
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.simulate import load_trace
+from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_writable
 from kpolicy.engine_flags import ENGINES
 from kpolicy.errors import ConfigError, UnknownNameError, near_miss
@@ -108,7 +109,7 @@ def plan(
     if deployment.ladder is not None:
         raise ConfigError("--ladder is what plan looks for; leave it out, or give it to `kpolicy run`.")
     get_policy(name)
-    check_writable("--out", out)
+    check_writable("--out", files_of("--out", out, ["plan"], "plan.json")[0])
     shown = console(stderr=True)
     found = plan_trace(
         requests, policy=name, budget=limits, most_sizes=most_sizes, costs=model.costs,

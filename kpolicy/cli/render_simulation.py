@@ -48,6 +48,9 @@ def _summary(results: Sequence[SimResult]) -> Table:
 
 
 def _three(spread: Spread, unit: float) -> str:
+    """The percentiles; a dash where there are no values."""
+    if not spread.count:
+        return "-"
     return " / ".join(f"{value / unit:,.1f}" for value in (spread.p50, spread.p90, spread.p99))
 
 

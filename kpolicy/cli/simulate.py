@@ -64,6 +64,9 @@ def simulate_command(
     if decisions is not None:
         if traces:
             raise ConfigError(f"--decisions {decisions} takes the place of traces; give one of the two.")
+        _only_decides(
+            served, deployment, files, window=window != 0, start=start != 0, rate=rate != 1, seed=seed != 0,
+        )  # fmt: skip
         replay_command(decisions, specs, deployment, json=json)
         return 0
     model = served.costs(deployment)
@@ -104,6 +107,22 @@ def simulate_command(
     if interrupted:
         sys.stderr.write("kpolicy: interrupted; what was done is above.\n")
     return 130 if interrupted else 0
+
+
+def _only_decides(served: Served, deployment: Deployment, files: SimFiles, **given: bool) -> None:
+    """Refuse options that say something of a server, a trace or a file, where batches are only decided again."""
+    budgets = {name: value for name, value in attrs.asdict(deployment).items() if name.startswith(("budget", "max_"))}
+    for options, unset in ((served, Served()), (files, SimFiles())):
+        given |= {name: value != getattr(unset, name) for name, value in attrs.asdict(options, recurse=False).items()}
+    given |= {name: value is not None for name, value in budgets.items()}
+    named = [f"--{name.replace('_', '-')}" for name, is_given in given.items() if is_given]
+    if "--prefix-reuse" in named:
+        named[named.index("--prefix-reuse")] = "--no-prefix-reuse"
+    if named:
+        raise ConfigError(
+            f"{named[0]} has no say where --decisions gives the batches as they were scheduled; leave out "
+            f"{', '.join(named)}, or give a trace. A log's batches are priced by --profile."
+        )
 
 
 def specs_of(policies: Sequence[str] | None) -> list[str]:

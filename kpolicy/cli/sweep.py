@@ -217,8 +217,9 @@ def _table(lines: Sequence[dict[str, Any]], front: set[int]) -> Table:
         ttft, gap = result["ttft"], result["gap"]
         asked = result["goodput"]["ttft_ms"] is not None or result["goodput"]["gap_ms"] is not None
         table.add_row(
-            *names, f"{ttft['p50'] / 1e3:,.1f} / {ttft['p99'] / 1e3:,.1f}",
-            f"{gap['p50'] / 1e3:,.2f} / {gap['p99'] / 1e3:,.2f}", f"{result['e2e']['p50'] / 1e6:,.2f}",
+            *names, f"{ttft['p50'] / 1e3:,.1f} / {ttft['p99'] / 1e3:,.1f}" if ttft["count"] else "-",
+            f"{gap['p50'] / 1e3:,.2f} / {gap['p99'] / 1e3:,.2f}" if gap["count"] else "-",
+            f"{result['e2e']['p50'] / 1e6:,.2f}" if result["e2e"]["count"] else "-",
             f"{result['goodput']['per_s']:,.2f}" if asked else "-", f"{result['graphs']:,}",
             f"{result['graph_bytes'] / 2**20:,.0f}", f"{result['capture_s']:,.1f}",
         )  # fmt: skip

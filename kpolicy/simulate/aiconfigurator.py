@@ -144,7 +144,10 @@ def _engine(config: str | Path, system: str, backend: str, tensor_parallel: int)
     if tensor_parallel < 1:
         raise ConfigError(f"tensor_parallel is {tensor_parallel}; a model takes at least one device.")
     module = load(
-        "aiconfigurator_core.sdk.engine", extra="aiconfigurator", package="aiconfigurator-core", what="measured tables"
+        "aiconfigurator_core.sdk.engine",
+        extra="aiconfigurator",
+        package="aiconfigurator-core",
+        what="--tables aiconfigurator",
     )
     experts = "expert" in (folder / "config.json").read_text(encoding="utf-8")
     given = {"tp_size": tensor_parallel} | ({"moe_tp_size": tensor_parallel} if experts else {})

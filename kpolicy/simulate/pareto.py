@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import io
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +13,7 @@ import attrs
 
 from kpolicy.errors import ConfigError
 from kpolicy.observe.extras import load
+from kpolicy.schemas import write_whole
 
 __all__ = ["METRICS", "Point", "draw", "points_of"]
 
@@ -60,12 +61,12 @@ class Point:
 
 
 def points_of(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
-    """The finished cases as points, with those of each front marked."""
+    """The finished cases that served a request as points, with those of each front marked."""
     _, spread, percentile = METRICS[metric]
     found = [
         Point(line, line["result"]["graph_bytes"] / 2**20, line["result"][spread][percentile] / 1e3)
         for line in lines
-        if "result" in line
+        if "result" in line and line["result"][spread]["count"]
     ]
     return [attrs.evolve(point, on_front=not any(_beats(other, point) for other in found)) for point in found]
 
@@ -84,7 +85,7 @@ def draw(points: Sequence[Point], metric: str, path: Path) -> None:
         ConfigError: matplotlib isn't installed, there is nothing to draw, or the file can't be written.
     """
     if not points:
-        raise ConfigError("no case of the sweep has a result, so there is nothing to draw.")
+        raise ConfigError("no case of the sweep served a request, so there is nothing to draw.")
     matplotlib = load("matplotlib", extra="plots", package="matplotlib", what="--plot")
     figure_of = load("matplotlib.figure", extra="plots", package="matplotlib", what="--plot").Figure
     panels = [list(each) for _, each in groupby(sorted(points, key=lambda point: point.panel), key=lambda p: p.panel)]
@@ -98,9 +99,10 @@ def draw(points: Sequence[Point], metric: str, path: Path) -> None:
             _panel(figure.add_subplot(rows, columns, i + 1), panel, policies, metric)
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
-        with _written(path) as temporary:
-            metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": "kpolicy"}
-            figure.savefig(temporary, format=path.suffix.lower()[1:], dpi=150, metadata=metadata)
+        drawn = io.BytesIO()
+        metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": "kpolicy"}
+        figure.savefig(drawn, format=path.suffix.lower()[1:], dpi=150, metadata=metadata)
+    write_whole(path, drawn.getvalue())
 
 
 def _panel(axes: Any, points: Sequence[Point], policies: Sequence[str], metric: str) -> None:
@@ -118,19 +120,3 @@ def _panel(axes: Any, points: Sequence[Point], policies: Sequence[str], metric: 
         )  # fmt: skip
     axes.grid(visible=True, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[Path]:
-    """A name beside the path that takes its place when it is whole."""
-    import os
-    import secrets
-
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ConfigError(f"can't write {path}: {error.strerror or error}. Give another path.") from None
-    finally:
-        temporary.unlink(missing_ok=True)

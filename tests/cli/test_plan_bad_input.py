@@ -140,11 +140,15 @@ def test_interrupted(kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch:
 def test_output_that_cannot_be_written(kpolicy: Command, trace: Path, tmp_path: Path, emitted: list[str]) -> None:
     """A path in no folder is refused, and no half of a file is left."""
     out = tmp_path / "missing" / "plan.json"
-    refused(kpolicy("plan", trace, "--budget", 2, "--out", out, *emitted), f"--out {out} can't be written")
+    refused(
+        kpolicy("plan", trace, "--budget", 2, "--out", out, *emitted), f"--out {out}: there is no folder {out.parent}"
+    )
     assert not out.parent.exists()
     folder = tmp_path / "folder"
     folder.mkdir()
-    refused(kpolicy("plan", trace, "--budget", 2, "--out", folder, *emitted), f"--out {folder} can't be written")
+    refused(
+        kpolicy("plan", trace, "--budget", 2, "--out", folder, *emitted), f"--out {folder} is a folder", "plan.json"
+    )
     assert not list(folder.iterdir())
 
 

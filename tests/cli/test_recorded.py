@@ -122,3 +122,27 @@ def test_a_rank_without_rows_is_explained(kpolicy: Command, tmp_path: Path) -> N
     ended = kpolicy("vllm-explain", path, "--json")
     assert ended.code == 0, ended.err
     assert {(each["tokens"], each["kind"]) for each in ended.json["eager"]} == {("0", "empty"), ("4 to 7", "mixed")}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (("--window", 5), "--window"),
+        (("--rate", 2, "--start", 1), "--start, --rate"),
+        (("--seed", 3), "--seed"),
+        (("--ranks", 2, "--kv-tokens", 9999), "--kv-tokens, --ranks"),
+        (("--no-prefix-reuse",), "--no-prefix-reuse"),
+        (("--device", "A100"), "--device"),
+        (("--max-num-tokens", 64, "--max-num-reqs", 9), "--max-num-tokens, --max-num-reqs"),
+        (("--budget-bytes", 1), "--budget-bytes"),
+        (("--out", "x.json"), "--out"),
+        (("--step-log", "x.jsonl"), "--step-log"),
+    ],
+)
+def test_options_of_a_server_are_refused(kpolicy: Command, log: Path, given: tuple[object, ...], named: str) -> None:
+    """What can't change how recorded batches are decided isn't taken and ignored."""
+    ended = kpolicy("simulate", "--decisions", log, *given)
+    assert ended.code == 2
+    assert ended.out == ""
+    assert f"leave out {named}, or give a trace" in ended.err
+    assert not list(log.parent.glob("x.json*"))

@@ -256,7 +256,7 @@ def test_tables_without_the_package_say_what_to_install(
     """The extra is named."""
     monkeypatch.setitem(__import__("sys").modules, "aiconfigurator_core", None)
     ended = kpolicy("simulate", trace, "--config", config, "--tables", "aiconfigurator")
-    refused(ended, "measured tables needs aiconfigurator-core")
+    refused(ended, "--tables aiconfigurator needs aiconfigurator-core")
 
 
 def test_the_document_has_every_field_of_a_result(kpolicy: Command, trace: Path) -> None:

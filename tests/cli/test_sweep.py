@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, write
 from tests.cli.test_bad_input import refused
 
 
@@ -101,3 +101,15 @@ def test_lines_are_json_that_reads_back(kpolicy: Command, trace: Path, tmp_path:
     assert header["schema"] == "kpolicy/sweep"
     assert line["case"] == {"trace": "trace.csv", "rate": 1.0, "costs": "default", "ladder": "own", "policy": "eager"}
     assert line["result"]["served"] == 40
+
+
+def test_a_trace_of_which_nothing_is_served(kpolicy: Command, tmp_path: Path) -> None:
+    """It has no latencies, and no zeros that look like some; what was handed back stays in the results."""
+    long = write(tmp_path / "long.csv", "timestamp,input_length,output_length", "0,1000000,9")
+    ended = kpolicy("sweep", long, "--policy", "eager", "--jobs", 1)
+    assert ended.code == 0, ended.err
+    (row,) = (line for line in ended.out.splitlines() if line.startswith("eager"))
+    assert row.split()[:5] == ["eager", "-", "-", "-", "-"]
+    told = kpolicy("sweep", long, "--policy", "eager", "--jobs", 1, "--json").json
+    assert told["pareto"] == []
+    assert told["cases"][0]["result"]["refused"] == {"over_kv_capacity": 1}

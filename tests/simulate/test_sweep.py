@@ -147,7 +147,7 @@ def test_a_case_that_cant_run_is_a_line_and_the_others_run() -> None:
 
 def line_of(mib: float, ms: float, trace: str = "t") -> dict[str, Any]:
     case = {"trace": trace, "rate": 1.0, "costs": "default", "ladder": "own", "policy": f"p{mib}"}
-    spread = {"p50": ms * 1e3, "p99": ms * 2e3}
+    spread = {"count": 9, "p50": ms * 1e3, "p99": ms * 2e3}
     return {"case": case, "result": {"graph_bytes": mib * 2**20, "gap": spread, "ttft": spread, "e2e": spread}}
 
 
@@ -159,6 +159,15 @@ def test_the_front_is_what_nothing_beats(cases: list[tuple[int, int, str]]) -> N
             other[2] == trace and other[0] <= mib and other[1] <= ms and other[:2] != (mib, ms) for other in cases
         )
         assert point.on_front is not beaten
+
+
+def test_a_case_that_served_nothing_isnt_quick() -> None:
+    """It has no latency, so it is on no front and in no picture."""
+    idle, served = line_of(1, 0), line_of(4, 5)
+    idle["result"]["gap"] = {"count": 0, "p50": 0.0, "p99": 0.0}
+    (point,) = points_of([idle, served], "gap-p50")
+    assert point.line is served
+    assert point.on_front
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
