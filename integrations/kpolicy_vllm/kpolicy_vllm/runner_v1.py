@@ -59,7 +59,8 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
         """See `dispatcher_class`.
 
         `facts` is the step that the runner is about to ask for, as (requests, new tokens by request); None where it
-        asks outside of a step.
+        asks outside of a step. `agreed` is the graph that it was last given where it named the modes itself, as it does
+        once data-parallel ranks agreed.
         """
 
         def __init__(self, vllm_config: Any, state: State) -> None:
@@ -69,6 +70,7 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             self.deciding = False
             self.off = False
             self.sampling = False
+            self.agreed: GraphKey | None = None
             self.beside: dict[tuple[Any, Any], list[Any]] = {}
             self.log: Callable[[Any, tuple[int, Any]], None] | None = None
             self._decodes: list[Any] = []
@@ -224,11 +226,13 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             allowed = every if valid_modes is None else valid_modes
             if invalid_modes:
                 allowed = allowed - invalid_modes
+            self.agreed = None
             if self.deciding and allowed and not allowed <= only_none:
                 forbidden = sum(bit for mode, bit in bits.items() if mode not in allowed)
                 step = self._step(num_tokens, uniform, loras if has_lora else 0, None, None)
                 step = step._replace(forbidden=forbidden)
                 entry = self.chooser.agreed(step) if len(allowed) == 1 else self.chooser.entry(step)
+                self.agreed = entry.key
                 if entry.key is not None or none in allowed:
                     return entry.result
             # vLLM's own words, also for what can't be.

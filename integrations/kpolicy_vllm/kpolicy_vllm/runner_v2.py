@@ -108,6 +108,11 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
             return {key: (desc.cg_mode, desc) for key, desc in self.chooser.desc_of.items()}
 
         @property
+        def agreed(self) -> GraphKey | None:
+            """The graph last given: once data-parallel ranks agreed on one, that."""
+            return None if self.last is None else self.last.key
+
+        @property
         def key_of(self) -> dict[tuple[Any, Any], GraphKey]:
             """The reverse."""
             return {found: key for key, found in self.desc_of.items()}

@@ -30,6 +30,8 @@ _BASES = {
     "SplitAsyncScheduler": ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"),
 }
 _MARK = "_kpolicy_counted"
+_ALONE_STEPS = 8
+"""Steps for decodes that a rank of prompts only takes part in, once it waited through one and no rank had decodes"""
 
 
 def qualname(vllm_config: Any) -> str:
@@ -75,6 +77,8 @@ class Turns:
         self._prompt_due = False
         self._off = False
         self._shut: tuple[int, int] | None = None
+        self._waited = False
+        self._alone = 0
         self.counter: Any = None
 
     def schedule(self, stock: Any) -> Any:
@@ -129,14 +133,25 @@ class Turns:
     def _turn_of_ranks(self, decodes: list[Any], prompts: list[Any]) -> str:
         if self.counter is None or not self._rule.alternates():
             return ""
+        if self._waited:
+            self._waited = False
+            self._alone = 0 if self._state.others_decode() else _ALONE_STEPS
         even = self.counter() % 2 == 0
         if not (prompts or self._waiting()) or self._still_shut():
             return ""
         if not decodes:
-            return "wait" if even else ""
+            return "wait" if even and self._waits() else ""
         if self._short_of_blocks(len(decodes)):
             return ""
         return "decode" if even else "prompt"
+
+    def _waits(self) -> bool:
+        """Whether to leave a step to other ranks' decodes, as far as the last that was left to them had any."""
+        if self._alone:
+            self._alone -= 1
+            return False
+        self._waited = True
+        return True
 
     def _kinds(self) -> tuple[list[Any], list[Any]]:
         """The running requests that decode, and those whose prompt isn't done."""

@@ -229,6 +229,18 @@ class State:
             basis=Basis.NOTHING if costs.measured else Basis.COSTS_ANALYTIC,
         )
 
+    def others_decode(self) -> bool:
+        """Whether the last step of all data-parallel ranks was of decodes, if this one had no rows in it.
+
+        A rank without rows votes for one decode, so a graph of more than that is another's wish. One decode looks like
+        none.
+        """
+        key = None if self.dispatcher is None else self.dispatcher.agreed
+        if key is None or key.part is not Part.FULL:
+            return False
+        least = min(each.num_tokens for each in self.ladder.keys if each.part is Part.FULL)
+        return bool(key.num_tokens > least)
+
     def decide(self, shape: BatchShape, *, split: bool = False) -> Decision | None:
         """How the policy would run a batch; None while it can't decide.
 

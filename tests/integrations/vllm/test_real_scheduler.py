@@ -53,7 +53,8 @@ def split_scheduler(config: Any, steps: int) -> Any:
     assert made.kpolicy_turns is None, "kpolicy is off in this configuration"
     counts: dict[str, int] = {}
     state = SimpleNamespace(
-        counters=SimpleNamespace(add=lambda key: counts.__setitem__(key, counts.get(key, 0) + 1), counts=counts)
+        counters=SimpleNamespace(add=lambda key: counts.__setitem__(key, counts.get(key, 0) + 1), counts=counts),
+        others_decode=lambda: True,
     )
     made.kpolicy_turns = ours.Turns(made, state)
     made.kpolicy_turns._rule = Always(steps)
@@ -288,6 +289,30 @@ def test_data_parallel_ranks_take_the_same_turns(version: str) -> None:
                 assert not any(prompts for _, prompts in row), f"step {i} is for decodes"
         assert any(decodes for decodes, _ in seen[6])
         assert any(prompts for row in seen for _, prompts in row)
+
+
+@BOTH
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_rank_waits_for_decodes_that_others_have(version: str, decodes: bool) -> None:
+    """A rank with a long prompt leaves every second step to others' decodes, and few where there are none."""
+    with schedulers(version):
+        rank = split_scheduler(vllm_config(version, asynchronous=False, ranks=2), 1)
+        rank.kpolicy_turns.counter, rank.kpolicy_turns._state.others_decode = lambda: tick, lambda: decodes
+        rank.add_request(make_request("a", 1500, 2))
+        rank.max_num_scheduled_tokens = 40
+        steps = []
+        outputs = importlib.import_module("vllm.v1.outputs")
+        for tick in range(36):  # noqa: B007 - the counter reads it
+            output = rank.schedule()
+            steps.append(output.total_num_scheduled_tokens)
+            rank.update_from_output(
+                output,
+                outputs.ModelRunnerOutput(
+                    req_ids=list(output.num_scheduled_tokens), req_id_to_index={"a": 0}, sampled_token_ids=[[]]
+                ),
+            )
+        assert all(steps[1::2]), steps
+        assert sum(not tokens for tokens in steps[::2]) == (18 if decodes else 2)
 
 
 @BOTH

@@ -220,6 +220,29 @@ def test_the_replica_s_memory_is_estimated_as_stock_s(state):
     assert dispatcher.get_capture_descs() == whole
 
 
+def test_what_ranks_agreed_on_tells_whether_others_decode(state):
+    """A rank without rows votes for one decode: a larger FULL graph is for decodes of another rank."""
+    assert not state.others_decode()
+    dispatcher = first(state)
+    assert not state.others_decode()
+    capture(state, dispatcher.desc_of)
+    for tokens, mode, decodes in ((1, Mode.FULL, False), (8, Mode.FULL, True), (64, Mode.PIECEWISE, False),
+                                  (8, Mode.FULL, True), (600, Mode.NONE, False)):  # fmt: skip
+        dispatcher.dispatch(1, True)
+        dispatcher.dispatch(tokens, mode is Mode.FULL, valid_modes={mode})
+        assert state.others_decode() is decodes
+
+
+def test_second_runner_s_ranks_likewise(state):
+    """The second runner asks its manager again with what ranks agreed on."""
+    manager = second(state)
+    manager.capture(lambda *_, **__: None)
+    capture(state, manager.chooser.desc_of)
+    for asked, decodes in (((1, 1, 1), False), ((1, 8, 1), True), ((1, 600, None), False)):
+        manager.dispatch(*asked)
+        assert state.others_decode() is decodes
+
+
 def test_second_answers(state):
     """Before the capture vLLM answers; then the policy, by the counts that this runner has."""
     manager = second(state)
