@@ -115,7 +115,7 @@ def main() -> int:
         for row in rows:
             print(
                 f"  {row.mode:<22} {row.regime:<11} {row.steps:>7} steps  error {row.error:6.1%}  median "
-                f"{row.median_error:6.1%}  bias {row.bias:+6.1%}  p50 {row.gap_p50_error:6.1%}"
+                f"{row.median_error:6.1%}  bias {row.bias:+6.1%}  p50 {row.gap_p50_error:6.1%}  noise {row.noise:6.1%}"
             )
     wrong = same_ranking(measured, expected, tie=0.02)
     print("ranking by time a token:", wrong or "the same")

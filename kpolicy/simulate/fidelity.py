@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from statistics import fmean, median
 
 import attrs
@@ -33,6 +33,8 @@ class FidelityRow:
         bias: the expected time of all steps over the measured one, less 1: above 0 is too slow a table.
         median_error: median of the same errors: late steps of a busy machine don't move it.
         gap_p50_error: relative error of the median step time, which is the gap between tokens where rows decode.
+        noise: the error that would be left if the table were right on the median of all steps that launch the same
+            graphs (or none) on the same kinds of rows: what the machine itself differs by.
     """
 
     mode: str
@@ -42,6 +44,7 @@ class FidelityRow:
     bias: float
     median_error: float
     gap_p50_error: float
+    noise: float
 
 
 def _launch(entry: StepEntry, launch: StepLaunch) -> Launch:
@@ -82,31 +85,42 @@ def fidelity(entries: Sequence[StepEntry], costs: CostTable) -> list[FidelityRow
     Raises:
         ConfigError: no step has a measured time.
     """
-    cases: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for entry in entries:
-        if not entry.cycle_us:
-            continue
-        cost = expected_cost(entry, costs)
-        pair = cost.cycle_us, entry.cycle_us
+    timed = [(entry, expected_cost(entry, costs), entry.cycle_us) for entry in entries if entry.cycle_us]
+    alike: dict[Hashable, list[float]] = {}
+    for entry, cost, measured_us in timed:
+        alike.setdefault(_launched(entry), []).append(cost.cycle_us / measured_us)
+    usual = {key: median(ratios) for key, ratios in alike.items()}
+    cases: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    for entry, cost, measured_us in timed:
+        each = cost.cycle_us, measured_us, usual[_launched(entry)]
         for key in ((entry.mode, _regime(entry, cost, costs)), (entry.mode, "all"), ("all", "all")):
-            cases.setdefault(key, []).append(pair)
+            cases.setdefault(key, []).append(each)
     if not cases:
         raise ConfigError("the log has no step with a measured time, so nothing can be compared with it.")
     order = {regime: i for i, regime in enumerate((*REGIMES, "all"))}
     return [_row(*key, cases[key]) for key in sorted(cases, key=lambda key: (key[0] == "all", key[0], order[key[1]]))]
 
 
-def _row(mode: str, regime: str, pairs: Sequence[tuple[float, float]]) -> FidelityRow:
-    errors = [abs(expected / measured - 1) for expected, measured in pairs]
-    expected_us, measured_us = ([each[i] for each in pairs] for i in (0, 1))
+def _launched(entry: StepEntry) -> Hashable:
+    """What steps that should take alike have in common, but for their KV and the sizes of eager rows."""
+    numbers = entry.shape.numbers
+    launches = tuple((each.rows, each.key, each.stream, each.repeat) for each in entry.launches)
+    return entry.mode, launches, numbers.num_decodes > 0, numbers.num_prefills > 0
+
+
+def _row(mode: str, regime: str, steps: Sequence[tuple[float, float, float]]) -> FidelityRow:
+    """The row of steps: (expected, measured, the usual ratio of both in steps like it) each."""
+    errors = [abs(expected / measured - 1) for expected, measured, _ in steps]
+    expected_us, measured_us = ([each[i] for each in steps] for i in (0, 1))
     return FidelityRow(
         mode=mode,
         regime=regime,
-        steps=len(pairs),
+        steps=len(steps),
         error=fmean(errors),
         bias=sum(expected_us) / sum(measured_us) - 1,
         median_error=median(errors),
         gap_p50_error=abs(median(expected_us) / median(measured_us) - 1),
+        noise=fmean(abs(expected / measured / ratio - 1) for expected, measured, ratio in steps),
     )
 
 

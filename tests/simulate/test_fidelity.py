@@ -37,7 +37,8 @@ def test_a_tables_own_steps_have_no_error(tmp_path: Path, policy: str) -> None:
     assert rows[-1].mode == rows[-1].regime == "all"
     assert rows[-1].steps == len(entries) > 30
     for row in rows:
-        assert (row.error, row.bias, row.median_error, row.gap_p50_error) == pytest.approx((0, 0, 0, 0), abs=1e-12)
+        found = row.error, row.bias, row.median_error, row.gap_p50_error, row.noise
+        assert found == pytest.approx((0, 0, 0, 0, 0), abs=1e-12)
     parts = [row for row in rows if row.mode != "all" and row.regime != "all"]
     assert sum(row.steps for row in parts) == len(entries)
 
@@ -53,7 +54,18 @@ def test_an_error_shows_where_it_is(tmp_path: Path) -> None:
     assert off.error > 0.05
     late = [attrs.evolve(each, cycle_us=(each.cycle_us or 0.0) * 1.25) for each in entries]
     row = fidelity(late, COSTS)[-1]
-    assert (row.error, row.bias) == pytest.approx((0.2, -0.2))
+    assert (row.error, row.bias, row.noise) == pytest.approx((0.2, -0.2, 0.0))
+
+
+def test_what_steps_alike_differ_by_is_noise(tmp_path: Path) -> None:
+    """A machine that is slow in every fourth step leaves an error that no table can take away."""
+    entries = logged(tmp_path / "s.jsonl", "eager")
+    some = [
+        attrs.evolve(each, cycle_us=(each.cycle_us or 0.0) * (1.5 if i % 4 else 3.0)) for i, each in enumerate(entries)
+    ]
+    row = fidelity(some, COSTS)[-1]
+    assert row.error > 0.3
+    assert row.noise == pytest.approx(0.125, abs=0.02)
 
 
 def test_padded_eager_steps_cost_their_padding() -> None:
