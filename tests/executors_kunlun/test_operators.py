@@ -17,7 +17,7 @@ from kpolicy.engine import Engine  # noqa: E402
 from kpolicy.errors import ConfigError, SupportError  # noqa: E402
 from kpolicy.executors.cpu import CpuExecutor  # noqa: E402
 from kpolicy.executors.kunlun import KunlunAdapter, KunlunExecutor  # noqa: E402
-from kpolicy.executors.kunlun.trial import try_kind  # noqa: E402
+from kpolicy.executors.kunlun.trial import _cases, try_kind  # noqa: E402
 from kpolicy.modes import Mode, Part, Rows  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphRegistry  # noqa: E402
@@ -46,10 +46,10 @@ HELD = {
 }
 
 
-def on_card(family: str | Any, *, reads: str) -> tuple[Any, dict[str, Any]]:
+def on_card(family: str | Any, *, reads: str, keeps_tables: bool = False) -> tuple[Any, dict[str, Any]]:
     """A model over kunlun_ops that read that copy of lengths, and what an executor of it takes."""
     model, library = load_family(family) if isinstance(family, str) else family, fake_torch_npu()
-    kernels = KunlunKernels(torch.device("cpu"), fake_kunlun_ops(library, reads=reads))
+    kernels = KunlunKernels(torch.device("cpu"), fake_kunlun_ops(library, reads=reads, keeps_tables=keeps_tables))
     kernels.block_size = model.block_size
     for layer in model.layers:
         layer.kernels = kernels
@@ -84,6 +84,27 @@ def test_the_trial_tells_which_copy_an_operator_reads(family: str, query_len: in
     assert found["device"].passed
     assert found["device"].replays >= 3
     assert not found["host"].passed
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_the_trial_tells_tables_that_a_graph_keeps(query_len: int) -> None:
+    """Lengths that are live prove nothing of block tables: replays over other blocks do."""
+    model, options = on_card("llama", reads="device", keeps_tables=True)
+    found = try_kind(KunlunAdapter("cpu", **options), model, query_len)
+    assert "isn't what eager computes" in found.problem
+    assert not found.passed
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 3, 3], [1, 4, 2]])
+def test_what_the_trial_replays(query_lens: list[int]) -> None:
+    """Three replays and more, none over the capture's lengths: shorter, longer, in other blocks, of other numbers."""
+    capture, *replays = _cases(query_lens, BLOCK_SIZE, 96)
+    assert len(replays) >= 3
+    assert all(case.kv_lens != capture.kv_lens for case in replays)
+    assert any(all(a < b for a, b in zip(case.kv_lens, capture.kv_lens, strict=False)) for case in replays)
+    assert any(all(a > b for a, b in zip(case.kv_lens, capture.kv_lens, strict=False)) for case in replays)
+    assert any(case.first_block != capture.first_block for case in replays)
+    assert any(len(case.kv_lens) != len(capture.kv_lens) for case in replays)
 
 
 def one_kv_head() -> Any:

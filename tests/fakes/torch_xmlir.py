@@ -39,12 +39,13 @@ def fake_cuda(library: Any = None) -> Any:
     )  # fmt: skip
 
 
-def fake_kunlun_ops(library: Any, *, reads: str = "host") -> Any:
+def fake_kunlun_ops(library: Any, *, reads: str = "host", keeps_tables: bool = False) -> Any:
     """kunlun_ops on a device.
 
     Args:
         library: the pretended torch_npu whose streams and graphs the device has.
         reads: which copy of lengths a launched operator reads, ``"host"`` or ``"device"``. A graph keeps the host's.
+        keeps_tables: block tables of decodes are read on the host too.
     """
     state = library.state
 
@@ -77,11 +78,13 @@ def fake_kunlun_ops(library: Any, *, reads: str = "host") -> Any:
         assert tuple(k_cache.shape[1:]) == (kv_head_num, block_size, head_dim)
         assert k_cache.is_contiguous()
         assert tuple(block_tables.shape) == (batch_num, max_num_blocks_per_seq)
+        kept = on_host(block_tables)[0] if keeps_tables else None
 
         def run(lens: list[int]) -> None:
             assert max(lens) <= max_context_len
             for row, length in enumerate(lens):
-                key, value = (_gathered(each, block_tables[row], length) for each in (k_cache, v_cache))
+                table = block_tables[row] if kept is None else torch.tensor(kept[row])
+                key, value = (_gathered(each, table, length) for each in (k_cache, v_cache))
                 out[row] = _attend(q[row], key, value, scale, max_window_size)
 
         launch("speculative_attention", (context_lens_cpu,), (context_lens_xpu,), run)

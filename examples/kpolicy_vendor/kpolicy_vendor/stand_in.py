@@ -8,10 +8,11 @@ are kpolicy's own recordings of torch's operators. A real package has none of th
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 from kpolicy.executors.cpu.arena import Arena
 from kpolicy.executors.cpu.recorder import Recorder
@@ -93,6 +94,50 @@ class VendorGraph:
 
     def pool(self) -> Any:
         return self._pool
+
+
+class CachedGraph:
+    """A graph of a device that compiles and caches. It has what an `HPUGraph` has: no pool, no `reset`.
+
+    Attributes:
+        most: graphs that there may be at a time.
+        live: those that there are.
+        compiled: how often each structure was asked for; only the first time costs a compilation.
+    """
+
+    most = 1 << 10
+    live = 0
+    compiled: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self) -> None:
+        # Each graph has memory of its own, out of the pool that keys and values are in.
+        self._arena = Arena()
+        self._recorder: Recorder | None = None
+        self._recipe: Any = None
+
+    def capture_begin(self) -> None:
+        if CachedGraph.live >= CachedGraph.most:
+            raise RuntimeError(f"the graph cache is full: {CachedGraph.most} graphs")
+        self._recorder = Recorder(self._arena)
+        self._recorder.begin()
+
+    def capture_end(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise RuntimeError("the graph isn't recording")
+        self._recipe = recorder.end()
+        CachedGraph.live += 1
+        self.compiled[hash(self._recipe.describe())] += 1
+
+    def replay(self, asynchronous: bool = False) -> None:
+        self._recipe.replay()
+
+    def __del__(self) -> None:
+        if self._recorder is not None:
+            self._recorder.abort()
+        if self._recipe is not None:
+            self._recipe.release()
+            CachedGraph.live -= 1
 
 
 _current = Stream()
