@@ -44,11 +44,11 @@ signatures: $(VENV)/test.stamp
 	KPOLICY_TORCH_NPU_WHEEL=$(CURDIR)/$(NPU_WHEEL) KPOLICY_VLLM_ASCEND_WHEEL=$(CURDIR)/$(ASCEND_WHEEL) \
 	    $(BIN)/python -m pytest tests/executors_ascend/test_signatures.py tests/integrations/vllm/test_ascend.py $(ARGS)
 
-# What is attached under vLLM-Kunlun, in the first runners of the vLLMs it is made for (1 GB), and its published package.
+# What is attached under vLLM-Kunlun, in the first runners of the vLLMs it is made for (1.5 GB), and its published package.
 KUNLUN_WHEEL = $(SIGNATURES)/vllm_kunlun-0.11.1-py3-none-any.whl
 kunlun: $(VENV)/test.stamp
 	mkdir -p $(ORACLE) $(SIGNATURES)
-	for package in vllm==0.15.1 vllm==0.23.0 vllm==0.25.1; do \
+	for package in vllm==0.11.0 vllm==0.15.1 vllm==0.23.0 vllm==0.25.1; do \
 	    ls $(ORACLE)/$$(echo $$package | sed 's/==/-/')-* >/dev/null 2>&1 || \
 	    $(BIN)/python -m pip download --quiet --no-deps --dest $(ORACLE) $$package; done
 	ls $(KUNLUN_WHEEL) >/dev/null 2>&1 || \

@@ -6,6 +6,7 @@ wheels; the platform, the model and the cards are pretended.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import os
@@ -30,6 +31,7 @@ from kpolicy_vllm import kunlun, kunlun_attach, plugin, versions  # noqa: E402
 from kpolicy_vllm.kunlun import wrapper_class  # noqa: E402
 from kpolicy_vllm.state import PROCESS, state_of  # noqa: E402
 from kpolicy_vllm.versions import signatures  # noqa: E402
+from tests.fakes.signatures import arguments_of  # noqa: E402
 from tests.integrations.vllm.real_runner import (  # noqa: E402
     RUNNER_FILES,
     initialise_v1,
@@ -362,6 +364,30 @@ def test_without_vllm_kunlun_these_releases_are_not_known(vllm: Loaded, monkeypa
         return
     with pytest.raises(versions.UnsupportedError, match=r"knows 0\.23\.0 and 0\.33\.0\."):
         versions.adapter()
+
+
+@pytest.mark.parametrize("version", [
+    pytest.param(version, marks=pytest.mark.skipif(not _there(version), reason=f"no vLLM {version} in {VARIABLE}"))
+    for version in ("0.11.0", *RECORDED)
+])  # fmt: skip
+def test_what_the_wrapper_needs_is_in_each_vllm(version: str) -> None:
+    """vLLM's wrapper takes and keeps what ours reads, its runner names it itself, and a worker is where we look."""
+    folder = oracle_folder()
+    assert folder is not None
+    release = Release(folder, version)
+    wrapper = release.read("vllm/compilation/cuda_graph.py")
+    init = next(
+        each for node in ast.parse(wrapper).body if getattr(node, "name", "") == "CUDAGraphWrapper"
+        for each in node.body if getattr(each, "name", "") == "__init__"  # type: ignore[attr-defined]
+    )  # fmt: skip
+    taken = [each.partition("=")[0] for each in arguments_of(init)]
+    assert taken == ["self", "runnable", "vllm_config", "runtime_mode", "cudagraph_options"]
+    for name in (*taken[1:], "concrete_cudagraph_entries"):
+        assert f"self.{name}" in wrapper, name
+    assert "self.model = CUDAGraphWrapper(" in release.read("vllm/v1/worker/gpu_model_runner.py")
+    places = kunlun._WORKERS[1:] if version == "0.11.0" else kunlun._WORKERS[:1]
+    for place in places:
+        assert "class WorkerWrapperBase" in release.read(place.replace(".", "/") + ".py")
 
 
 @pytest.mark.skipif(WHEEL not in os.environ, reason=f"{WHEEL} names no wheel of vllm-kunlun 0.11.1")
