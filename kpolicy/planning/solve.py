@@ -127,10 +127,11 @@ def frontier(ladder: Ladder, most: int | None = None, *, largest: int | None = N
     import numpy as np
 
     sums = Sums.of(ladder, largest)
-    kept, tail = sums.ladder, sums.tail
+    kept, prefix, columns, tail = sums.ladder, sums.prefix, sums.columns, sums.tail
     num = len(kept.sizes)
-    # Ranges end where sizes do, so no other sum is looked at.
-    prefix, columns = np.ascontiguousarray(sums.prefix[:, sums.columns]), np.arange(num + 1)
+    if prefix.shape[1] > num + 1:
+        # Ranges end where sizes do, so no other sum is looked at.
+        prefix, columns = np.ascontiguousarray(prefix[:, columns]), np.arange(num + 1)
     layers = num if most is None else max(0, min(most, num))
     layer = _layer if kept.rising else _layer_of_any
     best = np.full(num + 1, np.inf)
