@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, NamedTuple
 
 from kpolicy.decision import Decision
@@ -143,6 +144,7 @@ class Chooser:
         self._gone: dict[tuple[str, str], tuple[int, int, int]] = {}
         self._gone_hits: Counter[GraphKey] = Counter()
         self._counted: Counter[GraphKey] = Counter()
+        self._folding = Lock()
         self.on_refresh: Callable[[], None] = lambda: None
 
     def set_keys(self, descs: Mapping[GraphKey, Any]) -> None:
@@ -288,9 +290,10 @@ class Chooser:
 
     def _fold(self) -> None:
         """Take what the prepared answers counted into the sums, and drop them."""
-        entries, self.entries = self.entries, {}
-        self._gone = self._summed(entries.values())
-        self._gone_hits = self._hits(entries.values())
+        with self._folding:
+            entries = list(self.entries.values())
+            self._gone, self._gone_hits = self._summed(entries), self._hits(entries)
+            self.entries = {}
 
     def _summed(self, entries: Iterable[Entry]) -> dict[tuple[str, str], tuple[int, int, int]]:
         sums = dict(self._gone)
@@ -313,11 +316,14 @@ class Chooser:
 
     def tallies(self) -> dict[tuple[str, str], tuple[int, int, int]]:
         """Steps, tokens and padding tokens so far, by mode and reason."""
-        return self._summed(list(self.entries.values()))
+        with self._folding:
+            return self._summed(list(self.entries.values()))
 
     def count_hits(self) -> None:
         """Bring the registry's hits up to date."""
-        for key, total in self._hits(list(self.entries.values())).items():
+        with self._folding:
+            hits = self._hits(list(self.entries.values()))
+        for key, total in hits.items():
             more = total - self._counted[key]
             if more > 0:
                 self.state.registry.hit(key, more)

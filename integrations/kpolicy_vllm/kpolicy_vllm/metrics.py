@@ -27,9 +27,15 @@ __all__ = ["Collector", "Publisher", "announce", "folder", "published"]
 
 
 def folder() -> Path:
-    """Where workers leave their counts: of this user alone."""
+    """Where workers leave their counts: of this user alone.
+
+    Raises:
+        OSError: it can't be made, or is another user's.
+    """
     path = Path(tempfile.gettempdir()) / f"kpolicy-vllm-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
+    if path.lstat().st_uid != os.getuid() or path.is_symlink():
+        raise PermissionError(f"{path} is another user's; counters for the metrics page need a folder of one's own")
     return path
 
 
@@ -146,7 +152,11 @@ class Collector:
 
 def _read(instance: str) -> list[dict[str, Any]]:
     """What the workers of a vLLM have left, by rank."""
-    told = (_told(path) for path in sorted(folder().glob(f"{instance}.dp*.json")))
+    try:
+        paths = sorted(folder().glob(f"{instance}.dp*.json"))
+    except OSError:
+        return []
+    told = (_told(path) for path in paths)
     return [each for each in told if each is not None]
 
 

@@ -77,6 +77,7 @@ class Turns:
         self._prompt_due = False
         self._off = False
         self._shut: tuple[int, int] | None = None
+        self._found: tuple[list[Any], list[Any]] | None = None
         self._waited = False
         self._alone = 0
         self.counter: Any = None
@@ -88,7 +89,7 @@ class Turns:
             stock: vLLM's `schedule`, bound to its arguments.
         """
         scheduler = self._scheduler
-        turn = ""
+        turn, self._found = "", None
         if not self._off:
             try:
                 turn = self._turn() if int(scheduler._pause_state) == 0 else ""
@@ -154,14 +155,17 @@ class Turns:
         return True
 
     def _kinds(self) -> tuple[list[Any], list[Any]]:
-        """The running requests that decode, and those whose prompt isn't done."""
+        """The running requests that decode, and those whose prompt isn't done: told once a step."""
+        if self._found is not None:
+            return self._found
         decodes: list[Any] = []
         prompts: list[Any] = []
         for request in self._scheduler.running:
             # What is left without counting tokens that are still being sampled.
             left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
             (prompts if left > 1 else decodes).append(request)
-        return decodes, prompts
+        self._found = (decodes, prompts)
+        return self._found
 
     def _queues(self) -> Iterable[Any]:
         for name in ("waiting", "skipped_waiting", "kv_holding_waiting"):
@@ -243,7 +247,7 @@ class Turns:
         before, paused = scheduler.running, scheduler._pause_state
         bound = getattr(scheduler, "prefill_capacity_bound", None)
         active = getattr(scheduler, "max_num_active_reqs", None)
-        scheduler.running = self._kinds()[0]
+        scheduler.running = list(self._kinds()[0])
         hidden = {id(request) for request in before} - {id(request) for request in scheduler.running}
         scheduler._pause_state = type(paused)(1)
         _admit(scheduler, active, 0)
@@ -266,7 +270,8 @@ class Turns:
         """
         scheduler = self._scheduler
         before = scheduler.running
-        decodes, scheduler.running = self._kinds()
+        decodes, prompts = self._kinds()
+        scheduler.running = list(prompts)
         limits = {
             name: getattr(scheduler, name)
             for name in ("max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens")

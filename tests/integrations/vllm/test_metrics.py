@@ -1,6 +1,8 @@
 """Counters on vLLM's metrics page, of workers in this process and in others."""
 
 import json
+import os
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from tests.integrations.vllm.test_dispatch import chooser
 @pytest.fixture
 def state(tmp_path, monkeypatch):
     """A worker that has run four steps, two of them above every graph."""
-    monkeypatch.setattr(metrics, "folder", lambda: tmp_path)
+    monkeypatch.setattr(metrics.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(metrics, "_COLLECTOR", [])
     made = chooser()
     for step in (Step(5, 5, 5, 1, 1), Step(5, 5, 5, 1, 1), Step(1100, 1, 0), Step(1200, 1, 0)):
@@ -114,3 +116,39 @@ def test_watch_says_what_is_new(state, caplog):
         state.dispatcher.chooser.entry(Step(700, 1, 0)).count += 1
         assert "1 steps in 1 s: piecewise 100.0%" in watch.say(1.0)
     assert len(caplog.records) == 2
+
+
+def test_folder_of_another_user(state, monkeypatch, tmp_path):
+    """Nothing is left in, or read from, a folder that another user made."""
+    metrics.Publisher(state, "one", 0)()
+    collector = metrics.Collector()
+    collector.states["one"] = None
+    assert list(collector.collect())
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setattr(metrics.tempfile, "gettempdir", lambda: str(other))
+    (other / f"kpolicy-vllm-{os.getuid()}").symlink_to(tmp_path)
+    with pytest.raises(PermissionError, match="another user's"):
+        metrics.folder()
+    assert list(collector.collect()) == []
+
+
+def test_sums_hold_while_answers_are_dropped(state):
+    """The thread that sums up never sees a step twice, nor fewer than before."""
+    chooser, step = state.dispatcher.chooser, Step(5, 5, 5, 1, 1)
+    told, ended = [], threading.Event()
+
+    def watch():
+        while not ended.is_set():
+            told.append(sum(count for count, *_ in chooser.tallies().values()))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    before = sum(count for count, *_ in chooser.tallies().values())
+    for _ in range(2000):
+        chooser.entry(step).count += 1
+        chooser._fold()
+    ended.set()
+    thread.join()
+    assert told == sorted(told)
+    assert sum(count for count, *_ in chooser.tallies().values()) == before + 2000
