@@ -5,6 +5,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -619,3 +620,47 @@ def test_an_engine_that_ended_is_forgotten(vllm, tmp_path):
         assert not thread.is_alive()
     assert not any(each.exists() for each in told)
     assert not read_decision_log(path).cut_short
+
+
+def test_memory_of_graphs_is_estimated_from_small_ones(vllm, monkeypatch):
+    """vLLM's own estimate, where the second largest FULL graph adds a buffer that all smaller ones then share."""
+    config = vllm_config(vllm, kpolicy={}, max_num_seqs=1024, max_num_batched_tokens=8192)
+    sized(vllm, config)
+    runner = runner_v1(vllm, config)
+    attached(vllm, config, runner)
+    module = vllm.module("v1.worker.gpu_model_runner")
+    taken = 0
+    run = runner._dummy_run
+
+    def captured(tokens, **named):
+        nonlocal taken
+        run(tokens, **{name: value for name, value in named.items() if name != "is_graph_capturing"})
+        if named.get("is_graph_capturing"):
+            first = tokens == max(desc.num_tokens for descs in keys.values() for desc in descs)
+            taken += 130 << 20 if first else 98 << 20 if tokens == second else 2 << 20
+
+    def memory():
+        return (1 << 36) - taken, 1 << 37
+
+    module.torch.cuda.mem_get_info = module.torch.accelerator.get_memory_info = memory
+    runner._dummy_run = captured
+    runner.max_model_len, runner.max_num_tokens = 4096, 8192
+    runner._init_minimal_kv_cache_for_profiling = lambda: initialise_v1(runner, vllm)
+    runner._cleanup_profiling_kv_cache = runner._create_encoder_cudagraph_manager = lambda: None
+    runner._freeze_gc = nullcontext
+    platform = SimpleNamespace(graph_pool_handle=lambda: None)
+    wrapper = SimpleNamespace(_all_instances=(), clear_all_graphs=lambda: None)
+    for name, stand_in in (("current_platform", platform), ("CUDAGraphWrapper", wrapper),
+                           ("BreakableCUDAGraphWrapper", wrapper), ("set_current_vllm_config", lambda _: nullcontext()),
+                           ("set_cudagraph_capturing_enabled", lambda _: None)):  # fmt: skip
+        monkeypatch.setattr(module, name, stand_in, raising=False)
+    initialise_v1(runner, vllm)
+    keys = {mode: set(descs) for mode, descs in runner.cudagraph_dispatcher.cudagraph_keys.items()}
+    full = sorted((desc.num_tokens for mode, descs in keys.items() if mode.name == "FULL" for desc in descs))
+    second = full[-2]
+    estimate = runner.profile_cudagraph_memory()
+    before, taken = taken, 0
+    initialise_v1(runner, vllm)
+    runner.capture_model()
+    assert before < taken / 2, "not all were captured for the estimate"
+    assert 0.6 < estimate / taken < 1.1
