@@ -11,7 +11,8 @@ __all__ = ["compared", "lines", "summarise"]
 
 BETTER_HIGH = ("requests_per_s", "tokens_per_s", "kv_tokens")
 BETTER_LOW = (
-    "ttft_p50_ms", "ttft_p99_ms", "added_ms", "ttft_after_p50_ms", "gap_p50_ms", "gap_p99_ms", "step_p50_ms", "start_s", "capture_s", "graph_mib",
+    "ttft_p50_ms", "ttft_p99_ms", "added_ms", "ttft_after_p50_ms", "gap_p50_ms", "gap_p99_ms", "step_p50_ms",
+    "start_s", "capture_s", "graph_mib",
 )  # fmt: skip
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5% points of Student's t for 1 to 9 degrees of freedom"""
