@@ -19,6 +19,7 @@ from typing import Any
 
 from kpolicy.costs import CostTable, Curve
 from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase, table_of
+from kpolicy_sglang.ranks import Ranks
 from kpolicy_sglang.state import State
 
 __all__ = ["EAGER_DECODES", "EAGER_TOKENS", "MIXED_TOKENS", "cost_tables", "measure"]
@@ -31,21 +32,19 @@ FEW_DECODES, MANY_DECODES, MIXED_KV = 2, 32, 64
 ROUNDS, WARM = 5, 2
 
 
-def cost_tables(model_runner: Any, state: State) -> Mapping[str, CostTable]:
+def cost_tables(model_runner: Any, state: State, ranks: Ranks | None = None) -> Mapping[str, CostTable]:
     """Cost tables by phase, and the mixed curve of the state: from a profile, measured, or none.
 
     The same on every rank: rank 0's. Ranks that take each step together measure nothing, since a step of one would
     wait for the others.
 
     Raises:
+        RankError: another rank can't read the profile, or failed to measure.
         SchemaError: the profile can't be read.
     """
-    config = state.config
+    config, ranks = state.config, ranks or Ranks(model_runner)
     if config.profile is not None:
-        from kpolicy.schemas import read_profile
-
-        costs = read_profile(config.profile).costs
-        return dict.fromkeys(state.phases, costs)
+        return _of_profile(config.profile, state, ranks)
     if not config.calibrate or not _reads_costs(config.policy):
         return {}
     if state.coupled:
@@ -54,10 +53,17 @@ def cost_tables(model_runner: Any, state: State) -> Mapping[str, CostTable]:
             "KPOLICY_PROFILE to decide by cost"
         )
         return {}
-    tables = measure(model_runner, state)
-    if model_runner.server_args.tp_size > 1:
-        tables, state.mixed = _group(model_runner).broadcast_object((tables, state.mixed), src=0)
+    tables, state.mixed = ranks.first((measure(model_runner, state, ranks), state.mixed))
     return tables
+
+
+def _of_profile(path: str, state: State, ranks: Ranks) -> dict[str, CostTable]:
+    """Every phase's costs from a profile, which a rank on another machine may not have."""
+    from kpolicy.schemas import read_profile
+
+    # Where ranks take each step together costs may differ between them: see `kpolicy_sglang.dispatch`.
+    costs = ranks.first(ranks.together(lambda: read_profile(path).costs, f"reading {path}"))
+    return dict.fromkeys(state.phases, costs)
 
 
 def _reads_costs(policy: str) -> bool:
@@ -66,18 +72,22 @@ def _reads_costs(policy: str) -> bool:
     return bool(get_policy(policy).reads_costs)
 
 
-def _group(model_runner: Any) -> Any:
-    group = getattr(model_runner, "tp_group", None)
-    if group is None:
-        from sglang.srt.runtime_context import get_parallel
+def measure(model_runner: Any, state: State, ranks: Ranks | None = None) -> dict[str, CostTable]:
+    """Time every captured size, eager steps at a few sizes, and mixed batches as SGLang itself runs them.
 
-        group = get_parallel().tp_group
-    return group
+    Raises:
+        RankError: another rank couldn't set this up, or make anything of what was measured.
+    """
+    ranks = ranks or Ranks(model_runner)
+    bench, cases = ranks.together(lambda: _cases(model_runner, state, ranks), "setting up the measuring")
+    bench.run()
+    tables, state.mixed = ranks.together(lambda: _tables(model_runner, state, bench, cases), "reading its times")
+    return tables
 
 
-def measure(model_runner: Any, state: State) -> dict[str, CostTable]:
-    """Time every captured size, eager steps at a few sizes, and mixed batches as SGLang itself runs them."""
-    bench = _Bench(model_runner)
+def _cases(model_runner: Any, state: State, ranks: Ranks) -> tuple[_Bench, dict[tuple[str, str], dict[int, int]]]:
+    """What is measured: the bench, and its cases by phase, kind and size."""
+    bench = _Bench(model_runner, ranks)
     cases: dict[tuple[str, str], dict[int, int]] = {}
 
     def add(phase: Phase, kind: str, sizes: Iterable[int], make: Callable[[int], Any], force: bool | None) -> None:
@@ -91,24 +101,34 @@ def measure(model_runner: Any, state: State) -> dict[str, CostTable]:
         # SGLang's dummies are made in the buffers of its graphs: none may be larger.
         add(phase, "eager", sorted({*(s for s in usual if s < phase.largest), phase.largest}), make, False)
         if phase.name == PREFILL and state.config.split and most > MANY_DECODES:
-            rows = min(MANY_DECODES, model_runner.req_to_token_pool.size - 1)
+            rows = _many_rows(model_runner)
             for name, decodes in (("few", min(FEW_DECODES, rows)), ("many", rows)):
                 sizes = sorted({min(size + decodes, phase.largest) for size in MIXED_TOKENS})
                 make_mixed = partial(bench.mixed, decodes=decodes)
                 add(phase, name, [size for size in sizes if size > decodes], make_mixed, None)
-    bench.run()
+    return bench, cases
+
+
+def _many_rows(model_runner: Any) -> int:
+    return min(MANY_DECODES, int(model_runner.req_to_token_pool.size) - 1)
+
+
+def _tables(
+    model_runner: Any, state: State, bench: _Bench, cases: Mapping[tuple[str, str], Mapping[int, int]]
+) -> tuple[dict[str, CostTable], MixedCost | None]:
+    """The tables by phase and the mixed curves that the times come to."""
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    tables = {}
+    tables, mixed = {}, state.mixed
     for phase in state.phases.values():
         graph, eager = (bench.us(cases[phase.name, kind]) for kind in ("graph", "eager"))
         if graph and eager:
             version = f"measured {at} in SGLang {state.version}, {phase.name}"
             tables[phase.name] = table_of(version, graph, eager)
     few, many = (_curve(bench.us(cases.get((PREFILL, name), {}))) for name in ("few", "many"))
-    rows = min(MANY_DECODES, model_runner.req_to_token_pool.size - 1)
+    rows = _many_rows(model_runner)
     if few and many and rows > FEW_DECODES:
-        state.mixed = MixedCost(few, many, FEW_DECODES, rows)
-    return tables
+        mixed = MixedCost(few, many, FEW_DECODES, rows)
+    return tables, mixed
 
 
 def _curve(us: Mapping[int, float]) -> Curve | None:
@@ -118,10 +138,10 @@ def _curve(us: Mapping[int, float]) -> Curve | None:
 class _Bench:
     """Times whole steps of dummy batches through the model runner, in rounds over all of them."""
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: Any, ranks: Ranks) -> None:
         import torch
 
-        self._torch = torch
+        self._torch, self._ranks = torch, ranks
         self._runner = model_runner
         self._decode = model_runner.decode_cuda_graph_runner
         self._prefill = model_runner.prefill_cuda_graph_runner
@@ -140,22 +160,32 @@ class _Bench:
             for turn in range(WARM + ROUNDS):
                 # In another order each round: what ran before leaves caches cold or warm, as in serving.
                 for case in random.Random(turn).sample(sorted(left), len(left)):  # noqa: S311
-                    try:
-                        us = self._once(*self._cases[case])
-                    # A batch that can't be run as a dummy is one that isn't measured.
-                    except Exception as error:  # noqa: BLE001
-                        logger.warning("kpolicy: a case isn't measured: %s: %s", type(error).__name__, error)
+                    us = self._tried(*self._cases[case])
+                    if us is None:
                         left.discard(case)
-                        continue
-                    if turn >= WARM:
+                    elif turn >= WARM:
                         self._times[case].append(us)
+
+    def _tried(self, phase: Phase, make: Callable[[], Any], force: bool | None) -> float | None:
+        """Microseconds of a case; None where a rank can't run it as a dummy: then no rank measures it."""
+        batch, us = None, None
+        try:
+            batch = make()
+        except Exception as error:  # noqa: BLE001  whatever it is, the case isn't measured
+            logger.warning("kpolicy: a case isn't measured: %s: %s", type(error).__name__, error)
+        if not self._ranks.all(batch is not None):
+            return None
+        try:
+            us = self._once(batch, phase, force)
+        except Exception as error:  # noqa: BLE001  likewise
+            logger.warning("kpolicy: a case isn't measured: %s: %s", type(error).__name__, error)
+        return us if self._ranks.all(us is not None) else None
 
     def us(self, cases: Mapping[int, int]) -> dict[int, float]:
         """Median microseconds by size, of the cases that ran."""
         return {size: statistics.median(self._times[case]) for size, case in cases.items() if self._times[case]}
 
-    def _once(self, phase: Phase, make: Callable[[], Any], force: bool | None) -> float:
-        batch = make()
+    def _once(self, batch: Any, phase: Phase, force: bool | None) -> float:
         self._device.synchronize()
         phase.force = force
         started = time.perf_counter()

@@ -15,6 +15,7 @@ from kpolicy_sglang.dispatch import ATTRIBUTE
 from kpolicy_sglang.metrics import Metrics
 from kpolicy_sglang.mirror import mirror
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
+from kpolicy_sglang.ranks import Ranks
 from kpolicy_sglang.state import State, attach, detach, state_of
 
 __all__ = [
@@ -155,6 +156,28 @@ def take_up(model_runner: Any, state: State) -> None:
     """Set up the phases over what was captured, and install costs."""
     from kpolicy_sglang.calibrate import cost_tables
 
+    ranks = Ranks(model_runner)
+    ranks.together(lambda: _phases(model_runner, state), "taking up its graphs")
+    if state.phases:
+        started = time.perf_counter()
+        tables = cost_tables(model_runner, state, ranks)
+        ranks.together(lambda: state.install(tables), "setting up the policy")
+        state.measuring_s = time.perf_counter() - started
+        live = state.registry.totals().live
+        logger.info(
+            "kpolicy: %d graphs, %.0f MiB, %.1f s; %s decides after %.1f s of measuring",
+            live.graphs, live.bytes / 2**20, live.seconds, _policies(state), state.measuring_s,
+        )  # fmt: skip
+        try:
+            _observe(model_runner, state)
+        # The first rank alone counts and logs: were it to fall back for that, ranks would part.
+        except Exception as error:  # noqa: BLE001
+            state.metrics = None
+            state.say(f"there are no counters or no log: {type(error).__name__}: {error}")
+
+
+def _phases(model_runner: Any, state: State) -> None:
+    """The phases over what was captured."""
     decode, prefill = model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner
     if hasattr(decode, "capture_bs"):
         width = decode.captured_req_width
@@ -169,21 +192,6 @@ def take_up(model_runner: Any, state: State) -> None:
         full = prefill.prefill_backend_name == "full"
         _take(state, prefill, Phase(PREFILL, prefill.capture_num_tokens, most, full=full))
         state.prefix_is_eager = state.version.startswith("0.5.16") and bool(prefill.has_mha_companion_layers)
-    if state.phases:
-        started = time.perf_counter()
-        state.install(cost_tables(model_runner, state))
-        state.measuring_s = time.perf_counter() - started
-        live = state.registry.totals().live
-        logger.info(
-            "kpolicy: %d graphs, %.0f MiB, %.1f s; %s decides after %.1f s of measuring",
-            live.graphs, live.bytes / 2**20, live.seconds, _policies(state), state.measuring_s,
-        )  # fmt: skip
-        try:
-            _observe(model_runner, state)
-        # The first rank alone counts and logs: were it to fall back for that, ranks would part.
-        except Exception as error:  # noqa: BLE001
-            state.metrics = None
-            state.say(f"there are no counters or no log: {type(error).__name__}: {error}")
 
 
 def _policies(state: State) -> str:

@@ -218,7 +218,7 @@ def test_failure_after_costs_are_known_turns_split_off_too(monkeypatch):
     runner, decode = model_runner(), graph_runner()
     curve, kept = Curve((64, 128), (9e6, 9e6)), []
 
-    def measured(_, state):
+    def measured(_, state, __):
         kept.append(state)
         state.mixed = MixedCost(curve, curve, 2, 32)
         return {DECODE: table_of("test", {1: 10, 8: 10}, {1: 100})}

@@ -91,7 +91,7 @@ def test_real_arguments_get_kpolicys_sizes(tmp_path):
     reason="KPOLICY_SGLANG_CPU=1 says that this SGLang 0.5.16 runs on a CPU",
 )
 def test_split_changes_no_token(tmp_path):
-    """Through the real scheduler, chunked prompts too: split and limited cycles, and turns, give the tokens of stock ones."""
+    """Through the real scheduler, chunked prompts too: split or limited cycles and turns give stock tokens."""
     found = {}
     for how in ("stock", "mixed", "split", "gap", "turns"):
         done = subprocess.run(

@@ -1,0 +1,153 @@
+"""Tensor-parallel ranks: what one can't do, none does, and none is left waiting."""
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kpolicy.errors import KPolicyError, RankError
+from kpolicy_sglang import calibrate
+from kpolicy_sglang.config import Config
+from kpolicy_sglang.phase import DECODE, PREFILL, Phase
+from kpolicy_sglang.ranks import Ranks
+from kpolicy_sglang.state import State
+
+pytest.importorskip("torch")
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "h200"
+
+
+class Two(Ranks):
+    """One of two ranks, in threads: a collective that the other doesn't join fails the test, and doesn't hang it."""
+
+    barrier: threading.Barrier
+    said: list
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def all(self, ok):
+        return all(self._exchanged(ok))
+
+    def first(self, value):
+        return self._exchanged(value)[0]
+
+    def _exchanged(self, value):
+        self.said[self.rank] = value
+        self.barrier.wait(20)
+        both = list(self.said)
+        self.barrier.wait(20)
+        return both
+
+
+class Runner:
+    """A model runner whose dummies or steps of some sizes fail."""
+
+    def __init__(self, *, broken_dummies=(), broken_steps=()):
+        self.device, self.steps = "cpu", []
+        self.req_to_token_pool = SimpleNamespace(size=64)
+        self.server_args = SimpleNamespace(tp_size=2)
+        self.broken_dummies, self.broken_steps = broken_dummies, broken_steps
+        self.decode_cuda_graph_runner = self.prefill_cuda_graph_runner = self
+
+    def capture_prepare(self, size):
+        if size in self.broken_dummies:
+            raise RuntimeError("no memory")
+        return (size,)
+
+    def forward(self, size):
+        self.steps.append(size)
+        if size in self.broken_steps:
+            raise RuntimeError("illegal access")
+
+
+def both(work):
+    """What each of two ranks makes or raises."""
+    Two.barrier, Two.said = threading.Barrier(2), [None, None]
+
+    def tried(rank):
+        try:
+            return work(rank, Two(rank))
+        except Exception as error:  # noqa: BLE001  the test looks at it
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(tried, range(2)))
+
+
+def state(**settings):
+    made = State(Config(split=False, **settings), "0.5.16")
+    made.phases = {
+        DECODE: Phase(DECODE, (1, 8), 8, full=True),
+        PREFILL: Phase(PREFILL, (64, 128), 128, full=False),
+    }
+    return made
+
+
+@pytest.mark.parametrize("how", ["broken_dummies", "broken_steps"])
+def test_case_that_fails_on_one_rank_is_measured_on_none(how):
+    """Both ranks run the same steps, and the costs that rank 0 gives to all lack the case."""
+    runners = [Runner(), Runner(**{how: (8,)})]
+    found = both(lambda rank, ranks: calibrate.cost_tables(runners[rank], state(), ranks))
+    assert [table.full.sizes for table in found[0].values()] == [(1,), (64, 128)]
+    assert found[0] == found[1]
+    assert runners[0].steps == runners[1].steps
+
+
+def test_failing_on_one_rank_fails_on_all():
+    """A rank that can't set the measuring up, or read a profile, takes the other with it."""
+    runners = [Runner(), Runner()]
+    del runners[1].req_to_token_pool
+    states = [State(Config(), "0.5.16"), State(Config(), "0.5.16")]
+    for each in states:
+        each.phases = {PREFILL: Phase(PREFILL, (64, 128), 128, full=False)}
+    found = both(lambda rank, ranks: calibrate.cost_tables(runners[rank], states[rank], ranks))
+    assert isinstance(found[0], RankError)
+    assert isinstance(found[1], AttributeError)
+    assert not runners[0].steps
+
+
+def test_profile_that_one_rank_lacks(tmp_path):
+    """On another machine the file may not be there: neither rank decides by it."""
+    paths = [str(RESULTS / "profile_qwen05b.json"), str(tmp_path / "none.json")]
+    found = both(lambda rank, ranks: calibrate.cost_tables(Runner(), state(profile=paths[rank]), ranks))
+    assert isinstance(found[0], RankError)
+    assert isinstance(found[1], KPolicyError | OSError)
+    tables = both(lambda _, ranks: calibrate.cost_tables(Runner(), state(profile=paths[0]), ranks))
+    assert tables[0] == tables[1]
+    assert tables[0].keys() == {DECODE, PREFILL}
+
+
+GLOO = """
+import sys, torch.distributed as dist
+from types import SimpleNamespace
+from kpolicy_sglang.ranks import Ranks
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
+group = SimpleNamespace(cpu_group=dist.group.WORLD)
+ranks = Ranks(SimpleNamespace(server_args=SimpleNamespace(tp_size=2), tp_group=group))
+print([ranks.all(True), ranks.all(rank == 0), ranks.all(False)])
+"""
+
+
+def test_over_gloo(tmp_path):
+    """The least answer of two real processes."""
+    init = f"file://{tmp_path / 'meet'}"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", GLOO, str(rank), init], stdout=subprocess.PIPE, text=True, env=environ)
+        for rank in range(2)
+    ]
+    assert [each.communicate(timeout=100)[0].strip() for each in running] == ["[True, False, False]"] * 2
+
+
+def test_alone():
+    """Without tensor parallelism nothing is asked of anyone."""
+    ranks = Ranks(SimpleNamespace(server_args=SimpleNamespace(tp_size=1)))
+    assert [ranks.all(True), ranks.all(False), ranks.first(5), ranks.together(lambda: 7, "it")] == [True, False, 5, 7]
+    with pytest.raises(ZeroDivisionError):
+        ranks.together(lambda: 1 // 0, "it")
