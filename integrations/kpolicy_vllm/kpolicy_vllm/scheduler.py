@@ -78,6 +78,8 @@ class Turns:
         self._off = False
         self._shut: tuple[int, int] | None = None
         self._found: tuple[list[Any], list[Any]] | None = None
+        self._only_decodes = False
+        """Whether all that runs were decodes and nobody was queued: so it stays until somebody is"""
         self._waited = False
         self._alone = 0
         self.counter: Any = None
@@ -107,7 +109,11 @@ class Turns:
         return stock()
 
     def _turn(self) -> str:
+        queued = any(self._queues())
+        if self._only_decodes and not queued:
+            return ""
         decodes, prompts = self._kinds()
+        self._only_decodes = not prompts and not queued
         if self._ranks > 1:
             return self._turn_of_ranks(decodes, prompts)
         if not decodes or not (prompts or self._waiting()) or self._still_shut():
