@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: run test lint bench oracle signatures kunlun clean
+.PHONY: run test lint bench oracle extras signatures kunlun clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kpolicy run $(ARGS)
@@ -28,7 +28,16 @@ oracle: $(VENV)/test.stamp
 	for package in vllm==0.23.0 vllm==0.33.0 sglang==0.5.16 sglang==0.5.23; do \
 	    ls $(ORACLE)/$$(echo $$package | sed 's/==/-/')* >/dev/null 2>&1 || \
 	    $(BIN)/python -m pip download --quiet --no-deps --dest $(ORACLE) $$package; done
+	ls $(ORACLE)/vllm_ascend-0.23.0* >/dev/null 2>&1 || $(BIN)/python -m pip download --quiet --no-deps \
+	    --dest $(ORACLE) --python-version 3.11 --platform manylinux_2_34_x86_64 --only-binary=:all: vllm-ascend==0.23.0
 	KPOLICY_ORACLE=$(ORACLE) $(BIN)/python -m pytest -n auto -m oracle $(ARGS)
+
+# Sweeps on a local Ray, and the measured tables of aiconfigurator-core: packages that the tests do without (700 MB
+# installed).
+extras: $(VENV)/test.stamp
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,aiconfigurator]'
+	$(BIN)/python -m pytest tests/simulate/test_sweep.py tests/simulate/test_aiconfigurator.py tests/cli/test_sweep.py \
+	    tests/cli/test_simulate.py $(ARGS)
 
 # What is pretended of torch_npu, and what is wrapped of vLLM-Ascend, against the published wheels (71 MB), whose sources
 # are read and not imported.

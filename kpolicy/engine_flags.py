@@ -1,8 +1,9 @@
 """Capture sizes as the flags or files that serving engines take, and where an engine will change them.
 
 Sources: vLLM 0.23.0 and 0.33.0 (``config/vllm.py``, ``engine/arg_utils.py``) and SGLang 0.5.23
-(``srt/arg_groups/cuda_graph_hook.py``), whose own parsers read what is written here in tests/oracle; TensorRT-LLM's
-``llmapi/llm_args.py`` and vllm-ascend's ``platform.py`` from reading.
+(``srt/arg_groups/cuda_graph_hook.py``), whose own parsers read what is written here in tests/oracle, as vLLM 0.23's
+does what is for vllm-ascend 0.23.0, whose ``platform.py`` and ``utils.py`` are asked too; TensorRT-LLM's
+``llmapi/llm_args.py`` from reading.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def _vllm_warnings(listed: tuple[int, ...], settings: Settings, policy: Any) -> 
 def _ascend(sizes: CaptureSizes, settings: Settings, policy: Any) -> Emitted:
     listed, q, most = _one_list(sizes), settings.query_len, settings.max_num_reqs
     config = {"cudagraph_mode": policy.mode.upper(), "cudagraph_capture_sizes": list(listed)}
-    warnings = ["written from reading vllm-ascend; no parser of it was run"]
+    warnings = ["nothing of it was tried on an Ascend device"]
     if q > 1 and any(size % q for size in listed):
         warnings.append(f"vllm-ascend rounds every size up to a multiple of {q} (1 + k) in modes with FULL")
     if policy.align > 1 and any(size % policy.align for size in listed):

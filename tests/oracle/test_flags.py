@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import zipfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +107,60 @@ def test_vllm_rounds_as_the_warning_says(version: str, runner: str) -> None:
         more = (1,) if version == "0.23" else ()  # the tensor-parallel size
         config.adjust_cudagraph_sizes_for_spec_decode(settings.query_len, *more)
         assert config.cudagraph_capture_sizes == [4, 12, 16]
+
+
+@pytest.mark.parametrize("sizes", LISTS)
+def test_vllm_takes_what_is_for_vllm_ascend(sizes: tuple[int, ...]) -> None:
+    """vllm-ascend 0.23 is configured by vLLM 0.23's parser and start-up: they take the list as it is."""
+    pytest.importorskip("pydantic")
+    settings = Settings(max_num_reqs=2048, max_num_tokens=2048)
+    emitted = emit("vllm-ascend", CaptureSizes(sizes, sizes, sizes), settings)
+    written = config_of(emitted.arguments)
+    source = Release(oracle_folder(), "0.23").read("vllm/engine/arg_utils.py")
+    assert all(f'"{argument}"' in source for argument in emitted.arguments if argument.startswith("--"))
+    with loaded(oracle_folder(), "0.23", real=("vllm.config.utils",), installed=("pydantic",)) as modules:
+        compilation = modules.module("config.compilation")
+        config = compilation.CompilationConfig(**written)
+        assert config.cudagraph_capture_sizes == list(sizes)
+        mode = compilation.CUDAGraphMode[written["cudagraph_mode"]]
+        plain = SimpleNamespace(max_cudagraph_capture_size=None, pass_config=SimpleNamespace(enable_sp=False))
+        vars(plain).update(written, cudagraph_mode=mode)
+        assert vllm_sizes(modules, plain, settings) == list(sizes)
+        assert plain.max_cudagraph_capture_size == sizes[-1]
+
+
+def ascend_functions(*names: str) -> dict[str, Any]:
+    """Functions out of vllm-ascend's own platform.py and utils.py; skipped where the folder has no wheel of it."""
+    wheels = sorted(oracle_folder().glob("vllm_ascend-0.23*.whl"))
+    if not wheels:
+        pytest.skip(f"{VARIABLE} has no vllm_ascend-0.23*.whl")
+    found: dict[str, Any] = {"logger": SimpleNamespace(warning=lambda *_: None), "VllmConfig": object}
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        for member in ("vllm_ascend/utils.py", "vllm_ascend/platform.py"):
+            for node in ast.walk(ast.parse(wheel.read(member))):
+                constant = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MAX_CAPTURE_SIZES_FOR_950"
+                if constant or (isinstance(node, ast.FunctionDef) and node.name in names):
+                    if isinstance(node, ast.FunctionDef):
+                        node.decorator_list = []
+                    exec(compile(ast.Module([node], []), member, "exec"), found)  # noqa: S102  the file under test
+    assert set(names) <= set(found)
+    return found
+
+
+def test_vllm_ascend_keeps_a_list_that_is_given() -> None:
+    """No default of vllm-ascend's comes in beside it; on a 950 four of its sizes are left, as the warning says."""
+    prune, default = "prune_capture_sizes_for_950", "_get_default_max_cudagraph_capture_size"
+    real = ascend_functions(prune, "update_cudagraph_capture_sizes", default)
+    emitted = emit("vllm-ascend", CaptureSizes((), (), tuple(range(8, 81, 8))), Settings())
+    config = SimpleNamespace(max_cudagraph_capture_size=None, post_init_cudagraph_sizes=lambda: None)
+    vars(config).update(config_of(emitted.arguments))
+    whole = SimpleNamespace(compilation_config=config, scheduler_config=SimpleNamespace(max_num_seqs=256))
+    assert real[default](None, whole) is None
+    real[prune](whole)
+    assert config.cudagraph_capture_sizes == [8, 32, 56, 80]
+    assert any(f"down to {len(config.cudagraph_capture_sizes)} sizes" in warning for warning in emitted.warnings)
+    config.cudagraph_capture_sizes = config.max_cudagraph_capture_size = None
+    assert real[default](None, whole) == 256
 
 
 @pytest.mark.parametrize("policy", ["sglang", "sglang:prefill=disabled"])
