@@ -16,6 +16,7 @@ from kpolicy_sglang.metrics import Metrics
 from kpolicy_sglang.mirror import mirror
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.ranks import Ranks
+from kpolicy_sglang.split import Split, split_of
 from kpolicy_sglang.state import State, attach, detach, state_of
 
 __all__ = [
@@ -285,19 +286,36 @@ def capture_prefill_graph(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def new_batch_prefill(original: Any, scheduler: Any, running_batch: Any) -> Any:
     """AROUND `Scheduler.get_new_batch_prefill`: whether decodes run beside the prompts or in a step of their own."""
-    from kpolicy_sglang.split import split_of
-
-    state = state_of(scheduler.tp_worker.model_runner)
-    if state is None:
-        return original(scheduler, running_batch)
-    split = None
     try:
-        split = split_of(scheduler)
+        kept = scheduler.__dict__[_KEPT]
+    except (AttributeError, KeyError):
+        kept = _kept(scheduler)
+    if kept is None:
+        return original(scheduler, running_batch)
+    state, split = kept
+    try:
         state.tick()
     # Whatever of kpolicy raises, SGLang goes on scheduling.
     except Exception as error:  # noqa: BLE001
-        state.failures.note("counting or setting up SPLIT", error, then="SGLang goes on")
+        state.failures.note("counting", error, then="SGLang goes on")
     return original(scheduler, running_batch) if split is None else split.step(original, running_batch)
+
+
+_KEPT = "_kpolicy_kept"
+
+
+def _kept(scheduler: Any) -> tuple[State, Split | None] | None:
+    """What a step of this scheduler needs, found once; None without kpolicy."""
+    state = state_of(scheduler.tp_worker.model_runner)
+    split = None
+    if state is not None:
+        try:
+            split = split_of(scheduler)
+        except Exception as error:  # noqa: BLE001  as above
+            state.failures.note("setting up SPLIT", error, then="SGLang goes on")
+    found = None if state is None else (state, split)
+    setattr(scheduler, _KEPT, found)
+    return found
 
 
 # What can't be had

@@ -65,12 +65,17 @@ class Split:
         self._owed = ""
         """The batch of the cycle that has not run yet: ``decode`` or ``extend``."""
         self._most = 0
+        self._plan: Any = None
         self._divides = scheduler is not None and _divides(scheduler, state)
         self.turns = Turns(state, _chunk(scheduler))
         self.cycles = {"mixed": 0, "decode first": 0, "extend first": 0, "in turns": 0}
 
     def step(self, original: Any, running_batch: Any) -> Any:
         """AROUND one `get_new_batch_prefill`: SGLang's own, once and as it is, where kpolicy's part raises."""
+        scheduler = self._scheduler
+        if not (scheduler.waiting_queue or scheduler.chunked_req is not None):
+            self._owed = ""
+            return original(scheduler, running_batch)
         try:
             turn = self._turn(running_batch)
             if turn == "decode":
@@ -81,7 +86,7 @@ class Split:
             self._state.failures.note("SPLIT", error, then="SGLang's own batch runs")
             turn = "own"
         if turn == "own":
-            return original(self._scheduler, running_batch)
+            return original(scheduler, running_batch)
         plan = self._prefill(original, running_batch, self._most, mixed=turn == "mixed")
         if turn == "extend first" and plan.batch_to_run is not None:
             self._owed = "decode"
@@ -91,13 +96,12 @@ class Split:
         """What this step is: SGLang's ``own`` batch, the ``decode`` one, or a prefill batch and what comes before."""
         scheduler, decodes, owed = self._scheduler, len(running_batch.reqs), self._owed
         self._owed = ""
-        if not decodes or not (scheduler.waiting_queue or scheduler.chunked_req is not None):
+        if not decodes:
             return "own"
         if owed == "decode":
-            return "decode"
-        waiting = len(scheduler.waiting_queue) + (scheduler.chunked_req is not None)
-        most_rows = max(min(decodes + waiting, scheduler.max_running_requests), decodes)
-        self._most = self.turns.tokens(decodes, most_rows)
+            return owed
+        most = decodes + len(scheduler.waiting_queue) + (scheduler.chunked_req is not None)
+        self._most = self.turns.tokens(decodes, min(most, scheduler.max_running_requests))
         if owed:
             return "extend"
         if self._divides:
@@ -124,12 +128,13 @@ class Split:
         finally:
             scheduler.is_mixed_chunk, scheduler.chunked_prefill_size = before
 
-    @staticmethod
-    def _nothing(running_batch: Any) -> Any:
+    def _nothing(self, running_batch: Any) -> Any:
         """The plan without a prefill batch: SGLang runs the decodes."""
-        from sglang.srt.managers.schedule_batch import NextBatchPlan
+        if self._plan is None:
+            from sglang.srt.managers.schedule_batch import NextBatchPlan
 
-        return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+            self._plan = NextBatchPlan
+        return self._plan(batch_to_run=None, running_batch=running_batch)
 
     def prompts(self, most: int) -> tuple[int, int, bool]:
         """(tokens, prompts, whether cached tokens come before them) of the next prefill batch, near enough.

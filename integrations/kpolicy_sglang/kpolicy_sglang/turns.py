@@ -38,6 +38,8 @@ class Turns:
         self._gap_us = state.config.gap_ms * 1e3 if known and state.config.gap_ms is not None else None
         shared = known and decode is not None and decode.costs is not None
         self._share = state.config.decode_share if shared else 0.0
+        self._per_decode = 1 / self._share - 1 if self._share else 0.0
+        """Time of prompts for a decode step's."""
         self._decode = decode
         self._decode_us: dict[int, float] = {}
         self._cut = not state.prefix_is_eager
@@ -71,7 +73,9 @@ class Turns:
         """
         if not (self._share and self._cut):
             return self.limit
-        wait_us = self.decode_us(decodes) * (1 / self._share - 1) * max(most_decodes / decodes, 1.0)
+        wait_us = self._per_decode * self.decode_us(decodes)
+        if most_decodes > decodes:
+            wait_us *= most_decodes / decodes
         return min(max(self._least, self._fitting(wait_us)), self.limit)
 
     def _fitting(self, us: float) -> int:
