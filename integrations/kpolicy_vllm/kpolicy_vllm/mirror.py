@@ -20,7 +20,12 @@ __all__ = ["enter_others", "others"]
 
 def others(runner: Any) -> Iterator[GraphKey]:
     """The graphs that a runner holds besides its model's, of either kind of runner."""
-    yield from _of_drafter(getattr(runner, "drafter", None))
+    drafter: Any = getattr(runner, "drafter", None)
+    if type(drafter).__module__.partition(".")[0] == "vllm_ascend" and hasattr(drafter, "use_cuda_graph"):
+        # It asks the runner's own dispatcher, and has captured what the model has.
+        yield from _of_drafter(runner if drafter.use_cuda_graph else None)
+    else:
+        yield from _of_drafter(drafter)
     yield from _of_speculator(getattr(runner, "speculator", None))
     manager = getattr(runner, "encoder_cudagraph_manager", None)
     if manager is None:
@@ -35,8 +40,8 @@ def _of_drafter(drafter: Any) -> Iterator[GraphKey]:
     for mode, descs in keys.items():
         for desc in descs:
             yield GraphKey(
-                _part(mode), desc.num_tokens, desc.num_reqs, lora_case=desc.num_active_loras, stage="draft",
-                variant="uniform" if desc.uniform else "",
+                _part(mode), desc.num_tokens, desc.num_reqs, lora_case=getattr(desc, "num_active_loras", 0),
+                stage="draft", variant="uniform" if desc.uniform else "",
             )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from kpolicy.settings import Settings
 from kpolicy_vllm import ascend
 from kpolicy_vllm.ascend import RECORDED, STREAMS, Device
 from kpolicy_vllm.config import Config
+from kpolicy_vllm.mirror import others
 from kpolicy_vllm.state import State
 from kpolicy_vllm.versions import UnsupportedError
 from kpolicy_vllm.versions.names import Names
@@ -377,6 +378,19 @@ def test_drafters_are_answered_by_vllms_rule_and_not_counted() -> None:
     assert sum(steps for steps, *_ in dispatcher.chooser.tallies().values()) == 1
 
 
+def test_drafters_graphs_are_the_models_sizes_in_the_registry() -> None:
+    """Its own dispatcher, which vLLM's base class gives it, isn't asked: what it names isn't captured."""
+    made = started(1000)
+    drafter = type("AscendEagleProposer", (), {"__module__": "vllm_ascend.spec_decode.eagle_proposer"})()
+    drafter.cudagraph_dispatcher = SimpleNamespace(cudagraph_keys={Mode.PIECEWISE: {Desc(999)}})
+    for graphs in (True, False):
+        drafter.use_cuda_graph, made.runner.drafter = graphs, drafter
+        drafts = list(others(made.runner))
+        assert {key.stage for key in drafts} == ({"draft"} if graphs else set())
+        wanted = {(key.part, key.num_tokens) for key in made.state.dispatcher.desc_of} if graphs else set()
+        assert {(key.part, key.num_tokens) for key in drafts} == wanted
+
+
 def test_the_second_runner_is_left_as_it_is() -> None:
     """vLLM-Ascend doesn't start it on vLLM 0.23.0; one that is there all the same keeps everything of its own."""
     runner = SimpleNamespace(cudagraph_manager=None, capture_model=lambda: "stock")
@@ -483,6 +497,7 @@ def test_what_the_shim_reads_is_in_the_wheel() -> None:
         assert name in runner, name
     # Drafters ask the runner's dispatcher, and their dummy runs capture what the runner captures.
     assert drafters.count("self.runner.cudagraph_dispatcher.dispatch(") == 2
+    assert "self.use_cuda_graph" in drafters
     assert "aclgraph_runtime_mode=" in runner
     # The second runner isn't started on vLLM 0.23.0.
     assert 'if self.use_v2_model_runner and vllm_version_is("0.23.0"):' in worker
