@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm import starts, stock_vs_kpolicy
+from benchmarks.vllm import publish, starts, stock_vs_kpolicy
 from benchmarks.vllm.ladders import arguments_of
 from kpolicy.settings import Settings
 from kpolicy_vllm.ladder import default_sizes, one_list
@@ -74,3 +74,21 @@ def test_wide_has_every_size_of_the_shim_s() -> None:
     assert wide["compilation_config"]["cudagraph_capture_sizes"] == one_list(sizes)
     with pytest.raises(ValueError, match="planned with --plan"):
         arguments_of("planned", {}, max_seqs=1, max_tokens=1)
+
+
+def test_folders_of_several_calls_are_published_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [tmp_path / "one", tmp_path / "two"]
+    start(calls[0], "--sides", "stock", "kpolicy", "wide")
+    start(calls[1], "--sides", "stock", "kpolicy")
+    (calls[0] / "vllm_correct.json").write_text(json.dumps({"date": "then", "results": [{"model": "m", "passes": 1}]}))
+    results = tmp_path / "results"
+    capsys.readouterr()
+    assert publish.main([*map(str, calls), "--date", "today", "--results", str(results)]) == 0
+    assert "| m | start | capture_s | 2 | 1 | 2.00 | 2.00 to 2.00 | 2 |" in capsys.readouterr().out
+    rows = json.loads((results / "vllm_stock_vs_kpolicy.json").read_text())
+    assert ratios(rows)["capture_s"] == 2
+    assert set(json.loads((results / "vllm_sides.json").read_text())["pairs"]) == {"wide kpolicy", "stock wide"}
+    assert len(json.loads((results / "raw" / "vllm_stock_vs_kpolicy.json").read_text())["rows"]) == 6
+    assert json.loads((results / "vllm_correct.json").read_text())["results"][0]["date"] == "then"
+    assert publish.main([str(tmp_path / "nowhere"), "--date", "today", "--results", str(tmp_path / "no")]) == 2
+    assert not (tmp_path / "no").exists()

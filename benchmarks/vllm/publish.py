@@ -1,0 +1,102 @@
+"""From the folders that GPU calls left, what `benchmarks/results/h200` keeps of vLLM, and a table for the docs.
+
+Of a row measured in several folders the last is taken.
+
+Run: ``python -m benchmarks.vllm.publish FOLDER... --date D [--results FOLDER]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.vllm.rows import say
+from benchmarks.vllm.summary import compared
+
+RAW = ("starts.jsonl", "raw.jsonl")
+COMMANDS = (
+    "python -m benchmarks.vllm.starts --model FOLDER --plan FILE --out OUT",
+    "python -m benchmarks.vllm.stock_vs_kpolicy --models FOLDER --traces FOLDER --plan FILE --sides SIDES --out OUT",
+)
+
+
+def gathered(folders: Iterable[Path]) -> list[dict[str, Any]]:
+    """Every raw row, each (model, load, side, repeat) once."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for folder in folders:
+        for name in RAW:
+            path = folder / name
+            for line in path.read_text().splitlines() if path.exists() else []:
+                row = json.loads(line)
+                rows[row["model"], row["load"], row["side"], row["repeat"]] = row
+    return list(rows.values())
+
+
+def checks(folders: Iterable[Path]) -> list[dict[str, Any]]:
+    """The correctness results, the last of each model."""
+    found: dict[str, dict[str, Any]] = {}
+    for folder in folders:
+        path = folder / "vllm_correct.json"
+        if path.exists():
+            written = json.loads(path.read_text())
+            found |= {result["model"]: {"date": written["date"], **result} for result in written["results"]}
+    return list(found.values())
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Markdown, a figure a row, a table a pair of sides."""
+    lines: list[str] = []
+    for pair, rows in found.items():
+        base, side = pair.split()
+        lines += ["", f"| model | load | figure | {base} | {side} | ratio | 95% interval | n |", "|---" * 8 + "|"]
+        for row in rows:
+            bounds = "" if row["low"] is None else f"{row['low']:.2f} to {row['high']:.2f}"
+            lines.append(
+                f"| {row['model']} | {row['load']} | {row['figure']} | {row[base]:g} | {row[side]:g} | "
+                f"{row['ratio']:.2f} | {bounds} | {row['repeats']} |"
+            )
+    return lines
+
+
+def write(target: Path, content: Any) -> None:
+    """A file, whole or not at all."""
+    target.with_suffix(".tmp").write_text(json.dumps(content, indent=1) + "\n")
+    target.with_suffix(".tmp").replace(target)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Gather, write, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--date", required=True)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/h200"))
+    options = parser.parse_args(argv)
+    rows, checked = gathered(options.folders), checks(options.folders)
+    if not rows and not checked:
+        say(f"nothing was measured in {', '.join(map(str, options.folders))}: no {' or '.join(RAW)} there.")
+        return 2
+    found = compared(rows)
+    for line in table(found):
+        say(line)
+    about = next((row.get("cold", row) for row in rows if "gpu" in row.get("cold", row)), {})
+    head = {
+        "commands": COMMANDS, "date": options.date, "device": about.get("gpu"),
+        "versions": {name: about.get(name) for name in ("vllm", "torch")},
+    }  # fmt: skip
+    (options.results / "raw").mkdir(parents=True, exist_ok=True)
+    if rows:
+        write(options.results / "vllm_stock_vs_kpolicy.json", found.pop("stock kpolicy", []))
+        write(options.results / "vllm_sides.json", {**head, "pairs": found})
+        write(options.results / "raw" / "vllm_stock_vs_kpolicy.json", {**head, "rows": rows})
+    if checked:
+        command = "python -m benchmarks.vllm.correct --out OUT"
+        write(options.results / "vllm_correct.json", {"command": command, "results": checked})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
