@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from benchmarks.trtllm_ladders import LADDERS, tokens_per_s
+from benchmarks.trtllm_ladders import GRAPHS, LADDERS, RESULT, tokens_per_s
 
 
 def gain(model: str, ladder: str, over: str, clients: int) -> float:
@@ -38,3 +40,14 @@ def test_the_densest_ladder_loses_where_graphs_cost_memory() -> None:
     losses = {model: gain(model, "+8", "+64", 896) for model in ("R1", "V3.2")}
     assert losses["V3.2"] < losses["R1"] < 1.0
     assert losses["V3.2"] < 0.95
+
+
+def test_the_whole_study_has_the_published_shape() -> None:
+    """In the committed result: nothing to 128 clients, most at 500 to 600, and memory alone turns the densest one."""
+    rows = {row["clients"]: row for row in json.loads(RESULT.read_text(encoding="utf-8"))["rows"]}
+    for clients in (16, 64, 128):
+        for model in GRAPHS:
+            assert rows[clients][model]["+64 over x2"] == rows[clients][model]["+8 over +64"] == 1.0
+    assert 500 <= max(rows, key=lambda clients: rows[clients]["R1"]["+64 over x2"]) <= 600
+    assert any(row["R1"]["+8 over +64"] > 1.0 > row["V3.2"]["+8 over +64"] for row in rows.values())
+    assert not any(row["V3.2"]["+8 over +64"] > row["R1"]["+8 over +64"] for row in rows.values())
