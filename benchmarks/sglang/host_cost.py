@@ -1,9 +1,10 @@
 """Host time of one step's decision: SGLang's own rule out of the wheels, alone and under kpolicy's hooks.
 
-    KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.host_cost --date 2026-11-21
+    KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.host_cost --date 2026-11-22
 
 The rule is what SGLang asks of each batch: ``rule_us`` is it alone, ``hooked_us`` it under the hook and its wrapper,
-and ``added_us`` the difference, what kpolicy takes. Steps whose eager run is cheaper don't ask SGLang at all.
+and ``added_us`` the difference, what kpolicy takes. Steps whose eager run is cheaper don't ask SGLang at all. Of the
+scheduler's rows ``rule_us`` is an empty function.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from typing import Any
 
 import kpolicy
 from kpolicy.settings import Objective
-from kpolicy_sglang import dispatch
+from kpolicy_sglang import dispatch, hooks
+from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+from kpolicy_sglang.split import split_of
+from kpolicy_sglang.state import State, attach
 from tests.integrations.sglang.test_oracle import Older, _older_prefill
 from tests.oracle.sglang_real import Release, decode_runner, prefill_runner
 
@@ -114,6 +118,30 @@ def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Cal
     return lambda: own(runner, batch), lambda: hooked(runner, batch)
 
 
+def scheduler(waiting: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A cycle of the scheduler while 300 decodes run, in turns with prompts where some wait."""
+    state = State(Config(), "0.5.16")
+    for name, sizes, full in ((DECODE, (1, 64, 256, 600), True), (PREFILL, (64, 512, 1024, 2048, 4096, 8192), False)):
+        phase = state.phases[name] = Phase(name, sizes, sizes[-1], full=full)
+        us = {size: 1000.0 + 3.7 * size for size in sizes}
+        phase.install("auto", table_of("bench", us, {size: 2 * each for size, each in us.items()}), Objective())
+    runner = SimpleNamespace()
+    attach(runner, state)
+    made = SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=runner), waiting_queue=[SimpleNamespace()] * waiting, chunked_req=None,
+        chunked_prefill_size=8192, max_running_requests=600, is_mixed_chunk=False,
+    )  # fmt: skip
+    running, plan = SimpleNamespace(reqs=[0] * 300), SimpleNamespace(batch_to_run=1)
+    split = split_of(made)
+    assert split is not None
+    split._plan = lambda **_: plan
+
+    def own(scheduler: Any, running_batch: Any) -> Any:  # noqa: ARG001
+        return plan
+
+    return lambda: own(made, running), lambda: hooks.new_batch_prefill(own, made, running)
+
+
 def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> dict[str, Any]:
     """Microseconds a call, alternating; the median over turns."""
     times: dict[str, list[float]] = {"rule": [], "hooked": []}
@@ -144,6 +172,8 @@ def main() -> int:
         ("0.5.23", "prefill 1,600, eager by cost", prefill(newest, 1600)),
         ("0.5.16", "prefill 300, replays", older_prefill(older, 300)),
         ("0.5.16", "prefill 1,600, eager by cost", older_prefill(older, 1600)),
+        ("both", "scheduler, nothing waits", scheduler(0)),
+        ("both", "scheduler, prompts and decodes in turns", scheduler(300)),
     ]
     rows = []
     for version, step, pair in cases:

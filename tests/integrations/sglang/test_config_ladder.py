@@ -79,8 +79,8 @@ def test_default_prefill_sizes():
 
 
 def test_far_fewer_than_sglangs():
-    """The default ladder is a third of SGLang's 94, up to more requests."""
-    assert len(default_decode_sizes(768)) + len(default_prefill_sizes(8192)) == 31
+    """The default ladder is two fifths of SGLang's 94, up to more requests."""
+    assert len(default_decode_sizes(768)) + len(default_prefill_sizes(8192)) == 36
 
 
 def test_given_sizes_go_before_a_plan(tmp_path):

@@ -81,7 +81,7 @@ def test_real_arguments_get_kpolicys_sizes(tmp_path):
     assert asked(code, KPOLICY_SGLANG="1", KPOLICY_STRICT="1").get("prefill", "disabled") == "disabled"
     found = asked(code, KPOLICY_SGLANG="1", KPOLICY_STRICT="1", KPOLICY_MLA_PREFILL="1")
     assert found["decode_sizes"][-1] == 768
-    assert len(found["decode_sizes"]) == 12
+    assert len(found["decode_sizes"]) == 17
     assert found.get("prefill", "breakable") == "breakable"
     assert found.get("prefill_sizes", [8192])[-1] == 8192
 
