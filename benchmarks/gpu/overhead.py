@@ -1,8 +1,9 @@
 """`Engine.step` in FULL on a GPU against a bare replay of the same graph with the same copies.
 
-A bare step stages the same numbers into the same static inputs, brings them over in the same copy, replays, copies the
-logits out and samples. Both in turn in one process, to a synchronisation: the ratio is of pairs of wall times. Host
-time is until the call returns; what `Engine.step` takes beyond a bare step is ours.
+A bare step stages the same numbers into the same static inputs by the same calls, brings them over in the same copy,
+replays, copies the logits out and samples. Both in turn in one process, to a synchronisation: the ratio is of pairs of
+wall times. Host time is until the call returns; what `Engine.step` takes beyond a bare step is ours. `parts_us` is the
+host time of what both are made of, each alone after a synchronisation.
 
 Run: ``python -m benchmarks.gpu.overhead --config FILE --date D --json FILE [--sizes 1 8 64]``.
 """
@@ -21,31 +22,47 @@ from typing import Any
 
 from benchmarks.command import command_line
 from benchmarks.engine_step import decode_inputs
+from benchmarks.host_step import bare_step
 from benchmarks.pairs import interval
 
 LIMIT, HOST_LIMIT_US = 1.05, 30.0
 
 
-def bare_step(engine: Any, model: Any, inputs: Any) -> Callable[[], Any]:
-    """Stage, copy, replay, copy out, sample: on the graph that the Engine replays."""
+def parts_of(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, float]:
+    """Host microseconds of single things after a synchronisation, as a step finds the processor's caches: medians."""
+    import torch
+
     key = engine.compiled.select(*inputs.numbers).launches[0].key
     handle, adapter = engine.registry.record(key).handle, engine.executor.adapter
-    buffers, size, reqs = handle.buffers, key.num_tokens, handle.shape.num_reqs
-    graph, logits = handle._graph.graph, handle._logits[: len(inputs.token_ids)]
-    stage, pad = adapter.stage, model.pad_slot
+    logits, numbers = handle._logits[: len(inputs.token_ids)], inputs.numbers
+    points = [adapter.event() for _ in range(3)]
+    torch.cuda.synchronize()
 
-    def step() -> Any:
+    def session() -> None:
         with adapter.session():
-            stage(buffers.token_ids, inputs.token_ids, size, 0)
-            stage(buffers.positions, inputs.positions, size, 0)
-            stage(buffers.slot_mapping, inputs.slot_mapping, size, pad)
-            stage(buffers.block_table, inputs.block_table, reqs, 0)
-            stage(buffers.kv_lens, inputs.kv_lens, reqs, 0)
-            adapter.commit()
-            graph.replay()
-            return logits.clone(), model.sample(logits, {})
+            pass
 
-    return step
+    def stage() -> None:
+        handle.buffers.stage(inputs, handle.shape, False)
+
+    parts: dict[str, Callable[[], Any]] = {
+        "graph.replay": handle._graph.graph.replay, "stage": stage, "commit": adapter.commit, "session": session,
+        "clone": logits.clone, "sample": lambda: model.sample(logits, {}), "event": adapter.event,
+        "query": points[0].done, "elapsed_time": lambda: points[1].us_since(points[0]),
+        "select": lambda: engine.compiled.select(*numbers),
+        "executor.run": lambda: engine.executor.run(engine.compiled.select(*numbers), inputs),
+    }  # fmt: skip
+    found: dict[str, list[float]] = {name: [] for name in parts}
+    for _ in range(count):
+        kept = []
+        for name, part in parts.items():
+            if name != "commit":
+                # Somebody else's work in between, as a serving engine has it: a synchronisation.
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            kept.append(part())
+            found[name].append((time.perf_counter() - start) * 1e6)
+    return {name: round(statistics.median(each), 1) for name, each in found.items()}
 
 
 def measure(engine: Any, model: Any, num_reqs: int, pairs: int) -> dict[str, Any]:
@@ -76,6 +93,7 @@ def measure(engine: Any, model: Any, num_reqs: int, pairs: int) -> dict[str, Any
         **{f"{name}_host_us": round(statistics.median(times), 1) for name, times in host.items()},
         "host_beyond_us": round(statistics.median(beyond), 1),
         "ratio": round(ratio, 4), "interval": [round(low, 4), round(high, 4)],
+        "parts_us": parts_of(engine, model, inputs),
     }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -46,6 +46,8 @@ class StepBuffers:
 
     def __init__(self, adapter: DeviceAdapter, model: StepModel, num_tokens: int, num_reqs: int) -> None:
         self._adapter = adapter
+        # Optional for an adapter: a launch's buffers in one call.
+        self._stage_all: Callable[[Sequence[Any]], None] | None = getattr(adapter, "stage_all", None)
         self._pad_slot = model.pad_slot
         self.num_tokens = num_tokens
         self.num_reqs = num_reqs
@@ -115,18 +117,23 @@ class StepBuffers:
         Raises:
             ConfigError: the rows bring other extra inputs than the model has.
         """
-        stage = self._adapter.stage
         tokens, reqs, query_len = shape
-        stage(self.token_ids, rows.token_ids, tokens, 0)
-        stage(self.positions, rows.positions, tokens, 0)
-        stage(self.slot_mapping, rows.slot_mapping, tokens, self._pad_slot)
-        stage(self.block_table, rows.block_table, reqs, 0)
-        stage(self.kv_lens, rows.kv_lens, reqs, 0)
+        jobs: list[Any] = [
+            (self.token_ids, rows.token_ids, tokens, 0), (self.positions, rows.positions, tokens, 0),
+            (self.slot_mapping, rows.slot_mapping, tokens, self._pad_slot),
+            (self.block_table, rows.block_table, reqs, 0), (self.kv_lens, rows.kv_lens, reqs, 0),
+        ]  # fmt: skip
         if query_len is None:
             starts = [0, *accumulate(rows.query_lens)]
-            stage(self.query_starts, starts, reqs + 1, starts[-1])
+            jobs.append((self.query_starts, starts, reqs + 1, starts[-1]))
         if wanted:
-            stage(self.wanted, rows.wanted, max(reqs, len(rows.wanted)), 0)
+            jobs.append((self.wanted, rows.wanted, max(reqs, len(rows.wanted)), 0))
+        if self._stage_all is not None:
+            self._stage_all(jobs)
+        else:
+            stage = self._adapter.stage
+            for job in jobs:
+                stage(*job)
         if self.extra or rows.extra:
             self._stage_extra(rows, tokens)
 

@@ -113,6 +113,9 @@ class DeviceAdapter(Protocol):
         """
         ...
 
+    # Optional: stage_all(jobs), `stage` for several buffers that `alloc_inputs` made together, with the arguments of
+    # each in `jobs`. It saves the host's time.
+
     def commit(self) -> None:
         """Bring all that was staged since to the device, before what the current stream gets next."""
         ...

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -54,7 +53,6 @@ from kpolicy.shapes import BatchNumbers
 
 __all__ = ["GraphLauncher", "LauncherPool"]
 
-_HERE = nullcontext()
 _CHECKED = ("token_ids", "positions", "slot_mapping", "block_table", "kv_lens")
 _CHECKS = -1
 """The eager buffers of `eager_as`: no stream has that number."""
@@ -93,6 +91,7 @@ class GraphLauncher:
         self._streams: dict[int, Any] = {}
         self._reports: dict[Part, list[tuple[int, CaptureReport]]] = {}
         self._beside = False
+        self._behind = not adapter.host_runs
         self._checks: bool = getattr(adapter, "checks", False)
         self._statics: dict[GraphKey, dict[str, tuple[Any, ...]]] = {}
         self._started: DeviceEvent = adapter.event()
@@ -191,30 +190,35 @@ class GraphLauncher:
             self.adapter.wait(event)
 
     def replay(self, handle: FullGraph | PieceGraph, rows: StepInputs, launch: Launch) -> PartOutputs:
-        key, buffers, num_reqs = handle.key, handle.buffers, len(rows.query_lens)
+        key, buffers, num_reqs, num_tokens = handle.key, handle.buffers, len(rows.query_lens), len(rows.token_ids)
         program: Program
         if isinstance(handle, FullGraph):
             shape, head, program = handle.shape, handle.head, handle
             most_reqs = shape.num_reqs
+            num_wanted = len(rows.wanted)
+            live = LaunchRows(num_wanted, num_wanted == num_tokens, num_reqs)
         else:
             shape = PaddedShape(key.num_tokens, num_reqs, uniform_query_len(rows, launch.rows))
             head, program, most_reqs = HeadRows.WANTED, handle.bound(shape), buffers.num_reqs
-        if len(rows.token_ids) > key.num_tokens or num_reqs > most_reqs:
+            live = launch_rows(rows, launch.rows, live=True)
+        if num_tokens > key.num_tokens or num_reqs > most_reqs:
             raise RegistryError(
-                f"{key} has {key.num_tokens} tokens in {most_reqs} rows and was given {len(rows.token_ids)} in "
+                f"{key} has {key.num_tokens} tokens in {most_reqs} rows and was given {num_tokens} in "
                 f"{num_reqs}; choose a graph that holds them, as GraphKey.holds says."
             )
         if self._checks:
             _check_inputs(handle)
             self._check_statics(key)
-        live = launch_rows(rows, launch.rows, live=key.part is Part.PIECEWISE)
         with self.adapter.session():
             try:
-                sampled = self._stage(buffers, rows, shape, head, live, launch)
+                stage = self._stage_beside if launch.stream else self._stage
+                sampled = stage(buffers, rows, shape, head, live, launch)
             except Exception as error:
                 raise replay_error(self.adapter, key, error) from error
-            run = PartRun(self.adapter, self.model, program, live, launch.repeat, sampled, key)
-            fallback = partial(ModelRun, self.model, buffers, shape, head)
+            run = PartRun(self.adapter, self.model, program, live, launch.repeat, sampled, key, behind=self._behind)
+            beside = self._beside or launch.stream
+            # Only what runs behind the host needs something to fall back on: here the host decides again.
+            fallback = partial(ModelRun, self.model, buffers, shape, head) if beside else None
             return self._launch(run, rows, launch, fallback)
 
     def _check_statics(self, key: GraphKey) -> None:
@@ -271,17 +275,18 @@ class GraphLauncher:
         facts = launch_rows(rows, launch.rows, live=live)
         with self.adapter.session():
             buffers = self._eager_buffers(slot, shape)
+            stage = self._stage_beside if launch.stream else self._stage
             try:
-                sampled = self._stage(buffers, rows, shape, head, facts, launch)
+                sampled = stage(buffers, rows, shape, head, facts, launch)
             except KPolicyError:
                 raise
             except Exception as error:
                 # Nothing ran yet and there is no lesser mode: once more, and then it is the caller's.
                 if self.adapter.classify(error).sticky:
                     raise StickyDeviceError(f"staging an eager launch: {error}. The device is lost.") from error
-                sampled = self._stage(buffers, rows, shape, head, facts, launch)
+                sampled = stage(buffers, rows, shape, head, facts, launch)
             program = ModelRun(self.model, buffers, shape, head)
-            run = PartRun(self.adapter, self.model, program, facts, launch.repeat, sampled, None)
+            run = PartRun(self.adapter, self.model, program, facts, launch.repeat, sampled, None, behind=self._behind)
             return self._launch(run, rows, launch, None)
 
     def _eager_buffers(self, slot: int, shape: PaddedShape) -> StepBuffers:
@@ -304,27 +309,33 @@ class GraphLauncher:
         self, buffers: StepBuffers, rows: StepInputs, shape: PaddedShape, head: HeadRows, facts: LaunchRows,
         launch: Launch,
     ) -> bool:  # fmt: skip
-        """Stage a launch; whether sampling inputs were.
+        """Stage a launch on the current stream; whether sampling inputs were.
 
         Raises:
             ConfigError: the launch repeats and its rows can't.
         """
-        ahead = slots_ahead(rows, launch) if launch.repeat > 1 else ()
-        adapter = self.adapter
-        with adapter.on(self._stream(launch.stream)) if launch.stream else _HERE:
-            if launch.stream:
-                # These buffers may be those of the step before, which the main stream ran.
-                adapter.wait(self._started)
-            try:
+        try:
+            if launch.repeat > 1:
+                ahead = slots_ahead(rows, launch)
                 if ahead:
                     buffers.stage_ahead(ahead)
-                buffers.stage(rows, shape, not facts.all_wanted or head is HeadRows.REQS)
-                sampled = bool(rows.sampling) and buffers.stage_sampling(rows)
-            except BaseException:
-                adapter.drop_staged()
-                raise
-            adapter.commit()
-            return sampled
+            buffers.stage(rows, shape, not facts.all_wanted or head is HeadRows.REQS)
+            sampled = bool(rows.sampling) and buffers.stage_sampling(rows)
+        except BaseException:
+            self.adapter.drop_staged()
+            raise
+        self.adapter.commit()
+        return sampled
+
+    def _stage_beside(
+        self, buffers: StepBuffers, rows: StepInputs, shape: PaddedShape, head: HeadRows, facts: LaunchRows,
+        launch: Launch,
+    ) -> bool:  # fmt: skip
+        """`_stage` on the launch's own stream."""
+        with self.adapter.on(self._stream(launch.stream)):
+            # These buffers may be those of the step before, which the main stream ran.
+            self.adapter.wait(self._started)
+            return self._stage(buffers, rows, shape, head, facts, launch)
 
     def _launch(
         self, run: PartRun, rows: StepInputs, launch: Launch, fallback: Callable[[], Program] | None
@@ -335,21 +346,20 @@ class GraphLauncher:
             stream = self._stream(launch.stream)
             told = partial(self.late_failure, launch.key) if launch.key is not None else _nothing
             adapter.submit(stream, partial(run.run_beside, fallback, started, told))
-            event = adapter.event(stream)
-            run.launched(event)
+            event = run.event = adapter.event(stream)
             run.beside = True
             self._unfinished.append(event)
         else:
             run.run()
-            event = adapter.event()
-            run.launched(event)
+            event = run.event = adapter.event()
         self._ready.append(PartReady(run, event, started))
         count = len(rows.wanted)
         outputs = OutputRows(run, count) if count else ()
         if launch.rows is Rows.PREFILL:
             part = PartOutputs(outputs, (), SampledTokens(run, 0, range(count)) if count else ())
             return _BesideOutputs.of(part, run) if run.beside else part
-        places = decode_places(rows)
+        numbers = rows.numbers
+        places = range(numbers.num_decodes) if numbers.query_len == 1 else decode_places(rows)
         first = 1 + places[-1] if places else 0
         steps = SampledSteps(run, launch.repeat, places)
         part = PartOutputs(outputs, steps, SampledTokens(run, 0, range(first, count)) if count > first else ())

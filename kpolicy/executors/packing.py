@@ -71,11 +71,11 @@ class PackedRows:
                 fit the dtype.
         """
         count, width = len(values), self.width
-        self.check_sizes(count, size)
+        if not count <= size <= self.num_rows:
+            self.check_sizes(count, size)
         try:
             if flat:
-                packer = self._packers.get(count) or self._packer(count)
-                packer(self.memory, 0, *values)
+                (self._packers.get(count) or self._packer(count))(self.memory, 0, *values)
             else:
                 self._put_rows(values, fill)
         except (StructError, OverflowError, TypeError) as error:

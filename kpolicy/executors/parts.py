@@ -50,21 +50,25 @@ class PartRun:
         repeat: decode steps.
         sampled: whether sampling inputs were staged; otherwise every row is greedy.
         key: the graph that replays; None where the program is eager.
+        behind: the device runs it behind the host.
 
     Attributes:
         beside: it runs on a stream beside.
+        event: its end on the device; set by whoever launches it.
         failed_key: the graph that failed before its launch on a stream beside, so that the rows ran eagerly.
+        over: the device was seen to be past `event`, so nobody need ask again.
     """
 
     __slots__ = (
-        "_adapter", "_error", "_event", "_model", "_program", "_repeat", "_rows", "_sampled", "beside", "failed_key",
-        "key", "logits", "tokens",
+        "_adapter", "_error", "_model", "_program", "_repeat", "_rows", "_sampled", "behind", "beside", "event",
+        "failed_key", "key", "logits", "over", "tokens",
     )  # fmt: skip
 
     def __init__(
         self, adapter: DeviceAdapter, model: StepModel, program: Program, rows: LaunchRows, repeat: int, sampled: bool,
-        key: GraphKey | None,
+        key: GraphKey | None, *, behind: bool,
     ) -> None:  # fmt: skip
+        self.behind = behind
         self._adapter = adapter
         self._model = model
         self._program: Program | None = program
@@ -76,8 +80,9 @@ class PartRun:
         self.tokens: list[Tensor] = []
         self.failed_key: GraphKey | None = None
         self.beside = False
+        self.over = False
         self._error: BaseException | None = None
-        self._event: DeviceEvent | None = None
+        self.event: DeviceEvent | None = None
 
     def through(self, wrap: Callable[[Program], Program]) -> None:
         """Compute through what a device puts around programs, before the launch runs."""
@@ -95,8 +100,28 @@ class PartRun:
             GraphReplayError: the graph failed and there is no fallback.
             StickyDeviceError: the device is lost.
         """
+        program = self._program
+        assert program is not None  # noqa: S101 - a launch runs once
+        # Outputs live as long as the caller likes; the buffers and the graph needn't, also after a failure.
+        self._program = None
         try:
-            self._run(fallback)
+            for step in range(self._repeat):
+                if step:
+                    self._next_step(program.buffers, step)
+                try:
+                    logits = program.logits(self._rows)
+                except Exception as error:
+                    if self.key is None:
+                        raise
+                    meant = replay_error(self._adapter, self.key, error)
+                    if fallback is None or not isinstance(meant, GraphReplayError):
+                        raise meant from error
+                    program, self.key, fallback, self.failed_key = fallback(), None, None, self.key
+                    logits = program.logits(self._rows)
+                if logits is not None:
+                    sampled = self._sample(logits, program.buffers) if self._sampled else self._model.sample(logits, {})
+                    self.tokens.append(sampled)
+            self.logits = None if logits is None else program.lasting(logits)
         except KPolicyError:
             raise
         except Exception as error:
@@ -105,28 +130,6 @@ class PartRun:
                     f"running a launch: {error}. The device is lost to this process; start a new one."
                 ) from error
             raise
-
-    def _run(self, fallback: Callable[[], Program] | None) -> None:
-        program = self._program
-        assert program is not None  # noqa: S101 - a launch runs once
-        # Outputs live as long as the caller likes; the buffers and the graph needn't, also after a failure.
-        self._program = None
-        for step in range(self._repeat):
-            if step:
-                self._next_step(program.buffers, step)
-            try:
-                logits = program.logits(self._rows)
-            except Exception as error:
-                if self.key is None:
-                    raise
-                meant = replay_error(self._adapter, self.key, error)
-                if fallback is None or not isinstance(meant, GraphReplayError):
-                    raise meant from error
-                program, self.key, fallback, self.failed_key = fallback(), None, None, self.key
-                logits = program.logits(self._rows)
-            if logits is not None:
-                self.tokens.append(self._sample(logits, program.buffers))
-        self.logits = None if logits is None else program.lasting(logits)
 
     def _next_step(self, buffers: StepBuffers, step: int) -> None:
         rows = self._rows
@@ -137,9 +140,7 @@ class PartRun:
             self._rows = rows._replace(layout=layout)
 
     def _sample(self, logits: Tensor, buffers: StepBuffers) -> Tensor:
-        """[num_wanted], the next token of each wanted row."""
-        if not self._sampled:
-            return self._model.sample(logits, {})
+        """[num_wanted], the next token of each wanted row, by the sampling inputs that were staged."""
         count, positions = self._rows.num_wanted, buffers.positions
         if self._rows.all_wanted:
             positions = positions[:count] + 1
@@ -162,10 +163,6 @@ class PartRun:
         if self.failed_key is not None:
             late()
 
-    def launched(self, event: DeviceEvent) -> None:
-        """Its end is that point."""
-        self._event = event
-
     def wait(self) -> None:
         """Block until it is done.
 
@@ -173,8 +170,8 @@ class PartRun:
             StickyDeviceError: the device is lost.
             Exception: what the model raised.
         """
-        if self._event is not None:
-            self._event.wait()
+        if self.event is not None and not self.over:
+            self.event.wait()
         if self._error is not None:
             raise self._error
 
@@ -190,7 +187,13 @@ class PartReady:
         self._started = started
 
     def done(self) -> bool:
-        return self._event.done()
+        part = self._part
+        if part.over:
+            return True
+        done = self._event.done()
+        # Where the host runs the stream, waiting is also how it hears of an error there.
+        part.over = done and part.behind
+        return done
 
     def wait(self) -> None:
         self._part.wait()
@@ -285,13 +288,23 @@ class SampledTokens(Sequence[int]):
 class SampledSteps(Sequence[Sequence[int]]):
     """[repeat, num_decodes] tokens; how many there are is known at once."""
 
-    __slots__ = ("_steps",)
+    __slots__ = ("_part", "_places", "_repeat", "_steps")
 
     def __init__(self, part: PartRun, repeat: int, places: Sequence[int]) -> None:
-        self._steps = [SampledTokens(part, step, places) for step in range(repeat)]
+        self._part = part
+        self._repeat = repeat
+        self._places = places
+        self._steps: list[SampledTokens] | None = None
+
+    @property
+    def steps(self) -> list[SampledTokens]:
+        """The steps' tokens, made when somebody asks: that is after the launch, and the host has time then."""
+        if self._steps is None:
+            self._steps = [SampledTokens(self._part, step, self._places) for step in range(self._repeat)]
+        return self._steps
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return self._repeat
 
     @overload
     def __getitem__(self, at: int) -> Sequence[int]: ...
@@ -299,12 +312,12 @@ class SampledSteps(Sequence[Sequence[int]]):
     def __getitem__(self, at: slice) -> Sequence[Sequence[int]]: ...
     def __getitem__(self, at: Any) -> Any:
         # Plain lists, which struct packs faster than any other sequence when they are the next step's inputs.
-        return [each.values for each in self._steps[at]] if isinstance(at, slice) else self._steps[at].values
+        return [each.values for each in self.steps[at]] if isinstance(at, slice) else self.steps[at].values
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and [each.values for each in self._steps] == [list(each) for each in other]
+        return isinstance(other, Sequence) and [each.values for each in self.steps] == [list(each) for each in other]
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return repr([each.values for each in self._steps])
+        return repr([each.values for each in self.steps])

@@ -182,6 +182,12 @@ class ModeRunner:
         return registry
 
     @property
+    def runs_behind(self) -> bool:
+        """Whether a step is surely not over when `run` returns: the device runs it behind the host."""
+        adapter = getattr(self.launcher, "adapter", None)
+        return adapter is not None and not adapter.host_runs
+
+    @property
     def captured(self) -> frozenset[GraphKey]:
         """The keys that this executor has graphs of, withdrawn ones included."""
         return frozenset(self._handles)
@@ -277,13 +283,17 @@ class ModeRunner:
             GraphReplayError: the first launch's graph failed before anything was launched.
             StickyDeviceError: the device is lost.
         """
-        launches = decision.launches
+        launches, launcher = decision.launches, self.launcher
         if self._async is not None:
             self._async.start(decision)
         if len(launches) == 1 and launches[0].rows is Rows.ALL:
             launch = launches[0]
-            part = self.launcher.eager(inputs, launch) if launch.key is None else self._replay(launch, inputs)
-            ready = self.launcher.ready(decision, inputs.numbers)
+            handle = self._handles.get(launch.key)  # type: ignore[arg-type]
+            if handle is not None:
+                part = launcher.replay(handle, inputs, launch)
+            else:
+                part = launcher.eager(inputs, launch) if launch.key is None else self._replay(launch, inputs)
+            ready = launcher.ready(decision, inputs.numbers)
             return StepOutputs(part.outputs, part.tokens, decision, ready, part.first_tokens)
         return self._run_split(decision, inputs)
 

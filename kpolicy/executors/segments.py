@@ -126,6 +126,8 @@ class FullGraph:
         self._hidden = hidden
         self._logits = logits
         self._fronts: dict[int, Tensor] = {}
+        self._is_front: set[int] = set()
+        """Identities of `_fronts`, which live as long as this"""
         self.num_bytes: int = graph.num_bytes
         self.held = buffers.tensors(shape)
         """What the graph reads: it must not go before the graph"""
@@ -133,24 +135,22 @@ class FullGraph:
     def logits(self, rows: LaunchRows) -> Tensor:
         """Replay: [num_wanted, vocab], overwritten by the pool's next replay."""
         count = rows.num_wanted
+        self._replay(self._graph)
         if self.head is HeadRows.REQS:
-            self._replay(self._graph)
             if count > self.shape.num_reqs:
                 return self._model.head(_chosen(self._hidden, self.buffers, rows))
-            return self._front(count)
-        self._replay(self._graph)
-        if rows.all_wanted:
-            return self._front(count)
-        return self._logits.index_select(0, self.buffers.wanted[:count])
+        elif not rows.all_wanted:
+            return self._logits.index_select(0, self.buffers.wanted[:count])
+        front = self._fronts.get(count)
+        return self._front(count) if front is None else front
 
     def lasting(self, logits: Tensor) -> Tensor:
         """Logits that the next launch doesn't overwrite."""
-        return logits.clone() if len(logits) in self._fronts and logits is self._fronts[len(logits)] else logits
+        return logits.clone() if id(logits) in self._is_front else logits
 
     def _front(self, count: int) -> Tensor:
-        front = self._fronts.get(count)
-        if front is None:
-            front = self._fronts[count] = self._logits[:count]
+        front = self._fronts[count] = self._logits[:count]
+        self._is_front.add(id(front))
         return front
 
 
@@ -274,7 +274,6 @@ class PieceGraph:
         self._last = last
         self._hidden = hidden
         self.held = held
-        self._fronts: dict[int, Tensor] = {}
 
     def bound(self, shape: PaddedShape) -> BoundPieces:
         """The graph for a launch of that shape, whose rows aren't padded."""

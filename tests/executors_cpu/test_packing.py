@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kpolicy.errors import ConfigError  # noqa: E402
+from kpolicy.errors import ConfigError, GraphReplayError  # noqa: E402
 from kpolicy.executors.cuda.staging import BufferSpec, StagedGroup, place_of  # noqa: E402
 
 
@@ -60,3 +60,35 @@ def test_memory_goes_with_the_last_buffer() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_several_buffers_in_one_call() -> None:
+    """Lists and tensors of one launch arrive as they would one by one, in one copy."""
+    group, (ids, table, kv) = group_of(
+        BufferSpec((8,), "int64", 7), BufferSpec((4, 3), "int32"), BufferSpec((4,), "int32")
+    )
+    for turn in range(9):
+        jobs = [(ids, [turn, 1], 4, -1), (table, ([turn], [2, 3]), 3, 9), (kv, torch.tensor([turn, 5]), 3, 0)]
+        group.stage_all(jobs)
+        group.commit(None)
+        assert ids.tolist() == [turn, 1, -1, -1, 7, 7, 7, 7]
+        assert table.tolist()[:3] == [[turn, 9, 9], [2, 3, 9], [9, 9, 9]]
+        assert kv.tolist()[:3] == [turn, 5, 0]
+
+
+def test_an_error_half_way_leaves_nothing_staged_once_dropped() -> None:
+    group, (ids, kv) = group_of(BufferSpec((4,), "int64"), BufferSpec((4,), "int32"))
+    with pytest.raises(ConfigError, match="don't fit"):
+        group.stage_all([(ids, [5], 2, 0), (kv, [1 << 40], 2, 0)])
+    assert group.staged
+    group.drop()
+    assert not group.staged
+
+
+def test_a_swapped_buffer_is_refused() -> None:
+    """Numbers would go where graphs read them, and the buffer's owner would believe they are in the other tensor."""
+    group, (ids,) = group_of(BufferSpec((4,), "int64"))
+    _, (other,) = group_of(BufferSpec((4,), "int64"))
+    for swapped in (other, torch.zeros(4, dtype=torch.int64)):
+        with pytest.raises(GraphReplayError, match="swapped"):
+            group.stage_all([(ids, [1], 1, 0), (swapped, [1], 1, 0)])

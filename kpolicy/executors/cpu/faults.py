@@ -38,27 +38,30 @@ class _Planned(NamedTuple):
 class Faults:
     """Counts what faults can hit, and says when one is due. Safe to use from several threads.
 
+    Attributes:
+        planned: faults to come; nothing is ever due where there is none, and a look at it costs less than a call.
+
     Raises:
         UnknownNameError: a fault has a name that isn't in `CPU_FAULTS`.
         ConfigError: a text isn't NAME@N or NAME@NxTIMES.
     """
 
     def __init__(self, faults: Iterable[Fault | str]) -> None:
-        self._planned = [_parse(fault) for fault in faults]
+        self.planned = [_parse(fault) for fault in faults]
         self._counts = dict.fromkeys(CPU_FAULTS, 0)
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
-        return bool(self._planned)
+        return bool(self.planned)
 
     def due(self, name: str) -> bool:
         """Whether this occurrence, counted from 1, is to fail."""
-        if not self._planned:
+        if not self.planned:
             return False
         with self._lock:
             self._counts[name] += 1
             count = self._counts[name]
-        return any(each.name == name and each.at <= count < each.at + each.times for each in self._planned)
+        return any(each.name == name and each.at <= count < each.at + each.times for each in self.planned)
 
     def check_capture(self) -> None:
         """Raise the CaptureError that is due at this recording, if any."""

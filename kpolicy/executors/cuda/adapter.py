@@ -21,7 +21,7 @@ from kpolicy.errors import CaptureError, ConfigError, GraphReplayError, Registry
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cuda.failures import classify
-from kpolicy.executors.cuda.staging import BufferSpec, StagedGroup, place_of
+from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of
 from kpolicy.executors.device import Failure, MemoryReport
 from kpolicy.executors.simulated import Fault
 from kpolicy.reasons import Reason
@@ -133,6 +133,27 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+class _Inference:
+    """`torch.inference_mode()` without what that does for functions and for TorchScript."""
+
+    __slots__ = ("_guard",)
+
+    def __enter__(self) -> None:
+        self._guard = torch._C._InferenceMode(True)
+        self._guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._guard.__exit__(*error)
+
+
+inference: Callable[[], AbstractContextManager[Any]] = (
+    _Inference if hasattr(getattr(torch._C, "_InferenceMode", None), "__enter__") else torch.inference_mode
+)
+"""Makes what a step runs in"""
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""As `torch.cuda.current_device`, which looks first whether CUDA is there: an adapter knows that."""
+
+
 class CudaAdapter:
     """The primitives of one CUDA device.
 
@@ -177,13 +198,12 @@ class CudaAdapter:
 
     def session(self) -> AbstractContextManager[Any]:
         # Kernels of Triton go to the current device, whatever their tensors are on.
-        if torch.cuda.current_device() != self.device.index:
+        if _current_device() != self.device.index:
             stack = ExitStack()
             stack.enter_context(torch.cuda.device(self.device))
             stack.enter_context(torch.inference_mode())
             return stack
-        session: AbstractContextManager[Any] = torch.inference_mode()
-        return session
+        return inference()
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
@@ -208,7 +228,7 @@ class CudaAdapter:
             return torch.empty((num_rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
 
     def stage(self, buffer: Any, values: Any, size: int, fill: float) -> None:
-        if self._faults:
+        if self._faults.planned:
             self._check_lost()
             if self._faults.due("staging_fails"):
                 raise RuntimeError("injected fault staging_fails")
@@ -216,6 +236,17 @@ class CudaAdapter:
         if not group.staged:
             self._dirty.append(group)
         group.stage(buffer, place, values, size, fill)
+
+    def stage_all(self, jobs: Sequence[Job]) -> None:
+        """`stage` for several buffers that `alloc_inputs` made together."""
+        if self._faults.planned:
+            for job in jobs:
+                self.stage(*job)
+            return
+        group, _ = place_of(jobs[0][0])
+        if group not in self._dirty:
+            self._dirty.append(group)
+        group.stage_all(jobs)
 
     def commit(self) -> None:
         stream = self._current()
@@ -383,7 +414,7 @@ class CudaAdapter:
     def replay(self, graph: CudaGraph) -> None:
         if self._check:
             self._check_addresses(graph)
-        if self._faults:
+        if self._faults.planned:
             self._check_lost()
             if self._faults.due("replay_fails"):
                 raise GraphReplayError(None, "injected fault replay_fails")

@@ -9,21 +9,26 @@ way; it waits only where it would overwrite one that isn't done.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from struct import calcsize
 from typing import Any, NamedTuple
 
 import torch
 
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, GraphReplayError
 from kpolicy.executors.cpu.staging import check_buffer, stage_tensor
 from kpolicy.executors.packing import FORMATS, PackedRows
 
-__all__ = ["BufferSpec", "StagedGroup", "place_of"]
+__all__ = ["BufferSpec", "Job", "StagedGroup", "place_of"]
 
 TURNS = 4
 ALIGNMENT = 256
 _PLACE = "_kpolicy_place"
+_PLAIN = frozenset((list, tuple, range))
+"""Sequences of numbers that need no second look"""
+
+Job = tuple[Any, Any, int, float]
+"""(buffer, values, size, fill) as `StagedGroup.stage` takes them"""
 
 
 class BufferSpec(NamedTuple):
@@ -47,6 +52,8 @@ class _Turn:
     def __init__(self, nbytes: int, pin: bool) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
         self.rows: list[PackedRows] = []
+        self.places: list[tuple[PackedRows, int, int, bool]] = []
+        """Of each buffer: its rows, its offset, bytes of a row, whether it has one dimension"""
         self.copied = torch.cuda.Event() if pin else None
         self.copying = False
 
@@ -104,6 +111,7 @@ class StagedGroup:
             rows = PackedRows(whole[offset : offset + size], spec.dtype, spec.shape[0], math.prod(spec.shape[1:]))
             rows.fill(spec.fill, 0, count)
             turn.rows.append(rows)
+            turn.places.append((rows, offset, rows.width * rows.itemsize, len(spec.shape) == 1))
         return turn
 
     @property
@@ -126,6 +134,37 @@ class StagedGroup:
         else:
             rows.put(values, size, fill, flat=buffer.dim() == 1)
         self._high = max(self._high, self._offsets[index] + size * rows.width * rows.itemsize)
+
+    def stage_all(self, jobs: Iterable[Job]) -> None:
+        """`stage` for several buffers of this group. Most of what a launch stages are lists.
+
+        Raises:
+            ConfigError: as `stage`.
+            GraphReplayError: a buffer isn't of this group: somebody swapped it, and graphs read the one that was here.
+        """
+        turn = self._turns[self._at]
+        if turn.copying and turn.copied is not None:
+            turn.copied.synchronize()
+            turn.copying = False
+        places, high = turn.places, self._high
+        for buffer, values, size, fill in jobs:
+            place: _Place | None = getattr(buffer, _PLACE, None)
+            if place is None or place.group is not self:
+                raise GraphReplayError(
+                    None,
+                    f"a static input of {list(buffer.shape)} isn't the one that graphs read: it was swapped for "
+                    "another. Copy into the tensor that was there, or capture again.",
+                )
+            if type(values) in _PLAIN:
+                rows, offset, row_bytes, flat = places[place.buffer]
+                rows.put(values, size, fill, flat=flat)
+                end = offset + size * row_bytes
+                if end > high:
+                    # Noted at once: what is staged before an error is dropped.
+                    self._high = high = end
+            else:
+                self.stage(buffer, place.buffer, values, size, fill)
+                high = self._high
 
     def _pinned(self, turn: _Turn, index: int) -> torch.Tensor:
         """A buffer's place in pinned memory, as a tensor."""
@@ -153,7 +192,8 @@ class StagedGroup:
         """Copy what was staged, on the stream, which is the current one."""
         if self._high:
             turn = self._turns[self._at]
-            to, out_of = self._pieces(self._high)[self._at]
+            pieces = self._copies.get(self._high)
+            to, out_of = (self._pieces(self._high) if pieces is None else pieces)[self._at]
             to.copy_(out_of, non_blocking=True)
             if turn.copied is not None:
                 turn.copied.record(stream)
@@ -174,12 +214,13 @@ class StagedGroup:
 
     def _pieces(self, high: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(device, pinned) memory up to a byte, for each turn; views made once a size."""
-        high = min(-(-high // ALIGNMENT) * ALIGNMENT, self.num_bytes)
-        pieces = self._copies.get(high)
+        end = min(-(-high // ALIGNMENT) * ALIGNMENT, self.num_bytes)
+        pieces = self._copies.get(end)
         if pieces is None:
             with torch.inference_mode(False):
-                pieces = [(self._memory[:high], turn.memory[:high]) for turn in self._turns]
-            self._copies[high] = pieces
+                pieces = [(self._memory[:end], turn.memory[:end]) for turn in self._turns]
+            self._copies[end] = pieces
+        self._copies[high] = pieces
         return pieces
 
 

@@ -1,0 +1,67 @@
+"""What a step asks of a CUDA device, over an adapter whose device takes no time; see `benchmarks.host_step`."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks.engine_step import decode_inputs  # noqa: E402
+from benchmarks.host_step import Point, bare_step, calls_of, opened  # noqa: E402
+from kpolicy.executors.base import StepInputs  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Point)
+    monkeypatch.setattr(Point, "asked", Counter())
+
+
+@pytest.mark.parametrize("policy", ["full", "auto"])
+def test_a_decode_step_asks_the_device_once(policy: str) -> None:
+    """Two points are recorded, whether the step before is over is asked once, and nothing waits or is made anew."""
+    engine, model = opened(policy)
+    inputs = decode_inputs(3, model.num_blocks)
+    for _ in range(4):
+        engine.step(inputs)
+    Point.asked.clear()
+    for _ in range(10):
+        engine.step(inputs)
+    assert Point.asked == {"record": 20, "query": 10, "elapsed_time": 10}
+    assert engine.stats.total.steps == 14
+    assert engine.stats.by_mode["full"].us == pytest.approx(14 * 2000.0)
+
+
+def test_a_step_that_runs_behind_the_host_is_counted_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before, and `stats` waits for it."""
+    engine, model = opened()
+    inputs = decode_inputs(3, model.num_blocks)
+    monkeypatch.setattr(Point, "query", lambda _self: False)
+    for _ in range(5):
+        engine.step(inputs)
+    assert engine._stats.total.steps == 0
+    assert engine.stats.total.steps == 5
+    assert Point.asked["synchronize"] == 5
+
+
+def test_what_is_staged_is_what_the_graph_reads() -> None:
+    """Rows in front and padding behind, as a bare step stages them."""
+    engine, model = opened()
+    inputs: StepInputs = decode_inputs(5, model.num_blocks)
+    engine.step(inputs)
+    key = engine.compiled.select(*inputs.numbers).launches[0].key
+    held = engine.registry.record(key).handle.held
+    assert held.token_ids.tolist() == [*inputs.token_ids, 0, 0, 0]
+    assert held.slot_mapping.tolist() == [*inputs.slot_mapping, *[model.pad_slot] * 3]
+    assert held.kv_lens.tolist() == [*inputs.kv_lens, 0, 0, 0]
+    assert [row[: len(inputs.block_table[0])] for row in held.block_table.tolist()[:5]] == inputs.block_table
+    held.token_ids.zero_()
+    bare_step(engine, model, inputs)()
+    assert held.token_ids.tolist() == [*inputs.token_ids, 0, 0, 0]
+
+
+def test_calls_are_counted() -> None:
+    """Those that the function makes, without its own."""
+    assert calls_of(lambda: len([abs(-1), divmod(*(lambda: (7, 2))())])) == {"python": 1, "built_in": 3}
