@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from kpolicy_vllm import kunlun  # noqa: E402
 from kpolicy_vllm.kunlun import use_wrapper, wrapper_class  # noqa: E402
-from kpolicy_vllm.kunlun_probation import NEEDED, PATIENCE, Probation, Seen  # noqa: E402
+from kpolicy_vllm.kunlun_probation import PATIENCE  # noqa: E402
 
 
 class Mode(Enum):
@@ -157,33 +157,6 @@ def test_the_captures_own_lengths_prove_nothing() -> None:
     assert wrapper.probation[Desc(4, 4)].passed == 0
 
 
-SHOWN = {
-    "longer rows": Seen((9, 9), 2, (1, 4)), "shorter rows": Seen((2, 8), 2, (1, 4)),
-    "other block tables": Seen((2, 9), 2, (7, 8)), "another number of rows": Seen((8,), 1, (1,)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("left_out", SHOWN)
-def test_each_kind_of_row_is_needed(left_out: str) -> None:
-    """Longer and shorter rows, other block tables, another number of rows: without one of them no graph is trusted."""
-    trial = Probation(Seen((8, 8), 2, (1, 4)), shortest=False)
-    others = [seen for name, seen in SHOWN.items() if name != left_out]
-    if left_out in ("longer rows", "shorter rows"):
-        others = [Seen(tuple(8 for _ in seen.lengths), seen.rows, seen.tables) if seen is SHOWN["other block tables"]
-                  else seen for seen in others]  # fmt: skip
-    assert not any(trial.compared(seen) for seen in others * 3)
-    assert trial.missing() == {left_out}
-    assert trial.compared(SHOWN[left_out])
-
-
-def test_what_can_not_be_shown_is_not_asked_for() -> None:
-    """A graph of one row has no other number of rows, and one of the shortest rows no shorter ones."""
-    short = Probation(Seen((1,), 1, (0,)), shortest=True)
-    assert [short.compared(Seen((2 + i,), 1, (3,))) for i in range(NEEDED)] == [False, False, True]
-    # Lengths on the device alone, of which none can be frozen: other blocks and numbers of rows are to be shown.
-    assert Probation(Seen((), 2, (0, 0)), shortest=True).missing() == {"other block tables", "another number of rows"}
-
-
 def test_a_graph_that_is_never_shown_all_is_given_up() -> None:
     """Traffic that has the same number of rows each time doesn't run every step twice for ever."""
     model = Model(frozen=False)
@@ -293,20 +266,6 @@ def test_other_modes_pass_through(mode: Mode) -> None:
     wrapper = made(Model(frozen=False))
     assert right(step(wrapper, [4, 4, 4, 4], mode=mode), [4, 4, 4, 4])
     assert not wrapper.concrete_cudagraph_entries
-
-
-def test_what_a_step_shows_is_found_in_nested_metadata() -> None:
-    """Lengths on the host, cumulated or not, without padding; query lengths tell rows alone; block tables anywhere."""
-    inner = DecodeMetadata([3, 4, 0], block=6)
-    outer = SimpleNamespace(
-        decode_metadata=inner, kv_lod_cpu=[0, 7, 12], slot_mapping=torch.tensor([5]), seq_lens=None,
-        query_start_loc_host=torch.tensor([0, 1, 2]),
-    )  # fmt: skip
-    seen = Seen.of({"a": outer, "b": outer})
-    assert seen == Seen((3, 4, 7, 5), 2, (6, 6))
-    assert Seen.of({"a": SimpleNamespace(slot_mapping=torch.tensor([5]))}) is None
-    assert Seen.of({"a": SimpleNamespace(query_start_loc_host=torch.tensor([0, 1]))}) == Seen((), 1, ())
-    assert Seen.of(None) is None
 
 
 def test_the_platform_returns_it_where_kpolicy_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
