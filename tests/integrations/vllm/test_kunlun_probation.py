@@ -10,6 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kpolicy.keys import GraphKey  # noqa: E402
+from kpolicy.modes import Part  # noqa: E402
+from kpolicy_vllm.kunlun_attach import rows_to_show  # noqa: E402
 from kpolicy_vllm.kunlun_probation import NEEDED, Probation, Seen  # noqa: E402
 
 
@@ -60,3 +63,20 @@ def test_what_a_step_shows_is_found_in_nested_metadata() -> None:
     assert Seen.of({"a": SimpleNamespace(slot_mapping=torch.tensor([5]))}) is None
     assert Seen.of({"a": SimpleNamespace(query_start_loc_host=torch.tensor([0, 1]))}) == Seen((), 1, ())
     assert Seen.of(None) is None
+
+
+@pytest.mark.parametrize(("reqs", "query_len", "captured"), [(1, 1, 1), (8, 1, 1), (4, 4, 4), (8, 1, 200), (4, 3, 90)])
+def test_the_rows_of_warm_up_are_enough(reqs: int, query_len: int, captured: int) -> None:
+    """Shown those rows, with eager's bits each time, a graph is trusted; all fit its shape and the model."""
+    key = GraphKey(Part.FULL, reqs * query_len, reqs, query_len=query_len)
+    lengths = (captured,) * reqs
+    trial = Probation(Seen(lengths, reqs, (0,) * reqs), shortest=captured <= query_len)
+    trusted = False
+    for block, rows in enumerate(rows_to_show(key, lengths, 2048)):
+        assert rows.decodes <= reqs
+        assert query_len < rows.kv <= 2048
+        seen = Seen((rows.kv,) * rows.decodes, rows.decodes, tuple(range(1 + block, 1 + block + rows.decodes)))
+        assert not trusted
+        assert trial.tells(seen)
+        trusted = trial.compared(seen)
+    assert trusted
