@@ -48,8 +48,7 @@ class Bases:
         few = min(FEW_DECODES, most_reqs - 1)
         if large is not None and large.num_tokens > few > 0:
             add("prompt", large, 0, large.num_tokens)
-            # Over long rows attention of a few decodes waits for itself, which KV tokens of many rows don't tell.
-            add("prompt and decodes", large, few, large.num_tokens - few, bench.long_kv)
+            add("prompt and decodes", large, few, large.num_tokens - few, bench.usual_kv)
         small = sorted((key for key in pieces if 2 <= key.num_tokens <= most_reqs), key=lambda key: key.num_tokens)
         if small:
             # As above: the middle one, or the smallest beyond what may be absorbed.

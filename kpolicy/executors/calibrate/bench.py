@@ -16,12 +16,10 @@ from kpolicy.modes import Mode, Part, Rows, SplitForm
 from kpolicy.reasons import Reason
 from kpolicy.shapes import BatchShape
 
-__all__ = ["LONG_KV", "MIXED_KV", "SHORT_KV", "Bench", "Measurable"]
+__all__ = ["LONG_KV", "SHORT_KV", "Bench", "Measurable"]
 
 SHORT_KV, LONG_KV = 64, 512
 """Tokens that decode rows attend to, for the two ends of the slope."""
-MIXED_KV = 1536
-"""Those of decode rows beside a long prompt: about a conversation's"""
 TURNS = 5
 MOST_ROUNDS = 15
 _OFTEN = 3
@@ -194,11 +192,6 @@ class Bench:
     def usual_kv(self) -> int:
         """KV tokens of a decode row while dense work is timed: kernels that share out a row's KV have some to share."""
         return min(LONG_KV, self._model.max_model_len)
-
-    @property
-    def long_kv(self) -> int:
-        """KV tokens of a decode row beside a long prompt; no more than usual where the host itself runs the kernels."""
-        return self.usual_kv if self.host_runs else min(MIXED_KV, self._model.max_model_len)
 
     @property
     def host_runs(self) -> bool:
