@@ -30,6 +30,7 @@ from kpolicy.errors import (
     RegistryError,
     StickyDeviceError,
 )
+from kpolicy.executors.addresses import Address, addresses_of, check_moved
 from kpolicy.executors.base import CaptureReport, ProbeReport, ReadyEvent, StepInputs
 from kpolicy.executors.buffers import PaddedShape, StepBuffers
 from kpolicy.executors.device import DeviceAdapter, DeviceEvent
@@ -93,7 +94,7 @@ class GraphLauncher:
         self._beside = False
         self._behind = not adapter.host_runs
         self._checks: bool = getattr(adapter, "checks", False)
-        self._statics: dict[GraphKey, dict[str, tuple[Any, ...]]] = {}
+        self._statics: dict[GraphKey, dict[str, Address]] = {}
         self._started: DeviceEvent = adapter.event()
         self._ready: list[ReadyEvent] = []
         self._unfinished: list[DeviceEvent] = []
@@ -160,7 +161,7 @@ class GraphLauncher:
                 raise
             raise self._capture_error(str(key), error) from error
         if self._checks:
-            self._statics[key] = _addresses(self.model)
+            self._statics[key] = self._where()
         report = CaptureReport(num_bytes, time.perf_counter() - start, 0, graphs)
         self._reports.setdefault(key.part, []).append((key.num_tokens, report))
         return handle, report
@@ -208,7 +209,8 @@ class GraphLauncher:
             )
         if self._checks:
             _check_inputs(handle)
-            self._check_statics(key)
+            # Before the first launch, where it costs the graph and not the step.
+            check_moved(key, self._statics.get(key, {}), self._where())
         with self.adapter.session():
             try:
                 stage = self._stage_beside if launch.stream else self._stage
@@ -221,21 +223,10 @@ class GraphLauncher:
             fallback = partial(ModelRun, self.model, buffers, shape, head) if beside else None
             return self._launch(run, rows, launch, fallback)
 
-    def _check_statics(self, key: GraphKey) -> None:
-        """Look whether weights and KV are where they were when the graph was captured.
-
-        Raises:
-            GraphReplayError: one moved, changed its shape, or is gone.
-        """
-        now = _addresses(self.model)
-        for name, then in self._statics.get(key, {}).items():
-            if now.get(name) != then:
-                found = "is gone" if name not in now else f"is now at {now[name]}"
-                raise GraphReplayError(
-                    key,
-                    f"{name} {found}; {key} was captured with it at (address, shape, strides) {then}. Put it back in "
-                    "place, for example with copy_, or capture again.",
-                )
+    def _where(self) -> dict[str, Address]:
+        """Where weights and KV lie, by name; nothing of a model that doesn't name them."""
+        named: Callable[[], Any] = getattr(self.model, "static_tensors", dict)
+        return addresses_of(named())
 
     def eager(self, rows: StepInputs, launch: Launch) -> PartOutputs:
         num_tokens = len(rows.token_ids)
@@ -410,12 +401,6 @@ class _BesideOutputs(PartOutputs):
     @property
     def failed_key(self) -> GraphKey | None:
         return None if self._run is None else self._run.failed_key
-
-
-def _addresses(model: StepModel) -> dict[str, tuple[Any, ...]]:
-    """(address, shape, strides) of weights and KV, by name; none of a model that doesn't name them."""
-    named: Callable[[], Any] = getattr(model, "static_tensors", dict)
-    return {name: (each.data_ptr(), tuple(each.shape), each.stride()) for name, each in named().items()}
 
 
 def _check_inputs(handle: FullGraph | PieceGraph) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from kpolicy.errors import CaptureError, ConfigError, GraphReplayError, RegistryError, StickyDeviceError
+from kpolicy.executors.addresses import Address, addresses_of, check_moved
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cuda.failures import classify
@@ -413,7 +414,7 @@ class CudaAdapter:
 
     def replay(self, graph: CudaGraph) -> None:
         if self._check:
-            self._check_addresses(graph)
+            check_moved(None, graph.addresses, self._addresses())
         if self._faults.planned:
             self._check_lost()
             if self._faults.due("replay_fails"):
@@ -438,23 +439,12 @@ class CudaAdapter:
 
     # Checks
 
-    def _addresses(self) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    def _addresses(self) -> dict[str, Address]:
         if self._statics is None:
             return {}
         # Who watches the model's functions on tensors doesn't mean these.
         with torch._C.DisableTorchFunction():
-            return {name: (each.data_ptr(), tuple(each.shape), each.stride()) for name, each in self._statics().items()}
-
-    def _check_addresses(self, graph: CudaGraph) -> None:
-        now = self._addresses()
-        for name, then in graph.addresses.items():
-            if now.get(name) != then:
-                found = "is gone" if name not in now else f"is now {now[name]}"
-                raise GraphReplayError(
-                    None,
-                    f"{name} {found}; the graph was captured with it at (address, shape, strides) {then}. Put it back "
-                    "in place, for example with copy_, or capture again.",
-                )
+            return addresses_of(self._statics())
 
     # Errors
 
