@@ -155,9 +155,11 @@ def _engine(config: str | Path, system: str, backend: str, tensor_parallel: int)
         with _quiet():
             return module.EngineHandle.compile(str(folder.resolve()), system, backend, **given)
     except Exception as error:  # noqa: BLE001 - whatever the package raises, its tables can't be used for this
+        said = f"{type(error).__name__}: {str(error)[:300].rstrip(' .')}"
+        problem = f"it reads {error}, which isn't there" if isinstance(error, KeyError) else said
         raise ConfigError(
-            f"aiconfigurator-core has no tables for {path} on {system} with {backend}: {type(error).__name__}: "
-            f"{str(error)[:300]} Leave it out for analytic costs."
+            f"aiconfigurator-core has no tables for {path} on {system} with {backend}: {problem}. Leave --tables out "
+            "for analytic costs."
         ) from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,8 @@ def test_tables_without_the_package_say_what_to_install(
     kpolicy: Command, trace: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The extra is named."""
-    monkeypatch.setitem(__import__("sys").modules, "aiconfigurator_core", None)
+    for name in ("aiconfigurator_core", "aiconfigurator_core.sdk.engine"):
+        monkeypatch.setitem(sys.modules, name, None)
     ended = kpolicy("simulate", trace, "--config", config, "--tables", "aiconfigurator")
     refused(ended, "--tables aiconfigurator needs aiconfigurator-core")
 
