@@ -77,9 +77,7 @@ def test_what_has_no_tables_is_one_error(tmp_path: Path) -> None:
     less = {name: value for name, value in QWEN3_8B.items() if name != "max_position_embeddings"}
     (tmp_path / "less").mkdir()
     (tmp_path / "less" / "config.json").write_text(json.dumps(less))
-    with pytest.raises(
-        ConfigError, match=r"it reads 'max_position_embeddings', which isn't there\. Leave --tables out"
-    ):
+    with pytest.raises(ConfigError, match=r"it reads 'max_position_embeddings', which isn't there\."):
         aiconfigurator_costs(tmp_path / "less", "H200")
     (tmp_path / "other.json").write_text(json.dumps(QWEN3_8B))
     with pytest.raises(ConfigError, match="Rename the file"):
