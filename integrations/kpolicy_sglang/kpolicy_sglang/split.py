@@ -35,14 +35,15 @@ def split_of(scheduler: Any) -> Split | None:
 def _wanted(scheduler: Any, state: State) -> bool:
     if state.coupled:
         return False
-    turns = Turns(state, _chunk(scheduler))
+    turns = _turns(scheduler, state)
     # Mixed batches have decodes in them, and need no turns.
     return _divides(scheduler, state) or turns.limit < turns.chunk or (turns.on and not scheduler.is_mixed_chunk)
 
 
-def _chunk(scheduler: Any) -> int:
-    """The most prompt tokens of a step; 0 where prompts aren't cut."""
-    return max(int(getattr(scheduler, "chunked_prefill_size", None) or 0), 0)
+def _turns(scheduler: Any, state: State) -> Turns:
+    """What prompts of a step may take. 0.5.23 has `--prefill-decode-interval`, which goes before a share."""
+    chunk = max(int(getattr(scheduler, "chunked_prefill_size", None) or 0), 0)
+    return Turns(state, chunk, share=not getattr(scheduler, "prefill_decode_interval", 0))
 
 
 def _divides(scheduler: Any, state: State) -> bool:
@@ -67,7 +68,7 @@ class Split:
         self._most = 0
         self._plan: Any = None
         self._divides = scheduler is not None and _divides(scheduler, state)
-        self.turns = Turns(state, _chunk(scheduler))
+        self.turns = _turns(scheduler, state)
         self.cycles = {"mixed": 0, "decode first": 0, "extend first": 0, "in turns": 0}
 
     def step(self, original: Any, running_batch: Any) -> Any:

@@ -29,14 +29,15 @@ class Turns:
     Args:
         state: what kpolicy knows of the model runner.
         chunk: SGLang's most prompt tokens of a step; 0 where prompts aren't cut, and nothing is limited.
+        share: whether decodes have a share; not where SGLang was given an interval of its own.
     """
 
-    def __init__(self, state: State, chunk: int) -> None:
+    def __init__(self, state: State, chunk: int, *, share: bool = True) -> None:
         self.chunk = chunk
         prefill, decode = state.prefill, state.decode
         known = bool(chunk and prefill is not None and prefill.costs is not None)
         self._gap_us = state.config.gap_ms * 1e3 if known and state.config.gap_ms is not None else None
-        shared = known and decode is not None and decode.costs is not None
+        shared = share and known and decode is not None and decode.costs is not None
         self._share = state.config.decode_share if shared else 0.0
         self._per_decode = 1 / self._share - 1 if self._share else 0.0
         """Time of prompts for a decode step's."""

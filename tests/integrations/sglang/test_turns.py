@@ -10,6 +10,7 @@ from kpolicy.settings import Objective
 from kpolicy_sglang import hooks
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+from kpolicy_sglang.split import split_of
 from kpolicy_sglang.state import State
 from kpolicy_sglang.turns import Turns
 from tests.integrations.sglang.fake_sglang import pretended
@@ -92,6 +93,13 @@ def test_decodes_have_a_turn_after_each_batch_of_prompts():
     mixed.tp_worker.model_runner._kpolicy_state.config = Config(split=False)
     assert [hooks.new_batch_prefill(own, mixed, running).batch_to_run for _ in range(3)] == ["mixed"] * 3
     assert seen[-3:] == [2048] * 3
+
+
+def test_interval_of_sglangs_own_goes_before_the_share():
+    """Who gave SGLang 0.5.23 an interval of decode steps gets that one."""
+    scheduler = scheduler_of(state_of(mixed_us=1), mixed=False)
+    scheduler.prefill_decode_interval = 3
+    assert split_of(scheduler) is None
 
 
 def test_gap_limit_holds_mixed_batches_too():
