@@ -6,9 +6,9 @@ from typing import Any
 
 import attrs
 
-from kpolicy.costs import Cost
-from kpolicy.decision import Decision
-from kpolicy.modes import Mode, Rows
+from kpolicy.costs import Cost, CostTable
+from kpolicy.decision import Decision, Launch
+from kpolicy.modes import Mode, Part, Rows
 from kpolicy.policies.auto import cheapest
 from kpolicy.policies.base import (
     Policy,
@@ -155,7 +155,18 @@ def explain(policy: Policy, shape: BatchShape, context: PolicyContext) -> Explan
     considered.sort(key=lambda each: (not each.chosen, _score(each, context)))
     considered += _illegal(ways, numbers, context)
     kind = "measured" if context.costs.measured else "analytic, not measured"
+    if any(_outside(launch, numbers, context.costs) for way in ways for launch in way.launches):
+        kind += "; sizes outside the table are extrapolated"
     return Explanation(shape, policy.name, decision, tuple(considered), f"{context.costs.version} ({kind})")
+
+
+def _outside(launch: Launch, numbers: BatchNumbers, costs: CostTable) -> bool:
+    """Whether the launch has a size that the table's curve of its kind doesn't span."""
+    if launch.key is None:
+        curve, size = costs.eager, launch.padded_tokens or launch.num_tokens(numbers)
+    else:
+        curve, size = costs.full if launch.key.part is Part.FULL else costs.piecewise, launch.key.num_tokens
+    return bool(size) and not curve.sizes[0] <= size <= curve.sizes[-1]
 
 
 def _score(each: Considered, context: PolicyContext) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import settings as run_settings
 
+from kpolicy.costs import Curve, analytic_costs
 from kpolicy.engine import Engine
 from kpolicy.errors import NoLegalModeError
 from kpolicy.ladders import CaptureSizes
@@ -171,3 +173,13 @@ def test_nothing_is_counted_and_an_impossible_step_is_an_error() -> None:
     assert told.stats.total.steps == 0
     with pytest.raises(NoLegalModeError):
         told.explain(BatchShape.decode(4, forbidden=set(Mode)))
+
+
+def test_a_size_outside_the_table_is_said_to_be_extrapolated() -> None:
+    """Where a way has a size that the table's curve of its kind doesn't span, and only there."""
+    narrow = attrs.evolve(analytic_costs(), eager=Curve((1, 64), (100.0, 200.0)), measured=True)
+    inside = engine(costs=narrow).explain(BatchShape.decode(4))
+    assert inside.costs.endswith("(measured)")
+    outside = engine(costs=narrow).explain(BatchShape(prefills=[(100, 0)]))
+    assert outside.costs.endswith("(measured; sizes outside the table are extrapolated)")
+    assert outside.costs in str(outside)
