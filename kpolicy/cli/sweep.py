@@ -142,6 +142,9 @@ def sweep_command(
         made = console()
         show(_table(lines, {id(point.line) for point in points if point.on_front}), made)
         say(made, f"* nothing else of its trace, rate and costs has less graph memory and a lower {METRICS[metric][0]}")
+        outside = [share for line in lines if (share := line.get("result", {}).get("outside_share"))]
+        if outside:
+            say(made, f"{len(outside)} cases have steps of a size outside the cost table, up to {max(outside):.1%}")
     failed = [line for line in lines if "error" in line]
     for line in failed:
         sys.stderr.write(f"kpolicy: {_named(line['case'])}: {line['error']}\n")

@@ -6,8 +6,11 @@ import json
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
+from kpolicy.costs import Curve, analytic_costs
+from kpolicy.schemas import Profile, write_profile
 from tests.cli.conftest import Command, write
 from tests.cli.test_bad_input import refused
 
@@ -113,3 +116,14 @@ def test_a_trace_of_which_nothing_is_served(kpolicy: Command, tmp_path: Path) ->
     told = kpolicy("sweep", long, "--policy", "eager", "--jobs", 1, "--json").json
     assert told["pareto"] == []
     assert told["cases"][0]["result"]["refused"] == {"over_kv_capacity": 1}
+
+
+def test_sizes_outside_the_table_are_told(kpolicy: Command, tmp_path: Path) -> None:
+    """By how many cases, and the largest share of a case's steps."""
+    costs = attrs.evolve(analytic_costs(), eager=Curve((1, 8), (100.0, 800.0)), measured=True, version="narrow")
+    profile = tmp_path / "narrow.json"
+    write_profile(profile, Profile(costs=costs, device="A device", model="a model"))
+    trace = write(tmp_path / "t.csv", "timestamp,input_length,output_length", "0,40,3", "9000,5,1")
+    ended = kpolicy("sweep", trace, "--policy", "eager", "--policy", "full", "--profile", profile, "--jobs", 1)
+    assert ended.code == 0, ended.err
+    assert "1 cases have steps of a size outside the cost table, up to 25.0%" in " ".join(ended.out.split())
