@@ -222,22 +222,14 @@ class LoadedModel:
         for cache in self.kv_caches():
             cache[self.pad_slot] = float("nan")
 
-    @property
-    def kv_untouched(self) -> bool:
-        """Whether no request's KV is there: all but the reserved slot is zero, as nothing that a model writes is."""
-        return not any(bool(cache[: self.pad_slot].any()) for cache in self.kv_caches())
+    def kv_untouched(self, slots: range) -> bool:
+        """Whether nothing was written to those slots: all of it is zero, as no KV of a model is."""
+        return not any(bool(cache[slots.start : slots.stop].any()) for cache in self.kv_caches())
 
-    def spread_kv(self, num_slots: int) -> None:
-        """Copy the KV of the first slots over all others, the reserved one left out."""
+    def clear_kv(self, slots: range | None = None) -> None:
+        """Fill KV with zeros: all of it, or that of those slots."""
         for cache in self.kv_caches():
-            for start in range(num_slots, self.pad_slot, num_slots):
-                end = min(start + num_slots, self.pad_slot)
-                cache[start:end] = cache[: end - start]
-
-    def clear_kv(self) -> None:
-        """Fill all KV with zeros."""
-        for cache in self.kv_caches():
-            cache.zero_()
+            (cache if slots is None else cache[slots.start : slots.stop]).zero_()
 
     def release(self) -> None:
         for layer in self.layers:

@@ -218,38 +218,40 @@ def test_whatever_the_allowance_one_token_is_measured(model: Any) -> None:
     assert engine.costs.measured
 
 
-def filled_while_measuring(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether every slot had KV, at each time that a case was timed."""
-    seen: list[bool] = []
+def own_prompts(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """(slots written, blocks read) of every prompt without decodes that was timed."""
+    seen: list[tuple[list[int], list[int]]] = []
     run = Bench._run
 
-    def spied(bench: Bench, *arguments: Any) -> Any:
-        slots = [cache[: model.pad_slot].flatten(1) for cache in model.kv_caches()]
-        seen.append(all(bool(each.any(dim=1).all()) for each in slots))
-        return run(bench, *arguments)
+    def spied(bench: Bench, decision: Any, inputs: Any) -> Any:
+        if len(inputs.query_lens) == 1 and inputs.kv_lens == inputs.query_lens and len(inputs.token_ids) > 1:
+            seen.append((list(inputs.slot_mapping), list(inputs.block_table[0])))
+        return run(bench, decision, inputs)
 
     monkeypatch.setattr(Bench, "_run", spied)
-    Engine("auto", executor=CpuExecutor(model), ladder=[4], settings=SETTINGS).capture()
+    Engine("auto", executor=CpuExecutor(model), ladder=[4, 8], settings=SETTINGS).capture()
     return seen
 
 
-def test_a_model_that_served_nothing_is_measured_on_kv_of_its_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_measured_on_their_own_kv_where_none_is(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.clear_kv()
-    seen = filled_while_measuring(model, monkeypatch)
-    assert seen
-    assert all(seen)
-    assert model.kv_untouched
+    own = [each for each in own_prompts(model, monkeypatch) if each[0][0] != model.pad_slot]
+    assert own
+    for slots, blocks in own:
+        assert slots == [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(len(slots))]
+        assert blocks[-1] == NUM_BLOCKS - 1
+    assert {len(slots) for slots, _ in own} >= {4, 8, 16}
+    assert model.kv_untouched(range(model.pad_slot))
 
 
 def test_kv_of_requests_stays_while_it_is_measured(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.clear_kv()
     for cache in model.kv_caches():
-        cache[3] = 0.5
+        cache[model.pad_slot - 3] = 0.5
     before = [cache[: model.pad_slot].clone() for cache in model.kv_caches()]
-    assert not model.kv_untouched
-    seen = filled_while_measuring(model, monkeypatch)
-    assert seen
-    assert not any(seen)
+    assert not model.kv_untouched(range(model.pad_slot - 8, model.pad_slot))
+    assert model.kv_untouched(range(8))
+    assert {slot for slots, _ in own_prompts(model, monkeypatch) for slot in slots} == {model.pad_slot}
     for cache, kept in zip(model.kv_caches(), before, strict=True):
         assert torch.equal(cache[: model.pad_slot], kept)
     model.clear_kv()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kpolicy.decision import Decision, Launch
 from kpolicy.executors.base import StepInputs
-from kpolicy.modes import Mode, Part, Rows, SplitForm
+from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.reasons import Reason
 from kpolicy.shapes import BatchShape
 
@@ -26,8 +26,6 @@ _OFTEN = 3
 """Samples a round of the host's times: other work of the host is in them, and few cases tell them"""
 _TELLING = 64
 """Tokens from which a step's time tells what more of them take"""
-_FILLED = 256
-"""Tokens of the prompt whose KV is copied, at most: it may take little of an allowance"""
 _AHEAD = 1.5
 """Times the host's launching that the device is kept busy, to see its time alone."""
 
@@ -76,6 +74,7 @@ class Bench:
         self._model = model
         self._adapter = executor.launcher.adapter
         self._cases: list[tuple[Decision, StepInputs]] = []
+        self._own: list[int] = []
         self._others: dict[int, Callable[[int], StepInputs]] = {}
         self._times: list[list[_Times]] = []
         self._often: set[int] = set()
@@ -85,7 +84,7 @@ class Bench:
 
     def add(
         self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None, *, often: bool = False,
-        others: Callable[[int], StepInputs] | None = None,
+        own_kv: bool = False, others: Callable[[int], StepInputs] | None = None,
     ) -> int:  # fmt: skip
         """A step to be timed.
 
@@ -94,6 +93,7 @@ class Bench:
             inputs: on these rows.
             form: of a SPLIT.
             often: with more samples than others.
+            own_kv: the rows are one prompt without context, which attends to its own KV where it can; see `own_kv`.
             others: rows of later samples, by their number, where they should differ by more than tokens.
 
         Returns:
@@ -105,6 +105,8 @@ class Bench:
         case = len(self._cases) - 1
         if often:
             self._often.add(case)
+        if own_kv:
+            self._own.append(case)
         if others is not None:
             self._others[case] = others
         return case
@@ -127,27 +129,34 @@ class Bench:
         self._runs = iter(())
 
     @contextmanager
-    def as_if_served(self, num_tokens: int) -> Iterator[None]:
-        """Have KV of the model's own making in all slots, where nothing was served yet; afterwards none again.
+    def own_kv(self) -> Iterator[None]:
+        """Let prompts that were added so write their KV and attend to it; afterwards it is gone again.
 
-        Attention over zeros adds nothing to its tokens, which then go to other experts: a prompt of a mixture of
-        experts took 6% less time over zeros than over KV (DeepSeek-V2-Lite on an H200).
-
-        Args:
-            num_tokens: of a prompt, at most; the KV of one fills the slots, one copy after the other.
+        Attention over zeros adds nothing to its tokens, which a mixture of experts then routes otherwise: a prompt of
+        DeepSeek-V2-Lite took 6% less time so, on an H200. Nothing changes where these slots hold KV already.
         """
         model: Any = self._model
-        if not getattr(model, "kv_untouched", False):
+        prompts = {case: self._cases[case] for case in self._own}
+        longest = max((len(inputs.token_ids) for _, inputs in prompts.values()), default=0)
+        count = -(-longest // model.block_size)
+        # The last blocks, because decode rows begin with the first.
+        blocks = list(range(model.num_blocks - count, model.num_blocks))
+        if count == 0 or blocks[0] < 0 or not hasattr(model, "kv_untouched"):
             yield
             return
-        num_tokens = min(num_tokens, _FILLED, model.num_blocks * model.block_size)
-        rows = self.rows(0, 0, num_tokens)._replace(slot_mapping=list(range(num_tokens)))
+        slots = range(blocks[0] * model.block_size, model.num_blocks * model.block_size)
+        if not model.kv_untouched(slots):
+            yield
+            return
+        for case, (decision, inputs) in prompts.items():
+            own = inputs._replace(slot_mapping=list(slots[: len(inputs.token_ids)]), block_table=[blocks])
+            self._cases[case] = decision, own
         try:
-            self._once(Decision(Mode.EAGER, (Launch(Rows.ALL, None),), Reason.ONLY_LEGAL), rows)
-            model.spread_kv(num_tokens)
             yield
         finally:
-            model.clear_kv()
+            for case, before in prompts.items():
+                self._cases[case] = before
+            model.clear_kv(slots)
 
     def _in_rounds(self) -> Iterator[bool]:
         """Run the cases one by one; whether the next one is expected to fit."""

@@ -10,8 +10,8 @@ the device's time alone; run at once, the clock tells the host's time to launch,
 hand-over, waiting. What that is beyond a replay of a whole graph goes to the side that bounds the case: a host and a
 device that are both busy don't overlap wholly.
 
-Rows read whatever KV there is and write to the reserved slot alone, so a running server may be measured. Where none is
-there yet, they get some of the model's own making, which is gone again afterwards.
+Rows read whatever KV there is and write to the reserved slot alone, so a running server may be measured. Where no KV is
+there yet, prompts that stand for dense work write their own, which is gone again afterwards.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Calibration:
         self.keys = keys = [key for key in registry.captured() if key in executor.captured]
         decode = [key for key in keys if key.part is Part.FULL and key.query_len == 1]
         # Prompts are timed as one chunk, which no request can have longer; larger sizes go on as the last ones rise.
-        self._longest = longest = min(settings.max_num_tokens, model.max_model_len)
+        longest = min(settings.max_num_tokens, model.max_model_len)
         mixed = [key for key in keys if key.part is Part.FULL and not key.decode_only and key.num_tokens <= longest]
         pieces = [key for key in keys if key.part is Part.PIECEWISE and key.num_tokens <= longest]
         most_reqs = min(settings.max_num_reqs, settings.max_num_tokens)
@@ -105,7 +105,7 @@ class Calibration:
 
         def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:
             rows = bench.rows(0, 0, size) if prompt else bench.rows(size, bench.usual_kv)
-            return bench.add([Launch(Rows.ALL, key)], rows), size, prompt
+            return bench.add([Launch(Rows.ALL, key)], rows, own_kv=prompt), size, prompt
 
         # One token, eagerly, comes first: the case that is always measured.
         self._eager = [add(None, size, prompt=size > most_reqs) for size in sizes]
@@ -122,8 +122,8 @@ class Calibration:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Measure inside this where no requests are served meanwhile: on KV as they leave it, the heap frozen."""
-        with frozen_heap(), self._bench.as_if_served(self._longest):
+        """Measure inside this where no requests are served meanwhile: prompts on their own KV, the heap frozen."""
+        with frozen_heap(), self._bench.own_kv():
             yield
 
     @property
