@@ -178,6 +178,8 @@ def main() -> int:
     rows = []
     for version, step, pair in cases:
         rows.append({"sglang": version, "step": step, **measure(*pair)})
+        if version == "both":  # there is no rule to compare with
+            rows[-1]["added_by_rule"] = None
         print(*rows[-1].values(), sep="\t", flush=True)
     written = {
         "what": "host time of a step's decision: SGLang's own rule, alone and under kpolicy's hooks, on one CPU",
