@@ -20,8 +20,9 @@ from typing import Any
 from benchmarks.command import command_line
 
 __all__ = [
-    "LADDER", "VLLM_SIZES", "Results", "add_options", "config_of", "free", "header", "interval_of_mean", "load_model",
-    "logits_of", "open_engines", "opened", "ran", "random_shape", "steady", "synchronise", "with_tokens",
+    "LADDER", "VLLM_SIZES", "Results", "add_options", "config_of", "first_false", "free", "header",
+    "interval_of_mean", "load_model",
+    "logits_of", "open_engines", "opened", "ran", "random_shape", "sampled_of", "steady", "synchronise", "with_tokens",
 ]  # fmt: skip
 
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -172,6 +173,23 @@ def logits_of(outputs: Any) -> list[Any]:
     """The step's logits as device tensors, one a part that has rows; waits for them."""
     parts = getattr(outputs.outputs, "_parts", [outputs.outputs])
     return [part.tensor for part in parts if len(part)]
+
+
+def sampled_of(outputs: Any) -> list[Any]:
+    """The step's sampled tokens as device tensors, one a decode step and part; waits for nothing."""
+    parts = [getattr(each, "_part", None) for each in (outputs.tokens, outputs.first_tokens)]
+    runs = dict.fromkeys(part for part in parts if part is not None)
+    return [tokens for run in runs for tokens in run.tokens]
+
+
+def first_false(checks: Sequence[tuple[str, Any]]) -> str:
+    """The name of the first check, a device's truth value each, that is false; empty where none is. It waits once."""
+    import torch
+
+    if not checks:
+        return ""
+    held = torch.stack([value.reshape(()) for _, value in checks]).tolist()
+    return next((name for (name, _), true in zip(checks, held, strict=True) if not true), "")
 
 
 def random_shape(

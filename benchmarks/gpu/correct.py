@@ -34,11 +34,13 @@ from benchmarks.gpu.common import (
     Results,
     add_options,
     config_of,
+    first_false,
     header,
     load_model,
     logits_of,
     opened,
     random_shape,
+    sampled_of,
     with_tokens,
 )
 
@@ -151,8 +153,7 @@ class Bench:
         outputs = self.executor.run(decision, inputs)
         for event in outputs.ready:
             event.wait()
-        mine = [each.clone() for each in logits_of(outputs)]
-        tokens, first = [list(each) for each in outputs.tokens], list(outputs.first_tokens)
+        mine, sampled = [each.clone() for each in logits_of(outputs)], sampled_of(outputs)
         strays = torch.zeros(model.num_slots, dtype=torch.bool, device=model.device)
         written = []
         for cache, kept in zip(caches, self._before, strict=True):
@@ -163,20 +164,29 @@ class Bench:
         model.poison_pad_slot()
         parts = [eager_part(self.executor, launch, inputs) for launch in decision.launches]
         wanted = [part.outputs.tensor for part in parts if len(part.outputs)]
-        if bool(strays.any()):
-            return f"KV of slots {strays.nonzero().flatten()[:5].tolist()}, which no row has"
+        others = [tokens for part in parts for tokens in _run_of(part)]
         if [each.shape for each in mine] != [each.shape for each in wanted] or sum(map(len, mine)) != len(
             inputs.wanted
         ):
             return f"{[list(each.shape) for each in mine]} outputs for {[list(each.shape) for each in wanted]}"
-        if not all(bool(torch.isfinite(each).all()) for each in mine):
-            return "an output isn't finite: the reserved slot was read"
-        if not all(map(torch.equal, mine, wanted)):
+        if [each.shape for each in sampled] != [each.shape for each in others]:
+            return f"{len(sampled)} samplings for {len(others)}"
+        # On the device, and waited for once: processes that share it take turns at every wait.
+        what = first_false([
+            ("KV", ~strays.any()),
+            *[("an output isn't finite: the reserved slot was read", torch.isfinite(each).all()) for each in mine],
+            *[("logits", (a == b).all()) for a, b in zip(mine, wanted, strict=True)],
+            *[("sampled tokens", (a == b).all()) for a, b in zip(sampled, others, strict=True)],
+            *[
+                ("written KV", (cache.index_select(0, slots) == each).all())
+                for cache, each in zip(caches, written, strict=True)
+            ],
+        ])  # fmt: skip
+        if what == "KV":
+            return f"KV of slots {strays.nonzero().flatten()[:5].tolist()}, which no row has"
+        if what == "logits":
             return f"logits by {max(float((a - b).abs().max()) for a, b in zip(mine, wanted, strict=True)):.3g}"
-        if tokens != [list(each) for each in parts[0].tokens] or first != [t for p in parts for t in p.first_tokens]:
-            return "sampled tokens"
-        same = [torch.equal(cache.index_select(0, slots), each) for cache, each in zip(caches, written, strict=True)]
-        return "" if all(same) else "written KV"
+        return what
 
     def inputs(self, rng: random.Random, sequences: Any) -> tuple[str, Any]:
         """(which deployment the step is one of, its inputs)."""
@@ -192,6 +202,12 @@ class Bench:
             rng, max_decodes=sizes.num_reqs // 2, max_kv=sizes.kv, max_new=sizes.num_tokens // 2, steps=8, mixed=False
         )  # fmt: skip
         return "plain", with_tokens(inputs_of(shape, self.model), rng, self.model.vocab)
+
+
+def _run_of(part: Any) -> list[Any]:
+    """What a launch sampled, as device tensors: of each of its decode steps."""
+    held = part.outputs
+    return list(held._part.tokens) if len(held) else []
 
 
 def run_block(bench: Bench, number: int, count: int) -> dict[str, Any]:

@@ -63,7 +63,10 @@ def test_overlap(arguments: list[str], tmp_path: Path) -> None:
     assert set(total["ways"]) == {"beside x1", "decodes beside x2", "decodes beside x4", "decodes beside x8"}
 
 
-def test_overlap_sees_a_difference(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("what", "named"), [("logits", "logits by 1"), ("tokens", "sampled tokens")])
+def test_overlap_sees_a_difference(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, what: str, named: str
+) -> None:
     """Where the halves in turn compute something else, the step is named and the exit code is 1."""
     run, calls = overlap.ran, 0
 
@@ -73,14 +76,15 @@ def test_overlap_sees_a_difference(arguments: list[str], monkeypatch: pytest.Mon
         us, outputs = run(executor, decision, inputs)
         if calls == 4:
             with torch.inference_mode():
-                overlap.logits_of(outputs)[0].add_(1.0)
+                changed = overlap.logits_of(outputs) if what == "logits" else overlap.sampled_of(outputs)
+                changed[-1].add_(1)
         return us, outputs
 
     monkeypatch.setattr(overlap, "ran", wrong)
     assert overlap.main([*arguments, "--count", "5"]) == 1
     (difference,) = read(arguments)["total"]["differences"]
     assert difference.startswith("block 0, step 1")
-    assert "logits by 1" in difference
+    assert named in difference
 
 
 def test_correct(arguments: list[str]) -> None:
