@@ -383,7 +383,8 @@ class Engine:
         if executor is None or self._lost is not None:
             executor = self._need_executor("step")
         running = self._running
-        if running:
+        if running and len(running[-1][0].ready) > 1:
+            # It may have lost a graph beside, which this step mustn't be given.
             self._settle(every=False)
         numbers = inputs.numbers
         if self._lazy is not None:
@@ -410,6 +411,9 @@ class Engine:
             self._count(outputs, decision, wanted, numbers)
         else:
             running.append((outputs, decision, wanted, numbers))
+            if len(running) > 1:
+                # Earlier ones are counted here, while the device is at work.
+                self._settle(every=False, but=1)
         return outputs
 
     def _count(self, outputs: StepOutputs, decision: Decision, wanted: Decision, numbers: BatchNumbers) -> None:
@@ -443,18 +447,19 @@ class Engine:
                 self._corrected = corrected
                 self.take_costs(corrected)
 
-    def _settle(self, *, every: bool = True) -> None:
+    def _settle(self, *, every: bool = True, but: int = 0) -> None:
         """Wait for steps that run behind the host, and count them.
 
         Args:
             every: all of them. Otherwise those that are done, those with a launch beside another, which may have lost a
                 graph, and the oldest where there are many.
+            but: so many of the last ones are left.
 
         Raises:
             StickyDeviceError: the device was lost in one of them.
         """
         running = self._running
-        while running:
+        while len(running) > but:
             ready = running[0][0].ready
             if not every and len(ready) == 1 and len(running) < MOST_RUNNING and not self._all_done(ready):
                 return

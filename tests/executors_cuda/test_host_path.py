@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +36,24 @@ def test_a_decode_step_asks_the_device_once(policy: str) -> None:
     assert Point.asked == {"record": 20, "query": 10, "elapsed_time": 10}
     assert engine.stats.total.steps == 14
     assert engine.stats.by_mode["full"].us == pytest.approx(14 * 2000.0)
+
+
+def test_a_step_is_counted_while_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before the next one is launched, when the device would wait for it."""
+    engine, model = opened()
+    inputs = decode_inputs(3, model.num_blocks)
+    order: list[str] = []
+
+    def noted(name: str, call: Callable[..., Any], *given: Any) -> Any:
+        order.append(name)
+        return call(*given)
+
+    monkeypatch.setattr(engine.executor, "run", partial(noted, "run", engine.executor.run))
+    monkeypatch.setattr(engine, "_count", partial(noted, "count", engine._count))
+    for _ in range(3):
+        engine.step(inputs)
+    assert order == ["run", "run", "count", "run", "count"]
+    assert engine.stats.total.steps == 3
 
 
 def test_a_step_that_runs_behind_the_host_is_counted_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
