@@ -18,8 +18,9 @@ from kpolicy.executors.device import Failure  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphRegistry, GraphState  # noqa: E402
 from kpolicy.settings import Settings  # noqa: E402
+from kpolicy.shapes import BatchShape  # noqa: E402
 from kpolicy.testing.sequences import Sequences  # noqa: E402
-from tests.executors_launcher.checker import BLOCK_SIZE, NUM_BLOCKS, load_family  # noqa: E402
+from tests.executors_launcher.checker import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, load_family  # noqa: E402
 
 SETTINGS = Settings(max_num_reqs=4, max_num_tokens=16)
 
@@ -255,3 +256,30 @@ def test_kv_of_requests_stays_while_it_is_measured(model: Any, monkeypatch: pyte
     for cache, kept in zip(model.kv_caches(), before, strict=True):
         assert torch.equal(cache[: model.pad_slot], kept)
     model.clear_kv()
+
+
+def test_a_device_lost_while_it_is_measured_is_said_so(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what clearing its memory then says."""
+    model.clear_kv()
+    engine = Engine("auto", executor=CpuExecutor(model), ladder=[4], settings=SETTINGS)
+
+    def lost(*_: Any) -> Any:
+        raise StickyDeviceError("an illegal memory access was encountered")
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("nor can it be cleared")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bench, "_run", lost)
+        patch.setattr(model, "clear_kv", fails)
+        with pytest.raises(StickyDeviceError, match="illegal memory access"):
+            engine.capture()
+    with pytest.raises(StickyDeviceError, match="illegal memory access"):
+        engine.decide(BatchShape(decodes=[(1, 2)]))
+
+
+@pytest.mark.parametrize("kv", [8, MAX_MODEL_LEN])
+def test_decode_steps_that_follow_end_within_the_longest(model: Any, kv: int) -> None:
+    rows = Bench(CpuExecutor(model), model).rows(2, kv, steps=4)
+    assert rows.kv_lens == [min(kv, MAX_MODEL_LEN - 3)] * 2
+    assert len(rows.slots_ahead) == 3

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from kpolicy.decision import Decision, Launch
+from kpolicy.errors import StickyDeviceError
 from kpolicy.executors.base import StepInputs
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.reasons import Reason
@@ -151,12 +152,18 @@ class Bench:
         for case, (decision, inputs) in prompts.items():
             own = inputs._replace(slot_mapping=list(slots[: len(inputs.token_ids)]), block_table=[blocks])
             self._cases[case] = decision, own
+        lost = False
         try:
             yield
+        except StickyDeviceError:
+            # Clearing would fail too, and hide that error.
+            lost = True
+            raise
         finally:
             for case, before in prompts.items():
                 self._cases[case] = before
-            model.clear_kv(slots)
+            if not lost:
+                model.clear_kv(slots)
 
     def _in_rounds(self) -> Iterator[bool]:
         """Run the cases one by one; whether the next one is expected to fit."""
@@ -249,9 +256,10 @@ class Bench:
     def rows(self, num_decodes: int, decode_kv: int, new: int = 0, context: int = 0, steps: int = 1) -> StepInputs:
         """Decode rows that attend to so many tokens each, then one prompt chunk of `new` tokens after a context.
 
-        `steps` decode steps may follow each other.
+        `steps` decode steps may follow each other; they too end within the model's longest.
         """
         size, model = self._model.block_size, self._model
+        decode_kv = min(decode_kv, max(1, model.max_model_len + 1 - steps))
         free = itertools.cycle(range(model.num_blocks))
         lens = [decode_kv] * num_decodes + ([context + new] if new else [])
         query_lens = [1] * num_decodes + ([new] if new else [])
