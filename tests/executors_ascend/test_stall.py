@@ -15,6 +15,7 @@ from kpolicy.engine import Engine  # noqa: E402
 from kpolicy.errors import ConfigError, StickyDeviceError, UpdateStallError  # noqa: E402
 from kpolicy.executors.ascend import AscendAdapter, AscendExecutor, UpdateOrder  # noqa: E402
 from kpolicy.executors.ascend.updates import Updater  # noqa: E402
+from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.testing import Sequences  # noqa: E402
 from tests.executors_ascend.helpers import on_ascend  # noqa: E402
 from tests.executors_ascend.test_orders import _NoSignal, _WrongStream  # noqa: E402
@@ -89,6 +90,35 @@ def test_a_stalled_whole_graph_update_is_found_too(monkeypatch: pytest.MonkeyPat
     outputs = engine.step(next(steps))
     with pytest.raises(UpdateStallError, match="whole_graph"):
         outputs.ready[0].wait()
+    library.npu.synchronize()
+
+
+@pytest.mark.parametrize("order", list(UpdateOrder), ids=str)
+def test_a_whole_graph_update_that_fails_midway_leaves_no_graph_waiting(
+    order: UpdateOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer is rewritten and signalled, the others aren't: that loses the graph, and neither the step nor the device."""
+    engine, library, steps = serving(str(order), "whole_graph", None, LONG_S)
+    engine.step(next(steps)).outputs[0].tolist()
+    whole = library.npu.NPUGraph.update
+
+    def fails(self: Any, cpu_update_input: Any) -> None:
+        monkeypatch.setattr(library.npu.NPUGraph, "update", whole)
+        mode = self.graph_dispatch_mode
+        records = mode.graph_dispatch_records
+        assert len(records) > 1
+        mode.graph_dispatch_records = records[:1]
+        whole(self, cpu_update_input[:1])
+        mode.graph_dispatch_records = records
+        library.npu.graph_task_update_begin(mode.update_stream, records[1].handle)
+        raise RuntimeError("npu_fused_infer_attention_score.out failed, error code is 561002")
+
+    monkeypatch.setattr(library.npu.NPUGraph, "update", fails)
+    outputs = engine.step(next(steps))
+    library.npu.synchronize()
+    assert torch.isfinite(outputs.outputs[0]).all()
+    assert [each.reason for each in engine.registry.records()].count(Reason.REPLAY_FAILED) == 1
+    engine.step(next(steps))
     library.npu.synchronize()
 
 

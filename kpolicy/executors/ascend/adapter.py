@@ -244,7 +244,14 @@ class AscendAdapter(StreamAdapter):
         return CaptureError(error.reason, f"{error} {hint}") if hint else error
 
     def with_rows(self, rows: HostRows) -> None:
-        """The rows whose host arguments the next replay gets."""
+        """The rows whose host arguments the next replay gets.
+
+        Raises:
+            UpdateStallError: an earlier step stalled. A replay after it would wait for ever too, and nobody would signal
+                it again.
+        """
+        if self._stall is not None:
+            self._check_lost()
         self.rows = rows
 
 

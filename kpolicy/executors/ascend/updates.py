@@ -33,6 +33,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from math import isfinite
 from typing import Any
@@ -173,12 +174,7 @@ class Updater:
         """Signal every task of those replays, on a stream that waits for nothing."""
         stream = self._library.Stream()
         for graph, tasks in recent:
-            if tasks.way is UpdateWay.WHOLE_GRAPH:
-                records = getattr(getattr(graph, "graph_dispatch_mode", None), "graph_dispatch_records", ())
-                events = [record.event for record in records]
-            else:
-                events = [task.event for task in tasks.tasks]
-            for event in events:
+            for event in _events(graph, tasks):
                 event.record(stream)
 
     def _update_stream(self, graph: Any, tasks: GraphTasks) -> Any:
@@ -202,7 +198,16 @@ class Updater:
 
     def _update(self, graph: Any, tasks: GraphTasks, values: Sequence[Mapping[str, list[int]]]) -> None:
         if tasks.way is UpdateWay.WHOLE_GRAPH:
-            graph.update(cpu_update_input=[dict(each) for each in values])
+            try:
+                graph.update(cpu_update_input=[dict(each) for each in values])
+            except Exception:
+                # As below. The graph is given up, so that signals too many are no matter.
+                updating = self._update_stream(graph, tasks)
+                with suppress(Exception):
+                    self._library.graph_task_update_end(updating)  # the operator that failed may have left it open
+                for event in _events(graph, tasks):
+                    event.record(updating)
+                raise
             return
         library, stream, failed = self._library, self.stream, None
         with library.stream(stream):
@@ -219,3 +224,11 @@ class Updater:
                 task.event.record(stream)
         if failed is not None:
             raise failed
+
+
+def _events(graph: Any, tasks: GraphTasks) -> list[Any]:
+    """What the graph waits for, in the order of its tasks."""
+    if tasks.way is not UpdateWay.WHOLE_GRAPH:
+        return [task.event for task in tasks.tasks]
+    records = getattr(getattr(graph, "graph_dispatch_mode", None), "graph_dispatch_records", ())
+    return [record.event for record in records]
