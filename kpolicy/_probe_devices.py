@@ -207,7 +207,9 @@ def _device(device: _Device, torch: ProbeReport, look: Look) -> ProbeReport:
     if answer.error is None or (facts.get("devices") == 0 and _NO_DEVICE.search(answer.error)):
         why = answer.error or f"{device.package or f'torch.{device.name}'} imports and finds no device"
         return report(name, ProbeStatus.ABSENT, why, device.none, caveat, facts=facts)
-    return report(name, ProbeStatus.BROKEN, answer.error, device.broken, caveat, facts=facts)
+    # A variable that torch_xmlir can't read breaks its import, and no new installation helps.
+    step = (_bad_force(look.environ) if device is _KUNLUN else "") or device.broken
+    return report(name, ProbeStatus.BROKEN, answer.error, step, caveat, facts=facts)
 
 
 def _without_child(device: _Device, torch: ProbeReport) -> tuple[ProbeStatus, str, str] | None:
@@ -289,11 +291,16 @@ def _kunlun_notes(environ: Mapping[str, str]) -> Iterator[str]:
             "torch.compile is mocked by default, so PIECEWISE through torch.compile would silently be eager; "
             "set XMLIR_ENABLE_MOCK_TORCH_COMPILE=false"
         )
-    force = environ.get("XMLIR_FORCE_USE_XPU_GRAPH")
-    if force is not None and not re.fullmatch(r"\s*[+-]?\d+\s*", force):
-        yield f"XMLIR_FORCE_USE_XPU_GRAPH={force!r} isn't a whole number, which torch_xmlir takes it for; set it to 1"
+    yield _bad_force(environ)
     if environ.get("XMLIR_DISABLE_CUDA_ALLOCATOR", "").strip() not in ("", "0"):
         yield "XMLIR_DISABLE_CUDA_ALLOCATOR keeps memory of graphs from being counted; unset it"
+
+
+def _bad_force(environ: Mapping[str, str]) -> str:
+    force = environ.get("XMLIR_FORCE_USE_XPU_GRAPH")
+    if force is None or re.fullmatch(r"\s*[+-]?\d+\s*", force):
+        return ""
+    return f"XMLIR_FORCE_USE_XPU_GRAPH={force!r} isn't a whole number, which torch_xmlir takes it for; set it to 1"
 
 
 def _proven(kunlun: ProbeReport) -> bool:

@@ -611,6 +611,17 @@ def test_force_graph_variable(fakes: Fakes, value: str, wrong: bool) -> None:
     assert ("isn't a whole number" in report.reason) is wrong
 
 
+def test_a_variable_that_breaks_torch_xmlir_is_named(fakes: Fakes) -> None:
+    """It is read with int() when torch_xmlir is imported: the next step is the variable, not a new installation."""
+    fakes.torch()
+    fakes.package("torch_xmlir", "import os\nint(os.environ['XMLIR_FORCE_USE_XPU_GRAPH'])\n" + TORCH_XMLIR)
+    report = fakes.probe(XMLIR_FORCE_USE_XPU_GRAPH="true")["device kunlun"]
+    assert report.status is BROKEN
+    assert "XMLIR_FORCE_USE_XPU_GRAPH='true' isn't a whole number" in report.reason
+    assert "reinstall" not in report.reason
+    assert fakes.probe(XMLIR_FORCE_USE_XPU_GRAPH="1")["device kunlun"].status is USABLE
+
+
 def test_kunlun_that_counts_and_then_fails_still_masks_cuda(fakes: Fakes) -> None:
     """A Kunlun device that can't run an operator is broken, and its claim to CUDA still masks cuda."""
     fakes.torch(total=1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +72,16 @@ def test_variables_that_break_graphs_are_errors(environ: dict[str, str], what: s
     """They are named with their value and the next step."""
     with pytest.raises(ConfigError, match=what):
         KunlunAdapter("cpu", xmlir=fake_xmlir(), library=fake_cuda(), environ=environ)
+
+
+def test_a_variable_that_breaks_the_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_xmlir reads it with int() and doesn't import: the error names the variable, not the library's words."""
+    (tmp_path / "torch_xmlir.py").write_text("int('true')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="XMLIR_FORCE_USE_XPU_GRAPH='true' isn't a whole number"):
+        KunlunAdapter("cuda", environ={"XMLIR_FORCE_USE_XPU_GRAPH": "true"})
+    with pytest.raises(ConfigError, match="torch_xmlir doesn't import: invalid literal"):
+        KunlunAdapter("cuda", environ=SOUND)
 
 
 def test_kernels_of_nvidia_are_not_for_a_card_that_says_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.adapter import Statics
 from kpolicy.executors.cuda.failures import classify
 from kpolicy.executors.device import Failure
-from kpolicy.executors.kunlun.proof import count_devices, load_xmlir
+from kpolicy.executors.kunlun.proof import count_devices, installed, load_xmlir
 from kpolicy.executors.simulated import Fault
 from kpolicy.executors.xpu.adapter import StreamAdapter
 
@@ -62,14 +62,15 @@ class KunlunAdapter(StreamAdapter):
         self, device: Any = "cuda", *, xmlir: Any = None, library: Any = None, environ: Mapping[str, str] | None = None,
         check: bool = False, statics: Statics | None = None, faults: Iterable[Fault | str] = (),
     ) -> None:  # fmt: skip
+        self._environ = os.environ if environ is None else environ
+        wrong, _ = environment_problems(self._environ)
+        # Before the import, which one of them breaks.
+        if wrong and (xmlir is not None or installed()):
+            raise ConfigError("; ".join(wrong) + ".")
         self.xmlir = load_xmlir() if xmlir is None else xmlir
         count, self.proof = count_devices(self.xmlir)
         if not count:
             raise ConfigError(f"{self.proof} finds no Kunlun card. `kpolicy doctor` says what is there.")
-        self._environ = os.environ if environ is None else environ
-        wrong, _ = environment_problems(self._environ)
-        if wrong:
-            raise ConfigError("; ".join(wrong) + ".")
         at = torch.device(device)
         if library is None and at.type != "cuda":
             raise ConfigError(f"device is {device!r}; Kunlun cards go by 'cuda' or 'cuda:N' in torch.")
