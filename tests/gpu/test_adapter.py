@@ -185,12 +185,14 @@ def test_a_capture_that_fails_frees_what_it_took(adapter: CudaAdapter, work: Any
 def test_streams_and_events(adapter: CudaAdapter) -> None:
     stream = adapter.new_stream(priority=0)
     started = adapter.event()
-    value = torch.zeros(1, device="cuda")
+    # Its kernel is loaded here: loading one may wait for what the device runs.
+    value = torch.zeros(1, device="cuda").add_(0)
+    torch.cuda.synchronize()
     ran = []
 
     def work() -> None:
         adapter.wait(started)
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(1_000_000_000)
         value.add_(1)
         ran.append(torch.cuda.current_stream() == stream)
 
