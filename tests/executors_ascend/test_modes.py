@@ -118,6 +118,23 @@ def test_no_update_at_all_keeps_host_lengths_out_of_graphs() -> None:
     assert reasons == {Reason.HOST_LENGTHS_FROZEN}
 
 
+def test_launches_that_block_rule_graphs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ASCEND_LAUNCH_BLOCKING=1 nothing is captured, each key says why, and a step runs eagerly."""
+    from kpolicy.engine import Engine
+
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
+    model, library = on_ascend(load_family("llama"))
+    engine = Engine("full_and_piecewise", executor=AscendExecutor(model, library=library), ladder=[8], calibrate=0)
+    engine.capture()
+    assert {record.reason for record in engine.registry.records()} == {Reason.CAPTURE_FAILED}
+    executor: Any = engine.executor
+    assert all("ASCEND_LAUNCH_BLOCKING=1 rules graphs out" in words for words in executor.capture_errors.values())
+    sequences = Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, vocab=128)
+    outputs = engine.step(sequences.inputs([sequences.chunk(sequences.start(), 6)]))
+    assert outputs.decision.mode is Mode.EAGER
+    assert torch.isfinite(outputs.outputs[0]).all()
+
+
 def test_graphs_of_as_many_tokens_keep_their_tasks_apart() -> None:
     """Tasks are kept by full key: uniform, variable-length and mixed graphs of one size, main and draft."""
     model, library = on_ascend(load_family("llama"))

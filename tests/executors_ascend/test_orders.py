@@ -291,15 +291,23 @@ def test_a_graph_without_its_reset_goes_on_with_stale_lengths() -> None:
     assert every_order(entries, programme.chip.state, programme.right).stale
 
 
-def schedule(seed: int, order: UpdateOrder, updater: type[Updater] = Updater) -> str:
-    """A random run of main and draft steps in one random order of the device."""
+def schedule(
+    seed: int, order: UpdateOrder, updater: type[Updater] = Updater, *, way: UpdateWay | None = None,
+    patient: bool = True, reset: bool = True,
+) -> str:  # fmt: skip
+    """A random run of main and draft steps in one random order of the device.
+
+    Lengths are rewritten in either way where none is given. A device that isn't patient needs events to be signalled
+    before they are waited for, and without resets graphs leave them up.
+    """
     rng = random.Random(seed)  # noqa: S311
-    way = rng.choice(WAYS) if updater is Updater else UpdateWay.TASK_GROUPS
-    programme = Programme(order, way, ("main", "draft"), updater)
+    programme = Programme(order, rng.choice(WAYS) if way is None else way, ("main", "draft"), updater)
+    programme.chip.state.patient = patient
     for step in range(rng.randint(3, 12)):
         beside, joined = rng.random() < 0.3, rng.random() < 0.5
         programme.step(rng.choice(("main", "draft")), 5 + step, beside=beside, joined=joined)
-    return random_order(programme.entries, programme.chip.state, programme.right, rng)
+    entries = [each for each in programme.entries if reset or each.command is None or each.command.kind != "lower"]
+    return random_order(entries, programme.chip.state, programme.right, rng)
 
 
 def test_ten_thousand_random_schedules_of_main_and_draft_steps() -> None:
@@ -311,5 +319,40 @@ def test_ten_thousand_random_schedules_of_main_and_draft_steps() -> None:
 @pytest.mark.parametrize(("order", "updater", "what"), BROKEN)
 def test_random_schedules_find_a_rule_that_is_left_out(order: UpdateOrder, updater: type[Updater], what: str) -> None:
     """The random schedules aren't too tame: each broken rule shows within a few hundred."""
-    found = [schedule(seed, order, updater) for seed in range(400)]
+    found = {schedule(seed, order, updater, way=UpdateWay.TASK_GROUPS) for seed in range(400)}
     assert {"hangs": "hang", "stale": "stale"}[what] in found
+
+
+@pytest.mark.parametrize(
+    ("order", "updater", "what"),
+    [
+        (UpdateOrder.REPLAY_FENCED, _NoFence, "hang"),
+        (UpdateOrder.REPLAY_FENCED, _NoFence, "stale"),
+        (UpdateOrder.REPLAY_BARRIER, _NoBarrier, "hang"),
+        *((order, _ForgetsLastStream, what) for order in ORDERS for what in ("hang", "stale")),
+    ],
+)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_random_schedules_find_what_keeps_steps_apart_either_way(
+    order: UpdateOrder, updater: type[Updater], what: str, way: UpdateWay
+) -> None:
+    """The fence, the barrier and the wait for a graph's last stream, with lengths rewritten by us or by torch_npu."""
+    assert what in {schedule(seed, order, updater, way=way) for seed in range(400)}
+
+
+def test_random_schedules_find_a_reset_that_is_left_out() -> None:
+    """A signal that stays up lets the next replay through with the lengths of the one before."""
+    for order in (UpdateOrder.REPLAY_FENCED, UpdateOrder.REPLAY_BARRIER):
+        assert "stale" in {schedule(seed, order, reset=False) for seed in range(400)}
+
+
+def test_random_schedules_on_a_device_whose_events_come_first() -> None:
+    """There updating first is sound, and isn't without the wait for the update; the other orders read stale lengths."""
+    task_groups = UpdateWay.TASK_GROUPS
+    assert {schedule(seed, UpdateOrder.UPDATE_FIRST, patient=False) for seed in range(1_000)} == {"ok"}
+    for order, updater in (
+        (UpdateOrder.UPDATE_FIRST, _NoReturnFence), (UpdateOrder.REPLAY_FENCED, Updater),
+        (UpdateOrder.REPLAY_BARRIER, Updater),
+    ):  # fmt: skip
+        found = {schedule(seed, order, updater, way=task_groups, patient=False) for seed in range(400)}
+        assert "stale" in found

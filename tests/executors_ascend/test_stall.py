@@ -97,7 +97,7 @@ def test_a_stalled_whole_graph_update_is_found_too(monkeypatch: pytest.MonkeyPat
 def test_a_whole_graph_update_that_fails_midway_leaves_no_graph_waiting(
     order: UpdateOrder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One layer is rewritten and signalled, the others aren't: that loses the graph, and neither the step nor the device."""
+    """One layer is rewritten and signalled, the others aren't: the graph is lost, the step and the device aren't."""
     engine, library, steps = serving(str(order), "whole_graph", None, LONG_S)
     engine.step(next(steps)).outputs[0].tolist()
     whole = library.npu.NPUGraph.update

@@ -8,6 +8,7 @@ Unverified on hardware: held to fakes made from torch_npu 2.13's own signatures 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -141,6 +142,11 @@ class AscendAdapter(StreamAdapter):
             self._key = None
 
     def _begun(self, pool: Any) -> Any:
+        if os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1":
+            # vllm-ascend refuses to start so; here it costs the graphs.
+            raise CaptureError(
+                Reason.CAPTURE_FAILED, "ASCEND_LAUNCH_BLOCKING=1 rules graphs out; unset it and start a new process."
+            )
         graph = self.device_module.NPUGraph()
         key = self._key
         # Attention of a PIECEWISE graph runs between its segments, where nothing is recorded.
@@ -247,8 +253,8 @@ class AscendAdapter(StreamAdapter):
         """The rows whose host arguments the next replay gets.
 
         Raises:
-            UpdateStallError: an earlier step stalled. A replay after it would wait for ever too, and nobody would signal
-                it again.
+            UpdateStallError: an earlier step stalled. A replay after it would wait for ever too, with nobody to signal
+                it.
         """
         if self._stall is not None:
             self._check_lost()
