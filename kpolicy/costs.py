@@ -84,6 +84,10 @@ class Curve:
         if not all(0 < value < 1e12 for value in self.us):
             raise ProfileError("a curve has a time that isn't a positive number of microseconds.")
 
+    def spans(self, size: int) -> bool:
+        """Whether that size lies between the first point and the last; elsewhere `at` is extrapolated."""
+        return self.sizes[0] <= size <= self.sizes[-1]
+
     def at(self, size: int) -> float:
         """Microseconds at that size."""
         sizes, us = self.sizes, self.us
@@ -236,6 +240,12 @@ class CostTable:
     def _check_overlap(self, _: Any, value: float) -> None:
         if not 0 <= value <= 2:
             raise ProfileError(f"overlap_cost is {value}; 0 is free overlap, 1 none, and over 2 isn't believable.")
+
+    def curve_of(self, launch: Launch) -> Curve:
+        """The dense work's curve that a launch is costed by."""
+        if launch.key is None:
+            return self.eager
+        return self.full if launch.key.part is Part.FULL else self.piecewise
 
     def usage_of(self, key: GraphKey) -> Usage:
         """What capturing that key is expected to take."""

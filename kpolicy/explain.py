@@ -8,7 +8,7 @@ import attrs
 
 from kpolicy.costs import Cost, CostTable
 from kpolicy.decision import Decision, Launch
-from kpolicy.modes import Mode, Part, Rows
+from kpolicy.modes import Mode, Rows
 from kpolicy.policies.auto import cheapest
 from kpolicy.policies.base import (
     Policy,
@@ -162,11 +162,8 @@ def explain(policy: Policy, shape: BatchShape, context: PolicyContext) -> Explan
 
 def _outside(launch: Launch, numbers: BatchNumbers, costs: CostTable) -> bool:
     """Whether the launch has a size that the table's curve of its kind doesn't span."""
-    if launch.key is None:
-        curve, size = costs.eager, launch.padded_tokens or launch.num_tokens(numbers)
-    else:
-        curve, size = costs.full if launch.key.part is Part.FULL else costs.piecewise, launch.key.num_tokens
-    return bool(size) and not curve.sizes[0] <= size <= curve.sizes[-1]
+    size = launch.key.num_tokens if launch.key else launch.padded_tokens or launch.num_tokens(numbers)
+    return bool(size) and not costs.curve_of(launch).spans(size)
 
 
 def _score(each: Considered, context: PolicyContext) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 
 import attrs
@@ -101,7 +102,8 @@ def plan(
     curve = joint_curve(frontiers(ladders, most, largest=largest), most) + workload.rest_us
     if worth:
         # Where the curve isn't quite convex, up to the last size that is worth it.
-        gains = (curve[:-1] - curve[1:]).tolist()
+        # Too few sizes for all steps take infinitely long: one size more gains no number there.
+        gains = [fewer - more for fewer, more in itertools.pairwise(curve.tolist())]
         worthy = max((k + 1 for k, gain in enumerate(gains) if gain >= worth * curve[-1]), default=0)
         most_sizes = worthy if most_sizes is None else min(most_sizes, worthy)
     choice = choose(ladders, budget, most_sizes=most_sizes, largest=largest, exact=exact)

@@ -7,10 +7,9 @@ from statistics import fmean, median
 
 import attrs
 
-from kpolicy.costs import Cost, CostTable, Curve
+from kpolicy.costs import Cost, CostTable
 from kpolicy.decision import Launch
 from kpolicy.errors import ConfigError
-from kpolicy.modes import Part
 from kpolicy.schemas import StepEntry, StepLaunch
 
 __all__ = ["REGIMES", "FidelityRow", "expected_cost", "fidelity", "same_ranking"]
@@ -68,10 +67,8 @@ def _regime(entry: StepEntry, cost: Cost, costs: CostTable) -> str:
 
 
 def _growth(entry: StepEntry, launch: Launch, costs: CostTable) -> float:
-    curve: Curve = costs.eager
-    size = launch.padded_tokens or launch.num_tokens(entry.shape.numbers)
-    if launch.key is not None:
-        curve, size = (costs.full if launch.key.part is Part.FULL else costs.piecewise), launch.key.num_tokens
+    curve = costs.curve_of(launch)
+    size = launch.key.num_tokens if launch.key else launch.padded_tokens or launch.num_tokens(entry.shape.numbers)
     return curve.at(size) / curve.at(1)
 
 

@@ -64,15 +64,15 @@ class Tally:
         if launch.key is not None:
             host = costs.host_full if launch.key.part is Part.FULL else costs.host_piecewise
         if self.padded:
-            self.dense_us = _curve(launch, costs).at(self.padded)
-            self._outside = not _spans(_curve(launch, costs), self.padded)
+            self.dense_us = costs.curve_of(launch).at(self.padded)
+            self._outside = not costs.curve_of(launch).spans(self.padded)
         else:
             self._eager = costs.eager
         self.host_base, self.host_req = host.base_for(decodes=True, prefills=False), host.req_us
 
     def outside_for(self, num_tokens: int) -> bool:
         """Whether a step of one launch over so many tokens is outside what the cost table spans."""
-        return self._outside if self._eager is None else not _spans(self._eager, num_tokens)
+        return self._outside if self._eager is None else not self._eager.spans(num_tokens)
 
 
 class Tallies:
@@ -119,7 +119,7 @@ class Tallies:
     def _is_outside(self, tally: Tally, numbers: BatchNumbers) -> bool:
         for launch in tally.decision.launches:
             size = _size(launch) or launch.num_tokens(numbers)
-            if size and not _spans(_curve(launch, self.costs), size):
+            if size and not self.costs.curve_of(launch).spans(size):
                 return True
         return False
 
@@ -129,13 +129,3 @@ class Tallies:
 
 def _size(launch: Launch) -> int | None:
     return launch.padded_tokens if launch.key is None else launch.key.num_tokens
-
-
-def _curve(launch: Launch, costs: CostTable) -> Curve:
-    if launch.key is None:
-        return costs.eager
-    return costs.full if launch.key.part is Part.FULL else costs.piecewise
-
-
-def _spans(curve: Curve, size: int) -> bool:
-    return curve.sizes[0] <= size <= curve.sizes[-1]
