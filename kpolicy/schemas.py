@@ -741,8 +741,10 @@ def _replace(target: Path, data: bytes) -> None:
     import os
     import secrets
 
-    if target.exists() and not target.is_file():
-        target.write_bytes(data)
+    # What a name of /dev leads to may be a file that another part of a command writes to: a redirected /dev/stdout.
+    if target.exists() and (not target.is_file() or Path(os.path.abspath(target)).is_relative_to("/dev")):
+        with open(target, "ab") as file:
+            file.write(data)
         return
     target = Path(os.path.realpath(target))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")

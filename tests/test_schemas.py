@@ -44,6 +44,7 @@ from kpolicy.schemas import (
     write_plan,
     write_profile,
     write_text,
+    write_whole,
 )
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
@@ -538,3 +539,16 @@ def test_schemas_load_cattrs_on_first_use() -> None:
     code = "import sys, kpolicy.schemas; print([m for m in ('cattrs', 'numpy', 'json', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_name_of_dev_is_added_to(tmp_path: Path) -> None:
+    """What /dev/stdout leads to, where a shell redirects it, keeps what was printed before and after."""
+    printed = tmp_path / "out.txt"
+    with printed.open("ab") as file:
+        if not Path(f"/dev/fd/{file.fileno()}").exists():
+            pytest.skip("this system has no /dev/fd")
+        file.write(b"before\n")
+        file.flush()
+        write_whole(f"/dev/fd/{file.fileno()}", "content\n")
+        file.write(b"after\n")
+    assert printed.read_text() == "before\ncontent\nafter\n"

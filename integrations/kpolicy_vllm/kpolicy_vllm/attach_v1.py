@@ -42,10 +42,11 @@ def _note_facts(runner: Any, dispatcher: Any) -> None:
 
     def determine(num_tokens: int, num_reqs: int, num_scheduled_tokens_np: Any, *rest: Any, **named: Any) -> Any:
         dispatcher.facts = (num_reqs, num_scheduled_tokens_np)
-        result = original(num_tokens, num_reqs, num_scheduled_tokens_np, *rest, **named)
-        # A step that had to run eagerly didn't ask; whoever asks next asks of something else.
-        dispatcher.facts = None
-        return result
+        try:
+            return original(num_tokens, num_reqs, num_scheduled_tokens_np, *rest, **named)
+        finally:
+            # A step that had to run eagerly didn't ask; whoever asks next asks of something else.
+            dispatcher.facts = None
 
     runner._determine_batch_execution_and_padding = determine
 
