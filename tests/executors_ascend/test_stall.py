@@ -83,6 +83,21 @@ def test_a_stalled_update_is_a_named_error_after_the_limit(order: str, updater: 
     engine.release()
 
 
+@pytest.mark.parametrize("gives_up", ["release", "evict"])
+def test_a_stalled_graph_that_nobody_waited_for_is_given_back(gives_up: str) -> None:
+    """Giving memory back waits for the device: no longer than the limit, and the graph is let go."""
+    engine, library, steps = serving("replay_fenced", "task_groups", _NoSignal)
+    engine.step(next(steps))
+    executor: Any = engine.executor
+    if gives_up == "release":
+        engine.release()
+    else:
+        executor.adapter._trim()
+    with pytest.raises(UpdateStallError, match=r"update_timeout_s=0\.2"):
+        executor.adapter._check_lost()
+    library.npu.synchronize()
+
+
 def test_a_stalled_whole_graph_update_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Likewise where torch_npu owns the events."""
     engine, library, steps = serving("replay_fenced", "whole_graph", None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -218,6 +218,13 @@ class AscendAdapter(StreamAdapter):
             # In words: an error that is raised again and again holds the frames of every time.
             self._stall = stall.keys, str(stall)
             raise
+
+    def _synchronise(self) -> None:
+        """Wait until nothing runs; a graph that waits for ever is found after the time limit, and let go."""
+        for stream in self._updater.streams():
+            with suppress(UpdateStallError):
+                self.finish(stream)
+        super()._synchronise()
 
     def _check_lost(self) -> None:
         if self._stall is not None:

@@ -132,6 +132,10 @@ class Updater:
             graph.replay()
             self._update(graph, tasks, values)
 
+    def streams(self) -> list[Any]:
+        """Those that graphs with tasks were replayed on last."""
+        return [tasks.last_stream for _, tasks in self._recent]
+
     def forget(self, tasks: Sequence[GraphTasks]) -> None:
         """Let go of graphs that are gone: what isn't there can't wait."""
         gone = set(map(id, tasks))

@@ -245,8 +245,12 @@ class StreamAdapter(CudaAdapter):
     def _trim(self) -> None:
         """Give back what torch's allocator keeps for later. A device that is lost says so elsewhere."""
         with suppress(RuntimeError):
-            self.device_module.synchronize(self.device)
+            self._synchronise()
             self.device_module.empty_cache()
+
+    def _synchronise(self) -> None:
+        """Wait until nothing runs on the device."""
+        self.device_module.synchronize(self.device)
 
     def weak(self, pool: Any, tensor: Any) -> Any:
         """The tensor as it is, where the library has no way not to hold its memory."""
@@ -264,7 +268,7 @@ class StreamAdapter(CudaAdapter):
         if pool in self._pools:
             self._pools.remove(pool)
         with suppress(RuntimeError):
-            self.device_module.synchronize(self.device)
+            self._synchronise()
             for graph in pool.graphs:
                 graph.graph.reset()
         pool.graphs, pool.handle, pool.released = [], None, True
