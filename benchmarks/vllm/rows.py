@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Rows", "rotated", "say"]
+__all__ = ["Measurement", "Rows", "rotated", "say"]
 
 
 class Rows:
@@ -40,6 +42,31 @@ class Rows:
         """Write what the rows come to, whole or not at all."""
         target.with_suffix(".tmp").write_text(json.dumps(content, indent=1))
         target.with_suffix(".tmp").replace(target)
+
+
+class Measurement:
+    """What measures within a budget: its rows, and a log of its children.
+
+    Args:
+        options: the command line's: ``budget`` in seconds, ``out``, and ``done``, files with rows of earlier calls.
+        rows: the file of its rows, in ``out``.
+        log: that of the log.
+    """
+
+    def __init__(self, options: argparse.Namespace, rows: str, log: str) -> None:
+        self._options = options
+        self._stop_s = time.monotonic() + options.budget
+        options.out.mkdir(parents=True, exist_ok=True)
+        self.rows = Rows(options.out / rows, options.done)
+        self._log = (options.out / log).open("a")
+
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self._stop_s - time.monotonic()
+
+    def close(self) -> None:
+        """Close the children's log."""
+        self._log.close()
 
 
 def rotated(names: Sequence[str], repeat: int) -> list[str]:

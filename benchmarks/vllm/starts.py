@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm.ladders import SIDES, arguments_of
-from benchmarks.vllm.rows import Rows, rotated, say
+from benchmarks.vllm.rows import Measurement, rotated, say
 from benchmarks.vllm.sides import Side, SideError
 from benchmarks.vllm.summary import compared, lines
 
@@ -28,7 +27,7 @@ TOGETHER: dict[str, Any] = {"gpu_memory_utilization": 0.7, "num_gpu_blocks_overr
 """Neither is part of the key of vLLM's compile cache. What each finds free means nothing while others start."""
 
 
-class Starts:
+class Starts(Measurement):
     """The whole measurement.
 
     Args:
@@ -36,19 +35,7 @@ class Starts:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._stop_s = time.monotonic() + options.budget
-        options.out.mkdir(parents=True, exist_ok=True)
-        self.rows = Rows(options.out / "starts.jsonl", options.done)
-        self._log = (options.out / "starts_log.txt").open("a")
-
-    def close(self) -> None:
-        """Close the children's log."""
-        self._log.close()
-
-    def left_s(self) -> float:
-        """Seconds of the budget that are left."""
-        return self._stop_s - time.monotonic()
+        super().__init__(options, "starts.jsonl", "starts_log.txt")
 
     def _side(self, name: str, more: dict[str, Any]) -> Side:
         options = self._options

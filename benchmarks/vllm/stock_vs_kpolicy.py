@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.vllm.ladders import SIDES, arguments_of
 from benchmarks.vllm.loads import LOADS, make_load
-from benchmarks.vllm.rows import Rows, rotated, say
+from benchmarks.vllm.rows import Measurement, rotated, say
 from benchmarks.vllm.sides import WITHOUT, Side, SideError
 from benchmarks.vllm.summary import compared, lines
 
@@ -36,7 +36,7 @@ KV_BYTES = {"qwen05b": 24 << 30, "llama8b": 28 << 30, "dsv2lite": 14 << 30}
 """Equal on all sides, and enough for the loads; what is left for KV at a start `benchmarks.vllm.starts` measures"""
 
 
-class Run:
+class Run(Measurement):
     """The whole comparison.
 
     Args:
@@ -44,16 +44,8 @@ class Run:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._stop_s = time.monotonic() + options.budget
-        options.out.mkdir(parents=True, exist_ok=True)
-        self.rows = Rows(options.out / "raw.jsonl", options.done)
+        super().__init__(options, "raw.jsonl", "log.txt")
         self._ahead: dict[tuple[str, str], Side] = {}
-        self._log = (options.out / "log.txt").open("a")
-
-    def left_s(self) -> float:
-        """Seconds of the budget that are left."""
-        return self._stop_s - time.monotonic()
 
     def ahead(self, model: str) -> None:
         """Have all sides of a model import what they need, while others start."""
@@ -75,7 +67,7 @@ class Run:
         """End what was started ahead and never used, and the children's log."""
         for side in self._ahead.values():
             side.end()
-        self._log.close()
+        self.close()
 
     def _start(self, names: list[str], model: str) -> dict[str, Side]:
         """Start those sides at once, and wait for all."""

@@ -147,13 +147,9 @@ def __getattr__(name: str) -> Any:
 
 def _agree(ok: bool) -> bool:
     """Whether it holds on every tensor-parallel rank; each must ask."""
-    group = import_module("vllm.distributed.parallel_state").get_tp_group()
-    if group.world_size == 1:
-        return ok
-    torch = import_module("torch")
-    flag = torch.tensor([int(ok)], dtype=torch.int32)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(flag.item())
+    from kpolicy_vllm.versions.names import agreed_on
+
+    return agreed_on(ok, import_module("vllm.distributed.parallel_state").get_tp_group())
 
 
 def wrapper_class(

@@ -38,15 +38,19 @@ def _broadcast(value: Any) -> Any:
     return world.broadcast_object(value, src=0) if world.world_size > 1 else value
 
 
-def _agree(ok: bool) -> bool:
-    """Whether it holds on every rank of the world."""
-    world = import_module("vllm.distributed.parallel_state").get_world_group()
-    if world.world_size == 1:
+def agreed_on(ok: bool, group: Any) -> bool:
+    """Whether it holds on every rank of a group; each must ask."""
+    if group.world_size == 1:
         return ok
     torch = import_module("torch")
     flag = torch.tensor([int(ok)], dtype=torch.int32)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=world.cpu_group)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     return bool(flag.item())
+
+
+def _agree(ok: bool) -> bool:
+    """Whether it holds on every rank of the world."""
+    return agreed_on(ok, import_module("vllm.distributed.parallel_state").get_world_group())
 
 
 def _first_rank() -> bool:
