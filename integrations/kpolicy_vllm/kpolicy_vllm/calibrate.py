@@ -3,7 +3,9 @@
 Each captured size, and EAGER at a few, runs as a whole step of made-up rows through the runner's `execute_model` and
 `sample_tokens`, so that what the host does for a step is in the times. A step is timed twice: at once, for the host's
 time, and behind work that keeps the device busy meanwhile, for the device's alone. What attention costs is the slope
-of a step's time over KV; it is taken off the curves, which stand for dense work (kpolicy's docs/design.md, costs).
+of a step's time over KV; it is taken off the curves, which stand for dense work (kpolicy's docs/design.md, costs). So
+is what each decode row takes in every mode, whatever the step is padded to: the model's head gives every one of them
+logits, and a prompt chunk only its last token (1,000 rows of a 0.5B model: 0.6 ms of 3.5).
 
 Where ranks work together rank 0 says what runs next, all run it, and rank 0's table is everyone's.
 """
@@ -29,8 +31,9 @@ SHORT_KV, LONG_KV = 64, 1024
 """Tokens that decode rows attend to, and that a chunk has before it, for the two ends of the slopes."""
 EAGER_SIZES = (1, 8, 64, 256, 1024, 2048)
 FEW_DECODES = 8
-NOISE = 0.02
-"""Of a time: what is within it of another is as good."""
+NOISE, ALIKE = 0.02, 0.05
+"""Of a time: what is within it of another is as good. A whole graph runs the kernels of its pieces, but for attention
+of a fixed shape: only what is above the second is a difference between them."""
 SLOPES = 0.2
 """Share of the allowance for attention's slopes"""
 
@@ -154,10 +157,12 @@ class _Plan:
         ]
         pieces = sorted((key for key in keys if key.part is Part.PIECEWISE), key=lambda key: key.num_tokens)
         self._pieces = [chunk(key, key.num_tokens) for key in pieces if key.num_tokens <= most_chunk]
+        # The smallest that holds all rows: what they take shows best there.
         wide = [key for key in pieces if key.num_tokens >= q]
+        holds = next((key for key in wide if key.num_tokens >= most_rows * q), wide[-1] if wide else None)
         self._piece_rows = (
-            [decode(wide[-1], rows) for rows in sorted({min(each, most_rows, wide[-1].num_tokens // q)
-             for each in (FEW_DECODES, most_rows)})] if wide else []
+            [decode(holds, rows) for rows in sorted({min(each, most_rows, holds.num_tokens // q)
+             for each in (FEW_DECODES, most_rows)})] if holds is not None else []
         )  # fmt: skip
         sizes = sorted({size for size in EAGER_SIZES if size < most_chunk} | {most_chunk})
         self._eager = [
@@ -165,7 +170,11 @@ class _Plan:
         ]
         for listed in (self._full, self._pieces, self._piece_rows, self._eager):
             listed[:] = [case for case in listed if steps.fits(case.rows)]
-        self.curves = [*self._full, *self._pieces, *self._piece_rows, *self._eager]
+        rows_of = [case for case in self._eager if case.rows.decodes > FEW_DECODES]
+        self._eager_rows: list[Case] = []
+        if rows_of and not self._piece_rows and rows_of[-1].rows.num_tokens <= most_chunk:
+            self._eager_rows = [chunk(None, rows_of[-1].rows.num_tokens), rows_of[-1]]
+        self.curves = [*self._full, *self._pieces, *self._piece_rows, *self._eager, *self._eager_rows[:1]]
         chunks = [case for case in self._eager if case.rows.chunk]
         self.decodes = max(
             (case for case in (*self._full, *self._eager) if case.rows.decodes),
@@ -198,17 +207,19 @@ class _Plan:
         if self.unmeasured():
             return None
         decode, chunks = _slope(self._decode_slope), _slope(self._chunk_slope)
+        decode = AttentionCost(row_us=self._row_us(decode, chunks), unit_us=decode.unit_us)
 
-        def curve(cases: Sequence[Case]) -> Curve | None:
+        def curve(cases: Sequence[Case], rival: Curve | None = None) -> Curve | None:
             us: dict[int, float] = {}
             for case in cases:
                 if case.times:
                     size = case.rows.num_tokens if case.key is None else case.key.num_tokens
                     us[size] = case.dense_us(decode, chunks)
-            return _steady(us) if us else None
+            return _steady(us, rival) if us else None
 
         eager = curve(self._eager)
         assert eager is not None  # noqa: S101 - or it is among the unmeasured
+        pieces = curve(self._pieces)
         records = [record for record in registry.records() if record.key in {case.key for case in self.curves}]
         by_part = [[each for each in records if each.key.part is part] for part in (Part.FULL, Part.PIECEWISE)]
         ran = [each for case in self.curves for each in case.times]
@@ -216,8 +227,8 @@ class _Plan:
             version="measured in vLLM at start-up",
             measured=True,
             # A mode without graphs has no times of its own, and is never chosen.
-            full=curve(self._full) or eager,
-            piecewise=curve(self._pieces) or curve(self._piece_rows) or eager,
+            full=curve(self._full, pieces) or eager,
+            piecewise=pieces or curve(self._piece_rows) or eager,
             eager=eager,
             decode_attention=decode,
             prefill_attention=chunks,
@@ -231,6 +242,21 @@ class _Plan:
                 max(1, round(_mean(by_part[0], "graphs"))), max(1, round(_mean(by_part[1], "graphs"))),
             ),
         )  # fmt: skip
+
+    def _row_us(self, decode: AttentionCost, chunks: AttentionCost) -> float:
+        """What a decode row takes besides the tokens that the step is padded to, and attention to its KV.
+
+        Told by two steps of equal tokens: pieces of one size with few and with many decode rows, or else an eager
+        step of decodes and a chunk of as many tokens.
+        """
+        pair = self._piece_rows or self._eager_rows
+        if len(pair) < 2 or not all(case.times for case in pair):
+            return 0.0
+        few, many = pair
+        less, whole = few.dense_us(decode, chunks), many.dense_us(decode, chunks)
+        if whole <= less * (1 + NOISE):
+            return 0.0
+        return (whole - less) / (many.sampled - few.sampled)
 
 
 def _mean(records: Sequence[Any], name: str, unit: float = 1.0) -> float:
@@ -263,8 +289,17 @@ def _host(cases: Sequence[Case]) -> HostCost:
     return HostCost(max(low - slope * fewest, 0.0), slope)
 
 
-def _steady(us: dict[int, float]) -> Curve:
-    """A curve as measured, but where a larger size seems cheaper by no more than noise, the smaller gets its time."""
+def _steady(us: dict[int, float], rival: Curve | None = None) -> Curve:
+    """A curve as measured, but where a larger size seems cheaper by no more than noise, the smaller gets its time.
+
+    Args:
+        us: microseconds by size.
+        rival: a curve of the same kernels, launched apart: what isn't clearly dearer than it isn't at all.
+    """
+    for size in us if rival is not None else ():
+        apart = rival.at(size) if rival is not None and rival.spans(size) else us[size]
+        if apart < us[size] <= apart * (1 + ALIKE):
+            us[size] = apart
     sizes = sorted(us, reverse=True)
     for larger, size in itertools.pairwise(sizes):
         if us[larger] < us[size] <= us[larger] * (1 + NOISE):

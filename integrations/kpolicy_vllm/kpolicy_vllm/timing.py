@@ -98,15 +98,21 @@ class Case:
         """The run with the shortest device time: its work is the same each time, and a late host adds to it."""
         return min(self.times, key=lambda each: each.device)
 
+    @property
+    def sampled(self) -> int:
+        """Rows that the model's head is run for, and that are sampled."""
+        return self.rows.decodes + bool(self.rows.chunk)
+
     def units(self) -> float:
         """KV tokens of the decode rows of that run, or query-key pairs of the chunk beyond its own."""
         return self.rows.chunk * self.rows.context if self.rows.chunk else self.best().decode_kv
 
     def dense_us(self, decode: AttentionCost, chunks: AttentionCost) -> float:
-        """Microseconds on the device without attention."""
+        """Microseconds on the device without attention, and without what each decode row takes besides."""
         chunk, best = self.rows.chunk, self.best()
         pairs = chunk * self.rows.context + chunk * (chunk + 1) / 2
-        return max(best.device - decode.unit_us * best.decode_kv - chunks.unit_us * pairs, LEAST_US)
+        attention = decode.unit_us * best.decode_kv + chunks.unit_us * pairs
+        return max(best.device - attention - decode.row_us * self.rows.decodes, LEAST_US)
 
     def host_us(self) -> float:
         """Median microseconds until the host had launched all."""

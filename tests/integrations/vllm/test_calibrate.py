@@ -15,12 +15,12 @@ SIZES = (1, 4, 16, 64)
 KEYS = [GraphKey(Part.FULL, n, n, query_len=1) for n in SIZES] + [
     GraphKey(Part.PIECEWISE, n) for n in (*SIZES, 256, 1024)
 ]
-KV_US, PAIR_US = 0.05, 0.002
+KV_US, PAIR_US, ROW_US = 0.05, 0.002, 1.5
 
 
 def cost(key: GraphKey | None, tokens: int, kv: int, chunk: int, context: int, decodes: int) -> tuple[float, float]:
     """Linear in padded tokens, with launches that bound EAGER."""
-    attention = KV_US * kv + PAIR_US * (chunk * context + chunk * (chunk + 1) / 2)
+    attention = KV_US * kv + PAIR_US * (chunk * context + chunk * (chunk + 1) / 2) + ROW_US * decodes
     if key is None:
         return 9000.0 + 2 * decodes, 500 + 3.0 * tokens + attention
     if key.part is Part.FULL:
@@ -48,6 +48,7 @@ def test_the_table_is_what_steps_take(monkeypatch: Any) -> None:
     assert table.eager.at(2048) == pytest.approx(500 + 3 * 2048, rel=0.03)
     assert table.decode_attention.unit_us == pytest.approx(KV_US, rel=0.05)
     assert table.prefill_attention.unit_us == pytest.approx(PAIR_US, rel=0.05)
+    assert table.decode_attention.row_us == pytest.approx(ROW_US, rel=0.05)
     assert table.host_full.base_us == pytest.approx(320, rel=0.05)
     assert table.host_full.req_us == pytest.approx(2, rel=0.05)
     assert table.host_piecewise.base_us == pytest.approx(1520, rel=0.05)
@@ -56,6 +57,34 @@ def test_the_table_is_what_steps_take(monkeypatch: Any) -> None:
     assert table.capture_us == pytest.approx((10_000, 10_000))
     assert table.graph_bytes == (1000, 1000)
     assert {key for key, _, _ in runner.ran if isinstance(key, GraphKey)} == set(KEYS)
+
+
+def test_rows_cost_the_same_in_every_mode(monkeypatch: Any) -> None:
+    """Decodes and chunks of as many tokens differ in what the head is run for, which isn't a mode's doing."""
+    table, _, _ = calibrated(monkeypatch)
+    assert table.eager.at(64) == pytest.approx(500 + 3 * 64, rel=0.03)
+    assert table.eager.at(256) == pytest.approx(500 + 3 * 256, rel=0.03)
+    without, _, _ = calibrated(monkeypatch, keys=KEYS[: len(SIZES)])
+    assert without.decode_attention.row_us == pytest.approx(ROW_US, rel=0.1)
+    assert without.full.at(64) == pytest.approx(400 + 3 * 64, rel=0.03)
+
+
+@pytest.mark.parametrize(("dearer", "told"), [(1.03, False), (1.2, True)])
+def test_a_whole_graph_is_dearer_than_its_pieces_only_by_more_than_noise(
+    monkeypatch: Any, dearer: float, told: bool
+) -> None:
+    clock = SimulatedClock()
+
+    def close(key: Any, *rest: Any) -> tuple[float, float]:
+        host, device = cost(GraphKey(Part.PIECEWISE, key.num_tokens) if isinstance(key, GraphKey) else key, *rest)
+        return host, device * (dearer if isinstance(key, GraphKey) and key.part is Part.FULL else 1.0)
+
+    state = FakeState(FakeRunner(clock, close), KEYS, Settings(max_num_reqs=64, max_num_tokens=2048))
+    with stand_ins(monkeypatch):
+        table = calibrate(state.runner, state, clock)
+    assert table is not None
+    for size in SIZES:
+        assert (table.full.at(size) > table.piecewise.at(size)) is told
 
 
 def test_what_rows_cost_that_join_again_is_measured(monkeypatch: Any) -> None:
