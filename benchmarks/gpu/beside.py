@@ -26,8 +26,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.common import Results, add_options, config_of, header, load_model, opened, ran, steady
+from benchmarks.gpu.common import Results, add_options, config_of, header, host_noise, load_model, opened, ran, steady
 from benchmarks.gpu.overlap import decision_of
+from kpolicy.heap import frozen_heap
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 DECODE_KV = 512
@@ -259,6 +260,7 @@ def main(argv: list[str] | None = None) -> int:
         max_num_reqs=max(options.decodes) + 1,
     )  # fmt: skip
     results = Results(options.out, header(options, "beside", argv))
+    results.data["host_noise"] = host_noise()
     with torch.no_grad():
         bench = Bench(model, sizes, sorted(options.decodes))
         results.data["failed"] = bench.failed
@@ -268,7 +270,8 @@ def main(argv: list[str] | None = None) -> int:
                 name = f"{prompt}/{decodes}"
                 if name in results.cells or results.elapsed() > options.seconds:
                     continue
-                results.put(name, measure(bench, prompt, decodes, sizes, options.rounds))
+                with frozen_heap():
+                    results.put(name, measure(bench, prompt, decodes, sizes, options.rounds))
                 print(name, json.dumps(results.cells[name]["wins"]), f"{results.elapsed():.0f} s", flush=True)
     wins = [cell["wins"] for cell in results.cells.values() if cell["wins"]]
     results.data["summary"] = {

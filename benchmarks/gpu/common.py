@@ -21,8 +21,9 @@ from benchmarks.command import command_line
 
 __all__ = [
     "LADDER", "VLLM_SIZES", "Results", "add_options", "config_of", "first_false", "free", "header",
-    "interval_of_mean", "load_model",
-    "logits_of", "open_engines", "opened", "ran", "random_shape", "sampled_of", "steady", "synchronise", "with_tokens",
+    "host_noise", "interval_of_mean", "load_model",
+    "logits_of", "open_engines", "opened", "ran", "random_shape", "sampled_of", "steady", "synchronise", "versions",
+    "with_tokens",
 ]  # fmt: skip
 
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -140,6 +141,28 @@ def open_engines(
     return engines, {"graphs": len(registry.captured()), "capture_s": round(capture_s, 2), "failed": failed}
 
 
+def host_noise(seconds: float = 2.0) -> dict[str, float]:
+    """How fast the host runs Python, and how evenly; printed too.
+
+    The same loop again and again: microseconds of its fastest run and at p50 and p95, and the share of runs that took
+    over 1.25 of the fastest. Virtual machines' cores change between two speeds, which the launches of a step feel.
+
+    Args:
+        seconds: to look for.
+    """
+    times, began = [], time.perf_counter()
+    while (now := time.perf_counter()) - began < seconds:
+        sum(i & 7 for i in range(10_000))
+        times.append((time.perf_counter() - now) * 1e6)
+    times.sort()
+    found = {"least_us": times[0], "p50_us": times[len(times) // 2], "p95_us": times[int(0.95 * len(times))]}
+    found = {name: round(us, 1) for name, us in found.items()}
+    found["slow"] = round(sum(us > 1.25 * times[0] for us in times) / len(times), 3)
+    if seconds >= 1:
+        print(f"host noise over {seconds:g} s: {found}", flush=True)
+    return found
+
+
 def synchronise(device: str) -> None:
     """Wait for the device, where there is one."""
     if device.startswith("cuda"):
@@ -240,25 +263,33 @@ def interval_of_mean(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def header(options: argparse.Namespace, module: str, argv: Sequence[str] | None) -> dict[str, Any]:
-    """Where figures come from; argv is what the benchmark was given, None for the process's own arguments."""
+def versions() -> dict[str, str]:
+    """Of what ran."""
     import torch
     import transformers
 
     import kpolicy
-    from kpolicy.serving.calibrate import device_name
 
-    versions = {
+    found = {
         "kpolicy": kpolicy.__version__, "torch": str(torch.__version__), "transformers": transformers.__version__,
         "python": platform.python_version(),
     }  # fmt: skip
     if torch.version.cuda:
         import triton
 
-        versions |= {"triton": triton.__version__, "cuda": str(torch.version.cuda)}
+        found |= {"triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    return found
+
+
+def header(options: argparse.Namespace, module: str, argv: Sequence[str] | None) -> dict[str, Any]:
+    """Where figures come from; argv is what the benchmark was given, None for the process's own arguments."""
+    import torch
+
+    from kpolicy.serving.calibrate import device_name
+
     return {
         "model": options.model + (" (toy)" if options.tiny else f", {options.layers} layers" if options.layers else ""),
-        "date": options.date, "device": device_name(torch.device(options.device)), "versions": versions,
+        "date": options.date, "device": device_name(torch.device(options.device)), "versions": versions(),
         "command": command_line(f"benchmarks.gpu.{module}", argv),
     }  # fmt: skip
 

@@ -8,8 +8,9 @@ A load is a trace's name and how its arrivals are spaced: ``x6`` is six times as
 what the machine can do, by the measured table under `auto`.
 
 Figures: generated tokens a second; p50 and p99 of time to first token and of the gap between a request's tokens.
-`value`, `low` and `high` are the mean of the rounds and its 95% interval; `ratio_to_vllm_replica` is the mean over
-rounds, above 1 where the policy is better.
+`value`, `low` and `high` are the mean of the rounds and its 95% interval; `ratio_to_vllm_replica` is the mean of the
+rounds' own ratios, above 1 where the policy is better, with the interval from `ratio_low` to `ratio_high`. Runs are
+short and many, as hosts change their speed; a round that a run was cut off in is served again, whole.
 
 Run: ``python -m benchmarks.gpu.end_to_end --config FILE --traces ../shared/traces --out FILE``; a run goes on where its
 file ends. ``--summary FILES... --json end_to_end.json`` makes the table.
@@ -20,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +31,7 @@ from benchmarks.gpu.common import (
     add_options,
     config_of,
     header,
+    host_noise,
     interval_of_mean,
     load_model,
     open_engines,
@@ -42,6 +43,8 @@ FILES = {
 }  # fmt: skip
 POLICIES = ("auto", "vllm", "sglang", "full_and_piecewise", "piecewise", "full", "split", "eager")
 SATURATED = 1.3
+WARM = 4
+"""Such a part of the requests is served once by each policy, unmeasured"""
 BETTER_UP = {"tokens_per_s": True, "ttft_p50_us": False, "ttft_p99_us": False, "gap_p50_us": False, "gap_p99_us": False}
 
 
@@ -89,6 +92,7 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     """Serve the loads of one model: rounds that the file doesn't have."""
     import torch
 
+    from kpolicy.heap import frozen_heap
     from kpolicy.serving.real_run import Serving, quiet_transformers, serve_model
     from kpolicy.settings import Settings
     from kpolicy.trace_run import Prompts
@@ -104,6 +108,7 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
         max_num_reqs=settings.max_num_reqs,
     )
     results = Results(options.out, header(options, "end_to_end", argv))
+    results.data["host_noise"] = host_noise()
     costs = None
     if options.profile:
         from kpolicy.profiles import load_profile
@@ -124,9 +129,11 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
             trace = requests_of(options.traces, load, model, options.requests)
             rates.setdefault(load, rate_of(load, trace, engines.get("auto", engines[options.policies[0]]), model))
             scaled = trace.scaled(rates[load])
+            _forget_parts(results.cells, load, options.policies)
+            warm = trace.window(0, max(trace.span_s / WARM, 1e-3)).scaled(1e3)
             for engine in engines.values():  # kernels are compiled when a step first needs them
                 if results.elapsed() < options.seconds:
-                    serve_model(trace.window(0, max(trace.span_s / 12, 1e-3)).scaled(1e3), engine, serving, prompts)
+                    serve_model(warm, engine, serving, prompts)
             print(f"{load}: {len(trace)} requests, rate {rates[load]:.3g}, {results.elapsed():.0f} s", flush=True)
             for round_ in range(options.rounds):
                 for i in range(len(engines)):
@@ -137,17 +144,28 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
                         or results.elapsed() > options.seconds
                     ):
                         continue
-                    result, _ = serve_model(scaled, engines[spec], serving, prompts, label=spec)
+                    host = host_noise(0.05)
+                    with frozen_heap():
+                        result, _ = serve_model(scaled, engines[spec], serving, prompts, label=spec)
                     if result.interrupted:
                         sys.exit(f"{name} was interrupted: it doesn't count, and is run again when this goes on.")
-                    results.put(name, figures(result))
+                    results.put(name, {**figures(result), "host_us": host["p50_us"]})
                     print(name, {k: round(v) for k, v in figures(result).items() if k in BETTER_UP}, flush=True)
     results.data["costs"] = {spec: engine.costs.version for spec, engine in engines.items() if spec == "auto"}
     results.write()
     for row in summarise(results.data):
         if row["figure"] in ("tokens_per_s", "gap_p99_us"):
-            print(row["trace"], row["figure"], row["policy"], row["value"], row["ratio_to_vllm_replica"], flush=True)
+            ratio = [row[name] for name in ("ratio_to_vllm_replica", "ratio_low", "ratio_high")]
+            print(row["load"], row["figure"], row["policy"], row["value"], *ratio, row["repeats"], flush=True)
     return 0
+
+
+def _forget_parts(cells: dict[str, Any], load: str, policies: Sequence[str]) -> None:
+    """Drop what is there of a round that a run was cut off in: a round is compared within one run."""
+    for round_ in {name.split("/")[1] for name in cells if name.split("/")[0] == load}:
+        if any(f"{load}/{round_}/{spec}" not in cells for spec in policies):
+            for name in [name for name in cells if name.startswith(f"{load}/{round_}/")]:
+                del cells[name]
 
 
 def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -164,11 +182,12 @@ def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
         for figure, up in BETTER_UP.items():
             value, low, high = interval_of_mean([cell[figure] for cell in rounds.values()])
             ratios = [_ratio(cell[figure], theirs[i][figure], up) for i, cell in rounds.items() if i in theirs]
+            ratio, worst, best = interval_of_mean(ratios) if ratios else (math.nan,) * 3
             rows.append({
                 "model": data["model"], "trace": load.partition(" ")[0], "rate": round(data["rates"][load], 4),
                 "load": load, "figure": figure, "policy": policy, "value": round(value, 1), "low": _rounded(low),
-                "high": _rounded(high), "ratio_to_vllm_replica": round(statistics.fmean(ratios), 4) if ratios else None,
-                "repeats": len(rounds),
+                "high": _rounded(high), "ratio_to_vllm_replica": _rounded(ratio, 4), "ratio_low": _rounded(worst, 4),
+                "ratio_high": _rounded(best, 4), "repeats": len(rounds),
             })  # fmt: skip
     return rows
 
@@ -178,8 +197,8 @@ def _ratio(mine: float, other: float, up: bool) -> float:
     return over / under if under else 1.0
 
 
-def _rounded(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 1)
+def _rounded(value: float, digits: int = 1) -> float | None:
+    return None if math.isnan(value) else round(value, digits)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

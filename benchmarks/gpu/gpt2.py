@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.common import Results, header, load_model, logits_of, opened, ran, steady, synchronise
+from benchmarks.gpu.common import Results, header, host_noise, load_model, logits_of, opened, ran, steady, synchronise
 from benchmarks.pairs import interval
+from kpolicy.heap import frozen_heap
 
 GPT2 = {
     "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_positions": 1024,
@@ -42,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     config = GPT2 | ({"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 256} if options.tiny else {})
     model = load_model(config, options, kv_tokens=1 << 14, block_size=16, max_model_len=1024, max_num_reqs=REQUESTS)
     results = Results(options.out, header(options, "gpt2", argv))
-    with torch.no_grad():
+    results.data["host_noise"] = host_noise()
+    with torch.no_grad(), frozen_heap():
         results.put("prompts", measure(model, options, chunks=True))
         results.put("decodes", measure(model, options, chunks=False))
     for name, cell in results.cells.items():

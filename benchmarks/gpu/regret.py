@@ -3,9 +3,9 @@
 Shapes come from replaying real traces (`benchmarks.gpu.shapes`). Each is run in every legal mode at the two smallest
 fitting sizes of one fixed ladder (vLLM's default list and 640 to 2,048), and in what each compared policy picks. Cells
 of a shape are interleaved in rounds; after one round those that take over 2.5 times the best are left, after three
-those over 1.6 times. The oracle takes the best cell by every other sample and is scored on the rest, and so is every
-policy; how far the oracle is from the best of its scoring half is the noise floor. A shape whose own is above 2% is
-measured for more rounds.
+those over 1.6 times. There are 14 rounds, or 10 where the noise floor is below 1% by then. The oracle takes the best
+cell by every other sample and is scored on the rest, and so is every policy; how far the oracle is from the best of its
+scoring half is the noise floor. A shape whose own is above 2% is measured for more rounds.
 
 - `step_us`: from the host's call until all outputs are there, less the decode-only time of decode steps beyond the
   first; `gap_us`: that time over the decode steps.
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -37,51 +36,53 @@ from benchmarks.gpu.shapes import BLOCK_SIZE, KV_TOKENS, LONGEST, MAX_NUM_REQS, 
 
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 LADDER = (*VLLM_SIZES, 640, 768, 1024, 1280, 1536, 1792, 2048)
+TINY = (1, 16, 256, 2048)
 OWN_SIZES = ("vllm", "sglang", "tensorrt_llm")
 FIXED = ("eager", "full", "piecewise", "full_and_piecewise", "split")
 FIRST_ROUNDS, ROUNDS = 3, 11
 MOST_ROUNDS, UNSURE = 40, 0.02
 """Rounds of a shape whose noise floor is above the limit, and that limit"""
+SURE_ROUNDS = 10
+"""Rounds of a shape whose noise floor is within half of the limit"""
+FAR = 4.0
+"""Ways that should take so many times the cheapest aren't run once before they are timed"""
 HOPELESS, QUITE_HOPELESS = 1.6, 2.5
 CALIBRATION_S = 8.0
 WRITE_S = 15.0
 """Seconds between writes of what there is: a run that is cut off loses no more"""
 
 
-def open_engines(config: dict[str, Any], kernels: str) -> tuple[Any, dict[str, Any], float]:
+def open_engines(options: argparse.Namespace) -> tuple[Any, dict[str, Any], float]:
     """(model, an Engine for each policy over one executor's graphs, seconds of capture)."""
     import torch
 
+    from benchmarks.gpu.common import config_of, load_model, opened
     from kpolicy.engine import Engine
-    from kpolicy.executors.cuda import CudaExecutor
-    from kpolicy.registry import GraphRegistry
     from kpolicy.serving.calibrate import calibrate
-    from kpolicy.serving.load import load
     from kpolicy.settings import Settings
 
-    longest = min(LONGEST, config.get("max_position_embeddings", LONGEST))
-    model = load(
-        config, device="cuda", dtype=torch.bfloat16, num_blocks=KV_TOKENS // BLOCK_SIZE, block_size=BLOCK_SIZE,
-        max_model_len=longest, max_num_reqs=MAX_NUM_REQS, kernels=kernels,
+    model = load_model(
+        config_of(options), options, kv_tokens=KV_TOKENS, block_size=BLOCK_SIZE, max_model_len=LONGEST,
+        max_num_reqs=MAX_NUM_REQS,
     )  # fmt: skip
     settings = Settings(max_num_reqs=MAX_NUM_REQS, max_num_tokens=MAX_NUM_TOKENS)
-    executor, registry = CudaExecutor(model, max_num_reqs=MAX_NUM_REQS), GraphRegistry()
+    executor, registry = opened(model)
+    ladder = TINY if options.tiny else LADDER
     shared: dict[str, Any] = {
         "attention": model.support, "settings": settings, "executor": executor, "registry": registry, "calibrate": 0,
     }  # fmt: skip
     begun = time.perf_counter()
     with torch.no_grad():
-        auto = Engine("auto", ladder=LADDER, **shared)
-        auto.capture()
+        Engine("auto", ladder=ladder, **shared).capture()
         for spec in OWN_SIZES:
             Engine(spec, **shared).capture()
     capture_s = time.perf_counter() - begun
-    costs = calibrate(executor, registry, model, settings, allowance_s=CALIBRATION_S)
+    costs = calibrate(executor, registry, model, settings, allowance_s=1.0 if options.tiny else CALIBRATION_S)
     shared |= {"costs": costs}
     engines = {
-        "auto": Engine("auto", ladder=LADDER, **shared),
-        "auto latency": Engine("auto", ladder=LADDER, objective="latency", **shared),
-        **{spec: Engine(spec, ladder=LADDER, **shared) for spec in FIXED},
+        "auto": Engine("auto", ladder=ladder, **shared),
+        "auto latency": Engine("auto", ladder=ladder, objective="latency", **shared),
+        **{spec: Engine(spec, ladder=ladder, **shared) for spec in FIXED},
         **{spec: Engine(spec, **shared) for spec in OWN_SIZES},
     }
     return model, engines, capture_s
@@ -181,12 +182,16 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
             event.wait()
         return (time.perf_counter() - start) * 1e6
 
-    for name in jobs:
-        once(name)
+    costs = {name: auto.costs.cost(decision.launches, numbers) for name, decision in cells.items()}
+    hoped = FAR * min(cost.gap_us for cost in costs.values())
+    for name in jobs:  # what libraries do once for a shape; ways that are far off are given up after one run anyway
+        if name not in cells or costs[name].gap_us <= hoped:
+            once(name)
     for done in range(MOST_ROUNDS):
-        if done >= FIRST_ROUNDS + ROUNDS and done % 2 == 0:
+        if done >= SURE_ROUNDS and done % 2 == 0:
             gaps = [[us / _steps(decision) for us in times[name]] for name, decision in cells.items()]
-            if not _unsure([times[name] for name in cells]) and not _unsure(gaps):
+            limit = UNSURE if done >= FIRST_ROUNDS + ROUNDS else UNSURE / 2
+            if not _unsure([times[name] for name in cells], limit) and not _unsure(gaps, limit):
                 break
         best = min((statistics.median(each) for name, each in times.items() if each and name in cells), default=0.0)
         for name in jobs:
@@ -194,7 +199,6 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
             limit = (HOPELESS if done >= FIRST_ROUNDS else QUITE_HOPELESS) * best
             if not done or kept or _score(times[name], jobs[name][0]) <= limit:
                 times[name].append(once(name))
-    costs = {name: auto.costs.cost(decision.launches, numbers) for name, decision in cells.items()}
     return {
         "tokens": [numbers.num_decodes, numbers.num_prefill_tokens, numbers.decode_kv_tokens, numbers.prefill_pairs],
         "times": shape["times"],
@@ -211,12 +215,12 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
     }
 
 
-def _unsure(cells: Sequence[Sequence[float]]) -> bool:
-    """Whether the best cell by every other sample is well off the best by the rest; cells given up don't count."""
+def _unsure(cells: Sequence[Sequence[float]], limit: float = UNSURE) -> bool:
+    """Whether the best cell by every other sample is that far off the best by the rest; cells given up don't count."""
     kept = [each for each in cells if len(each) > FIRST_ROUNDS]
     oracle = min(kept, key=lambda each: statistics.median(each[0::2]))
     best = min(statistics.median(each[1::2]) for each in kept)
-    return statistics.median(oracle[1::2]) > (1 + UNSURE) * best
+    return statistics.median(oracle[1::2]) > (1 + limit) * best
 
 
 def _steps(decision: Any) -> int:
@@ -228,23 +232,27 @@ def _score(times: Sequence[float], decision: Any) -> float:
     return statistics.median(times) / _steps(decision)
 
 
-def collect(options: argparse.Namespace) -> int:
+def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> int:
     """Measure the shapes of one model that the result file doesn't have."""
     import torch
 
-    config = json.loads(options.config.read_text())
+    from benchmarks.gpu.common import host_noise, versions
+    from kpolicy.heap import frozen_heap
+    from kpolicy.serving.calibrate import device_name
+
+    noise = host_noise()
     shapes = json.loads(options.shapes.read_text())[options.model]
     at: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"cells": {}}
     begun = time.monotonic()
-    model, engines, capture_s = open_engines(config, options.kernels)
+    model, engines, capture_s = open_engines(options)
     auto = engines["auto"]
     failed = {str(key): why[:200] for key, why in auto.executor.capture_errors.items()}
-    print(f"{model}: {len(auto.registry.captured())} graphs in {capture_s:.1f} s, {failed}", flush=True)
+    taken = f"{capture_s:.1f} s, ready at {time.monotonic() - begun:.0f} s"
+    print(f"{model}: {len(auto.registry.captured())} graphs in {taken}, {failed}", flush=True)
     at |= {
         "model": options.model, "date": options.date, "capture_s": round(capture_s, 1), "failed": failed,
-        "device": torch.cuda.get_device_name(), "kernels": options.kernels, "support": str(model.support),
-        "versions": _versions(),
-        "command": command_line("benchmarks.gpu.regret"),
+        "device": device_name(torch.device(options.device)), "kernels": options.kernels, "support": str(model.support),
+        "versions": versions(), "host_noise": noise, "command": command_line("benchmarks.gpu.regret", argv),
         "too_long": {load: each["too_long"] for load, each in shapes.items()},
     }  # fmt: skip
     loads = {load: each["shapes"][: options.shapes_a_load] for load, each in shapes.items()}
@@ -255,7 +263,7 @@ def collect(options: argparse.Namespace) -> int:
             continue
         if time.monotonic() - begun > options.seconds:
             break
-        with torch.no_grad():
+        with torch.no_grad(), frozen_heap():
             at["cells"][f"{load}/{i}"] = measure(loads[load][i], model, engines)
         if time.monotonic() - said > WRITE_S:
             said = time.monotonic()
@@ -277,19 +285,6 @@ def _write(path: Path, at: dict[str, Any]) -> None:
     from kpolicy.schemas import write_text
 
     write_text(path, json.dumps(at, separators=(",", ":")))
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import transformers
-    import triton
-
-    import kpolicy
-
-    return {
-        "kpolicy": kpolicy.__version__, "torch": str(torch.__version__), "transformers": transformers.__version__,
-        "triton": triton.__version__, "cuda": str(torch.version.cuda), "python": platform.python_version(),
-    }  # fmt: skip
 
 
 def _value(cell: dict[str, Any], samples: Sequence[float], alone_us: float, objective: str) -> float:
@@ -347,15 +342,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", type=Path)
     parser.add_argument("--shapes-a-load", type=int, default=40)
     parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a toy of the same architecture: a dry run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--date", default="unstated")
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--summary", type=Path, nargs="*")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
+    options.layers = 0
     if not options.summary:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        return collect(options)
+        return collect(options, argv)
     rows = []
     for file in options.summary:
         at = json.loads(file.read_text())

@@ -6,8 +6,8 @@ for capture, and has what that captured; its bytes and seconds are of that.
 ``first_step``: a fresh Engine, then its first step, a prompt. A lazy Engine over an eager one, in pairs in one process
 whose kernels are compiled: 1.2 is the limit. With ``--cold`` also once each in fresh processes.
 
-``steady``: the same requests served by a lazy Engine that has what it needs and by a fully captured one, in turn: the
-ratio of their steps' times, 1.01 being the limit.
+``steady``: the same requests served by a lazy Engine that has what it needs and by a fully captured one, step by step
+in turn: the ratio of their steps' times, 1.01 being the limit.
 
 Engines are those that ship: the captured ones measure costs in `capture`, the lazy ones between steps, in slices of the
 time that they have for capture, and both mend them as they serve. The lazy Engine of ``steady`` serves the requests
@@ -19,18 +19,20 @@ Run: ``python -m benchmarks.gpu.startup --config FILE --out FILE [--plan plan.js
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.common import Results, add_options, config_of, free, header, load_model, synchronise
+from benchmarks.gpu.common import Results, add_options, config_of, free, header, host_noise, load_model, synchronise
 from benchmarks.pairs import interval
+from kpolicy.heap import frozen_heap
 
 FIRST_LIMIT, STEADY_LIMIT = 1.2, 1.01
 LAZY_S = 0.005
@@ -83,6 +85,11 @@ class Bench:
 
     def serve(self, engine: Any, requests: Sequence[tuple[int, int]], at_once: int) -> tuple[float, int]:
         """(seconds of all steps, steps); so many requests are under way at once."""
+        times = list(self.steps(engine, requests, at_once))
+        return sum(times), len(times)
+
+    def steps(self, engine: Any, requests: Sequence[tuple[int, int]], at_once: int) -> Iterator[float]:
+        """Serve, and give the seconds of each step after it."""
         from kpolicy.scheduling.batching import Batcher, Generation
 
         batcher = Batcher(self.settings, num_blocks=self.model.num_blocks, block_size=self.model.block_size)
@@ -91,7 +98,6 @@ class Bench:
             for i, (prompt, new) in enumerate(requests)
         ]
         left.reverse()
-        steps, passed = 0, 0.0
         while left or not batcher.idle:
             while left and len(batcher.running) + len(batcher.waiting) < at_once:
                 batcher.add(left.pop())
@@ -102,10 +108,9 @@ class Bench:
             outputs = engine.step(batch.inputs)
             for event in outputs.ready:
                 event.wait()
-            passed += time.perf_counter() - begun
-            steps += 1
+            passed = time.perf_counter() - begun
             batcher.complete(batch, outputs, lambda row: int(row.argmax()))
-        return passed, steps
+            yield passed
 
     def used(self) -> int:
         """Bytes of the device, or of the process on a CPU."""
@@ -208,11 +213,20 @@ def steady(bench: Bench, requests: Sequence[tuple[int, int]], at_once: int, pair
         settled = (len(lazy.registry.captured()), lazy.costs.version) == before and not lazy.lazy_pending
     bench.serve(full, requests, at_once)
     ratios, steps = [], 0
-    for i in range(pairs):
-        seconds: dict[str, float] = {}
-        for name in ("lazy", "full") if i % 2 else ("full", "lazy"):
-            seconds[name], steps = bench.serve(lazy if name == "lazy" else full, requests, at_once)
-        ratios.append(seconds["lazy"] / seconds["full"])
+    with frozen_heap():
+        for i in range(pairs):
+            # Both serve at once, step by step in turn: how long a request is doesn't depend on its tokens, so that
+            # KV written by two doesn't matter.
+            both = [bench.steps(engine, requests, at_once) for engine in (lazy, full)]
+            seconds, steps = [0.0, 0.0], 0
+            for order in itertools.cycle(((0, 1), (1, 0)) if i % 2 else ((1, 0), (0, 1))):
+                times = [(which, next(both[which], None)) for which in order]
+                if any(each is None for _, each in times):
+                    break
+                steps += 1
+                for which, each in times:
+                    seconds[which] += each or 0.0
+            ratios.append(seconds[0] / seconds[1])
     ratio, low, high = interval(ratios)
     found = {
         "steps": steps, "pairs": pairs, "passes_until_steady": passes, "settled": settled,
@@ -274,11 +288,13 @@ def main(argv: list[str] | None = None) -> int:
 
     import torch
 
+    noise = None if options.child else host_noise()
     with torch.no_grad():
         bench = Bench(options)
         if options.child:
             return child(bench, options.child)
         results = Results(options.out, header(options, "startup", argv))
+        results.data["host_noise"] = noise
         print(f"{bench.model!r}: ready after {results.elapsed():.0f} s", flush=True)
         count, at_once = (12, 4) if options.tiny else (96, 32)
         requests = bench.requests(count, 0)
