@@ -13,7 +13,8 @@ For a Qwen2 (vLLM 0.23.0 runs it with its first model runner) and a Llama (with 
 - So too with SPLIT, under an objective that has it, and with lazy capture, once graphs were captured between steps.
 - The same check with attention's scale broken must fail.
 
-All engines of both models start side by side.
+Where the runner gives no raw logits (the second), log-probabilities stand for them on both sides: differences between
+tokens are the same. All engines of both models start side by side.
 
 Run: ``python -m benchmarks.vllm.correct --out OUT --date D [--work FOLDER]``.
 """
@@ -60,6 +61,13 @@ MOST_TURNS = 12
 SHARE = 0.999
 
 
+RUNNERS = {"qwen2": "v1", "llama": "v2"}
+"""The runner that vLLM 0.23.0 has for each"""
+LOGPROBS = {"v1": "raw_logits", "v2": "raw_logprobs"}
+"""What is compared: the second runner has no raw logits, and a vLLM that is asked for them takes the first"""
+MODULES = {"vllm.v1.worker.gpu_model_runner": "v1", "vllm.v1.worker.gpu.model_runner": "v2"}
+
+
 def make_checkpoint(name: str, folder: Path) -> Path:
     """A checkpoint in bfloat16 with weights under which attention matters."""
     import torch
@@ -85,13 +93,19 @@ def prompts_of(vocab: int) -> list[list[int]]:
 
 
 class Reference:
-    """Float32 logits of the same checkpoint by transformers."""
+    """Float32 logits of the same checkpoint by transformers.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: the checkpoint.
+        logprobs: give log-probabilities in their place.
+    """
+
+    def __init__(self, folder: Path, *, logprobs: bool) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
+        self._logprobs = logprobs
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         torch.backends.cuda.matmul.allow_tf32 = False
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").to(
@@ -102,7 +116,8 @@ class Reference:
         """Logits ``[len(tokens), vocab]`` from which each token would be sampled."""
         with self._torch.no_grad():
             ids = self._torch.tensor([prompt + tokens[:-1]], device=self._device)
-            return self._model(ids).logits[0, len(prompt) - 1 :].double().cpu()
+            found = self._model(ids).logits[0, len(prompt) - 1 :].double().cpu()
+        return found.log_softmax(-1) if self._logprobs else found
 
 
 def errors_of(found: list[dict[str, float]], reference: Any) -> list[tuple[float, float]]:
@@ -183,7 +198,7 @@ def judge(reference: list[Any], none: list[list[dict[str, float]]], side: Side, 
 def variants(name: str, options: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], list[str]]]:
     """Every engine of the check: its side, the arguments of vllm.LLM, and further ones of the child."""
     common: dict[str, Any] = {
-        "logprobs_mode": "raw_logits", "enable_prefix_caching": False, "cudagraph_metrics": True,
+        "logprobs_mode": LOGPROBS[RUNNERS[name]], "enable_prefix_caching": False, "cudagraph_metrics": True,
         "kv_cache_memory_bytes": KV_BYTES, "compilation_config": PINNED, **json.loads(options.llm),
     }  # fmt: skip
     compilation = common["compilation_config"]
@@ -233,7 +248,7 @@ def replica_passes(replica: dict[str, Any], control: dict[str, Any]) -> bool:
 
 def replica_of(name: str) -> str:
     """The replica of the rule of the runner that vLLM 0.23.0 gives that model."""
-    return f"vllm:version=0.23,runner={'v2' if name == 'llama' else 'v1'}"
+    return f"vllm:version=0.23,runner={RUNNERS[name]}"
 
 
 def spawned(name: str, options: argparse.Namespace, log: Any, environment: dict[str, str]) -> dict[str, Side]:
@@ -275,7 +290,7 @@ def check(name: str, sides: dict[str, Side], folder: Path, keep: Any) -> dict[st
     for label in ("again", "control", "replica"):
         say(f"{name} {label}: {result[label]}")
     keep(result)
-    reference = Reference(folder)
+    reference = Reference(folder, logprobs=LOGPROBS[RUNNERS[name]] == "raw_logprobs")
     exact = [reference.logits(p, t) for p, t in zip(prompts, none["tokens"], strict=True)]
     for label in ("auto", "split", "lazy", "broken"):
         for _ in range(LAZY_RUNS if label == "lazy" else 0):
@@ -291,9 +306,11 @@ def check(name: str, sides: dict[str, Side], folder: Path, keep: Any) -> dict[st
 
 
 def passes(result: dict[str, Any]) -> bool:
-    """Whether everything held for a model, and the broken engine was noticed."""
+    """Whether everything held for a model on the runner it is there for, and the broken engine was noticed."""
+    ran = {MODULES.get(str(started["runner"])) for started in result["started"].values()}
     return bool(
-        result["replica"]["passes"]
+        ran == {RUNNERS[result["model"]]}
+        and result["replica"]["passes"]
         and not result["broken"]["passes"]
         and all(result[label]["passes"] for label in ("auto", "split", "lazy"))
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm.correct import beside, replica_passes
+from benchmarks.vllm.correct import LOGPROBS, MODULES, RUNNERS, beside, passes, replica_passes
 from benchmarks.vllm.loads import CHAT, CODE, RATES, make_load
 from benchmarks.vllm.summary import ratio_interval, summarise
 from kpolicy.errors import ConfigError
@@ -81,3 +81,15 @@ def test_tokens_of_the_replica_count_where_two_stock_engines_agree() -> None:
     assert replica_passes(beside(stock, other), beside(stock, other))
     assert not replica_passes(beside(stock, other), beside(stock, same))
     assert not replica_passes(beside(stock, generated([[1, 2, 3], [4, 5, 6]], "NONE")), beside(stock, same))
+
+
+@pytest.mark.parametrize("model", sorted(RUNNERS))
+def test_a_model_counts_only_on_the_runner_it_is_there_for(model: str) -> None:
+    """vLLM takes the first runner, with a warning, where the second lacks what was asked for."""
+    good, bad = {"passes": True}, {"passes": False}
+    checked = {"model": model, "replica": good, "auto": good, "split": good, "lazy": good, "broken": bad}
+    for module, runner in MODULES.items():
+        started = {"stock": {"runner": module}, "auto": {"runner": module}}
+        assert passes({**checked, "started": started}) is (runner == RUNNERS[model])
+    assert not passes({**checked, "started": {"stock": {"runner": next(iter(MODULES))}, "auto": {"runner": None}}})
+    assert set(LOGPROBS) == set(MODULES.values())
