@@ -202,7 +202,7 @@ def sampled_of(outputs: Any) -> list[Any]:
     """The step's sampled tokens as device tensors, one a decode step and part; waits for nothing."""
     parts = [getattr(each, "_part", None) for each in (outputs.tokens, outputs.first_tokens)]
     runs = dict.fromkeys(part for part in parts if part is not None)
-    return [tokens for run in runs for tokens in run.tokens]
+    return [tokens for run in runs for tokens in run.tokens if len(tokens)]
 
 
 def first_false(checks: Sequence[tuple[str, Any]]) -> str:

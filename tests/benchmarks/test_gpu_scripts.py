@@ -100,6 +100,13 @@ def test_correct(arguments: list[str]) -> None:
     assert result["cells"]["reference"]["rows_modes"] == 3 * result["cells"]["reference"]["rows_eager"]
 
 
+def test_correct_where_no_row_is_wanted(arguments: list[str]) -> None:
+    """These blocks have steps of nothing but a chunk in a prompt's midst, in FULL: nothing is sampled, eagerly either."""
+    for first in ("100", "300"):
+        assert correct.main([*arguments, "--part", "bits", "--first", first, "--count", "100"]) == 0
+    assert read(arguments)["total"]["differences"] == []
+
+
 def test_correct_sees_a_stray_write(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that changes KV of no row of its own is named."""
     eager_part = correct.logits_of
