@@ -101,7 +101,7 @@ def test_correct(arguments: list[str]) -> None:
 
 
 def test_correct_where_no_row_is_wanted(arguments: list[str]) -> None:
-    """These blocks have steps of nothing but a chunk in a prompt's midst, in FULL: nothing is sampled, eagerly either."""
+    """These blocks have steps of only a chunk in a prompt's midst, in FULL: nothing is sampled, eagerly either."""
     for first in ("100", "300"):
         assert correct.main([*arguments, "--part", "bits", "--first", first, "--count", "100"]) == 0
     assert read(arguments)["total"]["differences"] == []
