@@ -128,10 +128,14 @@ def scheduler(waiting: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     runner = SimpleNamespace()
     attach(runner, state)
     made = SimpleNamespace(
-        tp_worker=SimpleNamespace(model_runner=runner), waiting_queue=[SimpleNamespace()] * waiting, chunked_req=None,
+        tp_worker=SimpleNamespace(model_runner=runner), chunked_req=None,
+        waiting_queue=[SimpleNamespace(origin_input_ids=range(500))] * waiting,
         chunked_prefill_size=8192, max_running_requests=600, is_mixed_chunk=False,
     )  # fmt: skip
-    running, plan = SimpleNamespace(reqs=[0] * 300), SimpleNamespace(batch_to_run=1)
+    running, plan = (
+        SimpleNamespace(reqs=[0] * 300),
+        SimpleNamespace(batch_to_run=SimpleNamespace(extend_num_tokens=8192)),
+    )
     split = split_of(made)
     assert split is not None
     split._plan = lambda **_: plan

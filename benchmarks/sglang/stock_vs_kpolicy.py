@@ -7,7 +7,7 @@ Both sides are processes on the same GPU that stay up and take turns; who goes f
 - ``qwen``, ``dsv2``: single steps of Qwen2.5-0.5B and DeepSeek-V2-Lite shapes (decode, extend, mixed; random weights);
 - ``qwen-drawn``: steps of sizes drawn from the trace, with kpolicy's sizes and with those of ``--plan``;
 - ``qwen-trace``: request throughput and gaps through SGLang's scheduler, the conversation trace at 600 requests, every
-  token streamed; ``order`` is kpolicy with steps in SGLang's order, ``quarter`` with a larger share for decodes;
+  token streamed; ``order`` is kpolicy with steps in SGLang's order;
 - ``qwen-mixed-trace``: the same with mixed chunks; ``qwen-offline-trace``: the same, nothing streamed;
 - ``dsv2-trace``: the conversation trace on DeepSeek-V2-Lite with mixed chunks, at 48 requests;
 - ``capture``: start-up alone: SGLang's own sizes and those of ``--plan``, which end at the same; kpolicy's own and
@@ -45,8 +45,8 @@ SLICES = (
     "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-drawn", "qwen-mixed-trace", "qwen-offline-trace",
     "dsv2-trace",
 )  # fmt: skip
-VARIANTS = {"order": {"KPOLICY_DECODE_SHARE": "0"}, "quarter": {"KPOLICY_DECODE_SHARE": "0.25"}}
-VARIED = {"order": ", KPOLICY_DECODE_SHARE=0", "quarter": ", KPOLICY_DECODE_SHARE=0.25"}
+VARIANTS = {"order": {"KPOLICY_TURNS": "0"}}
+VARIED = {"order": ", KPOLICY_TURNS=0"}
 LOADS = {
     "qwen-trace": "", "qwen-mixed-trace": ", mixed chunks", "qwen-offline-trace": ", not streamed",
     "dsv2-trace": ", mixed chunks",

@@ -16,7 +16,6 @@ __all__ = ["ON", "Config"]
 ON = "KPOLICY_SGLANG"
 """1 turns kpolicy on, 0 turns it off; unset, a policy in ``KPOLICY_POLICY`` turns it on."""
 _PREFIX = "KPOLICY_"
-_MOST_SHARE = 0.9
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -33,9 +32,9 @@ class Config:
         profile: a profile to take costs from, in place of measuring them at start-up.
         calibrate: measure costs from SGLang's own graphs and eager steps at start-up.
         split: with mixed chunks on, run decodes and prompt chunks in steps of their own where that costs less.
-        decode_share: while prompts wait, about so much of the time goes to decodes, so that a batch of prompts isn't
-            followed by another; 0 leaves the order to SGLang.
-        gap_ms: while decodes run, a prefill batch may take so many milliseconds, and a decode step comes between two.
+        turns: while prompts wait, a decode step comes between two batches of them where running decodes would wait
+            for more than a whole chunk takes; otherwise the order is SGLang's.
+        gap_ms: running decodes wait for no more milliseconds of prompts; batches of prompts are cut to that.
         mla_prefill: on 0.5.16, let MLA models have the prefill graphs that its start-up rules turn off: with any
             attention backend, with none, or by default with those whose results were checked.
         decision_log: a file for every decision, which `kpolicy simulate --decisions` decides again.
@@ -56,7 +55,7 @@ class Config:
     profile: str | None = None
     calibrate: bool = True
     split: bool = True
-    decode_share: float = 0.2
+    turns: bool = True
     gap_ms: float | None = None
     mla_prefill: bool | None = None
     decision_log: str | None = None
@@ -68,10 +67,6 @@ class Config:
         Objective.parse(self.objective)
         if not 0 <= self.summary_seconds < float("inf"):
             raise ConfigError(f"{_PREFIX}SUMMARY_SECONDS is {self.summary_seconds!r}; it is a number from 0 up.")
-        if not 0 <= self.decode_share <= _MOST_SHARE:
-            raise ConfigError(
-                f"{_PREFIX}DECODE_SHARE is {self.decode_share!r}; it is a share of the time from 0 to {_MOST_SHARE}."
-            )
         if self.gap_ms is not None and not 0 < self.gap_ms < float("inf"):
             raise ConfigError(f"{_PREFIX}GAP_MS is {self.gap_ms!r}; it is a number of milliseconds above 0.")
         for name in ("decode_sizes", "piecewise_sizes"):

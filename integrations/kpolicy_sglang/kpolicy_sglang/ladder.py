@@ -11,12 +11,11 @@ USUAL_MOST_REQS = 1024
 _DECODE = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768)
 """Up to 256, where SGLang has graphs too, no batch pads by more than half or 31 rows; a row takes about 3 us there."""
 _PREFILL = (64, 96, 128, 256, 512, 576, 768)
-_STEP, _FINE_TO = 256, 3072
-_LARGE = (4096, 6144, 8192)
+_FINE, _LARGE = range(1024, 4097, 256), range(4608, 8193, 512)
 """Launching a small prompt takes the host longer than the device whatever the tokens, so that padding is cheap below
 512; 96 and 576 are for chunks of 64 and 512 beside some decode rows. From 1,024 on padding costs what its tokens do,
-and sizes are as close as SGLang's to where most batches end that share the time with decodes. Larger ones have their
-graph for the host's sake: an eager step takes it 10 ms, in which the scheduler does nothing else."""
+and sizes are SGLang's own. The largest save the device little; but an eager step takes the host 10 ms, in which the
+scheduler does nothing else."""
 
 
 def default_decode_sizes(most_reqs: int) -> tuple[int, ...]:
@@ -28,7 +27,7 @@ def default_decode_sizes(most_reqs: int) -> tuple[int, ...]:
 
 def default_prefill_sizes(most_tokens: int) -> tuple[int, ...]:
     """Prefill sizes in tokens, up to and with `most_tokens`, or the largest that is worth a graph."""
-    sizes = (*_PREFILL, *range(4 * _STEP, _FINE_TO + 1, _STEP), *_LARGE)
+    sizes = (*_PREFILL, *_FINE, *_LARGE)
     most = min(most_tokens, sizes[-1])
     return (*(size for size in sizes if size < most), most)
 

@@ -4,8 +4,7 @@ With mixed chunks on, SGLang adds the running decodes to every prefill batch, an
 both batches of a cycle run one after the other, the decodes in their graph. Which goes first is the order that keeps
 requests waiting least: the one that serves most of them for its time.
 
-While prompts wait decodes have their turns, see `kpolicy_sglang.turns`: the prompts of a step are as many as these
-allow, and a decode step follows.
+Without mixed chunks decodes have their turns while prompts wait, see `kpolicy_sglang.turns`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from kpolicy_sglang.state import State, state_of
-from kpolicy_sglang.turns import Turns
+from kpolicy_sglang.turns import BURST, Turns, aligned
 
 __all__ = ["Split", "split_of"]
 
@@ -41,9 +40,10 @@ def _wanted(scheduler: Any, state: State) -> bool:
 
 
 def _turns(scheduler: Any, state: State) -> Turns:
-    """What prompts of a step may take. 0.5.23 has `--prefill-decode-interval`, which goes before a share."""
+    """When decodes have turns. 0.5.23 has `--prefill-decode-interval`, which goes before them."""
     chunk = max(int(getattr(scheduler, "chunked_prefill_size", None) or 0), 0)
-    return Turns(state, chunk, share=not getattr(scheduler, "prefill_decode_interval", 0))
+    own = bool(getattr(scheduler, "prefill_decode_interval", 0))
+    return Turns(state, chunk, align=aligned(scheduler), own=own)
 
 
 def _divides(scheduler: Any, state: State) -> bool:
@@ -65,10 +65,10 @@ class Split:
         self._state = state
         self._owed = ""
         """The batch of the cycle that has not run yet: ``decode`` or ``extend``."""
-        self._most = 0
         self._plan: Any = None
         self._divides = scheduler is not None and _divides(scheduler, state)
         self.turns = _turns(scheduler, state)
+        self._in_turns = self.turns.on and scheduler is not None and not scheduler.is_mixed_chunk
         self.cycles = {"mixed": 0, "decode first": 0, "extend first": 0, "in turns": 0}
 
     def step(self, original: Any, running_batch: Any) -> Any:
@@ -76,10 +76,12 @@ class Split:
         scheduler = self._scheduler
         if not (scheduler.waiting_queue or scheduler.chunked_req is not None):
             self._owed = ""
+            self.turns.decoded(alone=True)
             return original(scheduler, running_batch)
         try:
             turn = self._turn(running_batch)
             if turn == "decode":
+                self.turns.decoded(alone=False)
                 return self._nothing(running_batch)
         # SGLang wasn't asked yet: its own batch runs.
         except Exception as error:  # noqa: BLE001
@@ -88,42 +90,50 @@ class Split:
             turn = "own"
         if turn == "own":
             return original(scheduler, running_batch)
-        plan = self._prefill(original, running_batch, self._most, mixed=turn == "mixed")
-        if turn == "extend first" and plan.batch_to_run is not None:
+        plan = self._prefill(original, running_batch, mixed=turn == "mixed")
+        if plan.batch_to_run is None:
+            self.turns.decoded(alone=True)
+        elif turn == "extend first":
             self._owed = "decode"
+        elif turn == "in turns":
+            self.turns.prefilled(int(getattr(plan.batch_to_run, "extend_num_tokens", None) or self.turns.limit))
         return plan
 
     def _turn(self, running_batch: Any) -> str:
         """What this step is: SGLang's ``own`` batch, the ``decode`` one, or a prefill batch and what comes before."""
-        scheduler, decodes, owed = self._scheduler, len(running_batch.reqs), self._owed
+        decodes, owed = len(running_batch.reqs), self._owed
         self._owed = ""
         if not decodes:
+            self.turns.decoded(alone=False)
             return "own"
-        if owed == "decode":
-            return owed
-        most = decodes + len(scheduler.waiting_queue) + (scheduler.chunked_req is not None)
-        self._most = self.turns.tokens(decodes, min(most, scheduler.max_running_requests))
+        if self._in_turns:
+            if not self.turns.in_burst and self.turns.decode_goes_first(decodes, self._waiting(decodes)):
+                self.cycles["in turns"] += 1
+                return "decode"
+            return "in turns"
         if owed:
-            return "extend"
-        if self._divides:
-            order = self.order(decodes, *self.prompts(self._most))
-        else:
-            order = "mixed" if scheduler.is_mixed_chunk else "in turns"
+            return owed
+        order = self.order(decodes, *self.prompts(self.turns.limit)) if self._divides else "mixed"
         self.cycles[order] += 1
         if order == "decode first":
             self._owed = "extend"
             return "decode"
-        if order == "mixed":
-            self._most = self.turns.limit
-        return "mixed" if order == "mixed" else "extend first"
+        return order
 
-    def _prefill(self, original: Any, running_batch: Any, most: int, *, mixed: bool) -> Any:
+    def _waiting(self, decodes: int) -> int:
+        """Prompt tokens that wait and could run beside so many decodes, near enough."""
+        scheduler = self._scheduler
+        most = BURST * self.turns.chunk + 1
+        room = scheduler.max_running_requests - decodes
+        return self.prompts(most, room)[0]
+
+    def _prefill(self, original: Any, running_batch: Any, *, mixed: bool) -> Any:
         """SGLang's own prefill batch, with the decodes in it or without, of no more prompt tokens than may be."""
         scheduler = self._scheduler
         before = scheduler.is_mixed_chunk, scheduler.chunked_prefill_size
         scheduler.is_mixed_chunk = mixed
-        if most:
-            scheduler.chunked_prefill_size = most
+        if self.turns.limit < self.turns.chunk:
+            scheduler.chunked_prefill_size = self.turns.limit
         try:
             return original(scheduler, running_batch)
         finally:
@@ -137,11 +147,12 @@ class Split:
             self._plan = NextBatchPlan
         return self._plan(batch_to_run=None, running_batch=running_batch)
 
-    def prompts(self, most: int) -> tuple[int, int, bool]:
+    def prompts(self, most: int, room: int = _MOST_LOOKED) -> tuple[int, int, bool]:
         """(tokens, prompts, whether cached tokens come before them) of the next prefill batch, near enough.
 
         Args:
-            most: the most tokens that it may have.
+            most: the most tokens that are counted.
+            room: the most prompts of the queue.
         """
         scheduler = self._scheduler
         tokens = prompts = 0
@@ -150,7 +161,7 @@ class Split:
         if chunked is not None:
             done = _done(chunked)
             tokens, prompts, prefix = len(chunked.origin_input_ids) - done, 1, done > 0
-        for request in scheduler.waiting_queue[:_MOST_LOOKED]:
+        for request in scheduler.waiting_queue[: max(min(room, _MOST_LOOKED), 0)]:
             if tokens >= most:
                 break
             tokens += len(request.origin_input_ids)

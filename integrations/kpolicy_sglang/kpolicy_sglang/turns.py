@@ -1,26 +1,29 @@
-"""How many prompt tokens a step may have while decodes run, by what both take.
+"""When a decode step comes between two batches of prompts, by what both take.
 
-SGLang runs prompts as long as any wait, a whole chunk a step, and no decode meanwhile. Here decodes have their turn
-after each such step, and the prompts of a step take no longer than leaves decodes their share of the time.
+SGLang runs prompts as long as any wait, batch after batch, and no decode meanwhile: that is the long gap between two
+tokens of a request. Here running decodes wait for about as much as a whole chunk of prompts takes, in however many
+batches it comes: once the prompts since the last decode step and the next batch would take longer, a decode step goes
+first. Batches stay as large as SGLang makes them.
 
-A decode step costs much the same with few rows as with many, so that one for few rows holds up prompts that would have
-made it larger. The time between two decode steps is therefore longer, the fewer of the rows run that could: with half
-of them it is twice as long. At a share of a fifth a burst of prompts is served at most a sixteenth slower for it.
+A decode step keeps every prompt that waits from its first token. Where few wait that is little beside the gap that it
+ends; in a burst it isn't, and the last prompts of it are what the longest waits come from. While more than two chunks
+wait that could run, and until none does, the order is SGLang's.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import accumulate
+from math import lcm
 
 from kpolicy_sglang.state import State
 
-__all__ = ["Turns"]
+__all__ = ["BURST", "Turns", "aligned"]
 
 _STEP = 512
 """Prompt tokens between the sizes that are tried where nothing is captured."""
-_RATE = 0.8
-"""Of the most tokens a microsecond: a step for a decode share is never so small that it serves fewer."""
+BURST = 2
+"""Chunks of prompts: where more wait that could run, they go first."""
 
 
 class Turns:
@@ -28,60 +31,75 @@ class Turns:
 
     Args:
         state: what kpolicy knows of the model runner.
-        chunk: SGLang's most prompt tokens of a step; 0 where prompts aren't cut, and nothing is limited.
-        share: whether decodes have a share; not where SGLang was given an interval of its own.
+        chunk: SGLang's most prompt tokens of a step; 0 where prompts aren't cut, and there are no turns.
+        align: what SGLang rounds a cut prompt down to: it runs none that has fewer tokens.
+        own: whether SGLang was given an interval of its own; then only a limit on gaps is kept.
     """
 
-    def __init__(self, state: State, chunk: int, *, share: bool = True) -> None:
+    def __init__(self, state: State, chunk: int, *, align: int = 1, own: bool = False) -> None:
         self.chunk = chunk
         prefill, decode = state.prefill, state.decode
         known = bool(chunk and prefill is not None and prefill.costs is not None)
-        self._gap_us = state.config.gap_ms * 1e3 if known and state.config.gap_ms is not None else None
-        shared = share and known and decode is not None and decode.costs is not None
-        self._share = state.config.decode_share if shared else 0.0
-        self._per_decode = 1 / self._share - 1 if self._share else 0.0
-        """Time of prompts for a decode step's."""
+        gap_ms = state.config.gap_ms
+        self._gap_us = gap_ms * 1e3 if known and gap_ms is not None else None
+        by_cost = known and decode is not None and decode.costs is not None
+        self.on = self._gap_us is not None or bool(state.config.turns and by_cost and not own)
+        """Whether decodes have turns."""
         self._decode = decode
         self._decode_us: dict[int, float] = {}
-        self._cut = not state.prefix_is_eager
-        """Whether a prompt may be cut: the rest of it would lose its graph otherwise."""
         self._sizes: list[int] = []
         self._us: list[float] = []
-        self._least = self.limit = chunk
-        """`limit` has most prompt tokens of a step by the limit on gaps alone, for steps with decodes in them."""
+        self.limit = chunk
+        """Most prompt tokens of a step while decodes run."""
         if known and prefill is not None:
             self._sizes = sorted({*(s for s in prefill.sizes if s < chunk), *range(_STEP, chunk, _STEP), chunk})
             # A larger size that takes less makes the smaller ones no better.
             self._us = list(accumulate((prefill.us(size) for size in self._sizes), max))
-            rates = [size / max(us, 1e-9) for size, us in zip(self._sizes, self._us, strict=True)]
             if self._gap_us is not None:
-                self.limit = self._fitting(self._gap_us)
-            self._least = next(
-                size for size, rate in zip(self._sizes, rates, strict=True) if rate >= _RATE * max(rates)
-            )
+                self.limit = self._fitting(self._gap_us, align)
+        self._waited_us = 0.0
+        self._batches = 0
+        self._burst = False
 
-    @property
-    def on(self) -> bool:
-        """Whether decodes have turns."""
-        return self._gap_us is not None or self._share > 0
-
-    def tokens(self, decodes: int, most_decodes: int) -> int:
-        """Prompt tokens of a step.
+    def decode_goes_first(self, decodes: int, tokens: int) -> bool:
+        """Whether a decode step comes before the next batch of prompts.
 
         Args:
             decodes: rows that decode now, at least one.
-            most_decodes: rows that would, were all that wait let in.
+            tokens: prompt tokens that wait and could run; more than `BURST` chunks needn't be counted.
         """
-        if not (self._share and self._cut):
-            return self.limit
-        wait_us = self._per_decode * self.decode_us(decodes)
-        if most_decodes > decodes:
-            wait_us *= most_decodes / decodes
-        return min(max(self._least, self._fitting(wait_us)), self.limit)
+        if self._gap_us is not None:
+            return bool(self._batches) and self._waited_us + self.prompts_us(min(tokens, self.limit)) > self._gap_us
+        if tokens > BURST * self.chunk:
+            self._burst = True
+        if self._burst or not self._batches:
+            return False
+        most_us = self._us[-1] + self.decode_us(decodes)
+        return self._waited_us + self.prompts_us(tokens) > most_us
 
-    def _fitting(self, us: float) -> int:
-        """The most tokens that take no longer; the smallest size where none does."""
-        return self._sizes[max(bisect_right(self._us, us) - 1, 0)]
+    @property
+    def in_burst(self) -> bool:
+        """Whether prompts go first until none waits, so that nothing need be counted."""
+        return self._burst
+
+    def prefilled(self, tokens: int) -> None:
+        """A batch of so many prompt tokens runs without the decodes."""
+        self._batches += 1
+        self._waited_us += self.prompts_us(tokens)
+
+    def decoded(self, *, alone: bool) -> None:
+        """Decodes run, or nothing does.
+
+        Args:
+            alone: whether that is because no prompt waits, or none can be let in.
+        """
+        self._batches, self._waited_us = 0, 0.0
+        if alone:
+            self._burst = False
+
+    def prompts_us(self, tokens: int) -> float:
+        """Microseconds of a batch of prompts of no more than a chunk."""
+        return self._us[min(bisect_left(self._sizes, tokens), len(self._us) - 1)]
 
     def decode_us(self, decodes: int) -> float:
         """Microseconds of a decode step, looked up once a number of rows."""
@@ -90,3 +108,14 @@ class Turns:
             assert self._decode is not None  # noqa: S101
             found = self._decode_us[decodes] = self._decode.us(decodes)
         return found
+
+    def _fitting(self, us: float, align: int) -> int:
+        """The most tokens that take no longer, in whole pages; the fewest that SGLang runs where none does."""
+        found = self._sizes[max(bisect_right(self._us, us) - 1, 0)]
+        return min(max(found // align * align, align), self.chunk)
+
+
+def aligned(scheduler: object) -> int:
+    """What a scheduler rounds a cut prompt down to: whole pages, and blocks of a deterministic attention."""
+    page, block = (int(getattr(scheduler, name, None) or 1) for name in ("page_size", "truncation_align_size"))
+    return lcm(page, block)

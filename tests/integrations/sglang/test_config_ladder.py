@@ -49,9 +49,7 @@ def test_settings_from_the_environment():
         ("KPOLICY_SUMMARY_SECONDS", "nan"),
         ("KPOLICY_GAP_MS", "0"),
         ("KPOLICY_GAP_MS", "soon"),
-        ("KPOLICY_DECODE_SHARE", "-0.1"),
-        ("KPOLICY_DECODE_SHARE", "1"),
-        ("KPOLICY_DECODE_SHARE", "half"),
+        ("KPOLICY_TURNS", "half"),
         ("KPOLICY_OBJECTIVE", "speed"),
     ],
 )
@@ -79,8 +77,8 @@ def test_default_prefill_sizes():
 
 
 def test_far_fewer_than_sglangs():
-    """The default ladder is two fifths of SGLang's 94, up to more requests."""
-    assert len(default_decode_sizes(768)) + len(default_prefill_sizes(8192)) == 36
+    """The default ladder is half of SGLang's 94, up to more requests."""
+    assert len(default_decode_sizes(768)) + len(default_prefill_sizes(8192)) == 45
 
 
 def test_given_sizes_go_before_a_plan(tmp_path):

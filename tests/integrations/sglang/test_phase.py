@@ -141,3 +141,14 @@ def test_policy_that_fails_is_stood_in_for(kind, bad, caplog):
     phase.ran(100, None)
     assert [line.steps for line in lines(phase)] == [1]
     assert "kpolicy raised 3 times" in summary({kind: phase}, phase.failures)
+
+
+def test_little_padding_keeps_the_graph():
+    """Between two measured sizes a graph as fast as eager steps of its size is taken where it is nearly full."""
+    eager_us = {64: 2000, 4096: 16_000, 4608: 18_000}
+    level, absorbed = (Phase(PREFILL, (4096, 4608), 8192, full=False) for _ in range(2))
+    level.install("auto", table_of("test", {4096: 16_000, 4608: 18_000}, eager_us), Objective())
+    assert [level.replays(size) for size in (4000, 4095, 4200, 4600, 4608)] == [True] * 5
+    assert not level.replays(2048)
+    absorbed.install("auto", table_of("test", {4096: 19_000, 4608: 22_000}, eager_us), Objective())
+    assert not any(absorbed.replays(size) for size in (4000, 4095, 4200, 4608))

@@ -118,7 +118,7 @@ def test_left_to_sglang(case):
         state.mixed = None
     mixed = case != "not mixed"
     if not mixed:
-        state.config = Config(decode_share=0)
+        state.config = Config(turns=False)
     scheduler = scheduler_of(None if case == "no kpolicy" else state, waiting=2, mixed=mixed)
     assert run(scheduler, 2) == ["mixed" if mixed else "extend"] * 2
 
@@ -170,7 +170,7 @@ def test_decode_rows_of_a_mixed_batch_by_what_they_take():
 def limited(gap_ms, **rest):
     """A scheduler without mixed chunks under a limit on gaps."""
     state = state_of(mixed_us=40_000)
-    state.config = Config(gap_ms=gap_ms, decode_share=0)
+    state.config = Config(gap_ms=gap_ms, turns=False)
     return scheduler_of(state, mixed=False, **rest)
 
 
