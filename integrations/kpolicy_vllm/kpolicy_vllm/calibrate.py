@@ -23,7 +23,7 @@ from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy_vllm.synthetic import Rows, Steps
-from kpolicy_vllm.timing import Bench, Case, Clock, CudaClock, together
+from kpolicy_vllm.timing import NOISE, Bench, Case, Clock, CudaClock, together
 
 __all__ = ["calibrate", "why_not"]
 
@@ -31,9 +31,9 @@ SHORT_KV, LONG_KV = 64, 1024
 """Tokens that decode rows attend to, and that a chunk has before it, for the two ends of the slopes."""
 EAGER_SIZES = (1, 8, 64, 256, 1024, 2048)
 FEW_DECODES = 8
-NOISE, ALIKE = 0.02, 0.05
-"""Of a time: what is within it of another is as good. A whole graph runs the kernels of its pieces, but for attention
-of a fixed shape: only what is above the second is a difference between them."""
+ALIKE = 0.05
+"""Of a time: a whole graph runs the kernels of its pieces, but for attention of a fixed shape, so only what is above
+is a difference between them."""
 SLOPES = 0.2
 """Share of the allowance for attention's slopes"""
 
@@ -276,17 +276,17 @@ def _slope(cases: Sequence[Case]) -> AttentionCost:
 
 
 def _host(cases: Sequence[Case]) -> HostCost:
-    """Host time by rows: through the cases with the fewest rows and with the most."""
-    by_rows: dict[int, list[float]] = {}
-    for case in cases:
-        if case.times:
-            by_rows.setdefault(case.rows.decodes + bool(case.rows.chunk), []).append(case.host_us())
-    if not by_rows:
+    """Host time by rows: the median of the slopes between every two cases, and of what is left without it.
+
+    Each case was visited few times, on a host that may be busy with other things: no single one decides.
+    """
+    points = [(case.sampled, case.host_us()) for case in cases if case.times]
+    if not points:
         return HostCost(0.0)
-    fewest, most = min(by_rows), max(by_rows)
-    low, high = statistics.median(by_rows[fewest]), statistics.median(by_rows[most])
-    slope = max(high - low, 0.0) / (most - fewest) if most > fewest else 0.0
-    return HostCost(max(low - slope * fewest, 0.0), slope)
+    pairs = itertools.combinations(points, 2)
+    slopes = [(b - a) / (more - fewer) for (fewer, a), (more, b) in pairs if more != fewer]
+    slope = max(statistics.median(slopes), 0.0) if slopes else 0.0
+    return HostCost(max(statistics.median(us - slope * rows for rows, us in points), 0.0), slope)
 
 
 def _steady(us: dict[int, float], rival: Curve | None = None) -> Curve:

@@ -13,12 +13,14 @@ from kpolicy.costs import AttentionCost
 from kpolicy.keys import GraphKey
 from kpolicy_vllm.synthetic import Rows, Steps
 
-__all__ = ["LEAST_US", "Bench", "Case", "Clock", "CudaClock", "Times", "together"]
+__all__ = ["LEAST_US", "NOISE", "Bench", "Case", "Clock", "CudaClock", "Times", "together"]
 
 T = TypeVar("T")
 
 LEAST_US = 0.1
 """No time is shorter"""
+NOISE = 0.02
+"""Of a time: what is within it of another is as good."""
 MOST_ROUNDS, REJOINS = 9, 3
 _AHEAD, _CYCLES_A_US = 2.0, 2000
 _TELLING = 256
@@ -159,7 +161,8 @@ class Bench:
     def measure(self, cases: Sequence[Case], allowance_s: float) -> None:
         """Time the cases, those with the fewest tokens first, then in rounds over those that ran.
 
-        The very first case always runs; which others did, their `times` say.
+        The very first case always runs; which others did, their `times` say. A round in which none was quicker than
+        before ends it.
         """
         clock = self._clock
         stop_s = clock.now() + allowance_s
@@ -174,10 +177,14 @@ class Bench:
             if case.rows.num_tokens >= _TELLING:
                 self._token_s = (clock.now() - begun_s) / case.rows.num_tokens
         for turn in range(1, MOST_ROUNDS):
+            before = [case.best().device for case in ran]
             for case in random.Random(turn).sample(ran, len(ran)):  # noqa: S311
                 if not self._agree(clock.now() <= stop_s):
                     return
                 together(self._all, self._visit, case)
+            quicker = (case.best().device < us * (1 - NOISE) for case, us in zip(ran, before, strict=True))
+            if not self._agree(any(quicker)):
+                return
 
     def warm(self, cases: Sequence[Case]) -> None:
         """Run some steps that aren't timed: kernels compile, and buffers are made."""

@@ -87,6 +87,28 @@ def test_a_whole_graph_is_dearer_than_its_pieces_only_by_more_than_noise(
         assert (table.full.at(size) > table.piecewise.at(size)) is told
 
 
+def test_times_that_stay_the_same_end_it(monkeypatch: Any) -> None:
+    """Two rounds tell all where nothing varies; the rest of the allowance isn't used."""
+    _, runner, _ = calibrated(monkeypatch, seconds=1e3)
+    assert runner.clock.now() < 2.0
+
+
+def test_a_slow_spell_of_the_host_is_not_its_cost(monkeypatch: Any) -> None:
+    clock = SimulatedClock()
+
+    def spelled(key: Any, tokens: int, *rest: Any) -> tuple[float, float]:
+        host, device = cost(key, tokens, *rest)
+        return host + (20_000.0 if tokens == 48 else 0.0), device
+
+    keys = [GraphKey(Part.FULL, n, n, query_len=1) for n in (1, 2, 4, 8, 16, 32, 48, 64)]
+    state = FakeState(FakeRunner(clock, spelled), keys, Settings(max_num_reqs=64, max_num_tokens=2048), 20.0)
+    with stand_ins(monkeypatch):
+        table = calibrate(state.runner, state, clock)
+    assert table is not None
+    assert table.host_full.base_us == pytest.approx(320, rel=0.05)
+    assert table.host_full.req_us == pytest.approx(2, rel=0.2)
+
+
 def test_what_rows_cost_that_join_again_is_measured(monkeypatch: Any) -> None:
     _, _, state = calibrated(monkeypatch)
     assert state.rejoin_us == pytest.approx(JOIN_US, rel=0.05)
