@@ -107,7 +107,7 @@ class Split:
             self.turns.decoded(alone=False)
             return "own"
         if self._in_turns:
-            if not self.turns.in_burst and self.turns.decode_goes_first(decodes, self._waiting(decodes)):
+            if not self.turns.in_burst and self.turns.decode_goes_first(decodes, *self._waiting(decodes)):
                 self.cycles["in turns"] += 1
                 return "decode"
             return "in turns"
@@ -120,12 +120,12 @@ class Split:
             return "decode"
         return order
 
-    def _waiting(self, decodes: int) -> int:
-        """Prompt tokens that wait and could run beside so many decodes, near enough."""
+    def _waiting(self, decodes: int) -> tuple[int, int]:
+        """(prompts, tokens of them near enough) that wait and could run beside so many decodes."""
         scheduler = self._scheduler
-        most = BURST * self.turns.chunk + 1
-        room = scheduler.max_running_requests - decodes
-        return self.prompts(most, room)[0]
+        room = max(scheduler.max_running_requests - decodes, 0)
+        prompts = min(len(scheduler.waiting_queue), room) + (scheduler.chunked_req is not None)
+        return prompts, self.prompts(BURST * self.turns.chunk + 1, room)[0]
 
     def _prefill(self, original: Any, running_batch: Any, *, mixed: bool) -> Any:
         """SGLang's own prefill batch, with the decodes in it or without, of no more prompt tokens than may be."""

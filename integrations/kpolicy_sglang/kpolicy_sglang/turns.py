@@ -6,8 +6,8 @@ batches it comes: once the prompts since the last decode step and the next batch
 first. Batches stay as large as SGLang makes them.
 
 A decode step keeps every prompt that waits from its first token. Where few wait that is little beside the gap that it
-ends; in a burst it isn't, and the last prompts of it are what the longest waits come from. While more than two chunks
-wait that could run, and until none does, the order is SGLang's.
+ends; in a burst it isn't, and the last prompts of it are what the longest waits come from. Where more than two chunks
+wait that could run, or more prompts than decodes run, the order is SGLang's, until none waits.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ class Turns:
         self._batches = 0
         self._burst = False
 
-    def decode_goes_first(self, decodes: int, tokens: int) -> bool:
+    def decode_goes_first(self, decodes: int, prompts: int, tokens: int) -> bool:
         """Whether a decode step comes before the next batch of prompts.
 
         Args:
             decodes: rows that decode now, at least one.
-            tokens: prompt tokens that wait and could run; more than `BURST` chunks needn't be counted.
+            prompts: prompts that wait and could run.
+            tokens: their tokens; more than `BURST` chunks needn't be counted.
         """
         if self._gap_us is not None:
             return bool(self._batches) and self._waited_us + self.prompts_us(min(tokens, self.limit)) > self._gap_us
-        if tokens > BURST * self.chunk:
+        if prompts > decodes or tokens > BURST * self.chunk:
             self._burst = True
         if self._burst or not self._batches:
             return False
