@@ -65,12 +65,14 @@ STEPS = {
         *(("mixed", size) for size in (64, 512, 2048)),
     ],
 }
+PLANNED = "SGLang's sizes against planned ones that end at the same"
 CAPTURES = {
-    "SGLang's sizes against planned ones that end at the same": ("stock", "planned"),
+    PLANNED: ("stock", "planned"),
     "SGLang's list to kpolicy's largest sizes against kpolicy's sizes": ("wide", "kpolicy"),
     "SGLang's sizes against kpolicy's": ("stock", "kpolicy"),
 }
 """The sides of each row of captures: SGLang's, ours."""
+WIDE_TURNS = 3
 NO_VARIANTS: Mapping[str, dict[str, str]] = {}
 SERVED = ("step", "trace", "check", "drawn")
 """Kinds of answers that a slice is run for."""
@@ -256,6 +258,11 @@ def requests_of(path: Path, count: int, longest: int, speed: float) -> list[tupl
     return [((at - first) / speed, prompt, output) for at, prompt, output in rows]
 
 
+def given_names(text: str) -> list[str]:
+    """The names in a list with commas."""
+    return [name for name in text.split(",") if name]
+
+
 def trace(run: Run, part: str) -> None:
     """Throughput and gaps through the scheduler, the sides in turn."""
     qwen = part.startswith("qwen")
@@ -267,7 +274,10 @@ def trace(run: Run, part: str) -> None:
     if not qwen:
         extra["chunked_prefill_size"] = 2048
     requests = requests_of(run.given.trace, count, 7000, 400.0)
-    sides = run.sides(part, "trace", extra, VARIANTS if part == "qwen-trace" else NO_VARIANTS)
+    variants = (
+        {name: VARIANTS[name] for name in given_names(run.given.variants)} if part == "qwen-trace" else NO_VARIANTS
+    )
+    sides = run.sides(part, "trace", extra, variants)
     how = {"concurrent": concurrent, "stream": "streamed" not in LOADS[part]}
     try:
         run.start(part, sides)
@@ -294,8 +304,13 @@ def capture(run: Run, part: str) -> None:
     ]  # fmt: skip
     if run.plan():
         kinds.append(("planned", own, run.plan()))
+    # The first turn warms up what starts share, compiled kernels and files, and isn't counted. Later ones take turns in
+    # who goes first; the sides of other sizes have three, which show little but memory.
     waiting = [
-        (turn, *kind) for turn in range(run.given.repeats) for kind in (kinds if turn % 2 else list(reversed(kinds)))
+        (turn, *kind)
+        for turn in range(-1, run.given.repeats)
+        for kind in (kinds if turn % 2 else list(reversed(kinds)))
+        if turn < WIDE_TURNS or kind[0] in CAPTURES[PLANNED]
     ]
     made: list[tuple[int, str, Side]] = []
 
@@ -315,7 +330,8 @@ def capture(run: Run, part: str) -> None:
             make()  # imports while the one before it captures
             turn, name, side = made.pop(0)
             try:
-                run.note(kind="start", part=part, side=name, turn=turn, **side.start(min(90, run.left_s)))
+                kind = "start" if turn >= 0 else "warm start"
+                run.note(kind=kind, part=part, side=name, turn=turn, **side.start(min(90, run.left_s)))
             finally:
                 side.end()
     finally:
@@ -465,6 +481,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, help="where the processes' logs and the checkpoints go (default: --out)")
     parser.add_argument("--slices", default=",".join(SLICES))
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="further sides of qwen-trace; may be empty")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--requests", type=int, default=0, help="requests of a trace; 0 takes each slice's own number")
     parser.add_argument("--budget", type=float, default=440.0, help="seconds for all slices")
