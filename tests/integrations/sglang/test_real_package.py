@@ -108,4 +108,4 @@ def test_split_changes_no_token(tmp_path):
     assert found["mixed"]["cycles"]["mixed"] > 5
     assert found["split"]["cycles"]["mixed"] == 0
     assert min(found["split"]["cycles"][order] for order in ("decode first", "extend first")) > 0
-    assert found["turns"]["cycles"]["in turns"] > 5
+    assert found["turns"]["cycles"]["in turns"] > 0
