@@ -5,8 +5,8 @@ The model of a step (docs/design.md, costs):
 - A launch keeps the device busy for ``dense(padded tokens) + attention(real KV)`` and the host for its launch time.
   The two overlap, so launches that follow each other take the larger of the two sums.
 - Halves that run beside each other on the device take ``longer + overlap_cost * shorter``.
-- `step_us` is the whole cycle, less the decode-only time of decode steps beyond the first, so that equal work is
-  compared. `gap_us` is the time until the same decode rows' next token.
+- `step_us` is the whole cycle, less what decode steps beyond the first take off the steps to come, so that equal work
+  is compared. `gap_us` is the time until the same decode rows' next token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
     """What one way to run a batch takes, in microseconds."""
 
     step_us: float
-    """The whole cycle, less the decode-only time of decode steps beyond the first."""
+    """The whole cycle, less what decode steps beyond the first take off the steps to come."""
     gap_us: float
     """Time until the same decode rows' next token."""
     cycle_us: float
@@ -306,9 +306,32 @@ class CostTable:
             shorter, longer = sorted((decodes_us, second_device))
             device_us = longer + self.overlap_cost * shorter
         cycle = max(device_us, host_us) + self.step_us
-        # Decode steps beyond the first would have been steps of their own.
-        alone = max(device, host) + self.step_us
-        return Cost(cycle - (steps - 1) * alone, cycle / steps, cycle, device_us, host_us)
+        if steps == 1:
+            return Cost(cycle, cycle, cycle, device_us, host_us)
+        # A rank that is idle beside others has no rows.
+        share = numbers.num_decodes / max(numbers.num_decodes + numbers.waiting_reqs, 1)
+        spared_us = self.spared_us(device, host, self.own_attention_us(numbers), share)
+        return Cost(cycle - (steps - 1) * spared_us, cycle / steps, cycle, device_us, host_us)
+
+    def own_attention_us(self, numbers: BatchNumbers) -> float:
+        """Attention of the decode rows that grows with them and their KV: other rows in the step save nothing of it."""
+        cost = self.decode_attention
+        return cost.row_us * numbers.num_decodes + cost.unit_us * numbers.decode_kv_tokens
+
+    def spared_us(self, device_us: float, host_us: float, own_us: float, share: float) -> float:
+        """What one more decode step now takes off the steps to come.
+
+        Where nobody waits that is a decode-only step: the rows would have had it to themselves. Where requests wait
+        for nothing but a place among a step's tokens, they would have shared it with those: they take their own
+        attention off it, and their share of what a step takes whatever its rows, which is weights read and launches.
+
+        Args:
+            device_us: device time of the decode step.
+            host_us: host time of its launch.
+            own_us: attention of its rows alone.
+            share: its rows over these and the `BatchNumbers.waiting_reqs`.
+        """
+        return max(own_us + share * (device_us - own_us), share * host_us) + share * self.step_us
 
     def score(self, cost: Cost, objective: Objective) -> float:
         return objective.step_weight * cost.step_us + objective.gap_weight * cost.gap_us

@@ -25,7 +25,7 @@ from kpolicy.errors import ProfileError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
 from kpolicy.settings import Objective
-from kpolicy.shapes import BatchNumbers, BatchShape
+from kpolicy.shapes import WAITING_REQS, BatchNumbers, BatchShape
 
 FULL8 = GraphKey(Part.FULL, 8, 8, query_len=1)
 PIECE64 = GraphKey(Part.PIECEWISE, 64)
@@ -170,6 +170,30 @@ def test_several_decodes_beside_by_hand() -> None:
     assert cost.cycle_us == pytest.approx(cycle)
     assert cost.gap_us == pytest.approx(cycle / 4)
     assert cost.step_us == pytest.approx(cycle - 3 * (decode + 30))
+
+
+@pytest.mark.parametrize(("waiting", "share"), [(0, 1), (6, 6 / 12), (94, 6 / 100)])
+def test_what_decodes_ahead_spare_is_shared_with_requests_that_wait(waiting: int, share: float) -> None:
+    """Requests that wait for a place in a step only will share later steps, so less of those is spared.
+
+    The rows' own attention is 6 x 1.0 + 6,000 x 0.01 in any case.
+    """
+    shape = BatchShape(decodes=[(1, 6)], prefills=[(40, 100)], decode_kv_tokens=6000, facts={WAITING_REQS: waiting})
+    cost = TABLE.cost(split(1, 2), shape.numbers)
+    assert cost.cycle_us - cost.step_us == pytest.approx(66 + share * (110 + 30))
+    assert cost.gap_us == pytest.approx(cost.cycle_us / 2)
+
+
+def test_a_host_bound_decode_step_spares_launches() -> None:
+    """Where launching takes longer than the device, the share of the launches counts, if it is more."""
+    assert TABLE.spared_us(100.0, 400.0, 66.0, 0.5) == 0.5 * 400 + 0.5 * 30
+    assert TABLE.spared_us(100.0, 110.0, 66.0, 0.5) == 66 + 0.5 * 34 + 0.5 * 30
+
+
+def test_an_idle_rank_costs_what_others_decided() -> None:
+    """A rank without rows has the cost of a decision of several decode steps like any other."""
+    cost = TABLE.cost(split(1, 4), BatchShape().numbers)
+    assert cost.step_us == cost.cycle_us
 
 
 def test_nothing_to_run_costs_what_a_step_costs() -> None:

@@ -123,6 +123,13 @@ def test_defaults_are_the_least_that_the_rows_can_have() -> None:
     assert BatchShape(prefills=[(3, 7), (5, 0)]).numbers.max_kv_len == 10
 
 
+@pytest.mark.parametrize("value", ["7", 1.5, True, -1])
+def test_a_fact_that_counts_is_a_count(value: Any) -> None:
+    """How many requests wait is a whole number from 0, or the fact is refused by name."""
+    with pytest.raises(ShapeError, match="waiting_reqs"):
+        BatchShape.decode(4, facts={"waiting_reqs": value})
+
+
 def test_shapes_compare_by_their_rows() -> None:
     """Equal rows are equal shapes, as a key of a mapping too; facts are compared, not hashed."""
     shape = BatchShape(decodes=[(1, 2)], prefills=[[3, 0]], forbidden=[Mode.FULL])  # type: ignore[list-item]

@@ -158,4 +158,5 @@ def _shape_of(inputs: StepInputs) -> BatchShape:
         decode_kv_tokens=numbers.decode_kv_tokens if numbers.num_decodes else None,
         max_kv_len=numbers.max_kv_len,
         max_decode_steps=numbers.max_decode_steps,
+        facts=numbers.facts,
     )

@@ -25,7 +25,7 @@ from kpolicy.policies.auto import cheapest, choose, rate
 from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails, split_way
 from kpolicy.policies.tables import EAGER_WAY, MOST_DECISIONS, Entry, Group, PreparedWays, at
 from kpolicy.reasons import Reason
-from kpolicy.shapes import NO_FACTS, BatchNumbers
+from kpolicy.shapes import NO_FACTS, WAITING_REQS, BatchNumbers
 
 __all__ = ["AutoTables"]
 
@@ -156,7 +156,7 @@ class AutoTables:
                 num_decodes, query_len, decode_kv_tokens,
                 num_decodes * query_len if num_decode_tokens < 0 else num_decode_tokens,
                 num_prefills, num_prefill_tokens, prefill_kv_tokens, prefill_pairs, max_decode_steps, num_tokens,
-                num_reqs, max_decode_len,
+                num_reqs, max_decode_len, facts,
             )  # fmt: skip
             if decided is not None:
                 return decided
@@ -232,14 +232,14 @@ class AutoTables:
         divides = bool(self._forms) and not forbidden & Mode.SPLIT.bit
         several = SplitForm.DECODES_BESIDE in self._forms
         wholes, whole, divide, eager = self._wholes, self._whole, self._divided, self._eager
-        most_unlooked = 1 if several else _NEVER
+        most_unlooked, spared = 1 if several else _NEVER, costs.spared_us
         step = (loras, forbidden)
         nothing: Sequence[Entry | None] = ()
 
         def others(
             num_decodes: int, query_len: int, decode_kv: int, decode_tokens: int, num_prefills: int,
             prefill_tokens: int, prefill_kv: int, prefill_pairs: int, max_decode_steps: int, num_tokens: int,
-            num_reqs: int, max_decode_len: int,
+            num_reqs: int, max_decode_len: int, facts: Mapping[str, Any],
         ) -> Decision | None:  # fmt: skip
             """The decision; None for a batch that the columns can't tell about."""
             tokens = decode_tokens + prefill_tokens if num_tokens < 0 else num_tokens
@@ -298,10 +298,16 @@ class AutoTables:
                     device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
                     host = d_host + (piece_prompt + piece_req * num_prefills)
                     wins = (device if device >= host else host) + step_us < least
-                if wins or max_decode_steps > most_unlooked:
+                spared_us = 0.0
+                if max_decode_steps > most_unlooked:
+                    own_us = d_row * num_decodes + d_unit * decode_kv
+                    share = num_decodes / (num_decodes + facts.get(WAITING_REQS, 0))
+                    spared_us = spared(d_device, d_host, own_us, share)
+                    wins = True
+                if wins:
                     decided = divide(
-                        decode, piece, prefill_tokens, (d_device, d_host), prefill_us, num_prefills, max_decode_steps,
-                        least, step,
+                        decode, piece, prefill_tokens, (d_device, d_host, spared_us), prefill_us, num_prefills,
+                        max_decode_steps, least, step,
                     )  # fmt: skip
                     if decided is not None:
                         return decided
@@ -312,7 +318,7 @@ class AutoTables:
         return others
 
     def _divided(
-        self, decode: Entry, piece: Entry | None, prefill_tokens: int, decode_us: tuple[float, float],
+        self, decode: Entry, piece: Entry | None, prefill_tokens: int, decode_us: tuple[float, float, float],
         prefill_us: float, num_prefills: int, max_decode_steps: int, least: float, step: tuple[int, int],
     ) -> Decision | None:  # fmt: skip
         """The best split, where one is better than the `least` cycle so far.
@@ -321,7 +327,7 @@ class AutoTables:
             decode: the decode half's graph.
             piece: the graph that holds the prefill half; None where none does.
             prefill_tokens: of all prompt chunks.
-            decode_us: device and host time of one decode step.
+            decode_us: device and host time of one decode step, and what one beyond the first takes off later steps.
             prefill_us: attention of the prefill half.
             num_prefills: its rows.
             max_decode_steps: decode steps that may run.
@@ -334,7 +340,7 @@ class AutoTables:
             host.base_for(decodes=False, prefills=True) + host.req_us * num_prefills
             for host in (costs.host_piecewise, costs.host_eager)
         )
-        d_device, d_host = decode_us
+        d_device, d_host, _ = decode_us
         turns: list[tuple[Entry | None, float, float]] = []
         if piece is not None:
             turns.append((piece, piece.rate + prefill_us, piece_host_us))
@@ -352,22 +358,21 @@ class AutoTables:
             if cycle < least:
                 least, form, tail = cycle, _BESIDE, each
         if max_decode_steps > 1 and SplitForm.DECODES_BESIDE in self._forms:
-            steps, each = self._several(d_device, d_host, turns, max_decode_steps, least)
+            steps, each = self._several(decode_us, turns, max_decode_steps, least)
             if steps > 1:
                 return self._split(decode, piece, each, SplitForm.DECODES_BESIDE, steps, prefill_tokens, step)
         return None if form is None else self._split(decode, piece, tail, form, 1, prefill_tokens, step)
 
     def _several(
-        self, d_device: float, d_host: float, turns: Sequence[tuple[Entry | None, float, float]], most_steps: int,
-        least: float,
+        self, decode_us: tuple[float, float, float], turns: Sequence[tuple[Entry | None, float, float]],
+        most_steps: int, least: float,
     ) -> tuple[int, Entry | None]:  # fmt: skip
         """How many decode steps to run beside the prefill half, and its graph; 1 where another way is as good.
 
         Here the score isn't the cycle. No cycle is shorter than `least`, that of the best way with one step.
 
         Args:
-            d_device: device time of one decode step.
-            d_host: its host time.
+            decode_us: as `_divided` has it.
             turns: the prefill half's graph or None, its device time, and its host time.
             most_steps: decode steps that may run.
             least: the shortest cycle of all ways with one decode step.
@@ -375,7 +380,7 @@ class AutoTables:
         costs, objective = self._context.costs, self._context.objective
         step_weight, gap_weight = objective.step_weight, objective.gap_weight
         step_us, overlap = costs.step_us, costs.overlap_cost
-        alone = (d_device if d_device >= d_host else d_host) + step_us
+        d_device, d_host, spared_us = decode_us
         limit = objective.first_token_limit * least
         best_score, best_cycle = step_weight * least + gap_weight * least, least
         best: tuple[int, Entry | None] = (1, None)
@@ -388,7 +393,7 @@ class AutoTables:
                 host = steps * d_host + t_host
                 cycle = (device if device >= host else host) + step_us
                 if cycle <= limit:
-                    score = step_weight * (cycle - (steps - 1) * alone) + gap_weight * (cycle / steps)
+                    score = step_weight * (cycle - (steps - 1) * spared_us) + gap_weight * (cycle / steps)
                     if score < best_score or (score == best_score and cycle < best_cycle):
                         best_score, best_cycle, best = score, cycle, (steps, tail)
             steps *= 2

@@ -9,18 +9,35 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs, StepOutputs
 from kpolicy.settings import Settings
-from kpolicy.shapes import BatchNumbers
+from kpolicy.shapes import NO_FACTS, WAITING_REQS, BatchNumbers
 
-__all__ = ["Batch", "Batcher", "Completion", "Generation"]
+__all__ = ["Batch", "Batcher", "Completion", "Generation", "waiting_facts"]
 
 MOST_STEPS_AHEAD = 8
 """Decode steps that are offered beside one prefill, at most: each reserves a KV slot a row ahead."""
+
+
+def waiting_facts(needed: Iterable[int], free: int, places: int) -> Mapping[str, Any]:
+    """The fact of how many waiting requests KV and rows are free for.
+
+    Args:
+        needed: blocks that the prompt of each takes, in order of arrival.
+        free: blocks that nobody has.
+        places: requests that may run besides those that do.
+    """
+    count = 0
+    for blocks in needed:
+        free -= blocks
+        if free < 0 or count >= places:
+            break
+        count += 1
+    return {WAITING_REQS: count} if count else NO_FACTS
 
 
 class Generation:
@@ -298,12 +315,16 @@ class Batcher:
             pairs += new * start + new * (new + 1) // 2
             first_chunks += not start
             longest = max(longest, new)
-        ahead = self._slots_ahead(rows.requests) if num_decodes and self.steps_ahead > 1 else []
+        ahead: list[list[int]] = []
+        facts = NO_FACTS
+        if num_decodes and self.steps_ahead > 1:
+            facts = self._facts()
+            ahead = self._slots_ahead(rows.requests)
         num_tokens = len(token_ids)
         numbers = BatchNumbers(
             num_decodes, 1 if num_decodes else 0, decode_kv, num_decodes, len(chunks), num_tokens - num_decodes,
             prefill_kv, pairs, longest, max(kv_lens), first_chunks, 0, 0, 1 + len(ahead), num_tokens,
-            num_decodes + len(chunks), 1 if num_decodes else 0,
+            num_decodes + len(chunks), 1 if num_decodes else 0, facts,
         )  # fmt: skip
         return StepInputs(numbers, query_lens, token_ids, positions, slots, tables, kv_lens, wanted, ahead)
 
@@ -313,6 +334,13 @@ class Batcher:
         for block in range(start // size, -(-end // size)):
             first = blocks[block] * size
             slots += whole[first + max(start - block * size, 0) : first + min(end - block * size, size)]
+
+    def _facts(self) -> Mapping[str, Any]:
+        """What `auto` is told besides counts: requests that wait for a place among the step's tokens only."""
+        if not self.waiting:
+            return NO_FACTS
+        needed = (-(-request.until // self.block_size) for request in self.waiting)
+        return waiting_facts(needed, len(self._free), self.settings.max_num_reqs - self._num_running)
 
     def _slots_ahead(self, decodes: list[Generation]) -> list[list[int]]:
         """KV slots for further decode steps of all rows, as far as every row has tokens to generate and blocks last."""

@@ -8,12 +8,13 @@ and decode rows may verify drafts. Where both can run a trace they make the same
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from kpolicy.errors import ConfigError
-from kpolicy.scheduling.batching import MOST_STEPS_AHEAD
+from kpolicy.scheduling.batching import MOST_STEPS_AHEAD, waiting_facts
 from kpolicy.settings import Settings
-from kpolicy.shapes import BatchNumbers, BatchShape
+from kpolicy.shapes import NO_FACTS, BatchNumbers, BatchShape
 from kpolicy.simulate.blocks import Blocks
 from kpolicy.simulate.drafts import DraftedRows, Drafts
 from kpolicy.simulate.requests import Request
@@ -38,6 +39,7 @@ class Step(NamedTuple):
             decode_kv_tokens=numbers.decode_kv_tokens if numbers.num_decodes else None,
             max_kv_len=numbers.max_kv_len,
             max_decode_steps=numbers.max_decode_steps,
+            facts=numbers.facts,
         )
 
 
@@ -245,16 +247,24 @@ class Queue:
             first_chunks += not start
             longest = max(longest, new)
             longest_kv = max(longest_kv, start + new)
-        steps, decode_q = 1, 0
+        steps, decode_q, facts = 1, 0, NO_FACTS
         if num_decodes:
             decode_q = q
             if isinstance(rows, PlainRows) and self.steps_ahead > 1:
+                facts = self._facts()
                 steps = self._reserved_steps(rows)
             longest, longest_kv = max(longest, q), max(longest_kv, rows.longest)
         return BatchNumbers(
             num_decodes, decode_q, rows.kv_tokens, tokens, len(chunks), prefill_tokens, prefill_kv, pairs, longest,
-            longest_kv, first_chunks, 0, 0, steps, tokens + prefill_tokens, num_decodes + len(chunks), decode_q,
+            longest_kv, first_chunks, 0, 0, steps, tokens + prefill_tokens, num_decodes + len(chunks), decode_q, facts,
         )  # fmt: skip
+
+    def _facts(self) -> Mapping[str, Any]:
+        """What `auto` is told besides counts: requests that wait for a place among the step's tokens only."""
+        if not self.waiting:
+            return NO_FACTS
+        needed = (-(-request.until // self.block_size) for request in self.waiting)
+        return waiting_facts(needed, self.blocks.available, self.most_reqs - self.num_running)
 
     def _reserved_steps(self, rows: PlainRows) -> int:
         """Decode steps that have KV for all rows, reserved here; no row runs out of tokens to generate within them."""

@@ -13,7 +13,7 @@ from kpolicy.modes import Mode
 from kpolicy.policies.base import Policy, PolicyContext
 from kpolicy.reasons import Basis
 from kpolicy.settings import Objective, Settings
-from kpolicy.shapes import BatchShape
+from kpolicy.shapes import NO_FACTS, WAITING_REQS, BatchShape
 
 __all__ = ["claims", "contexts", "cost_tables", "ladders", "settings", "shapes", "sizes"]
 
@@ -79,6 +79,7 @@ _COSTS = st.builds(
     step_us=_US,
     overlap_cost=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
 )
+_FACTS = st.sampled_from([NO_FACTS, NO_FACTS, {WAITING_REQS: 1}, {WAITING_REQS: 40}])
 _OBJECTIVE = st.builds(
     lambda weights, limit: Objective(weights[0], weights[1], limit),
     st.sampled_from([(1.0, 0.0), (0.0, 1.0), (0.7, 0.3), (0.1, 0.9)]),
@@ -113,6 +114,7 @@ def shapes(draw: st.DrawFn, *, forbid: bool = True, forbid_eager: bool = False) 
         num_active_loras=draw(_LORAS),
         forbidden=draw(forbidden),
         max_decode_steps=draw(_STEPS),
+        facts=draw(_FACTS),
     )
 
 

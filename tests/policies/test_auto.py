@@ -11,7 +11,7 @@ from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.policies import PolicyContext, get_policy
 from kpolicy.reasons import Basis, Reason
 from kpolicy.settings import Objective, Settings
-from kpolicy.shapes import BatchShape
+from kpolicy.shapes import WAITING_REQS, BatchShape
 
 SETTINGS = Settings(max_num_reqs=64)
 # A token is a microsecond of dense work, in every mode; attention is free unless a test says otherwise.
@@ -115,6 +115,16 @@ def test_latency_keeps_decodes_going_beside_a_prefill():
     assert decision.form is SplitForm.DECODES_BESIDE
     assert decision.decode_steps == 8
     assert decide(shape, objective=Objective(0.0, 1.0, first_token_limit=1.0)).decode_steps == 1
+
+
+@pytest.mark.parametrize(("waiting", "steps"), [(0, 2), (100, 1)])
+def test_decodes_ahead_are_worth_less_while_others_wait(waiting, steps):
+    """Throughput runs decodes ahead where that spares a later step, not where a queue would fill that step anyway."""
+    # Two steps of 300 us beside a prompt of 1,000 take 300 x 0.4 more than one, and a step alone 300.
+    costs = attrs.evolve(COSTS, full=Curve((8, 64), (300.0, 301.0)), overlap_cost=0.4)
+    shape = BatchShape(decodes=[(1, 8)], prefills=[(1000, 0)], max_decode_steps=2, facts={WAITING_REQS: waiting})
+    assert decide(shape, costs=costs).decode_steps == steps
+    assert decide(shape, costs=costs, objective=Objective.parse("latency")).decode_steps == 2
 
 
 def test_first_token_limit_bounds_the_prefill():

@@ -76,6 +76,7 @@ def check_inputs(batcher: Batcher, batch: Batch) -> None:
         decode_kv_tokens=sum(inputs.kv_lens[: len(batch.decodes)]) if batch.decodes else None,
         max_kv_len=max(inputs.kv_lens),
         max_decode_steps=1 + len(inputs.slots_ahead),
+        facts=inputs.numbers.facts,
     )
     assert inputs.numbers == shape.numbers
 
@@ -390,6 +391,36 @@ def test_steps_ahead_run_and_keep_the_pace() -> None:
     assert len(fast.generated) - before == len(outputs.tokens)
     drain(batcher, engine.step, 100)
     assert fast.generated == wanted(fast)
+
+
+@pytest.mark.parametrize(
+    ("max_num_reqs", "num_blocks", "told"),
+    [(9, 32, 3), (4, 32, 2), (9, 11, 1), (2, 32, 0)],
+    ids=["all fit", "two rows are free", "KV for one", "no row is free"],
+)
+def test_requests_that_wait_for_tokens_only_are_told(max_num_reqs: int, num_blocks: int, told: int) -> None:
+    """Beside decodes and prompts `auto` is told how many waiting requests have KV and a row, in order of arrival."""
+    limits = Settings(max_num_reqs=max_num_reqs, max_num_tokens=20)
+    batcher, engine = Batcher(limits, num_blocks=num_blocks, block_size=4), engine_for(limits, num_blocks, 4)
+    batcher.add(Generation(0, prompt(0, 4), 12))
+    batcher.complete(batch := batcher.next_batch(), engine.step(batch.inputs), sample)
+    for index, length in enumerate((19, 12, 8, 4), 1):
+        batcher.add(Generation(index, prompt(index, length), 2))
+    batch = batcher.next_batch()
+    assert [request.index for request, _ in batch.chunks] == [1]
+    assert batch.inputs.numbers.waiting_reqs == told
+
+
+def test_decodes_alone_are_told_of_nobody() -> None:
+    """Without prompts in the step nothing is decoded ahead, and no fact is made."""
+    limits = Settings(max_num_reqs=1, max_num_tokens=20)
+    batcher, engine = Batcher(limits, num_blocks=32, block_size=4), engine_for(limits, 32, 4)
+    for index in range(2):
+        batcher.add(Generation(index, prompt(index, 4), 12))
+    batcher.complete(batch := batcher.next_batch(), engine.step(batch.inputs), sample)
+    assert batcher.waiting
+    assert (alone := batcher.next_batch()) is not None
+    assert not alone.inputs.numbers.facts
 
 
 def test_the_last_token_is_not_decoded_ahead() -> None:
