@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import attrs
 
@@ -35,9 +35,14 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "Engine"]
 
 T = TypeVar("T")
+_Running: TypeAlias = "tuple[Sequence[ReadyEvent], StepOutputs | Decision, Decision, Decision, BatchNumbers]"
+"""A step under way, as `Engine._count` takes it: when it is over, what ran, what ran last was decided, and first"""
 
 MOST_RUNNING = 64
 """Steps that may be under way and uncounted at once"""
+COUNT_EVERY = 8
+"""Steps that are counted together, while the device is at work on the last one: one after the other the processor
+fetches what counting takes from memory each time, and that takes longer than counting"""
 
 
 class Communicator(Protocol):
@@ -150,7 +155,7 @@ class Engine:
         self._synced_version = -1
         self._compiled: CompiledPolicy | None = None
         self._compiled_version = -1
-        self._running: deque[tuple[StepOutputs, Decision, Decision, BatchNumbers]] = deque()
+        self._running: deque[_Running] = deque()
         self._lazy = self._lazy_capture(lazy)
         if self._communicator is not None:
             self.sync()
@@ -383,7 +388,7 @@ class Engine:
         if executor is None or self._lost is not None:
             executor = self._need_executor("step")
         running = self._running
-        if running and len(running[-1][0].ready) > 1:
+        if running and len(running[-1][0]) > 1:
             # It may have lost a graph beside, which this step mustn't be given.
             self._settle(every=False)
         numbers = inputs.numbers
@@ -406,25 +411,31 @@ class Engine:
             except StickyDeviceError as error:
                 self._lose(error)
                 raise
+        ready = outputs.ready
+        # Of several launches one may fail behind the host, so what ran is known when they are over. Nothing else of a
+        # step is kept here: its outputs are memory.
+        step = ready, outputs if len(ready) > 1 else outputs.decision, decision, wanted, numbers
         # Asking a device that runs behind the host takes longer than to note the step, and it isn't over.
-        if not self._runs_behind and self._all_done(outputs.ready):
-            self._count(outputs, decision, wanted, numbers)
+        if not self._runs_behind and self._all_done(ready):
+            self._count(*step)
         else:
-            running.append((outputs, decision, wanted, numbers))
-            if len(running) > 1:
+            running.append(step)
+            if not len(running) % COUNT_EVERY:
                 # Earlier ones are counted here, while the device is at work.
                 self._settle(every=False, but=1)
         return outputs
 
-    def _count(self, outputs: StepOutputs, decision: Decision, wanted: Decision, numbers: BatchNumbers) -> None:
+    def _count(
+        self, ready: Sequence[ReadyEvent], found: StepOutputs | Decision, decision: Decision, wanted: Decision,
+        numbers: BatchNumbers,
+    ) -> None:  # fmt: skip
         """Count a step that is over."""
-        ran = outputs.decision
+        ran = found if isinstance(found, Decision) else found.decision
         if ran is not decision:
             self._stats.replay_failures += 1
         if ran is not wanted and self._events is not None:
             self._events.replay_failed(wanted, ran)
-        ready = outputs.ready
-        cycle_us = ready[0].us if len(ready) == 1 else outputs.cycle_us
+        cycle_us = ready[0].us if len(ready) == 1 else max((event.us for event in ready), default=0.0)
         self._stats.add(ran, numbers, cycle_us)
         if self._correct and self._communicator is None:
             self._hold_costs(ran, numbers, cycle_us)
@@ -460,7 +471,7 @@ class Engine:
         """
         running = self._running
         while len(running) > but:
-            ready = running[0][0].ready
+            ready = running[0][0]
             if not every and len(ready) == 1 and len(running) < MOST_RUNNING and not self._all_done(ready):
                 return
             step = running.popleft()

@@ -130,6 +130,9 @@ class GraphRegistry:
 
     Args:
         budget: the most that may be held; by default unbounded.
+
+    Attributes:
+        version: a number that rises with every change of what is planned or captured; hits don't change it.
     """
 
     def __init__(self, budget: Budget | None = None) -> None:
@@ -142,7 +145,7 @@ class GraphRegistry:
         self._pending: dict[GraphKey, list[int]] = {}
         self._hits: dict[GraphKey, int] = {}
         self._seconds = 0.0
-        self._version = 0
+        self.version = 0
         self._views: dict[tuple[tuple[str, ...], bool], CaptureLadder] = {}
         self._callbacks: tuple[Callback, ...] = ()
 
@@ -316,11 +319,6 @@ class GraphRegistry:
 
     # Questions.
 
-    @property
-    def version(self) -> int:
-        """A number that rises with every change of what is planned or captured; hits don't change it."""
-        return self._version
-
     def record(self, key: GraphKey) -> GraphRecord:
         """What is known of a key.
 
@@ -382,7 +380,7 @@ class GraphRegistry:
                 "schema": SNAPSHOT_SCHEMA,
                 "version": list(SNAPSHOT_VERSION),
                 "budget": attrs.asdict(self.budget),
-                "changes": self._version,
+                "changes": self.version,
                 "seconds": self._seconds,
                 "pools": [
                     {"name": pool.name, "generation": pool.generation, "held": attrs.asdict(pool.held)}
@@ -406,7 +404,7 @@ class GraphRegistry:
         fields = _Fields("snapshot", snapshot)
         _check_header(fields)
         registry = cls(_built("snapshot.budget", Budget, fields.mapping("budget")))
-        registry._version = fields.whole("changes")
+        registry.version = fields.whole("changes")
         registry._seconds = fields.seconds("seconds")
         for entry in fields.entries("pools"):
             held = _built(f"{entry.path}.held", Usage, entry.mapping("held"))
@@ -445,9 +443,9 @@ class GraphRegistry:
                     yield changed
                 finally:
                     if changes:
-                        self._version += 1
+                        self.version += 1
                         self._views.clear()
-                    version, callbacks = self._version, self._callbacks
+                    version, callbacks = self.version, self._callbacks
         finally:
             if changes:
                 for callback in callbacks:
@@ -497,7 +495,7 @@ class GraphRegistry:
         records = [record for record in self._records.values() if record.key.stage in stages]
         return CaptureLadder(
             (record.key for record in records if record.state in shown),
-            version=self._version,
+            version=self.version,
             assumed=assumed,
             withdrawn=(record.key for record in records if record.state in lost),
         )
@@ -505,7 +503,7 @@ class GraphRegistry:
     def _lose_graphs(self) -> None:
         self._pools.clear()
         self._seconds = 0.0
-        self._version += 1
+        self.version += 1
         for record in tuple(self._records.values()):
             state = GraphState.PLANNED if record.state is GraphState.CAPTURED else record.state
             self._records[record.key] = GraphRecord(key=record.key, state=state, reason=record.reason)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs
 from kpolicy.executors.device import DeviceAdapter
+from kpolicy.executors.launch_rows import slots_ahead
 from kpolicy.executors.step_model import StepModel, StepTensors
 
 __all__ = ["PaddedShape", "StepBuffers", "extra_inputs"]
@@ -106,16 +107,20 @@ class StepBuffers:
             self._uniform_starts[query_len] = starts
         return starts
 
-    def stage(self, rows: StepInputs, shape: PaddedShape, wanted: bool) -> None:
-        """Copy the rows to the front, and padding behind them: token 0, the reserved slot, no KV.
+    def stage(self, rows: StepInputs, shape: PaddedShape, wanted: bool, repeat: int = 1) -> bool:
+        """Bring a launch's rows to the device, and padding behind them: token 0, the reserved slot, no KV.
 
         Args:
             rows: the launch's rows.
             shape: what they are padded to.
             wanted: whether the head reads `wanted`.
+            repeat: decode steps.
+
+        Returns:
+            Whether sampling inputs are among them; False where every row is greedy, so that no noise is needed.
 
         Raises:
-            ConfigError: the rows bring other extra inputs than the model has.
+            ConfigError: the rows bring other extra inputs than the model has, or the launch repeats and they can't.
         """
         tokens, reqs, query_len = shape
         jobs: list[Any] = [
@@ -128,14 +133,23 @@ class StepBuffers:
             jobs.append((self.query_starts, starts, reqs + 1, starts[-1]))
         if wanted:
             jobs.append((self.wanted, rows.wanted, max(reqs, len(rows.wanted)), 0))
-        if self._stage_all is not None:
-            self._stage_all(jobs)
-        else:
-            stage = self._adapter.stage
-            for job in jobs:
-                stage(*job)
-        if self.extra or rows.extra:
-            self._stage_extra(rows, tokens)
+        adapter = self._adapter
+        try:
+            if repeat > 1:
+                self._stage_ahead(slots_ahead(rows, repeat))
+            if self._stage_all is not None:
+                self._stage_all(jobs)
+            else:
+                for job in jobs:
+                    adapter.stage(*job)
+            if self.extra or rows.extra:
+                self._stage_extra(rows, tokens)
+            sampled = bool(rows.sampling) and self._stage_sampling(rows)
+        except BaseException:
+            adapter.drop_staged()
+            raise
+        adapter.commit()
+        return sampled
 
     def _stage_extra(self, rows: StepInputs, num_tokens: int) -> None:
         if rows.extra.keys() != self.extra.keys():
@@ -146,8 +160,8 @@ class StepBuffers:
         for name, buffer in self.extra.items():
             self._adapter.stage(buffer, rows.extra[name], num_tokens, 0)
 
-    def stage_sampling(self, rows: StepInputs) -> bool:
-        """Copy what sampling reads; False where every row is greedy, so that no noise is needed."""
+    def _stage_sampling(self, rows: StepInputs) -> bool:
+        """Copy what sampling reads; False where every row is greedy."""
         temperature = rows.sampling.get("temperature")
         num_wanted = len(rows.wanted)
         if temperature is None or not num_wanted or (isinstance(temperature, list | tuple) and not any(temperature)):
@@ -156,7 +170,7 @@ class StepBuffers:
         self._adapter.stage(self.seed, rows.sampling.get("seed", ()), num_wanted, 0)
         return True
 
-    def stage_ahead(self, slots: Sequence[Sequence[int]]) -> None:
+    def _stage_ahead(self, slots: Sequence[Sequence[int]]) -> None:
         """Copy the slots of further decode steps. More steps than were foreseen take new memory, once."""
         if len(slots) > len(self.slots_ahead):
             self.slots_ahead = self._adapter.alloc_static((len(slots), self.num_reqs), "int64", self._pad_slot)

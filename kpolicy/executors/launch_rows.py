@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from kpolicy.decision import Launch
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs
 from kpolicy.executors.step_model import RowLayout
@@ -27,6 +27,10 @@ class LaunchRows(NamedTuple):
     """For eager attention; None where it runs as if it were captured"""
 
 
+new_rows = partial(tuple.__new__, LaunchRows)
+"""Makes them of a tuple, as `LaunchRows._make` does without a function of Python's"""
+
+
 def uniform_query_len(rows: StepInputs, which: Rows) -> int | None:
     """The query length of a launch of nothing but decode rows of one length; None otherwise."""
     numbers = rows.numbers
@@ -45,22 +49,22 @@ def launch_rows(rows: StepInputs, which: Rows, *, live: bool) -> LaunchRows:
     return LaunchRows(num_wanted, num_wanted == num_tokens, num_reqs, layout)
 
 
-def slots_ahead(rows: StepInputs, launch: Launch) -> Sequence[Sequence[int]]:
-    """The KV slots of a launch's further decode steps.
+def slots_ahead(rows: StepInputs, repeat: int) -> Sequence[Sequence[int]]:
+    """The KV slots of a launch's decode steps beyond the first.
 
     Raises:
         ConfigError: they weren't reserved, or the rows can't follow each other without the host.
     """
     num_reqs = len(rows.query_lens)
     if not num_reqs:
-        return [()] * (launch.repeat - 1)
-    if len(rows.token_ids) != num_reqs or len(rows.slots_ahead) < launch.repeat - 1:
+        return [()] * (repeat - 1)
+    if len(rows.token_ids) != num_reqs or len(rows.slots_ahead) < repeat - 1:
         raise ConfigError(
-            f"{launch} needs rows of one token and KV slots for {launch.repeat - 1} steps ahead; there are "
-            f"{len(rows.token_ids)} tokens in {num_reqs} rows and slots_ahead has {len(rows.slots_ahead)}. Reserve as "
-            "many as max_decode_steps says, less 1."
+            f"{repeat} decode steps that follow each other need rows of one token and KV slots for {repeat - 1} steps "
+            f"ahead; there are {len(rows.token_ids)} tokens in {num_reqs} rows and slots_ahead has "
+            f"{len(rows.slots_ahead)}. Reserve as many as max_decode_steps says, less 1."
         )
-    return rows.slots_ahead[: launch.repeat - 1]
+    return rows.slots_ahead[: repeat - 1]
 
 
 def decode_places(rows: StepInputs) -> Sequence[int]:

@@ -34,9 +34,9 @@ from kpolicy.executors.addresses import Address, addresses_of, check_moved
 from kpolicy.executors.base import CaptureReport, ProbeReport, ReadyEvent, StepInputs
 from kpolicy.executors.buffers import PaddedShape, StepBuffers
 from kpolicy.executors.device import DeviceAdapter, DeviceEvent
-from kpolicy.executors.launch_rows import LaunchRows, decode_places, launch_rows, slots_ahead, uniform_query_len
+from kpolicy.executors.handover import PartOutputs, new_part
+from kpolicy.executors.launch_rows import LaunchRows, decode_places, launch_rows, new_rows, uniform_query_len
 from kpolicy.executors.parts import OutputRows, PartReady, PartRun, Program, SampledSteps, SampledTokens, replay_error
-from kpolicy.executors.runner import PartOutputs
 from kpolicy.executors.segments import (
     BreakBuffers,
     FullGraph,
@@ -95,6 +95,7 @@ class GraphLauncher:
         self._behind = not adapter.host_runs
         self._checks: bool = getattr(adapter, "checks", False)
         self._statics: dict[GraphKey, dict[str, Address]] = {}
+        self._part_run = PartRun(adapter, model)
         self._started: DeviceEvent = adapter.event()
         self._ready: list[ReadyEvent] = []
         self._unfinished: list[DeviceEvent] = []
@@ -202,7 +203,7 @@ class GraphLauncher:
             shape, head, program = handle.shape, handle.head, handle
             most_reqs = shape.num_reqs
             num_wanted = len(rows.wanted)
-            live = LaunchRows(num_wanted, num_wanted == num_tokens, num_reqs)
+            live = new_rows((num_wanted, num_wanted == num_tokens, num_reqs, None))
         else:
             shape = PaddedShape(key.num_tokens, num_reqs, uniform_query_len(rows, launch.rows))
             head, program, most_reqs = HeadRows.WANTED, handle.bound(shape), buffers.num_reqs
@@ -216,17 +217,18 @@ class GraphLauncher:
             _check_inputs(handle)
             # Before the first launch, where it costs the graph and not the step.
             check_moved(key, self._statics.get(key, {}), self._where())
+        wanted, beside = not live.all_wanted or head is HeadRows.REQS, self._beside or launch.stream
         with self.adapter.session():
             try:
-                stage = self._stage_beside if launch.stream else self._stage
-                sampled = stage(buffers, rows, shape, head, live, launch)
+                if launch.stream:
+                    sampled = self._stage_beside(buffers, rows, shape, wanted, launch)
+                else:
+                    sampled = buffers.stage(rows, shape, wanted, launch.repeat)
             except Exception as error:
                 raise replay_error(self.adapter, key, error) from error
-            run = PartRun(self.adapter, self.model, program, live, launch.repeat, sampled, key, behind=self._behind)
-            beside = self._beside or launch.stream
             # Only what runs behind the host needs something to fall back on: here the host decides again.
             fallback = partial(ModelRun, self.model, buffers, shape, head) if beside else None
-            return self._launch(run, rows, launch, fallback)
+            return self._launch(program, rows, live, launch, sampled, fallback)
 
     def _where(self) -> dict[str, Address]:
         """Where weights and KV lie, by name; nothing of a model that doesn't name them."""
@@ -269,21 +271,22 @@ class GraphLauncher:
         self, slot: int, rows: StepInputs, shape: PaddedShape, head: HeadRows, live: bool, launch: Launch
     ) -> PartOutputs:
         facts = launch_rows(rows, launch.rows, live=live)
+        wanted = not facts.all_wanted or head is HeadRows.REQS
         with self.adapter.session():
             buffers = self._eager_buffers(slot, shape)
-            stage = self._stage_beside if launch.stream else self._stage
+            stage = partial(buffers.stage, rows, shape, wanted, launch.repeat)
+            if launch.stream:
+                stage = partial(self._stage_beside, buffers, rows, shape, wanted, launch)
             try:
-                sampled = stage(buffers, rows, shape, head, facts, launch)
+                sampled = stage()
             except KPolicyError:
                 raise
             except Exception as error:
                 # Nothing ran yet and there is no lesser mode: once more, and then it is the caller's.
                 if self.adapter.classify(error).sticky:
                     raise StickyDeviceError(f"staging an eager launch: {error}. The device is lost.") from error
-                sampled = stage(buffers, rows, shape, head, facts, launch)
-            program = ModelRun(self.model, buffers, shape, head)
-            run = PartRun(self.adapter, self.model, program, facts, launch.repeat, sampled, None, behind=self._behind)
-            return self._launch(run, rows, launch, None)
+                sampled = stage()
+            return self._launch(ModelRun(self.model, buffers, shape, head), rows, facts, launch, sampled, None)
 
     def _eager_buffers(self, slot: int, shape: PaddedShape) -> StepBuffers:
         """The eager buffers of a stream; larger ones where they don't hold the shape.
@@ -301,65 +304,46 @@ class GraphLauncher:
             buffers = self._eager[slot] = StepBuffers(self.adapter, self.model, tokens, reqs)
         return buffers
 
-    def _stage(
-        self, buffers: StepBuffers, rows: StepInputs, shape: PaddedShape, head: HeadRows, facts: LaunchRows,
-        launch: Launch,
-    ) -> bool:  # fmt: skip
-        """Stage a launch on the current stream; whether sampling inputs were.
-
-        Raises:
-            ConfigError: the launch repeats and its rows can't.
-        """
-        try:
-            if launch.repeat > 1:
-                ahead = slots_ahead(rows, launch)
-                if ahead:
-                    buffers.stage_ahead(ahead)
-            buffers.stage(rows, shape, not facts.all_wanted or head is HeadRows.REQS)
-            sampled = bool(rows.sampling) and buffers.stage_sampling(rows)
-        except BaseException:
-            self.adapter.drop_staged()
-            raise
-        self.adapter.commit()
-        return sampled
-
     def _stage_beside(
-        self, buffers: StepBuffers, rows: StepInputs, shape: PaddedShape, head: HeadRows, facts: LaunchRows,
-        launch: Launch,
-    ) -> bool:  # fmt: skip
-        """`_stage` on the launch's own stream."""
+        self, buffers: StepBuffers, rows: StepInputs, shape: PaddedShape, wanted: bool, launch: Launch
+    ) -> bool:
+        """Stage a launch on its own stream."""
         with self.adapter.on(self._stream(launch.stream)):
             # These buffers may be those of the step before, which the main stream ran.
             self.adapter.wait(self._started)
-            return self._stage(buffers, rows, shape, head, facts, launch)
+            return buffers.stage(rows, shape, wanted, launch.repeat)
 
     def _launch(
-        self, run: PartRun, rows: StepInputs, launch: Launch, fallback: Callable[[], Program] | None
-    ) -> PartOutputs:
+        self, program: Program, rows: StepInputs, live: LaunchRows, launch: Launch, sampled: bool,
+        fallback: Callable[[], Program] | None,
+    ) -> PartOutputs:  # fmt: skip
         """Run what was staged: here, or on a stream beside."""
-        adapter, started = self.adapter, self._started
-        if launch.stream or self._beside:
+        adapter, started, run, count = self.adapter, self._started, self._part_run, live.num_wanted
+        outputs, beside = OutputRows(count), bool(launch.stream or self._beside)
+        if beside:
             stream = self._stream(launch.stream)
-            told = partial(self.late_failure, launch.key) if launch.key is not None else _nothing
-            adapter.submit(stream, partial(run.run_beside, fallback, started, told))
-            event = run.event = adapter.event(stream)
-            run.beside = True
-            self._unfinished.append(event)
+            ready = outputs.ready = PartReady(None, started, self._behind)
+            adapter.submit(stream, partial(
+                run.run_beside, outputs, program, live, launch.repeat, sampled, launch.key, fallback, started,
+                self.late_failure,
+            ))  # fmt: skip
+            ready.event = adapter.event(stream)
+            self._unfinished.append(ready.event)
         else:
-            run.run()
-            event = run.event = adapter.event()
-        self._ready.append(PartReady(run, event, started))
-        count = len(rows.wanted)
-        outputs = OutputRows(run, count) if count else ()
+            run.run(outputs, program, live, launch.repeat, sampled, launch.key)
+            ready = outputs.ready = PartReady(adapter.event(), started, self._behind)
+        self._ready.append(ready)
+        found: Sequence[Any] = outputs if count else ()
         if launch.rows is Rows.PREFILL:
-            part = PartOutputs(outputs, (), SampledTokens(run, 0, range(count)) if count else ())
-            return _BesideOutputs.of(part, run) if run.beside else part
-        numbers = rows.numbers
-        places = range(numbers.num_decodes) if numbers.query_len == 1 else decode_places(rows)
-        first = 1 + places[-1] if places else 0
-        steps = SampledSteps(run, launch.repeat, places)
-        part = PartOutputs(outputs, steps, SampledTokens(run, 0, range(first, count)) if count > first else ())
-        return _BesideOutputs.of(part, run) if run.beside else part
+            part = PartOutputs(found, (), SampledTokens(outputs, 0, range(count)) if count else ())
+        else:
+            numbers = rows.numbers
+            places = range(numbers.num_decodes) if numbers.query_len == 1 else decode_places(rows)
+            first = 1 + places[-1] if places else 0
+            steps = SampledSteps(outputs, launch.repeat, places)
+            prompts = SampledTokens(outputs, 0, range(first, count)) if count > first else ()
+            part = new_part((found, steps, prompts))
+        return _BesideOutputs.of(part, outputs) if beside else part
 
     def _stream(self, number: int) -> Any:
         stream = self._streams.get(number)
@@ -391,12 +375,12 @@ class GraphLauncher:
 class _BesideOutputs(PartOutputs):
     """Outputs of a launch on a stream beside."""
 
-    _run: PartRun | None = None
+    _rows: OutputRows | None = None
 
     @classmethod
-    def of(cls, part: PartOutputs, run: PartRun) -> PartOutputs:
+    def of(cls, part: PartOutputs, rows: OutputRows) -> PartOutputs:
         beside = cls(*part)
-        beside._run = run
+        beside._rows = rows
         return beside
 
     @property
@@ -405,7 +389,7 @@ class _BesideOutputs(PartOutputs):
 
     @property
     def failed_key(self) -> GraphKey | None:
-        return None if self._run is None else self._run.failed_key
+        return None if self._rows is None else self._rows.failed_key
 
 
 def _check_inputs(handle: FullGraph | PieceGraph) -> None:
@@ -428,10 +412,6 @@ def _check_inputs(handle: FullGraph | PieceGraph) -> None:
 
 def _unheard(key: GraphKey) -> None:
     del key
-
-
-def _nothing() -> None:
-    pass
 
 
 def _power(size: int) -> int:

@@ -1,8 +1,8 @@
-"""`PartRun`: one launch from its staged inputs to its outputs, on whichever stream; and outputs that wait for it."""
+"""`PartRun`: launches from staged inputs to outputs, on whichever stream; and outputs that wait for their launch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, overload
 
 from kpolicy.errors import GraphReplayError, KPolicyError, OutOfMemoryError, StickyDeviceError
@@ -23,9 +23,9 @@ class Program(Protocol):
     @property
     def buffers(self) -> StepBuffers: ...
 
-    def logits(self, rows: LaunchRows) -> Tensor: ...
-
-    def lasting(self, logits: Tensor) -> Tensor: ...
+    def logits(self, rows: LaunchRows, lasting: bool) -> Tensor:
+        """[num_wanted, vocab]; None where there is no row. `lasting` ones aren't overwritten by the next launch."""
+        ...
 
 
 def replay_error(adapter: DeviceAdapter, key: GraphKey, error: Exception) -> Exception:
@@ -39,129 +39,37 @@ def replay_error(adapter: DeviceAdapter, key: GraphKey, error: Exception) -> Exc
     return GraphReplayError(key, f"replaying {key}: {type(error).__name__}: {error}")
 
 
-class PartRun:
-    """One launch.
+class PartReady:
+    """A part's `ReadyEvent`: its end on the device, timed from the step's start.
+
+    It keeps none of the part's outputs: a step that waits to be counted holds no memory.
 
     Args:
-        adapter: the device.
-        model: samples.
-        program: computes logits from the staged buffers.
-        rows: what the host knows of the rows.
-        repeat: decode steps.
-        sampled: whether sampling inputs were staged; otherwise every row is greedy.
-        key: the graph that replays; None where the program is eager.
+        event: the part's end; None for a part beside until it is submitted, when whoever submits it sets it.
+        started: the step's start.
         behind: the device runs it behind the host.
 
     Attributes:
-        beside: it runs on a stream beside.
-        event: its end on the device; set by whoever launches it.
-        failed_key: the graph that failed before its launch on a stream beside, so that the rows ran eagerly.
-        over: the device was seen to be past `event`, so nobody need ask again.
+        error: what a part beside raised, which its stream's thread sets.
     """
 
-    __slots__ = (
-        "_adapter", "_error", "_model", "_program", "_repeat", "_rows", "_sampled", "behind", "beside", "event",
-        "failed_key", "key", "logits", "over", "tokens",
-    )  # fmt: skip
+    __slots__ = ("_behind", "_over", "_started", "error", "event")
 
-    def __init__(
-        self, adapter: DeviceAdapter, model: StepModel, program: Program, rows: LaunchRows, repeat: int, sampled: bool,
-        key: GraphKey | None, *, behind: bool,
-    ) -> None:  # fmt: skip
-        self.behind = behind
-        self._adapter = adapter
-        self._model = model
-        self._program: Program | None = program
-        self._rows = rows
-        self._repeat = repeat
-        self._sampled = sampled
-        self.key = key
-        self.logits: Tensor = None
-        self.tokens: list[Tensor] = []
-        self.failed_key: GraphKey | None = None
-        self.beside = False
-        self.over = False
-        self._error: BaseException | None = None
-        self.event: DeviceEvent | None = None
+    def __init__(self, event: DeviceEvent | None, started: DeviceEvent, behind: bool) -> None:
+        self.event = event
+        self.error: BaseException | None = None
+        self._started = started
+        self._behind = behind
+        self._over = False
+        """The device was seen to be past the event, so nobody need ask again"""
 
-    def through(self, wrap: Callable[[Program], Program]) -> None:
-        """Compute through what a device puts around programs, before the launch runs."""
-        assert self._program is not None  # noqa: S101 - a launch runs once
-        self._program = wrap(self._program)
-
-    def run(self, fallback: Callable[[], Program] | None = None) -> None:
-        """Compute and sample, as often as the launch repeats.
-
-        Args:
-            fallback: makes what runs in place of a graph that fails before it is launched. A failure after the first
-                repeat goes on from there: its inputs are staged.
-
-        Raises:
-            GraphReplayError: the graph failed and there is no fallback.
-            StickyDeviceError: the device is lost.
-        """
-        program = self._program
-        assert program is not None  # noqa: S101 - a launch runs once
-        # Outputs live as long as the caller likes; the buffers and the graph needn't, also after a failure.
-        self._program = None
-        try:
-            for step in range(self._repeat):
-                if step:
-                    self._next_step(program.buffers, step)
-                try:
-                    logits = program.logits(self._rows)
-                except Exception as error:
-                    if self.key is None:
-                        raise
-                    meant = replay_error(self._adapter, self.key, error)
-                    if fallback is None or not isinstance(meant, GraphReplayError):
-                        raise meant from error
-                    program, self.key, fallback, self.failed_key = fallback(), None, None, self.key
-                    logits = program.logits(self._rows)
-                if logits is not None:
-                    sampled = self._sample(logits, program.buffers) if self._sampled else self._model.sample(logits, {})
-                    self.tokens.append(sampled)
-            self.logits = None if logits is None else program.lasting(logits)
-        except KPolicyError:
-            raise
-        except Exception as error:
-            if self._adapter.classify(error).sticky:
-                raise StickyDeviceError(
-                    f"running a launch: {error}. The device is lost to this process; start a new one."
-                ) from error
-            raise
-
-    def _next_step(self, buffers: StepBuffers, step: int) -> None:
-        rows = self._rows
-        if rows.num_reqs:
-            buffers.next_step(step, self.tokens[-1], rows.num_reqs)
-        if rows.layout is not None:
-            layout = rows.layout._replace(kv_lens=[kv_len + 1 for kv_len in rows.layout.kv_lens])
-            self._rows = rows._replace(layout=layout)
-
-    def _sample(self, logits: Tensor, buffers: StepBuffers) -> Tensor:
-        """[num_wanted], the next token of each wanted row, by the sampling inputs that were staged."""
-        count, positions = self._rows.num_wanted, buffers.positions
-        if self._rows.all_wanted:
-            positions = positions[:count] + 1
-        else:
-            positions = positions.index_select(0, buffers.wanted[:count]) + 1
-        return self._model.sample(
-            logits, {"temperature": buffers.temperature[:count], "seed": buffers.seed[:count], "position": positions}
-        )
-
-    def run_beside(
-        self, fallback: Callable[[], Program] | None, started: DeviceEvent, late: Callable[[], None]
-    ) -> None:
-        """`run` on a stream of its own. What it raises is kept for whoever waits."""
-        try:
-            self._adapter.wait(started)
-            self.run(fallback)
-        # Whatever it is, it surfaces where the host waits for this part, and nowhere else.
-        except BaseException as error:  # noqa: BLE001
-            self._error = error
-        if self.failed_key is not None:
-            late()
+    def done(self) -> bool:
+        if self._over:
+            return True
+        done = self._end.done()
+        # Where the host runs the stream, waiting is also how it hears of an error there.
+        self._over = done and self._behind
+        return done
 
     def wait(self) -> None:
         """Block until it is done.
@@ -170,53 +78,49 @@ class PartRun:
             StickyDeviceError: the device is lost.
             Exception: what the model raised.
         """
-        if self.event is not None and not self.over:
-            self.event.wait()
-        if self._error is not None:
-            raise self._error
-
-
-class PartReady:
-    """A part's `ReadyEvent`: its end on the device, timed from the step's start."""
-
-    __slots__ = ("_event", "_part", "_started")
-
-    def __init__(self, part: PartRun, event: DeviceEvent, started: DeviceEvent) -> None:
-        self._part = part
-        self._event = event
-        self._started = started
-
-    def done(self) -> bool:
-        part = self._part
-        if part.over:
-            return True
-        done = self._event.done()
-        # Where the host runs the stream, waiting is also how it hears of an error there.
-        part.over = done and part.behind
-        return done
-
-    def wait(self) -> None:
-        self._part.wait()
+        if not self._over:
+            self._end.wait()
+        if self.error is not None:
+            raise self.error
 
     @property
     def us(self) -> float:
-        return self._event.us_since(self._started)
+        return self._end.us_since(self._started)
+
+    @property
+    def _end(self) -> DeviceEvent:
+        assert self.event is not None  # noqa: S101 - nobody has it before its launch is submitted
+        return self.event
 
 
 class OutputRows(Sequence[Any]):
-    """[num_wanted] rows of logits; reading one waits for the part."""
+    """[num_wanted] rows of one launch's logits; reading one waits for the launch.
 
-    __slots__ = ("_count", "_part")
+    Args:
+        count: how many.
 
-    def __init__(self, part: PartRun, count: int) -> None:
-        self._part = part
+    Attributes:
+        ready: when they are there; set by whoever launches.
+        logits: [num_wanted, vocab], to be read once they are ready; None where there is no row.
+        tokens: [num_wanted] each, what was sampled, repeat by repeat.
+        failed_key: the graph that failed before its launch on a stream beside, so that the rows ran eagerly.
+    """
+
+    __slots__ = ("_count", "failed_key", "logits", "ready", "tokens")
+
+    ready: PartReady
+
+    def __init__(self, count: int) -> None:
         self._count = count
+        self.logits: Tensor = None
+        self.tokens: list[Tensor] = []
+        self.failed_key: GraphKey | None = None
 
     @property
     def tensor(self) -> Tensor:
         """[num_wanted, vocab], all of them; None where there is no row."""
-        self._part.wait()
-        return self._part.logits
+        self.ready.wait()
+        return self.logits
 
     def __len__(self) -> int:
         return self._count
@@ -233,6 +137,96 @@ class OutputRows(Sequence[Any]):
         return self.tensor[at]
 
 
+class PartRun:
+    """Runs launches from their staged inputs to their outputs, on whichever stream.
+
+    Args:
+        adapter: the device.
+        model: samples.
+    """
+
+    def __init__(self, adapter: DeviceAdapter, model: StepModel) -> None:
+        self._adapter = adapter
+        self._model = model
+
+    def run(
+        self, into: OutputRows, program: Program, rows: LaunchRows, repeat: int, sampled: bool, key: GraphKey | None,
+        fallback: Callable[[], Program] | None = None,
+    ) -> None:  # fmt: skip
+        """Compute and sample, as often as the launch repeats.
+
+        Args:
+            into: the launch's outputs. They live as long as the caller likes, and keep neither buffers nor graph.
+            program: computes logits from the staged buffers.
+            rows: what the host knows of the rows.
+            repeat: decode steps.
+            sampled: whether sampling inputs were staged; otherwise every row is greedy.
+            key: the graph that replays; None where the program is eager.
+            fallback: makes what runs in place of a graph that fails before it is launched. A failure after the first
+                repeat goes on from there: its inputs are staged.
+
+        Raises:
+            GraphReplayError: the graph failed and there is no fallback.
+            StickyDeviceError: the device is lost.
+        """
+        tokens, last, logits = into.tokens, repeat - 1, None
+        try:
+            for step in range(repeat):
+                if step:
+                    rows = _next_step(program.buffers, rows, step, tokens)
+                try:
+                    logits = program.logits(rows, step == last)
+                except Exception as error:
+                    if key is None:
+                        raise
+                    meant = replay_error(self._adapter, key, error)
+                    if fallback is None or not isinstance(meant, GraphReplayError):
+                        raise meant from error
+                    program, key, fallback, into.failed_key = fallback(), None, None, key
+                    logits = program.logits(rows, step == last)
+                if logits is not None:
+                    tokens.append(self._model.sample(logits, _sampling(program.buffers, rows) if sampled else {}))
+            into.logits = logits
+        except KPolicyError:
+            raise
+        except Exception as error:
+            if self._adapter.classify(error).sticky:
+                raise StickyDeviceError(
+                    f"running a launch: {error}. The device is lost to this process; start a new one."
+                ) from error
+            raise
+
+    def run_beside(
+        self, into: OutputRows, program: Program, rows: LaunchRows, repeat: int, sampled: bool, key: GraphKey | None,
+        fallback: Callable[[], Program] | None, started: DeviceEvent, late: Callable[[GraphKey], None],
+    ) -> None:  # fmt: skip
+        """`run` on a stream of its own. What it raises is kept for whoever waits; `late` hears of a failed graph."""
+        try:
+            self._adapter.wait(started)
+            self.run(into, program, rows, repeat, sampled, key, fallback)
+        # Whatever it is, it surfaces where the host waits for this part, and nowhere else.
+        except BaseException as error:  # noqa: BLE001
+            into.ready.error = error
+        if into.failed_key is not None:
+            late(into.failed_key)
+
+
+def _next_step(buffers: StepBuffers, rows: LaunchRows, step: int, tokens: Sequence[Tensor]) -> LaunchRows:
+    """Go one decode step on: what the host knows of the rows then."""
+    if rows.num_reqs:
+        buffers.next_step(step, tokens[-1], rows.num_reqs)
+    if rows.layout is None:
+        return rows
+    return rows._replace(layout=rows.layout._replace(kv_lens=[kv_len + 1 for kv_len in rows.layout.kv_lens]))
+
+
+def _sampling(buffers: StepBuffers, rows: LaunchRows) -> Mapping[str, Tensor]:
+    """What sampling reads of each wanted row: the inputs that were staged."""
+    count, positions = rows.num_wanted, buffers.positions
+    positions = positions[:count] + 1 if rows.all_wanted else positions.index_select(0, buffers.wanted[:count]) + 1
+    return {"temperature": buffers.temperature[:count], "seed": buffers.seed[:count], "position": positions}
+
+
 class SampledTokens(Sequence[int]):
     """Tokens of one sampling; reading one waits for the part and copies them to the host, once.
 
@@ -244,7 +238,7 @@ class SampledTokens(Sequence[int]):
 
     __slots__ = ("_part", "_places", "_step", "_values")
 
-    def __init__(self, part: PartRun, step: int, places: Sequence[int]) -> None:
+    def __init__(self, part: OutputRows, step: int, places: Sequence[int]) -> None:
         self._part = part
         self._step = step
         self._places = places
@@ -253,7 +247,7 @@ class SampledTokens(Sequence[int]):
     @property
     def values(self) -> list[int]:
         if self._values is None:
-            self._part.wait()
+            self._part.ready.wait()
             places = self._places
             if not places:
                 self._values = []
@@ -290,7 +284,7 @@ class SampledSteps(Sequence[Sequence[int]]):
 
     __slots__ = ("_part", "_places", "_repeat", "_steps")
 
-    def __init__(self, part: PartRun, repeat: int, places: Sequence[int]) -> None:
+    def __init__(self, part: OutputRows, repeat: int, places: Sequence[int]) -> None:
         self._part = part
         self._repeat = repeat
         self._places = places

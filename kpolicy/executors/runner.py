@@ -16,7 +16,7 @@ import attrs
 
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import BudgetRefused, CaptureError, GraphReplayError, RegistryError
-from kpolicy.executors.base import CaptureReport, ProbeReport, ReadyEvent, StepInputs, StepOutputs
+from kpolicy.executors.base import CaptureReport, ProbeReport, ReadyEvent, StepInputs, StepOutputs, new_outputs
 from kpolicy.executors.handover import LateOutputs, PartOutputs, joined, part_of, without_graph
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
@@ -294,7 +294,7 @@ class ModeRunner:
             else:
                 part = launcher.eager(inputs, launch) if launch.key is None else self._replay(launch, inputs)
             ready = launcher.ready(decision, inputs.numbers)
-            return StepOutputs(part.outputs, part.tokens, decision, ready, part.first_tokens)
+            return new_outputs((part.outputs, part.tokens, decision, ready, part.first_tokens))
         return self._run_split(decision, inputs)
 
     def _replay(self, launch: Launch, rows: StepInputs) -> PartOutputs:

@@ -85,7 +85,7 @@ class ModelRun:
         self.shape = shape
         self.head = head
 
-    def logits(self, rows: LaunchRows) -> Tensor:
+    def logits(self, rows: LaunchRows, lasting: bool = True) -> Tensor:  # noqa: ARG002 - they are
         """[num_wanted, vocab], in memory of their own."""
         if not self.shape.num_tokens:
             return None
@@ -99,10 +99,6 @@ class ModelRun:
             padded = self.model.head(hidden.index_select(0, self.buffers.wanted[: self.shape.num_reqs]))
             return padded[: rows.num_wanted]
         return self.model.head(_chosen(hidden, self.buffers, rows))
-
-    def lasting(self, logits: Tensor) -> Tensor:
-        """Logits that the next launch doesn't overwrite."""
-        return logits
 
 
 class FullGraph:
@@ -126,14 +122,12 @@ class FullGraph:
         self._hidden = hidden
         self._logits = logits
         self._fronts: dict[int, Tensor] = {}
-        self._is_front: set[int] = set()
-        """Identities of `_fronts`, which live as long as this"""
         self.num_bytes: int = graph.num_bytes
         self.held = buffers.tensors(shape)
         """What the graph reads: it must not go before the graph"""
 
-    def logits(self, rows: LaunchRows) -> Tensor:
-        """Replay: [num_wanted, vocab], overwritten by the pool's next replay."""
+    def logits(self, rows: LaunchRows, lasting: bool = False) -> Tensor:
+        """Replay: [num_wanted, vocab], overwritten by the pool's next replay where they needn't be lasting."""
         count = rows.num_wanted
         self._replay(self._graph)
         if self.head is HeadRows.REQS:
@@ -142,16 +136,9 @@ class FullGraph:
         elif not rows.all_wanted:
             return self._logits.index_select(0, self.buffers.wanted[:count])
         front = self._fronts.get(count)
-        return self._front(count) if front is None else front
-
-    def lasting(self, logits: Tensor) -> Tensor:
-        """Logits that the next launch doesn't overwrite."""
-        return logits.clone() if id(logits) in self._is_front else logits
-
-    def _front(self, count: int) -> Tensor:
-        front = self._fronts[count] = self._logits[:count]
-        self._is_front.add(id(front))
-        return front
+        if front is None:
+            front = self._fronts[count] = self._logits[:count]
+        return front.clone() if lasting else front
 
 
 class BreakBuffers:
@@ -300,7 +287,7 @@ class BoundPieces:
         self.shape = shape
         self._graph = graph
 
-    def logits(self, rows: LaunchRows) -> Tensor:
+    def logits(self, rows: LaunchRows, lasting: bool = True) -> Tensor:  # noqa: ARG002 - they are
         """Replay: [num_wanted, vocab], in memory of their own."""
         step = StepContext(self.buffers.tensors(self.shape), rows.layout, self.shape.uniform_query_len)
         with running(step):
@@ -308,10 +295,6 @@ class BoundPieces:
         if not rows.num_wanted:
             return None
         return self._graph.model.head(_chosen(hidden, self.buffers, rows))
-
-    def lasting(self, logits: Tensor) -> Tensor:
-        """Logits that the next launch doesn't overwrite."""
-        return logits
 
 
 def capture_full(

@@ -9,8 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from benchmarks.host_step import NoDevice  # noqa: E402
 from kpolicy.errors import StickyDeviceError  # noqa: E402
-from kpolicy.executors.cuda.adapter import MOST_SPARE, CudaEvent  # noqa: E402
+from kpolicy.executors.cuda.adapter import MOST_SPARE  # noqa: E402
 
 
 class Event:
@@ -59,40 +60,32 @@ def events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_events_are_used_again() -> None:
     """A step's events come back when nobody looks at them; those that somebody holds aren't touched."""
-    spare: list[Any] = []
-    stream = Stream()
-    held = CudaEvent(stream, spare)
+    adapter, stream = NoDevice(), Stream()
+    held = adapter.event(stream)
     at = held._event.at
     for _ in range(50):
-        started, ended = CudaEvent(stream, spare), CudaEvent(stream, spare)
+        started, ended = adapter.event(stream), adapter.event(stream)
         assert ended.us_since(started) == 2000.0
         del started, ended
         gc.collect()
     assert Event.made <= 5
     assert held._event.at == at
-    assert held._event not in spare
+    assert held._event not in [point.event for point in adapter._spare]
 
 
 def test_only_so_many_are_kept() -> None:
     """A burst of steps under way doesn't keep its events for ever."""
-    spare: list[Any] = []
-    many = [CudaEvent(Stream(), spare) for _ in range(3 * MOST_SPARE)]
+    adapter = NoDevice()
+    many = [adapter.event(Stream()) for _ in range(3 * MOST_SPARE)]
     del many
     gc.collect()
-    assert len(spare) == MOST_SPARE
-
-
-def test_without_a_list_each_is_its_own() -> None:
-    """Who gives none gets a fresh event each time."""
-    for _ in range(3):
-        CudaEvent(Stream())
-    assert Event.made == 3
+    assert len(adapter._spare) == MOST_SPARE
 
 
 def test_time_waits_only_for_what_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where both points were passed nothing blocks; otherwise it waits for both."""
-    stream = Stream()
-    first, second = CudaEvent(stream), CudaEvent(stream)
+    adapter, stream = NoDevice(), Stream()
+    first, second = adapter.event(stream), adapter.event(stream)
     assert second.us_since(first) == 2000.0
     assert first._event.waits == second._event.waits == 0
     monkeypatch.setattr(Event, "over", False)
@@ -102,8 +95,8 @@ def test_time_waits_only_for_what_is_not_over(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_lost_device_is_told_by_the_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of work in which the device was lost is the named error."""
-    stream = Stream()
-    first, second = CudaEvent(stream), CudaEvent(stream)
+    adapter, stream = NoDevice(), Stream()
+    first, second = adapter.event(stream), adapter.event(stream)
     monkeypatch.setattr(Event, "over", False)
     monkeypatch.setattr(Event, "lost", True)
     with pytest.raises(StickyDeviceError, match="lost to this process"):
@@ -118,8 +111,8 @@ def test_a_record_that_fails_keeps_nothing() -> None:
         def clock(self) -> float:
             raise RuntimeError("no stream")
 
-    spare: list[Any] = []
+    adapter = NoDevice()
     with pytest.raises(RuntimeError, match="no stream"):
-        CudaEvent(Broken(), spare)
+        adapter.event(Broken())
     gc.collect()
-    assert spare == []
+    assert adapter._spare == []

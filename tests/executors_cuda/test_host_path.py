@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.engine_step import decode_inputs  # noqa: E402
 from benchmarks.host_step import NoDevice, NoModel, Point, bare_step, calls_of, opened  # noqa: E402
+from kpolicy.engine import COUNT_EVERY  # noqa: E402
 from kpolicy.executors.base import StepInputs  # noqa: E402
 
 
@@ -25,21 +27,23 @@ def points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "auto"])
 def test_a_decode_step_asks_the_device_once(policy: str) -> None:
-    """Two points are recorded, whether the step before is over is asked once, and nothing waits or is made anew."""
+    """Two points are recorded, whether a step is over is asked once, and nothing waits or is made anew."""
     engine, model = opened(policy)
     inputs = decode_inputs(3, model.num_blocks)
-    for _ in range(4):
+    for _ in range(2 * COUNT_EVERY):
         engine.step(inputs)
+    assert engine.stats.total.steps == 2 * COUNT_EVERY
     Point.asked.clear()
-    for _ in range(10):
+    counted = 3 * (COUNT_EVERY - 1)
+    for _ in range(counted + 1):
         engine.step(inputs)
-    assert Point.asked == {"record": 20, "query": 10, "elapsed_time": 10}
-    assert engine.stats.total.steps == 14
-    assert engine.stats.by_mode["full"].us == pytest.approx(14 * 2000.0)
+    assert Point.asked == {"record": 2 * (counted + 1), "query": counted, "elapsed_time": counted}
+    assert engine.stats.total.steps == 2 * COUNT_EVERY + counted + 1
+    assert engine.stats.by_mode["full"].us == pytest.approx(engine.stats.total.steps * 2000.0)
 
 
-def test_a_step_is_counted_while_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not before the next one is launched, when the device would wait for it."""
+def test_steps_are_counted_together_while_the_last_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before it is launched, when the device would wait for it."""
     engine, model = opened()
     inputs = decode_inputs(3, model.num_blocks)
     order: list[str] = []
@@ -50,10 +54,20 @@ def test_a_step_is_counted_while_the_next_one_runs(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(engine.executor, "run", partial(noted, "run", engine.executor.run))
     monkeypatch.setattr(engine, "_count", partial(noted, "count", engine._count))
-    for _ in range(3):
+    for _ in range(COUNT_EVERY + 1):
         engine.step(inputs)
-    assert order == ["run", "run", "count", "run", "count"]
-    assert engine.stats.total.steps == 3
+    assert order == [*["run"] * COUNT_EVERY, *["count"] * (COUNT_EVERY - 1), "run"]
+    assert engine.stats.total.steps == COUNT_EVERY + 1
+
+
+def test_a_step_that_waits_to_be_counted_keeps_none_of_its_outputs() -> None:
+    """Their memory goes with the caller's last look at them."""
+    engine, model = opened()
+    outputs = engine.step(decode_inputs(3, model.num_blocks))
+    logits = ref(outputs.outputs.tensor)
+    del outputs
+    assert logits() is None
+    assert engine.stats.total.steps == 1
 
 
 def test_a_step_that_runs_behind_the_host_is_counted_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,11 +75,11 @@ def test_a_step_that_runs_behind_the_host_is_counted_when_it_is_over(monkeypatch
     engine, model = opened()
     inputs = decode_inputs(3, model.num_blocks)
     monkeypatch.setattr(Point, "query", lambda _self: False)
-    for _ in range(5):
+    for _ in range(2 * COUNT_EVERY):
         engine.step(inputs)
     assert engine._stats.total.steps == 0
-    assert engine.stats.total.steps == 5
-    assert Point.asked["synchronize"] == 5
+    assert engine.stats.total.steps == 2 * COUNT_EVERY
+    assert Point.asked["synchronize"] == 2 * COUNT_EVERY
 
 
 def test_what_is_staged_is_what_the_graph_reads() -> None:

@@ -29,17 +29,17 @@ def test_contract(check: Callable[..., None], small: Callable[..., Any]) -> None
     check(lambda: CpuExecutor(small()), close=close, **fewer)
 
 
-def _no_reserved_slot(stage: Any, self: Any, rows: Any, shape: Any, wanted: bool) -> None:
+def _no_reserved_slot(stage: Any, self: Any, rows: Any, shape: Any, *rest: Any) -> bool:
     """Padding writes to slot 0, which is some request's."""
     self._pad_slot = 0
-    stage(self, rows, shape, wanted)
+    return stage(self, rows, shape, *rest)  # type: ignore[no-any-return]
 
 
-def _stale_lengths(stage: Any, self: Any, rows: Any, shape: Any, wanted: bool) -> None:
+def _stale_lengths(stage: Any, self: Any, rows: Any, shape: Any, *rest: Any) -> bool:
     """The graph's buffers keep the lengths of the step before, where it had as many rows."""
     if self.num_reqs < 16 and not rows.numbers.num_prefills:
         rows = rows._replace(kv_lens=[max(1, length - 1) for length in rows.kv_lens])
-    stage(self, rows, shape, wanted)
+    return stage(self, rows, shape, *rest)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("broken", [_no_reserved_slot, _stale_lengths])

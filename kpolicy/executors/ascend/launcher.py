@@ -14,7 +14,7 @@ from kpolicy.executors.base import CaptureReport, StepInputs
 from kpolicy.executors.buffers import StepBuffers
 from kpolicy.executors.launch_rows import LaunchRows
 from kpolicy.executors.launcher import GraphLauncher, LauncherPool
-from kpolicy.executors.parts import PartRun, Program
+from kpolicy.executors.parts import Program
 from kpolicy.executors.runner import PartOutputs
 from kpolicy.executors.segments import FullGraph, PieceGraph
 from kpolicy.executors.step_model import StepModel
@@ -43,16 +43,13 @@ class _WithRows:
     def buffers(self) -> StepBuffers:
         return self._program.buffers
 
-    def logits(self, rows: LaunchRows) -> Any:
+    def logits(self, rows: LaunchRows, lasting: bool) -> Any:
         now = self._rows.ahead(self._done[0])
         self._adapter.with_rows(now)
         with running_rows(now):
-            logits = self._program.logits(rows)
+            logits = self._program.logits(rows, lasting)
         self._done[0] += 1
         return logits
-
-    def lasting(self, logits: Any) -> Any:
-        return self._program.lasting(logits)
 
 
 class AscendLauncher(GraphLauncher):
@@ -84,12 +81,12 @@ class AscendLauncher(GraphLauncher):
         return handle, report._replace(streams=self.units.cost_of(key).streams)
 
     def _launch(
-        self, run: PartRun, rows: StepInputs, launch: Launch, fallback: Callable[[], Program] | None
-    ) -> PartOutputs:
+        self, program: Program, rows: StepInputs, live: LaunchRows, launch: Launch, sampled: bool,
+        fallback: Callable[[], Program] | None,
+    ) -> PartOutputs:  # fmt: skip
         host, done = HostRows(rows.query_lens, rows.kv_lens), [0]
-        run.through(lambda program: _WithRows(program, self.adapter, host, done))
         stand_in = None
         if fallback is not None:
             made = fallback
             stand_in = lambda: _WithRows(made(), self.adapter, host, done)  # noqa: E731
-        return super()._launch(run, rows, launch, stand_in)
+        return super()._launch(_WithRows(program, self.adapter, host, done), rows, live, launch, sampled, stand_in)

@@ -63,28 +63,41 @@ class CudaPool:
         self.released = False
 
 
+class _Recorder:
+    """An event of torch's, and how it is recorded."""
+
+    __slots__ = ("event", "record")
+
+    def __init__(self) -> None:
+        self.event: Any = torch.cuda.Event(enable_timing=True)
+        # What `torch.cuda.Event.record` calls, once it has looked for a stream.
+        base = super(torch.cuda.Event, self.event)
+        self.record: Callable[[Any], None] = getattr(base, "record", self.event.record)
+
+
 class CudaEvent:
     """A point on a stream.
 
     Args:
-        stream: the stream.
-        spare: events of points that nobody looks at any more, to be used again: making one takes longer than all else
-            that a step asks of it.
+        point: the event that was recorded there.
+        spare: takes it when nobody looks at the point any more, to be used again: making one takes longer than all
+            else that a step asks of it.
     """
 
-    __slots__ = ("_event", "_spare")
+    __slots__ = ("_point", "_spare")
 
-    def __init__(self, stream: Any, spare: list[Any] | None = None) -> None:
-        self._spare: list[Any] | None = None
-        self._event: Any = spare.pop() if spare else torch.cuda.Event(enable_timing=True)
-        self._event.record(stream)
+    def __init__(self, point: _Recorder, spare: list[_Recorder]) -> None:
+        self._point = point
         self._spare = spare
+
+    @property
+    def _event(self) -> Any:
+        return self._point.event
 
     def __del__(self) -> None:
         # A stream that waits for the point took it over when it was told to.
-        spare = self._spare
-        if spare is not None and len(spare) < MOST_SPARE:
-            spare.append(self._event)
+        if len(self._spare) < MOST_SPARE:
+            self._spare.append(self._point)
 
     def done(self) -> bool:
         """Whether the stream has passed it.
@@ -282,7 +295,10 @@ class CudaAdapter:
         return stream
 
     def event(self, stream: Any = None) -> CudaEvent:
-        return CudaEvent(self._current() if stream is None else stream, self._spare)
+        spare = self._spare
+        point = spare.pop() if spare else _Recorder()
+        point.record(self._current() if stream is None else stream)
+        return CudaEvent(point, spare)
 
     def wait(self, event: Any) -> None:
         event.hold(self._current())

@@ -163,7 +163,6 @@ def _captured(
 ) -> FullGraph:  # fmt: skip
     with adapter.recording(pool), running_rows(HostRows(rows.query_lens, rows.kv_lens)):
         buffers.stage(rows, shape, wanted=True)
-        adapter.commit()
         return capture_full(key, shape, adapter, model, pool, buffers)
 
 
@@ -176,8 +175,7 @@ def _differs(
     num_wanted = len(rows.token_ids) if whole else len(rows.wanted)
     before = [cache[:used].clone() for cache in caches]
     buffers.stage(rows, shape, wanted=True)
-    adapter.commit()
-    replayed = graph.logits(LaunchRows(num_wanted, whole, len(rows.query_lens))).clone()
+    replayed = graph.logits(LaunchRows(num_wanted, whole, len(rows.query_lens)), lasting=True)
     adapter.event().wait()
     written = [cache[:used].clone() for cache in caches]
     for cache, old in zip(caches, before, strict=True):
