@@ -45,7 +45,7 @@ def graph_of(engine: Any, inputs: Any) -> Any:
     return engine.registry.record(key).handle
 
 
-def parts_of(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, float]:
+def parts_of(engine: Any, model: Any, inputs: Any, count: int = 60) -> dict[str, float]:
     """Host microseconds of single things after a synchronisation, as a step finds the processor's caches: medians."""
     import torch
 
@@ -108,7 +108,7 @@ class Watch:
         return seen
 
 
-def inside(engine: Any, model: Any, inputs: Any, count: int = 150) -> dict[str, dict[str, float]]:
+def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, dict[str, float]]:
     """Where the host's time goes within `Engine.step` and within a bare step: medians by function."""
     import torch
 
