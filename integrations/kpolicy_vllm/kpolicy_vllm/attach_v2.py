@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import Any
 
 from kpolicy.modes import Part
+from kpolicy_vllm import two_forwards
 from kpolicy_vllm.attach_v1 import NOT_RECORDED, bound_splits
 from kpolicy_vllm.claims import claims_of, levels_of
 from kpolicy_vllm.runner_v1 import sampled
@@ -77,6 +78,9 @@ def attach(runner: Any, state: State, modules: Any, *, newest: bool) -> None:
 
     runner.initialize_kv_cache = initialize_kv_cache
     runner.capture_model = capture_model
+    if state.config.split:
+        with state.guard("not_split", "running decodes and prompts of a step apart", "a step has one forward"):
+            two_forwards.attach(runner, state)
 
 
 def _record(runner: Any, state: State, modules: Any) -> None:

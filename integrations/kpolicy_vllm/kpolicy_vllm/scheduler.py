@@ -40,9 +40,14 @@ def qualname(vllm_config: Any) -> str:
     return f"{__name__}.{name}"
 
 
-def why_not(vllm_config: Any) -> str | None:
-    """Why decodes and prompts can't be scheduled apart in this vLLM; None where they can."""
-    if workers_apart(vllm_config):
+def why_not(vllm_config: Any, *, in_scheduler: bool = True) -> str | None:
+    """Why decodes and prompts can't be run apart in this vLLM; None where they can.
+
+    Args:
+        vllm_config: vLLM's.
+        in_scheduler: whether it is for the scheduler to decide, or for the workers.
+    """
+    if in_scheduler and workers_apart(vllm_config):
         return (
             "the workers are processes of their own, and costs are measured there; SPLIT needs the in-process executor"
         )
@@ -355,6 +360,8 @@ def _made(name: str) -> type[Any]:
             held_by(self, state)
             with state.guard("not_split", "scheduling decodes and prompts apart", "they are scheduled together"):
                 reason = why_not(self.vllm_config)
+                if reason is not None and _left_to_workers(self.vllm_config):
+                    return
                 if reason is not None:
                     state.counters.warn_once("not_split", f"decodes and prompts are scheduled together: {reason}.")
                     return
@@ -369,6 +376,13 @@ def _made(name: str) -> type[Any]:
     Split.__name__ = Split.__qualname__ = name
     Split.__module__ = __name__
     return Split
+
+
+def _left_to_workers(vllm_config: Any) -> bool:
+    """Whether workers run two forwards in a step where the scheduler can't decide (`kpolicy_vllm.two_forwards`)."""
+    second = getattr(vllm_config, "use_v2_model_runner", False)
+    alone = vllm_config.parallel_config.data_parallel_size == 1
+    return bool(second and alone) and why_not(vllm_config, in_scheduler=False) is None
 
 
 def _count_steps() -> None:

@@ -33,6 +33,8 @@ class Apart(NamedTuple):
     prompt: float
     more: float
     """What running them apart costs besides: rows that join the batch again"""
+    once: float = float("inf")
+    """Both, as two forwards of one step"""
 
 
 def mixed_numbers(num_decodes: int, num_prompts: int, prompt_tokens: int, query_len: int = 1) -> BatchNumbers:
@@ -77,7 +79,9 @@ class SplitRule:
     def best(self, apart: Apart, waited_us: float = 0.0) -> int:
         """The number of decode-only steps of least score, within the bound on the first token; 0 for a mixed step."""
         config, objective = self._state.config, self._state.objective
-        whole, decode, prompt, more = apart
+        whole, decode, prompt, more, once = apart
+        if self._state.two_forwards:
+            whole = min(whole, once)
         bound = objective.first_token_limit * min(whole, decode + prompt + more)
         if config.first_token_ms is not None:
             bound = max(bound, 1e3 * config.first_token_ms - waited_us)
@@ -112,13 +116,18 @@ class SplitRule:
             def cycle(numbers: BatchNumbers) -> float:
                 return costs.cost(select(*numbers).launches, numbers).cycle_us
 
+            decode = cycle(mixed_numbers(num_decodes, 0, 0, q))
+            prompt = cycle(mixed_numbers(0, num_prompts, tokens, q))
             found = self._kept[key] = Apart(
-                cycle(mixed_numbers(num_decodes, num_prompts, tokens, q)),
-                cycle(mixed_numbers(num_decodes, 0, 0, q)),
-                cycle(mixed_numbers(0, num_prompts, tokens, q)),
-                getattr(state, "rejoin_us", 0.0) * num_decodes,
-            )
+                cycle(mixed_numbers(num_decodes, num_prompts, tokens, q)), decode, prompt,
+                getattr(state, "rejoin_us", 0.0) * num_decodes, decode + prompt - costs.step_us,
+            )  # fmt: skip
         return found
+
+    def two_forwards(self, num_decodes: int, num_prompts: int, prompt_tokens: int) -> bool:
+        """Whether a step of such rows takes less as two forwards, of decodes and of prompts."""
+        apart = self.apart(num_decodes, num_prompts, prompt_tokens)
+        return apart is not None and apart.once < apart.whole
 
     def alternates(self) -> bool:
         """Whether data-parallel ranks alternate: what each finds alone, from costs and limits that all share."""

@@ -93,6 +93,7 @@ class State:
         loras_apart: whether a graph captured with adapters serves only steps with some.
         broadcast: gives every rank rank 0's value; every rank must call it.
         agree: whether it holds on every rank; every rank must call it.
+        two_forwards: whether the runner may run decodes and prompts of one step as two forwards.
     """
 
     def __init__(self, config: Config, settings: Settings, *, num_dp_ranks: int = 1) -> None:
@@ -119,6 +120,7 @@ class State:
         self.captured = False
         self.broken = False
         self.compiles = 0
+        self.two_forwards = False
         self._with_split: tuple[int, CompiledPolicy] | None = None
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -191,7 +191,12 @@ class Worker:
 
 
 def serve(
-    scheduler: Any, requests: list[tuple[int, Any]], *, depth: int, most_steps: int = 5000
+    scheduler: Any,
+    requests: list[tuple[int, Any]],
+    *,
+    depth: int,
+    most_steps: int = 5000,
+    runs: Callable[[Worker], Callable[[Any, dict[str, int]], Any]] = lambda worker: worker.run,
 ) -> tuple[dict[str, list[int]], Worker]:
     """vLLM's engine loop, with `depth` steps under way: each request's tokens, and the worker.
 
@@ -200,8 +205,10 @@ def serve(
         requests: (engine step at which it comes, request).
         depth: steps scheduled before the output of the first is known.
         most_steps: more than the requests could need.
+        runs: how a worker runs a step.
     """
     worker, under_way = Worker(second=scheduler.use_v2_model_runner), deque[tuple[Any, Any]]()
+    run = runs(worker)
     coming = deque(sorted(requests, key=lambda each: each[0]))
     everyone = {request.request_id: request for _, request in requests}
     for step in range(most_steps):
@@ -210,7 +217,7 @@ def serve(
         if scheduler.has_requests():
             output = scheduler.schedule()
             known = {name: request.num_output_tokens for name, request in everyone.items()}
-            under_way.append((output, worker.run(output, known)))
+            under_way.append((output, run(output, known)))
             assert len({id(request) for request in scheduler.running}) == len(scheduler.running)
             assert len(scheduler.running) <= scheduler.max_num_running_reqs
         if under_way and (len(under_way) >= depth or not scheduler.has_requests()):

@@ -70,6 +70,9 @@ _UTILS = "vllm.v1.worker.gpu.cudagraph_utils"
 _RUNNER_2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _DESCRIPTOR = ("cg_mode", "num_tokens", "num_reqs", "uniform_token_count")
 _ASKED = ("self", "num_reqs", "num_tokens", "uniform_token_count")
+_EXECUTED = (
+    "self", "scheduler_output", "intermediate_tensors", "dummy_run", "skip_attn_for_dummy_run", "is_profile",
+)  # fmt: skip
 
 V2_0_23: dict[str, tuple[str, ...]] = {
     f"{_UTILS}:BatchExecutionDescriptor": _DESCRIPTOR,
@@ -78,6 +81,8 @@ V2_0_23: dict[str, tuple[str, ...]] = {
     f"{_UTILS}:CudaGraphManager._init_candidates": ("self",),
     f"{_RUNNER_2}.initialize_kv_cache": ("self", "kv_cache_config"),
     f"{_RUNNER_2}.capture_model": ("self",),
+    f"{_RUNNER_2}.execute_model": _EXECUTED,
+    f"{_RUNNER_2}.sample_tokens": ("self", "grammar_output"),
 }
 V2_0_33: dict[str, tuple[str, ...]] = {
     **V2_0_23,
@@ -87,6 +92,7 @@ V2_0_33: dict[str, tuple[str, ...]] = {
         "self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context",
     ),
     f"{_RUNNER_2}.capture_model": ("self", "profile_only"),
+    f"{_RUNNER_2}.execute_model": (*_EXECUTED, "context_len", "valid_dummy_state_slots", "randomize_inputs"),
 }  # fmt: skip
 
 
