@@ -371,7 +371,7 @@ def merge(files: list[Path], out: Path) -> int:
 
 def _told(total: dict[str, Any], found: dict[str, Any] | None) -> int:
     print(json.dumps({**total, "reference": found}), flush=True)
-    beyond = bool(found) and (found["ratio"] > LIMIT or found["beyond_margin"] > 0)
+    beyond = found is not None and (found["ratio"] > LIMIT or found["beyond_margin"] > 0)
     return 1 if total["differences"] or beyond else 0
 
 

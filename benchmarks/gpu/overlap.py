@@ -80,20 +80,21 @@ def compared(executor: Any, model: Any, ways: tuple[Any, Any], inputs: Any) -> t
     written = [*inputs.slot_mapping, *(slot for slots in inputs.slots_ahead for slot in slots)]
     slots = torch.tensor(sorted(set(written)), device=model.device)
     caches = model.kv_caches()
-    found, times = [], []
+    found, us = [], []
     for decision in ways:
         for cache in caches:
             cache.index_fill_(0, slots, 0)
-        us, outputs = ran(executor, decision, inputs)
-        times.append(us)
+        taken, outputs = ran(executor, decision, inputs)
+        us.append(taken)
         found.append((
             [each.clone() for each in logits_of(outputs)], sampled_of(outputs),
             torch.cat([cache.index_select(0, slots).flatten() for cache in caches]),
         ))  # fmt: skip
     mine, turn = found
+    beside_us, turn_us = us
     for name, mine_, turn_ in (("logits", mine[0], turn[0]), ("sampled tokens", mine[1], turn[1])):
         if [each.shape for each in mine_] != [each.shape for each in turn_]:
-            return f"{name} of {len(mine_)} and {len(turn_)} launches", *times
+            return f"{name} of {len(mine_)} and {len(turn_)} launches", beside_us, turn_us
     # On the device, and waited for once: processes that share it take turns at every wait.
     what = first_false([
         *[("logits beside aren't finite", torch.isfinite(each).all()) for each in mine[0]],
@@ -103,8 +104,8 @@ def compared(executor: Any, model: Any, ways: tuple[Any, Any], inputs: Any) -> t
     ])  # fmt: skip
     if what == "logits":
         off = max(float((a - b).abs().max()) for a, b in zip(mine[0], turn[0], strict=True))
-        return f"logits by {off:.3g}", *times
-    return what, *times
+        what = f"logits by {off:.3g}"
+    return what, beside_us, turn_us
 
 
 def run_block(number: int, count: int, executor: Any, model: Any, keys: dict[str, list[Any]], limits: Any) -> Any:
@@ -188,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     config = config_of(options)
     small = options.tiny
     limits = {"decodes": 8, "kv": 40, "new": 48} if small else {"decodes": 64, "kv": 600, "new": 1024}
-    sizes = (
+    sizes: dict[str, tuple[int, ...]] = (
         {"decode": (4, 8), "pieces": (16, 48)}
         if small
         else {"decode": (8, 16, 32, 48, 64), "pieces": (64, 128, 256, 512, 1024)}

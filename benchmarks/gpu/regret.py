@@ -11,6 +11,10 @@ scoring half is the noise floor. A shape whose own is above 2% is measured for m
   first; `gap_us`: that time over the decode steps.
 - Regret of a policy over a load: the sum of its times over the oracle's, less 1, where each shape counts as often as
   steps like it came. p99 is over shapes.
+- `over_auto`: a policy's mean regret less that of `auto` (with the row's objective), and `over_auto_low` to
+  `over_auto_high` its 95% interval by resampling the load's shapes, the same ones for both. `better_than_auto` is
+  whether the whole interval is below 0; `late` is the share of steps whose pick breaks the bound on time to first
+  token, which `auto` keeps and a fixed policy needn't.
 
 `auto` is calibrated on the model (`kpolicy.executors.calibrate`), not on these shapes. Fixed policies have the fixed
 ladder; replicas of serving engines have those engines' own lists.
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -48,6 +53,9 @@ FAR = 4.0
 """Ways that should take so many times the cheapest aren't run once before they are timed"""
 HOPELESS, QUITE_HOPELESS = 1.6, 2.5
 CALIBRATION_S = 8.0
+AUTO = {"step_us": "auto", "gap_us": "auto latency"}
+"""The policy that the others are held to, by objective"""
+RESAMPLES, SEED = 10_000, 0
 WRITE_S = 15.0
 """Seconds between writes of what there is: a run that is cut off loses no more"""
 
@@ -224,7 +232,8 @@ def _unsure(cells: Sequence[Sequence[float]], limit: float = UNSURE) -> bool:
 
 
 def _steps(decision: Any) -> int:
-    return max(launch.repeat for launch in decision.launches)
+    steps: int = max(launch.repeat for launch in decision.launches)
+    return steps
 
 
 def _score(times: Sequence[float], decision: Any) -> float:
@@ -288,50 +297,96 @@ def _write(path: Path, at: dict[str, Any]) -> None:
 
 
 def _value(cell: dict[str, Any], samples: Sequence[float], alone_us: float, objective: str) -> float:
-    us = statistics.median(samples)
-    return us / cell["steps"] if objective == "gap_us" else us - (cell["steps"] - 1) * alone_us
+    us: float = statistics.median(samples)
+    steps: int = cell["steps"]
+    return us / steps if objective == "gap_us" else us - (steps - 1) * alone_us
 
 
 def _in_time(shape: dict[str, Any]) -> list[str]:
     """Cells whose prompt rows are done within the bound on time to first token."""
     from kpolicy.settings import Objective
 
-    cycles = {name: statistics.median(cell["us"]) for name, cell in shape["cells"].items()}
+    cycles: dict[str, float] = {name: statistics.median(cell["us"]) for name, cell in shape["cells"].items()}
     limit = Objective.parse("latency").first_token_limit * min(cycles.values())
     return [name for name, us in cycles.items() if us <= limit]
 
 
+def _scores(shape: dict[str, Any], objective: str) -> tuple[dict[str, float], str, float, list[str]]:
+    """(each cell's time by every other sample, the cell best by the rest, that half's least time, cells in time)."""
+    alone = statistics.median(shape["alone_us"]) if shape["alone_us"] else 0.0
+    kind = objective if shape["tokens"][0] else "step_us"
+    choosing = {name: _value(cell, cell["us"][0::2], alone, kind) for name, cell in shape["cells"].items()}
+    scoring = {name: _value(cell, cell["us"][1::2] or cell["us"], alone, kind) for name, cell in shape["cells"].items()}
+    allowed = _in_time(shape) if shape["tokens"][1] else list(choosing)
+    _, oracle = min((choosing[name], name) for name in allowed)
+    return scoring, oracle, min(scoring[name] for name in allowed), allowed
+
+
+def interval_over(excess: Sequence[float], of: Sequence[float]) -> tuple[float, float, float]:
+    """(the sum of excesses over the sum of times, its 95% interval by resampling shapes); NaN bounds for one shape.
+
+    Args:
+        excess: by how many microseconds a policy is over the one it is held to, shape by shape.
+        of: microseconds that they are a share of, in the same order.
+    """
+    import numpy as np
+
+    over, whole = np.asarray(excess, float), np.asarray(of, float)
+    mean = float(over.sum() / whole.sum())
+    if len(over) < 2:
+        return mean, math.nan, math.nan
+    times = np.random.default_rng(SEED).multinomial(len(over), np.full(len(over), 1 / len(over)), RESAMPLES)
+    low, high = np.quantile((times @ over) / (times @ whole), (0.025, 0.975))
+    return mean, float(low), float(high)
+
+
 def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
-    """Rows of one model and load: a policy's regret for each objective."""
+    """Rows of one model and load: a policy's regret for each objective, and how it compares with that of `auto`."""
     rows = []
     trace, _, rate = load.rpartition(" x")
     found = [cell for key, cell in at["cells"].items() if key.rpartition("/")[0] == load]
-    for objective in ("step_us", "gap_us"):
+    steps = sum(shape["times"] for shape in found)
+    for objective, auto in AUTO.items():
         excess: dict[str, list[float]] = {}
+        late: dict[str, int] = {}
         oracle_us: list[float] = []
         floors: list[float] = []
         for shape in found:
-            alone = statistics.median(shape["alone_us"]) if shape["alone_us"] else 0.0
-            gap = objective if shape["tokens"][0] else "step_us"
-            choosing = {n: _value(c, c["us"][0::2], alone, gap) for n, c in shape["cells"].items()}
-            scoring = {n: _value(c, c["us"][1::2] or c["us"], alone, gap) for n, c in shape["cells"].items()}
-            allowed = _in_time(shape) if shape["tokens"][1] else list(choosing)
-            _, oracle = min((choosing[name], name) for name in allowed)
+            scoring, oracle, least, allowed = _scores(shape, objective)
             oracle_us.append(scoring[oracle] * shape["times"])
-            floors.append((scoring[oracle] - min(scoring[name] for name in allowed)) * shape["times"])
+            floors.append((scoring[oracle] - least) * shape["times"])
             for policy, pick in shape["picks"].items():
                 excess.setdefault(policy, []).append((scoring[pick] - scoring[oracle]) * shape["times"])
+                late[policy] = late.get(policy, 0) + shape["times"] * (pick not in allowed)
         whole = sum(oracle_us)
         for policy, over in excess.items():
             ratios = sorted(each / oracle for each, oracle in zip(over, oracle_us, strict=True))
+            beyond = [mine - theirs for mine, theirs in zip(over, excess[auto], strict=True)]
+            mean, low, high = interval_over(beyond, oracle_us)
             rows.append({
                 "model": at["model"], "trace": trace, "rate": float(rate), "objective": objective, "policy": policy,
                 "shapes": len(found), "too_long": at.get("too_long", {}).get(load),
                 "mean_regret": round(sum(over) / whole, 5),
                 "p99_regret": round(ratios[min(len(ratios) - 1, int(0.99 * len(ratios)))], 5),
                 "noise_floor": round(sum(floors) / whole, 5),
+                "over_auto": round(mean, 5),
+                "over_auto_low": None if math.isnan(low) else round(low, 5),
+                "over_auto_high": None if math.isnan(high) else round(high, 5),
+                "better_than_auto": high < 0,
+                "late": round(late[policy] / steps, 5),
             })  # fmt: skip
     return rows
+
+
+def better(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What a table says against `auto`: a line of each policy that is better beyond the interval."""
+    return [
+        f"{row['model']}, {row['trace']} x{row['rate']:g}, {row['objective']}: {row['policy']} is better than "
+        f"{AUTO[row['objective']]} by {-row['over_auto']:.2%} ({-row['over_auto_high']:.2%} to "
+        f"{-row['over_auto_low']:.2%}; {row['shapes']} shapes, {row['late']:.1%} of steps late)"
+        for row in rows
+        if row["better_than_auto"]
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -361,10 +416,12 @@ def main(argv: list[str] | None = None) -> int:
             row for load in dict.fromkeys(key.rpartition("/")[0] for key in at["cells"]) for row in summarise(at, load)
         ]
     text = json.dumps(rows, indent=1)
-    if options.json:
-        options.json.write_text(text + "\n")
-    else:
+    if not options.json:
         print(text)
+        return 0
+    options.json.write_text(text + "\n")
+    against = better(rows)
+    print("\n".join(against) or f"of {len(rows)} rows no policy's is better than auto's beyond the 95% interval")
     return 0
 
 

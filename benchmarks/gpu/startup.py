@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{bench.model!r}: ready after {results.elapsed():.0f} s", flush=True)
         count, at_once = (12, 4) if options.tiny else (96, 32)
         requests = bench.requests(count, 0)
-        parts = {
+        parts: dict[str, Callable[[], Any]] = {
             "first_step": lambda: first_step(bench, 3 * options.pairs, 32 if options.tiny else 128),
             "steady": lambda: steady(bench, requests, at_once, options.pairs),
             "lists": lambda: lists(bench, requests, at_once),

@@ -1,0 +1,127 @@
+"""The table of `benchmarks.gpu.regret`, on cells worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import regret
+
+pytest.importorskip("numpy")
+
+LOAD = "code x6"
+
+
+def shape(picks: dict[str, str], times: int = 1, **us: float) -> dict[str, Any]:
+    """A shape of decodes alone whose cells always take the same."""
+    cells = {name: {"steps": 1, "us": [value] * 4} for name, value in us.items()}
+    return {"tokens": [4, 0, 40, 0], "times": times, "picks": picks, "cells": cells, "alone_us": []}
+
+
+def picks(auto: str, **others: str) -> dict[str, str]:
+    return {"auto": auto, "auto latency": auto, **others}
+
+
+def rows_of(*shapes: dict[str, Any], objective: str = "step_us") -> dict[str, dict[str, Any]]:
+    at = {"model": "m", "cells": {f"{LOAD}/{i}": each for i, each in enumerate(shapes)}}
+    return {row["policy"]: row for row in regret.summarise(at, LOAD) if row["objective"] == objective}
+
+
+def test_the_interval_by_hand() -> None:
+    """Two shapes can be drawn in three ways: twice the first, one of each, twice the second; a quarter, half, quarter.
+
+    The policy is 10 us over on the first and 2 us under on the second: 20 / 200, 8 / 400 and -4 / 600.
+    """
+    mean, low, high = regret.interval_over([10.0, -2.0], [100.0, 300.0])
+    assert mean == 8 / 400
+    assert (low, high) == (pytest.approx(-4 / 600), pytest.approx(20 / 200))
+
+
+def test_the_interval_is_the_same_each_time() -> None:
+    """The seed is fixed."""
+    values = [float(i * i % 7) - 3 for i in range(30)]
+    assert regret.interval_over(values, [50.0] * 30) == regret.interval_over(values, [50.0] * 30)
+
+
+def test_the_interval_of_many_shapes() -> None:
+    """Of 400 shapes, 1 us over or under by turns: as the normal distribution says, 1.96 / sqrt(400) of 1 us."""
+    mean, low, high = regret.interval_over([1.0, -1.0] * 200, [1.0] * 400)
+    assert mean == 0
+    assert (-low, high) == (pytest.approx(0.098, rel=0.1), pytest.approx(0.098, rel=0.1))
+
+
+def test_one_shape_has_no_interval(tmp_path: Path) -> None:
+    """Nothing is claimed of it, and the table is valid JSON."""
+    row = rows_of(shape(picks("b", full="a"), a=100.0, b=120.0))["full"]
+    assert (row["over_auto"], row["over_auto_low"], row["over_auto_high"]) == (-0.2, None, None)
+    assert row["better_than_auto"] is False
+    assert "NaN" not in json.dumps(row)
+    assert math.isnan(regret.interval_over([1.0], [2.0])[1])
+
+
+def test_a_policy_is_held_to_auto_shape_by_shape() -> None:
+    """Shapes weigh what their steps took: full is 30 us over auto on 100 us thrice, and as good on 200 us once."""
+    rows = rows_of(
+        shape(picks("a", full="b"), times=3, a=100.0, b=130.0), shape(picks("a", full="a"), a=200.0, b=900.0)
+    )
+    full = rows["full"]
+    assert (full["mean_regret"], full["over_auto"]) == (0.18, 0.18)
+    assert (full["over_auto_low"], full["over_auto_high"]) == (0.0, 0.3)
+    assert not full["better_than_auto"]
+    assert (rows["auto"]["over_auto"], rows["auto"]["over_auto_low"], rows["auto"]["over_auto_high"]) == (0, 0, 0)
+    assert not rows["auto"]["better_than_auto"]
+
+
+def test_a_policy_that_beats_auto_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is better on every shape is; one that is better on one of two shapes isn't."""
+    at = {
+        "model": "m",
+        "cells": {
+            f"{LOAD}/0": shape(picks("b", full="a", split="a"), a=100.0, b=110.0, c=300.0),
+            f"{LOAD}/1": shape(picks("b", full="a", split="c"), a=100.0, b=130.0, c=300.0),
+        },
+    }
+    path, out = tmp_path / "raw.json", tmp_path / "regret.json"
+    path.write_text(json.dumps(at))
+    assert regret.main(["--summary", str(path), "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert {(row["objective"], row["policy"]) for row in rows if row["better_than_auto"]} == {
+        ("step_us", "full"),
+        ("gap_us", "full"),
+    }
+    (step, gap) = capsys.readouterr().out.splitlines()
+    assert step == (
+        "m, code x6, step_us: full is better than auto by 20.00% (10.00% to 30.00%; 2 shapes, 0.0% of steps late)"
+    )
+    assert "full is better than auto latency" in gap
+
+
+def test_none_better_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And of how many."""
+    path = tmp_path / "raw.json"
+    path.write_text(json.dumps({"model": "m", "cells": {f"{LOAD}/0": shape(picks("a", full="a"), a=1.0)}}))
+    assert regret.main(["--summary", str(path), "--json", str(tmp_path / "out.json")]) == 0
+    assert capsys.readouterr().out.startswith("of 6 rows no policy's is better")
+
+
+def test_a_gap_is_held_to_the_policy_of_that_objective() -> None:
+    """In gaps full is compared with auto that wants short gaps."""
+    each = shape({"auto": "b", "auto latency": "a", "full": "a"}, a=100.0, b=150.0)
+    assert rows_of(each)["full"]["over_auto"] == -0.5
+    assert rows_of(each, objective="gap_us")["full"]["over_auto"] == 0
+
+
+def test_a_pick_that_breaks_the_bound_is_late() -> None:
+    """A prompt done in three times the least time is beyond the bound of either objective, however short the gaps."""
+    mixed = shape(picks("a", full="a", split="beside"), times=3, a=100.0)
+    mixed["tokens"] = [4, 16, 40, 200]
+    mixed["cells"]["beside"] = {"steps": 8, "us": [300.0] * 4}
+    mixed["alone_us"] = [30.0]
+    plain = shape(picks("a", full="a", split="a"), a=100.0)
+    rows = rows_of(mixed, plain, objective="gap_us")
+    assert (rows["split"]["late"], rows["full"]["late"], rows["auto"]["late"]) == (0.75, 0, 0)
+    assert rows["split"]["over_auto"] < 0, "37.5 us a decode step instead of 100"
