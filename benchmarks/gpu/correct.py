@@ -207,7 +207,7 @@ class Bench:
 def _run_of(part: Any) -> list[Any]:
     """What a launch sampled, as device tensors: of each of its decode steps."""
     held = part.outputs
-    return list(held._part.tokens) if len(held) else []
+    return list(held.tokens) if len(held) else []
 
 
 def run_block(bench: Bench, number: int, count: int) -> dict[str, Any]:
