@@ -214,7 +214,7 @@ def variants(name: str, options: argparse.Namespace) -> dict[str, tuple[str, dic
     latency = {"objective": "latency", "split": True, "split_decodes": 4, "first_token_ms": 2000.0}
     # Prompts of 128 tokens fit their graph, and don't beside decodes: there two forwards may cost less than one.
     twice = {"split": True, "piecewise_sizes": [TWICE], "mixed_sizes": []}
-    second = {"twice": ("kpolicy", shim(policy="auto", **twice), [])} if RUNNERS[name] == "v2" else {}
+    second: dict[str, Any] = {"twice": ("kpolicy", shim(policy="auto", **twice), [])} if RUNNERS[name] == "v2" else {}
     return {
         "none": ("stock", {**common, "compilation_config": {**compilation, "cudagraph_mode": "NONE"}}, []),
         "stock": ("stock", common, []),
@@ -324,7 +324,7 @@ def passes(result: dict[str, Any]) -> bool:
         ran == {RUNNERS[result["model"]]}
         and result["replica"]["passes"]
         and not result["broken"]["passes"]
-        and all(result[label]["passes"] for label in judged_of(result))
+        and all(result[label]["passes"] for label in {"auto", "split", "lazy", *judged_of(result)})
     )
 
 
