@@ -9,8 +9,9 @@ scoring half is the noise floor. A shape whose own is above 2% is measured for m
 
 - `step_us`: from the host's call until all outputs are there, less the decode-only time of decode steps beyond the
   first; `gap_us`: that time over the decode steps.
-- Regret of a policy over a load: the sum of its times over the oracle's, less 1, where each shape counts as often as
-  steps like it came. p99 is over shapes.
+- Regret of a policy over a load: the sum of its times over the oracle's, less 1. A shape's kind is drawn the likelier
+  the more steps it had, so a shape stands for its steps over how likely it was to be among those measured
+  (`weights`). p99 is over shapes, each once.
 - `over_auto`: a policy's mean regret less that of `auto` (with the row's objective), and `over_auto_low` to
   `over_auto_high` its 95% interval by resampling the load's shapes, the same ones for both. `better_than_auto` is
   whether the whole interval is below 0; `late` is the share of steps whose pick breaks the bound on time to first
@@ -263,6 +264,7 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
         "device": device_name(torch.device(options.device)), "kernels": options.kernels, "support": str(model.support),
         "versions": versions(), "host_noise": noise, "command": command_line("benchmarks.gpu.regret", argv),
         "too_long": {load: each["too_long"] for load, each in shapes.items()},
+        "steps": {load: each["steps"] for load, each in shapes.items()},
     }  # fmt: skip
     loads = {load: each["shapes"][: options.shapes_a_load] for load, each in shapes.items()}
     order = [(load, i) for i in range(options.shapes_a_load) for load in loads if i < len(loads[load])]
@@ -340,24 +342,46 @@ def interval_over(excess: Sequence[float], of: Sequence[float]) -> tuple[float, 
     return mean, float(low), float(high)
 
 
+def weights(counts: Sequence[int], steps: int | None) -> list[float]:
+    """How many of a load's steps each shape stands for.
+
+    Kinds were drawn one after the other, each in proportion to the steps it had, and none twice. One with `c` steps is
+    among the drawn with about 1 - exp(-x c), where x is such that what the shapes stand for adds up to all steps. So a
+    common kind, which is always drawn, stands for its own steps, and a rare one for rare kinds that weren't drawn too.
+
+    Args:
+        counts: steps of the kinds that were measured.
+        steps: steps of the load; None where that isn't known, and each shape stands for its own kind's alone.
+    """
+    if steps is None or sum(counts) >= steps:
+        return [float(count) for count in counts]
+    low, high = -50.0, 50.0  # of x, as a logarithm
+    for _ in range(100):
+        middle = (low + high) / 2
+        found = [count / -math.expm1(-math.exp(middle) * count) for count in counts]
+        low, high = (middle, high) if sum(found) > steps else (low, middle)
+    return found
+
+
 def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
     """Rows of one model and load: a policy's regret for each objective, and how it compares with that of `auto`."""
     rows = []
     trace, _, rate = load.rpartition(" x")
     found = [cell for key, cell in at["cells"].items() if key.rpartition("/")[0] == load]
-    steps = sum(shape["times"] for shape in found)
+    steps = at.get("steps", {}).get(load)
+    times = weights([shape["times"] for shape in found], steps)
     for objective, auto in AUTO.items():
         excess: dict[str, list[float]] = {}
-        late: dict[str, int] = {}
+        late: dict[str, float] = {}
         oracle_us: list[float] = []
         floors: list[float] = []
-        for shape in found:
+        for shape, weight in zip(found, times, strict=True):
             scoring, oracle, least, allowed = _scores(shape, objective)
-            oracle_us.append(scoring[oracle] * shape["times"])
-            floors.append((scoring[oracle] - least) * shape["times"])
+            oracle_us.append(scoring[oracle] * weight)
+            floors.append((scoring[oracle] - least) * weight)
             for policy, pick in shape["picks"].items():
-                excess.setdefault(policy, []).append((scoring[pick] - scoring[oracle]) * shape["times"])
-                late[policy] = late.get(policy, 0) + shape["times"] * (pick not in allowed)
+                excess.setdefault(policy, []).append((scoring[pick] - scoring[oracle]) * weight)
+                late[policy] = late.get(policy, 0.0) + weight * (pick not in allowed)
         whole = sum(oracle_us)
         for policy, over in excess.items():
             ratios = sorted(each / oracle for each, oracle in zip(over, oracle_us, strict=True))
@@ -365,7 +389,7 @@ def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
             mean, low, high = interval_over(beyond, oracle_us)
             rows.append({
                 "model": at["model"], "trace": trace, "rate": float(rate), "objective": objective, "policy": policy,
-                "shapes": len(found), "too_long": at.get("too_long", {}).get(load),
+                "shapes": len(found), "steps": steps, "too_long": at.get("too_long", {}).get(load),
                 "mean_regret": round(sum(over) / whole, 5),
                 "p99_regret": round(ratios[min(len(ratios) - 1, int(0.99 * len(ratios)))], 5),
                 "noise_floor": round(sum(floors) / whole, 5),
@@ -373,7 +397,7 @@ def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
                 "over_auto_low": None if math.isnan(low) else round(low, 5),
                 "over_auto_high": None if math.isnan(high) else round(high, 5),
                 "better_than_auto": high < 0,
-                "late": round(late[policy] / steps, 5),
+                "late": round(late[policy] / sum(times), 5),
             })  # fmt: skip
     return rows
 

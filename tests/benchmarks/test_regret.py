@@ -76,6 +76,32 @@ def test_a_policy_is_held_to_auto_shape_by_shape() -> None:
     assert not rows["auto"]["better_than_auto"]
 
 
+def test_what_a_shape_stands_for_by_hand() -> None:
+    """Kinds of 3 and 6 steps out of 14: with x = ln 2 / 3 they are drawn with 1/2 and 3/4, and stand for 6 and 8."""
+    assert regret.weights([3, 6], 14) == [pytest.approx(6), pytest.approx(8)]
+    assert regret.weights([5, 5], 1000) == [pytest.approx(500), pytest.approx(500)], "rare kinds stand for the others"
+    assert regret.weights([3, 6], 9) == [3, 6], "all kinds were drawn"
+    assert regret.weights([3, 6], None) == [3, 6]
+    common, rare = regret.weights([10_000, 1], 10_400)
+    assert (common, rare) == (pytest.approx(10_000), pytest.approx(400))
+
+
+def test_shapes_stand_for_the_load() -> None:
+    """The same two shapes: of 6 steps out of 14 full is 30 us over on 100, of 8 it is as good."""
+    at = {
+        "model": "m",
+        "steps": {LOAD: 14},
+        "too_long": {LOAD: 5},
+        "cells": {
+            f"{LOAD}/0": shape(picks("a", full="b"), times=3, a=100.0, b=130.0),
+            f"{LOAD}/1": shape(picks("a", full="a"), times=6, a=100.0, b=130.0),
+        },
+    }
+    (full,) = [row for row in regret.summarise(at, LOAD) if (row["objective"], row["policy"]) == ("step_us", "full")]
+    assert (full["mean_regret"], full["over_auto"]) == (pytest.approx(180 / 1400, abs=1e-5),) * 2
+    assert (full["steps"], full["too_long"], full["shapes"]) == (14, 5, 2)
+
+
 def test_a_policy_that_beats_auto_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that is better on every shape is; one that is better on one of two shapes isn't."""
     at = {
