@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kpolicy.costs import analytic_costs
-from kpolicy.modes import Part
+from kpolicy.decision import Decision, Launch
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Mode, Part, Rows
+from kpolicy.reasons import Reason
 from kpolicy_vllm.attach_v2 import attach
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.ladder import sizes_of
@@ -16,6 +20,7 @@ from kpolicy_vllm.state import State
 from kpolicy_vllm.versions.names import Names
 from tests.integrations.vllm.real_runner import Backend
 from tests.integrations.vllm.test_oracle_dispatch import deployment
+from tests.integrations.vllm.test_oracle_runner import Wild
 from tests.integrations.vllm.test_real_scheduler import BOTH, pytestmark
 from tests.oracle.loader import Loaded, loaded, oracle_folder
 from tests.oracle.vllm_real import RealVllm
@@ -175,3 +180,24 @@ def test_two_forwards_are_there_with_the_flag(version: str, split: bool, monkeyp
         assert state.two_forwards is split
         assert ("execute_model" in vars(runner)) is split
         assert not state.counters.counts
+
+
+@BOTH
+@pytest.mark.parametrize("illegal", [False, True])
+def test_a_policy_that_raises_or_decides_what_cannot_be_is_vllm_s_rule(
+    version: str, illegal: bool, monkeypatch: Any, caplog: Any
+) -> None:
+    other = GraphKey(Part.FULL, 5, 5, query_len=1)
+    decided = Decision(Mode.FULL, (Launch(Rows.ALL, other),), Reason.GRAPH_FITS) if illegal else None
+    with loaded(oracle_folder(), version) as modules:
+        runner, state = started(modules, version, monkeypatch, AUTO)
+        state.policy = Wild(decided)
+        state.costs = analytic_costs()
+        with caplog.at_level(logging.WARNING):
+            state.recompile()
+            more = (0,) if version == "0.33" else ()
+            sizes = [runner.cudagraph_manager.dispatch(n, n, 1, *more).num_tokens for n in (3, 3, 20)]
+        assert sizes == [8, 8, 32]
+        event = "illegal_decision" if illegal else "policy_failed"
+        assert state.counters.counts == {event: 2}
+        assert len(caplog.records) == 1
