@@ -22,6 +22,7 @@ from typing import Any
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
+from kpolicy_vllm.state import LOGGER
 from kpolicy_vllm.synthetic import Rows, Steps
 from kpolicy_vllm.timing import NOISE, Bench, Case, Clock, CudaClock, together
 
@@ -87,6 +88,10 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
             state.rejoin_us = state.broadcast(together(everywhere, bench.rejoin_us, plan.decodes, plan.chunk))
     finally:
         bench.close()
+    LOGGER.info(
+        "kpolicy: %d of %d steps timed, %.1f times each, in %.1f s",
+        *plan.timed(), statistics.fmean([len(case.times) for case in plan.curves]), clock.now() - start,
+    )  # fmt: skip
     table: CostTable | None = state.broadcast(together(everywhere, plan.table, state.registry))
     if table is None:
         kinds = ", ".join(plan.unmeasured())
@@ -195,6 +200,10 @@ class _Plan:
         self._chunk_slope = [Case(None, Rows(0, 0, new, context)) for context in (0, before)]
         pairs = (self._decode_slope, self._chunk_slope)
         self.slopes = [case for pair in pairs if all(steps.fits(each.rows) for each in pair) for case in pair]
+
+    def timed(self) -> tuple[int, int]:
+        """How many of the steps were timed, and of how many."""
+        return sum(bool(case.times) for case in self.curves), len(self.curves)
 
     def unmeasured(self) -> list[str]:
         """The parts with graphs of which none ran: what they take isn't known."""
