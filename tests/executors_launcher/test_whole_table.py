@@ -1,0 +1,139 @@
+"""Calibration on a machine of known costs, whose clock is simulated: the table that it was made of comes back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
+from kpolicy.decision import Decision
+from kpolicy.executors.calibrate import Calibration, bench
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
+from kpolicy.registry import GraphRegistry
+from kpolicy.settings import Settings
+
+SETTINGS = Settings(max_num_reqs=64, max_num_tokens=512)
+DECODES, PIECES, MIXED = (1, 8, 64), (8, 64, 128, 512), (64, 512)
+TRUE = CostTable(
+    version="the machine", measured=True,
+    full=Curve([1, 8, 64, 512], [900.0, 1000.0, 1300.0, 3000.0]),
+    # Less at 64 than at 8: step time isn't monotone in size, and a table keeps that.
+    piecewise=Curve(PIECES, [1500.0, 1400.0, 1600.0, 3500.0]),
+    eager=Curve([1, 4, 16, 64, 256, 512], [1700.0, 1760.0, 1900.0, 2100.0, 2900.0, 4000.0]),
+    decode_attention=AttentionCost(base_us=90.0, unit_us=0.004),
+    prefill_attention=AttentionCost(base_us=40.0, unit_us=0.0006, kv_us=0.2),
+    host_full=HostCost(150.0, 0.5), host_piecewise=HostCost(1000.0, 2.0, 400.0, 300.0),
+    host_eager=HostCost(9000.0, 2.0, 400.0, 300.0), step_us=120.0, overlap_cost=0.3,
+)  # fmt: skip
+MIXED_MORE = 70.0
+"""Microseconds that a whole graph takes more where it isn't made for decodes alone"""
+TOGETHER = 0.1
+"""Of the shorter side, where host and device are both busy for long: what of it doesn't overlap"""
+
+
+class Machine:
+    """An executor whose launches take what `TRUE` says, and the clock that tells so."""
+
+    name = "machine"
+
+    def __init__(self, keys: list[GraphKey], *, together: float = 0.0) -> None:
+        self.captured = frozenset(keys)
+        self.launcher = SimpleNamespace(adapter=self)
+        self.host_runs = False
+        self.now = self.busy = 0.0
+        self.behind = 0
+        self._together = together
+
+    def perf_counter(self) -> float:
+        return self.now / 1e6
+
+    def occupy(self, us: float) -> None:
+        self.busy = max(self.busy, self.now) + us
+
+    def run(self, decision: Decision, inputs: Any) -> Any:
+        cost = TRUE.cost(decision.launches, inputs.numbers)
+        device = cost.device_us + MIXED_MORE * sum(
+            key.part is Part.FULL and not key.decode_only for key in decision.keys
+        )
+        alone = self.busy <= self.now
+        self.behind += not alone
+        begun, self.now = max(self.busy, self.now), self.now + cost.host_us
+        # Behind other work nothing is seen of the host, as long as it is done before that.
+        lasts = max(device, cost.host_us) + self._together * min(device, cost.host_us) if alone else device
+        self.busy = begun + lasts
+        return SimpleNamespace(ready=[SimpleNamespace(wait=self._wait)], cycle_us=lasts)
+
+    def _wait(self) -> None:
+        self.now = max(self.now, self.busy) + TRUE.step_us
+
+
+def keys() -> list[GraphKey]:
+    return [
+        *(GraphKey(Part.FULL, size, size, query_len=1) for size in DECODES),
+        *(GraphKey(Part.FULL, size) for size in MIXED),
+        *(GraphKey(Part.PIECEWISE, size) for size in PIECES),
+    ]
+
+
+def calibrated(
+    monkeypatch: pytest.MonkeyPatch, *, allowance_s: float = 60.0, together: float = 0.0
+) -> tuple[CostTable, Machine]:
+    machine, registry = Machine(keys(), together=together), GraphRegistry()
+    monkeypatch.setattr(bench, "time", machine)
+    registry.plan(keys())
+    for key in keys():
+        full = key.part is Part.FULL
+        registry.capture(
+            key, bytes=5000 if full else 800, seconds=0.08 if full else 0.02, streams=0, graphs=1 if full else 25,
+            pool="machine/full" if full else "machine/piecewise", handle=None,
+        )  # fmt: skip
+    # A graph of another executor in the registry has no times here.
+    other = GraphKey(Part.FULL, 32, 32, query_len=1)
+    registry.plan([other])
+    registry.capture(other, bytes=10**9, seconds=50.0, streams=0, graphs=1, pool="another", handle=None)
+    model: Any = SimpleNamespace(vocab=100, pad_slot=65_536, num_blocks=4096, block_size=16, max_model_len=8192)
+    calibration = Calibration(machine, registry, model, SETTINGS)
+    calibration.measure(allowance_s)
+    return calibration.table("found"), machine
+
+
+def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device time by mode and size, attention by kind, host time by mode, overlap, and what captures took."""
+    found, machine = calibrated(monkeypatch)
+    assert machine.behind, "device times are taken behind other work"
+    assert found.measured
+    assert found.full.sizes == (1, 8, 64, 512)
+    assert found.full.us == pytest.approx((900, 1000, 1300, 3000 + MIXED_MORE), rel=1e-6), "decodes have their own"
+    for name in ("piecewise", "eager"):
+        assert getattr(found, name).sizes == getattr(TRUE, name).sizes
+        assert getattr(found, name).us == pytest.approx(getattr(TRUE, name).us, rel=1e-6)
+    for name in ("decode_attention", "prefill_attention", "host_full", "host_piecewise", "host_eager"):
+        mine, true = getattr(found, name), getattr(TRUE, name)
+        assert [getattr(mine, each.name) for each in mine.__attrs_attrs__] == pytest.approx(
+            [getattr(true, each.name) for each in true.__attrs_attrs__], rel=1e-6, abs=1e-6
+        ), name
+    assert (found.step_us, found.overlap_cost) == (pytest.approx(TRUE.step_us), pytest.approx(TRUE.overlap_cost))
+    assert found.capture_us == pytest.approx((80_000.0, 20_000.0))
+    assert (found.graph_bytes, found.graph_pieces) == ((5000, 800), (1, 25))
+
+
+def test_what_does_not_overlap_goes_to_the_longer_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small eager step is the host's, a large piecewise one the device's; what whole graphs have of it is `step_us`."""
+    found, _ = calibrated(monkeypatch, together=TOGETHER)
+    assert found.step_us > TRUE.step_us
+    assert found.host_eager.base_us > TRUE.host_eager.base_us
+    assert found.eager.us == pytest.approx(TRUE.eager.us, rel=1e-6), "the host bounds all of them"
+    assert found.piecewise.us[-1] > TRUE.piecewise.us[-1]
+
+
+def test_no_more_is_spent_than_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least allowance times one case; a longer one ends within the case that it comes to."""
+    least, machine = calibrated(monkeypatch, allowance_s=1e-9)
+    assert least.eager.sizes == (1,)
+    assert machine.now < 100_000
+    _, machine = calibrated(monkeypatch, allowance_s=0.5)
+    longest = 3 * (max(TRUE.eager.us) + 10_000.0)
+    assert 0.4e6 < machine.now < 0.5e6 + longest
