@@ -121,7 +121,7 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_does_not_overlap_goes_to_the_longer_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small eager step is the host's, a large piecewise one the device's; what whole graphs have of it is `step_us`."""
+    """Eager steps are the host's, a large piecewise one the device's; what whole graphs have of it is `step_us`."""
     found, _ = calibrated(monkeypatch, together=TOGETHER)
     assert found.step_us > TRUE.step_us
     assert found.host_eager.base_us > TRUE.host_eager.base_us
