@@ -10,6 +10,7 @@ import pytest
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.decision import Decision
 from kpolicy.executors.calibrate import Calibration, bench
+from kpolicy.executors.calibrate.table import NOISE, _steady
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.registry import GraphRegistry
@@ -137,3 +138,19 @@ def test_no_more_is_spent_than_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
     _, machine = calibrated(monkeypatch, allowance_s=0.5)
     longest = 3 * (max(TRUE.eager.us) + 10_000.0)
     assert 0.4e6 < machine.now < 0.5e6 + longest
+
+
+@pytest.mark.parametrize(
+    ("us", "curve"),
+    [
+        # Within the noise of a larger size that seems cheaper: no reason to pad more.
+        ({8: 101.0, 16: 100.0}, (100.0, 100.0)),
+        ({8: 101.5, 16: 100.5, 32: 99.5}, (99.5, 99.5, 99.5)),
+        # Beyond it the larger size is really cheaper, as it is on devices.
+        ({8: 110.0, 16: 100.0}, (110.0, 100.0)),
+        ({8: 100.0, 16: 101.0}, (100.0, 101.0)),
+    ],
+)
+def test_noise_between_neighbours_is_no_difference(us: dict[int, float], curve: tuple[float, ...]) -> None:
+    """Everything else of a table is as measured."""
+    assert _steady(us, NOISE).us == curve

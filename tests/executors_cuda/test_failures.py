@@ -1,0 +1,70 @@
+"""What errors of CUDA, torch and Triton mean to a capture or a replay, by code and by words."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kpolicy.errors import CaptureError, GraphReplayError, StickyDeviceError  # noqa: E402
+from kpolicy.executors.cuda.failures import STICKY, classify, error_code  # noqa: E402
+from kpolicy.reasons import Reason  # noqa: E402
+
+
+class Coded(RuntimeError):
+    """As `torch.AcceleratorError`: the code is an attribute, and the words say nothing."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("CUDA error: see the code")
+        self.error_code = code
+
+
+CASES = {
+    "out of memory, torch's own": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "oom", False),
+    "out of memory, by code": (Coded(2), "oom", False),
+    "out of memory, Triton's": (RuntimeError("Triton Error [CUDA]: out of memory"), "oom", False),
+    "out of memory, the host's": (MemoryError(), "oom", False),
+    "illegal in capture, by code": (Coded(900), "failed", False),
+    "illegal in capture, by words": (
+        RuntimeError("CUDA error: operation not permitted when stream is capturing"), "failed", False,
+    ),
+    "capture invalidated": (Coded(901), "failed", False),
+    "capture forbidden now, by code": (Coded(906), "failed", False),
+    "capture forbidden now, by words": (
+        RuntimeError("CUDA error: operation would make the legacy stream depend on another"), "failed", False,
+    ),
+    "an address changed": (GraphReplayError(None, "weight is now elsewhere"), "replay", False),
+    "a refused capture keeps its reason": (CaptureError(Reason.CAPTURE_OUT_OF_STREAMS, "none left"), "streams", False),
+    "a backend that is missing": (ModuleNotFoundError("No module named 'flashinfer'"), "failed", False),
+    "lost, by name": (StickyDeviceError("gone"), "replay", True),
+    "an illegal address, by code": (Coded(700), "failed", True),
+    "an illegal address, Triton's": (
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), "failed", True,
+    ),
+    "an assertion": (RuntimeError("CUDA error: device-side assert triggered"), "failed", True),
+    "words with a number": (RuntimeError("CUDA error: 719"), "failed", True),
+    "a model's own error": (ValueError("an illegal memory access, says the model"), "failed", False),
+    "a model's shapes": (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "failed", False),
+}  # fmt: skip
+REASONS = {
+    "oom": Reason.CAPTURE_OUT_OF_MEMORY, "failed": Reason.CAPTURE_FAILED, "replay": Reason.REPLAY_FAILED,
+    "streams": Reason.CAPTURE_OUT_OF_STREAMS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_classify(case: str) -> None:
+    """The reason of a key that can't be had, and whether the device is lost with it."""
+    error, reason, sticky = CASES[case]
+    assert classify(error) == (REASONS[reason], sticky)
+
+
+def test_every_sticky_code_loses_the_device() -> None:
+    """And codes beside them don't: an invalid argument, a launch that is too large, no such symbol."""
+    assert all(classify(Coded(code)).sticky for code in STICKY)
+    assert not any(classify(Coded(code)).sticky for code in (1, 3, 9, 98, 209, 400, 500, 600, 701, 720, 801, 904))
+
+
+def test_an_error_of_anything_else_has_no_code() -> None:
+    assert error_code(RuntimeError("out of luck")) is None
+    assert error_code(Coded(0)) is None
