@@ -31,6 +31,7 @@ TRUE = CostTable(
 )  # fmt: skip
 MIXED_MORE = 70.0
 """Microseconds that a whole graph takes more where it isn't made for decodes alone"""
+LONGEST = 8192
 TOGETHER = 0.1
 """Of the shorter side, where host and device are both busy for long: what of it doesn't overlap"""
 
@@ -40,13 +41,16 @@ class Machine:
 
     name = "machine"
 
-    def __init__(self, keys: list[GraphKey], *, together: float = 0.0) -> None:
+    def __init__(self, keys: list[GraphKey], *, together: float = 0.0, longest: int = LONGEST, stalls: int = 0) -> None:
         self.captured = frozenset(keys)
         self.launcher = SimpleNamespace(adapter=self)
         self.host_runs = False
         self.now = self.busy = 0.0
         self.behind = 0
         self._together = together
+        self._longest = longest
+        self._stalls = stalls
+        self._runs = 0
 
     def perf_counter(self) -> float:
         return self.now / 1e6
@@ -55,7 +59,11 @@ class Machine:
         self.busy = max(self.busy, self.now) + us
 
     def run(self, decision: Decision, inputs: Any) -> Any:
+        assert max(inputs.kv_lens) <= self._longest, "no request of the model is so long"
+        self._runs += 1
         cost = TRUE.cost(decision.launches, inputs.numbers)
+        if self._stalls and self._runs % self._stalls == 0:
+            self.now += 50_000.0
         device = cost.device_us + MIXED_MORE * sum(
             key.part is Part.FULL and not key.decode_only for key in decision.keys
         )
@@ -80,9 +88,9 @@ def keys() -> list[GraphKey]:
 
 
 def calibrated(
-    monkeypatch: pytest.MonkeyPatch, *, allowance_s: float = 60.0, together: float = 0.0
+    monkeypatch: pytest.MonkeyPatch, *, allowance_s: float = 60.0, longest: int = LONGEST, **options: Any
 ) -> tuple[CostTable, Machine]:
-    machine, registry = Machine(keys(), together=together), GraphRegistry()
+    machine, registry = Machine(keys(), longest=longest, **options), GraphRegistry()
     monkeypatch.setattr(bench, "time", machine)
     registry.plan(keys())
     for key in keys():
@@ -95,7 +103,7 @@ def calibrated(
     other = GraphKey(Part.FULL, 32, 32, query_len=1)
     registry.plan([other])
     registry.capture(other, bytes=10**9, seconds=50.0, streams=0, graphs=1, pool="another", handle=None)
-    model: Any = SimpleNamespace(vocab=100, pad_slot=65_536, num_blocks=4096, block_size=16, max_model_len=8192)
+    model: Any = SimpleNamespace(vocab=100, pad_slot=65_536, num_blocks=4096, block_size=16, max_model_len=longest)
     calibration = Calibration(machine, registry, model, SETTINGS)
     calibration.measure(allowance_s)
     return calibration.table("found"), machine
@@ -119,6 +127,23 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.step_us, found.overlap_cost) == (pytest.approx(TRUE.step_us), pytest.approx(TRUE.overlap_cost))
     assert found.capture_us == pytest.approx((80_000.0, 20_000.0))
     assert (found.graph_bytes, found.graph_pieces) == ((5000, 800), (1, 25))
+
+
+def test_a_host_that_stalls_now_and_then_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every thirteenth step takes 50 ms more; the table is that of the others."""
+    found, _ = calibrated(monkeypatch, stalls=13)
+    for name in ("full", "piecewise", "eager"):
+        assert getattr(found, name).us == pytest.approx(getattr(calibrated(monkeypatch)[0], name).us, rel=0.01)
+    assert found.host_eager.base_us == pytest.approx(TRUE.host_eager.base_us, rel=0.01)
+    assert found.host_full.base_us == pytest.approx(TRUE.host_full.base_us, rel=0.01)
+
+
+def test_no_step_is_longer_than_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes beyond its longest have no times; what is below is as it was."""
+    found, _ = calibrated(monkeypatch, longest=256)
+    assert found.eager.sizes[-1] == 256
+    assert found.piecewise.sizes[-1] == 128
+    assert found.piecewise.us[0] == pytest.approx(TRUE.piecewise.us[0], rel=0.02)
 
 
 def test_what_does_not_overlap_goes_to_the_longer_side(monkeypatch: pytest.MonkeyPatch) -> None:
