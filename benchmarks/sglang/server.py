@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import random
+import statistics
 import sys
 import time
 import traceback
@@ -63,6 +64,7 @@ class Steps:
             token_to_kv_pool_allocator=self.runner.token_to_kv_pool_allocator,
         )  # fmt: skip
         self.rng, self.served = random.Random(1234), ""
+        self.step: Any = None
         self._watch()
 
     def _watch(self) -> None:
@@ -169,26 +171,36 @@ class Steps:
         self.runner.req_to_token_pool.clear()
         self.runner.token_to_kv_pool_allocator.clear()
 
-    def timed(self, step: Any, count: int, warm: int) -> dict[str, Any]:
+    def take(self, count: int, warm: int = 1) -> dict[str, Any]:
+        """Milliseconds of so many steps of the kind that was prepared, after some that aren't timed."""
         times = []
         for i in range(warm + count):
             self.served = ""
             self.device.synchronize()
             started = time.perf_counter()
-            step()
+            self.step()
             self.device.synchronize()
             if i >= warm:
                 times.append((time.perf_counter() - started) * 1e3)
-        times.sort()
-        return {"ms": round(times[len(times) // 2], 4), "served": self.served}
+        return {"ms": round(statistics.median(times), 4), "served": self.served}
 
-    def measure(self, kind: str, size: int, count: int, decodes: int = 32) -> dict[str, Any]:
-        """Median milliseconds of a kind of step: ``decode``, ``extend`` or ``mixed``."""
+    def prepare(self, kind: str, size: int, core: int | None = None, decodes: int = 32) -> dict[str, Any]:
+        """Make ready for a kind of step, ``decode``, ``extend`` or ``mixed``, and run it twice.
+
+        Args:
+            kind: the kind.
+            size: decode rows, or prompt tokens.
+            core: the CPU core that this process's main thread is put on.
+            decodes: decode rows beside a prompt.
+        """
+        if core is not None:
+            os.sched_setaffinity(0, {core})
         self.clear()
+        found: dict[str, Any] = {}
         if kind == "decode":
             state = self.decodes(size)
-            return self.timed(lambda: self.decode(state), count, 3)
-        if kind == "extend":
+            self.step = lambda: self.decode(state)
+        elif kind == "extend":
             prompts = [self.prompt(size)]
 
             def extend() -> None:
@@ -197,11 +209,17 @@ class Steps:
                 prompts.append(self.prompt(size))
                 self.forward(self.load(batch))
 
-            return self.timed(extend, count, 2)
-        state, prompts = self.decodes(decodes), [self.prompt(size)]
-        order = self.order(decodes, size)
+            self.step = extend
+        else:
+            found["order"] = self.order(decodes, size)
+            self.step = self.mixed(decodes, size, found["order"])
+        return {**self.take(1), **found}
 
-        def mixed() -> None:
+    def mixed(self, decodes: int, size: int, order: str) -> Any:
+        """A step of decodes beside a prompt, in that order."""
+        state, prompts = self.decodes(decodes), [self.prompt(size)]
+
+        def step() -> None:
             batch = self.extend_batch([prompts.pop()])
             prompts.append(self.prompt(size))
             running, tokens = state
@@ -217,7 +235,7 @@ class Steps:
                 state[1] = self.forward(self.load(batch, tokens))[1:].to(self.torch.int64)
                 self.grow(running)
 
-        return {**self.timed(mixed, count, 2), "order": order}
+        return step
 
     def order(self, decodes: int, tokens: int) -> str:
         """How kpolicy's scheduler hook would run this cycle; as one mixed batch without kpolicy."""

@@ -5,7 +5,7 @@
 Both sides are processes on the same GPU that stay up and take turns; who goes first changes with each repeat. Slices:
 
 - ``qwen``, ``dsv2``: single steps of Qwen2.5-0.5B and DeepSeek-V2-Lite shapes (decode, extend, mixed; random weights);
-- ``qwen-drawn``: steps of sizes drawn from the trace, with kpolicy's sizes and with those of ``--plan``;
+  with ``--drawn`` ``qwen`` also has steps of sizes drawn from the trace, with kpolicy's sizes and those of ``--plan``;
 - ``qwen-trace``: request throughput and gaps through SGLang's scheduler, the conversation trace at 600 requests, every
   token streamed; ``order`` is kpolicy with steps in SGLang's order;
 - ``qwen-mixed-trace``: the same with mixed chunks; ``qwen-offline-trace``: the same, nothing streamed;
@@ -17,8 +17,9 @@ Both sides are processes on the same GPU that stay up and take turns; who goes f
 Every answer is appended to OUT/raw.jsonl as it comes; OUT/sglang_stock_vs_kpolicy.json is written anew after each slice
 and takes in what OUT/raw.jsonl had before, so that slices can be run one by one (``--slices``). Rows are {model, load,
 figure, run, stock, kpolicy, ratio, low, high}: the ratio is above 1 where kpolicy is better, with a 95% interval over
-the repeats, null for a single one. ``run`` counts the starts of this script, whose code may differ: nothing of two runs
-is put together, and a load that was measured again has the later run's row.
+the repeats, null for a single one. Steps have many short repeats: their ratio is the median of pairs and its interval
+the sign test's; a few repeats have their mean and Student's. ``run`` counts the starts of this script, whose code may
+differ: nothing of two runs is put together, and a load that was measured again has the later run's row.
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SLICES = (
-    "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-drawn", "qwen-mixed-trace", "qwen-offline-trace",
-    "dsv2-trace",
+    "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-mixed-trace", "qwen-offline-trace", "dsv2-trace",
 )  # fmt: skip
 VARIANTS = {"order": {"KPOLICY_TURNS": "0"}}
 VARIED = {"order": ", KPOLICY_TURNS=0"}
@@ -72,13 +72,17 @@ CAPTURES = {
     "SGLang's sizes against kpolicy's": ("stock", "kpolicy"),
 }
 """The sides of each row of captures: SGLang's, ours."""
-WIDE_TURNS = 3
+DRAWS = {"trace": "drawn from the trace", "alike": "of 1 to 256 requests alike"}
+WIDE_TURNS = 1
+ROUND_MS = 40
+"""About how long a side runs steps before the other has its turn."""
 NO_VARIANTS: Mapping[str, dict[str, str]] = {}
 SERVED = ("step", "trace", "check", "drawn")
 """Kinds of answers that a slice is run for."""
 STARTS_S = {"qwen": 120, "dsv2": 200}
-# Two-sided 95% points of Student's t by degrees of freedom.
-_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+# Two-sided 95% points of Student's t by degrees of freedom, for fewer values than have the sign test.
+_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
+FEWEST_FOR_SIGNS = 6
 
 
 class Side:
@@ -196,52 +200,65 @@ class Run:
 
 
 def steps(run: Run, part: str) -> None:
-    """Steps by kind and size, the sides in turn."""
-    sides = run.sides(part, "steps", {"max_running_requests": 1024})
+    """Steps by kind and size, and for 0.5B those that are drawn, the sides in turn.
+
+    All sides stay up, and each waits on its standard input while another runs a few steps. Their main threads are on
+    one core, which changes with the load: the cores of a virtual machine can differ, and change, by more than what is
+    looked for.
+    """
+    planned = {"planned": run.plan()} if part == "qwen" and run.given.drawn and run.plan() else NO_VARIANTS
+    sides = run.sides(part, "steps", {"max_running_requests": 1024}, planned)
+    loads = [("step", "", kind, size) for kind, size in STEPS[part]]
+    if part == "qwen" and run.given.drawn:
+        loads += [("drawn", *load) for load in drawn(run.given.drawn)]
     try:
         run.start(part, sides)
-        for turn in range(-1, run.given.repeats):  # the first turn warms both up
-            order = list(sides) if turn % 2 else list(reversed(sides))
-            for kind, size in STEPS[part]:
-                for name in order:
-                    if run.left_s < 10:
-                        return
-                    count = 1 if turn < 0 else 9 if part == "dsv2" else 15
-                    found = sides[name].ask(60, do="measure", kind=kind, size=size, count=count)
-                    if turn >= 0:
-                        run.note(kind="step", part=part, side=name, turn=turn, step=kind, size=size, **found)
+        for turn in range(run.given.repeats):
+            for what, draw, kind, size in loads:
+                names = list(sides) if what == "drawn" else ["stock", "kpolicy"]
+                if not in_rounds(run, {name: sides[name] for name in names}, (part, what, draw, kind, size), turn):
+                    return
     finally:
         for side in sides.values():
             side.end()
 
 
-def drawn(path: Path) -> list[tuple[str, int]]:
-    """Sizes of decode steps of up to 256 requests, and of extends of one to three prompts of the trace."""
+def in_rounds(run: Run, sides: dict[str, Side], load: tuple[str, str, str, str, int], turn: int) -> bool:
+    """Prepare a load on all sides and let each run a few steps a round; whether there was time for it."""
+    part, what, draw, kind, size = load
+    rng = random.Random(f"{part} {kind} {size} {turn}")
+    core = rng.choice(sorted(os.sched_getaffinity(0)))
+    ready = {}
+    for name, side in sides.items():
+        if run.left_s < 10:
+            return False
+        ready[name] = side.ask(60, do="prepare", kind=kind, size=size, core=core)
+    count = min(max(round(ROUND_MS / max(found["ms"] for found in ready.values())), 1), 5)
+    rounds = 6 if what == "step" else 3
+    for each in range(rounds):
+        order = list(sides)
+        rng.shuffle(order)
+        for name in order:
+            if run.left_s < 5:
+                return False
+            found = {**ready[name], **sides[name].ask(60, do="take", count=count)}
+            more = {"draw": draw} if draw else {}
+            run.note(
+                kind=what, part=part, side=name, turn=turn * rounds + each, step=kind, size=size, count=count,
+                core=core, **more, **found,
+            )  # fmt: skip
+    return True
+
+
+def drawn(path: Path) -> list[tuple[str, str, int]]:
+    """Loads drawn from the steps that a plan was made of, and decode steps of 1 to 256 requests alike."""
+    steps = json.loads(path.read_text(encoding="utf-8"))["planned_from"]["histogram"]
     rng = random.Random(11)
-    prompts = [prompt for _, prompt, _ in requests_of(path, 1800, 7000, 1.0)]
-    decodes = sorted(rng.sample(range(1, 257), 8))
-    extends = sorted(min(sum(rng.sample(prompts, rng.randint(1, 3))), 7000) for _ in range(12))
-    return [*(("decode", size) for size in decodes), *(("extend", size) for size in extends)]
-
-
-def steps_drawn(run: Run, part: str) -> None:
-    """Steps of sizes drawn from the trace, the sides in turn."""
-    plan = run.plan()
-    sides = run.sides(part, "steps", {"max_running_requests": 1024}, {"planned": plan} if plan else NO_VARIANTS)
-    sizes = drawn(run.given.trace)
-    try:
-        run.start(part, sides)
-        for turn in range(-1, run.given.repeats):  # the first turn warms all up
-            for kind, size in sizes:
-                for name in list(sides) if turn % 2 else list(reversed(sides)):
-                    if run.left_s < 10:
-                        return
-                    found = sides[name].ask(60, do="measure", kind=kind, size=size, count=1 if turn < 0 else 9)
-                    if turn >= 0:
-                        run.note(kind="drawn", part=part, side=name, turn=turn, step=kind, size=size, **found)
-    finally:
-        for side in sides.values():
-            side.end()
+    found = []
+    for kind, table in (("decode", steps["decodes"]["1"]), ("extend", steps["others"])):
+        sizes = rng.choices([int(size) for size in table], weights=table.values(), k=12)
+        found += [("trace", kind, size) for size in sorted(set(sizes))]
+    return [*found, *(("alike", "decode", rng.randint(low + 1, low + 32)) for low in range(0, 256, 32))]
 
 
 def requests_of(path: Path, count: int, longest: int, speed: float) -> list[tuple[float, int, int]]:
@@ -369,7 +386,7 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     values: dict[tuple[str, str, str], dict[str, dict[int, float]]] = {}
     how: dict[tuple[str, str, str], dict[str, Any]] = {}
     runs: dict[tuple[str, str, str], int] = {}
-    drawn_ms: dict[tuple[int, int, str], dict[str, dict[tuple[str, int], dict[str, Any]]]] = {}
+    drawn_ms: dict[tuple[int, int, str, str], dict[str, dict[tuple[str, int], dict[str, Any]]]] = {}
 
     def put(model: str, load: str, figure: str, line: dict[str, Any], value: float, **more: Any) -> None:
         key = (NAMES[MODEL[model]], load, figure)
@@ -412,16 +429,17 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         elif line["kind"] == "drawn":
             for ours, words in (("kpolicy", "kpolicy's sizes"), ("planned", "planned sizes")):
                 if line["side"] in (ours, "stock"):
-                    sides = drawn_ms.setdefault((line["run"], line["turn"], words), {})
+                    load = DRAWS[line["draw"]]
+                    sides = drawn_ms.setdefault((line["run"], line["turn"], load, words), {})
                     sides.setdefault(line["side"].replace(ours, "kpolicy"), {})[line["step"], line["size"]] = line
-    for (run, turn, words), sides in drawn_ms.items():
+    for (run, turn, load, words), sides in drawn_ms.items():
         both = sides.get("stock", {}).keys() & sides.get("kpolicy", {}).keys()
         for kind in ("decode", "extend"):
             sizes = [size for size in both if size[0] == kind]
             for side, by_size in sides.items() if sizes else ():
                 line = {"run": run, "turn": turn, "side": side}
                 mean = statistics.fmean(by_size[size]["ms"] for size in sizes)
-                put("qwen", f"{kind} steps drawn from the trace, {words}", "mean step ms", line, mean, sizes=len(sizes))
+                put("qwen", f"{kind} steps {load}, {words}", "mean step ms", line, mean, sizes=len(sizes))
     found = []
     for (model, load, figure), sides in values.items():
         if {"stock", "kpolicy"} <= sides.keys():
@@ -441,13 +459,30 @@ def _compared(sides: dict[str, dict[int, float]], *, more: bool) -> dict[str, An
         stock, ours = sides["stock"][turn], sides["kpolicy"][turn]
         logs.append(math.log(max(ours, 1e-9) / max(stock, 1e-9)) * (1 if more else -1))
     medians = {name: round(statistics.median(sides[name].values()), 4) for name in ("stock", "kpolicy")}
-    mean = statistics.fmean(logs) if logs else float("nan")
-    found: dict[str, Any] = {**medians, "ratio": round(math.exp(mean), 4), "repeats": len(logs)}
-    found |= {"low": None, "high": None}
-    if len(logs) > 1:
-        half = _T.get(len(logs) - 1, 2.2) * statistics.stdev(logs) / math.sqrt(len(logs))
-        found |= {"low": round(math.exp(mean - half), 4), "high": round(math.exp(mean + half), 4)}
-    return found
+    middle, low, high = _middle(logs)
+    found: dict[str, Any] = {**medians, "ratio": round(math.exp(middle), 4), "repeats": len(logs)}
+    return found | {
+        "low": None if low is None else round(math.exp(low), 4),
+        "high": None if high is None else round(math.exp(high), 4),
+    }
+
+
+def _middle(values: list[float]) -> tuple[float, float | None, float | None]:
+    """Middle and 95% interval: median and sign test from six values on, else mean and Student's."""
+    count = len(values)
+    if count < FEWEST_FOR_SIGNS:
+        if count < 2:
+            return values[0] if values else float("nan"), None, None
+        mean = statistics.fmean(values)
+        half = _T[count - 1] * statistics.stdev(values) / math.sqrt(count)
+        return mean, mean - half, mean + half
+    ordered = sorted(values)
+    # The most values at either end that the median lies beyond with at most 2.5%.
+    beyond, chance = 0, 0.5**count
+    while chance <= 0.025:
+        beyond += 1
+        chance += math.comb(count, beyond) * 0.5**count
+    return statistics.median(ordered), ordered[beyond - 1], ordered[count - beyond]
 
 
 def write(run: Run) -> None:
@@ -478,6 +513,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True, help="folder of model shapes, each with config.json")
     parser.add_argument("--trace", type=Path, required=True, help="azure_llm_2023_conv.csv, or its beginning")
     parser.add_argument("--plan", type=Path, help="a ladder plan that ends at SGLang's own largest sizes")
+    parser.add_argument("--drawn", type=Path, help="a ladder plan of another part of the trace, whose steps are drawn")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, help="where the processes' logs and the checkpoints go (default: --out)")
     parser.add_argument("--slices", default=",".join(SLICES))
@@ -492,7 +528,7 @@ def main() -> None:
     for part in given.slices.split(","):
         started = time.monotonic()
         try:
-            known = {"check": check, "capture": capture, "qwen-drawn": steps_drawn}
+            known = {"check": check, "capture": capture}
             function = known.get(part) or (trace if "trace" in part else steps)
             if run.left_s > 40:
                 function(run, part)
