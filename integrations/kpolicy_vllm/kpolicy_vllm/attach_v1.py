@@ -80,9 +80,14 @@ def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -
         with state.guard(*NOT_RECORDED):
             bound_splits(runner, state)
             before = modules.free_bytes()
+        taken: list[int] = []
         for each in (desc, *(dispatcher.beside.get((mode, desc), ()) if dispatcher.sampling else ())):
             with dispatcher.forcing(mode, each):
                 result = warm_up(each, *rest, **named)
+            if dispatcher.sampling:
+                with state.guard(*NOT_RECORDED):
+                    taken.append(before - sum(taken) - modules.free_bytes())
+        dispatcher.sampled(mode, taken)
         with state.guard(*NOT_RECORDED):
             key = dispatcher.chooser.key_of.get((mode, desc))
             if kept and key is not None:
@@ -113,9 +118,10 @@ def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -
     def profile_cudagraph_memory(*args: Any, **named: Any) -> Any:
         dispatcher.sampling = True
         try:
-            return profile(*args, **named)
+            result = profile(*args, **named)
         finally:
             dispatcher.sampling = False
+        return result + dispatcher.left_out() if isinstance(result, int) else result
 
     runner._warmup_and_capture = warmup_and_capture
     runner.capture_model = capture_model

@@ -72,6 +72,7 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             self.sampling = False
             self.agreed: GraphKey | None = None
             self.beside: dict[tuple[Any, Any], list[Any]] = {}
+            self.largest_two: dict[Any, tuple[int, int]] = {}
             self.log: Callable[[Any, tuple[int, Any]], None] | None = None
             self._decodes: list[Any] = []
             self.chooser = Chooser(state, lambda tokens, _reqs: (none, descriptor(tokens)), lambda _part, desc: desc)
@@ -134,13 +135,26 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             """vLLM's list, largest first; while memory is estimated, one that `grouped` made of it."""
             found = super().get_capture_descs()
             if self.sampling and self.state.sizes is not None:
-                self.beside = {}
+                self.beside, self.largest_two = {}, {}
                 for place, (mode, descs) in enumerate(found):
                     listed, others = grouped(descs)
                     found[place] = (mode, listed)
                     if others:
                         self.beside[mode, listed[1]] = others
+                    if len(descs) > GROUP + 1:
+                        self.beside[mode, listed[0]] = [descs[1]]
             return found
+
+        def sampled(self, mode: Any, taken: list[int]) -> None:
+            """While memory is estimated: bytes of a graph, and of those captured with it."""
+            if self.sampling and len(taken) == 2 and mode not in self.largest_two:
+                self.largest_two[mode] = (taken[0], taken[1])
+
+        def left_out(self) -> int:
+            """Bytes that vLLM's estimate lacks: it takes the most of the first graphs of all modes, and small ones."""
+            pairs = [(max(0, first), max(0, second)) for first, second in self.largest_two.values()]
+            counted = max((first + second for first, second in pairs), default=0)
+            return max((first for first, _ in pairs), default=0) + sum(second for _, second in pairs) - counted
 
         @contextmanager
         def forcing(self, mode: Any, desc: Any) -> Iterator[None]:
@@ -252,7 +266,8 @@ def grouped(descs: list[Any]) -> tuple[list[Any], list[Any]]:
     vLLM captures two, and takes what the second adds for what every other adds. The second largest may add buffers that
     all smaller ones then share, such as those of FlashAttention's splits (0.1 GiB of a 0.5B model, where the estimate
     came to ten times the memory in the end); one small graph takes nothing or a whole step of the allocator's. So four
-    of the smallest stand for four, and the list is as much shorter.
+    of the smallest stand for four, and the list is as much shorter. The second largest is captured with the first, and
+    counted once (`left_out`).
     """
     group = descs[:0:-1][:GROUP]
     if len(group) < GROUP:
