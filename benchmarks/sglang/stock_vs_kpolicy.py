@@ -74,8 +74,8 @@ CAPTURES = {
 """The sides of each row of captures: SGLang's, ours."""
 DRAWS = {"trace": "drawn from the trace", "alike": "of 1 to 256 requests alike"}
 WIDE_TURNS = 1
-ROUND_MS = 40
-"""About how long a side runs steps before the other has its turn."""
+STEP_TURNS, ROUNDS, ROUND_MS = 2, 8, 40
+"""Steps: how often a load is prepared, turns of each side then, and about how long one is."""
 NO_VARIANTS: Mapping[str, dict[str, str]] = {}
 SERVED = ("step", "trace", "check", "drawn")
 """Kinds of answers that a slice is run for."""
@@ -138,6 +138,8 @@ class Side:
         return self.ask(seconds)
 
     def end(self) -> None:
+        if self.log.closed:
+            return
         self.process.kill()
         self.process.wait()
         self.log.close()
@@ -154,6 +156,8 @@ class Run:
         self.raw = self.out / "raw.jsonl"
         self.logs: Path = given.logs or given.out
         self.logs.mkdir(parents=True, exist_ok=True)
+        self.warm = False
+        """Whether 0.5B was started before"""
 
     @property
     def left_s(self) -> float:
@@ -197,6 +201,7 @@ class Run:
         seconds = STARTS_S[part.partition("-")[0]]
         for name, side in sides.items():
             self.note(kind="start", part=part, side=name, **side.start(min(seconds, self.left_s)))
+        self.warm |= MODEL[part.partition("-")[0]] == "qwen05b"
 
 
 def steps(run: Run, part: str) -> None:
@@ -208,22 +213,21 @@ def steps(run: Run, part: str) -> None:
     """
     planned = {"planned": run.plan()} if part == "qwen" and run.given.drawn and run.plan() else NO_VARIANTS
     sides = run.sides(part, "steps", {"max_running_requests": 1024}, planned)
-    loads = [("step", "", kind, size) for kind, size in STEPS[part]]
+    loads = [(turn, "step", "", kind, size) for turn in range(STEP_TURNS) for kind, size in STEPS[part]]
     if part == "qwen" and run.given.drawn:
-        loads += [("drawn", *load) for load in drawn(run.given.drawn)]
+        loads += [(0, "drawn", *load) for load in drawn(run.given.drawn)]
     try:
         run.start(part, sides)
-        for turn in range(run.given.repeats):
-            for what, draw, kind, size in loads:
-                names = list(sides) if what == "drawn" else ["stock", "kpolicy"]
-                if not in_rounds(run, {name: sides[name] for name in names}, (part, what, draw, kind, size), turn):
-                    return
+        for turn, what, *load in loads:
+            names = list(sides) if what == "drawn" else ["stock", "kpolicy"]
+            if not in_rounds(run, {name: sides[name] for name in names}, (part, what, *load), turn):
+                return
     finally:
         for side in sides.values():
             side.end()
 
 
-def in_rounds(run: Run, sides: dict[str, Side], load: tuple[str, str, str, str, int], turn: int) -> bool:
+def in_rounds(run: Run, sides: dict[str, Side], load: tuple[Any, ...], turn: int) -> bool:
     """Prepare a load on all sides and let each run a few steps a round; whether there was time for it."""
     part, what, draw, kind, size = load
     rng = random.Random(f"{part} {kind} {size} {turn}")
@@ -234,8 +238,7 @@ def in_rounds(run: Run, sides: dict[str, Side], load: tuple[str, str, str, str, 
             return False
         ready[name] = side.ask(60, do="prepare", kind=kind, size=size, core=core)
     count = min(max(round(ROUND_MS / max(found["ms"] for found in ready.values())), 1), 5)
-    rounds = 6 if what == "step" else 3
-    for each in range(rounds):
+    for each in range(ROUNDS):
         order = list(sides)
         rng.shuffle(order)
         for name in order:
@@ -244,7 +247,7 @@ def in_rounds(run: Run, sides: dict[str, Side], load: tuple[str, str, str, str, 
             found = {**ready[name], **sides[name].ask(60, do="take", count=count)}
             more = {"draw": draw} if draw else {}
             run.note(
-                kind=what, part=part, side=name, turn=turn * rounds + each, step=kind, size=size, count=count,
+                kind=what, part=part, side=name, turn=turn * ROUNDS + each, step=kind, size=size, count=count,
                 core=core, **more, **found,
             )  # fmt: skip
     return True
@@ -256,7 +259,7 @@ def drawn(path: Path) -> list[tuple[str, str, int]]:
     rng = random.Random(11)
     found = []
     for kind, table in (("decode", steps["decodes"]["1"]), ("extend", steps["others"])):
-        sizes = rng.choices([int(size) for size in table], weights=table.values(), k=12)
+        sizes = rng.choices([int(size) for size in table], weights=table.values(), k=8)
         found += [("trace", kind, size) for size in sorted(set(sizes))]
     return [*found, *(("alike", "decode", rng.randint(low + 1, low + 32)) for low in range(0, 256, 32))]
 
@@ -321,38 +324,31 @@ def capture(run: Run, part: str) -> None:
     ]  # fmt: skip
     if run.plan():
         kinds.append(("planned", own, run.plan()))
-    # The first turn warms up what starts share, compiled kernels and files, and isn't counted. Later ones take turns in
-    # who goes first; the sides of other sizes have three, which show little but memory.
-    waiting = [
+    # The first turn warms up what starts share, compiled kernels and files, and isn't counted; a slice of steps before
+    # does so too. Later ones take turns in who goes first; the sides of other sizes show little but memory.
+    turns = [
         (turn, *kind)
         for turn in range(-1, run.given.repeats)
         for kind in (kinds if turn % 2 else list(reversed(kinds)))
-        if turn < WIDE_TURNS or kind[0] in CAPTURES[PLANNED]
+        if (turn >= 0 or not run.warm) and (turn < WIDE_TURNS or kind[0] in CAPTURES[PLANNED])
     ]
-    made: list[tuple[int, str, Side]] = []
-
-    def make() -> None:
-        if waiting:
-            turn, name, extra, environ = waiting.pop(0)
+    made: list[Side] = []
+    try:
+        # All import at once and then wait, so that nothing else runs beside a capture.
+        for _, name, extra, environ in turns:
             arguments = run.arguments("qwen", {"max_running_requests": 1024, **extra})
             kpolicy = name in ("kpolicy", "planned")
-            side = Side(f"{part}-{name}", "steps", arguments, run.logs, kpolicy=kpolicy, **environ)
-            made.append((turn, name, side))
-
-    make()
-    try:
-        while made:
-            if run.left_s < 30:
+            made.append(Side(f"{part}-{name}", "steps", arguments, run.logs, kpolicy=kpolicy, **environ))
+        for side in made:
+            side.hear(min(90, run.left_s))
+        for (turn, name, _, _), side in zip(turns, made, strict=True):
+            if run.left_s < 20:
                 return
-            make()  # imports while the one before it captures
-            turn, name, side = made.pop(0)
-            try:
-                kind = "start" if turn >= 0 else "warm start"
-                run.note(kind=kind, part=part, side=name, turn=turn, **side.start(min(90, run.left_s)))
-            finally:
-                side.end()
+            kind = "start" if turn >= 0 else "warm start"
+            run.note(kind=kind, part=part, side=name, turn=turn, **side.ask(min(90, run.left_s)))
+            side.end()
     finally:
-        for _, _, side in made:
+        for side in made:
             side.end()
 
 
