@@ -1,0 +1,80 @@
+"""What a lazy Engine spends between steps, by a clock that only captures move."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kpolicy.engine import Engine
+from kpolicy.executors import lazy
+from kpolicy.executors.base import CaptureReport
+from kpolicy.keys import GraphKey
+from kpolicy.settings import Settings
+from kpolicy.shapes import BatchShape
+
+ALLOWANCE_S, CAPTURE_S = 0.01, 0.1
+SIZES = (4, 8, 16, 32, 64)
+
+
+class Clock:
+    """Captures take `takes_s`, and are expected to take `CAPTURE_S`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, takes_s: float = CAPTURE_S) -> None:
+        self.now = 0.0
+        self.captured_at: list[int] = []
+        self.engine = Engine(
+            "full", executor="simulated", ladder=list(SIZES), lazy=ALLOWANCE_S, calibrate=0,
+            settings=Settings(max_num_reqs=64, max_num_tokens=64), attention="single",
+        )  # fmt: skip
+        executor: Any = self.engine.executor
+        capture, self.step = executor.capture, 0
+
+        def slow(keys: list[GraphKey], progress: Any = None) -> None:
+            self.now += takes_s * len(keys)
+            self.captured_at.append(self.step)
+            capture(keys, progress)
+
+        monkeypatch.setattr(executor, "capture", slow)
+        monkeypatch.setattr(executor.launcher, "estimate", lambda _key: CaptureReport(0, CAPTURE_S, 0, 1))
+        monkeypatch.setattr(lazy, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def serve(self, steps: int) -> None:
+        """Steps that need each size in turn."""
+        assert self.engine._lazy is not None
+        for _ in range(steps):
+            self.step += 1
+            self.engine._lazy.before_step(BatchShape.decode(SIZES[self.step % len(SIZES)]).numbers)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_no_more_is_spent_than_steps_allow(clock: Clock) -> None:
+    """A graph is captured once its expected time is saved up: at most one in ten steps."""
+    clock.serve(80)
+    assert len(clock.captured_at) == len(SIZES)
+    pairs = zip([0, *clock.captured_at], clock.captured_at, strict=False)
+    assert all(later - before >= CAPTURE_S / ALLOWANCE_S for before, later in pairs), clock.captured_at
+    assert set(clock.engine.registry.captured()) == set(clock.engine.keys)
+
+
+def test_what_was_overspent_is_paid_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures that take five times what was expected come a fifth as often."""
+    clock = Clock(monkeypatch, takes_s=5 * CAPTURE_S)
+    clock.serve(120)
+    first, second, *_ = clock.captured_at
+    assert second - first >= 5 * CAPTURE_S / ALLOWANCE_S
+    assert clock.now <= 120 * ALLOWANCE_S + 5 * CAPTURE_S
+
+
+def test_nothing_is_captured_twice(clock: Clock) -> None:
+    """However long steps need what is there, each graph is captured once, and `capture` adds none of those again."""
+    clock.serve(200)
+    assert len(clock.captured_at) == len(SIZES)
+    seen: list[GraphKey] = []
+    clock.engine.capture(lambda key, _report: seen.append(key))
+    assert seen == []
