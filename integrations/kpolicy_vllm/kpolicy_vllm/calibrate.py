@@ -256,7 +256,8 @@ class _Plan:
         """What a decode row takes besides the tokens that the step is padded to, and attention to its KV.
 
         Told by two steps of equal tokens: pieces of one size with few and with many decode rows, or else an eager
-        step of decodes and a chunk of as many tokens.
+        step of decodes and a chunk of as many tokens. It is at most what whole graphs take more for each row, or dense
+        work would seem to fall with its tokens.
         """
         pair = self._piece_rows or self._eager_rows
         if len(pair) < 2 or not all(case.times for case in pair):
@@ -265,7 +266,14 @@ class _Plan:
         less, whole = few.dense_us(decode, chunks), many.dense_us(decode, chunks)
         if whole <= less * (1 + NOISE):
             return 0.0
-        return (whole - less) / (many.sampled - few.sampled)
+        found = (whole - less) / (many.sampled - few.sampled)
+        ran = [case for case in self._full if case.rows.decodes and case.times]
+        if len(ran) < 2:
+            return found
+        fewest, most = ran[0], ran[-1]
+        more = max(1, most.sampled - fewest.sampled)
+        rise = (most.dense_us(decode, chunks) - fewest.dense_us(decode, chunks)) / more
+        return min(found, max(rise, 0.0))
 
 
 def _mean(records: Sequence[Any], name: str, unit: float = 1.0) -> float:

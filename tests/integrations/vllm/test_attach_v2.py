@@ -58,11 +58,17 @@ class Runner:
         real.start(deployment(self._version, "v2", self._sizes, reqs=REQS, level="mixed"))
         self.cudagraph_manager = real.manager
         self.cudagraph_manager._graphs_captured = False
+        self.cudagraph_manager.__class__ = self._utils().ModelCudaGraphManager
         return "laid out"
+
+    def _utils(self) -> Any:
+        return self._modules.module("v1.worker.gpu.cudagraph_utils")
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         self.captured = []
-        self.cudagraph_manager.capture(lambda desc, warmup: self.captured.append((desc, warmup)))
+        # What the manager of a model does once it has the model's inputs.
+        above = super(self._utils().ModelCudaGraphManager, self.cudagraph_manager)
+        above.capture(lambda desc, warmup: self.captured.append((desc, warmup)), "progress")
         self.cudagraph_manager._graphs_captured = not profile_only
         return 1 << 20
 
@@ -90,7 +96,7 @@ def names(modules: Loaded, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Nam
     return Names(
         CUDAGraphMode=modules.module("config.compilation").CUDAGraphMode,
         BatchExecutionDescriptor=utils.BatchExecutionDescriptor, CudaGraphManager=utils.CudaGraphManager,
-        ModelCudaGraphManager=utils.CudaGraphManager, **{**defaults, **given},
+        ModelCudaGraphManager=utils.ModelCudaGraphManager, **{**defaults, **given},
     )  # fmt: skip
 
 
@@ -163,7 +169,7 @@ def test_a_rank_that_another_leaves_alone_is_as_stock(version: str, monkeypatch:
     with loaded(oracle_folder(), version) as modules:
         runner, state = started(modules, version, monkeypatch, AUTO, agree=lambda _: False)
         utils = modules.module("v1.worker.gpu.cudagraph_utils")
-        assert type(runner.cudagraph_manager) is utils.CudaGraphManager
+        assert type(runner.cudagraph_manager) is utils.ModelCudaGraphManager
         assert state.dispatcher is None
         assert not state.captured
         assert state.counters.counts["not_attached"] == 1

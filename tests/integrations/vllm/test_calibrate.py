@@ -69,6 +69,22 @@ def test_rows_cost_the_same_in_every_mode(monkeypatch: Any) -> None:
     assert without.full.at(64) == pytest.approx(400 + 3 * 64, rel=0.03)
 
 
+def test_rows_never_cost_more_than_graphs_rise_with_them(monkeypatch: Any) -> None:
+    """Else dense work would be free, or fall with its tokens."""
+    clock = SimulatedClock()
+
+    def inflated(key: Any, tokens: int, kv: int, chunk: int, context: int, decodes: int) -> tuple[float, float]:
+        host, device = cost(key, tokens, kv, chunk, context, decodes)
+        return host, device + (50.0 * decodes if isinstance(key, GraphKey) and key.part is Part.PIECEWISE else 0.0)
+
+    state = FakeState(FakeRunner(clock, inflated), KEYS, Settings(max_num_reqs=64, max_num_tokens=2048), 20.0)
+    with stand_ins(monkeypatch):
+        table = calibrate(state.runner, state, clock)
+    assert table is not None
+    assert table.decode_attention.row_us == pytest.approx(3 + ROW_US, rel=0.1)
+    assert table.full.at(64) >= table.full.at(1) * 0.98
+
+
 @pytest.mark.parametrize(("dearer", "told"), [(1.03, False), (1.2, True)])
 def test_a_whole_graph_is_dearer_than_its_pieces_only_by_more_than_noise(
     monkeypatch: Any, dearer: float, told: bool
