@@ -27,6 +27,7 @@ from kpolicy.modes import Mode, Part
 from kpolicy.planning.choose import allowed
 from kpolicy.planning.histogram import Histogram
 from kpolicy.planning.plan import SMOOTHING, Plan, Replayed, fixed_point, plan
+from kpolicy.planning.unseen import unseen
 from kpolicy.planning.workload import Layout, Workload
 from kpolicy.policies import Policy, get_policy
 from kpolicy.reasons import Reason
@@ -163,6 +164,8 @@ class TracePlan:
 
 _ONE_LIST = frozenset({"ascend", "kunlun"})
 """Replicas that keep the lists of one engine's list apart."""
+_MUCH_WORSE = 0.1
+"""How much longer, as a share, larger steps than were planned for may take without a note."""
 
 
 def layout_of(policy: Policy, claims: Claims, settings: Settings, *, multiple_of: int = 1) -> Layout:
@@ -429,6 +432,14 @@ def _notes(found: Replayed, workload: Workload, policy: Policy, costs: CostTable
     refused = found.histogram.refused
     if refused:
         notes.append(f"requests that made no steps: {_counted(refused)}.")
+    above = unseen(workload, found.plan.sizes)
+    if above is not None and above.worse > _MUCH_WORSE:
+        how = f"replays the graph of {above.size:,}" if above.size else "runs eagerly"
+        notes.append(
+            f"no step has more than {above.largest:,} decodes, and {workload.settings.max_num_reqs:,} may run: one of "
+            f"{above.reqs:,} {how}, which takes {above.worse:.0%} longer than a graph of its size, attention left out. "
+            "If your server is busier than this trace, plan for a higher rate of arrivals or fewer requests."
+        )
     outside = _outside(workload)
     if outside:
         notes.append(f"{outside:.1%} of the steps have a size outside what the cost table was made for.")

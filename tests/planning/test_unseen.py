@@ -1,0 +1,60 @@
+"""Decode steps larger than any that a plan was made for."""
+
+from __future__ import annotations
+
+import pytest
+
+from kpolicy.attention.support import Claims
+from kpolicy.ladders import CaptureSizes
+from kpolicy.planning import Histogram, Workload
+from kpolicy.planning.unseen import unseen
+from kpolicy.policies import get_policy
+from kpolicy.shapes import BatchNumbers
+from kpolicy.trace_plan import layout_of, plan_trace
+from tests.planning.workloads import costs, server, trace
+
+
+def workload(largest: int, policy: str = "sglang") -> Workload:
+    """Decode steps of up to so many requests, on a server of 64."""
+    steps, settings = Histogram("made up"), server().settings
+    for reqs in range(1, largest + 1):
+        steps.add(BatchNumbers(reqs, decode_kv_tokens=reqs))
+    layout = layout_of(get_policy(policy), Claims.at_level("mixed"), settings)
+    return Workload(histogram=steps, costs=costs(), settings=settings, layout=layout)
+
+
+def step_us(reqs: int) -> float:
+    """A step in a graph of so many rows, by the test's table."""
+    return 1000 + 20 * (reqs - 1) + 100
+
+
+def test_it_pads_to_the_next_graph() -> None:
+    """The first step above those that were seen pads most."""
+    found = unseen(workload(20), CaptureSizes((8, 24, 64), (), ()))
+    assert found is not None
+    assert found[:3] == (20, 25, 64)
+    assert found.worse == pytest.approx(step_us(64) / step_us(25) - 1)
+
+
+def test_it_is_eager_without_one() -> None:
+    """Above the largest graph a step runs eagerly, which its launches bound."""
+    found = unseen(workload(20), CaptureSizes((8, 20), (), ()))
+    assert found is not None
+    assert found[:3] == (20, 21, 0)
+    assert found.worse == pytest.approx((4000 + 2 * 21 + 100) / step_us(21) - 1)
+
+
+def test_none_is_larger() -> None:
+    """Steps of as many requests as may run leave none that weren't seen; so does a policy without FULL."""
+    assert unseen(workload(64), CaptureSizes((8, 64), (), ())) is None
+    assert unseen(workload(20, "vllm:mode=PIECEWISE"), CaptureSizes((), (), (8, 64))) is None
+
+
+@pytest.mark.parametrize(("gap_s", "said"), [(1.0, True), (0.001, False)])
+def test_a_plan_says_so(gap_s: float, *, said: bool) -> None:
+    """A plan for a quiet trace says what a busier one would pay, and one for a busy trace doesn't."""
+    found = plan_trace(
+        trace(80, gap_s=gap_s), policy="sglang", server=server(), costs=costs(), largest={"decode": 64}, most_sizes=5,
+        hold_out=False,
+    )  # fmt: skip
+    assert any("may run: one of 2 replays the graph of 22" in note for note in found.notes) == said
