@@ -20,7 +20,7 @@ from typing import Any
 try:
     from benchmarks.sglang.server import Steps
 except ModuleNotFoundError:  # run as a script
-    from server import Steps
+    from server import Steps  # type: ignore[import-not-found, no-redef]
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen": {
@@ -119,7 +119,8 @@ class Check:
         self._force(force)
         steps.clear()
         steps.served = ""
-        found, running = [], None
+        found: list[Any] = []
+        running: Any = None
         first = []
         for tokens in rows:
             batch = steps.extend_batch([steps.request(tokens[: -DECODES - 1])])

@@ -90,10 +90,10 @@ def prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Callable[
     local = wrapped(own, dispatch.prefill_can_replay_locally)
     batch = SimpleNamespace(input_ids=SimpleNamespace(shape=(tokens,)), global_num_tokens_cpu=None)
 
-    def stock(runner: Any, batch: Any) -> bool:  # noqa: ARG001  as the rule that calls it
+    def stock(runner: Any, batch: Any) -> Any:  # noqa: ARG001  as the rule that calls it
         return own(runner, **asked)
 
-    def rule(runner: Any, batch: Any) -> bool:  # noqa: ARG001
+    def rule(runner: Any, batch: Any) -> Any:  # noqa: ARG001
         return local(runner, **asked)
 
     hooked = wrapped(rule, dispatch.prefill_can_run)
@@ -102,7 +102,7 @@ def prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Callable[
 
 def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A prefill batch of 0.5.16."""
-    runner = _older_prefill(release)()
+    runner = _older_prefill(release)()  # type: ignore[no-untyped-call]
     runner.__dict__.update(
         _is_full_backend=False, _capture_req_slots=1, prefill_backend_name="breakable", has_mha_companion_layers=False
     )

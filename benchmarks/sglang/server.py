@@ -401,7 +401,7 @@ class Trace:
             raise RuntimeError(f"{state['done']} of {len(requests)} requests were served in {took:.0f} s")
         tokens = sum(int(output) for _, _, output in requests)
         gaps = sorted((after - before) * 1e3 for each in times.values() for before, after in itertools.pairwise(each))
-        found = {"done": state["done"], "of": len(requests), "s": round(took, 3), "outputs": tokens}
+        found: dict[str, Any] = {"done": state["done"], "of": len(requests), "s": round(took, 3), "outputs": tokens}
         firsts = sorted((each[0] - sent[rid]) * 1e3 for rid, each in times.items())
         if firsts:
             found |= {f"ttft_p{q}_ms": round(_at(firsts, q), 1) for q in (50, 99)}
@@ -486,7 +486,7 @@ def main() -> None:
     sys.stdin.readline()
     arguments = json.loads(given.args)
     if given.kind == "check":
-        from check import Check
+        from check import Check  # type: ignore[import-not-found]  # beside this script
 
         server: Any = Check(arguments)
     else:

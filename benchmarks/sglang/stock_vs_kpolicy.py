@@ -152,7 +152,7 @@ class Run:
         self.given = given
         self.out: Path = given.out
         self.out.mkdir(parents=True, exist_ok=True)
-        self.stop_s = time.monotonic() + given.budget
+        self.stop_s = time.monotonic() + float(given.budget)
         self.raw = self.out / "raw.jsonl"
         self.logs: Path = given.logs or given.out
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -428,20 +428,20 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     load = DRAWS[line["draw"]]
                     sides = drawn_ms.setdefault((line["run"], line["turn"], load, words), {})
                     sides.setdefault(line["side"].replace(ours, "kpolicy"), {})[line["step"], line["size"]] = line
-    for (run, turn, load, words), sides in drawn_ms.items():
-        both = sides.get("stock", {}).keys() & sides.get("kpolicy", {}).keys()
+    for (run, turn, load, words), by_side in drawn_ms.items():
+        both = by_side.get("stock", {}).keys() & by_side.get("kpolicy", {}).keys()
         for kind in ("decode", "extend"):
             sizes = [size for size in both if size[0] == kind]
-            for side, by_size in sides.items() if sizes else ():
+            for side, by_size in by_side.items() if sizes else ():
                 line = {"run": run, "turn": turn, "side": side}
                 mean = statistics.fmean(by_size[size]["ms"] for size in sizes)
                 put("qwen", f"{kind} steps {load}, {words}", "mean step ms", line, mean, sizes=len(sizes))
     found = []
-    for (model, load, figure), sides in values.items():
-        if {"stock", "kpolicy"} <= sides.keys():
+    for (model, load, figure), measured in values.items():
+        if {"stock", "kpolicy"} <= measured.keys():
             found.append(
                 {"model": model, "load": load, "figure": figure, "run": runs[model, load, figure]}
-                | _compared(sides, more="/s" in figure)
+                | _compared(measured, more="/s" in figure)
                 | how.get((model, load, figure), {})
             )
     return found
