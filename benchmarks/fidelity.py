@@ -7,7 +7,11 @@ Run from the repository root, with a profile and step logs that one machine meas
 
 A step log's times are the executor's: each step is costed again by the profile. With ``--run`` the same arrivals are
 simulated too, with nothing but the profile and what the run's scheduler took a step (its ``outside_us``), and the
-median time to first token, the median gap and the ranking of policies are held to the run's.
+median time to first token, the median gap and the ranking of policies are held to the run's. Steps with prompts have a
+time of their own outside the executor, where the run tells it (``outside_prompts_us``).
+
+To tell the step costs' errors from the simulated scheduler's, the logs' own step times are served too ("replayed"):
+with requests let in at the steps at which the run let them in, how many batches are the run's, and the latencies.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +30,85 @@ import kpolicy
 from benchmarks.command import command_line
 from kpolicy.attention import Claims
 from kpolicy.costs import CostTable
-from kpolicy.scheduling.traces import read_trace
+from kpolicy.scheduling.traces import Trace, read_trace
 from kpolicy.schemas import StepEntry, read_profile, read_step_log
 from kpolicy.settings import Settings
+from kpolicy.shapes import BatchNumbers
 from kpolicy.simulate import Server, simulate
 from kpolicy.simulate.fidelity import expected_cost, fidelity, same_ranking
+from kpolicy.simulate.percentiles import Percentiles
+from kpolicy.simulate.queue import Queue
+from kpolicy.simulate.requests import Request, in_order
 
 RESULT = Path(__file__).parent / "results" / "fidelity.json"
+_COUNTS = BatchNumbers._fields.index("max_query_len")
 
 
 def per_token_us(entries: tuple[StepEntry, ...], times: list[float]) -> float:
     """Time of all steps over the tokens that they computed."""
     return sum(times) / sum(each.shape.numbers.total_tokens for each in entries)
+
+
+def outside(each: dict[str, Any]) -> tuple[float, float]:
+    """What the run's scheduler took a step, and what a step with prompts took besides; 0 where the run doesn't tell."""
+    prompts = each.get("prompt_steps", 0)
+    decodes = each["steps"] - prompts
+    if not prompts or not decodes:
+        return each["outside_us"] / each["steps"], 0.0
+    plain = (each["outside_us"] - each["outside_prompts_us"]) / decodes
+    return plain, max(each["outside_prompts_us"] / prompts - plain, 0.0)
+
+
+def requests_of(run: dict[str, Any], trace: Path, start_s: float, window_s: float) -> Trace:
+    """The requests that the run served."""
+    setting = run["setting"]
+    return read_trace(trace).window(start_s, window_s).limited(setting["max_model_len"]).scaled(setting["rate"])
+
+
+def replayed(
+    entries: Sequence[StepEntry], setting: dict[str, Any], served: dict[str, Any], trace: Trace
+) -> dict[str, Any]:
+    """The log's step times in the simulator's queue, with requests let in at the steps at which the run let them in.
+
+    Args:
+        entries: a policy's step log.
+        setting: the run's.
+        served: what the run measured for the policy.
+        trace: what it served.
+    """
+    queue = Queue(
+        Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"]),
+        num_blocks=setting["kv_tokens"] // setting["block_size"], block_size=setting["block_size"], prefix_block=0,
+    )  # fmt: skip
+    step_us, prompt_us = outside(served)
+    coming = deque(in_order(trace.requests))
+    now_us = coming[0].arrival_s * 1e6
+    ttft, gap, same = Percentiles(), Percentiles(), 0
+    for entry in entries:
+        if queue.idle and coming:
+            now_us = max(now_us, coming[0].arrival_s * 1e6)
+        inside = (entry.queue.waiting + entry.queue.running) if entry.queue else 0
+        while coming and queue.num_running + len(queue.waiting) < inside:
+            arrived = coming.popleft()
+            queue.add(Request(arrived, arrived.arrival_s * 1e6))
+            now_us = max(now_us, arrived.arrival_s * 1e6)
+        if coming:
+            # It hadn't come yet. Time outside the executor varies, and who was let in tells what the clock was.
+            now_us = min(now_us, coming[0].arrival_s * 1e6)
+        step = queue.next_step(now_us)
+        if step is None:
+            break
+        same += step.numbers[:_COUNTS] == entry.shape.numbers[:_COUNTS]
+        us = (entry.cycle_us or 0.0) + step_us + (prompt_us if step.chunks else 0.0)
+        now_us += us
+        if step.numbers.num_decodes:
+            gap.add(us / entry.decode_steps, step.numbers.num_decodes * entry.decode_steps)
+        for request in queue.complete(step, entry.decode_steps).first_tokens:
+            ttft.add(now_us - request.arrival_us)
+    return {
+        "steps": len(entries), "same_batches": same,
+        "ttft_p50_ms": round(ttft.spread().p50 / 1e3, 3), "gap_p50_ms": round(gap.spread().p50 / 1e3, 3),
+    }  # fmt: skip
 
 
 def latencies(run: dict[str, Any], trace: Path, start_s: float, window_s: float, costs: CostTable) -> dict[str, Any]:
@@ -51,12 +124,13 @@ def latencies(run: dict[str, Any], trace: Path, start_s: float, window_s: float,
     setting = run["setting"]
     claims = Claims.at_level(setting["attention"].partition(",")[0])
     settings = Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"])
-    requests = read_trace(trace).window(start_s, window_s).limited(setting["max_model_len"]).scaled(setting["rate"])
+    requests = requests_of(run, trace, start_s, window_s)
     found = {}
     for each in run["policies"]:
+        scheduler_us, scheduler_prompt_us = outside(each)
         server = Server(
             settings=settings, kv_tokens=setting["kv_tokens"], block_size=setting["block_size"], warm=True,
-            kv_bytes_per_token=None, scheduler_us=each["outside_us"] / each["steps"],
+            kv_bytes_per_token=None, scheduler_us=scheduler_us, scheduler_prompt_us=scheduler_prompt_us,
         )  # fmt: skip
         simulated = simulate(requests, each["policy"], server=server, costs=costs, attention=claims)
         # Both sides have the scheduler's own time, a step's and the run's.
@@ -99,8 +173,10 @@ def main() -> int:
     measured: dict[str, float] = {}
     expected: dict[str, float] = {}
     tables: dict[str, Any] = {}
+    logs: dict[str, tuple[StepEntry, ...]] = {}
     for path in arguments.log:
         log = read_step_log(path)
+        logs[log.header.policy] = log.entries
         rows = fidelity(log.entries, profile.costs)
         tables[log.header.policy] = [
             {key: round(value, 4) if isinstance(value, float) else value for key, value in attrs.asdict(row).items()}
@@ -123,11 +199,17 @@ def main() -> int:
     if arguments.run is not None:
         run = json.loads(arguments.run.read_text())
         found = latencies(run, arguments.trace, arguments.start, arguments.window, profile.costs)
-        figures = [name for name in next(iter(found.values())) if name != "steps"]
+        requests = requests_of(run, arguments.trace, arguments.start, arguments.window)
+        for each in run["policies"]:
+            if (entries := logs.get(each["policy"])) is not None:
+                found[each["policy"]]["replayed"] = replayed(entries, run["setting"], each, requests)
+        figures = [name for name in next(iter(found.values())) if name not in ("steps", "replayed")]
         served = {"policies": found, "ranked_wrong": {name: ranked_wrong(found, name) for name in figures}}
         for policy, each in found.items():
             print(
-                policy, *(f"{name} {each[name]['measured']:,.2f} / {each[name]['simulated']:,.2f}" for name in figures)
+                policy,
+                *(f"{name} {each[name]['measured']:,.2f} / {each[name]['simulated']:,.2f}" for name in figures),
+                each.get("replayed", ""),
             )
         print("ranking by latency:", served["ranked_wrong"])
     if arguments.date:

@@ -181,6 +181,8 @@ class RunResult:
         wall_s: this process's time, what isn't the run's included.
         outside_us: the clock's time of all steps that wasn't the executor's: scheduling, deciding, counting. 0 where
             the clock is the executor's.
+        prompt_steps, outside_prompts_us: steps with prompts, and what of `outside_us` was theirs: a prompt's tokens are
+            laid out and its first token is taken in, so that they take more.
         interrupted: whether it ended before the trace did, and why.
         verified: what was compared with EAGER, by mode; empty where nothing was.
     """
@@ -208,6 +210,8 @@ class RunResult:
     basis: Basis
     wall_s: float
     outside_us: float = 0.0
+    prompt_steps: int = 0
+    outside_prompts_us: float = 0.0
     interrupted: str = ""
     verified: Mapping[str, Checks] = attrs.field(factory=dict)
 
@@ -263,15 +267,24 @@ class _Run:
         self.tokens = 0
         self.step_us = 0.0
         """The clock's time of the last step"""
-        self.outside_us = 0.0
+        self.outside_us = self.outside_prompts_us = 0.0
+        self.prompt_steps = 0
 
-    def advance(self, outputs: StepOutputs) -> float:
-        """Advance the clock by a step; its start, in microseconds from the run's."""
+    def advance(self, outputs: StepOutputs, *, prompts: bool) -> float:
+        """Advance the clock by a step; its start, in microseconds from the run's.
+
+        Args:
+            outputs: what it gave.
+            prompts: whether there were prompts in it.
+        """
         self.step_us = passed = self.clock.step_us(outputs)
         cycle_us = outputs.cycle_us
         self.now_us += passed
-        if passed > cycle_us:
-            self.outside_us += passed - cycle_us
+        outside_us = max(passed - cycle_us, 0.0)
+        self.outside_us += outside_us
+        if prompts:
+            self.prompt_steps += 1
+            self.outside_prompts_us += outside_us
         return self.now_us - self.start_us - min(cycle_us, passed)
 
     def admit(self) -> None:
@@ -380,7 +393,9 @@ def serve_trace(
     interrupted, wrong, checked = "", [], 0
     total = len(trace.requests)
     try:
+        run.clock.pause()
         with frozen_heap():
+            run.clock.resume()
             _serve(run, sampling, before_step, on_step, progress)
     except KeyboardInterrupt:
         interrupted = "interrupted from the keyboard"
@@ -433,7 +448,7 @@ def _serve(
             before_step()
             clock.resume()
         outputs = engine.step(inputs)
-        start_us = run.advance(outputs)
+        start_us = run.advance(outputs, prompts=bool(batch.chunks))
         if on_step is not None:
             clock.pause()
             on_step(steps, inputs, outputs, batcher, start_us)
@@ -478,6 +493,8 @@ def _result(label: str, run: _Run, checked: int, wrong: Sequence[int], wall_s: f
         basis=stats.basis,
         wall_s=wall_s,
         outside_us=run.outside_us,
+        prompt_steps=run.prompt_steps,
+        outside_prompts_us=run.outside_prompts_us,
         interrupted=interrupted,
     )
 

@@ -253,6 +253,8 @@ def test_another_clock_says_what_time_it_is() -> None:
     assert result.span_s == pytest.approx(55e-3)
     assert result.step_us == pytest.approx(4 * STEP_US)
     assert result.outside_us == pytest.approx(4 * 4 * STEP_US)
+    # Two of the four steps have a prompt.
+    assert (result.prompt_steps, result.outside_prompts_us) == (2, pytest.approx(2 * 4 * STEP_US))
     assert serve(trace((0, 4, 3))).outside_us == 0
 
 
@@ -265,7 +267,8 @@ def test_hooks_run_while_the_clock_stands() -> None:
         before_step=lambda: clock.calls.append("before"),
         on_step=lambda *step: (clock.calls.append("on_step"), starts.append(step[-1])),
     )
-    assert clock.calls == ["pause", "before", "resume", "step", "pause", "on_step", "resume"] * 2
+    # The heap is frozen before the first.
+    assert clock.calls == ["pause", "resume"] + ["pause", "before", "resume", "step", "pause", "on_step", "resume"] * 2
     assert starts == [STEP_US, 3 * STEP_US]
 
 

@@ -64,6 +64,9 @@ class Served:
         float,
         Parameter(group=_SERVER, help="Microseconds of the serving engine's own work a step, which nothing overlaps."),
     ] = 0.0
+    scheduler_prompt_us: Annotated[
+        float, Parameter(group=_SERVER, help="More such microseconds for a step with prompts.")
+    ] = 0.0
     ranks: Annotated[
         int, Parameter(group=_SERVER, converter=whole, help="Data-parallel ranks that step together and agree.")
     ] = 1
@@ -116,7 +119,10 @@ class Served:
                 raise ConfigError(f"{option} is {value:g}; it takes milliseconds above 0.")
         if not 0 <= self.acceptance <= 1:
             raise ConfigError(f"--acceptance is {self.acceptance:g}; it is a probability from 0 to 1.")
-        for option, value in (("--draft-us", self.draft_us), ("--scheduler-us", self.scheduler_us)):
+        for option, value in (
+            ("--draft-us", self.draft_us), ("--scheduler-us", self.scheduler_us),
+            ("--scheduler-prompt-us", self.scheduler_prompt_us),
+        ):  # fmt: skip
             if not 0 <= value < 1e9:
                 raise ConfigError(f"{option} is {value:g}; it takes microseconds from 0 up.")
         known = deployment.config is not None or deployment.profile is not None
@@ -129,6 +135,7 @@ class Served:
             drafts=Drafts(acceptance=self.acceptance, draft_us=self.draft_us),
             ranks=at_least("--ranks", self.ranks, 1),
             scheduler_us=self.scheduler_us,
+            scheduler_prompt_us=self.scheduler_prompt_us,
             warm=self.warm,
             concurrency=None if self.concurrency is None else at_least("--concurrency", self.concurrency, 1),
             service_level=ServiceLevel(ttft_ms=self.slo_ttft_ms, gap_ms=self.slo_gap_ms),

@@ -128,7 +128,7 @@ class _Simulation:
             )
             for _ in range(server.ranks)
         ]  # fmt: skip
-        self.scheduler_us = server.scheduler_us
+        self.scheduler_us, self.scheduler_prompt_us = server.scheduler_us, server.scheduler_prompt_us
         self.draft_us = 0.0 if drafts is None else drafts.draft_us
         self.compiled = engine.compiled
         self.on_step = on_step
@@ -210,6 +210,8 @@ class _Simulation:
         costs = [self.costs.cost(each.launches, count) for each, count in zip(decisions, numbers, strict=True)]
         slowest = max(costs, key=lambda each: each.cycle_us)
         us = slowest.cycle_us + self.scheduler_us
+        if self.scheduler_prompt_us and any(each.num_prefills for each in numbers):
+            us += self.scheduler_prompt_us
         if self.draft_us and any(each.num_decodes for each in numbers):
             us += self.draft_us
         start_us = self.now_us - self.start_us

@@ -56,6 +56,7 @@ class Server:
         ranks: data-parallel ranks that step together; a request goes to the rank with the fewest.
         scheduler_us: time of the serving engine's own work for each step, which nothing overlaps: scheduling, handing
             tokens over. `CostTable.step_us` is the executor's alone.
+        scheduler_prompt_us: more for a step with prompts, whose tokens are laid out and first tokens taken in.
         warm: whether graphs are captured before the first request comes; otherwise it waits for the captures.
         concurrency: clients, where each sends its next request when it has the answer to its last: no more requests
             are in the server, and one that has to wait arrives when it is let in. None lets all in as they come.
@@ -75,6 +76,7 @@ class Server:
     drafts: Drafts = attrs.field(factory=Drafts)
     ranks: int = 1
     scheduler_us: float = 0.0
+    scheduler_prompt_us: float = 0.0
     warm: bool = False
     concurrency: int | None = None
     service_level: ServiceLevel = attrs.field(factory=ServiceLevel)
@@ -89,8 +91,9 @@ class Server:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number from {least} to {most}.")
         if self.concurrency is not None and not 1 <= self.concurrency <= LARGEST_COUNT:
             raise ConfigError(f"concurrency is {self.concurrency}; there is at least one client, None is no limit.")
-        if not 0 <= self.scheduler_us < 1e9:
-            raise ConfigError(f"scheduler_us is {self.scheduler_us}; it is microseconds from 0 up.")
+        for name in ("scheduler_us", "scheduler_prompt_us"):
+            if not 0 <= getattr(self, name) < 1e9:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it is microseconds from 0 up.")
         if self.kv_bytes_per_token is not None and self.kv_bytes_per_token < 1:
             raise ConfigError(f"kv_bytes_per_token is {self.kv_bytes_per_token}; it starts at 1, None is unknown.")
 

@@ -164,6 +164,7 @@ def test_a_profile_is_taken_and_one_of_another_model_isnt(
         ("--slo-gap-ms 0", ["--slo-gap-ms is 0"]),
         ("--draft-us -1", ["--draft-us is -1"]),
         ("--scheduler-us nan", ["--scheduler-us is nan"]),
+        ("--scheduler-prompt-us -1", ["--scheduler-prompt-us is -1"]),
         ("--out .", ["--out . is a folder"]),
         ("--out no/where.json", ["there is no folder no"]),
         ("--step-log /proc/nothing/x", ["--step-log"]),

@@ -248,6 +248,19 @@ def test_sizes_beyond_the_table_are_counted():
     assert beyond.outside_share == pytest.approx(1 / 3)
 
 
+def test_the_schedulers_own_time_is_in_every_step_and_more_in_those_with_prompts():
+    """A step takes the executor's time, the scheduler's, and with prompts what those take it besides."""
+    trace = trace_of((0, 5, 6), (0.9, 20, 3))
+    of = server(30, 4, scheduler_us=11.5, scheduler_prompt_us=300.25)
+    _, steps = run(trace, "piecewise", of=of)
+    assert [each.step.numbers.num_prefills for each in steps].count(0) > 1
+    for each in steps:
+        bare = COSTS.cost(each.decision.launches, each.step.numbers).cycle_us
+        assert each.cycle_us == pytest.approx(bare + 11.5 + (300.25 if each.step.chunks else 0))
+    with pytest.raises(ConfigError, match="scheduler_prompt_us is -1"):
+        Server(scheduler_prompt_us=-1)
+
+
 def test_time_is_told_by_the_side_that_bounds_it():
     """Host-bound and device-bound steps add up to all of them, and eager small steps are the host's."""
     result, steps = run(trace_of((0, 5, 6)), "eager")

@@ -1,0 +1,72 @@
+"""The fidelity benchmark's replay: a log's own step times give the run's batches and latencies, or say what doesn't."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from benchmarks.fidelity import outside, replayed
+from kpolicy.scheduling.traces import Trace, TraceRequest
+from kpolicy.schemas import QueueState, StepEntry
+from kpolicy.settings import Settings
+from kpolicy.simulate import Server, SimStep, simulate
+
+SETTING = {"max_num_reqs": 16, "max_num_tokens": 512, "kv_tokens": 8192, "block_size": 16}
+TRACE = Trace(
+    "drawn", "drawn", [TraceRequest(i, 0.011 * i, 40 + 131 * i % 900, 3 + 5 * i % 17, ()) for i in range(60)]
+)  # fmt: skip
+STEP_US, PROMPT_US = 150.0, 420.0
+
+
+def run() -> tuple[list[StepEntry], dict[str, Any]]:
+    """A log with the executor's times, and what was measured."""
+    entries: list[StepEntry] = []
+
+    def keep(step: SimStep) -> None:
+        queue, shape = step.queue, step.step.shape()
+        state = QueueState(
+            waiting=len(queue.waiting), running=queue.num_running, kv_tokens_used=0, kv_tokens_capacity=8192
+        )
+        own_us = step.cycle_us - STEP_US - (PROMPT_US if step.step.chunks else 0.0)
+        entries.append(StepEntry.of(step.number, shape, step.decision, cycle_us=own_us, queue=state))
+
+    server = Server(
+        settings=Settings(max_num_reqs=16, max_num_tokens=512), kv_tokens=8192, block_size=16, warm=True,
+        kv_bytes_per_token=None, reuse_prefixes=False, scheduler_us=STEP_US, scheduler_prompt_us=PROMPT_US,
+    )  # fmt: skip
+    result = simulate(TRACE, "auto", server=server, on_step=keep)
+    prompts = sum(bool(entry.shape.prefills) for entry in entries)
+    served = {
+        "steps": len(entries), "prompt_steps": prompts, "outside_prompts_us": (STEP_US + PROMPT_US) * prompts,
+        "outside_us": STEP_US * len(entries) + PROMPT_US * prompts, "ttft": result.ttft.p50, "gap": result.gap.p50,
+    }  # fmt: skip
+    return entries, served
+
+
+def test_the_logs_own_times_give_the_runs_latencies() -> None:
+    """Batches are the run's, each one, and so are the medians."""
+    entries, served = run()
+    found = replayed(entries, SETTING, served, TRACE)
+    assert found["same_batches"] == found["steps"] == len(entries)
+    assert found["ttft_p50_ms"] == pytest.approx(served["ttft"] / 1e3, abs=1e-3)
+    assert found["gap_p50_ms"] == pytest.approx(served["gap"] / 1e3, abs=1e-3)
+
+
+def test_a_batch_of_another_scheduler_is_told() -> None:
+    """A log whose step had another prompt chunk isn't the simulated scheduler's."""
+    entries, served = run()
+    at = next(i for i, entry in enumerate(entries) if entry.shape.prefills)
+    other = attrs.evolve(entries[at].shape, prefills=[(7, 0)], max_kv_len=None)
+    entries[at] = attrs.evolve(entries[at], shape=other)
+    assert replayed(entries, SETTING, served, TRACE)["same_batches"] == len(entries) - 1
+
+
+def test_time_outside_is_told_apart_where_the_run_does() -> None:
+    """Steps with prompts have their own; a run that doesn't tell has one time for all."""
+    _, served = run()
+    assert outside(served) == (pytest.approx(STEP_US), pytest.approx(PROMPT_US))
+    old = {"steps": 10, "outside_us": 50.0}
+    assert outside(old) == (5.0, 0.0)
+    assert outside(old | {"prompt_steps": 10, "outside_prompts_us": 50.0}) == (5.0, 0.0)
