@@ -25,7 +25,9 @@ __all__ = ["Look", "origin", "probe_devices", "probe_torch", "report"]
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """With anything but 0, `import torch` imports every installed vendor backend, and fails if one of them does."""
 
-TESTED_TORCH = (2, 6)
+LEAST_TORCH = (2, 6)
+RUN_TORCH = ((2, 11), (2, 13))
+"""What everything was run with: on a GPU, and on a CPU. Other versions are told by what they have."""
 UNVERIFIED = "unverified on hardware"
 NO_TORCH = "torch isn't installed: pip install 'kpolicy[torch]'"
 
@@ -147,8 +149,11 @@ def _may_autoload(error: str) -> bool:
 def _torch_words(answer: Answer) -> str:
     found = str(answer.facts["version"])
     numbers = re.match(r"(\d+)\.(\d+)", found)
-    if numbers and (int(numbers[1]), int(numbers[2])) < TESTED_TORCH:
-        return f"torch {found} is older than {TESTED_TORCH[0]}.{TESTED_TORCH[1]}, untested"
+    version = (int(numbers[1]), int(numbers[2])) if numbers else None
+    if version is not None and version < LEAST_TORCH:
+        return f"torch {found} is older than {LEAST_TORCH[0]}.{LEAST_TORCH[1]}, untested"
+    if version not in RUN_TORCH:
+        return f"torch {found}, untested: kpolicy was run with 2.11 on a GPU and with 2.13 on a CPU"
     return f"torch {found}"
 
 

@@ -283,11 +283,20 @@ def test_old_torch_is_called_untested(fakes: Fakes) -> None:
     assert "torch 2.5.1 is older than 2.6, untested" in report.reason
 
 
-@pytest.mark.parametrize("version", ["2.6.0", "2.13.0a0+git1234", "3.0", "custom"])
-def test_other_torch_versions_are_not_called_old(fakes: Fakes, version: str) -> None:
-    """2.6 and later, and versions that aren't numbers, carry no remark."""
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0a0+git1234"])
+def test_torch_that_everything_was_run_with_carries_no_remark(fakes: Fakes, version: str) -> None:
+    """2.11 on a GPU, 2.13 on a CPU."""
     fakes.torch(version=version)
     assert fakes.probe()["extra torch"].reason == f"torch {version}"
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.12.1+cu130", "3.0", "custom"])
+def test_other_torch_is_usable_and_called_untested(fakes: Fakes, version: str) -> None:
+    """Whether it is newer, older or no number; what was run is named."""
+    fakes.torch(version=version)
+    report = fakes.probe()["extra torch"]
+    assert report.status is USABLE
+    assert report.reason == f"torch {version}, untested: kpolicy was run with 2.11 on a GPU and with 2.13 on a CPU"
 
 
 # CUDA and the CPU
