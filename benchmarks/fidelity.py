@@ -35,13 +35,14 @@ from kpolicy.schemas import StepEntry, read_profile, read_step_log
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchNumbers
 from kpolicy.simulate import Server, simulate
-from kpolicy.simulate.fidelity import expected_cost, fidelity, same_ranking
+from kpolicy.simulate.fidelity import FidelityRow, expected_cost, fidelity, same_ranking
 from kpolicy.simulate.percentiles import Percentiles
 from kpolicy.simulate.queue import Queue
 from kpolicy.simulate.requests import Request, in_order
 
 RESULT = Path(__file__).parent / "results" / "fidelity.json"
 _COUNTS = BatchNumbers._fields.index("max_query_len")
+_POOLED = "all policies"
 
 
 def per_token_us(entries: tuple[StepEntry, ...], times: list[float]) -> float:
@@ -158,6 +159,21 @@ def ranked_wrong(found: dict[str, Any], name: str) -> list[tuple[str, str]]:
     return same_ranking(measured, simulated, tie=0.02)
 
 
+def rounded(row: FidelityRow) -> dict[str, Any]:
+    """The row as it is written."""
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in attrs.asdict(row).items()}
+
+
+def shown(title: str, rows: Sequence[FidelityRow]) -> None:
+    """Print a policy's rows."""
+    print(title)
+    for row in rows:
+        print(
+            f"  {row.mode:<22} {row.regime:<11} {row.steps:>7} steps  error {row.error:6.1%}  median "
+            f"{row.median_error:6.1%}  bias {row.bias:+6.1%}  p50 {row.gap_p50_error:6.1%}  noise {row.noise:6.1%}"
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", type=Path, required=True)
@@ -178,21 +194,16 @@ def main() -> int:
         log = read_step_log(path)
         logs[log.header.policy] = log.entries
         rows = fidelity(log.entries, profile.costs)
-        tables[log.header.policy] = [
-            {key: round(value, 4) if isinstance(value, float) else value for key, value in attrs.asdict(row).items()}
-            for row in rows
-        ]
+        tables[log.header.policy] = [rounded(row) for row in rows]
         timed = tuple(each for each in log.entries if each.cycle_us)
         measured[log.header.policy] = per_token_us(timed, [each.cycle_us or 0.0 for each in timed])
         expected[log.header.policy] = per_token_us(
             timed, [expected_cost(each, profile.costs).cycle_us for each in timed]
         )
-        print(log.header.policy)
-        for row in rows:
-            print(
-                f"  {row.mode:<22} {row.regime:<11} {row.steps:>7} steps  error {row.error:6.1%}  median "
-                f"{row.median_error:6.1%}  bias {row.bias:+6.1%}  p50 {row.gap_p50_error:6.1%}  noise {row.noise:6.1%}"
-            )
+        shown(log.header.policy, rows)
+    pooled = fidelity([entry for entries in logs.values() for entry in entries], profile.costs)
+    tables[_POOLED] = [rounded(row) for row in pooled]
+    shown(_POOLED, pooled)
     wrong = same_ranking(measured, expected, tie=0.02)
     print("ranking by time a token:", wrong or "the same")
     served: dict[str, Any] = {}
