@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from kpolicy.engine import Engine  # noqa: E402
 from kpolicy.errors import GraphReplayError  # noqa: E402
 from kpolicy.executors import get_executor  # noqa: E402
+from kpolicy.executors.addresses import addresses_of, check_moved  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphState  # noqa: E402
 from kpolicy.settings import Settings  # noqa: E402
@@ -110,3 +111,16 @@ def test_inputs_may_come_in_any_tensor(device: str) -> None:
     assert engine.stats.replay_failures == 0
     engine.release()
     del model
+
+
+def test_the_same_address_in_another_shape_has_moved() -> None:
+    """A graph reads by strides too; what is as it was is nothing."""
+    weight = torch.zeros(4, 6)
+    then = addresses_of({"weight": weight})
+    check_moved(None, then, addresses_of({"weight": weight.view(4, 6)}))
+    for other in (weight.view(6, 4), weight[:2], weight.t()):
+        assert other.data_ptr() == weight.data_ptr()
+        with pytest.raises(GraphReplayError, match="weight is now at"):
+            check_moved(None, then, addresses_of({"weight": other}))
+    with pytest.raises(GraphReplayError, match="weight is gone"):
+        check_moved(None, then, {})
