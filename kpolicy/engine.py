@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import attrs
 
@@ -38,9 +38,11 @@ T = TypeVar("T")
 _Running: TypeAlias = "tuple[Sequence[ReadyEvent], StepOutputs | Decision, Decision, Decision, BatchNumbers]"
 """A step under way, as `Engine._count` takes it: when it is over, what ran, what ran last was decided, and first"""
 
+_Path: TypeAlias = "tuple[int, GraphRegistry, Callable[..., Decision], Executor | None, bool]"
+
 MOST_RUNNING = 64
 """Steps that may be under way and uncounted at once"""
-COUNT_EVERY = 8
+COUNT_EVERY = 16
 """Steps that are counted together, while the device is at work on the last one: one after the other the processor
 fetches what counting takes from memory each time, and that takes longer than counting"""
 
@@ -153,6 +155,10 @@ class Engine:
         self._lost: StickyDeviceError | None = None
         self._events: Events | None = None
         self._synced_version = -1
+        # What a step goes by where it has nobody to ask: the registry's version that it holds for, the registry, how to
+        # decide, the executor, whether that runs behind the host. One look instead of one at each of them.
+        self._no_path: _Path = (-1, self.registry, _undecided, None, False)
+        self._path: _Path = self._no_path
         self._compiled: CompiledPolicy | None = None
         self._compiled_version = -1
         self._running: deque[_Running] = deque()
@@ -177,7 +183,7 @@ class Engine:
     def take_costs(self, costs: CostTable) -> None:
         """Decide by that table from now on."""
         self.costs = costs
-        self._compiled = None
+        self._compiled, self._path = None, self._no_path
 
     def _check_budget(self, budget: Budget, *, whole: bool) -> None:
         """A ladder that is wanted whole and is above the budget is an error; others are captured as far as they go."""
@@ -326,7 +332,7 @@ class Engine:
             from kpolicy.agreement import synchronise
 
             self.costs = synchronise(self, self._communicator)
-            self._compiled = None
+            self._compiled, self._path = None, self._no_path
             self._synced_version = self.registry.version
 
     # Running
@@ -384,21 +390,16 @@ class Engine:
             ConfigError: the Engine has no executor.
             StickyDeviceError: the device is lost; the step's requests are the caller's again.
         """
-        executor = self.executor
-        if executor is None or self._lost is not None:
-            executor = self._need_executor("step")
-        running = self._running
+        running, numbers = self._running, inputs.numbers
         if running and len(running[-1][0]) > 1:
             # It may have lost a graph beside, which this step mustn't be given.
             self._settle(every=False)
-        numbers = inputs.numbers
-        if self._lazy is not None:
-            self._with_device(lambda lazy: lazy.before_step(numbers))
-        compiled = self._compiled
-        if compiled is None or self._communicator is not None or self._compiled_version != self.registry.version:
-            decision = wanted = self._decide(numbers)
+        version, registry, select, executor, behind = self._path
+        if version == registry.version and executor is not None:
+            decision = wanted = select(*numbers)
         else:
-            decision = wanted = compiled.select(*numbers)
+            executor, behind = self._need_executor("step"), self._runs_behind
+            decision = wanted = self._decided(executor, numbers)
         while True:
             try:
                 outputs = executor.run(decision, inputs)
@@ -416,7 +417,7 @@ class Engine:
         # step is kept here: its outputs are memory.
         step = ready, outputs if len(ready) > 1 else outputs.decision, decision, wanted, numbers
         # Asking a device that runs behind the host takes longer than to note the step, and it isn't over.
-        if not self._runs_behind and self._all_done(ready):
+        if not behind and self._all_done(ready):
             self._count(*step)
         else:
             running.append(step)
@@ -424,6 +425,17 @@ class Engine:
                 # Earlier ones are counted here, while the device is at work.
                 self._settle(every=False, but=1)
         return outputs
+
+    def _decided(self, executor: Executor, numbers: BatchNumbers) -> Decision:
+        """`_decide` for a step; later steps take the path that this one found, until something changes."""
+        lazy = self._lazy
+        if lazy is not None:
+            self._with_device(lambda lazy: lazy.before_step(numbers))
+        decision = self._decide(numbers)
+        if lazy is None and self._communicator is None:
+            compiled = self.compiled
+            self._path = self._compiled_version, self.registry, compiled.select, executor, self._runs_behind
+        return decision
 
     def _count(
         self, ready: Sequence[ReadyEvent], found: StepOutputs | Decision, decision: Decision, wanted: Decision,
@@ -470,21 +482,49 @@ class Engine:
             StickyDeviceError: the device was lost in one of them.
         """
         running = self._running
-        while len(running) > but:
-            ready = running[0][0]
-            if not every and len(ready) == 1 and len(running) < MOST_RUNNING and not self._all_done(ready):
-                return
-            step = running.popleft()
-            try:
-                for event in ready:
-                    event.wait()
-            except StickyDeviceError as error:
-                running.clear()
-                self._lose(error)
-                raise
-            except Exception:  # noqa: BLE001, S112 - the model's own error: whoever reads that step's outputs gets it
-                continue
-            self._count(*step)
+        # Steps follow each other on the device, so one that is over says it of all before.
+        over = not every and len(running) > but and self._runs_behind and self._all_done(running[-1 - but][0])
+        try:
+            while len(running) > but:
+                ready, found, _, wanted, _ = running[0]
+                if over and found is wanted:
+                    self._count_alike(wanted, but)
+                    continue
+                asks = not (every or over) and len(ready) == 1 and len(running) < MOST_RUNNING
+                if asks and not self._all_done(ready):
+                    return
+                step = running.popleft()
+                try:
+                    for event in ready:
+                        event.wait()
+                except StickyDeviceError:
+                    raise
+                except Exception:  # noqa: BLE001, S112 - the model's own error: who reads that step's outputs gets it
+                    continue
+                self._count(*step)
+        except StickyDeviceError as error:
+            running.clear()
+            self._lose(error)
+            raise
+
+    def _count_alike(self, decision: Decision, but: int) -> None:
+        """Count the steps in front that ran that decision as it was wanted, all of which are over.
+
+        Args:
+            decision: what they ran.
+            but: so many of the last steps are left.
+        """
+        running, steps = self._running, list[tuple[BatchNumbers, float]]()
+        while len(running) > but and running[0][1] is decision and running[0][3] is decision:
+            ready, _, _, _, numbers = running.popleft()
+            steps.append((numbers, ready[0].us if ready else 0.0))
+        self._stats.add_all(decision, steps)
+        if self._correct and self._communicator is None:
+            for numbers, us in steps:
+                self._hold_costs(decision, numbers, us)
+        for launch in decision.launches:
+            if launch.key is not None:
+                self.registry.hit(launch.key, launch.repeat * len(steps))
 
     def _all_done(self, ready: Sequence[ReadyEvent]) -> bool:
         try:
@@ -539,7 +579,7 @@ class Engine:
 
     def _lose(self, error: StickyDeviceError) -> None:
         """The device is lost: every later call raises that error."""
-        self._lost = error
+        self._lost, self._path = error, self._no_path
         if self._events is not None:
             self._events.device_lost(error)
 
@@ -580,6 +620,10 @@ class Engine:
                 self._lazy.end()
             if self.executor is not None:
                 self.executor.release()
+
+
+def _undecided(*_numbers: Any) -> Decision:
+    raise AssertionError("a path of no version was taken")
 
 
 def _seconds(calibrate: float) -> float:

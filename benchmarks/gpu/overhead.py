@@ -116,9 +116,10 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
     launcher, adapter, compiled = executor.launcher, executor.adapter, engine.compiled
     places: Sequence[tuple[Any, str]] = [
         (engine, "_settle"), (executor, "run"), (launcher, "start"), (launcher, "replay"), (launcher, "_launch"),
-        (launcher, "ready"), (adapter, "stage_all"), (adapter, "commit"), (adapter, "event"), (adapter, "session"),
-        (handle.buffers, "stage"), (handle, "logits"), (handle._graph.graph, "replay"), (model, "sample"),
-        (compiled, "select"), (getattr(launcher, "_part_run", None), "run"),
+        (launcher, "ready"), (adapter, "stage_all"), (adapter, "commit"), (adapter, "event"), (adapter, "span"),
+        (adapter, "session"), (handle.buffers, "stage"), (handle, "front"), (handle, "logits"),
+        (handle._graph.graph, "replay"), (model, "sample"), (compiled, "select"),
+        (getattr(launcher, "_part_run", None), "run"),
     ]  # fmt: skip
     found: dict[str, dict[str, list[float]]] = {"engine_step": defaultdict(list), "bare_step": defaultdict(list)}
     with ExitStack() as stack:
@@ -129,6 +130,10 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
         # Adapters and buffers may have taken these calls before.
         stack.enter_context(mock.patch.object(handle._graph, "replay", handle._graph.graph.replay))
         stack.enter_context(mock.patch.object(handle.buffers, "_stage_all", adapter.stage_all))
+        # Prepared steps took theirs too; those made from here on take the watched ones.
+        forget = getattr(executor, "forget_prepared", int)
+        stack.callback(forget)
+        forget()
         runs = {
             "engine_step": watch.watched("Engine.step", lambda: engine.step(inputs)),
             "bare_step": watch.watched("bare step", bare_step(engine, model, inputs)),

@@ -45,6 +45,27 @@ class DeviceEvent(Protocol):
         ...
 
 
+class Span(Protocol):
+    """A launch on the stream that was current when it began: the `ReadyEvent` of a step that is one launch."""
+
+    def end(self) -> None:
+        """The stream's work up to here is what it is; called once, with the same stream current."""
+        ...
+
+    def done(self) -> bool:
+        """Whether the stream has passed its end. Never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Block the host until the stream has passed its end. Raises what the work raised."""
+        ...
+
+    @property
+    def us(self) -> float:
+        """Microseconds on the device from its beginning to its end; waits for it."""
+        ...
+
+
 class DeviceAdapter(Protocol):
     """One device.
 
@@ -113,8 +134,9 @@ class DeviceAdapter(Protocol):
         """
         ...
 
-    # Optional: stage_all(jobs), `stage` for several buffers that `alloc_inputs` made together, with the arguments of
-    # each in `jobs`. It saves the host's time.
+    # Optional, to save the host's time: stage_all(jobs), `stage` for several buffers that `alloc_inputs` made together,
+    # with the arguments of each in `jobs`; span(), a `Span` that begins; replayer(), `replay` with as few calls as the
+    # adapter's settings allow.
 
     def commit(self) -> None:
         """Bring all that was staged since to the device, before what the current stream gets next."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple, overload
 
 import attrs
@@ -37,10 +36,6 @@ class PartOutputs(NamedTuple):
     def failed_key(self) -> GraphKey | None:
         """The graph that failed behind the host, before its launch, so that its rows ran eagerly at its shape."""
         return None
-
-
-new_part = partial(tuple.__new__, PartOutputs)
-"""Makes them of a tuple, as `PartOutputs._make` does without a function of Python's"""
 
 
 def without_graph(decision: Decision, place: int) -> Decision:

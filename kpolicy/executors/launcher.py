@@ -34,9 +34,10 @@ from kpolicy.executors.addresses import Address, addresses_of, check_moved
 from kpolicy.executors.base import CaptureReport, ProbeReport, ReadyEvent, StepInputs
 from kpolicy.executors.buffers import PaddedShape, StepBuffers
 from kpolicy.executors.device import DeviceAdapter, DeviceEvent
-from kpolicy.executors.handover import PartOutputs, new_part
-from kpolicy.executors.launch_rows import LaunchRows, decode_places, launch_rows, new_rows, uniform_query_len
-from kpolicy.executors.parts import OutputRows, PartReady, PartRun, Program, SampledSteps, SampledTokens, replay_error
+from kpolicy.executors.full_step import FullStep, sampled_of
+from kpolicy.executors.handover import PartOutputs
+from kpolicy.executors.launch_rows import LaunchRows, launch_rows, new_rows, uniform_query_len
+from kpolicy.executors.parts import OutputRows, PartReady, PartRun, Program, SampledTokens, replay_error
 from kpolicy.executors.segments import (
     BreakBuffers,
     FullGraph,
@@ -192,9 +193,18 @@ class GraphLauncher:
 
     def _settle(self) -> None:
         """Let the main stream wait for what other streams still do."""
-        unfinished, self._unfinished = self._unfinished, []
+        unfinished = self._unfinished[:]
+        self._unfinished.clear()
         for event in unfinished:
             self.adapter.wait(event)
+
+    def prepared(self, handle: FullGraph | PieceGraph, decision: Decision) -> FullStep | None:
+        """A decision that is one replay of a FULL graph on the main stream, prepared; None where it isn't."""
+        launch = decision.launches[0]
+        plain = len(decision.launches) == 1 and launch.rows is Rows.ALL and not launch.stream and launch.repeat == 1
+        if not plain or self._checks or not isinstance(handle, FullGraph):
+            return None
+        return FullStep(decision, handle, self.adapter, self.model, self._unfinished, self._settle)
 
     def replay(self, handle: FullGraph | PieceGraph, rows: StepInputs, launch: Launch) -> PartOutputs:
         key, buffers, num_reqs, num_tokens = handle.key, handle.buffers, len(rows.query_lens), len(rows.token_ids)
@@ -319,10 +329,10 @@ class GraphLauncher:
     ) -> PartOutputs:  # fmt: skip
         """Run what was staged: here, or on a stream beside."""
         adapter, started, run, count = self.adapter, self._started, self._part_run, live.num_wanted
-        outputs, beside = OutputRows(count), bool(launch.stream or self._beside)
+        ready, beside = PartReady(None, started, self._behind), bool(launch.stream or self._beside)
+        outputs = OutputRows(count, ready)
         if beside:
             stream = self._stream(launch.stream)
-            ready = outputs.ready = PartReady(None, started, self._behind)
             adapter.submit(stream, partial(
                 run.run_beside, outputs, program, live, launch.repeat, sampled, launch.key, fallback, started,
                 self.late_failure,
@@ -331,18 +341,13 @@ class GraphLauncher:
             self._unfinished.append(ready.event)
         else:
             run.run(outputs, program, live, launch.repeat, sampled, launch.key)
-            ready = outputs.ready = PartReady(adapter.event(), started, self._behind)
+            ready.event = adapter.event()
         self._ready.append(ready)
         found: Sequence[Any] = outputs if count else ()
         if launch.rows is Rows.PREFILL:
             part = PartOutputs(found, (), SampledTokens(outputs, 0, range(count)) if count else ())
         else:
-            numbers = rows.numbers
-            places = range(numbers.num_decodes) if numbers.query_len == 1 else decode_places(rows)
-            first = 1 + places[-1] if places else 0
-            steps = SampledSteps(outputs, launch.repeat, places)
-            prompts = SampledTokens(outputs, 0, range(first, count)) if count > first else ()
-            part = new_part((found, steps, prompts))
+            part = PartOutputs(found, *sampled_of(outputs, count, rows, launch.repeat))
         return _BesideOutputs.of(part, outputs) if beside else part
 
     def _stream(self, number: int) -> Any:

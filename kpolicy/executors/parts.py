@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, overload
 
 from kpolicy.errors import GraphReplayError, KPolicyError, OutOfMemoryError, StickyDeviceError
 from kpolicy.executors.buffers import StepBuffers
-from kpolicy.executors.device import DeviceAdapter, DeviceEvent
+from kpolicy.executors.device import DeviceAdapter, DeviceEvent, Span
 from kpolicy.executors.launch_rows import LaunchRows
 from kpolicy.executors.step_model import StepModel
 from kpolicy.keys import GraphKey
 
-__all__ = ["OutputRows", "PartReady", "PartRun", "Program", "SampledSteps", "SampledTokens", "replay_error"]
+__all__ = [
+    "EventSpan",
+    "OutputRows",
+    "PartReady",
+    "PartRun",
+    "Program",
+    "SampledSteps",
+    "SampledTokens",
+    "raise_lost",
+    "replay_error",
+]
 
 Tensor = Any
 
@@ -37,6 +48,14 @@ def replay_error(adapter: DeviceAdapter, key: GraphKey, error: Exception) -> Exc
     if adapter.classify(error).sticky:
         return StickyDeviceError(f"replaying {key}: {error}. The device is lost to this process; start a new one.")
     return GraphReplayError(key, f"replaying {key}: {type(error).__name__}: {error}")
+
+
+def raise_lost(adapter: DeviceAdapter, error: Exception) -> None:
+    """Raise what an error of a launch means where it means that the device is lost."""
+    if not isinstance(error, KPolicyError) and adapter.classify(error).sticky:
+        raise StickyDeviceError(
+            f"running a launch: {error}. The device is lost to this process; start a new one."
+        ) from error
 
 
 class PartReady:
@@ -93,14 +112,27 @@ class PartReady:
         return self.event
 
 
+class EventSpan(PartReady):
+    """A `Span` of two events, for adapters without one of their own."""
+
+    __slots__ = ("_adapter",)
+
+    def __init__(self, adapter: DeviceAdapter) -> None:
+        super().__init__(None, adapter.event(), not adapter.host_runs)
+        self._adapter = adapter
+
+    def end(self) -> None:
+        self.event = self._adapter.event()
+
+
 class OutputRows(Sequence[Any]):
     """[num_wanted] rows of one launch's logits; reading one waits for the launch.
 
     Args:
         count: how many.
+        ready: when they are there; of a launch beside, set once it is submitted.
 
     Attributes:
-        ready: when they are there; set by whoever launches.
         logits: [num_wanted, vocab], to be read once they are ready; None where there is no row.
         tokens: [num_wanted] each, what was sampled, repeat by repeat.
         failed_key: the graph that failed before its launch on a stream beside, so that the rows ran eagerly.
@@ -108,10 +140,9 @@ class OutputRows(Sequence[Any]):
 
     __slots__ = ("_count", "failed_key", "logits", "ready", "tokens")
 
-    ready: PartReady
-
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, ready: PartReady | Span) -> None:
         self._count = count
+        self.ready = ready
         self.logits: Tensor = None
         self.tokens: list[Tensor] = []
         self.failed_key: GraphKey | None = None
@@ -185,15 +216,10 @@ class PartRun:
                     program, key, fallback, into.failed_key = fallback(), None, None, key
                     logits = program.logits(rows, step == last)
                 if logits is not None:
-                    tokens.append(self._model.sample(logits, _sampling(program.buffers, rows) if sampled else {}))
+                    tokens.append(self._model.sample(logits, sampling_inputs(program.buffers, rows) if sampled else {}))
             into.logits = logits
-        except KPolicyError:
-            raise
         except Exception as error:
-            if self._adapter.classify(error).sticky:
-                raise StickyDeviceError(
-                    f"running a launch: {error}. The device is lost to this process; start a new one."
-                ) from error
+            raise_lost(self._adapter, error)
             raise
 
     def run_beside(
@@ -206,6 +232,7 @@ class PartRun:
             self.run(into, program, rows, repeat, sampled, key, fallback)
         # Whatever it is, it surfaces where the host waits for this part, and nowhere else.
         except BaseException as error:  # noqa: BLE001
+            assert isinstance(into.ready, PartReady)  # noqa: S101 - as for every launch that isn't a whole step
             into.ready.error = error
         if into.failed_key is not None:
             late(into.failed_key)
@@ -220,7 +247,7 @@ def _next_step(buffers: StepBuffers, rows: LaunchRows, step: int, tokens: Sequen
     return rows._replace(layout=rows.layout._replace(kv_lens=[kv_len + 1 for kv_len in rows.layout.kv_lens]))
 
 
-def _sampling(buffers: StepBuffers, rows: LaunchRows) -> Mapping[str, Tensor]:
+def sampling_inputs(buffers: StepBuffers, rows: LaunchRows) -> Mapping[str, Tensor]:
     """What sampling reads of each wanted row: the inputs that were staged."""
     count, positions = rows.num_wanted, buffers.positions
     positions = positions[:count] + 1 if rows.all_wanted else positions.index_select(0, buffers.wanted[:count]) + 1
@@ -282,23 +309,30 @@ class SampledTokens(Sequence[int]):
 class SampledSteps(Sequence[Sequence[int]]):
     """[repeat, num_decodes] tokens; how many there are is known at once."""
 
-    __slots__ = ("_part", "_places", "_repeat", "_steps")
+    __slots__ = ("_steps", "part", "places", "repeat")
 
-    def __init__(self, part: OutputRows, repeat: int, places: Sequence[int]) -> None:
-        self._part = part
-        self._repeat = repeat
-        self._places = places
-        self._steps: list[SampledTokens] | None = None
+    part: OutputRows
+    places: Sequence[int]
+    repeat: int
+    _steps: list[SampledTokens]
+
+    @classmethod
+    def of(cls, part: OutputRows, repeat: int, places: Sequence[int]) -> SampledSteps:
+        made = new_steps()
+        made.part, made.places, made.repeat = part, places, repeat
+        return made
 
     @property
     def steps(self) -> list[SampledTokens]:
         """The steps' tokens, made when somebody asks: that is after the launch, and the host has time then."""
-        if self._steps is None:
-            self._steps = [SampledTokens(self._part, step, self._places) for step in range(self._repeat)]
-        return self._steps
+        try:
+            return self._steps
+        except AttributeError:
+            self._steps = [SampledTokens(self.part, step, self.places) for step in range(self.repeat)]
+            return self._steps
 
     def __len__(self) -> int:
-        return self._repeat
+        return self.repeat
 
     @overload
     def __getitem__(self, at: int) -> Sequence[int]: ...
@@ -315,3 +349,7 @@ class SampledSteps(Sequence[Sequence[int]]):
 
     def __repr__(self) -> str:
         return repr([each.values for each in self.steps])
+
+
+new_steps: Callable[[], SampledSteps] = partial(object.__new__, SampledSteps)
+"""Makes them empty, without a function of Python's, for who sets what they have"""

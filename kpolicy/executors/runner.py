@@ -126,6 +126,8 @@ class _Pool:
         )
 
 
+MOST_PREPARED = 4096
+"""Decisions that are kept prepared; policies prepare theirs, so there are as many as they have sizes and ways"""
 _TAKEN: WeakKeyDictionary[GraphRegistry, set[str]] = WeakKeyDictionary()
 _TAKING = Lock()
 # Names that executors took in each registry: an executor that has captured nothing yet isn't in the registry's pools.
@@ -162,6 +164,7 @@ class ModeRunner:
         self._registry: GraphRegistry | None = None
         self._pools: list[_Pool] = []
         self._handles: dict[GraphKey, Any] = {}
+        self._prepared: dict[int, Callable[[StepInputs], StepOutputs]] = {}
         self._expected: tuple[GraphKey, ...] = ()
         self.capture_errors: dict[GraphKey, str] = {}
         self._async = launcher if isinstance(launcher, AsyncLauncher) else None
@@ -252,6 +255,7 @@ class ModeRunner:
             return None
         self.capture_errors.pop(key, None)
         self._handles[key] = handle
+        self._prepared.clear()
         return report
 
     def _pool(self, key: GraphKey, left: Sequence[GraphKey]) -> _Pool:
@@ -283,12 +287,18 @@ class ModeRunner:
             GraphReplayError: the first launch's graph failed before anything was launched.
             StickyDeviceError: the device is lost.
         """
+        prepared = self._prepared.get(id(decision))
+        return self._run(decision, inputs) if prepared is None else prepared(inputs)
+
+    def _run(self, decision: Decision, inputs: StepInputs) -> StepOutputs:
         launches, launcher = decision.launches, self.launcher
         if self._async is not None:
             self._async.start(decision)
         if len(launches) == 1 and launches[0].rows is Rows.ALL:
             launch = launches[0]
             handle = self._handles.get(launch.key)  # type: ignore[arg-type]
+            if handle is not None and self._async is not None and self._prepare(handle, decision):
+                return self.run(decision, inputs)
             if handle is not None:
                 part = launcher.replay(handle, inputs, launch)
             else:
@@ -296,6 +306,23 @@ class ModeRunner:
             ready = launcher.ready(decision, inputs.numbers)
             return new_outputs((part.outputs, part.tokens, decision, ready, part.first_tokens))
         return self._run_split(decision, inputs)
+
+    def forget_prepared(self) -> None:
+        """Prepare decisions anew: graphs or the launcher are other ones."""
+        self._prepared.clear()
+
+    def _prepare(self, handle: Any, decision: Decision) -> bool:
+        """Prepare a decision where the launcher can."""
+        # Optional for a launcher: `run` for a decision and the one graph that it replays.
+        prepared: Callable[[Any, Decision], Any] | None = getattr(self.launcher, "prepared", None)
+        step = None if prepared is None else prepared(handle, decision)
+        if step is None:
+            return False
+        if len(self._prepared) >= MOST_PREPARED:
+            self._prepared.clear()
+        # By identity, which needs no hash; the step keeps the decision.
+        self._prepared[id(decision)] = step.run
+        return True
 
     def _replay(self, launch: Launch, rows: StepInputs) -> PartOutputs:
         """Replay a launch's graph.
@@ -339,6 +366,7 @@ class ModeRunner:
             self.launcher.release(pool.memory)
         self._pools.clear()
         self._handles.clear()
+        self._prepared.clear()
         if self._async is not None:
             self._async.close()
 

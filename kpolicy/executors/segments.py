@@ -15,6 +15,7 @@ in buffers that graphs of every size share, one a call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple
@@ -116,7 +117,7 @@ class FullGraph:
         self.shape = shape
         self.head = head_rows(key)
         self.buffers = buffers
-        self._replay = adapter.replay
+        self._replay: Callable[[Any], None] = getattr(adapter, "replayer", lambda: adapter.replay)()
         self._model = model
         self._graph = graph
         self._hidden = hidden
@@ -139,6 +140,14 @@ class FullGraph:
         if front is None:
             front = self._fronts[count] = self._logits[:count]
         return front.clone() if lasting else front
+
+    def front(self, count: int) -> Tensor:
+        """Replay: [count, vocab], lasting; of a graph with logits of every token, so many of which are all of them."""
+        self._replay(self._graph)
+        front = self._fronts.get(count)
+        if front is None:
+            front = self._fronts[count] = self._logits[:count]
+        return front.clone()
 
 
 class BreakBuffers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -77,30 +77,28 @@ class Stats:
 
     def add(self, decision: Decision, numbers: BatchNumbers, us: float = 0.0) -> None:
         """Count one step."""
+        self.add_all(decision, ((numbers, us),))
+
+    def add_all(self, decision: Decision, steps: Sequence[tuple[BatchNumbers, float]]) -> None:
+        """Count steps of one decision: the batch and the microseconds of each, 0 where they aren't known."""
         stats = self._by_decision.get(decision)
         if stats is None:
             stats = self._by_decision[decision] = _Counted()
-        stats.steps += 1
-        if us > 0:
-            stats.us += us
-            stats.times[bisect_left(TIME_BOUNDS_US, us)] += 1
-        launches = decision.launches
-        if len(launches) == 1 and launches[0].rows is _ALL and launches[0].repeat == 1:
-            launch = launches[0]
-            tokens = numbers.total_tokens
-            stats.tokens += tokens
-            padded = launch.padded_tokens if launch.key is None else launch.key.num_tokens
-            if padded is not None:
-                stats.padding += padded - tokens
-            return
-        for launch in launches:
-            repeat, key = launch.repeat, launch.key
-            tokens = launch.num_tokens(numbers) * repeat
-            stats.tokens += tokens
-            # `Launch.padding`, without counting the tokens a second time.
+        stats.steps += len(steps)
+        for _, us in steps:
+            if us > 0:
+                stats.us += us
+                stats.times[bisect_left(TIME_BOUNDS_US, us)] += 1
+        for launch in decision.launches:
+            repeat, key, whole = launch.repeat, launch.key, launch.rows is _ALL
             padded = launch.padded_tokens if key is None else key.num_tokens
+            tokens = 0
+            for numbers, _ in steps:
+                tokens += numbers.total_tokens if whole else launch.num_tokens(numbers)
+            stats.tokens += tokens * repeat
             if padded is not None:
-                stats.padding += padded * repeat - tokens
+                # `Launch.padding`, without counting the tokens a second time.
+                stats.padding += (padded * len(steps) - tokens) * repeat
 
     @property
     def total(self) -> ModeStats:

@@ -26,8 +26,8 @@ def points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "auto"])
-def test_a_decode_step_asks_the_device_once(policy: str) -> None:
-    """Two points are recorded, whether a step is over is asked once, and nothing waits or is made anew."""
+def test_steps_ask_the_device_once_together(policy: str) -> None:
+    """Two points are recorded a step, the last is asked whether all are over, and nothing waits or is made anew."""
     engine, model = opened(policy)
     inputs = decode_inputs(3, model.num_blocks)
     for _ in range(2 * COUNT_EVERY):
@@ -37,7 +37,7 @@ def test_a_decode_step_asks_the_device_once(policy: str) -> None:
     counted = 3 * (COUNT_EVERY - 1)
     for _ in range(counted + 1):
         engine.step(inputs)
-    assert Point.asked == {"record": 2 * (counted + 1), "query": counted, "elapsed_time": counted}
+    assert Point.asked == {"record": 2 * (counted + 1), "query": 3, "elapsed_time": counted}
     assert engine.stats.total.steps == 2 * COUNT_EVERY + counted + 1
     assert engine.stats.by_mode["full"].us == pytest.approx(engine.stats.total.steps * 2000.0)
 
@@ -47,17 +47,20 @@ def test_steps_are_counted_together_while_the_last_one_runs(monkeypatch: pytest.
     engine, model = opened()
     inputs = decode_inputs(3, model.num_blocks)
     order: list[str] = []
+    engine.step(inputs)
+    assert engine.stats.total.steps == 1
 
     def noted(name: str, call: Callable[..., Any], *given: Any) -> Any:
         order.append(name)
         return call(*given)
 
     monkeypatch.setattr(engine.executor, "run", partial(noted, "run", engine.executor.run))
-    monkeypatch.setattr(engine, "_count", partial(noted, "count", engine._count))
+    monkeypatch.setattr(engine, "_count_alike", partial(noted, "count", engine._count_alike))
     for _ in range(COUNT_EVERY + 1):
         engine.step(inputs)
-    assert order == [*["run"] * COUNT_EVERY, *["count"] * (COUNT_EVERY - 1), "run"]
-    assert engine.stats.total.steps == COUNT_EVERY + 1
+    assert order == [*["run"] * COUNT_EVERY, "count", "run"]
+    assert engine._stats.total.steps == COUNT_EVERY
+    assert engine.stats.total.steps == COUNT_EVERY + 2
 
 
 def test_a_step_that_waits_to_be_counted_keeps_none_of_its_outputs() -> None:

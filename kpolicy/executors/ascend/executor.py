@@ -238,3 +238,4 @@ class AscendExecutor(ModeRunner):
             self.launcher.release(pool.memory)
         self._pools.clear()
         self._handles.clear()
+        self.forget_prepared()

@@ -13,7 +13,9 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import Any
+from functools import partial
+from operator import methodcaller
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,11 +25,11 @@ from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cuda.failures import classify
 from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of
-from kpolicy.executors.device import Failure, MemoryReport
+from kpolicy.executors.device import Failure, MemoryReport, Span
 from kpolicy.executors.simulated import Fault
 from kpolicy.reasons import Reason
 
-__all__ = ["CudaAdapter", "CudaEvent", "CudaGraph", "CudaPool"]
+__all__ = ["CudaAdapter", "CudaEvent", "CudaGraph", "CudaPool", "CudaSpan"]
 
 MOST_SPARE = 64
 """Events that are kept to be used again"""
@@ -73,6 +75,71 @@ class _Recorder:
         # What `torch.cuda.Event.record` calls, once it has looked for a stream.
         base = super(torch.cuda.Event, self.event)
         self.record: Callable[[Any], None] = getattr(base, "record", self.event.record)
+
+
+class _Points(NamedTuple):
+    """Where a span begins and ends: how the points are recorded, and torch's events."""
+
+    begin: Callable[[Any], Any]
+    end: Callable[[Any], Any]
+    first: Any
+    last: Any
+
+    @classmethod
+    def new(cls) -> _Points:
+        first, last = _Recorder(), _Recorder()
+        return cls(first.record, last.record, first.event, last.event)
+
+
+class CudaSpan:
+    """A launch's `ReadyEvent` on the stream that was current when it began; see `DeviceAdapter`.
+
+    One object for both of its points, which are used again when it goes: each that a step makes takes the host's time.
+    """
+
+    __slots__ = ("_over", "_points", "_spare", "_stream")
+
+    _over: bool
+    _points: _Points
+    _spare: list[_Points]
+    _stream: Any
+
+    def __del__(self) -> None:
+        if len(self._spare) < MOST_SPARE:
+            self._spare.append(self._points)
+
+    def end(self) -> None:
+        self._points[1](self._stream)
+
+    def done(self) -> bool:
+        if not self._over:
+            try:
+                self._over = bool(self._points[3].query())
+            except RuntimeError as error:
+                raise _meant(error) from error
+        return self._over
+
+    def wait(self) -> None:
+        if not self._over:
+            try:
+                self._points[3].synchronize()
+            except RuntimeError as error:
+                raise _meant(error) from error
+            self._over = True
+
+    @property
+    def us(self) -> float:
+        points = self._points
+        try:
+            elapsed: float = points[2].elapsed_time(points[3]) * 1e3
+        except RuntimeError:
+            # It isn't over, or the device is lost, which waiting says.
+            self.wait()
+            elapsed = points[2].elapsed_time(points[3]) * 1e3
+        return elapsed
+
+
+_new_span: Callable[[], CudaSpan] = partial(object.__new__, CudaSpan)
 
 
 class CudaEvent:
@@ -168,6 +235,10 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.
 """As `torch.cuda.current_device`, which looks first whether CUDA is there: an adapter knows that."""
 
 
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: index)
+"""The handle of a device's current stream; a torch without CUDA has none, and no adapter is made there"""
+
+
 class CudaAdapter:
     """The primitives of one CUDA device.
 
@@ -187,6 +258,7 @@ class CudaAdapter:
         faults: Iterable[Fault | str] = (),
     ) -> None:  # fmt: skip
         self.device = _device(device)
+        self._index = self.device.index
         self._check = check
         self._statics = statics
         self._faults = Faults(faults)
@@ -196,6 +268,7 @@ class CudaAdapter:
         self._lost = False
         self._streams: dict[int, Any] = {}
         self._spare: list[Any] = []
+        self._spare_points: list[_Points] = []
 
     @property
     def name(self) -> str:
@@ -212,7 +285,7 @@ class CudaAdapter:
 
     def session(self) -> AbstractContextManager[Any]:
         # Kernels of Triton go to the current device, whatever their tensors are on.
-        if _current_device() != self.device.index:
+        if _current_device() != self._index:
             stack = ExitStack()
             stack.enter_context(torch.cuda.device(self.device))
             stack.enter_context(torch.inference_mode())
@@ -288,7 +361,7 @@ class CudaAdapter:
 
     def _current(self) -> Any:
         """The current stream; the object is looked up by its handle, which takes a tenth of the time."""
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        handle = _raw_stream(self._index)
         stream = self._streams.get(handle)
         if stream is None:
             stream = self._streams[handle] = torch.cuda.current_stream(self.device)
@@ -299,6 +372,14 @@ class CudaAdapter:
         point = spare.pop() if spare else _Recorder()
         point.record(self._current() if stream is None else stream)
         return CudaEvent(point, spare)
+
+    def span(self) -> Span:
+        spare, stream = self._spare_points, self._current()
+        points = spare.pop() if spare else _Points.new()
+        points[0](stream)
+        span = _new_span()
+        span._points, span._spare, span._stream, span._over = points, spare, stream, False
+        return span
 
     def wait(self, event: Any) -> None:
         event.hold(self._current())
@@ -441,6 +522,10 @@ class CudaAdapter:
                 self._lost = True
                 self._check_lost()
         graph.replay()
+
+    def replayer(self) -> Callable[[CudaGraph], None]:
+        # Without anything to look at first, without a function of Python's.
+        return self.replay if self._check or self._faults.planned else methodcaller("replay")
 
     def release(self, pool: CudaPool) -> None:
         if pool in self._pools:

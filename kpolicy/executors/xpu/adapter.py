@@ -18,7 +18,8 @@ from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cuda.adapter import CudaAdapter, CudaGraph, Statics
 from kpolicy.executors.cuda.staging import StagedGroup
-from kpolicy.executors.device import Failure, MemoryReport
+from kpolicy.executors.device import Failure, MemoryReport, Span
+from kpolicy.executors.parts import EventSpan
 from kpolicy.executors.simulated import Fault
 from kpolicy.executors.xpu.failures import classify
 from kpolicy.reasons import Reason
@@ -153,6 +154,12 @@ class StreamAdapter(CudaAdapter):
 
     def event(self, stream: Any = None) -> Any:
         return StreamEvent(self, self._current() if stream is None else stream)
+
+    def span(self) -> Span:
+        return EventSpan(self)
+
+    def replayer(self) -> Callable[[Any], None]:
+        return self.replay
 
     def wait(self, event: Any) -> None:
         event.hold(self._current())

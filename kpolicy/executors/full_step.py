@@ -1,0 +1,128 @@
+"""`FullStep`: a step that is one replay of a FULL graph on the main stream, which most decode steps are.
+
+Such a step does what `GraphLauncher.replay` does for any launch. Here it is prepared once a decision, and a step goes
+through as few calls and objects as it needs: between steps other work takes the processor's caches, and what a step
+then costs the host is how much memory it touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kpolicy.decision import Decision
+from kpolicy.errors import RegistryError
+from kpolicy.executors.base import StepInputs, StepOutputs, new_outputs
+from kpolicy.executors.device import DeviceAdapter, DeviceEvent, Span
+from kpolicy.executors.launch_rows import decode_places, launch_rows
+from kpolicy.executors.parts import (
+    EventSpan,
+    OutputRows,
+    SampledSteps,
+    SampledTokens,
+    new_steps,
+    raise_lost,
+    replay_error,
+    sampling_inputs,
+)
+from kpolicy.executors.segments import FullGraph, HeadRows
+from kpolicy.executors.step_model import StepModel
+from kpolicy.modes import Rows
+
+__all__ = ["FullStep", "sampled_of"]
+
+
+def sampled_of(
+    outputs: OutputRows, count: int, rows: StepInputs, repeat: int
+) -> tuple[SampledSteps, Sequence[int]]:  # fmt: skip
+    """Tokens of decode rows and first tokens of prompts, of a launch with decode rows in front."""
+    numbers = rows.numbers
+    places = range(numbers.num_decodes) if numbers.query_len == 1 else decode_places(rows)
+    first = 1 + places[-1] if places else 0
+    prompts = SampledTokens(outputs, 0, range(first, count)) if count > first else ()
+    return SampledSteps.of(outputs, repeat, places), prompts
+
+
+class FullStep:
+    """One decision that replays one FULL graph.
+
+    Args:
+        decision: the decision.
+        handle: the graph.
+        adapter: the device.
+        model: samples.
+        unfinished: what other streams still do; empty in most steps.
+        settle: lets the main stream wait for that.
+    """
+
+    __slots__ = (
+        "_adapter", "_decision", "_front", "_handle", "_heads_tokens", "_model", "_most_reqs", "_most_tokens",
+        "_session", "_settle", "_shape", "_span", "_stage", "_unfinished",
+    )  # fmt: skip
+
+    def __init__(
+        self, decision: Decision, handle: FullGraph, adapter: DeviceAdapter, model: StepModel,
+        unfinished: list[DeviceEvent], settle: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._decision = decision
+        self._handle = handle
+        self._shape = handle.shape
+        self._most_tokens = handle.key.num_tokens
+        self._most_reqs = handle.shape.num_reqs
+        self._heads_tokens = handle.head is HeadRows.TOKENS
+        self._front = handle.front
+        self._adapter = adapter
+        self._model = model
+        self._session = adapter.session
+        self._span: Callable[[], Span] = getattr(adapter, "span", None) or (lambda: EventSpan(adapter))
+        self._stage = handle.buffers.stage
+        self._unfinished = unfinished
+        self._settle = settle
+
+    def run(self, rows: StepInputs) -> StepOutputs:
+        """Stage, replay, copy out and sample.
+
+        Raises:
+            RegistryError: the graph has fewer tokens or rows than the step.
+            GraphReplayError: nothing was launched.
+            StickyDeviceError: the device is lost.
+        """
+        num_reqs, num_tokens, count = len(rows.query_lens), len(rows.token_ids), len(rows.wanted)
+        if num_tokens > self._most_tokens or num_reqs > self._most_reqs:
+            raise RegistryError(
+                f"{self._handle.key} has {self._most_tokens} tokens in {self._most_reqs} rows and was given "
+                f"{num_tokens} in {num_reqs}; choose a graph that holds them, as GraphKey.holds says."
+            )
+        if self._unfinished:
+            self._settle()
+        whole = count == num_tokens and self._heads_tokens
+        with self._session():
+            span = self._span()
+            try:
+                sampled = self._stage(rows, self._shape, not whole)
+                logits = (
+                    self._front(count) if whole else self._handle.logits(launch_rows(rows, Rows.ALL, live=False), True)
+                )
+            except Exception as error:
+                raise replay_error(self._adapter, self._handle.key, error) from error
+            outputs = OutputRows(count, span)
+            if logits is not None:
+                try:
+                    given = (
+                        sampling_inputs(self._handle.buffers, launch_rows(rows, Rows.ALL, live=False))
+                        if sampled
+                        else {}
+                    )
+                    outputs.tokens.append(self._model.sample(logits, given))
+                except Exception as error:
+                    raise_lost(self._adapter, error)
+                    raise
+            outputs.logits = logits
+            span.end()
+        numbers = rows.numbers
+        prompts: Sequence[int] = ()
+        if numbers.query_len == 1 and numbers.num_decodes == count:
+            steps = new_steps()
+            steps.part, steps.places, steps.repeat = outputs, range(count), 1
+        else:
+            steps, prompts = sampled_of(outputs, count, rows, 1)
+        return new_outputs((outputs if count else (), steps, self._decision, (span,), prompts))
