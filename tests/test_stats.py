@@ -12,7 +12,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows, SplitForm
 from kpolicy.observe import ModeStats, Stats
 from kpolicy.reasons import Basis, Reason
-from kpolicy.shapes import BatchShape
+from kpolicy.shapes import BatchNumbers, BatchShape
 
 FULL8 = GraphKey(Part.FULL, 8, 8, query_len=1)
 FULL = Decision(Mode.FULL, (Launch(Rows.ALL, FULL8),), Reason.GRAPH_FITS, basis=Basis.LADDER_ASSUMED)
@@ -76,6 +76,26 @@ def test_every_grouping_adds_up_to_the_total(decisions: list[Decision]) -> None:
         assert counts == sorted(counts, reverse=True)
     assert stats.total.steps == len(decisions)
     assert stats.total.padding == sum(decision.padding(numbers) for decision in decisions)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([FULL, PADDED, SPLIT]), st.integers(1, 8), st.sampled_from([0.0, 90.0, 3e4])))
+)
+def test_steps_counted_together_are_those_counted_one_by_one(steps: list[tuple[Decision, int, float]]) -> None:
+    """Steps, tokens, padding, times and their buckets are the same."""
+    single, together = Stats(), Stats()
+    batches: dict[Decision, list[tuple[BatchNumbers, float]]] = {}
+    for decision, num_decodes, us in steps:
+        numbers = BatchShape(decodes=[(1, num_decodes)], prefills=[(2, 0)]).numbers
+        single.add(decision, numbers, us)
+        batches.setdefault(decision, []).append((numbers, us))
+    for decision, batch in batches.items():
+        together.add_all(decision, batch)
+    assert together.by_mode_and_reason == single.by_mode_and_reason
+    assert together.times_by_mode == single.times_by_mode
+    assert together.total.padding == sum(
+        decision.padding(numbers) for decision, batch in batches.items() for numbers, _ in batch
+    )
 
 
 def test_counters_as_json_and_in_words() -> None:

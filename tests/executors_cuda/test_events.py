@@ -116,3 +116,62 @@ def test_a_record_that_fails_keeps_nothing() -> None:
         adapter.event(Broken())
     gc.collect()
     assert adapter._spare == []
+
+
+def test_a_span_uses_its_points_again() -> None:
+    """Both points come back when nobody looks at the span; those of one that is held aren't touched."""
+    adapter = NoDevice()
+    streams = [Stream(), Stream()]
+    adapter._current = lambda: streams[0]  # type: ignore[method-assign]
+    held = adapter.span()
+    held.end()
+    for _ in range(20):
+        span = adapter.span()
+        streams[0].clock += 5.0
+        span.end()
+        assert span.us == 7000.0
+        del span
+        gc.collect()
+    assert held.us == 2000.0
+    assert Event.made == 4
+
+
+def test_a_span_ends_on_the_stream_that_it_began_on() -> None:
+    """Whichever stream is current by then."""
+    adapter, streams = NoDevice(), [Stream(), Stream()]
+    adapter._current = lambda: streams[0]  # type: ignore[method-assign]
+    span = adapter.span()
+    streams.reverse()
+    span.end()
+    assert [stream.clock for stream in streams] == [0.0, 4.0]
+
+
+def test_a_span_waits_once_and_only_where_it_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time waits too; a span that was seen to be over isn't asked again."""
+    adapter = NoDevice()
+    adapter._current = Stream  # type: ignore[method-assign]
+    span: Any = adapter.span()
+    span.end()
+    monkeypatch.setattr(Event, "over", False)
+    assert not span.done()
+    assert span.us == 2000.0
+    last = span._points.last
+    assert last.waits == 1
+    monkeypatch.setattr(Event, "over", False)
+    assert span.done()
+    span.wait()
+    assert last.waits == 1
+
+
+def test_a_span_tells_of_a_lost_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it is asked."""
+    adapter = NoDevice()
+    adapter._current = Stream  # type: ignore[method-assign]
+    span = adapter.span()
+    span.end()
+    monkeypatch.setattr(Event, "over", False)
+    monkeypatch.setattr(Event, "lost", True)
+    with pytest.raises(StickyDeviceError, match="lost to this process"):
+        span.wait()
+    with pytest.raises(StickyDeviceError, match="lost to this process"):
+        _ = span.us

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,55 @@ def test_steps_are_counted_together_while_the_last_one_runs(monkeypatch: pytest.
     assert order == [*["run"] * COUNT_EVERY, "count", "run"]
     assert engine._stats.total.steps == COUNT_EVERY
     assert engine.stats.total.steps == COUNT_EVERY + 2
+
+
+def test_steps_of_several_decisions_that_are_counted_together_count_each_for_its_own() -> None:
+    """Steps, tokens, times and the graphs' replays, in whatever order sizes take turns."""
+    engine, model = opened()
+    sizes = [1, 1, 5, 1, 8, 8, 60, 1]
+    for _ in range(3 * COUNT_EVERY):
+        for size in sizes:
+            engine.step(decode_inputs(size, model.num_blocks))
+    steps = 3 * COUNT_EVERY * len(sizes)
+    total = engine.stats.total
+    assert (total.steps, total.tokens) == (steps, 3 * COUNT_EVERY * sum(sizes))
+    assert total.padding == 3 * COUNT_EVERY * (3 + 4)
+    assert total.us == pytest.approx(steps * 2000.0)
+    hits = {record.key.num_tokens: record.hits for record in engine.registry.records() if record.hits}
+    assert hits == {1: 4 * 3 * COUNT_EVERY, 8: 3 * 3 * COUNT_EVERY, 64: 3 * COUNT_EVERY}
+
+
+def test_a_prepared_step_goes_with_its_graph() -> None:
+    """After a release nothing of it runs; after another capture the new graph does."""
+    engine, model = opened()
+    inputs = decode_inputs(3, model.num_blocks)
+    engine.step(inputs)
+    old = ref(engine.registry.record(engine.select(*inputs.numbers).launches[0].key).handle)
+    engine.release()
+    gc.collect()
+    assert old() is None
+    engine.capture()
+    outputs = engine.step(inputs)
+    key = outputs.decision.launches[0].key
+    assert key is not None
+    assert engine.stats.total.steps == engine.registry.record(key).hits == 2
+
+
+@pytest.mark.parametrize("num_reqs", [1, 3, 8])
+def test_a_step_of_a_full_graph_is_what_its_launch_is(num_reqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prepared step gives what `GraphLauncher.replay` gives, every field of it."""
+    engine, model = opened()
+    inputs = decode_inputs(num_reqs, model.num_blocks)
+    prepared = engine.step(inputs)
+    monkeypatch.setattr(engine.executor.launcher, "prepared", None)
+    engine.executor.forget_prepared()
+    plain = engine.step(inputs)
+    assert prepared.decision == plain.decision
+    assert prepared.tokens == plain.tokens
+    assert len(prepared.tokens) == 1
+    assert torch.equal(prepared.outputs.tensor, plain.outputs.tensor)
+    assert list(prepared.first_tokens) == list(plain.first_tokens) == []
+    assert prepared.ready_us == plain.ready_us
 
 
 def test_a_step_that_waits_to_be_counted_keeps_none_of_its_outputs() -> None:
