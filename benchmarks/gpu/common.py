@@ -200,8 +200,12 @@ def logits_of(outputs: Any) -> list[Any]:
 
 def sampled_of(outputs: Any) -> list[Any]:
     """The step's sampled tokens as device tensors, one a decode step and part; waits for nothing."""
-    parts = [getattr(each, "_part", None) for each in (outputs.tokens, outputs.first_tokens)]
-    runs = dict.fromkeys(part for part in parts if part is not None)
+    # One that has neither is an error: nothing would be compared.
+    runs = dict.fromkeys(
+        each.part if hasattr(each, "part") else each._part
+        for each in (outputs.tokens, outputs.first_tokens)
+        if len(each)
+    )
     return [tokens for run in runs for tokens in run.tokens if len(tokens)]
 
 
