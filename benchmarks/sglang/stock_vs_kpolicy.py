@@ -72,7 +72,10 @@ CAPTURES = {
     "SGLang's sizes against kpolicy's": ("stock", "kpolicy"),
 }
 """The sides of each row of captures: SGLang's, ours."""
-DRAWS = {"trace": "drawn from the trace", "alike": "of 1 to 256 requests alike"}
+DRAWS = {
+    "trace": "drawn from the trace", "alike": "of 1 to 256 requests alike",
+    "": "of 8 or 12 sizes, runs to 4 and their plan",
+}  # fmt: skip
 WIDE_TURNS = 1
 STEP_TURNS, ROUNDS, ROUND_MS = 2, 8, 40
 """Steps: how often a load is prepared, turns of each side then, and about how long one is."""
@@ -425,7 +428,7 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         elif line["kind"] == "drawn":
             for ours, words in (("kpolicy", "kpolicy's sizes"), ("planned", "planned sizes")):
                 if line["side"] in (ours, "stock"):
-                    load = DRAWS[line["draw"]]
+                    load = DRAWS[line.get("draw", "")]
                     sides = drawn_ms.setdefault((line["run"], line["turn"], load, words), {})
                     sides.setdefault(line["side"].replace(ours, "kpolicy"), {})[line["step"], line["size"]] = line
     for (run, turn, load, words), by_side in drawn_ms.items():

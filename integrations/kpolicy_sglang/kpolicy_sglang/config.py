@@ -33,7 +33,7 @@ class Config:
         calibrate: measure costs from SGLang's own graphs and eager steps at start-up.
         split: with mixed chunks on, run decodes and prompt chunks in steps of their own where that costs less.
         turns: while prompts wait, a decode step comes between two batches of them where running decodes would wait
-            for more than a whole chunk takes; otherwise the order is SGLang's.
+            for more than most of a chunk takes; otherwise the order is SGLang's.
         gap_ms: running decodes wait for no more milliseconds of prompts; batches of prompts are cut to that.
         mla_prefill: on 0.5.16, let MLA models have the prefill graphs that its start-up rules turn off: with any
             attention backend, with none, or by default with those whose results were checked.

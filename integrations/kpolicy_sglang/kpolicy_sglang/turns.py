@@ -1,9 +1,12 @@
 """When a decode step comes between two batches of prompts, by what both take.
 
 SGLang runs prompts as long as any wait, batch after batch, and no decode meanwhile: that is the long gap between two
-tokens of a request. Here running decodes wait for about as much as a whole chunk of prompts takes, in however many
-batches it comes: once the prompts since the last decode step and the next batch would take longer, a decode step goes
-first. Batches stay as large as SGLang makes them.
+tokens of a request. Here running decodes wait for one batch of prompts, or several that together take no longer than
+three quarters of a chunk and a decode step: once the prompts since the last decode step and the next batch would take
+longer, a decode step goes first. Batches stay as large as SGLang makes them.
+
+Why not a whole chunk: what was measured is a prompt as long as the chunk, whose attention takes most of its time, while
+a server's batch of that size has several prompts and takes half of it. Two such batches in a row were the long gaps.
 
 A decode step keeps every prompt that waits from its first token. Where few wait that is little beside the gap that it
 ends; in a burst it isn't, and the last prompts of it are what the longest waits come from. Where more than two chunks
@@ -24,6 +27,8 @@ _STEP = 512
 """Prompt tokens between the sizes that are tried where nothing is captured."""
 BURST = 2
 """Chunks of prompts: where more wait that could run, they go first."""
+_WAIT = 0.75
+"""What decodes wait for, of the time of a chunk and a decode step, but for one batch in any case."""
 
 
 class Turns:
@@ -75,7 +80,7 @@ class Turns:
             self._burst = True
         if self._burst or not self._batches:
             return False
-        most_us = self._us[-1] + self.decode_us(decodes)
+        most_us = _WAIT * (self._us[-1] + self.decode_us(decodes))
         return self._waited_us + self.prompts_us(tokens) > most_us
 
     @property

@@ -64,17 +64,17 @@ class Prompts:
         return found
 
 
-def test_decodes_wait_for_no_more_than_a_chunk():
-    """A chunk and a decode step take 31.4 ms: after 4,096 tokens (15 ms) 4,096 more may follow, but 6,144 not."""
+def test_decodes_wait_for_less_than_a_chunk():
+    """A chunk and a decode step take 31.4 ms: after 3,072 tokens (11.2 ms) as many may follow, but 4,096 not."""
     assert Prompts([4096]).run(2) == [4096, 0]
-    late = Prompts([4096])
-    assert late.run(1) == [4096]
+    late = Prompts([3072])
+    assert late.run(1) == [3072]
+    late.waiting_queue = [SimpleNamespace(origin_input_ids=range(3072))]
+    assert late.run(2) == [3072, 0]
+    late = Prompts([3072])
+    assert late.run(1) == [3072]
     late.waiting_queue = [SimpleNamespace(origin_input_ids=range(4096))]
-    assert late.run(2) == [4096, 0]
-    late = Prompts([4096])
-    assert late.run(1) == [4096]
-    late.waiting_queue = [SimpleNamespace(origin_input_ids=range(6144))]
-    assert late.run(3) == [0, 6144, 0]
+    assert late.run(3) == [0, 4096, 0]
 
 
 def test_decodes_have_a_turn_after_a_whole_chunk():
