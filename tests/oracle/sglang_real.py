@@ -107,7 +107,10 @@ def decode_runner(release: Release) -> type:
     """SGLang's decode runner with `can_run_graph`; keys are batch sizes and nothing more."""
     methods = _named(release.tree(f"{RUNNER}/decode_cuda_graph_runner.py"), {"can_run_graph"})
     torch = SimpleNamespace(all=lambda values: values)
-    names = {"torch": torch, "resolve_ragged_verify_layout": None, "get_current_stream_idx": None}
+    names = {
+        "torch": torch, "resolve_ragged_verify_layout": None, "get_current_stream_idx": None,
+        "CaptureHiddenMode": SimpleNamespace(NULL=0),
+    }  # fmt: skip
     runner = _execute([_class("Runner", methods)], names)["Runner"]
     runner._make_graph_key = lambda self, size, **rest: size  # noqa: ARG005
     runner._resolve_lora_variant = lambda self, batch: None  # noqa: ARG005

@@ -173,9 +173,10 @@ def test_costs_replace_the_limit_on_padding_and_nothing_else():
     assert more > 50
 
 
-def test_decode_through_the_hooks_equals_the_real_rule():
+@pytest.mark.parametrize("version", KNOWN)
+def test_decode_through_the_hooks_equals_the_real_rule(version):
     """On 20,000 random decode batches, data-parallel verdicts and LoRA labels among them."""
-    release, rng, outcomes = Release(FOLDER), random.Random(9), Counter()  # noqa: S311  not for secrets
+    release, rng, outcomes = release_of(version), random.Random(9), Counter()  # noqa: S311  not for secrets
     for _ in range(DEPLOYMENTS):
         rows, together = random_sizes(rng, 200), rng.random() < 0.4
         phase = Phase(DECODE, rows, 220, full=True)
@@ -196,8 +197,9 @@ def test_decode_through_the_hooks_equals_the_real_rule():
                 spec_info=SimpleNamespace(num_tokens_per_req=rng.choice([1, 1, 1, 4])), batch_size=size,
                 can_run_tbo=rng.random() < 0.9, encoder_lens=int(rng.random() < 0.95),
                 original_global_num_tokens_cpu=[size, rng.randint(0, 220)], global_num_tokens_cpu=None,
-                can_run_decode_cuda_graph=rng.random() < 0.8,
+                can_run_decode_cuda_graph=rng.random() < 0.8, capture_hidden_mode=int(rng.random() < 0.05),
             )  # fmt: skip
+            batch.can_run_dp_cuda_graph = batch.can_run_decode_cuda_graph  # its name in 0.5.16
             wanted = bool(type(runner).can_run_graph(runner, batch))
             assert bool(dispatch.decode_can_run(type(runner).can_run_graph, runner, batch)) == wanted, vars(batch)
             outcomes[wanted] += 1
