@@ -199,7 +199,13 @@ class GraphLauncher:
             self.adapter.wait(event)
 
     def prepared(self, handle: FullGraph | PieceGraph, decision: Decision) -> FullStep | None:
-        """A decision that is one replay of a FULL graph on the main stream, prepared; None where it isn't."""
+        """A decision that is one replay of a FULL graph on the main stream, prepared.
+
+        None where it isn't, and where replays or launches are somebody else's, whom a prepared step would pass by.
+        """
+        own = getattr(self.replay, "__func__", None), getattr(self._launch, "__func__", None)
+        if own != (GraphLauncher.replay, GraphLauncher._launch):
+            return None
         launch = decision.launches[0]
         plain = len(decision.launches) == 1 and launch.rows is Rows.ALL and not launch.stream and launch.repeat == 1
         if not plain or self._checks or not isinstance(handle, FullGraph):

@@ -313,9 +313,10 @@ class ModeRunner:
 
     def _prepare(self, handle: Any, decision: Decision) -> bool:
         """Prepare a decision where the launcher can."""
-        # Optional for a launcher: `run` for a decision and the one graph that it replays.
-        prepared: Callable[[Any, Decision], Any] | None = getattr(self.launcher, "prepared", None)
-        step = None if prepared is None else prepared(handle, decision)
+        # Optional for a launcher: `run` for a decision and the one graph that it replays. Its own, not that of another
+        # which it hands calls on to.
+        prepared: Callable[[Any, Any, Decision], Any] | None = getattr(type(self.launcher), "prepared", None)
+        step = None if prepared is None else prepared(self.launcher, handle, decision)
         if step is None:
             return False
         if len(self._prepared) >= MOST_PREPARED:

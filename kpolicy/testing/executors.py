@@ -417,21 +417,18 @@ def fail_next_replay(executor: Executor, after: int = 0) -> None:
     """
     assert isinstance(executor, ModeRunner), f"{executor!r} isn't a ModeRunner; give the check its own `fail`"
     launcher, replay, left = executor.launcher, executor.launcher.replay, after
-    prepared = getattr(launcher, "prepared", None)
 
     def failing(handle: Any, rows: StepInputs, launch: Launch) -> Any:
         nonlocal left
         if left:
             left -= 1
             return replay(handle, rows, launch)
-        for name, method in (("replay", replay), ("prepared", prepared)):
-            setattr(launcher, name, method)
+        setattr(launcher, "replay", replay)  # noqa: B010 - a method is replaced on purpose
         assert launch.key is not None
         raise GraphReplayError(launch.key, f"replaying {launch.key}: failed on purpose")
 
-    setattr(launcher, "replay", failing)  # noqa: B010 - a method is replaced on purpose
-    # Decisions that are prepared don't go through `replay`.
-    setattr(launcher, "prepared", None)  # noqa: B010
+    setattr(launcher, "replay", failing)  # noqa: B010
+    # Those that are prepared don't go through `replay`.
     executor.forget_prepared()
 
 

@@ -18,6 +18,7 @@ from benchmarks.engine_step import decode_inputs  # noqa: E402
 from benchmarks.host_step import NoDevice, NoModel, Point, bare_step, calls_of, opened  # noqa: E402
 from kpolicy.engine import COUNT_EVERY  # noqa: E402
 from kpolicy.executors.base import StepInputs  # noqa: E402
+from kpolicy.executors.launcher import GraphLauncher  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +103,7 @@ def test_a_step_of_a_full_graph_is_what_its_launch_is(num_reqs: int, monkeypatch
     engine, model = opened()
     inputs = decode_inputs(num_reqs, model.num_blocks)
     prepared = engine.step(inputs)
-    monkeypatch.setattr(engine.executor.launcher, "prepared", None)
+    monkeypatch.setattr(GraphLauncher, "prepared", lambda *_: None)
     engine.executor.forget_prepared()
     plain = engine.step(inputs)
     assert prepared.decision == plain.decision
@@ -111,6 +112,22 @@ def test_a_step_of_a_full_graph_is_what_its_launch_is(num_reqs: int, monkeypatch
     assert torch.equal(prepared.outputs.tensor, plain.outputs.tensor)
     assert list(prepared.first_tokens) == list(plain.first_tokens) == []
     assert prepared.ready_us == plain.ready_us
+
+
+def test_a_launcher_with_replays_of_its_own_is_not_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prepared step stands for `GraphLauncher.replay` alone."""
+    engine, model = opened()
+    replay, rows = GraphLauncher.replay, []
+
+    class Own(GraphLauncher):
+        def replay(self, handle: Any, inputs: Any, launch: Any) -> Any:
+            rows.append(len(inputs.query_lens))
+            return replay(self, handle, inputs, launch)
+
+    monkeypatch.setattr(engine.executor.launcher, "__class__", Own)
+    for _ in range(3):
+        engine.step(decode_inputs(3, model.num_blocks))
+    assert rows == [3, 3, 3]
 
 
 def test_a_step_that_waits_to_be_counted_keeps_none_of_its_outputs() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kpolicy.budget_models import BudgetModel
-from kpolicy.decision import Decision, Launch
+from kpolicy.decision import Launch
 from kpolicy.errors import CaptureError
 from kpolicy.executors.ascend.adapter import AscendAdapter
 from kpolicy.executors.ascend.lengths import HostRows, running_rows
@@ -79,10 +79,6 @@ class AscendLauncher(GraphLauncher):
         except CaptureError as error:
             raise self.adapter.capture_error(error) from error
         return handle, report._replace(streams=self.units.cost_of(key).streams)
-
-    def prepared(self, handle: FullGraph | PieceGraph, decision: Decision) -> None:  # noqa: ARG002
-        """Nothing: each launch's rows are handed over."""
-        return
 
     def _launch(
         self, program: Program, rows: StepInputs, live: LaunchRows, launch: Launch, sampled: bool,
