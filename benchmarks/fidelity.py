@@ -10,6 +10,9 @@ simulated too, with nothing but the profile and what the run's scheduler took a 
 median time to first token, the median gap and the ranking of policies are held to the run's. Steps with prompts have a
 time of their own outside the executor, where the run tells it (``outside_prompts_us``).
 
+Where profile and log note the host's speed (`kpolicy.host_speed`), the host's times are brought to each step's, or to
+the median of a policy's steps for the latencies: virtual machines' cores change speed by half for seconds at a time.
+
 To tell the step costs' errors from the simulated scheduler's, the logs' own step times are served too ("replayed"):
 with requests let in at the steps at which the run let them in, how many batches are the run's, and the latencies.
 """
@@ -20,8 +23,9 @@ import argparse
 import json
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import attrs
@@ -112,7 +116,16 @@ def replayed(
     }  # fmt: skip
 
 
-def latencies(run: dict[str, Any], trace: Path, start_s: float, window_s: float, costs: CostTable) -> dict[str, Any]:
+def host_speed(entries: Sequence[StepEntry]) -> float | None:
+    """Median time of the host's fixed work beside a log's steps; None where it wasn't noted."""
+    noted = [each.host_work_us for each in entries if each.host_work_us]
+    return median(noted) if noted else None
+
+
+def latencies(
+    run: dict[str, Any], trace: Path, start_s: float, window_s: float, costs: CostTable,
+    logs: Mapping[str, Sequence[StepEntry]],
+) -> dict[str, Any]:  # fmt: skip
     """By policy, what the run measured and what simulating its arrivals gives: milliseconds and their error; steps.
 
     Args:
@@ -121,19 +134,22 @@ def latencies(run: dict[str, Any], trace: Path, start_s: float, window_s: float,
         start_s: second of the trace that it started at.
         window_s: seconds of it.
         costs: the profile's.
+        logs: each policy's steps, beside which the host's speed may be noted.
     """
     setting = run["setting"]
     claims = Claims.at_level(setting["attention"].partition(",")[0])
     settings = Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"])
     requests = requests_of(run, trace, start_s, window_s)
-    found = {}
+    found: dict[str, Any] = {}
     for each in run["policies"]:
         scheduler_us, scheduler_prompt_us = outside(each)
         server = Server(
             settings=settings, kv_tokens=setting["kv_tokens"], block_size=setting["block_size"], warm=True,
             kv_bytes_per_token=None, scheduler_us=scheduler_us, scheduler_prompt_us=scheduler_prompt_us,
         )  # fmt: skip
-        simulated = simulate(requests, each["policy"], server=server, costs=costs, attention=claims)
+        speed = host_speed(logs.get(each["policy"], ()))
+        table = costs.at_host_speed(speed)
+        simulated = simulate(requests, each["policy"], server=server, costs=table, attention=claims)
         # Both sides have the scheduler's own time, a step's and the run's.
         pairs = {
             "ttft_p50_ms": (each["ttft_us"][0], simulated.ttft.p50),
@@ -147,7 +163,7 @@ def latencies(run: dict[str, Any], trace: Path, start_s: float, window_s: float,
                 "error": round(expected / measured - 1, 4),
             }
             for name, (measured, expected) in pairs.items()
-        } | {"steps": {"measured": each["steps"], "simulated": simulated.steps}}  # fmt: skip
+        } | {"steps": {"measured": each["steps"], "simulated": simulated.steps}, "host_work_us": speed}  # fmt: skip
     return found
 
 
@@ -209,12 +225,12 @@ def main() -> int:
     served: dict[str, Any] = {}
     if arguments.run is not None:
         run = json.loads(arguments.run.read_text())
-        found = latencies(run, arguments.trace, arguments.start, arguments.window, profile.costs)
+        found = latencies(run, arguments.trace, arguments.start, arguments.window, profile.costs, logs)
         requests = requests_of(run, arguments.trace, arguments.start, arguments.window)
         for each in run["policies"]:
             if (entries := logs.get(each["policy"])) is not None:
                 found[each["policy"]]["replayed"] = replayed(entries, run["setting"], each, requests)
-        figures = [name for name in next(iter(found.values())) if name not in ("steps", "replayed")]
+        figures = [name for name in next(iter(found.values())) if name.endswith("_ms")]
         served = {"policies": found, "ranked_wrong": {name: ranked_wrong(found, name) for name in figures}}
         for policy, each in found.items():
             print(
@@ -233,6 +249,7 @@ def main() -> int:
             "model": profile.model,
             "versions": dict(profile.versions),
             "measured_at": profile.measured_at,
+            "host_work_us": profile.costs.host_work_us,
             "policies": tables,
             "us_per_token": {
                 name: {"measured": round(measured[name], 2), "expected": round(expected[name], 2)} for name in measured

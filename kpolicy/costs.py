@@ -203,6 +203,7 @@ class CostTable:
         capture_us: seconds of capture a graph, in microseconds, by part: (FULL, PIECEWISE).
         graph_bytes: bytes a graph, by part.
         graph_pieces: device graphs that one key is made of, by part: one for FULL, one a piece for PIECEWISE.
+        host_work_us: time of `kpolicy.host_speed`'s fixed work while this was measured; 0 where it wasn't noted.
     """
 
     version: str
@@ -220,13 +221,15 @@ class CostTable:
     capture_us: tuple[float, float] = (0.0, 0.0)
     graph_bytes: tuple[int, int] = (0, 0)
     graph_pieces: tuple[int, int] = (1, 1)
+    host_work_us: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        times = (self.step_us, *self.capture_us, *self.graph_bytes, *self.graph_pieces)
+        times = (self.step_us, *self.capture_us, *self.graph_bytes, *self.graph_pieces, self.host_work_us)
         if not all(0 <= value < 1e15 for value in times):
             raise ProfileError(
-                f"step_us is {self.step_us}, capture_us {self.capture_us}, graph_bytes {self.graph_bytes} and "
-                f"graph_pieces {self.graph_pieces}; all are finite numbers from 0 up."
+                f"step_us is {self.step_us}, capture_us {self.capture_us}, graph_bytes {self.graph_bytes}, "
+                f"graph_pieces {self.graph_pieces} and host_work_us {self.host_work_us}; all are finite numbers "
+                "from 0 up."
             )
 
     @decode_attention.validator
@@ -240,6 +243,23 @@ class CostTable:
     def _check_overlap(self, _: Any, value: float) -> None:
         if not 0 <= value <= 2:
             raise ProfileError(f"overlap_cost is {value}; 0 is free overlap, 1 none, and over 2 isn't believable.")
+
+    def at_host_speed(self, work_us: float | None) -> CostTable:
+        """The table of a host on which the fixed work takes so long: the host's times and `step_us` change with it.
+
+        Unchanged where either time wasn't noted.
+        """
+        if not work_us or not self.host_work_us:
+            return self
+        times = work_us / self.host_work_us
+
+        def slowed(cost: HostCost) -> HostCost:
+            return HostCost(cost.base_us * times, cost.req_us * times, cost.decode_us * times, cost.prefill_us * times)
+
+        return attrs.evolve(
+            self, step_us=self.step_us * times, host_work_us=work_us, host_full=slowed(self.host_full),
+            host_piecewise=slowed(self.host_piecewise), host_eager=slowed(self.host_eager),
+        )  # fmt: skip
 
     def curve_of(self, launch: Launch) -> Curve:
         """The dense work's curve that a launch is costed by."""

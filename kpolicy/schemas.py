@@ -202,6 +202,7 @@ class StepEntry:
         cycle_us: time from this step's start to the next one's.
         ready_us: by part (``decode``, ``prefill``), time from the step's start until its outputs were there.
         queue: the scheduler's queues.
+        host_work_us: time of `kpolicy.host_speed`'s fixed work just after the step; None where its table has none.
     """
 
     step: int
@@ -215,6 +216,7 @@ class StepEntry:
     cycle_us: float | None = None
     ready_us: Mapping[str, float] | None = attrs.field(default=None, hash=False)
     queue: QueueState | None = None
+    host_work_us: float | None = None
 
     @classmethod
     def of(cls, step: int, shape: BatchShape, decision: Decision, **measured: Any) -> StepEntry:

@@ -16,6 +16,7 @@ from kpolicy.cli.options import COMMAND
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs, StepOutputs
+from kpolicy.host_speed import host_work_us
 from kpolicy.scheduling.batching import Batcher
 from kpolicy.shapes import BatchShape
 
@@ -128,11 +129,12 @@ class StepLog:
             kv_tokens_used=(batcher.num_blocks - batcher.free_blocks) * batcher.block_size,
             kv_tokens_capacity=batcher.capacity, preempted=batcher.num_preemptions,
         )  # fmt: skip
-        cost = self._engine.costs.cost(outputs.decision.launches, numbers)
+        costs = self._engine.costs
+        cost = costs.cost(outputs.decision.launches, numbers)
         ready = {part.value: us for part, us in outputs.ready_us.items()}
         entry = StepEntry.of(
             step, _shape_of(inputs), outputs.decision, cycle_us=outputs.cycle_us, ready_us=ready, queue=queue,
-            device_us=cost.device_us, host_us=cost.host_us,
+            device_us=cost.device_us, host_us=cost.host_us, host_work_us=host_work_us() if costs.host_work_us else None,
         )  # fmt: skip
         if self._writer is not None:
             self._writer.write(entry)

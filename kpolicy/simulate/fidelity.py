@@ -55,8 +55,9 @@ def _launch(entry: StepEntry, launch: StepLaunch) -> Launch:
 
 
 def expected_cost(entry: StepEntry, costs: CostTable) -> Cost:
-    """What the table says that the step took."""
-    return costs.cost(tuple(_launch(entry, each) for each in entry.launches), entry.shape.numbers)
+    """What the table says that the step took, at the host speed noted beside it."""
+    launches = tuple(_launch(entry, each) for each in entry.launches)
+    return costs.at_host_speed(entry.host_work_us).cost(launches, entry.shape.numbers)
 
 
 def _regime(entry: StepEntry, cost: Cost, costs: CostTable) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ TRUE = CostTable(
     host_full=HostCost(150.0, 0.5), host_piecewise=HostCost(1000.0, 2.0, 400.0, 300.0),
     host_eager=HostCost(9000.0, 2.0, 400.0, 300.0), step_us=120.0, overlap_cost=0.3,
 )  # fmt: skip
+WORK_US = 33.0
 MIXED_MORE = 70.0
 """Microseconds that a whole graph takes more where it isn't made for decodes alone"""
 LONGEST = 8192
@@ -41,7 +43,10 @@ class Machine:
 
     name = "machine"
 
-    def __init__(self, keys: list[GraphKey], *, together: float = 0.0, longest: int = LONGEST, stalls: int = 0) -> None:
+    def __init__(
+        self, keys: list[GraphKey], *, together: float = 0.0, longest: int = LONGEST, stalls: int = 0,
+        slow: float = 1.0,
+    ) -> None:  # fmt: skip
         self.captured = frozenset(keys)
         self.launcher = SimpleNamespace(adapter=self)
         self.host_runs = False
@@ -50,10 +55,19 @@ class Machine:
         self._together = together
         self._longest = longest
         self._stalls = stalls
+        self._slow = slow
         self._runs = 0
 
     def perf_counter(self) -> float:
         return self.now / 1e6
+
+    @property
+    def slower(self) -> float:
+        """How many times slower the host is just now: it changes every twenty steps or more, and half are slow."""
+        return self._slow if random.Random(self._runs // 20).random() < 0.45 else 1.0  # noqa: S311
+
+    def host_work_us(self) -> float:
+        return WORK_US * self.slower
 
     def occupy(self, us: float) -> None:
         self.busy = max(self.busy, self.now) + us
@@ -69,14 +83,15 @@ class Machine:
         )
         alone = self.busy <= self.now
         self.behind += not alone
-        begun, self.now = max(self.busy, self.now), self.now + cost.host_us
+        host_us, self._rest_us = cost.host_us * self.slower, TRUE.step_us * self.slower
+        begun, self.now = max(self.busy, self.now), self.now + host_us
         # Behind other work nothing is seen of the host, as long as it is done before that.
-        lasts = max(device, cost.host_us) + self._together * min(device, cost.host_us) if alone else device
+        lasts = max(device, host_us) + self._together * min(device, host_us) if alone else device
         self.busy = begun + lasts
         return SimpleNamespace(ready=[SimpleNamespace(wait=self._wait)], cycle_us=lasts)
 
     def _wait(self) -> None:
-        self.now = max(self.now, self.busy) + TRUE.step_us
+        self.now = max(self.now, self.busy) + self._rest_us
 
 
 def keys() -> list[GraphKey]:
@@ -92,6 +107,7 @@ def calibrated(
 ) -> tuple[CostTable, Machine]:
     machine, registry = Machine(keys(), longest=longest, **options), GraphRegistry()
     monkeypatch.setattr(bench, "time", machine)
+    monkeypatch.setattr(bench, "host_work_us", machine.host_work_us)
     registry.plan(keys())
     for key in keys():
         full = key.part is Part.FULL
@@ -127,6 +143,17 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.step_us, found.overlap_cost) == (pytest.approx(TRUE.step_us), pytest.approx(TRUE.overlap_cost))
     assert found.capture_us == pytest.approx((80_000.0, 20_000.0))
     assert (found.graph_bytes, found.graph_pieces) == ((5000, 800), (1, 25))
+    assert found.host_work_us == WORK_US
+
+
+def test_a_host_whose_speed_changes_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In almost half of the steps it takes 1.6 times as long for everything; the table is the quick host's."""
+    found, _ = calibrated(monkeypatch, slow=1.6)
+    assert found.host_work_us == WORK_US
+    assert found.step_us == pytest.approx(TRUE.step_us, rel=0.01)
+    for name in ("host_full", "host_piecewise", "host_eager"):
+        assert getattr(found, name).base_us == pytest.approx(getattr(TRUE, name).base_us, rel=0.01), name
+    assert found.eager.us == pytest.approx(TRUE.eager.us, rel=0.01)
 
 
 def test_a_host_that_stalls_now_and_then_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import StickyDeviceError
 from kpolicy.executors.base import StepInputs
+from kpolicy.host_speed import host_work_us
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.reasons import Reason
 from kpolicy.shapes import BatchShape
@@ -57,6 +58,8 @@ class _Times(NamedTuple):
     host: float
     """Until the step was launched"""
     device: float
+    work: float = 0.0
+    """Of the fixed work, just before"""
 
 
 class Bench:
@@ -223,12 +226,25 @@ class Bench:
         return statistics.median(each.device for each in self._times[case])
 
     def host_us(self, case: int) -> float:
-        """Median microseconds until the host had launched it."""
-        return statistics.median(each.host for each in self._times[case])
+        """Median microseconds until the host had launched it, at `host_work_us`."""
+        usual = self.host_work_us
+        return statistics.median(each.host * _slower(usual, each) for each in self._times[case])
 
     def rest_us(self, case: int) -> float:
-        """Median microseconds that neither the device's time nor the launching covers."""
-        return statistics.median(max(each.wall - max(each.host, each.device), 0.0) for each in self._times[case])
+        """Median microseconds that neither the device's time nor the launching covers, at `host_work_us`."""
+        usual = self.host_work_us
+        return statistics.median(
+            max(each.wall - max(each.host, each.device), 0.0) * _slower(usual, each) for each in self._times[case]
+        )
+
+    @property
+    def host_work_us(self) -> float:
+        """Median time of the host's fixed work over all samples, to which the host's times are brought.
+
+        A host whose speed changes meanwhile would else make what it was slow for seem costly. 0 where the host itself
+        runs what it launches.
+        """
+        return statistics.median([each.work for samples in self._times for each in samples] or [0.0])
 
     def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
         """(device, host) microseconds, of which the longer and `step_us` make the whole step."""
@@ -236,7 +252,8 @@ class Bench:
         return (device + beyond, host) if device >= host else (device, host + beyond)
 
     def _run(self, decision: Decision, inputs: StepInputs) -> _Times:
-        times = self._once(decision, inputs)
+        work = 0.0 if self.host_runs else host_work_us()
+        times = self._once(decision, inputs)._replace(work=work)
         if self.host_runs:
             return times._replace(host=0.0, device=times.wall)
         self._adapter.occupy(_AHEAD * times.host)
@@ -279,6 +296,11 @@ class Bench:
         slots = [model.pad_slot] * len(tokens)
         ahead = [[model.pad_slot] * num_decodes] * (steps - 1)
         return StepInputs(shape.numbers, query_lens, tokens, positions, slots, tables, lens, wanted, ahead)
+
+
+def _slower(usual_us: float, sample: _Times) -> float:
+    """How many times slower the host usually is than it was for the sample."""
+    return usual_us / sample.work if sample.work else 1.0
 
 
 def _mode(launch: Launch) -> Mode:

@@ -6,9 +6,9 @@ off the curves, which stand for padded dense work alone (docs/design.md, costs).
 
 Where the host itself runs what it launches (a CPU), a launch's time is the host's, and the table's host costs are 0.
 Elsewhere each case is timed twice. Behind work that keeps the device busy while the host launches, device events tell
-the device's time alone; run at once, the clock tells the host's time to launch, and what neither covers: staging,
-hand-over, waiting. What that is beyond a replay of a whole graph goes to the side that bounds the case: a host and a
-device that are both busy don't overlap wholly.
+the device's time alone; run at once, the clock tells the host's time to launch, and what neither covers: staging, hand-
+over, waiting. Both are brought to one speed of the host, noted beside each sample. What that is beyond a replay of a
+whole graph goes to the side that bounds the case: a host and a device that are both busy don't overlap wholly.
 
 Rows read whatever KV there is and write to the reserved slot alone, so a running server may be measured. Where no KV is
 there yet, prompts that stand for dense work write their own, which is gone again afterwards.
@@ -178,6 +178,7 @@ class Calibration:
             host_eager=self._host_eager.cost(step_us, self._host_piecewise.cost(step_us)),
             step_us=step_us,
             overlap_cost=self._overlap.share(),
+            host_work_us=bench.host_work_us,
             **_captures(self._registry, self.keys),
         )
 
