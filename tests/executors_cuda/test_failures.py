@@ -59,6 +59,27 @@ def test_classify(case: str) -> None:
     assert classify(error) == (REASONS[reason], sticky)
 
 
+ADVICE = """
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("operation not permitted when stream is capturing", 900),
+        ("out of memory", 2),
+        ("device-side assert triggered", 710),
+        ("invalid argument", None),
+    ],
+)
+def test_the_advice_below_an_error_is_not_the_error(words: str, code: int | None) -> None:
+    """Before torch 2.8 there are only words, and all of them end with advice that names device-side assertions."""
+    assert error_code(RuntimeError(f"CUDA error: {words}{ADVICE}")) == code
+
+
 def test_every_sticky_code_loses_the_device() -> None:
     """And codes beside them don't: an invalid argument, a launch that is too large, no such symbol."""
     assert all(classify(Coded(code)).sticky for code in STICKY)

@@ -486,8 +486,12 @@ class CudaAdapter:
         an empty one does.
         """
         recorded.reset()
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.device.index, pool.handle)
+        # Before torch 2.8 it had another name.
+        names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
+        end_allocate = next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
+        if end_allocate is not None:
+            with suppress(RuntimeError):
+                end_allocate(self.device.index, pool.handle)
         pool.handle = torch.cuda.graph_pool_handle()
         self._give_up(pool, recorded)
         with torch.cuda.stream(pool.stream), warnings.catch_warnings():

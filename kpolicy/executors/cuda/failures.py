@@ -22,7 +22,7 @@ STICKY = frozenset({46, 214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 7
 out, ECC and link errors, a device that is unavailable."""
 
 _WORDS = (
-    ("an illegal memory access", 700), ("device-side assert", 710), ("unspecified launch failure", 719),
+    ("an illegal memory access", 700), ("device-side assert triggered", 710), ("unspecified launch failure", 719),
     ("misaligned address", 716), ("illegal instruction", 715), ("launch timed out", 702), ("uncorrectable ecc", 214),
     ("all cuda-capable devices are busy", 46), ("operation not permitted when stream is capturing", 900),
     ("operation would make the legacy stream depend", 906),
