@@ -9,12 +9,15 @@ from kpolicy.modes import Part
 from kpolicy_vllm import two_forwards
 from kpolicy_vllm.attach_v1 import NOT_RECORDED, bound_splits
 from kpolicy_vllm.claims import claims_of, levels_of
-from kpolicy_vllm.runner_v1 import sampled
+from kpolicy_vllm.runner_v1 import GROUP
 from kpolicy_vllm.runner_v2 import manager_class, take_over
 from kpolicy_vllm.started import after_capture, before_capture
 from kpolicy_vllm.state import State
 
 __all__ = ["attach"]
+
+_LARGEST = 2
+"""FULL graphs, largest first, of which each is counted by itself where memory is estimated"""
 
 
 def attach(runner: Any, state: State, modules: Any, *, newest: bool) -> None:
@@ -67,10 +70,11 @@ def attach(runner: Any, state: State, modules: Any, *, newest: bool) -> None:
                 before_capture(state)
                 _record(runner, state, modules)
         elif state.sizes is not None:
-            descs = runner.cudagraph_manager._capture_descs
-            descs.update({mode: sampled(listed) for mode, listed in descs.items()})
+            _few_sampled(runner.cudagraph_manager, modules.CUDAGraphMode.FULL)
         started = perf_counter()
         result = capture(*args, **named)
+        if not kept and state.sizes is not None:
+            _as_two_samples(runner.cudagraph_manager)
         if kept:
             runner.cudagraph_manager.on_capture = None
             after_capture(state, modules, (result, perf_counter() - started))
@@ -81,6 +85,30 @@ def attach(runner: Any, state: State, modules: Any, *, newest: bool) -> None:
     if state.config.split:
         with state.guard("not_split", "running decodes and prompts of a step apart", "a step has one forward"):
             two_forwards.attach(runner, state)
+
+
+def _few_sampled(manager: Any, full: Any) -> None:
+    """Let vLLM's estimate of graphs' memory capture the two largest FULL graphs and a few of the smallest.
+
+    It would capture the two largest and take the second for every other one (or, of another order, leave it out): that
+    one adds buffers which all smaller ones share. See `kpolicy_vllm.runner_v1.grouped`.
+    """
+    descs = manager._capture_descs.get(full, [])
+    if len(descs) > _LARGEST and getattr(manager, "_max_full_descs_to_capture", None) is not None:
+        manager._capture_descs[full] = [*descs[:_LARGEST], *descs[: _LARGEST - 1 : -1]]
+        manager._max_full_descs_to_capture = _LARGEST + GROUP
+
+
+def _as_two_samples(manager: Any) -> None:
+    """Write what `_few_sampled` had captured as vLLM reads it: the first sample, and the second for each other graph.
+
+    The sum stays, which vLLM takes off what all captures took.
+    """
+    samples = getattr(manager, "_capture_mem_samples", None)
+    if samples is not None and len(samples) > _LARGEST:
+        small = samples[_LARGEST:]
+        each = -(-max(0, sum(small)) // len(small))
+        samples[:] = [sum(samples[:_LARGEST]) - each, each, sum(small)]
 
 
 def _record(runner: Any, state: State, modules: Any) -> None:

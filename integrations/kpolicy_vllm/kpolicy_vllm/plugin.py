@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from kpolicy.errors import KPolicyError
@@ -122,8 +123,14 @@ def _remember(vllm_config: Any, config: Config, listed: list[int] | None) -> lis
 
 def _device_ready(found: Adapter, original: Callable[..., Any], wrapper: Any) -> None:
     """vLLM's runner, then kpolicy on it."""
-    original(wrapper)
     state = state_of(wrapper.vllm_config)
+    with ExitStack() as stack:
+        if state is not None and state.config.split and getattr(wrapper.vllm_config, "use_v2_model_runner", False):
+            with state.guard("not_split", "making room for two forwards a step", "a step has one forward"):
+                from kpolicy_vllm.two_forwards import deeper
+
+                stack.enter_context(deeper())
+        original(wrapper)
     if state is None and not _meant(wrapper.vllm_config):
         return
     error: Exception | None = None

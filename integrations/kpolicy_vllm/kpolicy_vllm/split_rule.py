@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from kpolicy.costs import CostTable
 from kpolicy.shapes import BatchNumbers
 from kpolicy_vllm.state import State
+from kpolicy_vllm.timing import NOISE
 
 __all__ = ["Apart", "SplitRule", "mixed_numbers"]
 
@@ -35,6 +36,11 @@ class Apart(NamedTuple):
     """What running them apart costs besides: rows that join the batch again"""
     once: float = float("inf")
     """Both, as two forwards of one step"""
+
+
+def _shorter(apart: Apart) -> bool:
+    """Whether two forwards of a step take less than one, by more than costs are off: they're twice the host's work."""
+    return apart.once < apart.whole * (1 - NOISE)
 
 
 def mixed_numbers(num_decodes: int, num_prompts: int, prompt_tokens: int, query_len: int = 1) -> BatchNumbers:
@@ -80,8 +86,8 @@ class SplitRule:
         """The number of decode-only steps of least score, within the bound on the first token; 0 for a mixed step."""
         config, objective = self._state.config, self._state.objective
         whole, decode, prompt, more, once = apart
-        if self._state.two_forwards:
-            whole = min(whole, once)
+        if self._state.two_forwards and _shorter(apart):
+            whole = once
         bound = objective.first_token_limit * min(whole, decode + prompt + more)
         if config.first_token_ms is not None:
             bound = max(bound, 1e3 * config.first_token_ms - waited_us)
@@ -127,7 +133,7 @@ class SplitRule:
     def two_forwards(self, num_decodes: int, num_prompts: int, prompt_tokens: int) -> bool:
         """Whether a step of such rows takes less as two forwards, of decodes and of prompts."""
         apart = self.apart(num_decodes, num_prompts, prompt_tokens)
-        return apart is not None and apart.once < apart.whole
+        return apart is not None and _shorter(apart)
 
     def alternates(self) -> bool:
         """Whether data-parallel ranks alternate: what each finds alone, from costs and limits that all share."""

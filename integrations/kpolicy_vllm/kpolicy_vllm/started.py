@@ -38,6 +38,11 @@ def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0
     if not everywhere and not state.broken:
         state.fail("prepared", RuntimeError("another rank couldn't"))
         state.dispatcher.refresh()
+    if state.config.split and state.costs is None:
+        why = "there are none: they couldn't be measured, or calibrate is off"
+        if not state.policy.reads_costs:
+            why = f"policy {state.config.policy!r} reads none"
+        state.counters.warn_once("not_split", f"decodes and prompts run together, as costs decide that and {why}.")
     with state.guard("not_recorded", "entering others' graphs into the registry"):
         enter_others(state, state.runner, bytes=taken[0] if isinstance(taken[0], int) else 0, seconds=taken[1])
     with state.guard("summary_failed", "summing up the start"):

@@ -5,6 +5,10 @@ the row. So it runs the two halves of a step as it would run two steps that foll
 to it: each half is a `SchedulerOutput` of its own, executed and sampled. Finished requests, freed and zeroed blocks go
 with the first. The engine sees one step: no second round of scheduling, and nothing it must know of.
 
+What a forward writes to its tables passes through host buffers that vLLM takes in turns, one for each step that may be
+under way; two forwards a step need twice as many (`deeper`), or the second of one step overwrites what the device has
+yet to read of the second before.
+
 Costs decide, by `SplitRule`. `why_not` lists the vLLMs in which steps stay whole, `halves` the steps.
 """
 
@@ -13,14 +17,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kpolicy_vllm.scheduler import why_not as why_not_apart
 from kpolicy_vllm.split_rule import SplitRule
 from kpolicy_vllm.state import State
 
-__all__ = ["attach", "halves", "joined", "why_not"]
+__all__ = ["attach", "deeper", "halves", "joined", "shallow", "why_not"]
+
+_BUFFERS, _RUNNER = "vllm.v1.worker.gpu.buffer_utils", "vllm.v1.worker.gpu.model_runner"
+_DEPTH = "set_default_max_concurrency"
 
 _OF_ROWS = ("new_token_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens")
 """Lists of `CachedRequestData` with an entry a request, or none at all"""
@@ -41,7 +50,51 @@ def why_not(runner: Any) -> str | None:
         return "a connector of encoder outputs sees every step"
     if getattr(model, "return_sampling_mask", False) or getattr(runner, "is_pooling_model", False):
         return "outputs of two forwards can't be joined here"
-    return why_not_apart(config, in_scheduler=False)
+    return why_not_apart(config, in_scheduler=False) or shallow(runner)
+
+
+@contextmanager
+def deeper() -> Iterator[None]:
+    """While a second runner is made: its host buffers, and those of the KV cache later, are for two forwards a step.
+
+    The runner says how many steps may be under way, before it makes its first buffer; here that counts twice.
+    """
+    buffers = importlib.import_module(_BUFFERS)
+    stock = getattr(buffers, _DEPTH)
+
+    def twice(n: int) -> None:
+        stock(2 * n)
+
+    def put(function: Callable[[int], None]) -> None:
+        # The runner's module has the name too, once it is imported.
+        for name in (_BUFFERS, _RUNNER):
+            if hasattr(sys.modules.get(name), _DEPTH):
+                setattr(sys.modules[name], _DEPTH, function)
+
+    put(twice)
+    try:
+        yield
+    finally:
+        put(stock)
+
+
+def shallow(runner: Any) -> str | None:
+    """Why that runner's host buffers don't do for two forwards a step; None where they do.
+
+    Raises:
+        AttributeError: they aren't where they are in the releases that are known.
+    """
+    wanted = 2 * runner.vllm_config.max_concurrent_batches
+    depths = [
+        importlib.import_module(_BUFFERS)._DEFAULT_MAX_CONCURRENCY,
+        runner.req_states.prompt_len.pool.max_concurrency,
+    ]
+    tables = getattr(runner, "block_tables", None)
+    if tables is not None:
+        depths.append(tables.num_blocks.pool.max_concurrency)
+    if min(depths) >= wanted:
+        return None
+    return f"host buffers are for {min(depths)} forwards under way, and with two a step there may be {wanted}"
 
 
 def halves(output: Any, worth: Callable[[int, int, int], bool]) -> tuple[Any, Any] | None:
@@ -168,6 +221,18 @@ def attach(runner: Any, state: State) -> None:
 
     rule, execute, sample = SplitRule(state), runner.execute_model, runner.sample_tokens
     pending: list[Any] = []
+    deep: list[bool] = []
+
+    def divided(output: Any) -> tuple[Any, Any] | None:
+        found = halves(output, worth)
+        if found is not None and not deep:
+            # The block tables were made since.
+            reason = shallow(runner)
+            deep.append(reason is None)
+            if reason is not None:
+                state.two_forwards = False
+                state.counters.warn_once("not_split", f"a step has one forward: {reason}.")
+        return found if deep == [True] else None
 
     def worth(decodes: int, prompts: int, tokens: int) -> bool:
         once = rule.two_forwards(decodes, prompts, tokens)
@@ -181,7 +246,7 @@ def attach(runner: Any, state: State) -> None:
         found = None
         if state.costs is not None and not any(each is not None for each in (*rest, *named.values())):
             with state.guard("split_failed", "dividing a step", "it runs whole"):
-                found = halves(output, worth)
+                found = divided(output)
         if found is None:
             return execute(output, *rest, **named)
         execute(found[0])

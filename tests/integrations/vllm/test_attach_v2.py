@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +51,10 @@ class Runner:
             parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
             model_config=SimpleNamespace(model="m", is_encoder_decoder=False), speculative_config=None,
             lora_config=None, scheduler_config=SimpleNamespace(async_scheduling=True), kv_transfer_config=None,
+            max_concurrent_batches=2,
         )  # fmt: skip
+        self.req_states = SimpleNamespace(prompt_len=SimpleNamespace(pool=SimpleNamespace(max_concurrency=4)))
+        importlib.import_module("vllm.v1.worker.gpu.buffer_utils")._DEFAULT_MAX_CONCURRENCY = 4
         self.captured: list[Any] = []
 
     def initialize_kv_cache(self, _config: Any) -> str:
@@ -185,7 +189,8 @@ def test_two_forwards_are_there_with_the_flag(version: str, split: bool, monkeyp
         runner, state = started(modules, version, monkeypatch, config)
         assert state.two_forwards is split
         assert ("execute_model" in vars(runner)) is split
-        assert not state.counters.counts
+        # Nothing was measured here, and costs decide.
+        assert state.counters.counts == ({"not_split": 1} if split else {})
 
 
 @BOTH
@@ -207,3 +212,38 @@ def test_a_policy_that_raises_or_decides_what_cannot_be_is_vllm_s_rule(
         event = "illegal_decision" if illegal else "policy_failed"
         assert state.counters.counts == {event: 2}
         assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("graphs", [1, 2, 3, 5, 26])
+def test_an_estimate_of_memory_counts_the_two_largest_graphs_once_and_small_ones_for_the_rest(
+    graphs: int, monkeypatch: Any
+) -> None:
+    """By 0.33's own extrapolation of what it sampled: MiB of a 0.5B model's graphs, the first two with buffers."""
+    with loaded(oracle_folder(), "0.33") as modules:
+        utils = modules.module("v1.worker.gpu.cudagraph_utils")
+        runner, state = started(modules, "0.33", monkeypatch, AUTO)
+        manager, full = runner.cudagraph_manager, modules.module("config.compilation").CUDAGraphMode.FULL
+        descs = [SimpleNamespace(place=place) for place in range(graphs)]
+        manager._capture_descs = {full: list(descs)}
+        takes = [130 << 20, 98 << 20, *([0, 8 << 20, 0, 0] * 6)][:graphs]
+        samples: list[int] = []
+        taken: list[int] = []
+
+        def capture(self: Any, _create: Any, _progress: str = "") -> None:
+            few = self._capture_descs[full][: self._max_full_descs_to_capture]
+            taken.extend(takes[desc.place] for desc in few)
+            samples.extend(taken)
+
+        monkeypatch.setattr(utils.CudaGraphManager, "capture", capture)
+        manager._max_full_descs_to_capture = utils._FULL_GRAPH_PROFILING_SAMPLES
+        manager._capture_mem_samples = samples
+        runner.capture_model(profile_only=True)
+        pieces = 7 << 20
+        measured = sum(taken) + pieces
+        estimate = measured - sum(samples) + utils._extrapolate_full_graph_memory(samples, graphs)
+        small = [takes[place] for place in range(graphs - 1, 1, -1)][:4]
+        mean = sum(small) / len(small) if small else 0
+        least = utils._MIN_PER_GRAPH_BYTES * graphs
+        assert 0 <= estimate - (sum(takes[:2]) + mean * max(0, graphs - 2) + pieces) <= least + graphs
+        assert sorted(desc.place for desc in manager._capture_descs[full]) == list(range(graphs))
+        assert not state.counters.counts

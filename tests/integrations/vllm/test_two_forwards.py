@@ -34,11 +34,20 @@ def state_of(worth: Callable[[int, int, int], bool] | None = None) -> Any:
     return state
 
 
+def buffers(depth: int) -> None:
+    """vLLM's module of host buffers, stubbed or not, makes them so deep."""
+    importlib.import_module("vllm.v1.worker.gpu.buffer_utils")._DEFAULT_MAX_CONCURRENCY = depth  # type: ignore[attr-defined]
+
+
 class SecondRunner:
     """A worker of `real_scheduler` behind the two methods that vLLM's second runner has."""
 
     def __init__(self, config: Any, worker: Worker, *, asynchronous: bool) -> None:
         self.vllm_config = config
+        buffers(2 * config.max_concurrent_batches)
+        self.req_states = SimpleNamespace(
+            prompt_len=SimpleNamespace(pool=SimpleNamespace(max_concurrency=2 * config.max_concurrent_batches))
+        )
         self.worker = worker
         self.known: dict[str, int] = {}
         self.under_way: Any = None
@@ -240,6 +249,7 @@ def test_outputs_are_joined(version: str) -> None:
         (lambda r: setattr(r.vllm_config.model_config, "return_sampling_mask", True), "joined"),
         (lambda r: setattr(r, "pcp_manager", object()), "context"),
         (lambda r: setattr(r, "aux_output_connector", object()), "connector"),
+        (lambda _: buffers(1), "host buffers are for 1 forwards under way, and with two a step there may be 2"),
     ],
 )
 def test_where_a_step_must_have_one_forward_nothing_is_touched(version: str, change: Any, reason: str) -> None:
