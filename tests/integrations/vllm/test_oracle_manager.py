@@ -152,10 +152,14 @@ def test_profiling_is_not_kept(release):
     """Captures for an estimate of memory leave the registry empty; the manager made after them is taken over too."""
     runner = served(release)
     state = state_of(runner.vllm_config)
+    newest = release[0] == "0.33"
+    if newest:
+        # As vLLM sets it while it estimates; 0.23's second runner doesn't.
+        runner.cudagraph_manager._max_full_descs_to_capture = 2
     runner.capture_model(profile_only=True)
     assert not len(state.ladder)
     sizes = [desc.num_tokens for desc, warmup in runner.forwards if warmup and desc.cg_mode.name == "FULL"]
-    assert sizes[1] == min(sizes)
+    assert not newest or sizes[:3] == [*sorted(sizes, reverse=True)[:2], min(sizes)]
     runner.initialize_kv_cache(None)
     runner.capture_model()
     assert len(state.ladder)
