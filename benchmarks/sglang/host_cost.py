@@ -25,7 +25,7 @@ from kpolicy.settings import Objective
 from kpolicy_sglang import dispatch, hooks
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
-from kpolicy_sglang.split import split_of
+from kpolicy_sglang.split import Split, split_of
 from kpolicy_sglang.state import State, attach
 from tests.integrations.sglang.test_oracle import Older, _older_prefill
 from tests.oracle.sglang_real import Release, decode_runner, prefill_runner
@@ -118,8 +118,12 @@ def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Cal
     return lambda: own(runner, batch), lambda: hooked(runner, batch)
 
 
-def scheduler(waiting: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A cycle of the scheduler while 300 decodes run, in turns with prompts where some wait."""
+def scheduler(waiting: int) -> tuple[Callable[[], Any], Callable[[], Any], Split]:
+    """A cycle of the scheduler while 300 decodes run, in turns with prompts where some wait, and what decides it.
+
+    The queue stays as it is: each batch counts as a whole chunk, so that every second cycle is a decode step's, and a
+    burst goes on for ever.
+    """
     state = State(Config(), "0.5.16")
     for name, sizes, full in ((DECODE, (1, 64, 256, 600), True), (PREFILL, (64, 512, 1024, 2048, 4096, 8192), False)):
         phase = state.phases[name] = Phase(name, sizes, sizes[-1], full=full)
@@ -129,7 +133,7 @@ def scheduler(waiting: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     attach(runner, state)
     made = SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=runner), chunked_req=None,
-        waiting_queue=[SimpleNamespace(origin_input_ids=range(500))] * waiting,
+        waiting_queue=[SimpleNamespace(origin_input_ids=range(500), prefix_len=0)] * waiting,
         chunked_prefill_size=8192, max_running_requests=600, is_mixed_chunk=False,
     )  # fmt: skip
     running, plan = (
@@ -143,7 +147,18 @@ def scheduler(waiting: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     def own(scheduler: Any, running_batch: Any) -> Any:  # noqa: ARG001
         return plan
 
-    return lambda: own(made, running), lambda: hooks.new_batch_prefill(own, made, running)
+    return lambda: own(made, running), lambda: hooks.new_batch_prefill(own, made, running), split
+
+
+def _happened(step: str, split: Split) -> None:
+    """Check that what was timed is what its row says.
+
+    Raises:
+        RuntimeError: decodes had no turns, or had them in a burst.
+    """
+    burst, turns = split.turns.in_burst, split.cycles["in turns"]
+    if burst != step.endswith("burst") or (turns == 0) != burst:
+        raise RuntimeError(f"{step!r} was timed with {turns} turns of decodes, {'in' if burst else 'outside'} a burst")
 
 
 def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> dict[str, Any]:
@@ -176,12 +191,19 @@ def main() -> int:
         ("0.5.23", "prefill 1,600, eager by cost", prefill(newest, 1600)),
         ("0.5.16", "prefill 300, replays", older_prefill(older, 300)),
         ("0.5.16", "prefill 1,600, eager by cost", older_prefill(older, 1600)),
-        ("both", "scheduler, nothing waits", scheduler(0)),
-        ("both", "scheduler, prompts and decodes in turns", scheduler(300)),
+        ("both", "scheduler, nothing waits", scheduler(0)[:2]),
     ]
+    splits = {}
+    for waiting, what in ((1, "turns"), (4, "turns"), (16, "turns"), (32, "burst"), (300, "burst")):
+        *pair, split = scheduler(waiting)
+        step = f"scheduler, {waiting} prompts wait, {what}"
+        splits[step] = split
+        cases.append(("both", step, (pair[0], pair[1])))
     rows = []
     for version, step, pair in cases:
         rows.append({"sglang": version, "step": step, **measure(*pair)})
+        if "prompts wait" in step:
+            _happened(step, splits[step])
         if version == "both":  # there is no rule to compare with
             rows[-1]["added_by_rule"] = None
         print(*rows[-1].values(), sep="\t", flush=True)

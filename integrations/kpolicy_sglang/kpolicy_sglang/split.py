@@ -9,15 +9,18 @@ Without mixed chunks decodes have their turns while prompts wait, see `kpolicy_s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from kpolicy_sglang.state import State, state_of
-from kpolicy_sglang.turns import BURST, Turns, aligned
+from kpolicy_sglang.turns import Turns, aligned
 
 __all__ = ["Split", "split_of"]
 
 _ATTRIBUTE = "_kpolicy_split"
-_MOST_LOOKED = 64
+_MOST_LOOKED, _TURN_LOOKED = 64, 16
+_IDS = attrgetter("origin_input_ids")
 
 
 def split_of(scheduler: Any) -> Split | None:
@@ -66,6 +69,7 @@ class Split:
         self._owed = ""
         """The batch of the cycle that has not run yet: ``decode`` or ``extend``."""
         self._plan: Any = None
+        self._counted: Callable[[Sequence[Any]], int] | None = None
         self._divides = scheduler is not None and _divides(scheduler, state)
         self.turns = _turns(scheduler, state)
         self._in_turns = self.turns.on and scheduler is not None and not scheduler.is_mixed_chunk
@@ -107,7 +111,10 @@ class Split:
             self.turns.decoded(alone=False)
             return "own"
         if self._in_turns:
-            if not self.turns.in_burst and self.turns.decode_goes_first(decodes, *self._waiting(decodes)):
+            # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
+            if self.turns.fresh and len(self._scheduler.waiting_queue) < decodes:
+                return "in turns"
+            if self.turns.decode_goes_first(decodes, *self.waiting(decodes)):
                 self.cycles["in turns"] += 1
                 return "decode"
             return "in turns"
@@ -120,12 +127,40 @@ class Split:
             return "decode"
         return order
 
-    def _waiting(self, decodes: int) -> tuple[int, int]:
-        """(prompts, tokens of them near enough) that wait and could run beside so many decodes."""
-        scheduler = self._scheduler
-        room = max(scheduler.max_running_requests - decodes, 0)
-        prompts = min(len(scheduler.waiting_queue), room) + (scheduler.chunked_req is not None)
-        return prompts, self.prompts(BURST * self.turns.chunk + 1, room)[0]
+    def waiting(self, decodes: int) -> tuple[int, int]:
+        """(prompts, their tokens near enough) that wait and could run beside so many decodes.
+
+        Of a prompt that has more than a chunk left one chunk is seen, with what comes before it, and nothing behind it.
+        Cached tokens are taken off where SGLang has looked for them already. Of many prompts the first are looked at,
+        and the others taken to be like them.
+        """
+        scheduler, chunk = self._scheduler, self.turns.chunk
+        queue, chunked = scheduler.waiting_queue, scheduler.chunked_req
+        could = min(len(queue), max(scheduler.max_running_requests - decodes, 0))
+        before = tokens = 0
+        if chunked is not None:
+            before, tokens = 1, len(chunked.origin_input_ids) - _done(chunked)
+            if tokens > chunk:
+                return 1, chunk
+        looked = queue[: min(could, _TURN_LOOKED)]
+        if not looked:
+            return before, tokens
+        lengths = list(map(len, map(_IDS, looked)))
+        if max(lengths) <= chunk:
+            found = sum(lengths) - self._cached(looked)
+            return before + could, tokens + (found if could == len(looked) else found * could // len(looked))
+        for each, (request, length) in enumerate(zip(looked, lengths, strict=True)):
+            left = length - self._cached((request,))
+            if left > chunk:
+                return max(before + each, 1), max(tokens, chunk)
+            tokens += left
+        return before + could, tokens
+
+    def _cached(self, requests: Sequence[Any]) -> int:
+        """Tokens of requests in the queue that SGLang has found in its cache."""
+        if self._counted is None:
+            self._counted = _counter(requests[0])
+        return self._counted(requests)
 
     def _prefill(self, original: Any, running_batch: Any, *, mixed: bool) -> Any:
         """SGLang's own prefill batch, with the decodes in it or without, of no more prompt tokens than may be."""
@@ -133,7 +168,7 @@ class Split:
         before = scheduler.is_mixed_chunk, scheduler.chunked_prefill_size
         scheduler.is_mixed_chunk = mixed
         if self.turns.limit < self.turns.chunk:
-            scheduler.chunked_prefill_size = self.turns.limit
+            scheduler.chunked_prefill_size = self.turns.cut(len(running_batch.reqs) if mixed else 0)
         try:
             return original(scheduler, running_batch)
         finally:
@@ -147,12 +182,11 @@ class Split:
             self._plan = NextBatchPlan
         return self._plan(batch_to_run=None, running_batch=running_batch)
 
-    def prompts(self, most: int, room: int = _MOST_LOOKED) -> tuple[int, int, bool]:
+    def prompts(self, most: int) -> tuple[int, int, bool]:
         """(tokens, prompts, whether cached tokens come before them) of the next prefill batch, near enough.
 
         Args:
             most: the most tokens that are counted.
-            room: the most prompts of the queue.
         """
         scheduler = self._scheduler
         tokens = prompts = 0
@@ -161,7 +195,7 @@ class Split:
         if chunked is not None:
             done = _done(chunked)
             tokens, prompts, prefix = len(chunked.origin_input_ids) - done, 1, done > 0
-        for request in scheduler.waiting_queue[: max(min(room, _MOST_LOOKED), 0)]:
+        for request in scheduler.waiting_queue[:_MOST_LOOKED]:
             if tokens >= most:
                 break
             tokens += len(request.origin_input_ids)
@@ -194,3 +228,14 @@ def _done(request: Any) -> int:
     """Prompt tokens of a request that are in KV: 0.5.16 has their slots, 0.5.23 their number."""
     number = getattr(request, "prefix_len", None)
     return len(request.prefix_indices) if number is None else int(number)
+
+
+def _counter(request: Any) -> Callable[[Sequence[Any]], int]:
+    """What adds up the tokens in KV of requests such as this one, in a few calls: many requests may wait."""
+    if hasattr(request, "prefix_len"):
+        number = attrgetter("prefix_len")
+        return lambda requests: sum(map(number, requests))
+    indices = attrgetter("prefix_indices")
+    # Tensors on 0.5.16, whose `len` takes five times as long.
+    size = methodcaller("numel") if hasattr(indices(request), "numel") else len
+    return lambda requests: sum(map(size, map(indices, requests)))

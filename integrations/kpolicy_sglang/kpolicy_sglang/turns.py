@@ -9,8 +9,10 @@ Why not a whole chunk: what was measured is a prompt as long as the chunk, whose
 a server's batch of that size has several prompts and takes half of it. Two such batches in a row were the long gaps.
 
 A decode step keeps every prompt that waits from its first token. Where few wait that is little beside the gap that it
-ends; in a burst it isn't, and the last prompts of it are what the longest waits come from. Where more than two chunks
-wait that could run, or more prompts than decodes run, the order is SGLang's, until none waits.
+ends; in a burst it isn't, and the last prompts of it are what the longest waits come from. Once more than two chunks
+wait that could run, with those that ran since the last decode step, or more prompts than decodes run, the order is
+SGLang's, until at most one chunk waits and no more prompts than decodes. A prompt of more than a chunk makes no burst:
+a decode step is little beside each of its chunks, and so it is to what waits behind it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ __all__ = ["BURST", "Turns", "aligned"]
 _STEP = 512
 """Prompt tokens between the sizes that are tried where nothing is captured."""
 BURST = 2
-"""Chunks of prompts: where more wait that could run, they go first."""
+"""Chunks of prompts: where more wait that could run, they go first until one is left."""
 _WAIT = 0.75
 """What decodes wait for, of the time of a chunk and a decode step, but for one batch in any case."""
 
@@ -63,7 +65,7 @@ class Turns:
             if self._gap_us is not None:
                 self.limit = self._fitting(self._gap_us, align)
         self._waited_us = 0.0
-        self._batches = 0
+        self._batches = self._taken = 0
         self._burst = False
 
     def decode_goes_first(self, decodes: int, prompts: int, tokens: int) -> bool:
@@ -72,12 +74,12 @@ class Turns:
         Args:
             decodes: rows that decode now, at least one.
             prompts: prompts that wait and could run.
-            tokens: their tokens; more than `BURST` chunks needn't be counted.
+            tokens: their tokens, near enough.
         """
         if self._gap_us is not None:
             return bool(self._batches) and self._waited_us + self.prompts_us(min(tokens, self.limit)) > self._gap_us
-        if prompts > decodes or tokens > BURST * self.chunk:
-            self._burst = True
+        more = tokens > self.chunk and (self._burst or self._taken + tokens > BURST * self.chunk)
+        self._burst = more or prompts > decodes
         if self._burst or not self._batches:
             return False
         most_us = _WAIT * (self._us[-1] + self.decode_us(decodes))
@@ -85,12 +87,22 @@ class Turns:
 
     @property
     def in_burst(self) -> bool:
-        """Whether prompts go first until none waits, so that nothing need be counted."""
+        """Whether prompts go first until no more than a chunk waits."""
         return self._burst
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no prompt ran since the last decode step: then none waits for another."""
+        return not self._batches
+
+    def cut(self, mixed_decodes: int) -> int:
+        """The chunk to give SGLang for a step of `limit` prompt tokens: it takes the decodes of a mixed batch off."""
+        return min(self.limit + mixed_decodes, self.chunk)
 
     def prefilled(self, tokens: int) -> None:
         """A batch of so many prompt tokens runs without the decodes."""
         self._batches += 1
+        self._taken += tokens
         self._waited_us += self.prompts_us(tokens)
 
     def decoded(self, *, alone: bool) -> None:
@@ -99,7 +111,8 @@ class Turns:
         Args:
             alone: whether that is because no prompt waits, or none can be let in.
         """
-        self._batches, self._waited_us = 0, 0.0
+        self._batches = self._taken = 0
+        self._waited_us = 0.0
         if alone:
             self._burst = False
 

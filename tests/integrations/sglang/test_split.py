@@ -34,7 +34,7 @@ class Scheduler:
         if state is not None:
             attach(runner, state)
         self.tp_worker = SimpleNamespace(model_runner=runner)
-        self.waiting_queue = [SimpleNamespace(origin_input_ids=[0] * 64) for _ in range(waiting)]
+        self.waiting_queue = [SimpleNamespace(origin_input_ids=[0] * 64, prefix_len=0) for _ in range(waiting)]
         self.chunked_req = None
         self.chunked_prefill_size, self.max_running_requests = 2048, 64
         self.is_mixed_chunk = mixed

@@ -29,6 +29,11 @@ def state_with(**settings):
     return state
 
 
+def request(tokens, cached=0, name="prefix_len"):
+    """A request that waits, some of its tokens found in SGLang's cache."""
+    return SimpleNamespace(origin_input_ids=range(tokens), **{name: cached if name == "prefix_len" else range(cached)})
+
+
 class Prompts:
     """A scheduler with prompts of so many tokens in its queue, run whole as far as a chunk goes."""
 
@@ -36,7 +41,7 @@ class Prompts:
         runner = SimpleNamespace()
         attach(runner, state_with(**settings))
         self.tp_worker = SimpleNamespace(model_runner=runner)
-        self.waiting_queue = [SimpleNamespace(origin_input_ids=range(tokens)) for tokens in prompts]
+        self.waiting_queue = [request(tokens) for tokens in prompts]
         self.chunked_req, self.is_mixed_chunk, self.chunked_prefill_size = None, False, 8192
         self.max_running_requests = decodes + room
         self.running = SimpleNamespace(reqs=[0] * decodes)
@@ -69,11 +74,11 @@ def test_decodes_wait_for_less_than_a_chunk():
     assert Prompts([4096]).run(2) == [4096, 0]
     late = Prompts([3072])
     assert late.run(1) == [3072]
-    late.waiting_queue = [SimpleNamespace(origin_input_ids=range(3072))]
+    late.waiting_queue = [request(3072)]
     assert late.run(2) == [3072, 0]
     late = Prompts([3072])
     assert late.run(1) == [3072]
-    late.waiting_queue = [SimpleNamespace(origin_input_ids=range(4096))]
+    late.waiting_queue = [request(4096)]
     assert late.run(3) == [0, 4096, 0]
 
 
@@ -85,17 +90,82 @@ def test_decodes_have_a_turn_after_a_whole_chunk():
 
 
 def test_a_burst_is_served_in_sglangs_order():
-    """More than two chunks wait: prompts go first until none does; then decodes have turns again."""
+    """More than two chunks wait: prompts go first until one chunk is left; then decodes have turns again."""
     scheduler = Prompts([8192] * 4)
-    assert scheduler.run(5) == [8192] * 4 + [0]
-    scheduler.waiting_queue = [SimpleNamespace(origin_input_ids=range(8192)) for _ in range(2)]
+    assert scheduler.run(6) == [8192, 8192, 8192, 0, 8192, 0]
+    scheduler.waiting_queue = [request(8192) for _ in range(2)]
     assert scheduler.run(3) == [8192, 0, 8192]
+
+
+@pytest.mark.parametrize("burst", [0, 4])
+def test_turns_come_back_while_prompts_keep_coming(burst):
+    """The queue never empties: what waits decides, and not that there was a burst once."""
+    scheduler = Prompts([8192] * burst, decodes=300, room=5000)
+    steps = []
+    for _ in range(60):
+        scheduler.waiting_queue.append(request(4096))
+        steps += scheduler.run(1)
+        # Half a chunk comes a step: those that a decode step lets in are taken together.
+        assert not split_of(scheduler).turns.in_burst or len(steps) < 10
+    assert steps[10:].count(0) >= 15
 
 
 def test_more_prompts_than_decodes_are_a_burst():
     """A decode step for two rows would hold up three prompts; with three of each the rows have their turn."""
-    assert Prompts([4096] * 3, decodes=2).run(3) == [8192, 4096, 0]
-    assert Prompts([4096] * 3, decodes=3).run(3) == [8192, 0, 4096]
+    assert Prompts([5000] * 3, decodes=2).run(4) == [5000, 5000, 0, 5000]
+    assert Prompts([5000] * 3, decodes=3).run(5) == [5000, 0, 5000, 0, 5000]
+
+
+class Chunks(Prompts):
+    """Cuts prompts, one in a batch."""
+
+    def own(self, _, running):
+        """The next chunk of the prompt under way, or of the next one."""
+        prompt = self.chunked_req or (self.waiting_queue.pop(0) if self.waiting_queue else None)
+        if prompt is None:
+            return SimpleNamespace(batch_to_run=None, running_batch=running)
+        tokens = min(self.chunked_prefill_size, len(prompt.origin_input_ids) - prompt.prefix_len)
+        prompt.prefix_len += tokens
+        self.chunked_req = prompt if prompt.prefix_len < len(prompt.origin_input_ids) else None
+        return SimpleNamespace(batch_to_run=SimpleNamespace(extend_num_tokens=tokens), running_batch=running)
+
+
+@pytest.mark.parametrize("behind", [[], [8192] * 2])
+def test_one_long_prompt_is_no_burst(behind):
+    """Decodes have their turn between the chunks of a prompt, whatever waits behind it."""
+    assert Chunks([131_072, *behind], decodes=300).run(29) == [8192, 0] * 14 + [8192]
+
+
+def test_a_burst_before_a_long_prompt_ends_with_it():
+    """Three chunks go first; then the long prompt is cut with turns between."""
+    scheduler = Chunks([8000] * 3 + [40_000], decodes=300)
+    assert scheduler.run(5) == [8000, 8000, 0, 8000, 0]
+
+
+@pytest.mark.parametrize("name", ["prefix_len", "prefix_indices"])
+def test_cached_tokens_do_not_wait(name):
+    """Prompts that are mostly in the cache make no burst, on either release."""
+    scheduler = Prompts([], decodes=300)
+    scheduler.waiting_queue = [request(9000, 8900, name) for _ in range(3)]
+    split = split_of(scheduler)
+    split.turns.prefilled(512)
+    assert split.waiting(300) == (3, 300)
+    assert not split.turns.decode_goes_first(300, *split.waiting(300))
+    assert not split.turns.in_burst
+    scheduler.waiting_queue = [request(9000, 100, name)] * 3
+    assert split.waiting(300) == (1, 8192)
+
+
+def test_many_prompts_are_counted_by_the_first_of_them():
+    """What a count takes is bounded; in a burst it goes on, so that its end is seen."""
+    split = split_of(Prompts([600] * 500, decodes=600, room=40))
+    assert split.waiting(600) == (40, 40 * 600)
+    split.turns.prefilled(8192)
+    assert not split.turns.decode_goes_first(600, *split.waiting(600))
+    assert split.turns.in_burst
+    assert split.waiting(630) == (10, 10 * 600)
+    assert split.turns.decode_goes_first(630, *split.waiting(630))
+    assert not split.turns.in_burst
 
 
 def test_what_has_no_room_is_no_burst():
@@ -188,15 +258,20 @@ def test_interval_of_sglangs_own_goes_before_turns():
     assert split_of(scheduler) is None
 
 
-def test_gap_limit_holds_mixed_batches_too():
-    """Decodes in a mixed batch wait for its prompts."""
+@pytest.mark.parametrize("decodes", [1, 100, 600, 1984, 2000])
+@pytest.mark.parametrize("page", [1, 64])
+def test_gap_limit_holds_mixed_batches_too(decodes, page):
+    """Decodes in a mixed batch wait for its prompts; SGLang takes them off the chunk, and the limit is what is left."""
     scheduler, seen = limited(11.4, waiting=3), []
-    scheduler.is_mixed_chunk = True
+    scheduler.is_mixed_chunk, scheduler.page_size = True, page
 
     def own(scheduler, running):
-        seen.append(scheduler.chunked_prefill_size)
+        left = scheduler.chunked_prefill_size - (len(running.reqs) if scheduler.is_mixed_chunk else 0)
+        seen.append(left // page * page)
         return Scheduler.get_new_batch_prefill(scheduler, running)
 
     scheduler.tp_worker.model_runner._kpolicy_state.config = Config(gap_ms=11.4, split=False)
-    hooks.new_batch_prefill(own, scheduler, SimpleNamespace(reqs=[0]))
-    assert seen == [512]
+    hooks.new_batch_prefill(own, scheduler, SimpleNamespace(reqs=[0] * decodes))
+    # Where the chunk itself has less left it is SGLang's own.
+    assert seen == [min(512, (2048 - decodes) // page * page)]
+    assert scheduler.chunked_prefill_size == 2048
