@@ -195,10 +195,10 @@ def main() -> int:
     ]
     splits = {}
     for waiting, what in ((1, "turns"), (4, "turns"), (16, "turns"), (32, "burst"), (300, "burst")):
-        *pair, split = scheduler(waiting)
+        stock, hooked, split = scheduler(waiting)
         step = f"scheduler, {waiting} prompts wait, {what}"
         splits[step] = split
-        cases.append(("both", step, (pair[0], pair[1])))
+        cases.append(("both", step, (stock, hooked)))
     rows = []
     for version, step, pair in cases:
         rows.append({"sglang": version, "step": step, **measure(*pair)})

@@ -17,9 +17,10 @@ Both sides are processes on the same GPU that stay up and take turns; who goes f
 Every answer is appended to OUT/raw.jsonl as it comes; OUT/sglang_stock_vs_kpolicy.json is written anew after each slice
 and takes in what OUT/raw.jsonl had before, so that slices can be run one by one (``--slices``). Rows are {model, load,
 figure, run, stock, kpolicy, ratio, low, high}: the ratio is above 1 where kpolicy is better, with a 95% interval over
-the repeats, null for a single one. Steps have many short repeats: their ratio is the median of pairs and its interval
-the sign test's; a few repeats have their mean and Student's. ``run`` counts the starts of this script, whose code may
-differ: nothing of two runs is put together, and a load that was measured again has the later run's row.
+the repeats, null for a single one. Steps are prepared a few times, with short turns in each: a preparation counts once,
+by the median of its pairs, since core, KV pages and graphs are the same in all of them. The mean of repeats has
+Student's interval; six or more have their median and the sign test's. ``run`` counts the starts of this script, whose
+code may differ: nothing of two runs is put together, and a load that was measured again has the later run's row.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ DRAWS = {
     "": "of 8 or 12 sizes, runs to 4 and their plan",
 }  # fmt: skip
 WIDE_TURNS = 1
-STEP_TURNS, ROUNDS, ROUND_MS = 2, 8, 40
+STEP_TURNS, ROUNDS, ROUND_MS = 4, 4, 40
 """Steps: how often a load is prepared, turns of each side then, and about how long one is."""
 NO_VARIANTS: Mapping[str, dict[str, str]] = {}
+NONE_SHARED: Mapping[int, int] = {}
 SERVED = ("step", "trace", "check", "drawn")
 """Kinds of answers that a slice is run for."""
 STARTS_S = {"qwen": 120, "dsv2": 200}
@@ -251,7 +253,7 @@ def in_rounds(run: Run, sides: dict[str, Side], load: tuple[Any, ...], turn: int
             more = {"draw": draw} if draw else {}
             run.note(
                 kind=what, part=part, side=name, turn=turn * ROUNDS + each, step=kind, size=size, count=count,
-                core=core, **more, **found,
+                core=core, preparation=turn, **more, **found,
             )  # fmt: skip
     return True
 
@@ -385,13 +387,16 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     values: dict[tuple[str, str, str], dict[str, dict[int, float]]] = {}
     how: dict[tuple[str, str, str], dict[str, Any]] = {}
     runs: dict[tuple[str, str, str], int] = {}
+    preparations: dict[tuple[str, str, str], dict[int, int]] = {}
     drawn_ms: dict[tuple[int, int, str, str], dict[str, dict[tuple[str, int], dict[str, Any]]]] = {}
 
     def put(model: str, load: str, figure: str, line: dict[str, Any], value: float, **more: Any) -> None:
         key = (NAMES[MODEL[model]], load, figure)
         if runs.setdefault(key, line["run"]) != line["run"]:
-            runs[key], values[key], how[key] = line["run"], {}, {}
+            runs[key], values[key], how[key], preparations[key] = line["run"], {}, {}, {}
         values.setdefault(key, {}).setdefault(line["side"], {})[line["turn"]] = value
+        if "preparation" in line:
+            preparations.setdefault(key, {})[line["turn"]] = line["preparation"]
         for name, each in more.items():
             how.setdefault(key, {})[f"{line['side']}_{name}"] = each
 
@@ -437,6 +442,8 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             sizes = [size for size in both if size[0] == kind]
             for side, by_size in by_side.items() if sizes else ():
                 line = {"run": run, "turn": turn, "side": side}
+                # Drawn loads are prepared once.
+                line |= {"preparation": 0} if all("preparation" in by_size[size] for size in sizes) else {}
                 mean = statistics.fmean(by_size[size]["ms"] for size in sizes)
                 put("qwen", f"{kind} steps {load}, {words}", "mean step ms", line, mean, sizes=len(sizes))
     found = []
@@ -444,19 +451,31 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if {"stock", "kpolicy"} <= measured.keys():
             found.append(
                 {"model": model, "load": load, "figure": figure, "run": runs[model, load, figure]}
-                | _compared(measured, more="/s" in figure)
+                | _compared(
+                    measured, more="/s" in figure, preparations=preparations.get((model, load, figure), NONE_SHARED)
+                )
                 | how.get((model, load, figure), {})
             )
     return found
 
 
-def _compared(sides: dict[str, dict[int, float]], *, more: bool) -> dict[str, Any]:
-    """Medians, the ratio that is above 1 where kpolicy is better, and its 95% interval: None for a single pair."""
+def _compared(
+    sides: dict[str, dict[int, float]], *, more: bool, preparations: Mapping[int, int] = NONE_SHARED
+) -> dict[str, Any]:
+    """Medians, the ratio that is above 1 where kpolicy is better, and its 95% interval: None for a single pair.
+
+    Args:
+        sides: a figure by side and turn.
+        more: whether more is better.
+        preparations: the preparation of each turn that shares one with others.
+    """
     turns = sorted(sides["stock"].keys() & sides["kpolicy"].keys())
-    logs = []
+    prepared: dict[int, list[float]] = {}
     for turn in turns:
         stock, ours = sides["stock"][turn], sides["kpolicy"][turn]
-        logs.append(math.log(max(ours, 1e-9) / max(stock, 1e-9)) * (1 if more else -1))
+        log = math.log(max(ours, 1e-9) / max(stock, 1e-9)) * (1 if more else -1)
+        prepared.setdefault(preparations.get(turn, turn), []).append(log)
+    logs = [statistics.median(each) for each in prepared.values()]
     medians = {name: round(statistics.median(sides[name].values()), 4) for name in ("stock", "kpolicy")}
     middle, low, high = _middle(logs)
     found: dict[str, Any] = {**medians, "ratio": round(math.exp(middle), 4), "repeats": len(logs)}

@@ -43,6 +43,18 @@ def test_interval_of_pairs(stock, ours):
     assert other["ratio"] * found["ratio"] == pytest.approx(1, rel=0.01)
 
 
+def test_turns_of_one_preparation_count_once():
+    """What a preparation does to all of its turns isn't taken for that many repeats."""
+    lines = [about()]
+    for turn in range(16):
+        shared = {"preparation": turn // 8}
+        lines += [{**step("stock", turn, 10.0), **shared},
+                  {**step("kpolicy", turn, (9.0, 11.0)[turn // 8] + turn % 8 / 1000), **shared}]  # fmt: skip
+    (row,) = rows(lines)
+    assert row["repeats"] == 2
+    assert row["low"] < 10 / 11 < row["ratio"] < 10 / 9 < row["high"]
+
+
 def test_runs_are_not_put_together():
     """What one run measured of a side isn't compared with another run's, whose code may differ; the later one stays."""
     lines = [about(), step("stock", 0, 10.0), step("kpolicy", 0, 5.0), step("stock", 1, 12.0), step("kpolicy", 1, 6.0),
