@@ -74,7 +74,7 @@ CAPTURES = {
 }
 """The sides of each row of captures: SGLang's, ours."""
 DRAWS = {
-    "trace": "drawn from the trace", "alike": "of 1 to 256 requests alike",
+    "trace": "of distinct sizes drawn from the trace", "alike": "of 1 to 256 requests alike",
     "": "of 8 or 12 sizes, runs to 4 and their plan",
 }  # fmt: skip
 WIDE_TURNS = 1
@@ -259,7 +259,7 @@ def in_rounds(run: Run, sides: dict[str, Side], load: tuple[Any, ...], turn: int
 
 
 def drawn(path: Path) -> list[tuple[str, str, int]]:
-    """Loads drawn from the steps that a plan was made of, and decode steps of 1 to 256 requests alike."""
+    """Loads drawn from the steps that a plan was made of, a size once, and decode steps of 1 to 256 requests alike."""
     steps = json.loads(path.read_text(encoding="utf-8"))["planned_from"]["histogram"]
     rng = random.Random(11)
     found = []
