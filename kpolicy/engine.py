@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import attrs
@@ -162,6 +163,10 @@ class Engine:
         self._compiled: CompiledPolicy | None = None
         self._compiled_version = -1
         self._running: deque[_Running] = deque()
+        self._several = False
+        """Whether the last step had a launch beside another"""
+        self._counting = RLock()
+        """Held while steps are counted: whoever reads `stats` may do so on another thread"""
         self._lazy = self._lazy_capture(lazy)
         if self._communicator is not None:
             self.sync()
@@ -384,15 +389,17 @@ class Engine:
 
         A graph that fails before it is launched is withdrawn, and the step is decided again without it: a failure
         costs speed, never a request. Where launches run behind the host, the step returns when they are launched, and
-        what it took is counted when it is over: at a later step, or when `stats` is read.
+        what it took is counted when it is over: at one of the next `COUNT_EVERY` steps, or when `stats` is read. Until
+        then the registry's `hits` lack it too. Steps that weren't counted when the device is lost may never be.
 
         Raises:
             ConfigError: the Engine has no executor.
             StickyDeviceError: the device is lost; the step's requests are the caller's again.
         """
         running, numbers = self._running, inputs.numbers
-        if running and len(running[-1][0]) > 1:
+        if self._several:
             # It may have lost a graph beside, which this step mustn't be given.
+            self._several = False
             self._settle(every=False)
         version, registry, select, executor, behind = self._path
         if version == registry.version and executor is not None:
@@ -412,18 +419,21 @@ class Engine:
             except StickyDeviceError as error:
                 self._lose(error)
                 raise
+        if decision is not wanted and self._events is not None:
+            self._events.replay_failed(wanted, decision)
         ready = outputs.ready
+        self._several = len(ready) > 1
         # Of several launches one may fail behind the host, so what ran is known when they are over. Nothing else of a
         # step is kept here: its outputs are memory.
-        step = ready, outputs if len(ready) > 1 else outputs.decision, decision, wanted, numbers
+        step = ready, outputs if self._several else outputs.decision, decision, wanted, numbers
         # Asking a device that runs behind the host takes longer than to note the step, and it isn't over.
         if not behind and self._all_done(ready):
             self._count(*step)
         else:
             running.append(step)
             if not len(running) % COUNT_EVERY:
-                # Earlier ones are counted here, while the device is at work.
-                self._settle(every=False, but=1)
+                # Earlier ones are counted here, while the device is at work; not where another thread is at it.
+                self._settle(every=False, but=1, waits=False)
         return outputs
 
     def _decided(self, executor: Executor, numbers: BatchNumbers) -> Decision:
@@ -435,6 +445,9 @@ class Engine:
         if lazy is None and self._communicator is None:
             compiled = self.compiled
             self._path = self._compiled_version, self.registry, compiled.select, executor, self._runs_behind
+            if self._compiled is not compiled:
+                # Other costs were taken meanwhile, on the thread of whoever reads `stats`.
+                self._path = self._no_path
         return decision
 
     def _count(
@@ -445,8 +458,8 @@ class Engine:
         ran = found if isinstance(found, Decision) else found.decision
         if ran is not decision:
             self._stats.replay_failures += 1
-        if ran is not wanted and self._events is not None:
-            self._events.replay_failed(wanted, ran)
+            if self._events is not None:
+                self._events.replay_failed(wanted, ran)
         cycle_us = ready[0].us if len(ready) == 1 else max((event.us for event in ready), default=0.0)
         self._stats.add(ran, numbers, cycle_us)
         if self._correct and self._communicator is None:
@@ -470,21 +483,31 @@ class Engine:
                 self._corrected = corrected
                 self.take_costs(corrected)
 
-    def _settle(self, *, every: bool = True, but: int = 0) -> None:
+    def _settle(self, *, every: bool = True, but: int = 0, waits: bool = True) -> None:
         """Wait for steps that run behind the host, and count them.
 
         Args:
             every: all of them. Otherwise those that are done, those with a launch beside another, which may have lost a
                 graph, and the oldest where there are many.
             but: so many of the last ones are left.
+            waits: for another thread that counts; otherwise they are left to it.
 
         Raises:
             StickyDeviceError: the device was lost in one of them.
         """
-        running = self._running
-        # Steps follow each other on the device, so one that is over says it of all before.
-        over = not every and len(running) > but and self._runs_behind and self._all_done(running[-1 - but][0])
+        if not self._counting.acquire(blocking=waits):
+            return
         try:
+            self._count_running(every=every, but=but)
+        finally:
+            self._counting.release()
+
+    def _count_running(self, *, every: bool, but: int) -> None:
+        """`_settle`, on the one thread that counts."""
+        running = self._running
+        try:
+            # Steps follow each other on the device, so one that is over says it of all before.
+            over = not every and len(running) > but and self._runs_behind and self._all_done(running[-1 - but][0])
             while len(running) > but:
                 ready, found, _, wanted, _ = running[0]
                 if over and found is wanted:
@@ -515,16 +538,19 @@ class Engine:
             but: so many of the last steps are left.
         """
         running, steps = self._running, list[tuple[BatchNumbers, float]]()
-        while len(running) > but and running[0][1] is decision and running[0][3] is decision:
-            ready, _, _, _, numbers = running.popleft()
-            steps.append((numbers, ready[0].us if ready else 0.0))
-        self._stats.add_all(decision, steps)
+        try:
+            while len(running) > but and running[0][1] is decision and running[0][3] is decision:
+                ready, _, _, _, numbers = running.popleft()
+                steps.append((numbers, ready[0].us if ready else 0.0))
+        finally:
+            # Those that are known to be over count, whatever the next one says.
+            self._stats.add_all(decision, steps)
+            for launch in decision.launches:
+                if launch.key is not None:
+                    self.registry.hit(launch.key, launch.repeat * len(steps))
         if self._correct and self._communicator is None:
             for numbers, us in steps:
                 self._hold_costs(decision, numbers, us)
-        for launch in decision.launches:
-            if launch.key is not None:
-                self.registry.hit(launch.key, launch.repeat * len(steps))
 
     def _all_done(self, ready: Sequence[ReadyEvent]) -> bool:
         try:
@@ -579,8 +605,9 @@ class Engine:
 
     def _lose(self, error: StickyDeviceError) -> None:
         """The device is lost: every later call raises that error."""
+        first = self._lost is None
         self._lost, self._path = error, self._no_path
-        if self._events is not None:
+        if first and self._events is not None:
             self._events.device_lost(error)
 
     def _without(self, key: GraphKey, decision: Decision, numbers: BatchNumbers) -> Decision:

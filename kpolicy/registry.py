@@ -59,7 +59,7 @@ class GraphRecord:
         generation: the pool's generation at that capture.
         graphs, streams, bytes: what its last graph costs, while that is held; 0 otherwise.
         seconds: time spent on all its captures, failed and refused ones included.
-        hits: replays.
+        hits: replays; of a device that runs behind its host those that were counted, see `Engine.step`.
         reason: why it failed or was withdrawn.
         handle: the executor's own object for the captured graph; None where it isn't captured.
     """

@@ -461,12 +461,13 @@ def _serve(
 
 def _result(label: str, run: _Run, checked: int, wrong: Sequence[int], wall_s: float, interrupted: str) -> RunResult:
     engine, registry = run.engine, run.engine.registry
+    # First, because reading it counts the last steps, whose graphs were used.
+    stats = engine.stats
     captured, unused = registry.captured(), registry.unused()
     lost: dict[str, int] = {}
     for record in registry.records():
         if record.reason is not None and record.state.value in ("failed", "withdrawn"):
             lost[record.reason.value] = lost.get(record.reason.value, 0) + 1
-    stats = engine.stats
     gaps = sorted(run.gaps.items())
     first = sorted((value, 1) for value in run.ttft_us)
     return RunResult(

@@ -456,3 +456,17 @@ def test_two_gloo_processes_that_differ_both_stop(tmp_path: Path) -> None:
         assert code == 3, errors
         assert "RankError" in errors
         assert not output
+
+
+def test_ranks_that_agree_get_one_object_each_time() -> None:
+    """Executors prepare a decision once, by the object."""
+    from kpolicy import Engine
+    from kpolicy.policies.ranks import agree, vote
+    from kpolicy.shapes import BatchShape
+
+    select = Engine(policy="full").select
+    idle, busy = BatchShape().numbers, BatchShape(decodes=[(1, 4)]).numbers
+    reduced = [max(both) for both in zip(vote(idle), vote(busy), strict=True)]
+    first = agree(select, reduced, idle)
+    assert first.reason is Reason.RANKS_AGREED
+    assert agree(select, reduced, idle) is first

@@ -34,6 +34,7 @@ from benchmarks.command import command_line
 from benchmarks.engine_step import decode_inputs
 from benchmarks.host_step import bare_step
 from benchmarks.pairs import interval
+from kpolicy.executors.full_step import FullStep
 
 LIMIT, HOST_LIMIT_US = 1.05, 30.0
 WARM_UP = 20
@@ -115,8 +116,8 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
     watch, executor, handle = Watch(), engine.executor, graph_of(engine, inputs)
     launcher, adapter, compiled = executor.launcher, executor.adapter, engine.compiled
     places: Sequence[tuple[Any, str]] = [
-        (engine, "_settle"), (executor, "run"), (launcher, "start"), (launcher, "replay"), (launcher, "_launch"),
-        (launcher, "ready"), (adapter, "stage_all"), (adapter, "commit"), (adapter, "event"), (adapter, "span"),
+        (engine, "_settle"), (executor, "run"), (launcher, "start"), (launcher, "ready"), (FullStep, "run"),
+        (adapter, "stage_all"), (adapter, "commit"), (adapter, "event"), (adapter, "span"),
         (adapter, "session"), (handle.buffers, "stage"), (handle, "front"), (handle, "logits"),
         (handle._graph.graph, "replay"), (model, "sample"), (compiled, "select"),
         (getattr(launcher, "_part_run", None), "run"),
@@ -125,7 +126,8 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
     with ExitStack() as stack:
         for place, name in places:
             if place is not None and hasattr(place, name):
-                call = watch.watched(f"{type(place).__name__}.{name}", getattr(place, name))
+                owner = place if isinstance(place, type) else type(place)
+                call = watch.watched(f"{owner.__name__}.{name}", getattr(place, name))
                 stack.enter_context(mock.patch.object(place, name, call))
         # Adapters and buffers may have taken these calls before.
         stack.enter_context(mock.patch.object(handle._graph, "replay", handle._graph.graph.replay))
@@ -147,6 +149,8 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
                     for function, us in watch.take().items():
                         found[name][function].append(us)
                 del kept
+    if "FullStep.run" not in found["engine_step"]:
+        raise RuntimeError("no step was prepared while functions were watched, so their times are of another path.")
     return {
         name: {function: round(statistics.median(us), 1) for function, us in sorted(each.items())}
         for name, each in found.items()

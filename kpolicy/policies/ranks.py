@@ -8,6 +8,7 @@ ranks included.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import attrs
 
@@ -77,9 +78,15 @@ def agree(select: Callable[..., Decision], reduced: Sequence[int], numbers: Batc
     """The decision for the reduced batch; the reason names other ranks where this one alone would replay more."""
     decision = select(*reduced_numbers(reduced))
     if not numbers.total_tokens:
-        return attrs.evolve(decision, reason=Reason.RANKS_AGREED)
+        return _because(decision, Reason.RANKS_AGREED)
     alone = select(*numbers)
     if alone.mode is decision.mode:
         return decision
     reason = Reason.RANK_NEEDS_EAGER if decision.mode is Mode.EAGER else Reason.RANK_NEEDS_LESS
+    return _because(decision, reason)
+
+
+@lru_cache(maxsize=1024)
+def _because(decision: Decision, reason: Reason) -> Decision:
+    """The decision for that reason: one object each, as policies have them, because executors prepare them once."""
     return attrs.evolve(decision, reason=reason)

@@ -133,9 +133,12 @@ class CudaSpan:
         try:
             elapsed: float = points[2].elapsed_time(points[3]) * 1e3
         except RuntimeError:
-            # It isn't over, or the device is lost, which waiting says.
+            # It isn't over, or the device is lost, which waiting says; where it was over before, asking again does.
             self.wait()
-            elapsed = points[2].elapsed_time(points[3]) * 1e3
+            try:
+                elapsed = points[2].elapsed_time(points[3]) * 1e3
+            except RuntimeError as error:
+                raise _meant(error) from error
         return elapsed
 
 
