@@ -248,7 +248,12 @@ class CostTable:
         """The table of a host on which the fixed work takes so long: the host's times and `step_us` change with it.
 
         Unchanged where either time wasn't noted.
+
+        Raises:
+            ProfileError: the time is below 0.
         """
+        if work_us is not None and work_us < 0:
+            raise ProfileError(f"host_work_us is {work_us}; it is microseconds from 0 up. Measure the steps again.")
         if not work_us or not self.host_work_us:
             return self
         times = work_us / self.host_work_us

@@ -9,6 +9,7 @@ import pytest
 
 from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.decision import Decision, Launch
+from kpolicy.errors import ProfileError
 from kpolicy.host_speed import host_work_us
 from kpolicy.modes import Mode, Rows
 from kpolicy.reasons import Reason
@@ -64,3 +65,8 @@ def test_fidelity_holds_a_step_to_the_host_as_it_was() -> None:
     assert fidelity([noted], costs)[-1].error == pytest.approx(0, abs=1e-9)
     unnoted = attrs.evolve(noted, host_work_us=None)
     assert fidelity([unnoted], costs)[-1].error == pytest.approx(1 / 3)
+
+
+def test_a_time_below_0_is_an_error_that_names_it() -> None:
+    with pytest.raises(ProfileError, match=r"host_work_us is -5"):
+        COSTS.at_host_speed(-5)
