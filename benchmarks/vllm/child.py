@@ -1,7 +1,7 @@
 """One vLLM engine in a process of its own: says how it started, then serves loads that its parent sends.
 
 Lines of JSON come in on standard input; answers go out on standard output behind ``RES``, among vLLM's own lines.
-Nothing of kpolicy is imported here: the shim comes in by vLLM's plugin or not at all.
+The shim comes in by vLLM's plugin or not at all; ``--hold`` only has it wait before it times graphs.
 """
 
 from __future__ import annotations
@@ -79,6 +79,20 @@ def break_attention(factor: float) -> None:
         cls.load_model = broken(cls.load_model)
 
 
+def hold_calibration() -> None:
+    """Have the shim say so and wait for a line before it times graphs: nothing else may be at work then."""
+    from kpolicy_vllm import calibrate as module
+
+    inner = module.calibrate
+
+    def calibrate(*args: Any, **kwargs: Any) -> Any:
+        emit(kind="waits")
+        sys.stdin.readline()
+        return inner(*args, **kwargs)
+
+    module.calibrate = calibrate
+
+
 class Engine:
     """A vLLM engine in this process.
 
@@ -95,6 +109,8 @@ class Engine:
         time_phases(phases)
         if options.break_attention:
             break_attention(options.break_attention)
+        if options.hold:
+            hold_calibration()
         imported = time.perf_counter()
         sys.stdin.readline()  # imports may be done ahead; the engine starts when told
         told = time.perf_counter()
@@ -310,6 +326,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--break-attention", type=float, default=0.0, help="multiplies attention's scale, for a check")
+    parser.add_argument("--hold", action="store_true", help="wait for a line before the shim times graphs")
     options = parser.parse_args()
     ctypes.CDLL(None).prctl(1, 9)  # ends with its parent
     engine = Engine(options)

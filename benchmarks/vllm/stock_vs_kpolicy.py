@@ -2,7 +2,9 @@
 
 Each side (`benchmarks.vllm.ladders`) is one engine in a process of its own, all on the GPU at once and one at work at
 a time, with random weights, KV caches of equal bytes, vLLM's default asynchronous scheduling and default compilation
-level 3 (torch.compile) unless ``--llm`` says otherwise. The engine core runs in its process's main thread, which also
+level 3 (torch.compile) unless ``--llm`` says otherwise. Turns are short and many, as the host's speed changes within
+tens of seconds: in each repeat every side serves every load once (a burst `TURNS` times), and each side comes first in
+turn. The engine core runs in its process's main thread, which also
 makes the requests and reads the tokens, on all sides. Prompts are other random tokens each repeat, equal on all sides.
 
 Raw rows go to ``OUT/raw.jsonl`` as they come; rows already there, or in ``--done``, aren't measured again.
@@ -20,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm.ladders import SIDES, arguments_of
-from benchmarks.vllm.loads import LOADS, make_load
+from benchmarks.vllm.loads import LOADS, TURNS, make_load
 from benchmarks.vllm.rows import Measurement, rotated, say
 from benchmarks.vllm.sides import WITHOUT, Side, SideError
 from benchmarks.vllm.summary import compared, lines
 
 NAMES = ("qwen05b", "llama8b", "dsv2lite")
-START_S, RUN_S = 170.0, 60.0
-"""Most seconds for a start and for one run of a load"""
+START_S, RUN_S, LAST_S = 170.0, 60.0, 6.0
+"""Most seconds for a start and for one run of a load; for a side's turn, what must be left of the budget"""
 WARM_SCALE = 0.1
 UTIL = 0.2
 """Share of the device that must be free when an engine starts; `KV_BYTES` says what it takes"""
@@ -60,7 +62,8 @@ class Run(Measurement):
         )
         llm = {"kv_cache_memory_bytes": KV_BYTES[model], **json.loads(options.llm), **own}
         sizes = ["--max-seqs", str(MAX_SEQS), "--max-tokens", str(MAX_TOKENS), "--util", str(UTIL)]
-        arguments = ["--llm", json.dumps(llm), *sizes, *options.child]
+        hold = [] if name in WITHOUT else ["--hold"]
+        arguments = ["--llm", json.dumps(llm), *sizes, *hold, *options.child]
         return Side(name, options.models / model, arguments, self._log, module=options.module)
 
     def end(self) -> None:
@@ -70,14 +73,22 @@ class Run(Measurement):
         self.close()
 
     def _start(self, names: list[str], model: str) -> dict[str, Side]:
-        """Start those sides at once, and wait for all."""
+        """Start those sides at once, and wait for all; each shim times its graphs when all others are idle."""
         started = time.monotonic()
         sides = {name: self._ahead.pop((model, name), None) or self._spawn(name, model) for name in names}
+
+        def answer(side: Side) -> dict[str, Any]:
+            return side.answer(min(START_S, max(20.0, self.left_s())))
+
         try:
             for side in sides.values():
                 side.go()
+            rows = {name: answer(side) for name, side in sides.items()}
             for name, side in sides.items():
-                row = side.answer(min(START_S, max(20.0, self.left_s())))
+                row = rows[name]
+                if row["kind"] == "waits":
+                    side.go()
+                    row = answer(side)
                 # Cold, and beside others: `benchmarks.vllm.starts` measures what a start takes.
                 self.rows.keep(model=model, load="cold start", side=name, repeat=0, cold=row)
                 say(
@@ -95,9 +106,10 @@ class Run(Measurement):
         options = self._options
         wanted = [
             (repeat, load)
-            for repeat in range(options.repeats)
+            for round_ in range(options.repeats)
             for load in loads
-            if not all(self.rows.has(model, load, name, repeat) for name in options.sides)
+            for repeat in self._repeats(load, round_)
+            if not all(self.rows.has(model, load, name, repeat) for name in self._of(load))
         ]
         if not wanted or self.left_s() < 90:
             return
@@ -106,32 +118,41 @@ class Run(Measurement):
             self.ahead(model)
             if following is not None:
                 self.ahead(following)
-            # The shim times graphs as it starts, so nothing else may be at work then.
-            for names in (
-                [n for n in options.sides if n in WITHOUT],
-                *([n] for n in options.sides if n not in WITHOUT),
-            ):
-                sides |= self._start(names, model)
+            sides |= self._start(options.sides, model)
             for load in dict.fromkeys(load for _, load in wanted):
                 warm = make_load(load, model, options.traces, scale=WARM_SCALE * options.scale)
-                for side in sides.values():
-                    side.ask(RUN_S, requests=warm.requests, seed=f"{load} warm", step_tokens=warm.step_tokens)
+                for name in self._of(load):
+                    sides[name].ask(RUN_S, requests=warm.requests, seed=f"{load} warm", step_tokens=warm.step_tokens)
             for repeat, load in wanted:
-                made = make_load(load, model, options.traces, scale=options.scale)
-                for name in rotated(options.sides, repeat):
-                    if self.left_s() < 5:
-                        say(f"{model}: the budget is spent")
-                        return
-                    row = sides[name].ask(
-                        min(RUN_S, max(5.0, self.left_s())), requests=made.requests, seed=f"{load} {repeat}",
-                        step_tokens=made.step_tokens,
-                    )  # fmt: skip
-                    self.rows.keep(model=model, load=load, side=name, repeat=repeat, **row)
-                    say(_line(model, load, name, repeat, row))
+                if self.left_s() < LAST_S * len(self._of(load)):
+                    say(f"{model}: the budget is spent")
+                    break
+                self._turns(model, load, repeat, sides)
             self._keep_statistics(model, sides)
         finally:
             for side in sides.values():
                 side.end()
+
+    def _turns(self, model: str, load: str, repeat: int, sides: dict[str, Side]) -> None:
+        """Each side serves that load once."""
+        made = make_load(load, model, self._options.traces, scale=self._options.scale)
+        for name in rotated(self._of(load), repeat):
+            row = sides[name].ask(
+                RUN_S, requests=made.requests, seed=f"{load} {repeat}", step_tokens=made.step_tokens
+            )  # fmt: skip
+            self.rows.keep(model=model, load=load, side=name, repeat=repeat, **row)
+            say(_line(model, load, name, repeat, row))
+
+    @staticmethod
+    def _repeats(load: str, round_: int) -> range:
+        """The numbers of a load's turns in that round over all loads."""
+        turns = TURNS.get(load.partition("-")[0], 1)
+        return range(round_ * turns, (round_ + 1) * turns)
+
+    def _of(self, load: str) -> list[str]:
+        """The sides that serve that load."""
+        only = dict(each.split("=", 1) for each in self._options.only_for)
+        return [name for name in self._options.sides if name not in only or load in only[name].split(",")]
 
     def _keep_statistics(self, model: str, sides: dict[str, Side]) -> None:
         for name, side in sides.items():
@@ -179,6 +200,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--loads", nargs="*", default=list(LOADS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sides", nargs="*", default=["stock", "kpolicy"], help=f"of {', '.join(SIDES)}")
+    parser.add_argument(
+        "--only-for", nargs="*", default=[], metavar="SIDE=LOAD,LOAD", help="a side that serves those loads alone"
+    )
     parser.add_argument("--plan", type=Path, help="plan file of the side planned")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each load's requests, for a quick look")
     parser.add_argument("--budget", type=float, default=420.0, help="seconds for all")

@@ -18,14 +18,20 @@ STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5% points of Student's t for 1 to 9 degrees of freedom"""
 
 
+def student(freedom: int) -> float:
+    """The 97.5% point: of the table, then by the first terms of its expansion about the normal one."""
+    if freedom <= len(STUDENT):
+        return STUDENT[freedom - 1]
+    return 1.95996 + 2.3723 / freedom + 2.8225 / freedom**2 + 2.5558 / freedom**3
+
+
 def ratio_interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:
     """(geometric mean, low, high): 95% by Student's t on logarithms; no bounds from one pair."""
     logs = [math.log(each) for each in ratios]
     mean = statistics.fmean(logs)
     if len(logs) < 2:
         return math.exp(mean), None, None
-    point = STUDENT[len(logs) - 2] if len(logs) - 2 < len(STUDENT) else 1.96
-    half = point * statistics.stdev(logs) / math.sqrt(len(logs))
+    half = student(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 

@@ -15,11 +15,16 @@ def answer(**row: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--llm", default="{}")
-    llm = json.loads(parser.parse_known_args()[0].llm)
+    parser.add_argument("--hold", action="store_true")
+    options = parser.parse_known_args()[0]
+    llm = json.loads(options.llm)
     shim = "kpolicy" in llm.get("additional_config", {})
     if "fails" in llm:
         sys.exit("no such device")
     sys.stdin.readline()
+    if options.hold and shim:
+        answer(kind="waits")
+        sys.stdin.readline()
     sizes = llm.get("compilation_config", {}).get("cudagraph_capture_sizes", [1, 2])
     answer(
         kind="startup", start_s=2.0, compile_s=1.0, capture_s=1.0 if shim else 2.0, graph_mib=10.0 * len(sizes),

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.vllm.correct import LOGPROBS, MODULES, RUNNERS, beside, passes, replica_passes
 from benchmarks.vllm.loads import CHAT, CODE, RATES, make_load
-from benchmarks.vllm.summary import ratio_interval, summarise
+from benchmarks.vllm.summary import ratio_interval, student, summarise
 from kpolicy.errors import ConfigError
 from kpolicy.scheduling.traces import TRACES_VARIABLE
 
@@ -47,6 +47,11 @@ def test_the_interval_is_student_s_over_logarithms() -> None:
     assert low == pytest.approx(4.0 / high)
 
 
+def test_the_points_of_student_s_t() -> None:
+    known = {1: 12.71, 2: 4.303, 9: 2.262, 10: 2.2281, 14: 2.1448, 29: 2.0452, 1000: 1.9623}
+    assert {freedom: student(freedom) for freedom in known} == pytest.approx(known, rel=2e-4)
+
+
 @pytest.mark.parametrize("model", sorted(RATES))
 def test_loads_keep_the_trace_s_order_and_start_at_0(model: str) -> None:
     folder = Path(os.environ.get(TRACES_VARIABLE) or "../shared/traces")
@@ -64,8 +69,13 @@ def test_loads_keep_the_trace_s_order_and_start_at_0(model: str) -> None:
 def test_decodes_come_at_once() -> None:
     load = make_load("decode-768", "qwen05b", Path())
     assert load.requests == [(0.0, 32, 160)] * 768
+    assert make_load("decode-2-64", "qwen05b", Path()).requests == [(0.0, 32, 64)] * 2
+    assert make_load("burst-2", "qwen05b", Path(), scale=0.1).requests == [(0.0, 32, 4)] * 2
     with pytest.raises(ConfigError, match="no load"):
         make_load("chatter", "qwen05b", Path())
+    for wrong in ("decode-x", "decode-1-2-3", "burst", "code-", "code-2-3"):
+        with pytest.raises(ConfigError, match="no load"):
+            make_load(wrong, "qwen05b", Path())
 
 
 def generated(tokens: list[list[int]], mode: str = "FULL") -> dict[str, Any]:

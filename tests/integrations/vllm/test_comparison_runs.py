@@ -68,6 +68,70 @@ def test_loads_are_served_by_every_side(tmp_path: Path) -> None:
     assert (tmp_path / "raw.jsonl").read_text() == before
 
 
+def served(tmp_path: Path, *more: str) -> list[dict[str, Any]]:
+    command = [
+        "--models", "none", "--traces", "none", "--out", str(tmp_path), "--only", "qwen05b", "--scale", "0.1",
+        *more, *FAKE,
+    ]  # fmt: skip
+    assert stock_vs_kpolicy.main(command) == 0
+    return [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()]
+
+
+def test_bursts_are_served_in_several_turns_a_repeat_and_sides_take_turns_to_be_first(tmp_path: Path) -> None:
+    rows = served(tmp_path, "--repeats", "2", "--loads", "decode-4-8", "burst-3", "--sides", "stock", "kpolicy")
+    turns = [(row["load"], row["repeat"], row["side"]) for row in rows if row["load"] != "cold start"]
+    first = [(load, repeat) for load, repeat, _ in turns[::2]]
+    assert first == [
+        ("decode-4-8", 0), ("burst-3", 0), ("burst-3", 1), ("burst-3", 2),
+        ("decode-4-8", 1), ("burst-3", 3), ("burst-3", 4), ("burst-3", 5),
+    ]  # fmt: skip
+    assert [side for load, _, side in turns if load == "burst-3"] == ["stock", "kpolicy", "kpolicy", "stock"] * 3
+
+
+def test_a_side_may_serve_some_loads_alone(tmp_path: Path) -> None:
+    rows = served(
+        tmp_path, "--repeats", "1", "--loads", "decode-4", "decode-5", "--sides", "stock", "kpolicy", "wide",
+        "--only-for", "wide=decode-5",
+    )  # fmt: skip
+    served_by = {load: {row["side"] for row in rows if row["load"] == load} for load in ("decode-4", "decode-5")}
+    assert served_by == {"decode-4": {"stock", "kpolicy"}, "decode-5": {"stock", "kpolicy", "wide"}}
+
+
+def test_what_the_shim_counted_is_kept_where_the_budget_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stock_vs_kpolicy, "LAST_S", 1e6)
+    rows = served(tmp_path, "--loads", "decode-4")
+    assert {row["load"] for row in rows} == {"cold start"}
+    assert "the budget is spent" in capsys.readouterr().out
+    assert json.loads((tmp_path / "shim_qwen05b_kpolicy.json").read_text())["kind"] == "statistics"
+
+
+def test_shims_time_graphs_one_at_a_time_once_all_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Told(stock_vs_kpolicy.Side):
+        def go(self) -> None:
+            told.append(f"go {self.name}")
+            super().go()
+
+        def answer(self, timeout_s: float) -> dict[str, Any]:
+            row = super().answer(timeout_s)
+            told.append(f"{self.name} {row['kind']}")
+            return row
+
+    monkeypatch.setattr(stock_vs_kpolicy, "Side", Told)
+    plan = tmp_path / "plan.json"
+    served(
+        tmp_path, "--repeats", "1", "--loads", "decode-4", "--sides", "stock", "kpolicy", "planned",
+        "--plan", str(plan), "--only-for", "planned=none",
+    )  # fmt: skip
+    assert told[:9] == [
+        "go stock", "go kpolicy", "go planned", "stock startup", "kpolicy waits", "planned waits",
+        "go kpolicy", "kpolicy startup", "go planned",
+    ]  # fmt: skip
+
+
 def test_wide_has_every_size_of_the_shim_s() -> None:
     wide = arguments_of("wide", {}, max_seqs=1000, max_tokens=4096)
     sizes = default_sizes(Settings(max_num_reqs=1000, max_num_tokens=4096))
