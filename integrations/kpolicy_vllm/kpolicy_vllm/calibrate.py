@@ -7,6 +7,9 @@ of a step's time over KV; it is taken off the curves, which stand for dense work
 is what each decode row takes in every mode, whatever the step is padded to: the model's head gives every one of them
 logits, and a prompt chunk only its last token (1,000 rows of a 0.5B model: 0.6 ms of 3.5).
 
+A FULL graph of mixed batches has attention of a fixed shape, which no curve says. So each is timed with a chunk that
+fills it, and one that is clearly slower than pieces or an eager step of that chunk is never replayed (`State.dear`).
+
 Where ranks work together rank 0 says what runs next, all run it, and rank 0's table is everyone's.
 """
 
@@ -98,6 +101,13 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
         state.counters.warn_once(
             "not_calibrated", f"no step of these kinds could be timed: {kinds}. Give calibrate_seconds, or a profile."
         )
+        return None
+    state.dear = state.broadcast(together(everywhere, plan.dear, table))
+    if state.dear:
+        LOGGER.info(
+            "kpolicy: FULL graphs of mixed batches of %s tokens are slower than pieces or no graph, and stay unused",
+            ", ".join(str(size) for size in sorted({key.num_tokens for key in state.dear})),
+        )
     return table
 
 
@@ -160,6 +170,10 @@ class _Plan:
             for size, key in sorted(full.items())
             if size // q >= 1 and (of_decodes(key) or size <= most_chunk)
         ]
+        self._every = captured
+        mixed = sorted({key.num_tokens: key for key in keys if key.part is Part.FULL and _mixed(key)}.items())
+        own = {case.key: case for case in self._full}
+        self._mixed = [own.get(key) or chunk(key, size) for size, key in mixed if size <= most_chunk]
         pieces = sorted((key for key in keys if key.part is Part.PIECEWISE), key=lambda key: key.num_tokens)
         self._pieces = [chunk(key, key.num_tokens) for key in pieces if key.num_tokens <= most_chunk]
         # The smallest that holds all rows: what they take shows best there.
@@ -173,13 +187,14 @@ class _Plan:
         self._eager = [
             decode(None, size // q) if size // q <= most_rows and size % q == 0 else chunk(None, size) for size in sizes
         ]
-        for listed in (self._full, self._pieces, self._piece_rows, self._eager):
+        for listed in (self._full, self._mixed, self._pieces, self._piece_rows, self._eager):
             listed[:] = [case for case in listed if steps.fits(case.rows)]
         rows_of = [case for case in self._eager if case.rows.decodes > FEW_DECODES]
         self._eager_rows: list[Case] = []
         if rows_of and not self._piece_rows and rows_of[-1].rows.num_tokens <= most_chunk:
             self._eager_rows = [chunk(None, rows_of[-1].rows.num_tokens), rows_of[-1]]
-        self.curves = [*self._full, *self._pieces, *self._piece_rows, *self._eager, *self._eager_rows[:1]]
+        more = [case for case in self._mixed if case not in self._full]
+        self.curves = [*self._full, *more, *self._pieces, *self._piece_rows, *self._eager, *self._eager_rows[:1]]
         chunks = [case for case in self._eager if case.rows.chunk]
         self.decodes = max(
             (case for case in (*self._full, *self._eager) if case.rows.decodes),
@@ -252,6 +267,25 @@ class _Plan:
             ),
         )  # fmt: skip
 
+    def dear(self, table: CostTable) -> frozenset[GraphKey]:
+        """The FULL graphs of mixed batches that take clearly longer than a chunk of their size does without them."""
+        decode, chunks = table.decode_attention, table.prefill_attention
+        slow = set()
+        for case in self._mixed if self._eager else ():
+            if not case.times:
+                continue
+            size = case.rows.chunk
+            attention = chunks.unit_us * size * (size + 1) / 2
+            others = [(table.host_eager.base_us + table.host_eager.req_us, table.eager.at(size) + attention)]
+            piece = next((each for each in self._pieces if each.times and each.rows.chunk >= size), None)
+            if piece is not None:
+                others.append((piece.host_us(), piece.dense_us(decode, chunks) + attention))
+            if max(case.host_us(), case.best().device) > (1 + ALIKE) * min(map(max, others)):
+                slow.add(size)
+        return frozenset(
+            key for key in self._every if key.part is Part.FULL and _mixed(key) and key.num_tokens in slow
+        )  # fmt: skip
+
     def _row_us(self, decode: AttentionCost, chunks: AttentionCost) -> float:
         """What a decode row takes besides the tokens that the step is padded to, and attention to its KV.
 
@@ -274,6 +308,11 @@ class _Plan:
         more = max(1, most.sampled - fewest.sampled)
         rise = (most.dense_us(decode, chunks) - fewest.dense_us(decode, chunks)) / more
         return min(found, max(rise, 0.0))
+
+
+def _mixed(key: GraphKey) -> bool:
+    """Whether a FULL graph takes prompt chunks."""
+    return not key.decode_only
 
 
 def _mean(records: Sequence[Any], name: str, unit: float = 1.0) -> float:

@@ -25,6 +25,7 @@ __all__ = ["default_sizes", "describe", "geometric", "one_list", "plan_differs",
 LARGEST_PIECEWISE = 2048
 """Above this a step is device-bound on the models measured, and a graph no longer pays for its memory."""
 LARGEST_MIXED = 512
+"""Above this, attention of a whole graph's fixed shape is work that its rows may not need; pieces have none of it."""
 
 
 def geometric(largest: int) -> tuple[int, ...]:
@@ -92,7 +93,7 @@ def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = N
         _rounded(sizes.piecewise, _least_multiple(q, multiple_of), settings.max_num_tokens),
     )
     if ranks > 1:
-        every = tuple(sorted({*sizes.decode, *sizes.piecewise}))
+        every = tuple(sorted({*sizes.decode, *(sizes.mixed if config.plan is not None else ()), *sizes.piecewise}))
         sizes = CaptureSizes([n for n in every if n <= q * settings.max_num_reqs], (), every)
     if not (sizes.decode or sizes.mixed or sizes.piecewise):
         raise ConfigError("kpolicy has no capture sizes left; give at least one, or set the policy eager.")
@@ -117,7 +118,10 @@ def _rounded(sizes: tuple[int, ...], multiple_of: int, largest: int) -> tuple[in
 
 
 def _planned(path: str, settings: Settings) -> CaptureSizes:
-    """The sizes of a plan file.
+    """The sizes of a plan file; larger mixed batches than `LARGEST_MIXED` get pieces.
+
+    A planner that may choose takes whole graphs for mixed batches of any size, as its costs have no attention of fixed
+    shape in them.
 
     Raises:
         ConfigError: it can't be read, or was planned for other speculation or LoRA, or for fewer requests or tokens.
@@ -130,7 +134,9 @@ def _planned(path: str, settings: Settings) -> CaptureSizes:
         if planned != here:
             raise ConfigError(f"the plan {path} is of another deployment: {name} is {planned} there and {here} here. "
                               "Plan again with this deployment's settings.")  # fmt: skip
-    return plan.sizes
+    sizes = plan.sizes
+    pieces = {*sizes.piecewise, *(size for size in sizes.mixed if size > LARGEST_MIXED)}
+    return CaptureSizes(sizes.decode, [n for n in sizes.mixed if n <= LARGEST_MIXED], sorted(pieces))
 
 
 def plan_differs(path: str, claims: Claims) -> str:

@@ -93,6 +93,7 @@ class State:
         loras_apart: whether a graph captured with adapters serves only steps with some.
         broadcast: gives every rank rank 0's value; every rank must call it.
         agree: whether it holds on every rank; every rank must call it.
+        dear: graphs that are slower than what runs a step without them, and so are never replayed.
         two_forwards: whether the runner may run decodes and prompts of one step as two forwards.
     """
 
@@ -120,6 +121,7 @@ class State:
         self.captured = False
         self.broken = False
         self.compiles = 0
+        self.dear: frozenset[GraphKey] = frozenset()
         self.two_forwards = False
         self._with_split: tuple[int, CompiledPolicy] | None = None
 
@@ -131,7 +133,11 @@ class State:
     @property
     def ladder(self) -> CaptureLadder:
         """The model's own graphs that may be replayed; drafters and encoders choose theirs themselves."""
-        return self.registry.view()
+        view = self.registry.view()
+        if not self.dear:
+            return view
+        keys = [key for key in view.keys if key not in self.dear]
+        return CaptureLadder(keys, version=view.version, withdrawn=view.withdrawn)
 
     def wanted(self, *, pieces: bool) -> CaptureSizes:
         """The sizes of each kind of graph that the policy can ever choose, now that attention has said what it can.
@@ -143,6 +149,9 @@ class State:
         assert sizes is not None  # noqa: S101 - whoever leaves vLLM's sizes alone doesn't ask
         if not pieces:
             sizes = attrs.evolve(sizes, mixed=sorted({*sizes.mixed, *sizes.piecewise}))
+        elif self.config.plan is not None and self.config.piecewise_sizes is None and not self.claims.mixed:
+            # Planned for whole graphs of mixed batches, which can't be had here: without pieces those would be eager.
+            sizes = attrs.evolve(sizes, piecewise=sorted({*sizes.mixed, *sizes.piecewise}))
         try:
             keys = self.policy.plan(sizes, self.claims, self.settings)
         except KPolicyError as error:

@@ -103,6 +103,37 @@ def test_a_whole_graph_is_dearer_than_its_pieces_only_by_more_than_noise(
         assert (table.full.at(size) > table.piecewise.at(size)) is told
 
 
+MIXED = [GraphKey(Part.FULL, n, n) for n in (16, 64, 256)]
+
+
+@pytest.mark.parametrize(
+    ("slower", "pieces", "dear"),
+    [(1.0, True, set()), (1.04, True, set()), (1.2, True, {256}), (1.2, False, set()), (20.0, False, {16, 64, 256})],
+)
+def test_a_whole_graph_of_a_mixed_batch_that_is_slower_than_pieces_or_none_is_known(
+    monkeypatch: Any, slower: float, pieces: bool, dear: set[int]
+) -> None:
+    """Its attention has a fixed shape. At 16 and 64 tokens launching pieces takes the host longer than that costs."""
+    clock = SimulatedClock()
+
+    def shaped(key: Any, *rest: Any) -> tuple[float, float]:
+        host, device = cost(key, *rest)
+        mixed = isinstance(key, GraphKey) and key.part is Part.FULL and not key.decode_only
+        return host, device * 1.2 * slower if mixed else device
+
+    keys = [*MIXED, *(key for key in KEYS if pieces or key.part is Part.FULL)]
+    keys += [GraphKey(Part.FULL, 256, 256, lora_case=2)]
+    state = FakeState(FakeRunner(clock, shaped), keys, Settings(max_num_reqs=64, max_num_tokens=2048), 20.0)
+    with stand_ins(monkeypatch):
+        table = calibrate(state.runner, state, clock)
+    assert table is not None
+    assert {key.num_tokens for key in state.dear} == dear
+    assert all(key.part is Part.FULL and not key.decode_only for key in state.dear)
+    assert {key.lora_case for key in state.dear if key.num_tokens == 256} == ({0, 2} if 256 in dear else set())
+    # Its chunk tells nothing of decodes in graphs of its size.
+    assert table.full.at(64) == pytest.approx(400 + 3 * 64, rel=0.06)
+
+
 def test_times_that_stay_the_same_end_it(monkeypatch: Any) -> None:
     """Two rounds tell all where nothing varies; the rest of the allowance isn't used."""
     _, runner, _ = calibrated(monkeypatch, seconds=1e3)
@@ -143,7 +174,7 @@ def test_the_allowance_holds_and_small_sizes_go_first(monkeypatch: Any) -> None:
     assert table.eager.sizes[0] == 1
     assert max(tokens for _, tokens, _ in runner.ran) < 2048
     # Other ranks follow rank 0 through exactly as many steps.
-    assert state.broadcasts[-1] is table
+    assert state.broadcasts[-2] is table
     assert not any(value is False for value in state.broadcasts[:1])
 
 

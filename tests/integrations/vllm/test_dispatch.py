@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kpolicy.attention.support import Claims
 from kpolicy.costs import analytic_costs
+from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
@@ -101,3 +102,16 @@ def test_summary():
         "10 steps in 60 s: full 90.0%, eager 10.0%; padding 9.1%; graph_fits 9, above_largest_size 1; policy_failed 2"
     )
     assert summary(now, now, {}, 60.0) == ""
+
+
+def test_graphs_that_are_too_slow_are_never_replayed():
+    """Neither by the policy nor by vLLM's rule."""
+    made = chooser()
+    assert made.cell(100, 5).key == GraphKey(Part.FULL, 128, 64)
+    made.state.dear = frozenset([GraphKey(Part.FULL, 128, 64), GraphKey(Part.FULL, 256, 64)])
+    made.state.recompile()
+    assert made.cell(100, 5).key == GraphKey(Part.FULL, 512, 64)
+    made.state.dear = frozenset(key for key in made.desc_of if key.part is Part.FULL and not key.decode_only)
+    made.state.recompile()
+    assert made.cell(100, 5).key == GraphKey(Part.PIECEWISE, 128)
+    assert made.agreed(Step(100, 6, 5)).key == GraphKey(Part.PIECEWISE, 128)

@@ -14,6 +14,7 @@ from kpolicy.schemas import LadderPlan, write_plan
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.ladder import default_sizes, describe, geometric, one_list, sizes_of
+from kpolicy_vllm.state import State
 
 
 @given(st.integers(1, 5000))
@@ -81,10 +82,10 @@ def test_nothing_left():
         sizes_of(Config(decode_sizes=(), mixed_sizes=(), piecewise_sizes=()), Settings())
 
 
-def plan_of(path, **settings):
+def plan_of(path, mixed=(), pieces=(16,), **settings):
     made = Settings(**settings)
     q = made.query_len
-    sizes = CaptureSizes((q, 2 * q), (), (16,))
+    sizes = CaptureSizes((q, 2 * q), mixed, pieces)
     policy = get_policy("auto")
     keys = policy.plan(sizes, Claims.at_level("mixed"), made)
     write_plan(path, LadderPlan(sizes=sizes, keys=keys, settings=made, attention=Claims.at_level("mixed")))
@@ -95,6 +96,43 @@ def test_plan(tmp_path):
     path = tmp_path / "plan.json"
     plan_of(path)
     assert sizes_of(Config(plan=str(path)), Settings()) == CaptureSizes((1, 2), (), (16,))
+
+
+@pytest.fixture
+def mixed_plan(tmp_path):
+    """A plan that has whole graphs for all mixed batches, as the planner makes them where attention allows it."""
+    path = tmp_path / "plan.json"
+    plan_of(path, mixed=(64, 512, 1072), pieces=())
+    return str(path)
+
+
+def test_larger_mixed_batches_of_a_plan_get_pieces(mixed_plan):
+    """Whole graphs of them have attention of a fixed shape, which no cost of the planner's says."""
+    settings = Settings(max_num_tokens=2048)
+    assert sizes_of(Config(plan=mixed_plan), settings) == CaptureSizes((1, 2), (64, 512), (1072,))
+    given = Config(plan=mixed_plan, mixed_sizes=(1072,), piecewise_sizes=())
+    assert sizes_of(given, settings) == CaptureSizes((1, 2), (1072,), ())
+
+
+def test_ranks_share_a_plan_s_sizes(mixed_plan):
+    """Ranks that agree have no whole graphs of mixed batches, so all of the plan's are there in pieces."""
+    sizes = sizes_of(Config(plan=mixed_plan), Settings(max_num_reqs=64, max_num_tokens=2048), ranks=2)
+    assert sizes == CaptureSizes((1, 2, 64), (), (1, 2, 64, 512, 1072))
+
+
+@pytest.mark.parametrize(
+    ("level", "mixed", "pieces"), [("mixed", (64, 512), (1072,)), ("uniform", (), (64, 512, 1072))]
+)
+def test_mixed_batches_of_a_plan_get_pieces_where_whole_graphs_cannot_be_had(mixed_plan, level, mixed, pieces):
+    """On vLLM 0.23's second runner, or where attention takes only decodes, they would all run eagerly."""
+    settings = Settings(max_num_tokens=2048)
+    state = State(Config(plan=mixed_plan), settings)
+    state.claims = Claims.at_level(level)
+    state.sizes = sizes_of(state.config, settings)
+    assert state.wanted(pieces=True) == CaptureSizes((1, 2), mixed, pieces)
+    state.config = Config(plan=mixed_plan, piecewise_sizes=())
+    state.sizes = sizes_of(state.config, settings)
+    assert state.wanted(pieces=True) == CaptureSizes((1, 2), mixed, ())
 
 
 def test_plan_of_another_deployment(tmp_path):
