@@ -1,6 +1,7 @@
 """What a start takes: stock vLLM and the shim, alone on one GPU in turn, all caches warm.
 
-All sides first start at once, which fills the compile caches and measures nothing. Then each starts alone as often as
+All sides first start at once, which fills the compile caches and measures nothing (unless ``--warm`` says that they are
+full). Then each starts alone as often as
 ``--starts`` says, in rotating order, while the next one's process already imports. Raw rows go to ``OUT/starts.jsonl``
 as they come; rows already there, or in ``--done``, aren't measured again.
 
@@ -81,7 +82,8 @@ class Starts(Measurement):
         ]
         if not wanted:
             return
-        self.warm()
+        if not options.warm:
+            self.warm()
         following: Side | None = None
         for place, (repeat, name) in enumerate(wanted):
             if self.left_s() < 15:
@@ -122,6 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plan", type=Path, help="plan file of the side planned")
     parser.add_argument("--done", type=Path, action="append", default=[], help="raw rows of an earlier call")
     parser.add_argument("--sides", nargs="*", default=None, help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--warm", action="store_true", help="the compile caches are full already")
     parser.add_argument("--starts", type=int, default=3, help="measured starts of each side")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds for all")
     parser.add_argument("--llm", default="{}", help="JSON with further arguments of vllm.LLM, for all sides")

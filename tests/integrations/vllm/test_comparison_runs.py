@@ -33,6 +33,14 @@ def test_starts_are_compared_by_side(tmp_path: Path) -> None:
     assert order == ["stock", "kpolicy", "wide", "kpolicy", "wide", "stock"]
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_caches_are_filled_first_unless_they_are_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], warm: bool
+) -> None:
+    assert start(tmp_path, "--sides", "stock", "kpolicy", *(["--warm"] if warm else [])) == 0
+    assert ("to warm" in capsys.readouterr().out) is not warm
+
+
 def test_starts_on_record_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start(tmp_path, "--sides", "stock", "kpolicy")
     raw = tmp_path / "starts.jsonl"
