@@ -381,7 +381,7 @@ class Engine:
         # Without times of its own the Engine decides by the analytic table, as it would without a model.
         except Exception as error:  # noqa: BLE001 - whatever a launch of the model raised
             if isinstance(error, GraphReplayError) and error.key is not None:
-                self.registry.withdraw(error.key, Reason.REPLAY_FAILED)
+                self.registry.withdraw(error.key, error.reason or Reason.REPLAY_FAILED)
             self.calibration_error = f"{type(error).__name__}: {error}"
 
     def step(self, inputs: StepInputs) -> StepOutputs:
@@ -415,7 +415,7 @@ class Engine:
                 if failure.key not in decision.keys:
                     # Withdrawing it would change nothing, and the step would fail like this for ever.
                     raise
-                decision = self._without(failure.key, decision, numbers)
+                decision = self._without(failure, decision, numbers)
             except StickyDeviceError as error:
                 self._lose(error)
                 raise
@@ -610,21 +610,20 @@ class Engine:
         if first and self._events is not None:
             self._events.device_lost(error)
 
-    def _without(self, key: GraphKey, decision: Decision, numbers: BatchNumbers) -> Decision:
+    def _without(self, failure: GraphReplayError, decision: Decision, numbers: BatchNumbers) -> Decision:
         """The decision after a graph failed before its launch."""
-        self.registry.withdraw(key, Reason.REPLAY_FAILED)
+        key, reason = failure.key, failure.reason or Reason.REPLAY_FAILED
+        self.registry.withdraw(key, reason)
         self._stats.replay_failures += 1
         if self._communicator is None:
             return self.compiled.select(*numbers)
         # The other ranks replay now, so this one runs the same padded work, launch by launch, without the graph.
         launches = tuple(
-            attrs.evolve(launch, key=None, padded_tokens=key.num_tokens, reason=Reason.REPLAY_FAILED)
-            if launch.key == key
-            else launch
+            attrs.evolve(launch, key=None, padded_tokens=key.num_tokens, reason=reason) if launch.key == key else launch
             for launch in decision.launches
         )
         mode = decision.mode if len(launches) > 1 else Mode.EAGER
-        return attrs.evolve(decision, mode=mode, launches=launches, reason=Reason.REPLAY_FAILED)
+        return attrs.evolve(decision, mode=mode, launches=launches, reason=reason)
 
     def _need_executor(self, what: str) -> Executor:
         if self._lost is not None:

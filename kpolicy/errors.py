@@ -143,11 +143,13 @@ class OutOfMemoryError(KPolicyError):
 class GraphReplayError(KPolicyError):
     """A graph that failed before anything was launched, so the step can run in a lesser mode.
 
-    `key` is the graph's `GraphKey`; the Engine withdraws it.
+    `key` is the graph's `GraphKey`; the Engine withdraws it. `reason` is the `Reason` for that; None is
+    ``replay_failed``.
     """
 
-    def __init__(self, key: Any, message: str) -> None:
+    def __init__(self, key: Any, message: str, reason: Any = None) -> None:
         self.key = key
+        self.reason = reason
         super().__init__(message)
 
 

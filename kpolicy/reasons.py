@@ -101,7 +101,12 @@ class Reason(str, Enum):
     CAPTURE_FAILED = "capture_failed", "the device refused to capture"
     CAPTURE_OUT_OF_MEMORY = "capture_out_of_memory", "the device ran out of memory while capturing"
     CAPTURE_OUT_OF_STREAMS = "capture_out_of_streams", "the device ran out of streams while capturing"
+    CAPTURE_ILLEGAL = "capture_illegal", "an operation ran while capturing that no graph can hold"
+    CAPTURE_FORBIDDEN = "capture_forbidden", "nothing may be captured at this moment"
+    BACKEND_MISSING = "backend_missing", "a library or kernel that the step needs isn't there for this device"
     REPLAY_FAILED = "replay_failed", "the replay failed before anything was launched"
+    ADDRESS_CHANGED = "address_changed", "what the graph reads isn't where it was captured"
+    DEVICE_LOST = "device_lost", "the device is lost to this process"
     GENERATION_EVICTED = "generation_evicted", "the graph went with its whole generation"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kpolicy.errors import GraphReplayError
 from kpolicy.keys import GraphKey
+from kpolicy.reasons import Reason
 
 __all__ = ["Address", "addresses_of", "check_moved"]
 
@@ -37,4 +38,5 @@ def check_moved(key: GraphKey | None, then: Mapping[str, Address], now: Mapping[
                 key,
                 f"{name} {found}; {key or 'the graph'} was captured with it at (address, shape, strides) {place}. Put "
                 "it back in place, for example with copy_, or capture again.",
+                Reason.ADDRESS_CHANGED,
             )

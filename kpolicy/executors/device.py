@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+from kpolicy.errors import CaptureError, GraphReplayError, StickyDeviceError
 from kpolicy.executors.base import ProbeReport
+from kpolicy.reasons import Reason
 
-__all__ = ["DeviceAdapter", "DeviceEvent", "Failure", "MemoryReport"]
+__all__ = ["DeviceAdapter", "DeviceEvent", "Failure", "MemoryReport", "known"]
 
 Tensor = Any
 
@@ -27,6 +29,21 @@ class Failure(NamedTuple):
     """A `Reason`: why the key can't be had, or the launch failed."""
     sticky: bool
     """Whether the device is lost for this process."""
+
+
+def known(error: BaseException) -> Failure | None:
+    """What an error means on every device; None for those whose codes and words are a device's own."""
+    if isinstance(error, StickyDeviceError):
+        return Failure(Reason.DEVICE_LOST, True)
+    if isinstance(error, CaptureError):
+        return Failure(error.reason, False)
+    if isinstance(error, GraphReplayError):
+        return Failure(error.reason or Reason.REPLAY_FAILED, False)
+    if isinstance(error, MemoryError):
+        return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
+    if isinstance(error, ImportError):
+        return Failure(Reason.BACKEND_MISSING, False)
+    return None
 
 
 class DeviceEvent(Protocol):

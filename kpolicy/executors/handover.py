@@ -38,12 +38,12 @@ class PartOutputs(NamedTuple):
         return None
 
 
-def without_graph(decision: Decision, place: int) -> Decision:
-    """The decision with one launch run eagerly at its graph's size, because the graph failed."""
+def without_graph(decision: Decision, place: int, reason: Reason = Reason.REPLAY_FAILED) -> Decision:
+    """The decision with one launch run eagerly at its graph's size, because the graph failed for that reason."""
     launches = list(decision.launches)
     launch = launches[place]
     assert launch.key is not None  # noqa: S101 - only a graph fails so
-    launches[place] = attrs.evolve(launch, key=None, padded_tokens=launch.key.num_tokens, reason=Reason.REPLAY_FAILED)
+    launches[place] = attrs.evolve(launch, key=None, padded_tokens=launch.key.num_tokens, reason=reason)
     return attrs.evolve(decision, launches=tuple(launches))
 
 

@@ -51,6 +51,7 @@ from kpolicy.executors.segments import (
 from kpolicy.executors.step_model import StepModel
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
+from kpolicy.reasons import Reason
 from kpolicy.shapes import BatchNumbers
 
 __all__ = ["GraphLauncher", "LauncherPool"]
@@ -418,6 +419,7 @@ def _check_inputs(handle: FullGraph | PieceGraph) -> None:
                 handle.key,
                 f"static input {name} is now at {now.data_ptr():#x}; {handle.key} was captured with it at "
                 f"{then.data_ptr():#x}. Copy into the tensor that is there, or capture again.",
+                Reason.ADDRESS_CHANGED,
             )
 
 

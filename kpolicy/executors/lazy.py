@@ -201,7 +201,7 @@ class LazyCapture:
             # The costs stay as they are, and the graphs that are there aren't tried again.
             self._finish(captured)
             if isinstance(error, GraphReplayError) and error.key is not None:
-                self._engine.registry.withdraw(error.key, Reason.REPLAY_FAILED)
+                self._engine.registry.withdraw(error.key, error.reason or Reason.REPLAY_FAILED)
             return
         finally:
             self._saved_s -= time.perf_counter() - start

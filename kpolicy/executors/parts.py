@@ -42,7 +42,7 @@ class Program(Protocol):
 def replay_error(adapter: DeviceAdapter, key: GraphKey, error: Exception) -> Exception:
     """What an error of a replay or of its staging means to whoever asked for it."""
     if isinstance(error, GraphReplayError):
-        return error if error.key is not None else GraphReplayError(key, f"replaying {key}: {error}")
+        return error if error.key is not None else GraphReplayError(key, f"replaying {key}: {error}", error.reason)
     if isinstance(error, KPolicyError) and not isinstance(error, OutOfMemoryError):
         return error
     if adapter.classify(error).sticky:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import attrs
 
 from kpolicy.decision import Decision, Launch
-from kpolicy.errors import BudgetRefused, CaptureError, GraphReplayError, RegistryError
+from kpolicy.errors import BudgetRefused, CaptureError, GraphReplayError, RegistryError, StickyDeviceError
 from kpolicy.executors.base import CaptureReport, ProbeReport, ReadyEvent, StepInputs, StepOutputs, new_outputs
 from kpolicy.executors.handover import LateOutputs, PartOutputs, joined, part_of, without_graph
 from kpolicy.keys import GraphKey
@@ -248,6 +248,10 @@ class ModeRunner:
             registry.fail(key, _reason(error))
             self.capture_errors[key] = str(error)
             return None
+        except StickyDeviceError as error:
+            registry.fail(key, Reason.DEVICE_LOST)
+            self.capture_errors[key] = str(error)
+            raise
         try:
             registry.capture(key, **report._asdict(), pool=pool.name, handle=handle)
         except BudgetRefused as refused:
@@ -346,11 +350,12 @@ class ModeRunner:
                 continue
             try:
                 parts.append(self._replay(launch, rows))
-            except GraphReplayError:
+            except GraphReplayError as failure:
                 if i == 0:
                     raise
-                self.registry.withdraw(launch.key, Reason.REPLAY_FAILED)
-                ran = without_graph(ran, i)
+                reason = failure.reason or Reason.REPLAY_FAILED
+                self.registry.withdraw(launch.key, reason)
+                ran = without_graph(ran, i, reason)
                 parts.append(self.launcher.eager(rows, ran.launches[i]))
         ready = self.launcher.ready(ran, inputs.numbers)
         outputs = joined([part.outputs for part in parts])

@@ -45,6 +45,9 @@ __all__ = [
     "log_events",
 ]
 
+_AT_REPLAY = (Reason.REPLAY_FAILED, Reason.ADDRESS_CHANGED)
+"""Why a graph is withdrawn in the midst of a step, whose event names it"""
+
 
 @attrs.frozen(kw_only=True)
 class GraphCaptured:
@@ -284,7 +287,7 @@ class Events:
         with self._lock:
             events = []
             for event in self._differences():
-                if isinstance(event, GraphWithdrawn) and event.reason is Reason.REPLAY_FAILED:
+                if isinstance(event, GraphWithdrawn) and event.reason in _AT_REPLAY:
                     self._held.append(event)
                 else:
                     events.append(event)

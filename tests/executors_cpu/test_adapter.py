@@ -328,7 +328,7 @@ def test_without_a_limit_memory_is_the_process_and_the_machine() -> None:
         (OSError(12, "Cannot allocate memory"), Reason.CAPTURE_OUT_OF_MEMORY, False),
         (CaptureError(Reason.CAPTURE_OUT_OF_STREAMS, "x"), Reason.CAPTURE_OUT_OF_STREAMS, False),
         (GraphReplayError(None, "x"), Reason.REPLAY_FAILED, False),
-        (StickyDeviceError("x"), Reason.REPLAY_FAILED, True),
+        (StickyDeviceError("x"), Reason.DEVICE_LOST, True),
         (RuntimeError("anything"), Reason.CAPTURE_FAILED, False),
     ],
 )

@@ -24,31 +24,58 @@ CASES = {
     "out of memory, by code": (Coded(2), "oom", False),
     "out of memory, Triton's": (RuntimeError("Triton Error [CUDA]: out of memory"), "oom", False),
     "out of memory, the host's": (MemoryError(), "oom", False),
-    "illegal in capture, by code": (Coded(900), "failed", False),
+    "illegal in capture, by code": (Coded(900), "illegal", False),
     "illegal in capture, by words": (
-        RuntimeError("CUDA error: operation not permitted when stream is capturing"), "failed", False,
+        RuntimeError("CUDA error: operation not permitted when stream is capturing"), "illegal", False,
     ),
-    "capture invalidated": (Coded(901), "failed", False),
-    "capture forbidden now, by code": (Coded(906), "failed", False),
+    "illegal in capture, torch's own": (
+        RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless pinned"), "illegal",
+        False,
+    ),
+    "capture invalidated": (Coded(901), "illegal", False),
+    "capture forbidden now, by code": (Coded(906), "forbidden", False),
     "capture forbidden now, by words": (
-        RuntimeError("CUDA error: operation would make the legacy stream depend on another"), "failed", False,
+        RuntimeError("CUDA error: operation would make the legacy stream depend on another"), "forbidden", False,
     ),
-    "an address changed": (GraphReplayError(None, "weight is now elsewhere"), "replay", False),
+    "capture forbidden now, another thread's": (
+        RuntimeError("CUDA error: attempt to terminate a thread-local capture sequence from another thread"),
+        "forbidden", False,
+    ),
+    "capture forbidden now, torch's own": (
+        RuntimeError("CUDA graphs must be captured on a non-default stream."), "forbidden", False,
+    ),
+    "an address changed": (
+        GraphReplayError(None, "weight is now elsewhere", Reason.ADDRESS_CHANGED), "address", False,
+    ),
+    "a replay that failed otherwise": (GraphReplayError(None, "no row"), "replay", False),
     "a refused capture keeps its reason": (CaptureError(Reason.CAPTURE_OUT_OF_STREAMS, "none left"), "streams", False),
-    "a backend that is missing": (ModuleNotFoundError("No module named 'flashinfer'"), "failed", False),
-    "lost, by name": (StickyDeviceError("gone"), "replay", True),
-    "an illegal address, by code": (Coded(700), "failed", True),
-    "an illegal address, Triton's": (
-        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), "failed", True,
+    "a package that is missing": (ModuleNotFoundError("No module named 'flashinfer'"), "missing", False),
+    "a library that is missing": (
+        OSError("libcute.so: cannot open shared object file: No such file or directory"), "missing", False,
     ),
-    "an assertion": (RuntimeError("CUDA error: device-side assert triggered"), "failed", True),
-    "words with a number": (RuntimeError("CUDA error: 719"), "failed", True),
+    "a kernel that is missing": (Coded(209), "missing", False),
+    "a kernel that is missing, by words": (
+        RuntimeError("CUDA error: no kernel image is available for execution on the device"), "missing", False,
+    ),
+    "an operator that is missing": (
+        NotImplementedError("Could not run 'aten::x' with arguments from the 'CUDA' backend."), "missing", False,
+    ),
+    "a model's own gap": (NotImplementedError("forward"), "failed", False),
+    "lost, by name": (StickyDeviceError("gone"), "lost", True),
+    "an illegal address, by code": (Coded(700), "lost", True),
+    "an illegal address, Triton's": (
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), "lost", True,
+    ),
+    "an assertion": (RuntimeError("CUDA error: device-side assert triggered"), "lost", True),
+    "words with a number": (RuntimeError("CUDA error: 719"), "lost", True),
     "a model's own error": (ValueError("an illegal memory access, says the model"), "failed", False),
     "a model's shapes": (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "failed", False),
 }  # fmt: skip
 REASONS = {
     "oom": Reason.CAPTURE_OUT_OF_MEMORY, "failed": Reason.CAPTURE_FAILED, "replay": Reason.REPLAY_FAILED,
-    "streams": Reason.CAPTURE_OUT_OF_STREAMS,
+    "streams": Reason.CAPTURE_OUT_OF_STREAMS, "illegal": Reason.CAPTURE_ILLEGAL,
+    "forbidden": Reason.CAPTURE_FORBIDDEN, "missing": Reason.BACKEND_MISSING, "lost": Reason.DEVICE_LOST,
+    "address": Reason.ADDRESS_CHANGED,
 }  # fmt: skip
 
 

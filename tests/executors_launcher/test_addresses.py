@@ -79,7 +79,7 @@ def test_a_move_costs_the_graph_not_the_step(what: str, policy: str, device: str
     assert torch.allclose(outputs.outputs[0], wanted.outputs[0], atol=1e-4)
     assert engine.stats.replay_failures == 1
     assert {record.reason for record in engine.registry.records() if record.state is GraphState.WITHDRAWN} == {
-        Reason.REPLAY_FAILED
+        Reason.ADDRESS_CHANGED
     }
     engine.release()
 

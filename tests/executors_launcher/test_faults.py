@@ -323,3 +323,44 @@ def test_a_graph_that_fails_behind_the_host_is_named_and_verified_at_its_shape(
     )
     assert verifier.differences == []
     executor.release()
+
+
+def test_a_device_lost_in_capture_is_counted_on_its_key(small: Callable[..., Any]) -> None:
+    """The key that lost it has failed for that reason, and the error is the caller's and every later step's."""
+    executor = CpuExecutor(small())
+    engine = Engine("full", executor=executor, settings=SETTINGS, ladder=[2, 4])
+    executor.adapter._lost = True
+    with pytest.raises(StickyDeviceError):
+        engine.capture()
+    lost = {record.key: record.reason for record in engine.registry.records() if record.reason is not None}
+    assert list(lost.values()) == [Reason.DEVICE_LOST]
+    assert "lost" in executor.capture_errors[next(iter(lost))]
+    with pytest.raises(StickyDeviceError):
+        engine.capture()
+
+
+def test_a_later_launch_says_why_it_lost_its_graph(small: Callable[..., Any]) -> None:
+    """Memory that moved under the second launch's graph is that launch's reason, and the record's."""
+    executor = CpuExecutor(small())
+    engine = Engine("split:form=in_turn", executor=executor, settings=SETTINGS, ladder=[2, 4, 8, 16])
+    engine.capture()
+    sequences = Sequences(3)
+    sequence = sequences.start()
+    chunk = sequences.chunk(sequence, 2)
+    engine.step(sequences.inputs([chunk]))
+    sequences.advance([chunk])
+    inputs = sequences.inputs([sequences.decode(sequence), sequences.chunk(sequences.start(), 5)])
+    key = engine.select(*inputs.numbers).launches[1].key
+    assert key is not None
+    replay = executor.launcher.replay
+
+    def moved(handle: Any, rows: Any, launch: Any) -> Any:
+        if launch.key == key:
+            raise GraphReplayError(key, "weight is now elsewhere", Reason.ADDRESS_CHANGED)
+        return replay(handle, rows, launch)
+
+    executor.launcher.replay = moved  # type: ignore[method-assign]
+    outputs = engine.step(inputs)
+    assert outputs.decision.launches[1].reason is Reason.ADDRESS_CHANGED
+    assert engine.registry.record(key).reason is Reason.ADDRESS_CHANGED
+    assert engine.stats.half_reasons == {"address_changed": 1}

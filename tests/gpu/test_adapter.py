@@ -139,7 +139,7 @@ def failing(adapter: CudaAdapter, pool: Any, work: Any) -> tuple[Reason, bool]:
     return meant
 
 
-FAILURES = [(_synchronises, Reason.CAPTURE_FAILED), (_allocates_too_much, Reason.CAPTURE_OUT_OF_MEMORY)]
+FAILURES = [(_synchronises, Reason.CAPTURE_ILLEGAL), (_allocates_too_much, Reason.CAPTURE_OUT_OF_MEMORY)]
 
 
 @pytest.mark.parametrize(("work", "reason"), FAILURES)

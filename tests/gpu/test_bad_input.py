@@ -79,7 +79,7 @@ def test_a_model_that_synchronises_in_capture(model: Any, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(layer, "forward", synchronising)
         engine.capture()
-        assert set(reasons(engine)) == {Reason.CAPTURE_FAILED}
+        assert set(reasons(engine)) == {Reason.CAPTURE_ILLEGAL}
         assert "synchron" in next(iter(engine.executor.capture_errors.values())).lower() or (  # type: ignore[union-attr]
             "captur" in next(iter(engine.executor.capture_errors.values())).lower()  # type: ignore[union-attr]
         )

@@ -11,8 +11,7 @@ import re
 
 import torch
 
-from kpolicy.errors import CaptureError, GraphReplayError, StickyDeviceError
-from kpolicy.executors.device import Failure
+from kpolicy.executors.device import Failure, known
 from kpolicy.reasons import Reason
 
 __all__ = ["advice", "classify", "error_codes"]
@@ -41,19 +40,16 @@ def error_codes(error: BaseException) -> frozenset[int]:
 
 def classify(error: BaseException) -> Failure:
     """What an error means to a capture or a replay."""
-    if isinstance(error, StickyDeviceError):
-        return Failure(Reason.REPLAY_FAILED, True)
-    if isinstance(error, CaptureError):
-        return Failure(error.reason, False)
-    if isinstance(error, GraphReplayError):
-        return Failure(Reason.REPLAY_FAILED, False)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    meant = known(error)
+    if meant is not None:
+        return meant
+    if isinstance(error, torch.OutOfMemoryError):
         return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
     text, codes = str(error).lower(), error_codes(error)
     if any(words in text for words in _NO_STREAMS) or codes & NO_RESOURCE:
         return Failure(Reason.CAPTURE_OUT_OF_STREAMS, False)
     if codes & STICKY:
-        return Failure(Reason.REPLAY_FAILED, True)
+        return Failure(Reason.DEVICE_LOST, True)
     if codes & OUT_OF_MEMORY or "out of memory" in text:
         return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
     return Failure(Reason.CAPTURE_FAILED, False)

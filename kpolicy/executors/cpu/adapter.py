@@ -30,7 +30,7 @@ from kpolicy.executors.cpu.graph import Graph
 from kpolicy.executors.cpu.recorder import Recorder
 from kpolicy.executors.cpu.staging import new_buffer, stage_tensor_or_numbers
 from kpolicy.executors.cpu.streams import CpuEvent, CpuStream
-from kpolicy.executors.device import DeviceEvent, Failure, MemoryReport
+from kpolicy.executors.device import DeviceEvent, Failure, MemoryReport, known
 from kpolicy.executors.simulated import Fault
 from kpolicy.reasons import Reason
 
@@ -254,7 +254,8 @@ class CpuAdapter:
         with self._lock:
             if pool.recorder is not None:
                 raise CaptureError(
-                    Reason.CAPTURE_FAILED, "another recording into this pool isn't over; end it, or use another pool."
+                    Reason.CAPTURE_FORBIDDEN,
+                    "another recording into this pool isn't over; end it, or use another pool.",
                 )
             pool.recorder = recorder
         try:
@@ -326,12 +327,9 @@ class CpuAdapter:
     # Errors
 
     def classify(self, error: BaseException) -> Failure:
-        if isinstance(error, StickyDeviceError):
-            return Failure(Reason.REPLAY_FAILED, True)
-        if isinstance(error, CaptureError):
-            return Failure(error.reason, False)
-        if isinstance(error, GraphReplayError):
-            return Failure(Reason.REPLAY_FAILED, False)
+        meant = known(error)
+        if meant is not None:
+            return meant
         return Failure(Reason.CAPTURE_OUT_OF_MEMORY if _is_out_of_memory(error) else Reason.CAPTURE_FAILED, False)
 
     def _check_lost(self) -> None:
@@ -346,7 +344,7 @@ def _fail_midway(place: int) -> None:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     """Whether the host's memory ran out: torch's CPU allocator says so in words only (c10/core/impl/alloc_cpu.cpp)."""
-    if isinstance(error, (MemoryError, OutOfMemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM

@@ -82,13 +82,16 @@ class Graph:
         for outside in self._outside:
             if outside.moved:
                 raise GraphReplayError(
-                    None, f"memory that {outside.line} was recorded with has moved; keep static inputs where they are."
+                    None,
+                    f"memory that {outside.line} was recorded with has moved; keep static inputs where they are.",
+                    Reason.ADDRESS_CHANGED,
                 )
             if outside.ours_only:
                 raise GraphReplayError(
                     None,
                     f"memory that {outside.line} was recorded with is held by nobody but the graph; keep the tensors "
                     "that a graph reads for as long as it lives.",
+                    Reason.ADDRESS_CHANGED,
                 )
 
     def describe(self) -> str:

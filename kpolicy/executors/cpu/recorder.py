@@ -86,7 +86,7 @@ class Recorder:
             CaptureError: it is recording already.
         """
         if getattr(this_thread, "recorder", None) is not None:
-            raise CaptureError(Reason.CAPTURE_FAILED, "this thread is recording already; end that recording first.")
+            raise CaptureError(Reason.CAPTURE_FORBIDDEN, "this thread is recording already; end that recording first.")
         if not torch.is_inference_mode_enabled():
             self._modes.enter_context(torch.inference_mode())
         self._modes.enter_context(_Functions(self))
@@ -106,7 +106,7 @@ class Recorder:
         outside = list(memory.outside.values())
         for each in outside:
             if each.ours_only:
-                raise CaptureError(Reason.CAPTURE_FAILED, f"{each.line} can't be recorded: {STALE}")
+                raise CaptureError(Reason.CAPTURE_ILLEGAL, f"{each.line} can't be recorded: {STALE}")
         # A result that no call reads and nobody holds needn't be copied: statistics beside a normalisation's result.
         calls = [
             with_copies(call, [(each.path, each.copy) for each in fresh if each.block.read or each.block.alive])

@@ -45,7 +45,7 @@ def model_line() -> str:
 def refused(operator: object, why: str, line: str | None = None) -> CaptureError:
     """The one error of the recorder: the operator, the line of model code, why, and the next step."""
     return CaptureError(
-        Reason.CAPTURE_FAILED,
+        Reason.CAPTURE_ILLEGAL,
         f"{operator} at {line or model_line()} can't be recorded: {why} Take it out of the captured part, or mark the "
         "call so that it runs eagerly.",
     )

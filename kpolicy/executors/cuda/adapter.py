@@ -425,9 +425,9 @@ class CudaAdapter:
         if pool.released:
             raise RegistryError("a graph was to be captured into a pool that was released; make a new pool.")
         if self._recording is not None:
-            raise CaptureError(Reason.CAPTURE_FAILED, "another recording isn't over; end it first.")
+            raise CaptureError(Reason.CAPTURE_FORBIDDEN, "another recording isn't over; end it first.")
         if self._current() != pool.stream:
-            raise CaptureError(Reason.CAPTURE_FAILED, "begin must be called within recording(pool).")
+            raise CaptureError(Reason.CAPTURE_FORBIDDEN, "begin must be called within recording(pool).")
         used = self._used()
         self._recording = pool, self._begun(pool), used
         if self._faults.due("mid_segment"):

@@ -18,6 +18,7 @@ import torch
 from kpolicy.errors import ConfigError, GraphReplayError
 from kpolicy.executors.cpu.staging import check_buffer, stage_tensor
 from kpolicy.executors.packing import FORMATS, PackedRows
+from kpolicy.reasons import Reason
 
 __all__ = ["BufferSpec", "Job", "StagedGroup", "place_of"]
 
@@ -154,6 +155,7 @@ class StagedGroup:
                     None,
                     f"a static input of {list(buffer.shape)} isn't the one that graphs read: it was swapped for "
                     "another. Copy into the tensor that was there, or capture again.",
+                    Reason.ADDRESS_CHANGED,
                 )
             if type(values) in _PLAIN:
                 rows, offset, row_bytes, flat = places[place.buffer]
