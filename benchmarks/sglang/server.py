@@ -30,6 +30,10 @@ ARGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+_SLOWEST = 12
+"""Steps of a trace that are told one by one."""
+
+
 def say(**answer: Any) -> None:
     """Answer the parent."""
     print("\nRES " + json.dumps(answer), flush=True)
@@ -276,6 +280,7 @@ def about(runner: Any) -> dict[str, Any] | None:
             for rows, curve in ((mixed.few_rows, mixed.few), (mixed.many_rows, mixed.many))
         },
         "registry": {"graphs": totals.graphs, "mib": round(totals.bytes / 2**20, 1), "s": round(totals.seconds, 3)},
+        "long_us": None if state.long is None else dict(zip(state.long.sizes, map(round, state.long.us), strict=True)),
         "measuring_s": round(state.measuring_s, 2), "said": state.messages,
     }  # fmt: skip
 
@@ -405,6 +410,7 @@ class Trace:
         firsts = sorted((each[0] - sent[rid]) * 1e3 for rid, each in times.items())
         if firsts:
             found |= {f"ttft_p{q}_ms": round(_at(firsts, q), 1) for q in (50, 99)}
+            found["ttft_ms"] = {str(q): round(_at(firsts, q), 1) for q in (25, 75, 90, 95, 98, 99.5, 100)}
         if gaps:
             found["gaps_ms"] = {str(q): round(_at(gaps, q), 2) for q in (25, 75, 90, 95, 98, 99, 99.5, 99.9)}
             found |= {
@@ -413,13 +419,14 @@ class Trace:
                 "gap_mean_ms": round(sum(gaps) / len(gaps), 3),
             }  # fmt: skip
         split = getattr(scheduler, "_kpolicy_split", None)
-        found["launches"] = launched()
+        found["launches"], found["slowest"] = launched()
         return {**found, "cycles": dict(split.cycles) if split is not None else None, "steps": steps_of(self.runner)}
 
     def _watch_launches(self) -> Any:
         """Have the scheduler's launches timed on the host; what is returned ends that and sums them up.
 
-        By kind and size: how many, mean milliseconds of the host in `run_batch`, and from one launch to the next.
+        By kind and size: how many, mean milliseconds of the host in `run_batch`, and from one launch to the next; and
+        the longest from one to the next, with seconds since the first.
         """
         scheduler, original = self.scheduler, self.scheduler.run_batch
         seen: list[tuple[float, float, str]] = []
@@ -432,13 +439,20 @@ class Trace:
             seen.append((began, time.perf_counter(), f"{mode} {_bin(size)}"))
             return found
 
-        def ended() -> dict[str, list[float]]:
+        def ended() -> tuple[dict[str, list[float]], list[tuple[float, float, str]]]:
             scheduler.run_batch = original
             sums: dict[str, list[float]] = {}
             for (began, done, kind), (after, _, _) in itertools.pairwise(seen):
                 each = sums.setdefault(kind, [0, 0.0, 0.0])
                 each[0], each[1], each[2] = each[0] + 1, each[1] + (done - began) * 1e3, each[2] + (after - began) * 1e3
-            return {kind: [n, round(a / n, 2), round(b / n, 2)] for kind, (n, a, b) in sorted(sums.items())}
+            steps = [
+                (after - began, began - seen[0][0], kind)
+                for (began, _, kind), (after, _, _) in itertools.pairwise(seen)
+            ]
+            slowest = [
+                (round(ms * 1e3, 1), round(s, 3), kind) for ms, s, kind in sorted(steps, reverse=True)[:_SLOWEST]
+            ]
+            return {kind: [n, round(a / n, 2), round(b / n, 2)] for kind, (n, a, b) in sorted(sums.items())}, slowest
 
         scheduler.run_batch = run_batch
         return ended

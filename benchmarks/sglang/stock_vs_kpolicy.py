@@ -84,6 +84,8 @@ NO_VARIANTS: Mapping[str, dict[str, str]] = {}
 NONE_SHARED: Mapping[int, int] = {}
 SERVED = ("step", "trace", "check", "drawn")
 """Kinds of answers that a slice is run for."""
+WARM_TOKENS = 8
+"""Most output tokens of a request before anything is measured."""
 STARTS_S = {"qwen": 120, "dsv2": 200}
 # Two-sided 95% points of Student's t by degrees of freedom, for fewer values than have the sign test.
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
@@ -306,7 +308,8 @@ def trace(run: Run, part: str) -> None:
     how = {"concurrent": concurrent, "stream": "streamed" not in LOADS[part]}
     try:
         run.start(part, sides)
-        warm = requests[: max(8, len(requests) // 8)]
+        # The same burst with short answers: what a first one compiles isn't a side's own time.
+        warm = [(at, prompt, min(output, WARM_TOKENS)) for at, prompt, output in requests[: len(requests) // 2]]
         for name in sides:
             sides[name].ask(90, do="run", requests=warm, **how)
         for turn in range(run.given.repeats):

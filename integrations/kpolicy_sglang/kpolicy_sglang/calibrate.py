@@ -3,6 +3,9 @@
 Batches are the dummies that SGLang captures with: their rows write to the slot that SGLang keeps for padding, so that
 nothing of a request is touched. A step is timed whole, from the call until the device is done, in rounds over all
 cases: what else runs on the machine should slow every case alike.
+
+Prompt tokens are prompts of at most `PROMPT_TOKENS`, since a server's batch of a chunk has several, whose attention
+takes a fraction of that of one as long as the chunk. What one long prompt takes is timed beside them.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from kpolicy.costs import CostTable, Curve
-from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase, table_of
+from kpolicy_sglang.phase import DECODE, PREFILL, PROMPT_TOKENS, MixedCost, Phase, table_of
 from kpolicy_sglang.ranks import Ranks
 from kpolicy_sglang.state import State
 
@@ -28,12 +31,13 @@ logger = logging.getLogger(__name__)
 EAGER_TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
 EAGER_DECODES = (1, 32, 256)
 MIXED_TOKENS = (64, 512, 2048)
+LONG_TOKENS = (2048, 4096, 8192)
 FEW_DECODES, MANY_DECODES, MIXED_KV = 2, 32, 64
 ROUNDS, WARM = 5, 2
 
 
 def cost_tables(model_runner: Any, state: State, ranks: Ranks | None = None) -> Mapping[str, CostTable]:
-    """Cost tables by phase, and the mixed curve of the state: from a profile, measured, or none.
+    """Cost tables by phase, and the state's mixed curves and long prompts: of a profile, measured, or none.
 
     The same on every rank: rank 0's. Ranks that take each step together measure nothing, since a step of one would
     wait for the others.
@@ -53,7 +57,8 @@ def cost_tables(model_runner: Any, state: State, ranks: Ranks | None = None) -> 
             "KPOLICY_PROFILE to decide by cost"
         )
         return {}
-    tables, state.mixed = ranks.first((measure(model_runner, state, ranks), state.mixed))
+    tables = measure(model_runner, state, ranks)
+    tables, state.mixed, state.long = ranks.first((tables, state.mixed, state.long))
     return tables
 
 
@@ -73,7 +78,7 @@ def _reads_costs(policy: str) -> bool:
 
 
 def measure(model_runner: Any, state: State, ranks: Ranks | None = None) -> dict[str, CostTable]:
-    """Time every captured size, eager steps at a few sizes, and mixed batches as SGLang itself runs them.
+    """Time every captured size, eager steps at a few sizes, long prompts, and mixed batches as SGLang itself runs them.
 
     Raises:
         RankError: another rank couldn't set this up, or make anything of what was measured.
@@ -100,6 +105,9 @@ def _cases(model_runner: Any, state: State, ranks: Ranks) -> tuple[_Bench, dict[
         usual = EAGER_DECODES if phase.name == DECODE else EAGER_TOKENS
         # SGLang's dummies are made in the buffers of its graphs: none may be larger.
         add(phase, "eager", sorted({*(s for s in usual if s < phase.largest), phase.largest}), make, False)
+        if phase.name == PREFILL:
+            long = {min(size, phase.largest) for size in LONG_TOKENS}
+            add(phase, "long", sorted(size for size in long if size > PROMPT_TOKENS), bench.prompt, None)
         if phase.name == PREFILL and state.config.split and most > MANY_DECODES:
             rows = _many_rows(model_runner)
             for name, decodes in (("few", min(FEW_DECODES, rows)), ("many", rows)):
@@ -124,7 +132,7 @@ def _tables(
         if graph and eager:
             version = f"measured {at} in SGLang {state.version}, {phase.name}"
             tables[phase.name] = table_of(version, graph, eager)
-    few, many = (_curve(bench.us(cases.get((PREFILL, name), {}))) for name in ("few", "many"))
+    few, many, state.long = (_curve(bench.us(cases.get((PREFILL, name), {}))) for name in ("few", "many", "long"))
     rows = _many_rows(model_runner)
     if few and many and rows > FEW_DECODES:
         mixed = MixedCost(few, many, FEW_DECODES, rows)
@@ -200,22 +208,44 @@ class _Bench:
         """SGLang's own dummy of so many decode rows."""
         return self._decode.capture_prepare(num_reqs)[0]
 
-    def prefill(self, num_tokens: int) -> Any:
+    def prompt(self, num_tokens: int) -> Any:
         """SGLang's own dummy of one prompt."""
         return self._prefill.capture_prepare(num_tokens)[0]
 
+    def prefill(self, num_tokens: int) -> Any:
+        """A dummy of prompts of about one length, as few as are short enough."""
+        batch = self.prompt(num_tokens)
+        lengths = self._lengths(num_tokens)
+        return batch if len(lengths) == 1 else self._rows(batch, lengths, [0] * len(lengths))
+
     def mixed(self, num_tokens: int, *, decodes: int) -> Any:
-        """A dummy of one prompt and some decode rows, as SGLang mixes them."""
-        torch, batch = self._torch, self.prefill(num_tokens)
-        new = [num_tokens - decodes] + [1] * decodes
-        prefix = [0] + [MIXED_KV] * decodes
+        """A dummy of prompts and some decode rows, as SGLang mixes them."""
+        batch = self.prompt(num_tokens)
+        lengths = self._lengths(num_tokens - decodes, beside=decodes)
+        batch = self._rows(batch, lengths + [1] * decodes, [0] * len(lengths) + [MIXED_KV] * decodes)
+        batch.forward_mode = batch.global_forward_mode = type(batch.forward_mode).MIXED
+        return batch
+
+    def _lengths(self, num_tokens: int, *, beside: int = 0) -> list[int]:
+        """Prompts of about one length that are so many tokens together."""
+        if num_tokens <= PROMPT_TOKENS:
+            return [num_tokens]
+        room = max(int(self._runner.req_to_token_pool.size) - beside, 1)
+        # A FULL prefill graph has a number of rows that it was captured with.
+        full = self._prefill.prefill_backend_name == "full"
+        count = 1 if full else min(-(-num_tokens // PROMPT_TOKENS), room)
+        each, more = divmod(num_tokens, count)
+        return [each + 1] * more + [each] * (count - more)
+
+    def _rows(self, batch: Any, new: list[int], prefix: list[int]) -> Any:
+        """A dummy of one prompt made into rows of so many new tokens with so many cached ones before them."""
+        torch = self._torch
         kv = [a + b for a, b in zip(new, prefix, strict=True)]
         starts = [0, *itertools.accumulate(new)][:-1]
 
         def tensor(values: list[int]) -> Any:
             return torch.tensor(values, dtype=torch.int64, device=batch.seq_lens.device)
 
-        batch.forward_mode = batch.global_forward_mode = type(batch.forward_mode).MIXED
         batch.batch_size = len(new)
         batch.req_pool_indices = torch.arange(len(new), device=batch.seq_lens.device)
         batch.seq_lens, batch.orig_seq_lens = tensor(kv), tensor(kv)

@@ -37,6 +37,8 @@ NOISE = 0.02
 PADDING = 0.125
 """Of a graph's size: a batch that leaves no more of it empty is taken for one of its size where the graph is as fast as
 an eager step of that size."""
+PROMPT_TOKENS = 1024
+"""Most tokens of a prompt where steps are timed, but for long prompts themselves: a server's steps have several."""
 _YES, _NO = 1, 2
 _HOST = HostCost(0.0)
 
@@ -154,8 +156,7 @@ class Phase:
         """The decision, but for an eager step that costs little less: within `NOISE`, or by little padding.
 
         A graph leaves the host free for the scheduler, which a step timed alone doesn't show: an eager step takes the
-        host several times as long. And costs between two measured sizes are a line, which puts an eager step below
-        what it takes where attention to a single long prompt was measured with it.
+        host several times as long.
         """
         bucket = self.bucket(size)
         if found.reason is not Reason.EAGER_IS_CHEAPER or bucket is None or self.costs is None:

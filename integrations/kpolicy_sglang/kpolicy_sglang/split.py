@@ -14,7 +14,7 @@ from operator import attrgetter, methodcaller
 from typing import Any
 
 from kpolicy_sglang.state import State, state_of
-from kpolicy_sglang.turns import Turns, aligned
+from kpolicy_sglang.turns import Turns, aligned, mean_length
 
 __all__ = ["Split", "split_of"]
 
@@ -100,8 +100,13 @@ class Split:
         elif turn == "extend first":
             self._owed = "decode"
         elif turn == "in turns":
-            self.turns.prefilled(int(getattr(plan.batch_to_run, "extend_num_tokens", None) or self.turns.limit))
+            self._ran(plan.batch_to_run)
         return plan
+
+    def _ran(self, batch: Any) -> None:
+        """A batch of prompts runs: what it keeps decodes waiting for."""
+        tokens = int(getattr(batch, "extend_num_tokens", None) or self.turns.limit)
+        self.turns.prefilled(tokens, mean_length(getattr(batch, "extend_lens", None) or ()))
 
     def _turn(self, running_batch: Any) -> str:
         """What this step is: SGLang's ``own`` batch, the ``decode`` one, or a prefill batch and what comes before."""
@@ -127,8 +132,8 @@ class Split:
             return "decode"
         return order
 
-    def waiting(self, decodes: int) -> tuple[int, int]:
-        """(prompts, their tokens near enough) that wait and could run beside so many decodes.
+    def waiting(self, decodes: int) -> tuple[int, int, float]:
+        """(prompts, their tokens near enough, their `mean_length`) that wait and could run beside so many decodes.
 
         Of a prompt that has more than a chunk left one chunk is seen, with what comes before it, and nothing behind it.
         Cached tokens are taken off where SGLang has looked for them already. Of many prompts the first are looked at,
@@ -141,20 +146,21 @@ class Split:
         if chunked is not None:
             before, tokens = 1, len(chunked.origin_input_ids) - _done(chunked)
             if tokens > chunk:
-                return 1, chunk
+                return 1, chunk, chunk
         looked = queue[: min(could, _TURN_LOOKED)]
         if not looked:
-            return before, tokens
+            return before, tokens, 0.0
         lengths = list(map(len, map(_IDS, looked)))
         if max(lengths) <= chunk:
             found = sum(lengths) - self._cached(looked)
-            return before + could, tokens + (found if could == len(looked) else found * could // len(looked))
+            tokens += found if could == len(looked) else found * could // len(looked)
+            return before + could, tokens, mean_length(lengths)
         for each, (request, length) in enumerate(zip(looked, lengths, strict=True)):
             left = length - self._cached((request,))
             if left > chunk:
-                return max(before + each, 1), max(tokens, chunk)
+                return max(before + each, 1), max(tokens, chunk), chunk
             tokens += left
-        return before + could, tokens
+        return before + could, tokens, 0.0
 
     def _cached(self, requests: Sequence[Any]) -> int:
         """Tokens of requests in the queue that SGLang has found in its cache."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from kpolicy.costs import Curve
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Objective
 from kpolicy_sglang.config import Config
@@ -38,6 +39,8 @@ class State:
         self.registry = GraphRegistry()
         self.phases: dict[str, Phase] = {}
         self.mixed: MixedCost | None = None
+        self.long: Curve | None = None
+        """Microseconds of one prompt by its tokens, where prompt steps were timed as several."""
         self.measuring_s = 0.0
         """Seconds that costs took to measure."""
         self.coupled = False
@@ -100,5 +103,5 @@ def detach(model_runner: Any) -> None:
     state = state_of(model_runner)
     if state is not None:
         state.phases.clear()
-        state.mixed = state.metrics = None
+        state.mixed = state.long = state.metrics = None
         delattr(model_runner, _ATTRIBUTE)

@@ -2,35 +2,37 @@
 
 SGLang runs prompts as long as any wait, batch after batch, and no decode meanwhile: that is the long gap between two
 tokens of a request. Here running decodes wait for one batch of prompts, or several that together take no longer than
-three quarters of a chunk and a decode step: once the prompts since the last decode step and the next batch would take
-longer, a decode step goes first. Batches stay as large as SGLang makes them.
-
-Why not a whole chunk: what was measured is a prompt as long as the chunk, whose attention takes most of its time, while
-a server's batch of that size has several prompts and takes half of it. Two such batches in a row were the long gaps.
+a chunk of usual prompts and a decode step: once the prompts since the last decode step and the next batch would take
+longer, a decode step goes first. Batches stay as large as SGLang makes them. A batch of one prompt as long as the
+chunk takes about twice a batch of usual ones; both were measured, and what lies between goes by how long prompts are.
 
 A decode step keeps every prompt that waits from its first token. Where few wait that is little beside the gap that it
-ends; in a burst it isn't, and the last prompts of it are what the longest waits come from. Once more than two chunks
-wait that could run, with those that ran since the last decode step, or more prompts than decodes run, the order is
-SGLang's, until at most one chunk waits and no more prompts than decodes. A prompt of more than a chunk makes no burst:
-a decode step is little beside each of its chunks, and so it is to what waits behind it.
+ends; in a burst it isn't, and the last prompts of it are what the longest waits come from. Once more than `BURST`
+chunks wait that could run, with those that ran since the last decode step, or more prompts than decodes run, the order
+is SGLang's, until at most one chunk waits and no more prompts than decodes. A prompt of more than a chunk makes no
+burst: a decode step is little beside each of its chunks, and so it is to what waits behind it.
+
+A burst is what comes at once. Requests that end let others in, a few each decode step, and what they bring by the time
+that prompts have run is two or three chunks: those waves are the usual load, and decodes have their turns in them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 from math import lcm
+from operator import mul
 
+from kpolicy_sglang.phase import PROMPT_TOKENS
 from kpolicy_sglang.state import State
 
-__all__ = ["BURST", "Turns", "aligned"]
+__all__ = ["BURST", "Turns", "aligned", "mean_length"]
 
 _STEP = 512
 """Prompt tokens between the sizes that are tried where nothing is captured."""
-BURST = 2
+BURST = 4
 """Chunks of prompts: where more wait that could run, they go first until one is left."""
-_WAIT = 0.75
-"""What decodes wait for, of the time of a chunk and a decode step, but for one batch in any case."""
 
 
 class Turns:
@@ -56,34 +58,39 @@ class Turns:
         self._decode_us: dict[int, float] = {}
         self._sizes: list[int] = []
         self._us: list[float] = []
+        self._long_us: list[float] = []
         self.limit = chunk
         """Most prompt tokens of a step while decodes run."""
         if known and prefill is not None:
             self._sizes = sorted({*(s for s in prefill.sizes if s < chunk), *range(_STEP, chunk, _STEP), chunk})
             # A larger size that takes less makes the smaller ones no better.
             self._us = list(accumulate((prefill.us(size) for size in self._sizes), max))
+            long = state.long.at if state.long is not None else prefill.us
+            at_most = zip(self._sizes, self._us, strict=True)
+            self._long_us = [max(us, long(size)) if size > PROMPT_TOKENS else us for size, us in at_most]
             if self._gap_us is not None:
                 self.limit = self._fitting(self._gap_us, align)
         self._waited_us = 0.0
         self._batches = self._taken = 0
         self._burst = False
 
-    def decode_goes_first(self, decodes: int, prompts: int, tokens: int) -> bool:
+    def decode_goes_first(self, decodes: int, prompts: int, tokens: int, length: float = 0.0) -> bool:
         """Whether a decode step comes before the next batch of prompts.
 
         Args:
             decodes: rows that decode now, at least one.
             prompts: prompts that wait and could run.
             tokens: their tokens, near enough.
+            length: how long they are, see `prompts_us`.
         """
         if self._gap_us is not None:
-            return bool(self._batches) and self._waited_us + self.prompts_us(min(tokens, self.limit)) > self._gap_us
+            next_us = self.prompts_us(min(tokens, self.limit), length)
+            return bool(self._batches) and self._waited_us + next_us > self._gap_us
         more = tokens > self.chunk and (self._burst or self._taken + tokens > BURST * self.chunk)
         self._burst = more or prompts > decodes
         if self._burst or not self._batches:
             return False
-        most_us = _WAIT * (self._us[-1] + self.decode_us(decodes))
-        return self._waited_us + self.prompts_us(tokens) > most_us
+        return self._waited_us + self.prompts_us(tokens, length) > self._us[-1] + self.decode_us(decodes)
 
     @property
     def in_burst(self) -> bool:
@@ -99,11 +106,11 @@ class Turns:
         """The chunk to give SGLang for a step of `limit` prompt tokens: it takes the decodes of a mixed batch off."""
         return min(self.limit + mixed_decodes, self.chunk)
 
-    def prefilled(self, tokens: int) -> None:
-        """A batch of so many prompt tokens runs without the decodes."""
+    def prefilled(self, tokens: int, length: float = 0.0) -> None:
+        """A batch of so many prompt tokens, of prompts that long, runs without the decodes."""
         self._batches += 1
         self._taken += tokens
-        self._waited_us += self.prompts_us(tokens)
+        self._waited_us += self.prompts_us(tokens, length)
 
     def decoded(self, *, alone: bool) -> None:
         """Decodes run, or nothing does.
@@ -116,9 +123,20 @@ class Turns:
         if alone:
             self._burst = False
 
-    def prompts_us(self, tokens: int) -> float:
-        """Microseconds of a batch of prompts of no more than a chunk."""
-        return self._us[min(bisect_left(self._sizes, tokens), len(self._us) - 1)]
+    def prompts_us(self, tokens: int, length: float = 0.0) -> float:
+        """Microseconds of a batch of prompts of no more than a chunk.
+
+        Args:
+            tokens: of all of them.
+            length: that of the prompt which a token is in, mean over the tokens; up to `PROMPT_TOKENS` it makes no
+                difference. Attention beyond is proportional to it: between what was measured of usual prompts and of
+                a single one.
+        """
+        at = min(bisect_left(self._sizes, tokens), len(self._us) - 1)
+        us, size = self._us[at], self._sizes[at]
+        if length <= PROMPT_TOKENS or size <= PROMPT_TOKENS:
+            return us
+        return us + (self._long_us[at] - us) * min((length - PROMPT_TOKENS) / (size - PROMPT_TOKENS), 1.0)
 
     def decode_us(self, decodes: int) -> float:
         """Microseconds of a decode step, looked up once a number of rows."""
@@ -129,8 +147,8 @@ class Turns:
         return found
 
     def _fitting(self, us: float, align: int) -> int:
-        """The most tokens that take no longer, in whole pages; the fewest that SGLang runs where none does."""
-        found = self._sizes[max(bisect_right(self._us, us) - 1, 0)]
+        """The most tokens that take no longer even as one prompt, in whole pages; the fewest that SGLang runs else."""
+        found = self._sizes[max(bisect_right(list(accumulate(self._long_us, max)), us) - 1, 0)]
         return min(max(found // align * align, align), self.chunk)
 
 
@@ -138,3 +156,10 @@ def aligned(scheduler: object) -> int:
     """What a scheduler rounds a cut prompt down to: whole pages, and blocks of a deterministic attention."""
     page, block = (int(getattr(scheduler, name, None) or 1) for name in ("page_size", "truncation_align_size"))
     return lcm(page, block)
+
+
+def mean_length(lengths: Sequence[int]) -> float:
+    """How long the prompt is which a token is in, mean over the tokens; 0 where that makes no difference."""
+    if not lengths or max(lengths) <= PROMPT_TOKENS:
+        return 0.0
+    return float(sum(map(mul, lengths, lengths))) / sum(lengths)

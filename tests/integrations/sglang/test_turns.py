@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kpolicy.costs import Curve
 from kpolicy.settings import Objective
 from kpolicy_sglang import hooks
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
 from kpolicy_sglang.split import split_of
 from kpolicy_sglang.state import State, attach
-from kpolicy_sglang.turns import Turns, aligned
+from kpolicy_sglang.turns import BURST, Turns, aligned, mean_length
 from tests.integrations.sglang.fake_sglang import pretended
 from tests.integrations.sglang.test_split import Scheduler, limited, scheduler_of, state_of
 
@@ -69,35 +70,64 @@ class Prompts:
         return found
 
 
-def test_decodes_wait_for_less_than_a_chunk():
-    """A chunk and a decode step take 31.4 ms: after 3,072 tokens (11.2 ms) as many may follow, but 4,096 not."""
+def test_decodes_wait_for_no_more_than_a_chunk():
+    """A chunk and a decode step take 31.4 ms: after 4,096 tokens (15 ms) as many may follow, but not 8,192 (30 ms)."""
     assert Prompts([4096]).run(2) == [4096, 0]
-    late = Prompts([3072])
-    assert late.run(1) == [3072]
-    late.waiting_queue = [request(3072)]
-    assert late.run(2) == [3072, 0]
-    late = Prompts([3072])
-    assert late.run(1) == [3072]
+    late = Prompts([4096])
+    assert late.run(1) == [4096]
     late.waiting_queue = [request(4096)]
-    assert late.run(3) == [0, 4096, 0]
+    assert late.run(2) == [4096, 0]
+    late = Prompts([4096])
+    assert late.run(1) == [4096]
+    late.waiting_queue = [request(8192)]
+    assert late.run(3) == [0, 8192, 0]
+
+
+def test_long_prompts_take_longer_than_usual_ones():
+    """By what one long prompt takes, two of 4,096 tokens are too much for one wait; eight usual ones aren't."""
+    for prompts, steps in (([4096], [4096, 0, 4096, 0]), ([1024] * 4, [4096, 4096, 0])):
+        scheduler = Prompts(prompts)
+        scheduler.tp_worker.model_runner._kpolicy_state.long = Curve((2048, 4096, 8192), (8_000.0, 20_000.0, 60_000.0))
+        found = scheduler.run(1)
+        scheduler.waiting_queue = [request(tokens) for tokens in prompts]
+        assert found + scheduler.run(len(steps) - 1) == steps
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "us"),
+    [(512, 512, 4000), (4096, 0, 15_000), (4096, 1024, 15_000), (4096, 4096, 20_000), (4096, 9000, 20_000),
+     (4096, 2560, 17_500), (1024, 1024, 4300)],
+)  # fmt: skip
+def test_what_prompts_take_goes_by_their_length(tokens, length, us):
+    """A line in the length, from usual prompts to a single one: attention to one's own tokens is that."""
+    state = state_with()
+    state.long = Curve((2048, 4096, 8192), (8_000.0, 20_000.0, 60_000.0))
+    assert Turns(state, 8192).prompts_us(tokens, length) == us
+
+
+def test_how_long_prompts_are():
+    """The mean over tokens; nothing where all are usual."""
+    assert mean_length([]) == mean_length([1024, 10]) == 0
+    assert mean_length([3000, 1000]) == 2500
 
 
 def test_decodes_have_a_turn_after_a_whole_chunk():
-    """Two chunks wait: a decode step comes between them."""
+    """Up to four chunks wait: a decode step comes between each two."""
     scheduler = Prompts([8192, 8000])
     assert scheduler.run(3) == [8192, 0, 8000]
     assert split_of(scheduler).cycles["in turns"] == 1
+    assert Prompts([8192] * 4).run(7) == [8192, 0, 8192, 0, 8192, 0, 8192]
 
 
 def test_a_burst_is_served_in_sglangs_order():
-    """More than two chunks wait: prompts go first until one chunk is left; then decodes have turns again."""
-    scheduler = Prompts([8192] * 4)
-    assert scheduler.run(6) == [8192, 8192, 8192, 0, 8192, 0]
+    """More than four chunks wait: prompts go first until one chunk is left; then decodes have turns again."""
+    scheduler = Prompts([8192] * 6)
+    assert scheduler.run(8) == [8192, 8192, 8192, 8192, 8192, 0, 8192, 0]
     scheduler.waiting_queue = [request(8192) for _ in range(2)]
     assert scheduler.run(3) == [8192, 0, 8192]
 
 
-@pytest.mark.parametrize("burst", [0, 4])
+@pytest.mark.parametrize("burst", [0, 6])
 def test_turns_come_back_while_prompts_keep_coming(burst):
     """The queue never empties: what waits decides, and not that there was a burst once."""
     scheduler = Prompts([8192] * burst, decodes=300, room=5000)
@@ -106,8 +136,8 @@ def test_turns_come_back_while_prompts_keep_coming(burst):
         scheduler.waiting_queue.append(request(4096))
         steps += scheduler.run(1)
         # Half a chunk comes a step: those that a decode step lets in are taken together.
-        assert not split_of(scheduler).turns.in_burst or len(steps) < 10
-    assert steps[10:].count(0) >= 15
+        assert not split_of(scheduler).turns.in_burst or len(steps) < 14
+    assert steps[14:].count(0) >= 15
 
 
 def test_more_prompts_than_decodes_are_a_burst():
@@ -137,9 +167,9 @@ def test_one_long_prompt_is_no_burst(behind):
 
 
 def test_a_burst_before_a_long_prompt_ends_with_it():
-    """Three chunks go first; then the long prompt is cut with turns between."""
-    scheduler = Chunks([8000] * 3 + [40_000], decodes=300)
-    assert scheduler.run(5) == [8000, 8000, 0, 8000, 0]
+    """Five chunks go first; then the long prompt is cut with turns between."""
+    scheduler = Chunks([8000] * 5 + [40_000], decodes=300)
+    assert scheduler.run(7) == [8000, 8000, 8000, 8000, 0, 8000, 0]
 
 
 @pytest.mark.parametrize("name", ["prefix_len", "prefix_indices"])
@@ -149,22 +179,22 @@ def test_cached_tokens_do_not_wait(name):
     scheduler.waiting_queue = [request(9000, 8900, name) for _ in range(3)]
     split = split_of(scheduler)
     split.turns.prefilled(512)
-    assert split.waiting(300) == (3, 300)
+    assert split.waiting(300) == (3, 300, 0)
     assert not split.turns.decode_goes_first(300, *split.waiting(300))
     assert not split.turns.in_burst
     scheduler.waiting_queue = [request(9000, 100, name)] * 3
-    assert split.waiting(300) == (1, 8192)
+    assert split.waiting(300) == (1, 8192, 8192)
 
 
 def test_many_prompts_are_counted_by_the_first_of_them():
     """What a count takes is bounded; in a burst it goes on, so that its end is seen."""
-    split = split_of(Prompts([600] * 500, decodes=600, room=40))
-    assert split.waiting(600) == (40, 40 * 600)
+    split = split_of(Prompts([600] * 500, decodes=600, room=80))
+    assert split.waiting(600) == (80, 80 * 600, 0)
     split.turns.prefilled(8192)
     assert not split.turns.decode_goes_first(600, *split.waiting(600))
     assert split.turns.in_burst
-    assert split.waiting(630) == (10, 10 * 600)
-    assert split.turns.decode_goes_first(630, *split.waiting(630))
+    assert split.waiting(670) == (10, 10 * 600, 0)
+    assert split.turns.decode_goes_first(670, *split.waiting(670))
     assert not split.turns.in_burst
 
 
@@ -196,7 +226,7 @@ def test_every_prompt_runs_and_waits_are_bounded(prompts, decodes, room, gap_ms)
     served = min(len(prompts), room)
     assert sum(steps) == sum(prompts[:served])
     assert steps[-1] == 0
-    if gap_ms is None and sum(prompts) <= 2 * 8192 and served <= decodes:
+    if gap_ms is None and sum(prompts) <= BURST * 8192 and served <= decodes:
         since = 0.0
         for tokens in steps:
             since = since + turns.prompts_us(tokens) if tokens else 0.0

@@ -1,0 +1,81 @@
+"""The dummy batches that costs are measured with."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kpolicy_sglang.calibrate import MIXED_KV, _Bench
+from kpolicy_sglang.phase import PROMPT_TOKENS
+from kpolicy_sglang.ranks import Ranks
+
+torch = pytest.importorskip("torch")
+
+
+class Prefill:
+    """Makes SGLang's dummy of one prompt."""
+
+    prefill_backend_name = "breakable"
+
+    def capture_prepare(self, num_tokens):
+        batch = SimpleNamespace(
+            forward_mode=Mode("EXTEND"), batch_size=1, seq_lens=torch.tensor([num_tokens]), input_ids=range(num_tokens),
+            extend_seq_lens_cpu=[num_tokens], extend_num_tokens=num_tokens,
+        )  # fmt: skip
+        return batch, None
+
+
+class Mode(str):
+    """A forward mode, whose class has them all."""
+
+    MIXED = "MIXED"
+
+
+def bench(*, pool=64, backend="breakable"):
+    prefill = Prefill()
+    prefill.prefill_backend_name = backend
+    runner = SimpleNamespace(
+        decode_cuda_graph_runner=None, prefill_cuda_graph_runner=prefill, device="cpu",
+        req_to_token_pool=SimpleNamespace(size=pool), server_args=SimpleNamespace(tp_size=1),
+    )  # fmt: skip
+    return _Bench(runner, Ranks(runner))
+
+
+def lengths(batch):
+    """New tokens of each row; what else says so has to agree."""
+    found = list(batch.extend_seq_lens_cpu)
+    if batch.batch_size > 1:
+        assert batch.extend_seq_lens.tolist() == found
+        assert batch.extend_start_loc.tolist() == [sum(found[:row]) for row in range(len(found))]
+        assert (batch.seq_lens - batch.extend_prefix_lens).tolist() == found
+        assert batch.seq_lens_sum == sum(batch.seq_lens_cpu.tolist())
+        assert batch.req_pool_indices.tolist() == list(range(len(found)))
+        assert sum(found) == batch.extend_num_tokens == len(batch.input_ids)
+    assert batch.batch_size == len(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pool", "rows"),
+    [(64, 64, [64]), (1024, 64, [1024]), (1280, 64, [640, 640]), (8192, 64, [1024] * 8),
+     (4097, 64, [820, 820, 819, 819, 819]), (8192, 3, [2731, 2731, 2730]), (8192, 1, [8192])],
+)  # fmt: skip
+def test_prompt_steps_have_several_prompts(tokens, pool, rows):
+    """As few as are no longer than a usual one, and no more than SGLang has slots for."""
+    batch = bench(pool=pool).prefill(tokens)
+    assert lengths(batch) == rows
+    assert batch.forward_mode == "EXTEND"
+
+
+def test_one_long_prompt_stays_one():
+    """What attention to a long prompt takes is measured with it, and FULL prefill graphs keep the rows they have."""
+    assert lengths(bench().prompt(8192)) == [8192]
+    assert lengths(bench(backend="full").prefill(8192)) == [8192]
+
+
+def test_mixed_batches_have_decodes_behind_their_prompts():
+    """Decode rows come last, with tokens in KV."""
+    batch = bench().mixed(2080, decodes=32)
+    assert lengths(batch) == [1024, 1024] + [1] * 32
+    assert batch.extend_prefix_lens.tolist() == [0, 0] + [MIXED_KV] * 32
+    assert batch.forward_mode == Mode.MIXED
+    assert max(lengths(bench().mixed(514, decodes=2))) <= PROMPT_TOKENS
