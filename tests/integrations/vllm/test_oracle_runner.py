@@ -261,6 +261,26 @@ def test_unknown_version(caplog):
     ]
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_changed_configuration(version, caplog):
+    """Where what the plugin wraps itself was changed, nothing is wrapped, with one warning that says what differs."""
+
+    def sizes_with_more(self, surprise=None):
+        """As no release has it."""
+
+    with vllm_of(version) as modules, caplog.at_level(logging.WARNING):
+        config_class = modules.module("config.vllm").VllmConfig
+        config_class._set_cudagraph_sizes = sizes_with_more
+        before = modules.module("v1.worker.worker_base").WorkerWrapperBase.init_device
+        plugin.register()
+        assert config_class._set_cudagraph_sizes is sizes_with_more
+        assert modules.module("v1.worker.worker_base").WorkerWrapperBase.init_device is before
+    (record,) = caplog.records
+    assert "VllmConfig._set_cudagraph_sizes" in record.getMessage()
+    assert "surprise" in record.getMessage()
+    assert PROCESS.counts["other_vllm"] == 1
+
+
 def changed(self, surprise=None):
     """A capture with one more argument than any release has."""
 
