@@ -9,8 +9,9 @@ chunk takes about twice a batch of usual ones; both were measured, and what lies
 A decode step keeps every prompt that waits from its first token. Where few wait that is little beside the gap that it
 ends; in a burst it isn't, and the last prompts of it are what the longest waits come from. Once more than `BURST`
 chunks wait that could run, with those that ran since the last decode step, or more prompts than decodes run, the order
-is SGLang's, until at most one chunk waits and no more prompts than decodes. A prompt of more than a chunk makes no
-burst: a decode step is little beside each of its chunks, and so it is to what waits behind it.
+is SGLang's, until at most one chunk waits and no more prompts than decodes, and for the batch that takes those. A
+prompt of more than a chunk makes no burst: a decode step is little beside each of its chunks, and so it is to what
+waits behind it.
 
 A burst is what comes at once. Requests that end let others in, a few each decode step, and what they bring by the time
 that prompts have run is two or three chunks: those waves are the usual load, and decodes have their turns in them.
@@ -32,7 +33,7 @@ __all__ = ["BURST", "Turns", "aligned", "mean_length"]
 _STEP = 512
 """Prompt tokens between the sizes that are tried where nothing is captured."""
 BURST = 4
-"""Chunks of prompts: where more wait that could run, they go first until one is left."""
+"""Chunks of prompts: where more wait that could run, they go first."""
 
 
 class Turns:
@@ -86,15 +87,17 @@ class Turns:
         if self._gap_us is not None:
             next_us = self.prompts_us(min(tokens, self.limit), length)
             return bool(self._batches) and self._waited_us + next_us > self._gap_us
-        more = tokens > self.chunk and (self._burst or self._taken + tokens > BURST * self.chunk)
+        before = self._burst
+        more = tokens > self.chunk and (before or self._taken + tokens > BURST * self.chunk)
         self._burst = more or prompts > decodes
-        if self._burst or not self._batches:
+        # What is left of a burst at its end goes with it.
+        if before or self._burst or not self._batches:
             return False
         return self._waited_us + self.prompts_us(tokens, length) > self._us[-1] + self.decode_us(decodes)
 
     @property
     def in_burst(self) -> bool:
-        """Whether prompts go first until no more than a chunk waits."""
+        """Whether more than a chunk waits of prompts that go first."""
         return self._burst
 
     @property

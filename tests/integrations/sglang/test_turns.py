@@ -120,9 +120,9 @@ def test_decodes_have_a_turn_after_a_whole_chunk():
 
 
 def test_a_burst_is_served_in_sglangs_order():
-    """More than four chunks wait: prompts go first until one chunk is left; then decodes have turns again."""
+    """More than four chunks wait: prompts go first, the last chunk with the others; then decodes have turns again."""
     scheduler = Prompts([8192] * 6)
-    assert scheduler.run(8) == [8192, 8192, 8192, 8192, 8192, 0, 8192, 0]
+    assert scheduler.run(8) == [8192] * 6 + [0, 0]
     scheduler.waiting_queue = [request(8192) for _ in range(2)]
     assert scheduler.run(3) == [8192, 0, 8192]
 
@@ -142,7 +142,7 @@ def test_turns_come_back_while_prompts_keep_coming(burst):
 
 def test_more_prompts_than_decodes_are_a_burst():
     """A decode step for two rows would hold up three prompts; with three of each the rows have their turn."""
-    assert Prompts([5000] * 3, decodes=2).run(4) == [5000, 5000, 0, 5000]
+    assert Prompts([5000] * 3, decodes=2).run(5) == [5000, 5000, 5000, 0, 0]
     assert Prompts([5000] * 3, decodes=3).run(5) == [5000, 0, 5000, 0, 5000]
 
 
@@ -169,7 +169,7 @@ def test_one_long_prompt_is_no_burst(behind):
 def test_a_burst_before_a_long_prompt_ends_with_it():
     """Five chunks go first; then the long prompt is cut with turns between."""
     scheduler = Chunks([8000] * 5 + [40_000], decodes=300)
-    assert scheduler.run(7) == [8000, 8000, 8000, 8000, 0, 8000, 0]
+    assert scheduler.run(8) == [8000] * 5 + [0, 8192, 0]
 
 
 @pytest.mark.parametrize("name", ["prefix_len", "prefix_indices"])
@@ -194,8 +194,9 @@ def test_many_prompts_are_counted_by_the_first_of_them():
     assert not split.turns.decode_goes_first(600, *split.waiting(600))
     assert split.turns.in_burst
     assert split.waiting(670) == (10, 10 * 600, 0)
-    assert split.turns.decode_goes_first(670, *split.waiting(670))
+    assert not split.turns.decode_goes_first(670, *split.waiting(670))
     assert not split.turns.in_burst
+    assert split.turns.decode_goes_first(670, *split.waiting(670))
 
 
 def test_what_has_no_room_is_no_burst():
