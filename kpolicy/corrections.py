@@ -52,7 +52,7 @@ MOST = 0.4
 """The largest correction, as a logarithm: a factor of about 1.5 either way"""
 
 Unit = tuple[str, int]
-"""(``full``, ``piecewise`` or ``eager``, bits of the padded size), or 0 for the mode's host time"""
+"""(the name of a curve of `CostTable`, bits of the padded size), or (a mode, 0) for its host time"""
 
 
 @attrs.define
@@ -114,7 +114,8 @@ class Correction:
             device, host = self._measured.launch_us(launch, numbers)
             expected = max(device, host)
             if expected > 0:
-                found.setdefault(_unit(launch, numbers, host > device), []).append(math.log(cycle_us / expected))
+                unit = _unit(launch, numbers, host > device, self._measured.mixed is not None)
+                found.setdefault(unit, []).append(math.log(cycle_us / expected))
         if not found:
             return None
         off = {unit: statistics.median(ratios) for unit, ratios in found.items()}
@@ -145,6 +146,8 @@ class Correction:
         for name in ("full", "piecewise", "eager"):
             changed[name] = self._curve(name, getattr(costs, name))
             changed[f"host_{name}"] = self._host(name, getattr(costs, f"host_{name}"))
+        if costs.mixed is not None:
+            changed["mixed"] = self._curve("mixed", costs.mixed)
         return attrs.evolve(costs, version=f"{costs.version}, corrected {self._made}", **changed)
 
     def _curve(self, name: str, curve: Curve) -> Curve:
@@ -165,11 +168,13 @@ def _shared(votes: list[float]) -> float | None:
     return middle if 2 * alike > len(votes) else None
 
 
-def _unit(launch: Launch, numbers: BatchNumbers, host_bound: bool) -> Unit:
-    """What bounded a launch."""
+def _unit(launch: Launch, numbers: BatchNumbers, host_bound: bool, mixed: bool) -> Unit:
+    """What bounded a launch; `mixed` where the table has a curve of its own for graphs that hold prompts."""
     name = "eager" if launch.key is None else "full" if launch.key.part is Part.FULL else "piecewise"
     if host_bound:
         return name, 0
     if launch.key is not None:
+        if mixed and name == "full" and not launch.key.decode_only:
+            name = "mixed"
         return name, launch.key.num_tokens.bit_length()
     return name, (launch.padded_tokens or launch.num_tokens(numbers)).bit_length()

@@ -4,6 +4,7 @@ The model of a step (docs/design.md, costs):
 
 - A launch keeps the device busy for ``dense(padded tokens) + attention(real KV)`` and the host for its launch time.
   The two overlap, so launches that follow each other take the larger of the two sums.
+- Rows of both kinds in one graph add `both_us`: the host prepares two attention kernels before the device begins.
 - Halves that run beside each other on the device take ``longer + overlap_cost * shorter``.
 - `step_us` is the whole cycle, less what decode steps beyond the first take off the steps to come, so that equal work
   is compared. `gap_us` is the time until the same decode rows' next token.
@@ -179,6 +180,10 @@ class HostCost:
         if not all(0 <= value < 1e9 for value in attrs.astuple(self)):
             raise ProfileError(f"{self!r}: host costs are microseconds from 0 up.")
 
+    def times(self, factor: float) -> HostCost:
+        """As many times the host's time."""
+        return HostCost(self.base_us * factor, self.req_us * factor, self.decode_us * factor, self.prefill_us * factor)
+
     def base_for(self, *, decodes: bool, prefills: bool) -> float:
         """`base_us` with the attention of the rows that there are; `req_us` for each request comes on top."""
         if decodes:
@@ -194,16 +199,24 @@ class CostTable:
         version: names the table; it changes when a number does.
         measured: whether the numbers were measured on the device.
         full, piecewise, eager: device time of the dense work by padded tokens, in each mode.
+        mixed: the same for FULL graphs that hold prefill rows too, whose attention has kernels for both kinds whatever
+            rows come; None where `full` stands for them.
         decode_attention, prefill_attention: device time of attention on the real KV.
         host_full, host_piecewise, host_eager: host time of one forward's launches. A whole graph launches its
             attention itself, so that `host_full` has none by kind of rows.
         step_us: time of a step that overlaps nothing (sampling, hand-over).
         overlap_cost: share of the shorter half's device time that running it beside the longer still costs: 0 when
             overlap is free, 1 when nothing overlaps.
+        both_us: more of device time where one launch of a graph has decode and prefill rows, by part: (FULL,
+            PIECEWISE).
         capture_us: seconds of capture a graph, in microseconds, by part: (FULL, PIECEWISE).
         graph_bytes: bytes a graph, by part.
         graph_pieces: device graphs that one key is made of, by part: one for FULL, one a piece for PIECEWISE.
         host_work_us: time of `kpolicy.host_speed`'s fixed work while this was measured; 0 where it wasn't noted.
+        again: share of the host's time that a launch takes where the step before was of its mode too, so that what it
+            touches is in the host's caches: (PIECEWISE, EAGER). A decision doesn't know; simulated runs do.
+        eager_new_us: more of the host's time for an eager launch of a number of tokens that never ran before:
+            libraries choose kernels for it, and load them. For simulated runs likewise.
     """
 
     version: str
@@ -218,16 +231,22 @@ class CostTable:
     host_eager: HostCost
     step_us: float = 0.0
     overlap_cost: float = attrs.field(default=1.0)
+    mixed: Curve | None = None
+    both_us: tuple[float, float] = (0.0, 0.0)
     capture_us: tuple[float, float] = (0.0, 0.0)
     graph_bytes: tuple[int, int] = (0, 0)
     graph_pieces: tuple[int, int] = (1, 1)
     host_work_us: float = 0.0
+    again: tuple[float, float] = attrs.field(default=(1.0, 1.0))
+    eager_new_us: float = attrs.field(default=0.0)
 
     def __attrs_post_init__(self) -> None:
-        times = (self.step_us, *self.capture_us, *self.graph_bytes, *self.graph_pieces, self.host_work_us)
+        others = (*self.capture_us, *self.graph_bytes, *self.graph_pieces, self.host_work_us)
+        times = (self.step_us, *self.both_us, *others)
         if not all(0 <= value < 1e15 for value in times):
             raise ProfileError(
-                f"step_us is {self.step_us}, capture_us {self.capture_us}, graph_bytes {self.graph_bytes}, "
+                f"step_us is {self.step_us}, both_us {self.both_us}, capture_us {self.capture_us}, "
+                f"graph_bytes {self.graph_bytes}, "
                 f"graph_pieces {self.graph_pieces} and host_work_us {self.host_work_us}; all are finite numbers "
                 "from 0 up."
             )
@@ -238,6 +257,16 @@ class CostTable:
             raise ProfileError(
                 f"decode_attention has kv_us {value.kv_us}; it takes unit_us, whose units are KV tokens."
             )
+
+    @again.validator
+    def _check_again(self, _: Any, value: tuple[float, float]) -> None:
+        if len(value) != 2 or not all(0 < share <= 1 for share in value):
+            raise ProfileError(f"again is {value}; it is two shares above 0 and up to 1, of PIECEWISE and EAGER.")
+
+    @eager_new_us.validator
+    def _check_new(self, _: Any, value: float) -> None:
+        if not 0 <= value < 1e9:
+            raise ProfileError(f"eager_new_us is {value}; it is microseconds from 0 up.")
 
     @overlap_cost.validator
     def _check_overlap(self, _: Any, value: float) -> None:
@@ -258,19 +287,38 @@ class CostTable:
             return self
         times = work_us / self.host_work_us
 
-        def slowed(cost: HostCost) -> HostCost:
-            return HostCost(cost.base_us * times, cost.req_us * times, cost.decode_us * times, cost.prefill_us * times)
-
         return attrs.evolve(
-            self, step_us=self.step_us * times, host_work_us=work_us, host_full=slowed(self.host_full),
-            host_piecewise=slowed(self.host_piecewise), host_eager=slowed(self.host_eager),
+            self, step_us=self.step_us * times, host_work_us=work_us, host_full=self.host_full.times(times),
+            host_piecewise=self.host_piecewise.times(times), host_eager=self.host_eager.times(times),
+            eager_new_us=self.eager_new_us * times,
         )  # fmt: skip
+
+    def in_a_row(self) -> CostTable:
+        """The table of steps that come after one of their mode: the host's times are the shares `again` of these."""
+        if self.again == (1.0, 1.0):
+            return self
+        piecewise, eager = self.again
+        return attrs.evolve(
+            self, host_piecewise=self.host_piecewise.times(piecewise), host_eager=self.host_eager.times(eager),
+            again=(1.0, 1.0),
+        )  # fmt: skip
+
+    def new_sizes(self) -> CostTable:
+        """The table of eager launches of numbers of tokens that never ran before."""
+        if not self.eager_new_us:
+            return self
+        eager = attrs.evolve(self.host_eager, base_us=self.host_eager.base_us + self.eager_new_us)
+        return attrs.evolve(self, host_eager=eager, eager_new_us=0.0)
 
     def curve_of(self, launch: Launch) -> Curve:
         """The dense work's curve that a launch is costed by."""
-        if launch.key is None:
-            return self.eager
-        return self.full if launch.key.part is Part.FULL else self.piecewise
+        return self.eager if launch.key is None else self.curve_for(launch.key)
+
+    def curve_for(self, key: GraphKey) -> Curve:
+        """The dense work's curve of a graph."""
+        if key.part is not Part.FULL:
+            return self.piecewise
+        return self.full if self.mixed is None or key.decode_only else self.mixed
 
     def usage_of(self, key: GraphKey) -> Usage:
         """What capturing that key is expected to take."""
@@ -302,15 +350,18 @@ class CostTable:
         decode = self.decode_attention_us(numbers) if decodes else 0.0
         prefill = self.prefill_attention_us(numbers) if prefills else 0.0
         reqs = numbers.total_reqs if launch.rows is Rows.ALL else decodes or prefills
+        both = 0.0
         if launch.key is None:
             dense = self.eager.at(launch.padded_tokens or launch.num_tokens(numbers))
             host = self.host_eager
-        elif launch.key.part is Part.FULL:
-            dense, host = self.full.at(launch.key.num_tokens), self.host_full
         else:
-            dense, host = self.piecewise.at(launch.key.num_tokens), self.host_piecewise
+            full = launch.key.part is Part.FULL
+            dense = self.curve_for(launch.key).at(launch.key.num_tokens)
+            host = self.host_full if full else self.host_piecewise
+            if decodes and prefills:
+                both = self.both_us[0 if full else 1]
         base_us = host.base_for(decodes=decodes > 0, prefills=prefills > 0)
-        return dense + (decode + prefill), base_us + host.req_us * reqs
+        return dense + (decode + prefill) + both, base_us + host.req_us * reqs
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes. The readable form; compiled policies inline it."""

@@ -106,6 +106,7 @@ def test_curves_that_nobody_measured(sizes: Any, us: Any, match: str) -> None:
         lambda: attrs.evolve(TABLE, decode_attention=AttentionCost(1.0, kv_us=0.1)),
         lambda: attrs.evolve(TABLE, overlap_cost=-0.1),
         lambda: attrs.evolve(TABLE, overlap_cost=2.5),
+        lambda: attrs.evolve(TABLE, both_us=(0.0, -1.0)),
         lambda: attrs.evolve(LLAMA_8B, num_layers=0),
         lambda: attrs.evolve(LLAMA_8B, dense_params=0),
     ],
@@ -137,6 +138,19 @@ def test_one_launch_by_hand(launches: Any, numbers: Any, device: float, host: fl
     assert cost.cycle_us == pytest.approx(max(device, host) + 30)
     assert cost.step_us == cost.gap_us == cost.cycle_us
     assert cost.bound_by == ("host" if host > device else "device")
+
+
+def test_rows_of_both_kinds_in_one_graph() -> None:
+    """Graphs that hold prompts have their own curve, and `both_us` comes where one launch of a graph has both kinds."""
+    costs = attrs.evolve(TABLE, mixed=Curve((8, 64), (150.0, 333.0)), both_us=(7.0, 45.0))
+    whole = Launch(Rows.ALL, GraphKey(Part.FULL, 64))
+    assert costs.launch_us(whole, MIXED)[0] == pytest.approx(333 + DECODE_US + PREFILL_US + 7)
+    assert costs.launch_us(whole, DECODES)[0] == pytest.approx(333 + DECODE_US)
+    assert costs.launch_us(Launch(Rows.ALL, FULL8), DECODES)[0] == pytest.approx(100 + DECODE_US)
+    assert costs.launch_us(Launch(Rows.ALL, PIECE64), MIXED)[0] == pytest.approx(260 + DECODE_US + PREFILL_US + 45)
+    assert costs.launch_us(Launch(Rows.ALL, None), MIXED) == TABLE.launch_us(Launch(Rows.ALL, None), MIXED)
+    assert costs.cost(split(1), MIXED) == TABLE.cost(split(1), MIXED), "halves have one kind each"
+    assert TABLE.curve_for(whole.key or FULL8) is TABLE.full, "where nothing else was measured"
 
 
 def split(stream: int, repeat: int = 1) -> tuple[Launch, Launch]:

@@ -3,9 +3,10 @@
 Shapes come from replaying real traces (`benchmarks.gpu.shapes`). Each is run in every legal mode at the two smallest
 fitting sizes of one fixed ladder (vLLM's default list and 640 to 2,048), and in what each compared policy picks. Cells
 of a shape are interleaved in rounds; after one round those that take over 2.5 times the best are left, after three
-those over 1.6 times. There are 14 rounds, or 10 where the noise floor is below 1% by then. The oracle takes the best
-cell by every other sample and is scored on the rest, and so is every policy; how far the oracle is from the best of its
-scoring half is the noise floor. A shape whose own is above 2% is measured for more rounds.
+those over 1.35 times and those too late for the bound on time to first token. There are 14 rounds, or 10 where the
+noise floor is below 1% by then. The oracle takes the best cell by every other sample and is scored on the rest, and so
+is every policy; how far the oracle is from the best of its scoring half is the noise floor. A shape whose own is above
+2% is measured for more rounds.
 
 - `step_us`: from the host's call until all outputs are there, less the decode-only time of decode steps beyond the
   first; `gap_us`: that time over the decode steps.
@@ -17,8 +18,10 @@ scoring half is the noise floor. A shape whose own is above 2% is measured for m
   whether the whole interval is below 0; `late` is the share of steps whose pick breaks the bound on time to first
   token, which `auto` keeps and a fixed policy needn't.
 
-`auto` is calibrated on the model (`kpolicy.executors.calibrate`), not on these shapes. Fixed policies have the fixed
-ladder; replicas of serving engines have those engines' own lists.
+`auto` is calibrated on the model (`kpolicy.executors.calibrate`), not on these shapes; the tables are in the file, and
+what they were made of in FILE.calibration.json beside it. ``--rescore PROFILE --shapes FILE --summary FILES`` makes the
+table that another cost table's picks would have given on the same cells, as far as they were measured. Fixed policies
+have the fixed ladder; replicas of serving engines have those engines' own lists.
 
 Run: ``python -m benchmarks.gpu.regret --model NAME --config FILE --shapes FILE --out FILE --date D [--seconds 400]``; a
 run goes on where the file ends. ``--summary FILES... --json regret.json`` makes the table.
@@ -52,8 +55,10 @@ SURE_ROUNDS = 10
 """Rounds of a shape whose noise floor is within half of the limit"""
 FAR = 4.0
 """Ways that should take so many times the cheapest aren't run once before they are timed"""
-HOPELESS, QUITE_HOPELESS = 1.6, 2.5
-CALIBRATION_S = 8.0
+HOPELESS, QUITE_HOPELESS = 1.35, 2.5
+TOO_LATE = 1.15
+"""Of the bound on time to first token: what takes longer can't be in time, whatever noise there is"""
+CALIBRATION_S = 20.0
 AUTO = {"step_us": "auto", "gap_us": "auto latency"}
 """The policy that the others are held to, by objective"""
 RESAMPLES, SEED = 10_000, 0
@@ -61,13 +66,13 @@ WRITE_S = 15.0
 """Seconds between writes of what there is: a run that is cut off loses no more"""
 
 
-def open_engines(options: argparse.Namespace) -> tuple[Any, dict[str, Any], float]:
-    """(model, an Engine for each policy over one executor's graphs, seconds of capture)."""
+def open_engines(options: argparse.Namespace) -> tuple[Any, dict[str, Any], float, list[dict[str, Any]]]:
+    """(model, an Engine for each policy over one executor's graphs, seconds of capture, samples of the costs)."""
     import torch
 
     from benchmarks.gpu.common import config_of, load_model, opened
     from kpolicy.engine import Engine
-    from kpolicy.serving.calibrate import calibrate
+    from kpolicy.executors.calibrate import Calibration
     from kpolicy.settings import Settings
 
     model = load_model(
@@ -82,25 +87,58 @@ def open_engines(options: argparse.Namespace) -> tuple[Any, dict[str, Any], floa
     }  # fmt: skip
     begun = time.perf_counter()
     with torch.no_grad():
-        Engine("auto", ladder=ladder, **shared).capture()
-        for spec in OWN_SIZES:
-            Engine(spec, **shared).capture()
+        capture_all(shared, ladder)
     capture_s = time.perf_counter() - begun
-    costs = calibrate(executor, registry, model, settings, allowance_s=1.0 if options.tiny else CALIBRATION_S)
+    calibration = Calibration(executor, registry, model, settings)
+    with calibration.undisturbed():
+        calibration.measure(1.0 if options.tiny else CALIBRATION_S)
+    costs = calibration.table(f"measured {options.date} on {executor.name}, {calibration.rounds} rounds")
+    samples = calibration.samples()
+    calibration.end()
     shared |= {"costs": costs}
     engines = {
-        "auto": Engine("auto", ladder=ladder, **shared),
-        "auto latency": Engine("auto", ladder=ladder, objective="latency", **shared),
+        **autos(shared, ladder),
         **{spec: Engine(spec, ladder=ladder, **shared) for spec in FIXED},
         **{spec: Engine(spec, **shared) for spec in OWN_SIZES},
     }
-    return model, engines, capture_s
+    return model, engines, capture_s, samples
+
+
+def capture_all(shared: dict[str, Any], ladder: Sequence[int]) -> None:
+    """Every policy's graphs, in one executor and registry."""
+    from kpolicy.engine import Engine
+
+    Engine("auto", ladder=ladder, **shared).capture()
+    for spec in OWN_SIZES:
+        Engine(spec, **shared).capture()
+
+
+def autos(shared: dict[str, Any], ladder: Sequence[int]) -> dict[str, Any]:
+    """`auto` for either objective; it may replay whatever was captured."""
+    from kpolicy.engine import Engine
+
+    return {
+        "auto": Engine("auto", ladder=ladder, **shared),
+        "auto latency": Engine("auto", ladder=ladder, objective="latency", **shared),
+    }
+
+
+def numbers_of(shape: dict[str, Any]) -> Any:
+    """The step's counts."""
+    from kpolicy.shapes import BatchShape
+
+    decodes, chunks = shape["decodes"], [tuple(each) for each in shape["chunks"]]
+    return BatchShape(
+        decodes=[(1, len(decodes))] if decodes else [], prefills=chunks,
+        decode_kv_tokens=sum(decodes) if decodes else None,
+        max_kv_len=max([*decodes, *(new + context for new, context in chunks)]),
+        max_decode_steps=shape["steps"] if decodes and chunks else 1,
+    ).numbers  # fmt: skip
 
 
 def inputs_of(shape: dict[str, Any], model: Any, *, decodes_only: bool = False) -> Any:
     """The step's inputs, rows in blocks of their own."""
     from kpolicy.executors.base import StepInputs
-    from kpolicy.shapes import BatchShape
 
     size, free = model.block_size, 0
     decodes, chunks = list(shape["decodes"]), [] if decodes_only else [tuple(each) for each in shape["chunks"]]
@@ -121,15 +159,11 @@ def inputs_of(shape: dict[str, Any], model: Any, *, decodes_only: bool = False) 
     for new, _ in rows:
         end += new
         ends.append(end - 1)
-    batch = BatchShape(
-        decodes=[(1, len(decodes))] if decodes else [], prefills=chunks,
-        decode_kv_tokens=sum(decodes) if decodes else None, max_kv_len=max(kv for _, kv in rows),
-        max_decode_steps=ahead if decodes and chunks else 1,
-    )  # fmt: skip
     slots_ahead = list(map(list, zip(*later, strict=True))) if later and ahead > 1 else ()
     return StepInputs(
-        batch.numbers, [new for new, _ in rows], [(7 * i) % model.vocab for i in range(len(positions))], positions,
-        slots, tables, [kv for _, kv in rows], ends, slots_ahead,
+        numbers_of({**shape, "chunks": chunks, "steps": ahead}), [new for new, _ in rows],
+        [(7 * i) % model.vocab for i in range(len(positions))], positions, slots, tables, [kv for _, kv in rows], ends,
+        slots_ahead,
     )  # fmt: skip
 
 
@@ -203,10 +237,22 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
             if not _unsure([times[name] for name in cells], limit) and not _unsure(gaps, limit):
                 break
         best = min((statistics.median(each) for name, each in times.items() if each and name in cells), default=0.0)
+        # A cycle beyond this is no way to run a step with prompts, however short its gap.
+        cycles = (statistics.median(each) for name, each in times.items() if each and name in cells)
+        latest = TOO_LATE * auto.objective.first_token_limit * min(cycles, default=0.0)
+        if not numbers.num_prefills:
+            latest = math.inf
         for name in jobs:
             kept = name == "decodes alone" or name in (picks["auto"], picks["auto latency"])
             limit = (HOPELESS if done >= FIRST_ROUNDS else QUITE_HOPELESS) * best
-            if not done or kept or _score(times[name], jobs[name][0]) <= limit:
+            if (
+                not done
+                or kept
+                or (
+                    _score(times[name], jobs[name][0]) <= limit
+                    and (done < FIRST_ROUNDS or statistics.median(times[name]) <= latest)
+                )
+            ):
                 times[name].append(once(name))
     return {
         "tokens": [numbers.num_decodes, numbers.num_prefill_tokens, numbers.decode_kv_tokens, numbers.prefill_pairs],
@@ -254,11 +300,16 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
     shapes = json.loads(options.shapes.read_text())[options.model]
     at: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"cells": {}}
     begun = time.monotonic()
-    model, engines, capture_s = open_engines(options)
+    model, engines, capture_s, samples = open_engines(options)
     auto = engines["auto"]
     failed = {str(key): why[:200] for key, why in auto.executor.capture_errors.items()}
     taken = f"{capture_s:.1f} s, ready at {time.monotonic() - begun:.0f} s"
     print(f"{model}: {len(auto.registry.captured())} graphs in {taken}, {failed}", flush=True)
+    table = {"costs": _plain(auto.costs), "date": options.date, "host_noise": noise}
+    at["tables"] = [*at.get("tables", []), table]
+    beside = options.out.with_suffix(".calibration.json")
+    before = json.loads(beside.read_text()) if beside.exists() else []
+    beside.write_text(json.dumps([*before, samples], separators=(",", ":")))
     at |= {
         "model": options.model, "date": options.date, "capture_s": round(capture_s, 1), "failed": failed,
         "device": device_name(torch.device(options.device)), "kernels": options.kernels, "support": str(model.support),
@@ -267,7 +318,8 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
         "steps": {load: each["steps"] for load, each in shapes.items()},
     }  # fmt: skip
     loads = {load: each["shapes"][: options.shapes_a_load] for load, each in shapes.items()}
-    order = [(load, i) for i in range(options.shapes_a_load) for load in loads if i < len(loads[load])]
+    # Load by load: one that is whole says more than all in part.
+    order = [(load, i) for load, shapes in loads.items() for i in range(len(shapes))]
     said = begun
     for load, i in order:
         if f"{load}/{i}" in at["cells"]:
@@ -275,7 +327,8 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
         if time.monotonic() - begun > options.seconds:
             break
         with torch.no_grad(), frozen_heap():
-            at["cells"][f"{load}/{i}"] = measure(loads[load][i], model, engines)
+            cell = measure(loads[load][i], model, engines)
+            at["cells"][f"{load}/{i}"] = {"table": len(at["tables"]) - 1, **cell}
         if time.monotonic() - said > WRITE_S:
             said = time.monotonic()
             _write(options.out, at)
@@ -296,6 +349,46 @@ def _write(path: Path, at: dict[str, Any]) -> None:
     from kpolicy.schemas import write_text
 
     write_text(path, json.dumps(at, separators=(",", ":")))
+
+
+def _plain(costs: Any) -> Any:
+    """A cost table as the plain values of a profile."""
+    from kpolicy.schemas import Profile, dumps
+
+    return json.loads(dumps(Profile(costs=costs, device="", model="")))["costs"]
+
+
+def repicked(at: dict[str, Any], shapes: dict[str, Any], costs: Any) -> tuple[dict[str, Any], int]:
+    """(the results with what `auto` would pick by another cost table, shapes left out for an unmeasured pick).
+
+    Args:
+        at: results.
+        shapes: the model's shapes that they are of, by load.
+        costs: the table.
+    """
+    from kpolicy.executors.simulated import SimulatedExecutor
+    from kpolicy.registry import GraphRegistry
+    from kpolicy.settings import Settings
+
+    settings = Settings(max_num_reqs=MAX_NUM_REQS, max_num_tokens=MAX_NUM_TOKENS)
+    executor = SimulatedExecutor(
+        costs, num_blocks=KV_TOKENS // BLOCK_SIZE, block_size=BLOCK_SIZE, max_num_reqs=MAX_NUM_REQS
+    )
+    shared: dict[str, Any] = {
+        "attention": at["support"], "settings": settings, "costs": costs, "executor": executor,
+        "registry": GraphRegistry(),
+    }  # fmt: skip
+    executor.open(shared["registry"])
+    capture_all(shared, LADDER)
+    engines = autos(shared, LADDER)
+    cells = {}
+    for key, cell in at["cells"].items():
+        load, _, i = key.rpartition("/")
+        numbers = numbers_of(shapes[load]["shapes"][int(i)])
+        picks = {name: name_of(engine.select(*numbers)) for name, engine in engines.items()}
+        if all(cell["cells"].get(pick, {}).get("us") for pick in picks.values()):
+            cells[key] = {**cell, "picks": {**cell["picks"], **picks}}
+    return {**at, "cells": cells}, len(at["cells"]) - len(cells)
 
 
 def _value(cell: dict[str, Any], samples: Sequence[float], alone_us: float, objective: str) -> float:
@@ -427,15 +520,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--date", default="unstated")
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--summary", type=Path, nargs="*")
+    parser.add_argument("--rescore", type=Path, help="a profile: the table as its picks would have made it")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     options.layers = 0
     if not options.summary:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         return collect(options, argv)
+    from kpolicy.profiles import load_profile
+
     rows = []
     for file in options.summary:
         at = json.loads(file.read_text())
+        if options.rescore:
+            shapes = json.loads(options.shapes.read_text())[at["model"]]
+            at, left_out = repicked(at, shapes, load_profile(options.rescore).costs)
+            sys.stderr.write(f"{at['model']}: {left_out} shapes left out, whose pick wasn't measured\n")
         rows += [
             row for load in dict.fromkeys(key.rpartition("/")[0] for key in at["cells"]) for row in summarise(at, load)
         ]

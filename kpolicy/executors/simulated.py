@@ -467,7 +467,7 @@ class SimulatedDevice:
         costs = self.costs
         if prepared is None:
             full = launches[0].part is Part.FULL
-            dense_us = (costs.full if full else costs.piecewise).at(launches[0].key.num_tokens)
+            dense_us = costs.curve_for(launches[0].key).at(launches[0].key.num_tokens)
             prepared = self._dense_us[launches[0]] = (dense_us, costs.host_full if full else costs.host_piecewise)
         dense_us, host = prepared
         device_us = dense_us + costs.decode_attention_us(numbers)

@@ -12,7 +12,7 @@ from kpolicy.costs import Cost
 from kpolicy.decision import Decision
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes, plan_keys
-from kpolicy.modes import Mode, Part, SplitForm, parse_form
+from kpolicy.modes import Mode, SplitForm, parse_form
 from kpolicy.policies.base import (
     Downgrade,
     Pick,
@@ -82,8 +82,8 @@ class AutoPolicy:
 
 def rate(context: PolicyContext) -> Callable[[GraphKey], float]:
     """Dense device time of a key: all that differs between sizes of one kind."""
-    curves = {Part.FULL: context.costs.full, Part.PIECEWISE: context.costs.piecewise}
-    return lambda key: curves[key.part].at(key.num_tokens)
+    curve_for = context.costs.curve_for
+    return lambda key: curve_for(key).at(key.num_tokens)
 
 
 def cheapest(context: PolicyContext) -> Pick:

@@ -224,6 +224,8 @@ class AutoTables:
         )
         decode_host, piece_prompt, eager_prompt = full_bases[_DECODES], piece_bases[_PREFILLS], eager_bases[_PREFILLS]
         step_us, overlap = costs.step_us, costs.overlap_cost
+        # Of steps with both kinds of rows, which the index says.
+        full_more, piece_more = ((0.0, 0.0, 0.0, both) for both in costs.both_us)
         uniform, varlen, mixed_column, pieces = group.uniform, group.varlen, group.mixed, group.pieces
         dense_eager = self._eager_us
         most_tokens, num_mixed, num_pieces, num_varlen = len(dense_eager), len(mixed_column), len(pieces), len(varlen)
@@ -270,11 +272,11 @@ class AutoTables:
             if entry is not None:
                 if entry[2] < reqs:
                     return None
-                device, host = entry[1] + attention_us, full_bases[kinds] + full_req * reqs
+                device, host = entry[1] + attention_us + full_more[kinds], full_bases[kinds] + full_req * reqs
                 least, chosen = (device if device >= host else host) + step_us, entry
             entry = pieces[tokens] if tokens < num_pieces else None
             if entry is not None:
-                device, host = entry[1] + attention_us, piece_bases[kinds] + piece_req * reqs
+                device, host = entry[1] + attention_us + piece_more[kinds], piece_bases[kinds] + piece_req * reqs
                 cycle = (device if device >= host else host) + step_us
                 if cycle < least:
                     least, chosen = cycle, entry

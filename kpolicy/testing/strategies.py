@@ -78,6 +78,8 @@ _COSTS = st.builds(
     host_eager=_HOST_EAGER,
     step_us=_US,
     overlap_cost=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    mixed=st.none() | _CURVE,
+    both_us=st.sampled_from([(0.0, 0.0), (0.0, 33.3), (1 / 3, 50.0)]),
 )
 _FACTS = st.sampled_from([NO_FACTS, NO_FACTS, {WAITING_REQS: 1}, {WAITING_REQS: 40}])
 _OBJECTIVE = st.builds(

@@ -57,4 +57,4 @@ def test_without_the_short_chunk_pairs_stand_for_all() -> None:
 def test_a_host_that_runs_attention_itself_gets_short_contexts() -> None:
     bench = Bench(AttentionCost(), host_runs=True)
     PrefillSlope(bench, [], 256, 4096)  # type: ignore[arg-type]
-    assert {context for _, context, _ in bench.asked} == {0, 512}
+    assert {context for _, context, _ in bench.asked} == {0, 1024}

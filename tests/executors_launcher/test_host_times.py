@@ -45,6 +45,13 @@ class Bench:
         decodes, new, _ = self.asked[case]
         return (decodes, new > 0) not in self._skipped
 
+    def again_us(self, case: int) -> float:
+        """No step was run once more."""
+        return 0.0 * case
+
+    def differs(self, case: int) -> bool:
+        return self.others[case] is not None
+
     def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
         assert step_us == STEP_US
         decodes, new, _ = self.asked[case]
@@ -86,7 +93,7 @@ def test_prompts_are_longer_than_chunks_that_may_be_absorbed() -> None:
     lengths = {new for _, new, _ in bench.asked if new}
     assert min(lengths) > crossover.ABSORBED_LENS[-1]
     timed = Bench()
-    Bases(timed, [GraphKey(Part.PIECEWISE, size) for size in (8, 16, 32, 128, 256)], 256)  # type: ignore[arg-type]
+    Bases(timed, [GraphKey(Part.PIECEWISE, size) for size in (8, 16, 32, 128, 256)], [], 256)  # type: ignore[arg-type]
     assert timed.short == [128, 128]
 
 

@@ -125,7 +125,8 @@ def test_a_lazy_engine_measures_what_it_captured(model: Any, monkeypatch: pytest
     assert engine.costs.measured
     captured = engine.registry.captured()
     assert captured
-    assert {key.num_tokens for key in captured} <= {*engine.costs.full.sizes, *engine.costs.piecewise.sizes}
+    mixed = engine.costs.mixed.sizes if engine.costs.mixed is not None else ()
+    assert {key.num_tokens for key in captured} <= {*mixed, *engine.costs.full.sizes, *engine.costs.piecewise.sizes}
     assert engine._lazy is not None
     assert not engine.lazy_pending, "nothing is measured again while nothing is captured"
     engine.release()
@@ -224,10 +225,10 @@ def own_prompts(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[
     seen: list[tuple[list[int], list[int]]] = []
     run = Bench._run
 
-    def spied(bench: Bench, decision: Any, inputs: Any) -> Any:
+    def spied(bench: Bench, decision: Any, inputs: Any, again: bool) -> Any:
         if len(inputs.query_lens) == 1 and inputs.kv_lens == inputs.query_lens and len(inputs.token_ids) > 1:
             seen.append((list(inputs.slot_mapping), list(inputs.block_table[0])))
-        return run(bench, decision, inputs)
+        return run(bench, decision, inputs, again)
 
     monkeypatch.setattr(Bench, "_run", spied)
     Engine("auto", executor=CpuExecutor(model), ladder=[4, 8], settings=SETTINGS).capture()

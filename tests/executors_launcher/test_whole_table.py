@@ -9,30 +9,31 @@ from typing import Any
 import pytest
 
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
-from kpolicy.decision import Decision
+from kpolicy.decision import Decision, Launch
 from kpolicy.executors.calibrate import Calibration, bench
-from kpolicy.executors.calibrate.table import NOISE, _steady
+from kpolicy.executors.calibrate.table import NOISE, _not_above, _steady
 from kpolicy.keys import GraphKey
-from kpolicy.modes import Part
+from kpolicy.modes import Part, Rows
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Settings
+from kpolicy.shapes import BatchShape
 
 SETTINGS = Settings(max_num_reqs=64, max_num_tokens=512)
 DECODES, PIECES, MIXED = (1, 8, 64), (8, 64, 128, 512), (64, 512)
 TRUE = CostTable(
     version="the machine", measured=True,
-    full=Curve([1, 8, 64, 512], [900.0, 1000.0, 1300.0, 3000.0]),
+    full=Curve([1, 8, 64], [900.0, 1000.0, 1300.0]),
+    mixed=Curve([64, 512], [1370.0, 3070.0]),
     # Less at 64 than at 8: step time isn't monotone in size, and a table keeps that.
     piecewise=Curve(PIECES, [1500.0, 1400.0, 1600.0, 3500.0]),
     eager=Curve([1, 4, 16, 64, 256, 512], [1700.0, 1760.0, 1900.0, 2100.0, 2900.0, 4000.0]),
-    decode_attention=AttentionCost(base_us=90.0, unit_us=0.004),
+    decode_attention=AttentionCost(base_us=90.0, row_us=0.8, unit_us=0.004),
     prefill_attention=AttentionCost(base_us=40.0, unit_us=0.0006, kv_us=0.2),
     host_full=HostCost(150.0, 0.5), host_piecewise=HostCost(1000.0, 2.0, 400.0, 300.0),
     host_eager=HostCost(9000.0, 2.0, 400.0, 300.0), step_us=120.0, overlap_cost=0.3,
+    both_us=(0.0, 45.0), again=(0.75, 0.9), eager_new_us=700.0,
 )  # fmt: skip
 WORK_US = 33.0
-MIXED_MORE = 70.0
-"""Microseconds that a whole graph takes more where it isn't made for decodes alone"""
 LONGEST = 8192
 TOGETHER = 0.1
 """Of the shorter side, where host and device are both busy for long: what of it doesn't overlap"""
@@ -57,6 +58,8 @@ class Machine:
         self._stalls = stalls
         self._slow = slow
         self._runs = 0
+        self._last: Any = None
+        self._sizes: set[int] = set()
 
     def perf_counter(self) -> float:
         return self.now / 1e6
@@ -75,12 +78,18 @@ class Machine:
     def run(self, decision: Decision, inputs: Any) -> Any:
         assert max(inputs.kv_lens) <= self._longest, "no request of the model is so long"
         self._runs += 1
-        cost = TRUE.cost(decision.launches, inputs.numbers)
+        table, size = TRUE, len(inputs.token_ids)
+        if self._last == (decision.launches, inputs.numbers):
+            table = table.in_a_row()
+        elif decision.launches[0].key is None and size not in self._sizes:
+            table = table.new_sizes()
+        self._last = decision.launches, inputs.numbers
+        if decision.launches[0].key is None:
+            self._sizes.add(size)
+        cost = table.cost(decision.launches, inputs.numbers)
         if self._stalls and self._runs % self._stalls == 0:
             self.now += 50_000.0
-        device = cost.device_us + MIXED_MORE * sum(
-            key.part is Part.FULL and not key.decode_only for key in decision.keys
-        )
+        device = cost.device_us
         alone = self.busy <= self.now
         self.behind += not alone
         host_us, self._rest_us = cost.host_us * self.slower, TRUE.step_us * self.slower
@@ -88,7 +97,8 @@ class Machine:
         # Behind other work nothing is seen of the host, as long as it is done before that.
         lasts = max(device, host_us) + self._together * min(device, host_us) if alone else device
         self.busy = begun + lasts
-        return SimpleNamespace(ready=[SimpleNamespace(wait=self._wait)], cycle_us=lasts)
+        cycle_us = lasts + self._rest_us * alone
+        return SimpleNamespace(ready=[SimpleNamespace(wait=self._wait)], cycle_us=cycle_us)
 
     def _wait(self) -> None:
         self.now = max(self.now, self.busy) + self._rest_us
@@ -130,9 +140,7 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     found, machine = calibrated(monkeypatch)
     assert machine.behind, "device times are taken behind other work"
     assert found.measured
-    assert found.full.sizes == (1, 8, 64, 512)
-    assert found.full.us == pytest.approx((900, 1000, 1300, 3000 + MIXED_MORE), rel=1e-6), "decodes have their own"
-    for name in ("piecewise", "eager"):
+    for name in ("full", "mixed", "piecewise", "eager"):
         assert getattr(found, name).sizes == getattr(TRUE, name).sizes
         assert getattr(found, name).us == pytest.approx(getattr(TRUE, name).us, rel=1e-6)
     for name in ("decode_attention", "prefill_attention", "host_full", "host_piecewise", "host_eager"):
@@ -141,6 +149,9 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
             [getattr(true, each.name) for each in true.__attrs_attrs__], rel=1e-6, abs=1e-6
         ), name
     assert (found.step_us, found.overlap_cost) == (pytest.approx(TRUE.step_us), pytest.approx(TRUE.overlap_cost))
+    assert found.both_us == pytest.approx(TRUE.both_us, abs=1e-6)
+    assert found.again == pytest.approx(TRUE.again)
+    assert found.eager_new_us == pytest.approx(TRUE.eager_new_us)
     assert found.capture_us == pytest.approx((80_000.0, 20_000.0))
     assert (found.graph_bytes, found.graph_pieces) == ((5000, 800), (1, 25))
     assert found.host_work_us == WORK_US
@@ -163,6 +174,8 @@ def test_a_host_that_stalls_now_and_then_changes_nothing(monkeypatch: pytest.Mon
         assert getattr(found, name).us == pytest.approx(getattr(calibrated(monkeypatch)[0], name).us, rel=0.01)
     assert found.host_eager.base_us == pytest.approx(TRUE.host_eager.base_us, rel=0.01)
     assert found.host_full.base_us == pytest.approx(TRUE.host_full.base_us, rel=0.01)
+    assert found.again == pytest.approx(TRUE.again, rel=0.01)
+    assert found.eager_new_us == pytest.approx(TRUE.eager_new_us, rel=0.05)
 
 
 def test_no_step_is_longer_than_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +183,8 @@ def test_no_step_is_longer_than_the_model(monkeypatch: pytest.MonkeyPatch) -> No
     found, _ = calibrated(monkeypatch, longest=256)
     assert found.eager.sizes[-1] == 256
     assert found.piecewise.sizes[-1] == 128
-    assert found.piecewise.us[0] == pytest.approx(TRUE.piecewise.us[0], rel=0.02)
+    one, row = (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 8)),), BatchShape(decodes=[(1, 1)]).numbers
+    assert found.cost(one, row).device_us == pytest.approx(TRUE.cost(one, row).device_us, rel=0.01)
 
 
 def test_what_does_not_overlap_goes_to_the_longer_side(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +192,7 @@ def test_what_does_not_overlap_goes_to_the_longer_side(monkeypatch: pytest.Monke
     found, _ = calibrated(monkeypatch, together=TOGETHER)
     assert found.step_us > TRUE.step_us
     assert found.host_eager.base_us > TRUE.host_eager.base_us
-    assert found.eager.us == pytest.approx(TRUE.eager.us, rel=1e-6), "the host bounds all of them"
+    assert found.eager.us == pytest.approx(TRUE.eager.us, rel=1e-4), "the host bounds all of them"
     assert found.piecewise.us[-1] > TRUE.piecewise.us[-1]
 
 
@@ -206,3 +220,19 @@ def test_no_more_is_spent_than_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
 def test_noise_between_neighbours_is_no_difference(us: dict[int, float], curve: tuple[float, ...]) -> None:
     """Everything else of a table is as measured."""
     assert _steady(us, NOISE).us == curve
+
+
+@pytest.mark.parametrize(
+    ("full", "pieces", "found"),
+    [
+        # Within the noise FULL takes PIECEWISE's time, which leaves it the preference.
+        ({8: 101.0, 16: 120.0}, {8: 100.0, 16: 130.0}, (100.0, 120.0)),
+        # Beyond it, and at sizes that have no pieces, it keeps its own.
+        ({8: 103.0, 16: 120.0}, {8: 100.0}, (103.0, 120.0)),
+    ],
+)
+def test_noise_between_parts_is_no_difference(
+    full: dict[int, float], pieces: dict[int, float], found: tuple[float, ...]
+) -> None:
+    """The same kernels on the same decode rows: a whole graph leaves the host less to do."""
+    assert _not_above(Curve(full, full.values()), Curve(pieces, pieces.values()), NOISE).us == found

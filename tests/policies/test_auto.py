@@ -87,6 +87,21 @@ def test_attention_time_moves_the_crossover():
     assert decide(BatchShape.decode(9, 1000), costs=costs, claims="uniform", sizes=sizes).mode is Mode.EAGER
 
 
+def test_graphs_that_hold_prompts_have_their_own_times():
+    """A prompt of 100 in a graph of 128: FULL is the quicker by `full`, PIECEWISE where mixed graphs take 180 us."""
+    prompt = BatchShape(prefills=[(100, 0)])
+    sizes = CaptureSizes((8,), (128,), (128,))
+    costs = attrs.evolve(COSTS, piecewise=Curve((1, 128), (150.0, 150.0)))
+    assert decide(prompt, costs=costs, sizes=sizes).mode is Mode.FULL
+    costs = attrs.evolve(costs, mixed=Curve((128,), (180.0,)))
+    assert decide(prompt, costs=costs, sizes=sizes).mode is Mode.PIECEWISE
+    # Rows of both kinds add to PIECEWISE what its host prepares for them.
+    both = BatchShape(decodes=[(1, 2)], prefills=[(100, 0)], forbidden=[Mode.SPLIT])
+    assert decide(both, costs=costs, sizes=sizes).mode is Mode.PIECEWISE
+    costs = attrs.evolve(costs, both_us=(0.0, 40.0))
+    assert decide(both, costs=costs, sizes=sizes).mode is Mode.FULL
+
+
 def test_split_wins_where_the_mixed_batch_leaves_graph_mode():
     """4 decodes and 1,022 tokens fit no graph together: eager takes 1,026; split in turn 4 + 1,024, beside 1,026."""
     shape = BatchShape(decodes=[(1, 4)], prefills=[(1022, 0)])

@@ -36,7 +36,8 @@ def test_every_captured_size_is_a_point(measured: Any) -> None:
     _, engine, costs = measured
     captured = engine.registry.captured()
     assert costs.measured
-    assert set(costs.full.sizes) == {key.num_tokens for key in captured if key.part is Part.FULL}
+    assert costs.mixed is not None
+    assert {*costs.full.sizes, *costs.mixed.sizes} == {key.num_tokens for key in captured if key.part is Part.FULL}
     assert set(costs.piecewise.sizes) == {key.num_tokens for key in captured if key.part is Part.PIECEWISE}
     assert costs.eager.sizes[-1] == SETTINGS.max_num_tokens
     assert 0 <= costs.overlap_cost <= 2

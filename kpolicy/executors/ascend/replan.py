@@ -57,7 +57,8 @@ def ladders_of(
     for place, (kind, by_size) in enumerate(kinds.items()):
         sizes = sorted(by_size)
         largest = by_size[sizes[-1]][0]
-        curve, host = (costs.full, costs.host_full) if kind[0] is Part.FULL else (costs.piecewise, costs.host_piecewise)
+        curve = costs.curve_for(largest)
+        host = costs.host_full if kind[0] is Part.FULL else costs.host_piecewise
         step = kind[1] or 1
         tokens = range(1, sizes[-1] + 1)
         eager, at_least = costs.eager, _base_us(costs.host_eager)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import attrs
 
@@ -16,7 +17,7 @@ __all__ = ["FEW_DECODES", "PLAIN_PROMPT", "Bases", "DecodeSlope", "PrefillSlope"
 
 LONG_CONTEXT, _SHORT_CHUNK = 4096, 128
 """Tokens before a prompt chunk, and of a short chunk, for what attention of prompts takes"""
-FEW_DECODES = 8
+FEW_DECODES, _MANY_DECODES = 8, 128
 PLAIN_PROMPT = 96
 """Tokens of a short prompt that runs as prompts mostly do: of MLA's, chunks of up to 64 may be absorbed."""
 _MOST_BASE = 0.2
@@ -24,57 +25,124 @@ _MOST_BASE = 0.2
 
 
 class Bases:
-    """What attention of either kind costs a PIECEWISE step whatever the KV: kernels of its own, and their launches.
+    """What attention costs a step of a graph beyond KV and pairs: kernels of its own for either kind of rows, and rows.
 
-    The base of decode rows is what a few of them add to a long prompt, the usual mixed batch; that of prompt rows what
-    a batch of decode rows costs less than a prompt of as many tokens.
+    - Of a decode row: what many cost more than a few beside a prompt, each in the place of a prompt token.
+    - Of decode rows at all: what a few cost more than the prompt tokens in whose place they come, beside a long prompt.
+      That is the usual mixed batch.
+    - Of prompt rows: what a prompt costs more than decode rows of as many tokens.
+    - Of both kinds together: what the few cost more in one part than in the other, and what the host's preparing for
+      both delays the device. A FULL graph that holds prompts has kernels for both kinds whatever rows come.
 
     Args:
         bench: times the steps.
         pieces: PIECEWISE graphs.
+        mixed: FULL graphs that hold prompts.
         most_reqs: rows of a step, at most.
     """
 
-    def __init__(self, bench: Bench, pieces: Sequence[GraphKey], most_reqs: int) -> None:
+    def __init__(self, bench: Bench, pieces: Sequence[GraphKey], mixed: Sequence[GraphKey], most_reqs: int) -> None:
         self._bench = bench
-        self._steps: dict[str, tuple[int, int, int]] = {}
-
-        def add(name: str, key: GraphKey, decodes: int, prompt: int, kv: int = 0) -> None:
-            rows = bench.rows(decodes, kv, prompt)
-            case = bench.add([Launch(Rows.ALL, key)], rows)
-            self._steps[name] = case, decodes * kv, prompt
-
-        large = max((key for key in pieces), key=lambda key: key.num_tokens, default=None)
+        self._steps: dict[str, _Step] = {}
+        large = max(pieces, key=lambda key: key.num_tokens, default=None)
         few = min(FEW_DECODES, most_reqs - 1)
         if large is not None and large.num_tokens > few > 0:
-            add("prompt", large, 0, large.num_tokens)
-            add("prompt and decodes", large, few, large.num_tokens - few, bench.usual_kv)
+            # Small enough for a short allowance to come to it.
+            middle = holding(pieces, 2 * _MANY_DECODES) or large
+            size, most = middle.num_tokens, large.num_tokens
+            many = min(_MANY_DECODES, most_reqs - 1, size // 2)
+            if many > few:
+                self._add("middle prompt", middle, 0, size)
+                self._add("middle prompt and few", middle, few, size - few)
+                self._add("middle prompt and many", middle, many, size - many)
+            self._add("prompt", large, 0, most)
+            self._add("prompt and few", large, few, most - few)
+            whole = next((key for key in mixed if key.num_tokens == most), None)
+            if whole is not None:
+                self._add("prompt, whole", whole, 0, most)
+                self._add("prompt and few, whole", whole, few, most - few)
         small = sorted((key for key in pieces if 2 <= key.num_tokens <= most_reqs), key=lambda key: key.num_tokens)
         if small:
             # As above: the middle one, or the smallest beyond what may be absorbed.
             usual = [key for key in small if key.num_tokens >= PLAIN_PROMPT]
-            middle = small[len(small) // 2]
-            key = usual[0] if usual and middle.num_tokens < PLAIN_PROMPT else middle
-            add("short prompt", key, 0, key.num_tokens)
-            add("decodes", key, key.num_tokens, 0, bench.usual_kv)
+            key = small[len(small) // 2]
+            if usual and key.num_tokens < PLAIN_PROMPT:
+                key = usual[0]
+            self._add("short prompt", key, 0, key.num_tokens)
+            self._add("decodes", key, key.num_tokens, 0)
 
-    def added(self, decode: AttentionCost, prefill: AttentionCost) -> tuple[AttentionCost, AttentionCost]:
-        """Both costs with their bases."""
-        us = {
-            name: self._bench.us(case)
-            - decode.unit_us * kv
-            - prefill.unit_us * new * (new + 1) / 2
-            - prefill.kv_us * new
-            for name, (case, kv, new) in self._steps.items()
-            if self._bench.measured(case)
-        }
-        decode_base = prefill_base = 0.0
-        if "prompt" in us and "prompt and decodes" in us:
-            decode_base = min(max(us["prompt and decodes"] - us["prompt"], 0.0), _MOST_BASE * us["prompt"])
-        if "decodes" in us and "short prompt" in us:
-            more = us["short prompt"] - us["decodes"]
-            prefill_base = min(max(more + decode_base, 0.0), _MOST_BASE * us["short prompt"])
-        return attrs.evolve(decode, base_us=decode_base), attrs.evolve(prefill, base_us=prefill_base)
+    def _add(self, name: str, key: GraphKey, decodes: int, prompt: int) -> None:
+        rows = self._bench.rows(decodes, self._bench.usual_kv if decodes else 0, prompt)
+        self._steps[name] = _Step(self._bench.add([Launch(Rows.ALL, key)], rows), decodes, prompt)
+
+    def added(
+        self, decode: AttentionCost, prefill: AttentionCost, step_us: float
+    ) -> tuple[AttentionCost, AttentionCost, tuple[float, float]]:
+        """Both costs with what is told here, and `CostTable.both_us`.
+
+        Args:
+            decode: by KV.
+            prefill: by KV and pairs.
+            step_us: what overlaps nothing, in any mode.
+        """
+        costs = decode, prefill
+        row_us = self._row_us(costs)
+
+        def base(name: str, than: str, *, waited: bool = False) -> float | None:
+            us = self._more(name, than, costs, step_us if waited else None)
+            return None if us is None else max(us - row_us * self._steps[name].decodes, 0.0)
+
+        decode_base = base("prompt and few", "prompt")
+        if decode_base is None:
+            decode_base = base("middle prompt and few", "middle prompt") or 0.0
+        bases = (
+            base("prompt and few, whole", "prompt, whole", waited=True),
+            base("prompt and few", "prompt", waited=True),
+        )
+        decode_base = min(each for each in (decode_base, *bases) if each is not None)
+        whole_us, pieces_us = (0.0 if each is None else each - decode_base for each in bases)
+        prefill_base, short = 0.0, self._more("short prompt", "decodes", costs)
+        if short is not None:
+            prefill_base = max(short + decode_base + row_us * self._steps["decodes"].decodes, 0.0)
+        return (
+            attrs.evolve(decode, base_us=decode_base, row_us=row_us),
+            attrs.evolve(prefill, base_us=prefill_base),
+            (whole_us, pieces_us),
+        )
+
+    def _row_us(self, costs: tuple[AttentionCost, AttentionCost]) -> float:
+        us = self._more("middle prompt and many", "middle prompt and few", costs)
+        if us is None:
+            return 0.0
+        rows = self._steps["middle prompt and many"].decodes - self._steps["middle prompt and few"].decodes
+        return max(us, 0.0) / rows
+
+    def _more(
+        self, name: str, than: str, costs: tuple[AttentionCost, AttentionCost], step_us: float | None = None
+    ) -> float | None:
+        """By how much a step takes longer than another, KV and pairs apart; None where either wasn't timed.
+
+        Device time alone, or with `step_us` what the device waits for the host beyond that too.
+        """
+        bench, steps = self._bench, [self._steps.get(each) for each in (name, than)]
+        decode, prefill = costs
+        times: list[float] = []
+        for step in steps:
+            if step is None or not bench.measured(step.case):
+                return None
+            us = bench.us(step.case) if step_us is None else bench.sides_us(step.case, step_us)[0]
+            prompt_us = prefill.unit_us * step.prompt * (step.prompt + 1) / 2 + prefill.kv_us * step.prompt
+            times.append(us - decode.unit_us * step.decodes * bench.usual_kv - prompt_us)
+        mine, others = times
+        return min(mine - others, _MOST_BASE * others)
+
+
+class _Step(NamedTuple):
+    """A step that was timed: decode rows over the usual KV, and tokens of a prompt without context."""
+
+    case: int
+    decodes: int
+    prompt: int
 
 
 class DecodeSlope:

@@ -20,7 +20,7 @@ from kpolicy.shapes import BatchShape
 
 __all__ = ["LONG_KV", "SHORT_KV", "Bench", "Measurable"]
 
-SHORT_KV, LONG_KV = 64, 512
+SHORT_KV, LONG_KV = 64, 1024
 """Tokens that decode rows attend to, for the two ends of the slope."""
 TURNS = 5
 MOST_ROUNDS = 15
@@ -55,11 +55,14 @@ class _Times(NamedTuple):
     """Microseconds of one run."""
 
     wall: float
+    """Of the step, by the executor's own time where the device runs behind the host: what steps are held to"""
     host: float
     """Until the step was launched"""
     device: float
     work: float = 0.0
     """Of the fixed work, just before"""
+    again: float = 0.0
+    """`host`, of the same step once more at once; 0 where that wasn't run"""
 
 
 class Bench:
@@ -180,7 +183,7 @@ class Bench:
                 yield False
             begun_s = time.perf_counter()
             self._once(decision, inputs)  # the first run touches fresh memory and compiles kernels
-            self._times[i].append(self._run(decision, inputs))
+            self._times[i].append(self._run(decision, inputs, i in self._often))
             ran.append(i)
             if num_tokens >= _TELLING:
                 token_s = (time.perf_counter() - begun_s) / num_tokens
@@ -193,7 +196,7 @@ class Bench:
                 decision, inputs = self._cases[i]
                 others = self._others.get(i)
                 rows = self._drawn(inputs, done) if others is None else others(len(self._times[i]))
-                self._times[i].append(self._run(decision, rows))
+                self._times[i].append(self._run(decision, rows, i in self._often))
                 yield True
         self.rounds = MOST_ROUNDS
 
@@ -217,6 +220,21 @@ class Bench:
         """Whether the host itself runs what it launches, so that its time is the device's."""
         return bool(self._adapter.host_runs)
 
+    def samples(self) -> list[dict[str, Any]]:
+        """Every case as plain values: launches, rows, and the fields of `_Times` in us, of each sample."""
+        return [
+            {
+                "launches": [
+                    [launch.rows.value, str(launch.key or "eager"), launch.stream, launch.repeat]
+                    for launch in decision.launches
+                ],
+                "decodes": inputs.numbers.num_decodes, "decode_kv_tokens": inputs.numbers.decode_kv_tokens,
+                "prompt": inputs.numbers.num_prefill_tokens, "pairs": inputs.numbers.prefill_pairs,
+                "us": [[round(each, 1) for each in sample] for sample in times],
+            }
+            for (decision, inputs), times in zip(self._cases, self._times, strict=True)
+        ]  # fmt: skip
+
     def measured(self, case: int) -> bool:
         """Whether the allowance came to it."""
         return bool(self._times[case])
@@ -229,6 +247,29 @@ class Bench:
         """Median microseconds until the host had launched it, at `host_work_us`."""
         usual = self.host_work_us
         return statistics.median(each.host * _slower(usual, each) for each in self._times[case])
+
+    def again_us(self, case: int) -> float:
+        """Median microseconds until the host had launched it once more, at `host_work_us`; 0 without samples."""
+        usual = self.host_work_us
+        return statistics.median([each.again * _slower(usual, each) for each in self._times[case]] or [0.0])
+
+    def first_us(self, case: int) -> float:
+        """By how much launching takes longer than once more at once, at `host_work_us`: the mean of the middle samples.
+
+        Not the median: rows that differ each time have a long tail, of which a run has its share. Without the fifth at
+        either end, which are the machine's.
+        """
+        usual, samples = self.host_work_us, self._times[case]
+        if case in self._others:
+            # The first sample is of rows that had run before.
+            samples = samples[1:]
+        more = sorted((each.host - each.again) * _slower(usual, each) for each in samples)
+        ends = len(more) // 5
+        return statistics.fmean(more[ends : len(more) - ends]) if more else 0.0
+
+    def differs(self, case: int) -> bool:
+        """Whether a case's rows are others each time."""
+        return case in self._others
 
     def rest_us(self, case: int) -> float:
         """Median microseconds that neither the device's time nor the launching covers, at `host_work_us`."""
@@ -251,7 +292,7 @@ class Bench:
         device, host, beyond = self.us(case), self.host_us(case), max(self.rest_us(case) - step_us, 0.0)
         return (device + beyond, host) if device >= host else (device, host + beyond)
 
-    def _run(self, decision: Decision, inputs: StepInputs) -> _Times:
+    def _run(self, decision: Decision, inputs: StepInputs, again: bool) -> _Times:
         work = 0.0 if self.host_runs else host_work_us()
         times = self._once(decision, inputs)._replace(work=work)
         if self.host_runs:
@@ -260,7 +301,8 @@ class Bench:
         outputs = self._executor.run(decision, inputs)
         for event in outputs.ready:
             event.wait()
-        return times._replace(device=min(outputs.cycle_us, times.wall))
+        times = times._replace(device=min(outputs.cycle_us, times.wall))
+        return times._replace(again=self._once(decision, inputs).host) if again else times
 
     def _once(self, decision: Decision, inputs: StepInputs) -> _Times:
         start = time.perf_counter()
@@ -268,7 +310,8 @@ class Bench:
         launched = time.perf_counter()
         for event in outputs.ready:
             event.wait()
-        return _Times((time.perf_counter() - start) * 1e6, (launched - start) * 1e6, 0.0)
+        wall = (time.perf_counter() - start) * 1e6 if self.host_runs else outputs.cycle_us
+        return _Times(wall, (launched - start) * 1e6, 0.0)
 
     def rows(self, num_decodes: int, decode_kv: int, new: int = 0, context: int = 0, steps: int = 1) -> StepInputs:
         """Decode rows that attend to so many tokens each, then one prompt chunk of `new` tokens after a context.

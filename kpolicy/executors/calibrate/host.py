@@ -54,6 +54,29 @@ class HostTimes:
                 rows = bench.rows(decodes, kv, new)
                 self._cases[decodes, new] = bench.add([launch], rows, often=True, others=others)
 
+    def again(self) -> float:
+        """Share of its time that launching takes once more at once: the caches hold what it touches."""
+        bench = self._bench
+        shares = [bench.again_us(case) / bench.host_us(case) for case in self._timed() if not bench.differs(case)]
+        return min(statistics.median(shares), 1.0) if shares else 1.0
+
+    def new_us(self) -> float:
+        """What rows of a size that never ran add to launching, caches apart."""
+        bench, caches = self._bench, 1 / self.again() - 1
+        new = [bench.first_us(case) - caches * bench.again_us(case) for case in self._timed() if bench.differs(case)]
+        return max(statistics.median(new), 0.0) if new else 0.0
+
+    def _timed(self) -> list[int]:
+        return [case for case in self._cases.values() if self._bench.measured(case) and self._bench.again_us(case)]
+
+    def _us(self, case: int, step_us: float) -> float:
+        """A case's time: of rows that were other ones each time, as if they had run before."""
+        bench, again = self._bench, self.again()
+        us = bench.sides_us(case, step_us)[1]
+        if bench.differs(case) and bench.again_us(case):
+            us += bench.again_us(case) / again - bench.host_us(case)
+        return us
+
     def cost(self, step_us: float, like: HostCost | None = None) -> HostCost:
         """The host's times.
 
@@ -66,7 +89,7 @@ class HostTimes:
             0 where nothing was timed; without steps of both kinds, whichever was timed for all rows alike.
         """
         us = {
-            (decodes, new): self._bench.sides_us(case, step_us)[1]
+            (decodes, new): self._us(case, step_us)
             for (decodes, new), case in self._cases.items()
             if self._bench.measured(case)
         }

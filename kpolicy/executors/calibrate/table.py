@@ -113,11 +113,11 @@ class Calibration:
         self._decoding = DecodeSlope(bench, decode, most_reqs)
         self._prefilling = PrefillSlope(bench, pieces, longest, model.max_model_len)
         self._overlap = _Overlap(bench, decode, pieces, settings)
-        self._bases = Bases(bench, pieces, most_reqs)
-        # Where a decode graph and a mixed one have the same size, decodes use the former.
-        self._full = [add(key, key.num_tokens, prompt=True) for key in mixed]
-        self._full += [add(key, key.num_tokens, prompt=False) for key in decode]
-        self._pieces = [add(key, key.num_tokens, prompt=True) for key in pieces]
+        self._bases = Bases(bench, pieces, mixed, most_reqs)
+        self._full = [add(key, key.num_tokens, prompt=False) for key in decode]
+        self._mixed = [add(key, key.num_tokens, prompt=True) for key in mixed]
+        # Decode rows where a batch can have so many: what they take is compared with decode graphs.
+        self._pieces = [add(key, key.num_tokens, prompt=key.num_tokens > most_reqs) for key in pieces]
         self._host_eager = HostTimes(bench, [None], most_reqs, longest)
         self._host_piecewise = HostTimes(bench, pieces, most_reqs, longest)
 
@@ -136,18 +136,25 @@ class Calibration:
         """Spend so many seconds; whether all is measured that will be."""
         return self._bench.measure(allowance_s)
 
+    def samples(self) -> list[dict[str, Any]]:
+        """What the table is made of, as plain values: see `Bench.samples`."""
+        return self._bench.samples()
+
     def end(self) -> None:
         """Let go of the executor."""
         self._bench.end()
 
     def table(self, version: str) -> CostTable:
         """What was measured so far, as a table of that name."""
-        bench, full_cases, piece_cases, eager_cases = self._bench, self._full, self._pieces, self._eager
-        decode_attention, prefill_attention = self._bases.added(self._decoding.cost(), self._prefilling.cost())
-        every = [case for case, _, _ in (*full_cases, *piece_cases, *eager_cases) if bench.measured(case)]
+        bench = self._bench
+        cases = (*self._full, *self._mixed, *self._pieces, *self._eager)
+        every = [case for case, _, _ in cases if bench.measured(case)]
         # A decode step's graph leaves the host nothing to do: what is beyond the device's time there no mode overlaps.
-        whole = [case for case, _, prompt in full_cases if bench.measured(case) and not prompt]
+        whole = [case for case, _, _ in self._full if bench.measured(case)]
         step_us = statistics.median(map(bench.rest_us, whole or every))
+        decode_attention, prefill_attention, both_us = self._bases.added(
+            self._decoding.cost(), self._prefilling.cost(), step_us
+        )
 
         noise = HOST_NOISE if bench.host_runs else NOISE
 
@@ -158,27 +165,35 @@ class Calibration:
                     continue
                 units = size * (size + 1) / 2 if prompt else size * bench.usual_kv
                 cost = prefill_attention if prompt else decode_attention
-                attention_us = cost.base_us + cost.unit_us * units + cost.kv_us * size
+                attention_us = cost.base_us + cost.row_us * size + cost.unit_us * units + cost.kv_us * size
                 us[size] = max(bench.sides_us(case, step_us)[0] - attention_us, _LEAST_US)
             return _steady(us, noise) if us else None
 
-        eager = curve(eager_cases)
+        eager, full, mixed, pieces = map(curve, (self._eager, self._full, self._mixed, self._pieces))
         assert eager is not None  # noqa: S101 - the first case of all
+        if full is not None and pieces is not None:
+            full = _not_above(full, pieces, noise)
         return CostTable(
             version=version,
             measured=True,
             # A mode without graphs has no times of its own, and is never chosen.
-            full=curve(full_cases) or eager,
-            piecewise=curve(piece_cases) or eager,
+            full=full or mixed or eager,
+            piecewise=pieces or eager,
             eager=eager,
+            mixed=mixed,
+            both_us=both_us,
             decode_attention=decode_attention,
             prefill_attention=prefill_attention,
-            host_full=host_by_rows(bench, [(case, 1 if prompt else size) for case, size, prompt in full_cases]),
+            host_full=host_by_rows(
+                bench, [(case, 1 if prompt else size) for case, size, prompt in (*self._full, *self._mixed)]
+            ),
             host_piecewise=self._host_piecewise.cost(step_us),
             host_eager=self._host_eager.cost(step_us, self._host_piecewise.cost(step_us)),
             step_us=step_us,
             overlap_cost=self._overlap.share(),
             host_work_us=bench.host_work_us,
+            again=(self._host_piecewise.again(), self._host_eager.again()),
+            eager_new_us=self._host_eager.new_us(),
             **_captures(self._registry, self.keys),
         )
 
@@ -194,6 +209,19 @@ def _steady(us: dict[int, float], noise: float) -> Curve:
             us[size] = us[larger]
     sizes.reverse()
     return Curve(sizes, [us[size] for size in sizes])
+
+
+def _not_above(full: Curve, pieces: Curve, noise: float) -> Curve:
+    """FULL's curve where PIECEWISE seems cheaper at a size by what repeats differ by: the same kernels, one launch.
+
+    There both take PIECEWISE's time, and FULL the preference: the host, whose speed changes, does less.
+    """
+    of = dict(zip(pieces.sizes, pieces.us, strict=True))
+    us = [
+        of[size] if size in of and of[size] < us <= of[size] * (1 + noise) else us
+        for size, us in zip(full.sizes, full.us, strict=True)
+    ]
+    return Curve(full.sizes, us)
 
 
 class _Overlap:
