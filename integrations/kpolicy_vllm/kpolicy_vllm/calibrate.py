@@ -1,11 +1,12 @@
 """A measured `CostTable` from vLLM's own graphs and eager steps, timed at start-up within an allowance.
 
-Each captured size, and EAGER at a few, runs as a whole step of made-up rows through the runner's `execute_model` and
-`sample_tokens`, so that what the host does for a step is in the times. A step is timed twice: at once, for the host's
-time, and behind work that keeps the device busy meanwhile, for the device's alone. What attention costs is the slope
-of a step's time over KV; it is taken off the curves, which stand for dense work (kpolicy's docs/design.md, costs). So
-is what each decode row takes in every mode, whatever the step is padded to: the model's head gives every one of them
-logits, and a prompt chunk only its last token (1,000 rows of a 0.5B model: 0.6 ms of 3.5).
+Captured sizes, all or as many as tell the curve, and EAGER at a few run each as a whole step of made-up rows through
+the runner's `execute_model` and `sample_tokens`, so that what the host does for a step is in the times. A step is
+timed twice: at once, for the host's time, and behind work that keeps the device busy meanwhile, for the device's
+alone. What attention costs is the slope of a step's time over KV; it is taken off the curves, which stand for dense
+work (kpolicy's docs/design.md, costs). So is what each decode row takes in every mode, whatever the step is padded to:
+the model's head gives every one of them logits, and a prompt chunk only its last token (1,000 rows of a 0.5B model:
+0.6 ms of 3.5).
 
 A FULL graph of mixed batches has attention of a fixed shape, which no curve says. So each is timed with a chunk that
 fills it, and one that is clearly slower than pieces or an eager step of that chunk is never replayed (`State.dear`).
@@ -40,6 +41,8 @@ ALIKE = 0.05
 is a difference between them."""
 SLOPES = 0.2
 """Share of the allowance for attention's slopes"""
+MOST_FULL, MOST_PIECES = 12, 8
+"""Sizes of each part that are timed, the smallest and the largest among them; between two the curve is straight"""
 
 
 def why_not(runner: Any) -> str | None:
@@ -86,7 +89,7 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
         bench.warm(plan.warm)
         start = clock.now()
         bench.measure(plan.curves, allowance_s * (1 - SLOPES))
-        bench.measure(plan.slopes, max(0.0, allowance_s - (clock.now() - start)))
+        bench.measure(plan.slopes, min(allowance_s * SLOPES, max(0.0, allowance_s - (clock.now() - start))))
         if state.config.split and plan.decodes is not None and plan.chunk is not None:
             state.rejoin_us = state.broadcast(together(everywhere, bench.rejoin_us, plan.decodes, plan.chunk))
     finally:
@@ -189,6 +192,7 @@ class _Plan:
         ]
         for listed in (self._full, self._mixed, self._pieces, self._piece_rows, self._eager):
             listed[:] = [case for case in listed if steps.fits(case.rows)]
+        self._full, self._pieces = _spread(self._full, MOST_FULL), _spread(self._pieces, MOST_PIECES)
         rows_of = [case for case in self._eager if case.rows.decodes > FEW_DECODES]
         self._eager_rows: list[Case] = []
         if rows_of and not self._piece_rows and rows_of[-1].rows.num_tokens <= most_chunk:
@@ -308,6 +312,13 @@ class _Plan:
         more = max(1, most.sampled - fewest.sampled)
         rise = (most.dense_us(decode, chunks) - fewest.dense_us(decode, chunks)) / more
         return min(found, max(rise, 0.0))
+
+
+def _spread(cases: list[Case], most: int) -> list[Case]:
+    """At most so many of the cases, the first and the last among them, as evenly as places go."""
+    if len(cases) <= most:
+        return cases
+    return [cases[round(i * (len(cases) - 1) / (most - 1))] for i in range(most)]
 
 
 def _mixed(key: GraphKey) -> bool:

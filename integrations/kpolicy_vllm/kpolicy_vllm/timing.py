@@ -22,6 +22,8 @@ LEAST_US = 0.1
 NOISE = 0.02
 """Of a time: what is within it of another is as good."""
 MOST_ROUNDS, REJOINS = 9, 3
+AGAIN = 0.5
+"""Share of an allowance after which nothing is timed again: the whole is for what is slow to be timed once"""
 _AHEAD, _CYCLES_A_US = 2.0, 2000
 _TELLING = 256
 """Tokens from which a step's time tells what more of them take"""
@@ -162,10 +164,10 @@ class Bench:
         """Time the cases, those with the fewest tokens first, then in rounds over those that ran.
 
         The very first case always runs; which others did, their `times` say. A round in which none was quicker than
-        before ends it.
+        before ends it, and so does `AGAIN` of the allowance.
         """
         clock = self._clock
-        stop_s = clock.now() + allowance_s
+        again_s, stop_s = clock.now() + AGAIN * allowance_s, clock.now() + allowance_s
         ran: list[Case] = []
         for case in sorted(cases, key=lambda each: each.rows.num_tokens):
             begun_s = clock.now()
@@ -179,7 +181,7 @@ class Bench:
         for turn in range(1, MOST_ROUNDS):
             before = [case.best().device for case in ran]
             for case in random.Random(turn).sample(ran, len(ran)):  # noqa: S311
-                if not self._agree(clock.now() <= stop_s):
+                if not self._agree(clock.now() <= again_s):
                     return
                 together(self._all, self._visit, case)
             quicker = (case.best().device < us * (1 - NOISE) for case, us in zip(ran, before, strict=True))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.settings import Settings
-from kpolicy_vllm.calibrate import calibrate, why_not
+from kpolicy_vllm.calibrate import MOST_FULL, MOST_PIECES, calibrate, why_not
 from tests.integrations.vllm.fake_runner import JOIN_US, FakeRunner, FakeState, SimulatedClock, stand_ins
 
 SIZES = (1, 4, 16, 64)
@@ -138,6 +139,36 @@ def test_times_that_stay_the_same_end_it(monkeypatch: Any) -> None:
     """Two rounds tell all where nothing varies; the rest of the allowance isn't used."""
     _, runner, _ = calibrated(monkeypatch, seconds=1e3)
     assert runner.clock.now() < 2.0
+
+
+def test_times_that_go_on_falling_end_with_half_the_allowance(monkeypatch: Any) -> None:
+    """The rest is for what is slow to be timed once at all."""
+    clock, runs = SimulatedClock(), itertools.count()
+
+    def falling(key: Any, *rest: Any) -> tuple[float, float]:
+        host, device = cost(key, *rest)
+        return host, device + 1e6 * 0.999 ** next(runs)
+
+    state = FakeState(FakeRunner(clock, falling), KEYS, Settings(max_num_reqs=64, max_num_tokens=2048), 400.0)
+    state.config.split = False
+    with stand_ins(monkeypatch):
+        assert calibrate(state.runner, state, clock) is not None
+    assert 0.45 * 400 < clock.now() < 0.6 * 400
+
+
+def test_of_many_sizes_some_are_timed_the_ends_among_them(monkeypatch: Any) -> None:
+    settings = Settings(max_num_reqs=64, max_num_tokens=2048)
+    full = [GraphKey(Part.FULL, n, n, query_len=1) for n in range(1, 65, 3)]
+    pieces = [GraphKey(Part.PIECEWISE, n) for n in range(64, 2049, 64)]
+    table, runner, _ = calibrated(monkeypatch, keys=[*full, *pieces])
+    ran = {key for key, _, _ in runner.ran if isinstance(key, GraphKey)}
+    assert len(ran & set(full)) == MOST_FULL < len(full)
+    assert len(ran & set(pieces)) == MOST_PIECES < len(pieces)
+    assert {full[0], full[-1], pieces[0]} <= ran
+    assert max(key.num_tokens for key in ran) >= settings.max_num_tokens - 64
+    for size in (2, 34, 61):
+        assert table.full.at(size) == pytest.approx(400 + 3 * size, rel=0.03)
+    assert table.piecewise.at(1000) == pytest.approx(450 + 3 * 1000, rel=0.03)
 
 
 def test_a_slow_spell_of_the_host_is_not_its_cost(monkeypatch: Any) -> None:

@@ -82,15 +82,15 @@ def test_replica_through_the_shim_is_stock(version, runner):
 
 
 def random_costs(rng):
-    """A measured table where any mode may be the cheapest, and larger sizes may be cheaper than smaller ones."""
+    """A measured table where any mode may be the cheapest, by size and by rows, and larger sizes may cost less."""
 
     def curve():
         return Curve((1, 16, 64, 256, 1024, 4096), tuple(rng.uniform(100, 5000) for _ in range(6)))
 
     return attrs.evolve(
         analytic_costs(), version="random", measured=True, full=curve(), piecewise=curve(), eager=curve(),
-        host_full=HostCost(rng.uniform(10, 4000)), host_piecewise=HostCost(rng.uniform(10, 4000)),
-        host_eager=HostCost(rng.uniform(10, 4000)),
+        **{f"host_{way}": HostCost(rng.uniform(10, 4000), rng.choice([0.0, 20.0, 400.0]))
+           for way in ("full", "piecewise", "eager")},
     )  # fmt: skip
 
 
