@@ -153,7 +153,7 @@ class DeviceAdapter(Protocol):
 
     # Optional, to save the host's time: stage_all(jobs), `stage` for several buffers that `alloc_inputs` made together,
     # with the arguments of each in `jobs`; span(), a `Span` that begins; replayer(), `replay` with as few calls as the
-    # adapter's settings allow.
+    # adapter's settings allow. And give_back(stream): nobody needs a stream any more that `new_stream` gave.
 
     def commit(self) -> None:
         """Bring all that was staged since to the device, before what the current stream gets next."""

@@ -57,6 +57,12 @@ from kpolicy.shapes import BatchNumbers
 __all__ = ["GraphLauncher", "LauncherPool"]
 
 _CHECKED = ("token_ids", "positions", "slot_mapping", "block_table", "kv_lens")
+WARM_UPS = 3
+"""Eager runs before a pool's first graph, which is its largest; each later one has one.
+
+What starts late starts once a process or a stream: libraries' handles and workspaces, autotuners that try first and
+settle then. Three is what `torch.cuda.make_graphed_callables` takes for it. A smaller size may have kernels of its own,
+which its own run loads or compiles."""
 _CHECKS = -1
 """The eager buffers of `eager_as`: no stream has that number."""
 
@@ -69,6 +75,8 @@ class LauncherPool:
         self.memory = memory
         self.buffers = buffers
         self.breaks = breaks
+        self.warm = False
+        """Whether something was captured into it"""
 
 
 class GraphLauncher:
@@ -145,7 +153,7 @@ class GraphLauncher:
                 f"capturing {key}: its pool has buffers for {buffers.num_tokens} tokens in {buffers.num_reqs} rows; "
                 "make a pool for the largest key."
             )
-        broken = pool.breaks.num_bytes
+        broken, warm_ups = pool.breaks.num_bytes, 1 if pool.warm else WARM_UPS
         handle: FullGraph | PieceGraph
         try:
             self._settle()
@@ -154,10 +162,12 @@ class GraphLauncher:
                     buffers.stage_padding(shape)
                     self.adapter.commit()
                     if key.part is Part.FULL:
-                        handle = capture_full(key, shape, self.adapter, self.model, pool.memory, buffers)
+                        handle = capture_full(key, shape, self.adapter, self.model, pool.memory, buffers, warm_ups)
                         num_bytes, graphs = handle.num_bytes, 1
                     else:
-                        handle = capture_pieces(key, shape, self.adapter, self.model, pool.memory, buffers, pool.breaks)
+                        handle = capture_pieces(
+                            key, shape, self.adapter, self.model, pool.memory, buffers, pool.breaks, warm_ups
+                        )
                         num_bytes, graphs = handle.num_bytes + pool.breaks.num_bytes - broken, handle.num_graphs
                 except BaseException:
                     # Here, on the stream that records: nothing may wait for it before the recording is over.
@@ -168,6 +178,7 @@ class GraphLauncher:
             if not isinstance(error, Exception):
                 raise
             raise self._capture_error(str(key), error) from error
+        pool.warm = True
         if self._checks:
             self._statics[key] = self._where()
         report = CaptureReport(num_bytes, time.perf_counter() - start, 0, graphs)
@@ -379,6 +390,10 @@ class GraphLauncher:
         self._settle()
         self._ready = []
         self._eager.clear()
+        # Optional for an adapter: a stream that nobody needs any more.
+        give_back: Callable[[Any], None] = getattr(self.adapter, "give_back", _unheard)
+        for stream in self._streams.values():
+            give_back(stream)
         self._streams.clear()
         # Optional for a model: what it keeps for steps to come.
         getattr(self.model, "give_back", int)()
@@ -423,7 +438,7 @@ def _check_inputs(handle: FullGraph | PieceGraph) -> None:
             )
 
 
-def _unheard(key: GraphKey) -> None:
+def _unheard(key: Any) -> None:
     del key
 
 

@@ -307,9 +307,10 @@ class BoundPieces:
 
 
 def capture_full(
-    key: GraphKey, shape: PaddedShape, adapter: DeviceAdapter, model: StepModel, pool: Any, buffers: StepBuffers
-) -> FullGraph:
-    """Record a FULL graph over padding."""
+    key: GraphKey, shape: PaddedShape, adapter: DeviceAdapter, model: StepModel, pool: Any, buffers: StepBuffers,
+    warm_ups: int = 1,
+) -> FullGraph:  # fmt: skip
+    """Record a FULL graph over padding, after so many eager runs of it."""
     tensors = buffers.tensors(shape)
     which = head_rows(key)
 
@@ -319,7 +320,8 @@ def capture_full(
         return hidden, model.head(rows)
 
     wanted = buffers.wanted[: shape.num_reqs]
-    run()
+    for _ in range(warm_ups):
+        run()
     adapter.begin(pool)
     hidden, logits = run()
     graph = adapter.end()
@@ -328,9 +330,11 @@ def capture_full(
 
 def capture_pieces(
     key: GraphKey, shape: PaddedShape, adapter: DeviceAdapter, model: StepModel, pool: Any, buffers: StepBuffers,
-    breaks: BreakBuffers,
+    breaks: BreakBuffers, warm_ups: int = 1,
 ) -> PieceGraph:  # fmt: skip
-    """Record a PIECEWISE graph over padding. A capture that fails midway forgets the segments it has.
+    """Record a PIECEWISE graph over padding, after so many eager runs of it.
+
+    A capture that fails midway forgets the segments it has.
 
     Raises:
         CaptureError: attention ran unmarked (a model finds more of it by an attribute ``watching``, called with the
@@ -338,7 +342,8 @@ def capture_pieces(
     """
     tensors = buffers.tensors(shape)
     live = StepContext(tensors, RowLayout(0, 0, (), ()))
-    model.head(model.forward(live))
+    for _ in range(warm_ups):
+        model.head(model.forward(live))
     step, held = BreakingStep(live, adapter, pool, breaks), breaks.held
     watching = getattr(model, "watching", None)
     watched: AbstractContextManager[Any] = nullcontext() if watching is None else watching(step)

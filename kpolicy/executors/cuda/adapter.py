@@ -25,6 +25,7 @@ from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cuda.failures import classify
 from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of
+from kpolicy.executors.cuda.streams import give_back, new_stream
 from kpolicy.executors.device import Failure, MemoryReport, Span
 from kpolicy.executors.simulated import Fault
 from kpolicy.reasons import Reason
@@ -356,7 +357,11 @@ class CudaAdapter:
     # Streams
 
     def new_stream(self, priority: int = 0) -> Any:
-        return torch.cuda.Stream(self.device, priority=-1 if priority > 0 else 0)
+        return new_stream(self.device, -1 if priority > 0 else 0)
+
+    def give_back(self, stream: Any) -> None:
+        """Take a stream back: the next `new_stream` may give it away again."""
+        give_back(stream)
 
     def submit(self, stream: Any, work: Callable[[], None]) -> None:
         with torch.cuda.stream(stream):
@@ -484,17 +489,12 @@ class CudaAdapter:
     def _mend(self, pool: CudaPool, recorded: Any) -> None:
         """`_give_up` for a capture that CUDA itself ended, and what torch 2.11 then needs to go on.
 
-        It takes the pool for still recording and keeps what the capture had allocated (some MiB a failure), so later
-        graphs get a pool of their own. Its random generator believes that it is captured until a capture ends well, so
-        an empty one does.
+        Its allocator takes the pool for still recording and for held by the graph that never came, so both are ended
+        here, and later graphs get a pool of their own. Its random generator believes that it is captured until a
+        capture ends well, so an empty one does.
         """
         recorded.reset()
-        # Before torch 2.8 it had another name.
-        names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
-        end_allocate = next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
-        if end_allocate is not None:
-            with suppress(RuntimeError):
-                end_allocate(self.device.index, pool.handle)
+        self._end_allocation(pool.handle)
         pool.handle = torch.cuda.graph_pool_handle()
         self._give_up(pool, recorded)
         with torch.cuda.stream(pool.stream), warnings.catch_warnings():
@@ -503,6 +503,22 @@ class CudaAdapter:
             empty.capture_begin(capture_error_mode="thread_local")
             empty.capture_end()
             empty.reset()
+
+    def _end_allocation(self, handle: Any) -> None:
+        """End a recording in torch's allocator, and its hold on the pool, where torch left both as they were."""
+        # Before torch 2.8 it had another name.
+        names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
+        end_allocate = next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
+        if end_allocate is None:
+            return
+        try:
+            end_allocate(self.device.index, handle)
+        except RuntimeError:
+            # It had ended, and with it `reset` has let the pool go: once more would free what live graphs read.
+            return
+        release = getattr(torch._C, "_cuda_releasePool", None)
+        if release is not None:
+            release(self.device.index, handle)
 
     def weak(self, pool: CudaPool, tensor: Any) -> Any:
         del pool
@@ -541,8 +557,10 @@ class CudaAdapter:
             torch.cuda.synchronize(self.device)
             for graph in pool.graphs:
                 graph.graph.reset()
+            if not pool.released:
+                # The workspace of the pool's stream stays, for the pool that has the stream next.
+                give_back(pool.stream)
         pool.graphs, pool.handle, pool.released = [], None, True
-        # The workspace of the pool's stream stays: torch hands streams out again, and other graphs may read theirs.
         self._trim()
 
     # Checks

@@ -1,0 +1,146 @@
+"""Streams and pools of a CUDA device, over stand-ins for what torch has of one. `tests/gpu` has the real ones."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext, suppress
+from itertools import count
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kpolicy.executors.cuda import adapter as cuda_adapter  # noqa: E402
+from kpolicy.executors.cuda import streams  # noqa: E402
+from kpolicy.executors.cuda.adapter import CudaAdapter, CudaPool  # noqa: E402
+
+handles = count(1)
+
+
+class Stream:
+    """What is read of `torch.cuda.Stream`."""
+
+    def __init__(self, device: Any, priority: int = 0) -> None:
+        self.device = device
+        self.priority = priority
+        self.cuda_stream = next(handles)
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch) -> CudaAdapter:
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _=None: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)), raising=False)
+    monkeypatch.setattr(streams, "_spare", {})
+    monkeypatch.setattr(streams, "_priorities", {})
+    monkeypatch.setattr(cuda_adapter, "_device", lambda _: torch.device("cuda", 0))
+    return CudaAdapter()
+
+
+def test_pools_that_come_and_go_use_the_same_streams(adapter: CudaAdapter) -> None:
+    """A library keeps a workspace for each stream it ran on, so two pools at a time take two streams, ever."""
+    used = set()
+    for _ in range(40):
+        full, pieces = adapter.new_pool(1), adapter.new_pool(0)
+        assert full.stream is not pieces.stream
+        assert (full.stream.priority, pieces.stream.priority) == (-1, 0)
+        used |= {full.stream, pieces.stream}
+        for pool in (full, pieces):
+            adapter.release(pool)
+            adapter.release(pool)
+    assert len(used) == 2
+
+
+def test_a_stream_is_one_owners_at_a_time(adapter: CudaAdapter) -> None:
+    """Given back twice it goes to one; of another priority or device it goes to nobody; a foreign one isn't taken."""
+    first = adapter.new_stream()
+    adapter.give_back(first)
+    adapter.give_back(first)
+    adapter.give_back(Stream(None))
+    assert adapter.new_stream(1) is not first
+    assert adapter.new_stream() is first
+    assert adapter.new_stream() is not first
+    other = streams.new_stream(torch.device("cuda", 1), 0)
+    adapter.give_back(other)
+    assert adapter.new_stream() is not other
+
+
+def test_a_lost_device_keeps_its_streams(adapter: CudaAdapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what still runs on them."""
+    pool = adapter.new_pool()
+
+    def lost(_: Any = None) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    adapter.release(pool)
+    assert pool.released
+    assert adapter.new_stream() is not pool.stream
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("collects", [False, True])
+def test_garbage_is_not_collected_while_something_records(
+    adapter: CudaAdapter, monkeypatch: pytest.MonkeyPatch, collects: bool, fails: bool
+) -> None:
+    """What a collection frees may be device memory. Afterwards it is as before, also where a capture failed."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    if not collects:
+        gc.disable()
+    try:
+        with suppress(ValueError), adapter.recording(adapter.new_pool()):
+            assert not gc.isenabled()
+            if fails:
+                raise ValueError("a capture that fails")
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
+
+
+class Allocator:
+    """torch's allocator as far as a broken recording goes: which pools record, and how many graphs hold each."""
+
+    def __init__(self, handle: Any, *, recording: bool) -> None:
+        self.place = 0, handle
+        self.recording = recording
+        self.holders = 2
+
+    def end(self, device: int, handle: Any) -> None:
+        assert (device, handle) == self.place
+        if not self.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recording = False
+
+    def release(self, device: int, handle: Any) -> None:
+        assert (device, handle) == self.place
+        self.holders -= 1
+
+
+@pytest.mark.parametrize("end", ["_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"])
+@pytest.mark.parametrize(("recording", "holders"), [(True, 1), (False, 2)])
+def test_a_broken_recording_lets_its_pool_go_once(
+    adapter: CudaAdapter, monkeypatch: pytest.MonkeyPatch, end: str, recording: bool, holders: int
+) -> None:
+    """Where torch left it recording the graph that never came holds the pool; where it hadn't, it holds it no more."""
+    pool = CudaPool(Stream(None))
+    allocator = Allocator(pool.handle, recording=recording)
+    for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
+        monkeypatch.delattr(torch._C, name, raising=False)
+    monkeypatch.setattr(torch._C, end, allocator.end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", allocator.release, raising=False)
+    adapter._end_allocation(pool.handle)
+    assert (allocator.recording, allocator.holders) == (False, holders)
+
+
+def test_a_torch_without_the_allocators_names_is_left_alone(
+    adapter: CudaAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the capture is what the caller sees, not that torch has no such function."""
+    for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool", "_cuda_releasePool"):
+        monkeypatch.delattr(torch._C, name, raising=False)
+    adapter._end_allocation((0, 1))
