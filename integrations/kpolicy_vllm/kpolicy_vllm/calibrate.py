@@ -8,8 +8,8 @@ work (kpolicy's docs/design.md, costs). So is what each decode row takes in ever
 the model's head gives every one of them logits, and a prompt chunk only its last token (1,000 rows of a 0.5B model:
 0.6 ms of 3.5).
 
-A FULL graph of mixed batches has attention of a fixed shape, which no curve says. So each is timed with a chunk that
-fills it, and one that is clearly slower than pieces or an eager step of that chunk is never replayed (`State.dear`).
+FULL graphs of mixed batches have attention of a fixed shape: they are timed with a chunk that fills them, and have a
+curve of their own.
 
 Where ranks work together rank 0 says what runs next, all run it, and rank 0's table is everyone's.
 """
@@ -104,13 +104,6 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
         state.counters.warn_once(
             "not_calibrated", f"no step of these kinds could be timed: {kinds}. Give calibrate_seconds, or a profile."
         )
-        return None
-    state.dear = state.broadcast(together(everywhere, plan.dear, table))
-    if state.dear:
-        LOGGER.info(
-            "kpolicy: FULL graphs of mixed batches of %s tokens are slower than pieces or no graph, and stay unused",
-            ", ".join(str(size) for size in sorted({key.num_tokens for key in state.dear})),
-        )
     return table
 
 
@@ -173,8 +166,7 @@ class _Plan:
             for size, key in sorted(full.items())
             if size // q >= 1 and (of_decodes(key) or size <= most_chunk)
         ]
-        self._every = captured
-        mixed = sorted({key.num_tokens: key for key in keys if key.part is Part.FULL and _mixed(key)}.items())
+        mixed = sorted({key.num_tokens: key for key in keys if key.part is Part.FULL and not key.decode_only}.items())
         own = {case.key: case for case in self._full}
         self._mixed = [own.get(key) or chunk(key, size) for size, key in mixed if size <= most_chunk]
         pieces = sorted((key for key in keys if key.part is Part.PIECEWISE), key=lambda key: key.num_tokens)
@@ -255,7 +247,8 @@ class _Plan:
             version="measured in vLLM at start-up",
             measured=True,
             # A mode without graphs has no times of its own, and is never chosen.
-            full=curve(self._full, pieces) or eager,
+            full=curve([case for case in self._full if case.rows.decodes] or self._full, pieces) or eager,
+            mixed=curve(self._mixed, pieces),
             piecewise=pieces or curve(self._piece_rows) or eager,
             eager=eager,
             decode_attention=decode,
@@ -269,25 +262,6 @@ class _Plan:
             graph_pieces=(
                 max(1, round(_mean(by_part[0], "graphs"))), max(1, round(_mean(by_part[1], "graphs"))),
             ),
-        )  # fmt: skip
-
-    def dear(self, table: CostTable) -> frozenset[GraphKey]:
-        """The FULL graphs of mixed batches that take clearly longer than a chunk of their size does without them."""
-        decode, chunks = table.decode_attention, table.prefill_attention
-        slow = set()
-        for case in self._mixed if self._eager else ():
-            if not case.times:
-                continue
-            size = case.rows.chunk
-            attention = chunks.unit_us * size * (size + 1) / 2
-            others = [(table.host_eager.base_us + table.host_eager.req_us, table.eager.at(size) + attention)]
-            piece = next((each for each in self._pieces if each.times and each.rows.chunk >= size), None)
-            if piece is not None:
-                others.append((piece.host_us(), piece.dense_us(decode, chunks) + attention))
-            if max(case.host_us(), case.best().device) > (1 + ALIKE) * min(map(max, others)):
-                slow.add(size)
-        return frozenset(
-            key for key in self._every if key.part is Part.FULL and _mixed(key) and key.num_tokens in slow
         )  # fmt: skip
 
     def _row_us(self, decode: AttentionCost, chunks: AttentionCost) -> float:
@@ -319,11 +293,6 @@ def _spread(cases: list[Case], most: int) -> list[Case]:
     if len(cases) <= most:
         return cases
     return [cases[round(i * (len(cases) - 1) / (most - 1))] for i in range(most)]
-
-
-def _mixed(key: GraphKey) -> bool:
-    """Whether a FULL graph takes prompt chunks."""
-    return not key.decode_only
 
 
 def _mean(records: Sequence[Any], name: str, unit: float = 1.0) -> float:

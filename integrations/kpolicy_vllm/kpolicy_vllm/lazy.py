@@ -211,7 +211,7 @@ class Lazy:
         if not state.ready:
             return None
         if self._select is None or self._select[0] is not state.costs:
-            keys = [key for key in state.dispatcher.desc_of if key not in state.dear]
+            keys = tuple(state.dispatcher.desc_of)
             context = attrs.evolve(state.context(lora=False), ladder=CaptureLadder(keys))
             policy = AutoPolicy(forms=()) if isinstance(state.policy, AutoPolicy) else state.policy
             self._select = (state.costs, policy.compile(context).select)

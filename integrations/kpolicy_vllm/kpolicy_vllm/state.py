@@ -93,7 +93,6 @@ class State:
         loras_apart: whether a graph captured with adapters serves only steps with some.
         broadcast: gives every rank rank 0's value; every rank must call it.
         agree: whether it holds on every rank; every rank must call it.
-        dear: graphs that are slower than what runs a step without them, and so are never replayed.
         two_forwards: whether the runner may run decodes and prompts of one step as two forwards.
     """
 
@@ -121,7 +120,6 @@ class State:
         self.captured = False
         self.broken = False
         self.compiles = 0
-        self.dear: frozenset[GraphKey] = frozenset()
         self.two_forwards = False
         self._with_split: tuple[int, CompiledPolicy] | None = None
 
@@ -133,11 +131,7 @@ class State:
     @property
     def ladder(self) -> CaptureLadder:
         """The model's own graphs that may be replayed; drafters and encoders choose theirs themselves."""
-        view = self.registry.view()
-        if not self.dear:
-            return view
-        keys = [key for key in view.keys if key not in self.dear]
-        return CaptureLadder(keys, version=view.version, withdrawn=view.withdrawn)
+        return self.registry.view()
 
     def wanted(self, *, pieces: bool) -> CaptureSizes:
         """The sizes of each kind of graph that the policy can ever choose, now that attention has said what it can.

@@ -170,7 +170,6 @@ class FakeState:
         self.settings = settings
         self.config = SimpleNamespace(calibrate_seconds=seconds, split=True)
         self.rejoin_us = 0.0
-        self.dear: frozenset[GraphKey] = frozenset()
         self.registry = GraphRegistry()
         for key in keys:
             graphs = 1 if key.part is Part.FULL else 25

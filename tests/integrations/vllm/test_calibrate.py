@@ -107,32 +107,33 @@ def test_a_whole_graph_is_dearer_than_its_pieces_only_by_more_than_noise(
 MIXED = [GraphKey(Part.FULL, n, n) for n in (16, 64, 256)]
 
 
-@pytest.mark.parametrize(
-    ("slower", "pieces", "dear"),
-    [(1.0, True, set()), (1.04, True, set()), (1.2, True, {256}), (1.2, False, set()), (20.0, False, {16, 64, 256})],
-)
-def test_a_whole_graph_of_a_mixed_batch_that_is_slower_than_pieces_or_none_is_known(
-    monkeypatch: Any, slower: float, pieces: bool, dear: set[int]
-) -> None:
-    """Its attention has a fixed shape. At 16 and 64 tokens launching pieces takes the host longer than that costs."""
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("slower", [1.0, 1.5])
+def test_whole_graphs_of_mixed_batches_are_timed_with_chunks(monkeypatch: Any, slower: float, decodes: bool) -> None:
+    """Their attention has a fixed shape, and a graph of decodes of that size tells nothing of it, nor they of that."""
     clock = SimulatedClock()
 
     def shaped(key: Any, *rest: Any) -> tuple[float, float]:
         host, device = cost(key, *rest)
         mixed = isinstance(key, GraphKey) and key.part is Part.FULL and not key.decode_only
-        return host, device * 1.2 * slower if mixed else device
+        return host, device + (slower - 1) * (400 + 3 * key.num_tokens) if mixed else device
 
-    keys = [*MIXED, *(key for key in KEYS if pieces or key.part is Part.FULL)]
-    keys += [GraphKey(Part.FULL, 256, 256, lora_case=2)]
+    keys = [*MIXED, *(key for key in KEYS if decodes or key.part is not Part.FULL)]
     state = FakeState(FakeRunner(clock, shaped), keys, Settings(max_num_reqs=64, max_num_tokens=2048), 20.0)
     with stand_ins(monkeypatch):
         table = calibrate(state.runner, state, clock)
     assert table is not None
-    assert {key.num_tokens for key in state.dear} == dear
-    assert all(key.part is Part.FULL and not key.decode_only for key in state.dear)
-    assert {key.lora_case for key in state.dear if key.num_tokens == 256} == ({0, 2} if 256 in dear else set())
-    # Its chunk tells nothing of decodes in graphs of its size.
-    assert table.full.at(64) == pytest.approx(400 + 3 * 64, rel=0.06)
+    for size in (16, 64, 256):
+        assert table.mixed.at(size) == pytest.approx(slower * (400 + 3 * size), rel=0.06)
+    if decodes:
+        assert table.full.sizes == SIZES
+    for size in (16, 64):
+        assert table.full.at(size) == pytest.approx((1.0 if decodes else slower) * (400 + 3 * size), rel=0.06)
+
+
+def test_without_whole_graphs_of_mixed_batches_there_is_no_curve_of_them(monkeypatch: Any) -> None:
+    table, _, _ = calibrated(monkeypatch)
+    assert table.mixed is None
 
 
 def test_times_that_stay_the_same_end_it(monkeypatch: Any) -> None:
@@ -205,7 +206,7 @@ def test_the_allowance_holds_and_small_sizes_go_first(monkeypatch: Any) -> None:
     assert table.eager.sizes[0] == 1
     assert max(tokens for _, tokens, _ in runner.ran) < 2048
     # Other ranks follow rank 0 through exactly as many steps.
-    assert state.broadcasts[-2] is table
+    assert state.broadcasts[-1] is table
     assert not any(value is False for value in state.broadcasts[:1])
 
 

@@ -1,11 +1,12 @@
 """Answers prepared by counts, without vLLM."""
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kpolicy.attention.support import Claims
-from kpolicy.costs import analytic_costs
+from kpolicy.costs import Curve, analytic_costs
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part
 from kpolicy.settings import Settings
@@ -104,14 +105,11 @@ def test_summary():
     assert summary(now, now, {}, 60.0) == ""
 
 
-def test_graphs_that_are_too_slow_are_never_replayed():
-    """Neither by the policy nor by vLLM's rule."""
-    made = chooser()
+def test_whole_graphs_of_mixed_batches_have_costs_of_their_own():
+    """Where they are slower than pieces, pieces are taken; decodes keep their whole graphs."""
+    made = chooser("auto")
     assert made.cell(100, 5).key == GraphKey(Part.FULL, 128, 64)
-    made.state.dear = frozenset([GraphKey(Part.FULL, 128, 64), GraphKey(Part.FULL, 256, 64)])
-    made.state.recompile()
-    assert made.cell(100, 5).key == GraphKey(Part.FULL, 512, 64)
-    made.state.dear = frozenset(key for key in made.desc_of if key.part is Part.FULL and not key.decode_only)
-    made.state.recompile()
-    assert made.cell(100, 5).key == GraphKey(Part.PIECEWISE, 128)
-    assert made.agreed(Step(100, 6, 5)).key == GraphKey(Part.PIECEWISE, 128)
+    slow = Curve((1, 4096), (9e5, 9e5))
+    made.state.install_costs(attrs.evolve(made.state.costs, mixed=slow))
+    assert made.cell(100, 5).key.part is Part.PIECEWISE
+    assert made.entry(Step(64, 64, 64, 1, 1)).key.decode_only
