@@ -411,10 +411,15 @@ def _scores(shape: dict[str, Any], objective: str) -> tuple[dict[str, float], st
     alone = statistics.median(shape["alone_us"]) if shape["alone_us"] else 0.0
     kind = objective if shape["tokens"][0] else "step_us"
     choosing = {name: _value(cell, cell["us"][0::2], alone, kind) for name, cell in shape["cells"].items()}
-    scoring = {name: _value(cell, cell["us"][1::2] or cell["us"], alone, kind) for name, cell in shape["cells"].items()}
+    scoring = {name: _value(cell, _scored(cell["us"]), alone, kind) for name, cell in shape["cells"].items()}
     allowed = _in_time(shape) if shape["tokens"][1] else list(choosing)
     _, oracle = min((choosing[name], name) for name in allowed)
     return scoring, oracle, min(scoring[name] for name in allowed), allowed
+
+
+def _scored(samples: Sequence[float]) -> Sequence[float]:
+    """Every other sample; all of a cell that was given up, which no oracle chooses."""
+    return samples[1::2] if len(samples) > FIRST_ROUNDS else samples
 
 
 def interval_over(excess: Sequence[float], of: Sequence[float]) -> tuple[float, float, float]:

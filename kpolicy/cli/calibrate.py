@@ -147,7 +147,11 @@ def _summary(costs: CostTable) -> dict[str, Any]:
         "costs": costs.version,
         "device_us": {
             name: {str(size): us for size, us in zip(curve.sizes, curve.us, strict=True)}
-            for name, curve in (("full", costs.full), ("piecewise", costs.piecewise), ("eager", costs.eager))
+            for name, curve in (
+                ("full", costs.full), ("full, mixed", costs.mixed), ("piecewise", costs.piecewise),
+                ("eager", costs.eager),
+            )
+            if curve is not None
         },
         "host_us": {
             name: {
@@ -159,11 +163,15 @@ def _summary(costs: CostTable) -> dict[str, Any]:
                 ("full", costs.host_full), ("piecewise", costs.host_piecewise), ("eager", costs.host_eager)
             )
         },
-        "decode_attention_us": {"base": costs.decode_attention.base_us, "kv_token": costs.decode_attention.unit_us},
+        "decode_attention_us": {
+            "base": costs.decode_attention.base_us, "row": costs.decode_attention.row_us,
+            "kv_token": costs.decode_attention.unit_us,
+        },
         "prefill_attention_us": {
             "base": costs.prefill_attention.base_us, "pair": costs.prefill_attention.unit_us,
             "kv_token": costs.prefill_attention.kv_us,
         },
+        "both_us": {"full": costs.both_us[0], "piecewise": costs.both_us[1]},
         "overlap_cost": costs.overlap_cost,
         "step_us": costs.step_us,
     }  # fmt: skip
@@ -178,11 +186,12 @@ def _render(totals: dict[str, Any], costs: CostTable) -> None:
     for mode, curve in said["device_us"].items():
         points: list[tuple[str, float]] = list(curve.items())
         (least, first), (most, last) = points[0], points[-1]
-        host = (f"{us:,.0f}" for us in said["host_us"][mode].values())
+        host = (f"{us:,.0f}" for us in said["host_us"][mode.partition(",")[0]].values())
         table.add_row(mode, f"{first:,.0f} ({least})", f"{last:,.0f} ({most})", *host)
     show(table, out)
     out.print(
-        f"attention: {1e3 * costs.decode_attention.unit_us:.3g} ns a KV token of a decode row, "
+        f"attention: {costs.decode_attention.row_us:.3g} us a decode row, "
+        f"{1e3 * costs.decode_attention.unit_us:.3g} ns a KV token of one, "
         f"{1e6 * costs.prefill_attention.unit_us:.3g} ps a query-key pair of a prompt and "
         f"{1e3 * costs.prefill_attention.kv_us:.3g} ns a KV token it goes through"
     )

@@ -7,9 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from benchmarks.gpu import regret
+from kpolicy.costs import HostCost, analytic_costs
+from kpolicy.schemas import Profile, write_profile
 
 pytest.importorskip("numpy")
 
@@ -29,6 +32,32 @@ def picks(auto: str, **others: str) -> dict[str, str]:
 def rows_of(*shapes: dict[str, Any], objective: str = "step_us") -> dict[str, dict[str, Any]]:
     at = {"model": "m", "cells": {f"{LOAD}/{i}": each for i, each in enumerate(shapes)}}
     return {row["policy"]: row for row in regret.summarise(at, LOAD) if row["objective"] == objective}
+
+
+def test_another_table_picks_anew(tmp_path: Path) -> None:
+    """By the table's costs, for both objectives; a shape whose pick wasn't measured is left out."""
+    full, pieces = "full all:FULL 4t/4r q=1:@0x1", "piecewise all:PIECEWISE 4t:@0x1"
+    cells = {full: {"steps": 1, "us": [100.0] * 4}, pieces: {"steps": 1, "us": [90.0] * 4}}
+    measured = {"tokens": [4, 0, 40, 0], "times": 1, "picks": picks(pieces, full=full), "cells": cells, "alone_us": []}
+    at = {"model": "m", "support": "mixed", "cells": {f"{LOAD}/0": measured, f"{LOAD}/1": measured}}
+    shapes = {LOAD: {"shapes": [
+        {"decodes": [10] * 4, "chunks": [], "steps": 1}, {"decodes": [10] * 5, "chunks": [], "steps": 1},
+    ]}}  # fmt: skip
+    found, left_out = regret.repicked(at, shapes, analytic_costs())
+    assert list(found["cells"]) == [f"{LOAD}/0"]
+    assert left_out == 1
+    assert found["cells"][f"{LOAD}/0"]["picks"] == picks(full, full=full)
+    dear = attrs.evolve(analytic_costs(), host_full=HostCost(50_000.0))
+    assert regret.repicked(at, shapes, dear)[0]["cells"][f"{LOAD}/0"]["picks"] == picks(pieces, full=full)
+    files = [tmp_path / name for name in ("at.json", "shapes.json", "profile.json", "out.json")]
+    files[0].write_text(json.dumps(at))
+    files[1].write_text(json.dumps({"m": shapes}))
+    write_profile(files[2], Profile(costs=dear, device="", model=""))
+    options = ["--summary", str(files[0]), "--shapes", str(files[1]), "--rescore", str(files[2])]
+    assert regret.main([*options, "--json", str(files[3])]) == 0
+    rows = {row["policy"]: row for row in json.loads(files[3].read_text())}
+    assert rows["auto"]["mean_regret"] == 0
+    assert rows["full"]["over_auto"] == pytest.approx(0.1111, abs=1e-4)
 
 
 def test_the_interval_by_hand() -> None:
