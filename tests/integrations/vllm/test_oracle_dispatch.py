@@ -325,6 +325,22 @@ def test_ranks_agree(version, runner, ranks):
         assert seen == {"FULL", "PIECEWISE", "NONE"}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("version", "runner"), RUNNERS)
+def test_ranks_have_no_whole_graphs_of_mixed_batches(version, runner, ranks):
+    """Not even where the model isn't cut into pieces: another rank's step might take the size for decodes."""
+    made = deployment(version, runner, (), mode="FULL_DECODE_ONLY", reqs=16)
+    with loaded(oracle_folder(), version) as modules:
+        shim = ShimmedVllm(
+            modules, version, runner, policy=get_policy("full"), config=Config(policy="full"), ranks=ranks
+        )
+        shim.start(made)
+        shim.captured()
+        keys = shim.state.ladder.keys
+    assert any(key.decode_only for key in keys)
+    assert any(key.part is Part.FULL and not key.decode_only for key in keys) is (ranks == 1)
+
+
 @pytest.mark.parametrize(("version", "runner"), RUNNERS)
 def test_answers_have_no_history(version, runner):
     """Ranks that see the same steps in another order, or other steps between, are told the same of each."""
