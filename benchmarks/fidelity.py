@@ -39,7 +39,7 @@ from kpolicy.schemas import StepEntry, read_profile, read_step_log
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchNumbers
 from kpolicy.simulate import Server, simulate
-from kpolicy.simulate.fidelity import FidelityRow, expected_cost, fidelity, same_ranking
+from kpolicy.simulate.fidelity import FidelityRow, expected_costs, fidelity, same_ranking
 from kpolicy.simulate.percentiles import Percentiles
 from kpolicy.simulate.queue import Queue
 from kpolicy.simulate.requests import Request, in_order
@@ -214,7 +214,7 @@ def main() -> int:
         timed = tuple(each for each in log.entries if each.cycle_us)
         measured[log.header.policy] = per_token_us(timed, [each.cycle_us or 0.0 for each in timed])
         expected[log.header.policy] = per_token_us(
-            timed, [expected_cost(each, profile.costs).cycle_us for each in timed]
+            timed, [each.cycle_us for each in expected_costs(timed, profile.costs)]
         )
         shown(log.header.policy, rows)
     pooled = fidelity([entry for entries in logs.values() for entry in entries], profile.costs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from statistics import fmean, median
 
 import attrs
@@ -11,8 +11,9 @@ from kpolicy.costs import Cost, CostTable
 from kpolicy.decision import Launch
 from kpolicy.errors import ConfigError
 from kpolicy.schemas import StepEntry, StepLaunch
+from kpolicy.simulate.host_state import HostState
 
-__all__ = ["REGIMES", "FidelityRow", "expected_cost", "fidelity", "same_ranking"]
+__all__ = ["REGIMES", "FidelityRow", "expected_cost", "expected_costs", "fidelity", "same_ranking"]
 
 REGIMES = ("host-bound", "middle", "saturated")
 """By the cost table: the host takes longer than the device; it doesn't; and dense work takes at least twice what one
@@ -28,12 +29,14 @@ class FidelityRow:
         mode: the mode, with the form of a split; ``all`` for every one.
         regime: one of `REGIMES`, or ``all``.
         steps: how many.
-        error: mean of the relative error of each step's time, without its sign.
+        error: mean of the relative error of each step's time, without its sign: what "5% mean" is taken to ask of
+            a mode and regime. The stricter reading: errors either way don't make up for each other, as in `bias`.
         bias: the expected time of all steps over the measured one, less 1: above 0 is too slow a table.
         median_error: median of the same errors: late steps of a busy machine don't move it.
         gap_p50_error: relative error of the median step time, which is the gap between tokens where rows decode.
         noise: the error that would be left if the table were right on the median of all steps that launch the same
-            graphs (or none) on the same kinds of rows: what the machine itself differs by.
+            graphs (or none) on the same kinds of rows, after a step of the same mode or another, and where they are
+            eager, of a size that ran before or not: what the machine itself differs by.
     """
 
     mode: str
@@ -55,9 +58,30 @@ def _launch(entry: StepEntry, launch: StepLaunch) -> Launch:
 
 
 def expected_cost(entry: StepEntry, costs: CostTable) -> Cost:
-    """What the table says that the step took, at the host speed noted beside it."""
+    """What the table says that the step took by itself, at the host speed noted beside it."""
     launches = tuple(_launch(entry, each) for each in entry.launches)
     return costs.at_host_speed(entry.host_work_us).cost(launches, entry.shape.numbers)
+
+
+def expected_costs(entries: Sequence[StepEntry], costs: CostTable) -> list[Cost]:
+    """What the table says that the steps of a log took, one after the other.
+
+    The host's speed at a step is the mean of what was noted just before it, after the step before, and just after: it
+    changes within a step too.
+    """
+    return [cost for cost, _ in _expected(entries, costs)]
+
+
+def _expected(entries: Sequence[StepEntry], costs: CostTable) -> Iterator[tuple[Cost, Hashable]]:
+    """Each step's cost, and what of the host's state it rests on."""
+    state, before = HostState(costs), None
+    for entry in entries:
+        launches, numbers = tuple(_launch(entry, each) for each in entry.launches), entry.shape.numbers
+        table = state.table(entry.mode, launches, numbers)
+        own = entry.host_work_us
+        speed = (own + before) / 2 if own and before else own
+        before = own
+        yield table.at_host_speed(speed).cost(launches, numbers), id(table)
 
 
 def _regime(entry: StepEntry, cost: Cost, costs: CostTable) -> str:
@@ -83,14 +107,18 @@ def fidelity(entries: Sequence[StepEntry], costs: CostTable) -> list[FidelityRow
     Raises:
         ConfigError: no step has a measured time.
     """
-    timed = [(entry, expected_cost(entry, costs), entry.cycle_us) for entry in entries if entry.cycle_us]
+    timed = [
+        (entry, cost, entry.cycle_us, (_launched(entry), state))
+        for entry, (cost, state) in zip(entries, _expected(entries, costs), strict=True)
+        if entry.cycle_us
+    ]
     alike: dict[Hashable, list[float]] = {}
-    for entry, cost, measured_us in timed:
-        alike.setdefault(_launched(entry), []).append(cost.cycle_us / measured_us)
-    usual = {key: median(ratios) for key, ratios in alike.items()}
+    for _, cost, measured_us, kind in timed:
+        alike.setdefault(kind, []).append(cost.cycle_us / measured_us)
+    usual = {kind: median(ratios) for kind, ratios in alike.items()}
     cases: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
-    for entry, cost, measured_us in timed:
-        each = cost.cycle_us, measured_us, usual[_launched(entry)]
+    for entry, cost, measured_us, kind in timed:
+        each = cost.cycle_us, measured_us, usual[kind]
         for key in ((entry.mode, _regime(entry, cost, costs)), (entry.mode, "all"), ("all", "all")):
             cases.setdefault(key, []).append(each)
     if not cases:

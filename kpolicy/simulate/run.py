@@ -18,6 +18,7 @@ from kpolicy.settings import Objective
 from kpolicy.shapes import NO_FACTS, BatchShape
 from kpolicy.simulate.account import Account
 from kpolicy.simulate.graphs import counting_executor
+from kpolicy.simulate.host_state import HostState
 from kpolicy.simulate.queue import Queue, Step
 from kpolicy.simulate.requests import Request, in_order
 from kpolicy.simulate.result import SimResult
@@ -118,6 +119,7 @@ class _Simulation:
         self, requests: Iterable[TraceRequest], engine: Engine, server: Server, seed: int, on_step: OnStep | None
     ) -> None:
         self.costs = engine.costs
+        self.hosts = [HostState(engine.costs) for _ in range(server.ranks)]
         self.account = Account(engine, server)
         num_blocks = server.blocks(self.account.graph_bytes)
         drafts = server.drafts if server.settings.num_speculative_tokens else None
@@ -207,7 +209,10 @@ class _Simulation:
         """Run one step of all ranks: it takes as long as the slowest."""
         decisions = self._decide(steps)
         numbers = [_IDLE if step is None else step.numbers for step in steps]
-        costs = [self.costs.cost(each.launches, count) for each, count in zip(decisions, numbers, strict=True)]
+        costs = [
+            host.table(each.mode, each.launches, count).cost(each.launches, count)
+            for host, each, count in zip(self.hosts, decisions, numbers, strict=True)
+        ]
         slowest = max(costs, key=lambda each: each.cycle_us)
         us = slowest.cycle_us + self.scheduler_us
         if self.scheduler_prompt_us and any(each.num_prefills for each in numbers):
@@ -245,7 +250,7 @@ class _Simulation:
         num_rows = len(rows.rows)
         if queue.waiting and num_rows < queue.most_reqs:
             return False
-        costs, account = self.costs, self.account
+        costs, account, host = self.costs, self.account, self.hosts[0]
         first = counter = rows.counter
         last = min(rows.next_end, counter + _AT_ONCE)
         kv_tokens, longest, ahead, entering, size = (
@@ -263,7 +268,7 @@ class _Simulation:
         add_value, add_weight = account.gap.values.append, account.gap.weights.append
         chosen: Decision | None = None
         tally: Tally | None = None
-        dense_us = host_us = total_us = total_host_us = 0.0
+        dense_us = host_us = next_host_us = total_us = total_host_us = 0.0
         since = host_bound = 0
         while counter < last and now < next_us:
             decision = select(
@@ -279,10 +284,12 @@ class _Simulation:
                 chosen, since, host_bound = decision, counter, 0
                 total_us, total_host_us = tally.us, tally.host_us
                 dense_us = costs.eager.at(num_rows) if tally.dense_us is None else tally.dense_us
-                host_us = tally.host_base + tally.host_req * num_rows
             needed = rows.needed(counter) if ahead else entering[counter % size]
             if needed and not take(needed):
                 break
+            if since == counter:
+                # This step may be the first of its mode or size; those after it aren't.
+                host_us, next_host_us = host.decodes(decision.mode, decision.launches[0], num_rows)
             device_us = dense_us + (rows_us + unit_us * kv_tokens)
             if host_us > device_us:
                 us = host_us + rest_us + scheduler_us
@@ -290,6 +297,7 @@ class _Simulation:
                 total_host_us += us
             else:
                 us = device_us + rest_us + scheduler_us
+            host_us = next_host_us
             total_us += us
             now += us
             add_value(us)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kpolicy.costs import CostTable, Curve
 from kpolicy.decision import Decision, Launch
-from kpolicy.modes import Part, Rows
+from kpolicy.modes import Rows
 from kpolicy.shapes import BatchNumbers
 
 __all__ = ["Tallies", "Tally"]
@@ -23,9 +23,7 @@ class Tally:
         "_outside",
         "decision",
         "dense_us",
-        "host_base",
         "host_bound",
-        "host_req",
         "host_us",
         "outside",
         "padded",
@@ -51,7 +49,6 @@ class Tally:
         """Steps of a size that the cost table's curves don't span"""
         self.dense_us: float | None = None
         self.padded = 0
-        self.host_base = self.host_req = 0.0
         self._outside = False
         self._eager: Curve | None = None
         launches = decision.launches
@@ -59,16 +56,13 @@ class Tally:
         """Whether the step is one launch over all rows, so that its cost is worked out here."""
         if not self.whole:
             return
-        launch, host = launches[0], costs.host_eager
+        launch = launches[0]
         self.padded = _size(launch) or 0
-        if launch.key is not None:
-            host = costs.host_full if launch.key.part is Part.FULL else costs.host_piecewise
         if self.padded:
             self.dense_us = costs.curve_of(launch).at(self.padded)
             self._outside = not costs.curve_of(launch).spans(self.padded)
         else:
             self._eager = costs.eager
-        self.host_base, self.host_req = host.base_for(decodes=True, prefills=False), host.req_us
 
     def outside_for(self, num_tokens: int) -> bool:
         """Whether a step of one launch over so many tokens is outside what the cost table spans."""

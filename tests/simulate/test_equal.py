@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import settings as run_settings
@@ -49,6 +50,18 @@ def test_steps_and_clock_are_those_of_a_run_by_tokens(trace, policy, blocks, ste
         mode: (each.steps, each.tokens, each.padding) for mode, each in wanted.modes.items()
     }
     assert (got.graphs, got.graphs_used, got.unused) == (wanted.graphs, wanted.graphs_used, wanted.unused)
+
+
+SHOWN = attrs.evolve(COSTS, again=(0.7, 0.9), eager_new_us=55.5)
+"""Steps in a row and eager steps of known sizes take the host less."""
+
+
+@given(traces(most_output=80), st.sampled_from(POLICIES))
+@run_settings(max_examples=60)
+def test_stretches_know_what_ran_before(trace, policy):
+    """Steps of one mode in a row, and sizes that ran before, are told apart the same way in stretches."""
+    plain = simulate(trace, policy, server=server(60), costs=SHOWN, ladder=SIZES, stepwise=True)
+    assert simulate(trace, policy, server=server(60), costs=SHOWN, ladder=SIZES).as_dict() == plain.as_dict()
 
 
 @given(

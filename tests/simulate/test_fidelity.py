@@ -7,33 +7,38 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kpolicy.costs import HostCost
+from kpolicy.costs import CostTable, HostCost
 from kpolicy.errors import ConfigError
 from kpolicy.schemas import StepEntry, StepLogWriter, read_step_log
 from kpolicy.simulate import SimStep, simulate
-from kpolicy.simulate.fidelity import expected_cost, fidelity, same_ranking
+from kpolicy.simulate.fidelity import expected_cost, expected_costs, fidelity, same_ranking
 
 from .helpers import COSTS, SIZES, server, trace_of
 
 BUSY = trace_of(*[(0.2 * i, 3 + 7 * i % 40, 1 + 5 * i % 17) for i in range(20)])
 
 
-def logged(path: Path, policy: str = "auto") -> tuple[StepEntry, ...]:
+SHOWN = attrs.evolve(COSTS, again=(0.7, 0.9), eager_new_us=55.5)
+"""Steps in a row and eager steps of known sizes take the host less."""
+
+
+def logged(path: Path, policy: str = "auto", costs: CostTable = COSTS) -> tuple[StepEntry, ...]:
     """A simulation's steps, through a step log and back."""
     with StepLogWriter(path) as log:
 
         def write(step: SimStep) -> None:
             log.write(StepEntry.of(step.number, step.step.shape(), step.decision, cycle_us=step.cycle_us))
 
-        simulate(BUSY, policy, server=server(num_blocks=60), costs=COSTS, ladder=SIZES, on_step=write)
+        simulate(BUSY, policy, server=server(num_blocks=60), costs=costs, ladder=SIZES, on_step=write)
     return read_step_log(path).entries
 
 
-@pytest.mark.parametrize("policy", ["auto", "split", "vllm", "eager", "kunlun"])
-def test_a_tables_own_steps_have_no_error(tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize("costs", [COSTS, SHOWN], ids=["plain", "in a row"])
+@pytest.mark.parametrize("policy", ["auto", "split", "vllm", "eager", "piecewise", "kunlun"])
+def test_a_tables_own_steps_have_no_error(tmp_path: Path, policy: str, costs: CostTable) -> None:
     """Every step costs again what it cost, splits, padding and several decode steps included."""
-    entries = logged(tmp_path / "s.jsonl", policy)
-    rows = fidelity(entries, COSTS)
+    entries = logged(tmp_path / "s.jsonl", policy, costs)
+    rows = fidelity(entries, costs)
     assert rows[-1].mode == rows[-1].regime == "all"
     assert rows[-1].steps == len(entries) > 30
     for row in rows:
@@ -41,6 +46,28 @@ def test_a_tables_own_steps_have_no_error(tmp_path: Path, policy: str) -> None:
         assert found == pytest.approx((0, 0, 0, 0, 0), abs=1e-12)
     parts = [row for row in rows if row.mode != "all" and row.regime != "all"]
     assert sum(row.steps for row in parts) == len(entries)
+
+
+@pytest.mark.parametrize("policy", ["eager", "piecewise"])
+def test_what_ran_before_tells(tmp_path: Path, policy: str) -> None:
+    """A table that doesn't tell steps in a row and known sizes apart is too slow for them."""
+    entries = logged(tmp_path / "s.jsonl", policy, SHOWN)
+    blind = fidelity(entries, attrs.evolve(SHOWN, again=(1.0, 1.0), eager_new_us=0.0))[-1]
+    assert blind.error > 0.003
+    assert fidelity(entries, SHOWN)[-1].error == pytest.approx(0, abs=1e-12)
+
+
+def test_the_hosts_speed_at_a_step_is_the_mean_of_both_sides(tmp_path: Path) -> None:
+    """Just before it, after the step before, and just after."""
+    entries = [attrs.evolve(each, host_work_us=work) for each, work in zip(
+        logged(tmp_path / "s.jsonl", "eager")[:3], (20.0, 40.0, None), strict=True
+    )]  # fmt: skip
+    costs = attrs.evolve(COSTS, host_work_us=20.0)
+    alone = [costs.at_host_speed(speed) for speed in (20.0, 30.0, None)]
+    assert expected_costs(entries, costs) == [
+        expected_cost(attrs.evolve(entry, host_work_us=None), table)
+        for entry, table in zip(entries, alone, strict=True)
+    ]
 
 
 def test_an_error_shows_where_it_is(tmp_path: Path) -> None:

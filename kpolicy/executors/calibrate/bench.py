@@ -63,6 +63,7 @@ class _Times(NamedTuple):
     """Of the fixed work, just before"""
     again: float = 0.0
     """`host`, of the same step once more at once; 0 where that wasn't run"""
+    wall_again: float = 0.0
 
 
 class Bench:
@@ -85,13 +86,14 @@ class Bench:
         self._others: dict[int, Callable[[int], StepInputs]] = {}
         self._times: list[list[_Times]] = []
         self._often: set[int] = set()
+        self._again: set[int] = set()
         self._runs: Iterator[bool] | None = None
         self._stop_s = 0.0
         self.rounds = 0
 
     def add(
         self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None, *, often: bool = False,
-        own_kv: bool = False, others: Callable[[int], StepInputs] | None = None,
+        own_kv: bool = False, others: Callable[[int], StepInputs] | None = None, again: bool = False,
     ) -> int:  # fmt: skip
         """A step to be timed.
 
@@ -102,6 +104,7 @@ class Bench:
             often: with more samples than others.
             own_kv: the rows are one prompt without context, which attends to its own KV where it can; see `own_kv`.
             others: rows of later samples, by their number, where they should differ by more than tokens.
+            again: each sample is run once more at once, as steps in a row are; likewise where `often`.
 
         Returns:
             The number that `us` takes.
@@ -112,6 +115,8 @@ class Bench:
         case = len(self._cases) - 1
         if often:
             self._often.add(case)
+        if often or again:
+            self._again.add(case)
         if own_kv:
             self._own.append(case)
         if others is not None:
@@ -183,7 +188,7 @@ class Bench:
                 yield False
             begun_s = time.perf_counter()
             self._once(decision, inputs)  # the first run touches fresh memory and compiles kernels
-            self._times[i].append(self._run(decision, inputs, i in self._often))
+            self._times[i].append(self._run(decision, inputs, i in self._again))
             ran.append(i)
             if num_tokens >= _TELLING:
                 token_s = (time.perf_counter() - begun_s) / num_tokens
@@ -196,7 +201,7 @@ class Bench:
                 decision, inputs = self._cases[i]
                 others = self._others.get(i)
                 rows = self._drawn(inputs, done) if others is None else others(len(self._times[i]))
-                self._times[i].append(self._run(decision, rows, i in self._often))
+                self._times[i].append(self._run(decision, rows, i in self._again))
                 yield True
         self.rounds = MOST_ROUNDS
 
@@ -256,8 +261,8 @@ class Bench:
     def first_us(self, case: int) -> float:
         """By how much launching takes longer than once more at once, at `host_work_us`: the mean of the middle samples.
 
-        Not the median: rows that differ each time have a long tail, of which a run has its share. Without the fifth at
-        either end, which are the machine's.
+        Not the median: of rows that differ each time it has a long tail, and a run has its share of that. Without the
+        fifth at either end, which are the machine's.
         """
         usual, samples = self.host_work_us, self._times[case]
         if case in self._others:
@@ -288,9 +293,18 @@ class Bench:
         return statistics.median([each.work for samples in self._times for each in samples] or [0.0])
 
     def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
-        """(device, host) microseconds, of which the longer and `step_us` make the whole step."""
+        """(device, host) microseconds, of which the longer and `step_us` make the whole step.
+
+        A step that the host bounds by itself may be the device's where it comes again and again.
+        """
         device, host, beyond = self.us(case), self.host_us(case), max(self.rest_us(case) - step_us, 0.0)
-        return (device + beyond, host) if device >= host else (device, host + beyond)
+        if device >= host:
+            return device + beyond, host
+        usual, again_us = self.host_work_us, self.again_us(case)
+        if device >= again_us > 0:
+            rest = [max(each.wall_again - device, 0.0) * _slower(usual, each) for each in self._times[case]]
+            device += max(statistics.median(rest) - step_us, 0.0)
+        return device, host + beyond
 
     def _run(self, decision: Decision, inputs: StepInputs, again: bool) -> _Times:
         work = 0.0 if self.host_runs else host_work_us()
@@ -302,7 +316,10 @@ class Bench:
         for event in outputs.ready:
             event.wait()
         times = times._replace(device=min(outputs.cycle_us, times.wall))
-        return times._replace(again=self._once(decision, inputs).host) if again else times
+        if again:
+            more = self._once(decision, inputs)
+            times = times._replace(again=more.host, wall_again=more.wall)
+        return times
 
     def _once(self, decision: Decision, inputs: StepInputs) -> _Times:
         start = time.perf_counter()

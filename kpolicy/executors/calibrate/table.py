@@ -106,7 +106,13 @@ class Calibration:
         def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:
             rows = bench.rows(0, 0, size) if prompt else bench.rows(size, bench.usual_kv)
             # Small sizes stand for decode rows too, whose tokens don't come from one prompt.
-            return bench.add([Launch(Rows.ALL, key)], rows, own_kv=prompt and size > most_reqs), size, prompt
+            return (
+                bench.add(
+                    [Launch(Rows.ALL, key)], rows, own_kv=prompt and size > most_reqs,
+                    again=not prompt and key is not None and key.part is Part.PIECEWISE,
+                ),
+                size, prompt,
+            )  # fmt: skip
 
         # One token, eagerly, comes first: the case that is always measured.
         self._eager = [add(None, size, prompt=size > most_reqs) for size in sizes]

@@ -1,0 +1,67 @@
+"""Which table a step gets by what ran before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from kpolicy.decision import Launch
+from kpolicy.errors import ProfileError
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Mode, Part, Rows
+from kpolicy.shapes import BatchShape
+from kpolicy.simulate.host_state import HostState
+
+from .helpers import COSTS
+
+SHOWN = attrs.evolve(COSTS, again=(0.5, 0.8), eager_new_us=40.0)
+EAGER, PIECES = (Launch(Rows.ALL, None),), (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 8)),)
+FULL = (Launch(Rows.ALL, GraphKey(Part.FULL, 8, 8, query_len=1)),)
+
+
+def host_us(state: HostState, mode: Mode, launches: tuple[Launch, ...], rows: int) -> float:
+    numbers = BatchShape.decode(rows).numbers
+    return state.table(mode, launches, numbers).cost(launches, numbers).host_us
+
+
+def test_steps_in_a_row_and_sizes_that_ran_before() -> None:
+    """An eager step of four rows: first, at once again, after another mode, in a row with another new size."""
+    state, cold = HostState(SHOWN), SHOWN.cost(EAGER, BatchShape.decode(4).numbers).host_us
+    assert host_us(state, Mode.EAGER, EAGER, 4) == pytest.approx(cold + 40)
+    assert host_us(state, Mode.EAGER, EAGER, 4) == pytest.approx(0.8 * cold)
+    assert host_us(state, Mode.FULL, FULL, 4) == SHOWN.cost(FULL, BatchShape.decode(4).numbers).host_us
+    assert host_us(state, Mode.EAGER, EAGER, 4) == pytest.approx(cold)
+    five = SHOWN.cost(EAGER, BatchShape.decode(5).numbers).host_us
+    assert host_us(state, Mode.EAGER, EAGER, 5) == pytest.approx(0.8 * five + 40)
+
+
+def test_pieces_have_a_share_of_their_own_and_whole_graphs_none() -> None:
+    state, cold = HostState(SHOWN), SHOWN.cost(PIECES, BatchShape.decode(4).numbers).host_us
+    assert [host_us(state, Mode.PIECEWISE, PIECES, 4) for _ in range(3)] == pytest.approx([cold, cold / 2, cold / 2])
+    assert host_us(state, Mode.FULL, FULL, 4) == host_us(state, Mode.FULL, FULL, 4)
+
+
+def test_decodes_that_go_on_alone_are_told_the_same() -> None:
+    """`decodes` says what `table` does of a step and the next like it."""
+    for mode, launches in ((Mode.EAGER, EAGER), (Mode.PIECEWISE, PIECES), (Mode.FULL, FULL)):
+        one, other = HostState(SHOWN), HostState(SHOWN)
+        for rows in (4, 4, 6):
+            now, after = one.decodes(mode, launches[0], rows)
+            assert (now, after) == (host_us(other, mode, launches, rows), host_us(other, mode, launches, rows))
+
+
+def test_a_table_that_tells_neither_is_every_steps() -> None:
+    numbers = BatchShape.decode(4).numbers
+    state = HostState(COSTS)
+    assert all(state.table(Mode.EAGER, EAGER, numbers) is COSTS for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"again": (0.0, 1.0)}, "again"), ({"again": (1.0, 1.2)}, "again"), ({"eager_new_us": -1.0}, "eager_new_us")],
+)
+def test_shares_and_times_that_cant_be(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ProfileError, match=named):
+        attrs.evolve(COSTS, **given)
