@@ -9,7 +9,7 @@ from typing import Any
 
 from kpolicy.errors import KPolicyError
 from kpolicy.settings import Settings
-from kpolicy_sglang import ladder
+from kpolicy_sglang.arguments import attention_dp, rank, resolved
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.dispatch import ATTRIBUTE
 from kpolicy_sglang.metrics import Metrics
@@ -24,25 +24,21 @@ __all__ = [
     "configure",
     "configured",
     "decode_backend",
-    "decode_sizes",
-    "decode_sizes_0_5_16",
     "init_cuda_graphs",
     "mla_rule_0_5_16",
     "new_batch_prefill",
     "prefill_backend",
-    "prefill_sizes",
-    "prefill_sizes_0_5_16",
 ]
 
 logger = logging.getLogger(__name__)
 MLA_CHECKED = ("triton",)
 """Attention backends whose MLA prefill was checked on a GPU, graph against eager: benchmarks/sglang/check.py."""
-_now: dict[str, Any] = {"config": None, "version": ""}
+_now: dict[str, Any] = {"config": None, "version": "", "server_args": None}
 
 
 def configure(config: Config | None, version: str = "") -> None:
     """Set what the hooks of this process do; None makes every one of them call SGLang's own function alone."""
-    _now.update(config=config, version=version)
+    _now.update(config=config, version=version, server_args=None)
 
 
 def configured() -> Config | None:
@@ -51,52 +47,17 @@ def configured() -> Config | None:
     return found
 
 
-# Sizes
+def note_deployment(server_args: Any) -> None:
+    """Keep whose arguments are resolved: 0.5.23 asks for prefill sizes without them, after it asked all else."""
+    _now["server_args"] = server_args
 
 
-def decode_sizes(original: Any, server_args: Any, max_bs: int) -> list[int]:
-    """AROUND `generate_decode_cuda_graph_batch_sizes`."""
-    stock: list[int] = original(server_args, max_bs)
-    config = configured()
-    if config is None or refusal(server_args) or server_args.disable_cuda_graph_padding:
-        return stock
-    most = server_args.max_running_requests
-    if most is not None and server_args.dp_size and server_args.dp_size > 1:
-        most = -(-most // server_args.dp_size)
-    if ("decode", "max_bs") in getattr(server_args, "_cuda_graph_config_locked", ()):
-        most = max_bs if most is None else min(most, max_bs)
-    return _sizes(stock, lambda: ladder.decode_sizes(config, most, max_bs))
+def deployment() -> Any:
+    """The arguments that were kept; None where none were."""
+    return _now["server_args"]
 
 
-def decode_sizes_0_5_16(original: Any, server_args: Any, max_bs: int) -> list[int]:
-    """AROUND `ServerArgs._generate_decode_cuda_graph_batch_sizes`."""
-    sizes = decode_sizes(original, server_args, max_bs)
-    if configured() is not None and sizes:
-        # What SGLang sets memory aside by.
-        server_args.cuda_graph_config.decode.max_bs = sizes[-1]
-    return sizes
-
-
-def prefill_sizes(original: Any, max_bs: int) -> list[int]:
-    """AROUND `generate_prefill_cuda_graph_batch_sizes`."""
-    config = configured()
-    stock: list[int] = original(max_bs)
-    return stock if config is None else _sizes(stock, lambda: ladder.prefill_sizes(config, max_bs))
-
-
-def prefill_sizes_0_5_16(original: Any, server_args: Any, max_bs: int) -> list[int]:
-    """AROUND `ServerArgs._generate_prefill_cuda_graph_batch_sizes`."""
-    if refusal(server_args):
-        return list(original(server_args, max_bs))
-    return prefill_sizes(lambda most: original(server_args, most), max_bs)
-
-
-def _sizes(stock: list[int], wanted: Any) -> list[int]:
-    try:
-        return list(wanted())
-    except (KPolicyError, OSError) as error:
-        fail(f"sizes can't be had: {error} SGLang's own sizes are captured.")
-        return stock
+# Start-up rules
 
 
 def mla_rule_0_5_16(original: Any, server_args: Any) -> Any:
@@ -189,7 +150,7 @@ def _phases(model_runner: Any, state: State) -> None:
         else:
             state.say("decodes with drafts go by SGLang's own rule; kpolicy decides prefill batches only")
     if hasattr(prefill, "capture_num_tokens") and prefill.capture_num_tokens:
-        most = max(prefill.capture_num_tokens[-1], model_runner.server_args.chunked_prefill_size or 0)
+        most = max(prefill.capture_num_tokens[-1], resolved(model_runner.server_args).chunked_prefill_size or 0)
         full = prefill.prefill_backend_name == "full"
         _take(state, prefill, Phase(PREFILL, prefill.capture_num_tokens, most, full=full))
         state.prefix_is_eager = state.version.startswith("0.5.16") and bool(prefill.has_mha_companion_layers)
@@ -202,8 +163,8 @@ def _policies(state: State) -> str:
 
 def _observe(model_runner: Any, state: State) -> None:
     """Set up the counters and the log that the settings ask for, on the first rank."""
-    args, config = model_runner.server_args, state.config
-    if _rank(model_runner):
+    args, config = resolved(model_runner.server_args), state.config
+    if rank(model_runner, "tp_rank"):
         return
     if config.metrics and args.enable_metrics:
         try:
@@ -215,13 +176,17 @@ def _observe(model_runner: Any, state: State) -> None:
 
         settings = Settings(
             max_num_reqs=min(model_runner.req_to_token_pool.size, 1 << 16),
-            max_num_tokens=max(args.chunked_prefill_size or 1, 1),
+            max_num_tokens=max(args.chunked_prefill_size or 1, *(phase.largest for phase in state.phases.values())),
         )
         try:
             log = DecisionLog(
-                config.decision_log, version=state.version, model=str(args.model_path), policy=config.policy,
-                settings=settings, phases=state.phases,
-            )  # fmt: skip
+                _of_replica(config.decision_log, model_runner),
+                version=state.version,
+                model=str(args.model_path),
+                policy=config.policy,
+                settings=settings,
+                phases=state.phases,
+            )
         except KPolicyError as error:
             fail(f"no decision log: {error}")
             return
@@ -229,10 +194,11 @@ def _observe(model_runner: Any, state: State) -> None:
             phase.log = log.write
 
 
-def _rank(model_runner: Any) -> int:
-    """This process's rank among those that share a scheduler's steps."""
-    ps = getattr(model_runner, "ps", None)
-    return int(getattr(ps, "tp_rank", 0) or 0) if ps is not None else int(getattr(model_runner, "tp_rank", 0) or 0)
+def _of_replica(path: str, model_runner: Any) -> str:
+    """The log of this data-parallel replica: each has a file of its own, with its number in the name."""
+    args = resolved(model_runner.server_args)
+    replicas = (getattr(args, "dp_size", None) or 1) // attention_dp(args)
+    return f"{path}.dp{rank(model_runner, 'dp_rank')}" if replicas > 1 else path
 
 
 def _take(state: State, runner: Any, phase: Phase) -> None:
@@ -323,9 +289,10 @@ def _kept(scheduler: Any) -> tuple[State, Split | None] | None:
 
 def refusal(server_args: Any) -> str:
     """Why kpolicy leaves this deployment to SGLang; empty where it doesn't."""
+    args = resolved(server_args)
 
     def has(name: str) -> Any:
-        return getattr(server_args, name, None)
+        return getattr(args, name, None)
 
     found: Mapping[str, Any] = {
         "--disable-cuda-graph leaves no graphs to decide on; take it away, or unset KPOLICY_SGLANG": (

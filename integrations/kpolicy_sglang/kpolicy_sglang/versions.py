@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kpolicy_sglang import dispatch, hooks
+from kpolicy_sglang import dispatch, hooks, sizes
 
 __all__ = ["KNOWN", "Hook", "Version", "known"]
 
@@ -19,6 +19,7 @@ _SETUP = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _SIZES = "sglang.srt.arg_groups.cuda_graph_hook"
+_LIMIT = "sglang.srt.arg_groups.model_overrides.qwen3_vl"
 _ARGS = "sglang.srt.server_args.ServerArgs"
 
 
@@ -59,8 +60,8 @@ KNOWN: Mapping[str, Version] = {
         (
             *_COMMON,
             Hook(f"{_PREFILL}.can_run_graph", dispatch.prefill_can_run_0_5_16, ("self", "forward_batch")),
-            Hook(f"{_ARGS}._generate_decode_cuda_graph_batch_sizes", hooks.decode_sizes_0_5_16, ("self", "max_bs")),
-            Hook(f"{_ARGS}._generate_prefill_cuda_graph_batch_sizes", hooks.prefill_sizes_0_5_16, ("self", "max_bs")),
+            Hook(f"{_ARGS}._generate_decode_cuda_graph_batch_sizes", sizes.decode_sizes_0_5_16, ("self", "max_bs")),
+            Hook(f"{_ARGS}._generate_prefill_cuda_graph_batch_sizes", sizes.prefill_sizes_0_5_16, ("self", "max_bs")),
             Hook(f"{_ARGS}._disable_breakable_cudagraph_if_incompatible", hooks.mla_rule_0_5_16, ("self",)),
         ),
     ),
@@ -77,8 +78,12 @@ KNOWN: Mapping[str, Version] = {
                     "is_target_verify", "capture_hidden_mode", "return_logprob",
                 ),
             ),
-            Hook(f"{_SIZES}.generate_decode_cuda_graph_batch_sizes", hooks.decode_sizes, ("server_args", "max_bs")),
-            Hook(f"{_SIZES}.generate_prefill_cuda_graph_batch_sizes", hooks.prefill_sizes, ("max_bs",)),
+            Hook(f"{_SIZES}.generate_decode_cuda_graph_batch_sizes", sizes.decode_sizes, ("server_args", "max_bs")),
+            Hook(
+                f"{_LIMIT}.expand_multimodal_decode_graph_to_running_limit", sizes.decode_limit,
+                ("server_args", "decode_config", "gpu_mem"),
+            ),
+            Hook(f"{_SIZES}.generate_prefill_cuda_graph_batch_sizes", sizes.prefill_sizes, ("max_bs",)),
             Hook(
                 f"{_SETUP}.capture_prefill_graph", hooks.capture_prefill_graph, ("model_runner", "eager_runner"),
             ),

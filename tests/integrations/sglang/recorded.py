@@ -27,6 +27,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "Scheduler.get_new_batch_prefill": "self, running_batch",
         "generate_decode_cuda_graph_batch_sizes": "server_args, max_bs",
         "generate_prefill_cuda_graph_batch_sizes": "max_bs",
+        "expand_multimodal_decode_graph_to_running_limit": "server_args, decode_config, gpu_mem",
         "capture_prefill_graph": "model_runner, eager_runner, force_for_draft_worker",
     },
 }

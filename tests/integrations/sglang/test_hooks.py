@@ -9,7 +9,7 @@ import pytest
 from kpolicy.costs import Curve
 from kpolicy.schemas import read_decision_log
 from kpolicy.simulate.recorded import replay
-from kpolicy_sglang import hooks
+from kpolicy_sglang import hooks, sizes
 from kpolicy_sglang.calibrate import cost_tables
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase, table_of
@@ -41,18 +41,73 @@ def stock(*_):
 
 def test_sizes_up_to_the_requests_that_may_run():
     """Decode sizes end with them on both versions, and 0.5.16 sets memory aside for that."""
-    assert hooks.decode_sizes(stock, arguments(), 256)[-1] == 768
+    assert sizes.decode_sizes(stock, arguments(), 256)[-1] == 768
     args = arguments()
-    assert hooks.decode_sizes_0_5_16(stock, args, 256)[-1] == 768
+    assert sizes.decode_sizes_0_5_16(stock, args, 256)[-1] == 768
     assert args.cuda_graph_config.decode.max_bs == 768
-    assert hooks.decode_sizes(stock, arguments(dp_size=4), 256)[-1] == 192
-    assert hooks.decode_sizes(stock, arguments(max_running_requests=None), 256)[-1] == 1024
+    assert sizes.decode_sizes(stock, arguments(max_running_requests=None), 256)[-1] == 1024
+    for own in (8, 48, 160):
+        assert sizes.decode_sizes(stock, arguments(max_running_requests=None), own)[-1] == own
+
+
+@pytest.mark.parametrize(
+    ("fields", "largest"),
+    [({"dp_size": 4}, 768), ({"dp_size": 4, "enable_dp_attention": True}, 192),
+     ({"dp_size": 4, "attn_dp_size": 2}, 384), ({"dp_size": 4, "attn_dp_size": 1}, 768)],
+)  # fmt: skip
+def test_replicas_have_the_requests_to_themselves(fields, largest):
+    """Only ranks of data-parallel attention share the requests that may run."""
+    assert sizes.decode_sizes(stock, arguments(**fields), 256)[-1] == largest
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "smallest"),
+    [({}, {}, 64), ({"calibrate": False}, {}, 4), ({"policy": "sglang"}, {}, 4),
+     ({}, {"dp_size": 4, "enable_dp_attention": True}, 4), ({"calibrate": False, "profile": "p"}, {}, 64)],
+)  # fmt: skip
+def test_small_prefill_sizes_are_sglangs_where_its_rule_decides(settings, fields, smallest):
+    """With SGLang's limit on padding no prompt may be further from a size than in its own list."""
+    hooks.configure(Config(**settings), "0.5.16")
+    args = arguments(**fields)
+    found = sizes.prefill_sizes_0_5_16(lambda *_: [4], args, 8192)
+    assert found[0] == smallest
+    assert found[-1] == 8192
+    if smallest == 4:
+        assert [tokens for tokens in range(1, 8193) if min(size for size in found if size >= tokens) > 2 * tokens] == [
+            1
+        ]
+
+
+@pytest.mark.parametrize("left", ["enable_pdmux", "enable_two_batch_overlap"])
+def test_a_deployment_left_alone_has_sglangs_sizes(left):
+    """On both versions and in both phases, whoever asks first."""
+    args, config = arguments(**{left: True}), SimpleNamespace(bs=None, max_bs=256)
+    sizes.decode_limit(lambda *_: None, args, config, 1)
+    assert config.max_bs == 256
+    assert sizes.decode_sizes(stock, args, 256) == [1, 2, 256]
+    assert sizes.prefill_sizes(lambda _: [4, 8], 8192) == [4, 8]
+    assert sizes.prefill_sizes_0_5_16(lambda *_: [4, 8], args, 8192) == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("fields", "decode", "largest"),
+    [({}, {}, 768), ({"max_running_requests": None}, {}, 1024), ({"max_running_requests": None}, {"max_bs": 48}, 48),
+     ({}, {"bs": [1, 2]}, 256), ({"device": "cpu"}, {}, 256),
+     ({"_cuda_graph_config_locked": {("decode", "max_bs")}}, {"max_bs": 100}, 100)],
+)  # fmt: skip
+def test_memory_is_set_aside_for_the_largest_size(fields, decode, largest):
+    """0.5.23 takes the largest size from its configuration, and that is the list's before anything reads it."""
+    args, config = arguments(**fields), SimpleNamespace(**{"bs": None, "max_bs": 256, **decode})
+    sizes.decode_limit(lambda *_: None, args, config, 1)
+    assert config.max_bs == largest
+    if config.bs is None and fields.get("device") != "cpu":
+        assert sizes.decode_sizes(stock, args, config.max_bs)[-1] == largest
 
 
 def test_given_largest_size_is_kept():
     """A largest size that the user gave bounds kpolicy's list too."""
     locked = arguments(_cuda_graph_config_locked={("decode", "max_bs")})
-    assert hooks.decode_sizes(stock, locked, 100)[-1] == 100
+    assert sizes.decode_sizes(stock, locked, 100)[-1] == 100
 
 
 @pytest.mark.parametrize("config", [None, "disabled", "no padding"])
@@ -61,7 +116,7 @@ def test_sglangs_own_sizes(config):
     if config is None:
         hooks.configure(None)
     args = arguments(disable_cuda_graph=config == "disabled", disable_cuda_graph_padding=config == "no padding")
-    assert hooks.decode_sizes(stock, args, 256) == [1, 2, 256]
+    assert sizes.decode_sizes(stock, args, 256) == [1, 2, 256]
 
 
 def test_plan_that_cannot_be_read(tmp_path, caplog):
@@ -69,11 +124,11 @@ def test_plan_that_cannot_be_read(tmp_path, caplog):
     (tmp_path / "plan.json").write_text("{}")
     hooks.configure(Config(plan=str(tmp_path / "plan.json")), "0.5.16")
     with caplog.at_level(logging.ERROR):
-        assert hooks.decode_sizes(stock, arguments(), 256) == [1, 2, 256]
+        assert sizes.decode_sizes(stock, arguments(), 256) == [1, 2, 256]
     assert "sizes can't be had" in caplog.text
     hooks.configure(Config(plan=str(tmp_path / "gone.json"), strict=True), "0.5.16")
     with pytest.raises(SystemExit, match="sizes can't be had"):
-        hooks.prefill_sizes(lambda _: [4], 256)
+        sizes.prefill_sizes(lambda _: [4], 256)
 
 
 class Arguments:

@@ -1,0 +1,49 @@
+"""What SGLang made of its arguments, and which process this is, on either release."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["attention_dp", "rank", "resolved", "running_per_rank"]
+
+
+def resolved(server_args: Any) -> Any:
+    """The arguments with all that SGLang has decided so far; a live view.
+
+    0.5.23 keeps what was given as it was, and declares what it resolves beside it.
+    """
+    try:
+        from sglang.srt.arg_groups.overrides import resolving_view
+    except ImportError:
+        return server_args
+    return resolving_view(server_args)
+
+
+def attention_dp(server_args: Any) -> int:
+    """Ranks that share the requests of a replica and take each step together: data-parallel attention has several."""
+    found = resolved(server_args)
+    width = getattr(found, "attn_dp_size", None)
+    if width is None:
+        width = getattr(found, "dp_size", None) if getattr(found, "enable_dp_attention", False) else 1
+    return max(int(width or 1), 1)
+
+
+def running_per_rank(server_args: Any) -> int | None:
+    """Most requests that may run on one rank; None where SGLang wasn't told."""
+    most = getattr(resolved(server_args), "max_running_requests", None)
+    return None if most is None else -(-int(most) // attention_dp(server_args))
+
+
+def rank(model_runner: Any, name: str) -> int:
+    """This process's rank of that name: ``tp_rank`` among those that share a scheduler, ``dp_rank`` of replicas.
+
+    0.5.16 has them at the model runner, 0.5.23 in its context.
+    """
+    of = getattr(model_runner, "ps", model_runner)
+    if not hasattr(of, name):
+        try:
+            from sglang.srt.runtime_context import get_parallel
+        except ImportError:
+            return 0
+        of = get_parallel()
+    return int(getattr(of, name, None) or 0)

@@ -1,0 +1,88 @@
+"""The hooks on what SGLang captures: which sizes, and the largest that it sets memory aside for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kpolicy.errors import KPolicyError
+from kpolicy_sglang import ladder
+from kpolicy_sglang.arguments import attention_dp, resolved, running_per_rank
+from kpolicy_sglang.config import Config
+from kpolicy_sglang.hooks import configured, deployment, fail, note_deployment, refusal
+
+__all__ = ["decode_limit", "decode_sizes", "decode_sizes_0_5_16", "prefill_sizes", "prefill_sizes_0_5_16"]
+
+_DECODE_LIMIT = ("decode", "max_bs")
+
+
+def decode_limit(original: Any, server_args: Any, decode_config: Any, gpu_mem: Any) -> None:
+    """AROUND `expand_multimodal_decode_graph_to_running_limit` of 0.5.23, the last that sets the largest decode size.
+
+    What it is then is what SGLang sets memory aside by, and what its other parts take for the largest graph.
+    """
+    original(server_args, decode_config, gpu_mem)
+    note_deployment(server_args)
+    on_cpu = getattr(resolved(server_args), "device", None) == "cpu"
+    if on_cpu or decode_config.bs is not None or decode_config.max_bs is None:
+        return
+    sizes = decode_sizes(lambda *_: [], server_args, decode_config.max_bs)
+    if sizes:
+        decode_config.max_bs = sizes[-1]
+
+
+def decode_sizes(original: Any, server_args: Any, max_bs: int) -> list[int]:
+    """AROUND `generate_decode_cuda_graph_batch_sizes`."""
+    stock: list[int] = original(server_args, max_bs)
+    config = configured()
+    if config is None or refusal(server_args) or resolved(server_args).disable_cuda_graph_padding:
+        return stock
+    most = running_per_rank(server_args)
+    if _DECODE_LIMIT in getattr(server_args, "_cuda_graph_config_locked", ()):
+        most = max_bs if most is None else min(most, max_bs)
+    return _sizes(stock, lambda: ladder.decode_sizes(config, most, max_bs))
+
+
+def decode_sizes_0_5_16(original: Any, server_args: Any, max_bs: int) -> list[int]:
+    """AROUND `ServerArgs._generate_decode_cuda_graph_batch_sizes`."""
+    sizes = decode_sizes(original, server_args, max_bs)
+    if configured() is not None and sizes:
+        # What SGLang sets memory aside by.
+        server_args.cuda_graph_config.decode.max_bs = sizes[-1]
+    return sizes
+
+
+def prefill_sizes(original: Any, max_bs: int) -> list[int]:
+    """AROUND `generate_prefill_cuda_graph_batch_sizes`."""
+    return _prefill_sizes(original, max_bs, deployment())
+
+
+def prefill_sizes_0_5_16(original: Any, server_args: Any, max_bs: int) -> list[int]:
+    """AROUND `ServerArgs._generate_prefill_cuda_graph_batch_sizes`."""
+    return _prefill_sizes(lambda most: original(server_args, most), max_bs, server_args)
+
+
+def _prefill_sizes(original: Callable[[int], list[int]], max_bs: int, server_args: Any) -> list[int]:
+    config = configured()
+    stock: list[int] = original(max_bs)
+    if config is None or (server_args is not None and refusal(server_args)):
+        return stock
+    return _sizes(stock, lambda: ladder.prefill_sizes(config, max_bs, by_cost=_by_cost(config, server_args)))
+
+
+def _by_cost(config: Config, server_args: Any) -> bool:
+    """Whether prefill is decided by cost, as far as that is known before anything is measured."""
+    from kpolicy.policies import get_policy
+
+    if not get_policy(config.policy).reads_costs:
+        return False
+    together = server_args is not None and attention_dp(server_args) > 1
+    return config.profile is not None or (config.calibrate and not together)
+
+
+def _sizes(stock: list[int], wanted: Callable[[], tuple[int, ...]]) -> list[int]:
+    try:
+        return list(wanted())
+    except (KPolicyError, OSError) as error:
+        fail(f"sizes can't be had: {error} SGLang's own sizes are captured.")
+        return stock
