@@ -18,11 +18,12 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm.ladders import SIDES, arguments_of
-from benchmarks.vllm.loads import LOADS, TURNS, make_load
+from benchmarks.vllm.loads import LOADS, TURNS, Load, make_load
 from benchmarks.vllm.rows import Measurement, rotated, say
 from benchmarks.vllm.sides import WITHOUT, Side, SideError
 from benchmarks.vllm.summary import compared, lines
@@ -48,6 +49,8 @@ class Run(Measurement):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options, "raw.jsonl", "log.txt")
         self._ahead: dict[tuple[str, str], Side] = {}
+        self.failed = 0
+        """Sides that were lost"""
 
     def ahead(self, model: str) -> None:
         """Have all sides of a model import what they need, while others start."""
@@ -80,26 +83,44 @@ class Run(Measurement):
         def answer(side: Side) -> dict[str, Any]:
             return side.answer(min(START_S, max(20.0, self.left_s())))
 
-        try:
-            for side in sides.values():
-                side.go()
-            rows = {name: answer(side) for name, side in sides.items()}
-            for name, side in sides.items():
-                row = rows[name]
+        for side in sides.values():
+            side.go()
+        rows: dict[str, dict[str, Any]] = {}
+        for name, side in list(sides.items()):
+            try:
+                rows[name] = answer(side)
+            except SideError as error:  # noqa: PERF203 - seconds are waited for
+                self._lose(model, sides, name, error)
+        for name, row in rows.items():
+            try:
                 if row["kind"] == "waits":
-                    side.go()
-                    row = answer(side)
-                # Cold, and beside others: `benchmarks.vllm.starts` measures what a start takes.
-                self.rows.keep(model=model, load="cold start", side=name, repeat=0, cold=row)
-                say(
-                    f"{model} {name}: ready after {time.monotonic() - started:.0f} s, {row['graphs']}, KV "
-                    f"{row['kv_tokens']}, {row['mode']}, {row['runner']}, {row['scheduler']}"
-                )
-        except SideError:
+                    sides[name].go()
+                    row = answer(sides[name])
+            except SideError as error:
+                self._lose(model, sides, name, error)
+                continue
+            # Cold, and beside others: `benchmarks.vllm.starts` measures what a start takes.
+            self.rows.keep(model=model, load="cold start", side=name, repeat=0, cold=row)
+            say(
+                f"{model} {name}: ready after {time.monotonic() - started:.0f} s, {row['graphs']}, KV "
+                f"{row['kv_tokens']}, {row['mode']}, {row['runner']}, {row['scheduler']}"
+            )
+        return sides
+
+    def _lose(self, model: str, sides: dict[str, Side], name: str, error: SideError) -> None:
+        """Go on without that side, where two are left to compare.
+
+        Raises:
+            SideError: one is left, or stock itself is lost.
+        """
+        self.failed += 1
+        sides[name].end()
+        del sides[name]
+        if len(sides) < 2 or name == "stock":
             for side in sides.values():
                 side.end()
-            raise
-        return sides
+            raise error
+        say(f"{model} {name} FAILED, and the others go on: {error}")
 
     def serve(self, model: str, loads: list[str], following: str | None) -> None:
         """Start all sides once and have them serve each load in turn; `following` is the model that comes next."""
@@ -109,7 +130,7 @@ class Run(Measurement):
             for round_ in range(options.repeats)
             for load in loads
             for repeat in self._repeats(load, round_)
-            if not all(self.rows.has(model, load, name, repeat) for name in self._of(load))
+            if not all(self.rows.has(model, load, name, repeat) for name in self._of(load, options.sides))
         ]
         if not wanted or self.left_s() < 90:
             return
@@ -121,10 +142,10 @@ class Run(Measurement):
             sides |= self._start(options.sides, model)
             for load in dict.fromkeys(load for _, load in wanted):
                 warm = make_load(load, model, options.traces, scale=WARM_SCALE * options.scale)
-                for name in self._of(load):
-                    sides[name].ask(RUN_S, requests=warm.requests, seed=f"{load} warm", step_tokens=warm.step_tokens)
+                for name in self._of(load, sides):
+                    self._served(model, sides, name, warm, f"{load} warm")
             for repeat, load in wanted:
-                if self.left_s() < LAST_S * len(self._of(load)):
+                if self.left_s() < LAST_S * len(self._of(load, sides)):
                     say(f"{model}: the budget is spent")
                     break
                 self._turns(model, load, repeat, sides)
@@ -136,12 +157,19 @@ class Run(Measurement):
     def _turns(self, model: str, load: str, repeat: int, sides: dict[str, Side]) -> None:
         """Each side serves that load once."""
         made = make_load(load, model, self._options.traces, scale=self._options.scale)
-        for name in rotated(self._of(load), repeat):
-            row = sides[name].ask(
-                RUN_S, requests=made.requests, seed=f"{load} {repeat}", step_tokens=made.step_tokens
-            )  # fmt: skip
-            self.rows.keep(model=model, load=load, side=name, repeat=repeat, **row)
-            say(_line(model, load, name, repeat, row))
+        for name in rotated(self._of(load, sides), repeat):
+            row = self._served(model, sides, name, made, f"{load} {repeat}")
+            if row is not None:
+                self.rows.keep(model=model, load=load, side=name, repeat=repeat, **row)
+                say(_line(model, load, name, repeat, row))
+
+    def _served(self, model: str, sides: dict[str, Side], name: str, load: Load, seed: str) -> dict[str, Any] | None:
+        """That side's figures of a load; None where it is lost."""
+        try:
+            return sides[name].ask(RUN_S, requests=load.requests, seed=seed, step_tokens=load.step_tokens)
+        except SideError as error:
+            self._lose(model, sides, name, error)
+        return None
 
     @staticmethod
     def _repeats(load: str, round_: int) -> range:
@@ -149,10 +177,10 @@ class Run(Measurement):
         turns = TURNS.get(load.partition("-")[0], 1)
         return range(round_ * turns, (round_ + 1) * turns)
 
-    def _of(self, load: str) -> list[str]:
-        """The sides that serve that load."""
+    def _of(self, load: str, sides: Iterable[str]) -> list[str]:
+        """Those of the sides that serve that load."""
         only = dict(each.split("=", 1) for each in self._options.only_for)
-        return [name for name in self._options.sides if name not in only or load in only[name].split(",")]
+        return [name for name in sides if name not in only or load in only[name].split(",")]
 
     def _keep_statistics(self, model: str, sides: dict[str, Side]) -> None:
         for name, side in sides.items():
@@ -215,18 +243,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--date", default="unstated")
     options, options.child = parser.parse_known_args(argv)
     run = Run(options)
-    failed = 0
     for model, following in zip(options.only, [*options.only[1:], None], strict=True):
         try:
             run.serve(model, options.loads, following)
         except SideError as error:
-            failed += 1
             say(f"{model} FAILED: {error}")
         run.write()
     run.end()
     for line in lines(run.rows.all):
         say(line)
-    return 1 if failed else 0
+    return 1 if run.failed else 0
 
 
 if __name__ == "__main__":

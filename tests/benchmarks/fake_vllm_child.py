@@ -40,6 +40,8 @@ def main() -> None:
                 kind="generated", tokens=[[1] * count for count in order["outputs"]], steps=[["FULL", 8]], stats=[],
                 logits=[[{"1": 1.0, "2": 0.5}] * count for count in order["outputs"]],
             )  # fmt: skip
+        elif "breaks" in llm:
+            sys.exit("the device was lost")
         else:
             time = 1.0 if shim else 2.0
             answer(

@@ -105,6 +105,30 @@ def test_a_side_may_serve_some_loads_alone(tmp_path: Path) -> None:
     assert served_by == {"decode-4": {"stock", "kpolicy"}, "decode-5": {"stock", "kpolicy", "wide"}}
 
 
+@pytest.mark.parametrize(("shim", "rest"), [('{"fails": 1}', {"stock", "wide"}), ('{"breaks": 1}', {"stock", "wide"})])
+def test_a_side_that_fails_leaves_the_others_to_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shim: str, rest: set[str]
+) -> None:
+    """At its start, or in the middle of a load."""
+    command = [
+        "--models", "none", "--traces", "none", "--out", str(tmp_path), "--only", "qwen05b", "--loads", "decode-4",
+        "--sides", "kpolicy", "stock", "wide", "--repeats", "2", "--kpolicy", shim, *FAKE,
+    ]  # fmt: skip
+    assert stock_vs_kpolicy.main(command) == 1
+    rows = [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()]
+    assert {row["side"] for row in rows if row["load"] == "decode-4"} == rest
+    assert "kpolicy FAILED, and the others go on" in capsys.readouterr().out
+
+
+def test_with_nothing_left_to_compare_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "--models", "none", "--traces", "none", "--out", str(tmp_path), "--only", "qwen05b", "--loads", "decode-4",
+        "--kpolicy", '{"fails": 1}', *FAKE,
+    ]  # fmt: skip
+    assert stock_vs_kpolicy.main(command) == 1
+    assert "qwen05b FAILED" in capsys.readouterr().out
+
+
 def test_what_the_shim_counted_is_kept_where_the_budget_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
