@@ -89,6 +89,7 @@ def random_costs(rng):
 
     return attrs.evolve(
         analytic_costs(), version="random", measured=True, full=curve(), piecewise=curve(), eager=curve(),
+        mixed=rng.choice([None, curve()]),
         **{f"host_{way}": HostCost(rng.uniform(10, 4000), rng.choice([0.0, 20.0, 400.0]))
            for way in ("full", "piecewise", "eager")},
     )  # fmt: skip
