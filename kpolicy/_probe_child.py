@@ -292,6 +292,8 @@ def _plugin(say: Say, argument: str) -> None:
 
 def _kernels(say: Say, _argument: str) -> None:
     # Serving stands above this module, so it is imported like a library.
+    pages = _load(say, "kpolicy.serving.paged_flash").missing()
+    say(flash_pages=f"gathers keys: {pages}" if pages else "reads pages where what is activated in torch does")
     for device, (chosen, others) in _load(say, "kpolicy.serving.kernels").kernels_chosen().items():
         say(**{device: chosen, f"{device}_others": {name: why or "can run too" for name, why in others.items()}})
 

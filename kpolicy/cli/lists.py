@@ -144,6 +144,8 @@ def _attention() -> ProbeReport:
         if device.endswith("_others"):
             kind = device.removesuffix("_others")
             usable = [name for name, why in others.items() if why == "can run too"]
+            pages = answer.facts.get("flash_pages", "")
+            usable = [f"{name}, which {pages}" if name == "flash" and pages else name for name in usable]
             also = f" (also {', '.join(usable)})" if usable else ""
             lines.append(f"{kind}: {answer.facts[kind]}{also}")
     return ProbeReport(

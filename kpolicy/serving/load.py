@@ -16,7 +16,7 @@ from kpolicy.errors import ConfigError, SupportError
 from kpolicy.serving.checkpoint import has_weights, read_config, read_weights
 from kpolicy.serving.hf_model import KvSize, LoadedModel
 from kpolicy.serving.kernels import Kernels, choose_kernels
-from kpolicy.serving.kv_cache import LatentLayer, layer_cache
+from kpolicy.serving.kv_cache import LatentLayer, PagedLayer, layer_cache
 from kpolicy.serving.marks import ATTENTION_NAME, register, watch_latents
 from kpolicy.serving.trial import probe_layers, verify
 from kpolicy.serving.weights import randomise
@@ -76,6 +76,7 @@ def load(
         model = _over_kv(hf, kinds, kv, attention, folder)
         reads = verify(model)
         _measure_crossover(model, attention)
+        _try_pages(model, attention)
     if reads:
         model._support = model.support.meet(_eager_only(type(hf).__name__, reads))
     return model
@@ -120,6 +121,17 @@ def _measure_crossover(model: LoadedModel, kernels: Kernels) -> None:
     # A kernel that the device has no room for isn't needed.
     except Exception as error:  # noqa: BLE001 - Triton's and torch's own
         logging.getLogger("kpolicy").info("MLA prompts are expanded, none absorbed: %s", error)
+
+
+def _try_pages(model: LoadedModel, kernels: Kernels) -> None:
+    """Let kernels that may read pages as they are find out for which layers; without it they gather keys."""
+    try_pages = getattr(kernels, "try_pages", None)
+    if try_pages is None:
+        return
+    with torch.no_grad():
+        for layer in model.layers:
+            if isinstance(layer, PagedLayer):
+                try_pages(layer.spec, layer.caches[0].dtype, layer.block_size)
 
 
 def _weights(config: Any, folder: Path | None, device: torch.device, dtype: torch.dtype, seed: int) -> Any:

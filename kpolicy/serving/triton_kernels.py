@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from kpolicy.executors.step_model import StepContext
 from kpolicy.serving import attention
 from kpolicy.serving.crossover import ABSORBED_LENS, Crossover, measured
 from kpolicy.serving.latents import absorbed, unabsorbed
+from kpolicy.serving.paged_flash import Kind, attend_pages, kind_of, refusal
 from kpolicy.serving.rows import RowTensors
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class TritonKernels:
 
     Attributes:
         crossover: which chunks of MLA prompts are absorbed where the host knows lengths; None is none.
+        no_pages: why torch's FlashAttention gathers keys for a kind of layers, "" where it reads pages; of kinds that
+            `try_pages` tried.
     """
 
     def __init__(self, device: torch.device, *, flash: bool = False) -> None:
@@ -56,6 +60,7 @@ class TritonKernels:
         self.device = device
         self.name = "flash" if flash else "triton"
         self.crossover: Crossover | None = None
+        self.no_pages: dict[Kind, str] = {}
         self._flash = flash
         self._paged = paged
         self._latent = latent
@@ -91,16 +96,31 @@ class TritonKernels:
 
     def _takes_prompts(self, query: torch.Tensor, spec: LayerSpec) -> bool:
         """Whether prompt rows of a layer have kernels of their own where the host knows lengths."""
-        return self._flash and _flash_takes(query, spec)
+        return self._flash and _flash_takes(query.dtype, spec)
 
     def _prompt_rows(
         self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, at: Prompts,
         *caches: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """[num_tokens, num_heads, value_dim] of the prompt rows alone, by those kernels."""
-        del step, rows
+        del step
+        longest = _longest(at)
+        if self.no_pages.get(kind_of(spec, query.dtype, rows.block_size)) == "":
+            first, count = at.num_decodes, len(at.lengths)
+            back = RowTensors(
+                rows.block_table[first : first + count], rows.kv_lens[first : first + count], at.query_starts,
+                rows.block_size,
+            )  # fmt: skip
+            return attend_pages(query, caches, back, at.kv_starts, longest, spec.scale)
         key, value = (cache.index_select(0, at.slots) for cache in caches)
-        return _flash(query, key, value, at, spec)
+        return _flash(spec, query, key, value, at.query_starts, at.kv_starts, longest)
+
+    def try_pages(self, spec: LayerSpec, dtype: torch.dtype, block_size: int) -> None:
+        """Try whether torch's FlashAttention reads a layer's pages as they are; prompt rows go by it from now on."""
+        kind = kind_of(spec, dtype, block_size)
+        if not self._flash or kind in self.no_pages or spec.head_dim != spec.value_dim or not _flash_takes(dtype, spec):
+            return
+        self.no_pages[kind] = refusal(kind, self.device, spec.scale, partial(_flash, spec))
 
     def _mixed(
         self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, *caches: torch.Tensor
@@ -243,25 +263,30 @@ def _prompts(step: StepContext, rows: RowTensors) -> Prompts:
     return found
 
 
-def _flash_takes(query: torch.Tensor, spec: LayerSpec) -> bool:
+def _flash_takes(dtype: torch.dtype, spec: LayerSpec) -> bool:
     """Whether torch's FlashAttention computes a layer: half precision, one head size of at most 256, no soft cap."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
+    half = dtype in (torch.bfloat16, torch.float16)
     return half and not spec.softcap and not spec.window and spec.head_dim <= 256 and spec.head_dim % 8 == 0
 
 
+def _longest(at: Prompts) -> tuple[int, int]:
+    """(query tokens, KV tokens) of the longest rows."""
+    queries, kvs = zip(*at.lengths, strict=True)
+    return max(queries), max(kvs)
+
+
 def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Prompts, spec: LayerSpec
+    spec: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_starts: torch.Tensor,
+    kv_starts: torch.Tensor, longest: tuple[int, int],
 ) -> torch.Tensor:  # fmt: skip
     """[num_tokens, num_heads, value_dim] of prompt rows over contiguous keys and values, causal from the end."""
     missing = spec.head_dim - spec.value_dim
     if missing:
         value = F.pad(value, (0, missing))
-    longest_query, longest_kv = map(max, zip(*at.lengths, strict=True))
     forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward
     out: torch.Tensor = forward(
-        query, key, value, at.query_starts, at.kv_starts, longest_query, longest_kv, 0.0, True, False,
-        scale=spec.scale,
-    )[0]  # fmt: skip
+        query, key, value, query_starts, kv_starts, *longest, 0.0, True, False, scale=spec.scale
+    )[0]
     return out[..., : spec.value_dim]
 
 
@@ -274,8 +299,8 @@ def _expanded(
     expanded = F.linear(latents[:, :rank], up.reshape(-1, rank)).view(len(latents), spec.num_heads, -1)
     shared = latents[:, None, rank:].expand(-1, spec.num_heads, -1)
     key, value = torch.cat((expanded[..., :nope_dim], shared), dim=-1), expanded[..., nope_dim:]
-    if _flash_takes(query, spec):
-        return _flash(query, key, value, at, spec)
+    if _flash_takes(query.dtype, spec):
+        return _flash(spec, query, key, value, at.query_starts, at.kv_starts, _longest(at))
     outs, begin, first = [], 0, 0
     # Without FlashAttention row by row; lengths are the host's, so nothing waits.
     for query_len, kv_len in at.lengths:

@@ -303,6 +303,7 @@ def test_doctor_names_attention_kernels(kpolicy: Command, monkeypatch: pytest.Mo
     kernels = json.loads(found[1]["facts"]["kernels"])
     assert kernels["cpu"] == "plain"
     assert kernels["cpu_others"]["triton"] == "it runs on CUDA devices, and this is cpu"
+    assert re.match("gathers keys: torch|reads pages", kernels["flash_pages"])
     assert "CUDA devices" not in kpolicy("doctor").out
 
 
