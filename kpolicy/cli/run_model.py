@@ -228,6 +228,7 @@ def _rate(trace: Trace, engine: Engine, model: LoadedModel, utilisation: float) 
 
 def _serve(job: _Job, asked: Asked) -> list[RunResult]:
     from kpolicy.serving.real_run import serve_model
+    from kpolicy.serving.warm_up import warm_up
 
     model = job.serving.model
     prompts = Prompts(asked.seed, vocab=model.vocab)
@@ -235,6 +236,9 @@ def _serve(job: _Job, asked: Asked) -> list[RunResult]:
     def serve(turn: Turn, engine: Engine, on_step: Any, progress: Any, shown: Any) -> RunResult:
         if not engine.registry.captured():
             capture(engine, turn.spec, shown)
+        if not asked.faults:
+            # Faults are for what is served.
+            warm_up(engine.executor, engine.registry, model, job.serving.settings)
         result, differences = serve_model(
             job.trace, engine, job.serving, prompts, label=turn.spec, on_step=on_step, progress=progress
         )
