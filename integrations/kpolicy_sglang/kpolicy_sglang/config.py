@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from kpolicy.errors import ConfigError
+from kpolicy.policies import get_policy
 from kpolicy.settings import Objective
 
 __all__ = ["ON", "Config"]
@@ -64,6 +65,7 @@ class Config:
     strict: bool = False
 
     def __attrs_post_init__(self) -> None:
+        get_policy(self.policy)
         Objective.parse(self.objective)
         if not 0 <= self.summary_seconds < float("inf"):
             raise ConfigError(f"{_PREFIX}SUMMARY_SECONDS is {self.summary_seconds!r}; it is a number from 0 up.")
@@ -76,6 +78,11 @@ class Config:
                     f"{_PREFIX}{name.upper()} is {','.join(map(str, sizes)) or 'empty'}; it is a list of sizes that "
                     "rise from at least 1, for example 1,2,4,8."
                 )
+
+    @staticmethod
+    def strict_in(environ: Mapping[str, str]) -> bool:
+        """Whether an environment asks to be strict, whatever else in it can't be read."""
+        return environ.get(f"{_PREFIX}STRICT", "").strip().lower() in _TRUE
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config | None:

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from kpolicy.modes import Mode
+from kpolicy.reasons import Reason
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import Phase
 
@@ -48,6 +49,8 @@ def lines(phase: Phase) -> list[Line]:
             bucket = phase.bucket(size)
             replays = decision.mode is not Mode.EAGER and bucket is not None
             add(decision.mode, decision.reason, steps, size, bucket if replays and bucket is not None else size)
+    for (size, captured), steps in phase.voted.items():
+        add(Mode(phase.keys[0].part.value), Reason.GRAPH_FITS, steps, size, captured)
     for (reason, size), steps in phase.refused.items():
         add(Mode.EAGER, reason, steps, size, size)
     return [Line(phase.name, mode, reason, *counts) for (mode, reason), counts in sums.items()]
@@ -60,6 +63,8 @@ def buckets(phase: Phase) -> Counter[int]:
         bucket = phase.bucket(size)
         if steps and bucket is not None and phase.replays(size):
             found[bucket] += steps
+    for (_, captured), steps in phase.voted.items():
+        found[captured] += steps
     return found
 
 

@@ -90,18 +90,23 @@ class DecisionLog:
         """Steps without rows, or whose rows SGLang doesn't tell."""
         atexit.register(self.close)
 
-    def write(self, phase: Phase, batch: Any, size: int, refused: Reason | None) -> None:
+    def write(
+        self, phase: Phase, batch: Any, size: int, refused: Reason | None = None, captured: int | None = None
+    ) -> None:
         """Append a step. Whatever is wrong with it or the file ends the log, with a warning, and no more."""
         if self._writer is None:
             return
         try:
-            self._append(self._writer, phase, batch, size, refused)
+            self._append(self._writer, phase, batch, size, refused, captured)
         # A full disk, a batch of another kind: SGLang's step matters more than its record.
         except Exception as error:  # noqa: BLE001
             logger.warning("kpolicy: the decision log ends here: %s: %s", type(error).__name__, error)
             self._end()
 
-    def _append(self, writer: DecisionLogWriter, phase: Phase, batch: Any, size: int, refused: Reason | None) -> None:
+    def _append(
+        self, writer: DecisionLogWriter, phase: Phase, batch: Any, size: int, refused: Reason | None,
+        captured: int | None,
+    ) -> None:  # fmt: skip
         shape = shape_of(phase, batch)
         if shape is None:
             self.left_out += 1
@@ -110,6 +115,12 @@ class DecisionLog:
         if refused is not None:
             launch = Launch(Rows.ALL, None)
             decision = Decision(Mode.EAGER, (launch,), refused, costs_version=decision.costs_version)
+        elif captured is not None:
+            key = phase.keys[phase.sizes.index(captured)]
+            launch = Launch(Rows.ALL, key)
+            decision = Decision(
+                Mode(key.part.value), (launch,), Reason.GRAPH_FITS, costs_version=decision.costs_version
+            )
         elif decision.keys and decision.keys[0].num_tokens != (phase.bucket(size) or 0) * phase.width:
             key = phase.keys[phase.sizes.index(phase.bucket(size) or phase.largest)]
             decision = attrs.evolve(decision, launches=(Launch(Rows.ALL, key),))

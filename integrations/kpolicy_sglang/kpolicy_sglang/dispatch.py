@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -29,8 +30,11 @@ def decode_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
     if phase.force is not None:
         return phase.force
     size = forward_batch.batch_size
-    # Where ranks step together the vote was taken when the step was scheduled: what is left is the same on all.
-    if not (runner.require_mlp_sync or phase.replays(size)):
+    if runner.require_mlp_sync:
+        # The vote was taken when the step was scheduled; ranks that gather their rows pad to the most of any.
+        most = max([size, *(forward_batch.global_num_tokens_cpu or ())])
+        return _as_voted(phase, runner, forward_batch, original(runner, forward_batch), size, most)
+    if not phase.replays(size):
         phase.ran(size, forward_batch)
         return False
     can_run = original(runner, forward_batch)
@@ -49,28 +53,36 @@ def prefill_can_run_0_5_16(original: Any, runner: Any, forward_batch: Any) -> An
         return phase.force
     if forward_batch.global_num_tokens_cpu is not None:
         # This version votes before it knows sizes: a rank that decided on its own could part from the others.
-        return original(runner, forward_batch)
+        most = forward_batch.input_ids.shape[0]
+        return _as_voted(phase, runner, forward_batch, original(runner, forward_batch), _own(forward_batch), most)
     size = forward_batch.input_ids.shape[0]
     if not phase.replays(size):
         phase.ran(size, forward_batch)
         return False
-    names = phase.names or _names(phase, runner)
-    factor = names[_FACTOR]
+    names = phase.names
+    if names is None:
+        names = phase.names = _names(phase, runner, original)
+    limit = names.get(_FACTOR)
     names[_FACTOR] = _NO_LIMIT
     try:
         can_run = original(runner, forward_batch)
     finally:
-        names[_FACTOR] = factor
+        names[_FACTOR] = limit
     if can_run:
         phase.ran(size, forward_batch)
         return can_run
     return _refused(phase, runner, forward_batch, size)
 
 
-def _names(phase: Phase, runner: Any) -> dict[str, Any]:
-    """The names of the runner's module, among which SGLang's rule looks up its limit on padding."""
-    phase.names = vars(sys.modules[type(runner).__module__])
-    return phase.names
+def _names(phase: Phase, runner: Any, rule: Any) -> dict[str, Any]:
+    """The names among which SGLang's rule looks up its limit on padding; others where it isn't found."""
+    module = sys.modules.get(type(runner).__module__)
+    for found in (getattr(inspect.unwrap(rule), "__globals__", {}), vars(module) if module is not None else {}):
+        if _FACTOR in found:
+            return found
+    missing = LookupError(f"SGLang's rule has no {_FACTOR}")
+    phase.failures.note("lifting SGLang's limit on padding", missing, then="the limit stays")
+    return {}
 
 
 def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
@@ -81,14 +93,14 @@ def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
     if phase.force is not None:
         return phase.force
     size = forward_batch.input_ids.shape[0]
-    if forward_batch.global_num_tokens_cpu is None:
-        can_run = original(runner, forward_batch)
-    else:
+    if forward_batch.global_num_tokens_cpu is not None:
         phase.agreed = True
         try:
             can_run = original(runner, forward_batch)
         finally:
             phase.agreed = False
+        return _as_voted(phase, runner, forward_batch, can_run, _own(forward_batch), size)
+    can_run = original(runner, forward_batch)
     if can_run:
         phase.ran(size, forward_batch)
         return can_run
@@ -111,16 +123,45 @@ def prefill_can_replay_locally(original: Any, runner: Any, **asked: Any) -> bool
     return bool(original(runner, **asked))
 
 
+def _own(batch: Any) -> int:
+    """This rank's prompt tokens of a batch that is padded to what ranks agreed on."""
+    lengths = getattr(batch, "extend_seq_lens_cpu", None)
+    return sum(map(int, lengths)) if lengths else int(batch.input_ids.shape[0])
+
+
+def _as_voted(phase: Phase, runner: Any, batch: Any, can_run: Any, size: int, most: int) -> Any:
+    """Count what ranks agreed on: the answer is theirs, whatever the policy says of this rank's size.
+
+    Args:
+        phase: the phase.
+        runner: SGLang's graph runner.
+        batch: its batch.
+        can_run: the answer.
+        size: this rank's size.
+        most: the size that ranks pad from.
+    """
+    captured = phase.bucket(most)
+    if can_run and captured is not None:
+        phase.ran_as_voted(size, captured, batch)
+    elif not can_run:
+        phase.was_refused(size, batch, _why(phase, runner, batch))
+    return can_run
+
+
 def _refused(phase: Phase, runner: Any, batch: Any, size: int) -> bool:
     """Count a no of SGLang's: its own, unless the size is eager by the policy."""
     if phase.replays(size):
-        try:
-            reason = why_refused(phase.name, runner, batch)
-        # The answer is SGLang's already; only its reason is looked for.
-        except Exception as error:  # noqa: BLE001
-            phase.failures.note("looking for SGLang's reason", error, then="the step counts as backend_refused")
-            reason = Reason.BACKEND_REFUSED
-        phase.was_refused(size, batch, reason)
+        phase.was_refused(size, batch, _why(phase, runner, batch))
     else:
         phase.ran(size, batch)
     return False
+
+
+def _why(phase: Phase, runner: Any, batch: Any) -> Reason:
+    """Why SGLang said no, as far as it can be told."""
+    try:
+        return why_refused(phase.name, runner, batch)
+    # The answer is SGLang's already; only its reason is looked for.
+    except Exception as error:  # noqa: BLE001
+        phase.failures.note("looking for SGLang's reason", error, then="the step counts as backend_refused")
+        return Reason.BACKEND_REFUSED

@@ -229,8 +229,25 @@ def _mirrored(backend: Any, runner: Any, phase: str) -> Any:
     state = state_of(runner.model_runner)
     if state is None:
         return backend
+    _captured_again(state, runner, phase)
     width = getattr(runner, "captured_req_width", 1) if phase == DECODE else 1
-    return mirror(backend, state.registry, phase, device=getattr(runner, "device_module", None), width=width)
+    device = getattr(runner, "device_module", None)
+    return mirror(backend, state.registry, phase, device=device, width=width, failures=state.failures)
+
+
+def _captured_again(state: State, runner: Any, name: str) -> None:
+    """A runner made anew while SGLang serves, after a change of weights, has the phase of the one before."""
+    phase = state.phases.get(name)
+    if phase is None:
+        return
+    sizes = getattr(runner, "capture_bs" if name == DECODE else "capture_num_tokens", None) or ()
+    if tuple(sizes) == phase.sizes:
+        setattr(runner, ATTRIBUTE, phase)
+        return
+    state.say(
+        f"SGLang captures {name} graphs of other sizes than before; its own rule decides {name} steps from now on. "
+        "Start it again to have kpolicy decide them"
+    )
 
 
 def capture_prefill_graph(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +260,9 @@ def capture_prefill_graph(original: Any, *args: Any, **kwargs: Any) -> Any:
         from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
 
         logger.warning("kpolicy: no prefill size fits this deployment's context and requests; prefill runs eagerly")
-        return GraphCapture(runner=captured, memory_phase="prefill", memory_usage_gb=0, capture_time=0)
+        draft = getattr(kwargs.get("model_runner"), "is_draft_worker", False)
+        memory_phase = "draft_prefill" if draft else "prefill"
+        return GraphCapture(runner=captured, memory_phase=memory_phase, memory_usage_gb=0, capture_time=0)
     return captured
 
 

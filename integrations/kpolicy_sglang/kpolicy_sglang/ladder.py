@@ -15,7 +15,7 @@ _DECODE = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 76
 _PREFILL = (64, 96, 128, 256, 512, 576, 768)
 _SMALL = (*range(4, 33, 4), 48)
 """SGLang's own below 64: where its limit of twice the tokens decides, a prompt of 31 may not pad to 64."""
-_FINE, _LARGE = range(1024, 4097, 256), range(4608, 8193, 512)
+_FINE, _LARGE, _LARGE_STEP = range(1024, 4097, 256), 4608, 512
 """Launching a small prompt takes the host longer than the device whatever the tokens, so that padding is cheap below
 512; 96 and 576 are for chunks of 64 and 512 beside some decode rows. From 1,024 on padding costs what its tokens do,
 and sizes are SGLang's own. The largest save the device little; but an eager step takes the host 10 ms, in which the
@@ -30,15 +30,15 @@ def default_decode_sizes(most_reqs: int) -> tuple[int, ...]:
 
 
 def default_prefill_sizes(most_tokens: int, *, by_cost: bool = True) -> tuple[int, ...]:
-    """Prefill sizes in tokens, up to and with `most_tokens`, or the largest that is worth a graph.
+    """Prefill sizes in tokens, up to and with `most_tokens`.
 
     Args:
         most_tokens: the most that a step may have.
         by_cost: whether costs decide what pads to them; otherwise SGLang's limit on padding does.
     """
-    sizes = (*(() if by_cost else _SMALL), *_PREFILL, *_FINE, *_LARGE)
-    most = min(most_tokens, sizes[-1])
-    return (*(size for size in sizes if size < most), most)
+    large = range(_LARGE, most_tokens, _LARGE_STEP)
+    sizes = (*(() if by_cost else _SMALL), *_PREFILL, *_FINE, *large)
+    return (*(size for size in sizes if size < most_tokens), most_tokens)
 
 
 def decode_sizes(config: Config, most_reqs: int | None, sglang_most: int) -> tuple[int, ...]:

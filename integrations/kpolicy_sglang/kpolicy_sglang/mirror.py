@@ -7,12 +7,15 @@ backend's type in places.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry
+from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import DECODE
 
 __all__ = ["key_of", "mirror"]
@@ -39,7 +42,9 @@ def key_of(shape: Any, phase: str, *, full: bool, width: int = 1) -> GraphKey:
     return GraphKey(Part.FULL if full else Part.PIECEWISE, shape.size, lora_case=lora_case, variant=variant)
 
 
-def mirror(backend: Any, registry: GraphRegistry, phase: str, *, device: Any, width: int = 1) -> Any:
+def mirror(
+    backend: Any, registry: GraphRegistry, phase: str, *, device: Any, width: int = 1, failures: Failures | None = None
+) -> Any:
     """Enter every capture and replay of a graph backend into the registry, and return the backend.
 
     Args:
@@ -48,7 +53,9 @@ def mirror(backend: Any, registry: GraphRegistry, phase: str, *, device: Any, wi
         phase: the phase it serves.
         device: the device's module of torch, which tells free memory; None where there is none to ask.
         width: tokens of a decode row.
+        failures: where a graph that can't be entered is noted; SGLang captures it all the same.
     """
+    failures = failures or Failures()
     full = "Breakable" not in type(backend).__name__ and "Piecewise" not in type(backend).__name__
     capture, replay, cleanup = backend.capture_one, backend.replay, backend.cleanup
     # A backend made anew means that the graphs of the last one are gone.
@@ -56,22 +63,33 @@ def mirror(backend: Any, registry: GraphRegistry, phase: str, *, device: Any, wi
     keys: dict[Any, GraphKey] = {}
     hit = registry.hit
 
+    @contextmanager
+    def entered() -> Iterator[None]:
+        try:
+            yield
+        # Whatever the registry makes of it, the graph is SGLang's.
+        except Exception as error:  # noqa: BLE001
+            failures.note("entering a graph", error, then="the graph is captured and isn't in the registry")
+
     def capture_one(shape: Any, *args: Any, **kwargs: Any) -> Any:
-        key = keys[shape] = key_of(shape, phase, full=full, width=width)
-        registry.plan([key])
+        with entered():
+            key = keys[shape] = key_of(shape, phase, full=full, width=width)
+            registry.plan([key])
         started, free = time.perf_counter(), _free_bytes(device)
         try:
             made = capture(shape, *args, **kwargs)
         except Exception as error:
-            registry.fail(key, _reason(error), seconds=time.perf_counter() - started)
+            with entered():
+                registry.fail(keys[shape], _reason(error), seconds=time.perf_counter() - started)
             raise
-        registry.capture(
-            key,
-            bytes=max(free - _free_bytes(device), 0),
-            seconds=time.perf_counter() - started,
-            pool=f"sglang {phase}",
-            handle=shape,
-        )
+        with entered():
+            registry.capture(
+                keys[shape],
+                bytes=max(free - _free_bytes(device), 0),
+                seconds=time.perf_counter() - started,
+                pool=f"sglang {phase}",
+                handle=shape,
+            )
         return made
 
     def replay_one(shape: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +99,8 @@ def mirror(backend: Any, registry: GraphRegistry, phase: str, *, device: Any, wi
         return replay(shape, *args, **kwargs)
 
     def clean() -> Any:
-        registry.evict_generation(f"sglang {phase}")
+        with entered():
+            registry.evict_generation(f"sglang {phase}")
         return cleanup()
 
     backend.capture_one, backend.replay, backend.cleanup = capture_one, replay_one, clean
@@ -89,7 +108,9 @@ def mirror(backend: Any, registry: GraphRegistry, phase: str, *, device: Any, wi
 
 
 def _free_bytes(device: Any) -> int:
-    return 0 if device is None else int(device.mem_get_info()[0])
+    """Free memory; 0 of a device that doesn't tell."""
+    ask = getattr(device, "mem_get_info", None)
+    return 0 if ask is None else int(ask()[0])
 
 
 def _reason(error: Exception) -> Reason:

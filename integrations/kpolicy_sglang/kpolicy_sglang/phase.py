@@ -70,9 +70,12 @@ class Phase:
         """Steps by size that ran as decided; the last is for larger ones."""
         self.refused: Counter[tuple[Reason, int]] = Counter()
         """Steps by reason and size that would have replayed, but for what SGLang itself refused."""
+        self.voted: Counter[tuple[int, int]] = Counter()
+        """Steps by size and captured size that replayed because ranks agreed on it, whatever the policy says."""
         self.names: dict[str, Any] | None = None
         """Names of the runner's module, where 0.5.16 looks up its limit on padding."""
-        self.log: Callable[[Phase, Any, int, Reason | None], None] | None = None
+        self.log: Callable[[Phase, Any, int, Reason | None, int | None], None] | None = None
+        """Called with each step: its size, why SGLang refused it, and the captured size that ranks agreed on."""
         self.failures = Failures()
         self._most = len(self.steps) - 2
         self.keys = tuple(self._key(size, full) for size in self.sizes)
@@ -195,13 +198,19 @@ class Phase:
         """Count a step that runs as decided."""
         self.steps[size if size <= self._most else self._most + 1] += 1
         if self.log is not None:
-            self.log(self, batch, size, None)
+            self.log(self, batch, size, None, None)
+
+    def ran_as_voted(self, size: int, captured: int, batch: Any) -> None:
+        """Count a step that replays a graph of that size because ranks agreed on it."""
+        self.voted[size, captured] += 1
+        if self.log is not None:
+            self.log(self, batch, size, None, captured)
 
     def was_refused(self, size: int, batch: Any, reason: Reason) -> None:
         """Count a step that SGLang refused the graph which the policy wanted."""
         self.refused[reason, size] += 1
         if self.log is not None:
-            self.log(self, batch, size, reason)
+            self.log(self, batch, size, reason, None)
 
 
 @attrs.frozen

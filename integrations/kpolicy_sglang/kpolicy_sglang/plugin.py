@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kpolicy.errors import ConfigError
+from kpolicy.errors import KPolicyError
 from kpolicy_sglang import hooks
 from kpolicy_sglang.config import Config
 
@@ -26,8 +26,9 @@ def register(environ: Mapping[str, str] = os.environ) -> None:
     """
     try:
         config = Config.from_env(environ)
-    except ConfigError as error:
-        # Without settings nothing says whether to be strict: SGLang goes on as without kpolicy.
+    except KPolicyError as error:
+        if Config.strict_in(environ):
+            raise SystemExit(f"kpolicy: {error}") from None
         logger.error("kpolicy: %s SGLang runs as without kpolicy.", error)
         return
     if config is None:
@@ -66,7 +67,7 @@ def _taken_before(wanted: Iterable[Any], registry: Any) -> list[str]:
         except Exception as error:  # noqa: BLE001
             found.append(f"{hook.target} isn't there ({type(error).__name__}: {error})")
             continue
-        if hook.target in registry._patched or (hasattr(target, "__wrapped__") and not _is_sglangs(target)):
+        if _others(hook, registry) or not _is_sglangs(target):
             found.append(f"{hook.target} is already patched by someone else; one of the two has to go")
             continue
         missing = [name for name in hook.takes if name not in inspect.signature(target).parameters]
@@ -75,12 +76,28 @@ def _taken_before(wanted: Iterable[Any], registry: Any) -> list[str]:
     return found
 
 
+def _others(hook: Any, registry: Any) -> bool:
+    """Whether someone else has hooks on a target, or on the class that it is of, applied or only registered."""
+    owner = hook.target.rpartition(".")[0]
+    registered = getattr(registry, "_hooks", {})
+    entries = [*registered.get(hook.target, ()), *registered.get(owner, ())]
+    own = [entry for entry in entries if hook.around in (entry if isinstance(entry, tuple) else (entry,))]
+    return len(own) < len(entries) or (hook.target in registry._patched and not own)
+
+
 def _is_sglangs(target: Any) -> bool:
-    """Whether what wraps a function is a decorator of SGLang's own."""
-    code = getattr(target, "__code__", None)
-    return (
-        code is not None and f"{os.sep}sglang{os.sep}" in code.co_filename and "hook_registry" not in code.co_filename
-    )
+    """Whether a function and all that it wraps are of SGLang's own files, its hook registry's wrappers aside."""
+    import sglang
+
+    home = getattr(sglang, "__file__", None)
+    folder = os.path.join(os.path.dirname(os.path.realpath(home)), "") if home else ""
+    while target is not None:
+        code = getattr(target, "__code__", None)
+        file = os.path.realpath(code.co_filename) if code is not None else folder
+        if not file.startswith(folder) or "hook_registry" in file:
+            return False
+        target = getattr(target, "__wrapped__", None)
+    return True
 
 
 def _resolve(target: str) -> Any:
@@ -119,6 +136,14 @@ def _check_after_applying(registry: Any, wanted: Iterable[Any]) -> None:
     def apply_hooks(cls: Any) -> None:
         cls.apply_hooks = apply
         cls.apply_hooks()
+        others = [hook.target for hook in wanted if _others(hook, cls)]
+        if others:
+            hooks.fail(
+                f"{', '.join(others)} is hooked by another plugin too; one of the two has to go. SGLang runs as "
+                "without kpolicy."
+            )
+            hooks.configure(None)
+            return
         missing = not_taken(wanted, cls)
         if missing:
             hooks.fail(f"SGLang didn't apply the hooks on {', '.join(missing)}; its own rules stay.")

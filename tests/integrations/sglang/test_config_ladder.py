@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from kpolicy.attention.support import Claims
-from kpolicy.errors import ConfigError
+from kpolicy.errors import KPolicyError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.schemas import LadderPlan, write_plan
 from kpolicy.settings import Settings
@@ -51,11 +51,12 @@ def test_settings_from_the_environment():
         ("KPOLICY_GAP_MS", "soon"),
         ("KPOLICY_TURNS", "half"),
         ("KPOLICY_OBJECTIVE", "speed"),
+        ("KPOLICY_POLICY", "aut"),
     ],
 )
 def test_bad_values(name, value):
     """A value that can't be used is an error that names it."""
-    with pytest.raises(ConfigError, match=f"{name}|objective"):
+    with pytest.raises(KPolicyError, match=f"{name}|objective|aut"):
         Config.from_env({"KPOLICY_SGLANG": "1", name: value})
 
 
@@ -69,8 +70,9 @@ def test_default_decode_sizes(most):
 
 
 def test_default_prefill_sizes():
-    """They end with the largest chunk that is worth a graph, and there is always one."""
-    assert default_prefill_sizes(16384)[-1] == default_prefill_sizes(8192)[-1] == 8192
+    """They end with the largest step, in SGLang's own steps from 4,096 on, and there is always one."""
+    assert default_prefill_sizes(16384)[-3:] == (15360, 15872, 16384)
+    assert default_prefill_sizes(8192)[-2:] == (7680, 8192)
     assert default_prefill_sizes(2000)[-3:] == (1536, 1792, 2000)
     assert default_prefill_sizes(576) == (64, 96, 128, 256, 512, 576)
     assert default_prefill_sizes(20) == (20,)

@@ -9,6 +9,7 @@ import pytest
 from kpolicy.reasons import Reason
 from kpolicy.settings import Objective
 from kpolicy_sglang import dispatch
+from kpolicy_sglang.counters import buckets, lines
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
 
 
@@ -175,6 +176,49 @@ def test_ranks_that_step_together_keep_their_vote(kind, answer):
     runner = runner_of(phase, require_mlp_sync=True)
     batch = batch_of(50, global_num_tokens_cpu=[50, 60])
     assert HOOKS[kind](always(answer), runner, batch) is answer
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_what_ranks_agreed_on_is_what_counts(kind):
+    """A step that replays counts as replayed, by this rank's own tokens, though the policy would have it eager."""
+    phase, told = phase_of(kind.partition(" ")[0], graph_us=2000), []
+    phase.log = lambda *each: told.append(each[2:])
+    runner = runner_of(phase, require_mlp_sync=True)
+    # Prompts are padded by the vote; decodes are when the graph is.
+    padded = 50 if kind.startswith(DECODE) else 100
+    batch = batch_of(padded, global_num_tokens_cpu=[50, 100], extend_seq_lens_cpu=[20, 30])
+    HOOKS[kind](always(True), runner, batch)
+    (line,) = lines(phase)
+    assert (line.mode, line.reason) == (phase.keys[0].part.value, "graph_fits")
+    assert (line.steps, line.tokens, line.padding) == (1, 50, 78)
+    assert buckets(phase) == {128: 1}
+    assert told == [(50, None, 128)]
+    HOOKS[kind](always(False), runner, batch)
+    assert phase.refused.total() == 1
+    assert not sum(phase.steps)
+    assert sum(line.steps for line in lines(phase)) == 2
+
+
+def test_limit_on_padding_that_is_not_there(caplog):
+    """A rule without the limit, of another plugin's class, is asked as it is; that is said once."""
+    phase = phase_of(PREFILL)
+    runner = runner_of(phase)
+    names = vars(sys.modules[type(runner).__module__])
+    limit = names.pop("_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR")
+    try:
+        for _ in range(2):
+            assert dispatch.prefill_can_run_0_5_16(always(True), runner, batch_of(3))
+    finally:
+        names["_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"] = limit
+    assert caplog.text.count("the limit stays") == 1
+
+
+def test_limit_on_padding_is_where_the_rule_is():
+    """A class of another module inherits SGLang's rule: its limit is lifted where the rule looks it up."""
+    names = {"_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR": 2}
+    exec("def rule(runner, batch): return _MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR > 9", names)  # noqa: S102
+    assert dispatch.prefill_can_run_0_5_16(names["rule"], runner_of(phase_of(PREFILL)), batch_of(3))
+    assert names["_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"] == 2
 
 
 def locally(phase, size, answer=True, seen=None):

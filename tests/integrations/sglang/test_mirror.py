@@ -8,8 +8,12 @@ from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry, GraphState
+from kpolicy_sglang import dispatch, hooks
+from kpolicy_sglang.config import Config
+from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.mirror import key_of, mirror
-from kpolicy_sglang.phase import DECODE, PREFILL
+from kpolicy_sglang.phase import DECODE, PREFILL, Phase
+from kpolicy_sglang.state import State, attach
 
 
 class FullCudaGraphBackend:
@@ -137,3 +141,27 @@ def test_attention_variants_are_keys_of_their_own():
     """0.5.23 captures several graphs of a size for some attention backends."""
     sparse = SimpleNamespace(size=8, stream_idx=None, variant_label=None, attention_variant="sparse")
     assert key_of(sparse, DECODE, full=True).variant == "sparse"
+
+
+def test_what_cannot_be_entered_is_captured_all_the_same(caplog):
+    """A graph that the registry has already, or a device that tells no memory, costs the entry and not the start."""
+    failures, backend = Failures(), FullCudaGraphBackend()
+    mirror(backend, GraphRegistry(), DECODE, device=SimpleNamespace(), failures=failures)
+    for turn in range(2):
+        backend.capture_one(Frozen(8), lambda turn=turn: turn)
+    assert backend.replay(Frozen(8), "batch")[0] == 1
+    assert failures.total == 1
+    assert "the graph is captured and isn't in the registry" in caplog.text
+
+
+@pytest.mark.parametrize(("sizes", "kept"), [([1, 8], True), ([1, 4], False)])
+def test_a_runner_made_anew_while_serving(sizes, kept, caplog):
+    """After a change of weights SGLang captures again: the same sizes go on as before, others are SGLang's."""
+    state = State(Config(), "0.5.16")
+    state.phases[DECODE] = Phase(DECODE, (1, 8), 8, full=True)
+    model_runner = SimpleNamespace()
+    attach(model_runner, state)
+    runner = SimpleNamespace(model_runner=model_runner, capture_bs=sizes, captured_req_width=1)
+    hooks.decode_backend(lambda _: FullCudaGraphBackend(), runner)
+    assert (dispatch.phase_of(runner) is state.phases[DECODE]) == kept
+    assert ("of other sizes than before" in caplog.text) != kept

@@ -83,6 +83,52 @@ def test_target_patched_by_someone_else(caplog):
         assert list(registry._hooks) == [target]
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_target_that_another_plugin_only_registered(when, caplog):
+    """SGLang applies all plugins' hooks at once: who comes first or last is seen, and nothing of kpolicy's decides."""
+    target = KNOWN["0.5.23"].hooks[0].target
+    with pretended("0.5.23") as registry, caplog.at_level(logging.ERROR):
+        if when == "before":
+            registry.register(target, lambda original, *args: original(*args), hooks_around())
+        register(ON)
+        if when == "after":
+            registry.register(target, lambda original, *args: original(*args), hooks_around())
+        registry.apply_hooks()
+        assert hooks.configured() is None
+        assert target in caplog.text
+
+
+def test_class_that_another_plugin_replaces(caplog):
+    """A class of which kpolicy hooks a method isn't SGLang's any more once a plugin replaces it."""
+    owner = KNOWN["0.5.23"].hooks[0].target.rpartition(".")[0]
+    with pretended("0.5.23") as registry, caplog.at_level(logging.ERROR):
+        registry._hooks[owner] = [object]
+        register(ON)
+        assert hooks.configured() is None
+        assert "is already patched by someone else" in caplog.text
+
+
+@pytest.mark.parametrize("folder", ["/home/me/sglang", "/opt/other"])
+def test_target_patched_without_the_registry(folder, monkeypatch, caplog):
+    """A function of a file that isn't in SGLang's own package is a patch, whatever its folder's name is."""
+    target = KNOWN["0.5.23"].hooks[0].target
+    with pretended("0.5.23"), caplog.at_level(logging.ERROR):
+        import sglang
+
+        home = "/usr/lib/python/sglang"
+        monkeypatch.setattr(sglang, "__file__", f"{home}/__init__.py", raising=False)
+        for hook in KNOWN["0.5.23"].hooks:
+            of, _, name = hook.target.rpartition(".")
+            owner = pkgutil.resolve_name(of)
+            function = getattr(owner, name)
+            file = f"{folder if hook.target == target else home}/here.py"
+            function.__code__ = function.__code__.replace(co_filename=file)
+        register(ON)
+        assert hooks.configured() is None
+        assert caplog.text.count("is already patched by someone else") == 1
+        assert target in caplog.text
+
+
 def hooks_around():
     from tests.integrations.sglang.fake_sglang import HookType
 
@@ -147,3 +193,5 @@ def test_bad_setting_leaves_sglang_alone(caplog):
             register(ON | {"KPOLICY_DECODE_SIZES": "8,4"})
         assert "KPOLICY_DECODE_SIZES is 8,4" in caplog.text
         assert not registry._hooks
+        with pytest.raises(SystemExit, match="KPOLICY_DECODE_SIZES is 8,4"):
+            register(STRICT | {"KPOLICY_DECODE_SIZES": "8,4"})
