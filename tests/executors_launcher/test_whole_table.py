@@ -206,6 +206,17 @@ def test_no_more_is_spent_than_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
     assert 0.4e6 < machine.now < 0.5e6 + longest
 
 
+def test_a_short_allowance_comes_to_powers_of_two_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beyond the last two sizes goes on as they rise: so these lie far apart, and the largest come early."""
+    sizes = [*range(1, 33), *range(40, 65, 8), 96, 128, 192, 256, 384, 512]
+    monkeypatch.setitem(globals(), "PIECES", sizes)
+    assert calibrated(monkeypatch)[0].piecewise.sizes == tuple(sizes)
+    few, _ = calibrated(monkeypatch, allowance_s=0.6)
+    found = few.piecewise.sizes
+    assert 64 <= found[-1] < 512
+    assert found == tuple(1 << i for i in range(len(found)))
+
+
 @pytest.mark.parametrize(
     ("us", "curve"),
     [

@@ -87,6 +87,7 @@ class Bench:
         self._times: list[list[_Times]] = []
         self._often: set[int] = set()
         self._again: set[int] = set()
+        self._later: set[int] = set()
         self._runs: Iterator[bool] | None = None
         self._stop_s = 0.0
         self.rounds = 0
@@ -94,6 +95,7 @@ class Bench:
     def add(
         self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None, *, often: bool = False,
         own_kv: bool = False, others: Callable[[int], StepInputs] | None = None, again: bool = False,
+        later: bool = False,
     ) -> int:  # fmt: skip
         """A step to be timed.
 
@@ -104,6 +106,7 @@ class Bench:
             often: with more samples than others.
             own_kv: the rows are one prompt without context, which attends to its own KV where it can; see `own_kv`.
             others: rows of later samples, by their number, where they should differ by more than tokens.
+            later: after all cases that aren't.
             again: each sample is run once more at once, as steps in a row are; likewise where `often`.
 
         Returns:
@@ -115,6 +118,8 @@ class Bench:
         case = len(self._cases) - 1
         if often:
             self._often.add(case)
+        if later:
+            self._later.add(case)
         if often or again:
             self._again.add(case)
         if own_kv:
@@ -124,7 +129,7 @@ class Bench:
         return case
 
     def measure(self, allowance_s: float) -> bool:
-        """Run the cases, smallest first, then in rounds over those that ran, until the allowance is spent.
+        """Run the cases, smallest first and those for later last, then in rounds, until the allowance is spent.
 
         The first case always runs; which others did, `measured` says. Called again it goes on where it was.
 
@@ -180,7 +185,7 @@ class Bench:
         """Run the cases one by one; whether the next one is expected to fit."""
         ran: list[int] = []
         token_s = 0.0
-        for i in sorted(range(len(self._cases)), key=lambda i: len(self._cases[i][1].token_ids)):
+        for i in sorted(range(len(self._cases)), key=lambda i: (i in self._later, len(self._cases[i][1].token_ids))):
             decision, inputs = self._cases[i]
             num_tokens = len(inputs.token_ids)
             # Twice the tokens take at most about twice the time.

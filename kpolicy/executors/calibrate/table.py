@@ -71,7 +71,8 @@ def calibrate(
         model: what the executor runs.
         settings: no larger batch is timed.
         version: names the table.
-        allowance_s: seconds to spend, the smallest batches first: sizes that it doesn't come to go on as smaller ones
+        allowance_s: seconds to spend, the smallest batches first, and sizes between powers of two last: of sizes that
+            it doesn't come to those between others lie between their times, and those beyond go on as the last two
             rise. The last case that it comes to may end beyond it.
     """
     calibration = Calibration(executor, registry, model, settings)
@@ -110,6 +111,8 @@ class Calibration:
                 bench.add(
                     [Launch(Rows.ALL, key)], rows, own_kv=prompt and size > most_reqs,
                     again=not prompt and key is not None and key.part is Part.PIECEWISE,
+                    # Two sizes close to each other tell little of what is far beyond them.
+                    later=key is not None and size & (size - 1) > 0,
                 ),
                 size, prompt,
             )  # fmt: skip
