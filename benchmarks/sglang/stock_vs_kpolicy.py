@@ -8,7 +8,7 @@ Both sides are processes on the same GPU that stay up and take turns; who goes f
   with ``--drawn`` ``qwen`` also has steps of sizes drawn from the trace, with kpolicy's sizes and those of ``--plan``;
 - ``qwen-trace``: request throughput and gaps through SGLang's scheduler, the conversation trace at 600 requests, every
   token streamed; ``order`` is kpolicy with steps in SGLang's order;
-- ``qwen-mixed-trace``: the same with mixed chunks; ``qwen-offline-trace``: the same, nothing streamed;
+- ``qwen-mixed-trace``: with mixed chunks, at 64 requests; ``qwen-offline-trace``: as the first, nothing streamed;
 - ``dsv2-trace``: the conversation trace on DeepSeek-V2-Lite with mixed chunks, at 48 requests;
 - ``capture``: start-up alone: SGLang's own sizes and those of ``--plan``, which end at the same; kpolicy's own and
   SGLang's own list up to the same;
@@ -52,6 +52,12 @@ LOADS = {
     "qwen-trace": "", "qwen-mixed-trace": ", mixed chunks", "qwen-offline-trace": ", not streamed",
     "dsv2-trace": ", mixed chunks",
 }  # fmt: skip
+REQUESTS = {
+    "qwen-trace": (600, 1800), "qwen-offline-trace": (600, 1800), "qwen-mixed-trace": (64, 256), "dsv2-trace": (48, 72),
+}  # fmt: skip
+"""Requests in flight and in all. With mixed chunks fewer: SGLang's own mixed batches take a second with 600 decodes."""
+LIMIT_S = 100
+"""Seconds that a side may take for a trace."""
 MODEL = {"qwen": "qwen05b", "dsv2": "dsv2lite"}
 NAMES = {"qwen05b": "Qwen2.5-0.5B", "dsv2lite": "DeepSeek-V2-Lite"}
 STEPS = {
@@ -293,7 +299,7 @@ def given_names(text: str) -> list[str]:
 def trace(run: Run, part: str) -> None:
     """Throughput and gaps through the scheduler, the sides in turn."""
     qwen = part.startswith("qwen")
-    concurrent, count = (600, 1800) if qwen else (48, 144)
+    concurrent, count = REQUESTS[part]
     count = run.given.requests or count
     extra: dict[str, Any] = {"max_running_requests": concurrent}
     if "mixed" in LOADS[part]:
@@ -316,7 +322,7 @@ def trace(run: Run, part: str) -> None:
             for name in list(sides) if turn % 2 else list(reversed(sides)):
                 if run.left_s < 25:
                     return
-                found = sides[name].ask(90, do="run", requests=requests, limit_s=60, **how)
+                found = sides[name].ask(LIMIT_S + 20, do="run", requests=requests, limit_s=LIMIT_S, **how)
                 run.note(kind="trace", part=part, side=name, turn=turn, concurrent=concurrent, **found)
     finally:
         for side in sides.values():
