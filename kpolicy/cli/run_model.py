@@ -30,8 +30,8 @@ __all__ = ["SIZES", "run_model"]
 
 DEFAULT_WINDOW_S = 30.0
 UTILISATION = 0.7
-CALIBRATION_S = 10.0
-"""Seconds for measuring costs, beyond a few times of each launch."""
+CALIBRATION_S = {"cpu": 10.0, "cuda": 30.0}
+"""Seconds for measuring costs, beyond a few times of each launch: a GPU has some 150 graphs to time."""
 
 
 @attrs.frozen
@@ -202,12 +202,13 @@ def _measured(spec: str, engines: Mapping[str, Engine], serving: Serving, *, qui
 
     # Faults are for what is served.
     engine = attrs.evolve(serving, faults=()).engine(spec) if serving.faults else engines[spec]
+    allowance_s = CALIBRATION_S[serving.model.device.type]
     try:
         with progress_bar("", quiet=quiet) as shown:
             capture(engine, spec, shown)
             shown.add_task("measuring what launches take", total=None)
             return calibrate(
-                engine.executor, engine.registry, serving.model, serving.settings, allowance_s=CALIBRATION_S
+                engine.executor, engine.registry, serving.model, serving.settings, allowance_s=allowance_s
             )
     finally:
         if engine is not engines[spec]:

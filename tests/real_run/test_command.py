@@ -32,7 +32,7 @@ def kpolicy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     for variable in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "KPOLICY_LOG"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(import_module("kpolicy.cli.run_model"), "CALIBRATION_S", 0.3)
+    monkeypatch.setattr(import_module("kpolicy.cli.run_model"), "CALIBRATION_S", {"cpu": 0.3})
 
     def run(*arguments: object) -> Ended:
         with pytest.raises(SystemExit) as ended:
