@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from kpolicy.registry import GraphState
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.dispatch import Chooser, Step
-from kpolicy_vllm.lazy import LOOK, Lazy, first, thin, why_not
+from kpolicy_vllm.lazy import LOOK, Lazy, attach, first, thin, why_not
 from kpolicy_vllm.state import State
 
 DECODE = [GraphKey(Part.FULL, n, n, query_len=1) for n in (1, 2, 4, 8, 16, 32, 64)]
@@ -177,3 +178,52 @@ def test_where_it_cannot_all_is_captured_at_the_start(where: str | None, name: s
     assert why_not(config)
     thin(dispatcher, state)
     assert sum(len(each) for _, each in dispatcher.get_capture_descs()) == len(DECODE) + len(PIECES)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_vllm_s_guard_against_captures_is_up_again_after_each(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Also after one that failed; the capture is vLLM's own, not the wrapper that ends in calibration."""
+    guard: list[bool] = []
+    monitor = ModuleType("vllm.compilation.monitor")
+    monitor.set_cudagraph_capturing_enabled = guard.append  # type: ignore[attr-defined]
+    torch = ModuleType("torch")
+    torch.accelerator = SimpleNamespace(synchronize=lambda: None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, monitor.__name__, monitor)
+    server = Server(fails=fails)
+
+    class Runner:
+        """vLLM's runner, whose capture lets captures be, as vLLM's does."""
+
+        vllm_config = FakeDispatcher.vllm_config
+
+        def capture_model(self) -> int:
+            guard.append(True)
+            server.waited = len(server.captures)
+            return server.capture()
+
+        def execute_model(self) -> str:
+            entry = server.dispatcher.chooser.entry(NINE)
+            entry.count += 1
+            return "ran"
+
+    runner: Any = Runner()
+    runner.capture_model = lambda: pytest.fail("the wrapper was called")
+    attach(runner, server.state)
+    for _ in range(2 * LOOK):
+        assert runner.execute_model() == "ran"
+    assert guard == [True, False]
+    assert server.state.counters.counts["lazy_capture_failed" if fails else "lazy_captures"] == 1
+
+
+def test_what_looks_for_graphs_never_ends_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.compilation.monitor", ModuleType("vllm.compilation.monitor"))
+    torch = ModuleType("torch")
+    torch.accelerator = SimpleNamespace(synchronize=lambda: None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    server = Server()
+    runner = SimpleNamespace(vllm_config=FakeDispatcher.vllm_config, execute_model=lambda: "ran")
+    attach(runner, server.state)
+    monkeypatch.setattr(Lazy, "look", lambda _self: 1 // 0)
+    assert [runner.execute_model() for _ in range(2 * LOOK)] == ["ran"] * 2 * LOOK
+    assert server.state.counters.counts["lazy_failed"] == 2

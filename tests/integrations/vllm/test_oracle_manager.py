@@ -3,8 +3,10 @@
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from kpolicy.schemas import read_decision_log
 from kpolicy_vllm import plugin
 from kpolicy_vllm.state import state_of
 from tests.integrations.vllm.real_runner import Backend, sized, vllm_config, vllm_of
@@ -189,6 +191,29 @@ def test_vllm_looks_up_our_ladders(release):
     assert ask(runner, 5, 5, 1) == ("FULL", 16, 16)
     assert ask(runner, 2, 5, None) == ("PIECEWISE", 16, None)
     assert ask(runner, 17, 17, 1)[0] == "PIECEWISE"
+
+
+def test_each_step_is_logged_with_its_inputs(release, tmp_path):
+    """The rows are those that the runner has prepared, the decision the one that the manager gave for them."""
+    path = tmp_path / "log.jsonl"
+    runner = served(release, kpolicy={"policy": "full_and_piecewise", "decision_log": str(path)})
+    runner.prepare_inputs = lambda decodes, chunk: SimpleNamespace(
+        num_scheduled_tokens=np.array([1] * decodes + [chunk] * bool(chunk)),
+        num_computed_tokens_np=np.array([9] * decodes + [4] * bool(chunk)),
+        num_computed_prefill_tokens_np=np.array([5] * decodes + [4] * bool(chunk)),
+        prefill_len_np=np.array([5] * decodes + [500] * bool(chunk)),
+    )
+    runner.capture_model()
+    for decodes, chunk in ((3, 0), (2, 40), (1, 3000)):
+        ask(runner, decodes + bool(chunk), decodes + chunk, None if chunk else 1)
+        assert len(runner.prepare_inputs(decodes, chunk).num_scheduled_tokens) == decodes + bool(chunk)
+    state_of(runner.vllm_config).log.close()
+    entries = read_decision_log(path).entries
+    assert [(entry.shape.decodes, entry.shape.prefills) for entry in entries] == [
+        (((1, 3),), ()), (((1, 2),), ((40, 4),)), (((1, 1),), ((3000, 4),)),
+    ]  # fmt: skip
+    modes = [entry.decision["mode"] for entry in entries]
+    assert modes == ["full", "piecewise" if release[0] == "0.23" else "full", "eager"]
 
 
 def test_forced(release):

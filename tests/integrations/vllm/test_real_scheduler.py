@@ -133,6 +133,33 @@ def test_few_blocks_leave_preemption_to_vllm(version: str, asynchronous: bool) -
 
 @BOTH
 @KINDS
+def test_no_decode_step_of_ours_preempts(version: str, asynchronous: bool) -> None:
+    """Whom to preempt is vLLM's to choose among all that run; a step that hides some would choose among the rest."""
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=asynchronous, blocks=30)
+        preempted, short = [], 0
+        for seed in range(4):
+            load = requests(seed, count=12, longest=60)
+            scheduler = split_scheduler(config, 2)
+            turns = scheduler.kpolicy_turns
+            inner = turns._hiding_prompts
+
+            def hiding(stock: Any, load: Any = load, inner: Any = inner) -> Any:
+                before = sum(request.num_preemptions for _, request in load)
+                output = inner(stock)
+                preempted.append(sum(request.num_preemptions for _, request in load) - before)
+                return output
+
+            turns._hiding_prompts = hiding
+            serve(scheduler, load, depth=2 if asynchronous else 1)
+            short += turns._state.counters.counts.get("split_short_of_blocks", 0)
+        assert len(preempted) > 10
+        assert not any(preempted)
+        assert short > 0
+
+
+@BOTH
+@KINDS
 @pytest.mark.parametrize("second_runner", [False, True])
 def test_a_prompt_that_finds_no_blocks_leaves_no_empty_steps(
     version: str, asynchronous: bool, second_runner: bool
