@@ -376,6 +376,15 @@ class _LogWriter(Generic[E]):
         self._line(_encode(_sparse().unstructure(entry), f"entry {self._count} of {self.path}"))
         self._count += 1
 
+    def flush(self) -> None:
+        """Hand over to the system what was written, so that a process which is killed leaves it behind.
+
+        Raises:
+            ConfigError: the file can't be written.
+        """
+        if not self._file.closed:
+            _guarded("write", self.path, self._file.flush)
+
     def close(self, *, whole: bool = True) -> None:
         """Close the file; `whole` says in its last line that the log came to its end."""
         if self._file.closed:

@@ -89,6 +89,7 @@ class DecisionLog:
         self.left_out = 0
         """Steps without rows, or whose rows SGLang doesn't tell."""
         atexit.register(self.close)
+        self._writer.flush()
 
     def write(
         self, phase: Phase, batch: Any, size: int, refused: Reason | None = None, captured: int | None = None
@@ -125,6 +126,15 @@ class DecisionLog:
             key = phase.keys[phase.sizes.index(phase.bucket(size) or phase.largest)]
             decision = attrs.evolve(decision, launches=(Launch(Rows.ALL, key),))
         writer.write(DecisionEntry.of(shape, decision))
+
+    def flush(self) -> None:
+        """Leave what was written so far to whoever reads the file while SGLang runs, or after it was killed."""
+        try:
+            if self._writer is not None:
+                self._writer.flush()
+        except Exception as error:  # noqa: BLE001  as above
+            logger.warning("kpolicy: the decision log ends here: %s: %s", type(error).__name__, error)
+            self._end()
 
     def _end(self) -> None:
         """Close a log that failed; its last words may fail too."""

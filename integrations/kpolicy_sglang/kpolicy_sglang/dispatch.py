@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from functools import partial
 from typing import Any
 
 from kpolicy.reasons import Reason
@@ -120,7 +121,10 @@ def prefill_can_replay_locally(original: Any, runner: Any, **asked: Any) -> bool
         return False
     # Without a size SGLang checks all the rest, and no limit on padding.
     asked["num_tokens"] = None
-    return bool(original(runner, **asked))
+    if original(runner, **asked):
+        return True
+    phase.refusal = partial(original, runner), asked
+    return False
 
 
 def _own(batch: Any) -> int:
@@ -160,7 +164,9 @@ def _refused(phase: Phase, runner: Any, batch: Any, size: int) -> bool:
 def _why(phase: Phase, runner: Any, batch: Any) -> Reason:
     """Why SGLang said no, as far as it can be told."""
     try:
-        return why_refused(phase.name, runner, batch)
+        found = why_refused(phase.name, runner, batch, phase.refusal)
+        phase.refusal = None
+        return found
     # The answer is SGLang's already; only its reason is looked for.
     except Exception as error:  # noqa: BLE001
         phase.failures.note("looking for SGLang's reason", error, then="the step counts as backend_refused")

@@ -120,6 +120,9 @@ def take_up(model_runner: Any, state: State) -> None:
 
     ranks = Ranks(model_runner)
     ranks.together(lambda: _phases(model_runner, state), "taking up its graphs")
+    for name in (DECODE, PREFILL):
+        if name not in state.phases and not state.messages:
+            state.say(f"SGLang has no {name} graphs here, so that {name} steps are left to it")
     if state.phases:
         started = time.perf_counter()
         tables = cost_tables(model_runner, state, ranks)
@@ -190,6 +193,7 @@ def _observe(model_runner: Any, state: State) -> None:
         except KPolicyError as error:
             fail(f"no decision log: {error}")
             return
+        state.decision_log = log
         for phase in state.phases.values():
             phase.log = log.write
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -63,6 +63,8 @@ class Phase:
         """What every question is answered with while costs are measured."""
         self.agreed = False
         """Whether ranks have voted on the batch in hand, so that nothing of it may be decided again."""
+        self.refusal: tuple[Callable[..., Any], Mapping[str, Any]] | None = None
+        """What 0.5.23 last said no to: its question, and what was asked."""
         self.rule = f"{RULE}:prefill=full" if full and name == PREFILL else RULE
         self.policy = self.rule
         self.costs: CostTable | None = None

@@ -5,6 +5,7 @@ SGLang answers no and doesn't say; this asks again, in its order, and only where
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kpolicy.reasons import Reason
@@ -13,16 +14,55 @@ from kpolicy_sglang.phase import DECODE
 __all__ = ["why_refused"]
 
 
-def why_refused(phase: str, runner: Any, batch: Any) -> Reason:
+Refusal = tuple[Callable[..., Any], Mapping[str, Any]]
+_NEUTRAL: Mapping[str, Any] = {
+    "batch_size": 1, "num_tokens": None, "input_embeds": None, "replace_embeds": None, "prefix_lens": None,
+    "is_target_verify": False, "capture_hidden_mode": None, "return_logprob": False, "lora_ineligible": False,
+    "is_mixed": False, "batch_max_context_len": 0, "contains_mm_inputs": False,
+}  # fmt: skip
+"""What 0.5.23's rule says yes to, as far as the batch goes."""
+_IN_ORDER = (
+    ("contains_mm_inputs", Reason.MULTIMODAL_INPUTS), ("batch_size", Reason.TOO_MANY_REQS),
+    ("lora_ineligible", Reason.LORA_NOT_CAPTURED), ("is_mixed", Reason.EAGER_MIXED_PREFERRED),
+    ("input_embeds", Reason.INPUT_EMBEDDINGS), ("replace_embeds", Reason.REPLACED_EMBEDDINGS),
+    ("prefix_lens", Reason.PREFIX_NOT_CAPTURED), ("is_target_verify", Reason.TARGET_VERIFY),
+    ("capture_hidden_mode", Reason.HIDDEN_STATES_WANTED), ("return_logprob", Reason.LOGPROBS_WANTED),
+    ("batch_max_context_len", Reason.CONTEXT_TOO_LONG),
+)  # fmt: skip
+"""What 0.5.23's rule looks at, in its order."""
+
+
+def why_refused(phase: str, runner: Any, batch: Any, refusal: Refusal | None = None) -> Reason:
     """The first reason that holds, of those that the runner's own rule has.
 
     Args:
         phase: the phase's name.
         runner: SGLang's graph runner.
         batch: its `ForwardBatch`.
+        refusal: the question that 0.5.23 said no to, and what was asked; it is asked again bit by bit.
     """
-    found = _decode(runner, batch) if phase == DECODE else _prefill(runner, batch)
+    if phase == DECODE:
+        found = _decode(runner, batch)
+    elif refusal is None:
+        found = _prefill(runner, batch)
+    else:
+        found = _voted_no(batch) or _asked_again(runner, *refusal)
     return found or Reason.BACKEND_REFUSED
+
+
+def _asked_again(runner: Any, question: Callable[..., Any], asked: Mapping[str, Any]) -> Reason | None:
+    """The first of what was asked that SGLang says no to, with all that it looks at before."""
+    so_far = dict(_NEUTRAL)
+    for name, reason in _IN_ORDER:
+        if name not in asked:
+            continue
+        so_far[name] = asked[name]
+        if not question(**so_far):
+            too_long = getattr(runner, "_has_uncapturable_chunked_prefix", None)
+            if name == "prefix_lens" and too_long is not None and too_long(asked[name]):
+                return Reason.PREFIX_TOO_LONG
+            return reason
+    return None
 
 
 def _decode(runner: Any, batch: Any) -> Reason | None:
@@ -45,13 +85,11 @@ def _decode(runner: Any, batch: Any) -> Reason | None:
 
 
 def _prefill(runner: Any, batch: Any) -> Reason | None:
-    if batch.global_num_tokens_cpu is not None and not _voted(
-        batch, "can_run_dp_prefill_cuda_graph", "can_run_dp_breakable_cuda_graph"
-    ):
-        return Reason.RANK_NEEDS_EAGER
+    voted_no = _voted_no(batch)
+    if voted_no is not None:
+        return voted_no
     mode = batch.forward_mode
     of_first = (
-        (len(batch.global_num_tokens_cpu or ()) > 1 and 0 in batch.global_num_tokens_cpu, Reason.RANK_NEEDS_EAGER),
         (_has(batch, "input_embeds"), Reason.INPUT_EMBEDDINGS),
         (_has(batch, "replace_embeds"), Reason.REPLACED_EMBEDDINGS),
         (runner._is_full_backend and batch.batch_size > runner._capture_req_slots, Reason.TOO_MANY_REQS),
@@ -65,6 +103,15 @@ def _prefill(runner: Any, batch: Any) -> Reason | None:
         (batch.input_ids.shape[0] > runner.max_num_tokens, Reason.ABOVE_LARGEST_SIZE),
     )
     return next((reason for holds, reason in of_first if holds), None)
+
+
+def _voted_no(batch: Any) -> Reason | None:
+    """Whether ranks agreed on eager, or one of them has nothing to run."""
+    counts = batch.global_num_tokens_cpu
+    if counts is None:
+        return None
+    no = not _voted(batch, "can_run_dp_prefill_cuda_graph", "can_run_dp_breakable_cuda_graph")
+    return Reason.RANK_NEEDS_EAGER if no or (len(counts) > 1 and 0 in counts) else None
 
 
 def _prefix_refused(runner: Any, batch: Any) -> bool:

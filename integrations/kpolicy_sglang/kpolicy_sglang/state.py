@@ -12,6 +12,7 @@ from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Objective
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.counters import summary
+from kpolicy_sglang.decision_log import DecisionLog
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.metrics import Metrics
 from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 _ATTRIBUTE = "_kpolicy_state"
 _TICKS = 128
 METRICS_S = 5.0
-"""Seconds between two flushes of the Prometheus counters."""
+"""Seconds between two flushes of the Prometheus counters and of the decision log."""
 
 
 class State:
@@ -51,6 +52,7 @@ class State:
         """What raised while SGLang served, in any phase."""
         self.messages: list[str] = []
         self.metrics: Metrics | None = None
+        self.decision_log: DecisionLog | None = None
         self._ticks = 0
         self._flushed_s = self._summed_s = time.monotonic()
 
@@ -74,9 +76,12 @@ class State:
         if self._ticks % _TICKS:
             return
         now = time.monotonic()
-        if self.metrics is not None and now - self._flushed_s >= METRICS_S:
+        if now - self._flushed_s >= METRICS_S:
             self._flushed_s = now
-            self.metrics.flush(self.phases, self.failures)
+            if self.metrics is not None:
+                self.metrics.flush(self.phases, self.failures)
+            if self.decision_log is not None:
+                self.decision_log.flush()
         if self.config.summary_seconds and now - self._summed_s >= self.config.summary_seconds:
             self._summed_s = now
             logger.info("kpolicy: %s", summary(self.phases, self.failures))

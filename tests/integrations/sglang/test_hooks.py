@@ -1,6 +1,7 @@
 """The hooks of start-up: sizes, the MLA rule, attaching, and what kpolicy leaves to SGLang."""
 
 import logging
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -408,12 +409,73 @@ def test_log_that_fails_ends_and_serving_goes_on(tmp_path, caplog, monkeypatch, 
             raise OSError("No space left on device")
 
         monkeypatch.setattr(decode.log.__self__._writer, "write", full)
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             decode.ran(5, bad)
     assert [record.message.partition(":")[2][:28] for record in caplog.records] == [" the decision log ends here:"]
     assert decode.steps[5] == 4
     assert len(read_decision_log(path).entries) == 1
+
+
+def test_log_of_a_deployment_that_0_5_23_resolves(tmp_path, monkeypatch):
+    """0.5.23 keeps arguments as given: the log's limits are those of what was captured, and it is decided again."""
+    path = tmp_path / "log.jsonl"
+    hooks.configure(Config(calibrate=False, decision_log=str(path)), "0.5.23")
+    runner = model_runner()
+    runner.server_args.chunked_prefill_size = None
+    state = start(runner, graph_runner(), graph_runner())
+    state.phases[DECODE].ran(5, SimpleNamespace(batch_size=5, seq_lens_sum=500))
+    mode = SimpleNamespace(name="EXTEND")
+    prompt = SimpleNamespace(batch_size=1, extend_seq_lens_cpu=[50], extend_prefix_lens_cpu=[0], forward_mode=mode)
+    state.phases[PREFILL].ran_as_voted(50, 64, prompt)
+    monkeypatch.setattr("kpolicy_sglang.state._TICKS", 1)
+    monkeypatch.setattr("kpolicy_sglang.state.METRICS_S", 0.0)
+    state.tick()
+    # What a killed server leaves.
+    found = read_decision_log(path)
+    assert found.cut_short
+    assert [entry.decision["reason"] for entry in found.entries][1] == "graph_fits"
+    state.phases[DECODE].log.__self__.close()
+    command = [sys.executable, "-m", "kpolicy", "simulate", "--decisions", str(path), "--policy", "sglang"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(("fields", "name"), [({"dp_size": 4}, "log.dp3"), ({"dp_size": 4, "attn_dp_size": 4}, "log")])
+def test_replicas_have_logs_of_their_own(fields, name, tmp_path):
+    """Data-parallel replicas are processes with the same settings; ranks of one replica have one log."""
+    hooks.configure(Config(calibrate=False, decision_log=str(tmp_path / "log")), "0.5.16")
+    runner = model_runner()
+    runner.server_args.__dict__.update(fields)
+    runner.ps = SimpleNamespace(tp_rank=0, dp_rank=3)
+    start(runner, graph_runner(), None)
+    assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("where", ["runner", "ps", "context"])
+def test_other_ranks_count_nothing(where, tmp_path, monkeypatch):
+    """The first rank alone has counters and the log, on both releases."""
+    hooks.configure(Config(calibrate=False, decision_log=str(tmp_path / "log")), "0.5.23")
+    runner = model_runner()
+    ranks = SimpleNamespace(tp_rank=1, dp_rank=0)
+    if where == "runner":
+        runner.tp_rank = 1
+    elif where == "ps":
+        runner.ps = ranks
+    else:
+        module = ModuleType("sglang.srt.runtime_context")
+        module.get_parallel = lambda: ranks
+        for name in ("sglang", "sglang.srt"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    start(runner, graph_runner(), None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_phase_without_graphs_is_said(caplog):
+    """Whoever turned one phase off reads that its steps are SGLang's."""
+    start(model_runner(), None, graph_runner())
+    assert "SGLang has no decode graphs here" in caplog.text
 
 
 def test_log_that_cannot_be_written(tmp_path, caplog):

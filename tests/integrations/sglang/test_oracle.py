@@ -19,11 +19,12 @@ from kpolicy_sglang import dispatch, hooks
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
 from kpolicy_sglang.plugin import not_taken, register
+from kpolicy_sglang.refused import why_refused
 from kpolicy_sglang.versions import KNOWN
 from tests.integrations.sglang.recorded import SIGNATURES
 from tests.oracle.loader import executing
 from tests.oracle.sglang_real import Release, _class, _execute, _named, decode_runner, prefill_runner
-from tests.oracle.test_sglang import prefill_batch, random_sizes
+from tests.oracle.test_sglang import prefill_batch, prefill_pair, random_sizes
 
 FOLDER = Path(os.environ.get("KPOLICY_ORACLE") or "no-oracle")
 BATCHES, DEPLOYMENTS = 20_000, 100
@@ -203,7 +204,8 @@ def test_decode_through_the_hooks_equals_the_real_rule(version):
             wanted = bool(type(runner).can_run_graph(runner, batch))
             assert bool(dispatch.decode_can_run(type(runner).can_run_graph, runner, batch)) == wanted, vars(batch)
             outcomes[wanted] += 1
-        assert sum(phase.steps) + sum(phase.refused.values()) == BATCHES // DEPLOYMENTS
+        counted = sum(phase.steps) + phase.refused.total() + phase.voted.total()
+        assert counted == BATCHES // DEPLOYMENTS
     assert min(outcomes.values()) > 3000, outcomes
 
 
@@ -266,6 +268,27 @@ def test_no_bucket_that_fits_does_not_end_sglang():
         found = hooks.capture_prefill_graph(lambda **_: eager, model_runner=None, eager_runner=eager)
         hooks.configure(None)
     assert (found.runner, found.memory_usage_gb) == (eager, 0)
+
+
+def test_reasons_of_0_5_23_are_in_its_own_order():
+    """On 20,000 random batches that its rule refuses the reason is the replica's, which is held to the rule."""
+    release, rng, found = Release(FOLDER), random.Random(3), Counter()  # noqa: S311  not for secrets
+    for _ in range(DEPLOYMENTS):
+        select, runner = prefill_pair(release, rng)
+        phase = Phase(PREFILL, tuple(runner.capture_num_tokens), 6000, full=False)
+        setattr(runner, dispatch.ATTRIBUTE, phase)
+        phase.force = None
+        phase.replays = lambda _size: True  # only what SGLang itself refuses is looked at
+        for _ in range(BATCHES // DEPLOYMENTS):
+            shape, asked = prefill_batch(rng)
+            if dispatch.prefill_can_replay_locally(type(runner).can_replay_locally, runner, **asked):
+                continue
+            batch = SimpleNamespace(global_num_tokens_cpu=None)
+            said = why_refused(PREFILL, runner, batch, phase.refusal)
+            assert said is select(*shape.numbers).reason, asked
+            found[said] += 1
+    assert len(found) >= 10, found
+    assert min(found.values()) > 20, found
 
 
 def test_prefill_through_the_hooks_on_0_5_16():
