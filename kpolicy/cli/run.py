@@ -136,6 +136,15 @@ def run(
         list[str] | None,
         Parameter(negative="", help="Inject a fault, such as replay_fails@10x3; repeat the option for several."),
     ] = None,
+    check_addresses: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            show_default=False,
+            help="With a model: look before each replay whether weights, KV and inputs are where the graph was "
+            "captured with them, for debugging.",
+        ),
+    ] = False,
     json: Json = False,
     files: Files = Files(),  # noqa: B008
 ) -> int:
@@ -144,7 +153,7 @@ def run(
     asked = Asked(
         requests=requests, turns=files.turns(specs), device=_device(device, model), model=model, deployment=deployment,
         max_num_tokens=max_num_tokens, kv_tokens=kv_tokens, seed=at_least("--seed", seed, 0), verify=verify,
-        faults=tuple(fault or ()), json=json, files=files,
+        faults=tuple(fault or ()), check_addresses=check_addresses, json=json, files=files,
     )  # fmt: skip
     if asked.device != "simulated":
         from kpolicy.cli.run_model import run_model
@@ -167,6 +176,7 @@ class Asked:
     seed: int
     verify: bool
     faults: tuple[str, ...]
+    check_addresses: bool
     json: bool
     files: Files
 
@@ -261,6 +271,11 @@ def _run_simulated(asked: Asked) -> int:
         raise ConfigError(
             f"--save-profile {asked.files.save_profile} writes costs measured here, and a simulated device has "
             "none. Leave it out, or give --device cpu."
+        )
+    if asked.check_addresses:
+        raise ConfigError(
+            "--check-addresses looks where graphs read, and a simulated device has none. Leave it out, or give "
+            "--device cpu."
         )
     if requests.utilisation is not None:
         raise ConfigError(

@@ -104,6 +104,7 @@ def _prepare(asked: Asked) -> _Job:
     serving = Serving(
         model=model, settings=settings, ladder=ladder, costs=costs, objective=asked.deployment.objective,
         budget=asked.deployment.budget(), faults=asked.faults, verify=asked.verify,
+        check=asked.check_addresses,
     )  # fmt: skip
     trace = fitting(trace, model)
     # One that reads costs has graphs of every kind, where there is one.
@@ -207,9 +208,7 @@ def _measured(spec: str, engines: Mapping[str, Engine], serving: Serving, *, qui
         with progress_bar("", quiet=quiet) as shown:
             capture(engine, spec, shown)
             shown.add_task("measuring what launches take", total=None)
-            return calibrate(
-                engine.executor, engine.registry, serving.model, serving.settings, allowance_s=allowance_s
-            )
+            return calibrate(engine.executor, engine.registry, serving.model, serving.settings, allowance_s=allowance_s)
     finally:
         if engine is not engines[spec]:
             engine.release()
@@ -302,6 +301,7 @@ def _as_dict(job: _Job, asked: Asked) -> dict[str, Any]:
         "budget": limits(serving.budget),
         "seed": asked.seed,
         "faults": list(asked.faults),
+        "check_addresses": asked.check_addresses,
         "rate": job.rate,
         "utilisation": job.utilisation,
     }

@@ -105,6 +105,8 @@ class GraphLauncher:
         self._behind = not adapter.host_runs
         self._checks: bool = getattr(adapter, "checks", False)
         self._statics: dict[GraphKey, dict[str, Address]] = {}
+        self._places: dict[str, Address] = {}
+        """Where weights and KV lay at the first capture, where replays don't look themselves"""
         self._part_run = PartRun(adapter, model)
         self._started: DeviceEvent = adapter.event()
         self._ready: list[ReadyEvent] = []
@@ -181,6 +183,8 @@ class GraphLauncher:
         pool.warm = True
         if self._checks:
             self._statics[key] = self._where()
+        elif not self._places:
+            self._places = self._where()
         report = CaptureReport(num_bytes, time.perf_counter() - start, 0, graphs)
         self._reports.setdefault(key.part, []).append((key.num_tokens, report))
         return handle, report
@@ -257,6 +261,19 @@ class GraphLauncher:
             # Only what runs behind the host needs something to fall back on: here the host decides again.
             fallback = partial(ModelRun, self.model, buffers, shape, head) if beside else None
             return self._launch(program, rows, live, launch, sampled, fallback)
+
+    def moved(self) -> GraphReplayError | None:
+        """What moved of weights and KV since graphs were captured, once; None where nothing did or replays look."""
+        places = self._places
+        if not places:
+            return None
+        try:
+            check_moved(None, places, self._where())
+        except GraphReplayError as found:
+            # Graphs that are captured from here on have what is there now.
+            self._places = {}
+            return found
+        return None
 
     def _where(self) -> dict[str, Address]:
         """Where weights and KV lie, by name; nothing of a model that doesn't name them."""
@@ -389,6 +406,7 @@ class GraphLauncher:
         """Give back the buffers of eager launches and the streams; a later launch makes them anew."""
         self._settle()
         self._ready = []
+        self._places = {}
         self._eager.clear()
         # Optional for an adapter: a stream that nobody needs any more.
         give_back: Callable[[Any], None] = getattr(self.adapter, "give_back", _unheard)

@@ -311,6 +311,16 @@ class ModeRunner:
             return new_outputs((part.outputs, part.tokens, decision, ready, part.first_tokens))
         return self._run_split(decision, inputs)
 
+    def look(self) -> None:
+        """Withdraw every graph where weights or KV moved: all read them. For between steps, seldom."""
+        moved: Callable[[], GraphReplayError | None] = getattr(self.launcher, "moved", _nothing)
+        found = moved()
+        if found is None:
+            return
+        for key in self._handles:
+            if self.registry.withdraw(key, found.reason or Reason.REPLAY_FAILED):
+                self.capture_errors[key] = str(found)
+
     def forget_prepared(self) -> None:
         """Prepare decisions anew: graphs or the launcher are other ones."""
         self._prepared.clear()
@@ -375,6 +385,10 @@ class ModeRunner:
         self._prepared.clear()
         if self._async is not None:
             self._async.close()
+
+
+def _nothing() -> None:
+    """A launcher that doesn't look."""
 
 
 def _withdrawing(runner: ref[ModeRunner]) -> Callable[[GraphKey], None]:

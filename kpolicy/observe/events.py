@@ -277,6 +277,12 @@ class Events:
         held = self._release()
         self._tell(*held, ReplayFailed(keys=tuple(event.key for event in held), mode=wanted.label, ran=ran.label))
 
+    def graphs_withdrawn(self) -> None:
+        """Graphs may have been withdrawn between steps, for which no step failed."""
+        held = self._release()
+        if held:
+            self._tell(*held)
+
     def device_lost(self, error: BaseException) -> None:
         """The device is lost."""
         self._tell(*self._release(), DeviceLost(error=str(error)))

@@ -215,6 +215,7 @@ class Serving:
         faults: faults to inject.
         calibrate: seconds that capturing may take to measure costs, where none are given.
         verify: hold steps to EAGER, with NaN in the pad slot whenever attention reads.
+        check: look before each replay whether what its graph reads is where it was captured: the debug mode.
     """
 
     model: LoadedModel
@@ -226,6 +227,7 @@ class Serving:
     faults: tuple[str, ...] = ()
     verify: bool = True
     calibrate: float = 0.0
+    check: bool = False
 
     def engine(self, spec: str, *, like: Engine | None = None) -> Engine:
         """An Engine over the model, with an executor of its own or with another's graphs.
@@ -239,7 +241,8 @@ class Serving:
         if like is None:
             self.model.poison_padding(self.verify)
         executor = like.executor if like is not None else get_executor(
-            self.model.device.type, model=self.model, max_num_reqs=self.settings.max_num_reqs, faults=self.faults
+            self.model.device.type, model=self.model, max_num_reqs=self.settings.max_num_reqs, faults=self.faults,
+            check=self.check,
         )  # fmt: skip
         return Engine(
             spec, attention=self.model.support, ladder=self.ladder, settings=self.settings, costs=self.costs,

@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 from kpolicy.cli import main  # noqa: E402
 from kpolicy.costs import analytic_costs  # noqa: E402
+from kpolicy.executors.cpu.graph import Graph  # noqa: E402
 from kpolicy.schemas import Profile, read_profile, read_step_log, write_profile  # noqa: E402
 from tests.cli.conftest import Command, Ended, write  # noqa: E402
 from tests.real_run.helpers import TINY  # noqa: E402
@@ -277,6 +278,7 @@ def test_failed_checks_are_an_error(
         ("--model {config} --rate 2 --utilisation 0.5", ["--rate 2", "--utilisation 0.5", "give one"]),
         ("--model {config} --utilisation 0", ["--utilisation is 0", "0.01 to 10"]),
         ("--device simulated --utilisation 0.5", ["--utilisation", "--rate"]),
+        ("--device simulated --check-addresses", ["--check-addresses", "--device cpu"]),
         ("--model {config} --policy autoo", ["unknown policy 'autoo'"]),
         ("--model {config} --step-log {tmp}", ["--step-log {tmp} is a folder"]),
         ("--model {config} --perfetto {tmp}/no/r.pftrace", ["there is no folder {tmp}/no"]),
@@ -404,6 +406,25 @@ def test_a_fault_costs_no_request(kpolicy: Command, config: Path, requests: Path
         assert result["served"] == 11
         assert sum(result["not_captured"].values()) + result["replay_failures"] > 0
         assert all(each["failures"] == 0 for each in result["verified"].values())
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_the_debug_mode_is_an_option(
+    kpolicy: Command, config: Path, requests: Path, checks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --check-addresses every replay looks first; without it none does."""
+    looked, check = list[bool](), Graph.check
+
+    def noted(graph: Graph) -> None:
+        looked.append(True)
+        check(graph)
+
+    monkeypatch.setattr(Graph, "check", noted)
+    options = ("--check-addresses",) if checks else ()
+    report = kpolicy("run", "--model", config, "--trace", requests, "--json", "--policy", "full", *options, *SMALL).json
+    assert report["setting"]["check_addresses"] is checks
+    assert bool(looked) is checks
+    assert report["policies"][0]["served"] == 11
 
 
 def test_a_lost_device_hands_requests_back(kpolicy: Command, config: Path, requests: Path) -> None:
