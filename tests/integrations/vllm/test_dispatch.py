@@ -113,3 +113,26 @@ def test_whole_graphs_of_mixed_batches_have_costs_of_their_own():
     made.state.install_costs(attrs.evolve(made.state.costs, mixed=slow))
     assert made.cell(100, 5).key.part is Part.PIECEWISE
     assert made.entry(Step(64, 64, 64, 1, 1)).key.decode_only
+
+
+def test_a_policy_that_cannot_be_prepared_leaves_vllm_s_rule(caplog):
+    """Whoever prepares it: at the start, and when a graph was captured between steps."""
+
+    class Broken:
+        """Raises when it is prepared."""
+
+        reads_costs = False
+
+        def compile(self, context):
+            raise KeyError(context.ladder.version)
+
+    made = chooser()
+    made.state.policy = Broken()
+    with caplog.at_level("WARNING"):
+        made.state.recompile()
+        made.state.recompile()
+    assert made.state.broken
+    assert made.state.select is None
+    assert made.cell(100, 5).label == ("full", "vllm_rule")
+    assert made.state.counters.counts["policy_failed"] == 1
+    assert sum("raised when prepared" in record.getMessage() for record in caplog.records) == 1
