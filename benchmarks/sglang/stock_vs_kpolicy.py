@@ -18,7 +18,8 @@ Every answer is appended to OUT/raw.jsonl as it comes; OUT/sglang_stock_vs_kpoli
 and takes in what OUT/raw.jsonl had before, so that slices can be run one by one (``--slices``). Rows are {model, load,
 figure, run, stock, kpolicy, ratio, low, high}: the ratio is above 1 where kpolicy is better, with a 95% interval over
 the repeats, null for a single one. Steps are prepared a few times, with short turns in each: a preparation counts once,
-by the median of its pairs, since core, KV pages and graphs are the same in all of them. The mean of repeats has
+by the median of its pairs, since core, KV pages and graphs are the same in all of them; drawn sizes are prepared once,
+and each counts as a repeat. The mean of repeats has
 Student's interval; six or more have their median and the sign test's. ``run`` counts the starts of this script, whose
 code may differ: nothing of two runs is put together, and a load that was measured again has the later run's row.
 """
@@ -450,11 +451,15 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         for kind in ("decode", "extend"):
             sizes = [size for size in both if size[0] == kind]
             for side, by_size in by_side.items() if sizes else ():
-                line = {"run": run, "turn": turn, "side": side}
-                # Drawn loads are prepared once.
-                line |= {"preparation": 0} if all("preparation" in by_size[size] for size in sizes) else {}
-                mean = statistics.fmean(by_size[size]["ms"] for size in sizes)
-                put("qwen", f"{kind} steps {load}, {words}", "mean step ms", line, mean, sizes=len(sizes))
+                what = ("qwen", f"{kind} steps {load}, {words}")
+                if not all("preparation" in by_size[size] for size in sizes):
+                    mean = statistics.fmean(by_size[size]["ms"] for size in sizes)
+                    put(*what, "mean step ms", {"run": run, "turn": turn, "side": side}, mean, sizes=len(sizes))
+                    continue
+                # Each size is prepared once, and is one repeat.
+                for size in sizes:
+                    line = {"run": run, "turn": size[1] * 100 + turn, "side": side, "preparation": size[1]}
+                    put(*what, "step ms", line, by_size[size]["ms"], sizes=len(sizes))
     found = []
     for (model, load, figure), measured in values.items():
         if {"stock", "kpolicy"} <= measured.keys():
