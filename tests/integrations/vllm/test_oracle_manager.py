@@ -135,6 +135,25 @@ def test_taken_over(release):
     assert all(record.seconds > 0 for record in state.registry.records())
 
 
+def test_a_speculator_keeps_its_own_manager(release):
+    """Only the model's manager is given another class."""
+    runner = served(release)
+    other = Runner(release[0], release[1], runner.vllm_config)
+    other.initialize_kv_cache(None)
+    own = other.cudagraph_manager
+    runner.speculator = SimpleNamespace(prefill=own)
+    stock, descs = type(own), {mode: list(listed) for mode, listed in own._capture_descs.items()}
+    runner.initialize_kv_cache(None)
+    runner.capture_model()
+    assert type(runner.cudagraph_manager) is not stock
+    assert type(own) is stock
+    assert own._capture_descs == descs
+    drafts = [record.key for record in state_of(runner.vllm_config).registry.records() if record.key.stage == "draft"]
+    assert {(key.num_tokens, key.variant) for key in drafts} == {
+        (desc.num_tokens, "prefill") for listed in descs.values() for desc in listed
+    }
+
+
 def test_mixed_graphs_of_the_newest_alone(release):
     """0.33 captures mixed batches; 0.23 bakes in rows of one token, so there they aren't captured."""
     runner = served(release)

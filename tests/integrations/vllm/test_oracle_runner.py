@@ -135,6 +135,27 @@ def test_cheapest_size(vllm):
     assert ask_v1(runner, [1] * 7)[1].num_tokens == 16
 
 
+def test_a_drafter_keeps_its_own_dispatcher(vllm):
+    """Its sizes and modes are vLLM's; its graphs are on record beside the model's."""
+    config = vllm_config(vllm, kpolicy={"calibrate": False})
+    sized(vllm, config)
+    runner = runner_v1(vllm, config)
+    stock = vllm.module("v1.cudagraph_dispatcher").CudagraphDispatcher
+    own = stock(config)
+    own.initialize_cudagraph_keys(vllm.module("config.compilation").CUDAGraphMode.PIECEWISE, 1)
+    keys = {mode: set(descs) for mode, descs in own.cudagraph_keys.items()}
+    runner.drafter = SimpleNamespace(cudagraph_dispatcher=own)
+    attached(vllm, config, runner)
+    initialise_v1(runner, vllm, "FLASH_ATTN", "ALWAYS")
+    runner.capture_model()
+    assert runner.drafter.cudagraph_dispatcher is own
+    assert type(own) is stock
+    assert own.cudagraph_keys == keys
+    assert type(runner.cudagraph_dispatcher) is not stock
+    drafts = [record.key for record in state_of(config).registry.records() if record.key.stage == "draft"]
+    assert {key.num_tokens for key in drafts} == {desc.num_tokens for descs in keys.values() for desc in descs}
+
+
 def test_uniform_support_has_no_mixed_graphs(vllm):
     """Where attention captures decodes only, no FULL graph takes prompt chunks."""
     runner = served(vllm, backend="FLASHMLA", level="UNIFORM_BATCH")
