@@ -144,3 +144,19 @@ def test_a_torch_without_the_allocators_names_is_left_alone(
     for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool", "_cuda_releasePool"):
         monkeypatch.delattr(torch._C, name, raising=False)
     adapter._end_allocation((0, 1))
+
+
+def test_a_recording_is_this_threads_into_its_pool(adapter: CudaAdapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads may go on with the device meanwhile, which the strictest mode of CUDA would forbid."""
+    given = []
+
+    class Graph:
+        """What is asked of `torch.cuda.CUDAGraph`."""
+
+        def capture_begin(self, **options: Any) -> None:
+            given.append(options)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph, raising=False)
+    pool = adapter.new_pool()
+    adapter._begun(pool)
+    assert given == [{"pool": pool.handle, "capture_error_mode": "thread_local"}]
