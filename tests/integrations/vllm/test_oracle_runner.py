@@ -244,6 +244,7 @@ def test_forced_eager(vllm):
     runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
     mode, desc = ask_v1(runner, [1] * 5, force_eager=True)
     assert (mode, desc.num_tokens) == ("NONE", 5)
+    assert runner.cudagraph_dispatcher.facts is None, "whoever asks next asks of something else"
 
 
 def test_forced_graph(vllm):
