@@ -97,6 +97,15 @@ def test_given_sizes_go_before_a_plan(tmp_path):
     assert decode_sizes(Config(), None, 256)[-1] == 1024
 
 
+def test_a_plan_with_drafts_is_in_tokens(tmp_path):
+    """A plan's decode sizes are tokens, SGLang's requests."""
+    plan = tmp_path / "plan.json"
+    settings = Settings(max_num_reqs=64, max_num_tokens=4096, num_speculative_tokens=3)
+    sizes = CaptureSizes((4, 64, 256), (), (100,))
+    write_plan(plan, LadderPlan(sizes=sizes, keys=(), settings=settings, attention=Claims.at_level("mixed")))
+    assert decode_sizes(Config(plan=str(plan)), 64, 256) == (1, 16, 64)
+
+
 def test_largest_decode_size_follows_the_requests():
     """SGLang's list ends at 256 on such a GPU; kpolicy's at the requests that may run."""
     assert decode_sizes(Config(), 768, 256)[-1] == 768

@@ -116,6 +116,17 @@ def test_what_sglang_refuses_stays_refused(kind):
             Reason.TARGET_VERIFY,
         ),
         ({}, {"enable_lora": True}, Reason.LORA_NOT_CAPTURED),
+        ({"replace_embeds": [1]}, {}, Reason.REPLACED_EMBEDDINGS),
+        ({}, {"_is_full_backend": True, "_capture_req_slots": 4}, Reason.TOO_MANY_REQS),
+        ({}, {"prefer_eager_mixed_prefill": True}, Reason.EAGER_MIXED_PREFERRED),
+        ({}, {"max_seq_len": 9}, Reason.CONTEXT_TOO_LONG),
+        ({}, {"max_num_tokens": 40}, Reason.ABOVE_LARGEST_SIZE),
+        ({"global_num_tokens_cpu": [50, 60]}, {}, Reason.RANK_NEEDS_EAGER),
+        (
+            {"global_num_tokens_cpu": [50, 0], "can_run_dp_breakable_cuda_graph": True},
+            {},
+            Reason.RANK_NEEDS_EAGER,
+        ),
         ({}, {}, Reason.BACKEND_REFUSED),
     ],
 )
@@ -124,6 +135,34 @@ def test_reasons_of_refused_prefill(fields, runner, reason):
     phase = phase_of(PREFILL)
     dispatch.prefill_can_run_0_5_16(always(False), runner_of(phase, **runner), batch_of(50, **fields))
     assert set(phase.refused) == {(reason, 50)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "runner", "reason"),
+    [
+        ({"spec_info": SimpleNamespace(num_tokens_per_req=4)}, {}, Reason.WIDTH_DIFFERS),
+        ({}, {"require_mlp_sync": True}, Reason.RANK_NEEDS_EAGER),
+        ({"can_run_dp_cuda_graph": True}, {"require_mlp_sync": True, "max_bs": 40}, Reason.ABOVE_LARGEST_SIZE),
+        ({}, {"disable_padding": True}, Reason.EXACT_SIZE_NOT_CAPTURED),
+        ({}, {"enable_two_batch_overlap": True}, Reason.MICROBATCHES_DIFFER),
+        ({}, {"is_encoder_decoder": True}, Reason.ENCODER_LENGTHS_ZERO),
+        ({"capture_hidden_mode": 2}, {}, Reason.HIDDEN_STATES_WANTED),
+        ({}, {}, Reason.BACKEND_REFUSED),
+    ],
+)
+def test_reasons_of_refused_decode(fields, runner, reason):
+    """Likewise for decode steps."""
+    phase = phase_of(DECODE)
+    dispatch.decode_can_run(always(False), runner_of(phase, **runner), batch_of(50, **fields))
+    assert set(phase.refused) == {(reason, 50)}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_step_that_replays_counts(kind):
+    """Through the hooks of both versions."""
+    phase = phase_of(kind.partition(" ")[0])
+    assert HOOKS[kind](always(True), runner_of(phase), batch_of(50)) is True
+    assert phase.steps[50] == sum(phase.steps) == 1
 
 
 @pytest.mark.parametrize("kind", HOOKS)

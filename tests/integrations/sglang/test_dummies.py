@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kpolicy_sglang.calibrate import MIXED_KV, _Bench
-from kpolicy_sglang.phase import PROMPT_TOKENS
+from kpolicy_sglang.calibrate import MIXED_KV, ROUNDS, WARM, _Bench
+from kpolicy_sglang.phase import PREFILL, PROMPT_TOKENS, Phase
 from kpolicy_sglang.ranks import Ranks
 
 torch = pytest.importorskip("torch")
@@ -38,6 +38,36 @@ def bench(*, pool=64, backend="breakable"):
         req_to_token_pool=SimpleNamespace(size=pool), server_args=SimpleNamespace(tp_size=1),
     )  # fmt: skip
     return _Bench(runner, Ranks(runner))
+
+
+class Device:
+    """A device that notes when it is waited for."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def synchronize(self):
+        self.seen.append("synchronized")
+
+
+def test_a_step_is_timed_until_the_device_is_done():
+    """The device is idle before and done after; questions are answered as told meanwhile, and as ever afterwards."""
+    made, seen = bench(), []
+    phase = Phase(PREFILL, (64,), 64, full=False)
+    made._device = Device(seen)
+    made._runner.forward = lambda batch: seen.append((batch, phase.force))
+    made.add(phase, lambda: "dummy", True)
+    made.run()
+    assert seen == ["synchronized", ("dummy", True), "synchronized"] * (WARM + ROUNDS)
+    assert phase.force is None
+    assert len(made._times[0]) == ROUNDS
+
+    def fails(_batch):
+        raise RuntimeError("illegal access")
+
+    made._runner.forward = fails
+    made.run()
+    assert phase.force is None
 
 
 def lengths(batch):

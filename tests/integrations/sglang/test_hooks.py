@@ -147,6 +147,14 @@ class Arguments:
             self.prefill = "disabled"
 
 
+def test_mla_rule_stays_in_a_deployment_left_alone():
+    """What kpolicy leaves to SGLang has its start-up rules too."""
+    args = Arguments()
+    args.pp_size = 2
+    hooks.mla_rule_0_5_16(Arguments.rules, args)
+    assert args.prefill == "disabled"
+
+
 def test_mla_rule_alone_is_left_out():
     """0.5.16's MLA rule doesn't turn prefill graphs off; its other rules do; the object is as before."""
     args = Arguments()
@@ -244,6 +252,8 @@ def test_phases_are_those_that_were_captured():
 
 def test_draft_models_stay_sglangs():
     """A draft worker isn't attached to."""
+    hooks.configure(Config(calibrate=False), "0.5.16")
+    assert start(model_runner(), graph_runner(), graph_runner()) is not None
     assert start(model_runner(is_draft_worker=True), graph_runner(), graph_runner()) is None
 
 
@@ -314,6 +324,14 @@ def test_ranks_that_step_together_measure_nothing():
     state = State(Config(), "0.5.23")
     state.coupled = True
     assert cost_tables(model_runner(), state) == {}
+    assert "KPOLICY_PROFILE" in state.messages[0]
+
+
+def test_data_parallel_attention_is_seen_at_the_runner():
+    """Whether ranks step together is what the decode runner says."""
+    hooks.configure(Config(), "0.5.23")
+    state = start(model_runner(), graph_runner(require_mlp_sync=True), graph_runner())
+    assert state.coupled
     assert "KPOLICY_PROFILE" in state.messages[0]
 
 

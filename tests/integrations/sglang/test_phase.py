@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kpolicy.costs import Curve
 from kpolicy.modes import Mode
 from kpolicy.reasons import Reason
 from kpolicy.settings import Objective
 from kpolicy_sglang.counters import buckets, lines, summary
-from kpolicy_sglang.phase import DECODE, NOISE, PREFILL, Phase, table_of
+from kpolicy_sglang.phase import DECODE, NOISE, PREFILL, MixedCost, Phase, table_of
 
 SIZES = st.lists(st.integers(1, 600), min_size=1, max_size=8, unique=True).map(sorted)
 
@@ -38,6 +39,12 @@ def test_the_cheaper_one_by_measured_costs(sizes, tokens, graph_us, eager_us, pe
         return
     assert phase.replays(tokens) == (cost < eager_us * (1 + NOISE))
     assert phase.us(tokens) == pytest.approx(cost if phase.replays(tokens) else eager_us)
+
+
+@pytest.mark.parametrize(("many_us", "decodes", "us"), [(300, 2, 100), (300, 32, 300), (300, 17, 200), (50, 32, 100)])
+def test_what_decodes_cost_in_a_mixed_batch(many_us, decodes, us):
+    """A line through the few and the many, which never falls with more decodes."""
+    assert MixedCost(Curve((1,), (100,)), Curve((1,), (many_us,)), 2, 32).us(500, decodes) == us
 
 
 def test_crossover_by_tokens():

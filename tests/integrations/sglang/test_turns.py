@@ -207,6 +207,19 @@ def test_what_has_no_room_is_no_burst():
     assert scheduler.run(3) == [8192, 0, 8192]
 
 
+def test_a_batch_that_is_not_had_ends_the_wait():
+    """Prompts that KV has no room for: SGLang runs decodes, and what waits is counted anew."""
+    scheduler = Prompts([8192] * 6, decodes=4)
+    assert scheduler.run(1) == [8192]
+    turns = split_of(scheduler).turns
+    assert turns.in_burst
+    assert not turns.fresh
+    scheduler.own = lambda *_: SimpleNamespace(batch_to_run=None, running_batch=None)
+    assert scheduler.run(1) == [0]
+    assert turns.fresh
+    assert not turns.in_burst
+
+
 def test_no_decodes_no_turns():
     """With nothing that decodes prompts run as SGLang has them."""
     scheduler = Prompts([8192, 8192], decodes=0)
