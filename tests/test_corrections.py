@@ -56,6 +56,27 @@ def served(correction: Correction, steps: int, time: Time, seed: int = 0, ways: 
     return tables
 
 
+def test_graphs_that_hold_prompts_are_corrected_by_themselves() -> None:
+    """Where they have a curve of their own and are off, decode graphs of the same sizes stay as they are."""
+    table = attrs.evolve(TABLE, mixed=TABLE.full)
+    decodes = [
+        (Decision(Mode.FULL, (Launch(Rows.ALL, GraphKey(Part.FULL, size, size, query_len=1)),), Reason.GRAPH_FITS),
+         BatchShape.decode(size))
+        for size in SIZES
+    ]  # fmt: skip
+    correction = Correction(table)
+
+    def time(decision: Decision, expected: float, _rng: random.Random) -> float:
+        key = decision.launches[0].key
+        return expected * (1.3 if key is not None and key.part is Part.FULL and not key.decode_only else 1.0)
+
+    tables = served(correction, 4 * ENOUGH, time, ways=[*WAYS, *decodes])
+    assert tables
+    assert tables[-1].mixed is not None
+    assert tables[-1].mixed.us == pytest.approx([us * 1.3 for us in TABLE.full.us], rel=0.01)
+    assert tables[-1].full == TABLE.full
+
+
 def noisy(_decision: Decision, expected: float, rng: random.Random) -> float:
     """The table's time, give or take some percent, and one step in fifty takes ten times as long."""
     return expected * rng.uniform(0.96, 1.06) * (10 if rng.random() < 0.02 else 1)

@@ -60,6 +60,13 @@ def test_another_table_picks_anew(tmp_path: Path) -> None:
     assert rows["full"]["over_auto"] == pytest.approx(0.1111, abs=1e-4)
 
 
+def test_a_cell_that_was_given_up_is_scored_by_all_its_samples() -> None:
+    """Of three samples every other one would be one, which may be anything."""
+    measured = shape(picks("a", eager="b"), a=100.0, b=0.0)
+    measured["cells"]["b"]["us"] = [150.0, 900.0, 160.0]
+    assert rows_of(measured)["eager"]["mean_regret"] == pytest.approx(0.6)
+
+
 def test_the_interval_by_hand() -> None:
     """Two shapes can be drawn in three ways: twice the first, one of each, twice the second; a quarter, half, quarter.
 

@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
@@ -192,7 +193,7 @@ def test_what_does_not_overlap_goes_to_the_longer_side(monkeypatch: pytest.Monke
     found, _ = calibrated(monkeypatch, together=TOGETHER)
     assert found.step_us > TRUE.step_us
     assert found.host_eager.base_us > TRUE.host_eager.base_us
-    assert found.eager.us == pytest.approx(TRUE.eager.us, rel=1e-4), "the host bounds all of them"
+    assert found.eager.us == pytest.approx(TRUE.eager.us, rel=1e-3), "the host bounds all of them"
     assert found.piecewise.us[-1] > TRUE.piecewise.us[-1]
 
 
@@ -204,6 +205,31 @@ def test_no_more_is_spent_than_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
     _, machine = calibrated(monkeypatch, allowance_s=0.5)
     longest = 3 * (max(TRUE.eager.us) + 10_000.0)
     assert 0.4e6 < machine.now < 0.5e6 + longest
+
+
+def test_decode_rows_are_compared_on_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight decode rows in pieces take 100 us more than a prompt's tokens would, as experts do; the table says so."""
+    step = (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 8)),), BatchShape.decode(8, 8 * 1024).numbers
+    runs = Machine.run
+
+    def run(machine: Machine, decision: Decision, inputs: Any) -> Any:
+        ended = runs(machine, decision, inputs)
+        if decision.launches == step[0] and inputs.numbers.num_decodes == 8:
+            machine.busy += 100.0
+            ended.cycle_us += 100.0
+        return ended
+
+    monkeypatch.setattr(Machine, "run", run)
+    found, _ = calibrated(monkeypatch)
+    assert found.cost(*step).device_us == pytest.approx(TRUE.cost(*step).device_us + 100.0, rel=1e-4)
+
+
+def test_pieces_that_are_hardly_quicker_leave_full_the_preference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1% at 8 tokens is what repeats differ by, 5% at 64 isn't."""
+    quick = Curve(PIECES, [990.0, 1235.0, 1600.0, 3500.0])
+    monkeypatch.setitem(globals(), "TRUE", attrs.evolve(TRUE, piecewise=quick))
+    found, _ = calibrated(monkeypatch)
+    assert found.full.us == pytest.approx((900.0, 990.0, 1300.0), rel=1e-6)
 
 
 def test_a_short_allowance_comes_to_powers_of_two_first(monkeypatch: pytest.MonkeyPatch) -> None:

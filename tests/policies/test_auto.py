@@ -100,6 +100,8 @@ def test_graphs_that_hold_prompts_have_their_own_times():
     assert decide(both, costs=costs, sizes=sizes).mode is Mode.PIECEWISE
     costs = attrs.evolve(costs, both_us=(0.0, 40.0))
     assert decide(both, costs=costs, sizes=sizes).mode is Mode.FULL
+    costs = attrs.evolve(costs, both_us=(15.0, 40.0))
+    assert decide(both, costs=costs, sizes=sizes).mode is Mode.PIECEWISE
 
 
 def test_split_wins_where_the_mixed_batch_leaves_graph_mode():
