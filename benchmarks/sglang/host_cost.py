@@ -162,15 +162,15 @@ def _happened(step: str, split: Split) -> None:
 
 
 def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> dict[str, Any]:
-    """Microseconds a call, alternating; the median over turns."""
+    """Microseconds of processor time a call, alternating; the median over turns."""
     times: dict[str, list[float]] = {"rule": [], "hooked": []}
     for turn in range(TURNS):
         order = (("rule", stock), ("hooked", hooked))
         for name, call in order if turn % 2 else reversed(order):
-            started = time.perf_counter()
+            started = time.thread_time()
             for _ in range(CALLS):
                 call()
-            times[name].append((time.perf_counter() - started) / CALLS * 1e6)
+            times[name].append((time.thread_time() - started) / CALLS * 1e6)
     rule, both = (statistics.median(times[name]) for name in ("rule", "hooked"))
     added = statistics.median(b - a for a, b in zip(times["rule"], times["hooked"], strict=True))
     return {
@@ -194,7 +194,7 @@ def main() -> int:
         ("both", "scheduler, nothing waits", scheduler(0)[:2]),
     ]
     splits = {}
-    for waiting, what in ((1, "turns"), (4, "turns"), (16, "turns"), (32, "burst"), (300, "burst")):
+    for waiting, what in ((1, "turns"), (4, "turns"), (16, "turns"), (80, "burst"), (300, "burst")):
         stock, hooked, split = scheduler(waiting)
         step = f"scheduler, {waiting} prompts wait, {what}"
         splits[step] = split

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any
 
+from kpolicy_sglang.phase import PROMPT_TOKENS
 from kpolicy_sglang.state import State, state_of
 from kpolicy_sglang.turns import Turns, aligned, mean_length
 
 __all__ = ["Split", "split_of"]
 
 _ATTRIBUTE = "_kpolicy_split"
-_MOST_LOOKED, _TURN_LOOKED = 64, 16
+_MOST_LOOKED, _ALL_LOOKED, _FIRST_LOOKED = 64, 16, 8
 _IDS = attrgetter("origin_input_ids")
 
 
@@ -147,14 +148,15 @@ class Split:
             before, tokens = 1, len(chunked.origin_input_ids) - _done(chunked)
             if tokens > chunk:
                 return 1, chunk, chunk
-        looked = queue[: min(could, _TURN_LOOKED)]
+        looked = queue[: could if could <= _ALL_LOOKED else _FIRST_LOOKED]
         if not looked:
             return before, tokens, 0.0
         lengths = list(map(len, map(_IDS, looked)))
-        if max(lengths) <= chunk:
+        longest = max(lengths)
+        if longest <= chunk:
             found = sum(lengths) - self._cached(looked)
             tokens += found if could == len(looked) else found * could // len(looked)
-            return before + could, tokens, mean_length(lengths)
+            return before + could, tokens, 0.0 if longest <= PROMPT_TOKENS else mean_length(lengths)
         for each, (request, length) in enumerate(zip(looked, lengths, strict=True)):
             left = length - self._cached((request,))
             if left > chunk:
