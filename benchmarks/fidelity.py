@@ -11,7 +11,7 @@ median time to first token, the median gap and the ranking of policies are held 
 time of their own outside the executor, where the run tells it (``outside_prompts_us``).
 
 Where profile and log note the host's speed (`kpolicy.host_speed`), the host's times are brought to each step's, or to
-the median of a policy's steps for the latencies: virtual machines' cores change speed by half for seconds at a time.
+the mean of a policy's steps for the latencies: virtual machines' cores change speed by half for seconds at a time.
 
 To tell the step costs' errors from the simulated scheduler's, the logs' own step times are served too ("replayed"):
 with requests let in at the steps at which the run let them in, how many batches are the run's, and the latencies.
@@ -25,7 +25,6 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import attrs
@@ -117,9 +116,13 @@ def replayed(
 
 
 def host_speed(entries: Sequence[StepEntry]) -> float | None:
-    """Median time of the host's fixed work beside a log's steps; None where it wasn't noted."""
-    noted = [each.host_work_us for each in entries if each.host_work_us]
-    return median(noted) if noted else None
+    """Time of the host's fixed work beside a log's steps, the mean over their time; None where it wasn't noted.
+
+    Not the median: a host that is slow for a fifth of the time takes longer for what it bounds.
+    """
+    noted = [(each.host_work_us, each.cycle_us or 0.0) for each in entries if each.host_work_us]
+    total = sum(us for _, us in noted)
+    return sum(speed * us for speed, us in noted) / total if total else None
 
 
 def latencies(

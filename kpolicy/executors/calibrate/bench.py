@@ -28,6 +28,8 @@ _OFTEN = 3
 """Samples a round of the host's times: other work of the host is in them, and few cases tell them"""
 _TELLING = 64
 """Tokens from which a step's time tells what more of them take"""
+_SURELY = 1.2
+"""Times the host's launching that the device takes, where it surely bounds the step"""
 _AHEAD = 1.5
 """Times the host's launching that the device is kept busy, to see its time alone."""
 
@@ -63,7 +65,6 @@ class _Times(NamedTuple):
     """Of the fixed work, just before"""
     again: float = 0.0
     """`host`, of the same step once more at once; 0 where that wasn't run"""
-    wall_again: float = 0.0
 
 
 class Bench:
@@ -86,7 +87,7 @@ class Bench:
         self._others: dict[int, Callable[[int], StepInputs]] = {}
         self._times: list[list[_Times]] = []
         self._often: set[int] = set()
-        self._again: set[int] = set()
+        self._waited: dict[tuple[int, float], float] = {}
         self._later: set[int] = set()
         self._runs: Iterator[bool] | None = None
         self._stop_s = 0.0
@@ -94,8 +95,7 @@ class Bench:
 
     def add(
         self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None, *, often: bool = False,
-        own_kv: bool = False, others: Callable[[int], StepInputs] | None = None, again: bool = False,
-        later: bool = False,
+        own_kv: bool = False, others: Callable[[int], StepInputs] | None = None, later: bool = False,
     ) -> int:  # fmt: skip
         """A step to be timed.
 
@@ -103,11 +103,10 @@ class Bench:
             launches: what it runs.
             inputs: on these rows.
             form: of a SPLIT.
-            often: with more samples than others.
+            often: with more samples than others, each of which is run once more at once, as steps in a row are.
             own_kv: the rows are one prompt without context, which attends to its own KV where it can; see `own_kv`.
             others: rows of later samples, by their number, where they should differ by more than tokens.
             later: after all cases that aren't.
-            again: each sample is run once more at once, as steps in a row are; likewise where `often`.
 
         Returns:
             The number that `us` takes.
@@ -120,8 +119,6 @@ class Bench:
             self._often.add(case)
         if later:
             self._later.add(case)
-        if often or again:
-            self._again.add(case)
         if own_kv:
             self._own.append(case)
         if others is not None:
@@ -193,7 +190,7 @@ class Bench:
                 yield False
             begun_s = time.perf_counter()
             self._once(decision, inputs)  # the first run touches fresh memory and compiles kernels
-            self._times[i].append(self._run(decision, inputs, i in self._again))
+            self._times[i].append(self._run(decision, inputs, i in self._often))
             ran.append(i)
             if num_tokens >= _TELLING:
                 token_s = (time.perf_counter() - begun_s) / num_tokens
@@ -206,7 +203,7 @@ class Bench:
                 decision, inputs = self._cases[i]
                 others = self._others.get(i)
                 rows = self._drawn(inputs, done) if others is None else others(len(self._times[i]))
-                self._times[i].append(self._run(decision, rows, i in self._again))
+                self._times[i].append(self._run(decision, rows, i in self._often))
                 yield True
         self.rounds = MOST_ROUNDS
 
@@ -300,16 +297,33 @@ class Bench:
     def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
         """(device, host) microseconds, of which the longer and `step_us` make the whole step.
 
-        A step that the host bounds by itself may be the device's where it comes again and again.
+        The device waits for the first pieces of a step; see `waited`. Of other launches, what is beyond the longer side
+        and `step_us` is that side's.
         """
         device, host, beyond = self.us(case), self.host_us(case), max(self.rest_us(case) - step_us, 0.0)
-        if device >= host:
-            return device + beyond, host
-        usual, again_us = self.host_work_us, self.again_us(case)
-        if device >= again_us > 0:
-            rest = [max(each.wall_again - device, 0.0) * _slower(usual, each) for each in self._times[case]]
-            device += max(statistics.median(rest) - step_us, 0.0)
-        return device, host + beyond
+        if self._in_pieces(case):
+            waited_us = self.waited(step_us) * host
+            return device + waited_us, host + (0.0 if device >= host else beyond)
+        return (device + beyond, host) if device >= host else (device, host + beyond)
+
+    def waited(self, step_us: float) -> float:
+        """Share of the host's time for a step of pieces that the device waits: it begins when the first are launched.
+
+        Of steps that the device bounds, whose time tells it; in others the host's own time hides it. The median of
+        all, because in one case it is a small difference of large times.
+        """
+        known = sum(map(len, self._times)), step_us
+        if known not in self._waited:
+            shares = []
+            for case, samples in enumerate(self._times):
+                if samples and self._in_pieces(case) and self.us(case) >= _SURELY * self.host_us(case) > 0:
+                    shares.append(max(self.rest_us(case) - step_us, 0.0) / self.host_us(case))
+            self._waited = {known: statistics.median(shares) if shares else 0.0}
+        return self._waited[known]
+
+    def _in_pieces(self, case: int) -> bool:
+        launches = self._cases[case][0].launches
+        return len(launches) == 1 and launches[0].key is not None and launches[0].key.part is Part.PIECEWISE
 
     def _run(self, decision: Decision, inputs: StepInputs, again: bool) -> _Times:
         work = 0.0 if self.host_runs else host_work_us()
@@ -321,10 +335,7 @@ class Bench:
         for event in outputs.ready:
             event.wait()
         times = times._replace(device=min(outputs.cycle_us, times.wall))
-        if again:
-            more = self._once(decision, inputs)
-            times = times._replace(again=more.host, wall_again=more.wall)
-        return times
+        return times._replace(again=self._once(decision, inputs).host) if again else times
 
     def _once(self, decision: Decision, inputs: StepInputs) -> _Times:
         start = time.perf_counter()

@@ -6,8 +6,6 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 
-import attrs
-
 from kpolicy.costs import HostCost
 from kpolicy.decision import Launch
 from kpolicy.executors.base import StepInputs
@@ -77,13 +75,11 @@ class HostTimes:
             us += bench.again_us(case) / again - bench.host_us(case)
         return us
 
-    def cost(self, step_us: float, like: HostCost | None = None) -> HostCost:
+    def cost(self, step_us: float) -> HostCost:
         """The host's times.
 
         Args:
             step_us: what overlaps nothing, in any mode.
-            like: those of a mode that launches its rows and their attention by the same code, with less of its own
-                around it that could hide them; taken over where it has any.
 
         Returns:
             0 where nothing was timed; without steps of both kinds, whichever was timed for all rows alike.
@@ -95,27 +91,19 @@ class HostTimes:
         }
         if not us:
             return HostCost(0.0)
-        if like is not None and like.decode_us + like.prefill_us > 0:
-            rows = attrs.evolve(like, base_us=0.0)
-            left = (
-                time - rows.base_for(decodes=decodes > 0, prefills=new > 0) - rows.req_us * (decodes + (new > 0))
-                for (decodes, new), time in us.items()
-            )
-            return attrs.evolve(like, base_us=max(statistics.median(left), 0.0))
         decoding = {decodes: time for (decodes, new), time in us.items() if not new}
-        alone = next((time for (decodes, _), time in us.items() if not decodes), None)
+        alone = [time for (decodes, _), time in us.items() if not decodes]
         if not decoding:
             return HostCost(min(us.values()))
         fewest, most = min(decoding), max(decoding)
         req_us = max(decoding[most] - decoding[fewest], 0.0) / (most - fewest) if most > fewest else 0.0
         decode_us = max(decoding[fewest] - req_us * fewest, 0.0)
-        both = next(((decodes, time) for (decodes, new), time in us.items() if decodes and new), None)
-        if alone is None or both is None:
+        both = [time - req_us * (decodes + 1) for (decodes, new), time in us.items() if decodes and new]
+        if not alone or not both:
             return HostCost(decode_us, req_us)
-        decodes, time = both
         # A step of both kinds takes what they have in common once.
-        prefill_us = max(alone - req_us, 0.0)
-        common = min(max(decode_us + prefill_us - (time - req_us * (decodes + 1)), 0.0), decode_us, prefill_us)
+        prefill_us = max(statistics.median(alone) - req_us, 0.0)
+        common = min(max(decode_us + prefill_us - statistics.median(both), 0.0), decode_us, prefill_us)
         return HostCost(common, req_us, decode_us - common, prefill_us - common)
 
 

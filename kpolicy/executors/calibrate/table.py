@@ -110,7 +110,6 @@ class Calibration:
             return (
                 bench.add(
                     [Launch(Rows.ALL, key)], rows, own_kv=prompt and size > most_reqs,
-                    again=not prompt and key is not None and key.part is Part.PIECEWISE,
                     # Two sizes close to each other tell little of what is far beyond them.
                     later=key is not None and size & (size - 1) > 0,
                 ),
@@ -159,8 +158,9 @@ class Calibration:
         cases = (*self._full, *self._mixed, *self._pieces, *self._eager)
         every = [case for case, _, _ in cases if bench.measured(case)]
         # A decode step's graph leaves the host nothing to do: what is beyond the device's time there no mode overlaps.
+        # Staging more rows takes more, which goes to their graphs' curve: what is left is that of the least.
         whole = [case for case, _, _ in self._full if bench.measured(case)]
-        step_us = statistics.median(map(bench.rest_us, whole or every))
+        step_us = min(map(bench.rest_us, whole or every))
         decode_attention, prefill_attention, both_us = self._bases.added(
             self._decoding.cost(), self._prefilling.cost(), step_us
         )
@@ -197,7 +197,7 @@ class Calibration:
                 bench, [(case, 1 if prompt else size) for case, size, prompt in (*self._full, *self._mixed)]
             ),
             host_piecewise=self._host_piecewise.cost(step_us),
-            host_eager=self._host_eager.cost(step_us, self._host_piecewise.cost(step_us)),
+            host_eager=self._host_eager.cost(step_us),
             step_us=step_us,
             overlap_cost=self._overlap.share(),
             host_work_us=bench.host_work_us,

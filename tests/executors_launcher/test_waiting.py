@@ -1,0 +1,70 @@
+"""How long the device waits for the first pieces of a step, by what calibration timed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kpolicy.decision import Launch
+from kpolicy.executors.calibrate import bench as module
+from kpolicy.executors.calibrate.bench import Bench
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part, Rows
+
+STEP_US = 50.0
+PIECES, WHOLE = GraphKey(Part.PIECEWISE, 64), GraphKey(Part.FULL, 64)
+
+
+def made(*cases: tuple[GraphKey | None, list[tuple[float, ...]]]) -> Bench:
+    """A bench with the samples of each case: (whole, host, device, fixed work)."""
+    executor: Any = SimpleNamespace(launcher=SimpleNamespace(adapter=SimpleNamespace(host_runs=False)))
+    nothing: Any = SimpleNamespace()
+    bench = Bench(executor, nothing)
+    for key, samples in cases:
+        case = bench.add([Launch(Rows.ALL, key)], nothing)
+        bench._times[case] = [module._Times(*sample) for sample in samples]
+    return bench
+
+
+def test_the_share_is_that_of_steps_that_the_device_surely_bounds() -> None:
+    """10, 8 and 30% of the host's time; a step that takes both as long, an eager one and a whole graph tell nothing."""
+    bench = made(
+        (PIECES, [(5250.0, 2000.0, 5000.0, 20.0)]),
+        (PIECES, [(6250.0, 2500.0, 6000.0, 20.0)]),
+        (PIECES, [(4350.0, 1000.0, 4000.0, 20.0)]),
+        (PIECES, [(3900.0, 2900.0, 3000.0, 20.0)]),
+        (None, [(9000.0, 1000.0, 5000.0, 20.0)]),
+        (WHOLE, [(9000.0, 1000.0, 5000.0, 20.0)]),
+    )
+    assert bench.waited(STEP_US) == pytest.approx(0.1)
+
+
+def test_every_step_of_pieces_waits_that_share() -> None:
+    """Where the host bounds it too, whose own time hides it; what is beyond the host's time there stays the host's."""
+    bench = made((PIECES, [(5250.0, 2000.0, 5000.0, 20.0)]), (PIECES, [(3160.0, 3100.0, 2900.0, 20.0)]))
+    assert bench.sides_us(0, STEP_US) == (pytest.approx(5200), 2000)
+    assert bench.sides_us(1, STEP_US) == (pytest.approx(2900 + 310), pytest.approx(3110))
+
+
+def test_other_launches_have_what_is_beyond_the_longer_side() -> None:
+    bench = made((WHOLE, [(3000.0, 400.0, 2800.0, 20.0)]), (None, [(9160.0, 9000.0, 2900.0, 20.0)]))
+    assert bench.sides_us(0, STEP_US) == (pytest.approx(2950), 400)
+    assert bench.sides_us(1, STEP_US) == (2900, pytest.approx(9110))
+    assert bench.waited(STEP_US) == 0
+
+
+def test_the_hosts_speed_is_taken_out_of_it() -> None:
+    """Two of three samples are of a host that is half as slow again."""
+    quick, slow = (5250.0, 2000.0, 5000.0, 20.0), (5375.0, 3000.0, 5000.0, 30.0)
+    bench = made((PIECES, [quick, slow, slow]))
+    assert bench.host_work_us == 30
+    assert bench.waited(1.5 * STEP_US) == pytest.approx(0.1)
+
+
+def test_samples_that_come_later_count() -> None:
+    bench = made((PIECES, [(5250.0, 2000.0, 5000.0, 20.0)]))
+    assert bench.waited(STEP_US) == pytest.approx(0.1)
+    bench._times[0] += 2 * [module._Times(5450.0, 2000.0, 5000.0, 20.0)]
+    assert bench.waited(STEP_US) == pytest.approx(0.2)
