@@ -19,6 +19,7 @@ REGIMES = ("host-bound", "middle", "saturated")
 """By the cost table: the host takes longer than the device; it doesn't; and dense work takes at least twice what one
 token takes, so that a step grows with its tokens."""
 _SATURATED = 2.0
+_AT_SPEED = 0.1
 
 
 @attrs.frozen(kw_only=True)
@@ -37,6 +38,9 @@ class FidelityRow:
         noise: the error that would be left if the table were right on the median of all steps that launch the same
             graphs (or none) on the same kinds of rows, after a step of the same mode or another, and where they are
             eager, of a size that ran before or not: what the machine itself differs by.
+        at_speed_steps: steps beside which the host was as fast as while the table was measured, within 10% before and
+            after; all of them where no speed was noted.
+        at_speed_error: `error` of these alone; 0 without any.
     """
 
     mode: str
@@ -47,6 +51,8 @@ class FidelityRow:
     median_error: float
     gap_p50_error: float
     noise: float
+    at_speed_steps: int
+    at_speed_error: float
 
 
 def _launch(entry: StepEntry, launch: StepLaunch) -> Launch:
@@ -69,19 +75,20 @@ def expected_costs(entries: Sequence[StepEntry], costs: CostTable) -> list[Cost]
     The host's speed at a step is the mean of what was noted just before it, after the step before, and just after: it
     changes within a step too.
     """
-    return [cost for cost, _ in _expected(entries, costs)]
+    return [cost for cost, _, _ in _expected(entries, costs)]
 
 
-def _expected(entries: Sequence[StepEntry], costs: CostTable) -> Iterator[tuple[Cost, Hashable]]:
-    """Each step's cost, and what of the host's state it rests on."""
-    state, before = HostState(costs), None
+def _expected(entries: Sequence[StepEntry], costs: CostTable) -> Iterator[tuple[Cost, Hashable, bool]]:
+    """Each step's cost, what of the host's state it rests on, and whether the host was as fast as the table's."""
+    state, before, usual = HostState(costs), None, costs.host_work_us
     for entry in entries:
         launches, numbers = tuple(_launch(entry, each) for each in entry.launches), entry.shape.numbers
         table = state.table(entry.mode, launches, numbers)
         own = entry.host_work_us
         speed = (own + before) / 2 if own and before else own
+        at_speed = not usual or all(abs(each / usual - 1) <= _AT_SPEED for each in (own, before) if each)
         before = own
-        yield table.at_host_speed(speed).cost(launches, numbers), id(table)
+        yield table.at_host_speed(speed).cost(launches, numbers), id(table), at_speed
 
 
 def _regime(entry: StepEntry, cost: Cost, costs: CostTable) -> str:
@@ -108,17 +115,17 @@ def fidelity(entries: Sequence[StepEntry], costs: CostTable) -> list[FidelityRow
         ConfigError: no step has a measured time.
     """
     timed = [
-        (entry, cost, entry.cycle_us, (_launched(entry), state))
-        for entry, (cost, state) in zip(entries, _expected(entries, costs), strict=True)
+        (entry, cost, entry.cycle_us, (_launched(entry), state), at_speed)
+        for entry, (cost, state, at_speed) in zip(entries, _expected(entries, costs), strict=True)
         if entry.cycle_us
     ]
     alike: dict[Hashable, list[float]] = {}
-    for _, cost, measured_us, kind in timed:
+    for _, cost, measured_us, kind, _ in timed:
         alike.setdefault(kind, []).append(cost.cycle_us / measured_us)
     usual = {kind: median(ratios) for kind, ratios in alike.items()}
-    cases: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
-    for entry, cost, measured_us, kind in timed:
-        each = cost.cycle_us, measured_us, usual[kind]
+    cases: dict[tuple[str, str], list[_Step]] = {}
+    for entry, cost, measured_us, kind, at_speed in timed:
+        each = cost.cycle_us, measured_us, usual[kind], at_speed
         for key in ((entry.mode, _regime(entry, cost, costs)), (entry.mode, "all"), ("all", "all")):
             cases.setdefault(key, []).append(each)
     if not cases:
@@ -134,9 +141,14 @@ def _launched(entry: StepEntry) -> Hashable:
     return entry.mode, launches, numbers.num_decodes > 0, numbers.num_prefills > 0
 
 
-def _row(mode: str, regime: str, steps: Sequence[tuple[float, float, float]]) -> FidelityRow:
-    """The row of steps: (expected, measured, the usual ratio of both in steps like it) each."""
-    errors = [abs(expected / measured - 1) for expected, measured, _ in steps]
+_Step = tuple[float, float, float, bool]
+"""(expected, measured, the usual ratio of both in steps like it, whether the host was as fast as the table's)"""
+
+
+def _row(mode: str, regime: str, steps: Sequence[_Step]) -> FidelityRow:
+    """The row of steps."""
+    errors = [abs(expected / measured - 1) for expected, measured, _, _ in steps]
+    at_speed = [error for error, each in zip(errors, steps, strict=True) if each[3]]
     expected_us, measured_us = ([each[i] for each in steps] for i in (0, 1))
     return FidelityRow(
         mode=mode,
@@ -146,7 +158,9 @@ def _row(mode: str, regime: str, steps: Sequence[tuple[float, float, float]]) ->
         bias=sum(expected_us) / sum(measured_us) - 1,
         median_error=median(errors),
         gap_p50_error=abs(median(expected_us) / median(measured_us) - 1),
-        noise=fmean(abs(expected / measured / ratio - 1) for expected, measured, ratio in steps),
+        noise=fmean(abs(expected / measured / ratio - 1) for expected, measured, ratio, _ in steps),
+        at_speed_steps=len(at_speed),
+        at_speed_error=fmean(at_speed) if at_speed else 0.0,
     )
 
 

@@ -70,6 +70,22 @@ def test_the_hosts_speed_at_a_step_is_the_mean_of_both_sides(tmp_path: Path) -> 
     ]
 
 
+def test_steps_at_the_tables_host_speed_are_told_apart(tmp_path: Path) -> None:
+    """Within a tenth on both sides; elsewhere the machine's speed changed, and with it what a table can say."""
+    entries = logged(tmp_path / "s.jsonl", "eager")[:4]
+    speeds = (20.0, 21.9, 40.0, 20.0)
+    entries = tuple(attrs.evolve(each, host_work_us=speed) for each, speed in zip(entries, speeds, strict=True))
+    costs = attrs.evolve(COSTS, host_work_us=20.0)
+    expected = [each.cycle_us for each in expected_costs(entries, costs)]
+    off = (1.25, 1.0, 2.0, 4.0)
+    late = [attrs.evolve(each, cycle_us=us * by) for each, us, by in zip(entries, expected, off, strict=True)]
+    row = fidelity(late, costs)[-1]
+    assert (row.at_speed_steps, row.at_speed_error) == (2, pytest.approx(0.1))
+    assert row.error == pytest.approx((0.2 + 0 + 0.5 + 0.75) / 4)
+    unnoted = fidelity(entries, COSTS)[-1]
+    assert (unnoted.at_speed_steps, unnoted.at_speed_error) == (4, unnoted.error)
+
+
 def test_an_error_shows_where_it_is(tmp_path: Path) -> None:
     """A host that is slower than the table says makes host-bound steps too quick, and leaves others alone."""
     entries = logged(tmp_path / "s.jsonl", "eager")
