@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -83,6 +84,14 @@ class Config:
     def strict_in(environ: Mapping[str, str]) -> bool:
         """Whether an environment asks to be strict, whatever else in it can't be read."""
         return environ.get(f"{_PREFIX}STRICT", "").strip().lower() in _TRUE
+
+    @classmethod
+    def misspelt(cls, environ: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Variables that aren't settings, each with the one that was meant; others may be of another program."""
+        known = [ON, *(_PREFIX + name.upper() for name in attrs.fields_dict(cls))]
+        others = [name for name in environ if name.startswith(_PREFIX) and name not in known]
+        near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.9) for name in sorted(others)}
+        return [(name, found[0]) for name, found in near.items() if found]
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config | None:

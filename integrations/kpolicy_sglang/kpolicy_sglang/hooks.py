@@ -120,9 +120,11 @@ def take_up(model_runner: Any, state: State) -> None:
 
     ranks = Ranks(model_runner)
     ranks.together(lambda: _phases(model_runner, state), "taking up its graphs")
-    for name in (DECODE, PREFILL):
-        if name not in state.phases and not state.messages:
-            state.say(f"SGLang has no {name} graphs here, so that {name} steps are left to it")
+    missing = [name for name, captured in _captured(model_runner).items() if not captured]
+    if len(missing) == 1:
+        state.say(f"SGLang has no {missing[0]} graphs here, so that {missing[0]} steps are left to it")
+    elif missing:
+        fail("SGLang captured no graphs here, so that there is nothing to decide; SGLang's own rules stay")
     if state.phases:
         started = time.perf_counter()
         tables = cost_tables(model_runner, state, ranks)
@@ -139,6 +141,12 @@ def take_up(model_runner: Any, state: State) -> None:
         except Exception as error:  # noqa: BLE001
             state.metrics = None
             state.say(f"there are no counters or no log: {type(error).__name__}: {error}")
+
+
+def _captured(model_runner: Any) -> dict[str, bool]:
+    """Whether SGLang has graphs, by phase."""
+    decode, prefill = model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner
+    return {DECODE: hasattr(decode, "capture_bs"), PREFILL: bool(getattr(prefill, "capture_num_tokens", None))}
 
 
 def _phases(model_runner: Any, state: State) -> None:

@@ -33,6 +33,8 @@ def register(environ: Mapping[str, str] = os.environ) -> None:
         return
     if config is None:
         return
+    for name, meant in Config.misspelt(environ):
+        logger.warning("kpolicy: %s isn't a setting and changes nothing; %s is", name, meant)
     import sglang
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

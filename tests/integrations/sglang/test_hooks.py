@@ -352,6 +352,9 @@ def test_eager_runner_bare_is_wrapped(monkeypatch, caplog):
         found = hooks.capture_prefill_graph(lambda **_: eager, model_runner=None, eager_runner=eager)
     assert (found.runner, found.memory_phase, found.memory_usage_gb, found.capture_time) == (eager, "prefill", 0, 0)
     assert "no prefill size fits" in caplog.text
+    draft = SimpleNamespace(is_draft_worker=True)
+    found = hooks.capture_prefill_graph(lambda **_: eager, model_runner=draft, eager_runner=eager)
+    assert found.memory_phase == "draft_prefill"
     whole = SimpleNamespace(runner=None, memory_phase="prefill")
     assert hooks.capture_prefill_graph(lambda **_: whole) is whole
 
@@ -491,9 +494,20 @@ def test_other_ranks_count_nothing(where, tmp_path, monkeypatch):
 
 
 def test_a_phase_without_graphs_is_said(caplog):
-    """Whoever turned one phase off reads that its steps are SGLang's."""
+    """Whoever turned one phase off reads that its steps are SGLang's; without any there is nothing to decide."""
+    hooks.configure(Config(calibrate=False), "0.5.16")
     start(model_runner(), None, graph_runner())
+    start(model_runner(), graph_runner(captured_req_width=4), None)
     assert "SGLang has no decode graphs here" in caplog.text
+    assert "SGLang has no prefill graphs here" in caplog.text
+    caplog.clear()
+    start(model_runner(), SimpleNamespace(), SimpleNamespace())
+    assert [record.message for record in caplog.records] == [
+        "kpolicy: SGLang captured no graphs here, so that there is nothing to decide; SGLang's own rules stay"
+    ]
+    hooks.configure(Config(strict=True), "0.5.16")
+    with pytest.raises(SystemExit, match="captured no graphs"):
+        start(model_runner(), None, None)
 
 
 def test_log_that_cannot_be_written(tmp_path, caplog):

@@ -176,7 +176,7 @@ def test_costs_replace_the_limit_on_padding_and_nothing_else():
 
 @pytest.mark.parametrize("version", KNOWN)
 def test_decode_through_the_hooks_equals_the_real_rule(version):
-    """On 20,000 random decode batches, data-parallel verdicts and LoRA labels among them."""
+    """On 20,000 random decode batches, data-parallel verdicts among them; LoRA is off."""
     release, rng, outcomes = release_of(version), random.Random(9), Counter()  # noqa: S311  not for secrets
     for _ in range(DEPLOYMENTS):
         rows, together = random_sizes(rng, 200), rng.random() < 0.4

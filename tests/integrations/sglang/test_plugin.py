@@ -6,7 +6,7 @@ import pkgutil
 import pytest
 
 from kpolicy_sglang import hooks
-from kpolicy_sglang.plugin import register
+from kpolicy_sglang.plugin import not_taken, register
 from kpolicy_sglang.versions import KNOWN, known
 from tests.integrations.sglang.fake_sglang import pretended
 from tests.integrations.sglang.recorded import SIGNATURES
@@ -174,6 +174,27 @@ def test_hook_that_did_not_take_ends_a_strict_start():
         register(STRICT)
         with pytest.raises(SystemExit, match="didn't apply the hooks on"):
             registry.apply_hooks()
+
+
+def test_hook_that_sglang_only_says_it_applied(caplog):
+    """A target that is called patched and doesn't call kpolicy isn't hooked."""
+    target = KNOWN["0.5.23"].hooks[0].target
+    with pretended("0.5.23") as registry, caplog.at_level(logging.ERROR):
+        register(ON)
+        of, _, name = target.rpartition(".")
+        own = getattr(pkgutil.resolve_name(of), name)
+        registry.apply_hooks()
+        setattr(pkgutil.resolve_name(of), name, own)
+        assert not_taken(KNOWN["0.5.23"].hooks, registry) == [target]
+
+
+def test_misspelt_setting_is_said(caplog):
+    """A variable that is nearly a setting changes nothing, and that is said; another program's isn't mentioned."""
+    with pretended("0.5.23"), caplog.at_level(logging.WARNING):
+        register(ON | {"KPOLICY_SPLITS": "0", "KPOLICY_ORACLE": "x"})
+    assert [record.message for record in caplog.records] == [
+        "kpolicy: KPOLICY_SPLITS isn't a setting and changes nothing; KPOLICY_SPLIT is"
+    ]
 
 
 def test_check_looks_once():
