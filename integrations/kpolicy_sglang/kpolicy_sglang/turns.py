@@ -20,11 +20,12 @@ that prompts have run is two or three chunks: those waves are the usual load, an
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import lcm
 from operator import mul
 
+from kpolicy.costs import Curve
 from kpolicy_sglang.phase import PROMPT_TOKENS
 from kpolicy_sglang.state import State
 
@@ -66,7 +67,7 @@ class Turns:
             self._sizes = sorted({*(s for s in prefill.sizes if s < chunk), *range(_STEP, chunk, _STEP), chunk})
             # A larger size that takes less makes the smaller ones no better.
             self._us = list(accumulate((prefill.us(size) for size in self._sizes), max))
-            long = state.long.at if state.long is not None else prefill.us
+            long = _from_usual(state.long, prefill.us(PROMPT_TOKENS)) if state.long is not None else prefill.us
             at_most = zip(self._sizes, self._us, strict=True)
             self._long_us = [max(us, long(size)) if size > PROMPT_TOKENS else us for size, us in at_most]
             if self._gap_us is not None:
@@ -159,6 +160,11 @@ def aligned(scheduler: object) -> int:
     """What a scheduler rounds a cut prompt down to: whole pages, and blocks of a deterministic attention."""
     page, block = (int(getattr(scheduler, name, None) or 1) for name in ("page_size", "truncation_align_size"))
     return lcm(page, block)
+
+
+def _from_usual(long: Curve, usual_us: float) -> Callable[[int], float]:
+    """Microseconds of one prompt, from the longest usual one on."""
+    return Curve((PROMPT_TOKENS, *long.sizes), (usual_us, *long.us)).at
 
 
 def mean_length(lengths: Sequence[int]) -> float:

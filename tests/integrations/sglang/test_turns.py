@@ -96,7 +96,7 @@ def test_long_prompts_take_longer_than_usual_ones():
 @pytest.mark.parametrize(
     ("tokens", "length", "us"),
     [(512, 512, 4000), (4096, 0, 15_000), (4096, 1024, 15_000), (4096, 4096, 20_000), (4096, 9000, 20_000),
-     (4096, 2560, 17_500), (1024, 1024, 4300)],
+     (4096, 2560, 17_500), (1024, 1024, 4300), (1536, 1536, 7500)],
 )  # fmt: skip
 def test_what_prompts_take_goes_by_their_length(tokens, length, us):
     """A line in the length, from usual prompts to a single one: attention to one's own tokens is that."""
