@@ -422,6 +422,21 @@ class Trace:
         found["launches"], found["slowest"] = launched()
         return {**found, "cycles": dict(split.cycles) if split is not None else None, "steps": steps_of(self.runner)}
 
+    def counters(self) -> dict[str, Any]:
+        """kpolicy's counters as they are scraped, and the decision log handed to the system, as after five seconds."""
+        from prometheus_client import generate_latest
+
+        from kpolicy_sglang.state import state_of
+
+        state = state_of(self.runner)
+        if state is not None:
+            if state.metrics is not None:
+                state.metrics.flush(state.phases, state.failures)
+            if state.decision_log is not None:
+                state.decision_log.flush()
+        scraped = generate_latest().decode().splitlines()
+        return {"counters": [line for line in scraped if line.startswith("sglang:kpolicy") and "_created" not in line]}
+
     def _watch_launches(self) -> Any:
         """Have the scheduler's launches timed on the host; what is returned ends that and sums them up.
 

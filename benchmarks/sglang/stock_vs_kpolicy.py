@@ -12,6 +12,7 @@ Both sides are processes on the same GPU that stay up and take turns; who goes f
 - ``dsv2-trace``: the conversation trace on DeepSeek-V2-Lite with mixed chunks, at 48 requests;
 - ``capture``: start-up alone: SGLang's own sizes and those of ``--plan``, which end at the same; kpolicy's own and
   SGLang's own list up to the same;
+- ``log``: counters and decision log of a scheduler under the trace, decided again by `kpolicy simulate`;
 - ``check``: logits on a generated checkpoint against float32 (benchmarks/sglang/check.py).
 
 Every answer is appended to OUT/raw.jsonl as it comes; OUT/sglang_stock_vs_kpolicy.json is written anew after each slice
@@ -45,7 +46,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SLICES = (
-    "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-mixed-trace", "qwen-offline-trace", "dsv2-trace",
+    "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-mixed-trace", "qwen-offline-trace", "dsv2-trace", "log",
 )  # fmt: skip
 VARIANTS = {"order": {"KPOLICY_TURNS": "0"}}
 VARIED = {"order": ", KPOLICY_TURNS=0"}
@@ -89,7 +90,7 @@ STEP_TURNS, ROUNDS, ROUND_MS = 4, 4, 40
 """Steps: how often a load is prepared, turns of each side then, and about how long one is."""
 NO_VARIANTS: Mapping[str, dict[str, str]] = {}
 NONE_SHARED: Mapping[int, int] = {}
-SERVED = ("step", "trace", "check", "drawn")
+SERVED = ("step", "trace", "check", "drawn", "log")
 """Kinds of answers that a slice is run for."""
 WARM_TOKENS = 8
 """Most output tokens of a request before anything is measured."""
@@ -367,6 +368,32 @@ def capture(run: Run, part: str) -> None:
             side.end()
 
 
+def log(run: Run, part: str) -> None:
+    """One kpolicy side with counters and a decision log; what it wrote, after it is killed, is decided again."""
+    path = run.logs / "decisions.jsonl"
+    extra = {"max_running_requests": 600, "enable_metrics": True}
+    side = Side(
+        f"{part}-kpolicy", "trace", run.arguments("qwen", extra), run.logs, kpolicy=True,
+        KPOLICY_DECISION_LOG=str(path.resolve()),
+    )  # fmt: skip
+    try:
+        run.start("qwen-log", {"kpolicy": side})
+        requests = requests_of(run.given.trace, run.given.requests or 600, 7000, 400.0)
+        found = side.ask(LIMIT_S + 20, do="run", requests=requests, concurrent=600, limit_s=LIMIT_S)
+        counted = side.ask(30, do="counters")
+    finally:
+        side.end()
+    command = [sys.executable, "-m", "kpolicy", "simulate", "--decisions", str(path), "--json"]
+    again = subprocess.run(
+        [*command, "--policy", "auto", "--policy", "sglang"], capture_output=True, text=True, check=False
+    )
+    run.note(
+        kind="log", part=part, steps=found["steps"], counters=counted["counters"], size=path.stat().st_size,
+        entries=len(path.read_text(encoding="utf-8").splitlines()) - 1, rc=again.returncode, said=again.stderr[-500:],
+        again=again.stdout[:2000],
+    )  # fmt: skip
+
+
 def check(run: Run, part: str) -> None:
     """Logits of a generated checkpoint against float32: see check.py."""
     for name in ("qwen", "dsv2"):
@@ -526,6 +553,7 @@ def write(run: Run) -> None:
         "command": "python benchmarks/sglang/stock_vs_kpolicy.py --models MODELS --trace TRACE --out OUT",
         "runs": [line for line in lines if line["kind"] == "about"], "rows": rows(lines),
         "checks": [line for line in lines if line["kind"] == "check"],
+        "logs": [line for line in lines if line["kind"] == "log"],
         "starts": [line for line in lines if line["kind"] == "start"],
         # A slice that failed once and was run again since is no error.
         "errors": [
@@ -560,7 +588,7 @@ def main() -> None:
     for part in given.slices.split(","):
         started = time.monotonic()
         try:
-            known = {"check": check, "capture": capture}
+            known = {"check": check, "capture": capture, "log": log}
             function = known.get(part) or (trace if "trace" in part else steps)
             if run.left_s > 40:
                 function(run, part)
