@@ -43,8 +43,8 @@ _Path: TypeAlias = "tuple[int, GraphRegistry, Callable[..., Decision], Executor 
 
 MOST_RUNNING = 64
 """Steps that may be under way and uncounted at once"""
-LOOK_EVERY = 32
-"""Times that steps are counted between looks at where weights lie, some 500 steps: it takes about half a millisecond"""
+LOOK_EVERY = 512
+"""Steps between looks at where weights and KV lie, at least: one takes about half a millisecond"""
 COUNT_EVERY = 16
 """Steps that are counted together, while the device is at work on the last one: one after the other the processor
 fetches what counting takes from memory each time, and that takes longer than counting"""
@@ -167,9 +167,8 @@ class Engine:
         self._running: deque[_Running] = deque()
         self._several = False
         """Whether the last step had a launch beside another"""
-        self._counted = 0
-        # Optional for an executor: whether what its graphs read by address is still there.
-        self._look: Callable[[], None] | None = getattr(self.executor, "look", None)
+        self._since_look = 0
+        """Steps that were counted since addresses were looked at"""
         self._counting = RLock()
         """Held while steps are counted: whoever reads `stats` may do so on another thread"""
         self._lazy = self._lazy_capture(lazy)
@@ -439,7 +438,17 @@ class Engine:
             if not len(running) % COUNT_EVERY:
                 # Earlier ones are counted here, while the device is at work; not where another thread is at it.
                 self._settle(every=False, but=1, waits=False)
+            if self._since_look >= LOOK_EVERY:
+                self._look(executor)
         return outputs
+
+    def _look(self, executor: Executor) -> None:
+        """Look whether what graphs read by address is still there, while the device is at work on the last step."""
+        self._since_look = 0
+        # Optional for an executor; whether it withdrew graphs.
+        look: Callable[[], bool] | None = getattr(executor, "look", None)
+        if look is not None and look() and self._events is not None:
+            self._events.graphs_withdrawn()
 
     def _decided(self, executor: Executor, numbers: BatchNumbers) -> Decision:
         """`_decide` for a step; later steps take the path that this one found, until something changes."""
@@ -467,6 +476,7 @@ class Engine:
                 self._events.replay_failed(wanted, ran)
         cycle_us = ready[0].us if len(ready) == 1 else max((event.us for event in ready), default=0.0)
         self._stats.add(ran, numbers, cycle_us)
+        self._since_look += 1
         if self._correct and self._communicator is None:
             self._hold_costs(ran, numbers, cycle_us)
         for launch in ran.launches:
@@ -504,11 +514,6 @@ class Engine:
             return
         try:
             self._count_running(every=every, but=but)
-            self._counted += 1
-            if not self._counted % LOOK_EVERY and self._look is not None:
-                self._look()
-                if self._events is not None:
-                    self._events.graphs_withdrawn()
         finally:
             self._counting.release()
 
@@ -555,6 +560,7 @@ class Engine:
         finally:
             # Those that are known to be over count, whatever the next one says.
             self._stats.add_all(decision, steps)
+            self._since_look += len(steps)
             for launch in decision.launches:
                 if launch.key is not None:
                     self.registry.hit(launch.key, launch.repeat * len(steps))

@@ -311,15 +311,19 @@ class ModeRunner:
             return new_outputs((part.outputs, part.tokens, decision, ready, part.first_tokens))
         return self._run_split(decision, inputs)
 
-    def look(self) -> None:
-        """Withdraw every graph where weights or KV moved: all read them. For between steps, seldom."""
+    def look(self) -> bool:
+        """Withdraw every graph where weights or KV moved: all read them. For between steps, seldom.
+
+        Returns:
+            Whether graphs were withdrawn.
+        """
         moved: Callable[[], GraphReplayError | None] = getattr(self.launcher, "moved", _nothing)
         found = moved()
         if found is None:
-            return
-        for key in self._handles:
-            if self.registry.withdraw(key, found.reason or Reason.REPLAY_FAILED):
-                self.capture_errors[key] = str(found)
+            return False
+        withdrawn = [key for key in self._handles if self.registry.withdraw(key, found.reason or Reason.REPLAY_FAILED)]
+        self.capture_errors |= dict.fromkeys(withdrawn, str(found))
+        return bool(withdrawn)
 
     def forget_prepared(self) -> None:
         """Prepare decisions anew: graphs or the launcher are other ones."""

@@ -8,6 +8,7 @@ whether it runs is tried, on a row of two pages a kind of layer, when a model is
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +40,7 @@ def kind_of(spec: LayerSpec, dtype: torch.dtype, block_size: int) -> Kind:
     return Kind(dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size)
 
 
+@cache
 def _varlen() -> Callable[..., torch.Tensor] | None:
     """torch's attention over rows of any length, where it has one that takes pages."""
     try:

@@ -11,12 +11,25 @@ torch = pytest.importorskip("torch")
 from benchmarks.engine_step import decode_inputs  # noqa: E402
 from benchmarks.host_step import NoModel, Point, opened  # noqa: E402
 from kpolicy.engine import COUNT_EVERY, LOOK_EVERY  # noqa: E402
+from kpolicy.executors.base import StepInputs  # noqa: E402
 from kpolicy.observe.events import GraphWithdrawn  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphState  # noqa: E402
+from kpolicy.shapes import BatchShape  # noqa: E402
 
-WITHIN = LOOK_EVERY * COUNT_EVERY
+WITHIN = LOOK_EVERY + 2 * COUNT_EVERY
 """Steps until a move is found, at most."""
+
+
+def mixed_inputs(model: Any) -> StepInputs:
+    """Two decode rows beside a prompt of nine tokens."""
+    size, lens, kv = model.block_size, [1, 1, 9], [20, 5, 9]
+    tables = [[4 * row + i for i in range(4)] for row in range(3)]
+    positions = [at for q, n in zip(lens, kv, strict=True) for at in range(n - q, n)]
+    rows = [row for row, q in enumerate(lens) for _ in range(q)]
+    slots = [tables[row][at // size] * size + at % size for row, at in zip(rows, positions, strict=True)]
+    numbers = BatchShape(decodes=((1, 2),), decode_kv_tokens=25, prefills=((9, 0),)).numbers
+    return StepInputs(numbers, lens, [1] * 11, positions, slots, tables, kv, [0, 1, 10])
 
 
 class Weights:
@@ -48,6 +61,35 @@ def test_weights_that_stay_are_looked_at_seldom(weights: Weights) -> None:
         engine.step(inputs)
     assert 2 <= weights.looks - before <= 4
     assert engine.registry.captured() == captured
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_looks_are_by_steps_whatever_counts_them(weights: Weights, reads: bool) -> None:
+    """Not by how often steps are counted: SPLIT ones are counted one by one, and so is all where stats are read."""
+    engine, model = opened("split:form=in_turn")
+    mixed = mixed_inputs(model)
+    assert len(engine.step(mixed).ready) == 2
+    before, steps = weights.looks, 3 * WITHIN
+    for _ in range(steps):
+        engine.step(mixed)
+        if reads:
+            assert engine.stats.total.steps
+    assert 2 <= weights.looks - before <= 4
+
+
+def test_only_what_was_withdrawn_is_told(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that finds nothing leaves events alone, which a step on another thread may hold back."""
+    engine, model = opened()
+    told = list[str]()
+    monkeypatch.setattr(engine.events, "graphs_withdrawn", lambda: told.append("told"))
+    inputs = decode_inputs(3, model.num_blocks)
+    for _ in range(2 * WITHIN):
+        engine.step(inputs)
+    assert not told
+    weights.held["up_proj"] = torch.zeros(4)
+    for _ in range(2 * WITHIN):
+        engine.step(inputs)
+    assert told == ["told"]
 
 
 def test_a_weight_that_moved_costs_its_graphs_within_some_hundred_steps(weights: Weights) -> None:
