@@ -25,14 +25,14 @@ COMMANDS = (
 
 
 def gathered(folders: Iterable[Path]) -> list[dict[str, Any]]:
-    """Every raw row, each (model, load, side, repeat) once."""
+    """Every raw row, each (model, load, requests, side, repeat) once."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for folder in folders:
         for name in RAW:
             path = folder / name
             for line in path.read_text().splitlines() if path.exists() else []:
                 row = json.loads(line)
-                rows[row["model"], row["load"], row["side"], row["repeat"]] = row
+                rows[row["model"], row["load"], row.get("requests"), row["side"], row["repeat"]] = row
     return list(rows.values())
 
 

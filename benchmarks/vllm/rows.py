@@ -33,10 +33,12 @@ class Rows:
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def has(self, model: str, load: str, side: str, repeat: int) -> bool:
-        """Whether that is measured."""
-        wanted = (model, load, side, repeat)
-        return any((row["model"], row["load"], row["side"], row["repeat"]) == wanted for row in self.all)
+    def has(self, model: str, load: str, side: str, repeat: int, requests: int | None = None) -> bool:
+        """Whether that is measured, with as many requests where it has any."""
+        wanted = (model, load, side, repeat, requests)
+        return any(
+            (row["model"], row["load"], row["side"], row["repeat"], row.get("requests")) == wanted for row in self.all
+        )
 
     def summary(self, target: Path, content: dict[str, Any]) -> None:
         """Write what the rows come to, whole or not at all."""

@@ -125,12 +125,16 @@ class Run(Measurement):
     def serve(self, model: str, loads: list[str], following: str | None) -> None:
         """Start all sides once and have them serve each load in turn; `following` is the model that comes next."""
         options = self._options
+        made = {load: make_load(load, model, options.traces, scale=options.scale) for load in loads}
         wanted = [
             (repeat, load)
             for round_ in range(options.repeats)
             for load in loads
             for repeat in self._repeats(load, round_)
-            if not all(self.rows.has(model, load, name, repeat) for name in self._of(load, options.sides))
+            if not all(
+                self.rows.has(model, load, name, repeat, len(made[load].requests))
+                for name in self._of(load, options.sides)
+            )
         ]
         if not wanted or self.left_s() < 90:
             return
@@ -148,20 +152,21 @@ class Run(Measurement):
                 if self.left_s() < LAST_S * len(self._of(load, sides)):
                     say(f"{model}: the budget is spent")
                     break
-                self._turns(model, load, repeat, sides)
+                self._turns(model, made[load], repeat, sides)
             self._keep_statistics(model, sides)
         finally:
             for side in sides.values():
                 side.end()
 
-    def _turns(self, model: str, load: str, repeat: int, sides: dict[str, Side]) -> None:
+    def _turns(self, model: str, load: Load, repeat: int, sides: dict[str, Side]) -> None:
         """Each side serves that load once."""
-        made = make_load(load, model, self._options.traces, scale=self._options.scale)
-        for name in rotated(self._of(load, sides), repeat):
-            row = self._served(model, sides, name, made, f"{load} {repeat}")
+        for name in rotated(self._of(load.name, sides), repeat):
+            row = self._served(model, sides, name, load, f"{load.name} {repeat}")
             if row is not None:
-                self.rows.keep(model=model, load=load, side=name, repeat=repeat, **row)
-                say(_line(model, load, name, repeat, row))
+                self.rows.keep(
+                    model=model, load=load.name, side=name, repeat=repeat, requests=len(load.requests), **row
+                )
+                say(_line(model, load.name, name, repeat, row))
 
     def _served(self, model: str, sides: dict[str, Side], name: str, load: Load, seed: str) -> dict[str, Any] | None:
         """That side's figures of a load; None where it is lost."""

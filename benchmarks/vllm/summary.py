@@ -38,18 +38,20 @@ def ratio_interval(ratios: Sequence[float]) -> tuple[float, float | None, float 
 def summarise(rows: Iterable[dict[str, Any]], base: str = "stock", side: str = "kpolicy") -> list[dict[str, Any]]:
     """Rows of {model, load, figure, `base`, `side`, ratio, low, high, repeats}; a ratio above 1: `side` is better.
 
+    Where raw rows say how many requests a load had, so do these, and other numbers are another load.
+
     Args:
         rows: raw rows, each with ``model``, ``side``, ``load`` (``start`` for start-up) and ``repeat``. Pairs are
             formed by repeat; a repeat that one side lacks is left out.
         base: the side that is compared with.
         side: the side that is compared.
     """
-    grouped: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = {}
+    grouped: dict[tuple[str, str, int | None], dict[str, dict[int, dict[str, Any]]]] = {}
     for row in rows:
-        sides = grouped.setdefault((row["model"], row["load"]), {})
+        sides = grouped.setdefault((row["model"], row["load"], row.get("requests")), {})
         sides.setdefault(row["side"], {})[row["repeat"]] = row
     found = []
-    for (model, load), sides in grouped.items():
+    for (model, load, requests), sides in grouped.items():
         bases, others = sides.get(base, {}), sides.get(side, {})
         repeats = sorted(bases.keys() & others.keys())
         for figure in (*BETTER_HIGH, *BETTER_LOW):
@@ -65,7 +67,7 @@ def summarise(rows: Iterable[dict[str, Any]], base: str = "stock", side: str = "
                 base: round(statistics.median(a for a, _ in pairs), 4),
                 side: round(statistics.median(b for _, b in pairs), 4),
                 "ratio": round(ratio, 4), "low": low and round(low, 4), "high": high and round(high, 4),
-                "repeats": len(pairs),
+                "repeats": len(pairs), **({} if requests is None else {"requests": requests}),
             })  # fmt: skip
     return found
 

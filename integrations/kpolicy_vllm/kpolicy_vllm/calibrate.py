@@ -41,8 +41,9 @@ ALIKE = 0.05
 is a difference between them."""
 SLOPES = 0.2
 """Share of the allowance for attention's slopes"""
-MOST_FULL, MOST_PIECES = 12, 8
-"""Sizes of each part that are timed, the smallest and the largest among them; between two the curve is straight"""
+MOST_FULL, MOST_MIXED, MOST_PIECES = 12, 6, 8
+"""Sizes that are timed of whole graphs of decodes, of those of mixed batches and of pieces, the smallest and the
+largest among them; between two the curve is straight"""
 
 
 def why_not(runner: Any) -> str | None:
@@ -158,17 +159,11 @@ class _Plan:
             # 0.33 has graphs of decodes with as many drafts as there may be, or fewer.
             return key.query_len == q or (key.query_len is None and key.max_query_len == q)
 
-        full = {
-            key.num_tokens: key for key in keys if key.part is Part.FULL and not key.decode_only
-        } | {key.num_tokens: key for key in keys if key.part is Part.FULL and of_decodes(key)}  # fmt: skip
-        self._full = [
-            decode(key, min(size // q, most_rows)) if of_decodes(key) else chunk(key, size)
-            for size, key in sorted(full.items())
-            if size // q >= 1 and (of_decodes(key) or size <= most_chunk)
-        ]
-        mixed = sorted({key.num_tokens: key for key in keys if key.part is Part.FULL and not key.decode_only}.items())
-        own = {case.key: case for case in self._full}
-        self._mixed = [own.get(key) or chunk(key, size) for size, key in mixed if size <= most_chunk]
+        full = sorted((key for key in keys if key.part is Part.FULL), key=lambda key: key.num_tokens)
+        decodes = {key.num_tokens: key for key in full if of_decodes(key) and key.num_tokens >= q}
+        mixed = {key.num_tokens: key for key in full if not key.decode_only and q <= key.num_tokens <= most_chunk}
+        self._mixed = [chunk(key, size) for size, key in mixed.items()]
+        self._full = [decode(key, min(size // q, most_rows)) for size, key in decodes.items()]
         pieces = sorted((key for key in keys if key.part is Part.PIECEWISE), key=lambda key: key.num_tokens)
         self._pieces = [chunk(key, key.num_tokens) for key in pieces if key.num_tokens <= most_chunk]
         # The smallest that holds all rows: what they take shows best there.
@@ -184,7 +179,9 @@ class _Plan:
         ]
         for listed in (self._full, self._mixed, self._pieces, self._piece_rows, self._eager):
             listed[:] = [case for case in listed if steps.fits(case.rows)]
-        self._full, self._pieces = _spread(self._full, MOST_FULL), _spread(self._pieces, MOST_PIECES)
+        self._pieces, self._mixed = _spread(self._pieces, MOST_PIECES), _spread(self._mixed, MOST_MIXED)
+        # Where all whole graphs are of mixed batches, decodes run in those.
+        self._full = _spread(self._full, MOST_FULL) or self._mixed
         rows_of = [case for case in self._eager if case.rows.decodes > FEW_DECODES]
         self._eager_rows: list[Case] = []
         if rows_of and not self._piece_rows and rows_of[-1].rows.num_tokens <= most_chunk:
@@ -247,7 +244,7 @@ class _Plan:
             version="measured in vLLM at start-up",
             measured=True,
             # A mode without graphs has no times of its own, and is never chosen.
-            full=curve([case for case in self._full if case.rows.decodes] or self._full, pieces) or eager,
+            full=curve(self._full, pieces) or eager,
             mixed=curve(self._mixed, pieces),
             piecewise=pieces or curve(self._piece_rows) or eager,
             eager=eager,

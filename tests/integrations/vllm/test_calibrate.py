@@ -9,7 +9,7 @@ import pytest
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.settings import Settings
-from kpolicy_vllm.calibrate import MOST_FULL, MOST_PIECES, calibrate, why_not
+from kpolicy_vllm.calibrate import MOST_FULL, MOST_MIXED, MOST_PIECES, calibrate, why_not
 from tests.integrations.vllm.fake_runner import JOIN_US, FakeRunner, FakeState, SimulatedClock, stand_ins
 
 SIZES = (1, 4, 16, 64)
@@ -161,11 +161,14 @@ def test_of_many_sizes_some_are_timed_the_ends_among_them(monkeypatch: Any) -> N
     settings = Settings(max_num_reqs=64, max_num_tokens=2048)
     full = [GraphKey(Part.FULL, n, n, query_len=1) for n in range(1, 65, 3)]
     pieces = [GraphKey(Part.PIECEWISE, n) for n in range(64, 2049, 64)]
-    table, runner, _ = calibrated(monkeypatch, keys=[*full, *pieces])
+    mixed = [GraphKey(Part.FULL, n, n) for n in range(8, 513, 8)]
+    table, runner, _ = calibrated(monkeypatch, keys=[*full, *mixed, *pieces])
     ran = {key for key, _, _ in runner.ran if isinstance(key, GraphKey)}
     assert len(ran & set(full)) == MOST_FULL < len(full)
+    assert len(ran & set(mixed)) == MOST_MIXED < len(mixed)
     assert len(ran & set(pieces)) == MOST_PIECES < len(pieces)
-    assert {full[0], full[-1], pieces[0]} <= ran
+    assert {full[0], mixed[0], mixed[-1], pieces[0]} <= ran
+    assert table.mixed.at(300) == pytest.approx(400 + 3 * 300, rel=0.03)
     assert max(key.num_tokens for key in ran) >= settings.max_num_tokens - 64
     for size in (2, 34, 61):
         assert table.full.at(size) == pytest.approx(400 + 3 * size, rel=0.03)

@@ -68,8 +68,9 @@ def test_loads_are_served_by_every_side(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "vllm_stock_vs_kpolicy.json").read_text())
     assert ratios(written["rows"])["requests_per_s"] == 2.0
     assert set(written["rows"][0]) == {
-        "model", "load", "figure", "stock", "kpolicy", "ratio", "low", "high", "repeats"
+        "model", "load", "figure", "stock", "kpolicy", "ratio", "low", "high", "repeats", "requests"
     }  # fmt: skip
+    assert written["rows"][0]["requests"] == 4
     assert ratios(written["beside"]["stock wide"])["requests_per_s"] == 1.0
     before = (tmp_path / "raw.jsonl").read_text()
     assert stock_vs_kpolicy.main(command) == 0
@@ -103,6 +104,18 @@ def test_a_side_may_serve_some_loads_alone(tmp_path: Path) -> None:
     )  # fmt: skip
     served_by = {load: {row["side"] for row in rows if row["load"] == load} for load in ("decode-4", "decode-5")}
     assert served_by == {"decode-4": {"stock", "kpolicy"}, "decode-5": {"stock", "kpolicy", "wide"}}
+
+
+def test_rows_of_another_number_of_requests_are_of_another_load(tmp_path: Path) -> None:
+    """The same name meant more requests in an earlier call: those rows are apart, and this call measures its own."""
+    earlier = tmp_path / "earlier.jsonl"
+    old = {"model": "qwen05b", "load": "decode-4", "repeat": 0, "requests": 9, "requests_per_s": 1.0}
+    earlier.write_text("".join(json.dumps({**old, "side": side}) + "\n" for side in ("stock", "kpolicy")))
+    rows = served(tmp_path, "--repeats", "1", "--loads", "decode-4", "--done", str(earlier))
+    assert len([row for row in rows if row["load"] == "decode-4"]) == 2
+    written = json.loads((tmp_path / "vllm_stock_vs_kpolicy.json").read_text())["rows"]
+    found = {(row["requests"], row["repeats"]): row["ratio"] for row in written if row["figure"] == "requests_per_s"}
+    assert found == {(4, 1): 2.0, (9, 1): 1.0}
 
 
 @pytest.mark.parametrize(("shim", "rest"), [('{"fails": 1}', {"stock", "wide"}), ('{"breaks": 1}', {"stock", "wide"})])
