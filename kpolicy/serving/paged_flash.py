@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from kpolicy.executors.cuda.failures import classify
 from kpolicy.serving.rows import RowTensors
 
 if TYPE_CHECKING:
@@ -32,12 +33,13 @@ class Kind(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     block_size: int
 
 
 def kind_of(spec: LayerSpec, dtype: torch.dtype, block_size: int) -> Kind:
     """A layer's kind."""
-    return Kind(dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size)
+    return Kind(dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, block_size)
 
 
 @cache
@@ -114,7 +116,9 @@ def refusal(
             query, *(cache.index_select(0, slots) for cache in caches), starts, kv_starts, (query_len, kv_len)
         ).float()
     # Whatever torch or the implementation that was activated says to a block table.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
+        if classify(error).sticky:
+            raise
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     off = float((mine - right).norm() / right.norm())
     return "" if off <= ALLOWED else f"its results over pages are off by {off:.2g} (relative L2)"

@@ -36,7 +36,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> CudaAdapter:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)), raising=False)
     monkeypatch.setattr(streams, "_spare", {})
-    monkeypatch.setattr(streams, "_priorities", {})
+    monkeypatch.setattr(streams, "_held", {})
     monkeypatch.setattr(cuda_adapter, "_device", lambda _: torch.device("cuda", 0))
     return CudaAdapter()
 
@@ -67,6 +67,30 @@ def test_a_stream_is_one_owners_at_a_time(adapter: CudaAdapter) -> None:
     other = streams.new_stream(torch.device("cuda", 1), 0)
     adapter.give_back(other)
     assert adapter.new_stream() is not other
+
+
+def test_a_stream_that_is_held_is_not_given_away_while_there_is_another(
+    adapter: CudaAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch hands its streams out in turn; where all are held one is shared, and spare when all its owners are done."""
+    turn = count()
+
+    class InTurn(Stream):
+        def __init__(self, device: Any, priority: int = 0) -> None:
+            super().__init__(device, priority)
+            self.cuda_stream = 10_000 + next(turn) % streams.STREAMS
+
+    monkeypatch.setattr(torch.cuda, "Stream", InTurn)
+    first = adapter.new_stream()
+    torch.cuda.Stream(None)
+    others = [adapter.new_stream() for _ in range(streams.STREAMS - 1)]
+    assert len({first.cuda_stream, *(each.cuda_stream for each in others)}) == streams.STREAMS
+    shared = adapter.new_stream()
+    partner = next(each for each in (first, *others) if each.cuda_stream == shared.cuda_stream)
+    adapter.give_back(partner)
+    assert not streams._spare
+    adapter.give_back(shared)
+    assert adapter.new_stream() is shared
 
 
 def test_a_lost_device_keeps_its_streams(adapter: CudaAdapter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,15 @@ def test_keys_are_gathered_where_pages_are_not_read(
     assert torch.allclose(mine, right, atol=3e-2)
 
 
+def test_a_device_that_is_lost_is_not_a_refusal(varlen: Varlen) -> None:
+    """The error is the caller's: nothing runs any more, gathered keys neither."""
+    varlen.refuses = RuntimeError("CUDA error: an illegal memory access was encountered")
+    kernels = TritonKernels(CPU, flash=True)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        kernels.try_pages(SPEC, torch.bfloat16, PAGE)
+    assert kernels.no_pages == {}
+
+
 @pytest.mark.parametrize(
     ("spec", "dtype", "flash"),
     [

@@ -91,7 +91,6 @@ class Graph:
                     None,
                     f"memory that {outside.line} was recorded with is held by nobody but the graph; keep the tensors "
                     "that a graph reads for as long as it lives.",
-                    Reason.ADDRESS_CHANGED,
                 )
 
     def describe(self) -> str:
