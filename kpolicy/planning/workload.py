@@ -344,10 +344,12 @@ class _Rows:
         means = (seen * steps[:, None] + usual * weight[:, None]) / np.maximum(steps + weight, _TINY)[:, None]
         return _Rows(sizes, steps + weight, means, self.query_len)
 
-    def _time(self, costs: CostTable, dense: Any, host: HostCost) -> Vector:
+    def _time(self, costs: CostTable, dense: Any, host: HostCost, both_us: float = 0.0) -> Vector:
         import numpy as np
 
         decodes, kv, context, tokens, pairs, reqs, with_decodes, with_prefills = self.means.T
+        # Every step has rows of one kind at least, so this is the share of those that have both.
+        dense = dense + both_us * np.maximum(with_decodes + with_prefills - 1, 0)
         decode, prefill = costs.decode_attention, costs.prefill_attention
         attention = decode.base_us * with_decodes + decode.row_us * decodes + decode.unit_us * kv
         attention = attention + prefill.base_us * with_prefills + prefill.row_us * tokens + prefill.unit_us * pairs
@@ -358,9 +360,10 @@ class _Rows:
 
     def graph_us(self, costs: CostTable, part: Part, tokens: int) -> Vector:
         """One step of each size, replayed at that many tokens."""
-        if part is Part.FULL:
-            return self._time(costs, costs.full.at(tokens), costs.host_full)
-        return self._time(costs, costs.piecewise.at(tokens), costs.host_piecewise)
+        full = part is Part.FULL
+        curve = costs.curve_for(GraphKey(part, tokens, query_len=self.query_len or None))
+        host = costs.host_full if full else costs.host_piecewise
+        return self._time(costs, curve.at(tokens), host, costs.both_us[0 if full else 1])
 
     def escape_us(self, costs: CostTable) -> Vector:
         """All steps of each size together, run eagerly at their true size."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kpolicy.attention.support import Claims
+from kpolicy.costs import CostTable, Curve
 from kpolicy.errors import ConfigError, LadderError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Part
@@ -20,14 +21,16 @@ from kpolicy.trace_plan import layout_of, replayed
 from tests.planning.workloads import costs, server, trace
 
 CLAIMS = Claims.at_level("mixed")
+#: FULL graphs that hold prompts have a curve of their own, and rows of both kinds take the device longer.
+MIXED = costs(mixed=Curve((1, 4096), (1500.0, 1500.0 + 30.0 * 4095)), both_us=(400.0, 250.0))
 
 
-def workload(policy: str = "vllm", **changed: int) -> Workload:
+def workload(policy: str = "vllm", table: CostTable | None = None, **changed: int) -> Workload:
     """The steps of the test's trace under a policy."""
-    made, host = get_policy(policy), server(**changed)
-    steps = replayed(trace(), policy, made.sizes(host.settings), server=host, costs=costs(), attention=CLAIMS)
+    made, host, table = get_policy(policy), server(**changed), table or costs()
+    steps = replayed(trace(), policy, made.sizes(host.settings), server=host, costs=table, attention=CLAIMS)
     layout = layout_of(made, CLAIMS, host.settings)
-    return Workload(histogram=steps, costs=costs(), settings=host.settings, layout=layout)
+    return Workload(histogram=steps, costs=table, settings=host.settings, layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -35,14 +38,15 @@ def workload(policy: str = "vllm", **changed: int) -> Workload:
     ["vllm", "vllm:version=0.23,mode=FULL_DECODE_ONLY", "vllm:mode=PIECEWISE", "vllm:mode=FULL", "sglang", "nano_vllm"],
 )
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_time_is_the_simulators(policy: str, num_drafts: int) -> None:
+@pytest.mark.parametrize("table", [costs(), MIXED], ids=["one_curve", "mixed"])
+def test_time_is_the_simulators(policy: str, num_drafts: int, table: CostTable) -> None:
     """The time of all steps that sizes are planned by is the time that the simulator takes for them."""
     if num_drafts and policy == "nano_vllm":
         pytest.skip("it drafts nothing")
     host = server(num_speculative_tokens=num_drafts)
     sizes = get_policy(policy).sizes(host.settings)
-    result = simulate(trace(), policy, server=host, costs=costs(), attention=CLAIMS)
-    planned = workload(policy, num_speculative_tokens=num_drafts)
+    result = simulate(trace(), policy, server=host, costs=table, attention=CLAIMS)
+    planned = workload(policy, table, num_speculative_tokens=num_drafts)
     assert planned.steps == result.steps
     # With drafts SGLang runs some batches eagerly whatever their size, which isn't planned for.
     inexact = num_drafts and policy == "sglang"
