@@ -232,6 +232,18 @@ def test_pieces_that_are_hardly_quicker_leave_full_the_preference(monkeypatch: p
     assert found.full.us == pytest.approx((900.0, 990.0, 1300.0), rel=1e-6)
 
 
+def test_beyond_their_largest_mixed_graphs_rise_as_pieces_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one of 512 tokens: 70 us over the decode graph of 64, and from there PIECEWISE's 2,100 us more."""
+    monkeypatch.setitem(globals(), "MIXED", (8, 64))
+    monkeypatch.setitem(
+        globals(), "TRUE", attrs.evolve(TRUE, mixed=Curve((8, 64), (1100.0, 1370.0)), both_us=(0.0, 0.0))
+    )
+    found, _ = calibrated(monkeypatch)
+    assert found.mixed is not None
+    assert found.mixed.sizes == (8, 64, 128, 512)
+    assert found.mixed.us == pytest.approx((1100, 1370, 1570, 3470), rel=1e-6)
+
+
 def test_a_short_allowance_comes_to_powers_of_two_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is beyond the last two sizes goes on as they rise: so these lie far apart, and the largest come early."""
     sizes = [*range(1, 33), *range(40, 65, 8), 96, 128, 192, 256, 384, 512]

@@ -180,6 +180,8 @@ class Calibration:
 
         eager, full, mixed, pieces = map(curve, (self._eager, self._full, self._mixed, self._pieces))
         assert eager is not None  # noqa: S101 - the first case of all
+        if mixed is not None and pieces is not None:
+            mixed = _rising_as(mixed, pieces)
         if full is not None and pieces is not None:
             full = _not_above(full, pieces, noise)
         return CostTable(
@@ -218,6 +220,17 @@ def _steady(us: dict[int, float], noise: float) -> Curve:
             us[size] = us[larger]
     sizes.reverse()
     return Curve(sizes, [us[size] for size in sizes])
+
+
+def _rising_as(mixed: Curve, pieces: Curve) -> Curve:
+    """FULL graphs that hold prompts beyond the largest that was timed: from there they rise as PIECEWISE does.
+
+    They do the same work. The last two sizes of theirs, often 32 apart, say little of what is four times as large.
+    """
+    last = mixed.sizes[-1]
+    beyond = [size for size in pieces.sizes if size > last]
+    rise = [mixed.us[-1] + pieces.at(size) - pieces.at(last) for size in beyond]
+    return Curve((*mixed.sizes, *beyond), (*mixed.us, *(max(us, mixed.us[-1]) for us in rise)))
 
 
 def _not_above(full: Curve, pieces: Curve, noise: float) -> Curve:
