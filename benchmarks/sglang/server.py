@@ -374,6 +374,7 @@ class Trace:
         times: dict[str, list[float]] = {}
         sent: dict[str, float] = {}
         launched = self._watch_launches()
+        before = self._counted()
         state = {"seen": 0, "sent": 0, "done": 0}
         began = time.perf_counter()
 
@@ -418,9 +419,13 @@ class Trace:
                 "gap_p50_ms": round(gaps[len(gaps) // 2], 3), "gap_p99_ms": round(gaps[int(0.99 * len(gaps))], 3),
                 "gap_mean_ms": round(sum(gaps) / len(gaps), 3),
             }  # fmt: skip
-        split = getattr(scheduler, "_kpolicy_split", None)
         found["launches"], found["slowest"] = launched()
-        return {**found, "cycles": dict(split.cycles) if split is not None else None, "steps": steps_of(self.runner)}
+        return found | since(before, self._counted())
+
+    def _counted(self) -> dict[str, Any]:
+        """What kpolicy has counted since the start: the scheduler's cycles, and steps by phase."""
+        split = getattr(self.scheduler, "_kpolicy_split", None)
+        return {"cycles": dict(split.cycles) if split is not None else None, "steps": steps_of(self.runner)}
 
     def counters(self) -> dict[str, Any]:
         """kpolicy's counters as they are scraped, and the decision log handed to the system, as after five seconds."""
@@ -484,6 +489,15 @@ def _at(values: list[float], percent: float) -> float:
 def _bin(size: int) -> int:
     """The power of two that it fits into."""
     return 1 << max(size - 1, 0).bit_length()
+
+
+def since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Counts less what they were before, at any depth; what wasn't there before was zero."""
+    return {
+        name: since(before.get(name) or {}, value) if isinstance(value, dict)
+        else value - (before.get(name) or 0) if value is not None else None
+        for name, value in now.items()
+    }  # fmt: skip
 
 
 def steps_of(runner: Any) -> dict[str, Any] | None:

@@ -19,10 +19,12 @@ Every answer is appended to OUT/raw.jsonl as it comes; OUT/sglang_stock_vs_kpoli
 and takes in what OUT/raw.jsonl had before, so that slices can be run one by one (``--slices``). Rows are {model, load,
 figure, run, stock, kpolicy, ratio, low, high}: the ratio is above 1 where kpolicy is better, with a 95% interval over
 the repeats, null for a single one. Steps are prepared a few times, with short turns in each: a preparation counts once,
-by the median of its pairs, since core, KV pages and graphs are the same in all of them; drawn sizes are prepared once,
-and each counts as a repeat. The mean of repeats has
-Student's interval; six or more have their median and the sign test's. ``run`` counts the starts of this script, whose
-code may differ: nothing of two runs is put together, and a load that was measured again has the later run's row.
+by the median of its pairs, since core, KV pages and graphs are the same in all of them; drawn sizes are prepared once.
+Each has a row, with the ratio of each turn and no interval, and all have one whose interval is over the ``sizes`` it
+counts. The mean of repeats has Student's interval; six or more have their median and the sign test's. Where a side had
+more turns than the other those of both are compared, and are all that a row tells. ``run`` counts the starts of this
+script, whose code may differ: nothing of two runs is put together, and a load that was measured again has the later
+run's row.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ REQUESTS = {
 }  # fmt: skip
 """Requests in flight and in all. With mixed chunks fewer: SGLang's own mixed batches take a second with 600 decodes."""
 LIMIT_S = 100
-"""Seconds that a side may take for a trace."""
+"""Most seconds that a side may take for a trace; less where less is left."""
 MODEL = {"qwen": "qwen05b", "dsv2": "dsv2lite"}
 NAMES = {"qwen05b": "Qwen2.5-0.5B", "dsv2lite": "DeepSeek-V2-Lite"}
 STEPS = {
@@ -324,7 +326,8 @@ def trace(run: Run, part: str) -> None:
             for name in list(sides) if turn % 2 else list(reversed(sides)):
                 if run.left_s < 25:
                     return
-                found = sides[name].ask(LIMIT_S + 20, do="run", requests=requests, limit_s=LIMIT_S, **how)
+                limit_s = min(LIMIT_S, run.left_s - 10)
+                found = sides[name].ask(limit_s + 10, do="run", requests=requests, limit_s=limit_s, **how)
                 run.note(kind="trace", part=part, side=name, turn=turn, concurrent=concurrent, **found)
     finally:
         for side in sides.values():
@@ -379,7 +382,8 @@ def log(run: Run, part: str) -> None:
     try:
         run.start("qwen-log", {"kpolicy": side})
         requests = requests_of(run.given.trace, run.given.requests or 600, 7000, 400.0)
-        found = side.ask(LIMIT_S + 20, do="run", requests=requests, concurrent=600, limit_s=LIMIT_S)
+        limit_s = min(LIMIT_S, run.left_s - 30)
+        found = side.ask(limit_s + 10, do="run", requests=requests, concurrent=600, limit_s=limit_s)
         counted = side.ask(30, do="counters")
     finally:
         side.end()
@@ -426,6 +430,8 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     runs: dict[tuple[str, str, str], int] = {}
     preparations: dict[tuple[str, str, str], dict[int, int]] = {}
     drawn_ms: dict[tuple[int, int, str, str], dict[str, dict[tuple[str, int], dict[str, Any]]]] = {}
+
+    over_sizes: set[tuple[str, str, str]] = set()
 
     def put(model: str, load: str, figure: str, line: dict[str, Any], value: float, **more: Any) -> None:
         key = (NAMES[MODEL[model]], load, figure)
@@ -487,16 +493,18 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 for size in sizes:
                     line = {"run": run, "turn": size[1] * 100 + turn, "side": side, "preparation": size[1]}
                     put(*what, "step ms", line, by_size[size]["ms"], sizes=len(sizes))
+                    alone = f"{kind} {size[1]} {load}, {words}"
+                    put("qwen", alone, "step ms", line, by_size[size]["ms"])
+                    over_sizes.add((NAMES[MODEL["qwen"]], what[1], "step ms"))
     found = []
     for (model, load, figure), measured in values.items():
-        if {"stock", "kpolicy"} <= measured.keys():
-            found.append(
-                {"model": model, "load": load, "figure": figure, "run": runs[model, load, figure]}
-                | _compared(
-                    measured, more="/s" in figure, preparations=preparations.get((model, load, figure), NONE_SHARED)
-                )
-                | how.get((model, load, figure), {})
-            )
+        if measured.get("stock", {}).keys() & measured.get("kpolicy", {}).keys():
+            key = model, load, figure
+            named = {"model": model, "load": load, "figure": figure, "run": runs[key]}
+            compared = _compared(measured, more="/s" in figure, preparations=preparations.get(key, NONE_SHARED))
+            if key in over_sizes:
+                compared = {"sizes" if name == "repeats" else name: value for name, value in compared.items()}
+            found.append(named | compared | (how.get(key, {}) if key not in over_sizes else {}))
     return found
 
 
@@ -504,6 +512,8 @@ def _compared(
     sides: dict[str, dict[int, float]], *, more: bool, preparations: Mapping[int, int] = NONE_SHARED
 ) -> dict[str, Any]:
     """Medians, the ratio that is above 1 where kpolicy is better, and its 95% interval: None for a single pair.
+
+    All of them are of the turns that both sides had. Several turns of a single preparation have each its ratio.
 
     Args:
         sides: a figure by side and turn.
@@ -517,13 +527,18 @@ def _compared(
         log = math.log(max(ours, 1e-9) / max(stock, 1e-9)) * (1 if more else -1)
         prepared.setdefault(preparations.get(turn, turn), []).append(log)
     logs = [statistics.median(each) for each in prepared.values()]
-    medians = {name: round(statistics.median(sides[name].values()), 4) for name in ("stock", "kpolicy")}
+    medians = {
+        name: round(statistics.median([sides[name][turn] for turn in turns]), 4) for name in ("stock", "kpolicy")
+    }
     middle, low, high = _middle(logs)
     found: dict[str, Any] = {**medians, "ratio": round(math.exp(middle), 4), "repeats": len(logs)}
-    return found | {
+    found |= {
         "low": None if low is None else round(math.exp(low), 4),
         "high": None if high is None else round(math.exp(high), 4),
     }
+    if len(logs) == 1 < len(turns):
+        found["turns"] = [round(math.exp(each), 4) for each in next(iter(prepared.values()))]
+    return found
 
 
 def _middle(values: list[float]) -> tuple[float, float | None, float | None]:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.sglang.check import passed
+from benchmarks.sglang.server import since
 from benchmarks.sglang.stock_vs_kpolicy import _compared, rows, write
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "sglang_stock_vs_kpolicy.json"
@@ -41,6 +42,38 @@ def test_interval_of_pairs(stock, ours):
     assert 0 <= found["low"] <= found["ratio"] <= found["high"]
     other = _compared(sides, more=True)
     assert other["ratio"] * found["ratio"] == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_only_turns_of_both_sides_are_told(more):
+    """A start that the other side has no like of is in no column: they'd belie the ratio beside them."""
+    sides = {"stock": {0: 9.0, 1: 7.0, 2: 8.0, 3: 7.0}, "kpolicy": {0: 5.0, 9: 1.0}}
+    found = _compared(sides, more=more)
+    assert (found["stock"], found["kpolicy"], found["repeats"]) == (9.0, 5.0, 1)
+    assert found["ratio"] == pytest.approx(5 / 9 if more else 9 / 5, abs=1e-4)
+    lines = [about(), step("stock", 0, 10.0), step("kpolicy", 1, 5.0)]
+    assert rows(lines) == []
+
+
+def drawn(side, size, turn, ms):
+    return {"kind": "drawn", "part": "qwen", "side": side, "turn": turn, "step": "decode", "size": size, "ms": ms,
+            "draw": "alike", "preparation": 0, "served": "D"}  # fmt: skip
+
+
+def test_a_drawn_size_that_loses_has_a_row():
+    """The median over sizes hides one that takes twice as long; its own row has each turn's ratio and no interval."""
+    lines = [about()]
+    for size in (8, 16, 24):
+        for turn in range(2):
+            slow = 2.0 if size == 24 else 1.0
+            lines += [drawn("stock", size, turn, 10.0), drawn("kpolicy", size, turn, 10.0 * slow + turn)]
+    found = {row["load"]: row for row in rows(lines)}
+    (over,) = [row for row in found.values() if "sizes" in row]
+    assert over["sizes"] == 3
+    assert "repeats" not in over
+    lost = found["decode 24 of 1 to 256 requests alike, kpolicy's sizes"]
+    assert (lost["turns"], lost["repeats"], lost["low"]) == ([0.5, 0.4762], 1, None)
+    assert len(found) == 4
 
 
 def test_turns_of_one_preparation_count_once():
@@ -81,6 +114,16 @@ def test_result_file_tells_runs_and_errors(tmp_path):
     assert found["checks"][0]["run"] == 2
 
 
+def test_counts_of_a_turn():
+    """A turn's row has that turn's counts, and not those of the warm-up and the turns before."""
+    before = {"cycles": None, "steps": {"decode": {"decided": 7, "refused": 1}}}
+    now = {"cycles": {"in turns": 3}, "steps": {"decode": {"decided": 9, "refused": 1}, "prefill": {"decided": 4}}}
+    assert since(before, now) == {
+        "cycles": {"in turns": 3}, "steps": {"decode": {"decided": 2, "refused": 0}, "prefill": {"decided": 4}},
+    }  # fmt: skip
+    assert since(now, {"cycles": None, "steps": None}) == {"cycles": None, "steps": None}
+
+
 GOOD = {
     "served": {"eager": {"P": 0, "D": 0, "-": 32}, "graph": {"P": 24, "D": 8, "-": 0}},
     "p999": {"eager": 0.01, "graph": 0.02, "kpolicy": 0.01, "broken": 1.0},
@@ -113,7 +156,7 @@ def test_published_rows():
     assert found["rows"]
     for row in found["rows"]:
         assert 1 <= row["run"] <= len(found["runs"])
-        if row["repeats"] == 1:
+        if row.get("repeats") == 1:
             assert row["low"] is row["high"] is None
         else:
             assert row["low"] <= row["ratio"] <= row["high"] < math.inf
