@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import PurePath
 
-__all__ = ["command_line"]
+__all__ = ["command_line", "without_folders"]
 
 
 def command_line(module: str, argv: Sequence[str] | None = None) -> str:
@@ -17,8 +17,12 @@ def command_line(module: str, argv: Sequence[str] | None = None) -> str:
         module: what ran, such as ``benchmarks.gpu.soak``.
         argv: what it was given; this process's own arguments where None.
     """
-    given = [_told(each) for each in (sys.argv[1:] if argv is None else argv)]
-    return shlex.join(["python", "-m", module, *given])
+    return without_folders(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)])
+
+
+def without_folders(words: Sequence[str]) -> str:
+    """A command whose absolute paths have lost their folders, but a config's own."""
+    return shlex.join(_told(each) for each in words)
 
 
 def _told(argument: str) -> str:

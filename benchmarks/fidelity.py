@@ -13,6 +13,9 @@ time of their own outside the executor, where the run tells it (``outside_prompt
 Where profile and log note the host's speed (`kpolicy.host_speed`), the host's times are brought to each step's, or to
 the mean of a policy's steps for the latencies: virtual machines' cores change speed by half for seconds at a time.
 
+A profile's table needn't be the one that its run had: ``--table`` says how it came to be, and with ``--date`` the
+result names it and the profile is kept beside it.
+
 To tell the step costs' errors from the simulated scheduler's, the logs' own step times are served too ("replayed"):
 with requests let in at the steps at which the run let them in, how many batches are the run's, and the latencies.
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -30,11 +34,11 @@ from typing import Any
 import attrs
 
 import kpolicy
-from benchmarks.command import command_line
+from benchmarks.command import command_line, without_folders
 from kpolicy.attention import Claims
 from kpolicy.costs import CostTable
 from kpolicy.scheduling.traces import Trace, read_trace
-from kpolicy.schemas import StepEntry, read_profile, read_step_log
+from kpolicy.schemas import Profile, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchNumbers
 from kpolicy.simulate import Server, simulate
@@ -46,6 +50,8 @@ from kpolicy.simulate.requests import Request, in_order
 RESULT = Path(__file__).parent / "results" / "fidelity.json"
 _COUNTS = BatchNumbers._fields.index("max_query_len")
 _POOLED = "all policies"
+OWN_TABLE = "measured in the run itself, before its first request"
+"""How a table came to be where nothing else is said."""
 
 
 def per_token_us(entries: tuple[StepEntry, ...], times: list[float]) -> float:
@@ -194,7 +200,14 @@ def shown(title: str, rows: Sequence[FidelityRow]) -> None:
         )
 
 
-def main() -> int:
+def keep_profile(profile: Profile, result: Path) -> str:
+    """Write the profile beside a result, without folders of the machine that made it; its file's name."""
+    path = result.with_stem(f"{result.stem}-profile")
+    write_profile(path, attrs.evolve(profile, command=without_folders(shlex.split(profile.command))))
+    return path.name
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--log", type=Path, action="append", required=True)
@@ -203,8 +216,9 @@ def main() -> int:
     parser.add_argument("--start", type=float, default=0.0, help="second of the trace that it started at")
     parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace that it served")
     parser.add_argument("--name", default="", help="names the result file, fidelity-NAME.json, for another device")
+    parser.add_argument("--table", default=OWN_TABLE, help="how the profile's table came to be, for the result")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     profile = read_profile(arguments.profile)
     measured: dict[str, float] = {}
     expected: dict[str, float] = {}
@@ -244,15 +258,21 @@ def main() -> int:
             )
         print("ranking by latency:", served["ranked_wrong"])
     if arguments.date:
+        result = RESULT.with_stem(f"{RESULT.stem}-{arguments.name}") if arguments.name else RESULT
         written = {
             "what": "step times of a cost table against those measured, by mode and regime",
             "date": arguments.date,
-            "command": command_line("benchmarks.fidelity"),
+            "command": command_line("benchmarks.fidelity", argv),
             "kpolicy": kpolicy.__version__,
             "device": profile.device,
             "model": profile.model,
             "versions": dict(profile.versions),
             "measured_at": profile.measured_at,
+            "table": {
+                "made": arguments.table,
+                "version": profile.costs.version,
+                "profile": keep_profile(profile, result),
+            },
             "host_work_us": profile.costs.host_work_us,
             "policies": tables,
             "us_per_token": {
@@ -261,7 +281,6 @@ def main() -> int:
             "ranked_wrong": wrong,
             "served": served,
         }
-        result = RESULT.with_stem(f"{RESULT.stem}-{arguments.name}") if arguments.name else RESULT
         result.write_text(json.dumps(written, indent=2) + "\n")
     return 0
 

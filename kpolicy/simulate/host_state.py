@@ -31,7 +31,7 @@ class HostState:
         """The table of the next step, which then has run.
 
         Args:
-            mode: what `CostTable.again` counts as one mode.
+            mode: what `CostTable.again` counts as one mode; a split is one in whatever form.
             launches: the step's.
             numbers: its rows.
         """

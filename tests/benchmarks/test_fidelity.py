@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 
+from benchmarks import fidelity
 from benchmarks.fidelity import outside, replayed
+from kpolicy.costs import analytic_costs
 from kpolicy.scheduling.traces import Trace, TraceRequest
-from kpolicy.schemas import QueueState, StepEntry
+from kpolicy.schemas import Profile, QueueState, StepEntry, StepLogWriter, read_profile, write_profile
 from kpolicy.settings import Settings
 from kpolicy.simulate import Server, SimStep, simulate
 
@@ -70,3 +74,29 @@ def test_time_outside_is_told_apart_where_the_run_does() -> None:
     old = {"steps": 10, "outside_us": 50.0}
     assert outside(old) == (5.0, 0.0)
     assert outside(old | {"prompt_steps": 10, "outside_prompts_us": 50.0}) == (5.0, 0.0)
+
+
+@pytest.mark.parametrize(("given", "made"), [([], fidelity.OWN_TABLE), (["--table", "fitted again"], "fitted again")])
+def test_a_result_says_which_table_it_is_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], made: str
+) -> None:
+    """It names the table and how it came to be; the profile lies beside it, with no folder of the machine."""
+    monkeypatch.setattr(fidelity, "RESULT", tmp_path / "results" / "fidelity.json")
+    (tmp_path / "results").mkdir()
+    costs = attrs.evolve(analytic_costs(), version="table 7")
+    command = f"kpolicy run --model {tmp_path}/config.json --trace {tmp_path}/t.csv"
+    write_profile(tmp_path / "p.json", Profile(costs=costs, device="D", model="M", command=command))
+    entries, _ = run()
+    with StepLogWriter(tmp_path / "s.jsonl") as log:
+        for entry in entries:
+            log.write(entry)
+    read = ["--profile", str(tmp_path / "p.json"), "--log", str(tmp_path / "s.jsonl"), "--name", "x"]
+    assert fidelity.main([*read, *given]) == 0
+    assert not list((tmp_path / "results").iterdir()), "no date, nothing written"
+    assert fidelity.main([*read, *given, "--date", "2026-11-22"]) == 0
+    result = json.loads((tmp_path / "results" / "fidelity-x.json").read_text())
+    assert result["table"] == {"made": made, "version": "table 7", "profile": "fidelity-x-profile.json"}
+    kept = read_profile(tmp_path / "results" / result["table"]["profile"])
+    assert kept.costs == costs
+    assert kept.command == f"kpolicy run --model {tmp_path.name}/config.json --trace t.csv"
+    assert str(tmp_path) not in json.dumps(result)

@@ -9,6 +9,7 @@ import pytest
 
 from kpolicy.costs import CostTable, HostCost
 from kpolicy.errors import ConfigError
+from kpolicy.modes import Part
 from kpolicy.schemas import StepEntry, StepLogWriter, read_step_log
 from kpolicy.simulate import SimStep, simulate
 from kpolicy.simulate.fidelity import expected_cost, expected_costs, fidelity, same_ranking
@@ -55,6 +56,16 @@ def test_what_ran_before_tells(tmp_path: Path, policy: str) -> None:
     blind = fidelity(entries, attrs.evolve(SHOWN, again=(1.0, 1.0), eager_new_us=0.0))[-1]
     assert blind.error > 0.003
     assert fidelity(entries, SHOWN)[-1].error == pytest.approx(0, abs=1e-12)
+
+
+def test_forms_of_a_split_are_one_mode(tmp_path: Path) -> None:
+    """As in a simulation: a split in turn after one beside comes after a step of its mode."""
+    first = next(each for each in logged(tmp_path / "s.jsonl", "split", SHOWN) if each.mode.startswith("split/"))
+    entries = [attrs.evolve(first, mode=f"split/{form}") for form in ("beside", "in_turn")]
+    assert any(each.key is None or each.key.part is Part.PIECEWISE for each in first.launches)
+    again = SHOWN.in_a_row()
+    assert expected_costs(entries, SHOWN)[1] == expected_cost(first, again)
+    assert expected_cost(first, again) != expected_cost(first, SHOWN)
 
 
 def test_the_hosts_speed_at_a_step_is_the_mean_of_both_sides(tmp_path: Path) -> None:
