@@ -32,9 +32,10 @@ def test_the_least_of_three_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slower_host_changes_the_hosts_times_alone() -> None:
-    costs = COSTS
+    costs = attrs.evolve(COSTS, eager_new_us=200.0)
     slow = costs.at_host_speed(60.0)
     assert slow.step_us == pytest.approx(1.5 * costs.step_us)
+    assert slow.eager_new_us == pytest.approx(1.5 * costs.eager_new_us)
     for name in ("host_full", "host_piecewise", "host_eager"):
         before, now = getattr(costs, name), getattr(slow, name)
         for part in ("base_us", "req_us", "decode_us", "prefill_us"):

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -17,6 +18,7 @@ pytest.importorskip("transformers")
 from benchmarks.command import command_line  # noqa: E402
 from benchmarks.gpu import beside, correct, end_to_end, gpt2, overlap, regret, soak, startup  # noqa: E402
 from benchmarks.gpu.common import Results, interval_of_mean, load_model, open_engines  # noqa: E402
+from kpolicy.modes import Rows  # noqa: E402
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "intermediate_size": 4864,
@@ -152,13 +154,30 @@ def test_soak_sees_a_leak(cycles: int, grown: int, flat: bool | None) -> None:
     assert soak.summary(cells, alone=False)["memory_flat"] is flat
 
 
-def test_beside(arguments: list[str]) -> None:
-    """Every way gets a point, and the halves their times alone."""
+def test_beside(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way gets a point, and the halves their times alone: steps run, on a clock of their tokens."""
+    run = beside.ran
+
+    def timed(executor: Any, decision: Any, inputs: Any) -> tuple[float, Any]:
+        run(executor, decision, inputs)
+        numbers, halves = inputs.numbers, len(decision.launches) == 2
+        decode_us = 10.0 * decision.launches[0].repeat
+        us = 40.0 + numbers.num_prefill_tokens if numbers.num_prefills else decode_us
+        us = max(us, decode_us) if halves else us
+        ready_us = {Rows.DECODE: decode_us} if halves else {Rows.ALL: us}
+        return us, SimpleNamespace(ready_us=ready_us, ready=[SimpleNamespace(us=min(ready_us.values()))])
+
+    monkeypatch.setattr(beside, "ran", timed)
     assert beside.main([*arguments, "--rounds", "2"]) == 0
     cell = read(arguments)["cells"]["64/4"]
-    assert {point["way"] for point in cell["points"].values()} >= {"piecewise", "full"}
-    assert all(point["gap_p99_us"] <= point["first_token_us"] for point in cell["points"].values())
+    points = {name: (point["first_token_us"], point["gap_p99_us"]) for name, point in cell["points"].items()}
+    # A prompt of 64 in chunks of 60 and 4, beside four decodes; or whole, beside ten decode steps or four.
+    assert points["piecewise 64"] == points["full 64"] == (144.0, 100.0)
+    assert points["beside 64 x10"] == (104.0, 14.0)
+    assert points["beside 64 x4"] == (104.0, 74.0)
     assert [each["size"] for each in cell["alone"]] == [16, 32, 64]
+    assert [each["repeat"] for each in cell["alone"]] == [6, 7, 10]
+    assert cell["alone"][2]["prompt_us"] == cell["alone"][2]["beside_us"] == 104.0
 
 
 def test_the_frontier() -> None:

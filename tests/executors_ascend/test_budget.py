@@ -231,6 +231,24 @@ def test_a_histogram_of_steps_moves_the_choice() -> None:
     assert time_us(known) < time_us(evenly)
 
 
+def test_mixed_graphs_are_priced_by_their_own_curve() -> None:
+    """Where FULL graphs of prompts take longer than decode graphs, their ladder has that; the others' hasn't."""
+    costs = analytic_costs()
+    slow = attrs.evolve(costs, mixed=attrs.evolve(costs.full, us=[3 * us for us in costs.full.us]))
+    settings = Settings(max_num_reqs=512)
+    planned = plan_keys(CaptureSizes(SIZES, SIZES, ()), Claims.at_level("mixed"), settings)
+    kinds = kinds_of(planned)
+    plain, priced = (
+        {by_size[max(by_size)][0].decode_only: ladder for by_size, ladder in
+         zip(kinds.values(), ladders_of(kinds, UNITS, table, None), strict=True)}
+        for table in (costs, slow)
+    )  # fmt: skip
+    assert set(plain) == {True, False}
+    times = {of: [each.time_us(SIZES) for each in (plain[of], priced[of])] for of in plain}
+    assert times[True][0] == times[True][1]
+    assert times[False][1] > 1.5 * times[False][0]
+
+
 def test_an_old_stack_keeps_what_the_formula_allows() -> None:
     """The stream formula is obeyed before anything is captured, so nothing fails."""
     model, library = device(100_000)

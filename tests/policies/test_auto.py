@@ -9,6 +9,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.policies import PolicyContext, get_policy
+from kpolicy.profiles import load_profile
 from kpolicy.reasons import Basis, Reason
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import WAITING_REQS, BatchShape
@@ -132,6 +133,21 @@ def test_latency_keeps_decodes_going_beside_a_prefill():
     assert decision.form is SplitForm.DECODES_BESIDE
     assert decision.decode_steps == 8
     assert decide(shape, objective=Objective(0.0, 1.0, first_token_limit=1.0)).decode_steps == 1
+
+
+def test_latency_differs_by_a_measured_table_too():
+    """DeepSeek-V2-Lite on an H200: two decode steps beside a long prompt take more in all, and gaps are shorter."""
+    using = {"costs": load_profile("deepseek-v2-lite-h200").costs, "claims": "uniform"}
+    sizes = CaptureSizes((4, 8, 64), (), (64, 512, 2048))
+    shape = BatchShape(decodes=[(1, 3)], prefills=[(1985, 4096)], decode_kv_tokens=1800, max_decode_steps=4)
+    throughput, latency = (
+        decide(shape, sizes=sizes, objective=Objective.parse(name), **using) for name in ("throughput", "latency")
+    )
+    assert (throughput.mode, throughput.decode_steps) == (Mode.PIECEWISE, 1)
+    assert (latency.form, latency.decode_steps) == (SplitForm.DECODES_BESIDE, 2)
+    whole, beside = (using["costs"].cost(each.launches, shape.numbers) for each in (throughput, latency))
+    assert beside.step_us > whole.step_us
+    assert beside.gap_us < 0.65 * whole.gap_us
 
 
 @pytest.mark.parametrize(("waiting", "steps"), [(0, 2), (100, 1)])
