@@ -94,6 +94,26 @@ def test_a_run_in_json(kpolicy: Command, config: Path, requests: Path) -> None:
             assert checks == {"checks": min(50, result["modes"][mode]["steps"]), "failures": 0}
 
 
+@pytest.mark.parametrize("faults", [(), ("--fault", "replay_fails@1")], ids=["plain", "faults"])
+def test_what_is_measured_comes_after_a_warm_up(
+    kpolicy: Command, config: Path, requests: Path, monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...]
+) -> None:
+    """Each policy's executor is warmed up once, with its graphs captured and no step counted; not where faults hit."""
+    warmed: list[tuple[bool, int, int]] = []
+
+    def noted(executor: Any, registry: Any, model: Any, settings: Any) -> int:
+        assert executor.model is model
+        steps = sum(record.hits for record in registry.records())
+        warmed.append((bool(registry.captured()), steps, settings.max_num_tokens))
+        return 0
+
+    monkeypatch.setattr("kpolicy.serving.warm_up.warm_up", noted)
+    given = ("--policy", "full", "--policy", "vllm", *faults)
+    ended = kpolicy("run", "--model", config, "--trace", requests, "--json", *given, *SMALL)
+    assert ended.code == 0
+    assert warmed == ([] if faults else [(True, 0, 16)] * 2)
+
+
 def test_a_run_in_text(kpolicy: Command, config: Path, requests: Path) -> None:
     """The table says what was checked, what graphs took, what was outside the executor, and how arrivals are spaced."""
     out = kpolicy("run", "--model", config, "--trace", requests, "--policy", "full_and_piecewise", *SMALL).out
