@@ -213,10 +213,11 @@ class CostTable:
         graph_bytes: bytes a graph, by part.
         graph_pieces: device graphs that one key is made of, by part: one for FULL, one a piece for PIECEWISE.
         host_work_us: time of `kpolicy.host_speed`'s fixed work while this was measured; 0 where it wasn't noted.
-        again: share of the host's time that a launch takes where the step before was of its mode too, so that what it
-            touches is in the host's caches: (PIECEWISE, EAGER). A decision doesn't know; simulated runs do.
+        warm_host_share: share of the host's time that a launch takes where the step before was of its mode too, so
+            that what it touches is in the host's caches: (PIECEWISE, EAGER). `kpolicy.simulate` reads it; decisions and
+            the simulated executor don't know what ran before.
         eager_new_us: more of the host's time for an eager launch of a number of tokens that never ran before:
-            libraries choose kernels for it, and load them. For simulated runs likewise.
+            libraries choose kernels for it, and load them. Read likewise.
     """
 
     version: str
@@ -237,7 +238,7 @@ class CostTable:
     graph_bytes: tuple[int, int] = (0, 0)
     graph_pieces: tuple[int, int] = (1, 1)
     host_work_us: float = 0.0
-    again: tuple[float, float] = attrs.field(default=(1.0, 1.0))
+    warm_host_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
     eager_new_us: float = attrs.field(default=0.0)
 
     def __attrs_post_init__(self) -> None:
@@ -258,10 +259,12 @@ class CostTable:
                 f"decode_attention has kv_us {value.kv_us}; it takes unit_us, whose units are KV tokens."
             )
 
-    @again.validator
+    @warm_host_share.validator
     def _check_again(self, _: Any, value: tuple[float, float]) -> None:
         if len(value) != 2 or not all(0 < share <= 1 for share in value):
-            raise ProfileError(f"again is {value}; it is two shares above 0 and up to 1, of PIECEWISE and EAGER.")
+            raise ProfileError(
+                f"warm_host_share is {value}; it is two shares above 0 and up to 1, of PIECEWISE and EAGER."
+            )
 
     @eager_new_us.validator
     def _check_new(self, _: Any, value: float) -> None:
@@ -294,13 +297,13 @@ class CostTable:
         )  # fmt: skip
 
     def in_a_row(self) -> CostTable:
-        """The table of steps that come after one of their mode: the host's times are the shares `again` of these."""
-        if self.again == (1.0, 1.0):
+        """The table of steps that come after one of their mode: the host's times are `warm_host_share` of these."""
+        if self.warm_host_share == (1.0, 1.0):
             return self
-        piecewise, eager = self.again
+        piecewise, eager = self.warm_host_share
         return attrs.evolve(
             self, host_piecewise=self.host_piecewise.times(piecewise), host_eager=self.host_eager.times(eager),
-            again=(1.0, 1.0),
+            warm_host_share=(1.0, 1.0),
         )  # fmt: skip
 
     def new_sizes(self) -> CostTable:

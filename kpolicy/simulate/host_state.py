@@ -16,8 +16,8 @@ class HostState:
     """The tables of one host's steps, in their order.
 
     Args:
-        costs: a table. Where it tells nothing of steps in a row and new sizes (`CostTable.again`, `eager_new_us`),
-            every step has this one.
+        costs: a table. Where it tells nothing of steps in a row and new sizes (`CostTable.warm_host_share`,
+            `eager_new_us`), every step has this one.
     """
 
     def __init__(self, costs: CostTable) -> None:
@@ -31,7 +31,7 @@ class HostState:
         """The table of the next step, which then has run.
 
         Args:
-            mode: what `CostTable.again` counts as one mode; a split is one in whatever form.
+            mode: what `CostTable.warm_host_share` counts as one mode; a split is one in whatever form.
             launches: the step's.
             numbers: its rows.
         """

@@ -32,7 +32,7 @@ TRUE = CostTable(
     prefill_attention=AttentionCost(base_us=40.0, unit_us=0.0006, kv_us=0.2),
     host_full=HostCost(150.0, 0.5), host_piecewise=HostCost(1000.0, 2.0, 400.0, 300.0),
     host_eager=HostCost(9000.0, 2.0, 400.0, 300.0), step_us=120.0, overlap_cost=0.3,
-    both_us=(0.0, 45.0), again=(0.75, 0.9), eager_new_us=700.0,
+    both_us=(0.0, 45.0), warm_host_share=(0.75, 0.9), eager_new_us=700.0,
 )  # fmt: skip
 WORK_US = 33.0
 LONGEST = 8192
@@ -151,7 +151,7 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         ), name
     assert (found.step_us, found.overlap_cost) == (pytest.approx(TRUE.step_us), pytest.approx(TRUE.overlap_cost))
     assert found.both_us == pytest.approx(TRUE.both_us, abs=1e-6)
-    assert found.again == pytest.approx(TRUE.again)
+    assert found.warm_host_share == pytest.approx(TRUE.warm_host_share)
     assert found.eager_new_us == pytest.approx(TRUE.eager_new_us)
     assert found.capture_us == pytest.approx((80_000.0, 20_000.0))
     assert (found.graph_bytes, found.graph_pieces) == ((5000, 800), (1, 25))
@@ -175,7 +175,7 @@ def test_a_host_that_stalls_now_and_then_changes_nothing(monkeypatch: pytest.Mon
         assert getattr(found, name).us == pytest.approx(getattr(calibrated(monkeypatch)[0], name).us, rel=0.01)
     assert found.host_eager.base_us == pytest.approx(TRUE.host_eager.base_us, rel=0.01)
     assert found.host_full.base_us == pytest.approx(TRUE.host_full.base_us, rel=0.01)
-    assert found.again == pytest.approx(TRUE.again, rel=0.01)
+    assert found.warm_host_share == pytest.approx(TRUE.warm_host_share, rel=0.01)
     assert found.eager_new_us == pytest.approx(TRUE.eager_new_us, rel=0.1)
 
 

@@ -19,7 +19,7 @@ from .helpers import COSTS, SIZES, server, trace_of
 BUSY = trace_of(*[(0.2 * i, 3 + 7 * i % 40, 1 + 5 * i % 17) for i in range(20)])
 
 
-SHOWN = attrs.evolve(COSTS, again=(0.7, 0.9), eager_new_us=55.5)
+SHOWN = attrs.evolve(COSTS, warm_host_share=(0.7, 0.9), eager_new_us=55.5)
 """Steps in a row and eager steps of known sizes take the host less."""
 
 
@@ -53,7 +53,7 @@ def test_a_tables_own_steps_have_no_error(tmp_path: Path, policy: str, costs: Co
 def test_what_ran_before_tells(tmp_path: Path, policy: str) -> None:
     """A table that doesn't tell steps in a row and known sizes apart is too slow for them."""
     entries = logged(tmp_path / "s.jsonl", policy, SHOWN)
-    blind = fidelity(entries, attrs.evolve(SHOWN, again=(1.0, 1.0), eager_new_us=0.0))[-1]
+    blind = fidelity(entries, attrs.evolve(SHOWN, warm_host_share=(1.0, 1.0), eager_new_us=0.0))[-1]
     assert blind.error > 0.003
     assert fidelity(entries, SHOWN)[-1].error == pytest.approx(0, abs=1e-12)
 

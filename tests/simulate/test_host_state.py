@@ -16,7 +16,7 @@ from kpolicy.simulate.host_state import HostState
 
 from .helpers import COSTS
 
-SHOWN = attrs.evolve(COSTS, again=(0.5, 0.8), eager_new_us=40.0)
+SHOWN = attrs.evolve(COSTS, warm_host_share=(0.5, 0.8), eager_new_us=40.0)
 EAGER, PIECES = (Launch(Rows.ALL, None),), (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 8)),)
 FULL = (Launch(Rows.ALL, GraphKey(Part.FULL, 8, 8, query_len=1)),)
 
@@ -60,7 +60,11 @@ def test_a_table_that_tells_neither_is_every_steps() -> None:
 
 @pytest.mark.parametrize(
     ("given", "named"),
-    [({"again": (0.0, 1.0)}, "again"), ({"again": (1.0, 1.2)}, "again"), ({"eager_new_us": -1.0}, "eager_new_us")],
+    [
+        ({"warm_host_share": (0.0, 1.0)}, "warm_host_share"),
+        ({"warm_host_share": (1.0, 1.2)}, "warm_host_share"),
+        ({"eager_new_us": -1.0}, "eager_new_us"),
+    ],
 )
 def test_shares_and_times_that_cant_be(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ProfileError, match=named):

@@ -203,7 +203,7 @@ class Calibration:
             step_us=step_us,
             overlap_cost=self._overlap.share(),
             host_work_us=bench.host_work_us,
-            again=(self._host_piecewise.again(), self._host_eager.again()),
+            warm_host_share=(self._host_piecewise.again(), self._host_eager.again()),
             eager_new_us=self._host_eager.new_us(),
             **_captures(self._registry, self.keys),
         )
