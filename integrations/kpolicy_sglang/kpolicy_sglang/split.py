@@ -81,12 +81,12 @@ class Split:
         scheduler = self._scheduler
         if not (scheduler.waiting_queue or scheduler.chunked_req is not None):
             self._owed = ""
-            self.turns.decoded(alone=True)
+            self.turns.decoded()
             return original(scheduler, running_batch)
         try:
             turn = self._turn(running_batch)
             if turn == "decode":
-                self.turns.decoded(alone=False)
+                self.turns.decoded()
                 return self._nothing(running_batch)
         # SGLang wasn't asked yet: its own batch runs.
         except Exception as error:  # noqa: BLE001
@@ -97,7 +97,7 @@ class Split:
             return original(scheduler, running_batch)
         plan = self._prefill(original, running_batch, mixed=turn == "mixed")
         if plan.batch_to_run is None:
-            self.turns.decoded(alone=True)
+            self.turns.decoded()
         elif turn == "extend first":
             self._owed = "decode"
         elif turn == "in turns":
@@ -114,7 +114,7 @@ class Split:
         decodes, owed = len(running_batch.reqs), self._owed
         self._owed = ""
         if not decodes:
-            self.turns.decoded(alone=False)
+            self.turns.decoded()
             return "own"
         if self._in_turns:
             # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
@@ -155,14 +155,15 @@ class Split:
         longest = max(lengths)
         if longest <= chunk:
             found = sum(lengths) - self._cached(looked)
-            tokens += found if could == len(looked) else found * could // len(looked)
-            return before + could, tokens, 0.0 if longest <= PROMPT_TOKENS else mean_length(lengths)
-        for each, (request, length) in enumerate(zip(looked, lengths, strict=True)):
-            left = length - self._cached((request,))
-            if left > chunk:
-                return max(before + each, 1), max(tokens, chunk), chunk
-            tokens += left
-        return before + could, tokens, 0.0
+        else:
+            found = 0
+            for each, (request, length) in enumerate(zip(looked, lengths, strict=True)):
+                left = length - self._cached((request,))
+                if left > chunk:
+                    return max(before + each, 1), max(tokens + found, chunk), chunk
+                found += left
+        tokens += found if could == len(looked) else found * could // len(looked)
+        return before + could, tokens, 0.0 if longest <= PROMPT_TOKENS else mean_length(lengths)
 
     def _cached(self, requests: Sequence[Any]) -> int:
         """Tokens of requests in the queue that SGLang has found in its cache."""

@@ -13,6 +13,10 @@ is SGLang's, until at most one chunk waits and no more prompts than decodes, and
 prompt of more than a chunk makes no burst: a decode step is little beside each of its chunks, and so it is to what
 waits behind it.
 
+A burst has a size: what waits when it is last seen to be one, and four chunks at least. Once that much has run a
+decode step comes, so that a queue that never empties says by its length whether decodes have turns, and not by what it
+was before.
+
 A burst is what comes at once. Requests that end let others in, a few each decode step, and what they bring by the time
 that prompts have run is two or three chunks: those waves are the usual load, and decodes have their turns in them.
 """
@@ -75,6 +79,8 @@ class Turns:
         self._waited_us = 0.0
         self._batches = self._taken = 0
         self._burst = False
+        self._size = 0
+        """Tokens since the last decode step after which a burst is over; 0 where none was since."""
 
     def decode_goes_first(self, decodes: int, prompts: int, tokens: int, length: float = 0.0) -> bool:
         """Whether a decode step comes before the next batch of prompts.
@@ -88,11 +94,14 @@ class Turns:
         if self._gap_us is not None:
             next_us = self.prompts_us(min(tokens, self.limit), length)
             return bool(self._batches) and self._waited_us + next_us > self._gap_us
-        before = self._burst
-        more = tokens > self.chunk and (before or self._taken + tokens > BURST * self.chunk)
-        self._burst = more or prompts > decodes
-        # What is left of a burst at its end goes with it.
-        if before or self._burst or not self._batches:
+        # What ran in a burst makes no other.
+        first, ran = self._burst, 0 if self._size else self._taken
+        if prompts > decodes or (tokens > self.chunk and ran + tokens > BURST * self.chunk):
+            self._size = self._taken + max(tokens, BURST * self.chunk)
+            first = True
+        # What is left of a burst at its end, a chunk at most, goes with it.
+        self._burst = prompts > decodes or (first and min(tokens, self._size - self._taken) > self.chunk)
+        if first or not self._batches:
             return False
         return self._waited_us + self.prompts_us(tokens, length) > self._us[-1] + self.decode_us(decodes)
 
@@ -116,16 +125,11 @@ class Turns:
         self._taken += tokens
         self._waited_us += self.prompts_us(tokens, length)
 
-    def decoded(self, *, alone: bool) -> None:
-        """Decodes run, or nothing does.
-
-        Args:
-            alone: whether that is because no prompt waits, or none can be let in.
-        """
-        self._batches = self._taken = 0
+    def decoded(self) -> None:
+        """Decodes run, or nothing does."""
+        self._batches = self._taken = self._size = 0
         self._waited_us = 0.0
-        if alone:
-            self._burst = False
+        self._burst = False
 
     def prompts_us(self, tokens: int, length: float = 0.0) -> float:
         """Microseconds of a batch of prompts of no more than a chunk.

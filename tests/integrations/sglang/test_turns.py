@@ -140,6 +140,22 @@ def test_turns_come_back_while_prompts_keep_coming(burst):
     assert steps[14:].count(0) >= 15
 
 
+@pytest.mark.parametrize(("prompts", "turns"), [(12, 20), (20, 20), (30, 7)])
+def test_what_was_before_does_not_decide(prompts, turns):
+    """A queue kept at one and a half chunks, at two and a half and close to four has its decode steps after a burst."""
+    found = []
+    for burst in (0, 40):
+        scheduler = Prompts([1000] * burst, decodes=300, room=5000)
+        steps = []
+        while len(steps) < 60:
+            waiting = scheduler.waiting_queue
+            waiting += [request(1000) for _ in range(len(waiting), prompts)]
+            steps += scheduler.run(1)
+        found.append(steps[20:].count(0))
+    assert abs(found[0] - found[1]) <= 1
+    assert min(found) >= turns - 1
+
+
 def test_more_prompts_than_decodes_are_a_burst():
     """A decode step for two rows would hold up three prompts; with three of each the rows have their turn."""
     assert Prompts([5000] * 3, decodes=2).run(5) == [5000, 5000, 5000, 0, 0]
@@ -179,11 +195,22 @@ def test_cached_tokens_do_not_wait(name):
     scheduler.waiting_queue = [request(9000, 8900, name) for _ in range(3)]
     split = split_of(scheduler)
     split.turns.prefilled(512)
-    assert split.waiting(300) == (3, 300, 0)
+    assert split.waiting(300) == (3, 300, 9000)
     assert not split.turns.decode_goes_first(300, *split.waiting(300))
     assert not split.turns.in_burst
     scheduler.waiting_queue = [request(9000, 100, name)] * 3
     assert split.waiting(300) == (1, 8192, 8192)
+
+
+@pytest.mark.parametrize(("tokens", "cached"), [(8000, 7000), (9000, 8000)])
+def test_many_prompts_are_counted_beyond_what_is_cached(tokens, cached):
+    """Of prompts longer than a chunk that are mostly cached the first stand for the others too."""
+    split = split_of(Prompts([], decodes=600, room=390))
+    split._scheduler.waiting_queue = [request(tokens, cached)] * 390
+    split.turns.prefilled(8192)
+    assert split.waiting(600) == (390, 390_000, tokens)
+    split.turns.decode_goes_first(600, *split.waiting(600))
+    assert split.turns.in_burst
 
 
 def test_many_prompts_are_counted_by_the_first_of_them():
