@@ -94,6 +94,7 @@ def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
     if phase.force is not None:
         return phase.force
     size = forward_batch.input_ids.shape[0]
+    phase.refusal = None
     if forward_batch.global_num_tokens_cpu is not None:
         phase.agreed = True
         try:
@@ -117,11 +118,14 @@ def prefill_can_replay_locally(original: Any, runner: Any, **asked: Any) -> bool
     size = asked.get("num_tokens")
     if phase is None or size is None:
         return bool(original(runner, **asked))
-    if not (size <= phase.largest if phase.agreed else phase.replays(size)):
+    if size > phase.largest if phase.agreed else not phase.replays(size):
+        phase.refusal = Reason.ABOVE_LARGEST_SIZE
         return False
     # Without a size SGLang checks all the rest, and no limit on padding.
     asked["num_tokens"] = None
     if original(runner, **asked):
+        # A no after this yes is its attention backend's.
+        phase.refusal = Reason.BACKEND_REFUSED
         return True
     phase.refusal = partial(original, runner), asked
     return False
@@ -164,10 +168,11 @@ def _refused(phase: Phase, runner: Any, batch: Any, size: int) -> bool:
 def _why(phase: Phase, runner: Any, batch: Any) -> Reason:
     """Why SGLang said no, as far as it can be told."""
     try:
-        found = why_refused(phase.name, runner, batch, phase.refusal)
-        phase.refusal = None
-        return found
+        return why_refused(phase.name, runner, batch, phase.refusal)
     # The answer is SGLang's already; only its reason is looked for.
     except Exception as error:  # noqa: BLE001
         phase.failures.note("looking for SGLang's reason", error, then="the step counts as backend_refused")
         return Reason.BACKEND_REFUSED
+    finally:
+        # It has the batch's tensors.
+        phase.refusal = None

@@ -63,8 +63,8 @@ class Phase:
         """What every question is answered with while costs are measured."""
         self.agreed = False
         """Whether ranks have voted on the batch in hand, so that nothing of it may be decided again."""
-        self.refusal: tuple[Callable[..., Any], Mapping[str, Any]] | None = None
-        """What 0.5.23 last said no to: its question, and what was asked."""
+        self.refusal: tuple[Callable[..., Any], Mapping[str, Any]] | Reason | None = None
+        """Of the batch in hand what 0.5.23 said no to, its question and what was asked, or else why a no may follow."""
         self.rule = f"{RULE}:prefill=full" if full and name == PREFILL else RULE
         self.policy = self.rule
         self.costs: CostTable | None = None

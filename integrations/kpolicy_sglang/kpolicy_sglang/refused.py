@@ -32,21 +32,22 @@ _IN_ORDER = (
 """What 0.5.23's rule looks at, in its order."""
 
 
-def why_refused(phase: str, runner: Any, batch: Any, refusal: Refusal | None = None) -> Reason:
+def why_refused(phase: str, runner: Any, batch: Any, refusal: Refusal | Reason | None = None) -> Reason:
     """The first reason that holds, of those that the runner's own rule has.
 
     Args:
         phase: the phase's name.
         runner: SGLang's graph runner.
         batch: its `ForwardBatch`.
-        refusal: the question that 0.5.23 said no to, and what was asked; it is asked again bit by bit.
+        refusal: the question that 0.5.23 said no to, and what was asked: it is asked again bit by bit. Or the reason,
+            where that question isn't what the no came from; None where it wasn't asked, as on 0.5.16.
     """
     if phase == DECODE:
         found = _decode(runner, batch)
     elif refusal is None:
         found = _prefill(runner, batch)
     else:
-        found = _voted_no(batch) or _asked_again(runner, *refusal)
+        found = _voted_no(batch) or (refusal if isinstance(refusal, Reason) else _asked_again(runner, *refusal))
     return found or Reason.BACKEND_REFUSED
 
 

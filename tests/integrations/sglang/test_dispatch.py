@@ -137,6 +137,49 @@ def test_reasons_of_refused_prefill(fields, runner, reason):
     assert set(phase.refused) == {(reason, 50)}
 
 
+def asking(then, *, local=True):
+    """0.5.23's `can_run_graph`: `can_replay_locally` first, which answers so, and what it says after a yes."""
+
+    def original(runner, batch):
+        asked = {"num_tokens": batch.input_ids.shape[0], "return_logprob": batch.return_logprob}
+        question = lambda _, **given: local or not given["return_logprob"]  # noqa: E731
+        return dispatch.prefill_can_replay_locally(question, runner, **asked) and then
+
+    return original
+
+
+def test_a_no_after_yes_is_the_backends():
+    """A server with LoRA, a request without: what SGLang says no to after `can_replay_locally` isn't an adapter."""
+    phase = phase_of(PREFILL)
+    runner = runner_of(phase, enable_lora=True, prefer_eager_mixed_prefill=True)
+    assert dispatch.prefill_can_run(asking(then=False), runner, batch_of(50)) is False
+    assert phase.refused == {(Reason.BACKEND_REFUSED, 50): 1}
+    assert phase.refusal is None
+
+
+def test_a_padded_batch_above_the_largest_size():
+    """Ranks agreed on a graph, and the batch is padded to more than was captured."""
+    phase = phase_of(PREFILL)
+    batch = batch_of(200, global_num_tokens_cpu=[200, 60], can_run_dp_prefill_cuda_graph=True)
+    assert dispatch.prefill_can_run(asking(then=True), runner_of(phase, enable_lora=True), batch) is False
+    assert phase.refused == {(Reason.ABOVE_LARGEST_SIZE, 200): 1}
+
+
+def test_an_old_batchs_no_is_not_the_next_ones(caplog):
+    """Whatever became of the first no, the next that comes without a question has its own reason."""
+    phase = phase_of(PREFILL)
+    runner, batch = runner_of(phase), batch_of(50, return_logprob=True)
+    dispatch.prefill_can_replay_locally(always(False), runner, num_tokens=50, return_logprob=True)
+    assert phase.refusal is not None
+    assert dispatch.prefill_can_run(asking(then=False), runner, batch_of(60)) is False
+    assert dispatch.prefill_can_run(asking(then=True, local=False), runner, batch) is False
+    assert dispatch.prefill_can_run(always(False), runner, batch_of(70, replace_embeds=[1])) is False
+    assert set(phase.refused) == {
+        (Reason.BACKEND_REFUSED, 60), (Reason.LOGPROBS_WANTED, 50), (Reason.REPLACED_EMBEDDINGS, 70),
+    }  # fmt: skip
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("fields", "runner", "reason"),
     [
