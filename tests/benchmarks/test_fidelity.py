@@ -100,3 +100,16 @@ def test_a_result_says_which_table_it_is_of(
     assert kept.costs == costs
     assert kept.command == f"kpolicy run --model {tmp_path.name}/config.json --trace t.csv"
     assert str(tmp_path) not in json.dumps(result)
+
+
+def test_results_have_their_tables_beside_them() -> None:
+    """Each result that names a table has its profile, whose version is that; tables that differ have other versions."""
+    named = [
+        (path, result["table"])
+        for path in sorted(fidelity.RESULT.parent.glob("fidelity-*.json"))
+        if "table" in (result := json.loads(path.read_text()))
+    ]
+    assert named
+    costs = [read_profile(path.with_name(table["profile"])).costs for path, table in named]
+    assert [each.version for each in costs] == [table["version"] for _, table in named]
+    assert len({each.version for each in costs}) == len({repr(each) for each in costs})
