@@ -10,7 +10,7 @@ Without mixed chunks decodes have their turns while prompts wait, see `kpolicy_s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter, methodcaller
+from operator import add, attrgetter, methodcaller
 from typing import Any
 
 from kpolicy_sglang.phase import PROMPT_TOKENS
@@ -107,7 +107,9 @@ class Split:
     def _ran(self, batch: Any) -> None:
         """A batch of prompts runs: what it keeps decodes waiting for."""
         tokens = int(getattr(batch, "extend_num_tokens", None) or self.turns.limit)
-        self.turns.prefilled(tokens, mean_length(getattr(batch, "extend_lens", None) or ()))
+        lengths, before = getattr(batch, "extend_lens", None) or (), getattr(batch, "prefix_lens", None)
+        # As what waits is: a prompt that is cut or cached has its tokens before this step too.
+        self.turns.prefilled(tokens, mean_length(list(map(add, lengths, before)) if before else lengths))
 
     def _turn(self, running_batch: Any) -> str:
         """What this step is: SGLang's ``own`` batch, the ``decode`` one, or a prefill batch and what comes before."""

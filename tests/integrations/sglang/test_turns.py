@@ -111,6 +111,17 @@ def test_how_long_prompts_are():
     assert mean_length([3000, 1000]) == 2500
 
 
+@pytest.mark.parametrize(("before", "us"), [(None, 4000), ([0], 4000), ([8000], 15_000)])
+def test_a_step_that_ran_is_as_long_as_it_was_taken_for(before, us):
+    """A piece of a long prompt is one, as it was while it waited: attention to what came before it is that."""
+    scheduler = Prompts([1024])
+    scheduler.tp_worker.model_runner._kpolicy_state.long = Curve((1200, 2048, 8192), (14_000.0, 15_000.0, 60_000.0))
+    batch = SimpleNamespace(extend_num_tokens=2048, extend_lens=[512], prefix_lens=before)
+    turns = split_of(scheduler).turns
+    split_of(scheduler)._ran(batch)
+    assert turns._waited_us == (7500 if us == 4000 else us)
+
+
 def test_decodes_have_a_turn_after_a_whole_chunk():
     """Up to four chunks wait: a decode step comes between each two."""
     scheduler = Prompts([8192, 8000])
