@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import command_line
+from benchmarks.student import student
 
 __all__ = [
     "LADDER", "VLLM_SIZES", "Results", "add_options", "config_of", "first_false", "free", "header",
@@ -29,8 +30,6 @@ __all__ = [
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """vLLM's default list for 256 requests"""
 LADDER = (*VLLM_SIZES, 640, 768, 1024, 1280, 1536, 1792, 2048)
-_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Of Student's t, two-sided 95%, by count."""
 
 
 def add_options(parser: argparse.ArgumentParser, *, seconds: float) -> None:
@@ -263,7 +262,7 @@ def interval_of_mean(values: Sequence[float]) -> tuple[float, float, float]:
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, math.nan, math.nan
-    half = _STUDENT.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
+    half = student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
 
 

@@ -47,6 +47,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+if str(HERE.parents[1]) not in sys.path:
+    sys.path.append(str(HERE.parents[1]))  # run as a script
+
+from benchmarks.student import student  # noqa: E402
+
 SLICES = (
     "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-mixed-trace", "qwen-offline-trace", "dsv2-trace", "log",
 )  # fmt: skip
@@ -97,8 +102,6 @@ SERVED = ("step", "trace", "check", "drawn", "log")
 WARM_TOKENS = 8
 """Most output tokens of a request before anything is measured."""
 STARTS_S = {"qwen": 120, "dsv2": 200}
-# Two-sided 95% points of Student's t by degrees of freedom, for fewer values than have the sign test.
-_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 FEWEST_FOR_SIGNS = 6
 
 
@@ -482,7 +485,7 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for (run, turn, load, words), by_side in drawn_ms.items():
         both = by_side.get("stock", {}).keys() & by_side.get("kpolicy", {}).keys()
         for kind in ("decode", "extend"):
-            sizes = [size for size in both if size[0] == kind]
+            sizes = sorted(size for size in both if size[0] == kind)
             for side, by_size in by_side.items() if sizes else ():
                 what = ("qwen", f"{kind} steps {load}, {words}")
                 if not all("preparation" in by_size[size] for size in sizes):
@@ -548,7 +551,7 @@ def _middle(values: list[float]) -> tuple[float, float | None, float | None]:
         if count < 2:
             return values[0] if values else float("nan"), None, None
         mean = statistics.fmean(values)
-        half = _T[count - 1] * statistics.stdev(values) / math.sqrt(count)
+        half = student(count - 1) * statistics.stdev(values) / math.sqrt(count)
         return mean, mean - half, mean + half
     ordered = sorted(values)
     # The most values at either end that the median lies beyond with at most 2.5%.

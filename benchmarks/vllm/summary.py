@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from benchmarks.student import student
+
 __all__ = ["compared", "lines", "summarise"]
 
 BETTER_HIGH = ("requests_per_s", "tokens_per_s", "kv_tokens")
@@ -14,15 +16,6 @@ BETTER_LOW = (
     "ttft_p50_ms", "ttft_p99_ms", "added_ms", "ttft_after_p50_ms", "gap_p50_ms", "gap_p99_ms", "step_p50_ms",
     "start_s", "capture_s", "graph_mib",
 )  # fmt: skip
-STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""97.5% points of Student's t for 1 to 9 degrees of freedom"""
-
-
-def student(freedom: int) -> float:
-    """The 97.5% point: of the table, then by the first terms of its expansion about the normal one."""
-    if freedom <= len(STUDENT):
-        return STUDENT[freedom - 1]
-    return 1.95996 + 2.3723 / freedom + 2.8225 / freedom**2 + 2.5558 / freedom**3
 
 
 def ratio_interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:

@@ -88,7 +88,7 @@ def _others(hook: Any, registry: Any) -> bool:
 
 
 def _is_sglangs(target: Any) -> bool:
-    """Whether a function and all that it wraps are of SGLang's own files; a wrapper of its hook registry is someone's hook."""
+    """Whether a function and all that it wraps are of SGLang's own files; its hook registry's wrappers aren't."""
     import sglang
 
     home = getattr(sglang, "__file__", None)
