@@ -17,7 +17,10 @@ EXAMPLES = Path(__file__).parents[3] / "integrations" / "examples"
 class GraphRunner:
     """mini-sglang's runner: it pads to the next size and replays, decodes alone."""
 
-    def __init__(self, *, cuda_graph_bs, dummy_req, **_rest):
+    def __init__(
+        self, stream, device, model, attn_backend, cuda_graph_bs, cuda_graph_max_bs, free_memory, max_seq_len,  # noqa: ARG002
+        vocab_size, dummy_req,  # noqa: ARG002  as published
+    ):  # fmt: skip
         self.graph_bs_list = sorted(cuda_graph_bs)
         self.max_graph_bs = max(cuda_graph_bs, default=0)
         self.dummy_req, self.replayed = dummy_req, []
@@ -105,7 +108,8 @@ def test_each_fits_a_screen_or_two():
 
 def mini(adapter, **given):
     module = adapter("mini_sglang")
-    asked = {"cuda_graph_bs": None, "cuda_graph_max_bs": None, **given}
+    rest = dict.fromkeys(("model", "attn_backend", "free_memory", "max_seq_len", "vocab_size"), 0)
+    asked = {"cuda_graph_bs": None, "cuda_graph_max_bs": None, **rest, **given}
     runner = sys.modules["minisgl.engine.engine"].GraphRunner
     assert runner is module.KPolicyGraphRunner
     return runner(dummy_req=SimpleNamespace(table_idx=100), device=0, stream=0, **asked)
