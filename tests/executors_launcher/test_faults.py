@@ -36,6 +36,16 @@ def _started(executor: Any, sizes: tuple[int, ...] = (9, 14)) -> tuple[Sequences
     return sequences, [row.sequence for row in rows]
 
 
+def _begun(engine: Engine, seed: int) -> tuple[Sequences, Any]:
+    """Sequences of that seed, the first of which has run its prompt of two tokens."""
+    sequences = Sequences(seed)
+    sequence = sequences.start()
+    chunk = sequences.chunk(sequence, 2)
+    engine.step(sequences.inputs([chunk]))
+    sequences.advance([chunk])
+    return sequences, sequence
+
+
 def _mixed(sequences: Sequences, started: list[Any], steps: int = 1) -> Any:
     rows = [sequences.decode(each) for each in started] + [sequences.chunk(sequences.start(), 7)]
     return sequences.inputs(rows, steps=steps)
@@ -202,11 +212,7 @@ def test_a_lost_device_stops_the_engine(small: Callable[..., Any]) -> None:
     """A sticky error in a replay raises one named error, now and ever after."""
     engine = Engine("full", executor=CpuExecutor(small(), faults=["sticky@2"]), settings=SETTINGS, ladder=[4])
     engine.capture()
-    sequences = Sequences(2)
-    sequence = sequences.start()
-    chunk = sequences.chunk(sequence, 2)
-    engine.step(sequences.inputs([chunk]))
-    sequences.advance([chunk])
+    sequences, sequence = _begun(engine, 2)
     decode = sequences.decode(sequence)
     for _ in range(2):
         with pytest.raises(StickyDeviceError):
@@ -344,11 +350,7 @@ def test_a_later_launch_says_why_it_lost_its_graph(small: Callable[..., Any]) ->
     executor = CpuExecutor(small())
     engine = Engine("split:form=in_turn", executor=executor, settings=SETTINGS, ladder=[2, 4, 8, 16])
     engine.capture()
-    sequences = Sequences(3)
-    sequence = sequences.start()
-    chunk = sequences.chunk(sequence, 2)
-    engine.step(sequences.inputs([chunk]))
-    sequences.advance([chunk])
+    sequences, sequence = _begun(engine, 3)
     inputs = sequences.inputs([sequences.decode(sequence), sequences.chunk(sequences.start(), 5)])
     key = engine.select(*inputs.numbers).launches[1].key
     assert key is not None

@@ -7,6 +7,7 @@ in a class that has nothing else.
 from __future__ import annotations
 
 import ast
+import os
 import zipfile
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -17,9 +18,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.oracle.loader import executing
+import pytest
+
+from tests.oracle.loader import VARIABLE, executing
 
 RUNNER = "sglang/srt/model_executor/runner"
+FOLDER = Path(os.environ.get(VARIABLE) or "no-oracle")
+MARKS = [
+    pytest.mark.oracle,
+    pytest.mark.skipif(
+        not list(FOLDER.glob("sglang-0.5.23*")), reason=f"{VARIABLE} names no folder with sglang-0.5.23 in it"
+    ),
+]
+"""Of modules whose tests need the release."""
 BACKEND = SimpleNamespace(FULL="full", BREAKABLE="breakable", DISABLED="disabled", TC_PIECEWISE="tc_piecewise")
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,25 +16,18 @@ from kpolicy.policies.base import PolicyContext
 from kpolicy.policies.sglang import SglangPolicy, decode_sizes, prefill_sizes
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
-from tests.oracle.sglang_real import Release, decode_runner, prefill_runner, size_lists
+from tests.oracle.sglang_real import FOLDER, MARKS, Release, decode_runner, prefill_runner, size_lists
 
-FOLDER = os.environ.get("KPOLICY_ORACLE", "")
 BATCHES = 20_000
 DEPLOYMENTS = 100
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        not FOLDER or not list(Path(FOLDER).glob("sglang-0.5.23*")),
-        reason="KPOLICY_ORACLE names no folder with sglang-0.5.23 in it",
-    ),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def release():
     """The unpacked wheel."""
-    return Release(Path(FOLDER))
+    return Release(FOLDER)
 
 
 def compiled(policy, settings, sizes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import random
 import sys
 from collections import Counter
@@ -23,18 +22,12 @@ from kpolicy_sglang.refused import why_refused
 from kpolicy_sglang.versions import KNOWN
 from tests.integrations.sglang.recorded import SIGNATURES
 from tests.oracle.loader import executing
-from tests.oracle.sglang_real import Release, _class, _execute, _named, decode_runner, prefill_runner
+from tests.oracle.sglang_real import FOLDER, MARKS, Release, _class, _execute, _named, decode_runner, prefill_runner
 from tests.oracle.test_sglang import prefill_batch, prefill_pair, random_sizes
 
-FOLDER = Path(os.environ.get("KPOLICY_ORACLE") or "no-oracle")
 BATCHES, DEPLOYMENTS = 20_000, 100
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        not list(FOLDER.glob("sglang-0.5.23*")), reason="KPOLICY_ORACLE names no folder with sglang-0.5.23 in it"
-    ),
-]
+pytestmark = MARKS
 
 
 class Older(Release):

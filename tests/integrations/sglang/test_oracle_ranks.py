@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from kpolicy.attention import Claims
 from kpolicy.costs import H200, LLAMA_8B, analytic_costs
@@ -19,18 +15,22 @@ from kpolicy.policies.base import PolicyContext
 from kpolicy.policies.sglang import SglangPolicy
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchNumbers, BatchShape
-from tests.oracle.sglang_real import RUNNER, Release, _class, _execute, _named, decode_runner, prefill_runner
+from tests.oracle.sglang_real import (
+    FOLDER,
+    MARKS,
+    RUNNER,
+    Release,
+    _class,
+    _execute,
+    _named,
+    decode_runner,
+    prefill_runner,
+)
 from tests.oracle.test_sglang import random_sizes
 
-FOLDER = Path(os.environ.get("KPOLICY_ORACLE") or "no-oracle")
 DEPLOYMENTS, STEPS = 100, 100
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        not list(FOLDER.glob("sglang-0.5.23*")), reason="KPOLICY_ORACLE names no folder with sglang-0.5.23 in it"
-    ),
-]
+pytestmark = MARKS
 
 
 class ForwardMode:
