@@ -15,7 +15,7 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -34,6 +34,8 @@ MIXED_TOKENS = (64, 512, 2048)
 LONG_TOKENS = (2048, 4096, 8192)
 FEW_DECODES, MANY_DECODES, MIXED_KV = 2, 32, 64
 ROUNDS, WARM = 5, 2
+_APART = 1.2
+"""Graphs are timed at sizes that are so many times the last one that was: between them times hardly change."""
 
 
 def cost_tables(model_runner: Any, state: State, ranks: Ranks | None = None) -> Mapping[str, CostTable]:
@@ -78,7 +80,7 @@ def _reads_costs(policy: str) -> bool:
 
 
 def measure(model_runner: Any, state: State, ranks: Ranks | None = None) -> dict[str, CostTable]:
-    """Time every captured size, eager steps at a few sizes, long prompts, and mixed batches as SGLang itself runs them.
+    """Time captured sizes, eager steps at a few sizes, long prompts, and mixed batches as SGLang itself runs them.
 
     Raises:
         RankError: another rank couldn't set this up, or make anything of what was measured.
@@ -100,7 +102,7 @@ def _cases(model_runner: Any, state: State, ranks: Ranks) -> tuple[_Bench, dict[
 
     for phase in state.phases.values():
         make = bench.decode if phase.name == DECODE else bench.prefill
-        add(phase, "graph", phase.sizes, make, True)
+        add(phase, "graph", _apart(phase.sizes), make, True)
         most = len(phase.steps) - 2
         usual = EAGER_DECODES if phase.name == DECODE else EAGER_TOKENS
         # SGLang's dummies are made in the buffers of its graphs: none may be larger.
@@ -115,6 +117,15 @@ def _cases(model_runner: Any, state: State, ranks: Ranks) -> tuple[_Bench, dict[
                 make_mixed = partial(bench.mixed, decodes=decodes)
                 add(phase, name, [size for size in sizes if size > decodes], make_mixed, None)
     return bench, cases
+
+
+def _apart(sizes: Sequence[int]) -> list[int]:
+    """The least and the largest of rising sizes, and those between that are `_APART` times the one before."""
+    found = [sizes[0]]
+    for size in sizes[1:]:
+        if size >= _APART * found[-1] or size == sizes[-1]:
+            found.append(size)
+    return found
 
 
 def _many_rows(model_runner: Any) -> int:

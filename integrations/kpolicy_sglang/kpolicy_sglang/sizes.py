@@ -7,8 +7,7 @@ from typing import Any
 
 from kpolicy.errors import KPolicyError
 from kpolicy_sglang import ladder
-from kpolicy_sglang.arguments import attention_dp, resolved, running_per_rank
-from kpolicy_sglang.config import Config
+from kpolicy_sglang.arguments import resolved, running_per_rank
 from kpolicy_sglang.hooks import configured, deployment, fail, note_deployment, refusal
 
 __all__ = ["decode_limit", "decode_sizes", "decode_sizes_0_5_16", "prefill_sizes", "prefill_sizes_0_5_16"]
@@ -40,7 +39,7 @@ def decode_sizes(original: Any, server_args: Any, max_bs: int) -> list[int]:
     most = running_per_rank(server_args)
     if _DECODE_LIMIT in getattr(server_args, "_cuda_graph_config_locked", ()):
         most = max_bs if most is None else min(most, max_bs)
-    return _sizes(stock, lambda: ladder.decode_sizes(config, most, max_bs))
+    return _sizes(stock, lambda: ladder.decode_sizes(config, stock, most, max_bs))
 
 
 def decode_sizes_0_5_16(original: Any, server_args: Any, max_bs: int) -> list[int]:
@@ -67,17 +66,7 @@ def _prefill_sizes(original: Callable[[int], list[int]], max_bs: int, server_arg
     stock: list[int] = original(max_bs)
     if config is None or (server_args is not None and refusal(server_args)):
         return stock
-    return _sizes(stock, lambda: ladder.prefill_sizes(config, max_bs, by_cost=_by_cost(config, server_args)))
-
-
-def _by_cost(config: Config, server_args: Any) -> bool:
-    """Whether prefill is decided by cost, as far as that is known before anything is measured."""
-    from kpolicy.policies import get_policy
-
-    if not get_policy(config.policy).reads_costs:
-        return False
-    together = server_args is not None and attention_dp(server_args) > 1
-    return config.profile is not None or (config.calibrate and not together)
+    return _sizes(stock, lambda: ladder.prefill_sizes(config, stock, max_bs))
 
 
 def _sizes(stock: list[int], wanted: Callable[[], tuple[int, ...]]) -> list[int]:

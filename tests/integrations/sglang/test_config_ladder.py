@@ -7,6 +7,7 @@ import pytest
 from kpolicy.attention.support import Claims
 from kpolicy.errors import KPolicyError
 from kpolicy.ladders import CaptureSizes
+from kpolicy.policies.sglang import prefill_sizes as sglang_prefill_sizes
 from kpolicy.schemas import LadderPlan, write_plan
 from kpolicy.settings import Settings
 from kpolicy_sglang.config import Config
@@ -60,27 +61,31 @@ def test_bad_values(name, value):
         Config.from_env({"KPOLICY_SGLANG": "1", name: value})
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 256, 600, 768, 1000, 1024, 5000])
+STOCK_DECODE, STOCK_PREFILL = (1, 2, 4, 8, 12, 16, *range(24, 257, 8)), sglang_prefill_sizes(8192)
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 13, 256, 257, 600, 768, 1000, 1024, 5000])
 def test_default_decode_sizes(most):
-    """They rise, end with the most requests, and waste at most half of a graph."""
-    sizes = default_decode_sizes(most)
+    """They rise, end with the most requests, and no batch pads further than with SGLang's own sizes."""
+    sizes = default_decode_sizes(STOCK_DECODE, most)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == most
-    assert all(b <= 2 * a or b - a <= 256 for a, b in itertools.pairwise(sizes))
+    assert all(b - a <= 256 for a, b in itertools.pairwise(sizes))
+    assert {size for size in STOCK_DECODE if size < most} < set(sizes)
+    assert default_decode_sizes((), most)[-1] == most
 
 
 def test_default_prefill_sizes():
-    """They end with the largest step, in SGLang's own steps from 4,096 on, and there is always one."""
-    assert default_prefill_sizes(16384)[-3:] == (15360, 15872, 16384)
-    assert default_prefill_sizes(8192)[-2:] == (7680, 8192)
-    assert default_prefill_sizes(2000)[-3:] == (1536, 1792, 2000)
-    assert default_prefill_sizes(576) == (64, 96, 128, 256, 512, 576)
-    assert default_prefill_sizes(20) == (20,)
+    """They are SGLang's own, end with the largest step, and there is always one."""
+    assert default_prefill_sizes(STOCK_PREFILL, 8192) == STOCK_PREFILL
+    assert default_prefill_sizes(STOCK_PREFILL, 2000)[-3:] == (1536, 1792, 2000)
+    assert default_prefill_sizes((), 20) == (20,)
 
 
-def test_far_fewer_than_sglangs():
-    """The default ladder is half of SGLang's 94, up to more requests."""
-    assert len(default_decode_sizes(768)) + len(default_prefill_sizes(8192)) == 45
+def test_few_more_than_sglangs():
+    """Up to four times the requests take four sizes more than SGLang's 94; its own list takes 32 more."""
+    assert len(STOCK_DECODE) + len(STOCK_PREFILL) == 94
+    assert len(default_decode_sizes(STOCK_DECODE, 1024)) + len(default_prefill_sizes(STOCK_PREFILL, 8192)) == 98
 
 
 def test_given_sizes_go_before_a_plan(tmp_path):
@@ -90,11 +95,11 @@ def test_given_sizes_go_before_a_plan(tmp_path):
     sizes = CaptureSizes((1, 16, 64), (), (100, 3000))
     write_plan(plan, LadderPlan(sizes=sizes, keys=(), settings=settings, attention=Claims.at_level("mixed")))
     planned = Config(plan=str(plan))
-    assert decode_sizes(planned, 48, 256) == (1, 16)
-    assert prefill_sizes(planned, 2048) == (100,)
+    assert decode_sizes(planned, STOCK_DECODE, 48, 256) == (1, 16)
+    assert prefill_sizes(planned, STOCK_PREFILL, 2048) == (100,)
     given = Config(plan=str(plan), decode_sizes=(2, 4), piecewise_sizes=(7,))
-    assert (decode_sizes(given, None, 256), prefill_sizes(given, 99)) == ((2, 4), (7,))
-    assert decode_sizes(Config(), None, 256)[-1] == 1024
+    assert (decode_sizes(given, (), None, 256), prefill_sizes(given, (), 99)) == ((2, 4), (7,))
+    assert decode_sizes(Config(), STOCK_DECODE, None, 256)[-1] == 1024
 
 
 def test_a_plan_with_drafts_is_in_tokens(tmp_path):
@@ -103,9 +108,9 @@ def test_a_plan_with_drafts_is_in_tokens(tmp_path):
     settings = Settings(max_num_reqs=64, max_num_tokens=4096, num_speculative_tokens=3)
     sizes = CaptureSizes((4, 64, 256), (), (100,))
     write_plan(plan, LadderPlan(sizes=sizes, keys=(), settings=settings, attention=Claims.at_level("mixed")))
-    assert decode_sizes(Config(plan=str(plan)), 64, 256) == (1, 16, 64)
+    assert decode_sizes(Config(plan=str(plan)), STOCK_DECODE, 64, 256) == (1, 16, 64)
 
 
 def test_largest_decode_size_follows_the_requests():
     """SGLang's list ends at 256 on such a GPU; kpolicy's at the requests that may run."""
-    assert decode_sizes(Config(), 768, 256)[-1] == 768
+    assert decode_sizes(Config(), STOCK_DECODE, 768, 256)[-1] == 768
