@@ -21,11 +21,18 @@ from kpolicy.scheduling.batching import Batcher
 from kpolicy.shapes import BatchShape
 
 if TYPE_CHECKING:
+    from kpolicy.costs import CostTable
+    from kpolicy.decision import Decision
     from kpolicy.observe.perfetto import PerfettoWriter
-    from kpolicy.schemas import LogHeader, StepLogWriter
+    from kpolicy.schemas import LogHeader, QueueState, StepLogWriter
+    from kpolicy.shapes import BatchNumbers
     from kpolicy.trace_run import OnStep
 
-__all__ = ["RunsOn", "StepLog", "files_of", "step_log_paths"]
+__all__ = ["AT_ONCE", "RunsOn", "StepLog", "files_of", "step_log_paths"]
+
+
+AT_ONCE = 64
+"""Steps that are written together."""
 
 
 @attrs.frozen
@@ -70,6 +77,9 @@ def _file_name(spec: str) -> str:
 class StepLog:
     """Writes one policy's steps where they are wanted: ``with StepLog(...) as log`` gives what to call each step.
 
+    Steps are written `AT_ONCE` at a time: turning each into a line between two steps would leave the host's caches to
+    that, and the next step would take longer than a server's.
+
     Args:
         path: the step log; None writes none.
         spec: the policy.
@@ -90,6 +100,7 @@ class StepLog:
         self._writer: StepLogWriter | None = None
         self._trace: PerfettoWriter | None = None
         self._open = ExitStack()
+        self._noted: list[_Noted] = []
 
     def __enter__(self) -> OnStep | None:
         if self._path is None and self._perfetto is None:
@@ -105,8 +116,10 @@ class StepLog:
                 from kpolicy.observe.perfetto import PerfettoWriter
 
                 self._trace = opened.enter_context(PerfettoWriter(self._perfetto, header))
+            # First of all at the end: where the last steps can't be written, the files are told of it.
+            opened.callback(self._write)
             self._open = opened.pop_all()
-        return self._write
+        return self._note
 
     def _header(self) -> LogHeader:
         from kpolicy.schemas import LogHeader
@@ -120,28 +133,42 @@ class StepLog:
             command=shlex.join(["kpolicy", *COMMAND.get()]),
         )  # fmt: skip
 
-    def _write(self, step: int, inputs: StepInputs, outputs: StepOutputs, batcher: Batcher, start_us: float) -> None:
-        from kpolicy.schemas import QueueState, StepEntry
+    def _note(self, step: int, inputs: StepInputs, outputs: StepOutputs, batcher: Batcher, start_us: float) -> None:
+        from kpolicy.schemas import QueueState
 
-        numbers = inputs.numbers
         queue = QueueState(
             waiting=len(batcher.waiting), running=len(batcher.running),
             kv_tokens_used=(batcher.num_blocks - batcher.free_blocks) * batcher.block_size,
             kv_tokens_capacity=batcher.capacity, preempted=batcher.num_preemptions,
         )  # fmt: skip
         costs = self._engine.costs
-        cost = costs.cost(outputs.decision.launches, numbers)
-        ready = {part.value: us for part, us in outputs.ready_us.items()}
-        entry = StepEntry.of(
-            step, _shape_of(inputs), outputs.decision, cycle_us=outputs.cycle_us, ready_us=ready, queue=queue,
-            device_us=cost.device_us, host_us=cost.host_us, host_work_us=host_work_us() if costs.host_work_us else None,
+        self._noted.append(
+            _Noted(
+                step, _shape_of(inputs), outputs.decision, inputs.numbers, costs, outputs.cycle_us,
+                {part.value: us for part, us in outputs.ready_us.items()}, queue,
+                host_work_us() if costs.host_work_us else None, start_us,
+            )
         )  # fmt: skip
-        if self._writer is not None:
-            self._writer.write(entry)
-        if self._trace is not None:
-            from kpolicy.observe.perfetto import StepTiming
+        if len(self._noted) >= AT_ONCE:
+            self._write()
 
-            self._trace.write(entry, StepTiming(start_us=start_us))
+    def _write(self) -> None:
+        """Write what was noted, in its order."""
+        from kpolicy.schemas import StepEntry
+
+        noted, self._noted = self._noted, []
+        for each in noted:
+            cost = each.costs.cost(each.decision.launches, each.numbers)
+            entry = StepEntry.of(
+                each.step, each.shape, each.decision, cycle_us=each.cycle_us, ready_us=each.ready_us,
+                queue=each.queue, device_us=cost.device_us, host_us=cost.host_us, host_work_us=each.host_work_us,
+            )  # fmt: skip
+            if self._writer is not None:
+                self._writer.write(entry)
+            if self._trace is not None:
+                from kpolicy.observe.perfetto import StepTiming
+
+                self._trace.write(entry, StepTiming(start_us=each.start_us))
 
     def _close_log(self, *failure: Any) -> None:
         if self._writer is not None:
@@ -149,6 +176,22 @@ class StepLog:
 
     def __exit__(self, *failure: Any) -> None:
         self._open.__exit__(*failure)
+
+
+@attrs.frozen
+class _Noted:
+    """A step as it was, until it is written."""
+
+    step: int
+    shape: BatchShape
+    decision: Decision
+    numbers: BatchNumbers
+    costs: CostTable
+    cycle_us: float
+    ready_us: dict[str, float]
+    queue: QueueState
+    host_work_us: float | None
+    start_us: float
 
 
 def _shape_of(inputs: StepInputs) -> BatchShape:
