@@ -5,7 +5,7 @@
 Both sides are processes on the same GPU that stay up and take turns; who goes first changes with each repeat. Slices:
 
 - ``qwen``, ``dsv2``: single steps of Qwen2.5-0.5B and DeepSeek-V2-Lite shapes (decode, extend, mixed; random weights);
-  with ``--drawn`` ``qwen`` also has steps of sizes drawn from the trace, with kpolicy's sizes and those of ``--plan``;
+- ``qwen-drawn``: steps of 0.5B of sizes drawn from the steps in ``--drawn``, with kpolicy's sizes and ``--plan``'s;
 - ``qwen-trace``: request throughput and gaps through SGLang's scheduler, the conversation trace at 600 requests, every
   token streamed; ``order`` is kpolicy with steps in SGLang's order;
 - ``qwen-mixed-trace``: with mixed chunks, at 64 requests; ``qwen-offline-trace``: as the first, nothing streamed;
@@ -19,12 +19,12 @@ Every answer is appended to OUT/raw.jsonl as it comes; OUT/sglang_stock_vs_kpoli
 and takes in what OUT/raw.jsonl had before, so that slices can be run one by one (``--slices``). Rows are {model, load,
 figure, run, stock, kpolicy, ratio, low, high}: the ratio is above 1 where kpolicy is better, with a 95% interval over
 the repeats, null for a single one. Steps are prepared a few times, with short turns in each: a preparation counts once,
-by the median of its pairs, since core, KV pages and graphs are the same in all of them; drawn sizes are prepared once.
-Each has a row, with the ratio of each turn and no interval, and all have one whose interval is over the ``sizes`` it
-counts. The mean of repeats has Student's interval; six or more have their median and the sign test's. Where a side had
-more turns than the other those of both are compared, and are all that a row tells. ``run`` counts the starts of this
-script, whose code may differ: nothing of two runs is put together, and a load that was measured again has the later
-run's row.
+by the median of its pairs, since core, KV pages and graphs are the same in all of them. Each drawn size has a row (with
+the ratio of each turn and no interval where it was prepared once), and all have one whose interval is over the
+``sizes`` it counts. The mean of repeats has Student's interval; six or more have their median and the sign test's.
+Where a side had more turns than the other those of both are compared, and are all that a row tells. ``run`` counts the
+starts of this script, whose code may differ: nothing of two runs is put together, and a load that was measured again
+has the later run's row.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from benchmarks.student import student  # noqa: E402
 
 SLICES = (
     "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-mixed-trace", "qwen-offline-trace", "dsv2-trace", "log",
+    "qwen-drawn",
 )  # fmt: skip
 VARIANTS = {"order": {"KPOLICY_TURNS": "0"}}
 VARIED = {"order": ", KPOLICY_TURNS=0"}
@@ -92,7 +93,6 @@ DRAWS = {
     "trace": "of distinct sizes drawn from the trace", "alike": "of 1 to 256 requests alike",
     "": "of 8 or 12 sizes, runs to 4 and their plan",
 }  # fmt: skip
-WIDE_TURNS = 1
 STEP_TURNS, ROUNDS, ROUND_MS = 4, 4, 40
 """Steps: how often a load is prepared, turns of each side then, and about how long one is."""
 NO_VARIANTS: Mapping[str, dict[str, str]] = {}
@@ -225,23 +225,22 @@ class Run:
 
 
 def steps(run: Run, part: str) -> None:
-    """Steps by kind and size, and for 0.5B those that are drawn, the sides in turn.
+    """Steps by kind and size, or those that are drawn, the sides in turn.
 
     All sides stay up, and each waits on its standard input while another runs a few steps. Their main threads are on
     one core, which changes with the load: the cores of a virtual machine can differ, and change, by more than what is
     looked for.
     """
-    planned = {"planned": run.plan()} if part == "qwen" and run.given.drawn and run.plan() else NO_VARIANTS
+    of_drawn = part == "qwen-drawn"
+    planned = {"planned": run.plan()} if of_drawn and run.plan() else NO_VARIANTS
     sides = run.sides(part, "steps", {"max_running_requests": 1024}, planned)
-    loads = [(turn, "step", "", kind, size) for turn in range(STEP_TURNS) for kind, size in STEPS[part]]
-    if part == "qwen" and run.given.drawn:
-        loads += [(0, "drawn", *load) for load in drawn(run.given.drawn)]
+    loads = drawn(run.given.drawn) if of_drawn else [("", *load) for load in STEPS[part]]
     try:
         run.start(part, sides)
-        for turn, what, *load in loads:
-            names = list(sides) if what == "drawn" else ["stock", "kpolicy"]
-            if not in_rounds(run, {name: sides[name] for name in names}, (part, what, *load), turn):
-                return
+        for turn in range(STEP_TURNS):
+            for load in loads:
+                if not in_rounds(run, sides, (part, "drawn" if of_drawn else "step", *load), turn):
+                    return
     finally:
         for side in sides.values():
             side.end()
@@ -347,12 +346,12 @@ def capture(run: Run, part: str) -> None:
     if run.plan():
         kinds.append(("planned", own, run.plan()))
     # The first turn warms up what starts share, compiled kernels and files, and isn't counted; a slice of steps before
-    # does so too. Later ones take turns in who goes first; the sides of other sizes show little but memory.
+    # does so too. Later ones take turns in who goes first.
     turns = [
         (turn, *kind)
         for turn in range(-1, run.given.repeats)
         for kind in (kinds if turn % 2 else list(reversed(kinds)))
-        if (turn >= 0 or not run.warm) and (turn < WIDE_TURNS or kind[0] in CAPTURES[PLANNED])
+        if turn >= 0 or not run.warm
     ]
     made: list[Side] = []
     try:
@@ -492,11 +491,12 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     mean = statistics.fmean(by_size[size]["ms"] for size in sizes)
                     put(*what, "mean step ms", {"run": run, "turn": turn, "side": side}, mean, sizes=len(sizes))
                     continue
-                # Each size is prepared once, and is one repeat.
+                # Over all sizes each is one repeat; of a size each preparation is.
                 for size in sizes:
                     line = {"run": run, "turn": size[1] * 100 + turn, "side": side, "preparation": size[1]}
                     put(*what, "step ms", line, by_size[size]["ms"], sizes=len(sizes))
                     alone = f"{kind} {size[1]} {load}, {words}"
+                    line["preparation"] = by_size[size]["preparation"]
                     put("qwen", alone, "step ms", line, by_size[size]["ms"])
                     over_sizes.add((NAMES[MODEL["qwen"]], what[1], "step ms"))
     found = []

@@ -55,9 +55,9 @@ def test_only_turns_of_both_sides_are_told(more):
     assert rows(lines) == []
 
 
-def drawn(side, size, turn, ms):
-    return {"kind": "drawn", "part": "qwen", "side": side, "turn": turn, "step": "decode", "size": size, "ms": ms,
-            "draw": "alike", "preparation": 0, "served": "D"}  # fmt: skip
+def drawn(side, size, turn, ms, preparation=0):
+    return {"kind": "drawn", "part": "qwen-drawn", "side": side, "turn": turn, "step": "decode", "size": size,
+            "ms": ms, "draw": "alike", "preparation": preparation, "served": "D"}  # fmt: skip
 
 
 def test_a_drawn_size_that_loses_has_a_row():
@@ -74,6 +74,21 @@ def test_a_drawn_size_that_loses_has_a_row():
     lost = found["decode 24 of 1 to 256 requests alike, kpolicy's sizes"]
     assert (lost["turns"], lost["repeats"], lost["low"]) == ([0.5, 0.4762], 1, None)
     assert len(found) == 4
+
+
+def test_a_drawn_size_has_an_interval_over_its_preparations():
+    """A size that was prepared three times has three repeats; over all sizes it is one all the same."""
+    lines = [about()]
+    for size in (8, 16):
+        for turn in range(6):
+            lines += [drawn("stock", size, turn, 10.0, turn // 2), drawn("kpolicy", size, turn, 9.0 + turn, turn // 2)]
+    found = {row["load"]: row for row in rows(lines)}
+    alone = found["decode 8 of 1 to 256 requests alike, kpolicy's sizes"]
+    assert alone["repeats"] == 3
+    assert "turns" not in alone
+    assert alone["low"] < alone["ratio"] < alone["high"]
+    (over,) = [row for row in found.values() if "sizes" in row]
+    assert (over["sizes"], over["low"], over["high"]) == (2, over["ratio"], over["ratio"])
 
 
 def test_turns_of_one_preparation_count_once():
