@@ -436,9 +436,10 @@ def _notes(found: Replayed, workload: Workload, policy: Policy, costs: CostTable
     if above is not None and above.worse > _MUCH_WORSE:
         how = f"replays the graph of {above.size:,}" if above.size else "runs eagerly"
         notes.append(
-            f"no step has more than {above.largest:,} decodes, and {workload.settings.max_num_reqs:,} may run: one of "
-            f"{above.reqs:,} {how}, which takes {above.worse:.0%} longer than a graph of its size, attention left out. "
-            "If your server is busier than this trace, plan for a higher rate of arrivals or fewer requests."
+            f"no step has more than {above.largest:,} decode{'' if above.largest == 1 else 's'}, and "
+            f"{workload.settings.max_num_reqs:,} may run: one of {above.reqs:,} {how}, which takes {above.worse:.0%} "
+            "longer than a graph of its size. If your server is busier than this trace, plan for a higher rate of "
+            "arrivals or fewer requests."
         )
     outside = _outside(workload)
     if outside:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from kpolicy.costs import CostTable
 from kpolicy.ladders import CaptureSizes
 from kpolicy.planning.workload import DECODE, LIST, Workload
+from kpolicy.shapes import BatchNumbers
 
 __all__ = ["Unseen", "unseen"]
 
@@ -19,7 +20,8 @@ class Unseen(NamedTuple):
         largest: requests of the largest that was planned for.
         reqs: requests of the worst one.
         size: the size in requests that it replays; 0 where it runs eagerly.
-        worse: how much longer that takes than a graph of its own size, as a share; without attention, which both have.
+        worse: how much longer that takes than a graph of its own size, as a share, if its rows read as much KV as those
+            that were planned for do on average.
     """
 
     largest: int
@@ -43,18 +45,27 @@ def unseen(workload: Workload, sizes: CaptureSizes) -> Unseen | None:
     lists = workload.lists_of(sizes)
     own = lists[LIST if workload.layout.one_list else DECODE]
     captured = sorted({size // q for size in own} if workload.layout.one_list else own)
+    kv_tokens = _kv_tokens(workload, q)
     # Right above a size that is captured padding is longest; anything eager is worst where it begins.
     found = []
     for reqs in sorted({largest + 1, *(size + 1 for size in captured if largest <= size < most)}):
         at = bisect.bisect_left(captured, reqs)
         size = captured[at] if at < len(captured) else 0
-        takes = _step_us(costs, reqs, costs.full.at(size * q) if size else None, q)
-        found.append(Unseen(largest, reqs, size, takes / _step_us(costs, reqs, costs.full.at(reqs * q), q) - 1))
+        rows = BatchNumbers(reqs, query_len=q, decode_kv_tokens=round(reqs * kv_tokens))
+        takes = _step_us(costs, rows, size * q)
+        found.append(Unseen(largest, reqs, size, takes / _step_us(costs, rows, reqs * q) - 1))
     return max(found, key=lambda each: each.worse)
 
 
-def _step_us(costs: CostTable, reqs: int, graph_us: float | None, q: int) -> float:
-    """A decode step in a graph that takes the device so long, or an eager one."""
-    host = costs.host_eager if graph_us is None else costs.host_full
-    device_us = costs.eager.at(reqs * q) if graph_us is None else graph_us
-    return max(device_us, host.base_us + host.decode_us + host.req_us * reqs) + costs.step_us
+def _kv_tokens(workload: Workload, query_len: int) -> float:
+    """KV tokens that a decode row of that query length attends to on average."""
+    sums = workload.histogram.settled().decodes[query_len].values()
+    return sum(each.decode_kv_tokens for each in sums) / sum(each.decodes for each in sums)
+
+
+def _step_us(costs: CostTable, rows: BatchNumbers, size: int) -> float:
+    """A decode step in a graph of so many tokens, or an eager one where that is 0."""
+    dense_us = costs.full.at(size) if size else costs.eager.at(rows.total_tokens)
+    host = costs.host_full if size else costs.host_eager
+    host_us = host.base_for(decodes=True, prefills=False) + host.req_us * rows.num_decodes
+    return max(dense_us + costs.decode_attention_us(rows), host_us) + costs.step_us

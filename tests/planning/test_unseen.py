@@ -14,18 +14,18 @@ from kpolicy.trace_plan import layout_of, plan_trace
 from tests.planning.workloads import costs, server, trace
 
 
-def workload(largest: int, policy: str = "sglang") -> Workload:
-    """Decode steps of up to so many requests, on a server of 64."""
+def workload(largest: int, policy: str = "sglang", kv_tokens: int = 1) -> Workload:
+    """Decode steps of up to so many requests with so much KV a row, on a server of 64."""
     steps, settings = Histogram("made up"), server().settings
     for reqs in range(1, largest + 1):
-        steps.add(BatchNumbers(reqs, decode_kv_tokens=reqs))
+        steps.add(BatchNumbers(reqs, decode_kv_tokens=reqs * kv_tokens))
     layout = layout_of(get_policy(policy), Claims.at_level("mixed"), settings)
     return Workload(histogram=steps, costs=costs(), settings=settings, layout=layout)
 
 
-def step_us(reqs: int) -> float:
-    """A step in a graph of so many rows, by the test's table."""
-    return 1000 + 20 * (reqs - 1) + 100
+def step_us(reqs: int, size: int = 0, kv_tokens: int = 1) -> float:
+    """A step of so many rows in a graph of that size, by default their own, by the test's table."""
+    return 1000 + 20 * ((size or reqs) - 1) + 5 + reqs + 0.01 * reqs * kv_tokens + 100
 
 
 def test_it_pads_to_the_next_graph() -> None:
@@ -33,7 +33,7 @@ def test_it_pads_to_the_next_graph() -> None:
     found = unseen(workload(20), CaptureSizes((8, 24, 64), (), ()))
     assert found is not None
     assert found[:3] == (20, 25, 64)
-    assert found.worse == pytest.approx(step_us(64) / step_us(25) - 1)
+    assert found.worse == pytest.approx(step_us(25, 64) / step_us(25) - 1)
 
 
 def test_it_is_eager_without_one() -> None:
@@ -42,6 +42,17 @@ def test_it_is_eager_without_one() -> None:
     assert found is not None
     assert found[:3] == (20, 21, 0)
     assert found.worse == pytest.approx((4000 + 2 * 21 + 100) / step_us(21) - 1)
+
+
+def test_attention_hides_launches() -> None:
+    """Where rows keep the device busy for longer than eager launches take, a step without a graph takes no longer."""
+    found = unseen(workload(20, kv_tokens=20_000), CaptureSizes((8, 20), (), ()))
+    assert found is not None
+    assert found[:3] == (20, 21, 0)
+    assert found.worse == 0
+    padded = unseen(workload(20, kv_tokens=2_000), CaptureSizes((8, 24, 64), (), ()))
+    assert padded is not None
+    assert padded.worse == pytest.approx(step_us(25, 64, 2_000) / step_us(25, kv_tokens=2_000) - 1)
 
 
 def test_none_is_larger() -> None:
@@ -58,3 +69,16 @@ def test_a_plan_says_so(gap_s: float, *, said: bool) -> None:
         hold_out=False,
     )  # fmt: skip
     assert any("may run: one of 2 replays the graph of 22" in note for note in found.notes) == said
+
+
+def test_a_light_trace_leaves_room() -> None:
+    """Smoothing gives a quiet trace's plan sizes to the most requests that may run, without a budget too."""
+    lists = {
+        smoothing: plan_trace(
+            trace(80, gap_s=1.0), policy="sglang", server=server(), costs=costs(), smoothing=smoothing, hold_out=False
+        ).plan.lists["decode"]
+        for smoothing in (0.0, 0.1)
+    }
+    assert lists[0.0][-1] == 1
+    assert lists[0.1][-1] == 64
+    assert len(lists[0.1]) > 3
