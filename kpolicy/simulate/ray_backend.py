@@ -9,7 +9,7 @@ import attrs
 
 from kpolicy.errors import ConfigError
 from kpolicy.observe.extras import load
-from kpolicy.simulate.sweep import Case, Common, run_case
+from kpolicy.simulate.cases import Case, Common, run_case
 
 __all__ = ["RayBackend"]
 
