@@ -1,6 +1,10 @@
 """`benchmarks.quiet`: which cores a command gets."""
 
+from __future__ import annotations
+
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,19 +13,19 @@ from benchmarks import quiet
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores can't be chosen here")
 
 
-def test_lists_of_cores_read():
+def test_lists_of_cores_read() -> None:
     assert quiet.cores_of("0-2,8\n") == {0, 1, 2, 8}
     assert quiet.cores_of("5") == {5}
 
 
-def test_a_core_without_a_known_topology_is_alone(monkeypatch, tmp_path):
+def test_a_core_without_a_known_topology_is_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quiet, "SIBLINGS", str(tmp_path / "{}"))
     (tmp_path / "1").write_text("1,3\n")
     (tmp_path / "2").write_text("no list")
     assert [quiet.siblings(core) for core in (0, 1, 2)] == [{0}, {1, 3}, {2}]
 
 
-def test_one_thread_of_each_quick_core_and_the_first_core_last(monkeypatch):
+def test_one_thread_of_each_quick_core_and_the_first_core_last(monkeypatch: pytest.MonkeyPatch) -> None:
     # Cores 0 and 1 are one, so are 2 and 3; 4 and 5 are alone, and 5 is slow for a third of the time.
     monkeypatch.setattr(quiet, "siblings", lambda core: {0: {0, 1}, 1: {0, 1}, 2: {2, 3}, 3: {2, 3}}.get(core, {core}))
     times = {0: [20.0] * 3, 1: [20.0] * 3, 2: [23.0] * 3, 3: [22.0] * 3, 4: [24.0] * 3, 5: [22.0, 22.0, 40.0]}
@@ -30,8 +34,11 @@ def test_one_thread_of_each_quick_core_and_the_first_core_last(monkeypatch):
 
 
 @linux
-def test_the_command_gets_the_chosen_cores_and_single_threaded_pools(monkeypatch, capfd):
-    before, given = os.sched_getaffinity(0), []
+def test_the_command_gets_the_chosen_cores_and_single_threaded_pools(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = os.sched_getaffinity(0)
+    given: list[tuple[Any, ...]] = []
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setattr(os, "setpriority", lambda *_: (_ for _ in ()).throw(PermissionError()))
     monkeypatch.setattr(
@@ -51,7 +58,7 @@ def test_the_command_gets_the_chosen_cores_and_single_threaded_pools(monkeypatch
 
 @linux
 @pytest.mark.parametrize("words", [["--cores", "0"], ["--seconds", "0"], ["--cores", "x"]])
-def test_numbers_that_name_nothing_are_refused(words, capsys):
+def test_numbers_that_name_nothing_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         quiet.main(words)
     assert stopped.value.code == 2
@@ -59,7 +66,9 @@ def test_numbers_that_name_nothing_are_refused(words, capsys):
 
 
 @linux
-def test_a_command_that_is_not_there_is_named(capfd, monkeypatch):
+def test_a_command_that_is_not_there_is_named(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = os.sched_getaffinity(0)
     monkeypatch.setattr(os, "setpriority", lambda *_: None)
     try:
@@ -70,7 +79,7 @@ def test_a_command_that_is_not_there_is_named(capfd, monkeypatch):
 
 
 @linux
-def test_without_a_command_cores_are_shown_and_kept():
+def test_without_a_command_cores_are_shown_and_kept() -> None:
     before = os.sched_getaffinity(0)
     assert quiet.main(["--seconds", "0.05"]) == 0
     assert os.sched_getaffinity(0) == before
