@@ -196,7 +196,8 @@ def shown(title: str, rows: Sequence[FidelityRow]) -> None:
         print(
             f"  {row.mode:<22} {row.regime:<11} {row.steps:>7} steps  error {row.error:6.1%}  median "
             f"{row.median_error:6.1%}  bias {row.bias:+6.1%}  p50 {row.gap_p50_error:6.1%}  noise {row.noise:6.1%}"
-            f"  at the table's host speed {row.at_speed_error:6.1%} of {row.at_speed_steps}"
+            f"  at the table's host speed {row.at_speed_error:6.1%} of {row.at_speed_steps}  by kinds' means"
+            f" {row.kind_error:6.1%} of {row.kind_steps}"
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from statistics import fmean, median
+from typing import NamedTuple
 
 import attrs
 
@@ -13,13 +15,15 @@ from kpolicy.errors import ConfigError
 from kpolicy.schemas import StepEntry, StepLaunch
 from kpolicy.simulate.host_state import HostState
 
-__all__ = ["REGIMES", "FidelityRow", "expected_cost", "expected_costs", "fidelity", "same_ranking"]
+__all__ = ["REGIMES", "REPEATS", "FidelityRow", "expected_cost", "expected_costs", "fidelity", "same_ranking"]
 
 REGIMES = ("host-bound", "middle", "saturated")
 """By the cost table: the host takes longer than the device; it doesn't; and dense work takes at least twice what one
 token takes, so that a step grows with its tokens."""
 _SATURATED = 2.0
 _AT_SPEED = 0.1
+REPEATS = 5
+"""Steps of a kind whose mean is compared."""
 
 
 @attrs.frozen(kw_only=True)
@@ -41,6 +45,12 @@ class FidelityRow:
         at_speed_steps: steps beside which the host was as fast as while the table was measured, within 10% before and
             after; all of them where no speed was noted.
         at_speed_error: `error` of these alone; 0 without any.
+        kind_steps: steps of which there are `REPEATS` or more of one kind: with the same launches on the same kinds of
+            rows, as for `noise`; tokens of eager steps within a quarter of a factor of two, the decode rows' KV and the
+            prompts' pairs of tokens within a factor of two.
+        kind_error: mean over these steps of the error of their kind's mean time: what is left of `error` where a
+            repeated step's expected time is asked for, as a simulator is, and not each repeat's. The looser reading,
+            besides `error` and not for it; 0 without any.
     """
 
     mode: str
@@ -53,6 +63,8 @@ class FidelityRow:
     noise: float
     at_speed_steps: int
     at_speed_error: float
+    kind_steps: int
+    kind_error: float
 
 
 def _launch(entry: StepEntry, launch: StepLaunch) -> Launch:
@@ -126,7 +138,7 @@ def fidelity(entries: Sequence[StepEntry], costs: CostTable) -> list[FidelityRow
     usual = {kind: median(ratios) for kind, ratios in alike.items()}
     cases: dict[tuple[str, str], list[_Step]] = {}
     for entry, cost, measured_us, kind, at_speed in timed:
-        each = cost.cycle_us, measured_us, usual[kind], at_speed
+        each = _Step(cost.cycle_us, measured_us, usual[kind], at_speed, (kind, _sizes(entry)))
         for key in ((entry.mode, _regime(entry, cost, costs)), (entry.mode, "all"), ("all", "all")):
             cases.setdefault(key, []).append(each)
     if not cases:
@@ -142,15 +154,48 @@ def _launched(entry: StepEntry) -> Hashable:
     return entry.mode, launches, numbers.num_decodes > 0, numbers.num_prefills > 0
 
 
-_Step = tuple[float, float, float, bool]
-"""(expected, measured, the usual ratio of both in steps like it, whether the host was as fast as the table's)"""
+def _sizes(entry: StepEntry) -> Hashable:
+    """What else steps of a kind have in common: sizes that the graphs don't tell, roughly."""
+    numbers = entry.shape.numbers
+    tokens = numbers.total_tokens if any(each.key is None for each in entry.launches) else 0
+    return tuple(
+        round(parts * math.log2(size)) if size else None
+        for size, parts in ((tokens, 4), (numbers.decode_kv_tokens, 1), (numbers.prefill_pairs, 1))
+    )
+
+
+class _Step(NamedTuple):
+    """A step's times in microseconds, and what it is compared with."""
+
+    expected: float
+    measured: float
+    ratio: float
+    """The usual one of both in steps like it"""
+    at_speed: bool
+    """Whether the host was as fast as the table's"""
+    kind: Hashable
+
+
+def _kinds(steps: Sequence[_Step]) -> tuple[int, float]:
+    """How many steps are of kinds with enough repeats, and the mean over them of the error of their kind's mean."""
+    kinds: dict[Hashable, list[_Step]] = {}
+    for each in steps:
+        kinds.setdefault(each.kind, []).append(each)
+    repeated = [alike for alike in kinds.values() if len(alike) >= REPEATS]
+    count = sum(map(len, repeated))
+    errors = (
+        len(alike) * abs(sum(each.expected for each in alike) / sum(each.measured for each in alike) - 1)
+        for alike in repeated
+    )
+    return count, sum(errors) / count if count else 0.0
 
 
 def _row(mode: str, regime: str, steps: Sequence[_Step]) -> FidelityRow:
     """The row of steps."""
-    errors = [abs(expected / measured - 1) for expected, measured, _, _ in steps]
-    at_speed = [error for error, each in zip(errors, steps, strict=True) if each[3]]
-    expected_us, measured_us = ([each[i] for each in steps] for i in (0, 1))
+    errors = [abs(each.expected / each.measured - 1) for each in steps]
+    at_speed = [error for error, each in zip(errors, steps, strict=True) if each.at_speed]
+    expected_us, measured_us = [each.expected for each in steps], [each.measured for each in steps]
+    kind_steps, kind_error = _kinds(steps)
     return FidelityRow(
         mode=mode,
         regime=regime,
@@ -159,9 +204,11 @@ def _row(mode: str, regime: str, steps: Sequence[_Step]) -> FidelityRow:
         bias=sum(expected_us) / sum(measured_us) - 1,
         median_error=median(errors),
         gap_p50_error=abs(median(expected_us) / median(measured_us) - 1),
-        noise=fmean(abs(expected / measured / ratio - 1) for expected, measured, ratio, _ in steps),
+        noise=fmean(abs(each.expected / each.measured / each.ratio - 1) for each in steps),
         at_speed_steps=len(at_speed),
         at_speed_error=fmean(at_speed) if at_speed else 0.0,
+        kind_steps=kind_steps,
+        kind_error=kind_error,
     )
 
 

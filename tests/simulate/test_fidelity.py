@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
 import pytest
 
 from kpolicy.costs import CostTable, HostCost
+from kpolicy.decision import Decision, Launch
 from kpolicy.errors import ConfigError
-from kpolicy.modes import Part
+from kpolicy.modes import Mode, Part, Rows
+from kpolicy.reasons import Reason
 from kpolicy.schemas import StepEntry, StepLogWriter, read_step_log
+from kpolicy.shapes import BatchShape
 from kpolicy.simulate import SimStep, simulate
-from kpolicy.simulate.fidelity import expected_cost, expected_costs, fidelity, same_ranking
+from kpolicy.simulate.fidelity import (
+    REPEATS,
+    FidelityRow,
+    expected_cost,
+    expected_costs,
+    fidelity,
+    same_ranking,
+)
 
 from .helpers import COSTS, SIZES, server, trace_of
 
@@ -122,13 +133,46 @@ def test_what_steps_alike_differ_by_is_noise(tmp_path: Path) -> None:
     assert row.noise == pytest.approx(0.125, abs=0.02)
 
 
+def test_repeats_of_one_kind_are_held_to_their_mean(tmp_path: Path) -> None:
+    """Errors either way make up for each other within a kind alone, and kinds of few steps are left out."""
+    decodes = [each for each in logged(tmp_path / "s.jsonl", "full") if not each.shape.prefills]
+    one, other = (most(decodes, key=lambda each: each.shape.numbers.num_decodes) for most in (min, max))
+    us = {each: expected_cost(each, COSTS).cycle_us for each in (one, other)}
+
+    def row(times: Mapping[StepEntry, Sequence[float]]) -> FidelityRow:
+        steps = [attrs.evolve(each, cycle_us=us[each] * by) for each, all_by in times.items() for by in all_by]
+        return fidelity(steps, COSTS)[-1]
+
+    either_way = row({one: [0.5, 1.5] * 3})
+    assert either_way.error == pytest.approx((1 + 1 / 3) / 2)
+    assert either_way.kind_steps == 6
+    assert either_way.kind_error == pytest.approx(0)
+    # Two kinds that are off either way stay off, each by its own.
+    assert one.launches != other.launches
+    apart = row({one: [0.5] * 6, other: [2.0] * REPEATS})
+    assert apart.kind_steps == 6 + REPEATS
+    assert apart.kind_error == pytest.approx((6 * 1.0 + REPEATS * 0.5) / (6 + REPEATS))
+    few = row({one: [0.5] * 6, other: [2.0] * (REPEATS - 1)})
+    assert few.kind_steps == 6
+    assert few.kind_error == pytest.approx(1.0)
+    assert row({one: [0.5] * (REPEATS - 1)}).kind_steps == 0
+
+
+def test_eager_steps_of_other_sizes_are_other_kinds() -> None:
+    """Eager launches say nothing of their size, and no launch of its KV: rows a factor of two apart aren't one kind."""
+    plain = Decision(Mode.EAGER, (Launch(Rows.ALL, None),), Reason.POLICY_IS_EAGER)
+
+    def kinds(shape: BatchShape) -> int:
+        steps = [StepEntry.of(0, each, plain, cycle_us=100.0) for each in [BatchShape(prefills=[(600, 0)])] * 4]
+        return fidelity([*steps, StepEntry.of(0, shape, plain, cycle_us=100.0)], COSTS)[-1].kind_steps
+
+    assert kinds(BatchShape(prefills=[(590, 0)])) == 5
+    assert kinds(BatchShape(prefills=[(900, 0)])) == 0
+    assert kinds(BatchShape(prefills=[(600, 4000)])) == 0
+
+
 def test_padded_eager_steps_cost_their_padding() -> None:
     """An eager launch that a rule pads all the same is costed at its padded size."""
-    from kpolicy.decision import Decision, Launch
-    from kpolicy.modes import Mode, Rows
-    from kpolicy.reasons import Reason
-    from kpolicy.shapes import BatchShape
-
     decision = Decision(Mode.EAGER, (Launch(Rows.ALL, None, padded_tokens=16),), Reason.POLICY_IS_EAGER)
     shape = BatchShape.decode(5)
     entry = StepEntry.of(0, shape, decision, cycle_us=1.0)
