@@ -21,7 +21,7 @@ from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate.run import simulate
 from kpolicy.simulate.server import Server
 
-__all__ = ["Axes", "Case", "Common", "run_case"]
+__all__ = ["Axes", "Case", "Common", "lost_case", "run_case"]
 
 
 @attrs.frozen(kw_only=True)
@@ -116,3 +116,8 @@ def run_case(case: Case, common: Common) -> dict[str, Any]:
         raise KeyboardInterrupt
     # As it reads back from a file, wherever it was run.
     return {"case": attrs.asdict(case), "result": json.loads(json.dumps(result.as_dict(), allow_nan=False))}
+
+
+def lost_case(case: Case, why: str) -> dict[str, Any]:
+    """The line of a case whose process or node went away. It isn't kept in a results file, so that it is run again."""
+    return {"case": attrs.asdict(case), "error": f"{why}. The same command runs it again.", "lost": True}

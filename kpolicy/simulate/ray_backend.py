@@ -9,7 +9,7 @@ import attrs
 
 from kpolicy.errors import ConfigError
 from kpolicy.observe.extras import load
-from kpolicy.simulate.cases import Case, Common, run_case
+from kpolicy.simulate.cases import Case, Common, lost_case, run_case
 
 __all__ = ["RayBackend"]
 
@@ -39,13 +39,24 @@ class RayBackend:
             # Traces and cost tables travel once; workers read them from the object store.
             shared = ray.put(common)
             work = ray.remote(num_cpus=1, max_retries=3)(run_case)
-            waiting = [work.remote(case, shared) for case in cases]
+            waiting = {work.remote(case, shared): case for case in cases}
             while waiting:
-                finished, waiting = ray.wait(waiting, num_returns=1)
-                yield from ray.get(finished)
+                (finished,), _ = ray.wait(list(waiting), num_returns=1)
+                case = waiting.pop(finished)
+                try:
+                    line = ray.get(finished)
+                except ray.exceptions.RayError as error:
+                    line = lost_case(case, f"Ray lost it: {type(error).__name__}: {_why(error)}")
+                yield line
         finally:
             if ours:
                 ray.shutdown()
+
+
+def _why(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A task's own exception ends its traceback.
+    return (lines[-1] if hasattr(error, "cause") and lines else " ".join(lines))[:200].rstrip(".")
 
 
 def _check_there(address: str) -> None:

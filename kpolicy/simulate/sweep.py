@@ -92,9 +92,10 @@ class SweepFile:
         return whole
 
     def add(self, line: dict[str, Any]) -> None:
-        """Keep a finished case."""
+        """Keep a finished case; a lost one only until the sweep is over."""
         self.lines[Case(**line["case"]).key] = line
-        self._write(line)
+        if not line.get("lost"):
+            self._write(line)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is not None:

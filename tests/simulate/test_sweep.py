@@ -21,6 +21,7 @@ from kpolicy.attention.support import parse_attention
 from kpolicy.errors import ConfigError, SchemaError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.generator import generate_trace
+from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate.pareto import METRICS, draw, points_of
 from kpolicy.simulate.sweep import Axes, Common, LocalBackend, SweepFile, sweep
 
@@ -85,6 +86,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from kpolicy.scheduling.generator import generate_trace
+from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import Server
 from kpolicy.costs import analytic_costs
 from kpolicy.simulate.sweep import Axes, Common, LocalBackend, sweep
@@ -113,6 +115,64 @@ def test_a_killed_sweep_keeps_what_was_done(tmp_path: Path, jobs: int) -> None:
     lines = path.read_bytes().splitlines()
     assert path.read_bytes().startswith(done)
     assert len(lines) == len(set(lines)) == 1 + 9
+
+
+def test_workers_end_with_their_sweep(tmp_path: Path) -> None:
+    """A sweep that is killed alone leaves no process behind."""
+    path = tmp_path / "s.jsonl"
+    first = subprocess.Popen([sys.executable, "-c", KILLED, str(path), "2"], start_new_session=True)
+    try:
+        for _ in range(3000):
+            if path.exists() and path.read_bytes().count(b"\n") >= 2:
+                break
+            time.sleep(0.02)
+        os.killpg(first.pid, 0)
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+        for _ in range(500):
+            if not _is_there(first.pid):
+                return
+            time.sleep(0.02)
+        raise AssertionError("a worker is still there ten seconds after its sweep was killed")
+    finally:
+        if _is_there(first.pid):
+            os.killpg(first.pid, signal.SIGKILL)
+
+
+def _is_there(group: int) -> bool:
+    """Whether a group of processes has any left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class Fatal:
+    """A trace that kills the process it is served in."""
+
+    requests = ()
+
+    def scaled(self, _rate: float) -> Trace:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def test_a_killed_worker_costs_its_own_case(tmp_path: Path) -> None:
+    """The others have their results, the file is without it, and the same sweep tries it again."""
+    shared = common()
+    shared = attrs.evolve(shared, traces={"fatal": Fatal(), **shared.traces})
+    axes, path = Axes(policies=("auto", "eager"), rates=(2.0,)), tmp_path / "s.jsonl"
+    for left in (12, 4):
+        seen: list[tuple[int, int]] = []
+        lines = sweep(
+            axes, shared, path=path, backend=LocalBackend(2), progress=lambda *each, seen=seen: seen.append(each)
+        )
+        assert [line["case"]["trace"] for line in lines if "error" in line] == ["fatal"] * 4
+        assert all("its process was killed" in line["error"] for line in lines if "error" in line)
+        assert len(seen) == 1 + left
+        assert path.read_bytes().count(b"\n") == 1 + 8
+        assert b"fatal" not in path.read_bytes().split(b"\n", 1)[1]
 
 
 def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
@@ -201,6 +261,18 @@ def test_ray_gives_what_local_processes_give(tmp_path: Path) -> None:
     lines = sweep(AXES, shared, path=path, backend=RayBackend("local"))
     assert lines == sweep(AXES, shared, backend=LocalBackend(1))
     assert sweep(AXES, shared, path=path, backend=Refuses()) == lines
+
+
+def test_ray_tells_what_it_lost() -> None:
+    """A case whose worker dies each time has no result, and the others have theirs."""
+    pytest.importorskip("ray")
+    from kpolicy.simulate.ray_backend import RayBackend
+
+    shared = common()
+    shared = attrs.evolve(shared, traces={"fatal": Fatal(), **shared.traces}, ladders={"own": SIZES})
+    lines = sweep(Axes(policies=("eager",), rates=(2.0,)), shared, backend=RayBackend("local"))
+    assert "Ray lost it: WorkerCrashedError" in lines[0]["error"]
+    assert [line["result"]["served"] for line in lines[1:]] == [12, 12]
 
 
 def test_a_ray_cluster_that_isnt_there_is_one_error() -> None:
