@@ -357,3 +357,81 @@ def test_gap_limit_holds_mixed_batches_too(decodes, page):
     # Where the chunk itself has less left it is SGLang's own.
     assert seen == [min(512, (2048 - decodes) // page * page)]
     assert scheduler.chunked_prefill_size == 2048
+
+
+LONG_US = Curve((2048, 4096, 8192), (8_000.0, 20_000.0, 60_000.0))
+
+
+class Cut(Prompts):
+    """As SGLang has it: a prompt that doesn't fit into what is left of the chunk is cut, and goes on in the next."""
+
+    def __init__(self, prompts, **more):
+        super().__init__(prompts, **more)
+        self.tp_worker.model_runner._kpolicy_state.long = LONG_US
+        self.seen = []
+
+    def own(self, _, running):
+        self.seen.append(self.chunked_prefill_size)
+        left, lens, before = self.chunked_prefill_size, [], []
+        while left and (self.chunked_req is not None or self.waiting_queue):
+            each = self.chunked_req or self.waiting_queue.pop(0)
+            take = min(left, len(each.origin_input_ids) - each.prefix_len)
+            lens, before, left = [*lens, take], [*before, each.prefix_len], left - take
+            each.prefix_len += take
+            self.chunked_req = each if each.prefix_len < len(each.origin_input_ids) else None
+        batch = SimpleNamespace(extend_num_tokens=sum(lens), extend_lens=lens, prefix_lens=before) if lens else None
+        return SimpleNamespace(batch_to_run=batch, running_batch=running)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "decodes", "steps"),
+    [
+        # One prompt of 8,192 tokens takes 60 ms; a chunk of usual ones and a decode step take 32.
+        ([8192], 64, [5120, 0, 3072, 0]),
+        ([8192], 31, [8192, 0]),
+        ([1024] * 8, 256, [8192, 0]),
+        ([4096], 64, [4096, 0]),
+        # Two prompts, and fewer than 32 decodes for each.
+        ([7000, 1000], 63, [8000, 0]),
+        ([7000, 1000], 64, [5120, 0, 2880, 0]),
+        # A burst: in SGLang's order, in SGLang's batches.
+        ([8000] * 5, 256, [8192] * 4 + [7232, 0]),
+    ],
+)
+def test_long_batches_are_cut_for_many_decodes(prompts, decodes, steps):
+    """Where 32 decodes a prompt wait for a batch of long prompts, it takes no longer than a chunk of usual ones."""
+    scheduler = Cut(prompts, decodes=decodes)
+    assert scheduler.run(len(steps)) == steps
+    assert scheduler.chunked_prefill_size == 8192
+
+
+def test_long_batches_are_not_cut_where_the_rest_has_no_graph():
+    """MLA on 0.5.16 runs a prompt with cached tokens eagerly: the second piece would take longer than is spared."""
+    scheduler = Cut([8192], decodes=64)
+    scheduler.tp_worker.model_runner._kpolicy_state.prefix_is_eager = True
+    assert scheduler.run(2) == [8192, 0]
+
+
+def test_cut_batches_have_whole_pages():
+    """SGLang rounds a cut prompt down to its pages."""
+    scheduler = Cut([8192], decodes=64)
+    scheduler.page_size = 768
+    assert scheduler.run(1) == [4608]
+
+
+def test_limit_on_gaps_goes_before_the_cut():
+    """Who set a limit has that one, whatever decodes wait."""
+    scheduler = Cut([8192], decodes=64, gap_ms=25.0)
+    assert scheduler.run(2) == [4096, 0]
+    assert set(scheduler.seen) == {4096}
+
+
+def test_the_rest_of_a_long_prompt_is_long():
+    """What is left of a prompt attends to all of it, and counts so among those that wait."""
+    split = split_of(Cut([1000], decodes=8))
+    split._scheduler.chunked_req = request(6000, 4000)
+    assert split.waiting(8) == (2, 3000, pytest.approx((6000 * 2000 + 1000 * 1000) / 3000))
+    split._scheduler.waiting_queue.clear()
+    assert split.waiting(8) == (1, 2000, 6000)
+    split._scheduler.chunked_req = request(1000, 400)
+    assert split.waiting(8) == (1, 600, 0)
