@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from kpolicy.cli.options import Deployment, at_least, settings_of, whole
 from kpolicy.errors import ConfigError
+from kpolicy.policies import get_policy
 from kpolicy.simulate import Drafts, Server, ServiceLevel
 from kpolicy.simulate.cost_models import CostModel, cost_model
 from kpolicy.simulate.server import LLAMA_8B_KV_BYTES
@@ -82,6 +83,14 @@ class Served:
     prefix_reuse: Annotated[
         bool, Parameter(group=_SERVER, help="Reuse cached prefixes, where the trace has hash ids.")
     ] = True
+    pace: Annotated[
+        str | None,
+        Parameter(
+            group=_SERVER,
+            help="A policy: steps with decodes take fewer prompt tokens where --objective weighs the gap, as long as "
+            "prompts aren't served more slowly than by that policy in full steps. By default steps are filled.",
+        ),
+    ] = None
     warm: Annotated[
         bool,
         Parameter(
@@ -125,6 +134,8 @@ class Served:
         ):  # fmt: skip
             if not 0 <= value < 1e9:
                 raise ConfigError(f"{option} is {value:g}; it takes microseconds from 0 up.")
+        if self.pace is not None:
+            get_policy(self.pace)
         known = deployment.config is not None or deployment.profile is not None
         return Server(
             settings=settings,
@@ -136,6 +147,7 @@ class Served:
             ranks=at_least("--ranks", self.ranks, 1),
             scheduler_us=self.scheduler_us,
             scheduler_prompt_us=self.scheduler_prompt_us,
+            pace=self.pace,
             warm=self.warm,
             concurrency=None if self.concurrency is None else at_least("--concurrency", self.concurrency, 1),
             service_level=ServiceLevel(ttft_ms=self.slo_ttft_ms, gap_ms=self.slo_gap_ms),

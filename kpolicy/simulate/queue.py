@@ -7,12 +7,14 @@ and decode rows may verify drafts. Where both can run a trace they make the same
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kpolicy.errors import ConfigError
 from kpolicy.scheduling.batching import MOST_STEPS_AHEAD, waiting_facts
+from kpolicy.scheduling.pace import Pace, in_line
 from kpolicy.settings import Settings
 from kpolicy.shapes import NO_FACTS, BatchNumbers, BatchShape
 from kpolicy.simulate.blocks import Blocks
@@ -87,6 +89,8 @@ class Queue:
         """A decode row takes part in every step, so no more are admitted than one step's tokens hold."""
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
+        self.pace: Pace | None = None
+        """What says how many tokens a step may have beside decodes; None leaves the limit"""
         self.num_preemptions = 0
         self.looked_up_tokens = self.reused_tokens = 0
         """Prompt tokens of admitted requests, and those found in the cache."""
@@ -137,6 +141,8 @@ class Queue:
         self._enter_blocks()
         num_decodes = len(self.rows.rows)
         budget = self.settings.max_num_tokens - num_decodes * self.rows.query_len
+        if self.pace is not None and num_decodes and (self.prefilling or self.waiting):
+            budget = min(budget, self._paced(self.pace, num_decodes, budget))
         # What was preempted for want of blocks doesn't come back in the same step.
         chunks = self._chunks(budget, admit=self.num_preemptions == before) if self.prefilling or self.waiting else []
         while not num_decodes and not chunks and len(self.prefilling) > 1:
@@ -146,6 +152,15 @@ class Queue:
         if not num_decodes and not chunks:
             return None
         return Step(self._numbers(chunks), chunks)
+
+    def _paced(self, pace: Pace, num_decodes: int, room: int) -> int:
+        """Prompt tokens that the step may have by its costs."""
+        prompts = itertools.chain(self.prefilling, self.waiting)
+        left = (request.until - request.computed for request in prompts)
+        total = len(self.prefilling) + len(self.waiting)
+        line = in_line(left, total, room, total - len(self.waiting) + self.most_reqs - self.num_running)
+        first = (self.prefilling or self.waiting)[0]
+        return pace.next_step(first, num_decodes, line) - num_decodes * self.rows.query_len
 
     def _enter_blocks(self) -> None:
         """Give every decode row the blocks that its next tokens need; where none is left somebody gives way."""

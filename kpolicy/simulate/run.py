@@ -12,7 +12,8 @@ from kpolicy.decision import Decision
 from kpolicy.engine import Engine
 from kpolicy.errors import RankError
 from kpolicy.ladders import CaptureSizes
-from kpolicy.policies import Policy
+from kpolicy.policies import Policy, get_policy
+from kpolicy.scheduling.pace import Pace, other_select
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.settings import Objective
 from kpolicy.shapes import NO_FACTS, BatchShape
@@ -133,6 +134,11 @@ class _Simulation:
         self.scheduler_us, self.scheduler_prompt_us = server.scheduler_us, server.scheduler_prompt_us
         self.draft_us = 0.0 if drafts is None else drafts.draft_us
         self.compiled = engine.compiled
+        if server.pace is not None:
+            context = engine.context
+            other = other_select(get_policy(server.pace), context)
+            for queue in self.queues:
+                queue.pace = Pace(context, engine.compiled.select, other)
         self.on_step = on_step
         self.arrivals = in_order(requests)
         self.upcoming: TraceRequest | None = None

@@ -57,6 +57,9 @@ class Server:
         scheduler_us: time of the serving engine's own work for each step, which nothing overlaps: scheduling, handing
             tokens over. `CostTable.step_us` is the executor's alone.
         scheduler_prompt_us: more for a step with prompts, whose tokens are laid out and first tokens taken in.
+        pace: a policy: a step that has decodes takes as many prompt tokens as the objective says of the gap, as long
+            as prompts aren't served more slowly than by that policy in steps filled to the limit
+            (`kpolicy.scheduling.pace`). None fills them.
         warm: whether graphs are captured before the first request comes; otherwise it waits for the captures.
         concurrency: clients, where each sends its next request when it has the answer to its last: no more requests
             are in the server, and one that has to wait arrives when it is let in. None lets all in as they come.
@@ -77,6 +80,7 @@ class Server:
     ranks: int = 1
     scheduler_us: float = 0.0
     scheduler_prompt_us: float = 0.0
+    pace: str | None = None
     warm: bool = False
     concurrency: int | None = None
     service_level: ServiceLevel = attrs.field(factory=ServiceLevel)

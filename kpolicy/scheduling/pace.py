@@ -1,0 +1,229 @@
+"""How many tokens a step of decodes and prompts holds, by cost: what the objective says of the gap decides.
+
+A scheduler fills a step up to its limit, and the decode rows of that step wait for all of it. The same prompts in
+several smaller steps take longer in all, as each step has its fixed time, and the gap between tokens is shorter.
+`Pace` weighs the two as the objective does: ``step_weight`` times what the prompts in line take, less what decodes of
+the further steps are spared later, plus ``gap_weight`` times the gap.
+
+How much longer prompts may take is bounded: by `Objective.first_token_limit` times the best for them, as in
+`kpolicy.policies.auto`, or by what another policy's whole steps would take, if that is more. With a serving engine's
+own rule as the other, what graphs gain over it goes into the gap, and prompts are served no more slowly than without.
+
+Sizes tried are those of the captured graphs that hold prompts, where nothing is padded, and the limit itself and its
+halves, where the step may run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import attrs
+
+from kpolicy.decision import Decision
+from kpolicy.ladders import CaptureLadder, CaptureSizes
+from kpolicy.modes import Part
+from kpolicy.policies.base import Policy, PolicyContext
+from kpolicy.shapes import BatchNumbers
+
+__all__ = ["Line", "Pace", "in_line", "mixed_numbers", "other_select"]
+
+_HALVES = 5
+"""How often the limit is halved for sizes beside those of graphs"""
+_MOST_KEPT = 4096
+_SURE = 0.95
+"""Share of the other policy's time that is taken for sure: costs are known to some 5%"""
+_ROUND_TOKENS, _EXACT_TOKENS = 64, 512
+
+
+class Line(NamedTuple):
+    """The prompts that a step could take."""
+
+    num_prompts: int
+    tokens: int
+    waiting: int
+    """Requests behind them, for whom this step has no room"""
+
+
+def in_line(remaining: Iterable[int], total: int, room: int, places: int) -> Line:
+    """The prompts in line for a step.
+
+    Args:
+        remaining: tokens that each prompt still has to compute, in order.
+        total: prompts in all.
+        room: tokens that the step has for prompts.
+        places: prompts that may run.
+    """
+    count = tokens = 0
+    for left in remaining:
+        if tokens >= room or count >= places:
+            break
+        count += 1
+        tokens += min(left, room - tokens)
+    return Line(count, tokens, total - count)
+
+
+def mixed_numbers(num_decodes: int, num_prompts: int, prompt_tokens: int, query_len: int = 1) -> BatchNumbers:
+    """A step of decode rows and prompt chunks by counts, with as little KV as its rows can have; either may be none."""
+    decode_tokens = num_decodes * query_len
+    if not prompt_tokens:
+        return BatchNumbers(num_decodes, query_len, decode_tokens, decode_tokens, 0, 0, 0, 0, query_len, query_len, 0,
+                            0, 0, 1, decode_tokens, num_decodes, query_len)  # fmt: skip
+    even, more = divmod(prompt_tokens, num_prompts)
+    pairs = (num_prompts - more) * even * (even + 1) // 2 + more * (even + 1) * (even + 2) // 2
+    longest = even + bool(more)
+    return BatchNumbers(
+        num_decodes, query_len if num_decodes else 0, decode_tokens, decode_tokens, num_prompts, prompt_tokens,
+        prompt_tokens, pairs, max(longest, query_len), max(longest, query_len), num_prompts, 0, 0, 1,
+        decode_tokens + prompt_tokens, num_decodes + num_prompts, query_len if num_decodes else 0,
+    )  # fmt: skip
+
+
+class _Paced(NamedTuple):
+    """What the prompts in line take in steps of one size, in microseconds."""
+
+    score: float
+    size: int
+    prompts_us: float
+    """Until all of them are computed"""
+
+
+class Pace:
+    """Most tokens of a step. What it answers is kept, by rounded counts.
+
+    Args:
+        context: what the policy reads: captured sizes, costs, limits, objective.
+        select: the policy's per-batch path over these.
+        other: that of another policy, whose whole steps prompts may take as long as; None for no such bound.
+        limit: tokens that a step may have at most, if other than the settings say.
+    """
+
+    def __init__(
+        self,
+        context: PolicyContext,
+        select: Callable[..., Decision],
+        other: Callable[..., Decision] | None = None,
+        *,
+        limit: int | None = None,
+    ) -> None:
+        self._costs, self._objective, self._select, self._other = context.costs, context.objective, select, other
+        self._q, self._places = context.settings.query_len, context.settings.max_num_reqs
+        self._limit = limit = limit or context.settings.max_num_tokens
+        self._first: object = None
+        self._least = 0
+        held = {key.num_tokens for key in context.ladder.keys if key.part is not Part.FULL or not key.decode_only}
+        self._sizes = sorted({size for size in held if size < limit} | {limit >> i for i in range(_HALVES + 1)})
+        self._kept: dict[tuple[int, int, int, int], int] = {}
+
+    def next_step(self, first: object, num_decodes: int, line: Line) -> int:
+        """Most tokens of the next step: as `most_tokens`, and no less than before while the same prompt is first.
+
+        Else what is left of a prompt would be divided again in each step, and its bound would mean nothing.
+
+        Args:
+            first: whoever is first in line.
+            num_decodes: as `most_tokens` takes it.
+            line: likewise.
+        """
+        size = self.most_tokens(num_decodes, line)
+        self._least = max(size, self._least) if first is self._first else size
+        self._first = first
+        return self._least
+
+    def most_tokens(self, num_decodes: int, line: Line) -> int:
+        """Most tokens that the step may have, its decodes included; the limit where that is best.
+
+        Args:
+            num_decodes: decode rows of the step, at least one for there to be a gap.
+            line: the prompts that could run beside them.
+        """
+        if not num_decodes or not line.tokens or num_decodes * self._q >= self._limit:
+            return self._limit
+        key = self._rounded(num_decodes, line)
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            found = self._kept[key] = self._best(*key)
+        return found
+
+    def _rounded(self, num_decodes: int, line: Line) -> tuple[int, int, int, int]:
+        """(decodes, prompts, their tokens, requests that wait), rounded up as far as one step holds them."""
+        places = self._places
+        rows = max(num_decodes, min(_rounded(num_decodes), places - line.num_prompts, (self._limit - 1) // self._q))
+        prompts = max(line.num_prompts, min(_rounded(line.num_prompts), places - rows))
+        tokens = line.tokens
+        if tokens > _EXACT_TOKENS:
+            tokens = -(-tokens // _ROUND_TOKENS) * _ROUND_TOKENS
+        tokens = min(tokens, self._limit - rows * self._q)
+        return rows, min(prompts, tokens), tokens, _rounded(line.waiting)
+
+    def _best(self, rows: int, num_prompts: int, tokens: int, waiting: int) -> int:
+        """The size of least score within the bound on the first token; the limit where it takes the prompts whole."""
+        whole = rows * self._q + tokens
+        sizes = [size for size in self._sizes if rows * self._q < size < whole]
+        tried = [self._paced(size, rows, num_prompts, tokens, waiting) for size in (*sizes, whole)]
+        bound = self._objective.first_token_limit * min(each.prompts_us for each in tried)
+        if self._other is not None:
+            numbers = mixed_numbers(rows, num_prompts, tokens, self._q)
+            bound = max(bound, _SURE * self._costs.cost(self._other(*numbers).launches, numbers).cycle_us)
+        best = min((each for each in tried if each.prompts_us <= bound), key=lambda each: (each.score, -each.size))
+        return self._limit if best.size == whole else best.size
+
+    def _paced(self, size: int, rows: int, num_prompts: int, tokens: int, waiting: int) -> _Paced:
+        chunk = size - rows * self._q
+        cycle_us, gap_us = self._step(rows, chunk, num_prompts, tokens)
+        if waiting:
+            # The next in line fill the last step too.
+            steps = tokens / chunk
+            prompts_us = steps * cycle_us
+        else:
+            steps = -(-tokens // chunk)
+            rest = tokens - (steps - 1) * chunk
+            prompts_us = (steps - 1) * cycle_us + self._step(rows, rest, num_prompts, tokens)[0]
+        work_us = prompts_us - (steps - 1) * self._spared_us(rows, waiting)
+        weights = self._objective
+        return _Paced(weights.step_weight * work_us + weights.gap_weight * gap_us, size, prompts_us)
+
+    def _step(self, rows: int, chunk: int, num_prompts: int, tokens: int) -> tuple[float, float]:
+        """(cycle, gap) of a step with so many of the prompts' tokens, and its share of all their attention."""
+        count = max(1, min(chunk, round(num_prompts * chunk / tokens)))
+        numbers = mixed_numbers(rows, count, chunk, self._q)
+        if chunk < tokens:
+            whole = mixed_numbers(rows, num_prompts, tokens, self._q)
+            before = max(0, tokens // num_prompts - chunk // count) // 2
+            numbers = numbers._replace(
+                prefill_pairs=max(numbers.prefill_pairs, whole.prefill_pairs * chunk // tokens),
+                prefill_kv_tokens=chunk + count * before,
+                max_kv_len=numbers.max_kv_len + before,
+            )
+        cost = self._costs.cost(self._select(*numbers).launches, numbers)
+        return cost.cycle_us, cost.gap_us
+
+    def _spared_us(self, rows: int, waiting: int) -> float:
+        """What the decodes of one more step take off the steps to come."""
+        numbers = mixed_numbers(rows, 0, 0, self._q)
+        costs = self._costs
+        cost = costs.cost(self._select(*numbers).launches, numbers)
+        return costs.spared_us(cost.device_us, cost.host_us, costs.own_attention_us(numbers), rows / (rows + waiting))
+
+
+def _rounded(count: int) -> int:
+    """A count rounded up, to an eighth of its power of two."""
+    if count < 16:
+        return count
+    grain = 1 << (count.bit_length() - 4)
+    return -(-count // grain) * grain
+
+
+def other_select(policy: Policy, context: PolicyContext, sizes: CaptureSizes | None = None) -> Callable[..., Decision]:
+    """The per-batch path of another policy over the graphs that it would have captured, priced by the same costs.
+
+    Args:
+        policy: the other policy.
+        context: what the first one reads.
+        sizes: the other's capture sizes; its own by default.
+    """
+    sizes = policy.sizes(context.settings) if sizes is None else sizes
+    keys = policy.plan(sizes, context.claims, context.settings)
+    return policy.compile(attrs.evolve(context, ladder=CaptureLadder(keys, assumed=True))).select

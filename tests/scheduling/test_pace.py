@@ -1,0 +1,163 @@
+"""How many tokens a step holds: what the objective and the costs say of the gap, within the bound on prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kpolicy.attention.support import Claims
+from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
+from kpolicy.keys import GraphKey
+from kpolicy.ladders import CaptureLadder
+from kpolicy.modes import Part
+from kpolicy.policies import get_policy
+from kpolicy.policies.base import PolicyContext
+from kpolicy.scheduling.pace import Line, Pace, in_line, mixed_numbers, other_select
+from kpolicy.settings import Objective, Settings
+
+PIECES = (256, 512, 1024, 2048)
+SETTINGS = Settings(max_num_reqs=64, max_num_tokens=2048)
+# 1,000 us whatever a step's tokens and 2 us for each: 512 tokens take 2,024 us, 2,048 take 5,096.
+LINEAR = Curve((1, 4096), (1002.0, 9192.0))
+
+
+def table(**changed: Any) -> CostTable:
+    flat = HostCost(10.0)
+    made: dict[str, Any] = {
+        "version": "made up", "measured": True, "full": LINEAR, "piecewise": LINEAR, "eager": LINEAR,
+        "host_full": flat, "host_piecewise": flat, "host_eager": flat,
+    } | changed  # fmt: skip
+    return CostTable(**made)
+
+
+def context(costs: CostTable, objective: Objective | str = "latency", **settings: int) -> PolicyContext:
+    keys = [GraphKey(Part.PIECEWISE, size) for size in PIECES] + [GraphKey(Part.FULL, 64, 64, query_len=1)]
+    limits = Settings(**{"max_num_reqs": 64, "max_num_tokens": 2048, **settings})
+    return PolicyContext(
+        claims=Claims(1), ladder=CaptureLadder(keys), costs=costs, settings=limits, objective=Objective.parse(objective)
+    )
+
+
+def pace(costs: CostTable, objective: Objective | str = "latency", *, other: str = "", **more: Any) -> Pace:
+    limit = more.pop("limit", None)
+    found = context(costs, objective, **more)
+    select = get_policy("auto").compile(found).select
+    return Pace(found, select, other_select(get_policy(other), found) if other else None, limit=limit)
+
+
+FULL_LINE = Line(2, 2038, 20)
+"""Ten decodes leave so many tokens of 2,048, and twenty requests wait behind them."""
+
+
+@pytest.mark.parametrize(
+    ("objective", "size"),
+    [
+        # Throughput: the fixed time of a step is shared by the most tokens.
+        ("throughput", 2048),
+        # 1,024 tokens at a time take 3,048 us for 5,096 and 1.21 times as long in all, 512 1.6 times.
+        ("latency", 1024),
+        (Objective(0.0, 1.0, 1.1), 2048),
+        (Objective(0.0, 1.0, 1.7), 512),
+        # 2,048 score 10,192, 1,024 6,127 + 3,048, 512 8,218 + 2,024.
+        ("1:1", 1024),
+        ("20:1", 2048),
+    ],
+)
+def test_the_objective_decides_within_the_bound_on_prompts(objective, size):
+    """Smaller steps shorten the gap and take longer in all; the weights and the limit say how far that goes."""
+    assert pace(table(), objective).most_tokens(10, FULL_LINE) == size
+
+
+def test_what_graphs_gain_over_another_policy_may_be_spent_on_the_gap():
+    """Prompts may take as long as by the other policy's whole steps, which is eager above its largest graph."""
+    slow = table(host_eager=HostCost(9000.0))
+    assert pace(slow).most_tokens(10, FULL_LINE) == 1024
+    assert pace(slow, other="vllm:version=0.23").most_tokens(10, FULL_LINE) == 512
+    # Where the other policy is no slower, only the objective's own limit holds.
+    assert pace(table(), other="vllm:version=0.23").most_tokens(10, FULL_LINE) == 1024
+
+
+def test_prompts_that_are_few_are_not_divided():
+    """Two steps for what one would do delay the first token beyond the limit."""
+    found = pace(table())
+    assert found.most_tokens(10, Line(1, 600, 0)) == 2048
+    assert found.most_tokens(10, Line(1, 40, 0)) == 2048
+
+
+def test_without_decodes_or_prompts_there_is_no_gap():
+    """A step of one kind is filled to the limit, and so is one that decodes fill."""
+    found = pace(table())
+    assert found.most_tokens(0, FULL_LINE) == 2048
+    assert found.most_tokens(10, Line(0, 0, 0)) == 2048
+    assert pace(table(), max_num_tokens=64).most_tokens(64, Line(1, 1, 0)) == 64
+
+
+def test_a_gap_that_the_host_bounds_gains_nothing_by_smaller_steps():
+    """The same host time for each step: fewer tokens only mean more of them."""
+    bound = table(host_piecewise=HostCost(6000.0), host_eager=HostCost(9000.0))
+    assert pace(bound, other="vllm:version=0.23").most_tokens(10, FULL_LINE) == 2048
+
+
+def test_attention_of_a_prompt_is_not_made_cheaper_by_dividing_it():
+    """The pieces of one prompt have all of its pairs between them."""
+    pairs = table(prefill_attention=AttentionCost(unit_us=0.01))
+    found = pace(pairs, "throughput")
+    parts = 2 * found._step(1, 1024, 1, 2047)[0]
+    assert parts == pytest.approx(found._step(1, 2047, 1, 2047)[0] + 1000.0 + 2.0, rel=0.01)
+
+
+def test_a_prompt_that_has_begun_is_not_divided_further():
+    """While one prompt is first in line the size doesn't fall, however little is left of it."""
+    gap_first = Objective(0.0, 1.0, 1.7)
+    found = pace(table(), gap_first)
+    prompt, other = object(), object()
+    few = Line(1, 30, 0)
+    assert found.next_step(prompt, 10, few) == 2048
+    assert found.next_step(prompt, 10, FULL_LINE) == 2048
+    assert found.next_step(other, 10, FULL_LINE) == 512
+    assert pace(table(), gap_first).most_tokens(10, Line(1, 400, 0)) == 256
+    assert found.next_step(other, 10, Line(1, 400, 0)) == 512
+    assert found.next_step(other, 10, few) == 2048
+
+
+def test_another_limit_than_the_settings_say():
+    """What a scheduler may run at most can be less than what graphs were planned for."""
+    assert pace(table(), Objective(0.0, 1.0, 1.7), limit=1024, max_num_tokens=8192).most_tokens(
+        10, Line(2, 1014, 9)
+    ) == 512  # fmt: skip
+    assert pace(table(), limit=1024, max_num_tokens=8192).most_tokens(10, Line(2, 1014, 9)) == 1024
+
+
+@given(
+    st.integers(1, 63), st.integers(1, 30), st.integers(1, 4000), st.integers(0, 500),
+    st.sampled_from(("throughput", "latency", "1:1", "1:3")), st.sampled_from(("", "vllm:version=0.23", "eager")),
+)  # fmt: skip
+def test_a_step_holds_its_decodes_and_a_prompt(decodes, prompts, tokens, waiting, objective, other):
+    """Whatever the counts, there is room for all decodes and at least one prompt token, and never over the limit."""
+    left = min(tokens, SETTINGS.max_num_tokens - decodes)
+    size = pace(table(), objective, other=other).most_tokens(
+        decodes, Line(min(prompts, left, 64 - decodes), left, waiting)
+    )
+    assert decodes < size <= SETTINGS.max_num_tokens
+
+
+def test_the_line_stops_at_the_step_s_room_and_places():
+    """Prompts count as far as there is room for their tokens; the rest wait."""
+    assert in_line([100, 50, 70], 3, 1000, 9) == Line(3, 220, 0)
+    assert in_line([100, 50, 70], 3, 120, 9) == Line(2, 120, 1)
+    assert in_line([100, 50, 70], 3, 1000, 1) == Line(1, 100, 2)
+    assert in_line([100], 1, 0, 9) == Line(0, 0, 1)
+
+
+def test_the_numbers_of_a_step():
+    """Decodes and prompts by counts alone: the prompts' lengths are as even as they can be."""
+    both = mixed_numbers(32, 2, 501)
+    assert (both.num_decodes, both.num_prefills, both.total_tokens, both.total_reqs) == (32, 2, 533, 34)
+    assert both.prefill_pairs == 250 * 251 // 2 + 251 * 252 // 2
+    decodes = mixed_numbers(32, 0, 0)
+    assert (decodes.total_tokens, decodes.total_reqs, decodes.num_prefills) == (32, 32, 0)
+    prompts = mixed_numbers(0, 1, 512)
+    assert (prompts.num_decodes, prompts.total_tokens, prompts.max_query_len) == (0, 512, 512)

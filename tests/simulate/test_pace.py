@@ -1,0 +1,72 @@
+"""A simulated server whose steps are as long as the objective says: all is served, and the gap is shorter."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as run_settings
+from hypothesis import strategies as st
+
+from kpolicy.costs import CostTable, Curve, HostCost
+from kpolicy.errors import UnknownNameError
+from kpolicy.ladders import CaptureSizes
+from kpolicy.settings import Settings
+from kpolicy.simulate import Server, SimStep, simulate
+
+from .helpers import COSTS, LIMITS, SIZES, trace_of, traces
+
+SLOW_EAGER = CostTable(
+    version="made up", measured=True, full=Curve((1, 4096), (1002.0, 9192.0)),
+    piecewise=Curve((1, 4096), (1002.0, 9192.0)), eager=Curve((1, 4096), (1002.0, 9192.0)),
+    host_full=HostCost(10.0), host_piecewise=HostCost(10.0), host_eager=HostCost(9000.0),
+)  # fmt: skip
+LADDER = CaptureSizes((1, 2, 4, 8, 16, 32), (), (64, 128, 256, 512, 1024, 2048))
+
+
+def served(pace, objective="latency"):
+    """Twenty prompts of 1,500 tokens at once, behind eight requests that decode."""
+    load = trace_of(*[(0.0, 16, 400)] * 8, *[(5.0, 1500, 20)] * 20)
+    limits = Settings(max_num_reqs=32, max_num_tokens=2048)
+    return simulate(
+        load, "auto", server=Server(settings=limits, warm=True, pace=pace, steps_ahead=1), costs=SLOW_EAGER,
+        ladder=LADDER, objective=objective,
+    )  # fmt: skip
+
+
+def test_what_graphs_gain_over_vllm_goes_into_the_gap():
+    """Prompts take no longer than by vLLM's rule in whole steps, and decodes wait for much less of them at once."""
+    whole, own, vllm = served(None), served("auto"), served("vllm:version=0.23")
+    stock = simulate(
+        trace_of(*[(0.0, 16, 400)] * 8, *[(5.0, 1500, 20)] * 20), "vllm:version=0.23",
+        server=Server(settings=Settings(max_num_reqs=32, max_num_tokens=2048), warm=True, steps_ahead=1),
+        costs=SLOW_EAGER,
+    )  # fmt: skip
+    assert vllm.gap.p99 < 0.7 * own.gap.p99 < 0.7 * 0.7 * whole.gap.p99
+    assert whole.ttft.p99 < own.ttft.p99 < vllm.ttft.p99 <= stock.ttft.p99
+    assert vllm.tokens == whole.tokens == stock.tokens
+
+
+def test_throughput_fills_steps():
+    """Where only whole cycles count, a step with more tokens is the cheaper one, save for what is only padding."""
+    paced, whole = served("vllm:version=0.23", "throughput"), served(None, "throughput")
+    assert paced.gap.p99 == whole.gap.p99
+    assert 0.99 * whole.step_us < paced.step_us <= whole.step_us
+
+
+@given(traces(), st.sampled_from(("auto", "vllm")), st.sampled_from(("auto", "eager")), st.integers(1, 3))
+@run_settings(max_examples=60)
+def test_every_request_is_served_whatever_a_step_holds(trace, policy, pace, ranks):
+    """Bounded steps still make way with every prompt, keep all decodes, and stay under the limit."""
+    seen: list[SimStep] = []
+    result = simulate(
+        trace, policy, costs=COSTS, ladder=SIZES, objective="latency", on_step=seen.append,
+        server=Server(settings=LIMITS, kv_tokens=200, block_size=4, prefix_block=4, kv_bytes_per_token=None,
+                      warm=True, ranks=ranks, pace=pace),
+    )  # fmt: skip
+    assert result.served + sum(result.refused.values()) == len(trace)
+    assert all(each.step.numbers.total_tokens <= LIMITS.max_num_tokens for each in seen)
+
+
+def test_a_policy_that_is_not_known_is_named():
+    with pytest.raises(UnknownNameError, match="fastest"):
+        served("fastest")
