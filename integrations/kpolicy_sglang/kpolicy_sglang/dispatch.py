@@ -55,7 +55,8 @@ def prefill_can_run_0_5_16(original: Any, runner: Any, forward_batch: Any) -> An
     if forward_batch.global_num_tokens_cpu is not None:
         # This version votes before it knows sizes: a rank that decided on its own could part from the others.
         most = forward_batch.input_ids.shape[0]
-        return _as_voted(phase, runner, forward_batch, original(runner, forward_batch), _own(forward_batch), most)
+        can_run = original(runner, forward_batch)
+        return _as_voted(phase, runner, forward_batch, can_run, _own(forward_batch), most, own=False)
     size = forward_batch.input_ids.shape[0]
     if not phase.replays(size):
         phase.ran(size, forward_batch)
@@ -137,7 +138,7 @@ def _own(batch: Any) -> int:
     return sum(map(int, lengths)) if lengths else int(batch.input_ids.shape[0])
 
 
-def _as_voted(phase: Phase, runner: Any, batch: Any, can_run: Any, size: int, most: int) -> Any:
+def _as_voted(phase: Phase, runner: Any, batch: Any, can_run: Any, size: int, most: int, *, own: bool = True) -> Any:
     """Count what ranks agreed on: the answer is theirs, whatever the policy says of this rank's size.
 
     Args:
@@ -147,10 +148,14 @@ def _as_voted(phase: Phase, runner: Any, batch: Any, can_run: Any, size: int, mo
         can_run: the answer.
         size: this rank's size.
         most: the size that ranks pad from.
+        own: whether the policy's own no was in the vote, so that its reason is the step's.
     """
     captured = phase.bucket(most)
     if can_run and captured is not None:
         phase.ran_as_voted(size, captured, batch)
+    elif not can_run and own and phase.wants_eager(size):
+        phase.refusal = None
+        phase.ran(size, batch)
     elif not can_run:
         phase.was_refused(size, batch, _why(phase, runner, batch))
     return can_run

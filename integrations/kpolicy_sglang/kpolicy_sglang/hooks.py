@@ -18,6 +18,7 @@ from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.ranks import Ranks
 from kpolicy_sglang.split import Split, split_of
 from kpolicy_sglang.state import State, attach, detach, state_of
+from kpolicy_sglang.votes import speak_for
 
 __all__ = [
     "capture_prefill_graph",
@@ -39,6 +40,7 @@ _now: dict[str, Any] = {"config": None, "version": "", "server_args": None}
 def configure(config: Config | None, version: str = "") -> None:
     """Set what the hooks of this process do; None makes every one of them call SGLang's own function alone."""
     _now.update(config=config, version=version, server_args=None)
+    speak_for(None)
 
 
 def configured() -> Config | None:
@@ -128,6 +130,8 @@ def take_up(model_runner: Any, state: State) -> None:
     if state.phases:
         started = time.perf_counter()
         tables = cost_tables(model_runner, state, ranks)
+        for phase in state.phases.values():
+            phase.forget_steps()
         ranks.together(lambda: state.install(tables), "setting up the policy")
         state.measuring_s = time.perf_counter() - started
         live = state.registry.totals().live
@@ -155,6 +159,7 @@ def _phases(model_runner: Any, state: State) -> None:
     if hasattr(decode, "capture_bs"):
         width = decode.captured_req_width
         state.coupled = bool(decode.require_mlp_sync)
+        speak_for(model_runner)
         most = max(decode.capture_bs[-1], model_runner.req_to_token_pool.size)
         if width == 1:
             _take(state, decode, Phase(DECODE, decode.capture_bs, most, full=True))
@@ -220,7 +225,8 @@ def _take(state: State, runner: Any, phase: Phase) -> None:
 
 
 def _detach(model_runner: Any) -> None:
-    """Leave every step to SGLang, those that SPLIT would divide too."""
+    """Leave every step to SGLang, those that SPLIT would divide and those that ranks vote on too."""
+    speak_for(None)
     detach(model_runner)
     for runner in (model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner):
         if hasattr(runner, ATTRIBUTE):

@@ -126,6 +126,10 @@ class Phase:
         verdict = self._verdicts[size]
         return (verdict or self._decide(size)) == _YES
 
+    def wants_eager(self, size: int) -> bool:
+        """Whether the policy has a batch eager that a graph was captured for; False while SGLang's rule stands in."""
+        return self.policy != self.rule and size <= self.largest and not self.replays(size)
+
     def _decide(self, size: int) -> int:
         decision = self.decision(size)
         verdict = self._verdicts[size] = _NO if decision.mode is Mode.EAGER else _YES
@@ -195,6 +199,12 @@ class Phase:
         if self.costs is None or not size:
             return 0.0
         return self.costs.cost(self.decision(size).launches, self.numbers(size)).cycle_us
+
+    def forget_steps(self) -> None:
+        """Count from nothing: what ran so far was no request's."""
+        self.steps = [0] * len(self.steps)
+        self.refused.clear()
+        self.voted.clear()
 
     def ran(self, size: int, batch: Any) -> None:
         """Count a step that runs as decided."""

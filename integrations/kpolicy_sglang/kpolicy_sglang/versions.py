@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kpolicy_sglang import dispatch, hooks, sizes
+from kpolicy_sglang import dispatch, hooks, sizes, votes
 
 __all__ = ["KNOWN", "Hook", "Version", "known"]
 
@@ -18,6 +18,7 @@ _BACKENDS = "sglang.srt.model_executor.runner_backend.utils"
 _SETUP = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_VOTES = "sglang.srt.managers.scheduler_components.dp_attn"
 _SIZES = "sglang.srt.arg_groups.cuda_graph_hook"
 _LIMIT = "sglang.srt.arg_groups.model_overrides.qwen3_vl"
 _ARGS = "sglang.srt.server_args.ServerArgs"
@@ -63,6 +64,9 @@ KNOWN: Mapping[str, Version] = {
             Hook(f"{_ARGS}._generate_decode_cuda_graph_batch_sizes", sizes.decode_sizes_0_5_16, ("self", "max_bs")),
             Hook(f"{_ARGS}._generate_prefill_cuda_graph_batch_sizes", sizes.prefill_sizes_0_5_16, ("self", "max_bs")),
             Hook(f"{_ARGS}._disable_breakable_cudagraph_if_incompatible", hooks.mla_rule_0_5_16, ("self",)),
+            Hook(
+                f"{_VOTES}.prepare_mlp_sync_batch_raw", votes.decode_vote_0_5_16, ("local_batch", "disable_cuda_graph"),
+            ),
         ),
     ),
     "0.5.23": Version(
@@ -84,6 +88,7 @@ KNOWN: Mapping[str, Version] = {
                 ("server_args", "decode_config", "gpu_mem"),
             ),
             Hook(f"{_SIZES}.generate_prefill_cuda_graph_batch_sizes", sizes.prefill_sizes, ("max_bs",)),
+            Hook(f"{_VOTES}._local_decode_cuda_graph_vote", votes.decode_vote, ("local_batch", "disable_cuda_graph")),
             Hook(
                 f"{_SETUP}.capture_prefill_graph", hooks.capture_prefill_graph, ("model_runner", "eager_runner"),
             ),

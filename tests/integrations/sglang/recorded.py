@@ -13,6 +13,10 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "ServerArgs._generate_decode_cuda_graph_batch_sizes": "self, max_bs",
         "ServerArgs._generate_prefill_cuda_graph_batch_sizes": "self, max_bs",
         "ServerArgs._disable_breakable_cudagraph_if_incompatible": "self",
+        "prepare_mlp_sync_batch_raw": (
+            "local_batch, dp_size, attn_tp_size, attn_cp_size, tp_group, get_idle_batch, disable_cuda_graph, "
+            "require_mlp_tp_gather, disable_overlap_schedule, offload_tags"
+        ),
     },
     "0.5.23": {
         "DecodeCudaGraphRunner.can_run_graph": "self, forward_batch",
@@ -28,6 +32,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "generate_decode_cuda_graph_batch_sizes": "server_args, max_bs",
         "generate_prefill_cuda_graph_batch_sizes": "max_bs",
         "expand_multimodal_decode_graph_to_running_limit": "server_args, decode_config, gpu_mem",
+        "_local_decode_cuda_graph_vote": "local_batch, disable_cuda_graph",
         "capture_prefill_graph": "model_runner, eager_runner, force_for_draft_worker",
     },
 }

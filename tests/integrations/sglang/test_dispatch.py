@@ -276,9 +276,21 @@ def test_what_ranks_agreed_on_is_what_counts(kind):
     assert buckets(phase) == {128: 1}
     assert told == [(50, None, 128)]
     HOOKS[kind](always(False), runner, batch)
-    assert phase.refused.total() == 1
-    assert not sum(phase.steps)
     assert sum(line.steps for line in lines(phase)) == 2
+    # On 0.5.16 kpolicy has no say in prompts: their no is SGLang's. Else this rank's own no was in the vote.
+    said = Reason.RANK_NEEDS_EAGER if kind == PREFILL else Reason.EAGER_IS_CHEAPER
+    assert {line.reason for line in lines(phase)} == {"graph_fits", said.value}
+    assert told[1] == (50, said if kind == PREFILL else None, None)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_another_ranks_no_is_the_groups(kind):
+    """Where this rank would have replayed, and where costs aren't known, a no is what ranks agreed on."""
+    for phase in (phase_of(kind.partition(" ")[0]), Phase(kind.partition(" ")[0], (64, 128), 300, full=True)):
+        batch = batch_of(50, global_num_tokens_cpu=[50, 60], extend_seq_lens_cpu=[50])
+        assert HOOKS[kind](always(False), runner_of(phase, require_mlp_sync=True), batch) is False
+        assert phase.refused == {(Reason.RANK_NEEDS_EAGER, 50): 1}
+        assert not sum(phase.steps)
 
 
 def test_limit_on_padding_that_is_not_there(caplog):

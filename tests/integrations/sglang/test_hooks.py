@@ -8,11 +8,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from kpolicy.costs import Curve
+from kpolicy.reasons import Reason
 from kpolicy.schemas import read_decision_log
 from kpolicy.simulate.recorded import replay
 from kpolicy_sglang import hooks, sizes
 from kpolicy_sglang.calibrate import cost_tables
 from kpolicy_sglang.config import Config
+from kpolicy_sglang.counters import lines
 from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase, table_of
 from kpolicy_sglang.split import split_of
 from kpolicy_sglang.state import State, state_of
@@ -298,6 +300,23 @@ def test_failure_after_costs_are_known_turns_split_off_too(monkeypatch):
     assert split_of(scheduler) is None
     assert kept[0].decode is None
     assert kept[0].mixed is None
+
+
+def test_steps_of_measuring_are_not_counted(monkeypatch):
+    """Dummies that SGLang's own rule is asked about while costs are measured are no requests."""
+    runner, decode = model_runner(), graph_runner()
+
+    def measured(_, state, __):
+        state.decode.ran(3, None)
+        state.decode.ran_as_voted(3, 8, None)
+        state.decode.was_refused(3, None, Reason.BACKEND_REFUSED)
+        return {}
+
+    monkeypatch.setattr("kpolicy_sglang.calibrate.cost_tables", measured)
+    hooks.configure(Config(), "0.5.16")
+    state = start(runner, decode, None)
+    assert state.phases[DECODE] is getattr(decode, hooks.ATTRIBUTE)
+    assert lines(state.decode) == []
 
 
 def test_counters_that_cannot_be_had_leave_the_decisions(monkeypatch, caplog):
