@@ -15,7 +15,7 @@ from typing import Any
 
 from kpolicy_sglang.phase import PROMPT_TOKENS
 from kpolicy_sglang.state import State, state_of
-from kpolicy_sglang.turns import WORTH, Turns, aligned, mean_length
+from kpolicy_sglang.turns import Turns, aligned, mean_length
 
 __all__ = ["Split", "split_of"]
 
@@ -69,8 +69,6 @@ class Split:
         self._state = state
         self._owed = ""
         """The batch of the cycle that has not run yet: ``decode`` or ``extend``."""
-        self._most = 0
-        """Most prompt tokens of the next batch."""
         self._plan: Any = None
         self._counted: Callable[[Sequence[Any]], int] | None = None
         self._divides = scheduler is not None and _divides(scheduler, state)
@@ -111,8 +109,7 @@ class Split:
         tokens = int(getattr(batch, "extend_num_tokens", None) or self.turns.limit)
         lengths, before = getattr(batch, "extend_lens", None) or (), getattr(batch, "prefix_lens", None)
         # As what waits is: a prompt that is cut or cached has its tokens before this step too.
-        whole = list(map(add, lengths, before)) if before else lengths
-        self.turns.prefilled(tokens, mean_length(whole, lengths))
+        self.turns.prefilled(tokens, mean_length(list(map(add, lengths, before)) if before else lengths))
 
     def _turn(self, running_batch: Any) -> str:
         """What this step is: SGLang's ``own`` batch, the ``decode`` one, or a prefill batch and what comes before."""
@@ -122,11 +119,8 @@ class Split:
             self.turns.decoded()
             return "own"
         if self._in_turns:
-            self._most = self.turns.limit
             # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
             if self.turns.fresh and len(self._scheduler.waiting_queue) < decodes:
-                if decodes >= WORTH:
-                    self._most = self.turns.most(decodes, *self.waiting(decodes))
                 return "in turns"
             if self.turns.decode_goes_first(decodes, *self.waiting(decodes)):
                 self.cycles["in turns"] += 1
@@ -151,15 +145,14 @@ class Split:
         scheduler, chunk = self._scheduler, self.turns.chunk
         queue, chunked = scheduler.waiting_queue, scheduler.chunked_req
         could = min(len(queue), max(scheduler.max_running_requests - decodes, 0))
-        before = tokens = rest = 0
+        before = tokens = 0
         if chunked is not None:
             before, tokens = 1, len(chunked.origin_input_ids) - _done(chunked)
             if tokens > chunk:
                 return 1, chunk, chunk
-            rest = tokens
         looked = queue[: could if could <= _ALL_LOOKED else _FIRST_LOOKED]
         if not looked:
-            return before, tokens, mean_length((len(chunked.origin_input_ids),), (rest,)) if before else 0.0
+            return before, tokens, 0.0
         lengths = list(map(len, map(_IDS, looked)))
         longest = max(lengths)
         if longest <= chunk:
@@ -172,10 +165,7 @@ class Split:
                     return max(before + each, 1), max(tokens + found, chunk), chunk
                 found += left
         tokens += found if could == len(looked) else found * could // len(looked)
-        if before:
-            cut = len(chunked.origin_input_ids)
-            return 1 + could, tokens, mean_length((cut, *lengths), (rest, *lengths))
-        return could, tokens, 0.0 if longest <= PROMPT_TOKENS else mean_length(lengths)
+        return before + could, tokens, 0.0 if longest <= PROMPT_TOKENS else mean_length(lengths)
 
     def _cached(self, requests: Sequence[Any]) -> int:
         """Tokens of requests in the queue that SGLang has found in its cache."""
@@ -188,9 +178,7 @@ class Split:
         scheduler = self._scheduler
         before = scheduler.is_mixed_chunk, scheduler.chunked_prefill_size
         scheduler.is_mixed_chunk = mixed
-        if self._in_turns and self._most < self.turns.chunk:
-            scheduler.chunked_prefill_size = self._most
-        elif self.turns.limit < self.turns.chunk:
+        if self.turns.limit < self.turns.chunk:
             scheduler.chunked_prefill_size = self.turns.cut(len(running_batch.reqs) if mixed else 0)
         try:
             return original(scheduler, running_batch)

@@ -5,8 +5,6 @@ tokens of a request. Here running decodes wait for one batch of prompts, or seve
 a chunk of usual prompts and a decode step: once the prompts since the last decode step and the next batch would take
 longer, a decode step goes first. Batches stay as large as SGLang makes them. A batch of one prompt as long as the
 chunk takes about twice a batch of usual ones; both were measured, and what lies between goes by how long prompts are.
-Where many decodes wait for few prompts such a batch is cut to what a chunk of usual prompts and a decode step take; its
-prompts get their first tokens a decode step later.
 
 A decode step keeps every prompt that waits from its first token. Where few wait that is little beside the gap that it
 ends; in a burst it isn't, and the last prompts of it are what the longest waits come from. Once more than `BURST`
@@ -26,7 +24,7 @@ that prompts have run is two or three chunks: those waves are the usual load, an
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import lcm
 from operator import mul
@@ -35,14 +33,12 @@ from kpolicy.costs import Curve
 from kpolicy_sglang.phase import PROMPT_TOKENS
 from kpolicy_sglang.state import State
 
-__all__ = ["BURST", "WORTH", "Turns", "aligned", "mean_length"]
+__all__ = ["BURST", "Turns", "aligned", "mean_length"]
 
 _STEP = 512
 """Prompt tokens between the sizes that are tried where nothing is captured."""
 BURST = 4
 """Chunks of prompts: where more wait that could run, they go first."""
-WORTH = 32
-"""Decodes whose longer gap is worth holding up one prompt: fewer a waiting prompt, and no batch is cut for them."""
 
 
 class Turns:
@@ -57,7 +53,6 @@ class Turns:
 
     def __init__(self, state: State, chunk: int, *, align: int = 1, own: bool = False) -> None:
         self.chunk = chunk
-        self._align = align
         prefill, decode = state.prefill, state.decode
         known = bool(chunk and prefill is not None and prefill.costs is not None)
         gap_ms = state.config.gap_ms
@@ -80,8 +75,7 @@ class Turns:
             at_most = zip(self._sizes, self._us, strict=True)
             self._long_us = [max(us, long(size)) if size > PROMPT_TOKENS else us for size, us in at_most]
             if self._gap_us is not None:
-                self.limit = self._whole(self._sizes[self._fitting(self._long_us, self._gap_us)])
-        self._may_cut = self.on and self._gap_us is None and not state.prefix_is_eager
+                self.limit = self._fitting(self._gap_us, align)
         self._waited_us = 0.0
         self._batches = self._taken = 0
         self._burst = False
@@ -120,22 +114,6 @@ class Turns:
     def fresh(self) -> bool:
         """Whether no prompt ran since the last decode step: then none waits for another."""
         return not self._batches
-
-    def most(self, decodes: int, prompts: int, tokens: int, length: float = 0.0) -> int:
-        """Most tokens of the next batch of prompts, after a decode step: a chunk, or less where prompts are long.
-
-        Args:
-            decodes: rows that decode now.
-            prompts: prompts that wait and could run.
-            tokens: their tokens, near enough.
-            length: how long they are, see `prompts_us`.
-        """
-        if length <= PROMPT_TOKENS or decodes < WORTH * prompts or tokens > BURST * self.chunk or not self._may_cut:
-            return self.limit
-        most_us = self._us[-1] + self.decode_us(decodes)
-        if self.prompts_us(min(tokens, self.chunk), length) <= most_us:
-            return self.limit
-        return self._whole(self._sizes[self._fitting((self.prompts_us(s, length) for s in self._sizes), most_us)])
 
     def cut(self, mixed_decodes: int) -> int:
         """The chunk to give SGLang for a step of `limit` prompt tokens: it takes the decodes of a mixed batch off."""
@@ -176,14 +154,10 @@ class Turns:
             found = self._decode_us[decodes] = self._decode.us(decodes)
         return found
 
-    @staticmethod
-    def _fitting(times: Iterable[float], us: float) -> int:
-        """The place of the last time that is within so many microseconds, as all before it are; else the first."""
-        return max(bisect_right(list(accumulate(times, max)), us) - 1, 0)
-
-    def _whole(self, tokens: int) -> int:
-        """No more tokens than that, in whole pages; the fewest that SGLang runs else."""
-        return min(max(tokens // self._align * self._align, self._align), self.chunk)
+    def _fitting(self, us: float, align: int) -> int:
+        """The most tokens that take no longer even as one prompt, in whole pages; the fewest that SGLang runs else."""
+        found = self._sizes[max(bisect_right(list(accumulate(self._long_us, max)), us) - 1, 0)]
+        return min(max(found // align * align, align), self.chunk)
 
 
 def aligned(scheduler: object) -> int:
@@ -197,14 +171,8 @@ def _from_usual(long: Curve, usual_us: float) -> Callable[[int], float]:
     return Curve((PROMPT_TOKENS, *long.sizes), (usual_us, *long.us)).at
 
 
-def mean_length(lengths: Sequence[int], tokens: Sequence[int] | None = None) -> float:
-    """How long the prompt is which a token is in, mean over the tokens; 0 where that makes no difference.
-
-    Args:
-        lengths: of the prompts.
-        tokens: how many of each are meant; all of them by default.
-    """
+def mean_length(lengths: Sequence[int]) -> float:
+    """How long the prompt is which a token is in, mean over the tokens; 0 where that makes no difference."""
     if not lengths or max(lengths) <= PROMPT_TOKENS:
         return 0.0
-    meant = lengths if tokens is None else tokens
-    return float(sum(map(mul, lengths, meant))) / max(sum(meant), 1)
+    return float(sum(map(mul, lengths, lengths))) / sum(lengths)
