@@ -100,9 +100,12 @@ def report_command(
         for each in made.traces:
             _say(each)
         say(console(), f"written to {', '.join(map(str, written))}")
+    failed = [line for each in made.traces for line in each.missing if line != each.interrupted]
+    for line in failed:
+        sys.stderr.write(f"kpolicy: {line}\n")
     if made.interrupted:
         sys.stderr.write(f"kpolicy: {made.interrupted}; what was done is in {out}.\n")
-    return 130 if made.interrupted else 0
+    return 130 if made.interrupted else 1 if failed else 0
 
 
 def _check_folder(folder: Path | None) -> None:
@@ -169,6 +172,7 @@ def _as_dict(made: Report, written: Sequence[Path]) -> dict[str, Any]:
             {
                 "source": each.trace.source,
                 "interrupted": each.interrupted,
+                "failed": [{"what": what, "error": error} for what, error in each.failed],
                 "advice": {
                     "policy": None if each.advice.best is None else each.advice.best.policy,
                     "planned": each.advice.best is not None and each.advice.best.kind == "planned",

@@ -17,6 +17,7 @@ from kpolicy.cli.options import COMMAND
 from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_writable
 from kpolicy.costs import CostTable
+from kpolicy.errors import KPolicyError
 from kpolicy.observe.extras import load
 from kpolicy.schemas import (
     DecisionEntry,
@@ -43,10 +44,24 @@ class SimTurn:
 
     @contextmanager
     def opened(self, spec: str, costs: CostTable, server: Server) -> Iterator[OnStep | None]:
-        """What to call each step; None where nothing is written. Files are whole when it is left."""
+        """What to call each step; None where nothing is written. Files are whole when it is left.
+
+        Where the simulation can't be run there are none.
+        """
         if self == SimTurn():
             yield None
             return
+        try:
+            with self._opened(spec, costs, server) as write:
+                yield write
+        except KPolicyError:
+            for path in filter(None, attrs.astuple(self)):
+                if path.is_file() and not path.is_symlink():
+                    path.unlink()
+            raise
+
+    @contextmanager
+    def _opened(self, spec: str, costs: CostTable, server: Server) -> Iterator[OnStep]:
         header = LogHeader(
             policy=spec, device="simulated", versions={"kpolicy": __version__}, costs_version=costs.version,
             settings=server.settings, command=shlex.join(["kpolicy", *COMMAND.get()]),

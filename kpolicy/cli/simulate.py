@@ -19,7 +19,7 @@ from kpolicy.cli.render_simulation import render_simulation
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles
 from kpolicy.cli.turns import progress_bar
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, KPolicyError
 from kpolicy.policies import get_policy
 from kpolicy.scheduling.traces import Trace, default_trace, read_trace
 from kpolicy.simulate import Server, SimResult, simulate
@@ -75,6 +75,7 @@ def simulate_command(
     turns = files.turns(specs, [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None)
     ladder, support = ladder_of(deployment.ladder, server.settings), deployment.support()
     results: list[tuple[Trace, list[SimResult]]] = []
+    failed: list[tuple[Trace, str, KPolicyError]] = []
     interrupted = False
     try:
         with progress_bar("requests", quiet=json) as shown:
@@ -86,27 +87,36 @@ def simulate_command(
                     def advance(done: int, task: Any = task) -> None:
                         shown.update(task, completed=done)
 
-                    with turns[i * len(specs) + j].opened(spec, model.costs, server) as on_step:
-                        result = simulate(
-                            trace, spec, server=server, costs=model.costs, attention=support, ladder=ladder,
-                            objective=deployment.objective, budget=deployment.budget(), seed=seed, progress=advance,
-                            on_step=on_step,
-                        )  # fmt: skip
+                    try:
+                        with turns[i * len(specs) + j].opened(spec, model.costs, server) as on_step:
+                            result = simulate(
+                                trace, spec, server=server, costs=model.costs, attention=support, ladder=ladder,
+                                objective=deployment.objective, budget=deployment.budget(), seed=seed,
+                                progress=advance, on_step=on_step,
+                            )  # fmt: skip
+                    except KPolicyError as error:
+                        failed.append((trace, spec, error))
+                        continue
                     results[-1][1].append(result)
                     if result.interrupted:
                         raise KeyboardInterrupt
     except KeyboardInterrupt:
         interrupted = True
-    report = _report(model, server, deployment, results)
+    if failed and not any(each for _, each in results):
+        raise failed[0][-1]
+    report = _report(model, server, deployment, results, failed)
     files.write(report)
     if json:
         print_json(report)
     else:
         for trace, each in results:
-            render_simulation(console(), trace, each, setting_lines(model, server, deployment), model.notes)
+            if each:
+                render_simulation(console(), trace, each, setting_lines(model, server, deployment), model.notes)
+    for trace, spec, why in failed:
+        sys.stderr.write(f"kpolicy: {spec} on {trace.source}: {why}\n")
     if interrupted:
         sys.stderr.write("kpolicy: interrupted; what was done is above.\n")
-    return 130 if interrupted else 0
+    return 130 if interrupted else 1 if failed else 0
 
 
 def _only_decides(served: Served, deployment: Deployment, files: SimFiles, **given: bool) -> None:
@@ -180,8 +190,9 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
 
 
 def _report(
-    model: CostModel, server: Server, deployment: Deployment, results: Sequence[tuple[Trace, list[SimResult]]]
-) -> dict[str, Any]:
+    model: CostModel, server: Server, deployment: Deployment, results: Sequence[tuple[Trace, list[SimResult]]],
+    failed: Sequence[tuple[Trace, str, KPolicyError]],
+) -> dict[str, Any]:  # fmt: skip
     """What ``--json`` prints and ``--out`` writes."""
     return {
         "kpolicy": __version__,
@@ -202,6 +213,7 @@ def _report(
                 "span_s": trace.span_s,
                 "dropped": dict(trace.dropped),
                 "policies": [result.as_dict() for result in each],
+                "failed": [{"policy": spec, "error": str(error)} for of, spec, error in failed if of is trace],
             }
             for trace, each in results
         ],

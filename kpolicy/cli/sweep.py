@@ -18,7 +18,7 @@ from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_writable, progress_bar
 from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.observe.extras import load
-from kpolicy.simulate.pareto import METRICS, draw, points_of
+from kpolicy.simulate.pareto import FEWER, METRICS, draw, points_of
 from kpolicy.simulate.sweep import Axes, Backend, Common, LocalBackend, sweep
 
 if TYPE_CHECKING:
@@ -142,9 +142,17 @@ def sweep_command(
         made = console()
         show(_table(lines, {id(point.line) for point in points if point.on_front}), made)
         say(made, f"* nothing else of its trace, rate and costs has less graph memory and a lower {METRICS[metric][0]}")
+        fewer = sum(point.fewer for point in points)
+        if fewer:
+            say(
+                made,
+                f"{fewer} case{'' if fewer == 1 else 's'} served fewer requests than another of the same trace, rate "
+                f"and costs by more than {FEWER:.1%}, and can't be marked",
+            )
         outside = [share for line in lines if (share := line.get("result", {}).get("outside_share"))]
         if outside:
-            say(made, f"{len(outside)} cases have steps of a size outside the cost table, up to {max(outside):.1%}")
+            many = "1 case has" if len(outside) == 1 else f"{len(outside)} cases have"
+            say(made, f"{many} steps of a size outside the cost table, up to {max(outside):.1%}")
     failed = [line for line in lines if "error" in line]
     for line in failed:
         sys.stderr.write(f"kpolicy: {_named(line['case'])}: {line['error']}\n")

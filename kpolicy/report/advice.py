@@ -15,7 +15,8 @@ from kpolicy.simulate import Server
 __all__ = ["NEAR", "Advice", "Paste", "advise", "best_of"]
 
 NEAR = 0.005
-"""Runs whose measure differs by less than this share count as equally good; the one with less graph memory is taken."""
+"""Runs whose measure differs by less than this share count as equally good; the one with less graph memory is taken.
+A run that serves fewer requests than another by more than it isn't compared: its requests are others, and fewer."""
 
 
 @attrs.frozen(kw_only=True)
@@ -72,9 +73,18 @@ def badness(run: Run) -> float:
 
 
 def best_of(runs: Sequence[Run]) -> Run:
-    """The best run; of those that are near it the one with the least graph memory, then the first."""
+    """The best run; of those that are near it the one with the least graph memory, then the first.
+
+    Only runs that serve as many requests as any are considered.
+    """
+    most = max(run.result.served for run in runs)
+    runs = [run for run in runs if not _fewer(run.result.served, most)]
     least = min(map(badness, runs))
     return min((run for run in runs if _near(badness(run), least, run)), key=lambda run: run.result.graph_bytes)
+
+
+def _fewer(served: int, most: int) -> bool:
+    return served < most * (1 - NEAR)
 
 
 def _near(value: float, least: float, run: Run) -> bool:
@@ -108,6 +118,12 @@ def advise(source: str, runs: Sequence[Run], plans: Sequence[Planned], within: S
     base = next(run for run in runs if run.policy == best.policy)
     sentence = _sentence(best, base, runs)
     details = [_measure(best)]
+    fewer = [run for run in within if _fewer(run.result.served, best.result.served)]
+    if fewer:
+        counted = ", ".join(f"{run.name} {run.result.served:,}" for run in fewer)
+        details.append(
+            f"Not compared, because they serve fewer requests than {best.name} with {best.result.served:,}: {counted}."
+        )
     plan = planned.get(id(base))
     if plan is None and not best.result.measured:
         details.append(
@@ -148,6 +164,8 @@ def _sentence(best: Run, base: Run, runs: Sequence[Run]) -> str:
 
 
 def _against(best: Run, other: Run) -> str:
+    if _fewer(other.result.served, best.result.served):
+        return f"{best.result.served:,} requests served, {other.result.served:,} with {other.policy}"
     if _near(max(badness(best), badness(other)), min(badness(best), badness(other)), best):
         return f"as good as {other.policy}"
     return f"{_change(best, other)} than with {other.policy}" if not has_level(best) else (
@@ -157,6 +175,8 @@ def _against(best: Run, other: Run) -> str:
 
 def _change(run: Run, other: Run) -> str:
     """How a run compares with another, by what is compared."""
+    if _fewer(other.result.served, run.result.served):
+        return f"{run.result.served:,} requests served instead of {other.result.served:,}"
     if has_level(run):
         now, was = f"{run.result.goodput.share:.1%}", f"{other.result.goodput.share:.1%}"
         return f"as many good requests ({now})" if now == was else f"{now} good requests instead of {was}"

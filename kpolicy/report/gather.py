@@ -12,7 +12,7 @@ from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
 from kpolicy.budgets import Budget, Usage
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.engine_flags import engine_of
-from kpolicy.errors import ConfigError
+from kpolicy.errors import BudgetRefused, ConfigError, KPolicyError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
 from kpolicy.report.advice import Advice, advise, best_of
@@ -41,6 +41,7 @@ class TraceReport:
         advice: what to do first.
         maps: modes over batches, the cheapest way's first.
         interrupted: what is missing because the keyboard interrupted it, in words; empty where nothing is.
+        failed: what couldn't be simulated, a policy or its plan, and why.
     """
 
     trace: Trace
@@ -49,6 +50,13 @@ class TraceReport:
     advice: Advice
     maps: tuple[ModeMap, ...]
     interrupted: str = ""
+    failed: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What isn't there and why, a line each."""
+        lines = [f"{self.trace.source}: no {what}: {why}" for what, why in self.failed]
+        return (*lines, self.interrupted) if self.interrupted else tuple(lines)
 
 
 @attrs.frozen(kw_only=True)
@@ -173,11 +181,12 @@ def gather(
         observed: who else is told the steps of a policy's run.
         progress: told what is done next and how many requests that has, and gives what to tell of those that are over.
 
-    An interrupt from the keyboard ends it with what is done: whole policies of a trace, without a plan or with one.
+    An interrupt from the keyboard ends it with what is done: whole policies of a trace, without a plan or with one. A
+    policy that can't be simulated, such as one whose graphs leave no KV, is left out where another one can.
 
     Raises:
         KeyboardInterrupt: it was interrupted before any policy was done.
-        ConfigError: there is no trace or no policy, or an argument can't be used.
+        ConfigError: there is no trace or no policy, an argument can't be used, or no policy can be simulated.
         BudgetRefused: the budget doesn't hold what must be captured, or nothing.
     """
     if not traces or not policies:
@@ -206,9 +215,9 @@ def gather(
         interrupted = interrupted or found[-1].interrupted
         if interrupted:
             break
-    said = (*notes, interrupted) if interrupted else tuple(notes)
+    missing = dict.fromkeys((*(line for each in found for line in each.missing), *filter(None, [interrupted])))
     return Report(
-        traces=tuple(found), server=server, costs=asked.costs, setting=tuple(setting), notes=said,
+        traces=tuple(found), server=server, costs=asked.costs, setting=tuple(setting), notes=(*notes, *missing),
         interrupted=interrupted,
     )  # fmt: skip
 
@@ -219,18 +228,36 @@ def _of_trace(
 ) -> TraceReport:  # fmt: skip
     runs: list[Run] = []
     plans: list[Planned] = []
+    failed: dict[str, KPolicyError] = {}
     interrupted = ""
-    try:
-        for j, policy in enumerate(policies):
+
+    def simulate_one(j: int, policy: str) -> None:
+        try:
             with watch(j) as observer:
                 runs.append(asked.run(trace, policy, tell(policy, len(trace)), observer=observer))
-        for base in _to_plan(runs, asked):
-            tell(f"plan for {base.policy}", 0)
+        except KPolicyError as error:
+            failed[policy] = error
+
+    def plan_one(base: Run) -> None:
+        tell(f"plan for {base.policy}", 0)
+        try:
             plans.append(_planned(trace, base, asked, limits, tell))
+        except BudgetRefused:
+            raise
+        except KPolicyError as error:
+            failed[f"plan for {base.policy}"] = error
+
+    try:
+        for j, policy in enumerate(policies):
+            simulate_one(j, policy)
+        if not runs:
+            raise next(iter(failed.values()))
+        for base in _to_plan(runs, asked):
+            plan_one(base)
     except KeyboardInterrupt:
         if not runs:
             raise
-        left = ", ".join(policies[len(runs) :])
+        left = ", ".join(policies[len(runs) + len(failed) :])
         interrupted = f"{trace.source}: interrupted" + (
             f" before {left}; nothing was planned" if left else " in a plan"
         )
@@ -238,8 +265,8 @@ def _of_trace(
     maps: Sequence[ModeMap] = ()
     try:
         maps = mode_maps(
-            policies, server=asked.server, costs=asked.costs, kv_len=kv_len, attention=asked.attention,
-            ladder=asked.ladder, objective=asked.objective, budget=asked.budget,
+            [run.policy for run in runs], server=asked.server, costs=asked.costs, kv_len=kv_len,
+            attention=asked.attention, ladder=asked.ladder, objective=asked.objective, budget=asked.budget,
         )  # fmt: skip
     except KeyboardInterrupt:
         interrupted = interrupted or f"{trace.source}: interrupted before the maps of modes"
@@ -252,6 +279,7 @@ def _of_trace(
         advice=advise(trace.source, runs, plans, within, asked.server),
         maps=tuple(maps),
         interrupted=interrupted,
+        failed=tuple((what, str(error)) for what, error in failed.items()),
     )
 
 

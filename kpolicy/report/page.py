@@ -99,6 +99,9 @@ def _map(made: TraceReport, settings: Settings) -> str:
 def _plans(made: TraceReport, settings: Settings) -> str:
     if not made.plans and made.interrupted:
         return "<p>Nothing was planned: interrupted.</p>\n"
+    failed = [why for what, why in made.failed if what.startswith("plan for")]
+    if not made.plans and failed:
+        return f"<p>Nothing was planned: {text(failed[0])}</p>\n"
     if not made.plans:
         return "<p>Nothing was planned: no policy here captures graphs for one rank.</p>\n"
     return "".join(sections.plan(each, settings.query_len) for each in made.plans)

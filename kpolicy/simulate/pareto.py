@@ -15,7 +15,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.observe.extras import load
 from kpolicy.schemas import write_whole
 
-__all__ = ["METRICS", "Point", "draw", "points_of"]
+__all__ = ["FEWER", "METRICS", "Point", "draw", "points_of"]
 
 METRICS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
@@ -28,6 +28,10 @@ METRICS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     }
 )
 """Latencies that can be drawn: what they are, and where they stand in a result."""
+
+FEWER = 0.005
+"""A case that served fewer requests than another of its panel by more than this share is on no front: what it handed
+back would have been slow."""
 
 # Okabe and Ito's colours, which people without colour vision tell apart, each with a mark of its own.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -42,13 +46,17 @@ class Point:
         line: its line of the results file.
         mib: memory of its graphs.
         ms: the latency.
+        served: requests that it served.
         on_front: whether no other case of its trace, rate and costs has both less memory and a lower latency.
+        fewer: whether another of them served more requests, so that it can't be on the front.
     """
 
     line: Mapping[str, Any]
     mib: float
     ms: float
+    served: int
     on_front: bool = False
+    fewer: bool = False
 
     @property
     def case(self) -> Any:
@@ -64,16 +72,23 @@ def points_of(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
     """The finished cases that served a request as points, with those of each front marked."""
     _, spread, percentile = METRICS[metric]
     found = [
-        Point(line, line["result"]["graph_bytes"] / 2**20, line["result"][spread][percentile] / 1e3)
+        Point(line, result["graph_bytes"] / 2**20, result[spread][percentile] / 1e3, result["served"])
         for line in lines
-        if "result" in line and line["result"][spread]["count"]
+        if (result := line.get("result")) is not None and result[spread]["count"]
     ]
-    return [attrs.evolve(point, on_front=not any(_beats(other, point) for other in found)) for point in found]
+    most: dict[tuple[str, float, str], int] = {}
+    for point in found:
+        most[point.panel] = max(point.served, most.get(point.panel, 0))
+    found = [attrs.evolve(point, fewer=point.served < most[point.panel] * (1 - FEWER)) for point in found]
+    return [
+        attrs.evolve(point, on_front=not point.fewer and not any(_beats(other, point) for other in found))
+        for point in found
+    ]
 
 
 def _beats(other: Point, point: Point) -> bool:
     """Whether the other is nowhere worse and somewhere better."""
-    if other.panel != point.panel:
+    if other.panel != point.panel or other.fewer:
         return False
     return (other.mib, other.ms) != (point.mib, point.ms) and other.mib <= point.mib and other.ms <= point.ms
 

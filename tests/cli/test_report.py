@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from kpolicy.errors import ConfigError
 from kpolicy.scheduling.traces import Trace
 from kpolicy.schemas import LadderPlan, loads
 from tests.cli.conftest import Command, write
+from tests.cli.test_bad_input import refused
 from tests.observe.processor import find_processor, query
 
 SMALL = ("--max-num-reqs", 16, "--max-num-tokens", 256)
@@ -236,6 +238,37 @@ def test_an_interrupt_in_a_later_trace(
     (made,) = ended.json["traces"]
     assert made["interrupted"] == ""
     assert len(made["runs"]) == 2
+
+
+def test_a_policy_that_cant_run_is_left_out(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Graphs that leave no KV: the page has the others, and says what is missing and why; alone there is no page."""
+    out = tmp_path / "r.html"
+    options = ("--kv-tokens", 6700, "--out", out, "--json")
+    ended = kpolicy("report", trace, "--policy", "vllm", "--policy", "auto", *options)
+    assert ended.code == 1
+    assert ": no auto: captured graphs take the room of" in ended.err
+    (made,) = ended.json["traces"]
+    assert made["runs"][0]["name"] == "vllm"
+    assert [each["what"] for each in made["failed"]] == ["auto"]
+    assert "no auto: captured graphs" in out.read_text()
+    out.unlink()
+    refused(kpolicy("report", trace, "--policy", "auto", *options), "nothing is left for requests")
+    assert not out.exists()
+
+
+def test_a_plan_that_cant_run_leaves_the_page(
+    kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policies are there, and the section of the plan says why there is none."""
+
+    def fails(*_args: object, **_rest: object) -> None:
+        raise ConfigError("nothing is left for requests.")
+
+    monkeypatch.setattr(import_module("kpolicy.report.gather"), "plan_trace", fails)
+    ended = kpolicy("report", trace, "--policy", "vllm", "--out", tmp_path / "r.html", *SMALL)
+    assert ended.code == 1
+    assert "no plan for vllm: nothing is left" in ended.err
+    assert "Nothing was planned: nothing is left for requests." in (tmp_path / "r.html").read_text()
 
 
 def test_one_request_is_enough(kpolicy: Command, tmp_path: Path) -> None:

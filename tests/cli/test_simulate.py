@@ -252,6 +252,22 @@ def test_an_interrupt_prints_what_was_done(
     assert [each["policy"] for each in one["policies"]] == ["eager"]
 
 
+def test_a_policy_that_cant_run_costs_its_own_result(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Graphs that leave no KV: the others' results are printed and written, and exit code 1; alone it is an error."""
+    options = ("--kv-tokens", 6700, "--out", tmp_path / "r.json", "--step-log", tmp_path / "s.jsonl")
+    ended = kpolicy("simulate", trace, "--policy", "vllm", "--policy", "auto", "--policy", "eager", *options)
+    assert ended.code == 1
+    assert ended.err.startswith("kpolicy: auto on ")
+    assert "nothing is left for requests" in ended.err
+    assert ended.err.count("\n") == 1
+    assert "policy_is_eager" in ended.out
+    (one,) = json.loads((tmp_path / "r.json").read_text())["traces"]
+    assert [each["policy"] for each in one["policies"]] == ["vllm", "eager"]
+    assert [each["policy"] for each in one["failed"]] == ["auto"]
+    assert sorted(each.name for each in tmp_path.glob("s-*")) == ["s-eager.jsonl", "s-vllm.jsonl"]
+    refused(kpolicy("simulate", trace, "--policy", "auto", "--kv-tokens", 6700), "nothing is left for requests")
+
+
 def test_tables_without_the_package_say_what_to_install(
     kpolicy: Command, trace: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,4 +126,17 @@ def test_sizes_outside_the_table_are_told(kpolicy: Command, tmp_path: Path) -> N
     trace = write(tmp_path / "t.csv", "timestamp,input_length,output_length", "0,40,3", "9000,5,1")
     ended = kpolicy("sweep", trace, "--policy", "eager", "--policy", "full", "--profile", profile, "--jobs", 1)
     assert ended.code == 0, ended.err
-    assert "1 cases have steps of a size outside the cost table, up to 25.0%" in " ".join(ended.out.split())
+    assert "1 case has steps of a size outside the cost table, up to 25.0%" in " ".join(ended.out.split())
+
+
+def test_cases_that_serve_fewer_are_told(kpolicy: Command, tmp_path: Path) -> None:
+    """Graphs that leave too little KV for long requests make the others quick, which is no merit."""
+    rows = [f"{i},{1500 if i % 2 else 20},5" for i in range(20)]
+    trace = write(tmp_path / "t.csv", "timestamp,input_length,output_length", *rows)
+    ended = kpolicy(
+        "sweep", trace, "--policy", "eager", "--policy", "vllm", "--kv-tokens", 8000, "--jobs", 1,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert "eager *" in ended.out
+    assert "vllm *" not in ended.out
+    assert "1 case served fewer requests than another" in " ".join(ended.out.split())

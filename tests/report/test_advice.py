@@ -20,8 +20,11 @@ from kpolicy.report import gather
 from kpolicy.report.advice import NEAR, best_of
 from kpolicy.report.runs import Run
 from kpolicy.scheduling.generator import generate_trace
+from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.schemas import LadderPlan, loads
-from kpolicy.simulate import Spread
+from kpolicy.settings import Settings
+from kpolicy.simulate import Server, Spread
+from kpolicy.simulate.server import LLAMA_8B_KV_BYTES
 from tests.report.helpers import COSTS, SMALL, small_report
 
 TRACE = generate_trace(num_requests=40, seed=7)
@@ -41,6 +44,25 @@ def test_of_runs_that_are_near_the_one_with_less_memory_is_best() -> None:
     )  # fmt: skip
     assert best_of([quick, far]) is quick
     assert best_of([quick, near, far]) is near
+
+
+def test_a_run_that_serves_fewer_isnt_best() -> None:
+    """Handing requests back makes the others quick; the sentence counts those that were served."""
+    trace = Trace("t", "generated", [TraceRequest(i, 0.5 * i, 900 if i % 2 else 20, 8) for i in range(20)])
+    settings, costs = Settings(max_num_reqs=16, max_num_tokens=1024), attrs.evolve(COSTS, graph_bytes=(8 << 20,) * 2)
+    roomy = Server(settings=settings, warm=True, kv_tokens=60_000)
+    (every,) = gather([trace], ["vllm"], server=roomy, costs=costs).traces
+    # Beside all graphs of the default list only short requests fit.
+    kv_tokens = 16 * (-(-every.runs[0].result.graph_bytes // (16 * LLAMA_8B_KV_BYTES)) + 20)
+    tight = attrs.evolve(roomy, kv_tokens=kv_tokens)
+    (made,) = gather([trace], ["vllm", "eager"], server=tight, costs=costs).traces
+    vllm, eager = made.runs[:2]
+    assert vllm.result.served == 10
+    assert eager.result.served == 20
+    assert vllm.result.e2e.mean < eager.result.e2e.mean
+    assert made.advice.best is not vllm
+    assert "20 requests served, 10 with vllm" in made.advice.sentence
+    assert any(line.startswith("Not compared, because they serve fewer") for line in made.advice.details)
 
 
 def test_the_plan_is_advised_where_it_is_as_good_with_less() -> None:

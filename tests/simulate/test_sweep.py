@@ -205,10 +205,11 @@ def test_a_case_that_cant_run_is_a_line_and_the_others_run() -> None:
     assert "nothing is left for requests" in by_policy["full"]["error"]
 
 
-def line_of(mib: float, ms: float, trace: str = "t") -> dict[str, Any]:
+def line_of(mib: float, ms: float, trace: str = "t", served: int = 1000) -> dict[str, Any]:
     case = {"trace": trace, "rate": 1.0, "costs": "default", "ladder": "own", "policy": f"p{mib}"}
     spread = {"count": 9, "p50": ms * 1e3, "p99": ms * 2e3}
-    return {"case": case, "result": {"graph_bytes": mib * 2**20, "gap": spread, "ttft": spread, "e2e": spread}}
+    spreads = {"gap": spread, "ttft": spread, "e2e": spread}
+    return {"case": case, "result": {"graph_bytes": mib * 2**20, "served": served, **spreads}}
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.sampled_from("ab")), max_size=12))
@@ -228,6 +229,14 @@ def test_a_case_that_served_nothing_isnt_quick() -> None:
     (point,) = points_of([idle, served], "gap-p50")
     assert point.line is served
     assert point.on_front
+
+
+def test_a_case_that_serves_fewer_isnt_compared() -> None:
+    """Requests that were handed back make a case quick; it is on no front and keeps nobody off one."""
+    points = points_of([line_of(1, 1, served=990), line_of(2, 9, served=996), line_of(3, 2, "other", 5)], "gap-p50")
+    assert [point.on_front for point in points] == [False, True, True]
+    points = points_of([line_of(1, 1, served=995), line_of(2, 9)], "gap-p50")
+    assert [point.on_front for point in points] == [True, False]
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
