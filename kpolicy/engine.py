@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
@@ -39,7 +39,8 @@ T = TypeVar("T")
 _Running: TypeAlias = "tuple[Sequence[ReadyEvent], StepOutputs | Decision, Decision, Decision, BatchNumbers]"
 """A step under way, as `Engine._count` takes it: when it is over, what ran, what ran last was decided, and first"""
 
-_Path: TypeAlias = "tuple[int, GraphRegistry, Callable[..., Decision], Executor | None, bool]"
+_Prepared: TypeAlias = "Mapping[int, Callable[[StepInputs], StepOutputs]]"
+_Path: TypeAlias = "tuple[int, GraphRegistry, Callable[..., Decision], Executor | None, _Prepared, bool]"
 
 MOST_RUNNING = 64
 """Steps that may be under way and uncounted at once"""
@@ -159,8 +160,8 @@ class Engine:
         self._events: Events | None = None
         self._synced_version = -1
         # What a step goes by where it has nobody to ask: the registry's version that it holds for, the registry, how to
-        # decide, the executor, whether that runs behind the host. One look instead of one at each of them.
-        self._no_path: _Path = (-1, self.registry, _undecided, None, False)
+        # decide, the executor, what it has prepared, whether it runs behind the host. One look instead of one at each.
+        self._no_path: _Path = (-1, self.registry, _undecided, None, {}, False)
         self._path: _Path = self._no_path
         self._compiled: CompiledPolicy | None = None
         self._compiled_version = -1
@@ -400,47 +401,68 @@ class Engine:
             ConfigError: the Engine has no executor.
             StickyDeviceError: the device is lost; the step's requests are the caller's again.
         """
-        running, numbers = self._running, inputs.numbers
         if self._several:
             # It may have lost a graph beside, which this step mustn't be given.
             self._several = False
             self._settle(every=False)
-        version, registry, select, executor, behind = self._path
+        version, registry, select, executor, prepared, behind = self._path
+        # The inputs' numbers; by place, which takes less than by name, as with `ready` below.
+        numbers = inputs[0]
         if version == registry.version and executor is not None:
             decision = wanted = select(*numbers)
         else:
-            executor, behind = self._need_executor("step"), self._runs_behind
+            executor, prepared, behind = self._need_executor("step"), {}, self._runs_behind
             decision = wanted = self._decided(executor, numbers)
-        while True:
-            try:
-                outputs = executor.run(decision, inputs)
-                break
-            except GraphReplayError as failure:
-                if failure.key not in decision.keys:
-                    # Withdrawing it would change nothing, and the step would fail like this for ever.
-                    raise
-                decision = self._without(failure, decision, numbers)
-            except StickyDeviceError as error:
-                self._lose(error)
-                raise
-        if decision is not wanted and self._events is not None:
-            self._events.replay_failed(wanted, decision)
-        ready = outputs.ready
-        self._several = len(ready) > 1
+        run = prepared.get(id(decision))
+        try:
+            outputs = executor.run(decision, inputs) if run is None else run(inputs)
+        except GraphReplayError as failure:
+            decision, outputs = self._run_without(failure, decision, executor, inputs)
+        except StickyDeviceError as error:
+            self._lose(error)
+            raise
+        ready = outputs[3]
         # Of several launches one may fail behind the host, so what ran is known when they are over. Nothing else of a
         # step is kept here: its outputs are memory.
-        step = ready, outputs if self._several else outputs.decision, decision, wanted, numbers
+        found: StepOutputs | Decision = decision
+        if len(ready) > 1:
+            self._several, found = True, outputs
+        elif run is None:
+            found = outputs.decision
         # Asking a device that runs behind the host takes longer than to note the step, and it isn't over.
         if not behind and self._all_done(ready):
-            self._count(*step)
+            self._count(ready, found, decision, wanted, numbers)
         else:
-            running.append(step)
+            running = self._running
+            running.append((ready, found, decision, wanted, numbers))
             if not len(running) % COUNT_EVERY:
                 # Earlier ones are counted here, while the device is at work; not where another thread is at it.
                 self._settle(every=False, but=1, waits=False)
             if self._since_look >= LOOK_EVERY:
                 self._look(executor)
         return outputs
+
+    def _run_without(
+        self, failure: GraphReplayError, wanted: Decision, executor: Executor, inputs: StepInputs
+    ) -> tuple[Decision, StepOutputs]:
+        """Run a step whose graph failed before its launch: what was decided instead, and its outputs."""
+        decision = wanted
+        while True:
+            if failure.key not in decision.keys:
+                # Withdrawing it would change nothing, and the step would fail like this for ever.
+                raise failure
+            decision = self._without(failure, decision, inputs.numbers)
+            try:
+                outputs = executor.run(decision, inputs)
+                break
+            except GraphReplayError as again:
+                failure = again
+            except StickyDeviceError as error:
+                self._lose(error)
+                raise
+        if self._events is not None:
+            self._events.replay_failed(wanted, decision)
+        return decision, outputs
 
     def _look(self, executor: Executor) -> None:
         """Look whether what graphs read by address is still there, while the device is at work on the last step."""
@@ -458,7 +480,9 @@ class Engine:
         decision = self._decide(numbers)
         if lazy is None and self._communicator is None:
             compiled = self.compiled
-            self._path = self._compiled_version, self.registry, compiled.select, executor, self._runs_behind
+            # Optional for an executor: what it has prepared, which a step calls without asking it.
+            prepared: _Prepared = getattr(executor, "prepared", {})
+            self._path = self._compiled_version, self.registry, compiled.select, executor, prepared, self._runs_behind
             if self._compiled is not compiled:
                 # Other costs were taken meanwhile, on the thread of whoever reads `stats`.
                 self._path = self._no_path

@@ -3,13 +3,24 @@
 A bare step stages the same numbers into the same static inputs by the same calls, brings them over in the same copy,
 replays, copies the logits out and samples. Both in turn in one process, to a synchronisation: the ratio is of pairs of
 wall times. Host time is until the call returns; what `Engine.step` takes beyond a bare step is ours, and
-`replay_host_us` is what the one call that launches the graph takes. Sizes take turns pair by pair, so whatever else the
-host does is spread over all of them. Medians, and `host_beyond_mean_us`: steps are counted several at a time, which
-medians don't show.
+`replay_host_us` is what the one call that launches the graph takes. Medians, and `host_beyond_mean_us`: steps are
+counted several at a time, which medians don't show.
+
+Whichever of the two comes first fetches the inputs into the processor's caches, for the other as well. So differences
+and ratios of pairs lie about two values, one for each order, and the median over all pairs may be anywhere between
+them: the middle of both orders' medians is taken.
+
+Each size is measured in two surroundings. ``in_turn``: sizes take turns pair by pair, so that each launch finds the
+processor's caches with another graph's parameters in them. ``in_a_row``: so many pairs of one size follow each other,
+as decodes of a few requests do; the first ones of a row don't count. Rows of all sizes alternate, so whatever else the
+host does is spread over all of them, and the process keeps to one core.
 
 `parts_us` is the host time of what both are made of, each alone after a synchronisation. `inside_us` is where the
 host's time goes within a step: of each function, without the watched ones that it calls. Watching costs some tenths of
 a microsecond a call.
+
+With ``--slices N`` it measures N times as many pairs, each time after a line on standard input, and says ``ready``
+before each and after the last, where it waits once more: so two checkouts can take turns on one device.
 
 Run: ``python -m benchmarks.gpu.overhead --config FILE --date D --json FILE [--sizes 1 8 64]``.
 """
@@ -18,12 +29,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import random
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -33,11 +46,12 @@ from unittest import mock
 from benchmarks.command import command_line
 from benchmarks.engine_step import decode_inputs
 from benchmarks.host_step import bare_step
-from benchmarks.pairs import interval
 from kpolicy.executors.full_step import FullStep
 
 LIMIT, HOST_LIMIT_US = 1.05, 30.0
 WARM_UP = 20
+IN_A_ROW, NOT_COUNTED = 16, 3
+"""Pairs of one size that follow each other, and how many of them don't count"""
 
 
 def graph_of(engine: Any, inputs: Any) -> Any:
@@ -118,7 +132,7 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
     places: Sequence[tuple[Any, str]] = [
         (engine, "_settle"), (executor, "run"), (launcher, "start"), (launcher, "ready"), (FullStep, "run"),
         (adapter, "stage_all"), (adapter, "commit"), (adapter, "event"), (adapter, "span"),
-        (adapter, "session"), (handle.buffers, "stage"), (handle, "front"), (handle, "logits"),
+        (adapter, "session"), (handle.buffers, "stage"), (handle, "launch"), (handle, "logits"),
         (handle._graph.graph, "replay"), (model, "sample"), (compiled, "select"),
         (getattr(launcher, "_part_run", None), "run"),
     ]  # fmt: skip
@@ -129,8 +143,7 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
                 owner = place if isinstance(place, type) else type(place)
                 call = watch.watched(f"{owner.__name__}.{name}", getattr(place, name))
                 stack.enter_context(mock.patch.object(place, name, call))
-        # Adapters and buffers may have taken these calls before.
-        stack.enter_context(mock.patch.object(handle._graph, "replay", handle._graph.graph.replay))
+        # Buffers may have taken this call before.
         stack.enter_context(mock.patch.object(handle.buffers, "_stage_all", adapter.stage_all))
         # Prepared steps took theirs too; those made from here on take the watched ones.
         forget = getattr(executor, "forget_prepared", int)
@@ -157,50 +170,109 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
     }
 
 
-def measure(engine: Any, model: Any, sizes: Sequence[int], pairs: int) -> list[dict[str, Any]]:
-    """Decode sizes: wall and host microseconds of both, and the ratio of pairs."""
-    import torch
+_Runs = dict[int, dict[str, Callable[[], Any]]]
+_Seen = dict[str, dict[str, list[float]]]
+"""Wall (``wall``) and host (``host``) microseconds of each run, in the order of pairs"""
 
-    runs: dict[int, dict[str, Callable[[], Any]]] = {}
-    seen: dict[int, dict[str, tuple[list[float], list[float]]]] = {}
+
+def runs_of(engine: Any, model: Any, sizes: Sequence[int]) -> _Runs:
+    """By size, what is timed."""
+    runs: _Runs = {}
     for size in sizes:
         inputs = decode_inputs(size, model.num_blocks)
-        replay = graph_of(engine, inputs)._graph.graph.replay
         runs[size] = {
             "engine_step": partial(engine.step, inputs), "bare_step": bare_step(engine, model, inputs),
-            "replay": replay,
+            "replay": graph_of(engine, inputs)._graph.graph.replay,
         }  # fmt: skip
-        seen[size] = {name: ([], []) for name in runs[size]}
-    for i in range(pairs + WARM_UP):
+    return runs
+
+
+def _order(sizes: Sequence[int], pairs: int, row: int, skipped: int) -> Iterator[tuple[int, int, bool]]:
+    """(size, number of the pair, whether it counts) of so many counted pairs a size, in rows of that length."""
+    for start in range(0, pairs, row):
         for size in sizes:
-            for name in sorted(runs[size], reverse=bool(i % 2)):
-                run, (wall, host) = runs[size][name], seen[size][name]
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                kept = run()
-                launched = time.perf_counter()
-                torch.cuda.synchronize()
-                if i >= WARM_UP:
-                    wall.append((time.perf_counter() - start) * 1e6)
-                    host.append((launched - start) * 1e6)
-                del kept
-    return [_row(size, seen[size]) for size in sizes]
+            for i in range(-skipped, min(row, pairs - start)):
+                yield size, start + i, i >= 0
 
 
-def _row(size: int, seen: dict[str, tuple[list[float], list[float]]]) -> dict[str, Any]:
-    walls, hosts = ({name: each[which] for name, each in seen.items()} for which in (0, 1))
-    ratio, low, high = interval([a / b for a, b in zip(walls["engine_step"], walls["bare_step"], strict=True)])
-    beyond, least, most = interval([a - b for a, b in zip(hosts["engine_step"], hosts["bare_step"], strict=True)])
-    means = {name: statistics.fmean(sorted(us)[: len(us) * 99 // 100]) for name, us in hosts.items()}
+def measure(runs: _Runs, seen: dict[int, _Seen], pairs: int, *, row: int = 1, skipped: int = 0) -> None:
+    """Time so many pairs a size, and note them."""
+    import torch
+
+    for size, number, counts in _order(list(runs), pairs, row, skipped):
+        for name in sorted(runs[size], reverse=bool(number % 2)):
+            run = runs[size][name]
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            kept = run()
+            launched = time.perf_counter()
+            torch.cuda.synchronize()
+            if counts:
+                found = seen[size].setdefault(name, {"wall": [], "host": []})
+                found["wall"].append((time.perf_counter() - start) * 1e6)
+                found["host"].append((launched - start) * 1e6)
+            del kept
+
+
+def row_of(seen: _Seen) -> dict[str, Any]:
+    """What is said of one size in one surrounding."""
+    walls, hosts = ({name: each[which] for name, each in seen.items()} for which in ("wall", "host"))
+    ratio, low, high = of_both_orders([
+        a / b for a, b in zip(walls["engine_step"], walls["bare_step"], strict=True)
+    ])  # fmt: skip
+    beyond_us = [a - b for a, b in zip(hosts["engine_step"], hosts["bare_step"], strict=True)]
+    beyond, least, most = of_both_orders(beyond_us)
+    means = {name: statistics.fmean(sorted(us)[: max(1, len(us) * 99 // 100)]) for name, us in hosts.items()}
     return {
-        "num_reqs": size,
         **{f"{name}_us": round(statistics.median(us), 1) for name, us in walls.items() if name != "replay"},
         **{f"{name}_host_us": round(statistics.median(us), 1) for name, us in hosts.items()},
         "host_beyond_us": round(beyond, 1), "host_beyond_interval": [round(least, 1), round(most, 1)],
         # Of the 99% that took least: what interrupts the host is nobody's.
         "host_beyond_mean_us": round(means["engine_step"] - means["bare_step"], 1),
         "ratio": round(ratio, 4), "interval": [round(low, 4), round(high, 4)],
+        # Where the quarters of a run's host times lie: two speeds of the host show here.
+        "host_quartiles_us": {name: _quartiles(us) for name, us in hosts.items()},
+        "host_beyond_quartiles_us": _quartiles(beyond_us),
+        # Of pairs with the bare step first, and with `Engine.step` first.
+        "host_beyond_by_order_us": [round(statistics.median(beyond_us[first::2]), 1) for first in (0, 1)],
+        "pairs": len(beyond_us),
     }  # fmt: skip
+
+
+def of_both_orders(pairs: Sequence[float], draws: int = 400) -> tuple[float, float, float]:
+    """(middle of the medians of both orders, lowest and highest of 95% of those of resampled pairs).
+
+    Args:
+        pairs: an even number of them, whose orders alternate.
+        draws: how often they are resampled.
+    """
+    orders, chance = (pairs[::2], pairs[1::2]), random.Random(0)
+    medians = sorted(
+        statistics.fmean(statistics.median(chance.choices(order, k=len(order))) for order in orders)
+        for _ in range(draws)
+    )
+    middle = statistics.fmean(map(statistics.median, orders))
+    return middle, medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+
+
+def _quartiles(us: Sequence[float]) -> list[float]:
+    ranked = sorted(us)
+    return [round(ranked[len(ranked) * quarter // 4], 1) for quarter in (1, 2, 3)]
+
+
+def _told() -> bool:
+    """Say that this process is ready, and wait until it is told to go on; False where nobody will."""
+    print("ready", flush=True)
+    return bool(sys.stdin.readline())
+
+
+def _keep_to(core: int | None) -> int | None:
+    """Keep this thread to one core, the last that it may use where none is given; None where the system can't."""
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    core = max(os.sched_getaffinity(0)) if core is None else core
+    os.sched_setaffinity(0, {core})
+    return core
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -208,7 +280,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 64, 256])
-    parser.add_argument("--pairs", type=int, default=300)
+    parser.add_argument("--pairs", type=int, default=300, help="pairs of a size in each of the two surroundings")
+    parser.add_argument("--slices", type=int, default=0, help="measure at each of so many lines on standard input")
+    parser.add_argument("--no-parts", action="store_true", help="rows alone, without the parts of a step")
+    parser.add_argument("--core", type=int, help="the processor's core to keep to; by default the highest")
     parser.add_argument("--date", default="unstated")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args(argv)
@@ -237,16 +312,30 @@ def main(argv: list[str] | None = None) -> int:
             "kpolicy": kpolicy.__version__, "torch": str(torch.__version__), "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "rows": measure(engine, model, options.sizes, options.pairs),
+        "host": {"core": _keep_to(options.core), "cores": os.cpu_count(), "in_a_row": IN_A_ROW},
     }  # fmt: skip
-    # What is asked for first, also where the rest doesn't come to an end.
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
-    for row in result["rows"]:
-        print(row, flush=True)
-        inputs = decode_inputs(row["num_reqs"], model.num_blocks)
-        row["parts_us"] = parts_of(engine, model, inputs)
-        row["inside_us"] = inside(engine, model, inputs)
+    runs, pairs = runs_of(engine, model, options.sizes), options.pairs + options.pairs % 2
+    seen: dict[str, dict[int, _Seen]] = {where: {size: {} for size in runs} for where in ("in_turn", "in_a_row")}
+    measure(runs, {size: {} for size in runs}, WARM_UP)
+    for _ in range(max(1, options.slices)):
+        if options.slices and not _told():
+            break
+        measure(runs, seen["in_turn"], pairs)
+        measure(runs, seen["in_a_row"], pairs, row=IN_A_ROW, skipped=NOT_COUNTED)
+        # What is asked for first, also where the rest doesn't come to an end.
+        result["rows"] = [
+            {"num_reqs": size, **{where: row_of(each[size]) for where, each in seen.items()}} for size in runs
+        ]
         options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.slices:
+        _told()
+    for row in result.get("rows", ()):
+        print(row, flush=True)
+        if not options.no_parts:
+            inputs = decode_inputs(row["num_reqs"], model.num_blocks)
+            row["parts_us"] = parts_of(engine, model, inputs)
+            row["inside_us"] = inside(engine, model, inputs)
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -7,7 +7,8 @@ then costs the host is how much memory it touches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kpolicy.decision import Decision
 from kpolicy.errors import RegistryError
@@ -19,6 +20,7 @@ from kpolicy.executors.parts import (
     OutputRows,
     SampledSteps,
     SampledTokens,
+    new_outputs_of,
     new_steps,
     raise_lost,
     replay_error,
@@ -45,6 +47,8 @@ def sampled_of(
 class FullStep:
     """One decision that replays one FULL graph.
 
+    What its steps need of others is looked up once, here: a step of it reads its own slots and its inputs.
+
     Args:
         decision: the decision.
         handle: the graph.
@@ -55,8 +59,8 @@ class FullStep:
     """
 
     __slots__ = (
-        "_adapter", "_decision", "_front", "_handle", "_heads_tokens", "_model", "_most_reqs", "_most_tokens",
-        "_session", "_settle", "_shape", "_span", "_stage", "_unfinished",
+        "_adapter", "_decision", "_fronts", "_handle", "_heads_tokens", "_launch", "_most_reqs", "_most_tokens",
+        "_sample", "_session", "_settle", "_shape", "_span", "_stage", "_unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -69,9 +73,10 @@ class FullStep:
         self._most_tokens = handle.key.num_tokens
         self._most_reqs = handle.shape.num_reqs
         self._heads_tokens = handle.head is HeadRows.TOKENS
-        self._front = handle.front
+        self._launch = handle.launch
+        self._fronts = handle.fronts
+        self._sample = model.sample
         self._adapter = adapter
-        self._model = model
         self._session = adapter.session
         self._span: Callable[[], Span] = getattr(adapter, "span", None) or (lambda: EventSpan(adapter))
         self._stage = handle.buffers.stage
@@ -86,7 +91,8 @@ class FullStep:
             GraphReplayError: nothing was launched.
             StickyDeviceError: the device is lost.
         """
-        num_reqs, num_tokens, count = len(rows.query_lens), len(rows.token_ids), len(rows.wanted)
+        # By place, which takes less than by name: numbers, query_lens, token_ids, ..., wanted.
+        numbers, num_reqs, num_tokens, count = rows[0], len(rows[1]), len(rows[2]), len(rows[7])
         if num_tokens > self._most_tokens or num_reqs > self._most_reqs:
             raise RegistryError(
                 f"{self._handle.key} has {self._most_tokens} tokens in {self._most_reqs} rows and was given "
@@ -94,35 +100,38 @@ class FullStep:
             )
         if self._unfinished:
             self._settle()
-        whole = count == num_tokens and self._heads_tokens
+        whole, places = count == num_tokens and self._heads_tokens, None
         with self._session():
             span = self._span()
             try:
                 sampled = self._stage(rows, self._shape, not whole)
-                logits = (
-                    self._front(count) if whole else self._handle.logits(launch_rows(rows, Rows.ALL, live=False), True)
-                )
+                if whole:
+                    self._launch()
+                    logits, places = self._fronts.get(count) or self._handle.front(count)
+                    logits = logits.clone()
+                else:
+                    logits = self._handle.logits(launch_rows(rows, Rows.ALL, live=False), True)
             except Exception as error:
                 raise replay_error(self._adapter, self._handle.key, error) from error
-            outputs = OutputRows(count, span)
-            if logits is not None:
+            outputs = new_outputs_of()
+            outputs.num_rows, outputs.ready, outputs.logits, outputs.failed_key = count, span, logits, None
+            if logits is None:
+                outputs.tokens = []
+            else:
                 try:
-                    given = (
-                        sampling_inputs(self._handle.buffers, launch_rows(rows, Rows.ALL, live=False))
-                        if sampled
-                        else {}
-                    )
-                    outputs.tokens.append(self._model.sample(logits, given))
+                    outputs.tokens = [self._sample(logits, self._sampling(rows) if sampled else {})]
                 except Exception as error:
                     raise_lost(self._adapter, error)
                     raise
-            outputs.logits = logits
             span.end()
-        numbers = rows.numbers
         prompts: Sequence[int] = ()
-        if numbers.query_len == 1 and numbers.num_decodes == count:
+        # As `query_len` and `num_decodes`.
+        if numbers[1] == 1 and numbers[0] == count:
             steps = new_steps()
-            steps.part, steps.places, steps.repeat = outputs, range(count), 1
+            steps.part, steps.places, steps.repeat = outputs, range(count) if places is None else places, 1
         else:
             steps, prompts = sampled_of(outputs, count, rows, 1)
         return new_outputs((outputs if count else (), steps, self._decision, (span,), prompts))
+
+    def _sampling(self, rows: StepInputs) -> Mapping[str, Any]:
+        return sampling_inputs(self._handle.buffers, launch_rows(rows, Rows.ALL, live=False))

@@ -138,10 +138,10 @@ class OutputRows(Sequence[Any]):
         failed_key: the graph that failed before its launch on a stream beside, so that the rows ran eagerly.
     """
 
-    __slots__ = ("_count", "failed_key", "logits", "ready", "tokens")
+    __slots__ = ("failed_key", "logits", "num_rows", "ready", "tokens")
 
     def __init__(self, count: int, ready: PartReady | Span) -> None:
-        self._count = count
+        self.num_rows = count
         self.ready = ready
         self.logits: Tensor = None
         self.tokens: list[Tensor] = []
@@ -154,7 +154,7 @@ class OutputRows(Sequence[Any]):
         return self.logits
 
     def __len__(self) -> int:
-        return self._count
+        return self.num_rows
 
     @overload
     def __getitem__(self, at: int) -> Any: ...
@@ -162,10 +162,14 @@ class OutputRows(Sequence[Any]):
     def __getitem__(self, at: slice) -> Sequence[Any]: ...
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(self._count))]
-        if not -self._count <= at < self._count:
+            return [self[i] for i in range(*at.indices(self.num_rows))]
+        if not -self.num_rows <= at < self.num_rows:
             raise IndexError(at)
         return self.tensor[at]
+
+
+new_outputs_of: Callable[[], OutputRows] = partial(object.__new__, OutputRows)
+"""Makes them empty, without a function of Python's, for who sets what they have"""
 
 
 class PartRun:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 from kpolicy.errors import CaptureError
@@ -107,6 +108,8 @@ class FullGraph:
 
     Attributes:
         key, shape, head, buffers: what it was captured for.
+        launch: replays it.
+        fronts: the first rows of its logits and their places, by how many they are; `front` makes them.
     """
 
     def __init__(
@@ -117,12 +120,13 @@ class FullGraph:
         self.shape = shape
         self.head = head_rows(key)
         self.buffers = buffers
-        self._replay: Callable[[Any], None] = getattr(adapter, "replayer", lambda: adapter.replay)()
+        replayer: Callable[[Any], Callable[[], None]] = getattr(adapter, "replayer", partial(partial, adapter.replay))
+        self.launch = replayer(graph)
         self._model = model
         self._graph = graph
         self._hidden = hidden
         self._logits = logits
-        self._fronts: dict[int, Tensor] = {}
+        self.fronts: dict[int, tuple[Tensor, range]] = {}
         self.num_bytes: int = graph.num_bytes
         self.held = buffers.tensors(shape)
         """What the graph reads: it must not go before the graph"""
@@ -130,24 +134,19 @@ class FullGraph:
     def logits(self, rows: LaunchRows, lasting: bool = False) -> Tensor:
         """Replay: [num_wanted, vocab], overwritten by the pool's next replay where they needn't be lasting."""
         count = rows.num_wanted
-        self._replay(self._graph)
+        self.launch()
         if self.head is HeadRows.REQS:
             if count > self.shape.num_reqs:
                 return self._model.head(_chosen(self._hidden, self.buffers, rows))
         elif not rows.all_wanted:
             return self._logits.index_select(0, self.buffers.wanted[:count])
-        front = self._fronts.get(count)
-        if front is None:
-            front = self._fronts[count] = self._logits[:count]
+        front, _ = self.fronts.get(count) or self.front(count)
         return front.clone() if lasting else front
 
-    def front(self, count: int) -> Tensor:
-        """Replay: [count, vocab], lasting; of a graph with logits of every token, so many of which are all of them."""
-        self._replay(self._graph)
-        front = self._fronts.get(count)
-        if front is None:
-            front = self._fronts[count] = self._logits[:count]
-        return front.clone()
+    def front(self, count: int) -> tuple[Tensor, range]:
+        """The first rows of the logits as they are, [count, vocab], and their places."""
+        front = self.fronts[count] = self._logits[:count], range(count)
+        return front
 
 
 class BreakBuffers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kpolicy.decision import Decision, Launch  # noqa: E402
 from kpolicy.engine import Engine  # noqa: E402
 from kpolicy.errors import GraphReplayError, StickyDeviceError  # noqa: E402
 from kpolicy.executors.cpu import CpuExecutor  # noqa: E402
+from kpolicy.executors.segments import FullGraph  # noqa: E402
 from kpolicy.keys import GraphKey  # noqa: E402
 from kpolicy.ladders import CaptureSizes  # noqa: E402
 from kpolicy.modes import Mode, Part, Rows, SplitForm  # noqa: E402
@@ -188,7 +190,8 @@ def _fail_once(executor: Any, handle: Any) -> None:
         replay(graph)
 
     executor.adapter.replay = failing
-    handle._replay = failing
+    if isinstance(handle, FullGraph):
+        handle.launch = partial(failing, handle._graph)
 
 
 def test_an_engine_counts_a_half_that_failed_beside(small: Callable[..., Any]) -> None:

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
-from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -79,17 +78,17 @@ class _Recorder:
 
 
 class _Points(NamedTuple):
-    """Where a span begins and ends: how the points are recorded, and torch's events."""
+    """Where a span of one stream begins and ends: what records the points there, and torch's events."""
 
-    begin: Callable[[Any], Any]
-    end: Callable[[Any], Any]
+    begin: Callable[[], Any]
+    end: Callable[[], Any]
     first: Any
     last: Any
 
     @classmethod
-    def new(cls) -> _Points:
+    def on(cls, stream: Any) -> _Points:
         first, last = _Recorder(), _Recorder()
-        return cls(first.record, last.record, first.event, last.event)
+        return cls(partial(first.record, stream), partial(last.record, stream), first.event, last.event)
 
 
 class CudaSpan:
@@ -98,19 +97,17 @@ class CudaSpan:
     One object for both of its points, which are used again when it goes: each that a step makes takes the host's time.
     """
 
-    __slots__ = ("_over", "_points", "_spare", "_stream")
+    __slots__ = ("_over", "_points", "_spare", "end")
 
+    end: Callable[[], Any]
+    """As `Span.end`, without a function of Python's"""
     _over: bool
     _points: _Points
     _spare: list[_Points]
-    _stream: Any
 
     def __del__(self) -> None:
         if len(self._spare) < MOST_SPARE:
             self._spare.append(self._points)
-
-    def end(self) -> None:
-        self._points[1](self._stream)
 
     def done(self) -> bool:
         if not self._over:
@@ -218,23 +215,12 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-class _Inference:
-    """`torch.inference_mode()` without what that does for functions and for TorchScript."""
-
-    __slots__ = ("_guard",)
-
-    def __enter__(self) -> None:
-        self._guard = torch._C._InferenceMode(True)
-        self._guard.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._guard.__exit__(*error)
-
-
+_guard: Any = getattr(torch._C, "_InferenceMode", None)
 inference: Callable[[], AbstractContextManager[Any]] = (
-    _Inference if hasattr(getattr(torch._C, "_InferenceMode", None), "__enter__") else torch.inference_mode
+    partial(_guard, True) if hasattr(_guard, "__enter__") else torch.inference_mode
 )
-"""Makes what a step runs in"""
+"""Makes what a step runs in, to be entered at once: `torch.inference_mode()` without what that does for functions and
+for TorchScript"""
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """As `torch.cuda.current_device`, which looks first whether CUDA is there: an adapter knows that."""
 
@@ -272,7 +258,8 @@ class CudaAdapter:
         self._lost = False
         self._streams: dict[int, Any] = {}
         self._spare: list[Any] = []
-        self._spare_points: list[_Points] = []
+        self._spare_points: dict[int, list[_Points]] = {}
+        """By the handle of their stream"""
 
     @property
     def name(self) -> str:
@@ -382,11 +369,14 @@ class CudaAdapter:
         return CudaEvent(point, spare)
 
     def span(self) -> Span:
-        spare, stream = self._spare_points, self._current()
-        points = spare.pop() if spare else _Points.new()
-        points[0](stream)
+        handle = _raw_stream(self._index)
+        spare = self._spare_points.get(handle)
+        if spare is None:
+            spare = self._spare_points[handle] = []
+        points = spare.pop() if spare else _Points.on(self._current())
         span = _new_span()
-        span._points, span._spare, span._stream, span._over = points, spare, stream, False
+        span._points, span._spare, span._over, span.end = points, spare, False, points[1]
+        points[0]()
         return span
 
     def wait(self, event: Any) -> None:
@@ -546,9 +536,9 @@ class CudaAdapter:
                 self._check_lost()
         graph.replay()
 
-    def replayer(self) -> Callable[[CudaGraph], None]:
+    def replayer(self, graph: CudaGraph) -> Callable[[], None]:
         # Without anything to look at first, without a function of Python's.
-        return self.replay if self._check or self._faults.planned else methodcaller("replay")
+        return partial(self.replay, graph) if self._check or self._faults.planned else graph.replay
 
     def release(self, pool: CudaPool) -> None:
         if pool in self._pools:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,8 +159,8 @@ class StreamAdapter(CudaAdapter):
     def span(self) -> Span:
         return EventSpan(self)
 
-    def replayer(self) -> Callable[[Any], None]:
-        return self.replay
+    def replayer(self, graph: Any) -> Callable[[], None]:
+        return partial(self.replay, graph)
 
     def wait(self, event: Any) -> None:
         event.hold(self._current())
