@@ -16,15 +16,8 @@ Both sides are processes on the same GPU that stay up and take turns; who goes f
 - ``check``: logits on a generated checkpoint against float32 (benchmarks/sglang/check.py).
 
 Every answer is appended to OUT/raw.jsonl as it comes; OUT/sglang_stock_vs_kpolicy.json is written anew after each slice
-and takes in what OUT/raw.jsonl had before, so that slices can be run one by one (``--slices``). Rows are {model, load,
-figure, run, stock, kpolicy, ratio, low, high}: the ratio is above 1 where kpolicy is better, with a 95% interval over
-the repeats, null for a single one. Steps are prepared a few times, with short turns in each: a preparation counts once,
-by the median of its pairs, since core, KV pages and graphs are the same in all of them. Each drawn size has a row (with
-the ratio of each turn and no interval where it was prepared once), and all have one whose interval is over the
-``sizes`` it counts. The mean of repeats has Student's interval; six or more have their median and the sign test's.
-Where a side had more turns than the other those of both are compared, and are all that a row tells. ``run`` counts the
-starts of this script, whose code may differ: nothing of two runs is put together, and a load that was measured again
-has the later run's row.
+and takes in what OUT/raw.jsonl had before, so that slices can be run one by one (``--slices``). What its rows are is
+told in rows.py. Steps are prepared a few times, with short turns in each.
 """
 
 from __future__ import annotations
@@ -32,16 +25,14 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import math
 import os
 import queue
 import random
-import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -50,26 +41,19 @@ HERE = Path(__file__).resolve().parent
 if str(HERE.parents[1]) not in sys.path:
     sys.path.append(str(HERE.parents[1]))  # run as a script
 
-from benchmarks.student import student  # noqa: E402
+from benchmarks.sglang.rows import LOADS, MODEL, rows, write  # noqa: E402
 
 SLICES = (
     "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-mixed-trace", "qwen-offline-trace", "dsv2-trace", "log",
     "qwen-drawn",
 )  # fmt: skip
 VARIANTS = {"order": {"KPOLICY_TURNS": "0"}}
-VARIED = {"order": ", KPOLICY_TURNS=0"}
-LOADS = {
-    "qwen-trace": "", "qwen-mixed-trace": ", mixed chunks", "qwen-offline-trace": ", not streamed",
-    "dsv2-trace": ", mixed chunks",
-}  # fmt: skip
 REQUESTS = {
     "qwen-trace": (600, 1800), "qwen-offline-trace": (600, 1800), "qwen-mixed-trace": (64, 256), "dsv2-trace": (48, 72),
 }  # fmt: skip
 """Requests in flight and in all. With mixed chunks fewer: SGLang's own mixed batches take a second with 600 decodes."""
 LIMIT_S = 100
 """Most seconds that a side may take for a trace; less where less is left."""
-MODEL = {"qwen": "qwen05b", "dsv2": "dsv2lite"}
-NAMES = {"qwen05b": "Qwen2.5-0.5B", "dsv2lite": "DeepSeek-V2-Lite"}
 STEPS = {
     "qwen": [
         *(("decode", size) for size in (1, 32, 256, 512, 768)),
@@ -82,27 +66,12 @@ STEPS = {
         *(("mixed", size) for size in (64, 512, 2048)),
     ],
 }
-PLANNED = "SGLang's sizes against planned ones that end at the same"
-CAPTURES = {
-    PLANNED: ("stock", "planned"),
-    "SGLang's list to kpolicy's largest sizes against kpolicy's sizes": ("wide", "kpolicy"),
-    "SGLang's sizes against kpolicy's": ("stock", "kpolicy"),
-}
-"""The sides of each row of captures: SGLang's, ours."""
-DRAWS = {
-    "trace": "of distinct sizes drawn from the trace", "alike": "of 1 to 256 requests alike",
-    "": "of 8 or 12 sizes, runs to 4 and their plan",
-}  # fmt: skip
 STEP_TURNS, ROUNDS, ROUND_MS = 4, 4, 40
 """Steps: how often a load is prepared, turns of each side then, and about how long one is."""
 NO_VARIANTS: Mapping[str, dict[str, str]] = {}
-NONE_SHARED: Mapping[int, int] = {}
-SERVED = ("step", "trace", "check", "drawn", "log")
-"""Kinds of answers that a slice is run for."""
 WARM_TOKENS = 8
 """Most output tokens of a request before anything is measured."""
 STARTS_S = {"qwen": 120, "dsv2": 200}
-FEWEST_FOR_SIGNS = 6
 
 
 class Side:
@@ -416,176 +385,6 @@ def check(run: Run, part: str) -> None:
             side.end()
 
 
-def by_run(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The raw answers with the number of their run, counted from 1: each start of the script says what it is first."""
-    found, run = [], 0
-    for line in lines:
-        run += line["kind"] == "about"
-        found.append({"run": run, **line})
-    return found
-
-
-def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the raw answers come to, run by run; of a load that was measured again the later run's."""
-    values: dict[tuple[str, str, str], dict[str, dict[int, float]]] = {}
-    how: dict[tuple[str, str, str], dict[str, Any]] = {}
-    runs: dict[tuple[str, str, str], int] = {}
-    preparations: dict[tuple[str, str, str], dict[int, int]] = {}
-    drawn_ms: dict[tuple[int, int, str, str], dict[str, dict[tuple[str, int], dict[str, Any]]]] = {}
-
-    over_sizes: set[tuple[str, str, str]] = set()
-
-    def put(model: str, load: str, figure: str, line: dict[str, Any], value: float, **more: Any) -> None:
-        key = (NAMES[MODEL[model]], load, figure)
-        if runs.setdefault(key, line["run"]) != line["run"]:
-            runs[key], values[key], how[key], preparations[key] = line["run"], {}, {}, {}
-        values.setdefault(key, {}).setdefault(line["side"], {})[line["turn"]] = value
-        if "preparation" in line:
-            preparations.setdefault(key, {})[line["turn"]] = line["preparation"]
-        for name, each in more.items():
-            how.setdefault(key, {})[f"{line['side']}_{name}"] = each
-
-    for line in by_run(lines):
-        if "error" in line or "part" not in line:
-            continue
-        model = line["part"].partition("-")[0]
-        if line["kind"] == "step":
-            beside = "32 decodes + " if line["step"] == "mixed" else ""
-            load = f"{beside}{line['step'] if not beside else 'extend'} {line['size']}"
-            more = {"order": line["order"]} if "order" in line else {}
-            put(model, load, "step ms", line, line["ms"], served=line["served"], **more)
-        elif line["kind"] == "trace" and "req_per_s" in line:
-            load = f"conversation trace, {line['concurrent']} requests at once{LOADS[line['part']]}"
-            figures = [("requests/s", "req_per_s"), ("tokens/s", "tok_per_s")]
-            if line["part"] != "qwen-offline-trace":
-                figures += [("gap p99 ms", "gap_p99_ms"), ("gap p50 ms", "gap_p50_ms")]
-                figures += [(f"first token p{q} ms", f"ttft_p{q}_ms") for q in (50, 99) if f"ttft_p{q}_ms" in line]
-            for figure, name in figures:
-                if line["side"] not in VARIED:
-                    put(model, load, figure, line, line[name])
-                for variant, words in VARIED.items() if line["part"] == "qwen-trace" else ():
-                    if line["side"] in (variant, "stock"):
-                        sided = {**line, "side": line["side"].replace(variant, "kpolicy")}
-                        put(model, load + words, figure, sided, line[name])
-        elif line["kind"] == "start" and line["part"] == "capture" and "prefill_s" in line:
-            for load, (stock, ours) in CAPTURES.items():
-                if line["side"] not in (stock, ours):
-                    continue
-                sized = {**line, "side": "kpolicy" if line["side"] == ours else "stock"}
-                put("qwen", load, "capture s", sized, line["prefill_s"] + line["decode_s"],
-                    sizes=len(line["decode_sizes"]) + len(line["prefill_sizes"]))  # fmt: skip
-                put("qwen", load, "graph MiB", sized, line["prefill_mib"] + line["decode_mib"])
-        elif line["kind"] == "drawn":
-            for ours, words in (("kpolicy", "kpolicy's sizes"), ("planned", "planned sizes")):
-                if line["side"] in (ours, "stock"):
-                    load = DRAWS[line.get("draw", "")]
-                    sides = drawn_ms.setdefault((line["run"], line["turn"], load, words), {})
-                    sides.setdefault(line["side"].replace(ours, "kpolicy"), {})[line["step"], line["size"]] = line
-    for (run, turn, load, words), by_side in drawn_ms.items():
-        both = by_side.get("stock", {}).keys() & by_side.get("kpolicy", {}).keys()
-        for kind in ("decode", "extend"):
-            sizes = sorted(size for size in both if size[0] == kind)
-            for side, by_size in by_side.items() if sizes else ():
-                what = ("qwen", f"{kind} steps {load}, {words}")
-                if not all("preparation" in by_size[size] for size in sizes):
-                    mean = statistics.fmean(by_size[size]["ms"] for size in sizes)
-                    put(*what, "mean step ms", {"run": run, "turn": turn, "side": side}, mean, sizes=len(sizes))
-                    continue
-                # Over all sizes each is one repeat; of a size each preparation is.
-                for size in sizes:
-                    line = {"run": run, "turn": size[1] * 100 + turn, "side": side, "preparation": size[1]}
-                    put(*what, "step ms", line, by_size[size]["ms"], sizes=len(sizes))
-                    alone = f"{kind} {size[1]} {load}, {words}"
-                    line["preparation"] = by_size[size]["preparation"]
-                    put("qwen", alone, "step ms", line, by_size[size]["ms"])
-                    over_sizes.add((NAMES[MODEL["qwen"]], what[1], "step ms"))
-    found = []
-    for (model, load, figure), measured in values.items():
-        if measured.get("stock", {}).keys() & measured.get("kpolicy", {}).keys():
-            key = model, load, figure
-            named = {"model": model, "load": load, "figure": figure, "run": runs[key]}
-            compared = _compared(measured, more="/s" in figure, preparations=preparations.get(key, NONE_SHARED))
-            if key in over_sizes:
-                compared = {"sizes" if name == "repeats" else name: value for name, value in compared.items()}
-            found.append(named | compared | (how.get(key, {}) if key not in over_sizes else {}))
-    return found
-
-
-def _compared(
-    sides: dict[str, dict[int, float]], *, more: bool, preparations: Mapping[int, int] = NONE_SHARED
-) -> dict[str, Any]:
-    """Medians, the ratio that is above 1 where kpolicy is better, and its 95% interval: None for a single pair.
-
-    All of them are of the turns that both sides had. Several turns of a single preparation have each its ratio.
-
-    Args:
-        sides: a figure by side and turn.
-        more: whether more is better.
-        preparations: the preparation of each turn that shares one with others.
-    """
-    turns = sorted(sides["stock"].keys() & sides["kpolicy"].keys())
-    prepared: dict[int, list[float]] = {}
-    for turn in turns:
-        stock, ours = sides["stock"][turn], sides["kpolicy"][turn]
-        log = math.log(max(ours, 1e-9) / max(stock, 1e-9)) * (1 if more else -1)
-        prepared.setdefault(preparations.get(turn, turn), []).append(log)
-    logs = [statistics.median(each) for each in prepared.values()]
-    medians = {
-        name: round(statistics.median([sides[name][turn] for turn in turns]), 4) for name in ("stock", "kpolicy")
-    }
-    middle, low, high = _middle(logs)
-    found: dict[str, Any] = {**medians, "ratio": round(math.exp(middle), 4), "repeats": len(logs)}
-    found |= {
-        "low": None if low is None else round(math.exp(low), 4),
-        "high": None if high is None else round(math.exp(high), 4),
-    }
-    if len(logs) == 1 < len(turns):
-        found["turns"] = [round(math.exp(each), 4) for each in next(iter(prepared.values()))]
-    return found
-
-
-def _middle(values: list[float]) -> tuple[float, float | None, float | None]:
-    """Middle and 95% interval: median and sign test from six values on, else mean and Student's."""
-    count = len(values)
-    if count < FEWEST_FOR_SIGNS:
-        if count < 2:
-            return values[0] if values else float("nan"), None, None
-        mean = statistics.fmean(values)
-        half = student(count - 1) * statistics.stdev(values) / math.sqrt(count)
-        return mean, mean - half, mean + half
-    ordered = sorted(values)
-    # The most values at either end that the median lies beyond with at most 2.5%.
-    beyond, chance = 0, 0.5**count
-    while chance <= 0.025:
-        beyond += 1
-        chance += math.comb(count, beyond) * 0.5**count
-    return statistics.median(ordered), ordered[beyond - 1], ordered[count - beyond]
-
-
-def write(run: Run) -> None:
-    """The result file, from all raw answers there are."""
-    lines = by_run(json.loads(line) for line in run.raw.read_text(encoding="utf-8").splitlines())
-    served = {(line["part"], line.get("model")): line["run"] for line in lines if line["kind"] in SERVED}
-    result = {
-        "what": "stock SGLang against SGLang with kpolicy, alternating in one run",
-        "command": "python benchmarks/sglang/stock_vs_kpolicy.py --models MODELS --trace TRACE --out OUT",
-        "runs": [line for line in lines if line["kind"] == "about"], "rows": rows(lines),
-        "checks": [line for line in lines if line["kind"] == "check"],
-        "logs": [line for line in lines if line["kind"] == "log"],
-        "starts": [line for line in lines if line["kind"] == "start"],
-        # A slice that failed once and was run again since is no error.
-        "errors": [
-            line
-            for line in lines
-            if line["kind"] == "error" and served.get((line["part"], line.get("model")), 0) <= line["run"]
-        ],
-    }  # fmt: skip
-    target = run.out / "sglang_stock_vs_kpolicy.json"
-    partial = target.with_suffix(".part")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(target)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, help="folder of model shapes, each with config.json")
@@ -616,7 +415,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001
             run.note(kind="error", part=part, error=f"{type(error).__name__}: {error}"[:800])
         run.note(kind="slice", part=part, s=round(time.monotonic() - started, 1))
-        write(run)
+        write(run.raw, run.out)
     for row in rows(json.loads(line) for line in run.raw.read_text(encoding="utf-8").splitlines()):
         print(
             f"{row['model']:17} {row['load']:48} {row['figure']:11} {row['stock']:10.3f} {row['kpolicy']:10.3f} "

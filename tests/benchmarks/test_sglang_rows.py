@@ -3,15 +3,14 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.sglang.check import passed
+from benchmarks.sglang.rows import _compared, rows, write
 from benchmarks.sglang.server import since
-from benchmarks.sglang.stock_vs_kpolicy import _compared, rows, write
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "sglang_stock_vs_kpolicy.json"
 TIMES = st.lists(st.floats(0.5, 10.0), min_size=2, max_size=6)
@@ -122,11 +121,43 @@ def test_result_file_tells_runs_and_errors(tmp_path):
              {"kind": "check", "part": "check", "model": "qwen", "passed": True}]  # fmt: skip
     raw = tmp_path / "raw.jsonl"
     raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write(SimpleNamespace(raw=raw, out=tmp_path))
+    write(raw, tmp_path)
     found = json.loads((tmp_path / "sglang_stock_vs_kpolicy.json").read_text())
     assert [run.get("commit") for run in found["runs"]] == [None, "later"]
     assert [(line["part"], line["run"]) for line in found["errors"]] == [("check", 1)]
     assert found["checks"][0]["run"] == 2
+
+
+def trace(side, turn, value):
+    return {"kind": "trace", "part": "dsv2-trace", "side": side, "turn": turn, "concurrent": 48, "req_per_s": value,
+            "tok_per_s": value, "gap_p99_ms": 1.0, "gap_p50_ms": 1.0}  # fmt: skip
+
+
+def test_runs_are_put_together_where_that_is_asked_for(tmp_path):
+    """A trace's earlier run stays in the file; pooled pairs count alike; a run apart is in no other row."""
+    lines = []
+    for run, ours in enumerate(((2.0, 3.0, 4.0), (4.0, 5.0), (9.0,))):
+        lines.append(about(commit=str(run)))
+        for turn, each in enumerate(ours):
+            lines += [trace("stock", turn, 1.0), trace("kpolicy", turn, each)]
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(raw, tmp_path, together=[1, 2], apart=[3])
+    found = json.loads((tmp_path / "sglang_stock_vs_kpolicy.json").read_text())
+
+    def rate(name):
+        return next(row for row in found[name] if row["figure"] == "requests/s")
+
+    assert (rate("rows")["run"], rate("rows")["pairs"]) == (2, [4.0, 5.0])
+    assert (rate("earlier")["run"], rate("earlier")["pairs"]) == (1, [2.0, 3.0, 4.0])
+    assert (rate("apart")["run"], rate("apart")["ratio"]) == (3, 9.0)
+    pooled = rate("pooled")
+    assert (pooled["runs"], pooled["pairs"], pooled["repeats"]) == ([1, 2], [2.0, 3.0, 4.0, 4.0, 5.0], 5)
+    assert pooled["ratio"] == pytest.approx(math.prod(pooled["pairs"]) ** 0.2, abs=1e-4)
+    assert pooled["low"] < pooled["ratio"] < pooled["high"]
+    write(raw, tmp_path)
+    found = json.loads((tmp_path / "sglang_stock_vs_kpolicy.json").read_text())
+    assert (rate("rows")["run"], found["pooled"], found["apart"]) == (3, [], [])
 
 
 def test_counts_of_a_turn():
