@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import attrs
 
-from kpolicy import __version__
-from kpolicy.engine_flags import emit, engine_of
+from kpolicy.engine_flags import engine_of
+from kpolicy.report.paste import Paste, paste_for_kpolicy, paste_of
 from kpolicy.report.runs import Planned, Run
-from kpolicy.schemas import dumps
 from kpolicy.simulate import Server
 
 __all__ = ["NEAR", "Advice", "Paste", "advise", "best_of"]
@@ -17,25 +16,6 @@ __all__ = ["NEAR", "Advice", "Paste", "advise", "best_of"]
 NEAR = 0.005
 """Runs whose measure differs by less than this share count as equally good; the one with less graph memory is taken.
 A run that serves fewer requests than another by more than it isn't compared: its requests are others, and fewer."""
-
-
-@attrs.frozen(kw_only=True)
-class Paste:
-    """Something to paste or to save.
-
-    Args:
-        title: what it is for.
-        how: what to do with it.
-        text: the flags, the file or the code.
-        file_name: what to call it where it is a file; empty where it is pasted.
-        warnings: where an engine won't do as asked.
-    """
-
-    title: str
-    how: str
-    text: str
-    file_name: str = ""
-    warnings: tuple[str, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -61,15 +41,20 @@ def has_level(run: Run) -> bool:
     return level.ttft_ms is not None or level.gap_ms is not None
 
 
-def badness(run: Run) -> float:
-    """What is compared: with a service level requests that miss it, as a share; else the mean time to the last token.
+def _by_level(runs: Sequence[Run]) -> bool:
+    """Whether runs are compared by good requests: with a service level that is met at all."""
+    return has_level(runs[0]) and any(run.result.goodput.share for run in runs)
+
+
+def badness(run: Run, *, by_level: bool) -> float:
+    """What is compared: requests that miss the service level, as a share, or the mean time to the last token.
 
     A run that served nothing is worst.
     """
     result = run.result
     if not result.served:
         return float("inf")
-    return 1 - result.goodput.share if has_level(run) else result.e2e.mean
+    return 1 - result.goodput.share if by_level else result.e2e.mean
 
 
 def best_of(runs: Sequence[Run]) -> Run:
@@ -79,16 +64,18 @@ def best_of(runs: Sequence[Run]) -> Run:
     """
     most = max(run.result.served for run in runs)
     runs = [run for run in runs if not _fewer(run.result.served, most)]
-    least = min(map(badness, runs))
-    return min((run for run in runs if _near(badness(run), least, run)), key=lambda run: run.result.graph_bytes)
+    by_level = _by_level(runs)
+    least = min(badness(run, by_level=by_level) for run in runs)
+    near = [run for run in runs if _near(badness(run, by_level=by_level), least, by_level=by_level)]
+    return min(near, key=lambda run: run.result.graph_bytes)
 
 
 def _fewer(served: int, most: int) -> bool:
     return served < most * (1 - NEAR)
 
 
-def _near(value: float, least: float, run: Run) -> bool:
-    return value == least or value - least < (NEAR if has_level(run) else NEAR * least)
+def _near(value: float, least: float, *, by_level: bool) -> bool:
+    return value == least or value - least < (NEAR if by_level else NEAR * least)
 
 
 def advise(source: str, runs: Sequence[Run], plans: Sequence[Planned], within: Sequence[Run], server: Server) -> Advice:
@@ -117,6 +104,8 @@ def advise(source: str, runs: Sequence[Run], plans: Sequence[Planned], within: S
     best = best_of(within)
     base = next(run for run in runs if run.policy == best.policy)
     sentence = _sentence(best, base, runs)
+    if has_level(best) and not _by_level(within):
+        sentence = f"No request meets the service level; {sentence[0].lower()}{sentence[1:]}"
     details = [_measure(best)]
     fewer = [run for run in within if _fewer(run.result.served, best.result.served)]
     if fewer:
@@ -134,13 +123,13 @@ def advise(source: str, runs: Sequence[Run], plans: Sequence[Planned], within: S
         details.append(f"Sizes are planned for one rank; {server.ranks} were simulated, so none were planned.")
     if plan is not None:
         details += _held_out(plan)
-    paste = _paste(best, server)
+    paste = paste_of(best, server)
     if engine_of(best.policy) is None:
         # What can be done in a serving engine as it is.
         in_engine = [run for run in within if engine_of(run.policy) is not None]
         if in_engine:
-            paste += _paste(best_of(in_engine), server)
-        paste += _plan_file(best, plans)
+            paste += paste_of(best_of(in_engine), server)
+        paste += paste_for_kpolicy(best, plans)
     return Advice(sentence=sentence, details=tuple(details), paste=tuple(paste), best=best)
 
 
@@ -164,20 +153,23 @@ def _sentence(best: Run, base: Run, runs: Sequence[Run]) -> str:
 
 
 def _against(best: Run, other: Run) -> str:
-    if _fewer(other.result.served, best.result.served):
-        return f"{best.result.served:,} requests served, {other.result.served:,} with {other.policy}"
-    if _near(max(badness(best), badness(other)), min(badness(best), badness(other)), best):
+    now, was = best.result, other.result
+    if _fewer(was.served, now.served):
+        return f"{now.served:,} requests served, {was.served:,} with {other.policy}"
+    by_level = _by_level([best, other])
+    worse, better = sorted((badness(run, by_level=by_level) for run in (best, other)), reverse=True)
+    if _near(worse, better, by_level=by_level):
         return f"as good as {other.policy}"
-    return f"{_change(best, other)} than with {other.policy}" if not has_level(best) else (
-        f"{best.result.goodput.share:.1%} good requests, {other.result.goodput.share:.1%} with {other.policy}"
-    )  # fmt: skip
+    if by_level:
+        return f"{now.goodput.share:.1%} good requests, {was.goodput.share:.1%} with {other.policy}"
+    return f"{_change(best, other)} than with {other.policy}"
 
 
 def _change(run: Run, other: Run) -> str:
     """How a run compares with another, by what is compared."""
     if _fewer(other.result.served, run.result.served):
         return f"{run.result.served:,} requests served instead of {other.result.served:,}"
-    if has_level(run):
+    if _by_level([run, other]):
         now, was = f"{run.result.goodput.share:.1%}", f"{other.result.goodput.share:.1%}"
         return f"as many good requests ({now})" if now == was else f"{now} good requests instead of {was}"
     if not other.result.e2e.mean:
@@ -189,7 +181,12 @@ def _change(run: Run, other: Run) -> str:
 
 
 def _measure(best: Run) -> str:
-    what = "share of good requests" if has_level(best) else "mean time to the last token"
+    what = "mean time to the last token"
+    if has_level(best):
+        if _by_level([best]):
+            what = "share of good requests"
+        else:
+            what += ", because no request meets the service level"
     return (
         f"Compared by the {what}; runs within {NEAR:.1%} of the best count as equal, and the one with the least graph "
         "memory is taken."
@@ -213,46 +210,3 @@ def _graphs(run: Run) -> str:
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:,.0f} MiB" if count >= 10 << 20 else f"{count / 2**20:,.2g} MiB" if count else "0 MiB"
-
-
-# What to paste
-
-
-def _paste(run: Run, server: Server) -> list[Paste]:
-    """The flags of the run's engine; nothing where it has none or captures nothing."""
-    engine, sizes = engine_of(run.policy), run.sizes
-    if engine is None or not (sizes.decode or sizes.mixed or sizes.piecewise):
-        return []
-    made = emit(engine, sizes, server.settings, policy=run.policy)
-    return [
-        Paste(
-            title=f"For {engine}",
-            how=made.how,
-            text=made.text,
-            file_name="extra.yaml" if made.file else "",
-            warnings=made.warnings,
-        )
-    ]
-
-
-def _plan_file(run: Run, plans: Sequence[Planned]) -> list[Paste]:
-    """For one of kpolicy's own policies: how an Engine is made, and the plan file it reads."""
-    plan = next((plan for plan in plans if plan.run is run), None)
-    if plan is None:
-        given = f", ladder={run.sizes!r}" if run.kind == "given" else ""
-        return [Paste(title="For kpolicy", how="make the Engine so", text=f"Engine(policy={run.policy!r}{given})")]
-    code = (
-        "from kpolicy import Engine\nfrom kpolicy.schemas import read_plan\n\n"
-        'plan = read_plan("plan.json")\n'
-        f"engine = Engine(policy={run.policy!r}, ladder=plan.sizes, settings=plan.settings, attention=plan.attention)"
-    )
-    return [
-        Paste(
-            title="For kpolicy", how="save the plan file, and make the Engine so; or give both to kpolicy run: "
-            f"--policy {run.policy} --ladder plan.json", text=code,
-        ),
-        Paste(
-            title="The plan file", how="save as plan.json", file_name="plan.json",
-            text=dumps(plan.found.file(plan.budget, kpolicy=__version__)),
-        ),
-    ]  # fmt: skip

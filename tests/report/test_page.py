@@ -163,3 +163,18 @@ def test_a_service_level_is_what_counts() -> None:
     (first, *_) = Page(page(made)).rows("Policies on the same arrivals")
     assert first[7][1] == pytest.approx(made.traces[0].runs[0].result.goodput.share)
     assert "share of good requests" in made.traces[0].advice.details[0]
+
+
+def test_a_level_that_nobody_meets_isnt_what_counts() -> None:
+    """All runs would be equal by it: the page says that none meets it, and compares by the time to the last token."""
+    from kpolicy.simulate import ServiceLevel
+
+    trace = generate_trace(num_requests=40, seed=2)
+    level = attrs.evolve(SMALL, service_level=ServiceLevel(ttft_ms=1e-3))
+    met = gather([trace], ["vllm", "eager"], server=SMALL, costs=COSTS).traces[0].advice
+    missed = gather([trace], ["vllm", "eager"], server=level, costs=COSTS).traces[0].advice
+    assert met.best is not None
+    assert missed.best is not None
+    assert (missed.best.policy, missed.best.kind) == (met.best.policy, met.best.kind) != ("eager", "own")
+    assert missed.sentence == f"No request meets the service level; r{met.sentence[1:]}"
+    assert "mean time to the last token, because no request meets the service level" in missed.details[0]
