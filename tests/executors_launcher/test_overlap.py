@@ -88,14 +88,14 @@ def test_the_prefill_half_runs_on_while_the_decode_half_is_held_up(mixed: Any, m
     """Neither half waits for the other: first tokens can be read with the decode half held up."""
     executor, _model, inputs, decisions = mixed
     decision = _way(decisions, SplitForm.BESIDE, eager_tail=True)
-    let_go, replay = threading.Event(), executor.adapter.replay
+    let_go, handle = threading.Event(), executor._handles[decision.launches[0].key]
 
-    def held_up(graph: Any) -> None:
+    def held_up() -> None:
         assert let_go.wait(WAIT_S)
-        replay(graph)
+        launch()
 
-    handle = executor._handles[decision.launches[0].key]
-    monkeypatch.setattr(handle, "_replay", held_up)
+    launch = handle.launch
+    monkeypatch.setattr(handle, "launch", held_up)
     outputs = executor.run(decision, inputs)
     assert len(list(outputs.first_tokens)) == 1
     assert not outputs.ready[0].done()
