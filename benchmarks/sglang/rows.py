@@ -9,10 +9,10 @@ with a 95% interval over the repeats, null for a single one. A preparation of st
 pairs, since core, KV pages and graphs are the same in all of them. Each drawn size has a row (with the ratio of each
 turn and no interval where it was prepared once), and all have one whose interval is over the ``sizes`` it counts. The
 mean of repeats has Student's interval; six or more have their median and the sign test's. Where a side had more turns
-than the other those of both are compared, and are all that a row tells. ``run`` counts the starts of the script, whose code may
-differ: a load that was measured again has the later run's row, and those of traces before it are in ``earlier``. Runs
-are put together only where that is asked for (``pooled``, over the pairs of all of them), and those of code that isn't
-what is there now are in ``apart``.
+than the other those of both are compared, and are all that a row tells. ``run`` counts the starts of the script, whose
+code may differ: a load that was measured again has the later run's row, and those of traces before it are in
+``earlier``. Runs are put together only where that is asked for (``pooled``, over the pairs of all of them), and those
+of code that isn't what is there now are in ``apart``.
 """
 
 from __future__ import annotations
