@@ -588,7 +588,7 @@ class Engine:
             for launch in decision.launches:
                 if launch.key is not None:
                     self.registry.hit(launch.key, launch.repeat * len(steps))
-        if self._correct and self._communicator is None:
+        if self._correct and self._communicator is None and (self.costs.measured or self.costs is not self._corrected):
             for numbers, us in steps:
                 self._hold_costs(decision, numbers, us)
 

@@ -66,29 +66,31 @@ class CudaPool:
 
 
 class _Recorder:
-    """An event of torch's, and how it is recorded."""
+    """An event of torch's, how it is recorded, and how the time to a later one is had."""
 
-    __slots__ = ("event", "record")
+    __slots__ = ("elapsed_time", "event", "record")
 
     def __init__(self) -> None:
         self.event: Any = torch.cuda.Event(enable_timing=True)
-        # What `torch.cuda.Event.record` calls, once it has looked for a stream.
+        # What `torch.cuda.Event.record` calls, once it has looked for a stream; likewise the other.
         base = super(torch.cuda.Event, self.event)
         self.record: Callable[[Any], None] = getattr(base, "record", self.event.record)
+        self.elapsed_time: Callable[[Any], float] = getattr(base, "elapsed_time", self.event.elapsed_time)
 
 
 class _Points(NamedTuple):
-    """Where a span of one stream begins and ends: what records the points there, and torch's events."""
+    """Where a span of one stream begins and ends: what records the points there, the time between, and the last."""
 
     begin: Callable[[], Any]
     end: Callable[[], Any]
-    first: Any
+    elapsed_ms: Callable[[], float]
     last: Any
 
     @classmethod
     def on(cls, stream: Any) -> _Points:
         first, last = _Recorder(), _Recorder()
-        return cls(partial(first.record, stream), partial(last.record, stream), first.event, last.event)
+        elapsed_ms = partial(first.elapsed_time, last.event)
+        return cls(partial(first.record, stream), partial(last.record, stream), elapsed_ms, last.event)
 
 
 class CudaSpan:
@@ -127,17 +129,16 @@ class CudaSpan:
 
     @property
     def us(self) -> float:
-        points = self._points
+        elapsed_ms = self._points[2]
         try:
-            elapsed: float = points[2].elapsed_time(points[3]) * 1e3
+            return elapsed_ms() * 1e3
         except RuntimeError:
             # It isn't over, or the device is lost, which waiting says; where it was over before, asking again does.
             self.wait()
             try:
-                elapsed = points[2].elapsed_time(points[3]) * 1e3
+                return elapsed_ms() * 1e3
             except RuntimeError as error:
                 raise _meant(error) from error
-        return elapsed
 
 
 _new_span: Callable[[], CudaSpan] = partial(object.__new__, CudaSpan)
