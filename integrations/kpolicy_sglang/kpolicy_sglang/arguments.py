@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["attention_dp", "rank", "resolved", "running_per_rank"]
+__all__ = ["attention_dp", "data_parallel_rank", "rank", "resolved", "running_per_rank"]
 
 
 def resolved(server_args: Any) -> Any:
@@ -34,8 +34,19 @@ def running_per_rank(server_args: Any) -> int | None:
     return None if most is None else -(-int(most) // attention_dp(server_args))
 
 
+def data_parallel_rank(model_runner: Any) -> int | None:
+    """Which of several data-parallel ranks this is, replicas or those of attention; None where there is one."""
+    args = resolved(model_runner.server_args)
+    if attention_dp(args) > 1:
+        return rank(model_runner, "attn_dp_rank")
+    return rank(model_runner, "dp_rank") if (getattr(args, "dp_size", None) or 1) > 1 else None
+
+
 def rank(model_runner: Any, name: str) -> int:
-    """This process's rank of that name: ``tp_rank`` among those that share a scheduler, ``dp_rank`` of replicas.
+    """This process's rank of that name.
+
+    ``attn_tp_rank`` is among those that run the same requests, ``dp_rank`` of replicas, ``attn_dp_rank`` of ranks of
+    data-parallel attention.
 
     0.5.16 has them at the model runner, 0.5.23 in its context.
     """

@@ -80,6 +80,15 @@ class Config:
                     "rise from at least 1, for example 1,2,4,8."
                 )
 
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """What ranks must have alike, as it was set: all that a decision or an order of steps comes from."""
+        own = ("plan", "profile", "decision_log", "metrics", "summary_seconds", "strict")
+        named = {name: getattr(self, name) for name in attrs.fields_dict(type(self)) if name not in own}
+        return {f"{_PREFIX}{name.upper()}": value for name, value in named.items()} | {
+            f"{_PREFIX}PROFILE": "set" if self.profile else "not set"
+        }
+
     @staticmethod
     def strict_in(environ: Mapping[str, str]) -> bool:
         """Whether an environment asks to be strict, whatever else in it can't be read."""

@@ -7,9 +7,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import kpolicy_sglang
 from kpolicy.errors import KPolicyError
 from kpolicy.settings import Settings
-from kpolicy_sglang.arguments import attention_dp, rank, resolved
+from kpolicy_sglang.arguments import data_parallel_rank, rank, resolved
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.dispatch import ATTRIBUTE
 from kpolicy_sglang.metrics import Metrics
@@ -103,6 +104,8 @@ def init_cuda_graphs(original: Any, model_runner: Any, *args: Any, **kwargs: Any
     if reason:
         fail(reason)
         return original(model_runner, *args, **kwargs)
+    if not _started_alike(model_runner, config):
+        return original(model_runner, *args, **kwargs)
     state = State(config, str(_now["version"]))
     attach(model_runner, state)
     result = original(model_runner, *args, **kwargs)
@@ -114,6 +117,28 @@ def init_cuda_graphs(original: Any, model_runner: Any, *args: Any, **kwargs: Any
         fail(f"{type(error).__name__}: {error}")
         _detach(model_runner)
     return result
+
+
+def _started_alike(model_runner: Any, config: Config) -> bool:
+    """Whether ranks, which may be on several nodes, have the same settings.
+
+    Raises:
+        SystemExit: they would capture graphs of different sizes, and wait for each other for ever.
+    """
+    graphs = getattr(resolved(model_runner.server_args), "cuda_graph_config", None)
+    sizes = {
+        f"{name} sizes": tuple(getattr(getattr(graphs, name, None), "bs", None) or ()) for name in (DECODE, PREFILL)
+    }
+    here = {**sizes, **config.deciding, "kpolicy-sglang": kpolicy_sglang.__version__}
+    names, first = Ranks(model_runner).differing(here)
+    if not names:
+        return True
+    told = "; ".join(f"{name}: {here.get(name)} here, {first[name]} on rank 0" for name in names)
+    message = f"tensor-parallel ranks were started differently ({told}); give every node the same settings and package"
+    if any(name in sizes for name in names):
+        raise SystemExit(f"kpolicy: {message}")
+    fail(f"{message}. SGLang's own rules stay")
+    return False
 
 
 def take_up(model_runner: Any, state: State) -> None:
@@ -178,13 +203,14 @@ def _policies(state: State) -> str:
 
 
 def _observe(model_runner: Any, state: State) -> None:
-    """Set up the counters and the log that the settings ask for, on the first rank."""
+    """Set up the counters and the log that the settings ask for, on the first of the ranks with the same requests."""
     args, config = resolved(model_runner.server_args), state.config
-    if rank(model_runner, "tp_rank"):
+    if rank(model_runner, "attn_tp_rank"):
         return
+    replica = data_parallel_rank(model_runner)
     if config.metrics and args.enable_metrics:
         try:
-            state.metrics = Metrics()
+            state.metrics = Metrics(dp_rank=replica)
         except ModuleNotFoundError:
             state.say("prometheus-client isn't installed, so there are no counters; install kpolicy-sglang[metrics]")
     if config.decision_log is not None:
@@ -196,7 +222,7 @@ def _observe(model_runner: Any, state: State) -> None:
         )
         try:
             log = DecisionLog(
-                _of_replica(config.decision_log, model_runner),
+                config.decision_log if replica is None else f"{config.decision_log}.dp{replica}",
                 version=state.version,
                 model=str(args.model_path),
                 policy=config.policy,
@@ -209,13 +235,6 @@ def _observe(model_runner: Any, state: State) -> None:
         state.decision_log = log
         for phase in state.phases.values():
             phase.log = log.write
-
-
-def _of_replica(path: str, model_runner: Any) -> str:
-    """The log of this data-parallel replica: each has a file of its own, with its number in the name."""
-    args = resolved(model_runner.server_args)
-    replicas = (getattr(args, "dp_size", None) or 1) // attention_dp(args)
-    return f"{path}.dp{rank(model_runner, 'dp_rank')}" if replicas > 1 else path
 
 
 def _take(state: State, runner: Any, phase: Phase) -> None:

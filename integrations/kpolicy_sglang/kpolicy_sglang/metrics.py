@@ -19,28 +19,27 @@ class Metrics:
 
     Args:
         registry: the registry of `prometheus_client` to register with; by default its own.
+        dp_rank: which of several data-parallel ranks this is, a label of every counter; None for the only one.
 
     Raises:
         ModuleNotFoundError: prometheus-client isn't installed.
     """
 
-    def __init__(self, registry: Any = None) -> None:
+    def __init__(self, registry: Any = None, *, dp_rank: int | None = None) -> None:
         from prometheus_client import REGISTRY, Counter
 
-        to = REGISTRY if registry is None else registry
-        self._steps = Counter(
-            "sglang:kpolicy_steps", "Steps by phase, mode and reason.", ["phase", "mode", "reason"], registry=to
+        self._of_rank = () if dp_rank is None else (str(dp_rank),)
+
+        def counter(name: str, what: str, *labels: str) -> Any:
+            named = [*labels, *(["dp_rank"] if self._of_rank else [])]
+            return Counter(f"sglang:kpolicy_{name}", what, named, registry=REGISTRY if registry is None else registry)
+
+        self._steps = counter("steps", "Steps by phase, mode and reason.", "phase", "mode", "reason")
+        self._padding = counter("padding_tokens", "Padding tokens of replayed steps.", "phase", "mode")
+        self._replays = counter(
+            "replays", "Replays by captured size (requests in decode, tokens in prefill).", "phase", "size"
         )
-        self._padding = Counter(
-            "sglang:kpolicy_padding_tokens", "Padding tokens of replayed steps.", ["phase", "mode"], registry=to
-        )
-        self._replays = Counter(
-            "sglang:kpolicy_replays", "Replays by captured size (requests in decode, tokens in prefill).",
-            ["phase", "size"], registry=to,
-        )  # fmt: skip
-        self._failures = Counter(
-            "sglang:kpolicy_failures", "Errors of kpolicy that SGLang's own rule stood in for.", ["what"], registry=to
-        )
+        self._failures = counter("failures", "Errors of kpolicy that SGLang's own rule stood in for.", "what")
         self._told: dict[tuple[Any, ...], int] = {}
 
     def flush(self, phases: dict[str, Phase], failures: Failures | None = None) -> None:
@@ -59,5 +58,5 @@ class Metrics:
         key = (id(counter), labels, apart)
         more = total - self._told.get(key, 0)
         if more > 0:
-            counter.labels(*labels).inc(more)
+            counter.labels(*labels, *self._of_rank).inc(more)
             self._told[key] = total

@@ -5,7 +5,7 @@ A step has collectives inside. A rank that runs one fewer, or falls back alone, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from kpolicy.errors import RankError
@@ -44,6 +44,17 @@ class Ranks:
     def first(self, value: T) -> T:
         """Rank 0's."""
         return value if self._group is None else cast("T", self._group.broadcast_object(value, src=0))
+
+    def differing(self, values: Mapping[str, Any]) -> tuple[list[str], Mapping[str, Any]]:
+        """Names of rank 0's values that some rank has otherwise, the same list on each, and these values.
+
+        Args:
+            values: this rank's.
+        """
+        first = self.first(values)
+        if self.all(values == first):
+            return [], first
+        return [name for name in sorted(first) if not self.all(values.get(name) == first[name])], first
 
     def together(self, made: Callable[[], T], what: str) -> T:
         """What this rank makes, once every one has made its own; whatever it does may have no collectives inside.

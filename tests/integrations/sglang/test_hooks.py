@@ -15,6 +15,7 @@ from kpolicy_sglang import hooks, sizes
 from kpolicy_sglang.calibrate import cost_tables
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.counters import lines
+from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase, table_of
 from kpolicy_sglang.split import split_of
 from kpolicy_sglang.state import State, state_of
@@ -322,7 +323,7 @@ def test_steps_of_measuring_are_not_counted(monkeypatch):
 def test_counters_that_cannot_be_had_leave_the_decisions(monkeypatch, caplog):
     """The first rank alone counts; if that made it fall back to SGLang's rule, ranks would part."""
 
-    def fails():
+    def fails(**_):
         raise ValueError("Duplicated timeseries")
 
     monkeypatch.setattr(hooks, "Metrics", fails)
@@ -478,25 +479,37 @@ def test_log_of_a_deployment_that_0_5_23_resolves(tmp_path, monkeypatch):
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize(("fields", "name"), [({"dp_size": 4}, "log.dp3"), ({"dp_size": 4, "attn_dp_size": 4}, "log")])
-def test_replicas_have_logs_of_their_own(fields, name, tmp_path):
-    """Data-parallel replicas are processes with the same settings; ranks of one replica have one log."""
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"dp_size": 1}, "log"),
+        ({"dp_size": 4}, "log.dp3"),
+        # 0.5.16 and 0.5.23 under data-parallel attention: each of its ranks has requests of its own.
+        ({"dp_size": 4, "enable_dp_attention": True}, "log.dp2"),
+        ({"dp_size": 1, "attn_dp_size": 4}, "log.dp2"),
+    ],
+)
+def test_replicas_have_logs_and_labels_of_their_own(fields, name, tmp_path, monkeypatch):
+    """Data-parallel ranks, replicas or of attention, are processes with the same settings and other requests."""
+    told = []
+    monkeypatch.setattr(hooks, "Metrics", lambda dp_rank: told.append(dp_rank))
     hooks.configure(Config(calibrate=False, decision_log=str(tmp_path / "log")), "0.5.16")
     runner = model_runner()
-    runner.server_args.__dict__.update(fields)
-    runner.ps = SimpleNamespace(tp_rank=0, dp_rank=3)
+    runner.server_args.__dict__.update(fields, enable_metrics=True)
+    runner.ps = SimpleNamespace(tp_rank=5, attn_tp_rank=0, dp_rank=3, attn_dp_rank=2)
     start(runner, graph_runner(), None)
     assert [each.name for each in tmp_path.iterdir()] == [name]
+    assert told == [int(name[-1]) if "." in name else None]
 
 
 @pytest.mark.parametrize("where", ["runner", "ps", "context"])
 def test_other_ranks_count_nothing(where, tmp_path, monkeypatch):
-    """The first rank alone has counters and the log, on both releases."""
+    """Of ranks that run the same requests the first alone has counters and the log, on both releases."""
     hooks.configure(Config(calibrate=False, decision_log=str(tmp_path / "log")), "0.5.23")
     runner = model_runner()
-    ranks = SimpleNamespace(tp_rank=1, dp_rank=0)
+    ranks = SimpleNamespace(attn_tp_rank=1, dp_rank=0)
     if where == "runner":
-        runner.tp_rank = 1
+        runner.attn_tp_rank = 1
     elif where == "ps":
         runner.ps = ranks
     else:
@@ -554,3 +567,17 @@ def test_counters_beside_sglangs_metrics():
     assert value("sglang:kpolicy_steps_total", phase="prefill", mode="eager", reason="above_largest_size") == 2
     assert value("sglang:kpolicy_padding_tokens_total", phase="prefill", mode="piecewise") == 28
     assert value("sglang:kpolicy_replays_total", phase="prefill", size="64") == 2
+
+
+def test_counters_of_data_parallel_ranks_are_told_apart():
+    """With several of them every counter has the rank, as SGLang's own have."""
+    prometheus = pytest.importorskip("prometheus_client")
+    from kpolicy_sglang.metrics import Metrics
+
+    registry, phase, failures = prometheus.CollectorRegistry(), Phase(PREFILL, (64,), 200, full=False), Failures()
+    phase.ran(50, None)
+    failures.note("counting", ValueError())
+    Metrics(registry, dp_rank=2).flush({PREFILL: phase}, failures)
+    found = [sample for metric in registry.collect() for sample in metric.samples]
+    assert len({sample.name for sample in found if sample.name.endswith("_total")}) == 4
+    assert {sample.labels["dp_rank"] for sample in found} == {"2"}

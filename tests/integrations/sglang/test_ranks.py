@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from kpolicy.errors import KPolicyError, RankError
-from kpolicy_sglang import calibrate
+from kpolicy_sglang import calibrate, hooks
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.ranks import Ranks
-from kpolicy_sglang.state import State
+from kpolicy_sglang.state import State, state_of
 
 pytest.importorskip("torch")
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "h200"
@@ -120,6 +120,51 @@ def test_profile_that_one_rank_lacks(tmp_path):
     tables = both(lambda _, ranks: calibrate.cost_tables(Runner(), state(profile=paths[0]), ranks))
     assert tables[0] == tables[1]
     assert tables[0].keys() == {DECODE, PREFILL}
+
+
+def started(rank_settings, rank_sizes, monkeypatch):
+    """What `init_cuda_graphs` does on two ranks with those settings and decode sizes: captured, and attached or not."""
+    local = threading.local()
+    monkeypatch.setattr(hooks, "Ranks", lambda _: local.ranks)
+    monkeypatch.setattr(hooks, "configured", lambda: local.config)
+    monkeypatch.setattr(hooks, "take_up", lambda *_: None)
+
+    def work(rank, ranks):
+        local.ranks, local.config = ranks, Config(**rank_settings[rank])
+        graphs = SimpleNamespace(decode=SimpleNamespace(bs=rank_sizes[rank]), prefill=SimpleNamespace(bs=None))
+        runner = SimpleNamespace(
+            is_draft_worker=False, server_args=SimpleNamespace(tp_size=2, cuda_graph_config=graphs)
+        )
+        try:
+            captured = hooks.init_cuda_graphs(lambda _: "captured", runner)
+        except SystemExit as error:
+            return str(error)
+        return captured, state_of(runner) is not None
+
+    return both(work)
+
+
+def test_ranks_that_were_started_alike(monkeypatch):
+    """Where files go and what is said may differ between nodes."""
+    settings = [{"decision_log": "a", "metrics": False}, {"summary_seconds": 5.0}]
+    assert started(settings, [[1, 8], [1, 8]], monkeypatch) == [("captured", True)] * 2
+
+
+def test_ranks_with_other_sizes_end_the_start(monkeypatch):
+    """They would wait for each other in the captures: both say which sizes are whose."""
+    found = started([{}, {}], [[1, 8], [1, 8, 16]], monkeypatch)
+    for said, here in zip(found, ("(1, 8)", "(1, 8, 16)"), strict=True):
+        assert f"decode sizes: {here} here, (1, 8) on rank 0" in said
+        assert "same settings" in said
+
+
+@pytest.mark.parametrize("other", [{"policy": "full"}, {"turns": False}, {"profile": "p"}, {"gap_ms": 5.0}])
+def test_ranks_with_other_settings_are_left_to_sglang(other, monkeypatch, caplog):
+    """They would decide otherwise, or order steps otherwise: SGLang captures, and decides on all of them."""
+    assert started([{}, other], [[8], [8]], monkeypatch) == [("captured", False)] * 2
+    assert f"KPOLICY_{next(iter(other)).upper()}" in caplog.text
+    strict = [{"strict": True}, {"strict": True, **other}]
+    assert all("started differently" in said for said in started(strict, [[8], [8]], monkeypatch))
 
 
 GLOO = """
