@@ -10,8 +10,8 @@ simulated too, with nothing but the profile and what the run's scheduler took a 
 median time to first token, the median gap and the ranking of policies are held to the run's. Steps with prompts have a
 time of their own outside the executor, where the run tells it (``outside_prompts_us``).
 
-Where profile and log note the host's speed (`kpolicy.host_speed`), the host's times are brought to each step's, or to
-the mean of a policy's steps for the latencies: virtual machines' cores change speed by half for seconds at a time.
+Where profile and log note the host's speed (`kpolicy.host_speed`), the host's times are brought to each step's, and in
+the simulation to what was noted at its time: virtual machines' cores change speed by half for seconds at a time.
 
 A profile's table needn't be the one that its run had: ``--table`` says how it came to be, and with ``--date`` the
 result names it and the profile is kept beside it.
@@ -28,7 +28,9 @@ import shlex
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import attrs
@@ -43,6 +45,7 @@ from kpolicy.settings import Settings
 from kpolicy.shapes import BatchNumbers
 from kpolicy.simulate import Server, simulate
 from kpolicy.simulate.fidelity import FidelityRow, expected_costs, fidelity, same_ranking
+from kpolicy.simulate.host_state import HostSpeeds
 from kpolicy.simulate.percentiles import Percentiles
 from kpolicy.simulate.queue import Queue
 from kpolicy.simulate.requests import Request, in_order
@@ -77,7 +80,7 @@ def requests_of(run: dict[str, Any], trace: Path, start_s: float, window_s: floa
 
 def replayed(
     entries: Sequence[StepEntry], setting: dict[str, Any], served: dict[str, Any], trace: Trace
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[float]]:
     """The log's step times in the simulator's queue, with requests let in at the steps at which the run let them in.
 
     Args:
@@ -85,6 +88,9 @@ def replayed(
         setting: the run's.
         served: what the run measured for the policy.
         trace: what it served.
+
+    Returns:
+        How many batches are the run's, and the latencies; the end of each step, in microseconds from the first arrival.
     """
     queue = Queue(
         Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"]),
@@ -92,7 +98,8 @@ def replayed(
     )  # fmt: skip
     step_us, prompt_us = outside(served)
     coming = deque(in_order(trace.requests))
-    now_us = coming[0].arrival_s * 1e6
+    start_us = now_us = coming[0].arrival_s * 1e6
+    ends: list[float] = []
     ttft, gap, same = Percentiles(), Percentiles(), 0
     for entry in entries:
         if queue.idle and coming:
@@ -111,44 +118,43 @@ def replayed(
         same += step.numbers[:_COUNTS] == entry.shape.numbers[:_COUNTS]
         us = (entry.cycle_us or 0.0) + step_us + (prompt_us if step.chunks else 0.0)
         now_us += us
+        ends.append(now_us - start_us)
         if step.numbers.num_decodes:
             gap.add(us / entry.decode_steps, step.numbers.num_decodes * entry.decode_steps)
         for request in queue.complete(step, entry.decode_steps).first_tokens:
             ttft.add(now_us - request.arrival_us)
-    return {
+    found = {
         "steps": len(entries), "same_batches": same,
         "ttft_p50_ms": round(ttft.spread().p50 / 1e3, 3), "gap_p50_ms": round(gap.spread().p50 / 1e3, 3),
     }  # fmt: skip
+    return found, ends
 
 
-def host_speed(entries: Sequence[StepEntry]) -> float | None:
-    """Time of the host's fixed work beside a log's steps, the mean over their time; None where it wasn't noted.
-
-    Not the median: a host that is slow for a fifth of the time takes longer for what it bounds.
-    """
-    noted = [(each.host_work_us, each.cycle_us or 0.0) for each in entries if each.host_work_us]
-    total = sum(us for _, us in noted)
-    return sum(speed * us for speed, us in noted) / total if total else None
+def host_speeds(entries: Sequence[StepEntry], ends: Sequence[float]) -> HostSpeeds | None:
+    """How fast the host was when, as it was noted after a log's steps; None where it wasn't."""
+    # A request that came earlier than the time outside the executor says sets the clock back.
+    noted = [
+        (end, each.host_work_us) for each, end in zip(entries, accumulate(ends, max), strict=False) if each.host_work_us
+    ]
+    return HostSpeeds(noted) if noted else None
 
 
 def latencies(
-    run: dict[str, Any], trace: Path, start_s: float, window_s: float, costs: CostTable,
-    logs: Mapping[str, Sequence[StepEntry]],
+    run: dict[str, Any], requests: Trace, costs: CostTable, logs: Mapping[str, Sequence[StepEntry]]
 ) -> dict[str, Any]:  # fmt: skip
     """By policy, what the run measured and what simulating its arrivals gives: milliseconds and their error; steps.
 
     Args:
         run: what ``kpolicy run --json`` printed.
-        trace: the file that it served.
-        start_s: second of the trace that it started at.
-        window_s: seconds of it.
+        requests: what it served.
         costs: the profile's.
         logs: each policy's steps, beside which the host's speed may be noted.
+
+    With a policy's log also "replayed", and the mean of the fixed work's times that it notes, "host_work_us".
     """
     setting = run["setting"]
     claims = Claims.at_level(setting["attention"].partition(",")[0])
     settings = Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"])
-    requests = requests_of(run, trace, start_s, window_s)
     found: dict[str, Any] = {}
     for each in run["policies"]:
         scheduler_us, scheduler_prompt_us = outside(each)
@@ -156,9 +162,15 @@ def latencies(
             settings=settings, kv_tokens=setting["kv_tokens"], block_size=setting["block_size"], warm=True,
             kv_bytes_per_token=None, scheduler_us=scheduler_us, scheduler_prompt_us=scheduler_prompt_us,
         )  # fmt: skip
-        speed = host_speed(logs.get(each["policy"], ()))
-        table = costs.at_host_speed(speed)
-        simulated = simulate(requests, each["policy"], server=server, costs=table, attention=claims)
+        speeds = None
+        told: dict[str, Any] = {}
+        if (entries := logs.get(each["policy"])) is not None:
+            told["replayed"], ends = replayed(entries, setting, each, requests)
+            speeds = host_speeds(entries, ends)
+            noted = [entry.host_work_us for entry in entries if entry.host_work_us]
+            if noted:
+                told["host_work_us"] = round(fmean(noted), 3)
+        simulated = simulate(requests, each["policy"], server=server, costs=costs, attention=claims, host_speed=speeds)
         # Both sides have the scheduler's own time, a step's and the run's.
         pairs = {
             "ttft_p50_ms": (each["ttft_us"][0], simulated.ttft.p50),
@@ -172,7 +184,7 @@ def latencies(
                 "error": round(expected / measured - 1, 4),
             }
             for name, (measured, expected) in pairs.items()
-        } | {"steps": {"measured": each["steps"], "simulated": simulated.steps}, "host_work_us": speed}  # fmt: skip
+        } | {"steps": {"measured": each["steps"], "simulated": simulated.steps}} | told  # fmt: skip
     return found
 
 
@@ -244,11 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     served: dict[str, Any] = {}
     if arguments.run is not None:
         run = json.loads(arguments.run.read_text())
-        found = latencies(run, arguments.trace, arguments.start, arguments.window, profile.costs, logs)
         requests = requests_of(run, arguments.trace, arguments.start, arguments.window)
-        for each in run["policies"]:
-            if (entries := logs.get(each["policy"])) is not None:
-                found[each["policy"]]["replayed"] = replayed(entries, run["setting"], each, requests)
+        found = latencies(run, requests, profile.costs, logs)
         figures = [name for name in next(iter(found.values())) if name.endswith("_ms")]
         served = {"policies": found, "ranked_wrong": {name: ranked_wrong(found, name) for name in figures}}
         for policy, each in found.items():

@@ -1,15 +1,54 @@
-"""`HostState`: what a step costs the host besides its own launches: which mode ran before it, which eager sizes did."""
+"""What a step costs the host besides its own launches.
+
+`HostState`: which mode ran before it, and which eager sizes did. `HostSpeeds`: how fast the host was at its time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Sequence
 
 from kpolicy.costs import CostTable
 from kpolicy.decision import Launch
+from kpolicy.errors import ConfigError
 from kpolicy.modes import Part
 from kpolicy.shapes import BatchNumbers
 
-__all__ = ["HostState"]
+__all__ = ["HostSpeeds", "HostState"]
+
+
+class HostSpeeds:
+    """The time of the host's fixed work (`kpolicy.host_speed`) in the course of a run.
+
+    A core that is slow for seconds at a time fills a queue that its mean speed wouldn't.
+
+    Args:
+        noted: (microseconds from the first arrival, microseconds that the fixed work took then), in the order of time.
+
+    Raises:
+        ConfigError: there is none, times go back, or the work took no time.
+    """
+
+    def __init__(self, noted: Iterable[tuple[float, float]]) -> None:
+        pairs = list(noted)
+        self._at_us = [at_us for at_us, _ in pairs]
+        self._work_us = [work_us for _, work_us in pairs]
+        if not pairs or self._at_us != sorted(self._at_us) or not all(0 < work_us < 1e9 for work_us in self._work_us):
+            raise ConfigError(
+                f"{len(pairs)} host speeds were given; at least one is needed, in the order of time, each with a time "
+                "of the fixed work above 0 microseconds. Leave them out where the host's speed wasn't noted."
+            )
+
+    def at(self, us: float) -> float:
+        """The time of the fixed work so many microseconds after the first arrival, between those noted around it."""
+        at_us, work_us = self._at_us, self._work_us
+        after = bisect_right(at_us, us)
+        if after == 0:
+            return work_us[0]
+        if after == len(at_us):
+            return work_us[-1]
+        share = (us - at_us[after - 1]) / (at_us[after] - at_us[after - 1])
+        return work_us[after - 1] + share * (work_us[after] - work_us[after - 1])
 
 
 class HostState:

@@ -19,7 +19,7 @@ from kpolicy.settings import Objective
 from kpolicy.shapes import NO_FACTS, BatchShape
 from kpolicy.simulate.account import Account
 from kpolicy.simulate.graphs import counting_executor
-from kpolicy.simulate.host_state import HostState
+from kpolicy.simulate.host_state import HostSpeeds, HostState
 from kpolicy.simulate.queue import Queue, Step
 from kpolicy.simulate.requests import Request, in_order
 from kpolicy.simulate.result import SimResult
@@ -69,6 +69,7 @@ def simulate(
     progress: Progress | None = None,
     on_step: OnStep | None = None,
     stepwise: bool = False,
+    host_speed: HostSpeeds | None = None,
 ) -> SimResult:
     """Serve a trace in simulated time.
 
@@ -86,6 +87,8 @@ def simulate(
         on_step: told each step of each rank.
         stepwise: go through the scheduler for each step, also where decode rows go on alone and nothing else can
             happen; the result is the same.
+        host_speed: how fast the host was when, where that changed: each step's host times are those of its time
+            (`CostTable.at_host_speed`), while decisions rest on `costs`, as in production. Steps then go one by one.
 
     Raises:
         ConfigError: an argument can't be used, requests are out of order, or graphs leave no KV.
@@ -98,9 +101,10 @@ def simulate(
     )  # fmt: skip
     engine.capture()
     run = _Simulation(trace.requests if isinstance(trace, Trace) else trace, engine, server, seed, on_step)
+    run.host_speed = host_speed
     interrupted = ""
     try:
-        run.serve(progress, stepwise=stepwise or on_step is not None)
+        run.serve(progress, stepwise=stepwise or on_step is not None or host_speed is not None)
     except KeyboardInterrupt:
         interrupted = "interrupted from the keyboard"
     return run.account.result(
@@ -121,6 +125,7 @@ class _Simulation:
     ) -> None:
         self.costs = engine.costs
         self.hosts = [HostState(engine.costs) for _ in range(server.ranks)]
+        self.host_speed: HostSpeeds | None = None
         self.account = Account(engine, server)
         num_blocks = server.blocks(self.account.graph_bytes)
         drafts = server.drafts if server.settings.num_speculative_tokens else None
@@ -215,9 +220,15 @@ class _Simulation:
         """Run one step of all ranks: it takes as long as the slowest."""
         decisions = self._decide(steps)
         numbers = [_IDLE if step is None else step.numbers for step in steps]
-        costs = [
-            host.table(each.mode, each.launches, count).cost(each.launches, count)
+        tables = [
+            host.table(each.mode, each.launches, count)
             for host, each, count in zip(self.hosts, decisions, numbers, strict=True)
+        ]
+        if self.host_speed is not None:
+            work_us = self.host_speed.at(self.now_us - self.start_us)
+            tables = [table.at_host_speed(work_us) for table in tables]
+        costs = [
+            table.cost(each.launches, count) for table, each, count in zip(tables, decisions, numbers, strict=True)
         ]
         slowest = max(costs, key=lambda each: each.cycle_us)
         us = slowest.cycle_us + self.scheduler_us

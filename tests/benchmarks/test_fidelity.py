@@ -11,11 +11,12 @@ import pytest
 
 from benchmarks import fidelity
 from benchmarks.fidelity import outside, replayed
-from kpolicy.costs import analytic_costs
+from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.schemas import Profile, QueueState, StepEntry, StepLogWriter, read_profile, write_profile
 from kpolicy.settings import Settings
 from kpolicy.simulate import Server, SimStep, simulate
+from kpolicy.simulate.host_state import HostSpeeds
 
 SETTING = {"max_num_reqs": 16, "max_num_tokens": 512, "kv_tokens": 8192, "block_size": 16}
 TRACE = Trace(
@@ -24,8 +25,8 @@ TRACE = Trace(
 STEP_US, PROMPT_US = 150.0, 420.0
 
 
-def run() -> tuple[list[StepEntry], dict[str, Any]]:
-    """A log with the executor's times, and what was measured."""
+def run(costs: CostTable | None = None, speeds: HostSpeeds | None = None) -> tuple[list[StepEntry], dict[str, Any]]:
+    """A log with the executor's times, and what was measured; the host's speed noted at the end of each step."""
     entries: list[StepEntry] = []
 
     def keep(step: SimStep) -> None:
@@ -34,17 +35,21 @@ def run() -> tuple[list[StepEntry], dict[str, Any]]:
             waiting=len(queue.waiting), running=queue.num_running, kv_tokens_used=0, kv_tokens_capacity=8192
         )
         own_us = step.cycle_us - STEP_US - (PROMPT_US if step.step.chunks else 0.0)
-        entries.append(StepEntry.of(step.number, shape, step.decision, cycle_us=own_us, queue=state))
+        work_us = None if speeds is None else speeds.at(step.start_us + step.cycle_us)
+        entries.append(
+            StepEntry.of(step.number, shape, step.decision, cycle_us=own_us, queue=state, host_work_us=work_us)
+        )
 
     server = Server(
         settings=Settings(max_num_reqs=16, max_num_tokens=512), kv_tokens=8192, block_size=16, warm=True,
         kv_bytes_per_token=None, reuse_prefixes=False, scheduler_us=STEP_US, scheduler_prompt_us=PROMPT_US,
     )  # fmt: skip
-    result = simulate(TRACE, "auto", server=server, on_step=keep)
+    result = simulate(TRACE, "auto", server=server, costs=costs, on_step=keep, host_speed=speeds)
     prompts = sum(bool(entry.shape.prefills) for entry in entries)
     served = {
         "steps": len(entries), "prompt_steps": prompts, "outside_prompts_us": (STEP_US + PROMPT_US) * prompts,
         "outside_us": STEP_US * len(entries) + PROMPT_US * prompts, "ttft": result.ttft.p50, "gap": result.gap.p50,
+        "span": result.span_s,
     }  # fmt: skip
     return entries, served
 
@@ -52,7 +57,7 @@ def run() -> tuple[list[StepEntry], dict[str, Any]]:
 def test_the_logs_own_times_give_the_runs_latencies() -> None:
     """Batches are the run's, each one, and so are the medians."""
     entries, served = run()
-    found = replayed(entries, SETTING, served, TRACE)
+    found, _ = replayed(entries, SETTING, served, TRACE)
     assert found["same_batches"] == found["steps"] == len(entries)
     assert found["ttft_p50_ms"] == pytest.approx(served["ttft"] / 1e3, abs=1e-3)
     assert found["gap_p50_ms"] == pytest.approx(served["gap"] / 1e3, abs=1e-3)
@@ -64,7 +69,7 @@ def test_a_batch_of_another_scheduler_is_told() -> None:
     at = next(i for i, entry in enumerate(entries) if entry.shape.prefills)
     other = attrs.evolve(entries[at].shape, prefills=[(7, 0)], max_kv_len=None)
     entries[at] = attrs.evolve(entries[at], shape=other)
-    assert replayed(entries, SETTING, served, TRACE)["same_batches"] == len(entries) - 1
+    assert replayed(entries, SETTING, served, TRACE)[0]["same_batches"] == len(entries) - 1
 
 
 def test_time_outside_is_told_apart_where_the_run_does() -> None:
@@ -74,6 +79,38 @@ def test_time_outside_is_told_apart_where_the_run_does() -> None:
     old = {"steps": 10, "outside_us": 50.0}
     assert outside(old) == (5.0, 0.0)
     assert outside(old | {"prompt_steps": 10, "outside_prompts_us": 50.0}) == (5.0, 0.0)
+
+
+def test_a_host_that_was_slow_for_a_while_is_simulated_so() -> None:
+    """What is noted beside a log's steps gives their times and the run's latencies back, where its mean doesn't."""
+    costs = attrs.evolve(analytic_costs(), host_work_us=20.0)
+    slow = HostSpeeds([(0.0, 20.0), (2e5, 20.0), (2e5 + 1, 300.0), (5e5, 300.0), (5e5 + 1, 20.0)])
+    entries, served = run(costs, slow)
+    figures = served | {
+        "policy": "auto", "ttft_us": [served["ttft"]], "gap_us": [served["gap"]], "span_s": served["span"],
+        "step_us": sum(each.cycle_us or 0.0 for each in entries),
+    }  # fmt: skip
+    setting = SETTING | {"attention": "mixed", "max_model_len": 2000, "rate": 1.0}
+    printed: dict[str, Any] = {"setting": setting, "policies": [figures]}
+
+    def errors(log: list[StepEntry]) -> list[float]:
+        found = fidelity.latencies(printed, TRACE, costs, {"auto": tuple(log)})["auto"]
+        return [abs(found[name]["error"]) for name in ("ttft_p50_ms", "gap_p50_ms", "busy_ms")]
+
+    assert max(errors(entries)) < 0.01
+    mean = sum(each.host_work_us or 0.0 for each in entries) / len(entries)
+    assert max(errors([attrs.evolve(each, host_work_us=mean) for each in entries])) > 0.05
+    assert max(errors([attrs.evolve(each, host_work_us=None) for each in entries])) > 0.05
+
+
+def test_speeds_are_in_the_order_of_time() -> None:
+    """A clock that is set back, and steps whose speed wasn't noted."""
+    entries, _ = run()
+    noted = [attrs.evolve(each, host_work_us=work) for each, work in zip(entries, (20.0, None, 40.0), strict=False)]
+    speeds = fidelity.host_speeds(noted, [100.0, 90.0, 80.0])
+    assert speeds is not None
+    assert [speeds.at(us) for us in (0.0, 99.0, 100.0)] == [20.0, 20.0, 40.0]
+    assert fidelity.host_speeds(entries, [1.0] * len(entries)) is None
 
 
 @pytest.mark.parametrize(("given", "made"), [([], fidelity.OWN_TABLE), (["--table", "fitted again"], "fitted again")])
