@@ -125,6 +125,8 @@ class Pace:
             num_decodes: as `most_tokens` takes it.
             line: likewise.
         """
+        if not num_decodes or not line.tokens:
+            return self._limit
         size = self.most_tokens(num_decodes, line)
         self._least = max(size, self._least) if first is self._first else size
         self._first = first

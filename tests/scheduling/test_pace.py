@@ -121,6 +121,10 @@ def test_a_prompt_that_has_begun_is_not_divided_further():
     assert pace(table(), gap_first).most_tokens(10, Line(1, 400, 0)) == 256
     assert found.next_step(other, 10, Line(1, 400, 0)) == 512
     assert found.next_step(other, 10, few) == 2048
+    # A step that has no room for whoever is first says nothing of it.
+    third = object()
+    assert found.next_step(third, 10, Line(0, 0, 22)) == 2048
+    assert found.next_step(third, 10, FULL_LINE) == 512
 
 
 def test_another_limit_than_the_settings_say():

@@ -43,6 +43,8 @@ class Config:
         save_profile: a file to keep the measured costs in, which `profile` reads.
         calibrate: measure costs from vLLM's own graphs at start-up, where the policy reads costs.
         calibrate_seconds: seconds that may take.
+        first_token_limit: prompts may take so many times the best for them where the gap is weighed too.
+        pace: bound steps that have decodes by what the gap is worth; None bounds them where the objective weighs it.
         split: let the scheduler run decodes and prompt chunks in steps of their own where that costs less.
         split_decodes: most decode-only steps between two steps with prompt chunks.
         first_token_ms: a prompt may wait at most this long for decode-only steps, where more than one is allowed.
@@ -67,6 +69,8 @@ class Config:
     save_profile: str | None = None
     calibrate: bool = True
     calibrate_seconds: float = 2.0
+    first_token_limit: float = 1.25
+    pace: bool | None = None
     split: bool = False
     split_decodes: int = 1
     first_token_ms: float | None = None
@@ -79,13 +83,25 @@ class Config:
 
     def __attrs_post_init__(self) -> None:
         Objective.parse(self.objective)
-        for name, least in (("calibrate_seconds", 0), ("summary_seconds", 0), ("first_token_ms", 0)):
+        for name, least in (
+            ("calibrate_seconds", 0), ("summary_seconds", 0), ("first_token_ms", 0), ("first_token_limit", 1),
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
                 raise ConfigError(f"kpolicy's {name} is {value!r}; it is a number from {least} up.")
         for name in ("split_decodes", "lazy_hot", "lazy_graphs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"kpolicy's {name} is {getattr(self, name)!r}; it is a whole number from 1 up.")
+
+    @property
+    def objective_parsed(self) -> Objective:
+        """What is minimised, with the bound on prompts."""
+        return attrs.evolve(Objective.parse(self.objective), first_token_limit=self.first_token_limit)
+
+    @property
+    def paces(self) -> bool:
+        """Whether steps are bounded."""
+        return Objective.parse(self.objective).gap_weight > 0 if self.pace is None else self.pace
 
     @property
     def sizes_given(self) -> bool:

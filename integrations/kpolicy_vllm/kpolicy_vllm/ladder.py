@@ -27,6 +27,11 @@ LARGEST_PIECEWISE = 2048
 LARGEST_MIXED = 512
 """Above this, attention of a whole graph's fixed shape is work that its rows may not need; pieces have none of it."""
 
+PACED_PIECEWISE, PACED_MIXED = 4096, 1024
+"""The same where steps are bounded: a bound is worth having up to half of vLLM's own limit, and a whole graph's host
+time lets a bounded step be bound by the device. Whole graphs of no more tokens than the largest of decodes take no
+further buffers for attention's splits."""
+
 
 def geometric(largest: int) -> tuple[int, ...]:
     """Sizes to `largest`: doubling to 32, then two to a doubling to 128, then four.
@@ -40,18 +45,20 @@ def geometric(largest: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < largest), largest)
 
 
-def default_sizes(settings: Settings) -> CaptureSizes:
-    """The sizes that are captured when the user gives none.
+def default_sizes(settings: Settings, *, paced: bool = False) -> CaptureSizes:
+    """The sizes that are captured when the user gives none; more of those with prompts where steps are bounded.
 
     Decodes go to the most requests there can be. Small batches share sizes further apart: there a step's time is that
     of reading the weights, whatever its tokens.
     """
     tokens, q = settings.max_num_tokens, settings.query_len
     decode = tuple(size * q for size in geometric(min(settings.max_num_reqs, tokens // q)))
-    every = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048)
-    pieces = [size for size in every if size < min(tokens, LARGEST_PIECEWISE)]
-    mixed = [size for size in (64, 128, 256, 512) if size < min(tokens, LARGEST_MIXED)]
-    return CaptureSizes(decode, (*mixed, min(tokens, LARGEST_MIXED)), (*pieces, min(tokens, LARGEST_PIECEWISE)))
+    every = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096)
+    largest = min(tokens, PACED_PIECEWISE if paced else LARGEST_PIECEWISE)
+    whole = min(tokens, max(LARGEST_MIXED, min(decode[-1], PACED_MIXED)) if paced else LARGEST_MIXED)
+    pieces = [size for size in every if size < largest]
+    mixed = [size for size in (64, 128, 256, 512, 640, 768, 1024) if size < whole]
+    return CaptureSizes(decode, (*mixed, whole), (*pieces, largest))
 
 
 def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = None, ranks: int = 1,
@@ -79,7 +86,7 @@ def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = N
         sizes = CaptureSizes([n for n in listed if n % q == 0 and n <= q * settings.max_num_reqs],
                              [n for n in listed if n <= LARGEST_MIXED], listed)  # fmt: skip
     elif isinstance(policy, (AutoPolicy, FixedPolicy)):
-        sizes = default_sizes(settings)
+        sizes = default_sizes(settings, paced=config.paces)
     else:
         sizes = policy.sizes(settings)
     for name in ("decode", "mixed", "piecewise"):

@@ -16,14 +16,12 @@ from kpolicy_vllm import kunlun
 from kpolicy_vllm.config import SECTION, Config
 from kpolicy_vllm.ladder import describe, one_list, sizes_of
 from kpolicy_vllm.metrics import announce
-from kpolicy_vllm.state import LOGGER, PROCESS, State, held_by, settings_of, state_of
+from kpolicy_vllm.state import LISTED, LOGGER, PROCESS, State, held_by, settings_of, state_of
 from kpolicy_vllm.versions import Adapter, UnsupportedError, adapter
 
 __all__ = ["register"]
 
 _MARK = "_kpolicy"
-_LISTED = "kpolicy_listed_sizes"
-"""Where the additional config keeps the sizes that the user gave to vLLM: copies of the configuration see ours."""
 
 
 def register() -> None:
@@ -104,10 +102,15 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
     if config.metrics:
         announce(str(vllm_config.instance_id))
     scheduler = vllm_config.scheduler_config
-    if config.split and scheduler.scheduler_cls is None:
+    if config.split or config.paces:
         from kpolicy_vllm.scheduler import qualname
 
-        scheduler.scheduler_cls = qualname(vllm_config)
+        cls = qualname(vllm_config)
+        if scheduler.scheduler_cls is None:
+            scheduler.scheduler_cls = cls
+        elif scheduler.scheduler_cls != cls:
+            event = "not_split" if config.split else "not_paced"
+            PROCESS.warn_once(event, f"what a step holds is left to {scheduler.scheduler_cls}, the scheduler given.")
 
 
 def _remember(vllm_config: Any, config: Config, listed: list[int] | None) -> list[int] | None:
@@ -115,9 +118,9 @@ def _remember(vllm_config: Any, config: Config, listed: list[int] | None) -> lis
     additional = vllm_config.additional_config
     if not isinstance(additional, dict):
         return listed
-    if _LISTED in additional:
-        return additional[_LISTED] or None
-    vllm_config.additional_config = {**additional, SECTION: config.as_section(), _LISTED: listed or []}
+    if LISTED in additional:
+        return additional[LISTED] or None
+    vllm_config.additional_config = {**additional, SECTION: config.as_section(), LISTED: listed or []}
     return listed
 
 
@@ -157,7 +160,7 @@ def _device_ready(found: Adapter, original: Callable[..., Any], wrapper: Any) ->
 def _meant(vllm_config: Any) -> bool:
     """Whether kpolicy was on where this engine was configured: then every rank must say whether it is."""
     additional = vllm_config.additional_config
-    return isinstance(additional, dict) and bool(additional.get(SECTION)) and _LISTED in additional
+    return isinstance(additional, dict) and bool(additional.get(SECTION)) and LISTED in additional
 
 
 def _agreed(vllm_config: Any, ok: bool) -> bool:

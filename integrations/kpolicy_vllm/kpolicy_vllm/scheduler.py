@@ -1,5 +1,7 @@
 """SPLIT in vLLM: schedulers that run decodes in a step of their own where that costs less, so they keep FULL graphs.
 
+They also hold steps of decodes and prompts to a bound, see `kpolicy_vllm.pace`.
+
 `SplitScheduler` and `SplitAsyncScheduler` are made of vLLM's own classes when first asked for. Where both decodes and
 prompts could run, `SplitRule` compares one mixed step with two apart. For a decode-only step the prompts are hidden
 from vLLM's own `schedule`, for a prompt-only step the decodes; all else is vLLM's.
@@ -20,6 +22,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from kpolicy_vllm import pace
+from kpolicy_vllm.pace import Pacer, left_of, queues_of
 from kpolicy_vllm.split_rule import SplitRule
 from kpolicy_vllm.state import State, held_by, state_of, workers_apart
 
@@ -172,17 +176,12 @@ class Turns:
         decodes: list[Any] = []
         prompts: list[Any] = []
         for request in self._scheduler.running:
-            # What is left without counting tokens that are still being sampled.
-            left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
-            (prompts if left > 1 else decodes).append(request)
+            (prompts if left_of(request) > 1 else decodes).append(request)
         self._found = (decodes, prompts)
         return self._found
 
     def _queues(self) -> Iterable[Any]:
-        for name in ("waiting", "skipped_waiting", "kv_holding_waiting"):
-            queue = getattr(self._scheduler, name, None)
-            if queue:
-                yield queue
+        return queues_of(self._scheduler)
 
     def _waiting(self) -> bool:
         """Whether a request could come in."""
@@ -354,10 +353,20 @@ def _made(name: str) -> type[Any]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.kpolicy_turns: Turns | None = None
+            self.kpolicy_pacer: Pacer | None = None
             state = state_of(self.vllm_config)
             if state is None:
                 return
             held_by(self, state)
+            if state.config.paces:
+                with state.guard("not_paced", "bounding steps", "they are filled to vLLM's limit"):
+                    reason = pace.why_not(self.vllm_config, self)
+                    if reason is None:
+                        self.kpolicy_pacer = Pacer(self, state)
+                    else:
+                        state.counters.warn_once("not_paced", f"steps are filled to vLLM's limit: {reason}.")
+            if not state.config.split:
+                return
             with state.guard("not_split", "scheduling decodes and prompts apart", "they are scheduled together"):
                 reason = why_not(self.vllm_config)
                 if reason is not None and _left_to_workers(self.vllm_config):
@@ -370,8 +379,10 @@ def _made(name: str) -> type[Any]:
                 self.kpolicy_turns = Turns(self, state)
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
-            stock = functools.partial(super().schedule, *args, **kwargs)
-            return stock() if self.kpolicy_turns is None else self.kpolicy_turns.schedule(stock)
+            run = functools.partial(super().schedule, *args, **kwargs)
+            if self.kpolicy_turns is not None:
+                run = functools.partial(self.kpolicy_turns.schedule, run)
+            return run() if self.kpolicy_pacer is None else self.kpolicy_pacer.schedule(run)
 
     Split.__name__ = Split.__qualname__ = name
     Split.__module__ = __name__

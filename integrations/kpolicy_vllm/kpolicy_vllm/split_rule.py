@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kpolicy.costs import CostTable
+from kpolicy.scheduling.pace import mixed_numbers
 from kpolicy.shapes import BatchNumbers
 from kpolicy_vllm.state import State
 from kpolicy_vllm.timing import NOISE
 
-__all__ = ["Apart", "SplitRule", "mixed_numbers"]
+__all__ = ["Apart", "SplitRule"]
 
 _MOST_KEPT = 4096
 _REFERENCE_DECODES = 32
@@ -41,22 +42,6 @@ class Apart(NamedTuple):
 def _shorter(apart: Apart) -> bool:
     """Whether two forwards of a step take less than one, by more than costs are off: they're twice the host's work."""
     return apart.once < apart.whole * (1 - NOISE)
-
-
-def mixed_numbers(num_decodes: int, num_prompts: int, prompt_tokens: int, query_len: int = 1) -> BatchNumbers:
-    """A step of decode rows and prompt chunks by counts, with as little KV as its rows can have; either may be none."""
-    decode_tokens = num_decodes * query_len
-    if not prompt_tokens:
-        return BatchNumbers(num_decodes, query_len, decode_tokens, decode_tokens, 0, 0, 0, 0, query_len, query_len, 0,
-                            0, 0, 1, decode_tokens, num_decodes, query_len)  # fmt: skip
-    even, more = divmod(prompt_tokens, num_prompts)
-    pairs = (num_prompts - more) * even * (even + 1) // 2 + more * (even + 1) * (even + 2) // 2
-    longest = even + bool(more)
-    return BatchNumbers(
-        num_decodes, query_len if num_decodes else 0, decode_tokens, decode_tokens, num_prompts, prompt_tokens,
-        prompt_tokens, pairs, max(longest, query_len), max(longest, query_len), num_prompts, 0, 0, 1,
-        decode_tokens + prompt_tokens, num_decodes + num_prompts, query_len if num_decodes else 0,
-    )  # fmt: skip
 
 
 class SplitRule:

@@ -43,6 +43,11 @@ def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0
         if not state.policy.reads_costs:
             why = f"policy {state.config.policy!r} reads none"
         state.counters.warn_once("not_split", f"decodes and prompts run together, as costs decide that and {why}.")
+    if state.config.paces and state.costs is None:
+        why = "they couldn't be measured, or calibrate is off"
+        if not state.policy.reads_costs:
+            why = f"policy {state.config.policy!r} reads none"
+        state.counters.warn_once("not_paced", f"steps are filled to vLLM's limit, as costs bound them and {why}.")
     with state.guard("not_recorded", "entering others' graphs into the registry"):
         enter_others(state, state.runner, bytes=taken[0] if isinstance(taken[0], int) else 0, seconds=taken[1])
     with state.guard("summary_failed", "summing up the start"):

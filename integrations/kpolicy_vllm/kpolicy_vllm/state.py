@@ -24,14 +24,17 @@ from kpolicy.policies.auto import AutoPolicy
 from kpolicy.policies.base import CompiledPolicy, Policy, PolicyContext
 from kpolicy.reasons import Basis
 from kpolicy.registry import GraphRegistry
-from kpolicy.settings import Objective, Settings
+from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from kpolicy_vllm.config import Config
 
-__all__ = ["LOGGER", "PROCESS", "Counters", "State", "held_by", "settings_of", "state_of", "workers_apart"]
+__all__ = ["LISTED", "LOGGER", "PROCESS", "Counters", "State", "held_by", "settings_of", "state_of", "workers_apart"]
 
 LOGGER = logging.getLogger("vllm.kpolicy")
 """Below vLLM's own logger, so that its handlers and levels hold."""
+
+LISTED = "kpolicy_listed_sizes"
+"""Where the additional config keeps the sizes that the user gave to vLLM: copies of the configuration see ours."""
 
 Select = Callable[..., Decision]
 
@@ -100,7 +103,7 @@ class State:
         self.config = config
         self.settings = settings
         self.num_dp_ranks = num_dp_ranks
-        self.objective = Objective.parse(config.objective)
+        self.objective = config.objective_parsed
         self.policy: Policy = get_policy(config.policy)
         self.claims = Claims()
         self.sizes: CaptureSizes | None = None

@@ -102,7 +102,10 @@ def vllm_config(
         compilation_config=config,
         model_config=SimpleNamespace(enforce_eager=enforce_eager, is_encoder_decoder=False, model="a-model"),
         scheduler_config=SimpleNamespace(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, scheduler_cls=None
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            scheduler_cls=None,
+            async_scheduling=False,
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, data_parallel_size=ranks, data_parallel_rank=0, use_ubatching=False

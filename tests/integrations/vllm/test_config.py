@@ -3,6 +3,7 @@
 import pytest
 
 from kpolicy.errors import ConfigError
+from kpolicy.settings import Objective
 from kpolicy_vllm.config import Config
 
 
@@ -56,6 +57,9 @@ def test_values_of_the_environment():
         ({"lazy_hot": 0}, "from 1 up"),
         ({"first_token_ms": -1}, "from 0 up"),
         ({"objective": "speed"}, "throughput"),
+        ({"first_token_limit": 0.9}, "from 1 up"),
+        ({"first_token_limit": True}, "a number"),
+        ({"pace": 1}, "true or false"),
         ([1], "an object of settings"),
     ],
 )
@@ -78,3 +82,28 @@ def test_refused_in_the_environment(name, text):
 def test_section_reads_back(config):
     """What workers are handed is what was set."""
     assert Config.load({"kpolicy": config.as_section()}, {}) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "paces"),
+    [
+        ({}, False),
+        ({"objective": "latency"}, True),
+        ({"objective": "1:0"}, False),
+        ({"objective": "3:1"}, True),
+        ({"objective": "3:1", "pace": False}, False),
+        ({"pace": True}, True),
+        ({"pace": None, "objective": "0:2"}, True),
+    ],
+)
+def test_steps_are_bounded_where_the_gap_is_weighed(given, paces):
+    """The objective says so where nothing else is said."""
+    assert Config(**given).paces is paces
+
+
+def test_the_bound_on_prompts_is_the_objective_s():
+    """`first_token_limit` is that of `Objective`, by whatever name the weights go."""
+    assert Config(objective="latency", first_token_limit=1.05).objective_parsed == Objective(0.0, 1.0, 1.05)
+    assert Config.load({}, {"KPOLICY_POLICY": "auto", "KPOLICY_PACE": "0", "KPOLICY_FIRST_TOKEN_LIMIT": "2"}) == Config(
+        pace=False, first_token_limit=2.0
+    )

@@ -12,7 +12,7 @@ from kpolicy.modes import Part
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.scheduler import qualname, why_not
-from kpolicy_vllm.split_rule import Apart, SplitRule, mixed_numbers
+from kpolicy_vllm.split_rule import Apart, SplitRule
 from kpolicy_vllm.state import State
 
 
@@ -84,16 +84,6 @@ def test_rows_that_join_again_are_counted() -> None:
     assert SplitRule(state).steps(32, [512]) == 1
     state.rejoin_us = 100.0  # type: ignore[attr-defined]
     assert SplitRule(state).steps(32, [512]) == 0
-
-
-def test_the_numbers_of_a_step() -> None:
-    both = mixed_numbers(32, 2, 501)
-    assert (both.num_decodes, both.num_prefills, both.total_tokens, both.total_reqs) == (32, 2, 533, 34)
-    assert both.prefill_pairs == 250 * 251 // 2 + 251 * 252 // 2
-    decodes = mixed_numbers(32, 0, 0)
-    assert (decodes.total_tokens, decodes.total_reqs, decodes.num_prefills) == (32, 32, 0)
-    prompts = mixed_numbers(0, 1, 512)
-    assert (prompts.num_decodes, prompts.total_tokens, prompts.max_query_len) == (0, 512, 512)
 
 
 def config_of(**changed: Any) -> Any:

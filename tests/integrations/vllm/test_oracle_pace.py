@@ -1,0 +1,104 @@
+"""Bounded steps as vLLM is configured and started: the scheduler's class, the sizes, and what is said without it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kpolicy.costs import analytic_costs
+from kpolicy_vllm import plugin
+from kpolicy_vllm.state import PROCESS, state_of
+from tests.integrations.vllm import test_oracle_runner
+from tests.integrations.vllm.real_runner import sized, vllm_config, vllm_of
+from tests.integrations.vllm.test_oracle_runner import VERSIONS, pytestmark
+
+__all__ = ["pytestmark"]
+
+BOTH = pytest.mark.parametrize("version", VERSIONS)
+served: Any = test_oracle_runner.served
+CLASS = "kpolicy_vllm.scheduler.SplitAsyncScheduler"
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings are given once in a process, and each test is one."""
+    monkeypatch.setattr(PROCESS, "counts", Counter())
+    monkeypatch.setattr(PROCESS, "_warned", set())
+
+
+def configured(modules: Any, given: Any, scheduler: Any = None) -> Any:
+    config = vllm_config(modules, kpolicy=given, max_num_seqs=1024, max_num_batched_tokens=8192)
+    config.scheduler_config.async_scheduling = True
+    config.scheduler_config.scheduler_cls = scheduler
+    sized(modules, config)
+    return config
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("given", "cls", "largest"),
+    [
+        ({}, None, 2048),
+        ({"objective": "latency"}, CLASS, 4096),
+        ({"objective": "1:1", "pace": False}, None, 2048),
+        ({"pace": True}, CLASS, 4096),
+        ({"split": True}, CLASS, 2048),
+        ({"objective": "1:1", "piecewise_sizes": [64, 512]}, CLASS, 1024),
+    ],
+)
+def test_the_scheduler_and_the_sizes_follow_the_objective(version: str, given: Any, cls: Any, largest: int) -> None:
+    """Where the gap is weighed vLLM gets our scheduler, and graphs for the sizes that steps are bounded to."""
+    with vllm_of(version) as modules:
+        plugin.register()
+        config = configured(modules, given)
+        assert config.scheduler_config.scheduler_cls == cls
+        assert config.compilation_config.cudagraph_capture_sizes[-1] == largest
+        assert not PROCESS.counts
+
+
+@BOTH
+def test_a_scheduler_that_was_given_stays(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The user's own class schedules, which is said and counted once; a copied configuration keeps ours in silence."""
+    with vllm_of(version) as modules, caplog.at_level(logging.WARNING):
+        plugin.register()
+        for given, event in (({"pace": True}, "not_paced"), ({"split": True}, "not_split")):
+            config = configured(modules, given, scheduler="mine.Scheduler")
+            assert config.scheduler_config.scheduler_cls == "mine.Scheduler"
+            assert PROCESS.counts[event] == 1
+            assert "mine.Scheduler" in caplog.records[-1].message
+        PROCESS.counts.clear()
+        assert configured(modules, {"pace": True}, scheduler=CLASS).scheduler_config.scheduler_cls == CLASS
+        assert not PROCESS.counts
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [({"pace": True, "calibrate": False}, "calibrate is off"), ({"pace": True, "policy": "full"}, "reads none")],
+)
+def test_without_costs_it_is_said(version: str, given: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Costs bound steps: where there are none they are filled, with one warning that says why."""
+    with vllm_of(version) as modules, caplog.at_level(logging.WARNING):
+        plugin.register()
+        runner = served(modules, kpolicy={"pace": True, "calibrate": False} | given)
+        state = state_of(runner.vllm_config)
+        assert state is not None
+        assert state.counters.counts["not_paced"] == 1
+        assert any(why in record.message for record in caplog.records)
+
+
+@BOTH
+def test_whole_graphs_of_mixed_batches_reach_the_bound(version: str) -> None:
+    """Whole graphs of up to 1,024 tokens are captured where decodes have graphs of as many."""
+    with vllm_of(version) as modules:
+        plugin.register()
+        for reqs, largest in ((1024, 1024), (256, 512)):
+            runner = served(modules, max_num_seqs=reqs, max_num_batched_tokens=8192, kpolicy={"pace": True})
+            state = state_of(runner.vllm_config)
+            assert state is not None
+            state.install_costs(analytic_costs())
+            assert state.ladder.mixed[-1].num_tokens == largest
+            assert state.ladder.piecewise[-1].num_tokens == 4096

@@ -1,0 +1,271 @@
+"""The bound on steps of decodes and prompts, on vLLM's own schedulers out of unpacked wheels."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kpolicy.attention.support import Claims
+from kpolicy.costs import CostTable, Curve, HostCost
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
+from kpolicy_vllm import scheduler as ours
+from kpolicy_vllm.config import Config
+from kpolicy_vllm.pace import Pacer, vllm_s_own, why_not
+from kpolicy_vllm.state import LISTED, State, settings_of
+from tests.integrations.vllm.real_scheduler import make_request, make_scheduler, schedulers, serve, vllm_config
+from tests.integrations.vllm.test_real_scheduler import BOTH, KINDS, requests, stock_scheduler
+from tests.oracle.loader import VARIABLE, oracle_folder
+
+pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.skipif(
+        oracle_folder() is None,
+        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
+    ),
+]
+
+LIMIT, LARGEST = 256, 64
+LINEAR = Curve((1, 256), (101.0, 356.0))
+SLOW_EAGER = CostTable(
+    version="made up", measured=True, full=LINEAR, piecewise=LINEAR, eager=LINEAR,
+    host_full=HostCost(10.0), host_piecewise=HostCost(10.0), host_eager=HostCost(900.0),
+)  # fmt: skip
+"""100 us a step, 1 us a token, and 900 for what has no graph: by vLLM's own rule all of over 16 tokens here."""
+
+
+def state_of(config: Any, version: str, costs: CostTable = SLOW_EAGER, **settings: Any) -> State:
+    """A state that has its graphs and costs."""
+    state = State(Config(**{"objective": "latency"} | settings), settings_of(config))
+    state.claims, state.vllm_version = Claims(1), f"{version}.0"
+    state.runner = SimpleNamespace()
+    for key in (
+        GraphKey(Part.FULL, 8, 8, query_len=1),
+        *(GraphKey(Part.PIECEWISE, size) for size in (32, 64, 128, 256)),
+    ):
+        state.registry.plan([key])
+        state.registry.capture(key, bytes=1, seconds=0.1, graphs=1, pool="vllm")
+    state.graphs_captured()
+    state.install_costs(costs)
+    return state
+
+
+def paced_scheduler(config: Any, state: State) -> Any:
+    name = ours.qualname(config).rpartition(".")[2]
+    made = make_scheduler(ours._made(name), config)
+    assert made.kpolicy_pacer is None, "kpolicy is off in this configuration"
+    made.kpolicy_pacer = Pacer(made, state)
+    return made
+
+
+def mixed(worker: Any) -> list[int]:
+    """Tokens of the steps of decodes and prompts."""
+    return [decodes + prompts for decodes, prompts in worker.steps if decodes and prompts]
+
+
+@BOTH
+@KINDS
+@pytest.mark.parametrize("second_runner", [False, True])
+def test_tokens_are_stock_s_and_steps_are_bounded(version: str, asynchronous: bool, second_runner: bool) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=asynchronous, max_tokens=LIMIT, second_runner=second_runner)
+        depth = 2 if asynchronous else 1
+        for seed in range(4):
+            wanted, stock = serve(stock_scheduler(config), requests(seed, longest=400), depth=depth)
+            state = state_of(config, version)
+            found, worker = serve(paced_scheduler(config, state), requests(seed, longest=400), depth=depth)
+            assert found == wanted
+            assert max(mixed(stock)) > 2 * LARGEST, "the load has long mixed steps"
+            assert max(mixed(worker)) <= LARGEST
+            assert state.counters.counts["paced_steps"] > 5
+            assert not state.counters.counts["not_compared"]
+            # With nobody who waits for it a step is as long as vLLM makes it.
+            assert max(prompts for decodes, prompts in worker.steps if not decodes) > LARGEST
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("settings", "costs", "largest"),
+    [
+        # Prompts may take as long as by vLLM's own rule; with no gain over it, 1.25 times the best.
+        ({}, SLOW_EAGER, 64),
+        ({}, CostTable(version="", measured=True, full=LINEAR, piecewise=LINEAR, eager=LINEAR,
+                       host_full=HostCost(1.0), host_piecewise=HostCost(1.0), host_eager=HostCost(1.0)), 256),
+        ({"first_token_limit": 1.3}, CostTable(version="", measured=True, full=LINEAR, piecewise=LINEAR, eager=LINEAR,
+         host_full=HostCost(1.0), host_piecewise=HostCost(1.0), host_eager=HostCost(1.0)), 128),
+        ({"objective": "throughput", "pace": True}, SLOW_EAGER, 256),
+        ({"objective": "3:1"}, SLOW_EAGER, 256),
+    ],
+)  # fmt: skip
+def test_costs_and_objective_decide(version: str, settings: Any, costs: CostTable, largest: int) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=True, max_tokens=LIMIT)
+        state = state_of(config, version, costs, **settings)
+        load = [(0, make_request("a", 10, 80)), *((5, make_request(f"b{i}", 2000, 3)) for i in range(6))]
+        _, worker = serve(paced_scheduler(config, state), load, depth=2)
+        assert Counter(mixed(worker)).most_common(1)[0][0] == largest
+
+
+@BOTH
+@KINDS
+def test_few_blocks_leave_preemption_to_vllm(version: str, asynchronous: bool) -> None:
+    """Prompts that find no blocks under the bound don't hold up the next step, which is vLLM's own."""
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=asynchronous, max_tokens=LIMIT, blocks=30)
+        depth, unmet = (2 if asynchronous else 1), 0
+        for seed in range(4):
+            state = state_of(config, version)
+            found, _ = serve(paced_scheduler(config, state), requests(seed, count=12, longest=400), depth=depth)
+            wanted, _ = serve(stock_scheduler(config), requests(seed, count=12, longest=400), depth=depth)
+            assert found == wanted
+            unmet += state.counters.counts["pace_no_prompt_came_in"]
+        assert unmet > 0
+
+
+@BOTH
+def test_after_a_step_without_prompts_the_next_is_vllm_s_own(version: str) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=False, max_tokens=LIMIT)
+        scheduler = paced_scheduler(config, state_of(config, version))
+        pacer = scheduler.kpolicy_pacer
+        scheduler.add_request(make_request("a", 10, 80))
+        serve_one(scheduler)
+        scheduler.add_request(make_request("b", 2000, 3))
+        limits: list[int] = []
+
+        def nothing() -> Any:
+            limits.append(scheduler.max_num_scheduled_tokens)
+            return SimpleNamespace(total_num_scheduled_tokens=1)
+
+        for _ in range(4):
+            pacer.schedule(nothing)
+        assert limits == [LARGEST, LIMIT, LARGEST, LIMIT]
+
+
+def serve_one(scheduler: Any) -> None:
+    """One step, whose one row's token comes out."""
+    outputs = importlib.import_module("vllm.v1.outputs")
+    output = scheduler.schedule()
+    names = list(output.num_scheduled_tokens)
+    scheduler.update_from_output(
+        output,
+        outputs.ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[[1] for _ in names],
+        ),
+    )  # fmt: skip
+
+
+@BOTH
+def test_whatever_goes_wrong_vllm_s_limit_is_back(version: str) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=False, max_tokens=LIMIT)
+        scheduler = paced_scheduler(config, state_of(config, version))
+        scheduler.add_request(make_request("a", 10, 80))
+        serve_one(scheduler)
+        scheduler.add_request(make_request("b", 2000, 3))
+
+        def fails() -> Any:
+            assert scheduler.max_num_scheduled_tokens == LARGEST
+            raise RuntimeError("out of blocks")
+
+        with pytest.raises(RuntimeError, match="out of blocks"):
+            scheduler.kpolicy_pacer.schedule(fails)
+        assert scheduler.max_num_scheduled_tokens == LIMIT
+
+
+@BOTH
+def test_a_policy_that_raises_leaves_steps_to_vllm(version: str) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=False, max_tokens=LIMIT)
+        _, stock = serve(stock_scheduler(config), requests(2, longest=400), depth=1)
+        state = state_of(config, version)
+        state.select = lambda *_: 1 / 0  # type: ignore[assignment]
+        _, worker = serve(paced_scheduler(config, state), requests(2, longest=400), depth=1)
+        assert worker.steps == stock.steps
+        assert state.counters.counts == {"pace_failed": 1}
+
+
+@BOTH
+def test_a_release_without_a_replica_is_bounded_by_the_objective_alone(version: str) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=False, max_tokens=LIMIT)
+        state = state_of(config, version)
+        state.vllm_version = "0.25.1"
+        _, worker = serve(paced_scheduler(config, state), requests(2, longest=400), depth=1)
+        assert state.counters.counts["not_compared"] == 1
+        assert max(mixed(worker)) > LARGEST
+
+
+@BOTH
+def test_a_rank_of_prompts_alone_is_bounded_for_the_others(version: str) -> None:
+    with schedulers(version):
+        for ranks, wanted in ((1, LIMIT), (2, LARGEST)):
+            config = vllm_config(version, asynchronous=False, max_tokens=LIMIT, ranks=ranks)
+            scheduler = paced_scheduler(config, state_of(config, version))
+            for i in range(4):
+                scheduler.add_request(make_request(f"a{i}", 1500, 2))
+            assert scheduler.schedule().total_num_scheduled_tokens == wanted
+
+
+@BOTH
+def test_where_the_objective_weighs_the_gap_the_class_bounds(version: str) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=True)
+        name = ours.qualname(config).rpartition(".")[2]
+        vars(ours).pop(name, None)
+        cls = getattr(ours, name)
+        del vars(ours)[name]  # made of this release's class
+
+        def made(given: dict[str, Any], **changed: Any) -> tuple[bool, bool]:
+            made.count += 1  # type: ignore[attr-defined]
+            config.additional_config = {"kpolicy": given}
+            config.instance_id = f"paced-{version}-{made.count}"  # type: ignore[attr-defined]
+            scheduler = make_scheduler(cls, config)
+            return scheduler.kpolicy_pacer is not None, scheduler.kpolicy_turns is not None
+
+        made.count = 0  # type: ignore[attr-defined]
+        assert made({"objective": "latency"}) == (True, False)
+        assert made({"objective": "1:1", "split": True}) == (True, True)
+        assert made({"objective": "latency", "pace": False, "split": True}) == (False, True)
+        assert made({"split": True}) == (False, True)
+        assert made({"pace": True}) == (True, False)
+        config.scheduler_config.enable_chunked_prefill = False
+        assert made({"pace": True}) == (False, False)
+        config.scheduler_config.enable_chunked_prefill = True
+        config.parallel_config.distributed_executor_backend = "mp"
+        assert made({"pace": True}) == (False, False)
+
+
+def test_why_not() -> None:
+    """Each reason says what is in the way."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+    )
+    assert why_not(config, SimpleNamespace(need_mamba_block_aligned_split=False)) is None
+    assert "blocks" in str(why_not(config, SimpleNamespace(need_mamba_block_aligned_split=True)))
+    config.scheduler_config.enable_chunked_prefill = False
+    assert "chunked" in str(why_not(config))
+    config.parallel_config.distributed_executor_backend = "mp"
+    assert "in-process" in str(why_not(config))
+
+
+@BOTH
+def test_vllm_s_own_rule_has_the_sizes_that_the_user_gave(version: str) -> None:
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=False, max_tokens=LIMIT)
+        state = state_of(config, version)
+        assert vllm_s_own(config, state)[1] is None
+        config.additional_config = {LISTED: [1, 8, 96]}
+        policy, sizes = vllm_s_own(config, state)
+        assert sizes is not None
+        assert (sizes.decode, sizes.piecewise) == ((1, 8), (1, 8, 96))
+        assert (policy.version, policy.runner) == (version, "v1")
+        state.runner.cudagraph_manager = object()
+        assert vllm_s_own(config, state)[0].runner == "v2"
