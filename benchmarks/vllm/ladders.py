@@ -3,25 +3,29 @@
 - ``stock``: vLLM as it comes, 51 sizes to 512.
 - ``kpolicy``: the shim with its own ladder.
 - ``wide``: stock vLLM, told by its own flag to capture every size of the shim's ladder.
-- ``planned``: the shim with a ladder of `kpolicy plan`, whose largest sizes are stock's.
+- ``planned``: the shim with a ladder of `kpolicy plan`.
+- ``paced``: the shim with steps bounded by what the gap between tokens is worth.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kpolicy.settings import Settings
 from kpolicy_vllm.ladder import default_sizes, one_list
 
-__all__ = ["SIDES", "arguments_of"]
+__all__ = ["PACED", "SIDES", "arguments_of"]
 
-SIDES = ("stock", "kpolicy", "wide", "planned")
+SIDES = ("stock", "kpolicy", "wide", "planned", "paced")
+PACED = {"objective": "1:1"}
+"""The weight of the gap at which no load of the comparison is served more slowly than by stock in simulated time"""
 
 
 def arguments_of(name: str, shim: dict[str, Any], *, max_seqs: int, max_tokens: int, plan: Path | None = None,
-                 ) -> dict[str, Any]:  # fmt: skip
+                 paced: Mapping[str, Any] = PACED) -> dict[str, Any]:  # fmt: skip
     """Arguments of vllm.LLM that make the side.
 
     Args:
@@ -30,6 +34,7 @@ def arguments_of(name: str, shim: dict[str, Any], *, max_seqs: int, max_tokens: 
         max_seqs: requests a step may have.
         max_tokens: tokens a step may have.
         plan: the plan file of ``planned``.
+        paced: settings of the shim for ``paced``.
 
     Raises:
         ValueError: no such side, or ``planned`` without a plan.
@@ -45,4 +50,8 @@ def arguments_of(name: str, shim: dict[str, Any], *, max_seqs: int, max_tokens: 
         planned: dict[str, Any] = json.loads(json.dumps(shim))
         planned["additional_config"]["kpolicy"]["plan"] = str(plan.resolve())
         return planned
+    if name == "paced":
+        bounded: dict[str, Any] = json.loads(json.dumps(shim))
+        bounded["additional_config"]["kpolicy"].update(paced)
+        return bounded
     raise ValueError(f"side {name!r} can't be had; take one of {', '.join(SIDES)}, planned with --plan.")

@@ -50,7 +50,7 @@ RATES = {
 """Code arrives faster than either side serves it; chat at a rate that both keep up with. Few requests, so that a turn
 takes seconds: a virtual machine's host changes speed within tens of them, and many short turns tell that apart."""
 
-LOADS = ("decode-768-64", "decode-1000-64", "burst-768", "code-2048", "chat")
+LOADS = ("decode-768-64", "decode-1000-64", "burst-768", "code-2048", "code-8192", "chat")
 OUTPUTS, BURST_OUTPUTS = 160, 4
 """Tokens of each request, where a decode load's name doesn't say; and of a burst, which is there for first tokens"""
 TURNS = {"burst": 3}

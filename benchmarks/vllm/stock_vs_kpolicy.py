@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vllm.ladders import SIDES, arguments_of
+from benchmarks.vllm.ladders import PACED, SIDES, arguments_of
 from benchmarks.vllm.loads import LOADS, TURNS, Load, make_load
 from benchmarks.vllm.rows import Measurement, rotated, say
 from benchmarks.vllm.sides import WITHOUT, Side, SideError
@@ -35,7 +35,7 @@ WARM_SCALE = 0.1
 UTIL = 0.2
 """Share of the device that must be free when an engine starts; `KV_BYTES` says what it takes"""
 MAX_SEQS, MAX_TOKENS = 1024, 8192
-KV_BYTES = {"qwen05b": 24 << 30, "llama8b": 28 << 30, "dsv2lite": 14 << 30}
+KV_BYTES = {"qwen05b": 16 << 30, "llama8b": 28 << 30, "dsv2lite": 14 << 30}
 """Equal on all sides, and enough for the loads; what is left for KV at a start `benchmarks.vllm.starts` measures"""
 
 
@@ -61,8 +61,9 @@ class Run(Measurement):
     def _spawn(self, name: str, model: str) -> Side:
         options = self._options
         own = arguments_of(
-            name, json.loads(options.kpolicy), max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS, plan=options.plan
-        )
+            name, json.loads(options.kpolicy), max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS, plan=options.plan,
+            paced=json.loads(options.paced),
+        )  # fmt: skip
         llm = {"kv_cache_memory_bytes": KV_BYTES[model], **json.loads(options.llm), **own}
         sizes = ["--max-seqs", str(MAX_SEQS), "--max-tokens", str(MAX_TOKENS), "--util", str(UTIL)]
         hold = [] if name in WITHOUT else ["--hold"]
@@ -205,6 +206,7 @@ class Run(Measurement):
                 "command": "python -m benchmarks.vllm.stock_vs_kpolicy --models FOLDER --traces FOLDER --out OUT",
                 "date": options.date, "device": first.get("gpu"), "options": {
                     "llm": json.loads(options.llm), "kpolicy": json.loads(options.kpolicy), "child": options.child,
+                    "paced": json.loads(options.paced),
                     "repeats": options.repeats, "scale": options.scale,
                 },
                 "versions": {name: first.get(name) for name in ("vllm", "torch")},
@@ -237,6 +239,7 @@ def main(argv: list[str] | None = None) -> int:
         "--only-for", nargs="*", default=[], metavar="SIDE=LOAD,LOAD", help="a side that serves those loads alone"
     )
     parser.add_argument("--plan", type=Path, help="plan file of the side planned")
+    parser.add_argument("--paced", default=json.dumps(PACED), help="JSON with the shim's settings for the side paced")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each load's requests, for a quick look")
     parser.add_argument("--budget", type=float, default=420.0, help="seconds for all")
     parser.add_argument("--llm", default="{}", help="JSON with further arguments of vllm.LLM, for both sides")

@@ -69,7 +69,14 @@ def compared(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """`summarise` for every pair of sides that rows are of, by its name: "stock kpolicy", "wide kpolicy", ..."""
     found = {
         f"{base} {side}": summarise(rows, base, side)
-        for base, side in (("stock", "kpolicy"), ("stock", "planned"), ("wide", "kpolicy"), ("stock", "wide"))
+        for base, side in (
+            ("stock", "kpolicy"),
+            ("stock", "planned"),
+            ("wide", "kpolicy"),
+            ("stock", "wide"),
+            ("stock", "paced"),
+            ("kpolicy", "paced"),
+        )
     }
     return {name: each for name, each in found.items() if each}
 
