@@ -30,7 +30,7 @@ def synchronise(engine: Engine, communicator: Communicator) -> CostTable:
     from kpolicy.schemas import Profile, dumps, loads
 
     mine = _terms(engine)
-    profile = dumps(Profile(costs=engine.costs, device="rank 0", model=""))
+    profile = dumps(Profile(costs=engine.costs, device=engine.costs.measured_on, model=""))
     told = json.loads(communicator.broadcast(json.dumps({"terms": mine, "profile": profile})))
     different = [name for name in mine if mine[name] != told["terms"].get(name)]
     # Everyone learns of a disagreement, so that no rank waits for one that has raised.

@@ -218,6 +218,8 @@ class CostTable:
             the simulated executor don't know what ran before.
         eager_new_us: more of the host's time for an eager launch of a number of tokens that never ran before:
             libraries choose kernels for it, and load them. Read likewise.
+        measured_on: the full name of the device that it was measured on; empty where nobody said. Files have it in the
+            profile, and two tables that differ in nothing else are equal.
     """
 
     version: str
@@ -240,6 +242,7 @@ class CostTable:
     host_work_us: float = 0.0
     warm_host_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
     eager_new_us: float = attrs.field(default=0.0)
+    measured_on: str = attrs.field(default="", eq=False)
 
     def __attrs_post_init__(self) -> None:
         others = (*self.capture_us, *self.graph_bytes, *self.graph_pieces, self.host_work_us)

@@ -13,7 +13,7 @@ import attrs
 from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.decision import Decision
-from kpolicy.errors import ConfigError, GraphReplayError, StickyDeviceError, SupportError
+from kpolicy.errors import ConfigError, GraphReplayError, ProfileError, StickyDeviceError, SupportError
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes
 from kpolicy.modes import Mode
@@ -81,7 +81,8 @@ class Engine:
             model's own support, or ``"gqa"`` without a model. Beside a model it can only take support away.
         ladder: capture sizes; one list for all graphs, or `CaptureSizes`. The policy's own by default.
         settings: the deployment's limits.
-        costs: what launches take; the analytic table by default.
+        costs: what launches take; the analytic table by default. A measured one that says where must be of the device
+            that the executor says it runs on.
         objective: ``"throughput"``, ``"latency"``, weights, or an `Objective`.
         executor: an executor or its name; None decides only.
         model: a step model to run, for example of `kpolicy.load`.
@@ -106,6 +107,7 @@ class Engine:
     Raises:
         ConfigError: an argument can't be used; subclasses say which.
         BudgetRefused: the ladder has more graphs than the budget admits.
+        ProfileError: the costs were measured on another device.
     """
 
     def __init__(
@@ -146,6 +148,8 @@ class Engine:
         self.registry = GraphRegistry(budget) if registry is None else registry
         self.passed_over: dict[str, str] = {}
         self.executor = self._opened(executor, model, device)
+        if costs is not None and costs.measured:
+            _check_device(costs, self.executor)
         self._runs_behind = bool(getattr(self.executor, "runs_behind", False))
         # An executor may have found out more about the model's attention than the model claims.
         self.support = _support_of(attention, None if model is None else getattr(self.executor, "model", model))
@@ -690,6 +694,17 @@ class Engine:
 
 def _undecided(*_numbers: Any) -> Decision:
     raise AssertionError("a path of no version was taken")
+
+
+def _check_device(costs: CostTable, executor: Executor | None) -> None:
+    """Refuse costs that were measured on another device than the executor's, where both say which."""
+    # Optional for an executor.
+    here: str = getattr(executor, "device_name", "") if costs.measured_on else ""
+    if here and here != costs.measured_on:
+        raise ProfileError(
+            f"costs {costs.version!r} were measured on {costs.measured_on}, and this Engine runs on {here}. Leave "
+            "costs out to measure at capture, or run kpolicy calibrate here; with measured_on='' costs are taken as is."
+        )
 
 
 def _seconds(calibrate: float) -> float:

@@ -69,7 +69,7 @@ class Profile:
     """What launches take on one device for one model, and how it was measured.
 
     Args:
-        costs: the cost table, every number of it.
+        costs: the cost table, every number of it. Measured ones are given the device's name too.
         device: the device's full name.
         model: the model, or what its shape is.
         versions: versions by name: driver, torch, kpolicy, ...
@@ -85,6 +85,10 @@ class Profile:
     measured_at: str = ""
     command: str = ""
     extra: Mapping[str, Any] = _free()
+
+    def __attrs_post_init__(self) -> None:
+        if self.costs.measured and self.costs.measured_on != self.device:
+            object.__setattr__(self, "costs", attrs.evolve(self.costs, measured_on=self.device))
 
 
 @attrs.frozen(kw_only=True)
@@ -578,7 +582,7 @@ def _converter(*, sparse: bool) -> Converter:
     )
 
     def without_extra(kind: Any) -> Any:
-        return {"extra": override(omit=True)} if "extra" in attrs.fields_dict(kind) else {}
+        return {name: override(omit=True) for name in ("extra", "measured_on") if name in attrs.fields_dict(kind)}
 
     def reads(kind: Any) -> Callable[[Any, Any], Any]:
         fields = make_dict_structure_fn(kind, converter, **without_extra(kind))

@@ -177,6 +177,12 @@ class ModeRunner:
         return self._name
 
     @property
+    def device_name(self) -> str:
+        """What the device calls itself; empty where its adapter doesn't say."""
+        name: str = getattr(getattr(self.launcher, "adapter", None), "device_name", "")
+        return name
+
+    @property
     def registry(self) -> GraphRegistry:
         """The registry it was opened with; one of its own where it wasn't."""
         registry = self._registry

@@ -14,6 +14,7 @@ from kpolicy import __version__
 from kpolicy.costs import CostTable
 from kpolicy.errors import ProfileError
 from kpolicy.executors import calibrate as measured
+from kpolicy.executors.cpu.naming import cpu_name
 from kpolicy.registry import GraphRegistry
 from kpolicy.schemas import Profile, write_profile
 from kpolicy.settings import Settings
@@ -56,18 +57,10 @@ def device_name(device: torch.device | None = None) -> str:
     """What a device calls itself; a CPU with the threads that operators use."""
     if device is not None and device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    name = ""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    except OSError:
-        import platform
-
-        name = platform.processor()
-    threads = torch.get_num_threads()
-    return f"{name or 'CPU'}, {threads} thread{'s' if threads > 1 else ''} a stream"
+    if device is not None and device.type != "cpu":
+        named: Callable[[Any], Any] | None = getattr(torch.get_device_module(device), "get_device_name", None)
+        return device.type if named is None else str(named(device))
+    return cpu_name()
 
 
 def model_name(model: LoadedModel) -> str:

@@ -93,6 +93,7 @@ class Calibration:
 
     def __init__(self, executor: Any, registry: GraphRegistry, model: Measurable, settings: Settings) -> None:
         self._registry = registry
+        self._device: str = getattr(executor, "device_name", "")
         # A registry that Engines share has other executors' graphs too.
         self.keys = keys = [key for key in registry.captured() if key in executor.captured]
         decode = [key for key in keys if key.part is Part.FULL and key.query_len == 1]
@@ -203,8 +204,9 @@ class Calibration:
             step_us=step_us,
             overlap_cost=self._overlap.share(),
             host_work_us=bench.host_work_us,
-            warm_host_share=(self._host_piecewise.again(), self._host_eager.again()),
-            eager_new_us=self._host_eager.new_us(),
+            warm_host_share=(self._host_piecewise.again(step_us), self._host_eager.again(step_us)),
+            eager_new_us=self._host_eager.new_us(step_us),
+            measured_on=self._device,
             **_captures(self._registry, self.keys),
         )
 

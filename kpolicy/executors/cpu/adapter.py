@@ -27,6 +27,7 @@ from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.arena import Arena
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cpu.graph import Graph
+from kpolicy.executors.cpu.naming import cpu_name
 from kpolicy.executors.cpu.recorder import Recorder
 from kpolicy.executors.cpu.staging import new_buffer, stage_tensor_or_numbers
 from kpolicy.executors.cpu.streams import CpuEvent, CpuStream
@@ -128,6 +129,11 @@ class CpuAdapter:
 
     def on(self, stream: CpuStream) -> AbstractContextManager[Any]:  # noqa: ARG002 - memory is memory to every thread
         return nullcontext()
+
+    @property
+    def device_name(self) -> str:
+        """What the processor calls itself, with the threads that operators use."""
+        return cpu_name()
 
     def probe(self) -> ProbeReport:
         facts = {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "cores": os.cpu_count() or 1}

@@ -288,6 +288,11 @@ class CudaAdapter:
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return context
 
+    @property
+    def device_name(self) -> str:
+        """What the device calls itself."""
+        return str(torch.cuda.get_device_name(self.device))
+
     def probe(self) -> ProbeReport:
         name, capability = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
         facts = {"torch": str(torch.__version__), "cuda": torch.version.cuda, "capability": capability}

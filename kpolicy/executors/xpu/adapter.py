@@ -159,6 +159,11 @@ class StreamAdapter(CudaAdapter):
     def span(self) -> Span:
         return EventSpan(self)
 
+    @property
+    def device_name(self) -> str:
+        named: Callable[[Any], Any] | None = getattr(self.device_module, "get_device_name", None)
+        return "" if named is None else str(named(self.device))
+
     def replayer(self, graph: Any) -> Callable[[], None]:
         return partial(self.replay, graph)
 
