@@ -30,6 +30,8 @@ _TELLING = 64
 """Tokens from which a step's time tells what more of them take"""
 _SURELY = 1.2
 """Times the host's launching that the device takes, where it surely bounds the step"""
+_LIKE = 1.25
+"""Times a case's usual time that its samples take, but for interruptions"""
 _AHEAD = 1.5
 """Times the host's launching that the device is kept busy, to see its time alone."""
 
@@ -88,6 +90,7 @@ class Bench:
         self._times: list[list[_Times]] = []
         self._often: set[int] = set()
         self._waited: dict[tuple[int, float], float] = {}
+        self._beside: dict[tuple[int, Mode], float | None] = {}
         self._later: set[int] = set()
         self._runs: Iterator[bool] | None = None
         self._stop_s = 0.0
@@ -297,14 +300,42 @@ class Bench:
     def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
         """(device, host) microseconds, of which the longer and `step_us` make the whole step.
 
-        The device waits for the first pieces of a step; see `waited`. Of other launches, what is beyond the longer side
-        and `step_us` is that side's.
+        The device waits for the first pieces of a step; see `waited`. Of the host's time goes what isn't the step's;
+        see `beside_us`. Of other launches, what is beyond the longer side and `step_us` is that side's.
         """
         device, host, beyond = self.us(case), self.host_us(case), max(self.rest_us(case) - step_us, 0.0)
+        device_beyond, host_beyond = (beyond, 0.0) if device >= host else (0.0, beyond)
+        if (beside_us := self.beside_us(case, step_us)) is not None:
+            host_beyond = -beside_us
         if self._in_pieces(case):
-            waited_us = self.waited(step_us) * host
-            return device + waited_us, host + (0.0 if device >= host else beyond)
-        return (device + beyond, host) if device >= host else (device, host + beyond)
+            device_beyond = self.waited(step_us) * host
+        return device + device_beyond, max(host + host_beyond, 0.0)
+
+    def beside_us(self, case: int, step_us: float) -> float | None:
+        """Of the host's time for a launch like it, what isn't the step's, at `host_work_us`; None where nothing tells.
+
+        A step's clock starts when the device is told so, and ends before the last call returns: a step that the host
+        bounds takes less than the host does, whose time and `step_us` are its whole time. The median of all samples
+        that the host surely bounds, of pieces or of eager launches, but those that were interrupted.
+        """
+        kind = self._kind(case)
+        if kind is None:
+            return None
+        known = sum(map(len, self._times)), kind
+        if known not in self._beside:
+            usual, more = self.host_work_us, []
+            for i, samples in enumerate(self._times):
+                if samples and self._kind(i) is kind:
+                    host_us = self.host_us(i)
+                    more += [
+                        (each.host - each.wall) * _slower(usual, each)
+                        for each in samples
+                        if each.host >= _SURELY * each.device and each.host * _slower(usual, each) <= _LIKE * host_us
+                    ]
+            self._beside = {other: us for other, us in self._beside.items() if other[0] == known[0]}
+            self._beside[known] = statistics.median(more) if more else None
+        us = self._beside[known]
+        return None if us is None else us + step_us
 
     def waited(self, step_us: float) -> float:
         """Share of the host's time for a step of pieces that the device waits: it begins when the first are launched.
@@ -321,9 +352,13 @@ class Bench:
             self._waited = {known: statistics.median(shares) if shares else 0.0}
         return self._waited[known]
 
+    def _kind(self, case: int) -> Mode | None:
+        """PIECEWISE or EAGER, where that is all that the step launches."""
+        mode = self._cases[case][0].mode
+        return mode if mode in (Mode.PIECEWISE, Mode.EAGER) else None
+
     def _in_pieces(self, case: int) -> bool:
-        launches = self._cases[case][0].launches
-        return len(launches) == 1 and launches[0].key is not None and launches[0].key.part is Part.PIECEWISE
+        return self._kind(case) is Mode.PIECEWISE
 
     def _run(self, decision: Decision, inputs: StepInputs, again: bool) -> _Times:
         work = 0.0 if self.host_runs else host_work_us()

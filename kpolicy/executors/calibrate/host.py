@@ -52,27 +52,43 @@ class HostTimes:
                 rows = bench.rows(decodes, kv, new)
                 self._cases[decodes, new] = bench.add([launch], rows, often=True, others=others)
 
-    def again(self) -> float:
+    def again(self, step_us: float) -> float:
         """Share of its time that launching takes once more at once: the caches hold what it touches."""
-        bench = self._bench
-        shares = [bench.again_us(case) / bench.host_us(case) for case in self._timed() if not bench.differs(case)]
+        shares = [
+            again / host
+            for case in self._timed()
+            if not self._bench.differs(case)
+            for host, again in [self._first_and_again(case, step_us)]
+            if host > 0 and again > 0
+        ]
         return min(statistics.median(shares), 1.0) if shares else 1.0
 
-    def new_us(self) -> float:
+    def new_us(self, step_us: float) -> float:
         """What rows of a size that never ran add to launching, caches apart."""
-        bench, caches = self._bench, 1 / self.again() - 1
-        new = [bench.first_us(case) - caches * bench.again_us(case) for case in self._timed() if bench.differs(case)]
+        bench, caches = self._bench, 1 / self.again(step_us) - 1
+        new = [
+            bench.first_us(case) - caches * self._first_and_again(case, step_us)[1]
+            for case in self._timed()
+            if bench.differs(case)
+        ]
         return max(statistics.median(new), 0.0) if new else 0.0
+
+    def _first_and_again(self, case: int, step_us: float) -> tuple[float, float]:
+        """The host's time for a case, and once more at once, of which each is the step's."""
+        bench = self._bench
+        beside_us = bench.beside_us(case, step_us) or 0.0
+        return bench.host_us(case) - beside_us, bench.again_us(case) - beside_us
 
     def _timed(self) -> list[int]:
         return [case for case in self._cases.values() if self._bench.measured(case) and self._bench.again_us(case)]
 
     def _us(self, case: int, step_us: float) -> float:
         """A case's time: of rows that were other ones each time, as if they had run before."""
-        bench, again = self._bench, self.again()
+        bench = self._bench
         us = bench.sides_us(case, step_us)[1]
         if bench.differs(case) and bench.again_us(case):
-            us += bench.again_us(case) / again - bench.host_us(case)
+            first, again = self._first_and_again(case, step_us)
+            us += again / self.again(step_us) - first
         return us
 
     def cost(self, step_us: float) -> HostCost:
