@@ -189,7 +189,7 @@ def _closing(
             f"{held.step_us / 1e3:,.3f} ms, {held.against_default:+.2%} against the default sizes and "
             f"{held.step_us / held.best_us - 1:+.2%} against the best that half could have had"
         )
-    else:
+    elif found.requests == 1:
         lines.append("out of sample: not scored, because there is one request")
     lines.append(
         f"price of one more size: {found.plan.price_us:,.1f} us off a mean step"

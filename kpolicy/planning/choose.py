@@ -66,9 +66,10 @@ class Choice:
 
 
 def frontiers(
-    ladders: Sequence[Ladder], most: int | None = None, *, largest: Mapping[str, int] | None = None
-) -> tuple[Frontier, ...]:
-    """The frontier of each ladder, those named in `largest` ending with that size.
+    ladders: Sequence[Ladder], most: int | Sequence[int | None] | None = None, *,
+    largest: Mapping[str, int] | None = None,
+) -> tuple[Frontier, ...]:  # fmt: skip
+    """The frontier of each ladder, those named in `largest` ending with that size, up to `most` sizes of all or each.
 
     Raises:
         ConfigError: two ladders share a name, or `largest` names none of them.
@@ -79,7 +80,11 @@ def frontiers(
             raise ConfigError(f"largest names the ladder {name!r}; there are {', '.join(names)}.")
     if len(set(names)) < len(names):
         raise ConfigError(f"the ladders {', '.join(names)} share a name; give each its own.")
-    return tuple(frontier(each, most, largest=(largest or {}).get(each.name)) for each in ladders)
+    each_most = most if isinstance(most, Sequence) else [most] * len(ladders)
+    return tuple(
+        frontier(each, count, largest=(largest or {}).get(each.name))
+        for each, count in zip(ladders, each_most, strict=True)
+    )
 
 
 def choose(
@@ -107,8 +112,7 @@ def choose(
     if most_sizes is not None and most_sizes < 0:
         raise ConfigError(f"most_sizes is {most_sizes}; it is a whole number from 0 up.")
     limits = _Limits(budget or Budget(), most_sizes)
-    # One more than allowed, for its price.
-    fronts = frontiers(ladders, None if most_sizes is None else most_sizes + 1, largest=largest)
+    fronts = frontiers(ladders, [limits.most_of(each) for each in ladders], largest=largest)
     if all(limits.one_price(each) for each in ladders):
         counts = _folded(fronts, limits)
         sizes = {each.ladder.name: each.best(count) for each, count in zip(fronts, counts, strict=True)}
@@ -178,6 +182,13 @@ class _Limits:
     def of(self, usage: Usage) -> list[float]:
         """What one size takes of each."""
         return [float(getattr(usage, name)) for name in self.names] + ([] if self.most_sizes is None else [1.0])
+
+    def most_of(self, ladder: Ladder) -> int | None:
+        """The most sizes of a ladder that the limits admit, and one more for its price; None where nothing limits."""
+        usages = [ladder.usage] if isinstance(ladder.usage, Usage) else ladder.usage
+        least = map(min, zip(*map(self.of, usages), strict=True))
+        counts = [amount * (1 + _ROUNDING) // one for amount, one in zip(self.amounts, least, strict=True) if one > 0]
+        return int(min(counts)) + 1 if counts else None
 
     def one_price(self, ladder: Ladder) -> bool:
         """Whether every size of the ladder takes the same of what is limited."""

@@ -85,6 +85,9 @@ def test_requests_that_never_fit(kpolicy: Command, tmp_path: Path) -> None:
     ended = kpolicy("plan", early, "--budget", 2)
     assert ended.code == 0, ended
     assert "isn't scored out of sample: no request of the first half was served" in " ".join(ended.out.split())
+    assert "there is one request" not in ended.out
+    one = write(tmp_path / "one.csv", HEADER, "1,20,5")
+    assert "out of sample: not scored, because there is one request" in kpolicy("plan", one, "--budget", 2).out
     mixed = write(tmp_path / "mixed.csv", HEADER, "0,1000000,5", "1,20,5", "1,30,5", "2,10,6")
     ended = kpolicy("plan", mixed, "--budget", 2)
     assert ended.code == 0, ended

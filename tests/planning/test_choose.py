@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import attrs
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from kpolicy.budgets import Budget, Usage
 from kpolicy.errors import BudgetRefused, ConfigError
-from kpolicy.planning import Ladder, choose, frontiers, joint_curve, tied
+from kpolicy.planning import Ladder, choose, frontier, frontiers, joint_curve, tied
 from kpolicy.planning.programme import solve_programme
 from tests.planning.instances import best_us, budgets, cheapest_fit_us, ladders, subsets, usage_of, usages, within
 
@@ -39,6 +40,39 @@ def test_equals_brute_force(problem: tuple[Ladder, ...], budget: Budget, most: i
     assert found.gap == pytest.approx(0.0)
     assert sum(each.time_us(found.sizes[each.name]) for each in problem) == pytest.approx(best)
     assert within(budget, found.usage)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), budgets, st.none() | st.integers(0, 6))
+def test_the_price_is_that_of_the_next_size(problem: tuple[Ladder, ...], budget: Budget, most: int | None) -> None:
+    """What the best further size of any list would save, whatever the budget, though it bounds the work."""
+    found = choose(problem, budget, most_sizes=most)
+    gains = [each.gain(len(found.sizes[each.ladder.name])) for each in frontiers(problem)]
+    assert found.price_us == max(0.0, *gains)
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_budget_bounds_the_work(monkeypatch: pytest.MonkeyPatch, *, growing: bool) -> None:
+    """No more sizes are tried than the budget holds of the cheapest, and one more for its price."""
+    price = Usage(graphs=1, bytes=100)
+    usage = [attrs.evolve(price, bytes=100 + i) for i in range(50)] if growing else price
+    ladder = Ladder.of(
+        "decode", weights=[1.0] * 50, sizes=range(1, 51), graph_us=range(100, 150), escape_us=[1000.0] * 50,
+        usage=usage,
+    )  # fmt: skip
+    asked = []
+
+    def noted(given: Ladder, most: int | None = None, **rest: Any) -> Any:
+        asked.append(most)
+        return frontier(given, most, **rest)
+
+    monkeypatch.setattr(import_module("kpolicy.planning.choose"), "frontier", noted)
+    assert choose([ladder], Budget(bytes=740)).num_sizes <= 7
+    assert asked == [8]
+    choose([ladder], Budget(bytes=740), most_sizes=3)
+    assert asked == [8, 4]
+    choose([ladder])
+    assert asked == [8, 4, None]
 
 
 @settings(max_examples=60, deadline=None)
