@@ -98,7 +98,7 @@ def figures(trace: Trace, side: Side, settings: Settings, costs: CostTable) -> d
     found = simulate(
         trace, side.policy, server=server, costs=costs, ladder=side.sizes, objective=side.objective
     ).as_dict()
-    times = {f"{name} {at} ms": found[name][at] / 1e3 for name in ("ttft", "gap") for at in ("p50", "p99")}
+    times = {f"{name} {at} ms": found[name][at] / 1e3 for name in ("ttft", "gap", "e2e") for at in ("p50", "p99")}
     return {"requests/s": len(trace) / found["span_s"], **times}
 
 

@@ -33,7 +33,9 @@ _HALVES = 5
 _MOST_KEPT = 4096
 _SURE = 0.95
 """Share of the other policy's time that is taken for sure: costs are known to some 5%"""
-_ROUND_TOKENS, _EXACT_TOKENS = 64, 512
+_TOKENS_GRAIN = 4
+"""Tokens in line are rounded up to a quarter of a power of two, other counts to a power: a step that is new takes half
+a millisecond to weigh, and its cost hardly changes by less"""
 
 
 class Line(NamedTuple):
@@ -154,27 +156,36 @@ class Pace:
         places = self._places
         rows = max(num_decodes, min(_rounded(num_decodes), places - line.num_prompts, (self._limit - 1) // self._q))
         prompts = max(line.num_prompts, min(_rounded(line.num_prompts), places - rows))
-        tokens = line.tokens
-        if tokens > _EXACT_TOKENS:
-            tokens = -(-tokens // _ROUND_TOKENS) * _ROUND_TOKENS
-        tokens = min(tokens, self._limit - rows * self._q)
+        tokens = min(_rounded(line.tokens, _TOKENS_GRAIN), self._limit - rows * self._q)
         return rows, min(prompts, tokens), tokens, _rounded(line.waiting)
 
     def _best(self, rows: int, num_prompts: int, tokens: int, waiting: int) -> int:
         """The size of least score within the bound on the first token; the limit where it takes the prompts whole."""
-        whole = rows * self._q + tokens
-        sizes = [size for size in self._sizes if rows * self._q < size < whole]
-        tried = [self._paced(size, rows, num_prompts, tokens, waiting) for size in (*sizes, whole)]
-        bound = self._objective.first_token_limit * min(each.prompts_us for each in tried)
+        decode_tokens, costs = rows * self._q, self._costs
+        alone = mixed_numbers(rows, 0, 0, self._q)
+        whole = mixed_numbers(rows, num_prompts, tokens, self._q)
+        decodes = costs.cost(self._select(*alone).launches, alone)
+        share = rows / (rows + waiting)
+        spared_us = costs.spared_us(decodes.device_us, decodes.host_us, costs.own_attention_us(alone), share)
+        longest = 0.0
         if self._other is not None:
-            numbers = mixed_numbers(rows, num_prompts, tokens, self._q)
-            bound = max(bound, _SURE * self._costs.cost(self._other(*numbers).launches, numbers).cycle_us)
+            longest = _SURE * costs.cost(self._other(*whole).launches, whole).cycle_us
+        limit = self._objective.first_token_limit
+        tried = [self._paced(decode_tokens + tokens, whole, waiting, spared_us)]
+        # A step with prompts takes no less than its decodes alone: of so many steps none is within the bound.
+        most_steps = max(limit * tried[0].prompts_us, longest) / decodes.cycle_us
+        for size in self._sizes:
+            chunk = size - decode_tokens
+            if 0 < chunk < tokens <= chunk * most_steps:
+                tried.append(self._paced(size, whole, waiting, spared_us))
+        bound = max(limit * min(each.prompts_us for each in tried), longest)
         best = min((each for each in tried if each.prompts_us <= bound), key=lambda each: (each.score, -each.size))
-        return self._limit if best.size == whole else best.size
+        return self._limit if best is tried[0] else best.size
 
-    def _paced(self, size: int, rows: int, num_prompts: int, tokens: int, waiting: int) -> _Paced:
-        chunk = size - rows * self._q
-        cycle_us, gap_us = self._step(rows, chunk, num_prompts, tokens)
+    def _paced(self, size: int, whole: BatchNumbers, waiting: int, spared_us: float) -> _Paced:
+        tokens = whole.num_prefill_tokens
+        chunk = size - whole.decode_tokens
+        cycle_us, gap_us = self._step(whole, chunk)
         if waiting:
             # The next in line fill the last step too.
             steps = tokens / chunk
@@ -182,18 +193,19 @@ class Pace:
         else:
             steps = -(-tokens // chunk)
             rest = tokens - (steps - 1) * chunk
-            prompts_us = (steps - 1) * cycle_us + self._step(rows, rest, num_prompts, tokens)[0]
-        work_us = prompts_us - (steps - 1) * self._spared_us(rows, waiting)
+            last_us = cycle_us if rest == chunk else self._step(whole, rest)[0]
+            prompts_us = (steps - 1) * cycle_us + last_us
         weights = self._objective
+        work_us = prompts_us - (steps - 1) * spared_us
         return _Paced(weights.step_weight * work_us + weights.gap_weight * gap_us, size, prompts_us)
 
-    def _step(self, rows: int, chunk: int, num_prompts: int, tokens: int) -> tuple[float, float]:
+    def _step(self, whole: BatchNumbers, chunk: int) -> tuple[float, float]:
         """(cycle, gap) of a step with so many of the prompts' tokens, and its share of all their attention."""
-        count = max(1, min(chunk, round(num_prompts * chunk / tokens)))
-        numbers = mixed_numbers(rows, count, chunk, self._q)
+        numbers, tokens = whole, whole.num_prefill_tokens
         if chunk < tokens:
-            whole = mixed_numbers(rows, num_prompts, tokens, self._q)
-            before = max(0, tokens // num_prompts - chunk // count) // 2
+            count = max(1, min(chunk, round(whole.num_prefills * chunk / tokens)))
+            numbers = mixed_numbers(whole.num_decodes, count, chunk, self._q)
+            before = max(0, tokens // whole.num_prefills - chunk // count) // 2
             numbers = numbers._replace(
                 prefill_pairs=max(numbers.prefill_pairs, whole.prefill_pairs * chunk // tokens),
                 prefill_kv_tokens=chunk + count * before,
@@ -202,20 +214,13 @@ class Pace:
         cost = self._costs.cost(self._select(*numbers).launches, numbers)
         return cost.cycle_us, cost.gap_us
 
-    def _spared_us(self, rows: int, waiting: int) -> float:
-        """What the decodes of one more step take off the steps to come."""
-        numbers = mixed_numbers(rows, 0, 0, self._q)
-        costs = self._costs
-        cost = costs.cost(self._select(*numbers).launches, numbers)
-        return costs.spared_us(cost.device_us, cost.host_us, costs.own_attention_us(numbers), rows / (rows + waiting))
 
-
-def _rounded(count: int) -> int:
-    """A count rounded up, to an eighth of its power of two."""
-    if count < 16:
+def _rounded(count: int, grain: int = 1) -> int:
+    """A count rounded up to a power of two, or to so many parts of one."""
+    if count <= grain:
         return count
-    grain = 1 << (count.bit_length() - 4)
-    return -(-count // grain) * grain
+    part = max(1, (1 << (count - 1).bit_length()) // (2 * grain))
+    return -(-count // part) * part
 
 
 def other_select(policy: Policy, context: PolicyContext, sizes: CaptureSizes | None = None) -> Callable[..., Decision]:

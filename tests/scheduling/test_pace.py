@@ -105,8 +105,10 @@ def test_attention_of_a_prompt_is_not_made_cheaper_by_dividing_it():
     """The pieces of one prompt have all of its pairs between them."""
     pairs = table(prefill_attention=AttentionCost(unit_us=0.01))
     found = pace(pairs, "throughput")
-    parts = 2 * found._step(1, 1024, 1, 2047)[0]
-    assert parts == pytest.approx(found._step(1, 2047, 1, 2047)[0] + 1000.0 + 2.0, rel=0.01)
+    whole = mixed_numbers(1, 1, 2047)
+    once, half = found._step(whole, 2047)[0], found._step(whole, 1024)[0]
+    assert once > 20_000, "most of it is attention"
+    assert 2 * half == pytest.approx(once + 1000.0, rel=0.01)
 
 
 def test_a_prompt_that_has_begun_is_not_divided_further():
@@ -133,6 +135,16 @@ def test_another_limit_than_the_settings_say():
         10, Line(2, 1014, 9)
     ) == 512  # fmt: skip
     assert pace(table(), limit=1024, max_num_tokens=8192).most_tokens(10, Line(2, 1014, 9)) == 1024
+
+
+def test_sizes_that_cannot_be_within_the_bound_are_not_weighed():
+    """Each costs time in a scheduler: of so many steps even the decodes alone would take too long."""
+    found = pace(table())
+    asked: list[int] = []
+    weigh = found._paced
+    found._paced = lambda size, *rest: asked.append(size) or weigh(size, *rest)
+    assert found.most_tokens(10, FULL_LINE) == 1024
+    assert min(asked) >= 256
 
 
 @given(
