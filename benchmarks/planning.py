@@ -129,8 +129,8 @@ def main() -> int:
     if arguments.date:
         written = {
             "what": "best processor seconds of alternating passes to find the best sizes for every number of them up "
-            "to `most`: divide and conquer against the layered dynamic programme; and to choose from lists of 2,048 sizes under "
-            "budgets, beside working out every number of sizes",
+            "to `most`: divide and conquer against the layered dynamic programme; and to choose from lists of 2,048 "
+            "sizes under budgets, beside working out every number of sizes",
             "date": arguments.date,
             "command": f"python -m benchmarks.planning --date {arguments.date}",
             "kpolicy": kpolicy.__version__,

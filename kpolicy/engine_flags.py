@@ -95,14 +95,30 @@ def _one_list(sizes: CaptureSizes) -> tuple[int, ...]:
 # vLLM
 
 
+def _within(listed: tuple[int, ...], settings: Settings, engine: str) -> tuple[tuple[int, ...], list[str]]:
+    """The sizes that a step may have, and a warning where there are others.
+
+    vLLM drops sizes over the token budget, and doesn't start where the largest that is stated is among them.
+    """
+    most = settings.max_num_tokens
+    kept = tuple(size for size in listed if size <= most)
+    if not kept:
+        raise ConfigError(
+            f"every size is over max_num_batched_tokens {most}: {_named(listed)}. Give sizes up to {most}, or raise it."
+        )
+    over = set(listed) - set(kept)
+    said = f"sizes over max_num_batched_tokens {most} are left out, because {engine} drops them: {_named(over)}"
+    return kept, [said] if over else []
+
+
 def _vllm(sizes: CaptureSizes, settings: Settings, policy: Any) -> Emitted:
-    listed = _one_list(sizes)
+    listed, over = _within(_one_list(sizes), settings, "vLLM")
     config = {
         "cudagraph_mode": policy.mode.value,
         "cudagraph_capture_sizes": list(listed),
         "max_cudagraph_capture_size": listed[-1],
     }
-    warnings = _vllm_warnings(listed, settings, policy)
+    warnings = (*over, *_vllm_warnings(listed, settings, policy))
     return Emitted(
         engine="vllm",
         arguments=_vllm_arguments(config, settings),
@@ -122,15 +138,10 @@ def _vllm_arguments(config: Mapping[str, Any], settings: Settings) -> tuple[str,
     )
 
 
-def _vllm_warnings(listed: tuple[int, ...], settings: Settings, policy: Any) -> tuple[str, ...]:
+def _vllm_warnings(kept: tuple[int, ...], settings: Settings, policy: Any) -> tuple[str, ...]:
     """Where vLLM changes the list, or leaves batches without a graph."""
     q, most = settings.query_len, settings.max_num_reqs
     warnings = []
-    kept = tuple(size for size in listed if size <= settings.max_num_tokens)
-    if len(kept) < len(listed):
-        warnings.append(
-            f"vLLM drops sizes over max_num_batched_tokens {settings.max_num_tokens}: {_named(set(listed) - set(kept))}"
-        )
     decodes, rounded = policy.mode.decode is Mode.FULL, kept
     if q > 1 and decodes:
         try:
@@ -173,9 +184,10 @@ def _vllm_warnings(listed: tuple[int, ...], settings: Settings, policy: Any) -> 
 
 
 def _ascend(sizes: CaptureSizes, settings: Settings, policy: Any) -> Emitted:
-    listed, q, most = _one_list(sizes), settings.query_len, settings.max_num_reqs
+    q, most = settings.query_len, settings.max_num_reqs
+    listed, over = _within(_one_list(sizes), settings, "vllm-ascend")
     config = {"cudagraph_mode": policy.mode.upper(), "cudagraph_capture_sizes": list(listed)}
-    warnings = ["nothing of it was tried on an Ascend device"]
+    warnings = ["nothing of it was tried on an Ascend device", *over]
     if q > 1 and any(size % q for size in listed):
         warnings.append(f"vllm-ascend rounds every size up to a multiple of {q} (1 + k) in modes with FULL")
     if policy.align > 1 and any(size % policy.align for size in listed):
@@ -186,8 +198,6 @@ def _ascend(sizes: CaptureSizes, settings: Settings, policy: Any) -> Emitted:
             f"max_num_seqs {most} is off the list: decode batches of {largest + 1} to {most} requests lose their FULL "
             "graph without a word in the log (issue 16049)"
         )
-    if listed[-1] > settings.max_num_tokens:
-        warnings.append(f"sizes over max_num_batched_tokens {settings.max_num_tokens} are dropped")
     warnings.append("on Ascend 950 in piecewise modes the list is sampled down to 4 sizes")
     return Emitted(
         engine="vllm-ascend",
@@ -211,6 +221,7 @@ def _sglang(sizes: CaptureSizes, settings: Settings, policy: Any) -> Emitted:
         arguments += ["--cuda-graph-max-bs-decode", str(decode[-1]), "--cuda-graph-bs-decode", *map(str, decode)]
     else:
         arguments += ["--disable-decode-cuda-graph"]
+        warnings.append("every decode step runs eagerly: the list has no decode size")
     if prefill and policy.prefill != "disabled":
         arguments += ["--cuda-graph-max-bs-prefill", str(prefill[-1]), "--cuda-graph-bs-prefill", *map(str, prefill)]
     else:

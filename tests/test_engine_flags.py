@@ -67,10 +67,20 @@ def test_vllm_off_the_grid(policy: str) -> None:
 
 
 def test_vllm_cap_and_limits() -> None:
-    """Sizes over 512 are said to be captured all the same, and sizes over the token budget to be dropped."""
+    """Sizes over 512 are said to be captured all the same; those over the token budget, which vLLM drops, are left out.
+
+    vLLM doesn't start where the largest size that is stated is one that it drops.
+    """
     assert warned(emit("vllm", one_list(100, 768), SETTINGS), "ends at 512", "768")
     small = Settings(max_num_reqs=100, max_num_tokens=256)
-    assert warned(emit("vllm", one_list(100, 300), small), "drops sizes over max_num_batched_tokens 256: 300")
+    for engine in ("vllm", "vllm-ascend"):
+        over = emit(engine, one_list(100, 300), small)
+        assert warned(over, "over max_num_batched_tokens 256 are left out", ": 300")
+        config = json.loads(over.arguments[-1])
+        assert config["cudagraph_capture_sizes"] == [100]
+        assert config.get("max_cudagraph_capture_size", 100) == 100
+        with pytest.raises(ConfigError, match="every size is over max_num_batched_tokens 256: 300"):
+            emit(engine, one_list(300), small)
 
 
 def test_vllm_drafts() -> None:
@@ -91,6 +101,7 @@ def test_sglang() -> None:
     assert "--cuda-graph-bs-prefill 8 16 2048" in emitted.text
     none = emit("sglang", CaptureSizes((), (), (64,)), SETTINGS).text
     assert "--disable-decode-cuda-graph" in none
+    assert warned(emit("sglang", CaptureSizes((), (), (64,)), SETTINGS), "every decode step runs eagerly")
     assert "--disable-prefill-cuda-graph" in emit("sglang", CaptureSizes((4,), (), ()), SETTINGS).text
     drafts = Settings(max_num_reqs=100, max_num_tokens=2048, num_speculative_tokens=1)
     assert "--cuda-graph-bs-decode 1 50" in emit("sglang", CaptureSizes((2, 100), (), ()), drafts).text
