@@ -435,8 +435,9 @@ def _notes(found: Replayed, workload: Workload, policy: Policy, costs: CostTable
     above = unseen(workload, found.plan.sizes)
     if above is not None and above.worse > _MUCH_WORSE:
         how = f"replays the graph of {above.size:,}" if above.size else "runs eagerly"
+        most = f"more than {above.largest:,} decode{'' if above.largest == 1 else 's'}"
         notes.append(
-            f"no step has more than {above.largest:,} decode{'' if above.largest == 1 else 's'}, and "
+            f"no step has {most if above.largest else 'decodes alone'}, and "
             f"{workload.settings.max_num_reqs:,} may run: one of {above.reqs:,} {how}, which takes {above.worse:.0%} "
             "longer than a graph of its size. If your server is busier than this trace, plan for a higher rate of "
             "arrivals or fewer requests."

@@ -40,7 +40,7 @@ def unseen(workload: Workload, sizes: CaptureSizes) -> Unseen | None:
     q = settings.query_len
     largest = workload.histogram.largest(q)
     most = min(settings.max_num_reqs, settings.max_num_tokens // q)
-    if not workload.layout.captures(q) or not 0 < largest < most:
+    if not workload.layout.captures(q) or largest >= most:
         return None
     lists = workload.lists_of(sizes)
     own = lists[LIST if workload.layout.one_list else DECODE]
@@ -59,8 +59,8 @@ def unseen(workload: Workload, sizes: CaptureSizes) -> Unseen | None:
 
 def _kv_tokens(workload: Workload, query_len: int) -> float:
     """KV tokens that a decode row of that query length attends to on average."""
-    sums = workload.histogram.settled().decodes[query_len].values()
-    return sum(each.decode_kv_tokens for each in sums) / sum(each.decodes for each in sums)
+    sums = workload.histogram.settled().decodes.get(query_len, {}).values()
+    return sum(each.decode_kv_tokens for each in sums) / max(sum(each.decodes for each in sums), 1)
 
 
 def _step_us(costs: CostTable, rows: BatchNumbers, size: int) -> float:

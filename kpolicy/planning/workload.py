@@ -203,10 +203,13 @@ class Workload:
         q, layout = self.settings.query_len, self.layout
         if name == DECODE:
             captured = [each for each in self._query_lens if layout.captures(each)]
+            # A trace of prompts alone leaves room for decode steps all the same.
+            none = not any(len(self._decodes(each).sizes) for each in captured)
+            unseen = (q if q in captured else captured[0]) if none else None
             parts = [
                 self._part(
                     name, self._decodes(each), [size * each for size in sizes], sizes, Part.FULL, smoothing,
-                    counted=each == captured[0],
+                    counted=each == captured[0], unseen=each == unseen,
                 )
                 for each in captured
             ]  # fmt: skip
@@ -235,7 +238,7 @@ class Workload:
 
     def _part(
         self, name: str, rows: _Rows, tokens: Sequence[int], sizes: Sequence[int], part: Part | None, smoothing: float,
-        *, most: int | None = None, counted: bool = True,
+        *, most: int | None = None, counted: bool = True, unseen: bool = False,
     ) -> Ladder:  # fmt: skip
         """One kind of graph of a list.
 
@@ -248,12 +251,13 @@ class Workload:
             smoothing: see `ladders`.
             most: FULL graphs end here, in tokens, and larger sizes replay what the others do.
             counted: whether its graphs are its own, and not counted with another kind's.
+            unseen: whether these are decode rows and no step had any, so that they get a share of all other steps.
         """
         import numpy as np
 
         costs, layout = self.costs, self.layout
         limit = max(sizes) if most is None else min(max(sizes), most)
-        rows = rows.smoothed(smoothing, limit)
+        rows = rows.usual(smoothing * self.steps, limit) if unseen else rows.smoothed(smoothing, limit)
         escape = rows.escape_us(costs)
         full = [part is not None and (part is not Part.FULL or most is None or size <= most) for size in tokens]
         above = layout.others if most is not None else None
@@ -343,6 +347,16 @@ class _Rows:
         usual[:, -2:] = np.minimum(average[-2:], 1)
         means = (seen * steps[:, None] + usual * weight[:, None]) / np.maximum(steps + weight, _TINY)[:, None]
         return _Rows(sizes, steps + weight, means, self.query_len)
+
+    def usual(self, steps: float, most: int) -> _Rows:
+        """So many decode steps without context, spread evenly over every size up to `most`."""
+        import numpy as np
+
+        if not steps or most < 1:
+            return self
+        sizes, nothing, once = np.arange(1, most + 1), np.zeros(most), np.ones(most)
+        means = np.array([sizes, nothing, nothing, nothing, nothing, sizes, once, nothing], float).T
+        return _Rows(sizes, once * (steps / most), means, self.query_len)
 
     def _time(self, costs: CostTable, dense: Any, host: HostCost, both_us: float = 0.0) -> Vector:
         import numpy as np

@@ -9,6 +9,7 @@ from kpolicy.ladders import CaptureSizes
 from kpolicy.planning import Histogram, Workload
 from kpolicy.planning.unseen import unseen
 from kpolicy.policies import get_policy
+from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.shapes import BatchNumbers
 from kpolicy.trace_plan import layout_of, plan_trace
 from tests.planning.workloads import costs, server, trace
@@ -58,6 +59,7 @@ def test_attention_hides_launches() -> None:
 def test_none_is_larger() -> None:
     """Steps of as many requests as may run leave none that weren't seen; so does a policy without FULL."""
     assert unseen(workload(64), CaptureSizes((8, 64), (), ())) is None
+    assert unseen(workload(63), CaptureSizes((8, 64), (), ())) == (63, 64, 64, 0)
     assert unseen(workload(20, "vllm:mode=PIECEWISE"), CaptureSizes((), (), (8, 64))) is None
 
 
@@ -82,3 +84,15 @@ def test_a_light_trace_leaves_room() -> None:
     assert lists[0.0][-1] == 1
     assert lists[0.1][-1] == 64
     assert len(lists[0.1]) > 3
+
+
+def test_a_list_of_which_no_step_was_seen_has_room_too() -> None:
+    """Requests of one token make no decode step: the list of decodes has sizes for some, and a note says so."""
+    alone = Trace("t", "generated", [TraceRequest(i, 0.1 * i, 20 + 7 * i % 90, 1) for i in range(40)])
+    given = {"policy": "sglang", "server": server(), "costs": costs(), "hold_out": False}
+    found = plan_trace(alone, **given)
+    assert not found.replayed.histogram.decodes
+    assert found.plan.lists["decode"][-1] == 64
+    assert found.plan.lists["prefill"]
+    assert any(note.startswith("no step has decodes alone, and 64 may run: one of ") for note in found.notes)
+    assert plan_trace(alone, smoothing=0.0, **given).plan.lists["decode"] == ()
