@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from kpolicy import __version__
 from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable
 from kpolicy.errors import KPolicyError
@@ -76,10 +77,16 @@ class Common:
             return sha256(repr(value).encode()).hexdigest()[:16]
 
         return {
+            "kpolicy": __version__,
             "traces": {name: digest(trace.requests) for name, trace in self.traces.items()},
-            "costs": {name: digest(each) for name, each in self.costs.items()},
+            "costs": {name: digest(costs) for name, (costs, _) in self.costs.items()},
+            "servers": {name: digest(server) for name, (_, server) in self.costs.items()},
             "ladders": {name: digest(each) for name, each in self.ladders.items()},
-            "rest": digest((str(self.attention), self.objective, self.budget, self.seed)),
+            # What attention supports; where that was read from is a set, whose order differs from process to process.
+            "attention": digest(getattr(self.attention, "claims", self.attention)),
+            "objective": self.objective,
+            "budget": digest(self.budget),
+            "seed": self.seed,
         }
 
 

@@ -86,8 +86,8 @@ class SweepFile:
                 )
             if number == 1 and line != header:
                 raise ConfigError(
-                    f"{path} was begun with another trace, server, costs or version. Give the options it was begun "
-                    "with to go on, or another path."
+                    f"{path} was begun with other {_others(line, header)}. Give what it was begun with to go on, or "
+                    "another path."
                 )
         return whole
 
@@ -109,6 +109,17 @@ class SweepFile:
     def __exit__(self, *failure: object) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _others(line: Mapping[str, Any], header: Mapping[str, Any]) -> str:
+    """What a results file was begun with that this sweep hasn't, in words."""
+    if line.get("version") != header["version"]:
+        return f"lines, of version {line.get('version')} where this kpolicy writes {header['version']}"
+    made, asked = dict(line.get("made_with") or {}), header["made_with"]
+    if made.get("kpolicy") != asked["kpolicy"]:
+        return f"code, kpolicy {made.get('kpolicy', 'of an unknown version')} where this is {asked['kpolicy']}"
+    parts = [name for name in asked if made.get(name) != asked[name]]
+    return " and other ".join(parts) or "options"
 
 
 def sweep(

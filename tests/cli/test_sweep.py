@@ -34,7 +34,7 @@ def test_a_table_a_picture_and_a_file_to_go_on_from(kpolicy: Command, trace: Pat
     told = kpolicy(*options, "--json").json
     assert len(told["cases"]) == 8
     assert {case["policy"] for case in told["pareto"]} <= {"auto", "eager"}
-    refused(kpolicy(*options, "--max-num-reqs", 7), "was begun with another trace")
+    refused(kpolicy(*options, "--max-num-reqs", 7), "was begun with other servers")
 
 
 def test_devices_are_an_axis(kpolicy: Command, trace: Path) -> None:

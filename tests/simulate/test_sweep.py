@@ -17,7 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kpolicy import __version__
 from kpolicy.attention.support import parse_attention
+from kpolicy.budgets import Budget
 from kpolicy.errors import ConfigError, SchemaError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.generator import generate_trace
@@ -59,6 +61,21 @@ def test_what_cases_share_travels_to_another_process() -> None:
     again = pickle.loads(pickle.dumps(shared))  # noqa: S301 - our own
     assert again.fingerprint() == shared.fingerprint()
     assert again.traces["short"] == shared.traces["short"]
+
+
+def test_what_a_sweep_shares_is_told_alike_in_every_process() -> None:
+    """A file is gone on with by another process, where sets have another order."""
+    code = (
+        "import json; from tests.simulate.test_sweep import common; from kpolicy.attention.support import "
+        "parse_attention as p; print(json.dumps(common(attention=p('mla+gdn+gqa:vllm-0.33/FLASH_ATTN')).fingerprint()))"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, env=os.environ | {"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in "123"
+    }
+    assert len(told) == 1
 
 
 def test_a_sweep_goes_on_where_it_was_cut(tmp_path: Path) -> None:
@@ -179,13 +196,27 @@ def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
     """Other traces, costs or options, and other kinds of file, are named rather than mixed."""
     path = tmp_path / "s.jsonl"
     sweep(AXES, common(), path=path, backend=LocalBackend(1))
-    for other in (
-        common(objective="latency"),
-        common(costs={"drawn": (COSTS, server(ranks=2))}),
-        common(traces={"short": trace_of((0, 3, 3)), "twice": trace_of((0, 3, 3))}),
+    for other, named in (
+        (common(objective="latency"), "objective"),
+        (common(seed=4), "seed"),
+        (common(budget=Budget(graphs=99)), "budget"),
+        (common(attention=parse_attention("mla")), "attention"),
+        (common(ladders={"own": SIZES, "two": CaptureSizes((2, 8))}), "ladders"),
+        (common(costs={"drawn": (COSTS, server(ranks=2))}), "servers"),
+        (common(costs={"drawn": (attrs.evolve(COSTS, step_us=1.0), server())}), "costs"),
+        (common(traces={"short": trace_of((0, 3, 3)), "twice": trace_of((0, 3, 3))}, seed=4), "traces and other seed"),
     ):
-        with pytest.raises(ConfigError, match="was begun with another trace, server, costs or version"):
+        with pytest.raises(ConfigError, match=f"was begun with other {named}. Give what it was begun with"):
             sweep(AXES, other, path=path)
+    header, rest = path.read_text().split("\n", 1)
+    for old, new, named in (
+        (f'"kpolicy":"{__version__}"', '"kpolicy":"0.0.9"', "code, kpolicy 0.0.9 where this is"),
+        ('"version":[', '"version":[9,', "lines, of version"),
+    ):
+        assert old in header
+        path.write_text(f"{header.replace(old, new)}\n{rest}")
+        with pytest.raises(ConfigError, match=f"was begun with other {named}"):
+            sweep(AXES, common(), path=path)
     path.write_text('{"schema": "kpolicy/step_log"}\n')
     with pytest.raises(SchemaError, match="line 1, isn't of a results file"):
         SweepFile(path, common())
