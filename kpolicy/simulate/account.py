@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -142,21 +143,25 @@ class Account:
         modes: dict[str, ModeStats] = {}
         reasons: dict[str, int] = {}
         halves: dict[str, int] = {}
+        mode_us: dict[str, list[float]] = {}
         steps = host_steps = outside = 0
-        us = host_us = 0.0
         basis = Basis.NOTHING
-        for tally in self.tallies:
+        # A decision may have been looked at and not run, and which came first depends on the loop: times are added up
+        # so that their order says nothing.
+        counted = [tally for tally in self.tallies if tally.rank_steps]
+        for tally in counted:
             decision = tally.decision
-            modes.setdefault(decision.label, ModeStats()).add(
-                ModeStats(tally.steps, tally.tokens, tally.padding, tally.us)
-            )
+            modes.setdefault(decision.label, ModeStats()).add(ModeStats(tally.steps, tally.tokens, tally.padding))
+            mode_us.setdefault(decision.label, []).append(tally.us)
             reasons[decision.reason.value] = reasons.get(decision.reason.value, 0) + tally.rank_steps
             for launch in decision.launches:
                 if launch.reason is not None:
                     halves[launch.reason.value] = halves.get(launch.reason.value, 0) + tally.rank_steps
             basis |= decision.basis
-            steps, us, outside = steps + tally.steps, us + tally.us, outside + tally.outside
-            host_steps, host_us = host_steps + tally.host_bound, host_us + tally.host_us
+            steps, outside, host_steps = steps + tally.steps, outside + tally.outside, host_steps + tally.host_bound
+        for label, times in mode_us.items():
+            modes[label].us = math.fsum(times)
+        us, host_us = math.fsum(each.us for each in counted), math.fsum(each.host_us for each in counted)
         return {
             "modes": dict(sorted(modes.items(), key=lambda item: (-item[1].steps, item[0]))),
             "reasons": _by_count(reasons),
