@@ -106,6 +106,15 @@ def plan(
             f"--ranks is {server.ranks}; sizes are planned from the steps of one rank, and ranks that agree run at the "
             "largest of theirs. Leave it out, and give the rate that one rank gets."
         )
+    if served.warm:
+        raise ConfigError(
+            "--warm says nothing here: sizes are planned for a server whose graphs are there. Leave it out."
+        )
+    for option, level in (("--slo-ttft-ms", served.slo_ttft_ms), ("--slo-gap-ms", served.slo_gap_ms)):
+        if level is not None:
+            raise ConfigError(
+                f"{option} has no say: a plan minimises step time. Leave it out, or give it to `kpolicy report`."
+            )
     if deployment.ladder is not None:
         raise ConfigError("--ladder is what plan looks for; leave it out, or give it to `kpolicy run`.")
     get_policy(name)

@@ -156,7 +156,7 @@ def _usage(usage: Usage) -> str:
 def _prices(found: TracePlan) -> Any:
     """What one more size takes off a step, around the number that was chosen."""
     planned = found.plan
-    numbers = ("mean step ms", "one more takes off, us", "of the step")
+    numbers = ("mean step ms,\nsmoothed steps", "one more takes off, us", "of the step")
     table = grid("sizes", *numbers, numbers=("sizes", *numbers))
     chosen, last = planned.num_sizes, len(planned.curve_us) - 1
     wanted = {0, 1, 2, 4, 8, 16, 32, 64, 128, chosen - 1, chosen, chosen + 1, chosen + 8}
