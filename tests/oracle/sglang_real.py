@@ -115,16 +115,19 @@ def prefill_runner(release: Release, *, cuda: bool) -> type:
 
 
 def decode_runner(release: Release) -> type:
-    """SGLang's decode runner with `can_run_graph`; keys are batch sizes and nothing more."""
-    methods = _named(release.tree(f"{RUNNER}/decode_cuda_graph_runner.py"), {"can_run_graph"})
+    """SGLang's decode runner with `can_run_graph`; keys are batch sizes, with a label where LoRA has its own graphs."""
+    own = {"can_run_graph", "_resolve_lora_variant"}
+    methods = _named(release.tree(f"{RUNNER}/decode_cuda_graph_runner.py"), own)
     torch = SimpleNamespace(all=lambda values: values)
     names = {
         "torch": torch, "resolve_ragged_verify_layout": None, "get_current_stream_idx": None,
         "CaptureHiddenMode": SimpleNamespace(NULL=0),
     }  # fmt: skip
     runner = _execute([_class("Runner", methods)], names)["Runner"]
-    runner._make_graph_key = lambda self, size, **rest: size  # noqa: ARG005
-    runner._resolve_lora_variant = lambda self, batch: None  # noqa: ARG005
+    runner._make_graph_key = lambda self, size, variant_label=None, **rest: (  # noqa: ARG005
+        size if variant_label is None else (size, variant_label)
+    )
+    runner.record_nolora_graph = False
     runner._resolve_attention_variant = lambda self, batch, size: None  # noqa: ARG005
     return runner
 

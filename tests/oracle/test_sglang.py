@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from types import SimpleNamespace
 
+import attrs
 import pytest
 
 from kpolicy.attention import Claims
@@ -137,13 +138,15 @@ def test_prefill_rule(release):
 
 
 def test_decode_rule(release):
-    """On 20,000 random decode batches the replica replays when SGLang does."""
+    """On 20,000 random decode batches the replica replays when SGLang does, and LoRA batches the graph for them."""
     rng = random.Random(5)  # noqa: S311  not for secrets
-    outcomes = Counter()
+    outcomes, labels = Counter(), Counter()
     for _ in range(DEPLOYMENTS):
         width, padding, overlap = rng.choice([1, 1, 4]), rng.random() < 0.7, rng.random() < 0.3
-        settings = Settings(max_num_reqs=256, max_num_tokens=4096, num_speculative_tokens=width - 1)
+        loras = rng.choice([0, 0, 1, 4])
+        settings = Settings(max_num_reqs=256, max_num_tokens=4096, num_speculative_tokens=width - 1, max_loras=loras)
         rows = random_sizes(rng, 200)
+        labelled = {(size, label) for size in rows for label in ("lora", "nolora")}
         policy = SglangPolicy(padding=padding, two_batch_overlap=overlap)
         select = compiled(policy, settings, CaptureSizes(tuple(size * width for size in rows)))
         runner = decode_runner(release)()
@@ -154,7 +157,8 @@ def test_decode_rule(release):
             require_mlp_sync=False,
             enable_pdmux=False,
             disable_padding=not padding,
-            backend=SimpleNamespace(can_run=lambda _, key, rows=rows: key in rows),
+            backend=SimpleNamespace(can_run=lambda _, key, graphs={*rows, *labelled}: key in graphs),
+            record_nolora_graph=loras > 0,
             max_bs=rows[-1],
             is_encoder_decoder=True,
             enable_two_batch_overlap=overlap,
@@ -172,12 +176,21 @@ def test_decode_rule(release):
                 can_run_tbo="cannot_overlap" not in fact,
             )
             batch.encoder_lens = 0 if "encoder_lens_zero" in fact else 1
-            decision = select(*BatchShape.decode(num_reqs, query_len=drafts, facts=fact).numbers)
+            active = rng.randint(0, loras)
+            batch.lora_ids = [None] + [str(each) for each in range(active)]
+            shape = BatchShape.decode(num_reqs, query_len=drafts, facts=fact)
+            shape = attrs.evolve(shape, num_active_loras=active)
+            decision = select(*shape.numbers)
             replays = runner.can_run_graph(batch)
             assert (decision.mode is Mode.FULL) == bool(replays), f"{num_reqs} x {drafts} {fact}: {decision}"
+            if replays and loras:
+                label = "lora" if decision.keys[0].lora_case else "nolora"
+                assert label == runner._resolve_lora_variant(batch)
+                labels[label] += 1
             outcomes[decision.reason] += 1
     assert sum(outcomes.values()) == BATCHES
     assert len(outcomes) == 7, outcomes
+    assert min(labels["lora"], labels["nolora"]) > 500, labels
 
 
 @pytest.mark.parametrize("max_reqs", [1, 5, 8, 48, 100, 160, 256, 511, 512, 1000])

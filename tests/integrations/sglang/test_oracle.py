@@ -169,16 +169,18 @@ def test_costs_replace_the_limit_on_padding_and_nothing_else():
 
 @pytest.mark.parametrize("version", KNOWN)
 def test_decode_through_the_hooks_equals_the_real_rule(version):
-    """On 20,000 random decode batches, data-parallel verdicts among them; LoRA is off."""
+    """On 20,000 random decode batches, with data-parallel verdicts, and graphs for LoRA where padding is off."""
     release, rng, outcomes = release_of(version), random.Random(9), Counter()  # noqa: S311  not for secrets
     for _ in range(DEPLOYMENTS):
-        rows, together = random_sizes(rng, 200), rng.random() < 0.4
+        rows, together, exact = random_sizes(rng, 200), rng.random() < 0.4, rng.random() < 0.3
+        labelled = {(size, label) for size in rows for label in ("lora", "nolora") if rng.random() < 0.8}
         phase = Phase(DECODE, rows, 220, full=True)
         runner = decode_runner(release)()
         runner.__dict__.update(
             ragged_verify_mode=False, captured_req_width=1, require_mlp_tp_gather=together, require_mlp_sync=together,
-            enable_pdmux=False, disable_padding=False, backend=SimpleNamespace(can_run=lambda *_: True),
-            max_bs=rows[-1], is_encoder_decoder=True, enable_two_batch_overlap=rng.random() < 0.2,
+            enable_pdmux=False, disable_padding=exact, record_nolora_graph=exact,
+            backend=SimpleNamespace(can_run=lambda _, key, graphs=labelled: key in graphs), max_bs=rows[-1],
+            is_encoder_decoder=True, enable_two_batch_overlap=rng.random() < 0.2,
             model_runner=SimpleNamespace(spec_algorithm=SimpleNamespace(is_ngram=lambda: False)),
             capture_hidden_mode=0,
         )  # fmt: skip
@@ -192,6 +194,7 @@ def test_decode_through_the_hooks_equals_the_real_rule(version):
                 can_run_tbo=rng.random() < 0.9, encoder_lens=int(rng.random() < 0.95),
                 original_global_num_tokens_cpu=[size, rng.randint(0, 220)], global_num_tokens_cpu=None,
                 can_run_decode_cuda_graph=rng.random() < 0.8, capture_hidden_mode=int(rng.random() < 0.05),
+                lora_ids=[None, rng.choice([None, "an adapter"])],
             )  # fmt: skip
             batch.can_run_dp_cuda_graph = batch.can_run_decode_cuda_graph  # its name in 0.5.16
             wanted = bool(type(runner).can_run_graph(runner, batch))

@@ -88,13 +88,13 @@ class Real:
 class Deployment:
     """A random deployment: the replica, and SGLang's two runners."""
 
-    def __init__(self, real: Real, rng: random.Random) -> None:
+    def __init__(self, real: Real, rng: random.Random, *, loras: float = 0.2) -> None:
         self.real = real
-        self.full, lora = rng.random() < 0.3, rng.random() < 0.2
+        self.full, lora, captured = rng.random() < 0.3, rng.random() < loras, rng.random() < 0.7
         settings = Settings(max_num_reqs=64, max_num_tokens=4096, max_loras=2 if lora else 0)
         policy = SglangPolicy(
             prefill="full" if self.full else "breakable", eager_mixed=rng.random() < 0.3,
-            max_seq_len=rng.choice([0, 0, 2000]),
+            max_seq_len=rng.choice([0, 0, 2000]), prefill_lora=captured,
         )  # fmt: skip
         prefill, decode = random_sizes(rng, 1024), random_sizes(rng, 64)
         self.largest = prefill[-1]
@@ -112,9 +112,11 @@ class Deployment:
             prefer_eager_mixed_prefill=policy.eager_mixed, prefill_backend_name=policy.prefill, capture_hidden_mode=0,
             has_mha_companion_layers=False, _attn_backend_is_dsa=False, _capture_chunked_prefix=False,
             max_context_size=None, max_seq_len=policy.max_seq_len or None, max_num_tokens=prefill[-1],
-            capture_num_tokens=list(prefill), enable_lora=lora, _capture_lora=lora,
+            capture_num_tokens=list(prefill), enable_lora=lora, _capture_lora=lora and captured,
             _backend_vote_prefill_cuda_graph=None, _backend_can_run_prefill_cuda_graph=None,
-            model_runner=SimpleNamespace(lora_manager=SimpleNamespace(can_use_prefill_cuda_graph=lambda _: True)),
+            model_runner=SimpleNamespace(
+                lora_manager=SimpleNamespace(can_use_prefill_cuda_graph=lambda batch: not batch.too_many_adapters)
+            ),
         )  # fmt: skip
         self.decode = real.decode()
         self.decode.__dict__.update(
@@ -158,15 +160,23 @@ class Deployment:
         if voted and max(tokens) <= self.largest:
             padded = self.prefill._pad_to_bucket(max(tokens), self.prefill.capture_num_tokens)
         counts = [padded] * len(tokens) if voted and min(tokens) > 0 else tokens
+        if len(tokens) == 1:
+            counts, padded = None, rank.tokens
         batch = SimpleNamespace(
             global_num_tokens_cpu=counts, can_run_dp_prefill_cuda_graph=voted, batch_size=rank.num_reqs,
             input_ids=[0] * padded, input_embeds=rank.scheduled.input_embeds, replace_embeds=None,
             extend_prefix_lens_cpu=None if converted else rank.scheduled.prefix_lens,
             forward_mode=MODES.EXTEND if converted else rank.scheduled.forward_mode, capture_hidden_mode=0,
             return_logprob=rank.scheduled.return_logprob, contains_mm_inputs=lambda: False,
+            too_many_adapters=rank.too_many_adapters,
         )  # fmt: skip
         self.prefill._batch_max_context_len = lambda _: rank.longest
         return bool(self.prefill.can_run_graph(batch))
+
+    def alone(self, rank: Rank) -> tuple[bool, bool]:
+        """Whether a rank without others replays its prompts, by SGLang's check and by the replica."""
+        decision = self.replica.select(*rank.numbers)
+        return self._extends(rank, [rank.tokens], voted=False, converted=False), decision.mode is not Mode.EAGER
 
     def by_replica(self, ranks: list[Rank]) -> list[bool]:
         """The same by the replica's vote, reduced to the most of each number."""
@@ -179,8 +189,9 @@ class Deployment:
 class Rank:
     """What one rank runs in a step."""
 
-    def __init__(self, kind: str, rng: random.Random) -> None:
+    def __init__(self, kind: str, rng: random.Random, *, loras: int = 0) -> None:
         self.kind, self.tokens, self.num_reqs, self.longest = kind, 0, 0, 0
+        self.too_many_adapters = bool(loras) and rng.random() < 0.2
         self.scheduled: Any = None
         self.numbers = BatchNumbers(0)
         if kind == "IDLE":
@@ -190,9 +201,12 @@ class Rank:
         decodes = {"DECODE": rng.randint(1, 70), "MIXED": rng.randint(1, 5)}.get(kind, 0)
         kv_len, logprobs = rng.randint(1, 3000), rng.random() < 0.08
         embeds, grammar = kind != "DECODE" and rng.random() < 0.05, kind == "DECODE" and rng.random() < 0.08
-        facts = {"logprobs": logprobs, "input_embeds": embeds, "keep_decode": grammar}
+        facts = {
+            "logprobs": logprobs, "input_embeds": embeds, "keep_decode": grammar,
+            "lora_ineligible": self.too_many_adapters,
+        }  # fmt: skip
         shape = BatchShape(
-            decodes=[(1, decodes)] if decodes else [], prefills=rows, num_active_loras=0,
+            decodes=[(1, decodes)] if decodes else [], prefills=rows, num_active_loras=rng.randint(0, loras),
             decode_kv_tokens=decodes * kv_len if decodes else None,
             facts={name: 1 for name, is_so in facts.items() if is_so},
         )  # fmt: skip
@@ -226,3 +240,16 @@ def test_ranks_decide_as_sglangs_do():
             assert len(set(wanted)) == 1
             outcomes[wanted[0]] += 1
     assert min(outcomes.values()) > 1000, outcomes
+
+
+def test_prompts_with_adapters():
+    """Where LoRA is on, with graphs for it or none, the replica replays what SGLang's check at the step does."""
+    real, rng, outcomes = Real(), random.Random(2), Counter()  # noqa: S311  not for secrets
+    for _ in range(DEPLOYMENTS):
+        deployment = Deployment(real, rng, loras=1.0)
+        for _ in range(STEPS):
+            rank = Rank(rng.choice(["EXTEND", "MIXED"]), rng, loras=2)
+            really, replica = deployment.alone(rank)
+            assert really == replica, rank.numbers
+            outcomes[really, rank.numbers.num_active_loras > 0] += 1
+    assert min(outcomes.values()) > 500, outcomes

@@ -75,13 +75,14 @@ def test_nothing_is_hooked_when_off():
 
 
 def test_real_arguments_get_kpolicys_sizes(tmp_path):
-    """Decode sizes end with the requests that may run, and 0.5.16's MLA rule is left out where that was asked for."""
+    """SGLang's own 36 decode sizes, and three up to the requests that may run; 0.5.16's MLA rule where it was asked."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     code = LOAD + SIZES.replace("MODEL", repr(str(tmp_path)), 1)
     assert asked(code, KPOLICY_SGLANG="1", KPOLICY_STRICT="1").get("prefill", "disabled") == "disabled"
     found = asked(code, KPOLICY_SGLANG="1", KPOLICY_STRICT="1", KPOLICY_MLA_PREFILL="1")
     assert found["decode_sizes"][-1] == 768
-    assert len(found["decode_sizes"]) == 17
+    assert found["decode_sizes"][:4] == [1, 2, 4, 8]
+    assert len(found["decode_sizes"]) == 36 + 3
     assert found.get("prefill", "breakable") == "breakable"
     assert found.get("prefill_sizes", [8192])[-1] == 8192
 
