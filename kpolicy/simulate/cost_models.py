@@ -17,6 +17,10 @@ __all__ = ["CostModel", "cost_model"]
 
 _CALIBRATED = re.compile(r"(\w+) of ([0-9.]+) M parameters")
 """How a calibration names its model."""
+_BILLIONS = re.compile(r"(?<![\d.x])(\d+(?:\.\d+)?)B\b", re.IGNORECASE)
+"""How a model's name says its size."""
+_NAMES_ALIKE = 2.0
+"""Parameters by a name may differ by this factor: names round, and some count what a step doesn't read."""
 _ALIKE = 0.35
 """Parameters may differ by this share: figures leave out the embedding table, which a small model mostly is."""
 
@@ -76,10 +80,11 @@ def _of_profile(path: Path, config: Path | None) -> CostModel:
     profile = load_profile(path)
     costs = profile.costs
     figures = None if config is None else _known(config)
-    if figures is not None and config is not None:
-        _check_model(path, profile, config, figures)
+    unsure = None if figures is None or config is None else _check_model(path, profile, config, figures)
     measured = "measured" if costs.measured else "not measured"
     notes = [] if costs.measured else ["the profile says that its costs weren't measured"]
+    if unsure:
+        notes.append(unsure)
     if figures is None:
         notes.append("bytes of KV a token aren't known, so graphs take no KV; --config tells")
     return CostModel(
@@ -97,13 +102,13 @@ def _known(config: Path) -> ModelFigures | None:
         return None
 
 
-def _check_model(path: Path, profile: Profile, config: Path, figures: ModelFigures) -> None:
-    """Refuse a profile that says it is of another model than the config's."""
+def _check_model(path: Path, profile: Profile, config: Path, figures: ModelFigures) -> str | None:
+    """Refuse a profile that says it is of another model than the config's; a note where that can't be told."""
     from kpolicy.attention.fields import read_config
 
     said = _CALIBRATED.match(profile.model)
     if said is None:
-        return
+        return _check_name(path, profile, config, figures)
     classes = read_config(config).get("architectures") or []
     params = float(said.group(2)) * 1e6
     apart = abs(params - figures.weight_params) > _ALIKE * max(params, figures.weight_params)
@@ -112,6 +117,23 @@ def _check_model(path: Path, profile: Profile, config: Path, figures: ModelFigur
             f"{path} was measured with {profile.model}, and {config} is {', '.join(classes) or figures.name} with "
             f"{figures.weight_params / 1e6:.1f} M parameters. Give the profile of that model, or leave one out."
         )
+    return None
+
+
+def _check_name(path: Path, profile: Profile, config: Path, figures: ModelFigures) -> str | None:
+    """The same where the profile has a model's name or path, as serving engines' plugins write it."""
+    folder = config if config.is_dir() else config.parent
+    if not profile.model or Path(profile.model).name == folder.resolve().name:
+        return None
+    billions = _BILLIONS.search(Path(profile.model).name)
+    if billions is not None:
+        params = float(billions.group(1)) * 1e9
+        if not 1 / _NAMES_ALIKE < params / figures.weight_params < _NAMES_ALIKE:
+            raise ProfileError(
+                f"{path} was measured with {profile.model}, and {config} has {figures.weight_params / 1e6:.1f} M "
+                "parameters. Give the profile of that model, or leave one out."
+            )
+    return f"the profile is of {profile.model} by its own word; whether that is {config}'s model can't be told"
 
 
 def _of_tables(tables: str, config: Path | None, device: str) -> CostModel:

@@ -144,6 +144,18 @@ def test_a_profile_is_taken_and_one_of_another_model_isnt(
         refused(kpolicy("simulate", trace, "--profile", other, "--config", config), str(other), model.split()[0])
 
 
+def test_a_profile_that_goes_by_a_name(kpolicy: Command, trace: Path, config: Path, tmp_path: Path) -> None:
+    """Engines' plugins write a model's name: one of another size is refused, any other is said not to be known."""
+    given = ("simulate", trace, "--policy", "eager", "--config", config, "--json", "--profile")
+    for model in ("Qwen/Qwen2.5-0.5B-Instruct", "/models/llama-70b"):
+        refused(kpolicy(*given, profile_of(tmp_path / "other.json", model)), f"was measured with {model}, and")
+    for model in ("meta-llama/Llama-3.1-8B", "some/name-v0.2"):
+        (told,) = kpolicy(*given, profile_of(tmp_path / "own.json", model)).json["setting"]["notes"]
+        assert told.startswith(f"the profile is of {model} by its own word")
+    here = profile_of(tmp_path / "own.json", f"/elsewhere/{config.resolve().parent.name}")
+    assert kpolicy(*given, here).json["setting"]["notes"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
