@@ -113,9 +113,12 @@ def init_cuda_graphs(original: Any, model_runner: Any, *args: Any, **kwargs: Any
         take_up(model_runner, state)
     # Whatever goes wrong here costs speed: SGLang has its graphs, and its own rule for them.
     except Exception as error:
-        logger.exception("kpolicy: SGLang's own rule decides")
-        fail(f"{type(error).__name__}: {error}")
         _detach(model_runner)
+        said = str(error)
+        if not isinstance(error, KPolicyError):
+            logger.exception("kpolicy: taking up SGLang's graphs raised what it shouldn't")
+            said = f"{type(error).__name__}: {error}."
+        fail(f"{said} SGLang's own rule decides")
     return result
 
 

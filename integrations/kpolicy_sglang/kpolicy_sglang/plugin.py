@@ -49,6 +49,9 @@ def register(environ: Mapping[str, str] = os.environ) -> None:
         )
         hooks.configure(None)
         return
+    # Said before the model is loaded. Hooks are registered all the same: ranks fall back together, see `Ranks`.
+    for problem in _unreadable(config):
+        hooks.fail(f"{problem} Without it SGLang's own sizes and rule stay.")
     taken = _taken_before(version.hooks, HookRegistry)
     if taken:
         hooks.fail(f"{'; '.join(taken)}. SGLang runs as without kpolicy.")
@@ -57,6 +60,20 @@ def register(environ: Mapping[str, str] = os.environ) -> None:
     for hook in version.hooks:
         HookRegistry.register(hook.target, hook.around, HookType.AROUND)
     _check_after_applying(HookRegistry, version.hooks)
+
+
+def _unreadable(config: Config) -> list[str]:
+    """What is wrong with the files that the settings name, which are read once SGLang has its model."""
+    from kpolicy.schemas import read_plan, read_profile
+
+    found = []
+    for path, read in ((config.plan, read_plan), (config.profile, read_profile)):
+        try:
+            if path is not None:
+                read(path)
+        except (KPolicyError, OSError) as error:  # noqa: PERF203
+            found.append(str(error))
+    return found
 
 
 def _taken_before(wanted: Iterable[Any], registry: Any) -> list[str]:

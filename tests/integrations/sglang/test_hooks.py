@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from kpolicy.costs import Curve
+from kpolicy.errors import ConfigError
 from kpolicy.reasons import Reason
 from kpolicy.schemas import read_decision_log
 from kpolicy.simulate.recorded import replay
@@ -275,8 +276,22 @@ def test_measuring_that_fails_leaves_sglangs_rule(caplog, monkeypatch):
     monkeypatch.setattr("kpolicy_sglang.calibrate.cost_tables", fails)
     with caplog.at_level(logging.ERROR):
         start(runner, decode, None)
-    assert "RuntimeError: no device" in caplog.text
+    assert "RuntimeError: no device. SGLang's own rule decides" in caplog.text
     assert not hasattr(decode, hooks.ATTRIBUTE)
+
+
+def test_what_kpolicy_itself_says_is_said_once(caplog, monkeypatch):
+    """A profile that can't be had is one line, without where in the code that was found."""
+
+    def fails(*_):
+        raise ConfigError("x.json isn't there.")
+
+    monkeypatch.setattr("kpolicy_sglang.calibrate.cost_tables", fails)
+    with caplog.at_level(logging.ERROR):
+        start(model_runner(), graph_runner(), None)
+    (record,) = caplog.records
+    assert record.message == "kpolicy: x.json isn't there. SGLang's own rule decides"
+    assert record.exc_info is None
 
 
 def test_failure_after_costs_are_known_turns_split_off_too(monkeypatch):

@@ -64,6 +64,20 @@ def test_unknown_version_is_refused(version, caplog):
             register(STRICT)
 
 
+@pytest.mark.parametrize("name", ["KPOLICY_PROFILE", "KPOLICY_PLAN"])
+def test_files_that_cannot_be_read_are_said_before_the_model_is_loaded(name, tmp_path, caplog):
+    """A start isn't waited for to learn of it; hooks stay, since ranks fall back together; strictly it ends."""
+    (tmp_path / "broken.json").write_text("{")
+    for file in ("none.json", "broken.json"):
+        with pretended("0.5.23") as registry:
+            register({**ON, name: str(tmp_path / file)})
+            assert registry._hooks
+            assert file in caplog.text
+            assert "SGLang's own sizes and rule stay" in caplog.text
+            with pytest.raises(SystemExit, match=file):
+                register({**STRICT, name: str(tmp_path / file)})
+
+
 def test_post_releases_are_the_version_they_mend():
     """0.5.23.post1 is 0.5.23; 0.5.230 isn't."""
     assert known("0.5.23.post1") is KNOWN["0.5.23"]
