@@ -18,7 +18,7 @@ from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_writable, progress_bar
 from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.observe.extras import load
-from kpolicy.simulate.pareto import FEWER, METRICS, draw, points_of
+from kpolicy.simulate.pareto import FEWER, METRICS, draw, points_of, short_ladder
 from kpolicy.simulate.sweep import Axes, Backend, Common, LocalBackend, sweep
 
 if TYPE_CHECKING:
@@ -239,7 +239,6 @@ def _table(lines: Sequence[dict[str, Any]], front: set[int]) -> Table:
 
 def _short(name: str, value: Any) -> str:
     """A name of an axis as the table has it."""
-    if name == "ladder" and value.count(",") > 2:
-        sizes = value.split(",")
-        return f"{sizes[0]}..{sizes[-1]} ({len(sizes)})"
+    if name == "ladder":
+        return short_ladder(value)
     return f"{value:g}" if name == "rate" else Path(value).stem if name in ("trace", "costs") else str(value)

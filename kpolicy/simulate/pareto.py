@@ -15,7 +15,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.observe.extras import load
 from kpolicy.schemas import write_whole
 
-__all__ = ["FEWER", "METRICS", "Point", "draw", "points_of"]
+__all__ = ["FEWER", "METRICS", "Point", "draw", "points_of", "short_ladder"]
 
 METRICS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
@@ -120,7 +120,14 @@ def draw(points: Sequence[Point], metric: str, path: Path) -> None:
     write_whole(path, drawn.getvalue())
 
 
+def short_ladder(name: str) -> str:
+    """A ladder's name in few characters."""
+    sizes = name.split(",")
+    return f"{sizes[0]}..{sizes[-1]} ({len(sizes)})" if len(sizes) > 3 else name
+
+
 def _panel(axes: Any, points: Sequence[Point], policies: Sequence[str], metric: str) -> None:
+    # Marks are hollow and of sizes of their own, so that equal points show both.
     trace, rate, costs = points[0].panel
     axes.set_title(f"{trace} x{rate:g}" + ("" if costs == "default" else f", {costs}"), fontsize=10)
     axes.set_xlabel("graph memory, MiB")
@@ -130,8 +137,16 @@ def _panel(axes: Any, points: Sequence[Point], policies: Sequence[str], metric: 
     for i, policy in enumerate(policies):
         own = [point for point in points if point.case["policy"] == policy]
         axes.scatter(
-            [point.mib for point in own], [point.ms for point in own], label=policy, zorder=2, s=42,
-            color=_COLOURS[i % len(_COLOURS)], marker=_MARKS[i % len(_MARKS)],
+            [point.mib for point in own], [point.ms for point in own], label=policy, zorder=2, s=42 + 34 * i,
+            facecolors="none", edgecolors=_COLOURS[i % len(_COLOURS)], linewidths=1.6, marker=_MARKS[i % len(_MARKS)],
         )  # fmt: skip
+    if len({point.case["ladder"] for point in points}) > 1:
+        named: dict[tuple[float, float], dict[str, None]] = {}
+        for point in points:
+            if point.on_front:
+                named.setdefault((point.mib, point.ms), {})[short_ladder(point.case["ladder"])] = None
+        for at, ladders in named.items():
+            axes.annotate(", ".join(ladders), at, xytext=(6, 6), textcoords="offset points", fontsize=7)
+        axes.margins(x=0.12)
     axes.grid(visible=True, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

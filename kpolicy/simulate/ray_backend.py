@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -60,9 +63,17 @@ def _why(error: Exception) -> str:
 
 
 def _check_there(address: str) -> None:
-    """See whether anything listens at HOST:PORT: Ray itself tries for minutes."""
+    """See whether anything listens at HOST:PORT, or where `auto` leads: Ray itself tries for minutes."""
     import socket
 
+    if address == "auto":
+        found = _this_machines()
+        if found and found != "auto":
+            try:
+                _check_there(found)
+            except ConfigError as error:
+                raise _no_cluster(address, f"it leads to {found}, where none is") from error
+        return
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return
@@ -70,6 +81,17 @@ def _check_there(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_PATIENCE_S).close()
     except (OSError, OverflowError) as error:
         raise _no_cluster(address, str(error)) from None
+
+
+def _this_machines() -> str:
+    """What Ray takes `auto` for: its variable, else the cluster that was started here last, which may be gone."""
+    if os.environ.get("RAY_ADDRESS"):
+        return os.environ["RAY_ADDRESS"]
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    try:
+        return (folder / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 _PATIENCE_S = 5.0

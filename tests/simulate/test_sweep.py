@@ -285,6 +285,19 @@ def test_the_picture_is_the_same_each_time(tmp_path: Path, ending: str) -> None:
         assert all(part in text for part in ("p1", "p9", "other x1", "graph memory, MiB", METRICS["gap-p99"][0]))
 
 
+def test_ladders_of_the_front_are_named(tmp_path: Path) -> None:
+    """Where they differ; many sizes by the first, the last and their number."""
+    pytest.importorskip("matplotlib")
+    lines = [line_of(1, 9), line_of(4, 5), line_of(9, 8)]
+    for line, ladder in zip(lines, ("1,2,4,8,16", "8,64", "2,3"), strict=True):
+        line["case"]["ladder"] = ladder
+    draw(points_of(lines, "gap-p50"), "gap-p50", tmp_path / "p.svg")
+    text = (tmp_path / "p.svg").read_text()
+    assert "1..16 (5)" in text
+    assert "8,64" in text
+    assert "2,3" not in text
+
+
 def test_an_empty_sweep_cant_be_drawn(tmp_path: Path) -> None:
     """Where every case failed there is nothing to draw."""
     with pytest.raises(ConfigError, match="nothing to draw"):
@@ -322,3 +335,19 @@ def test_a_ray_cluster_that_isnt_there_is_one_error() -> None:
 
     with pytest.raises(ConfigError, match="ray start --head"):
         sweep(AXES, common(), backend=RayBackend("127.0.0.1:1"))
+
+
+def test_a_ray_cluster_that_is_gone_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed cluster left behind, and the variable, are looked at before Ray waits for minutes."""
+    pytest.importorskip("ray")
+    from kpolicy.simulate.ray_backend import RayBackend
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:2")
+    with pytest.raises(ConfigError, match=r"'auto': it leads to 127\.0\.0\.1:2, where none is\. Start one"):
+        sweep(AXES, common(), backend=RayBackend("auto"))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:3")
+    with pytest.raises(ConfigError, match=r"it leads to 127\.0\.0\.1:3"):
+        sweep(AXES, common(), backend=RayBackend("auto"))
