@@ -13,6 +13,7 @@ from kpolicy.reasons import Reason
 from kpolicy.schemas import read_decision_log
 from kpolicy.simulate.recorded import replay
 from kpolicy_sglang import hooks, sizes
+from kpolicy_sglang.arguments import running_per_rank
 from kpolicy_sglang.calibrate import cost_tables
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.counters import lines
@@ -239,6 +240,14 @@ def start(runner, decode, prefill):
 
     hooks.init_cuda_graphs(original, runner)
     return state_of(runner)
+
+
+def test_requests_of_a_rank_are_rounded_up():
+    """Of ten requests over four ranks of data-parallel attention one has three."""
+    args = arguments(max_running_requests=10, dp_size=4, enable_dp_attention=True)
+    assert running_per_rank(args) == 3
+    assert running_per_rank(arguments(max_running_requests=10, dp_size=4)) == 10
+    assert running_per_rank(arguments(max_running_requests=None)) is None
 
 
 def test_phases_are_those_that_were_captured():

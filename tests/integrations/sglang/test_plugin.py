@@ -1,5 +1,6 @@
 """What SGLang loads: hooks that took, and clear refusals."""
 
+import functools
 import logging
 import pkgutil
 
@@ -122,9 +123,10 @@ def test_class_that_another_plugin_replaces(caplog):
         assert "is already patched by someone else" in caplog.text
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("folder", ["/home/me/sglang", "/opt/other"])
-def test_target_patched_without_the_registry(folder, monkeypatch, caplog):
-    """A function of a file that isn't in SGLang's own package is a patch, whatever its folder's name is."""
+def test_target_patched_without_the_registry(folder, wrapped, monkeypatch, caplog):
+    """A function of a file that isn't in SGLang's own package is a patch, also under a decorator of SGLang's."""
     target = KNOWN["0.5.23"].hooks[0].target
     with pretended("0.5.23"), caplog.at_level(logging.ERROR):
         import sglang
@@ -137,6 +139,10 @@ def test_target_patched_without_the_registry(folder, monkeypatch, caplog):
             function = getattr(owner, name)
             file = f"{folder if hook.target == target else home}/here.py"
             function.__code__ = function.__code__.replace(co_filename=file)
+            if wrapped:
+                outer = functools.wraps(function)(lambda *given, function=function: function(*given))
+                outer.__code__ = outer.__code__.replace(co_filename=f"{home}/decorators.py")
+                setattr(owner, name, outer)
         register(ON)
         assert hooks.configured() is None
         assert caplog.text.count("is already patched by someone else") == 1
