@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
@@ -39,8 +39,7 @@ T = TypeVar("T")
 _Running: TypeAlias = "tuple[Sequence[ReadyEvent], StepOutputs | Decision, Decision, Decision, BatchNumbers]"
 """A step under way, as `Engine._count` takes it: when it is over, what ran, what ran last was decided, and first"""
 
-_Prepared: TypeAlias = "Mapping[int, Callable[[StepInputs], StepOutputs]]"
-_Path: TypeAlias = "tuple[int, GraphRegistry, Callable[..., Decision], Executor | None, _Prepared, bool]"
+_Path: TypeAlias = "tuple[int, GraphRegistry, Callable[..., Decision], Executor | None, bool]"
 
 MOST_RUNNING = 64
 """Steps that may be under way and uncounted at once"""
@@ -164,8 +163,8 @@ class Engine:
         self._events: Events | None = None
         self._synced_version = -1
         # What a step goes by where it has nobody to ask: the registry's version that it holds for, the registry, how to
-        # decide, the executor, what it has prepared, whether it runs behind the host. One look instead of one at each.
-        self._no_path: _Path = (-1, self.registry, _undecided, None, {}, False)
+        # decide, the executor, whether that runs behind the host. One look instead of one at each of them.
+        self._no_path: _Path = (-1, self.registry, _undecided, None, False)
         self._path: _Path = self._no_path
         self._compiled: CompiledPolicy | None = None
         self._compiled_version = -1
@@ -409,17 +408,16 @@ class Engine:
             # It may have lost a graph beside, which this step mustn't be given.
             self._several = False
             self._settle(every=False)
-        version, registry, select, executor, prepared, behind = self._path
+        version, registry, select, executor, behind = self._path
         # The inputs' numbers; by place, which takes less than by name, as with `ready` below.
         numbers = inputs[0]
         if version == registry.version and executor is not None:
             decision = wanted = select(*numbers)
         else:
-            executor, prepared, behind = self._need_executor("step"), {}, self._runs_behind
+            executor, behind = self._need_executor("step"), self._runs_behind
             decision = wanted = self._decided(executor, numbers)
-        run = prepared.get(id(decision))
         try:
-            outputs = executor.run(decision, inputs) if run is None else run(inputs)
+            outputs = executor.run(decision, inputs)
         except GraphReplayError as failure:
             decision, outputs = self._run_without(failure, decision, executor, inputs)
         except StickyDeviceError as error:
@@ -428,10 +426,10 @@ class Engine:
         ready = outputs[3]
         # Of several launches one may fail behind the host, so what ran is known when they are over. Nothing else of a
         # step is kept here: its outputs are memory.
-        found: StepOutputs | Decision = decision
+        found: StepOutputs | Decision
         if len(ready) > 1:
             self._several, found = True, outputs
-        elif run is None:
+        else:
             found = outputs.decision
         # Asking a device that runs behind the host takes longer than to note the step, and it isn't over.
         if not behind and self._all_done(ready):
@@ -484,9 +482,7 @@ class Engine:
         decision = self._decide(numbers)
         if lazy is None and self._communicator is None:
             compiled = self.compiled
-            # Optional for an executor: what it has prepared, which a step calls without asking it.
-            prepared: _Prepared = getattr(executor, "prepared", {})
-            self._path = self._compiled_version, self.registry, compiled.select, executor, prepared, self._runs_behind
+            self._path = self._compiled_version, self.registry, compiled.select, executor, self._runs_behind
             if self._compiled is not compiled:
                 # Other costs were taken meanwhile, on the thread of whoever reads `stats`.
                 self._path = self._no_path

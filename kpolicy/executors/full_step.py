@@ -59,8 +59,8 @@ class FullStep:
     """
 
     __slots__ = (
-        "_adapter", "_decision", "_fronts", "_handle", "_heads_tokens", "_launch", "_most_reqs", "_most_tokens",
-        "_sample", "_session", "_settle", "_shape", "_span", "_stage", "_unfinished",
+        "_adapter", "_decision", "_fronts", "_handle", "_heads_tokens", "_launch", "_model", "_most_reqs",
+        "_most_tokens", "_session", "_settle", "_shape", "_span", "_stage", "_unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -75,7 +75,7 @@ class FullStep:
         self._heads_tokens = handle.head is HeadRows.TOKENS
         self._launch = handle.launch
         self._fronts = handle.fronts
-        self._sample = model.sample
+        self._model = model
         self._adapter = adapter
         self._session = adapter.session
         self._span: Callable[[], Span] = getattr(adapter, "span", None) or (lambda: EventSpan(adapter))
@@ -119,7 +119,7 @@ class FullStep:
                 outputs.tokens = []
             else:
                 try:
-                    outputs.tokens = [self._sample(logits, self._sampling(rows) if sampled else {})]
+                    outputs.tokens = [self._model.sample(logits, self._sampling(rows) if sampled else {})]
                 except Exception as error:
                     raise_lost(self._adapter, error)
                     raise

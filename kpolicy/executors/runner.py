@@ -7,7 +7,7 @@ the primitives of any real device. `ModeRunner` does the rest for both, and is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary, ref
@@ -165,7 +165,7 @@ class ModeRunner:
         self._pools: list[_Pool] = []
         self._handles: dict[GraphKey, Any] = {}
         self._prepared: dict[int, Callable[[StepInputs], StepOutputs]] = {}
-        """By identity, which needs no hash; what runs a decision keeps it. The dict stays: Engines look there too"""
+        """By identity, which needs no hash; what runs a decision keeps it"""
         self._expected: tuple[GraphKey, ...] = ()
         self.capture_errors: dict[GraphKey, str] = {}
         self._async = launcher if isinstance(launcher, AsyncLauncher) else None
@@ -196,14 +196,6 @@ class ModeRunner:
         """Whether a step is surely not over when `run` returns: the device runs it behind the host."""
         adapter = getattr(self.launcher, "adapter", None)
         return adapter is not None and not adapter.host_runs
-
-    @property
-    def prepared(self) -> Mapping[int, Callable[[StepInputs], StepOutputs]]:
-        """What runs a step, by the `id` of its decision: for those that `run` would do nothing else for.
-
-        It changes as decisions are prepared and graphs come and go. Empty for an executor with a `run` of its own.
-        """
-        return self._prepared if getattr(self.run, "__func__", None) is ModeRunner.run else {}
 
     @property
     def captured(self) -> frozenset[GraphKey]:
