@@ -266,6 +266,7 @@ def plan_trace(
     largest: Mapping[str, int] | None = None,
     smoothing: float = SMOOTHING,
     worth: float | None = None,
+    most_loss: float | Mapping[str, float] | None = None,
     exact: bool = False,
     hold_out: bool = True,
     most_rounds: int = 6,
@@ -287,6 +288,7 @@ def plan_trace(
         largest: the size that a list must end with, by the list's name.
         smoothing: share of the steps that is spread over sizes that weren't seen.
         worth: sizes are added only while one more takes this share off the mean step; see `kpolicy.planning.plan`.
+        most_loss: no step takes longer than in a graph of its own size by more than this share; likewise.
         exact: solve the integer programme where prices differ within a list (needs highspy).
         hold_out: also plan on the first half and score on the second, where both have requests that are served.
         most_rounds: replays at most, for each plan.
@@ -320,6 +322,7 @@ def plan_trace(
         made = workload(histogram)
         given = {
             "most_sizes": most_sizes, "largest": largest, "smoothing": smoothing, "worth": worth, "exact": exact,
+            "most_loss": most_loss,
         }  # fmt: skip
         return plan(made, limits, **(given | changed)), made
 
@@ -343,7 +346,7 @@ def plan_trace(
         before, after = (steps_of(each, start) for each in parts)
         if before.steps and after.steps:
             made, seen = settle(parts[0], before).plan, workload(after)
-            best, _ = planned(seen.histogram, smoothing=0.0, most_sizes=made.num_sizes)
+            best, _ = planned(seen.histogram, smoothing=0.0, most_sizes=made.num_sizes, most_loss=None)
             held = HeldOut(
                 plan=made,
                 step_us=seen.time_us(made.sizes) / seen.steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -86,6 +87,13 @@ def plan(
             "--budget, and 0 with one."
         ),
     ] = None,
+    most_loss: Annotated[
+        str | None,
+        Parameter(
+            help="Let no step, whatever its size, take longer than in a graph of its own size by more than this share: "
+            "0.02, or by list decode=0.01,prefill=0.05."
+        ),
+    ] = None,
     exact: Annotated[
         bool,
         Parameter(negative="", show_default=False, help="Solve an integer programme where prices differ in a list."),
@@ -125,7 +133,8 @@ def plan(
         attention=deployment.support(), server=server, objective=deployment.objective,
         multiple_of=at_least("--multiple-of", multiple_of, 1), largest=_largest(largest),
         smoothing=_share("--smoothing", smoothing),
-        worth=None if worth is None else _share("--worth", worth), exact=exact, seed=at_least("--seed", seed, 0),
+        worth=None if worth is None else _share("--worth", worth), exact=exact,
+        most_loss=_loss(most_loss), seed=at_least("--seed", seed, 0),
         hold_out=len(requests) > 1,
         progress=None if json or not sys.stderr.isatty() else lambda what: shown.print(what, style="dim"),
     )  # fmt: skip
@@ -200,6 +209,24 @@ def _largest(text: str | None) -> dict[str, int] | None:
             raise ConfigError(f"--largest has {part[:40]!r}; it takes LIST=SIZE, such as decode=256,prefill=2048.")
         found[name] = int(value)
     return found
+
+
+def _loss(text: str | None) -> float | dict[str, float] | None:
+    if text is None:
+        return None
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.rpartition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = -1.0
+        if not 0 <= found[name] < math.inf or ("" in found and len(found) > 1):
+            raise ConfigError(
+                f"--most-loss has {part[:40]!r}; it takes a share of a step's time from 0 up, such as 0.02, or "
+                "LIST=SHARE, such as decode=0.01,prefill=0.05."
+            )
+    return found.get("", found)
 
 
 def _share(option: str, value: float) -> float:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["Ladder", "aligned_sizes", "tied"]
 
 
+_TINY_US = 1e-9
+"""Times closer than this are one time."""
+
+
 def _ints(value: Any) -> Vector:
     import numpy as np
 
@@ -176,6 +180,34 @@ class Ladder:
                 least = np.minimum(least, self.cost_us[above])
                 kept.append(i)
         return self.kept(np.array(kept[::-1]))
+
+    def bounded(self, most_loss: float, penalty_us: float) -> Ladder:
+        """The ladder with a penalty wherever a step loses more than that share against a graph of its own size.
+
+        A step loses by padding to a size far above it, or by running without a graph. Every true size counts that some
+        steps have, so with smoothing all do. A finite penalty leaves times that rise rising, and the solvers exact.
+
+        Args:
+            most_loss: the share of a step's time at the smallest candidate that holds it.
+            penalty_us: what each such true size costs besides; more than all steps together may take.
+        """
+        import numpy as np
+
+        held = int(np.searchsorted(self.demands, self.sizes[-1], "right"))
+        own = np.searchsorted(self.sizes, self.demands[:held])
+        most = (1 + most_loss) * self.cost_us[own, np.arange(held)] + _TINY_US
+        cost, escape = self.cost_us.copy(), self.escape_us.copy()
+        cost[:, :held] += np.where(cost[:, :held] > most, penalty_us, 0.0)
+        escape[:held] += np.where(escape[:held] > most, penalty_us, 0.0)
+        return attrs.evolve(self, cost_us=cost, escape_us=escape)
+
+    @property
+    def most_us(self) -> float:
+        """No choice takes longer for all steps together."""
+        import numpy as np
+
+        longest: Vector = np.maximum(self.cost_us.max(axis=0), self.escape_us)
+        return float(longest.sum())
 
     @property
     def rising(self) -> bool:

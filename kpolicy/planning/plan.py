@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
 from kpolicy.budgets import Budget, Usage
-from kpolicy.errors import ConfigError
+from kpolicy.errors import BudgetRefused, ConfigError
 from kpolicy.ladders import CaptureSizes
-from kpolicy.planning.choose import Choice, choose, frontiers, joint_curve
+from kpolicy.planning.choose import Choice, allowed, choose, frontiers, joint_curve
 from kpolicy.planning.histogram import Histogram
+from kpolicy.planning.ladder import Ladder
 from kpolicy.planning.workload import Workload
+from kpolicy.reasons import Reason
 
 __all__ = ["SMOOTHING", "WORTH", "Plan", "Replayed", "Round", "fixed_point", "plan"]
 
@@ -71,6 +74,7 @@ def plan(
     largest: Mapping[str, int] | None = None,
     smoothing: float = SMOOTHING,
     worth: float | None = None,
+    most_loss: float | Mapping[str, float] | None = None,
     exact: bool = False,
 ) -> Plan:
     """The capture sizes with the least mean step time within the budget.
@@ -83,10 +87,12 @@ def plan(
         smoothing: see `SMOOTHING`.
         worth: sizes are added only while one more takes this share off the mean step; by default `WORTH` without any
             limit, and 0 with one.
+        most_loss: no step may take longer than in a graph of its own size by more than this share, of all lists or by
+            list: with `smoothing` no size that a step may have, else none that was seen.
         exact: solve the integer programme where prices differ within a list (needs highspy).
 
     Raises:
-        BudgetRefused: sizes that must be captured don't fit.
+        BudgetRefused: sizes that must be captured don't fit, or `most_loss` takes more than there may be.
         ConfigError: there are no steps, or an argument is out of range.
     """
     steps = workload.steps
@@ -97,9 +103,11 @@ def plan(
         worth = WORTH if unlimited else 0.0
     if not 0 <= worth < 1:
         raise ConfigError(f"worth is {worth}; it is a share of the mean step from 0 to under 1.")
-    ladders = workload.ladders(smoothing=smoothing)
+    ladders, penalty_us = _bounded(workload.ladders(smoothing=smoothing), most_loss)
     most = MOST_LAYERS if most_sizes is None else most_sizes + 1
-    curve = joint_curve(frontiers(ladders, most, largest=largest), most) + workload.rest_us
+    curve = joint_curve(frontiers(ladders, most, largest=largest), most)
+    curve[curve >= penalty_us] = math.inf
+    curve += workload.rest_us
     if worth:
         # Where the curve isn't quite convex, up to the last size that is worth it.
         # Too few sizes for all steps take infinitely long: one size more gains no number there.
@@ -107,7 +115,43 @@ def plan(
         worthy = max((k + 1 for k, gain in enumerate(gains) if gain >= worth * curve[-1]), default=0)
         most_sizes = worthy if most_sizes is None else min(most_sizes, worthy)
     choice = choose(ladders, budget, most_sizes=most_sizes, largest=largest, exact=exact)
+    if choice.us >= penalty_us:
+        raise _too_few(ladders, penalty_us, budget, most_sizes, largest)
     return _plan(workload, choice, curve.tolist())
+
+
+def _bounded(
+    ladders: Sequence[Ladder], most_loss: float | Mapping[str, float] | None
+) -> tuple[Sequence[Ladder], float]:
+    """The ladders with what a step that loses more costs besides, and that; infinite where nothing is bounded."""
+    if most_loss is None:
+        return ladders, math.inf
+    names = [each.name for each in ladders]
+    losses = most_loss if isinstance(most_loss, Mapping) else dict.fromkeys(names, most_loss)
+    for name, loss in losses.items():
+        if name not in names:
+            raise ConfigError(f"most_loss names the ladder {name!r}; there are {', '.join(names)}.")
+        if not 0 <= loss < math.inf:
+            raise ConfigError(f"most_loss is {loss}; it is a share of a step's time from 0 up.")
+    penalty_us = sum(each.most_us for each in ladders) + 1.0
+    bounded = [
+        each.bounded(losses[each.name], penalty_us) if each.name in losses else each for each in ladders
+    ]  # fmt: skip
+    return bounded, penalty_us
+
+
+def _too_few(
+    ladders: Sequence[Ladder], penalty_us: float, budget: Budget | None, most_sizes: int | None,
+    largest: Mapping[str, int] | None,
+) -> BudgetRefused:  # fmt: skip
+    curve = joint_curve(frontiers(ladders, MOST_LAYERS, largest=largest)).tolist()
+    enough = next((k for k, us in enumerate(curve) if us < penalty_us), None)
+    takes = f"it takes {enough}" if enough is not None else f"{len(curve) - 1} aren't enough"
+    return BudgetRefused(
+        Reason.BUDGET_GRAPHS,
+        f"{allowed(budget, most_sizes)} can't keep every step as near to a graph of its own size as was asked: {takes} "
+        "sizes. Raise the budget or the loss, or don't fix the largest size.",
+    )
 
 
 def _plan(workload: Workload, choice: Choice, curve: list[float]) -> Plan:

@@ -1,0 +1,81 @@
+"""A bound on what any step loses against a graph of its own size."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kpolicy.errors import BudgetRefused, ConfigError
+from kpolicy.planning import Ladder, choose
+from kpolicy.trace_plan import plan_trace
+from tests.planning.instances import cheapest_fit_us, ladders
+from tests.planning.workloads import costs, server, trace
+
+GIVEN: dict[str, Any] = {"policy": "sglang", "server": server(), "costs": costs(), "hold_out": False}
+
+
+def loses(ladder: Ladder, chosen: tuple[int, ...], most_loss: float) -> int:
+    """True sizes that lose more than that by the choice, each at the smallest size that holds it or without a graph."""
+    found = 0
+    for i, demand in enumerate(ladder.demands.tolist()):
+        own = next((j for j, size in enumerate(ladder.sizes) if size >= demand), None)
+        if own is None:
+            continue
+        at = next((j for j, size in enumerate(ladder.sizes) if size >= demand and size in chosen), None)
+        takes = ladder.escape_us[i] if at is None else ladder.cost_us[at, i]
+        found += bool(takes > (1 + most_loss) * ladder.cost_us[own, i] + 1e-9)
+    return found
+
+
+@settings(max_examples=80, deadline=None)
+@given(ladders(), st.sampled_from([0.0, 0.05, 0.3, 2.0]), st.integers(0, 4))
+def test_equals_brute_force(ladder: Ladder, most_loss: float, most: int) -> None:
+    """Of all choices that hold the bound the quickest; where none of so many sizes does, it costs the penalty."""
+    sizes = ladder.sizes.tolist()
+    sets = [each for k in range(most + 1) for each in combinations(sizes, k) if not loses(ladder, each, most_loss)]
+    penalty_us = ladder.most_us + 1.0
+    found = choose([ladder.bounded(most_loss, penalty_us)], most_sizes=most)
+    assert (found.us < penalty_us) == bool(sets)
+    assume(sets)
+    assert not loses(ladder, found.sizes[ladder.name], most_loss)
+    assert found.us == pytest.approx(min(cheapest_fit_us(ladder, each) for each in sets))
+
+
+@pytest.mark.parametrize("most_loss", [0.02, 0.2])
+def test_no_size_of_a_step_loses_more(most_loss: float) -> None:
+    """Decode steps of every number of requests are within it, seen or not; a looser bound takes fewer sizes."""
+    table = costs()
+    sizes = plan_trace(trace(80, gap_s=1.0), most_loss=most_loss, **GIVEN).plan.lists["decode"]
+    assert sizes[-1] == 64
+    dense = np.array([table.full.at(reqs) for reqs in range(1, 65)]) + table.step_us
+    padded = np.array([table.full.at(next(s for s in sizes if s >= reqs)) for reqs in range(1, 65)]) + table.step_us
+    # Attention is part of the time that the loss is a share of.
+    assert (padded <= dense * (1 + most_loss) + 30).all()
+    tighter = plan_trace(trace(80, gap_s=1.0), most_loss=most_loss / 4, **GIVEN).plan.lists["decode"]
+    assert len(tighter) > len(sizes)
+
+
+def test_a_list_of_its_own() -> None:
+    """A bound for decode steps alone leaves the other list as it was."""
+    free, bounded = (plan_trace(trace(), most_loss=each, **GIVEN).plan for each in (None, {"decode": 0.02}))
+    both = plan_trace(trace(), most_loss=0.02, **GIVEN).plan
+    assert len(free.lists["decode"]) < len(bounded.lists["decode"])
+    assert len(bounded.lists["prefill"]) < len(both.lists["prefill"])
+    assert all(us == float("inf") for us in bounded.curve_us[: len(free.lists["decode"])])
+
+
+def test_a_budget_that_cant_hold_it() -> None:
+    """The error says how many sizes it takes, and so many are enough."""
+    with pytest.raises(BudgetRefused, match=r"3 sizes can't keep every step as near .*: it takes \d+ sizes") as refused:
+        plan_trace(trace(), most_sizes=3, most_loss=0.1, **GIVEN)
+    takes = int(str(refused.value).split("it takes ")[1].split()[0])
+    assert plan_trace(trace(), most_sizes=takes, most_loss=0.1, **GIVEN).plan.num_sizes == takes
+    with pytest.raises(ConfigError, match="most_loss names the ladder 'decoed'; there are decode, prefill"):
+        plan_trace(trace(), most_loss={"decoed": 0.1}, **GIVEN)
+    with pytest.raises(ConfigError, match="most_loss is -1"):
+        plan_trace(trace(), most_loss=-1, **GIVEN)
