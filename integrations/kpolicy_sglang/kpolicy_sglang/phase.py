@@ -127,8 +127,8 @@ class Phase:
         return (verdict or self._decide(size)) == _YES
 
     def wants_eager(self, size: int) -> bool:
-        """Whether the policy has a batch eager that a graph was captured for; False while SGLang's rule stands in."""
-        return self.policy != self.rule and size <= self.largest and not self.replays(size)
+        """Whether the policy has a batch eager that a captured graph would hold. SGLang's rule has no such decode."""
+        return size <= self.largest and not self.replays(size)
 
     def _decide(self, size: int) -> int:
         decision = self.decision(size)

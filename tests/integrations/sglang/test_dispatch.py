@@ -293,6 +293,15 @@ def test_another_ranks_no_is_the_groups(kind):
         assert not sum(phase.steps)
 
 
+def test_no_of_sglangs_limit_is_this_ranks_own():
+    """Without costs 0.5.23's vote on prompts is no beyond twice the tokens: that is the reason, and not the others'."""
+    phase = Phase(PREFILL, (64, 128), 300, full=False)
+    batch = batch_of(3, global_num_tokens_cpu=[3, 60], extend_seq_lens_cpu=[3])
+    assert dispatch.prefill_can_run(always(False), runner_of(phase), batch) is False
+    (line,) = lines(phase)
+    assert (line.mode, line.reason) == ("eager", "padding_over_limit")
+
+
 def test_limit_on_padding_that_is_not_there(caplog):
     """A rule without the limit, of another plugin's class, is asked as it is; that is said once."""
     phase = phase_of(PREFILL)

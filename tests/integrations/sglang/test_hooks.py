@@ -593,6 +593,16 @@ def test_counters_beside_sglangs_metrics():
     assert value("sglang:kpolicy_replays_total", phase="prefill", size="64") == 2
 
 
+def test_the_clock_is_read_now_and_then(monkeypatch):
+    """Iterations of the scheduler are many: most of them count and do nothing else."""
+    state, seen = State(Config(), "0.5.16"), []
+    state.metrics = SimpleNamespace(flush=lambda *_: seen.append("flushed"))
+    monkeypatch.setattr("kpolicy_sglang.state.METRICS_S", 0.0)
+    for _ in range(2 * 128 - 1):
+        state.tick()
+    assert seen == ["flushed"]
+
+
 def test_counters_of_data_parallel_ranks_are_told_apart():
     """With several of them every counter has the rank, as SGLang's own have."""
     prometheus = pytest.importorskip("prometheus_client")
