@@ -389,7 +389,7 @@ def score(name: str, policy: str, sizes: CaptureSizes, workload: Workload, claim
         name=name,
         policy=policy,
         sizes=sizes,
-        num_sizes=sum(len(each) for listed, each in under.lists_of(sizes).items() if listed in under.layout.names),
+        num_sizes=layout.count(sizes, settings.query_len),
         num_keys=len(keys),
         usage=sum(map(workload.usage_of or workload.costs.usage_of, keys), Usage()),
         step_us=under.time_us(sizes) / under.steps,

@@ -69,6 +69,17 @@ class Layout:
         """Whether decode batches of that query length have FULL graphs."""
         return self.decode is not None and (not self.query_lens or query_len in self.query_lens)
 
+    def lists_of(self, sizes: CaptureSizes, query_len: int) -> dict[str, tuple[int, ...]]:
+        """The lists that capture sizes stand for, `DECODE` in requests of so many tokens."""
+        if self.one_list:
+            return {LIST: tuple(sorted({*sizes.decode, *sizes.mixed, *sizes.piecewise}))}
+        others = sizes.piecewise if self.others is Part.PIECEWISE else sizes.mixed
+        return {DECODE: tuple(size // query_len for size in sizes.decode), OTHERS: others if self.others else ()}
+
+    def count(self, sizes: CaptureSizes, query_len: int) -> int:
+        """How many sizes there are in the lists that a policy has."""
+        return sum(len(each) for name, each in self.lists_of(sizes, query_len).items() if name in self.names)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The lists there are to choose."""
@@ -178,11 +189,7 @@ class Workload:
 
     def lists_of(self, sizes: CaptureSizes) -> dict[str, tuple[int, ...]]:
         """The lists that capture sizes stand for, `DECODE` in requests."""
-        q = self.settings.query_len
-        if self.layout.one_list:
-            return {LIST: tuple(sorted({*sizes.decode, *sizes.mixed, *sizes.piecewise}))}
-        others = sizes.piecewise if self.layout.others is Part.PIECEWISE else sizes.mixed
-        return {DECODE: tuple(size // q for size in sizes.decode), OTHERS: others if self.layout.others else ()}
+        return self.layout.lists_of(sizes, self.settings.query_len)
 
     def sizes_of(self, lists: Mapping[str, Sequence[int]]) -> CaptureSizes:
         """Capture sizes for those lists."""

@@ -131,9 +131,8 @@ class _Asked:
             return True
         policy, settings, sizes = get_policy(run.policy), self.server.settings, run.sizes
         if most_sizes is not None:
-            one_list = layout_of(policy, self.claims, settings).one_list
-            lists = [{*sizes.decode, *sizes.mixed, *sizes.piecewise}] if one_list else [sizes.decode, sizes.piecewise]
-            if sum(map(len, lists)) > most_sizes:
+            counted = layout_of(policy, self.claims, settings).count(sizes, settings.query_len)
+            if counted > most_sizes:
                 return False
         if budget is None or budget == self.budget:
             # Nothing was captured beyond what the simulation's own budget holds.

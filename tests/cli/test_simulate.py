@@ -144,6 +144,15 @@ def test_a_profile_is_taken_and_one_of_another_model_isnt(
         refused(kpolicy("simulate", trace, "--profile", other, "--config", config), str(other), model.split()[0])
 
 
+def test_a_profile_alone_leaves_kv_whole(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Bytes of KV a token aren't known without a config, so graphs take none, as the note says."""
+    own = profile_of(tmp_path / "own.json", "LlamaForCausalLM of 8030.3 M parameters, bfloat16")
+    told = kpolicy("simulate", trace, "--policy", "vllm", "--profile", own, "--json").json
+    assert told["traces"][0]["policies"][0]["graph_bytes"] > 0
+    assert told["traces"][0]["policies"][0]["kv_tokens"] == 400_000
+    assert "so graphs take no KV" in " ".join(told["setting"]["notes"])
+
+
 def test_a_profile_that_goes_by_a_name(kpolicy: Command, trace: Path, config: Path, tmp_path: Path) -> None:
     """Engines' plugins write a model's name: one of another size is refused, any other is said not to be known."""
     given = ("simulate", trace, "--policy", "eager", "--config", config, "--json", "--profile")

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import pytest
 
+from kpolicy.attention.support import Claims
 from kpolicy.budgets import Budget
 from kpolicy.costs import HostCost
 from kpolicy.errors import BudgetRefused, ConfigError
@@ -63,6 +64,36 @@ def test_a_run_that_serves_fewer_isnt_best() -> None:
     assert made.advice.best is not vllm
     assert "20 requests served, 10 with vllm" in made.advice.sentence
     assert any(line.startswith("Not compared, because they serve fewer") for line in made.advice.details)
+
+
+@pytest.mark.parametrize("policy", ["auto", "full", "piecewise", "tensorrt_llm", "split", "sglang", "vllm"])
+def test_sizes_are_counted_as_a_plan_counts_them(policy: str) -> None:
+    """A policy's own sizes are within a budget of as many sizes as the plan says that they are, and of no fewer."""
+    (made,) = gather([TRACE], [policy], server=SMALL, costs=COSTS, most_sizes=2).traces
+    own = made.plans[0].found.default.num_sizes
+    asked = import_module("kpolicy.report.gather")._Asked(
+        server=SMALL, costs=COSTS, attention=Claims.at_level("mixed"), ladder=None, objective="throughput", budget=None,
+        seed=0,
+    )  # fmt: skip
+    assert asked.fits(made.runs[0], None, own)
+    assert not asked.fits(made.runs[0], None, own - 1)
+
+
+def test_the_better_share_of_good_requests_is_best() -> None:
+    """With a service level the mean time doesn't count, and shares within half a point are equal."""
+    run = small_report().traces[0].runs[0]
+
+    def of(share: float, mean_us: float, graph_bytes: int) -> Run:
+        level = attrs.evolve(run.result.goodput, share=share, ttft_ms=5.0)
+        return attrs.evolve(
+            run, result=attrs.evolve(with_mean(run, mean_us, graph_bytes).result, goodput=level)
+        )  # fmt: skip
+
+    good, bad, near = of(0.9, 2000.0, 900), of(0.6, 1000.0, 1), of(0.896, 3000.0, 100)
+    assert best_of([bad, good]) is good
+    assert best_of([bad, good, near]) is near
+    far = of(0.8949, 3000.0, 100)
+    assert best_of([bad, good, far]) is good
 
 
 def test_the_plan_is_advised_where_it_is_as_good_with_less() -> None:

@@ -299,3 +299,25 @@ def test_an_interrupt_keeps_what_was_done():
     result = simulate(trace_of(*[(i, 5, 4) for i in range(9)]), "eager", costs=COSTS, on_step=stop)
     assert result.interrupted
     assert 0 < result.served < 9
+
+
+def test_a_requests_gap_is_over_the_tokens_after_its_first() -> None:
+    """Two tokens have one gap: a limit below it isn't met, one above it is."""
+    trace = trace_of((0, 8, 2))
+    gap_ms = run(trace, "eager")[0].gap.max / 1e3
+    for limit, good in ((gap_ms * 0.75, 0), (gap_ms * 1.01, 1)):
+        assert run(trace, "eager", of=server(service_level=ServiceLevel(gap_ms=limit)))[0].goodput.good == good
+
+
+def test_the_last_drafts_need_room_too() -> None:
+    """A request whose last drafts still fit is served; with one token more it is handed back, and the run ends."""
+    of = server(10, settings=DRAFTING, drafts=Drafts(acceptance=0.5))
+    for prompt, served in ((30, 1), (31, 0)):
+        result, _ = run(trace_of((0, prompt, 8)), "eager", of=of, ladder=None)
+        assert (result.served, dict(result.refused)) == (served, {} if served else {"over_kv_capacity": 1})
+
+
+def test_part_of_a_tokens_kv_is_taken_whole() -> None:
+    """Graphs of one byte more than whole KV tokens take a token more."""
+    of = Server(kv_tokens=160, block_size=16, kv_bytes_per_token=100)
+    assert [of.blocks(graph_bytes) for graph_bytes in (0, 1, 1600, 1601)] == [10, 9, 9, 8]

@@ -24,6 +24,7 @@ from kpolicy.errors import ConfigError, SchemaError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.generator import generate_trace
 from kpolicy.scheduling.traces import Trace
+from kpolicy.simulate import simulate
 from kpolicy.simulate.pareto import METRICS, draw, points_of
 from kpolicy.simulate.sweep import Axes, Common, LocalBackend, SweepFile, sweep
 
@@ -48,6 +49,21 @@ def test_every_combination_runs_once_in_order() -> None:
     assert [line["case"] for line in lines] == [attrs.asdict(case) for case in AXES.cases(common())]
     assert {line["result"]["served"] for line in lines} == {12}
     assert json.dumps(lines) == json.dumps(json.loads(json.dumps(lines)))
+
+
+def test_a_rate_speeds_the_arrivals_up() -> None:
+    """The line of a case at a rate is the simulation of the trace at that rate, and not the one at another."""
+    shared = common(ladders={"own": SIZES})
+    lines = sweep(Axes(policies=("eager",), rates=(1.0, 3.0)), shared, backend=LocalBackend(1))
+    by_rate = {line["case"]["rate"]: line["result"] for line in lines if line["case"]["trace"] == "short"}
+    trace = shared.traces["short"]
+    for rate in (1.0, 3.0):
+        wanted = simulate(
+            trace if rate == 1 else trace.scaled(rate), "eager", server=server(), costs=COSTS, ladder=SIZES,
+            attention=parse_attention("gqa"),
+        )  # fmt: skip
+        assert by_rate[rate] == json.loads(json.dumps(wanted.as_dict()))
+    assert by_rate[1.0]["span_s"] > by_rate[3.0]["span_s"]
 
 
 def test_processes_give_what_one_gives() -> None:
