@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kpolicy.costs import analytic_costs
 from kpolicy_vllm import plugin
 from kpolicy_vllm.state import PROCESS, state_of
 from tests.integrations.vllm import test_oracle_runner
@@ -96,9 +95,8 @@ def test_whole_graphs_of_mixed_batches_reach_the_bound(version: str) -> None:
     with vllm_of(version) as modules:
         plugin.register()
         for reqs, largest in ((1024, 1024), (256, 512)):
-            runner = served(modules, max_num_seqs=reqs, max_num_batched_tokens=8192, kpolicy={"pace": True})
+            given = {"pace": True, "calibrate": False, "decode_sizes": [1, reqs], "piecewise_sizes": [512]}
+            runner = served(modules, max_num_seqs=reqs, max_num_batched_tokens=4096, kpolicy=given)
             state = state_of(runner.vllm_config)
             assert state is not None
-            state.install_costs(analytic_costs())
             assert state.ladder.mixed[-1].num_tokens == largest
-            assert state.ladder.piecewise[-1].num_tokens == 4096

@@ -38,6 +38,12 @@ SLOW_EAGER = CostTable(
 )  # fmt: skip
 """100 us a step, 1 us a token, and 900 for what has no graph: by vLLM's own rule all of over 16 tokens here."""
 
+SLOW_HOST = CostTable(
+    version="made up too", measured=True, full=LINEAR, piecewise=LINEAR, eager=LINEAR,
+    host_full=HostCost(900.0), host_piecewise=HostCost(900.0), host_eager=HostCost(900.0),
+)  # fmt: skip
+"""As long a step whatever its tokens"""
+
 
 def state_of(config: Any, version: str, costs: CostTable = SLOW_EAGER, **settings: Any) -> State:
     """A state that has its graphs and costs."""
@@ -159,6 +165,30 @@ def serve_one(scheduler: Any) -> None:
             sampled_token_ids=[[1] for _ in names],
         ),
     )  # fmt: skip
+
+
+@BOTH
+def test_costs_of_now_and_the_first_prompt_decide(version: str) -> None:
+    """Other costs bound the next step; a paused scheduler has no bound; prompts are in order of admission."""
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=False, max_tokens=LIMIT)
+        state = state_of(config, version)
+        scheduler = paced_scheduler(config, state)
+        pacer = scheduler.kpolicy_pacer
+        scheduler.add_request(make_request("a", 10, 80))
+        serve_one(scheduler)
+        scheduler.add_request(make_request("b", 2000, 3))
+        assert pacer._bound() == (LARGEST, 1)
+        paused = scheduler._pause_state
+        scheduler._pause_state = type(paused)(1)
+        assert pacer._bound() is None
+        scheduler._pause_state = paused
+        state.install_costs(SLOW_HOST)
+        scheduler.add_request(make_request("c", 2000, 3))
+        assert pacer._bound() is None
+        waiting = [make_request(name, 500, 3) for name in ("d", "e")]
+        scheduler.running = [*scheduler.running, *waiting]
+        assert pacer._prompts() == waiting
 
 
 @BOTH
