@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kpolicy.budgets import Usage
 from kpolicy.errors import ConfigError, LadderError
 from kpolicy.planning import Ladder, aligned_sizes, frontier, tied
 from kpolicy.planning.solve import Sums, _layer, _layer_of_any, cheapest_path
@@ -156,6 +158,16 @@ def test_a_size_that_spoils_a_larger_one_does_not_dominate() -> None:
     )  # fmt: skip
     assert ladder.without_dominated().sizes.tolist() == [1, 2, 3]
     assert frontier(ladder).best(2) == (1, 3)
+
+
+@pytest.mark.parametrize("resource", ["graphs", "streams", "bytes", "seconds"])
+def test_a_dearer_size_does_not_dominate(resource: str) -> None:
+    """A larger size that takes no more time but more of anything leaves the smaller one a candidate."""
+    price = Usage(graphs=1, streams=1, bytes=1, seconds=1)
+    dear = attrs.evolve(price, **{resource: 2})
+    given = {"weights": [1, 1], "sizes": [1, 2], "graph_us": [10, 10], "escape_us": [99, 99]}
+    assert Ladder.of("decode", **given, usage=[price, dear]).without_dominated().sizes.tolist() == [1, 2]
+    assert Ladder.of("decode", **given, usage=[dear, price]).without_dominated().sizes.tolist() == [2]
 
 
 def test_fewest_sizes() -> None:

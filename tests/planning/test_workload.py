@@ -14,6 +14,7 @@ from kpolicy.modes import Part
 from kpolicy.planning import Histogram, Layout, Workload
 from kpolicy.planning.workload import DECODE, LIST, OTHERS, token_candidates
 from kpolicy.policies import get_policy
+from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from kpolicy.simulate import simulate
@@ -169,3 +170,25 @@ def test_nothing_to_plan() -> None:
         workload("vllm").ladders(smoothing=1.0)
     with pytest.raises(ConfigError, match="multiple_of is 0"):
         Layout(multiple_of=0)
+
+
+def test_more_than_sglangs_padding_is_eager() -> None:
+    """A prompt of 120 tokens replays a graph of 240, and none of 241: planning and the simulator agree."""
+    made, host = get_policy("sglang"), server()
+    for size, eager in ((240, False), (241, True), (300, True)):
+        sizes = CaptureSizes((1,), (), (size,))
+        one = Trace("t", "generated", [TraceRequest(0, 0.0, 120, 1)])
+        steps = replayed(one, "sglang", sizes, server=host, costs=costs(), attention=CLAIMS)
+        layout = layout_of(made, CLAIMS, host.settings)
+        planned = Workload(histogram=steps, costs=costs(), settings=host.settings, layout=layout).time_us(sizes)
+        result = simulate(one, "sglang", server=host, costs=costs(), attention=CLAIMS, ladder=sizes)
+        assert planned == pytest.approx(result.step_us, rel=1e-9)
+        assert ("eager" in result.modes) is eager
+
+
+def test_decode_sizes_of_drafts_are_aligned_in_tokens() -> None:
+    """Requests of 1 + k tokens need only what is left of the alignment."""
+    for drafts, wanted in ((0, 4), (1, 2), (2, 4), (3, 1)):
+        settings = Settings(max_num_reqs=64, max_num_tokens=512, num_speculative_tokens=drafts)
+        layout = layout_of(get_policy("auto"), CLAIMS, settings, multiple_of=4)
+        assert layout.decode_multiple_of == wanted

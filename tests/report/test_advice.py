@@ -96,6 +96,16 @@ def test_the_better_share_of_good_requests_is_best() -> None:
     assert best_of([bad, good, far]) is good
 
 
+def test_planned_sizes_have_a_budget_of_their_own() -> None:
+    """What the policies' graphs may take doesn't limit those of the plan."""
+    (made,) = gather(
+        [TRACE], ["vllm"], server=SMALL, costs=COSTS, budget=Budget(graphs=4), plan_budget=Budget(graphs=40)
+    ).traces
+    own, planned = made.runs
+    assert own.result.graphs <= 4 < planned.result.graphs
+    assert not planned.result.not_captured
+
+
 def test_the_plan_is_advised_where_it_is_as_good_with_less() -> None:
     """Its flags are those sizes, as vLLM takes them, and the one sentence has both runs' figures."""
     made = gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, most_sizes=6).traces[0]
