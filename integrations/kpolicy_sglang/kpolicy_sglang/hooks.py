@@ -29,18 +29,19 @@ __all__ = [
     "init_cuda_graphs",
     "mla_rule_0_5_16",
     "new_batch_prefill",
+    "own_largest",
     "prefill_backend",
 ]
 
 logger = logging.getLogger(__name__)
 MLA_CHECKED = ("triton",)
 """Attention backends whose MLA prefill was checked on a GPU, graph against eager: benchmarks/sglang/check.py."""
-_now: dict[str, Any] = {"config": None, "version": "", "server_args": None}
+_now: dict[str, Any] = {"config": None, "version": "", "server_args": None, "own_largest": None}
 
 
 def configure(config: Config | None, version: str = "") -> None:
     """Set what the hooks of this process do; None makes every one of them call SGLang's own function alone."""
-    _now.update(config=config, version=version, server_args=None)
+    _now.update(config=config, version=version, server_args=None, own_largest=None)
     speak_for(None)
 
 
@@ -50,9 +51,20 @@ def configured() -> Config | None:
     return found
 
 
-def note_deployment(server_args: Any) -> None:
-    """Keep whose arguments are resolved: 0.5.23 asks for prefill sizes without them, after it asked all else."""
-    _now["server_args"] = server_args
+def note_deployment(server_args: Any, own_largest: int | None = None) -> None:
+    """Keep whose arguments are resolved: 0.5.23 asks for prefill sizes without them, after it asked all else.
+
+    Args:
+        server_args: the arguments.
+        own_largest: SGLang's own largest decode size, before kpolicy sets another.
+    """
+    _now.update(server_args=server_args, own_largest=own_largest)
+
+
+def own_largest(server_args: Any) -> int | None:
+    """SGLang's own largest decode size for these arguments; None where it wasn't kept, or isn't known yet."""
+    found: int | None = _now["own_largest"]
+    return found if _now["server_args"] is server_args else None
 
 
 def deployment() -> Any:

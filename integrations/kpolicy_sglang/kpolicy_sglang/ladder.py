@@ -1,4 +1,4 @@
-"""Which sizes SGLang captures under kpolicy: its own, and decode up to the most requests that may run."""
+"""Which sizes SGLang captures under kpolicy: its own, and on large GPUs decode up to the requests that may run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from kpolicy_sglang.config import Config
 __all__ = ["USUAL_MOST_REQS", "decode_sizes", "default_decode_sizes", "default_prefill_sizes", "prefill_sizes"]
 
 USUAL_MOST_REQS = 1024
-"""Largest decode size where SGLang wasn't told how many requests may run, and has graphs to `_LARGE_GPU` itself."""
+"""Largest decode size where SGLang has graphs to `_LARGE_GPU` itself, however many requests may run.
+
+SGLang sets memory aside by the largest size: at 4,096 requests it would be 8 GiB.
+"""
 _LARGE_GPU = 256
 """SGLang's own largest decode size from 60 GiB of memory on. Smaller GPUs keep theirs: nothing was measured there."""
 _ABOVE = (384, 512, 768)
@@ -58,7 +61,7 @@ def decode_sizes(config: Config, stock: Sequence[int], most_reqs: int | None, sg
         given = tuple(size // _plan(config).settings.query_len for size in _plan(config).sizes.decode)
     if given is None:
         usual = max(sglang_most, USUAL_MOST_REQS) if sglang_most >= _LARGE_GPU else sglang_most
-        return default_decode_sizes(stock, most_reqs or usual)
+        return default_decode_sizes(stock, min(most_reqs or usual, usual))
     return tuple(size for size in given if most_reqs is None or size <= most_reqs) or given[:1]
 
 

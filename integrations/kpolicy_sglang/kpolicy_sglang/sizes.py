@@ -8,7 +8,7 @@ from typing import Any
 from kpolicy.errors import KPolicyError
 from kpolicy_sglang import ladder
 from kpolicy_sglang.arguments import resolved, running_per_rank
-from kpolicy_sglang.hooks import configured, deployment, fail, note_deployment, refusal
+from kpolicy_sglang.hooks import configured, deployment, fail, note_deployment, own_largest, refusal
 
 __all__ = ["decode_limit", "decode_sizes", "decode_sizes_0_5_16", "prefill_sizes", "prefill_sizes_0_5_16"]
 
@@ -21,7 +21,7 @@ def decode_limit(original: Any, server_args: Any, decode_config: Any, gpu_mem: A
     What it is then is what SGLang sets memory aside by, and what its other parts take for the largest graph.
     """
     original(server_args, decode_config, gpu_mem)
-    note_deployment(server_args)
+    note_deployment(server_args, decode_config.max_bs)
     on_cpu = getattr(resolved(server_args), "device", None) == "cpu"
     if on_cpu or decode_config.bs is not None or decode_config.max_bs is None:
         return
@@ -31,7 +31,11 @@ def decode_limit(original: Any, server_args: Any, decode_config: Any, gpu_mem: A
 
 
 def decode_sizes(original: Any, server_args: Any, max_bs: int) -> list[int]:
-    """AROUND `generate_decode_cuda_graph_batch_sizes`."""
+    """AROUND `generate_decode_cuda_graph_batch_sizes`, which 0.5.23 asks with the largest size that `decode_limit` set.
+
+    Sizes up to SGLang's own largest are those of its list for that one: its list for ours has 28 more.
+    """
+    max_bs = own_largest(server_args) or max_bs
     stock: list[int] = original(server_args, max_bs)
     config = configured()
     if config is None or refusal(server_args) or resolved(server_args).disable_cuda_graph_padding:

@@ -75,6 +75,25 @@ def test_default_decode_sizes(most):
     assert default_decode_sizes((), most)[-1] == most
 
 
+@pytest.mark.parametrize("most", [300, 384, 500, 512, 700, 1024, 1500])
+@pytest.mark.parametrize("own", [2, 256, 384, 512, 600, 1024])
+def test_default_decode_sizes_go_on_from_any_list(own, most):
+    """Wherever SGLang's own list ends, on a GPU of any size, each size is there once and they rise."""
+    stock = tuple(range(1, own + 1))
+    sizes = default_decode_sizes(stock, most)
+    assert all(a < b for a, b in itertools.pairwise(sizes))
+    assert sizes[: min(own, most)] == stock[:most]
+    assert sizes[-1] == most
+
+
+@pytest.mark.parametrize(
+    ("own", "told", "largest"), [(256, 4096, 1024), (8, 512, 8), (512, None, 1024), (256, 300, 300)]
+)
+def test_memory_bounds_the_default_decode_sizes(own, told, largest):
+    """However many requests may run, a small GPU keeps SGLang's sizes and a large one has 1,024."""
+    assert decode_sizes(Config(), (1, 2, own), told, own)[-1] == largest
+
+
 def test_default_prefill_sizes():
     """They are SGLang's own, end with the largest step, and there is always one."""
     assert default_prefill_sizes(STOCK_PREFILL, 8192) == STOCK_PREFILL

@@ -96,7 +96,10 @@ def test_a_deployment_left_alone_has_sglangs_sizes(left):
     ("fields", "decode", "largest"),
     [({}, {}, 768), ({"max_running_requests": None}, {}, 1024), ({"max_running_requests": None}, {"max_bs": 48}, 48),
      ({}, {"bs": [1, 2]}, 256), ({"device": "cpu"}, {}, 256),
-     ({"_cuda_graph_config_locked": {("decode", "max_bs")}}, {"max_bs": 100}, 100)],
+     ({"max_running_requests": 4096}, {}, 1024), ({"max_running_requests": 512}, {"max_bs": 8}, 8),
+     ({"_cuda_graph_config_locked": {("decode", "max_bs")}}, {"max_bs": 100}, 100),
+     ({"_cuda_graph_config_locked": {("decode", "max_bs")}}, {"max_bs": 1500}, 768),
+     ({"_cuda_graph_config_locked": {("decode", "max_bs")}, "max_running_requests": 4096}, {"max_bs": 1500}, 1500)],
 )  # fmt: skip
 def test_memory_is_set_aside_for_the_largest_size(fields, decode, largest):
     """0.5.23 takes the largest size from its configuration, and that is the list's before anything reads it."""
@@ -107,10 +110,28 @@ def test_memory_is_set_aside_for_the_largest_size(fields, decode, largest):
         assert sizes.decode_sizes(stock, args, config.max_bs)[-1] == largest
 
 
+def own_list(_, most):
+    """SGLang's list as it is for that largest size: 36 to 256, 68 to 1,024."""
+    rising = (*(1, 2, 4, 8, 12), *range(16, 257, 8), *range(272, 512, 16), *range(512, most + 1, 32))
+    found = [size for size in rising if size <= most]
+    return found if most in found else [*found, most]
+
+
+@pytest.mark.parametrize(("own", "above"), [(256, (384, 512, 768, 1024)), (512, (768, 1024)), (48, ())])
+def test_sizes_in_the_order_of_0_5_23_are_sglangs_own_and_those_above(own, above):
+    """It sets the largest size first and asks for its list then, which is longer for kpolicy's largest than its own."""
+    args, config = arguments(max_running_requests=None), SimpleNamespace(bs=None, max_bs=own)
+    sizes.decode_limit(lambda *_: None, args, config, 1)
+    assert sizes.decode_sizes(own_list, args, config.max_bs) == [*own_list(args, own), *above]
+    # Another deployment's arguments, a draft model's, have nothing of it.
+    assert sizes.decode_sizes(own_list, arguments(max_running_requests=None), 64) == own_list(args, 64)
+
+
 def test_given_largest_size_is_kept():
     """A largest size that the user gave bounds kpolicy's list too."""
     locked = arguments(_cuda_graph_config_locked={("decode", "max_bs")})
     assert sizes.decode_sizes(stock, locked, 100)[-1] == 100
+    assert sizes.decode_sizes(stock, locked, 1500)[-1] == 768
 
 
 @pytest.mark.parametrize("config", [None, "disabled", "no padding"])

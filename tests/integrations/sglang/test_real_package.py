@@ -47,6 +47,26 @@ else:
     found["prefill_sizes"] = cuda_graph_hook.generate_prefill_cuda_graph_batch_sizes(8192)
 """
 
+MEMORY = """
+if found["version"].startswith("0.5.23"):
+    import sglang.srt.arg_groups.memory_hook as memory
+    import sglang.srt.model_executor.cuda_graph_config as graphs
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.server_args import ServerArgs
+    args = ServerArgs(model_path=MODEL, load_format="dummy", skip_tokenizer_init=True, device="cpu",
+                      attention_backend="torch_native")
+    asked_for = graphs.CudaGraphConfig()
+    for name, backend in (("decode", "full"), ("prefill", "breakable")):
+        phase = getattr(asked_for, name)
+        phase.bs, phase.max_bs, phase.backend = None, None, backend
+    declare_resolution(args, "a test", cuda_graph_config=asked_for, device="cuda", mem_fraction_static=None,
+                       chunked_prefill_size=None)
+    memory.get_device_memory_capacity = lambda device: GIB * 1024.0
+    memory.handle_gpu_memory_settings(args)
+    decode = resolving_view(args).cuda_graph_config.decode
+    found.update(largest=decode.max_bs, decode_sizes=list(decode.bs))
+"""
+
 
 def asked(code, **environ):
     """What the code finds, in a fresh process."""
@@ -85,6 +105,19 @@ def test_real_arguments_get_kpolicys_sizes(tmp_path):
     assert len(found["decode_sizes"]) == 36 + 3
     assert found.get("prefill", "breakable") == "breakable"
     assert found.get("prefill_sizes", [8192])[-1] == 8192
+
+
+@pytest.mark.parametrize(("gib", "above"), [(141, [384, 512, 768, 1024]), (24, [])])
+def test_real_memory_settings_keep_sglangs_sizes(tmp_path, gib, above):
+    """0.5.23 sets the largest size and then asks for the list: it is its own, and on a large GPU four sizes more."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    code = LOAD + MEMORY.replace("MODEL", repr(str(tmp_path)), 1).replace("GIB", str(gib))
+    stock = asked(code, KPOLICY_SGLANG="0")
+    if not stock["version"].startswith("0.5.23"):
+        pytest.skip("0.5.16 asks for the list before it sets the largest size")
+    found = asked(code, KPOLICY_SGLANG="1", KPOLICY_STRICT="1")
+    assert found["decode_sizes"] == stock["decode_sizes"] + above
+    assert found["largest"] == found["decode_sizes"][-1]
 
 
 @pytest.mark.skipif(
