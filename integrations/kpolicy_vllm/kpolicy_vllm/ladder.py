@@ -62,7 +62,7 @@ def default_sizes(settings: Settings, *, paced: bool = False) -> CaptureSizes:
 
 
 def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = None, ranks: int = 1,
-             multiple_of: int = 1) -> CaptureSizes | None:  # fmt: skip
+             multiple_of: int = 1, paced: bool | None = None) -> CaptureSizes | None:  # fmt: skip
     """The sizes to capture; None where vLLM's own list stays as it is.
 
     Args:
@@ -72,6 +72,7 @@ def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = N
         ranks: data-parallel ranks. With more than one a rank may have to run at any size of another's, so that every
             size is there in pieces, and FULL graphs are of decodes only.
         multiple_of: what every size is rounded up to (tensor parallel ranks under sequence parallelism).
+        paced: whether steps can be bounded, `kpolicy_vllm.scheduler.may_pace`; None where only the settings say.
 
     Raises:
         ConfigError: a size can't be used, or the plan is of another deployment.
@@ -86,7 +87,7 @@ def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = N
         sizes = CaptureSizes([n for n in listed if n % q == 0 and n <= q * settings.max_num_reqs],
                              [n for n in listed if n <= LARGEST_MIXED], listed)  # fmt: skip
     elif isinstance(policy, (AutoPolicy, FixedPolicy)):
-        sizes = default_sizes(settings, paced=config.paces)
+        sizes = default_sizes(settings, paced=config.paces if paced is None else paced)
     else:
         sizes = policy.sizes(settings)
     for name in ("decode", "mixed", "piecewise"):

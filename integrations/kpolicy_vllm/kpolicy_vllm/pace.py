@@ -9,6 +9,7 @@ objective's bound on the first token, so what is spent on shorter steps is what 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,18 +21,27 @@ from kpolicy_vllm.state import LISTED, State, workers_apart
 
 __all__ = ["Pacer", "left_of", "queues_of", "vllm_s_own", "why_not"]
 
+_OTHERS_STEPS = 8
+"""Steps that a rank of prompts only is bounded in, once ranks' last step showed that another decodes"""
+_COMPUTED, _PROMPT = operator.attrgetter("num_computed_tokens"), operator.attrgetter("num_prompt_tokens")
 
-def why_not(vllm_config: Any, scheduler: Any = None) -> str | None:
+
+def why_not(vllm_config: Any, scheduler: Any = None, *, apart: bool = False) -> str | None:
     """Why steps can't be bounded in this vLLM; None where they can.
 
     Args:
         vllm_config: vLLM's.
         scheduler: vLLM's, where it is made.
+        apart: whether decodes and prompts are given steps of their own (SPLIT).
     """
+    if apart:
+        return "split is on, so decodes and prompts have steps of their own, and the bound is on those of both"
     if workers_apart(vllm_config):
         return "the workers are processes of their own, and costs are measured there; it needs the in-process executor"
     if not getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True):
         return "prompts aren't chunked, and one that is longer than the bound would wait"
+    if getattr(vllm_config.scheduler_config, "long_prefill_token_threshold", 0):
+        return "with long_prefill_token_threshold decodes run behind prompts, and a bounded step may have no room left"
     if getattr(scheduler, "need_mamba_block_aligned_split", False):
         return "chunks of this model end at blocks, which may be longer than the bound"
     return None
@@ -65,6 +75,7 @@ class Pacer:
         self._paces: dict[int, Pace] = {}
         self._by: tuple[Any, Any] | None = None
         self._off = False
+        self._for_others = 0
         self._whole = False
         """Whether the next step is vLLM's own, as no prompt came in under the bound"""
 
@@ -109,8 +120,14 @@ class Pacer:
             return None
         prompts = self._prompts()
         waiting = sum(map(len, queues_of(scheduler)))
-        decodes = len(scheduler.running) - len(prompts)
-        if not (prompts or waiting) or not (decodes or self._ranks > 1):
+        decoding = scheduler.running[: len(scheduler.running) - len(prompts)]
+        decodes = len(decoding)
+        if not (prompts or waiting) or not (decodes or self._others_decode()):
+            return None
+        unfinished = any(map(operator.lt, map(_COMPUTED, decoding), map(_PROMPT, decoding)))
+        if unfinished and any(left_of(request) > 1 for request in decoding):
+            # A prompt before them would fill a bounded step alone, again and again, until it is done.
+            state.counters.add("pace_decodes_behind_a_prompt")
             return None
         limit = scheduler.max_num_scheduled_tokens
         decode_tokens = decodes * state.settings.query_len
@@ -126,11 +143,24 @@ class Pacer:
         most = self._pace(limit).next_step(first.request_id, max(decodes, 1), line)
         return (most, decode_tokens) if most < limit else None
 
-    def _prompts(self) -> list[Any]:
-        """The running requests whose prompt isn't done: they are last, as one that isn't takes all that is left.
+    def _others_decode(self) -> bool:
+        """Whether this rank, which has no decodes, is to bound its steps for those of other ranks.
 
-        Only under vLLM's threshold for long prompts decodes may stand behind them, and then be left out of a bounded
-        step, as of any other that is full.
+        What ranks agreed on tells of others only where this one ran no prompts, so that is held for some steps.
+        """
+        if self._ranks == 1:
+            return False
+        if self._state.others_decode():
+            self._for_others = _OTHERS_STEPS
+        elif self._for_others:
+            self._for_others -= 1
+        return self._for_others > 0
+
+    def _prompts(self) -> list[Any]:
+        """The last of the running requests, as far as their prompts aren't done.
+
+        One that isn't takes all that is left of a step, so hardly anyone comes in behind it. Where somebody did, as
+        behind a prompt with an image that had to wait, decodes may follow it: `_bound` looks for that.
         """
         found = list(itertools.takewhile(lambda request: left_of(request) > 1, reversed(self._scheduler.running)))
         found.reverse()

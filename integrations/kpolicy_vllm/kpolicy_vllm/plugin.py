@@ -83,6 +83,8 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
         why = "there is nothing to decide: CUDA graphs are off (enforce_eager, or cudagraph_mode NONE)."
         _refused(vllm_config, "graphs_off", why)
         return
+    from kpolicy_vllm.scheduler import may_pace, qualname
+
     listed = _remember(vllm_config, config, listed)
     sizes = sizes_of(
         config,
@@ -90,6 +92,7 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
         listed=listed,
         ranks=parallel.data_parallel_size,
         multiple_of=parallel.tensor_parallel_size if compilation.pass_config.enable_sp else 1,
+        paced=may_pace(vllm_config, config),
     )
     if sizes is not None:
         ours = one_list(sizes)
@@ -103,8 +106,6 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
         announce(str(vllm_config.instance_id))
     scheduler = vllm_config.scheduler_config
     if config.split or config.paces:
-        from kpolicy_vllm.scheduler import qualname
-
         cls = qualname(vllm_config)
         if scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = cls
@@ -184,12 +185,15 @@ def _attach(found: Adapter, wrapper: Any, state: State) -> None:
     compilation, parallel = wrapper.vllm_config.compilation_config, wrapper.vllm_config.parallel_config
     if not compilation.cudagraph_capture_sizes:
         return
+    from kpolicy_vllm.scheduler import may_pace
+
     state.sizes = sizes_of(
         state.config,
         state.settings,
         listed=_remember(wrapper.vllm_config, state.config, None),
         ranks=parallel.data_parallel_size,
         multiple_of=parallel.tensor_parallel_size if compilation.pass_config.enable_sp else 1,
+        paced=may_pace(wrapper.vllm_config, state.config),
     )
     state.vllm_version = found.version
     found.check("v2" if hasattr(runner, "cudagraph_manager") else "v1")

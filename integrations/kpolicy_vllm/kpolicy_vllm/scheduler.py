@@ -22,12 +22,14 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from kpolicy.policies import get_policy
 from kpolicy_vllm import pace
+from kpolicy_vllm.config import Config
 from kpolicy_vllm.pace import Pacer, left_of, queues_of
 from kpolicy_vllm.split_rule import SplitRule
 from kpolicy_vllm.state import State, held_by, state_of, workers_apart
 
-__all__ = ["SplitAsyncScheduler", "SplitScheduler", "qualname", "why_not"]  # noqa: F822 - made by __getattr__
+__all__ = ["SplitAsyncScheduler", "SplitScheduler", "may_pace", "qualname", "why_not"]  # noqa: F822 - made by __getattr__
 
 _BASES = {
     "SplitScheduler": ("vllm.v1.core.sched.scheduler", "Scheduler"),
@@ -67,6 +69,20 @@ def why_not(vllm_config: Any, *, in_scheduler: bool = True) -> str | None:
     if vllm_config.model_config.is_encoder_decoder:
         return "steps of an encoder and a decoder aren't of decodes or prompts"
     return None
+
+
+def may_pace(vllm_config: Any, config: Config) -> bool:
+    """Whether steps can ever be bounded in this vLLM, so that graphs for bounded ones are worth their memory.
+
+    Args:
+        vllm_config: vLLM's, before or after it was given our scheduler's class.
+        config: the user's settings.
+    """
+    if not config.paces or not get_policy(config.policy).reads_costs:
+        return False
+    if vllm_config.scheduler_config.scheduler_cls not in (None, qualname(vllm_config)):
+        return False
+    return pace.why_not(vllm_config, apart=config.split and why_not(vllm_config) is None) is None
 
 
 class Turns:
@@ -358,13 +374,17 @@ def _made(name: str) -> type[Any]:
             if state is None:
                 return
             held_by(self, state)
-            if state.config.paces:
-                with state.guard("not_paced", "bounding steps", "they are filled to vLLM's limit"):
-                    reason = pace.why_not(self.vllm_config, self)
-                    if reason is None:
-                        self.kpolicy_pacer = Pacer(self, state)
-                    else:
-                        state.counters.warn_once("not_paced", f"steps are filled to vLLM's limit: {reason}.")
+            self._kpolicy_split(state)
+            if not state.config.paces:
+                return
+            with state.guard("not_paced", "bounding steps", "they are filled to vLLM's limit"):
+                reason = pace.why_not(self.vllm_config, self, apart=self.kpolicy_turns is not None)
+                if reason is None:
+                    self.kpolicy_pacer = Pacer(self, state)
+                else:
+                    state.counters.warn_once("not_paced", f"steps are filled to vLLM's limit: {reason}.")
+
+        def _kpolicy_split(self, state: State) -> None:
             if not state.config.split:
                 return
             with state.guard("not_split", "scheduling decodes and prompts apart", "they are scheduled together"):
@@ -381,7 +401,7 @@ def _made(name: str) -> type[Any]:
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             run = functools.partial(super().schedule, *args, **kwargs)
             if self.kpolicy_turns is not None:
-                run = functools.partial(self.kpolicy_turns.schedule, run)
+                return self.kpolicy_turns.schedule(run)
             return run() if self.kpolicy_pacer is None else self.kpolicy_pacer.schedule(run)
 
     Split.__name__ = Split.__qualname__ = name

@@ -59,6 +59,34 @@ def test_the_scheduler_and_the_sizes_follow_the_objective(version: str, given: A
 
 
 @BOTH
+def test_where_steps_can_never_be_bounded_no_graphs_are_captured_for_it(version: str) -> None:
+    """Larger graphs cost memory and start-up time, which is for nothing then."""
+    with vllm_of(version) as modules:
+        plugin.register()
+
+        def largest(given: Any, part: str = "", scheduler: Any = None, **changed: Any) -> int:
+            config = vllm_config(modules, kpolicy={"pace": True} | given, max_num_seqs=1024,
+                                 max_num_batched_tokens=8192)  # fmt: skip
+            config.scheduler_config.async_scheduling = True
+            config.scheduler_config.scheduler_cls = scheduler
+            for name, value in changed.items():
+                setattr(getattr(config, part), name, value)
+            sized(modules, config)
+            return int(config.compilation_config.cudagraph_capture_sizes[-1])
+
+        assert largest({}) == 4096
+        assert largest({}, scheduler=CLASS) == 4096
+        assert largest({}, scheduler="mine.Scheduler") == 2048
+        assert largest({}, "parallel_config", distributed_executor_backend="mp") == 2048
+        assert largest({}, "scheduler_config", enable_chunked_prefill=False) == 2048
+        assert largest({}, "scheduler_config", long_prefill_token_threshold=512) == 2048
+        assert largest({"policy": "full"}) == 2048
+        assert largest({"split": True}, "parallel_config", pipeline_parallel_size=1) == 2048
+        # SPLIT isn't to be had with pipeline stages, so that steps are bounded.
+        assert largest({"split": True}, "parallel_config", pipeline_parallel_size=2) == 4096
+
+
+@BOTH
 def test_a_scheduler_that_was_given_stays(version: str, caplog: pytest.LogCaptureFixture) -> None:
     """The user's own class schedules, which is said and counted once; a copied configuration keeps ours in silence."""
     with vllm_of(version) as modules, caplog.at_level(logging.WARNING):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -233,14 +234,96 @@ def test_a_release_without_a_replica_is_bounded_by_the_objective_alone(version: 
 
 
 @BOTH
-def test_a_rank_of_prompts_alone_is_bounded_for_the_others(version: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "agreed", "bounded"),
+    [
+        (1, GraphKey(Part.FULL, 8, 8, query_len=1), 0),
+        # Nobody decodes: a rank without rows votes for one decode, the smallest graph, or nothing was agreed on yet.
+        (2, GraphKey(Part.FULL, 1, 1, query_len=1), 0),
+        (2, None, 0),
+        (2, GraphKey(Part.FULL, 8, 8, query_len=1), 8),
+    ],
+)
+def test_a_rank_of_prompts_alone_is_bounded_where_others_decode(
+    version: str, ranks: int, agreed: GraphKey | None, bounded: int
+) -> None:
+    """Others' decodes wait for it too; where nobody decodes, on any rank, prompts don't pay for them."""
     with schedulers(version):
-        for ranks, wanted in ((1, LIMIT), (2, LARGEST)):
-            config = vllm_config(version, asynchronous=False, max_tokens=LIMIT, ranks=ranks)
-            scheduler = paced_scheduler(config, state_of(config, version))
-            for i in range(4):
-                scheduler.add_request(make_request(f"a{i}", 1500, 2))
-            assert scheduler.schedule().total_num_scheduled_tokens == wanted
+        config = vllm_config(version, asynchronous=False, max_tokens=LIMIT, ranks=ranks, blocks=2000)
+        state = state_of(config, version)
+        small = GraphKey(Part.FULL, 1, 1, query_len=1)
+        state.registry.plan([small])
+        state.registry.capture(small, bytes=1, seconds=0.1, graphs=1, pool="vllm")
+        scheduler = paced_scheduler(config, state)
+        state.dispatcher = SimpleNamespace(agreed=agreed)
+        for i in range(4):
+            scheduler.add_request(make_request(f"a{i}", 3500, 2))
+        tokens = []
+        for _ in range(12):
+            tokens.append(scheduler.schedule().total_num_scheduled_tokens)
+            # With its prompts in them, ranks' steps are in pieces, which says nothing of others' decodes.
+            state.dispatcher.agreed = GraphKey(Part.PIECEWISE, 64)
+        assert tokens == [LARGEST] * bounded + [LIMIT] * (12 - bounded)
+
+
+def rows_of(scheduler: Any, load: list[tuple[int, Any]], *, depth: int) -> list[dict[str, int]]:
+    """Tokens of each request, by step."""
+    steps: list[dict[str, int]] = []
+
+    def noted(worker: Any) -> Any:
+        def run(output: Any, known: dict[str, int]) -> Any:
+            steps.append(dict(output.num_scheduled_tokens))
+            return worker.run(output, known)
+
+        return run
+
+    serve(scheduler, load, depth=depth, runs=noted)
+    return steps
+
+
+def longest_wait(steps: list[dict[str, int]], name: str) -> int:
+    """Most steps from one with the request in it to the next."""
+    having = [i for i, step in enumerate(steps) if name in step]
+    return max(after - before for before, after in itertools.pairwise(having))
+
+
+def behind_a_prompt() -> list[tuple[int, Any]]:
+    """A long prompt, a short one beside it that soon decodes, then more long ones."""
+    load = [(0, make_request("long", 3000, 5)), (0, make_request("short", 20, 60))]
+    return load + [(6, make_request(f"more{i}", 3000, 3)) for i in range(3)]
+
+
+@BOTH
+@KINDS
+@pytest.mark.parametrize("threshold", [64, 128])
+def test_decodes_behind_a_prompt_are_in_every_step(version: str, asynchronous: bool, threshold: int) -> None:
+    """Under vLLM's threshold for long prompts steps are its own: a bounded one would be full before the decode."""
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=asynchronous, max_tokens=LIMIT, blocks=2000)
+        config.scheduler_config.long_prefill_token_threshold = threshold
+        depth = 2 if asynchronous else 1
+        stock = rows_of(stock_scheduler(config), behind_a_prompt(), depth=depth)
+        assert longest_wait(stock, "short") == 1
+        state = state_of(config, version)
+        # Even where nobody asked `why_not`, as decodes get behind a prompt in other ways too.
+        steps = rows_of(paced_scheduler(config, state), behind_a_prompt(), depth=depth)
+        assert longest_wait(steps, "short") == 1
+        assert state.counters.counts["pace_decodes_behind_a_prompt"] > 5
+        assert "long_prefill_token_threshold" in str(why_not(config))
+
+
+@BOTH
+@KINDS
+def test_under_the_bound_every_decode_is_in_every_step(version: str, asynchronous: bool) -> None:
+    """Prompts get what decodes leave of a bounded step, and not the other way about."""
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=asynchronous, max_tokens=LIMIT, blocks=2000)
+        state = state_of(config, version)
+        steps = rows_of(paced_scheduler(config, state), behind_a_prompt(), depth=2 if asynchronous else 1)
+        first = next(i for i, step in enumerate(steps) if step.get("long") == 5 or "more0" in step)
+        assert state.counters.counts["paced_steps"] > 20
+        assert longest_wait(steps[first:], "short") == 1
+        assert not state.counters.counts["pace_decodes_behind_a_prompt"]
 
 
 @BOTH
@@ -261,7 +344,8 @@ def test_where_the_objective_weighs_the_gap_the_class_bounds(version: str) -> No
 
         made.count = 0  # type: ignore[attr-defined]
         assert made({"objective": "latency"}) == (True, False)
-        assert made({"objective": "1:1", "split": True}) == (True, True)
+        # One of the two: the bound is on steps of both kinds of row, and SPLIT leaves hardly any.
+        assert made({"objective": "1:1", "split": True}) == (False, True)
         assert made({"objective": "latency", "pace": False, "split": True}) == (False, True)
         assert made({"split": True}) == (False, True)
         assert made({"pace": True}) == (True, False)
@@ -279,6 +363,7 @@ def test_why_not() -> None:
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
     )
     assert why_not(config, SimpleNamespace(need_mamba_block_aligned_split=False)) is None
+    assert "split" in str(why_not(config, SimpleNamespace(need_mamba_block_aligned_split=False), apart=True))
     assert "blocks" in str(why_not(config, SimpleNamespace(need_mamba_block_aligned_split=True)))
     config.scheduler_config.enable_chunked_prefill = False
     assert "chunked" in str(why_not(config))
