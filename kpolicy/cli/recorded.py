@@ -17,7 +17,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.modes import Mode
 from kpolicy.reasons import Reason
 from kpolicy.schemas import DecisionEntry, Log, read_decision_log
-from kpolicy.simulate.recorded import Recorded, header_sizes, limits, replay
+from kpolicy.simulate.recorded import Recorded, header_costs, header_sizes, limits, phase_of, replay
 
 __all__ = ["replay_command", "vllm_explain"]
 
@@ -62,7 +62,7 @@ def _explain_step(read: Log[DecisionEntry], step: int, deployment: Deployment, *
     given = ladder_of(deployment.ladder, settings)
     engine = Engine(
         "auto", attention=deployment.support(), ladder=given or header_sizes(read), settings=settings,
-        costs=deployment.costs(), objective=deployment.objective,
+        costs=deployment.costs() or header_costs(read).get(phase_of(entry.shape)), objective=deployment.objective,
     )  # fmt: skip
     explanation = attrs.evolve(engine.explain(entry.shape), policy="auto")
     if json:
@@ -150,6 +150,11 @@ def replay_command(path: Path, policies: list[str], deployment: Deployment, *, j
         print_json({"log": str(path), "policies": [attrs.asdict(result) for result in results]})
         return
     _print_replayed(path, results)
+    if deployment.profile is not None:
+        print(f"priced by {deployment.profile}")
+    else:
+        priced = [costs.version for costs in header_costs(read).values()]
+        print(f"priced by the log's own costs: {', '.join(priced)}" if priced else "priced by analytic costs")
 
 
 def _print_replayed(path: Path, results: list[Recorded]) -> None:

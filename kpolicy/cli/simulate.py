@@ -46,7 +46,7 @@ def simulate_command(
         Path | None,
         Parameter(
             help="Instead of traces: a decision log, whose batches each policy decides again as they were scheduled, "
-            "priced by --profile or analytic costs."
+            "priced by --profile, else by the costs in its header, else by analytic ones."
         ),
     ] = None,
     window: Annotated[float, Parameter(help="Seconds of the trace to serve; 0 is the whole trace.")] = 0.0,

@@ -6,6 +6,7 @@ how well steps were run, and `simulate` says what a trace would have been like.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,13 +21,14 @@ from kpolicy.errors import ConfigError
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Part, Rows
-from kpolicy.schemas import DecisionEntry, Log
+from kpolicy.schemas import DecisionEntry, Log, Profile, loads
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchShape
 
-__all__ = ["AS_RECORDED", "Recorded", "header_sizes", "limits", "replay"]
+__all__ = ["AS_RECORDED", "Recorded", "header_costs", "header_sizes", "limits", "phase_of", "replay"]
 
 AS_RECORDED = "as recorded"
+DECODE, PREFILL = "decode", "prefill"
 
 
 @attrs.frozen(kw_only=True)
@@ -67,6 +69,29 @@ def header_sizes(log: Log[DecisionEntry]) -> CaptureSizes | None:
         ) from None
 
 
+def header_costs(log: Log[DecisionEntry]) -> dict[str, CostTable]:
+    """The cost tables that the log's header has, by phase: ``decode``, and ``prefill`` for batches with prompts.
+
+    Empty where it has none. An engine that has graphs of its own for each phase decides each by its own costs.
+
+    Raises:
+        ConfigError: they aren't profiles by phase.
+        SchemaError: one can't be read.
+    """
+    found = log.header.extra.get("profiles") or {}
+    if not isinstance(found, Mapping) or not set(found) <= {DECODE, PREFILL}:
+        raise ConfigError(f"the log's profiles are {found!r:.80}; they are profiles by phase: {DECODE}, {PREFILL}.")
+    return {
+        name: loads(json.dumps(each), Profile, name=f"the log's profile of {name}").costs
+        for name, each in found.items()
+    }
+
+
+def phase_of(shape: BatchShape) -> str:
+    """Which of `header_costs` a batch goes by."""
+    return PREFILL if shape.prefills else DECODE
+
+
 def replay(
     log: Log[DecisionEntry],
     policies: Sequence[str] = ("auto",),
@@ -81,7 +106,8 @@ def replay(
     Args:
         log: a decision log.
         policies: policies by name.
-        costs: what launches take; the analytic table by default.
+        costs: what launches take; by default the tables of the log's header, each over the graphs of its own phase,
+            and the analytic table where it has none.
         attention: as `Engine` takes it.
         ladder: capture sizes; those of the log by default, else each policy's own.
         objective: what `auto` minimises.
@@ -92,30 +118,52 @@ def replay(
     shapes = [entry.shape for entry in log.entries]
     if not shapes:
         raise ConfigError("the log has no decisions; record some first.")
-    costs = costs or analytic_costs()
-    settings = limits(log)
-    sizes = ladder if ladder is not None else header_sizes(log)
+    by_phase = header_costs(log) if costs is None else {}
+    rest = costs or next(iter(by_phase.values()), None) or analytic_costs()
+    tables = [by_phase.get(phase_of(shape), rest) for shape in shapes]
     taken = [_launches(entry) for entry in log.entries]
     labels = [_label(entry) for entry in log.entries]
-    results = [_priced(AS_RECORDED, zip(shapes, taken, labels, strict=True), labels, costs)]
+    results = [_priced(AS_RECORDED, zip(shapes, taken, labels, strict=True), labels, tables)]
+    sizes = ladder if ladder is not None else header_sizes(log)
     for policy in policies:
-        engine = Engine(policy, attention=attention, ladder=sizes, settings=settings, costs=costs, objective=objective)
-        select = engine.select
-        decisions = [select(*shape.numbers) for shape in shapes]
+
+        def made(phase: str, policy: str = policy) -> Engine:
+            own = _of_phase(sizes, phase) if by_phase and ladder is None else sizes
+            return Engine(
+                policy, attention=attention, ladder=own, settings=limits(log), costs=by_phase.get(phase, rest),
+                objective=objective,
+            )  # fmt: skip
+
+        # One for all batches, unless the log tells costs by phase.
+        selects = {phase: made(phase).select for phase in ((DECODE, PREFILL) if by_phase else (PREFILL,))}
+        whole = selects[PREFILL]
+        decisions = [selects.get(phase_of(shape), whole)(*shape.numbers) for shape in shapes]
         rows = ((shape, each.launches, each.label) for shape, each in zip(shapes, decisions, strict=True))
-        results.append(_priced(policy, rows, labels, costs))
+        results.append(_priced(policy, rows, labels, tables))
     return results
+
+
+def _of_phase(
+    sizes: CaptureSizes | Sequence[int] | None, phase: str
+) -> CaptureSizes | Sequence[int] | None:  # fmt: skip
+    """The sizes of the graphs that an engine has for that phase, where its header tells them."""
+    if not isinstance(sizes, CaptureSizes):
+        return sizes
+    if phase == DECODE:
+        return CaptureSizes(decode=sizes.decode)
+    return CaptureSizes(decode=(), mixed=sizes.mixed, piecewise=sizes.piecewise)
 
 
 def _priced(
     policy: str,
     rows: Iterable[tuple[BatchShape, tuple[Launch, ...], str]],
     labels: Sequence[str],
-    costs: CostTable,
+    tables: Sequence[CostTable],
 ) -> Recorded:
+    """A policy's results; `tables` has the cost table of each batch."""
     cycle_us, padding, same = 0.0, 0, 0
     modes: Counter[str] = Counter()
-    for (shape, launches, label), recorded in zip(rows, labels, strict=True):
+    for (shape, launches, label), recorded, costs in zip(rows, labels, tables, strict=True):
         cycle_us += costs.cost(launches, shape.numbers).cycle_us
         padding += sum(launch.padding(shape.numbers) for launch in launches)
         modes[label] += 1

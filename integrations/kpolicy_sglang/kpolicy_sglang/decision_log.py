@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -14,7 +15,7 @@ from kpolicy import __version__
 from kpolicy.decision import Decision, Launch
 from kpolicy.modes import Mode, Part, Rows
 from kpolicy.reasons import Reason
-from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader
+from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader, Profile, dumps
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from kpolicy_sglang.phase import DECODE, Phase
@@ -63,6 +64,15 @@ def _sizes(phases: Mapping[str, Phase]) -> dict[str, list[int]]:
     return found
 
 
+def _profiles(phases: Mapping[str, Phase], device: str, model: str) -> dict[str, Any]:
+    """What the phases decide by, as profiles: without them nobody could decide the steps again."""
+    return {
+        name: json.loads(dumps(Profile(costs=phase.costs, device=device, model=model)))
+        for name, phase in phases.items()
+        if phase.costs is not None
+    }
+
+
 class DecisionLog:
     """The log of one scheduler process; the first rank writes it.
 
@@ -72,18 +82,25 @@ class DecisionLog:
         model: the model's path.
         policy: the policy that decides.
         settings: the deployment's limits.
-        phases: what was captured, by phase.
+        phases: what was captured, and what it costs, by phase.
+        device: the device's name.
 
     Raises:
         ConfigError: the file can't be written.
     """
 
     def __init__(
-        self, path: str, *, version: str, model: str, policy: str, settings: Settings, phases: Mapping[str, Phase]
-    ) -> None:
+        self, path: str, *, version: str, model: str, policy: str, settings: Settings, phases: Mapping[str, Phase],
+        device: str = "",
+    ) -> None:  # fmt: skip
+        extra: dict[str, Any] = {"sizes": _sizes(phases)}
+        profiles = _profiles(phases, device, model)
+        if profiles:
+            extra["profiles"] = profiles
         header = LogHeader(
-            policy=policy, model=model, versions={"kpolicy": __version__, "sglang": version}, settings=settings,
-            started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"), extra={"sizes": _sizes(phases)},
+            policy=policy, device=device, model=model, versions={"kpolicy": __version__, "sglang": version},
+            settings=settings, started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"), extra=extra,
+            costs_version=", ".join(phase.costs.version for phase in phases.values() if phase.costs is not None),
         )  # fmt: skip
         self._writer: DecisionLogWriter | None = DecisionLogWriter(path, header)
         self.left_out = 0

@@ -243,6 +243,7 @@ def _observe(model_runner: Any, state: State) -> None:
                 policy=config.policy,
                 settings=settings,
                 phases=state.phases,
+                device=_device_name(model_runner),
             )
         except KPolicyError as error:
             fail(f"no decision log: {error}")
@@ -250,6 +251,14 @@ def _observe(model_runner: Any, state: State) -> None:
         state.decision_log = log
         for phase in state.phases.values():
             phase.log = log.write
+
+
+def _device_name(model_runner: Any) -> str:
+    """The device's name, as far as it can be told."""
+    runners = (model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner)
+    ask = next((found for each in runners if (found := getattr(each, "device_module", None))), None)
+    name = getattr(ask, "get_device_name", None)
+    return str(name()) if name is not None else str(getattr(model_runner, "device", ""))
 
 
 def _take(state: State, runner: Any, phase: Phase) -> None:

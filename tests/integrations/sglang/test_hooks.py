@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kpolicy.costs import Curve
+from kpolicy.costs import Curve, analytic_costs
 from kpolicy.errors import ConfigError
 from kpolicy.reasons import Reason
 from kpolicy.schemas import read_decision_log
@@ -453,6 +453,35 @@ def test_decision_log_has_every_step(tmp_path):
     assert second.shape.decode_kv_tokens == 150
     assert (second.decision["mode"], third.decision["mode"]) == ("piecewise", "eager")
     assert third.reason == "input_embeddings"
+
+
+def test_the_log_is_decided_again_by_the_costs_that_decided_it(tmp_path, monkeypatch):
+    """Each phase's costs are in the header, so that `auto` decides again as it did, over the graphs of that phase."""
+    path = tmp_path / "log.jsonl"
+    tables = {
+        DECODE: table_of("of decodes", {1: 3000, 8: 3000}, {1: 1000, 8: 9000}),
+        PREFILL: table_of("of prompts", {64: 50, 128: 20_000}, {64: 1000, 128: 1000}),
+    }
+    monkeypatch.setattr("kpolicy_sglang.calibrate.cost_tables", lambda *_: tables)
+    hooks.configure(Config(decision_log=str(path)), "0.5.16")
+    state = start(
+        model_runner(), graph_runner(device_module=SimpleNamespace(get_device_name=lambda: "H")), graph_runner()
+    )
+    decode, prefill = state.phases[DECODE], state.phases[PREFILL]
+    for size in (1, 1, 6, 7, 8):
+        decode.ran(size, SimpleNamespace(batch_size=size, seq_lens_sum=40 * size))
+    for size in (1, 64, 100, 128):
+        batch = SimpleNamespace(batch_size=1, extend_seq_lens_cpu=[size], extend_prefix_lens_cpu=[0], forward_mode=None)
+        prefill.ran(size, batch)
+    decode.log.__self__.close()
+    log = read_decision_log(path)
+    assert (log.header.device, log.header.costs_version) == ("H", "of decodes, of prompts")
+    found = replay(log, ["auto", "sglang"])
+    assert dict(found[0].modes) == {"eager": 4, "full": 3, "piecewise": 2}
+    assert (found[1].same, found[1].cycle_us, found[1].padding) == (9, found[0].cycle_us, found[0].padding)
+    assert found[0].cycle_us == 2 * 1000 + 3 * 3000 + 2 * 50 + 2 * 1000
+    assert found[2].same == 4
+    assert replay(log, ["auto"], costs=analytic_costs())[0].cycle_us != found[0].cycle_us
 
 
 def test_steps_without_rows_are_left_out_of_the_log(tmp_path):
