@@ -45,24 +45,31 @@ class Line(NamedTuple):
     tokens: int
     waiting: int
     """Requests behind them, for whom this step has no room"""
+    pairs: int = 0
+    """Query-key pairs of their tokens; 0 for the least, prompts of one length that begin here"""
+    decode_kv: int = 0
+    """KV tokens of the decode rows; 0 for the least, one for each of their tokens"""
 
 
-def in_line(remaining: Iterable[int], total: int, room: int, places: int) -> Line:
+def in_line(remaining: Iterable[tuple[int, int]], total: int, room: int, places: int, decode_kv: int = 0) -> Line:
     """The prompts in line for a step.
 
     Args:
-        remaining: tokens that each prompt still has to compute, in order.
+        remaining: of each prompt, in order, the tokens that it still has to compute, and those that it has.
         total: prompts in all.
         room: tokens that the step has for prompts.
         places: prompts that may run.
+        decode_kv: KV tokens of the rows that decode beside them.
     """
-    count = tokens = 0
-    for left in remaining:
+    count = tokens = pairs = 0
+    for left, before in remaining:
         if tokens >= room or count >= places:
             break
         count += 1
-        tokens += min(left, room - tokens)
-    return Line(count, tokens, total - count)
+        new = min(left, room - tokens)
+        tokens += new
+        pairs += new * before + new * (new + 1) // 2
+    return Line(count, tokens, total - count, pairs, decode_kv)
 
 
 def mixed_numbers(num_decodes: int, num_prompts: int, prompt_tokens: int, query_len: int = 1) -> BatchNumbers:
@@ -79,6 +86,14 @@ def mixed_numbers(num_decodes: int, num_prompts: int, prompt_tokens: int, query_
         prompt_tokens, pairs, max(longest, query_len), max(longest, query_len), num_prompts, 0, 0, 1,
         decode_tokens + prompt_tokens, num_decodes + num_prompts, query_len if num_decodes else 0,
     )  # fmt: skip
+
+
+def _with_kv(numbers: BatchNumbers, decode_kv: int) -> BatchNumbers:
+    """The step with that much KV behind its decode rows, which are as long as each other."""
+    if decode_kv <= numbers.decode_kv_tokens or not numbers.num_decodes:
+        return numbers
+    longest = max(numbers.max_kv_len, -(-decode_kv // numbers.num_decodes))
+    return numbers._replace(decode_kv_tokens=decode_kv, max_kv_len=longest)
 
 
 class _Paced(NamedTuple):
@@ -115,7 +130,7 @@ class Pace:
         self._least = 0
         held = {key.num_tokens for key in context.ladder.keys if key.part is not Part.FULL or not key.decode_only}
         self._sizes = sorted({size for size in held if size < limit} | {limit >> i for i in range(_HALVES + 1)})
-        self._kept: dict[tuple[int, int, int, int], int] = {}
+        self._kept: dict[tuple[int, ...], int] = {}
 
     def next_step(self, first: object, num_decodes: int, line: Line) -> int:
         """Most tokens of the next step: as `most_tokens`, and no less than before while the same prompt is first.
@@ -151,19 +166,30 @@ class Pace:
             found = self._kept[key] = self._best(*key)
         return found
 
-    def _rounded(self, num_decodes: int, line: Line) -> tuple[int, int, int, int]:
-        """(decodes, prompts, their tokens, requests that wait), rounded up as far as one step holds them."""
+    def _rounded(self, num_decodes: int, line: Line) -> tuple[int, int, int, int, int, int]:
+        """(decodes, prompts, their tokens, requests that wait, KV), rounded up as far as one step holds them.
+
+        KV is the prompts' pairs and the decodes' KV tokens.
+        """
         places = self._places
         rows = max(num_decodes, min(_rounded(num_decodes), places - line.num_prompts, (self._limit - 1) // self._q))
         prompts = max(line.num_prompts, min(_rounded(line.num_prompts), places - rows))
         tokens = min(_rounded(line.tokens, _TOKENS_GRAIN), self._limit - rows * self._q)
-        return rows, min(prompts, tokens), tokens, _rounded(line.waiting)
+        pairs, decode_kv = _rounded(line.pairs, _TOKENS_GRAIN), _rounded(line.decode_kv, _TOKENS_GRAIN)
+        return rows, min(prompts, tokens), tokens, _rounded(line.waiting), pairs, decode_kv
 
-    def _best(self, rows: int, num_prompts: int, tokens: int, waiting: int) -> int:
+    def _best(self, rows: int, num_prompts: int, tokens: int, waiting: int, pairs: int, decode_kv: int) -> int:
         """The size of least score within the bound on the first token; the limit where it takes the prompts whole."""
         decode_tokens, costs = rows * self._q, self._costs
-        alone = mixed_numbers(rows, 0, 0, self._q)
-        whole = mixed_numbers(rows, num_prompts, tokens, self._q)
+        alone = _with_kv(mixed_numbers(rows, 0, 0, self._q), decode_kv)
+        whole = _with_kv(mixed_numbers(rows, num_prompts, tokens, self._q), decode_kv)
+        if pairs > whole.prefill_pairs:
+            # Pairs are new tokens times those before them, so that many more were before them on average.
+            before = (pairs - whole.prefill_pairs) // tokens
+            whole = whole._replace(
+                prefill_pairs=pairs, prefill_kv_tokens=whole.prefill_kv_tokens + num_prompts * before,
+                max_kv_len=whole.max_kv_len + before,
+            )  # fmt: skip
         decodes = costs.cost(self._select(*alone).launches, alone)
         share = rows / (rows + waiting)
         spared_us = costs.spared_us(decodes.device_us, decodes.host_us, costs.own_attention_us(alone), share)
@@ -204,8 +230,10 @@ class Pace:
         numbers, tokens = whole, whole.num_prefill_tokens
         if chunk < tokens:
             count = max(1, min(chunk, round(whole.num_prefills * chunk / tokens)))
-            numbers = mixed_numbers(whole.num_decodes, count, chunk, self._q)
-            before = max(0, tokens // whole.num_prefills - chunk // count) // 2
+            numbers = _with_kv(mixed_numbers(whole.num_decodes, count, chunk, self._q), whole.decode_kv_tokens)
+            # As many before each as in the whole, and half of the prompt itself where the chunk is of its middle.
+            before = (whole.prefill_kv_tokens - tokens) // whole.num_prefills
+            before += max(0, tokens // whole.num_prefills - chunk // count) // 2
             numbers = numbers._replace(
                 prefill_pairs=max(numbers.prefill_pairs, whole.prefill_pairs * chunk // tokens),
                 prefill_kv_tokens=chunk + count * before,

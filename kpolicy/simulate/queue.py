@@ -156,9 +156,10 @@ class Queue:
     def _paced(self, pace: Pace, num_decodes: int, room: int) -> int:
         """Prompt tokens that the step may have by its costs."""
         prompts = itertools.chain(self.prefilling, self.waiting)
-        left = (request.until - request.computed for request in prompts)
+        left = ((request.until - request.computed, request.computed) for request in prompts)
         total = len(self.prefilling) + len(self.waiting)
-        line = in_line(left, total, room, total - len(self.waiting) + self.most_reqs - self.num_running)
+        places = len(self.prefilling) + self.most_reqs - self.num_running
+        line = in_line(left, total, room, places, self.rows.kv_tokens)
         first = (self.prefilling or self.waiting)[0]
         return pace.next_step(first, num_decodes, line) - num_decodes * self.rows.query_len
 

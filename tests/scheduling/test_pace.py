@@ -155,6 +155,67 @@ def test_sizes_that_cannot_be_within_the_bound_are_not_weighed():
     assert min(asked) >= 256
 
 
+# 1.8 ms of attention for each step of ten decodes at a context of 1,000.
+ATTENTION = AttentionCost(unit_us=0.18)
+
+
+def test_each_further_step_reads_the_decodes_kv():
+    """What graphs gain over the other policy is spent on fewer steps where each of them has attention to pay too."""
+    slow = table(host_eager=HostCost(9000.0), decode_attention=ATTENTION)
+    found = pace(slow, Objective(0.0, 1.0, 1.0), other="vllm:version=0.23")
+    # 1,024 tokens take 3,048 us and 2,048 of vLLM's 9,000; four steps of 512 take 8,096, two of 1,024 6,096.
+    assert found.most_tokens(10, FULL_LINE) == 512
+    # With 1,800 us more in each, vLLM's step hides them behind the host: four take over 15,000, two 9,700.
+    assert found.most_tokens(10, FULL_LINE._replace(decode_kv=10_000)) == 2048
+    assert found.most_tokens(10, FULL_LINE._replace(decode_kv=5_000)) == 1024
+
+
+def test_attention_of_prompts_as_long_as_they_are_is_not_hidden_behind_the_host():
+    """Where one prompt fills the line, or has begun, there is less that shorter steps may spend."""
+    slow = table(host_eager=HostCost(9000.0), prefill_attention=AttentionCost(unit_us=0.0002))
+    found = pace(slow, Objective(0.0, 1.0, 1.0), other="vllm:version=0.23")
+    room = 2038
+    even = in_line([(room // 2, 0)] * 2, 22, room, 54)
+    uneven = in_line([(room - 1, 0), (900, 0)], 22, room, 54)
+    begun = in_line([(room - 1, 7000), (900, 0)], 22, room, 54)
+    assert even.num_prompts == uneven.num_prompts == begun.num_prompts == 2
+    assert [found.most_tokens(10, line) for line in (even, uneven, begun)] == [512, 1024, 2048]
+
+
+def test_counts_that_differ_by_little_are_weighed_once():
+    """A scheduler asks in every step, and what is weighed anew takes time: counts are rounded up to powers of two."""
+    found = pace(table())
+    weighed: list[int] = []
+    best = found._best
+    found._best = lambda *counts: weighed.append(1) or best(*counts)
+    for more in range(12):
+        found.most_tokens(9 + more % 7, Line(2, 1800 + more, 17 + more, 1_700_000 + more, 8000 + 9 * more))
+    assert len(weighed) == 1
+
+
+def test_of_sizes_that_score_alike_the_largest_is_taken():
+    """Steps as long as each other, whatever they hold: fewer of them bring prompts in sooner."""
+    flat = Curve((1, 4096), (1000.0, 1000.0))
+    gap_alone = Objective(0.0, 1.0, 9.0)
+    stepped = table(piecewise=flat, eager=LINEAR)
+    assert pace(stepped, gap_alone).most_tokens(10, FULL_LINE) == 2048
+    found = pace(table(piecewise=flat, eager=LINEAR), gap_alone, max_num_tokens=4096)
+    # 4,096 run eagerly and take 9 ms; all that have pieces take 1.
+    assert found.most_tokens(10, Line(2, 4086, 20)) == 2048
+
+
+def test_what_the_other_policy_takes_is_trusted_less_five_per_cent():
+    """Costs are known to some 5%: shorter steps that take just as long as the other's whole ones are too long."""
+
+    # Two steps of 1,024 tokens take 6,088 us for these prompts, which waiting requests fill up.
+    def size(other_us: float) -> int:
+        return pace(table(host_eager=HostCost(other_us)), Objective(0.0, 1.0, 1.0), other="vllm:version=0.23"
+                    ).most_tokens(10, FULL_LINE)  # fmt: skip
+
+    assert size(6_500.0) == 1024
+    assert size(6_250.0) == 2048
+
+
 @given(
     st.integers(1, 63), st.integers(1, 30), st.integers(1, 4000), st.integers(0, 500),
     st.sampled_from(("throughput", "latency", "1:1", "1:3")), st.sampled_from(("", "vllm:version=0.23", "eager")),
@@ -170,10 +231,13 @@ def test_a_step_holds_its_decodes_and_a_prompt(decodes, prompts, tokens, waiting
 
 def test_the_line_stops_at_the_step_s_room_and_places():
     """Prompts count as far as there is room for their tokens; the rest wait."""
-    assert in_line([100, 50, 70], 3, 1000, 9) == Line(3, 220, 0)
-    assert in_line([100, 50, 70], 3, 120, 9) == Line(2, 120, 1)
-    assert in_line([100, 50, 70], 3, 1000, 1) == Line(1, 100, 2)
-    assert in_line([100], 1, 0, 9) == Line(0, 0, 1)
+    begun = [(100, 7), (50, 0), (70, 0)]
+    assert in_line(begun, 3, 1000, 9)[:3] == (3, 220, 0)
+    assert in_line(begun, 3, 120, 9)[:3] == (2, 120, 1)
+    assert in_line(begun, 3, 1000, 1)[:3] == (1, 100, 2)
+    assert in_line([(100, 0)], 1, 0, 9) == Line(0, 0, 1)
+    # Each new token attends to those before it and to itself.
+    assert in_line(begun, 3, 120, 9, 5000) == Line(2, 120, 1, 100 * 7 + 100 * 101 // 2 + 20 * 21 // 2, 5000)
 
 
 def test_the_numbers_of_a_step():

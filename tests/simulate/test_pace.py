@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import settings as run_settings
 from hypothesis import strategies as st
 
+from kpolicy import profiles
 from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.errors import UnknownNameError
 from kpolicy.ladders import CaptureSizes
-from kpolicy.settings import Settings
+from kpolicy.scheduling.traces import TraceRequest
+from kpolicy.schemas import read_profile
+from kpolicy.settings import Objective, Settings
 from kpolicy.simulate import Server, SimStep, simulate
+from kpolicy.simulate.queue import Queue
+from kpolicy.simulate.requests import Request
 
 from .helpers import COSTS, LIMITS, SIZES, trace_of, traces
 
@@ -20,6 +28,7 @@ SLOW_EAGER = CostTable(
     piecewise=Curve((1, 4096), (1002.0, 9192.0)), eager=Curve((1, 4096), (1002.0, 9192.0)),
     host_full=HostCost(10.0), host_piecewise=HostCost(10.0), host_eager=HostCost(9000.0),
 )  # fmt: skip
+SHIPPED = Path(profiles.__path__[0])
 LADDER = CaptureSizes((1, 2, 4, 8, 16, 32), (), (64, 128, 256, 512, 1024, 2048))
 
 
@@ -44,6 +53,51 @@ def test_what_graphs_gain_over_vllm_goes_into_the_gap():
     assert vllm.gap.p99 < 0.7 * own.gap.p99 < 0.7 * 0.7 * whole.gap.p99
     assert whole.ttft.p99 < own.ttft.p99 < vllm.ttft.p99 <= stock.ttft.p99
     assert vllm.tokens == whole.tokens == stock.tokens
+
+
+@pytest.mark.parametrize(("context", "num_decodes"), [(64, 64), (8000, 64), (16000, 64), (16000, 128)])
+def test_first_tokens_are_no_later_behind_decodes_of_long_contexts(context, num_decodes):
+    """Each further step reads all decode rows' KV again, and prompts attend to themselves: both are in the bound."""
+    costs = read_profile(SHIPPED / "qwen2.5-0.5b-h200.json").costs
+    # A slow host for eager steps, so that graphs have something to gain over vLLM's rule.
+    costs = attrs.evolve(costs, host_eager=attrs.evolve(costs.host_eager, base_us=3 * costs.host_eager.base_us))
+    load = trace_of(*[(0.0, context, 600)] * num_decodes, *[(30.0 + 0.3 * i, 8000, 4) for i in range(40)])
+    limits = Settings(max_num_reqs=256, max_num_tokens=8192)
+    pieces = CaptureSizes((1, 2, 4, 8, 16, 32, 64, 128, 256), (), (64, 128, 256, 512, 1024, 2048, 4096))
+
+    def times(policy, pace, ladder):
+        server = Server(settings=limits, warm=True, pace=pace, steps_ahead=1, kv_tokens=6_000_000,
+                        kv_bytes_per_token=None)  # fmt: skip
+        return simulate(load, policy, server=server, costs=costs, ladder=ladder, objective=Objective(0.0, 1.0, 1.0))
+
+    stock, whole = times("vllm:version=0.23", None, None), times("auto", None, pieces)
+    paced = times("auto", "vllm:version=0.23", pieces)
+    assert paced.ttft.p50 <= stock.ttft.p50
+    assert paced.ttft.p99 <= stock.ttft.p99
+    if context <= 8000:
+        assert paced.gap.p99 < 0.6 * whole.gap.p99, "what graphs gain is spent on the gap"
+
+
+def test_prompts_in_line_have_a_place():
+    """What a step's line may hold is rows that aren't running yet, and prompts that are."""
+    queue = Queue(Settings(max_num_reqs=3, max_num_tokens=64), num_blocks=100)
+    asked = []
+
+    class Asked:
+        def next_step(self, _first, num_decodes, line):
+            asked.append((num_decodes, line))
+            return 64
+
+    queue.pace = Asked()
+    for order in range(5):
+        queue.add(Request(TraceRequest(order, 0.0, 40, 9, ()), 0.0))
+    for _ in range(3):
+        step = queue.next_step(0.0)
+        queue.complete(step, 1)
+    # 64 of the first two prompts' 80 tokens ran, and the third has the one place left; then all places are taken.
+    assert [(decodes, line.num_prompts, line.tokens, line.waiting) for decodes, line in asked] == [
+        (1, 2, 56, 2), (3, 0, 0, 2),
+    ]  # fmt: skip
 
 
 def test_throughput_fills_steps():

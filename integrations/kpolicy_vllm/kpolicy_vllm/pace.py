@@ -134,10 +134,11 @@ class Pacer:
         requests = itertools.chain(prompts, itertools.chain.from_iterable(queues_of(scheduler)))
         first = next(requests)
         line = in_line(
-            (left_of(request) for request in itertools.chain((first,), requests)),
+            ((left_of(request), request.num_computed_tokens) for request in itertools.chain((first,), requests)),
             len(prompts) + waiting,
             limit - decode_tokens,
             scheduler.max_num_running_reqs - decodes,
+            sum(map(_COMPUTED, decoding)) + decode_tokens,
         )
         # Decodes of other ranks wait for this one's step too.
         most = self._pace(limit).next_step(first.request_id, max(decodes, 1), line)

@@ -193,6 +193,30 @@ def test_costs_of_now_and_the_first_prompt_decide(version: str) -> None:
 
 
 @BOTH
+def test_the_line_tells_how_much_kv_there_is(version: str) -> None:
+    """Each further step reads the decodes' KV again, and a prompt that has begun attends to what is computed of it."""
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=False, max_tokens=LIMIT, blocks=2000)
+        scheduler = paced_scheduler(config, state_of(config, version))
+        scheduler.add_request(make_request("a", 200, 80))
+        serve_one(scheduler)
+        scheduler.add_request(make_request("b", 2000, 3))
+        lines: list[tuple[int, Any]] = []
+
+        def next_step(first: str, num_decodes: int, line: Any) -> int:
+            del first
+            lines.append((num_decodes, line))
+            return LARGEST
+
+        scheduler.kpolicy_pacer._pace = lambda _: SimpleNamespace(next_step=next_step)
+        for _ in range(2):
+            scheduler.schedule()
+        room, done = LIMIT - 1, LARGEST - 1
+        own = room * (room + 1) // 2
+        assert lines == [(1, (1, room, 0, own, 201)), (1, (1, room, 0, own + room * done, 202))]
+
+
+@BOTH
 def test_whatever_goes_wrong_vllm_s_limit_is_back(version: str) -> None:
     with schedulers(version):
         config = vllm_config(version, asynchronous=False, max_tokens=LIMIT)
