@@ -4,6 +4,11 @@ Batches are the dummies that SGLang captures with: their rows write to the slot 
 nothing of a request is touched. A step is timed whole, from the call until the device is done, in rounds over all
 cases: what else runs on the machine should slow every case alike.
 
+A server waits for this at every start, so that each phase has an allowance. Sizes come in the order in which they
+decide most: of each kind of step the ends, which are always timed, then the middle of what lies between, as long as the
+allowance has room for two timings. Times of sizes that aren't timed lie between those of their neighbours. What is
+left goes to more timings of each.
+
 Prompt tokens are prompts of at most `PROMPT_TOKENS`, since a server's batch of a chunk has several, whose attention
 takes a fraction of that of one as long as the chunk. What one long prompt takes is timed beside them.
 """
@@ -33,7 +38,7 @@ EAGER_DECODES = (1, 32, 256)
 MIXED_TOKENS = (64, 512, 2048)
 LONG_TOKENS = (2048, 4096, 8192)
 FEW_DECODES, MANY_DECODES, MIXED_KV = 2, 32, 64
-ROUNDS, WARM = 5, 2
+WARM, LEAST_ROUNDS, ROUNDS = 1, 2, 5
 _APART = 1.2
 """Graphs are timed at sizes that are so many times the last one that was: between them times hardly change."""
 
@@ -87,7 +92,7 @@ def measure(model_runner: Any, state: State, ranks: Ranks | None = None) -> dict
     """
     ranks = ranks or Ranks(model_runner)
     bench, cases = ranks.together(lambda: _cases(model_runner, state, ranks), "setting up the measuring")
-    bench.run()
+    bench.run(state.config.calibrate_seconds)
     tables, state.mixed = ranks.together(lambda: _tables(model_runner, state, bench, cases), "reading its times")
     return tables
 
@@ -98,7 +103,11 @@ def _cases(model_runner: Any, state: State, ranks: Ranks) -> tuple[_Bench, dict[
     cases: dict[tuple[str, str], dict[int, int]] = {}
 
     def add(phase: Phase, kind: str, sizes: Iterable[int], make: Callable[[int], Any], force: bool | None) -> None:
-        cases[phase.name, kind] = {size: bench.add(phase, partial(make, size), force) for size in sizes}
+        listed = list(sizes)
+        cases[phase.name, kind] = {
+            size: bench.add(phase, partial(make, size), force, level)
+            for size, level in zip(listed, _levels(len(listed)), strict=True)
+        }
 
     for phase in state.phases.values():
         make = bench.decode if phase.name == DECODE else bench.prefill
@@ -126,6 +135,18 @@ def _apart(sizes: Sequence[int]) -> list[int]:
         if size >= _APART * found[-1] or size == sizes[-1]:
             found.append(size)
     return found
+
+
+def _levels(count: int) -> list[int]:
+    """How late each of so many rising sizes comes: 0 for both ends, 1 for the middle, 2 for the middles beside it."""
+    levels = [0] * count
+    gaps = [(0, count - 1, 1)]
+    for first, last, level in gaps:
+        if last - first > 1:
+            middle = (first + last) // 2
+            levels[middle] = level
+            gaps += [(first, middle, level + 1), (middle, last, level + 1)]
+    return levels
 
 
 def _many_rows(model_runner: Any) -> int:
@@ -166,24 +187,55 @@ class _Bench:
         self._prefill = model_runner.prefill_cuda_graph_runner
         self._device = torch.get_device_module(model_runner.device)
         self._cases: list[tuple[Phase, Callable[[], Any], bool | None]] = []
+        self._levels: list[int] = []
         self._times: list[list[float]] = []
 
-    def add(self, phase: Phase, make: Callable[[], Any], force: bool | None) -> int:
+    def add(self, phase: Phase, make: Callable[[], Any], force: bool | None, level: int = 0) -> int:
+        """A case to time; those of level 0 are timed whatever they take. Returns its number."""
         self._cases.append((phase, make, force))
+        self._levels.append(level)
         self._times.append([])
         return len(self._cases) - 1
 
-    def run(self) -> None:
-        left = set(range(len(self._cases)))
+    def run(self, allowance_s: float) -> None:
+        """Time the cases, each phase's in about so many seconds, without what libraries compile at first."""
+        phases: dict[str, list[int]] = {}
+        for case, (phase, _, _) in enumerate(self._cases):
+            phases.setdefault(phase.name, []).append(case)
         with self._torch.no_grad():
-            for turn in range(WARM + ROUNDS):
+            # How often each case is timed, the first time included.
+            rounds: dict[int, int] = {}
+            for name, cases in phases.items():
+                begun, most = self._begun(cases, allowance_s * 1e6)
+                logger.info("kpolicy: %s: %d of %d cases are timed %d times", name, len(begun), len(cases), most)
+                rounds |= dict.fromkeys(begun, most)
+            for turn in range(1, ROUNDS):
+                left = sorted(case for case, most in rounds.items() if turn < most)
                 # In another order each round: what ran before leaves caches cold or warm, as in serving.
-                for case in random.Random(turn).sample(sorted(left), len(left)):  # noqa: S311
+                for case in random.Random(turn).sample(left, len(left)):  # noqa: S311
                     us = self._tried(*self._cases[case])
                     if us is None:
-                        left.discard(case)
-                    elif turn >= WARM:
+                        del rounds[case]
+                    else:
                         self._times[case].append(us)
+
+    def _begun(self, cases: Sequence[int], allowance_us: float) -> tuple[list[int], int]:
+        """Warm and time once as many cases as there is time for; these, and how often there is time for all of them."""
+        begun, round_us = [], 0.0
+        for case in sorted(cases, key=self._levels.__getitem__):
+            if self._levels[case] and round_us * (WARM + LEAST_ROUNDS) >= allowance_us:
+                break
+            # The first call has what libraries compile and choose.
+            if any(self._tried(*self._cases[case]) is None for _ in range(WARM)):
+                continue
+            us = self._tried(*self._cases[case])
+            if us is not None:
+                self._times[case].append(us)
+                begun.append(case)
+                # Rank 0's: all have to come to the same cases.
+                round_us += self._ranks.first(us)
+        fitting = int(allowance_us / round_us) - WARM if round_us else ROUNDS
+        return begun, max(LEAST_ROUNDS, min(ROUNDS, fitting))
 
     def _tried(self, phase: Phase, make: Callable[[], Any], force: bool | None) -> float | None:
         """Microseconds of a case; None where a rank can't run it as a dummy: then no rank measures it."""
@@ -201,8 +253,8 @@ class _Bench:
         return us if self._ranks.all(us is not None) else None
 
     def us(self, cases: Mapping[int, int]) -> dict[int, float]:
-        """Median microseconds by size, of the cases that ran."""
-        return {size: statistics.median(self._times[case]) for size, case in cases.items() if self._times[case]}
+        """Median microseconds by size, of the cases that ran; the lower of two, as what else runs only adds."""
+        return {size: statistics.median_low(self._times[case]) for size, case in cases.items() if self._times[case]}
 
     def _once(self, batch: Any, phase: Phase, force: bool | None) -> float:
         self._device.synchronize()

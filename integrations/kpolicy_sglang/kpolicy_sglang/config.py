@@ -33,6 +33,8 @@ class Config:
         piecewise_sizes: prefill sizes in tokens, likewise.
         profile: a profile to take costs from, in place of measuring them at start-up.
         calibrate: measure costs from SGLang's own graphs and eager steps at start-up.
+        calibrate_seconds: seconds that measuring may take in each phase; the ends of each curve are timed whatever
+            they take.
         split: with mixed chunks on, run decodes and prompt chunks in steps of their own where that costs less.
         turns: while prompts wait, a decode step comes between two batches of them where running decodes would wait
             for more than most of a chunk takes; otherwise the order is SGLang's.
@@ -56,6 +58,7 @@ class Config:
     piecewise_sizes: tuple[int, ...] | None = None
     profile: str | None = None
     calibrate: bool = True
+    calibrate_seconds: float = 1.0
     split: bool = True
     turns: bool = True
     gap_ms: float | None = None
@@ -72,6 +75,11 @@ class Config:
             raise ConfigError(f"{_PREFIX}SUMMARY_SECONDS is {self.summary_seconds!r}; it is a number from 0 up.")
         if self.gap_ms is not None and not 0 < self.gap_ms < float("inf"):
             raise ConfigError(f"{_PREFIX}GAP_MS is {self.gap_ms!r}; it is a number of milliseconds above 0.")
+        if not 0 < self.calibrate_seconds < float("inf"):
+            raise ConfigError(
+                f"{_PREFIX}CALIBRATE_SECONDS is {self.calibrate_seconds!r}; it is a number of seconds above 0. "
+                f"{_PREFIX}CALIBRATE=0 measures nothing."
+            )
         for name in ("decode_sizes", "piecewise_sizes"):
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes))):

@@ -185,6 +185,7 @@ def take_up(model_runner: Any, state: State) -> None:
         except Exception as error:  # noqa: BLE001
             state.metrics = None
             state.say(f"there are no counters or no log: {type(error).__name__}: {error}")
+    state.serving.append(True)
 
 
 def _captured(model_runner: Any) -> dict[str, bool]:
@@ -293,7 +294,9 @@ def _mirrored(backend: Any, runner: Any, phase: str) -> Any:
     _captured_again(state, runner, phase)
     width = getattr(runner, "captured_req_width", 1) if phase == DECODE else 1
     device = getattr(runner, "device_module", None)
-    return mirror(backend, state.registry, phase, device=device, width=width, failures=state.failures)
+    return mirror(
+        backend, state.registry, phase, device=device, width=width, failures=state.failures, serving=state.serving
+    )
 
 
 def _captured_again(state: State, runner: Any, name: str) -> None:

@@ -43,8 +43,9 @@ def key_of(shape: Any, phase: str, *, full: bool, width: int = 1) -> GraphKey:
 
 
 def mirror(
-    backend: Any, registry: GraphRegistry, phase: str, *, device: Any, width: int = 1, failures: Failures | None = None
-) -> Any:
+    backend: Any, registry: GraphRegistry, phase: str, *, device: Any, width: int = 1, failures: Failures | None = None,
+    serving: list[bool] | None = None,
+) -> Any:  # fmt: skip
     """Enter every capture and replay of a graph backend into the registry, and return the backend.
 
     Args:
@@ -53,6 +54,7 @@ def mirror(
         phase: the phase it serves.
         device: the device's module of torch, which tells free memory; None where there is none to ask.
         width: tokens of a decode row.
+        serving: has an entry once replays are a server's; those before aren't hits. By default all are.
         failures: where a graph that can't be entered is noted; SGLang captures it all the same.
     """
     failures = failures or Failures()
@@ -61,7 +63,7 @@ def mirror(
     # A backend made anew means that the graphs of the last one are gone.
     registry.evict_generation(f"sglang {phase}")
     keys: dict[Any, GraphKey] = {}
-    hit = registry.hit
+    hit, counted = registry.hit, [True] if serving is None else serving
 
     @contextmanager
     def entered() -> Iterator[None]:
@@ -94,7 +96,7 @@ def mirror(
 
     def replay_one(shape: Any, *args: Any, **kwargs: Any) -> Any:
         key = keys.get(shape)
-        if key is not None:
+        if key is not None and counted:
             hit(key)
         return replay(shape, *args, **kwargs)
 

@@ -44,6 +44,8 @@ class State:
         """Microseconds of one prompt by its tokens, where prompt steps were timed as several."""
         self.measuring_s = 0.0
         """Seconds that costs took to measure."""
+        self.serving: list[bool] = []
+        """Has an entry once nothing is measured any more, so that steps and replays are a server's."""
         self.coupled = False
         """Whether ranks take each step together, so that none may decide by itself."""
         self.prefix_is_eager = False

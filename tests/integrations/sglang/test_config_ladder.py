@@ -48,6 +48,8 @@ def test_settings_from_the_environment():
         ("KPOLICY_PIECEWISE_SIZES", ","),
         ("KPOLICY_SUMMARY_SECONDS", "-1"),
         ("KPOLICY_SUMMARY_SECONDS", "nan"),
+        ("KPOLICY_CALIBRATE_SECONDS", "0"),
+        ("KPOLICY_CALIBRATE_SECONDS", "inf"),
         ("KPOLICY_GAP_MS", "0"),
         ("KPOLICY_GAP_MS", "soon"),
         ("KPOLICY_TURNS", "half"),

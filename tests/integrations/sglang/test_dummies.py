@@ -57,7 +57,7 @@ def test_a_step_is_timed_until_the_device_is_done():
     made._device = Device(seen)
     made._runner.forward = lambda batch: seen.append((batch, phase.force))
     made.add(phase, lambda: "dummy", True)
-    made.run()
+    made.run(60)
     assert seen == ["synchronized", ("dummy", True), "synchronized"] * (WARM + ROUNDS)
     assert phase.force is None
     assert len(made._times[0]) == ROUNDS
@@ -66,7 +66,7 @@ def test_a_step_is_timed_until_the_device_is_done():
         raise RuntimeError("illegal access")
 
     made._runner.forward = fails
-    made.run()
+    made.run(60)
     assert phase.force is None
 
 

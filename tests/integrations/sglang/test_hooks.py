@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from collections import namedtuple
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -351,18 +352,29 @@ def test_failure_after_costs_are_known_turns_split_off_too(monkeypatch):
 def test_steps_of_measuring_are_not_counted(monkeypatch):
     """Dummies that SGLang's own rule is asked about while costs are measured are no requests."""
     runner, decode = model_runner(), graph_runner()
+    shape = namedtuple("Shape", "size variant_label stream_idx")(8, None, None)
+    backend = SimpleNamespace(capture_one=lambda _: None, replay=lambda _: "replayed", cleanup=lambda: None)
+
+    def original(runner):
+        runner.decode_cuda_graph_runner, decode.model_runner = decode, runner
+        hooks.decode_backend(lambda _: backend, decode).capture_one(shape)
 
     def measured(_, state, __):
         state.decode.ran(3, None)
         state.decode.ran_as_voted(3, 8, None)
         state.decode.was_refused(3, None, Reason.BACKEND_REFUSED)
+        backend.replay(shape)
         return {}
 
     monkeypatch.setattr("kpolicy_sglang.calibrate.cost_tables", measured)
     hooks.configure(Config(), "0.5.16")
-    state = start(runner, decode, None)
+    hooks.init_cuda_graphs(original, runner)
+    state = state_of(runner)
     assert state.phases[DECODE] is getattr(decode, hooks.ATTRIBUTE)
     assert lines(state.decode) == []
+    assert len(state.registry.unused()) == 1
+    assert backend.replay(shape) == "replayed"
+    assert state.registry.unused() == ()
 
 
 def test_counters_that_cannot_be_had_leave_the_decisions(monkeypatch, caplog):
