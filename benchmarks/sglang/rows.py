@@ -113,9 +113,11 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 if line["side"] not in (stock, ours):
                     continue
                 sized = {**line, "side": "kpolicy" if line["side"] == ours else "stock"}
-                put("qwen", load, "capture s", sized, line["prefill_s"] + line["decode_s"],
-                    sizes=len(line["decode_sizes"]) + len(line["prefill_sizes"]))  # fmt: skip
-                put("qwen", load, "graph MiB", sized, line["prefill_mib"] + line["decode_mib"])
+                count = len(line["decode_sizes"]) + len(line["prefill_sizes"])
+                put("qwen", load, "capture s", sized, line["prefill_s"] + line["decode_s"], sizes=count)
+                if "init_s" in line:
+                    put("qwen", load, "start-up s", sized, line["init_s"], sizes=count)
+                put("qwen", load, "graph MiB", sized, line["prefill_mib"] + line["decode_mib"], sizes=count)
         elif line["kind"] == "drawn":
             for ours, words in (("kpolicy", "kpolicy's sizes"), ("planned", "planned sizes")):
                 if line["side"] in (ours, "stock"):
@@ -213,12 +215,14 @@ def _mean(values: list[float]) -> tuple[float, float | None, float | None]:
 
 def pooled(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of the same load and figure put together: over the pairs of all of their runs, each of which counts once."""
-    alike: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in found:
         if "pairs" in row:
-            alike.setdefault((row["model"], row["load"], row["figure"]), []).append(row)
+            # Captures of other numbers of sizes aren't the same load.
+            key = row["model"], row["load"], row["figure"], row.get("kpolicy_sizes")
+            alike.setdefault(key, []).append(row)
     together = []
-    for (model, load, figure), each in alike.items():
+    for (model, load, figure, _), each in alike.items():
         if len(each) > 1:
             pairs = [pair for row in each for pair in row["pairs"]]
             ratio, low, high = (
@@ -237,7 +241,7 @@ def write(raw: Path, out: Path, *, together: Sequence[int] = (), apart: Sequence
     Args:
         raw: the raw answers.
         out: the folder of the result file.
-        together: runs whose traces are put together too.
+        together: runs whose traces and captures are put together too.
         apart: runs of code that isn't what is there now.
     """
     lines = by_run(json.loads(line) for line in raw.read_text(encoding="utf-8").splitlines())
@@ -247,6 +251,7 @@ def write(raw: Path, out: Path, *, together: Sequence[int] = (), apart: Sequence
     latest = {(row["model"], row["load"], row["figure"]): row["run"] for row in found}
     of_run = {run: rows([line for line in lines if line["run"] == run]) for run in {line["run"] for line in lines}}
     traces = [row for run in sorted(of_run) for row in of_run[run] if row["load"].startswith(TRACE)]
+    captures = [row for run in sorted(of_run) for row in of_run[run] if row["load"] in CAPTURES]
     result = {
         "what": "stock SGLang against SGLang with kpolicy, alternating in one run",
         "command": "python benchmarks/sglang/stock_vs_kpolicy.py --models MODELS --trace TRACE --out OUT",
@@ -256,7 +261,7 @@ def write(raw: Path, out: Path, *, together: Sequence[int] = (), apart: Sequence
             for row in traces
             if row["run"] not in apart and row["run"] < latest[row["model"], row["load"], row["figure"]]
         ],
-        "pooled": pooled(row for row in traces if row["run"] in together),
+        "pooled": pooled(row for row in (*traces, *captures) if row["run"] in together),
         "apart": [row for run in apart for row in of_run.get(run, [])],
         "checks": [line for line in lines if line["kind"] == "check"],
         "logs": [line for line in lines if line["kind"] == "log"],
@@ -277,7 +282,7 @@ def write(raw: Path, out: Path, *, together: Sequence[int] = (), apart: Sequence
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder with raw.jsonl")
-    parser.add_argument("--pooled", default="", help="runs whose traces are put together too: 7,11")
+    parser.add_argument("--pooled", default="", help="runs whose traces and captures are put together too: 7,11")
     parser.add_argument("--apart", default="", help="runs of code that isn't what is there now")
     given = parser.parse_args()
     together, apart = ([int(run) for run in text.split(",") if run] for text in (given.pooled, given.apart))

@@ -160,6 +160,30 @@ def test_runs_are_put_together_where_that_is_asked_for(tmp_path):
     assert (rate("rows")["run"], found["pooled"], found["apart"]) == (3, [], [])
 
 
+def captured(side, turn, seconds, sizes):
+    return {"kind": "start", "part": "capture", "side": side, "turn": turn, "init_s": 3 * seconds, "prefill_s": seconds,
+            "decode_s": 0.0, "prefill_mib": 1.0, "decode_mib": 1.0, "decode_sizes": [1] * sizes,
+            "prefill_sizes": []}  # fmt: skip
+
+
+def test_captures_of_as_many_sizes_are_put_together(tmp_path):
+    """Pairs of two runs with one plan are pooled; another run's plan of other sizes is another load."""
+    lines = []
+    for sizes, halves in ((9, (4.0, 4.0)), (7, (2.0, 1.0)), (7, (1.0, 2.0))):
+        lines.append(about())
+        for turn, seconds in enumerate(halves):
+            lines += [captured("stock", turn, 4.0, 36), captured("planned", turn, seconds, sizes)]
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(raw, tmp_path, together=[1, 2, 3])
+    found = json.loads((tmp_path / "sglang_stock_vs_kpolicy.json").read_text())
+    assert {row["figure"]: row["pairs"] for row in found["pooled"] if row["runs"] == [2, 3]} == {
+        "capture s": [2.0, 4.0, 4.0, 2.0], "start-up s": [2.0, 4.0, 4.0, 2.0], "graph MiB": [1.0] * 4,
+    }  # fmt: skip
+    assert [row["runs"] for row in found["pooled"] if row["figure"] == "capture s"] == [[2, 3]]
+    assert next(row["ratio"] for row in found["rows"] if row["figure"] == "start-up s") == pytest.approx(8**0.5, 1e-4)
+
+
 def test_counts_of_a_turn():
     """A turn's row has that turn's counts, and not those of the warm-up and the turns before."""
     before = {"cycles": None, "steps": {"decode": {"decided": 7, "refused": 1}}}
