@@ -5,9 +5,11 @@ several smaller steps take longer in all, as each step has its fixed time, and t
 `Pace` weighs the two as the objective does: ``step_weight`` times what the prompts in line take, less what decodes of
 the further steps are spared later, plus ``gap_weight`` times the gap.
 
-How much longer prompts may take is bounded: by `Objective.first_token_limit` times the best for them, as in
-`kpolicy.policies.auto`, or by what another policy's whole steps would take, if that is more. With a serving engine's
-own rule as the other, what graphs gain over it goes into the gap, and prompts are served no more slowly than without.
+How long prompts may take is bounded: the prompts in line take, by costs, no longer than another policy would need for
+them in full steps over its own graphs, less 5%, or `Objective.first_token_limit` times the best for them, whichever is
+longer. With a serving engine's own rule as the other, what graphs gain over it goes into the gap; where they gain
+little the limit holds. It is a bound on when all prompts in line are computed: the first of them may have their tokens
+later than in one long step.
 
 Sizes tried are those of the captured graphs that hold prompts, where nothing is padded, and the limit itself and its
 halves, where the step may run eagerly.

@@ -58,8 +58,9 @@ class Server:
             tokens over. `CostTable.step_us` is the executor's alone.
         scheduler_prompt_us: more for a step with prompts, whose tokens are laid out and first tokens taken in.
         pace: a policy: a step that has decodes takes as many prompt tokens as the objective says of the gap, as long
-            as prompts aren't served more slowly than by that policy in steps filled to the limit
-            (`kpolicy.scheduling.pace`). None fills them.
+            as the prompts in line take no longer than by that policy in full steps, or the objective's
+            `first_token_limit` times the best for them, whichever is longer (`kpolicy.scheduling.pace`). None fills
+            steps to the limit.
         warm: whether graphs are captured before the first request comes; otherwise it waits for the captures.
         concurrency: clients, where each sends its next request when it has the answer to its last: no more requests
             are in the server, and one that has to wait arrives when it is let in. None lets all in as they come.

@@ -2,8 +2,8 @@
 
 vLLM fills a step up to its token limit, and every decode in it waits for the whole. `kpolicy.scheduling.pace` says how
 many tokens the next step should have, by the same costs that decide its graph; vLLM's own `schedule` then runs under
-that limit. Prompts take no longer than vLLM's own rule would need for them in full steps over its own graphs, or the
-objective's bound on the first token, so what is spent on shorter steps is what graphs gain.
+that limit. The prompts in line take, by those costs, no longer than by vLLM's own rule in full steps over its own
+graphs, less 5%, or the objective's limit on the first token times the best for them, whichever is longer.
 """
 
 from __future__ import annotations
