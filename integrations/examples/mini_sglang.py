@@ -21,7 +21,8 @@ from minisgl.engine.graph import GraphRunner
 from kpolicy import BatchShape, CaptureSizes, CostTable, Engine, Mode, Settings
 from kpolicy.schemas import read_profile
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
+SIZES = (1, 2, 4, *range(8, 257, 8), 384, 512, 768, 1024)
+"""mini-sglang's own to its largest, so that no batch pads further, and those it has no graph for."""
 
 
 class KPolicyGraphRunner(GraphRunner):
@@ -69,15 +70,14 @@ class KPolicyGraphRunner(GraphRunner):
 def engine_over(sizes: list[int], costs: CostTable | None) -> Engine:
     """An Engine that decides over decode graphs of these sizes, and runs nothing itself."""
     settings = Settings(max_num_reqs=sizes[-1], max_num_tokens=sizes[-1])
-    engine = Engine(
-        policy="auto", attention="gqa", ladder=CaptureSizes(decode=tuple(sizes)), settings=settings, costs=costs
-    )
+    policy = "auto" if costs else "sglang"  # costs of another model and device would have steps eager that aren't
+    engine = Engine(policy, attention="gqa", ladder=CaptureSizes(decode=tuple(sizes)), settings=settings, costs=costs)
     engine.registry.plan(engine.policy.plan(engine.sizes, engine.support.claims, settings))
     return engine
 
 
 def costs_from(profile: str | None) -> CostTable | None:
-    """Measured costs, where a profile is given; without one kpolicy takes its analytic table and says so."""
+    """Measured costs, where a profile is given; without one every batch that a graph holds replays it."""
     return read_profile(profile).costs if profile else None
 
 

@@ -7,7 +7,7 @@
 
 nano-vllm captures decode graphs of sizes of its own, and replays the next size. Two of its rules change here: a batch
 above its last size runs eagerly and with a reason (its own search ends in an exception, since sizes stop at the last
-multiple of 16), and a batch whose padding costs more than it saves runs eagerly too.
+multiple of 16), and with a profile a batch whose padding costs more than it saves runs eagerly too.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ def engine_over(sizes: list[int], most: int, costs: CostTable | None) -> Engine:
     """An Engine that decides over decode graphs of these sizes, and runs nothing itself."""
     settings = Settings(max_num_reqs=most, max_num_tokens=most)
     ladder = CaptureSizes(decode=tuple(sizes))
-    engine = Engine(policy="auto", attention="gqa", ladder=ladder, settings=settings, costs=costs)
+    policy = "auto" if costs else "sglang"  # costs of another model and device would have steps eager that aren't
+    engine = Engine(policy, attention="gqa", ladder=ladder, settings=settings, costs=costs)
     engine.registry.plan(engine.policy.plan(ladder, engine.support.claims, settings))
     return engine
 
 
 def costs_from(profile: str | None) -> CostTable | None:
-    """Measured costs, where a profile is given; without one kpolicy takes its analytic table and says so."""
+    """Measured costs, where a profile is given; without one every batch that a graph holds replays it."""
     return read_profile(profile).costs if profile else None
 
 

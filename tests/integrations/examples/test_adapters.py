@@ -119,16 +119,38 @@ def test_mini_sglang_pads_and_replays(adapter, monkeypatch):
     """Sizes go up to the requests that may run; a decode batch replays the next one and is counted."""
     monkeypatch.delenv("KPOLICY_PROFILE", raising=False)
     runner = mini(adapter)
-    assert runner.graph_bs_list == [1, 2, 4, 8, 16, 32, 64, 100]
+    assert runner.graph_bs_list == [1, 2, 4, *range(8, 97, 8), 100]
     for size in (3, 70, 70):
         batch = batch_of(size)
         runner.pad_batch(batch)
         assert runner.can_use_cuda_graph(batch)
         assert runner.replay(batch) == "logits"
-    assert runner.replayed == [4, 100, 100]
+    assert runner.replayed == [4, 72, 72]
     hits = {record.key.num_tokens: record.hits for record in runner.kpolicy.registry.records() if record.hits}
-    assert hits == {4: 1, 100: 2}
-    assert runner.kpolicy.stats.total.padding == 61
+    assert hits == {4: 1, 72: 2}
+    assert runner.kpolicy.stats.total.padding == 5
+
+
+@pytest.mark.parametrize("most", [100, 1024])
+def test_mini_sglang_without_a_profile_replays_what_the_plain_engine_does(adapter, monkeypatch, most):
+    """Costs of another model decide nothing: each decode batch replays, and to 256 as far padded as without kpolicy."""
+    monkeypatch.delenv("KPOLICY_PROFILE", raising=False)
+    runner = mini(adapter, cuda_graph_max_bs=most)
+    assert all(runner.can_use_cuda_graph(batch_of(size)) for size in range(1, most + 1))
+    own = (1, 2, 4, *range(8, min(most, 256) + 1, 8))
+    assert set(own) <= set(runner.graph_bs_list)
+
+
+def test_nano_vllm_without_a_profile_replays_what_the_plain_engine_does(adapter, monkeypatch):
+    """Likewise, over nano-vllm's sizes."""
+    monkeypatch.delenv("KPOLICY_PROFILE", raising=False)
+    adapter("nano_vllm")
+    runner = sys.modules["nanovllm.engine.llm_engine"].ModelRunner(512)
+    plain = ModelRunner(512)
+    for size in range(1, 513):
+        for each in (runner, plain):
+            each.run_model(SimpleNamespace(size=lambda _, size=size: size), None, is_prefill=False)
+    assert runner.ran == plain.ran
 
 
 def test_mini_sglang_runs_eagerly_what_costs_less(adapter, monkeypatch, tmp_path):
