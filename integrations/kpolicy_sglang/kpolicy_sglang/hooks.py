@@ -145,7 +145,14 @@ def _started_alike(model_runner: Any, config: Config) -> bool:
         f"{name} sizes": tuple(getattr(getattr(graphs, name, None), "bs", None) or ()) for name in (DECODE, PREFILL)
     }
     here = {**sizes, **config.deciding, "kpolicy-sglang": kpolicy_sglang.__version__}
-    names, first = Ranks(model_runner).differing(here)
+    ranks = Ranks(model_runner)
+    if ranks.several:
+        # One that isn't hooked never answers.
+        logger.info(
+            "kpolicy: comparing settings with the other tensor-parallel ranks; where this is the last line, one of "
+            "them runs without kpolicy: set KPOLICY_SGLANG on every node, or on none"
+        )
+    names, first = ranks.differing(here)
     if not names:
         return True
     told = "; ".join(f"{name}: {here.get(name)} here, {first[name]} on rank 0" for name in names)

@@ -50,8 +50,8 @@ def register(environ: Mapping[str, str] = os.environ) -> None:
         hooks.configure(None)
         return
     # Said before the model is loaded. Hooks are registered all the same: ranks fall back together, see `Ranks`.
-    for problem in _unreadable(config):
-        hooks.fail(f"{problem} Without it SGLang's own sizes and rule stay.")
+    for problem in _unusable(config):
+        hooks.fail(problem)
     taken = _taken_before(version.hooks, HookRegistry)
     if taken:
         hooks.fail(f"{'; '.join(taken)}. SGLang runs as without kpolicy.")
@@ -62,17 +62,27 @@ def register(environ: Mapping[str, str] = os.environ) -> None:
     _check_after_applying(HookRegistry, version.hooks)
 
 
-def _unreadable(config: Config) -> list[str]:
-    """What is wrong with the files that the settings name, which are read once SGLang has its model."""
+def _unusable(config: Config) -> list[str]:
+    """What is wrong with the files that the settings name, which are opened once SGLang has its model."""
     from kpolicy.schemas import read_plan, read_profile
 
     found = []
-    for path, read in ((config.plan, read_plan), (config.profile, read_profile)):
+    for path, read, instead in (
+        (config.plan, read_plan, "SGLang's own sizes are captured."),
+        (config.profile, read_profile, "SGLang's own rule decides."),
+    ):
         try:
             if path is not None:
                 read(path)
         except (KPolicyError, OSError) as error:  # noqa: PERF203
-            found.append(str(error))
+            found.append(f"{error} Without it {instead}")
+    if config.decision_log is not None:
+        folder = os.path.dirname(os.path.abspath(config.decision_log))
+        if os.path.isdir(config.decision_log) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+            found.append(
+                f"KPOLICY_DECISION_LOG is {config.decision_log!r}; it is a file in a folder that is there and can be "
+                "written to. Without it there is no log."
+            )
     return found
 
 

@@ -31,6 +31,11 @@ class Ranks:
 
                 self._group = get_parallel().tp_group
 
+    @property
+    def several(self) -> bool:
+        """Whether there are others to ask."""
+        return self._group is not None
+
     def all(self, ok: bool) -> bool:
         """Whether it is so on every rank; each must ask as often."""
         if self._group is None:

@@ -12,6 +12,7 @@ from kpolicy.costs import Curve, analytic_costs
 from kpolicy.errors import ConfigError
 from kpolicy.reasons import Reason
 from kpolicy.schemas import read_decision_log
+from kpolicy.settings import Objective
 from kpolicy.simulate.recorded import replay
 from kpolicy_sglang import hooks, sizes
 from kpolicy_sglang.arguments import running_per_rank
@@ -653,6 +654,24 @@ def test_counters_beside_sglangs_metrics():
     assert value("sglang:kpolicy_steps_total", phase="prefill", mode="eager", reason="above_largest_size") == 2
     assert value("sglang:kpolicy_padding_tokens_total", phase="prefill", mode="piecewise") == 28
     assert value("sglang:kpolicy_replays_total", phase="prefill", size="64") == 2
+
+
+def test_padding_of_two_reasons_of_a_mode_adds_up():
+    """A replay that ranks agreed on has another reason than one by cost, and the same counter of padding."""
+    prometheus = pytest.importorskip("prometheus_client")
+    from kpolicy_sglang.metrics import Metrics
+
+    registry = prometheus.CollectorRegistry()
+    phase, metrics = Phase(PREFILL, (64, 128), 200, full=False), Metrics(registry)
+    phase.install("auto", table_of("test", {64: 10, 128: 20}, {1: 1000}), Objective())
+    labels = {"phase": "prefill", "mode": "piecewise"}
+    for times in (1, 2):
+        phase.ran(50, None)
+        phase.ran_as_voted(60, 128, None)
+        metrics.flush({PREFILL: phase})
+        assert registry.get_sample_value("sglang:kpolicy_padding_tokens_total", labels) == times * (14 + 68)
+    for reason in ("cheapest_measured", "graph_fits"):
+        assert registry.get_sample_value("sglang:kpolicy_steps_total", {**labels, "reason": reason}) == 2
 
 
 def test_the_clock_is_read_now_and_then(monkeypatch):

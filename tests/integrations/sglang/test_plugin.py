@@ -74,7 +74,7 @@ def test_files_that_cannot_be_read_are_said_before_the_model_is_loaded(name, tmp
             register({**ON, name: str(tmp_path / file)})
             assert registry._hooks
             assert file in caplog.text
-            assert "SGLang's own sizes and rule stay" in caplog.text
+            assert "Without it SGLang's own" in caplog.text
             with pytest.raises(SystemExit, match=file):
                 register({**STRICT, name: str(tmp_path / file)})
 
@@ -225,6 +225,33 @@ def test_check_looks_once():
         assert registry.__dict__["apply_hooks"] is not own
         registry.apply_hooks()
         assert registry.__dict__["apply_hooks"] is own
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("KPOLICY_PROFILE", "SGLang's own rule decides"), ("KPOLICY_PLAN", "SGLang's own sizes are captured"),
+     ("KPOLICY_DECISION_LOG", "there is no log")],
+)  # fmt: skip
+def test_files_are_looked_at_before_the_model_is_loaded(name, instead, tmp_path, caplog):
+    """One that can't be had is named with what happens without it; strictly, the start ends there."""
+    gone = {name: str(tmp_path / "no" / "file.json")}
+    with pretended("0.5.23") as registry, caplog.at_level(logging.ERROR):
+        register(ON | gone)
+        assert registry._hooks
+    (record,) = caplog.records
+    assert str(tmp_path) in record.message
+    assert instead in record.message
+    with pretended("0.5.23"), pytest.raises(SystemExit, match=instead):
+        register(STRICT | gone)
+    with pretended("0.5.23"), pytest.raises(SystemExit, match=instead):
+        register(STRICT | {name: str(tmp_path)})
+
+
+def test_log_in_a_folder_that_is_there(tmp_path):
+    """The file itself is made once there is something to write."""
+    with pretended("0.5.23"):
+        register(STRICT | {"KPOLICY_DECISION_LOG": str(tmp_path / "log.jsonl")})
+    assert not list(tmp_path.iterdir())
 
 
 def test_bad_setting_leaves_sglang_alone(caplog):

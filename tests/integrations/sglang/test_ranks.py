@@ -26,6 +26,7 @@ class Two(Ranks):
 
     barrier: threading.Barrier
     said: list
+    several = True
 
     def __init__(self, rank):
         self.rank = rank
@@ -122,8 +123,8 @@ def test_profile_that_one_rank_lacks(tmp_path):
     assert tables[0].keys() == {DECODE, PREFILL}
 
 
-def started(rank_settings, rank_sizes, monkeypatch):
-    """What `init_cuda_graphs` does on two ranks with those settings and decode sizes: captured, and attached or not."""
+def started(rank_settings, rank_sizes, monkeypatch, phase="decode"):
+    """What `init_cuda_graphs` does on two ranks with those settings and sizes: captured, and attached or not."""
     local = threading.local()
     monkeypatch.setattr(hooks, "Ranks", lambda _: local.ranks)
     monkeypatch.setattr(hooks, "configured", lambda: local.config)
@@ -131,7 +132,8 @@ def started(rank_settings, rank_sizes, monkeypatch):
 
     def work(rank, ranks):
         local.ranks, local.config = ranks, Config(**rank_settings[rank])
-        graphs = SimpleNamespace(decode=SimpleNamespace(bs=rank_sizes[rank]), prefill=SimpleNamespace(bs=None))
+        graphs = SimpleNamespace(decode=SimpleNamespace(bs=None), prefill=SimpleNamespace(bs=None))
+        getattr(graphs, phase).bs = rank_sizes[rank]
         runner = SimpleNamespace(
             is_draft_worker=False, server_args=SimpleNamespace(tp_size=2, cuda_graph_config=graphs)
         )
@@ -150,12 +152,39 @@ def test_ranks_that_were_started_alike(monkeypatch):
     assert started(settings, [[1, 8], [1, 8]], monkeypatch) == [("captured", True)] * 2
 
 
-def test_ranks_with_other_sizes_end_the_start(monkeypatch):
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_ranks_with_other_sizes_end_the_start(monkeypatch, phase):
     """They would wait for each other in the captures: both say which sizes are whose."""
-    found = started([{}, {}], [[1, 8], [1, 8, 16]], monkeypatch)
+    found = started([{}, {}], [[1, 8], [1, 8, 16]], monkeypatch, phase)
     for said, here in zip(found, ("(1, 8)", "(1, 8, 16)"), strict=True):
-        assert f"decode sizes: {here} here, (1, 8) on rank 0" in said
+        assert f"{phase} sizes: {here} here, (1, 8) on rank 0" in said
         assert "same settings" in said
+
+
+def test_ranks_with_another_version_are_left_to_sglang(monkeypatch, caplog):
+    """Another version may decide otherwise: each rank says which is where."""
+    local = threading.local()
+    versions = iter(("0.1.0", "0.2.0"))
+    lock = threading.Lock()
+
+    class Package:
+        @property
+        def __version__(self):
+            if not hasattr(local, "version"):
+                with lock:
+                    local.version = next(versions)
+            return local.version
+
+    monkeypatch.setattr(hooks, "kpolicy_sglang", Package())
+    assert started([{}, {}], [[8], [8]], monkeypatch) == [("captured", False)] * 2
+    assert "kpolicy-sglang: 0." in caplog.text
+
+
+def test_what_ranks_wait_for_is_said_before(monkeypatch, caplog):
+    """A rank without kpolicy never answers: the last line of the others' logs says so."""
+    with caplog.at_level("INFO"):
+        started([{}, {}], [[8], [8]], monkeypatch)
+    assert sum("one of them runs without kpolicy" in record.message for record in caplog.records) == 2
 
 
 @pytest.mark.parametrize("other", [{"policy": "full"}, {"turns": False}, {"profile": "p"}, {"gap_ms": 5.0}])
