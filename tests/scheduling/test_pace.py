@@ -119,6 +119,21 @@ def test_attention_of_a_prompt_is_not_made_cheaper_by_dividing_it():
     assert 2 * half == pytest.approx(once + 1000.0, rel=0.01)
 
 
+def test_a_chunk_reads_what_came_before_it():
+    """KV before the prompts is before each chunk too, and of the prompt itself half is before a chunk on average."""
+    kv = pace(table(prefill_attention=AttentionCost(kv_us=1.0)), "throughput")
+    without = pace(table(), "throughput")
+
+    def kv_us(whole: Any, chunk: int) -> float:
+        return kv._step(whole, chunk)[0] - without._step(whole, chunk)[0]
+
+    whole = mixed_numbers(1, 1, 2047)
+    begun = whole._replace(prefill_kv_tokens=2047 + 1000)
+    assert kv_us(whole, 2047) == pytest.approx(2047.0)
+    assert kv_us(whole, 1023) == pytest.approx(1023.0 + 512.0)
+    assert kv_us(begun, 1023) == pytest.approx(1023.0 + 512.0 + 1000.0)
+
+
 def test_a_prompt_that_has_begun_is_not_divided_further():
     """While one prompt is first in line the size doesn't fall, however little is left of it."""
     gap_first = Objective(0.0, 1.0, 1.7)

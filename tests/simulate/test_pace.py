@@ -79,7 +79,7 @@ def test_first_tokens_are_no_later_behind_decodes_of_long_contexts(context, num_
 
 
 def test_prompts_in_line_have_a_place():
-    """What a step's line may hold is rows that aren't running yet, and prompts that are."""
+    """A step's line holds prompts that run and those that there are rows for; it tells all KV, the decodes' too."""
     queue = Queue(Settings(max_num_reqs=3, max_num_tokens=64), num_blocks=100)
     asked = []
 
@@ -95,9 +95,8 @@ def test_prompts_in_line_have_a_place():
         step = queue.next_step(0.0)
         queue.complete(step, 1)
     # 64 of the first two prompts' 80 tokens ran, and the third has the one place left; then all places are taken.
-    assert [(decodes, line.num_prompts, line.tokens, line.waiting) for decodes, line in asked] == [
-        (1, 2, 56, 2), (3, 0, 0, 2),
-    ]  # fmt: skip
+    pairs = 16 * 24 + 16 * 17 // 2 + 40 * 41 // 2
+    assert asked == [(1, (2, 56, 2, pairs, 41)), (3, (0, 0, 2, 0, 42 + 41 + 41))]
 
 
 def test_throughput_fills_steps():
