@@ -3,8 +3,8 @@
 Each rank says yes or no before it knows how many rows the others have, and all replay where all said yes. SGLang's own
 yes goes by the kind of batch alone, so a rank may only take it back: it says no where its policy has the step of its
 own rows eager, and then every rank runs eagerly. Where SGLang reduces the votes ranks can't part by that, whatever each
-has for costs. Where it skips the gather (one attention rank, or ``SGLANG_SCHEDULER_SKIP_ALL_GATHER``) each keeps its own
-vote, and all have rank 0's costs: only a policy that raises on one rank alone could part them there.
+has for costs. Where it skips the gather (one attention rank, or ``SGLANG_SCHEDULER_SKIP_ALL_GATHER``) each keeps its
+own vote, and all have rank 0's costs: only a policy that raises on one rank alone could part them there.
 """
 
 from __future__ import annotations
