@@ -104,7 +104,9 @@ class Pacer:
         finally:
             scheduler.max_num_scheduled_tokens = limit
         self._state.counters.add("paced_steps")
-        if output.total_num_scheduled_tokens <= decode_tokens:
+        rows = len(output.num_scheduled_tokens) * self._state.settings.query_len
+        if rows <= decode_tokens and output.total_num_scheduled_tokens <= decode_tokens:
+            # Tokens alone don't tell, as decodes may have fewer drafts than they could.
             # A prompt that can't be cut so short, such as one with an image in it, mustn't wait for ever.
             self._whole = True
             self._state.counters.add("pace_no_prompt_came_in")

@@ -8,6 +8,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
 from kpolicy.attention.support import Claims
@@ -19,7 +20,7 @@ from kpolicy_vllm.config import Config
 from kpolicy_vllm.pace import Pacer, vllm_s_own, why_not
 from kpolicy_vllm.state import LISTED, State, settings_of
 from tests.integrations.vllm.real_scheduler import make_request, make_scheduler, schedulers, serve, vllm_config
-from tests.integrations.vllm.test_real_scheduler import BOTH, KINDS, requests, stock_scheduler
+from tests.integrations.vllm.test_real_scheduler import BOTH, KINDS, Always, requests, stock_scheduler
 from tests.oracle.loader import VARIABLE, oracle_folder
 
 pytest.importorskip("torch")
@@ -48,7 +49,11 @@ SLOW_HOST = CostTable(
 
 def state_of(config: Any, version: str, costs: CostTable = SLOW_EAGER, **settings: Any) -> State:
     """A state that has its graphs and costs."""
-    state = State(Config(**{"objective": "latency"} | settings), settings_of(config))
+    return started(State(Config(**{"objective": "latency"} | settings), settings_of(config)), version, costs)
+
+
+def started(state: State, version: str, costs: CostTable = SLOW_EAGER) -> State:
+    """The state as it is when vLLM has captured its graphs and costs are there."""
     state.claims, state.vllm_version = Claims(1), f"{version}.0"
     state.runner = SimpleNamespace()
     for key in (
@@ -147,11 +152,26 @@ def test_after_a_step_without_prompts_the_next_is_vllm_s_own(version: str) -> No
 
         def nothing() -> Any:
             limits.append(scheduler.max_num_scheduled_tokens)
-            return SimpleNamespace(total_num_scheduled_tokens=1)
+            return SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"a": 1})
 
         for _ in range(4):
             pacer.schedule(nothing)
         assert limits == [LARGEST, LIMIT, LARGEST, LIMIT]
+
+
+@BOTH
+def test_a_prompt_s_few_tokens_beside_few_drafts_came_in(version: str) -> None:
+    """A decode may have no drafts this time: its step with the tail of a prompt is shorter than decodes can be."""
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=False, max_tokens=LIMIT)
+        state = state_of(config, version)
+        state.settings = attrs.evolve(state.settings, num_speculative_tokens=3)
+        scheduler = paced_scheduler(config, state)
+        scheduler.kpolicy_pacer._bound = lambda: (LARGEST, 4)
+        for rows, unmet in (({"a": 1, "b": 2}, 0), ({"a": 1}, 1), ({"a": 4}, 2), ({"a": 4, "b": 1}, 2)):
+            output = SimpleNamespace(total_num_scheduled_tokens=sum(rows.values()), num_scheduled_tokens=rows)
+            scheduler.kpolicy_pacer.schedule(lambda output=output: output)
+            assert state.counters.counts["pace_no_prompt_came_in"] == unmet
 
 
 def serve_one(scheduler: Any) -> None:
@@ -378,6 +398,28 @@ def test_where_the_objective_weighs_the_gap_the_class_bounds(version: str) -> No
         config.scheduler_config.enable_chunked_prefill = True
         config.parallel_config.distributed_executor_backend = "mp"
         assert made({"pace": True}) == (False, False)
+
+
+@BOTH
+@KINDS
+def test_beside_split_steps_are_those_of_split_alone(version: str, asynchronous: bool) -> None:
+    """One of the two, which is said: decodes and prompts have steps of their own, and none is bounded."""
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=asynchronous, max_tokens=LIMIT, blocks=2000)
+        cls = ours._made(ours.qualname(config).rpartition(".")[2])
+        found = {}
+        for pace in (False, True):
+            config.additional_config = {"kpolicy": {"objective": "1:1", "split": True, "pace": pace}}
+            config.instance_id = f"both-{version}-{asynchronous}-{pace}"
+            scheduler = make_scheduler(cls, config)
+            counts = started(scheduler.kpolicy_state, version).counters.counts
+            scheduler.kpolicy_turns._rule = Always(1)
+            found[pace] = rows_of(scheduler, behind_a_prompt(), depth=2 if asynchronous else 1)
+            assert counts["split_prompt_steps"] > 20
+            assert counts["not_paced"] == pace
+            assert not counts["paced_steps"] + counts["pace_no_prompt_came_in"]
+        assert found[True] == found[False]
+        assert max(sum(step.values()) for step in found[True]) > LARGEST
 
 
 def test_why_not() -> None:
