@@ -35,6 +35,7 @@ from benchmarks.student import student  # noqa: E402
 MODEL = {"qwen": "qwen05b", "dsv2": "dsv2lite"}
 NAMES = {"qwen05b": "Qwen2.5-0.5B", "dsv2lite": "DeepSeek-V2-Lite"}
 VARIED = {"order": ", KPOLICY_TURNS=0"}
+"""What the load of a side beside both is called; others go by the side's own name."""
 TRACE = "conversation trace, "
 LOADS = {
     "qwen-trace": "", "qwen-mixed-trace": ", mixed chunks", "qwen-offline-trace": ", not streamed",
@@ -86,7 +87,9 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, each in more.items():
             how.setdefault(key, {})[f"{line['side']}_{name}"] = each
 
-    for line in by_run(lines):
+    numbered = by_run(lines)
+    varied = sorted({line["side"] for line in numbered if line["kind"] == "trace"} - {"stock", "kpolicy"})
+    for line in numbered:
         if "error" in line or "part" not in line:
             continue
         model = line["part"].partition("-")[0]
@@ -102,12 +105,12 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 figures += [("gap p99 ms", "gap_p99_ms"), ("gap p50 ms", "gap_p50_ms")]
                 figures += [(f"first token p{q} ms", f"ttft_p{q}_ms") for q in (50, 99) if f"ttft_p{q}_ms" in line]
             for figure, name in figures:
-                if line["side"] not in VARIED:
+                if line["side"] in ("stock", "kpolicy"):
                     put(model, load, figure, line, line[name])
-                for variant, words in VARIED.items() if line["part"] == "qwen-trace" else ():
+                for variant in varied if line["part"] == "qwen-trace" else ():
                     if line["side"] in (variant, "stock"):
-                        sided = {**line, "side": line["side"].replace(variant, "kpolicy")}
-                        put(model, load + words, figure, sided, line[name])
+                        sided = {**line, "side": "stock" if line["side"] == "stock" else "kpolicy"}
+                        put(model, load + VARIED.get(variant, f", {variant}"), figure, sided, line[name])
         elif line["kind"] == "start" and line["part"] == "capture" and "prefill_s" in line:
             for load, (stock, ours) in CAPTURES.items():
                 if line["side"] not in (stock, ours):

@@ -271,6 +271,18 @@ def given_names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
+def beside(text: str) -> dict[str, dict[str, str]]:
+    """Sides that run the kpolicy of other trees: `NAME=FOLDER`, with commas between several."""
+    found = {}
+    for name, _, folder in (each.partition("=") for each in given_names(text)):
+        tree = Path(folder).resolve()
+        if not (tree / "integrations" / "kpolicy_sglang").is_dir():
+            raise SystemExit(f"--beside {name}={folder}: there is no integrations/kpolicy_sglang in that folder")
+        paths = (str(tree), str(tree / "integrations" / "kpolicy_sglang"), os.environ.get("PYTHONPATH", ""))
+        found[name] = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return found
+
+
 def trace(run: Run, part: str) -> None:
     """Throughput and gaps through the scheduler, the sides in turn."""
     qwen = part.startswith("qwen")
@@ -282,9 +294,9 @@ def trace(run: Run, part: str) -> None:
     if not qwen:
         extra["chunked_prefill_size"] = 2048
     requests = requests_of(run.given.trace, count, 7000, 400.0)
-    variants = (
-        {name: VARIANTS[name] for name in given_names(run.given.variants)} if part == "qwen-trace" else NO_VARIANTS
-    )
+    variants = {}
+    if part == "qwen-trace":
+        variants = {name: VARIANTS[name] for name in given_names(run.given.variants)} | beside(run.given.beside)
     sides = run.sides(part, "trace", extra, variants)
     how = {"concurrent": concurrent, "stream": "streamed" not in LOADS[part]}
     try:
@@ -395,11 +407,13 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="where the processes' logs and the checkpoints go (default: --out)")
     parser.add_argument("--slices", default=",".join(SLICES))
     parser.add_argument("--variants", default=",".join(VARIANTS), help="further sides of qwen-trace; may be empty")
+    parser.add_argument("--beside", default="", help="further sides of qwen-trace, kpolicy of other trees: NAME=FOLDER")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--requests", type=int, default=0, help="requests of a trace; 0 takes each slice's own number")
     parser.add_argument("--budget", type=float, default=440.0, help="seconds for all slices")
     parser.add_argument("--args", default="{}", help="JSON with further arguments of SGLang, for a dry run")
     given = parser.parse_args()
+    beside(given.beside)
     run = Run(given)
     run.note(**about())
     for part in given.slices.split(","):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.sglang.check import passed
 from benchmarks.sglang.rows import _compared, rows, write
 from benchmarks.sglang.server import since
+from benchmarks.sglang.stock_vs_kpolicy import beside
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "sglang_stock_vs_kpolicy.json"
 TIMES = st.lists(st.floats(0.5, 10.0), min_size=2, max_size=6)
@@ -182,6 +184,23 @@ def test_captures_of_as_many_sizes_are_put_together(tmp_path):
     }  # fmt: skip
     assert [row["runs"] for row in found["pooled"] if row["figure"] == "capture s"] == [[2, 3]]
     assert next(row["ratio"] for row in found["rows"] if row["figure"] == "start-up s") == pytest.approx(8**0.5, 1e-4)
+
+
+def test_a_side_of_another_tree_is_a_load_of_its_own(tmp_path):
+    """It is compared with stock's turns, and isn't in kpolicy's rows."""
+    lines = [about()]
+    for turn in range(2):
+        for side, value in (("stock", 1.0), ("kpolicy", 3.0), ("cut", 5.0), ("order", 2.0)):
+            lines.append(trace(side, turn, value) | {"part": "qwen-trace"})
+    found = {row["load"]: row["ratio"] for row in rows(lines) if row["figure"] == "requests/s"}
+    assert sorted(found.values()) == [2.0, 3.0, 5.0]
+    assert next(ratio for load, ratio in found.items() if load.endswith(", cut")) == 5.0
+    assert beside("") == {}
+    with pytest.raises(SystemExit, match="--beside cut="):
+        beside(f"cut={tmp_path}")
+    (tmp_path / "integrations" / "kpolicy_sglang").mkdir(parents=True)
+    (paths,) = beside(f"cut={tmp_path}").values()
+    assert paths["PYTHONPATH"].startswith(f"{tmp_path}{os.pathsep}{tmp_path / 'integrations' / 'kpolicy_sglang'}")
 
 
 def test_counts_of_a_turn():
