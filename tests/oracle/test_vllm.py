@@ -5,17 +5,12 @@ import sys
 import pytest
 
 from tests.oracle.compare import RUNNERS, compare, compare_default_sizes, compare_ranks, compare_resolution
-from tests.oracle.loader import VARIABLE, oracle_folder
+from tests.oracle.loader import oracle_folder
+from tests.oracle.wheels import VLLM_WHEELS
 
 BATCHES = 20_000
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        oracle_folder() is None,
-        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
-    ),
-]
+pytestmark = VLLM_WHEELS
 
 
 @pytest.mark.parametrize(("version", "runner"), RUNNERS)

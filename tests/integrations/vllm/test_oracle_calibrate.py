@@ -14,15 +14,10 @@ from tests.integrations.vllm.fake_runner import FakeRunner, SimulatedClock
 from tests.integrations.vllm.shimmed import ShimmedVllm
 from tests.integrations.vllm.test_calibrate import cost
 from tests.integrations.vllm.test_oracle_dispatch import RUNNERS, deployment
-from tests.oracle.loader import VARIABLE, loaded, oracle_folder
+from tests.oracle.loader import loaded, oracle_folder
+from tests.oracle.wheels import VLLM_WHEELS
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        oracle_folder() is None,
-        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
-    ),
-]
+pytestmark = VLLM_WHEELS
 SIZES = Config(policy="auto", decode_sizes=(1, 4, 16, 64), mixed_sizes=(), piecewise_sizes=(16, 64, 256, 1024))
 
 

@@ -16,21 +16,16 @@ from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
 from tests.integrations.vllm.shimmed import ShimmedVllm
 from tests.oracle.configs import Deployment, draw_batch, draw_deployment
-from tests.oracle.loader import VARIABLE, loaded, oracle_folder
+from tests.oracle.loader import loaded, oracle_folder
 from tests.oracle.vllm_ranks import agreed
 from tests.oracle.vllm_real import ASSERTED, RealVllm
+from tests.oracle.wheels import VLLM_WHEELS
 
 BATCHES = 20_000
 VERSIONS = ("0.23", "0.33")
 RUNNERS = [(version, runner) for runner in ("v1", "v2") for version in VERSIONS]
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        oracle_folder() is None,
-        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
-    ),
-]
+pytestmark = VLLM_WHEELS
 
 
 def told(shim, batch):

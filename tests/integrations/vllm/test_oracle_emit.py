@@ -8,15 +8,10 @@ from kpolicy.engine_flags import emit
 from kpolicy.ladders import CaptureSizes
 from kpolicy.settings import Settings
 from tests.integrations.vllm.real_runner import sized, vllm_config, vllm_of
-from tests.oracle.loader import VARIABLE, Release, oracle_folder
+from tests.oracle.loader import Release, oracle_folder
+from tests.oracle.wheels import VLLM_WHEELS
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        oracle_folder() is None,
-        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
-    ),
-]
+pytestmark = VLLM_WHEELS
 
 SETTINGS = Settings(max_num_reqs=1000, max_num_tokens=4096)
 LADDERS = [

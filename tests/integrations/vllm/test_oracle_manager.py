@@ -11,15 +11,9 @@ from kpolicy_vllm import plugin
 from kpolicy_vllm.state import state_of
 from tests.integrations.vllm.real_runner import Backend, sized, vllm_config, vllm_of
 from tests.integrations.vllm.test_oracle_runner import attached
-from tests.oracle.loader import VARIABLE, oracle_folder
+from tests.oracle.wheels import VLLM_WHEELS
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        oracle_folder() is None,
-        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
-    ),
-]
+pytestmark = VLLM_WHEELS
 
 
 @pytest.fixture(params=["0.23", "0.33"])

@@ -11,15 +11,10 @@ from kpolicy_vllm.config import Config
 from tests.integrations.vllm.shimmed import ShimmedVllm
 from tests.integrations.vllm.test_oracle_dispatch import RUNNERS, deployment, told
 from tests.oracle.configs import Batch, Row
-from tests.oracle.loader import VARIABLE, loaded, oracle_folder
+from tests.oracle.loader import loaded, oracle_folder
+from tests.oracle.wheels import VLLM_WHEELS
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        oracle_folder() is None,
-        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
-    ),
-]
+pytestmark = VLLM_WHEELS
 SIZES = CaptureSizes((2, 24, 64), (256, 484, 1072, 2048), ())
 
 

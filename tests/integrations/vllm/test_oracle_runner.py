@@ -21,18 +21,12 @@ from kpolicy_vllm.versions import signatures
 from tests.integrations.vllm.real_runner import ask_v1, initialise_v1, runner_v1, sized, vllm_config, vllm_of
 from tests.integrations.vllm.test_ladder import plan_of
 from tests.integrations.vllm.test_oracle_dispatch import random_costs
-from tests.oracle.loader import VARIABLE, oracle_folder
+from tests.oracle.wheels import VLLM_WHEELS
 
 VERSIONS = ("0.23", "0.33")
 STOCK_SIZES = [1, 2, 4, *range(8, 129, 8)]
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        oracle_folder() is None,
-        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
-    ),
-]
+pytestmark = VLLM_WHEELS
 
 
 @pytest.fixture(autouse=True)

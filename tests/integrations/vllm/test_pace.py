@@ -21,16 +21,10 @@ from kpolicy_vllm.pace import Pacer, vllm_s_own, why_not
 from kpolicy_vllm.state import LISTED, State, settings_of
 from tests.integrations.vllm.real_scheduler import make_request, make_scheduler, schedulers, serve, vllm_config
 from tests.integrations.vllm.test_real_scheduler import BOTH, KINDS, Always, requests, stock_scheduler
-from tests.oracle.loader import VARIABLE, oracle_folder
+from tests.oracle.wheels import VLLM_WHEELS
 
 pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        oracle_folder() is None,
-        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
-    ),
-]
+pytestmark = VLLM_WHEELS
 
 LIMIT, LARGEST = 256, 64
 LINEAR = Curve((1, 256), (101.0, 356.0))

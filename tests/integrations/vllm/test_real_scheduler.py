@@ -18,16 +18,10 @@ from kpolicy_vllm import scheduler as ours
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.state import State, settings_of
 from tests.integrations.vllm.real_scheduler import make_request, make_scheduler, schedulers, serve, vllm_config
-from tests.oracle.loader import VARIABLE, oracle_folder
+from tests.oracle.wheels import VLLM_WHEELS
 
 pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        oracle_folder() is None,
-        reason=f"{VARIABLE} isn't set: name a folder with vLLM 0.23.0 and 0.33.0 wheels (docs/replicas.md)",
-    ),
-]
+pytestmark = VLLM_WHEELS
 
 BOTH = pytest.mark.parametrize("version", ["0.23", "0.33"])
 KINDS = pytest.mark.parametrize("asynchronous", [False, True])
