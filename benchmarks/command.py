@@ -1,13 +1,14 @@
-"""`command_line`: how a result was made, as its file tells it."""
+"""What benchmarks take on their command lines, and how a result was made, as its file tells it."""
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
-__all__ = ["command_line", "without_folders"]
+__all__ = ["command_line", "traces_and_date", "without_folders"]
 
 
 def command_line(module: str, argv: Sequence[str] | None = None) -> str:
@@ -31,3 +32,11 @@ def _told(argument: str) -> str:
     if path.is_absolute():
         value = "/".join(path.parts[-2:]) if path.name == "config.json" and len(path.parts) > 2 else path.name
     return f"{option}{equals}{value}"
+
+
+def traces_and_date(description: str | None) -> argparse.Namespace:
+    """What this process was given, of a benchmark that takes a folder of traces (`traces`) and a date (`date`)."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True, help="folder with the traces")
+    parser.add_argument("--date", required=True, help="written into the result")
+    return parser.parse_args()

@@ -11,7 +11,6 @@ of the replica, so that only the rules differ. Ratios are above 1 where `auto` i
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from typing import Any
 import attrs
 
 import kpolicy
+from benchmarks.command import traces_and_date
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
@@ -91,10 +91,7 @@ def compare(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True, help="folder with the traces")
-    parser.add_argument("--date", required=True, help="written into the result")
-    given = parser.parse_args()
+    given = traces_and_date(__doc__)
     measured = read_profile(RESULTS / "h200" / "profile_qwen05b.json").costs
     server = Server(settings=Settings(max_num_reqs=MOST_REQS, max_num_tokens=MOST_TOKENS), warm=True)
     ladders = sizes(server.settings)

@@ -11,7 +11,6 @@ step of 2,048 tokens takes what it took in the run, 10.3 ms for stock and 5.0 fo
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import attrs
 
 import kpolicy
+from benchmarks.command import traces_and_date
 from benchmarks.vllm.loads import make_load
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.ladders import CaptureSizes
@@ -128,10 +128,7 @@ def compare(load_name: str, traces: Path, measured: CostTable) -> list[dict[str,
 
 def main() -> int:
     """Simulate all, write, and print the least and the most of each ratio over the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True, help="folder with the traces")
-    parser.add_argument("--date", required=True, help="written into the result")
-    given = parser.parse_args()
+    given = traces_and_date(__doc__)
     measured = read_profile(RESULTS / "h200" / "vllm_costs_qwen05b.json").costs
     rows = [row for load in LOADS for row in compare(load, given.traces, measured)]
     written = {
