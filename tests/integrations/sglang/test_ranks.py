@@ -99,6 +99,28 @@ def test_case_that_fails_on_one_rank_is_measured_on_none(how):
     assert runners[0].steps == runners[1].steps
 
 
+def test_ranks_of_other_speeds_time_the_same_cases(monkeypatch):
+    """What the allowance has room for is by rank 0's times: a step that one runs and the other doesn't would hang."""
+    local = threading.local()
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: getattr(local, "now_s", 0.0))
+    runners = [Runner(), Runner()]
+
+    def work(rank, ranks):
+        def forward(size):
+            runners[rank].steps.append(size)
+            local.now_s = getattr(local, "now_s", 0.0) + (0.03, 0.0001)[rank]
+
+        runners[rank].forward = forward
+        made = state()
+        made.phases = {DECODE: Phase(DECODE, tuple(range(1, 65)), 64, full=True)}
+        return calibrate.cost_tables(runners[rank], made, ranks)
+
+    found = both(work)
+    assert found[0] == found[1]
+    assert runners[0].steps == runners[1].steps
+    assert 2 < len(found[0][DECODE].full.sizes) < len(calibrate._apart(range(1, 65)))
+
+
 def test_failing_on_one_rank_fails_on_all():
     """A rank that can't set the measuring up, or read a profile, takes the other with it."""
     runners = [Runner(), Runner()]
