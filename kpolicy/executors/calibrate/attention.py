@@ -111,6 +111,13 @@ class Bases:
         )
 
     def _row_us(self, costs: tuple[AttentionCost, AttentionCost]) -> float:
+        """What a decode row adds to a step, as beside a prompt; 0 where the host itself runs what it launches.
+
+        A CPU takes several times as long for a row beside a prompt as for one more in a step of decodes, which has its
+        rows' time in its curve by size.
+        """
+        if self._bench.host_runs:
+            return 0.0
         us = self._more("middle prompt and many", "middle prompt and few", costs)
         if us is None:
             return 0.0
