@@ -26,21 +26,21 @@ class Bench:
         self._times: dict[int, float] = {}
         self._cases = count()
 
-    def rows(self, decodes: int, kv: int, prompt: int) -> int:
+    def rows(self, decodes: int, *_: int) -> int:
         return decodes
 
-    def add(self, launches: Any, rows: int) -> int:
+    def add(self, _launches: Any, rows: int) -> int:
         case = next(self._cases)
         self._times[case] = 1000.0 + ROW_US * rows
         return case
 
-    def measured(self, case: int) -> bool:
+    def measured(self, _case: int) -> bool:
         return True
 
     def us(self, case: int) -> float:
         return self._times[case]
 
-    def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
+    def sides_us(self, case: int, _step_us: float) -> tuple[float, float]:
         return self._times[case], 0.0
 
 
