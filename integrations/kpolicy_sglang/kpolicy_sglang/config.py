@@ -35,6 +35,8 @@ class Config:
         calibrate: measure costs from SGLang's own graphs and eager steps at start-up.
         calibrate_seconds: seconds that measuring may take in each phase; the ends of each curve are timed whatever
             they take.
+        quick_capture: warm up once before the capture of most graphs, where SGLang does twice, and collect garbage
+            once: see `kpolicy_sglang.captures`.
         split: with mixed chunks on, run decodes and prompt chunks in steps of their own where that costs less.
         turns: while prompts wait, a decode step comes between two batches of them where running decodes would wait
             for more than most of a chunk takes; otherwise the order is SGLang's.
@@ -59,6 +61,7 @@ class Config:
     profile: str | None = None
     calibrate: bool = True
     calibrate_seconds: float = 1.0
+    quick_capture: bool = True
     split: bool = True
     turns: bool = True
     gap_ms: float | None = None

@@ -11,6 +11,7 @@ import kpolicy_sglang
 from kpolicy.errors import KPolicyError
 from kpolicy.settings import Settings
 from kpolicy_sglang.arguments import data_parallel_rank, rank, resolved
+from kpolicy_sglang.captures import collected_once, needs_one_warm_up
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.dispatch import ATTRIBUTE
 from kpolicy_sglang.metrics import Metrics
@@ -120,17 +121,18 @@ def init_cuda_graphs(original: Any, model_runner: Any, *args: Any, **kwargs: Any
         return original(model_runner, *args, **kwargs)
     state = State(config, str(_now["version"]))
     attach(model_runner, state)
-    result = original(model_runner, *args, **kwargs)
-    try:
-        take_up(model_runner, state)
-    # Whatever goes wrong here costs speed: SGLang has its graphs, and its own rule for them.
-    except Exception as error:
-        _detach(model_runner)
-        said = str(error)
-        if not isinstance(error, KPolicyError):
-            logger.exception("kpolicy: taking up SGLang's graphs raised what it shouldn't")
-            said = f"{type(error).__name__}: {error}."
-        fail(f"{said} SGLang's own rule decides")
+    with collected_once(model_runner, on=config.quick_capture):
+        result = original(model_runner, *args, **kwargs)
+        try:
+            take_up(model_runner, state)
+        # Whatever goes wrong here costs speed: SGLang has its graphs, and its own rule for them.
+        except Exception as error:
+            _detach(model_runner)
+            said = str(error)
+            if not isinstance(error, KPolicyError):
+                logger.exception("kpolicy: taking up SGLang's graphs raised what it shouldn't")
+                said = f"{type(error).__name__}: {error}."
+            fail(f"{said} SGLang's own rule decides")
     return result
 
 
@@ -301,9 +303,16 @@ def _mirrored(backend: Any, runner: Any, phase: str) -> Any:
     _captured_again(state, runner, phase)
     width = getattr(runner, "captured_req_width", 1) if phase == DECODE else 1
     device = getattr(runner, "device_module", None)
+    try:
+        one_warm_up = state.config.quick_capture and needs_one_warm_up(backend, runner)
+    # Whatever isn't as it is known to be, SGLang's own procedure is safe.
+    except Exception as error:  # noqa: BLE001
+        one_warm_up = False
+        state.failures.note("looking at how graphs are captured", error, then="SGLang's own procedure captures them")
     return mirror(
-        backend, state.registry, phase, device=device, width=width, failures=state.failures, serving=state.serving
-    )
+        backend, state.registry, phase, device=device, width=width, failures=state.failures, serving=state.serving,
+        one_warm_up=one_warm_up,
+    )  # fmt: skip
 
 
 def _captured_again(state: State, runner: Any, name: str) -> None:

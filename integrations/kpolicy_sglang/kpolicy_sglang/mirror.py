@@ -15,6 +15,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry
+from kpolicy_sglang.captures import OneWarmUp, no_memory
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import DECODE
 
@@ -44,7 +45,7 @@ def key_of(shape: Any, phase: str, *, full: bool, width: int = 1) -> GraphKey:
 
 def mirror(
     backend: Any, registry: GraphRegistry, phase: str, *, device: Any, width: int = 1, failures: Failures | None = None,
-    serving: list[bool] | None = None,
+    serving: list[bool] | None = None, one_warm_up: bool = False,
 ) -> Any:  # fmt: skip
     """Enter every capture and replay of a graph backend into the registry, and return the backend.
 
@@ -56,10 +57,13 @@ def mirror(
         width: tokens of a decode row.
         serving: has an entry once replays are a server's; those before aren't hits. By default all are.
         failures: where a graph that can't be entered is noted; SGLang captures it all the same.
+        one_warm_up: capture with one warm-up where that is enough, see `kpolicy_sglang.captures`.
     """
     failures = failures or Failures()
     full = "Breakable" not in type(backend).__name__ and "Piecewise" not in type(backend).__name__
     capture, replay, cleanup = backend.capture_one, backend.replay, backend.cleanup
+    if one_warm_up:
+        capture = OneWarmUp(capture, device, failures)
     # A backend made anew means that the graphs of the last one are gone.
     registry.evict_generation(f"sglang {phase}")
     keys: dict[Any, GraphKey] = {}
@@ -116,5 +120,4 @@ def _free_bytes(device: Any) -> int:
 
 
 def _reason(error: Exception) -> Reason:
-    text = f"{type(error).__name__} {error}".lower()
-    return Reason.CAPTURE_OUT_OF_MEMORY if "out of memory" in text or "outofmemory" in text else Reason.CAPTURE_FAILED
+    return Reason.CAPTURE_OUT_OF_MEMORY if no_memory(error) else Reason.CAPTURE_FAILED

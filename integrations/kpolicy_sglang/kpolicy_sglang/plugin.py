@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -123,6 +124,9 @@ def _is_sglangs(target: Any) -> bool:
     while target is not None:
         code = getattr(target, "__code__", None)
         file = os.path.realpath(code.co_filename) if code is not None else folder
+        # What Python itself wraps a context manager in.
+        if file == os.path.realpath(contextlib.__file__) and hasattr(target, "__wrapped__"):
+            file = folder
         if not file.startswith(folder) or "hook_registry" in file:
             return False
         target = getattr(target, "__wrapped__", None)

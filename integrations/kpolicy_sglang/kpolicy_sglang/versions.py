@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kpolicy_sglang import dispatch, hooks, sizes, votes
+from kpolicy_sglang import captures, dispatch, hooks, sizes, votes
 
 __all__ = ["KNOWN", "Hook", "Version", "known"]
 
@@ -52,6 +52,8 @@ _COMMON = (
     Hook(f"{_BACKENDS}.resolve_decode_backend", hooks.decode_backend, ("cuda_graph_runner",)),
     Hook(f"{_BACKENDS}.resolve_prefill_backend", hooks.prefill_backend, ("cuda_graph_runner",)),
     Hook(f"{_MODEL_RUNNER}.init_cuda_graphs", hooks.init_cuda_graphs, ("self", "capture_decode_cuda_graph")),
+    Hook(f"{_RUNNER}.decode_cuda_graph_runner.freeze_gc", captures.freeze_gc, ("enable_cudagraph_gc",)),
+    Hook(f"{_RUNNER}.prefill_cuda_graph_runner.freeze_gc", captures.freeze_gc, ("enable_cudagraph_gc",)),
     Hook(f"{_SCHEDULER}.get_new_batch_prefill", hooks.new_batch_prefill, ("self", "running_batch")),
 )
 

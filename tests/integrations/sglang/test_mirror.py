@@ -159,7 +159,7 @@ def test_a_runner_made_anew_while_serving(sizes, kept, caplog):
     """After a change of weights SGLang captures again: the same sizes go on as before, others are SGLang's."""
     state = State(Config(), "0.5.16")
     state.phases[DECODE] = Phase(DECODE, (1, 8), 8, full=True)
-    model_runner = SimpleNamespace()
+    model_runner = SimpleNamespace(server_args=SimpleNamespace(tp_size=1), attn_backend=None)
     attach(model_runner, state)
     runner = SimpleNamespace(model_runner=model_runner, capture_bs=sizes, captured_req_width=1)
     hooks.decode_backend(lambda _: FullCudaGraphBackend(), runner)

@@ -56,6 +56,10 @@ def test_signatures_are_those_of_the_wheel(version):
         of = owner.rpartition(".")[2] if owner.rpartition(".")[2][0].isupper() else ""
         module = owner.rpartition(".")[0] if of else owner
         nodes = ast.parse(release.read(f"{module.replace('.', '/')}.py")).body
+        for node in nodes:
+            # Hooked where it is used: a name that the module has from another.
+            if isinstance(node, ast.ImportFrom) and name in [each.name for each in node.names]:
+                nodes = ast.parse(release.read(f"{str(node.module).replace('.', '/')}.py")).body
         if of:
             (nodes,) = (node.body for node in nodes if isinstance(node, ast.ClassDef) and node.name == of)
         (function,) = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
