@@ -84,8 +84,11 @@ class Reason(str, Enum):
 
     # What ranks agreed on.
     RANKS_AGREED = "ranks_agreed", "the ranks agreed on this from their reduced votes"
-    RANK_NEEDS_EAGER = "rank_needs_eager", "another rank can't replay, and ranks run the same mode"
-    RANK_NEEDS_LESS = "rank_needs_less", "another rank can't run the mode this rank would, and ranks run the same"
+    RANK_NEEDS_EAGER = "rank_needs_eager", "another rank can't replay or would end later, and ranks run the same mode"
+    RANK_NEEDS_LESS = (
+        "rank_needs_less",
+        "another rank can't run the mode this rank would or would end later, and ranks run the same",
+    )
 
     # Start-up.
     SUPPORT_UNIFORM_ONLY = "support_uniform_only", "attention captures uniform decode batches only"

@@ -92,8 +92,17 @@ def cheapest(context: PolicyContext) -> Pick:
     return lambda keys, _part: min(keys, key=rated)
 
 
-def choose(numbers: BatchNumbers, ways: Sequence[Way], context: PolicyContext) -> tuple[Way, Reason]:
-    """The way of least score, and why."""
+def choose(
+    numbers: BatchNumbers, ways: Sequence[Way], context: PolicyContext, cost: Callable[[Way], Cost] | None = None
+) -> tuple[Way, Reason]:
+    """The way of least score, and why.
+
+    Args:
+        numbers: the batch.
+        ways: the legal ways to run it.
+        context: what the policy reads.
+        cost: what a way takes; on these rows by default.
+    """
     if not ways:
         raise no_legal_mode(numbers)
     if not numbers.total_tokens:
@@ -102,7 +111,7 @@ def choose(numbers: BatchNumbers, ways: Sequence[Way], context: PolicyContext) -
         if ways[0].mode is Mode.EAGER:
             return ways[0], _miss(numbers, context)
         return ways[0], Reason.ONLY_LEGAL
-    costs = [context.costs.cost(way.launches, numbers) for way in ways]
+    costs = [context.costs.cost(way.launches, numbers) if cost is None else cost(way) for way in ways]
     return _least(ways, costs, numbers, context)
 
 

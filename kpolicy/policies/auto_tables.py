@@ -23,6 +23,7 @@ from kpolicy.modes import Mode, SplitForm
 from kpolicy.policies import ranks
 from kpolicy.policies.auto import cheapest, choose, rate
 from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails, split_way
+from kpolicy.policies.rank_times import NUM_TIMES, RankTimes
 from kpolicy.policies.tables import EAGER_WAY, MOST_DECISIONS, Entry, Group, PreparedWays, at
 from kpolicy.reasons import Reason
 from kpolicy.shapes import NO_FACTS, WAITING_REQS, BatchNumbers
@@ -64,15 +65,32 @@ class AutoTables:
         self._wholes: list[Decision | None] = [None] * len(self._ways.tables.entries)
         self._eager = EAGER_WAY.decided(eager_reason(context), context, costs=True)
         self._eager_us = array("d", context.costs.eager.upto(context.settings.max_num_tokens))
+        self._times = RankTimes(context.costs, self._eager_us)
+        self._agreed, self._reduced = self._eager, tuple[int, ...]()
         self._selects: dict[tuple[int, int, int], Callable[..., Decision]] = {}
         self._lost_cases = sorted({key.lora_case for key in context.ladder.withdrawn})
         self.select: Callable[..., Decision] = self._select_for(0, 0)
 
     def vote(self, numbers: BatchNumbers) -> tuple[int, ...]:
-        return ranks.vote(numbers)
+        return (*ranks.vote(numbers), *self._times.vote(numbers))
 
     def agree(self, reduced: Sequence[int], numbers: BatchNumbers) -> Decision:
-        return ranks.agree(self.select, reduced, numbers)
+        given = tuple(reduced)
+        if given != self._reduced:
+            # Where ranks share a process each asks in turn.
+            self._agreed, self._reduced = self._by_slowest(given), given
+        return ranks.told(self._agreed, self.select, numbers)
+
+    def _by_slowest(self, reduced: Sequence[int]) -> Decision:
+        """The way that takes the slowest rank the least, of those that hold every rank's rows."""
+        numbers, times = ranks.reduced_numbers(reduced[:-NUM_TIMES]), self._times
+        largest, ways = times.largest(reduced[-NUM_TIMES:]), self._ways(numbers)
+        if len(ways) < 2 or (numbers.max_decode_steps > 1 and ways[-1].mode is Mode.SPLIT):
+            way, reason = choose(numbers, ways, self._context, lambda way: times.cost(way, largest))
+            return self._made(way, reason)
+        # The shortest cycle, as `select` has it; the earlier on ties.
+        way = min(ways, key=lambda way: max(times.sides(way, largest)))
+        return self._made(way, eager_reason(self._context) if way.mode is Mode.EAGER else self._reason)
 
     def _select_for(self, loras: int, forbidden: int) -> Callable[..., Decision]:
         """The prepared path for that many active LoRAs and those forbidden modes: made at first use.
@@ -435,7 +453,9 @@ class AutoTables:
         return decision
 
     def _general(self, numbers: BatchNumbers) -> Decision:
-        way, reason = choose(numbers, self._ways(numbers), self._context)
+        return self._made(*choose(numbers, self._ways(numbers), self._context))
+
+    def _made(self, way: Way, reason: Reason) -> Decision:
         decision = self._decisions.get((way, reason))
         if decision is None:
             decision = way.decided(reason, self._context, costs=True)

@@ -17,7 +17,12 @@ from kpolicy.modes import Mode
 from kpolicy.reasons import Reason
 from kpolicy.shapes import LARGEST_COUNT, BatchNumbers
 
-__all__ = ["agree", "reduced_numbers", "vote"]
+__all__ = ["agree", "reduced_numbers", "told", "vote"]
+
+_ALL = sum(mode.bit for mode in Mode)
+_FLAGS = [tuple(int(bool(forbidden & mode.bit)) for mode in Mode) for forbidden in range(_ALL + 1)]
+"""Forbidden modes as flags of 0 or 1"""
+_MASKS = {flags: forbidden for forbidden, flags in enumerate(_FLAGS)}
 
 
 def vote(numbers: BatchNumbers) -> tuple[int, ...]:
@@ -38,7 +43,7 @@ def vote(numbers: BatchNumbers) -> tuple[int, ...]:
         numbers.max_kv_len,
         numbers.num_first_chunks,
         numbers.num_active_loras,
-        *(int(bool(numbers.forbidden & mode.bit)) for mode in Mode),
+        *_FLAGS[numbers.forbidden & _ALL],
         -numbers.max_decode_steps if decoding else -LARGEST_COUNT,
         numbers.total_tokens,
         numbers.total_reqs,
@@ -66,7 +71,7 @@ def reduced_numbers(reduced: Sequence[int]) -> BatchNumbers:
         max_kv_len=max_kv,
         num_first_chunks=first_chunks,
         num_active_loras=loras,
-        forbidden=sum(mode.bit for mode, bit in zip(Mode, bits, strict=True) if bit),
+        forbidden=_MASKS[tuple(bits)],
         max_decode_steps=1 if -steps == LARGEST_COUNT else -steps,
         num_tokens=tokens,
         num_reqs=reqs,
@@ -76,7 +81,11 @@ def reduced_numbers(reduced: Sequence[int]) -> BatchNumbers:
 
 def agree(select: Callable[..., Decision], reduced: Sequence[int], numbers: BatchNumbers) -> Decision:
     """The decision for the reduced batch; the reason names other ranks where this one alone would replay more."""
-    decision = select(*reduced_numbers(reduced))
+    return told(select(*reduced_numbers(reduced)), select, numbers)
+
+
+def told(decision: Decision, select: Callable[..., Decision], numbers: BatchNumbers) -> Decision:
+    """What was agreed, with this rank's reason for it: see `agree`."""
     if not numbers.total_tokens:
         return _because(decision, Reason.RANKS_AGREED)
     alone = select(*numbers)

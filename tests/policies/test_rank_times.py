@@ -1,0 +1,106 @@
+"""`auto` with several ranks: of the ways that hold every rank's rows it takes the one whose slowest rank ends first."""
+
+import attrs
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from kpolicy.attention.support import Claims
+from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
+from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
+from kpolicy.modes import Mode
+from kpolicy.policies import PolicyContext, get_policy
+from kpolicy.policies.auto import cheapest
+from kpolicy.policies.base import legal_ways
+from kpolicy.policies.rank_times import NUM_TIMES, RankTimes
+from kpolicy.policies.ranks import reduced_numbers
+from kpolicy.reasons import Reason
+from kpolicy.settings import Settings
+from kpolicy.shapes import BatchShape
+from kpolicy.testing.strategies import contexts, shapes
+
+ANY = hypothesis.settings(max_examples=150, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+ROUNDED_US = 0.01
+LINE = Curve((1, 8192), (1.0, 8192.0))
+COSTS = CostTable(
+    version="by hand", measured=True, full=LINE, piecewise=LINE, eager=LINE,
+    prefill_attention=AttentionCost(unit_us=0.001), host_full=HostCost(10.0), host_piecewise=HostCost(50.0),
+    host_eager=HostCost(100.0), overlap_cost=0.5,
+)  # fmt: skip
+
+
+def reduced(compiled, ranks):
+    """The largest of each vote."""
+    return [max(votes) for votes in zip(*map(compiled.vote, ranks), strict=True)]
+
+
+def ways_of(ranks, context, votes):
+    """Every way that holds all ranks' rows, with its time by the votes and that of its slowest rank."""
+    costs, times = context.costs, RankTimes(context.costs)
+    numbers = reduced_numbers(votes[:-NUM_TIMES])
+    for way in legal_ways(numbers, context, cheapest(context)):
+        slowest = max(costs.cost(way.launches, rank).cycle_us for rank in ranks)
+        yield way, times.cost(way, times.largest(votes[-NUM_TIMES:])).cycle_us, slowest
+
+
+@ANY
+@hypothesis.given(contexts(get_policy("auto")), st.lists(shapes(), min_size=1, max_size=4))
+def test_votes_tell_what_the_slowest_rank_takes(context, drawn):
+    """For any rows on any ranks each way's time is that of its slowest rank, or at least that for several steps."""
+    ranks = [shape.numbers for shape in drawn]
+    votes = reduced(get_policy("auto").compile(context), ranks)
+    for way, told, slowest in ways_of(ranks, context, votes):
+        bound = any(launch.repeat > 1 for launch in way.launches) or context.costs.overlap_cost > 1
+        if bound and way.mode is Mode.SPLIT:
+            assert told >= slowest - ROUNDED_US, f"{way}: {told} is below {slowest}"
+        elif any(rank.total_tokens for rank in ranks):
+            assert told == pytest.approx(slowest, abs=ROUNDED_US), str(way)
+
+
+@ANY
+@hypothesis.given(contexts(get_policy("auto")), st.lists(shapes(), min_size=2, max_size=4))
+def test_no_way_would_end_the_slowest_rank_sooner(context, drawn):
+    """Where each decode row runs one step, no other way that holds all rows ends the slowest rank sooner."""
+    context = attrs.evolve(context, costs=attrs.evolve(context.costs, overlap_cost=min(context.costs.overlap_cost, 1)))
+    ranks = [attrs.evolve(shape, max_decode_steps=1).numbers for shape in drawn]
+    compiled = get_policy("auto").compile(context)
+    votes = reduced(compiled, ranks)
+    found = list(ways_of(ranks, context, votes))
+    decisions = [compiled.agree(votes, rank) for rank in ranks]
+    launches = {tuple(attrs.evolve(each, reason=None) for each in decision.launches) for decision in decisions}
+    assert len(launches) == 1
+    taken = max(context.costs.cost(decisions[0].launches, rank).cycle_us for rank in ranks)
+    assert taken <= min((slowest for _, _, slowest in found), default=taken) + ROUNDED_US
+
+
+def test_ranks_run_eagerly_where_the_largest_size_would_delay_the_slowest():
+    """Two chunks without context and one of 500 tokens over 3,000: in turn with one graph of 1,024 for all.
+
+    Eagerly the ranks take 1,000 + 500 and 500 + 1,625 us; in the graph of 1,024 the third would take 1,024 + 1,625.
+    """
+    settings = Settings(max_num_reqs=64)
+    claims = Claims.at_level("mixed")
+    keys = plan_keys(CaptureSizes((8,), (1024,), (1024,)), claims, settings)
+    context = PolicyContext(claims=claims, ladder=CaptureLadder(keys), costs=COSTS, settings=settings)
+    compiled = get_policy("auto").compile(context)
+    short, long = BatchShape(prefills=[(1000, 0)]).numbers, BatchShape(prefills=[(500, 3000)]).numbers
+    idle = BatchShape().numbers
+    ranks = [short, short, long, idle]
+    votes = reduced(compiled, ranks)
+    assert {compiled.agree(votes, rank).mode for rank in ranks} == {Mode.EAGER}
+    assert compiled.agree(votes, idle).reason is Reason.RANKS_AGREED
+    # Where the host takes longer than that to launch, they replay.
+    slow = attrs.evolve(context, costs=attrs.evolve(COSTS, host_eager=HostCost(4000.0)))
+    compiled = get_policy("auto").compile(slow)
+    votes = reduced(compiled, ranks)
+    assert {compiled.agree(votes, rank).mode for rank in ranks} == {Mode.FULL}
+
+
+def test_votes_fit_64_bits():
+    """However long a step would take, no vote exceeds what ranks reduce."""
+    context = PolicyContext(
+        claims=Claims.at_level("mixed"), ladder=CaptureLadder(()), settings=Settings(max_num_reqs=64),
+        costs=attrs.evolve(COSTS, prefill_attention=AttentionCost(unit_us=1e8)),
+    )  # fmt: skip
+    votes = get_policy("auto").compile(context).vote(BatchShape(prefills=[(1 << 20, 1 << 29)]).numbers)
+    assert max(votes) == 1 << 62
