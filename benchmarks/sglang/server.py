@@ -280,14 +280,32 @@ def about(runner: Any) -> dict[str, Any] | None:
             for rows, curve in ((mixed.few_rows, mixed.few), (mixed.many_rows, mixed.many))
         },
         "registry": {"graphs": totals.graphs, "mib": round(totals.bytes / 2**20, 1), "s": round(totals.seconds, 3)},
+        "beside": round(getattr(state, "beside", 0.0), 3),  # which trees of before don't have
         "long_us": None if state.long is None else dict(zip(state.long.sizes, map(round, state.long.us), strict=True)),
         "measuring_s": round(state.measuring_s, 2), "said": state.messages,
     }  # fmt: skip
 
 
 def time_captures(into: dict[str, float], device: Any) -> None:
-    """Time SGLang's two captures, and what they take of the device's memory; kpolicy's measuring isn't in it."""
+    """Time SGLang's two captures, and what they take of the device's memory; kpolicy's measuring isn't in it.
+
+    ``graphs_s`` is all of `init_cuda_graphs`, with what kpolicy does around the captures, its measuring too.
+    """
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.model_runner_components import cuda_graph_setup as setup
+
+    whole = ModelRunner.init_cuda_graphs
+
+    def init_cuda_graphs(*args: Any, **kwargs: Any) -> Any:
+        device.synchronize()
+        started = time.perf_counter()
+        try:
+            return whole(*args, **kwargs)
+        finally:
+            device.synchronize()
+            into["graphs_s"] = round(time.perf_counter() - started, 3)
+
+    ModelRunner.init_cuda_graphs = init_cuda_graphs
 
     for name in ("capture_prefill_graph", "capture_decode_graph"):
         original, key = getattr(setup, name), name.split("_")[1]

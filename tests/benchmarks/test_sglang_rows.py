@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.sglang.check import passed
-from benchmarks.sglang.rows import _compared, rows, write
+from benchmarks.sglang.rows import _compared, capture_s, rows, write
 from benchmarks.sglang.server import since
 from benchmarks.sglang.stock_vs_kpolicy import beside
 
@@ -166,6 +166,15 @@ def captured(side, turn, seconds, sizes):
     return {"kind": "start", "part": "capture", "side": side, "turn": turn, "init_s": 3 * seconds, "prefill_s": seconds,
             "decode_s": 0.0, "prefill_mib": 1.0, "decode_mib": 1.0, "decode_sizes": [1] * sizes,
             "prefill_sizes": []}  # fmt: skip
+
+
+def test_capture_seconds_have_what_is_done_around_the_captures():
+    """All of SGLang's step of the start counts, on both sides, but for kpolicy's measuring; earlier runs had less."""
+    stock = captured("stock", 0, 4.0, 36) | {"graphs_s": 9.0, "kpolicy": None}
+    planned = captured("planned", 0, 2.0, 20) | {"graphs_s": 7.0, "kpolicy": {"measuring_s": 2.5}}
+    assert [capture_s(line) for line in (stock, planned, captured("stock", 0, 4.0, 36))] == [9.0, 4.5, 4.0]
+    (row,) = (row for row in rows([{"kind": "about"}, stock, planned]) if row["figure"] == "capture s")
+    assert row["ratio"] == 2.0
 
 
 def test_captures_of_as_many_sizes_are_put_together(tmp_path):

@@ -15,6 +15,7 @@ SGLang sets memory aside by the largest size: at 4,096 requests it would be 8 Gi
 """
 _LARGE_GPU = 256
 """SGLang's own largest decode size from 60 GiB of memory on. Smaller GPUs keep theirs: nothing was measured there."""
+_LEAST_FEW = 64
 _ABOVE = (384, 512, 768)
 """Decode sizes above SGLang's own, and every 256 requests from here on: SGLang has no graph there at all. They are far
 apart, since each takes memory by its rows; a row of padding takes about 2 us where an eager step takes 10 ms more."""
@@ -32,7 +33,7 @@ def default_decode_sizes(stock: Sequence[int], most_reqs: int) -> tuple[int, ...
     return (*(size for size in (*stock, *above) if size < most_reqs), most_reqs)
 
 
-def default_prefill_sizes(stock: Sequence[int], most_tokens: int) -> tuple[int, ...]:
+def default_prefill_sizes(stock: Sequence[int], most_tokens: int, *, few: bool = False) -> tuple[int, ...]:
     """Prefill sizes in tokens, up to and with `most_tokens`: SGLang's own.
 
     Prompts pad by what it costs, and where costs can't be had SGLang's rule of twice the tokens is over its own sizes.
@@ -40,7 +41,11 @@ def default_prefill_sizes(stock: Sequence[int], most_tokens: int) -> tuple[int, 
     Args:
         stock: SGLang's own sizes, rising; may be empty.
         most_tokens: the most that a step may have.
+        few: where SGLang itself would run every prompt eagerly no prompt loses by padding, and each graph makes the
+            start longer: of its sizes four to a doubling, and none below `_LEAST_FEW`.
     """
+    if few:
+        stock = [size for size in stock if size % max(_LEAST_FEW, 1 << (size.bit_length() - 3)) == 0]
     return (*(size for size in stock if size < most_tokens), most_tokens)
 
 
@@ -65,13 +70,14 @@ def decode_sizes(config: Config, stock: Sequence[int], most_reqs: int | None, sg
     return tuple(size for size in given if most_reqs is None or size <= most_reqs) or given[:1]
 
 
-def prefill_sizes(config: Config, stock: Sequence[int], most_tokens: int) -> tuple[int, ...]:
+def prefill_sizes(config: Config, stock: Sequence[int], most_tokens: int, *, few: bool = False) -> tuple[int, ...]:
     """Prefill sizes that the settings ask for, none over `most_tokens`.
 
     Args:
         config: the settings.
         stock: SGLang's own sizes, rising.
         most_tokens: the most that a step may have.
+        few: whether SGLang itself has no prefill graphs for this model.
 
     Raises:
         SchemaError: the plan can't be read.
@@ -81,7 +87,7 @@ def prefill_sizes(config: Config, stock: Sequence[int], most_tokens: int) -> tup
         sizes = _plan(config).sizes
         given = sizes.piecewise or sizes.mixed
     fitting = tuple(size for size in given or () if size <= most_tokens)
-    return fitting or default_prefill_sizes(stock, most_tokens)
+    return fitting or default_prefill_sizes(stock, most_tokens, few=few)
 
 
 def _plan(config: Config):  # type: ignore[no-untyped-def]  # read on first use

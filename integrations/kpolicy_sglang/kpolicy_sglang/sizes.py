@@ -62,15 +62,21 @@ def prefill_sizes(original: Any, max_bs: int) -> list[int]:
 
 def prefill_sizes_0_5_16(original: Any, server_args: Any, max_bs: int) -> list[int]:
     """AROUND `ServerArgs._generate_prefill_cuda_graph_batch_sizes`."""
-    return _prefill_sizes(lambda most: original(server_args, most), max_bs, server_args)
+    # The hook on its rule for MLA models is why they have such graphs at all.
+    graphs = getattr(server_args, "cuda_graph_config", None)
+    breakable = getattr(getattr(graphs, "prefill", None), "backend", None) == "breakable"
+    few = breakable and bool(server_args.use_mla_backend())
+    return _prefill_sizes(lambda most: original(server_args, most), max_bs, server_args, few=few)
 
 
-def _prefill_sizes(original: Callable[[int], list[int]], max_bs: int, server_args: Any) -> list[int]:
+def _prefill_sizes(
+    original: Callable[[int], list[int]], max_bs: int, server_args: Any, *, few: bool = False
+) -> list[int]:
     config = configured()
     stock: list[int] = original(max_bs)
     if config is None or (server_args is not None and refusal(server_args)):
         return stock
-    return _sizes(stock, lambda: ladder.prefill_sizes(config, stock, max_bs))
+    return _sizes(stock, lambda: ladder.prefill_sizes(config, stock, max_bs, few=few))
 
 
 def _sizes(stock: list[int], wanted: Callable[[], tuple[int, ...]]) -> list[int]:

@@ -83,6 +83,23 @@ def test_default_prefill_sizes_are_sglangs(settings, fields):
     assert sizes.prefill_sizes_0_5_16(lambda *_: [4, 12, 8192], arguments(**fields), 8192) == [4, 12, 8192]
 
 
+@pytest.mark.parametrize(
+    ("backend", "mla", "found"),
+    [
+        ("breakable", True, [64, 320, 1024, 1280, 8192]),
+        ("breakable", False, [4, 64, 80, 320, 352, 1024, 1088, 1280, 8192]),
+        ("tc_piecewise", True, [4, 64, 80, 320, 352, 1024, 1088, 1280, 8192]),
+    ],
+)
+def test_prompts_that_sglang_would_run_eagerly_have_fewer_sizes(backend, mla, found):
+    """MLA models have no prefill graphs in 0.5.16 otherwise: no prompt loses, and each size makes a start longer."""
+    own = [4, 64, 80, 320, 352, 1024, 1088, 1280, 8192]
+    args = arguments(use_mla_backend=lambda: mla)
+    args.cuda_graph_config.prefill = SimpleNamespace(backend=backend)
+    assert sizes.prefill_sizes_0_5_16(lambda *_: own, args, 8192) == found
+    assert sizes.prefill_sizes_0_5_16(lambda *_: own[:-2], args, 1200)[-1] == 1200
+
+
 @pytest.mark.parametrize("left", ["enable_pdmux", "enable_two_batch_overlap"])
 def test_a_deployment_left_alone_has_sglangs_sizes(left):
     """On both versions and in both phases, whoever asks first."""
