@@ -10,7 +10,8 @@ allowance has room for two timings. Times of sizes that aren't timed lie between
 left goes to more timings of each.
 
 Prompt tokens are prompts of at most `PROMPT_TOKENS`, since a server's batch of a chunk has several, whose attention
-takes a fraction of that of one as long as the chunk. What one long prompt takes is timed beside them.
+takes a fraction of that of one as long as the chunk. What one long prompt takes is timed too, alone and with usual ones
+beside it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 from kpolicy.costs import CostTable, Curve
 from kpolicy_sglang.phase import DECODE, PREFILL, PROMPT_TOKENS, MixedCost, Phase, table_of
+from kpolicy_sglang.prompt_times import beside_of
 from kpolicy_sglang.ranks import Ranks
 from kpolicy_sglang.state import State
 
@@ -65,7 +67,7 @@ def cost_tables(model_runner: Any, state: State, ranks: Ranks | None = None) -> 
         )
         return {}
     tables = measure(model_runner, state, ranks)
-    tables, state.mixed, state.long = ranks.first((tables, state.mixed, state.long))
+    tables, state.mixed, state.long, state.beside = ranks.first((tables, state.mixed, state.long, state.beside))
     return tables
 
 
@@ -86,6 +88,8 @@ def _reads_costs(policy: str) -> bool:
 
 def measure(model_runner: Any, state: State, ranks: Ranks | None = None) -> dict[str, CostTable]:
     """Time captured sizes, eager steps at a few sizes, long prompts, and mixed batches as SGLang itself runs them.
+
+    Sets the state's mixed curves and what long prompts take.
 
     Raises:
         RankError: another rank couldn't set this up, or make anything of what was measured.
@@ -119,6 +123,9 @@ def _cases(model_runner: Any, state: State, ranks: Ranks) -> tuple[_Bench, dict[
         if phase.name == PREFILL:
             long = {min(size, phase.largest) for size in LONG_TOKENS}
             add(phase, "long", sorted(size for size in long if size > PROMPT_TOKENS), bench.prompt, None)
+            # One row of a FULL prefill graph can't be two.
+            both = [size for size in cases[phase.name, "long"] if len(bench.unlike(size)) > 1][-1:]
+            add(phase, "beside", both, bench.beside, None)
         if phase.name == PREFILL and state.config.split and most > MANY_DECODES:
             rows = _many_rows(model_runner)
             for name, decodes in (("few", min(FEW_DECODES, rows)), ("many", rows)):
@@ -165,10 +172,21 @@ def _tables(
             version = f"measured {at} in SGLang {state.version}, {phase.name}"
             tables[phase.name] = table_of(version, graph, eager)
     few, many, state.long = (_curve(bench.us(cases.get((PREFILL, name), {}))) for name in ("few", "many", "long"))
+    state.beside = _beside(bench, cases, state.long)
     rows = _many_rows(model_runner)
     if few and many and rows > FEW_DECODES:
         mixed = MixedCost(few, many, FEW_DECODES, rows)
     return tables, mixed
+
+
+def _beside(bench: _Bench, cases: Mapping[tuple[str, str], Mapping[int, int]], long: Curve | None) -> float:
+    """How far a long prompt makes those beside it take as long; 0.0 where that wasn't timed."""
+    times = bench.us(cases.get((PREFILL, "beside"), {}))
+    usual = bench.us({**cases.get((PREFILL, "eager"), {}), **cases.get((PREFILL, "graph"), {})})
+    for size, us in times.items():
+        if long is not None and size in long.sizes and size in usual:
+            return beside_of(bench.unlike(size), us, usual[size], long.at(size))
+    return 0.0
 
 
 def _curve(us: Mapping[int, float]) -> Curve | None:
@@ -280,6 +298,18 @@ class _Bench:
         batch = self.prompt(num_tokens)
         lengths = self._lengths(num_tokens)
         return batch if len(lengths) == 1 else self._rows(batch, lengths, [0] * len(lengths))
+
+    def beside(self, num_tokens: int) -> Any:
+        """A dummy of one prompt of half the tokens and usual ones beside it."""
+        lengths = self.unlike(num_tokens)
+        return self._rows(self.prompt(num_tokens), lengths, [0] * len(lengths))
+
+    def unlike(self, num_tokens: int) -> list[int]:
+        """Prompts that are so many tokens together, half of them in one; one alone where there can't be more rows."""
+        if len(self._lengths(num_tokens)) == 1:
+            return [num_tokens]
+        half = num_tokens // 2
+        return [half, *self._lengths(num_tokens - half, beside=1)]
 
     def mixed(self, num_tokens: int, *, decodes: int) -> Any:
         """A dummy of prompts and some decode rows, as SGLang mixes them."""

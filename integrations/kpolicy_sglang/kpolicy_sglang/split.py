@@ -10,12 +10,13 @@ Without mixed chunks decodes have their turns while prompts wait, see `kpolicy_s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import add, attrgetter, methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from kpolicy_sglang.phase import PROMPT_TOKENS
+from kpolicy_sglang.prompt_times import mean_length
 from kpolicy_sglang.state import State, state_of
-from kpolicy_sglang.turns import Turns, aligned, mean_length
+from kpolicy_sglang.turns import Turns, aligned
 
 __all__ = ["Split", "split_of"]
 
@@ -69,6 +70,8 @@ class Split:
         self._state = state
         self._owed = ""
         """The batch of the cycle that has not run yet: ``decode`` or ``extend``."""
+        self._most = 0
+        """Most prompt tokens of the next batch."""
         self._plan: Any = None
         self._counted: Callable[[Sequence[Any]], int] | None = None
         self._divides = scheduler is not None and _divides(scheduler, state)
@@ -106,10 +109,13 @@ class Split:
 
     def _ran(self, batch: Any) -> None:
         """A batch of prompts runs: what it keeps decodes waiting for."""
-        tokens = int(getattr(batch, "extend_num_tokens", None) or self.turns.limit)
+        turns = self.turns
+        tokens = int(getattr(batch, "extend_num_tokens", None) or turns.limit)
+        if turns.busy or turns.times is None:
+            turns.prefilled(tokens)
+            return
         lengths, before = getattr(batch, "extend_lens", None) or (), getattr(batch, "prefix_lens", None)
-        # As what waits is: a prompt that is cut or cached has its tokens before this step too.
-        self.turns.prefilled(tokens, mean_length(list(map(add, lengths, before)) if before else lengths))
+        turns.prefilled(tokens, turns.times.length(lengths, before))
 
     def _turn(self, running_batch: Any) -> str:
         """What this step is: SGLang's ``own`` batch, the ``decode`` one, or a prefill batch and what comes before."""
@@ -119,13 +125,7 @@ class Split:
             self.turns.decoded()
             return "own"
         if self._in_turns:
-            # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
-            if self.turns.fresh and len(self._scheduler.waiting_queue) < decodes:
-                return "in turns"
-            if self.turns.decode_goes_first(decodes, *self.waiting(decodes)):
-                self.cycles["in turns"] += 1
-                return "decode"
-            return "in turns"
+            return self._in_turn(decodes)
         if owed:
             return owed
         order = self.order(decodes, *self.prompts(self.turns.limit)) if self._divides else "mixed"
@@ -135,6 +135,39 @@ class Split:
             return "decode"
         return order
 
+    def _in_turn(self, decodes: int) -> str:
+        """Whether the decode step comes first; the most that the next batch of prompts may have, where it doesn't."""
+        turns = self.turns
+        self._most = turns.limit
+        if turns.busy:
+            return "in turns"
+        seen = self._look(decodes)
+        could, looked, lengths = seen
+        chunked = self._scheduler.chunked_req
+        long = chunked is not None or max(lengths, default=0) > PROMPT_TOKENS
+        # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
+        counted = long or not turns.fresh or len(self._scheduler.waiting_queue) >= decodes
+        if counted and turns.decode_goes_first(decodes, *self._waiting(*seen)):
+            self.cycles["in turns"] += 1
+            return "decode"
+        if long and not turns.in_burst:
+            before = 0
+            if looked and self._cached(looked):
+                lengths = [length - self._cached((each,)) for each, length in zip(looked, lengths, strict=True)]
+            if chunked is not None:
+                before, could = _done(chunked), could + 1
+                lengths = [len(chunked.origin_input_ids) - before, *lengths]
+            self._most = turns.most(decodes, could, lengths, before)
+        return "in turns"
+
+    def _look(self, decodes: int) -> tuple[int, Sequence[Any], list[int]]:
+        """How many of the queue could run beside so many decodes; the first of them, and their prompts' tokens."""
+        scheduler = self._scheduler
+        queue = scheduler.waiting_queue
+        could = min(len(queue), max(scheduler.max_running_requests - decodes, 0))
+        looked = queue[: could if could <= _ALL_LOOKED else _FIRST_LOOKED]
+        return could, looked, list(map(len, map(_IDS, looked)))
+
     def waiting(self, decodes: int) -> tuple[int, int, float]:
         """(prompts, their tokens near enough, their `mean_length`) that wait and could run beside so many decodes.
 
@@ -142,18 +175,17 @@ class Split:
         Cached tokens are taken off where SGLang has looked for them already. Of many prompts the first are looked at,
         and the others taken to be like them.
         """
-        scheduler, chunk = self._scheduler, self.turns.chunk
-        queue, chunked = scheduler.waiting_queue, scheduler.chunked_req
-        could = min(len(queue), max(scheduler.max_running_requests - decodes, 0))
+        return self._waiting(*self._look(decodes))
+
+    def _waiting(self, could: int, looked: Sequence[Any], lengths: list[int]) -> tuple[int, int, float]:
+        chunk, chunked = self.turns.chunk, self._scheduler.chunked_req
         before = tokens = 0
         if chunked is not None:
             before, tokens = 1, len(chunked.origin_input_ids) - _done(chunked)
             if tokens > chunk:
                 return 1, chunk, chunk
-        looked = queue[: could if could <= _ALL_LOOKED else _FIRST_LOOKED]
         if not looked:
             return before, tokens, 0.0
-        lengths = list(map(len, map(_IDS, looked)))
         longest = max(lengths)
         if longest <= chunk:
             found = sum(lengths) - self._cached(looked)
@@ -178,7 +210,9 @@ class Split:
         scheduler = self._scheduler
         before = scheduler.is_mixed_chunk, scheduler.chunked_prefill_size
         scheduler.is_mixed_chunk = mixed
-        if self.turns.limit < self.turns.chunk:
+        if self._in_turns and self._most < self.turns.chunk:
+            scheduler.chunked_prefill_size = self._most
+        elif self.turns.limit < self.turns.chunk:
             scheduler.chunked_prefill_size = self.turns.cut(len(running_batch.reqs) if mixed else 0)
         try:
             return original(scheduler, running_batch)

@@ -42,6 +42,8 @@ class State:
         self.mixed: MixedCost | None = None
         self.long: Curve | None = None
         """Microseconds of one prompt by its tokens, where prompt steps were timed as several."""
+        self.beside = 0.0
+        """How far a long prompt makes those beside it take as long, see `kpolicy_sglang.prompt_times`."""
         self.measuring_s = 0.0
         """Seconds that costs took to measure."""
         self.serving: list[bool] = []

@@ -3,8 +3,10 @@
 SGLang runs prompts as long as any wait, batch after batch, and no decode meanwhile: that is the long gap between two
 tokens of a request. Here running decodes wait for one batch of prompts, or several that together take no longer than
 a chunk of usual prompts and a decode step: once the prompts since the last decode step and the next batch would take
-longer, a decode step goes first. Batches stay as large as SGLang makes them. A batch of one prompt as long as the
-chunk takes about twice a batch of usual ones; both were measured, and what lies between goes by how long prompts are.
+longer, a decode step goes first. What a batch takes goes by its prompts too, see `kpolicy_sglang.prompt_times`: a long
+one may make all others take as long. A batch that would take longer than running decodes wait elsewhere ends before the
+prompt that makes it so long, where it is longer by what a further batch costs, and decodes gain more by it than the
+prompts behind lose. No prompt is cut that SGLang wouldn't cut.
 
 A decode step keeps every prompt that waits from its first token. Where few wait that is little beside the gap that it
 ends; in a burst it isn't, and the last prompts of it are what the longest waits come from. Once more than `BURST`
@@ -23,22 +25,21 @@ that prompts have run is two or three chunks: those waves are the usual load, an
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 from math import lcm
-from operator import mul
 
-from kpolicy.costs import Curve
 from kpolicy_sglang.phase import PROMPT_TOKENS
+from kpolicy_sglang.prompt_times import PromptTimes
 from kpolicy_sglang.state import State
 
-__all__ = ["BURST", "Turns", "aligned", "mean_length"]
+__all__ = ["BURST", "Turns", "aligned"]
 
-_STEP = 512
-"""Prompt tokens between the sizes that are tried where nothing is captured."""
 BURST = 4
 """Chunks of prompts: where more wait that could run, they go first."""
+_STARTS = 2
+"""Steps of the smallest batch that a further one costs: its launches, and the scheduler's own loop about as much."""
 
 
 class Turns:
@@ -62,23 +63,20 @@ class Turns:
         """Whether decodes have turns."""
         self._decode = decode
         self._decode_us: dict[int, float] = {}
-        self._sizes: list[int] = []
-        self._us: list[float] = []
-        self._long_us: list[float] = []
+        self._align = align
+        self.times: PromptTimes | None = None
+        """What batches of prompts take; None where nothing was measured."""
         self.limit = chunk
         """Most prompt tokens of a step while decodes run."""
         if known and prefill is not None:
-            self._sizes = sorted({*(s for s in prefill.sizes if s < chunk), *range(_STEP, chunk, _STEP), chunk})
-            # A larger size that takes less makes the smaller ones no better.
-            self._us = list(accumulate((prefill.us(size) for size in self._sizes), max))
-            long = _from_usual(state.long, prefill.us(PROMPT_TOKENS)) if state.long is not None else prefill.us
-            at_most = zip(self._sizes, self._us, strict=True)
-            self._long_us = [max(us, long(size)) if size > PROMPT_TOKENS else us for size, us in at_most]
+            self.times = PromptTimes(prefill, chunk, state.long, state.beside)
             if self._gap_us is not None:
-                self.limit = self._fitting(self._gap_us, align)
+                self.limit = self._fitting(self._gap_us)
         self._waited_us = 0.0
         self._batches = self._taken = 0
         self._burst = False
+        self._look_at = 0
+        """Tokens since the last decode step up to which what waits needn't be looked at: the burst lasts as long."""
         self._size = 0
         """Tokens since the last decode step after which a burst is over; 0 where none was since."""
 
@@ -89,10 +87,10 @@ class Turns:
             decodes: rows that decode now, at least one.
             prompts: prompts that wait and could run.
             tokens: their tokens, near enough.
-            length: how long they are, see `prompts_us`.
+            length: how long they are, see `PromptTimes.us`.
         """
         if self._gap_us is not None:
-            next_us = self.prompts_us(min(tokens, self.limit), length)
+            next_us = self._us(min(tokens, self.limit), length)
             return bool(self._batches) and self._waited_us + next_us > self._gap_us
         # What ran in a burst makes no other.
         first, ran = self._burst, 0 if self._size else self._taken
@@ -100,15 +98,50 @@ class Turns:
             self._size = self._taken + max(tokens, BURST * self.chunk)
             first = True
         # What is left of a burst at its end, a chunk at most, goes with it.
-        self._burst = prompts > decodes or (first and min(tokens, self._size - self._taken) > self.chunk)
+        left = min(tokens, self._size - self._taken)
+        self._burst = prompts > decodes or (first and left > self.chunk)
+        if self._burst:
+            self._look_at = self._taken + (left - self.chunk) // 2
         if first or not self._batches:
             return False
-        return self._waited_us + self.prompts_us(tokens, length) > self._us[-1] + self.decode_us(decodes)
+        return self._waited_us + self._us(tokens, length) > self._most_us(decodes)
+
+    def most(self, decodes: int, waiting: int, new: Sequence[int], before: int = 0) -> int:
+        """Most tokens of the next batch of prompts: `limit`, or those of its first prompts where all take too long.
+
+        Args:
+            decodes: rows that decode now.
+            waiting: prompts that wait and could run.
+            new: tokens of the first of them in SGLang's order, as many as are known.
+            before: tokens that the first one has in KV.
+        """
+        times = self.times
+        if self._gap_us is not None or self._burst or times is None or not new or max(new) <= PROMPT_TOKENS:
+            return self.limit
+        fitting, left = [], self.chunk
+        for each in new:
+            fitting.append(min(each, left))
+            left -= each
+            if left <= 0:
+                break
+        start_us = _STARTS * times.usual_us[0]
+        count, kept_us, all_us = times.first(fitting, before, self._most_us(decodes) + start_us)
+        # What running decodes gain against what those behind it lose.
+        late_us = self.decode_us(decodes) + start_us
+        if count == len(fitting) or decodes * (all_us - kept_us) <= (waiting - count) * late_us:
+            return self.limit
+        # SGLang takes whole pages off what is left for each prompt.
+        return min(sum(-(-each // self._align) * self._align for each in fitting[:count]), self.limit)
 
     @property
     def in_burst(self) -> bool:
         """Whether more than a chunk waits of prompts that go first."""
         return self._burst
+
+    @property
+    def busy(self) -> bool:
+        """Whether a burst has so much left that nothing needs to be looked at before the next batch."""
+        return self._burst and self._taken < self._look_at
 
     @property
     def fresh(self) -> bool:
@@ -123,28 +156,21 @@ class Turns:
         """A batch of so many prompt tokens, of prompts that long, runs without the decodes."""
         self._batches += 1
         self._taken += tokens
-        self._waited_us += self.prompts_us(tokens, length)
+        self._waited_us += self._us(tokens, length)
 
     def decoded(self) -> None:
         """Decodes run, or nothing does."""
-        self._batches = self._taken = self._size = 0
+        self._batches = self._taken = self._size = self._look_at = 0
         self._waited_us = 0.0
         self._burst = False
 
-    def prompts_us(self, tokens: int, length: float = 0.0) -> float:
-        """Microseconds of a batch of prompts of no more than a chunk.
+    def _us(self, tokens: int, length: float) -> float:
+        return self.times.us(tokens, length) if self.times is not None else 0.0
 
-        Args:
-            tokens: of all of them.
-            length: that of the prompt which a token is in, mean over the tokens; up to `PROMPT_TOKENS` it makes no
-                difference. Attention beyond is proportional to it: between what was measured of usual prompts and of
-                a single one.
-        """
-        at = min(bisect_left(self._sizes, tokens), len(self._us) - 1)
-        us, size = self._us[at], self._sizes[at]
-        if length <= PROMPT_TOKENS or size <= PROMPT_TOKENS:
-            return us
-        return us + (self._long_us[at] - us) * min((length - PROMPT_TOKENS) / (size - PROMPT_TOKENS), 1.0)
+    def _most_us(self, decodes: int) -> float:
+        """What running decodes wait for at most, outside bursts: a chunk of usual prompts and a decode step."""
+        assert self.times is not None  # noqa: S101
+        return self.times.usual_us[-1] + self.decode_us(decodes)
 
     def decode_us(self, decodes: int) -> float:
         """Microseconds of a decode step, looked up once a number of rows."""
@@ -154,25 +180,14 @@ class Turns:
             found = self._decode_us[decodes] = self._decode.us(decodes)
         return found
 
-    def _fitting(self, us: float, align: int) -> int:
+    def _fitting(self, us: float) -> int:
         """The most tokens that take no longer even as one prompt, in whole pages; the fewest that SGLang runs else."""
-        found = self._sizes[max(bisect_right(list(accumulate(self._long_us, max)), us) - 1, 0)]
-        return min(max(found // align * align, align), self.chunk)
+        assert self.times is not None  # noqa: S101
+        found = self.times.sizes[max(bisect_right(list(accumulate(self.times.long_us, max)), us) - 1, 0)]
+        return min(max(found // self._align * self._align, self._align), self.chunk)
 
 
 def aligned(scheduler: object) -> int:
     """What a scheduler rounds a cut prompt down to: whole pages, and blocks of a deterministic attention."""
     page, block = (int(getattr(scheduler, name, None) or 1) for name in ("page_size", "truncation_align_size"))
     return lcm(page, block)
-
-
-def _from_usual(long: Curve, usual_us: float) -> Callable[[int], float]:
-    """Microseconds of one prompt, from the longest usual one on."""
-    return Curve((PROMPT_TOKENS, *long.sizes), (usual_us, *long.us)).at
-
-
-def mean_length(lengths: Sequence[int]) -> float:
-    """How long the prompt is which a token is in, mean over the tokens; 0 where that makes no difference."""
-    if not lengths or max(lengths) <= PROMPT_TOKENS:
-        return 0.0
-    return float(sum(map(mul, lengths, lengths))) / sum(lengths)

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kpolicy_sglang.calibrate import MIXED_KV, ROUNDS, WARM, _Bench
+from kpolicy.costs import Curve
+from kpolicy_sglang.calibrate import MIXED_KV, ROUNDS, WARM, _Bench, _beside
 from kpolicy_sglang.phase import PREFILL, PROMPT_TOKENS, Phase
 from kpolicy_sglang.ranks import Ranks
 
@@ -100,6 +101,36 @@ def test_one_long_prompt_stays_one():
     """What attention to a long prompt takes is measured with it, and FULL prefill graphs keep the rows they have."""
     assert lengths(bench().prompt(8192)) == [8192]
     assert lengths(bench(backend="full").prefill(8192)) == [8192]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pool", "backend", "rows"),
+    [(8192, 64, "breakable", [4096, *[1024] * 4]), (5000, 64, "breakable", [2500, 834, 833, 833]),
+     (8192, 3, "breakable", [4096, 2048, 2048])],
+)  # fmt: skip
+def test_a_long_prompt_has_usual_ones_beside_it(tokens, pool, backend, rows):
+    """Half of the tokens are one prompt's."""
+    assert lengths(bench(pool=pool, backend=backend).beside(tokens)) == rows
+
+
+@pytest.mark.parametrize(("tokens", "pool", "backend"), [(8192, 64, "full"), (1024, 64, "breakable"), (8192, 1, "")])
+def test_nothing_is_beside_where_there_is_one_row(tokens, pool, backend):
+    """Then such a batch isn't timed."""
+    assert bench(pool=pool, backend=backend).unlike(tokens) == [tokens]
+
+
+@pytest.mark.parametrize(("beside_us", "share"), [(16_000.0, 0.0), (24_000.0, 0.5), (33_000.0, 1.0), (None, 0.0)])
+def test_what_is_beside_a_long_prompt_is_told(beside_us, share):
+    """By the same number of tokens in usual prompts, in one, and in one half as long with usual ones."""
+    made, ours = bench(), []
+    phase = Phase(PREFILL, (8192,), 8192, full=False)
+    for us in (12_000.0, 40_000.0, beside_us):
+        ours.append({8192: made.add(phase, lambda: None, None)})
+        made._times[-1] = [] if us is None else [us] * 3
+    cases = {(PREFILL, kind): case for kind, case in zip(("graph", "long", "beside"), ours, strict=True)}
+    found = _beside(made, cases, Curve((4096, 8192), (20_000.0, 40_000.0)))
+    assert found == pytest.approx(share, abs=0.05)
+    assert _beside(made, cases, None) == _beside(made, {}, None) == 0.0
 
 
 def test_mixed_batches_have_decodes_behind_their_prompts():

@@ -120,21 +120,29 @@ def test_real_memory_settings_keep_sglangs_sizes(tmp_path, gib, above):
     assert found["largest"] == found["decode_sizes"][-1]
 
 
-@pytest.mark.skipif(
+def served(folder, how):
+    """What `tests.integrations.sglang.serve` says."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.integrations.sglang.serve", str(folder), how],
+        env={**os.environ, "KPOLICY_SGLANG": "0" if how.startswith("stock") else "1", "SGLANG_PLUGINS": "kpolicy"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("SERVED ")] or [done.stderr[-3000:]]
+    return json.loads(line.removeprefix("SERVED "))
+
+
+on_a_cpu = pytest.mark.skipif(
     os.environ.get("KPOLICY_SGLANG_CPU") != "1",
     reason="KPOLICY_SGLANG_CPU=1 says that this SGLang 0.5.16 runs on a CPU",
 )
+
+
+@on_a_cpu
 def test_split_changes_no_token(tmp_path):
     """Through the real scheduler, chunked prompts too: split or limited cycles and turns give stock tokens."""
     found = {}
     for how in ("stock", "mixed", "split", "gap", "turns"):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "tests.integrations.sglang.serve", str(tmp_path), how],
-            env={**os.environ, "KPOLICY_SGLANG": "0" if how == "stock" else "1", "SGLANG_PLUGINS": "kpolicy"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("SERVED ")] or [done.stderr[-3000:]]
-        found[how] = json.loads(line.removeprefix("SERVED "))
+        found[how] = served(tmp_path, how)
         assert found[how]["done"] == 16
     for how in ("mixed", "split", "gap", "turns"):
         assert found[how]["tokens"] == found["stock"]["tokens"], how
@@ -143,3 +151,15 @@ def test_split_changes_no_token(tmp_path):
     assert found["split"]["cycles"]["mixed"] == 0
     assert min(found["split"]["cycles"][order] for order in ("decode first", "extend first")) > 0
     assert found["turns"]["cycles"]["in turns"] > 0
+
+
+@on_a_cpu
+def test_long_prompts_apart_change_no_token(tmp_path):
+    """Through the real scheduler: batches end before what makes them long, and prompts and tokens are stock ones."""
+    stock, ours = (served(tmp_path, how) for how in ("stock-long", "long"))
+    assert stock["done"] == ours["done"] == 16
+    assert ours["tokens"] == stock["tokens"]
+    beside = [max(batch) for batch in ours["batches"] if len(batch) > 1 and max(batch) > 1024]
+    apart = [batch for batch in ours["batches"] if sum(batch) < 4096 and max(batch) > 1024]
+    assert apart
+    assert len(beside) < len([batch for batch in stock["batches"] if len(batch) > 1 and max(batch) > 1024])

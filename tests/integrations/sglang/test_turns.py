@@ -11,9 +11,10 @@ from kpolicy.settings import Objective
 from kpolicy_sglang import hooks
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+from kpolicy_sglang.prompt_times import mean_length
 from kpolicy_sglang.split import split_of
 from kpolicy_sglang.state import State, attach
-from kpolicy_sglang.turns import BURST, Turns, aligned, mean_length
+from kpolicy_sglang.turns import BURST, Turns, aligned
 from tests.integrations.sglang.fake_sglang import pretended
 from tests.integrations.sglang.test_split import Scheduler, limited, scheduler_of, state_of
 
@@ -95,14 +96,14 @@ def test_long_prompts_take_longer_than_usual_ones():
 
 @pytest.mark.parametrize(
     ("tokens", "length", "us"),
-    [(512, 512, 4000), (4096, 0, 15_000), (4096, 1024, 15_000), (4096, 4096, 20_000), (4096, 9000, 20_000),
-     (4096, 2560, 17_500), (1024, 1024, 4300), (1536, 1536, 7500)],
+    [(512, 512, 4000), (4096, 0, 15_000), (4096, 1024, 15_000), (4096, 4096, 20_000),
+     (4096, 7168, 25_000), (4096, 9000, 25_000), (4096, 2560, 17_500), (1024, 1024, 4300), (1536, 1536, 7500)],
 )  # fmt: skip
 def test_what_prompts_take_goes_by_their_length(tokens, length, us):
     """A line in the length, from usual prompts to a single one: attention to one's own tokens is that."""
     state = state_with()
     state.long = Curve((2048, 4096, 8192), (8_000.0, 20_000.0, 60_000.0))
-    assert Turns(state, 8192).prompts_us(tokens, length) == us
+    assert Turns(state, 8192).times.us(tokens, length) == us
 
 
 def test_how_long_prompts_are():
@@ -111,7 +112,7 @@ def test_how_long_prompts_are():
     assert mean_length([3000, 1000]) == 2500
 
 
-@pytest.mark.parametrize(("before", "us"), [(None, 4000), ([0], 4000), ([8000], 15_000)])
+@pytest.mark.parametrize(("before", "us"), [(None, 4000), ([0], 4000), ([8000], 22_500)])
 def test_a_step_that_ran_is_as_long_as_it_was_taken_for(before, us):
     """A piece of a long prompt is one, as it was while it waited: attention to what came before it is that."""
     scheduler = Prompts([1024])
@@ -281,7 +282,7 @@ def test_every_prompt_runs_and_waits_are_bounded(prompts, decodes, room, gap_ms)
     if gap_ms is None and sum(prompts) <= BURST * 8192 and served <= decodes:
         since = 0.0
         for tokens in steps:
-            since = since + turns.prompts_us(tokens) if tokens else 0.0
+            since = since + turns.times.us(tokens) if tokens else 0.0
             assert since <= 30_000 + turns.decode_us(decodes + served)
 
 

@@ -1,0 +1,212 @@
+"""What a batch of prompts takes by how long they are, and what of it runs while decodes wait."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kpolicy.costs import Curve
+from kpolicy_sglang.phase import PREFILL, PROMPT_TOKENS, Phase
+from kpolicy_sglang.prompt_times import PromptTimes, beside_of, length_of, mean_length
+from kpolicy_sglang.split import split_of
+from kpolicy_sglang.turns import Turns
+from tests.integrations.sglang.test_turns import Prompts, request, state_with
+
+LONG_US = Curve((2048, 4096, 8192), (8_000.0, 20_000.0, 60_000.0))
+
+
+def times(beside=0.0):
+    """30 ms for a chunk of usual prompts, 60 for one."""
+    return PromptTimes(state_with().phases[PREFILL], 8192, LONG_US, beside)
+
+
+@pytest.mark.parametrize(
+    ("new", "before", "beside", "length"),
+    [
+        ([4096], [0], 0, 4096), ([4096], [0], 1, 4096),
+        # Half of the tokens are in a prompt of 4,096: they attend as far, the others to 1,024.
+        ([4096, *[1024] * 4], [0] * 5, 0, 2560), ([4096, *[1024] * 4], [0] * 5, 1, 5632),
+        ([4096, *[1024] * 4], [0] * 5, 0.5, 4096),
+        # What is in KV is attended to by every token, and is as long for all of the longest's blocks.
+        ([1000], [3000], 0, 7000), ([1000, 2000], [3000, 0], 0, 11_000 / 3), ([1000, 2000], [3000, 0], 1, 19_000 / 3),
+    ],
+)  # fmt: skip
+def test_how_far_attention_goes(new, before, beside, length):
+    """A token's own prompt, or the longest of the batch, as the kernel has it."""
+    assert length_of(new, before, beside) == pytest.approx(length)
+
+
+@given(st.lists(st.integers(1, 8192), min_size=1, max_size=30), st.integers(0, 8192), st.floats(0, 1))
+def test_the_longest_bounds_how_far(new, cached, beside):
+    """No batch is shorter than its own prompts make it, nor is one longer than all as the longest."""
+    before = [cached] + [0] * (len(new) - 1)
+    own, all_ = length_of(new, before, 0.0), length_of(new, before, 1.0)
+    assert own - 1e-6 <= length_of(new, before, beside) <= all_ + 1e-6
+    assert all_ <= 2 * max(new) * (sum(new) + cached) / sum(new)
+    if len(new) == 1:
+        assert own == all_ == new[0] + 2 * cached
+
+
+def test_usual_prompts_take_usual_times():
+    """Up to the usual length nothing is added, but for tokens in KV."""
+    assert times().length([]) == 0
+    assert times(1.0).length([PROMPT_TOKENS] * 8) == times(1.0).length([PROMPT_TOKENS] * 8, [0] * 8) == 0
+    assert times().length([500], [4000]) == 8500
+    assert times(1.0).length([4096, *[1024] * 4]) == 5632
+
+
+@given(st.floats(0, 1), st.sampled_from([[4096, *[1024] * 4], [3000, 500, 500], [2048, 2048, 100]]))
+def test_beside_is_what_such_a_batch_took(beside, new):
+    """A time that comes of so much of it says so much."""
+    tokens, usual_us, long_us = sum(new), 10_000.0, 30_000.0
+    length = length_of(new, [0] * len(new), beside)
+    us = usual_us + (long_us - usual_us) * (length - PROMPT_TOKENS) / (tokens - PROMPT_TOKENS)
+    assert beside_of(new, us, usual_us, long_us) == pytest.approx(beside, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("new", "us", "long_us", "beside"),
+    [
+        # Beyond either end, where long prompts take as long as usual ones, and where all are as long.
+        ([4096, *[1024] * 4], 5_000.0, 30_000.0, 0), ([4096, *[1024] * 4], 90_000.0, 30_000.0, 1),
+        ([4096, *[1024] * 4], 30_000.0, 10_400.0, 0), ([1024] * 8, 30_000.0, 30_000.0, 0),
+    ],
+)  # fmt: skip
+def test_beside_is_a_share(new, us, long_us, beside):
+    """Noise makes no batch shorter than its own prompts, nor longer than all as the longest."""
+    assert beside_of(new, us, 10_000.0, long_us) == beside
+
+
+@given(
+    st.lists(st.integers(1, 4000), min_size=1, max_size=20), st.integers(0, 4000), st.floats(0, 80_000),
+    st.floats(0, 1),
+)  # fmt: skip
+def test_first_prompts_of_a_batch(new, before, most_us, beside):
+    """As many as fit into the time and no fewer than one, by the times of whole batches."""
+    found = times(beside)
+    count, kept_us, all_us = found.first(new, before, most_us)
+
+    def us(many):
+        return found.us(sum(new[:many]), length_of(new[:many], [before] + [0] * (many - 1), beside))
+
+    assert all_us == pytest.approx(us(len(new)))
+    assert kept_us == pytest.approx(us(count))
+    assert count == len(new) if all_us <= most_us else count == 1 or kept_us <= most_us
+    assert count == len(new) or us(count + 1) > most_us
+
+
+class Cut(Prompts):
+    """As SGLang has it: a prompt that doesn't fit into what is left of the chunk is cut, and goes on in the next."""
+
+    def __init__(self, prompts, *, beside=1.0, **more):
+        super().__init__(prompts, **more)
+        state = self.tp_worker.model_runner._kpolicy_state
+        state.long, state.beside, self.seen = LONG_US, beside, []
+
+    def own(self, _, running):
+        self.seen.append(self.chunked_prefill_size)
+        left, lens, before = self.chunked_prefill_size, [], []
+        while left > 0 and (self.chunked_req is not None or self.waiting_queue):
+            each = self.chunked_req or self.waiting_queue.pop(0)
+            take = min(left, len(each.origin_input_ids) - each.prefix_len)
+            lens, before, left = [*lens, take], [*before, each.prefix_len], left - take
+            each.prefix_len += take
+            self.chunked_req = each if each.prefix_len < len(each.origin_input_ids) else None
+        batch = SimpleNamespace(extend_num_tokens=sum(lens), extend_lens=lens, prefix_lens=before) if lens else None
+        return SimpleNamespace(batch_to_run=batch, running_batch=running)
+
+
+SHORT = [500] * 4
+
+
+@pytest.mark.parametrize(
+    ("prompts", "beside", "steps"),
+    [
+        # Usual prompts and a decode step take 32 ms, a further batch 8: the long one and all others together take 43.
+        ([*SHORT, 4000, *SHORT], 1, [6000, 0, 2000, 0]),
+        # Where prompts pay for themselves alone nothing is gained apart.
+        ([*SHORT, 4000, *SHORT], 0, [8000, 0]),
+        # Alone where it comes first: what is behind it goes together.
+        ([7000, 600, 500], 1, [7000, 0, 1100, 0]),
+        # One prompt is never cut.
+        ([8192], 1, [8192, 0]),
+        ([1000] * 8, 1, [8000, 0]),
+        # A burst: in SGLang's order, in SGLang's batches.
+        ([8000] * 5, 1, [8192] * 4 + [7232, 0]),
+    ],
+)
+def test_long_prompts_run_apart_from_others(prompts, beside, steps):
+    """Where a batch would take longer than decodes wait elsewhere it ends before the prompt that makes it so long."""
+    scheduler = Cut(prompts, decodes=300, beside=beside)
+    assert scheduler.run(len(steps)) == steps
+    assert scheduler.chunked_prefill_size == 8192
+
+
+@pytest.mark.parametrize(("decodes", "most"), [(1, 8192), (4, 6000), (300, 6000)])
+def test_few_decodes_hold_up_no_prompts(decodes, most):
+    """What decodes gain by a batch's end is weighed against what those behind it lose."""
+    turns = split_of(Cut([], decodes=decodes)).turns
+    assert turns.most(decodes, 9, [*SHORT, 4000, *SHORT]) == most
+
+
+def test_ends_are_whole_pages():
+    """SGLang takes whole pages of the chunk for a prompt."""
+    scheduler = Cut([*SHORT, 4000, *SHORT], decodes=300)
+    scheduler.page_size = 128
+    assert split_of(scheduler).turns.most(300, 9, [*SHORT, 4000, *SHORT]) == 4 * 512 + 4096
+
+
+def test_the_rest_of_a_prompt_is_long():
+    """A prompt under way has tokens in KV, and what is cached of the others doesn't run."""
+    scheduler = Cut([4000, *SHORT], decodes=300)
+    scheduler.chunked_req = request(5000, 4000)
+    scheduler.waiting_queue[0].prefix_len = 1000
+    split = split_of(scheduler)
+    seen = []
+    split.turns.most = lambda *given: seen.append(given) or 8192
+    split.turns.decoded()
+    assert split._in_turn(300) == "in turns"
+    assert seen == [(300, 6, [1000, 3000, *SHORT], 4000)]
+
+
+def test_limit_on_gaps_goes_before():
+    """Who set a limit has that one: batches are cut, even to a prompt's pieces."""
+    scheduler = Cut([*SHORT, 4000, *SHORT], decodes=300, gap_ms=25.0)
+    assert scheduler.run(2) == [4096, 0]
+    assert set(scheduler.seen) == {4096}
+
+
+def test_a_burst_is_looked_at_now_and_then():
+    """While much is left of a burst what waits isn't counted before every batch; its end is as it was."""
+    scheduler = Prompts([1000] * 200, decodes=300, room=592)
+    split, looks = split_of(scheduler), []
+    look = split._look
+    split._look = lambda decodes: looks.append(decodes) or look(decodes)
+    steps = scheduler.run(27)
+    assert steps == [8000] * 25 + [0, 0]
+    assert 5 <= len(looks) < 12
+
+
+@given(
+    st.lists(st.sampled_from([200, 900, 2500, 4000, 8000, 9000]), max_size=40), st.integers(1, 500),
+    st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([1, 64]),
+)  # fmt: skip
+def test_every_prompt_runs_whole(prompts, decodes, beside, page):
+    """Nothing is lost, cut twice or held up for ever, and SGLang's own chunk is put back."""
+    scheduler = Cut(prompts, decodes=decodes, room=5000, beside=beside)
+    scheduler.page_size = page
+    steps = scheduler.run(4 * len(prompts) + 2)
+    assert sum(steps) == sum(prompts)
+    assert steps[-1] == 0
+    assert scheduler.chunked_prefill_size == 8192
+
+
+def test_means_and_profiles():
+    """Nothing is told of prompts without costs; a mean is over tokens."""
+    assert mean_length([3000, 1000]) == 2500
+    state = state_with()
+    state.phases[PREFILL] = Phase(PREFILL, (64,), 8192, full=False)
+    turns = Turns(state, 8192)
+    assert turns.times is None
+    assert turns.most(8, 2, [5000, 5000]) == 8192
