@@ -39,8 +39,10 @@ import kpolicy
 from benchmarks.command import command_line, without_folders
 from kpolicy.attention import Claims
 from kpolicy.costs import CostTable
+from kpolicy.errors import ConfigError, ProfileError
+from kpolicy.host_speed import steadied
 from kpolicy.scheduling.traces import Trace, read_trace
-from kpolicy.schemas import Profile, StepEntry, read_profile, read_step_log, write_profile
+from kpolicy.schemas import Log, Profile, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchNumbers
 from kpolicy.simulate import Server, simulate
@@ -48,6 +50,7 @@ from kpolicy.simulate.fidelity import FidelityRow, expected_costs, fidelity, sam
 from kpolicy.simulate.host_state import HostSpeeds
 from kpolicy.simulate.percentiles import Percentiles
 from kpolicy.simulate.queue import Queue
+from kpolicy.simulate.repeats import RepeatRow, repeated
 from kpolicy.simulate.requests import Request, in_order
 
 RESULT = Path(__file__).parent / "results" / "fidelity.json"
@@ -136,7 +139,22 @@ def host_speeds(entries: Sequence[StepEntry], ends: Sequence[float]) -> HostSpee
     noted = [
         (end, each.host_work_us) for each, end in zip(entries, accumulate(ends, max), strict=False) if each.host_work_us
     ]
-    return HostSpeeds(noted) if noted else None
+    steady = steadied([work_us for _, work_us in noted])
+    return HostSpeeds(zip((end for end, _ in noted), steady, strict=True)) if noted else None
+
+
+def check_probe(log: Log[StepEntry], profile: Profile, name: Path) -> None:
+    """Refuse a log whose host's speed was noted by other fixed work than the profile's.
+
+    Raises:
+        ProfileError: it was.
+    """
+    ours, theirs = profile.costs.host_probe, log.header.host_probe
+    if ours != theirs and profile.costs.host_work_us and any(entry.host_work_us for entry in log.entries):
+        raise ProfileError(
+            f"{name} has the host's speed by the fixed work {theirs!r}, and the profile's costs by {ours!r}; times of "
+            "one say nothing of the other's. Give the profile that the run had."
+        )
 
 
 def latencies(
@@ -196,7 +214,7 @@ def ranked_wrong(found: dict[str, Any], name: str) -> list[tuple[str, str]]:
     return same_ranking(measured, simulated, tie=0.02)
 
 
-def rounded(row: FidelityRow) -> dict[str, Any]:
+def rounded(row: FidelityRow | RepeatRow) -> dict[str, Any]:
     """The row as it is written."""
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in attrs.asdict(row).items()}
 
@@ -210,6 +228,38 @@ def shown(title: str, rows: Sequence[FidelityRow]) -> None:
             f"{row.median_error:6.1%}  bias {row.bias:+6.1%}  p50 {row.gap_p50_error:6.1%}  noise {row.noise:6.1%}"
             f"  at the table's host speed {row.at_speed_error:6.1%} of {row.at_speed_steps}  by kinds' means"
             f" {row.kind_error:6.1%} of {row.kind_steps}"
+        )
+
+
+def measured_again(
+    paths: Sequence[Path], logs: Mapping[str, Sequence[StepEntry]], profile: Profile
+) -> dict[str, list[RepeatRow]]:
+    """By policy and for all together, the steps that `benchmarks.gpu.again` ran again."""
+    found: dict[str, list[RepeatRow]] = {}
+    run: list[StepEntry] = []
+    again: list[StepEntry] = []
+    for path in paths:
+        log = read_step_log(path)
+        check_probe(log, profile, path)
+        ours = logs.get(log.header.policy)
+        if ours is None:
+            raise ConfigError(f"{path} is of {log.header.policy}; give the run's --log of that policy too.")
+        found[log.header.policy] = repeated(ours, log.entries, profile.costs)
+        again += [attrs.evolve(entry, step=entry.step + len(run)) for entry in log.entries]
+        run += ours
+    if found:
+        found[_POOLED] = repeated(run, again, profile.costs)
+    return found
+
+
+def shown_again(title: str, rows: Sequence[RepeatRow]) -> None:
+    """Print a policy's rows."""
+    print(title, "measured again")
+    for row in rows:
+        print(
+            f"  {row.mode:<22} {row.regime:<21} {row.steps:>6} steps, {row.repeats:g} times each  error of the middle "
+            f"{row.error:6.1%}  bias {row.bias:+6.1%}  of means {row.of_means:6.1%}  of each {row.single_error:6.1%}"
+            f"  spread {row.spread:6.1%}  at the table's host speed {row.at_speed_error:6.1%} of {row.at_speed_steps}"
         )
 
 
@@ -228,6 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, help="the trace that it served")
     parser.add_argument("--start", type=float, default=0.0, help="second of the trace that it started at")
     parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace that it served")
+    parser.add_argument("--again", type=Path, action="append", default=[], help="steps of it that ran again")
     parser.add_argument("--name", default="", help="names the result file, fidelity-NAME.json, for another device")
     parser.add_argument("--table", default=OWN_TABLE, help="how the profile's table came to be, for the result")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
@@ -239,6 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs: dict[str, tuple[StepEntry, ...]] = {}
     for path in arguments.log:
         log = read_step_log(path)
+        check_probe(log, profile, path)
         logs[log.header.policy] = log.entries
         rows = fidelity(log.entries, profile.costs)
         tables[log.header.policy] = [rounded(row) for row in rows]
@@ -251,6 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     pooled = fidelity([entry for entries in logs.values() for entry in entries], profile.costs)
     tables[_POOLED] = [rounded(row) for row in pooled]
     shown(_POOLED, pooled)
+    again = measured_again(arguments.again, logs, profile)
+    for policy, repeats in again.items():
+        shown_again(policy, repeats)
     wrong = same_ranking(measured, expected, tie=0.02)
     print("ranking by time a token:", wrong or "the same")
     served: dict[str, Any] = {}
@@ -284,7 +339,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "profile": keep_profile(profile, result),
             },
             "host_work_us": profile.costs.host_work_us,
+            "host_probe": profile.costs.host_probe,
             "policies": tables,
+            "measured_again": {policy: [rounded(row) for row in repeats] for policy, repeats in again.items()},
             "us_per_token": {
                 name: {"measured": round(measured[name], 2), "expected": round(expected[name], 2)} for name in measured
             },

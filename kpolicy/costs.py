@@ -21,6 +21,7 @@ import attrs
 from kpolicy.budgets import Usage
 from kpolicy.decision import Launch
 from kpolicy.errors import ProfileError
+from kpolicy.host_speed import INTERPRETER
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
 from kpolicy.settings import Objective
@@ -213,6 +214,7 @@ class CostTable:
         graph_bytes: bytes a graph, by part.
         graph_pieces: device graphs that one key is made of, by part: one for FULL, one a piece for PIECEWISE.
         host_work_us: time of `kpolicy.host_speed`'s fixed work while this was measured; 0 where it wasn't noted.
+        host_probe: which fixed work that was; times of another say nothing here.
         warm_host_share: share of the host's time that a launch takes where the step before was of its mode too, so
             that what it touches is in the host's caches: (PIECEWISE, EAGER). `kpolicy.simulate` reads it; decisions and
             the simulated executor don't know what ran before.
@@ -240,6 +242,7 @@ class CostTable:
     graph_bytes: tuple[int, int] = (0, 0)
     graph_pieces: tuple[int, int] = (1, 1)
     host_work_us: float = 0.0
+    host_probe: str = INTERPRETER
     warm_host_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
     eager_new_us: float = attrs.field(default=0.0)
     measured_on: str = attrs.field(default="", eq=False)
@@ -281,6 +284,8 @@ class CostTable:
 
     def at_host_speed(self, work_us: float | None) -> CostTable:
         """The table of a host on which the fixed work takes so long: the host's times and `step_us` change with it.
+
+        The work is that of `host_probe`.
 
         Unchanged where either time wasn't noted.
 

@@ -22,6 +22,7 @@ from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable
 from kpolicy.decision import Decision
 from kpolicy.errors import ConfigError, SchemaError
+from kpolicy.host_speed import INTERPRETER
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Rows
@@ -130,6 +131,7 @@ class LogHeader:
         command: what ran.
         costs_version: the cost table of the decisions.
         settings: the deployment's limits.
+        host_probe: which of `kpolicy.host_speed`'s fixed work was timed beside the steps.
         extra: header fields of a newer minor version.
     """
 
@@ -141,6 +143,7 @@ class LogHeader:
     command: str = ""
     costs_version: str = ""
     settings: Settings | None = None
+    host_probe: str = INTERPRETER
     extra: Mapping[str, Any] = _free()
 
 
@@ -207,6 +210,7 @@ class StepEntry:
         ready_us: by part (``decode``, ``prefill``), time from the step's start until its outputs were there.
         queue: the scheduler's queues.
         host_work_us: time of `kpolicy.host_speed`'s fixed work just after the step; None where its table has none.
+        start_us: the step's start, from the run's; with `cycle_us` when it ended, and so who had arrived.
     """
 
     step: int
@@ -221,6 +225,7 @@ class StepEntry:
     ready_us: Mapping[str, float] | None = attrs.field(default=None, hash=False)
     queue: QueueState | None = None
     host_work_us: float | None = None
+    start_us: float | None = None
 
     @classmethod
     def of(cls, step: int, shape: BatchShape, decision: Decision, **measured: Any) -> StepEntry:

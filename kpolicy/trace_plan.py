@@ -267,6 +267,7 @@ def plan_trace(
     smoothing: float = SMOOTHING,
     worth: float | None = None,
     most_loss: float | Mapping[str, float] | None = None,
+    against: str | None = None,
     exact: bool = False,
     hold_out: bool = True,
     most_rounds: int = 6,
@@ -289,6 +290,7 @@ def plan_trace(
         smoothing: share of the steps that is spread over sizes that weren't seen.
         worth: sizes are added only while one more takes this share off the mean step; see `kpolicy.planning.plan`.
         most_loss: no step takes longer than in a graph of its own size by more than this share; likewise.
+        against: a policy by whose own sizes `most_loss` goes where it has a graph for a step; likewise.
         exact: solve the integer programme where prices differ within a list (needs highspy).
         hold_out: also plan on the first half and score on the second, where both have requests that are served.
         most_rounds: replays at most, for each plan.
@@ -304,6 +306,7 @@ def plan_trace(
     settings = server.settings
     layout = layout_of(chosen, claims, settings, multiple_of=multiple_of)
     start = chosen.sizes(settings)
+    theirs = None if against is None else get_policy(against).sizes(settings)
     tell = progress or (lambda _: None)
 
     limits = budget.budget if isinstance(budget, BudgetModel) else budget
@@ -322,7 +325,7 @@ def plan_trace(
         made = workload(histogram)
         given = {
             "most_sizes": most_sizes, "largest": largest, "smoothing": smoothing, "worth": worth, "exact": exact,
-            "most_loss": most_loss,
+            "most_loss": most_loss, "against": theirs,
         }  # fmt: skip
         return plan(made, limits, **(given | changed)), made
 
@@ -346,7 +349,7 @@ def plan_trace(
         before, after = (steps_of(each, start) for each in parts)
         if before.steps and after.steps:
             made, seen = settle(parts[0], before).plan, workload(after)
-            best, _ = planned(seen.histogram, smoothing=0.0, most_sizes=made.num_sizes, most_loss=None)
+            best, _ = planned(seen.histogram, smoothing=0.0, most_sizes=made.num_sizes, most_loss=None, against=None)
             held = HeldOut(
                 plan=made,
                 step_us=seen.time_us(made.sizes) / seen.steps,

@@ -16,7 +16,7 @@ from kpolicy.cli.options import COMMAND
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs, StepOutputs
-from kpolicy.host_speed import host_work_us
+from kpolicy.host_speed import probe_named
 from kpolicy.scheduling.batching import Batcher
 from kpolicy.shapes import BatchShape
 
@@ -101,6 +101,9 @@ class StepLog:
         self._trace: PerfettoWriter | None = None
         self._open = ExitStack()
         self._noted: list[_Noted] = []
+        # By the fixed work that the costs rest on; another's times couldn't be held to them.
+        costs = engine.costs
+        self._probe = probe_named(costs.host_probe, engine.executor) if costs.host_work_us else None
 
     def __enter__(self) -> OnStep | None:
         if self._path is None and self._perfetto is None:
@@ -130,7 +133,7 @@ class StepLog:
             versions={"kpolicy": __version__, **where.versions},
             costs_version=self._engine.costs.version, settings=self._engine.settings,
             started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=shlex.join(["kpolicy", *COMMAND.get()]),
+            command=shlex.join(["kpolicy", *COMMAND.get()]), host_probe=self._engine.costs.host_probe,
         )  # fmt: skip
 
     def _note(self, step: int, inputs: StepInputs, outputs: StepOutputs, batcher: Batcher, start_us: float) -> None:
@@ -146,7 +149,7 @@ class StepLog:
             _Noted(
                 step, _shape_of(inputs), outputs.decision, inputs.numbers, costs, outputs.cycle_us,
                 {part.value: us for part, us in outputs.ready_us.items()}, queue,
-                host_work_us() if costs.host_work_us else None, start_us,
+                self._probe.us() if self._probe is not None else None, start_us,
             )
         )  # fmt: skip
         if len(self._noted) >= AT_ONCE:
@@ -162,6 +165,7 @@ class StepLog:
             entry = StepEntry.of(
                 each.step, each.shape, each.decision, cycle_us=each.cycle_us, ready_us=each.ready_us,
                 queue=each.queue, device_us=cost.device_us, host_us=cost.host_us, host_work_us=each.host_work_us,
+                start_us=each.start_us,
             )  # fmt: skip
             if self._writer is not None:
                 self._writer.write(entry)

@@ -17,6 +17,7 @@ from kpolicy.executors import calibrate as measured
 from kpolicy.executors.cpu.naming import cpu_name
 from kpolicy.registry import GraphRegistry
 from kpolicy.schemas import Profile, write_profile
+from kpolicy.serving.warm_up import warm_up
 from kpolicy.settings import Settings
 
 if TYPE_CHECKING:
@@ -37,10 +38,12 @@ def calibrate(
 
     `progress` is told now and then which share of the allowance is spent.
     """
-    calibration = measured.Calibration(executor, registry, model, settings)
     begun = time.perf_counter()
+    # What a size's first use costs is then what a server's does, which has its kernels loaded.
+    warm_up(executor, registry, model, settings)
+    calibration = measured.Calibration(executor, registry, model, settings)
     try:
-        done, left = False, allowance_s
+        done, left = False, allowance_s - (time.perf_counter() - begun)
         with calibration.undisturbed():
             while not done:
                 done = calibration.measure(left if progress is None else min(left, SLICE_S))

@@ -12,6 +12,7 @@ import attrs
 from kpolicy.costs import Cost, CostTable
 from kpolicy.decision import Launch
 from kpolicy.errors import ConfigError
+from kpolicy.host_speed import steadied
 from kpolicy.schemas import StepEntry, StepLaunch
 from kpolicy.simulate.host_state import HostState
 
@@ -42,8 +43,8 @@ class FidelityRow:
         noise: the error that would be left if the table were right on the median of all steps that launch the same
             graphs (or none) on the same kinds of rows, after a step of the same mode or another, and where they are
             eager, of a size that ran before or not: what the machine itself differs by.
-        at_speed_steps: steps beside which the host was as fast as while the table was measured, within 10% before and
-            after; all of them where no speed was noted.
+        at_speed_steps: steps beside which the host was as fast as while the table was measured, within 10%; all of them
+            where no speed was noted.
         at_speed_error: `error` of these alone; 0 without any.
         kind_steps: steps of which there are `REPEATS` or more of one kind: with the same launches on the same kinds of
             rows, as for `noise`; tokens of eager steps within a quarter of a factor of two, the decode rows' KV and the
@@ -84,27 +85,42 @@ def expected_cost(entry: StepEntry, costs: CostTable) -> Cost:
 def expected_costs(entries: Sequence[StepEntry], costs: CostTable) -> list[Cost]:
     """What the table says that the steps of a log took, one after the other.
 
-    The host's speed at a step is the mean of what was noted just before it, after the step before, and just after: it
-    changes within a step too.
+    The host's speed at a step is what was noted around it (`steadied`). It must have been noted by the fixed work that
+    the table names (`CostTable.host_probe`, and a log's header).
     """
-    return [cost for cost, _, _ in _expected(entries, costs)]
+    return [each.cost for each in expected_steps(entries, costs)]
 
 
-def _expected(entries: Sequence[StepEntry], costs: CostTable) -> Iterator[tuple[Cost, Hashable, bool]]:
-    """Each step's cost, what of the host's state it rests on, and whether the host was as fast as the table's."""
-    state, before, usual = HostState(costs), None, costs.host_work_us
+class Expected(NamedTuple):
+    """What the table says of a step."""
+
+    cost: Cost
+    """At the host speed that was noted around it"""
+    at_table: Cost
+    """At the table's"""
+    state: Hashable
+    """What of the host's state both rest on"""
+    at_speed: bool
+    """Whether the host was as fast as the table's, within a tenth"""
+
+
+def expected_steps(entries: Sequence[StepEntry], costs: CostTable) -> Iterator[Expected]:
+    """What the table says of the steps of a log, one after the other; see `expected_costs`."""
+    state, usual = HostState(costs), costs.host_work_us
+    steady = iter(steadied([entry.host_work_us for entry in entries if entry.host_work_us]))
     for entry in entries:
         launches, numbers = tuple(_launch(entry, each) for each in entry.launches), entry.shape.numbers
         # As the simulator counts them: forms of a split, which the log's mode names, are one mode.
         table = state.table(entry.mode.partition("/")[0], launches, numbers)
-        own = entry.host_work_us
-        speed = (own + before) / 2 if own and before else own
-        at_speed = not usual or all(abs(each / usual - 1) <= _AT_SPEED for each in (own, before) if each)
-        before = own
-        yield table.at_host_speed(speed).cost(launches, numbers), id(table), at_speed
+        speed = next(steady) if entry.host_work_us else None
+        at_speed = not usual or speed is None or abs(speed / usual - 1) <= _AT_SPEED
+        at_table = table.cost(launches, numbers)
+        cost = table.at_host_speed(speed).cost(launches, numbers) if speed else at_table
+        yield Expected(cost, at_table, id(table), at_speed)
 
 
-def _regime(entry: StepEntry, cost: Cost, costs: CostTable) -> str:
+def regime_of(entry: StepEntry, cost: Cost, costs: CostTable) -> str:
+    """Which of `REGIMES` a step of that cost is in."""
     if cost.host_us > cost.device_us:
         return REGIMES[0]
     growth = max((_growth(entry, _launch(entry, each), costs) for each in entry.launches), default=1.0)
@@ -128,8 +144,8 @@ def fidelity(entries: Sequence[StepEntry], costs: CostTable) -> list[FidelityRow
         ConfigError: no step has a measured time.
     """
     timed = [
-        (entry, cost, entry.cycle_us, (_launched(entry), state), at_speed)
-        for entry, (cost, state, at_speed) in zip(entries, _expected(entries, costs), strict=True)
+        (entry, each.cost, entry.cycle_us, (_launched(entry), each.state), each.at_speed)
+        for entry, each in zip(entries, expected_steps(entries, costs), strict=True)
         if entry.cycle_us
     ]
     alike: dict[Hashable, list[float]] = {}
@@ -139,7 +155,7 @@ def fidelity(entries: Sequence[StepEntry], costs: CostTable) -> list[FidelityRow
     cases: dict[tuple[str, str], list[_Step]] = {}
     for entry, cost, measured_us, kind, at_speed in timed:
         each = _Step(cost.cycle_us, measured_us, usual[kind], at_speed, (kind, _sizes(entry)))
-        for key in ((entry.mode, _regime(entry, cost, costs)), (entry.mode, "all"), ("all", "all")):
+        for key in ((entry.mode, regime_of(entry, cost, costs)), (entry.mode, "all"), ("all", "all")):
             cases.setdefault(key, []).append(each)
     if not cases:
         raise ConfigError("the log has no step with a measured time, so nothing can be compared with it.")

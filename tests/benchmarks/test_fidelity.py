@@ -12,8 +12,18 @@ import pytest
 from benchmarks import fidelity
 from benchmarks.fidelity import outside, replayed
 from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.errors import ConfigError, ProfileError
 from kpolicy.scheduling.traces import Trace, TraceRequest
-from kpolicy.schemas import Profile, QueueState, StepEntry, StepLogWriter, read_profile, write_profile
+from kpolicy.schemas import (
+    LogHeader,
+    Profile,
+    QueueState,
+    StepEntry,
+    StepLogWriter,
+    read_profile,
+    read_step_log,
+    write_profile,
+)
 from kpolicy.settings import Settings
 from kpolicy.simulate import Server, SimStep, simulate
 from kpolicy.simulate.host_state import HostSpeeds
@@ -104,12 +114,14 @@ def test_a_host_that_was_slow_for_a_while_is_simulated_so() -> None:
 
 
 def test_speeds_are_in_the_order_of_time() -> None:
-    """A clock that is set back, and steps whose speed wasn't noted."""
+    """A clock that is set back, and steps whose speed wasn't noted; one late note among quick ones moves nothing."""
     entries, _ = run()
-    noted = [attrs.evolve(each, host_work_us=work) for each, work in zip(entries, (20.0, None, 40.0), strict=False)]
-    speeds = fidelity.host_speeds(noted, [100.0, 90.0, 80.0])
+    works = (20.0, 20.0, 20.0, 90.0, 20.0, None, *5 * (40.0,))
+    noted = [attrs.evolve(each, host_work_us=work) for each, work in zip(entries, works, strict=False)]
+    assert len(noted) == len(works)
+    speeds = fidelity.host_speeds(noted, [100.0, 90.0, 200.0, 300.0, 400.0, 500.0, 600.0, 700.0, 800.0, 900.0, 1000.0])
     assert speeds is not None
-    assert [speeds.at(us) for us in (0.0, 99.0, 100.0)] == [20.0, 20.0, 40.0]
+    assert [speeds.at(us) for us in (0.0, 99.0, 300.0, 400.0, 600.0, 900.0)] == [20.0, 20.0, 30.0, 40.0, 40.0, 40.0]
     assert fidelity.host_speeds(entries, [1.0] * len(entries)) is None
 
 
@@ -150,3 +162,42 @@ def test_results_have_their_tables_beside_them() -> None:
     costs = [read_profile(path.with_name(table["profile"])).costs for path, table in named]
     assert [each.version for each in costs] == [table["version"] for _, table in named]
     assert len({each.version for each in costs}) == len({repr(each) for each in costs})
+
+
+def written(path: Path, entries: list[StepEntry], probe: str) -> None:
+    with StepLogWriter(path, LogHeader(policy="auto", host_probe=probe)) as writer:
+        for entry in entries:
+            writer.write(entry)
+
+
+def test_a_log_by_other_fixed_work_is_refused(tmp_path: Path) -> None:
+    """Its times say nothing of the profile's; where either noted none, nothing hangs on it."""
+    entries, _ = run(speeds=HostSpeeds([(0.0, 20.0)]))
+    costs = attrs.evolve(analytic_costs(), host_work_us=20.0, host_probe="copies")
+    profile = Profile(costs=costs, device="d", model="m")
+    path = tmp_path / "s.jsonl"
+    for probe, work_us, refused in (("interpreter", 20.0, True), ("copies", 20.0, False), ("interpreter", None, False)):
+        written(path, [attrs.evolve(each, host_work_us=work_us) for each in entries], probe)
+        if refused:
+            with pytest.raises(ProfileError, match="'interpreter', and the profile's costs by 'copies'"):
+                fidelity.check_probe(read_step_log(path), profile, path)
+        else:
+            fidelity.check_probe(read_step_log(path), profile, path)
+
+
+def test_steps_that_ran_again_stand_beside_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the result, by policy and for all; without the run's log of a policy they are refused."""
+    monkeypatch.setattr(fidelity, "RESULT", tmp_path / "fidelity.json")
+    entries, _ = run()
+    write_profile(tmp_path / "p.json", Profile(costs=analytic_costs(), device="d", model="m"))
+    written(tmp_path / "s.jsonl", entries, "interpreter")
+    written(tmp_path / "a.jsonl", 3 * entries[:40], "interpreter")
+    given = ["--profile", str(tmp_path / "p.json"), "--log", str(tmp_path / "s.jsonl")]
+    fidelity.main([*given, "--again", str(tmp_path / "a.jsonl"), "--date", "D"])
+    found = json.loads((tmp_path / "fidelity.json").read_text())["measured_again"]
+    assert sum(row["steps"] for row in found["auto"]) == 40
+    assert found["auto"] == found["all policies"]
+    with StepLogWriter(tmp_path / "a.jsonl", LogHeader(policy="vllm")) as writer:
+        writer.write(entries[0])
+    with pytest.raises(ConfigError, match="of vllm; give the run's --log"):
+        fidelity.main([*given, "--again", str(tmp_path / "a.jsonl")])

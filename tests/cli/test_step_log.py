@@ -8,13 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
 from kpolicy.cli.step_log import AT_ONCE, StepLog
-from kpolicy.costs import analytic_costs
+from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.decision import Decision, Launch
 from kpolicy.engine import Engine
 from kpolicy.executors.base import StepOutputs
+from kpolicy.host_speed import INTERPRETER
 from kpolicy.modes import Mode, Rows
 from kpolicy.reasons import Reason
 from kpolicy.scheduling.batching import Batcher
@@ -26,11 +28,11 @@ EAGER = Decision(Mode.EAGER, (Launch(Rows.ALL, None),), Reason.POLICY_IS_EAGER)
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[Any]:
+def writing(path: Path, costs: CostTable | None = None) -> Iterator[Any]:
     """A log, as what notes the step of a number."""
     settings = Settings(max_num_reqs=4, max_num_tokens=64)
     batcher = Batcher(settings, num_blocks=8, block_size=16)
-    with StepLog(path, "eager", Engine("eager", settings=settings, costs=analytic_costs())) as log:
+    with StepLog(path, "eager", Engine("eager", settings=settings, costs=costs or analytic_costs())) as log:
         assert log is not None
         rows: Any = SimpleNamespace(query_lens=[0], kv_lens=[0])
 
@@ -38,7 +40,7 @@ def writing(path: Path) -> Iterator[Any]:
             # The same lists are filled anew for each step, as a scheduler may.
             rows.query_lens[0], rows.kv_lens[0] = 3 + step % 5, 5 + step % 5
             rows.numbers = BatchShape(prefills=[(3 + step % 5, 2)]).numbers
-            log(step, rows, StepOutputs((), (), EAGER, [SimpleNamespace(part=Rows.ALL, us=10.0 + step)]), batcher, 0.0)
+            log(step, rows, StepOutputs((), (), EAGER, [SimpleNamespace(part=Rows.ALL, us=10.0 + step)]), batcher, 4.0)
 
         yield note
 
@@ -94,3 +96,17 @@ def test_where_the_last_steps_cant_be_written_the_log_isnt_whole(
         log_four()
     log = read_step_log(path)
     assert (len(log.entries), log.cut_short) == (2, True)
+
+
+@pytest.mark.parametrize(("probe", "noted"), [(INTERPRETER, True), ("copies", False)])
+def test_the_hosts_speed_is_noted_by_the_work_that_the_costs_rest_on(
+    tmp_path: Path, probe: str, noted: bool
+) -> None:  # fmt: skip
+    """Where this device can do it; times of other work couldn't be held to them."""
+    path = tmp_path / "s.jsonl"
+    with writing(path, attrs.evolve(analytic_costs(), host_work_us=20.0, host_probe=probe)) as note:
+        note(0)
+    log = read_step_log(path)
+    assert log.header.host_probe == probe
+    assert (log.entries[0].host_work_us is not None) is noted
+    assert log.entries[0].start_us == 4.0

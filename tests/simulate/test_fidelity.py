@@ -79,13 +79,15 @@ def test_forms_of_a_split_are_one_mode(tmp_path: Path) -> None:
     assert expected_cost(first, again) != expected_cost(first, SHOWN)
 
 
-def test_the_hosts_speed_at_a_step_is_the_mean_of_both_sides(tmp_path: Path) -> None:
-    """Just before it, after the step before, and just after."""
+def test_the_hosts_speed_at_a_step_is_the_middle_of_what_is_noted_around_it(tmp_path: Path) -> None:
+    """Four steps on either side: one late note moves nothing, and a step without a note is at the table's speed."""
+    noted = (20.0, 20.0, 90.0, 20.0, 40.0, 40.0, 40.0, 40.0, 40.0, 40.0, None)
     entries = [attrs.evolve(each, host_work_us=work) for each, work in zip(
-        logged(tmp_path / "s.jsonl", "eager")[:3], (20.0, 40.0, None), strict=True
+        logged(tmp_path / "s.jsonl", "eager")[:11], noted, strict=True
     )]  # fmt: skip
     costs = attrs.evolve(COSTS, host_work_us=20.0)
-    alone = [costs.at_host_speed(speed) for speed in (20.0, 30.0, None)]
+    middles = (20.0, 30.0, 40.0, 40.0, 40.0, 40.0, 40.0, 40.0, 40.0, 40.0, None)
+    alone = [costs.at_host_speed(speed) for speed in middles]
     assert expected_costs(entries, costs) == [
         expected_cost(attrs.evolve(entry, host_work_us=None), table)
         for entry, table in zip(entries, alone, strict=True)
@@ -93,19 +95,19 @@ def test_the_hosts_speed_at_a_step_is_the_mean_of_both_sides(tmp_path: Path) -> 
 
 
 def test_steps_at_the_tables_host_speed_are_told_apart(tmp_path: Path) -> None:
-    """Within a tenth on both sides; elsewhere the machine's speed changed, and with it what a table can say."""
-    entries = logged(tmp_path / "s.jsonl", "eager")[:4]
-    speeds = (20.0, 21.9, 40.0, 20.0)
+    """Within a tenth; elsewhere the machine's speed changed, and with it what a table can say."""
+    entries = logged(tmp_path / "s.jsonl", "eager")[:20]
+    speeds = 10 * (21.9,) + 10 * (40.0,)
     entries = tuple(attrs.evolve(each, host_work_us=speed) for each, speed in zip(entries, speeds, strict=True))
     costs = attrs.evolve(COSTS, host_work_us=20.0)
     expected = [each.cycle_us for each in expected_costs(entries, costs)]
-    off = (1.25, 1.0, 2.0, 4.0)
+    off = 5 * (1.25,) + 5 * (1.0,) + 5 * (2.0,) + 5 * (4.0,)
     late = [attrs.evolve(each, cycle_us=us * by) for each, us, by in zip(entries, expected, off, strict=True)]
     row = fidelity(late, costs)[-1]
-    assert (row.at_speed_steps, row.at_speed_error) == (2, pytest.approx(0.1))
+    assert (row.at_speed_steps, row.at_speed_error) == (10, pytest.approx(0.1))
     assert row.error == pytest.approx((0.2 + 0 + 0.5 + 0.75) / 4)
     unnoted = fidelity(entries, COSTS)[-1]
-    assert (unnoted.at_speed_steps, unnoted.at_speed_error) == (4, unnoted.error)
+    assert (unnoted.at_speed_steps, unnoted.at_speed_error) == (20, unnoted.error)
 
 
 def test_an_error_shows_where_it_is(tmp_path: Path) -> None:

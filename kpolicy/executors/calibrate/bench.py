@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import StickyDeviceError
 from kpolicy.executors.base import StepInputs
-from kpolicy.host_speed import host_work_us
+from kpolicy.host_speed import HostProbe, probe_of, steadied
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.reasons import Reason
 from kpolicy.shapes import BatchShape
@@ -67,6 +67,8 @@ class _Times(NamedTuple):
     """Of the fixed work, just before"""
     again: float = 0.0
     """`host`, of the same step once more at once; 0 where that wasn't run"""
+    place: int = -1
+    """Of `work` among all that were noted, in their order; -1 where it stands alone"""
 
 
 class Bench:
@@ -89,6 +91,9 @@ class Bench:
         self._others: dict[int, Callable[[int], StepInputs]] = {}
         self._times: list[list[_Times]] = []
         self._often: set[int] = set()
+        self._probe: HostProbe | None = None
+        self._noted: list[float] = []
+        self._steady: list[float] = []
         self._waited: dict[tuple[int, float], float] = {}
         self._beside: dict[tuple[int, Mode], float | None] = {}
         self._later: set[int] = set()
@@ -255,13 +260,13 @@ class Bench:
 
     def host_us(self, case: int) -> float:
         """Median microseconds until the host had launched it, at `host_work_us`."""
-        usual = self.host_work_us
-        return statistics.median(each.host * _slower(usual, each) for each in self._times[case])
+        slower = self._slower()
+        return statistics.median(each.host * slower(each) for each in self._times[case])
 
     def again_us(self, case: int) -> float:
         """Median microseconds until the host had launched it once more, at `host_work_us`; 0 without samples."""
-        usual = self.host_work_us
-        return statistics.median([each.again * _slower(usual, each) for each in self._times[case]] or [0.0])
+        slower = self._slower()
+        return statistics.median([each.again * slower(each) for each in self._times[case]] or [0.0])
 
     def first_us(self, case: int) -> float:
         """By how much launching takes longer than once more at once, at `host_work_us`: the mean of the middle samples.
@@ -269,11 +274,11 @@ class Bench:
         Not the median: of rows that differ each time it has a long tail, and a run has its share of that. Without the
         fifth at either end, which are the machine's.
         """
-        usual, samples = self.host_work_us, self._times[case]
+        slower, samples = self._slower(), self._times[case]
         if case in self._others:
             # The first sample is of rows that had run before.
             samples = samples[1:]
-        more = sorted((each.host - each.again) * _slower(usual, each) for each in samples)
+        more = sorted((each.host - each.again) * slower(each) for each in samples)
         ends = len(more) // 5
         return statistics.fmean(more[ends : len(more) - ends]) if more else 0.0
 
@@ -283,9 +288,9 @@ class Bench:
 
     def rest_us(self, case: int) -> float:
         """Median microseconds that neither the device's time nor the launching covers, at `host_work_us`."""
-        usual = self.host_work_us
+        slower = self._slower()
         return statistics.median(
-            max(each.wall - max(each.host, each.device), 0.0) * _slower(usual, each) for each in self._times[case]
+            max(each.wall - max(each.host, each.device), 0.0) * slower(each) for each in self._times[case]
         )
 
     @property
@@ -295,7 +300,25 @@ class Bench:
         A host whose speed changes meanwhile would else make what it was slow for seem costly. 0 where the host itself
         runs what it launches.
         """
-        return statistics.median([each.work for samples in self._times for each in samples] or [0.0])
+        return statistics.median([self._work_us(each) for samples in self._times for each in samples] or [0.0])
+
+    @property
+    def host_probe(self) -> str:
+        """Which fixed work that is."""
+        return probe_of(self._executor).name
+
+    def _work_us(self, sample: _Times) -> float:
+        """Time of the fixed work while the sample was taken, by what was noted around it."""
+        if sample.place < 0:
+            return sample.work
+        if len(self._steady) != len(self._noted):
+            self._steady = steadied(self._noted)
+        return self._steady[sample.place]
+
+    def _slower(self) -> Callable[[_Times], float]:
+        """How many times slower the host usually is than it was for a sample."""
+        usual_us, work_us = self.host_work_us, self._work_us
+        return lambda sample: usual_us / work_us(sample) if sample.work else 1.0
 
     def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
         """(device, host) microseconds, of which the longer and `step_us` make the whole step.
@@ -323,14 +346,14 @@ class Bench:
             return None
         known = sum(map(len, self._times)), kind
         if known not in self._beside:
-            usual, more = self.host_work_us, []
+            slower, more = self._slower(), []
             for i, samples in enumerate(self._times):
                 if samples and self._kind(i) is kind:
                     host_us = self.host_us(i)
                     more += [
-                        (each.host - each.wall) * _slower(usual, each)
+                        (each.host - each.wall) * slower(each)
                         for each in samples
-                        if each.host >= _SURELY * each.device and each.host * _slower(usual, each) <= _LIKE * host_us
+                        if each.host >= _SURELY * each.device and each.host * slower(each) <= _LIKE * host_us
                     ]
             self._beside = {other: us for other, us in self._beside.items() if other[0] == known[0]}
             self._beside[known] = statistics.median(more) if more else None
@@ -361,10 +384,14 @@ class Bench:
         return self._kind(case) is Mode.PIECEWISE
 
     def _run(self, decision: Decision, inputs: StepInputs, again: bool) -> _Times:
-        work = 0.0 if self.host_runs else host_work_us()
-        times = self._once(decision, inputs)._replace(work=work)
         if self.host_runs:
+            times = self._once(decision, inputs)
             return times._replace(host=0.0, device=times.wall)
+        if self._probe is None:
+            self._probe = probe_of(self._executor)
+        work, place = self._probe.us(), len(self._noted)
+        self._noted.append(work)
+        times = self._once(decision, inputs)._replace(work=work, place=place)
         self._adapter.occupy(_AHEAD * times.host)
         outputs = self._executor.run(decision, inputs)
         for event in outputs.ready:
@@ -407,11 +434,6 @@ class Bench:
         slots = [model.pad_slot] * len(tokens)
         ahead = [[model.pad_slot] * num_decodes] * (steps - 1)
         return StepInputs(shape.numbers, query_lens, tokens, positions, slots, tables, lens, wanted, ahead)
-
-
-def _slower(usual_us: float, sample: _Times) -> float:
-    """How many times slower the host usually is than it was for the sample."""
-    return usual_us / sample.work if sample.work else 1.0
 
 
 def _mode(launch: Launch) -> Mode:

@@ -1,0 +1,232 @@
+"""Steps of a run, run again: the same batches by the same code, several times, for what one measurement can't tell.
+
+A step that the host bounds takes 5 to 10% more or less each time that it is run. Here the steps of a `kpolicy run` that
+its profile says the host bounds run again, in passes over all policies: the scheduler makes the run's batches anew,
+from its trace and from when its steps began and ended (`StepEntry.start_us`), so rows, lengths, blocks and prompts are
+the run's; each such step goes through `Engine.step`, after the one that came before it in the run; what lies between is
+scheduled and not run. The KV isn't what it was, and decode rows' tokens aren't: times don't depend on them, but for a
+mixture of experts. Seconds pass between the repeats of a step, so that a core which is slow for seconds slows other
+steps in each pass::
+
+    python -m benchmarks.gpu.again --config config.json --profile P.json --run R.json --trace T --start 600
+        --log S-auto.jsonl --log S-vllm.jsonl --out A.jsonl
+
+writes A-POLICY.jsonl, step logs of what ran, in its order; ``benchmarks.fidelity --again`` reads them beside the run's.
+Every size has run before in all passes but the first, so the first use of a size (`CostTable.eager_new_us`) isn't
+measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from benchmarks.command import command_line
+from benchmarks.fidelity import requests_of
+from kpolicy.cli.step_log import files_of
+from kpolicy.engine import Engine
+from kpolicy.errors import ConfigError
+from kpolicy.executors.base import StepOutputs
+from kpolicy.heap import frozen_heap
+from kpolicy.host_speed import HostProbe, probe_named
+from kpolicy.keys import GraphKey
+from kpolicy.ladders import CaptureSizes
+from kpolicy.modes import Part
+from kpolicy.scheduling.batching import Batcher, Generation
+from kpolicy.scheduling.traces import Trace
+from kpolicy.schemas import Log, StepEntry, StepLogWriter, read_profile, read_step_log
+from kpolicy.serving.calibrate import check_profile
+from kpolicy.serving.real_run import Serving, fitting, open_model, quiet_transformers, share_cores
+from kpolicy.serving.warm_up import warm_up
+from kpolicy.settings import Settings
+from kpolicy.shapes import BatchNumbers
+from kpolicy.simulate.repeats import host_bound
+from kpolicy.trace_run import Prompts
+
+_COUNTS = BatchNumbers._fields.index("max_query_len")
+
+
+def sizes_of(entries: Sequence[StepEntry], indices: set[int]) -> CaptureSizes | None:
+    """The graphs that these steps replayed; None where they replayed none, and the policy's own list is as good."""
+    keys = {launch.key for i in indices for launch in entries[i].launches if launch.key is not None}
+    if not keys:
+        return None
+
+    def tokens(kind: int) -> tuple[int, ...]:
+        return tuple(sorted({key.num_tokens for key in keys if _kind(key) == kind}))
+
+    return CaptureSizes(tokens(0), tokens(1), tokens(2))
+
+
+def _kind(key: GraphKey) -> int:
+    """Of the sizes of a ladder: decode, mixed, piecewise."""
+    if key.part is not Part.FULL:
+        return 2
+    return 0 if key.decode_only else 1
+
+
+def not_run(entry: StepEntry) -> StepOutputs:
+    """What a step gives back that is scheduled and not run."""
+    numbers = entry.shape.numbers
+    outputs: Any = ([], [[1] * numbers.num_decodes] * entry.decode_steps, None, (), [1] * numbers.num_prefills)
+    return StepOutputs(*outputs)
+
+
+@attrs.define
+class Again:
+    """A policy's run, to be run again.
+
+    Args:
+        engine: captured.
+        log: the run's steps.
+        runs: the indices of those that run.
+        probe: notes the host's speed after each; None where costs rest on none.
+        batcher: makes an empty scheduler.
+        trace: what the run served.
+        prompts: their tokens.
+    """
+
+    engine: Engine
+    log: Log[StepEntry]
+    runs: set[int]
+    probe: HostProbe | None
+    batcher: Any
+    trace: Trace
+    prompts: Prompts
+
+    def once(self) -> tuple[list[StepEntry], int]:
+        """One pass: the steps that ran, with their times, and how many the engine decided otherwise than in the run.
+
+        Raises:
+            ConfigError: a batch isn't the run's.
+        """
+        batcher: Batcher = self.batcher()
+        arrivals, entries = self.trace.requests, self.log.entries
+        start_us = now_us = arrivals[0].arrival_s * 1e6
+        admitted, found, others = 0, [], 0
+        for i, entry in enumerate(entries):
+            if batcher.idle:
+                now_us = max(now_us, arrivals[admitted].arrival_s * 1e6)
+            while admitted < len(arrivals) and arrivals[admitted].arrival_s * 1e6 <= now_us:
+                request = arrivals[admitted]
+                if batcher.fits(request.prompt_tokens, request.output_tokens):
+                    prompt = self.prompts.of(admitted, request.prompt_tokens, request.hash_ids)
+                    batcher.add(Generation(admitted, prompt, request.output_tokens))
+                admitted += 1
+            batch = batcher.next_batch()
+            if batch is None or batch.inputs.numbers[:_COUNTS] != entry.shape.numbers[:_COUNTS]:
+                raise ConfigError(
+                    f"step {i} of {self.log.header.policy} has another batch than in the run. Give the trace, its "
+                    "window and the rate that the run had; one that was interrupted can't be run again."
+                )
+            outputs = not_run(entry)
+            if i in self.runs:
+                outputs = self.engine.step(batch.inputs)
+                for event in outputs.ready:
+                    event.wait()
+                ran = StepEntry.of(
+                    i, entry.shape, outputs.decision, cycle_us=outputs.cycle_us, start_us=entry.start_us,
+                    host_work_us=None if self.probe is None else self.probe.us(),
+                )  # fmt: skip
+                others += ran.launches != entry.launches
+                found.append(ran)
+            batcher.complete(batch, outputs, lambda _: 1)
+            now_us = start_us + (entry.start_us or 0.0) + (entry.cycle_us or 0.0)
+        return found, others
+
+
+def open_again(arguments: argparse.Namespace, opened: ExitStack) -> dict[str, Again]:
+    """Load the model, and capture what the steps of each log need; released with `opened`."""
+    profile, run = read_profile(arguments.profile), json.loads(arguments.run.read_text())
+    setting = run["setting"]
+    settings = Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"])
+    if arguments.device == "cpu":
+        share_cores()
+    quiet_transformers()
+    model = open_model(
+        arguments.config, settings, kv_tokens=setting["kv_tokens"], block_size=setting["block_size"],
+        seed=setting["seed"], device=arguments.device,
+    )  # fmt: skip
+    trace = fitting(requests_of(run, arguments.trace, arguments.start, arguments.window), model)
+    check_profile(profile, model, f"--profile {arguments.profile}")
+    prompts = Prompts(setting["seed"], vocab=model.vocab)
+    found: dict[str, Again] = {}
+    for path in arguments.log:
+        log = read_step_log(path)
+        if any(entry.start_us is None for entry in log.entries):
+            raise ConfigError(f"{path} doesn't say when its steps began; run kpolicy run --step-log again.")
+        wanted = range(len(log.entries)) if arguments.all else host_bound(log.entries, profile.costs)
+        # With the step before each: what ran before is in the host's caches.
+        runs = {max(i + back, 0) for i in wanted for back in (-1, 0)}
+        if not runs:
+            print(f"{log.header.policy}: the host bounds none of its steps")
+            continue
+        serving = Serving(
+            model=model, settings=settings, ladder=sizes_of(log.entries, runs), costs=profile.costs,
+            objective=setting["objective"], verify=False,
+        )  # fmt: skip
+        engine = serving.engine(log.header.policy)
+        opened.callback(engine.release)
+        engine.capture()
+        warm_up(engine.executor, engine.registry, model, settings)
+        probe = probe_named(profile.costs.host_probe, engine.executor) if profile.costs.host_work_us else None
+        found[log.header.policy] = Again(engine, log, runs, probe, serving.batcher, trace, prompts)
+        print(f"{log.header.policy}: {len(runs)} of {len(log.entries)} steps, {len(engine.registry.captured())} graphs")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, help="the model's folder or config.json; the default model's without")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--profile", type=Path, required=True, help="the run's own")
+    parser.add_argument("--run", type=Path, required=True, help="what kpolicy run --json printed")
+    parser.add_argument("--trace", type=Path, required=True, help="the trace that it served")
+    parser.add_argument("--start", type=float, default=0.0, help="second of the trace that it started at")
+    parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace that it served")
+    parser.add_argument("--log", type=Path, action="append", required=True, help="a policy's step log")
+    parser.add_argument("--all", action="store_true", help="all steps, not only those that the host bounds")
+    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=120.0, help="no pass begins that wouldn't end within these")
+    parser.add_argument("--out", type=Path, required=True, help="step logs NAME-POLICY.jsonl")
+    arguments = parser.parse_args(argv)
+    began, command = time.perf_counter(), command_line("benchmarks.gpu.again", argv)
+    with ExitStack() as opened, torch.no_grad():
+        runs = open_again(arguments, opened)
+        paths = files_of("--out", arguments.out, list(runs), "again.jsonl")
+        logs = {
+            policy: opened.enter_context(StepLogWriter(path, attrs.evolve(again.log.header, command=command)))
+            for (policy, again), path in zip(runs.items(), paths, strict=True)
+            if path is not None
+        }
+        opened.enter_context(frozen_heap())
+        longest = 0.0
+        for number in range(arguments.passes):
+            # Forth and back, so that a policy's repeats don't come at even distances.
+            for policy in runs if number % 2 == 0 else reversed(runs):
+                begun = time.perf_counter()
+                if begun - began + longest > arguments.seconds:
+                    print(f"pass {number} {policy}: no time left")
+                    return 0
+                entries, others = runs[policy].once()
+                for entry in entries:
+                    logs[policy].write(entry)
+                logs[policy].flush()
+                took = time.perf_counter() - begun
+                longest = max(longest, took)
+                told = f"{len(entries)} steps, {others} decided otherwise, {took:.1f} s"
+                print(f"pass {number} {policy}: {told}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Steps that were measured several times, held to a cost table."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from kpolicy.costs import CostTable, Curve, HostCost
+from kpolicy.decision import Decision, Launch
+from kpolicy.errors import ConfigError
+from kpolicy.modes import Mode, Rows
+from kpolicy.reasons import Reason
+from kpolicy.schemas import StepEntry
+from kpolicy.shapes import BatchShape
+from kpolicy.simulate.repeats import IN_THE_RUN, LEAST_REPEATS, RepeatRow, host_bound, repeated
+
+COSTS = CostTable(
+    version="repeats", measured=True, full=Curve([1], [100.0]), piecewise=Curve([1], [100.0]),
+    eager=Curve([1, 1000], [100.0, 1100.0]), host_full=HostCost(50.0), host_piecewise=HostCost(300.0),
+    host_eager=HostCost(500.0), step_us=0.0, host_work_us=20.0,
+)  # fmt: skip
+BOUND, NOT, SOMETIMES = 0, 1, 2
+SIZES = {BOUND: 101, NOT: 901, SOMETIMES: 501}
+"""Tokens: the host bounds the first, the device the second; the third where the host is slower than the table's."""
+
+
+def step(which: int, us: float, work_us: float = 20.0) -> StepEntry:
+    shape = BatchShape(prefills=[(SIZES[which], 0)])
+    decision = Decision(Mode.EAGER, (Launch(Rows.ALL, None),), Reason.ONLY_LEGAL)
+    return StepEntry.of(which, shape, decision, cycle_us=us, host_work_us=work_us)
+
+
+RUN = [step(BOUND, 550.0), step(NOT, 1000.0), step(SOMETIMES, 900.0)]
+
+
+def rows(again: list[StepEntry], run: list[StepEntry] = RUN, costs: CostTable = COSTS) -> dict[str, RepeatRow]:
+    return {row.regime: row for row in repeated(run, again, costs)}
+
+
+def test_the_middle_of_the_repeats_is_held_to_the_table() -> None:
+    """500 us by the table: one late repeat is in each's error and in the mean's, not in the middle's."""
+    found = rows([step(BOUND, us) for us in (500.0, 490.0, 510.0, 500.0, 1000.0)])
+    row = found["host-bound"]
+    assert (row.steps, row.repeats) == (1, 5)
+    assert (row.error, row.bias) == (pytest.approx(0), pytest.approx(0))
+    assert row.of_means == pytest.approx(1 - 2500 / 3000)
+    assert row.single_error == pytest.approx((500 / 490 - 1 + 1 - 500 / 510 + 0.5) / 5)
+    assert row.spread == pytest.approx(row.single_error)
+
+
+def test_a_wrong_table_shows_whatever_the_noise() -> None:
+    found = rows([step(BOUND, us) for us in (400.0, 380.0, 420.0)])["host-bound"]
+    assert found.error == pytest.approx(0.25)
+    assert found.bias == pytest.approx(0.25)
+
+
+def test_each_repeat_is_at_its_own_host_speed() -> None:
+    """Ten of a host that takes half as long again; the table as it is, is held to those at its own speed alone."""
+    slow = [step(BOUND, 750.0, 30.0) for _ in range(10)]
+    row = rows([*slow, *(step(BOUND, 520.0) for _ in range(10))])["host-bound"]
+    assert row.error == pytest.approx(abs(0.5 * (1 + 500 / 520) - 1))
+    assert (row.at_speed_steps, row.at_speed_error) == (1, pytest.approx(1 - 500 / 520))
+    assert rows(slow)["host-bound"].at_speed_steps == 0
+
+
+def test_regimes_are_those_at_the_tables_speed_and_those_of_the_run_stand_beside() -> None:
+    """A step that the host bounded while it was slow isn't one that it bounds where it isn't."""
+    run = [RUN[BOUND], RUN[NOT], step(SOMETIMES, 900.0, 40.0)]
+    run = [attrs.evolve(each, host_work_us=None) if each.step != SOMETIMES else each for each in run]
+    again = [step(which, us) for which, us in ((BOUND, 500.0), (SOMETIMES, 600.0)) for _ in range(LEAST_REPEATS)]
+    found = rows(again, run)
+    assert {regime: row.steps for regime, row in found.items()} == {"host-bound": 1, "saturated": 1, IN_THE_RUN: 2}
+    assert host_bound(run, COSTS) == [BOUND, SOMETIMES]
+
+
+def test_repeats_that_ran_another_way_or_too_seldom_are_left_out() -> None:
+    other = attrs.evolve(step(BOUND, 9000.0), launches=())
+    assert rows([*(step(BOUND, 500.0) for _ in range(3)), other])["host-bound"].repeats == 3
+    with pytest.raises(ConfigError, match="more passes"):
+        repeated(RUN, [step(BOUND, 500.0), other, step(NOT, 1000.0)], COSTS)
+
+
+@pytest.mark.parametrize("wrong", [{"step": 7}, {"step": NOT}], ids=["no such step", "another batch"])
+def test_steps_of_another_run_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="isn't one of the run's 3"):
+        repeated(RUN, [attrs.evolve(step(BOUND, 500.0), **wrong)], COSTS)
