@@ -94,6 +94,13 @@ def plan(
             "0.02, or by list decode=0.01,prefill=0.05."
         ),
     ] = None,
+    against: Annotated[
+        str | None,
+        Parameter(
+            help="With --most-loss, compare a step with the graph that this policy's own sizes have for it (sglang, "
+            "vllm), padding and all, and not with one of its own size."
+        ),
+    ] = None,
     exact: Annotated[
         bool,
         Parameter(negative="", show_default=False, help="Solve an integer programme where prices differ in a list."),
@@ -126,6 +133,8 @@ def plan(
     if deployment.ladder is not None:
         raise ConfigError("--ladder is what plan looks for; leave it out, or give it to `kpolicy run`.")
     get_policy(name)
+    if against is not None and most_loss is None:
+        raise ConfigError("--against says what --most-loss compares with; give that too: --most-loss 0 for no loss.")
     check_writable("--out", files_of("--out", out, ["plan"], "plan.json")[0])
     shown = console(stderr=True)
     found = plan_trace(
@@ -134,7 +143,7 @@ def plan(
         multiple_of=at_least("--multiple-of", multiple_of, 1), largest=_largest(largest),
         smoothing=_share("--smoothing", smoothing),
         worth=None if worth is None else _share("--worth", worth), exact=exact,
-        most_loss=_loss(most_loss), seed=at_least("--seed", seed, 0),
+        most_loss=_loss(most_loss), against=against, seed=at_least("--seed", seed, 0),
         hold_out=len(requests) > 1,
         progress=None if json or not sys.stderr.isatty() else lambda what: shown.print(what, style="dim"),
     )  # fmt: skip

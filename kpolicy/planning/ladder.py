@@ -181,7 +181,7 @@ class Ladder:
                 kept.append(i)
         return self.kept(np.array(kept[::-1]))
 
-    def bounded(self, most_loss: float, penalty_us: float) -> Ladder:
+    def bounded(self, most_loss: float, penalty_us: float, against: Sequence[int] = ()) -> Ladder:
         """The ladder with a penalty wherever a step loses more than that share against a graph of its own size.
 
         A step loses by padding to a size far above it, or by running without a graph. Every true size counts that some
@@ -190,11 +190,19 @@ class Ladder:
         Args:
             most_loss: the share of a step's time at the smallest candidate that holds it.
             penalty_us: what each such true size costs besides; more than all steps together may take.
+            against: sizes of another list: a step that one of them holds may take that share longer than in the graph
+                that it has there, padding and all. Between candidates the one below counts.
         """
         import numpy as np
 
         held = int(np.searchsorted(self.demands, self.sizes[-1], "right"))
         own = np.searchsorted(self.sizes, self.demands[:held])
+        if against:
+            there = np.array(sorted(against))
+            at = np.searchsorted(there, self.demands[:held])
+            within = at < len(there)
+            theirs = np.searchsorted(self.sizes, there[at[within]], "right") - 1
+            own[within] = np.maximum(own[within], theirs)
         most = (1 + most_loss) * self.cost_us[own, np.arange(held)] + _TINY_US
         cost, escape = self.cost_us.copy(), self.escape_us.copy()
         cost[:, :held] += np.where(cost[:, :held] > most, penalty_us, 0.0)

@@ -75,6 +75,7 @@ def plan(
     smoothing: float = SMOOTHING,
     worth: float | None = None,
     most_loss: float | Mapping[str, float] | None = None,
+    against: CaptureSizes | None = None,
     exact: bool = False,
 ) -> Plan:
     """The capture sizes with the least mean step time within the budget.
@@ -89,6 +90,8 @@ def plan(
             limit, and 0 with one.
         most_loss: no step may take longer than in a graph of its own size by more than this share, of all lists or by
             list: with `smoothing` no size that a step may have, else none that was seen.
+        against: sizes that another list has: with `most_loss` a step is compared with the graph that it has there, if
+            it has one, and not with one of its own size.
         exact: solve the integer programme where prices differ within a list (needs highspy).
 
     Raises:
@@ -103,7 +106,8 @@ def plan(
         worth = WORTH if unlimited else 0.0
     if not 0 <= worth < 1:
         raise ConfigError(f"worth is {worth}; it is a share of the mean step from 0 to under 1.")
-    ladders, penalty_us = _bounded(workload.ladders(smoothing=smoothing), most_loss)
+    theirs = workload.lists_of(against) if against is not None else {}
+    ladders, penalty_us = _bounded(workload.ladders(smoothing=smoothing), most_loss, theirs)
     most = MOST_LAYERS if most_sizes is None else most_sizes + 1
     curve = joint_curve(frontiers(ladders, most, largest=largest), most)
     curve[curve >= penalty_us] = math.inf
@@ -121,10 +125,12 @@ def plan(
 
 
 def _bounded(
-    ladders: Sequence[Ladder], most_loss: float | Mapping[str, float] | None
+    ladders: Sequence[Ladder], most_loss: float | Mapping[str, float] | None, against: Mapping[str, Sequence[int]]
 ) -> tuple[Sequence[Ladder], float]:
     """The ladders with what a step that loses more costs besides, and that; infinite where nothing is bounded."""
     if most_loss is None:
+        if against:
+            raise ConfigError("against says what most_loss compares with; give most_loss too, 0 for no loss.")
         return ladders, math.inf
     names = [each.name for each in ladders]
     losses = most_loss if isinstance(most_loss, Mapping) else dict.fromkeys(names, most_loss)
@@ -135,8 +141,9 @@ def _bounded(
             raise ConfigError(f"most_loss is {loss}; it is a share of a step's time from 0 up.")
     penalty_us = sum(each.most_us for each in ladders) + 1.0
     bounded = [
-        each.bounded(losses[each.name], penalty_us) if each.name in losses else each for each in ladders
-    ]  # fmt: skip
+        each.bounded(losses[each.name], penalty_us, against.get(each.name, ())) if each.name in losses else each
+        for each in ladders
+    ]
     return bounded, penalty_us
 
 

@@ -49,6 +49,8 @@ HEADER = "timestamp,input_length,output_length"
         ("--most-loss decode=x", ["--most-loss has 'decode=x'"]),
         ("--most-loss 0.1,decode=0.1", ["--most-loss has 'decode=0.1'"]),
         ("--most-loss decoed=0.1", ["most_loss names the ladder 'decoed'", "decode, prefill"]),
+        ("--against sglang", ["--against says what --most-loss compares with", "--most-loss 0"]),
+        ("--most-loss 0 --against sglnag", ["'sglnag'", "sglang"]),
         ("--most-loss 0.01 --budget 1", ["1 size can't keep every step as near", "it takes"]),
         ("--ladder 1,2,4", ["--ladder is what plan looks for"]),
         ("--window -1", ["--window is -1"]),

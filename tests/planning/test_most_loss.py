@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kpolicy.errors import BudgetRefused, ConfigError
 from kpolicy.planning import Ladder, choose
+from kpolicy.policies import get_policy
 from kpolicy.trace_plan import plan_trace
 from tests.planning.instances import cheapest_fit_us, ladders
 from tests.planning.workloads import costs, server, trace
@@ -79,3 +80,49 @@ def test_a_budget_that_cant_hold_it() -> None:
         plan_trace(trace(), most_loss={"decoed": 0.1}, **GIVEN)
     with pytest.raises(ConfigError, match="most_loss is -1"):
         plan_trace(trace(), most_loss=-1, **GIVEN)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ladders(), st.data())
+def test_against_another_list_equals_brute_force(ladder: Ladder, data: st.DataObject) -> None:
+    """A step that the other list has a graph for is compared with that one; the list itself never loses."""
+    sizes = ladder.sizes.tolist()
+    theirs = sorted(data.draw(st.sets(st.sampled_from(sizes), min_size=1)))
+    columns = {}
+    for i, demand in enumerate(ladder.demands.tolist()):
+        at = next((size for size in theirs if size >= demand), next((size for size in sizes if size >= demand), None))
+        if at is not None:
+            columns[i] = ladder.cost_us[sizes.index(at), i]
+
+    def within(chosen: tuple[int, ...]) -> bool:
+        for i, most in columns.items():
+            demand = ladder.demands[i]
+            at = next((j for j, size in enumerate(sizes) if size >= demand and size in chosen), None)
+            if (ladder.escape_us[i] if at is None else ladder.cost_us[at, i]) > most + 1e-9:
+                return False
+        return True
+
+    penalty_us = ladder.most_us + 1.0
+    found = choose([ladder.bounded(0.0, penalty_us, theirs)], most_sizes=3)
+    sets = [each for k in range(4) for each in combinations(sizes, k) if within(each)]
+    assert (found.us < penalty_us) == bool(sets)
+    if sets:
+        assert within(found.sizes[ladder.name])
+
+
+def test_no_step_is_slower_than_with_an_engines_own_list() -> None:
+    """As good as SGLang's list for every decode size, with fewer sizes than as near to a graph of its own takes."""
+    table = costs()
+    own, theirs = (
+        plan_trace(trace(80, gap_s=1.0), most_loss=0.0, against=each, **GIVEN).plan.lists["decode"]
+        for each in (None, "sglang")
+    )
+    stock = get_policy("sglang").sizes(GIVEN["server"].settings).decode
+    assert len(theirs) < len(own)
+    assert all(table.full.at(_next(theirs, reqs)) <= table.full.at(_next(stock, reqs)) for reqs in range(1, 65))
+    with pytest.raises(ConfigError, match="give most_loss too"):
+        plan_trace(trace(), against="sglang", **GIVEN)
+
+
+def _next(sizes: tuple[int, ...], size: int) -> int:
+    return next(each for each in sizes if each >= size)
