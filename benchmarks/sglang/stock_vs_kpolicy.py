@@ -326,6 +326,7 @@ def capture(run: Run, part: str) -> None:
     ]  # fmt: skip
     if run.plan():
         kinds.append(("planned", own, run.plan()))
+    kinds = [kind for kind in kinds if f"{part}-{kind[0]}" not in given_names(run.given.without)]
     # The first turn warms up what starts share, compiled kernels and files, and isn't counted; a slice of steps before
     # does so too. Later ones take turns in who goes first.
     turns = [
@@ -408,6 +409,7 @@ def main() -> None:
     parser.add_argument("--slices", default=",".join(SLICES))
     parser.add_argument("--variants", default=",".join(VARIANTS), help="further sides of qwen-trace; may be empty")
     parser.add_argument("--beside", default="", help="further sides of qwen-trace, kpolicy of other trees: NAME=FOLDER")
+    parser.add_argument("--without", default="", help="starts of the slice capture that are left out: capture-wide")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--requests", type=int, default=0, help="requests of a trace; 0 takes each slice's own number")
     parser.add_argument("--budget", type=float, default=440.0, help="seconds for all slices")
