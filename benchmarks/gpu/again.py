@@ -49,7 +49,7 @@ from kpolicy.serving.real_run import Serving, fitting, open_model, quiet_transfo
 from kpolicy.serving.warm_up import warm_up
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchNumbers
-from kpolicy.simulate.repeats import host_bound
+from kpolicy.simulate.repeats import host_bound, ran_alike
 from kpolicy.trace_run import Prompts
 
 _COUNTS = BatchNumbers._fields.index("max_query_len")
@@ -137,7 +137,7 @@ class Again:
                     i, entry.shape, outputs.decision, cycle_us=outputs.cycle_us, start_us=entry.start_us,
                     host_work_us=None if self.probe is None else self.probe.us(),
                 )  # fmt: skip
-                others += ran.launches != entry.launches
+                others += not ran_alike(ran, entry)
                 found.append(ran)
             batcher.complete(batch, outputs, lambda _: 1)
             now_us = start_us + (entry.start_us or 0.0) + (entry.cycle_us or 0.0)

@@ -17,7 +17,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.schemas import StepEntry
 from kpolicy.simulate.fidelity import REGIMES, expected_steps, regime_of
 
-__all__ = ["IN_THE_RUN", "LEAST_REPEATS", "RepeatRow", "host_bound", "repeated"]
+__all__ = ["IN_THE_RUN", "LEAST_REPEATS", "RepeatRow", "host_bound", "ran_alike", "repeated"]
 
 LEAST_REPEATS = 3
 """Of a step, whose middle is looked at."""
@@ -77,6 +77,12 @@ def host_bound(entries: Sequence[StepEntry], costs: CostTable) -> list[int]:
     ]
 
 
+def ran_alike(one: StepEntry, other: StepEntry) -> bool:
+    """Whether two steps launched the same, for whatever reasons."""
+    first, second = ([attrs.evolve(launch, reason=None) for launch in each.launches] for each in (one, other))
+    return first == second
+
+
 def repeated(run: Sequence[StepEntry], again: Sequence[StepEntry], costs: CostTable) -> list[RepeatRow]:
     """Rows for each mode and regime whose steps were measured again.
 
@@ -99,7 +105,7 @@ def repeated(run: Sequence[StepEntry], again: Sequence[StepEntry], costs: CostTa
             raise ConfigError(
                 f"step {entry.step} that ran again isn't one of the run's {len(run)}. Give the log of the same run."
             )
-        if entry.cycle_us and entry.launches == run[entry.step].launches:
+        if entry.cycle_us and ran_alike(entry, run[entry.step]):
             repeat = _Repeat(each.cost.cycle_us, entry.cycle_us, each.at_table.cycle_us, each.at_speed)
             samples.setdefault(entry.step, []).append(repeat)
     cases: dict[tuple[str, str], list[list[_Repeat]]] = {}

@@ -76,6 +76,8 @@ def test_regimes_are_those_at_the_tables_speed_and_those_of_the_run_stand_beside
 def test_repeats_that_ran_another_way_or_too_seldom_are_left_out() -> None:
     other = attrs.evolve(step(BOUND, 9000.0), launches=())
     assert rows([*(step(BOUND, 500.0) for _ in range(3)), other])["host-bound"].repeats == 3
+    alike = attrs.evolve(step(BOUND, 500.0), launches=[attrs.evolve(RUN[BOUND].launches[0], reason="no_graphs")])
+    assert rows(3 * [alike])["host-bound"].repeats == 3
     with pytest.raises(ConfigError, match="more passes"):
         repeated(RUN, [step(BOUND, 500.0), other, step(NOT, 1000.0)], COSTS)
 
