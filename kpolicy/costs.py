@@ -314,6 +314,18 @@ class CostTable:
             warm_host_share=(1.0, 1.0),
         )  # fmt: skip
 
+    def after_another(self) -> CostTable:
+        """The table of steps that come after one of another mode: the device waits for the first pieces.
+
+        What launching them takes more than in a row (`warm_host_share`) is at their beginning, because the first layer
+        brings into the caches what all run. The device has nothing to do meanwhile, so it is in its time too.
+        """
+        waits_us = (1 - self.warm_host_share[0]) * self.host_piecewise.base_for(decodes=True, prefills=True)
+        if not waits_us:
+            return self
+        later = Curve(self.piecewise.sizes, [us + waits_us for us in self.piecewise.us])
+        return attrs.evolve(self, piecewise=later)
+
     def new_sizes(self) -> CostTable:
         """The table of eager launches of numbers of tokens that never ran before."""
         if not self.eager_new_us:

@@ -60,8 +60,8 @@ class HostState:
     """
 
     def __init__(self, costs: CostTable) -> None:
-        again = costs.in_a_row()
-        self._tables = (costs, costs.new_sizes()), (again, again.new_sizes())
+        first, again = costs.after_another(), costs.in_a_row()
+        self._tables = (first, first.new_sizes()), (again, again.new_sizes())
         self._plain = costs if again is costs and not costs.eager_new_us else None
         self._mode: Hashable = None
         self._sizes: set[int] = set()
@@ -85,18 +85,23 @@ class HostState:
                 self._sizes.add(size)
         return self._tables[again][new]
 
-    def decodes(self, mode: Hashable, launch: Launch, num_rows: int) -> tuple[float, float]:
-        """Host time of a launch of so many decode rows, and that of the next one like it; then it has run."""
+    def decodes(self, mode: Hashable, launch: Launch, num_rows: int) -> tuple[float, float, float]:
+        """Host time of a launch of so many decode rows, and that of the next one like it; then it has run.
+
+        And what its dense work takes the device, which the next one's may not.
+        """
+        size = launch.padded_tokens or num_rows
+        tokens = size if launch.key is None else launch.key.num_tokens
         if self._plain is not None:
             us = _host_us(self._plain, launch, num_rows)
-            return us, us
-        size = launch.padded_tokens or num_rows
+            return us, us, self._plain.curve_of(launch).at(tokens)
         new = launch.key is None and size not in self._sizes
         table = self._tables[mode == self._mode][new]
         self._mode = mode
         if launch.key is None:
             self._sizes.add(size)
-        return _host_us(table, launch, num_rows), _host_us(self._tables[True][False], launch, num_rows)
+        again_us = _host_us(self._tables[True][False], launch, num_rows)
+        return _host_us(table, launch, num_rows), again_us, table.curve_of(launch).at(tokens)
 
 
 def _host_us(table: CostTable, launch: Launch, num_rows: int) -> float:

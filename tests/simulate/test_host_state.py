@@ -43,13 +43,26 @@ def test_pieces_have_a_share_of_their_own_and_whole_graphs_none() -> None:
     assert host_us(state, Mode.FULL, FULL, 4) == host_us(state, Mode.FULL, FULL, 4)
 
 
+def test_the_device_waits_for_the_first_pieces_after_another_mode() -> None:
+    """As long as launching takes more than in a row; whole graphs and eager steps don't have it so."""
+    numbers = BatchShape.decode(4).numbers
+    waits = 0.5 * COSTS.host_piecewise.base_for(decodes=True, prefills=True)
+    for mode, launches, more in ((Mode.PIECEWISE, PIECES, waits), (Mode.FULL, FULL, 0.0), (Mode.EAGER, EAGER, 0.0)):
+        state, alone = HostState(SHOWN), SHOWN.cost(launches, numbers).device_us
+        found = [state.table(mode, launches, numbers).cost(launches, numbers).device_us for _ in range(2)]
+        assert found == pytest.approx([alone + more, alone])
+
+
 def test_decodes_that_go_on_alone_are_told_the_same() -> None:
-    """`decodes` says what `table` does of a step and the next like it."""
+    """`decodes` says what `table` does of a step and the next like it, and of the device's dense work."""
     for mode, launches in ((Mode.EAGER, EAGER), (Mode.PIECEWISE, PIECES), (Mode.FULL, FULL)):
-        one, other = HostState(SHOWN), HostState(SHOWN)
+        one, other, device = HostState(SHOWN), HostState(SHOWN), HostState(SHOWN)
         for rows in (4, 4, 6):
-            now, after = one.decodes(mode, launches[0], rows)
+            now, after, dense = one.decodes(mode, launches[0], rows)
             assert (now, after) == (host_us(other, mode, launches, rows), host_us(other, mode, launches, rows))
+            table = device.table(mode, launches, BatchShape.decode(rows).numbers)
+            assert dense == table.curve_of(launches[0]).at(rows if launches is EAGER else 8)
+    assert HostState(COSTS).decodes(Mode.EAGER, EAGER[0], 4)[2] == COSTS.eager.at(4)
 
 
 def test_a_table_that_tells_neither_is_every_steps() -> None:
