@@ -33,6 +33,10 @@ __all__ = ["Line", "Pace", "in_line", "mixed_numbers", "other_select"]
 _HALVES = 5
 """How often the limit is halved for sizes beside those of graphs"""
 _MOST_KEPT = 4096
+_MOST_LOOKED_AT = 8
+"""Prompts of a line that are looked at; those behind them are taken to be as long on average"""
+_HELD_STEPS = 16
+"""Steps that an answer stands for, while the counts stay alike"""
 _SURE = 0.95
 """Share of the other policy's time that is taken for sure: costs are known to some 5%"""
 _TOKENS_GRAIN = 4
@@ -54,7 +58,7 @@ class Line(NamedTuple):
 
 
 def in_line(remaining: Iterable[tuple[int, int]], total: int, room: int, places: int, decode_kv: int = 0) -> Line:
-    """The prompts in line for a step.
+    """The prompts in line for a step; of many, those behind the first few are taken to be as long on average.
 
     Args:
         remaining: of each prompt, in order, the tokens that it still has to compute, and those that it has.
@@ -66,6 +70,11 @@ def in_line(remaining: Iterable[tuple[int, int]], total: int, room: int, places:
     count = tokens = pairs = 0
     for left, before in remaining:
         if tokens >= room or count >= places:
+            break
+        if count == _MOST_LOOKED_AT:
+            more = min(min(total, places) - count, -(-(room - tokens) * count // tokens))
+            pairs += pairs * more // count
+            count, tokens = count + more, min(room, tokens + tokens * more // count)
             break
         count += 1
         new = min(left, room - tokens)
@@ -130,9 +139,34 @@ class Pace:
         self._limit = limit = limit or context.settings.max_num_tokens
         self._first: object = None
         self._least = 0
+        self._asked = (0, 0, 0)
+        """(decodes, those that were weighed, prompts) of the last answer"""
+        self._full = False
+        """Whether the line was as long as one step"""
+        self._held = 0
+        """Steps for which the last answer still stands"""
         held = {key.num_tokens for key in context.ladder.keys if key.part is not Part.FULL or not key.decode_only}
         self._sizes = sorted({size for size in held if size < limit} | {limit >> i for i in range(_HALVES + 1)})
         self._kept: dict[tuple[int, ...], int] = {}
+
+    def held(self, first: object, num_decodes: int, num_prompts: int) -> int | None:
+        """The last answer of `next_step` where it stands for this step too; None where that is to be asked.
+
+        An answer is for all prompts in line, so it stands for some steps: while the same prompt is first, or whoever is
+        first where there were more prompts than one step holds; with no more decodes than it was weighed for, and until
+        either number has halved or doubled.
+
+        Args:
+            first: whoever is first in line.
+            num_decodes: decode rows of the step.
+            num_prompts: prompts in line and behind it.
+        """
+        if self._held and (self._full or first is self._first):
+            decodes, most, prompts = self._asked
+            if decodes < 2 * num_decodes and num_decodes <= most and prompts < 2 * num_prompts < 4 * prompts:
+                self._held -= 1
+                return self._least
+        return None
 
     def next_step(self, first: object, num_decodes: int, line: Line) -> int:
         """Most tokens of the next step: as `most_tokens`, and no less than before while the same prompt is first.
@@ -144,11 +178,16 @@ class Pace:
             num_decodes: as `most_tokens` takes it.
             line: likewise.
         """
+        self._held = 0
         if not num_decodes or not line.tokens:
             return self._limit
-        size = self.most_tokens(num_decodes, line)
+        size, rows = self._weighed(num_decodes, line)
         self._least = max(size, self._least) if first is self._first else size
         self._first = first
+        self._full = num_decodes * self._q + line.tokens >= self._limit
+        if self._full or self._least < self._limit:
+            self._held = _HELD_STEPS - 1
+            self._asked = (num_decodes, rows, line.num_prompts + line.waiting)
         return self._least
 
     def most_tokens(self, num_decodes: int, line: Line) -> int:
@@ -158,15 +197,19 @@ class Pace:
             num_decodes: decode rows of the step, at least one for there to be a gap.
             line: the prompts that could run beside them.
         """
-        if not num_decodes or not line.tokens or num_decodes * self._q >= self._limit:
-            return self._limit
+        return self._weighed(num_decodes, line)[0] if num_decodes and line.tokens else self._limit
+
+    def _weighed(self, num_decodes: int, line: Line) -> tuple[int, int]:
+        """(most tokens of the step, the most decodes that holds for)."""
+        if num_decodes * self._q >= self._limit:
+            return self._limit, num_decodes
         key = self._rounded(num_decodes, line)
         found = self._kept.get(key)
         if found is None:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
             found = self._kept[key] = self._best(*key)
-        return found
+        return found, key[0]
 
     def _rounded(self, num_decodes: int, line: Line) -> tuple[int, int, int, int, int, int]:
         """(decodes, prompts, their tokens, requests that wait, KV), rounded up as far as one step holds them.

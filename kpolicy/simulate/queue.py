@@ -155,13 +155,16 @@ class Queue:
 
     def _paced(self, pace: Pace, num_decodes: int, room: int) -> int:
         """Prompt tokens that the step may have by its costs."""
-        prompts = itertools.chain(self.prefilling, self.waiting)
-        left = ((request.until - request.computed, request.computed) for request in prompts)
         total = len(self.prefilling) + len(self.waiting)
-        places = len(self.prefilling) + self.most_reqs - self.num_running
-        line = in_line(left, total, room, places, self.rows.kv_tokens)
         first = (self.prefilling or self.waiting)[0]
-        return pace.next_step(first, num_decodes, line) - num_decodes * self.rows.query_len
+        size = pace.held(first, num_decodes, total)
+        if size is None:
+            prompts = itertools.chain(self.prefilling, self.waiting)
+            left = ((request.until - request.computed, request.computed) for request in prompts)
+            places = len(self.prefilling) + self.most_reqs - self.num_running
+            line = in_line(left, total, room, places, self.rows.kv_tokens)
+            size = pace.next_step(first, num_decodes, line)
+        return size - num_decodes * self.rows.query_len
 
     def _enter_blocks(self) -> None:
         """Give every decode row the blocks that its next tokens need; where none is left somebody gives way."""

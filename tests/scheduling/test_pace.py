@@ -152,6 +152,47 @@ def test_a_prompt_that_has_begun_is_not_divided_further():
     assert found.next_step(third, 10, FULL_LINE) == 512
 
 
+def test_an_answer_stands_while_counts_stay_alike():
+    """It is for all prompts of a line: asked again after some steps, or once decodes or prompts are others."""
+    found, prompt, other = pace(table()), object(), object()
+    assert found.held(prompt, 10, 22) is None
+    assert found.next_step(prompt, 10, FULL_LINE) == 1024
+    # Ten decodes are weighed as sixteen. More prompts than one step holds: whoever is first of them.
+    assert [found.held(other, decodes, 22) for decodes in (10, 16, 6, 5, 17)] == [1024, 1024, 1024, None, None]
+    assert [found.held(other, 10, prompts) for prompts in (43, 12, 44, 11)] == [1024, 1024, None, None]
+    steps = 0
+    while found.held(other, 10, 22):
+        steps += 1
+    assert steps == 10, "sixteen with the one that was asked for and the five above"
+
+
+def test_an_answer_for_few_prompts_is_for_the_first_of_them():
+    """Whoever comes behind it may be longer; and that they fit in one step says nothing of the next ones."""
+    found, prompt, other = pace(table(), Objective(0.0, 1.0, 1.7)), object(), object()
+    assert found.next_step(prompt, 10, Line(1, 400, 0)) == 256
+    assert found.held(other, 10, 1) is None
+    assert found.held(prompt, 10, 1) == 256
+    assert found.next_step(other, 10, Line(1, 30, 0)) == 2048
+    assert found.held(other, 10, 1) is None
+    # A line that no step holds is best in whole ones by this objective, for as long.
+    whole = pace(table(), "throughput")
+    assert whole.next_step(prompt, 10, FULL_LINE) == whole.held(other, 10, 22) == 2048
+    assert whole.next_step(prompt, 0, FULL_LINE) == 2048
+    assert whole.held(prompt, 10, 22) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 63), st.integers(1, 40), st.integers(1, 700)), min_size=1, max_size=60))
+def test_a_step_holds_its_decodes_also_where_the_answer_is_an_older_one(steps):
+    """However decodes and prompts go up and down, there is room for all decodes and a prompt token."""
+    found = pace(table(host_eager=HostCost(9000.0)), "1:3", other="vllm:version=0.23")
+    for decodes, prompts, tokens in steps:
+        size = found.held(0, decodes, prompts)
+        if size is None:
+            line = in_line([(tokens, 0)] * prompts, prompts, 2048 - decodes, 64 - decodes)
+            size = found.next_step(0, decodes, line)
+        assert decodes < size <= SETTINGS.max_num_tokens
+
+
 def test_another_limit_than_the_settings_say():
     """What a scheduler may run at most can be less than what graphs were planned for."""
     assert pace(table(), Objective(0.0, 1.0, 1.7), limit=1024, max_num_tokens=8192).most_tokens(
@@ -253,6 +294,19 @@ def test_the_line_stops_at_the_step_s_room_and_places():
     assert in_line([(100, 0)], 1, 0, 9) == Line(0, 0, 1)
     # Each new token attends to those before it and to itself.
     assert in_line(begun, 3, 120, 9, 5000) == Line(2, 120, 1, 100 * 7 + 100 * 101 // 2 + 20 * 21 // 2, 5000)
+
+
+def test_of_a_long_line_the_first_prompts_tell():
+    """Looking at each takes time, so behind the first eight they are taken to be as long on average."""
+    looked = iter([(100, 50)] * 4 + [(300, 0)] * 4 + [(10**6, 10**6)] * 90)
+    some = in_line(looked, 98, 4000, 90)
+    assert len(list(looked)) == 89
+    assert some[:3] == (20, 4000, 78)
+    eight = 4 * (100 * 50 + 100 * 101 // 2) + 4 * (300 * 301 // 2)
+    assert some.pairs == eight + eight * 12 // 8
+    # No more of them than there are, and than have places.
+    assert in_line([(100, 0)] * 10, 10, 4000, 90)[:3] == (10, 1000, 0)
+    assert in_line([(100, 0)] * 20, 20, 4000, 9)[:3] == (9, 900, 11)
 
 
 def test_the_numbers_of_a_step():

@@ -9,21 +9,20 @@ graphs, less 5%, or the objective's limit on the first token times the best for 
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from kpolicy.errors import KPolicyError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
 from kpolicy.scheduling.pace import Pace, in_line, other_select
+from kpolicy_vllm.rows import Rows, queues_of
 from kpolicy_vllm.state import LISTED, State, workers_apart
 
-__all__ = ["Pacer", "left_of", "queues_of", "vllm_s_own", "why_not"]
+__all__ = ["Pacer", "vllm_s_own", "why_not"]
 
 _OTHERS_STEPS = 8
 """Steps that a rank of prompts only is bounded in, once ranks' last step showed that another decodes"""
-_COMPUTED, _PROMPT = operator.attrgetter("num_computed_tokens"), operator.attrgetter("num_prompt_tokens")
 
 
 def why_not(vllm_config: Any, scheduler: Any = None, *, apart: bool = False) -> str | None:
@@ -47,19 +46,6 @@ def why_not(vllm_config: Any, scheduler: Any = None, *, apart: bool = False) -> 
     return None
 
 
-def queues_of(scheduler: Any) -> Iterable[Any]:
-    """vLLM's queues of requests that wait, those with any."""
-    for name in ("waiting", "skipped_waiting", "kv_holding_waiting"):
-        queue = getattr(scheduler, name, None)
-        if queue:
-            yield queue
-
-
-def left_of(request: Any) -> int:
-    """Tokens that a running request has to compute, those left out that are still being sampled."""
-    return int(request.num_tokens + request.num_output_placeholders - request.num_computed_tokens)
-
-
 class Pacer:
     """The bound on a scheduler's steps.
 
@@ -72,10 +58,12 @@ class Pacer:
         self._scheduler = scheduler
         self._state = state
         self._ranks = scheduler.vllm_config.parallel_config.data_parallel_size
-        self._paces: dict[int, Pace] = {}
-        self._by: tuple[Any, Any] | None = None
+        self._rule: Pace | None = None
+        self._by: tuple[Any, Any, int] = (None, None, 0)
+        """Costs, policy and limit of that"""
         self._off = False
         self._for_others = 0
+        self._rows = Rows(scheduler)
         self._whole = False
         """Whether the next step is vLLM's own, as no prompt came in under the bound"""
 
@@ -85,66 +73,93 @@ class Pacer:
         Args:
             run: the step as it is scheduled otherwise.
         """
-        scheduler, found = self._scheduler, None
-        if not self._off:
-            try:
-                found = self._bound()
-            except Exception as error:  # noqa: BLE001 - nothing was changed yet, and vLLM schedules on
-                self._off = True
-                self._state.counters.warn_once(
-                    "pace_failed", f"steps are filled to vLLM's limit: {type(error).__name__}: {error}"
-                )
-        if found is None:
+        if self._off:
             return run()
-        most, decode_tokens = found
-        limit = scheduler.max_num_scheduled_tokens
-        scheduler.max_num_scheduled_tokens = most
+        scheduler, found = self._scheduler, None
         try:
+            found = self._bound()
+        except Exception as error:  # noqa: BLE001 - nothing was changed yet, and vLLM schedules on
+            self._failed(error)
+        if found is None:
             output = run()
-        finally:
-            scheduler.max_num_scheduled_tokens = limit
-        self._state.counters.add("paced_steps")
-        rows = len(output.num_scheduled_tokens) * self._state.settings.query_len
-        if rows <= decode_tokens and output.total_num_scheduled_tokens <= decode_tokens:
-            # Tokens alone don't tell, as decodes may have fewer drafts than they could.
-            # A prompt that can't be cut so short, such as one with an image in it, mustn't wait for ever.
-            self._whole = True
-            self._state.counters.add("pace_no_prompt_came_in")
+        else:
+            limit = scheduler.max_num_scheduled_tokens
+            scheduler.max_num_scheduled_tokens = found
+            try:
+                output = run()
+            finally:
+                scheduler.max_num_scheduled_tokens = limit
+            self._state.counters.add("paced_steps")
+            decodes, q = self._rows.decodes, self._state.settings.query_len
+            if output.total_num_scheduled_tokens <= decodes * q and len(output.num_scheduled_tokens) <= decodes:
+                # Tokens alone don't tell, as decodes may have fewer drafts than they could.
+                # A prompt that can't be cut so short, such as one with an image in it, mustn't wait for ever.
+                self._whole = True
+                self._state.counters.add("pace_no_prompt_came_in")
+        try:
+            self._rows.ran(output)
+        except Exception as error:  # noqa: BLE001 - the step is scheduled, and vLLM runs it
+            self._failed(error)
         return output
 
-    def _bound(self) -> tuple[int, int] | None:
-        """(tokens of the step, tokens of its decodes); None for vLLM's own limit."""
-        scheduler, state = self._scheduler, self._state
+    def _failed(self, error: Exception) -> None:
+        self._off = True
+        self._state.counters.warn_once(
+            "pace_failed", f"steps are filled to vLLM's limit: {type(error).__name__}: {error}"
+        )
+
+    def _bound(self) -> int | None:
+        """Most tokens of the step; None for vLLM's own limit."""
+        scheduler, state, rows = self._scheduler, self._state, self._rows
         if self._whole:
             self._whole = False
             return None
         if state.costs is None or state.select is None or int(scheduler._pause_state):
             return None
-        prompts = self._prompts()
-        waiting = sum(map(len, queues_of(scheduler)))
-        decoding = scheduler.running[: len(scheduler.running) - len(prompts)]
-        decodes = len(decoding)
-        if not (prompts or waiting) or not (decodes or self._others_decode()):
+        rows.refresh()
+        prompts, decodes = rows.prompts, rows.decodes
+        waiting = rows.waiting
+        if not prompts and not (waiting and len(scheduler.running) < scheduler.max_num_running_reqs):
             return None
-        unfinished = any(map(operator.lt, map(_COMPUTED, decoding), map(_PROMPT, decoding)))
-        if unfinished and any(left_of(request) > 1 for request in decoding):
-            # A prompt before them would fill a bounded step alone, again and again, until it is done.
+        if not decodes and not self._others_decode():
+            return None
+        if prompts and rows.behind_a_prompt:
+            # A prompt before decodes would fill a bounded step alone, again and again, until it is done.
             state.counters.add("pace_decodes_behind_a_prompt")
             return None
         limit = scheduler.max_num_scheduled_tokens
-        decode_tokens = decodes * state.settings.query_len
-        requests = itertools.chain(prompts, itertools.chain.from_iterable(queues_of(scheduler)))
-        first = next(requests)
-        line = in_line(
-            ((left_of(request), request.num_computed_tokens) for request in itertools.chain((first,), requests)),
-            len(prompts) + waiting,
-            limit - decode_tokens,
-            scheduler.max_num_running_reqs - decodes,
-            sum(map(_COMPUTED, decoding)) + decode_tokens,
-        )
+        pace = self._pace(limit)
         # Decodes of other ranks wait for this one's step too.
-        most = self._pace(limit).next_step(first.request_id, max(decodes, 1), line)
-        return (most, decode_tokens) if most < limit else None
+        beside, total = max(decodes, 1), len(prompts) + waiting
+        first = rows.first.request_id
+        most = pace.held(first, beside, total)
+        if most is None:
+            most = self._asked(pace, first, beside, total)
+        return most if most < limit else None
+
+    def _asked(self, pace: Pace, first: object, beside: int, total: int) -> int:
+        """What the rule says of the line as it is now.
+
+        Args:
+            pace: the rule.
+            first: whoever is first in line.
+            beside: decode rows that wait for the step.
+            total: prompts in line.
+        """
+        scheduler, rows = self._scheduler, self._rows
+        rows.look()
+        begun = ((until - request.num_computed_tokens, request.num_computed_tokens) for request, until in rows.prompts)
+        queued = ((request.num_tokens - request.num_computed_tokens, request.num_computed_tokens)
+                  for queue in queues_of(scheduler) for request in queue)  # fmt: skip
+        decode_tokens = rows.decodes * self._state.settings.query_len
+        line = in_line(
+            itertools.chain(begun, queued),
+            total,
+            scheduler.max_num_scheduled_tokens - decode_tokens,
+            scheduler.max_num_running_reqs - rows.decodes,
+            round(rows.kv) + decode_tokens,
+        )
+        return pace.next_step(first, beside, line)
 
     def _others_decode(self) -> bool:
         """Whether this rank, which has no decodes, is to bound its steps for those of other ranks.
@@ -159,24 +174,11 @@ class Pacer:
             self._for_others -= 1
         return self._for_others > 0
 
-    def _prompts(self) -> list[Any]:
-        """The last of the running requests, as far as their prompts aren't done.
-
-        One that isn't takes all that is left of a step, so hardly anyone comes in behind it. Where somebody did, as
-        behind a prompt with an image that had to wait, decodes may follow it: `_bound` looks for that.
-        """
-        found = list(itertools.takewhile(lambda request: left_of(request) > 1, reversed(self._scheduler.running)))
-        found.reverse()
-        return found
-
     def _pace(self, limit: int) -> Pace:
-        """The rule for the graphs and costs of now."""
-        state = self._state
-        by = (state.costs, state.select)
-        if self._by is None or by[0] is not self._by[0] or by[1] is not self._by[1]:
-            self._by = by
-            self._paces.clear()
-        if limit not in self._paces:
+        """The rule for the graphs, the costs and the limit of now."""
+        state, pace = self._state, self._rule
+        costs, select, most = self._by
+        if pace is None or costs is not state.costs or select is not state.select or most != limit:
             assert state.select is not None  # noqa: S101 - whoever asks looked
             context = state.context(lora=False)
             other = None
@@ -185,8 +187,9 @@ class Pacer:
                 other = other_select(policy, context, sizes)
             except KPolicyError as error:
                 state.counters.warn_once("not_compared", f"steps are bounded without vLLM's own rule beside: {error}")
-            self._paces[limit] = Pace(context, state.select, other, limit=limit)
-        return self._paces[limit]
+            pace = self._rule = Pace(context, state.select, other, limit=limit)
+            self._by = (state.costs, state.select, limit)
+        return pace
 
 
 def vllm_s_own(vllm_config: Any, state: State) -> tuple[Any, CaptureSizes | None]:

@@ -25,7 +25,8 @@ from typing import Any
 from kpolicy.policies import get_policy
 from kpolicy_vllm import pace
 from kpolicy_vllm.config import Config
-from kpolicy_vllm.pace import Pacer, left_of, queues_of
+from kpolicy_vllm.pace import Pacer
+from kpolicy_vllm.rows import left_of, queues_of
 from kpolicy_vllm.split_rule import SplitRule
 from kpolicy_vllm.state import State, held_by, state_of, workers_apart
 
