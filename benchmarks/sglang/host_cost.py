@@ -2,25 +2,33 @@
 
     KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.host_cost --date 2026-11-22
 
-The rule is what SGLang asks of each batch: ``rule_us`` is it alone, ``hooked_us`` it under the hook and its wrapper,
-and ``added_us`` the difference, what kpolicy takes. Steps whose eager run is cheaper don't ask SGLang at all. Of the
-scheduler's rows ``rule_us`` is an empty function.
+The rule is what SGLang asks of each batch: ``rule_us`` is it alone, ``hooked_us`` it under the hooks and their
+wrappers, and ``added_us`` the difference, what kpolicy takes. Steps whose eager run is cheaper don't ask SGLang at all.
+Of the scheduler's rows ``rule_us`` is an empty function, and a cycle is the mean of those that take turns. With
+``--before FOLDER`` the kpolicy_sglang of another tree is measured in turns with this one, in ``before_us``.
+
+Processor time, the least of many turns: what else runs on the machine only adds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
-import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 import kpolicy
+from kpolicy.costs import Curve
 from kpolicy.settings import Objective
 from kpolicy_sglang import dispatch, hooks
 from kpolicy_sglang.config import Config
@@ -31,7 +39,7 @@ from tests.integrations.sglang.test_oracle import Older, _older_prefill
 from tests.oracle.sglang_real import Release, decode_runner, prefill_runner
 
 RESULT = Path(__file__).parents[1] / "results" / "sglang_host_cost.json"
-CALLS, TURNS = 5_000, 15
+CALLS, TURNS, ROUNDS = 2_000, 15, 3
 
 
 def wrapped(original: Any, hook: Any) -> Any:
@@ -72,32 +80,34 @@ def _prefill_phase(runner: Any) -> Phase:
 
 
 def prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A prefill batch of 0.5.23: its rank-local rule."""
-    runner = prefill_runner(release, cuda=True)()
+    """A prefill batch of 0.5.23: its whole rule, with the rank-local part hooked too."""
+    rule: Any = prefill_runner(release, cuda=True, whole=True)
+    own_local, own = rule.can_replay_locally, rule.can_run_graph
+    ours = type("Hooked", (rule,), {"can_replay_locally": wrapped(own_local, dispatch.prefill_can_replay_locally)})
+    hooked = wrapped(own, dispatch.prefill_can_run)
+    batch = SimpleNamespace(
+        batch_size=1, input_ids=torch.zeros(tokens, dtype=torch.int64), input_embeds=None, replace_embeds=None,
+        extend_prefix_lens_cpu=[0], forward_mode=SimpleNamespace(is_target_verify=lambda: False),
+        capture_hidden_mode=0, return_logprob=False, contains_mm_inputs=lambda: False, global_num_tokens_cpu=None,
+    )  # fmt: skip
+    stock, runner = _prefill_runner(rule), _prefill_runner(ours)
+    _prefill_phase(runner)
+    return lambda: own(stock, batch), lambda: hooked(runner, batch)
+
+
+def _prefill_runner(rule: type) -> Any:
+    runner = rule()
     runner.__dict__.update(
         _qwen_bcg_hc_sidechannel=False, _qwen_bcg_mtp_draft=False, _is_full_backend=False, _fa4_prefill=False,
         _capture_req_slots=1, _captured_attn_metadata_max_bs=None, prefer_eager_mixed_prefill=False,
         prefill_backend_name="breakable", has_mha_companion_layers=False, _attn_backend_is_dsa=False,
         _capture_chunked_prefix=False, max_context_size=None, max_seq_len=None,
     )  # fmt: skip
-    _prefill_phase(runner)
-    asked = {
-        "batch_size": 1, "num_tokens": tokens, "input_embeds": None, "replace_embeds": None, "prefix_lens": [0],
-        "is_target_verify": False, "capture_hidden_mode": 0, "return_logprob": False, "contains_mm_inputs": False,
-        "lora_ineligible": False, "is_mixed": False, "batch_max_context_len": None,
-    }  # fmt: skip
-    own = type(runner).can_replay_locally
-    local = wrapped(own, dispatch.prefill_can_replay_locally)
-    batch = SimpleNamespace(input_ids=SimpleNamespace(shape=(tokens,)), global_num_tokens_cpu=None)
-
-    def stock(runner: Any, batch: Any) -> Any:  # noqa: ARG001  as the rule that calls it
-        return own(runner, **asked)
-
-    def rule(runner: Any, batch: Any) -> Any:  # noqa: ARG001
-        return local(runner, **asked)
-
-    hooked = wrapped(rule, dispatch.prefill_can_run)
-    return lambda: stock(runner, batch), lambda: hooked(runner, batch)
+    runner.__dict__.update(
+        max_num_tokens=2048, capture_num_tokens=[64, 96, 128, 256, 512, 576, 1024, 1536, 2048], capture_hidden_mode=0,
+        enable_lora=False, _backend_can_run_prefill_cuda_graph=None,
+    )  # fmt: skip
+    return runner
 
 
 def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -107,38 +117,48 @@ def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Cal
         _is_full_backend=False, _capture_req_slots=1, prefill_backend_name="breakable", has_mha_companion_layers=False
     )
     _prefill_phase(runner)
-    ids = type("Ids", (list,), {"shape": (tokens,)})([0] * tokens)
     batch = SimpleNamespace(
         batch_size=1, input_embeds=None, replace_embeds=None, extend_prefix_lens_cpu=[0], capture_hidden_mode=0,
         forward_mode=SimpleNamespace(is_target_verify=lambda: False), global_num_tokens_cpu=None, return_logprob=False,
-        input_ids=ids,
+        input_ids=torch.zeros(tokens, dtype=torch.int64),
     )  # fmt: skip
     own = type(runner).can_run_graph
     hooked = wrapped(own, dispatch.prefill_can_run_0_5_16)
     return lambda: own(runner, batch), lambda: hooked(runner, batch)
 
 
-def scheduler(waiting: int) -> tuple[Callable[[], Any], Callable[[], Any], Split]:
+def scheduler(waiting: int, *, long: bool = False) -> tuple[Callable[[], Any], Callable[[], Any], Split]:
     """A cycle of the scheduler while 300 decodes run, in turns with prompts where some wait, and what decides it.
 
-    The queue stays as it is: each batch counts as a whole chunk, so that every second cycle is a decode step's, and a
-    burst goes on for ever.
+    The queue stays as it is: each batch counts as a whole chunk of sixteen prompts, so that every second cycle is a
+    decode step's, and a burst goes on for ever.
+
+    Args:
+        waiting: prompts in the queue.
+        long: whether one of them is long.
     """
     state = State(Config(), "0.5.16")
     for name, sizes, full in ((DECODE, (1, 64, 256, 600), True), (PREFILL, (64, 512, 1024, 2048, 4096, 8192), False)):
         phase = state.phases[name] = Phase(name, sizes, sizes[-1], full=full)
         us = {size: 1000.0 + 3.7 * size for size in sizes}
         phase.install("auto", table_of("bench", us, {size: 2 * each for size, each in us.items()}), Objective())
+    if long:
+        state.long, state.beside = Curve((2048, 8192), (9_000.0, 60_000.0)), 1.0
     runner = SimpleNamespace()
     attach(runner, state)
+    prompts = [500] * waiting
+    if long:
+        prompts[waiting // 2] = 4000
     made = SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=runner), chunked_req=None,
-        waiting_queue=[SimpleNamespace(origin_input_ids=range(500), prefix_len=0)] * waiting,
+        waiting_queue=[SimpleNamespace(origin_input_ids=range(tokens), prefix_len=0) for tokens in prompts],
         chunked_prefill_size=8192, max_running_requests=600, is_mixed_chunk=False,
     )  # fmt: skip
     running, plan = (
         SimpleNamespace(reqs=[0] * 300),
-        SimpleNamespace(batch_to_run=SimpleNamespace(extend_num_tokens=8192)),
+        SimpleNamespace(
+            batch_to_run=SimpleNamespace(extend_num_tokens=8192, extend_lens=[512] * 16, prefix_lens=[0] * 16)
+        ),
     )
     split = split_of(made)
     assert split is not None
@@ -161,28 +181,21 @@ def _happened(step: str, split: Split) -> None:
         raise RuntimeError(f"{step!r} was timed with {turns} turns of decodes, {'in' if burst else 'outside'} a burst")
 
 
-def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> dict[str, Any]:
-    """Microseconds of processor time a call, alternating; the median over turns."""
-    times: dict[str, list[float]] = {"rule": [], "hooked": []}
+def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> tuple[float, float]:
+    """Microseconds of processor time a call of each, alternating; the least of the turns."""
+    least = [math.inf, math.inf]
     for turn in range(TURNS):
-        order = (("rule", stock), ("hooked", hooked))
-        for name, call in order if turn % 2 else reversed(order):
+        for which in (0, 1) if turn % 2 else (1, 0):
+            call = (stock, hooked)[which]
             started = time.thread_time()
             for _ in range(CALLS):
                 call()
-            times[name].append((time.thread_time() - started) / CALLS * 1e6)
-    rule, both = (statistics.median(times[name]) for name in ("rule", "hooked"))
-    added = statistics.median(b - a for a, b in zip(times["rule"], times["hooked"], strict=True))
-    return {
-        "rule_us": round(rule, 3), "hooked_us": round(both, 3), "added_us": round(added, 3),
-        "added_by_rule": round(added / rule, 3),
-    }  # fmt: skip
+            least[which] = min(least[which], (time.thread_time() - started) / CALLS * 1e6)
+    return least[0], least[1]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--date", required=True, help="written into the result")
-    given = parser.parse_args()
+def rows() -> list[dict[str, Any]]:
+    """Every case once."""
     folder = Path(os.environ["KPOLICY_ORACLE"])
     newest, older = Release(folder), Older(folder)
     cases = [
@@ -194,28 +207,76 @@ def main() -> int:
         ("both", "scheduler, nothing waits", scheduler(0)[:2]),
     ]
     splits = {}
-    for waiting, what in ((1, "turns"), (4, "turns"), (16, "turns"), (80, "burst"), (300, "burst")):
-        stock, hooked, split = scheduler(waiting)
+    queues = (1, "turns"), (4, "turns"), (16, "turns"), (8, "one long, turns"), (80, "burst"), (300, "burst")
+    for waiting, what in queues:
+        stock, hooked, split = scheduler(waiting, long="long" in what)
         step = f"scheduler, {waiting} prompts wait, {what}"
         splits[step] = split
         cases.append(("both", step, (stock, hooked)))
-    rows = []
+    found = []
     for version, step, pair in cases:
-        rows.append({"sglang": version, "step": step, **measure(*pair)})
-        if "prompts wait" in step:
+        rule, both = measure(*pair)
+        found.append({"sglang": version, "step": step, "rule_us": rule, "hooked_us": both})
+        if step in splits:
             _happened(step, splits[step])
-        if version == "both":  # there is no rule to compare with
-            rows[-1]["added_by_rule"] = None
-        print(*rows[-1].values(), sep="\t", flush=True)
-    written = {
-        "what": "host time of a step's decision: SGLang's own rule, alone and under kpolicy's hooks, on one CPU",
+    return found
+
+
+def _least(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The least of each time."""
+    return [
+        {**each[0], **{name: min(row[name] for row in each) for name in ("rule_us", "hooked_us")}}
+        for each in zip(*found, strict=True)
+    ]
+
+
+def _of(tree: Path) -> list[dict[str, Any]]:
+    """The rows by the kpolicy_sglang of a tree, in a process of its own."""
+    paths = [str(tree / "integrations" / "kpolicy_sglang"), str(Path.cwd())]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.sglang.host_cost", "--rows"], check=True, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    listed: list[dict[str, Any]] = json.loads(done.stdout)
+    return listed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--date", help="written into the result")
+    parser.add_argument("--before", type=Path, help="a tree of before, measured in turns with this one")
+    parser.add_argument("--rows", action="store_true", help="only print the times of one round")
+    given = parser.parse_args()
+    if given.rows:
+        print(json.dumps(rows()))
+        return 0
+    if given.date is None:
+        parser.error("--date says when this was measured: give YYYY-MM-DD")
+    trees = [Path.cwd(), *([given.before] if given.before else [])]
+    found: list[list[list[dict[str, Any]]]] = [[] for _ in trees]
+    for turn in range(ROUNDS):
+        for which in sorted(range(len(trees)), reverse=bool(turn % 2)):
+            found[which].append(_of(trees[which]))
+    ours = _least(found[0])
+    before = _least(found[1]) if given.before else [None] * len(ours)
+    written = []
+    for row, old in zip(ours, before, strict=True):
+        added = row["hooked_us"] - row["rule_us"]
+        shown = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+        written.append({**shown, "added_us": round(added, 3)})
+        if old is not None:
+            written[-1]["before_us"] = round(old["hooked_us"] - old["rule_us"], 3)
+        print(*written[-1].values(), sep="\t", flush=True)
+    result = {
+        "what": "host time of a step's decision: SGLang's own rule, alone and under kpolicy's hooks, on one CPU; "
+        "the scheduler's rows have an empty function for a rule",
         "date": given.date,
         "command": "KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.host_cost "
-        f"--date {given.date}",
-        "versions": {"kpolicy": kpolicy.__version__, "python": platform.python_version()},
-        "cpu": platform.processor() or platform.machine(), "rows": rows,
+        f"--date {given.date}" + (" --before FOLDER" if given.before else ""),
+        "versions": {"kpolicy": kpolicy.__version__, "python": platform.python_version(), "torch": torch.__version__},
+        "cpu": platform.processor() or platform.machine(), "rows": written,
     }  # fmt: skip
-    RESULT.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -97,8 +97,8 @@ def _class(name: str, methods: list[Any]) -> ast.ClassDef:
     return node
 
 
-def prefill_runner(release: Release, *, cuda: bool) -> type:
-    """SGLang's prefill runner with `can_replay_locally` and what that calls."""
+def prefill_runner(release: Release, *, cuda: bool, whole: bool = False) -> type:
+    """SGLang's prefill runner with `can_replay_locally` and what that calls, or with `can_run_graph`, which asks it."""
     tree = release.tree(f"{RUNNER}/prefill_cuda_graph_runner.py")
     base = _named(release.tree(f"{RUNNER}/base_cuda_graph_runner.py"), {"_pad_to_bucket"})
     free = _named(tree, {"_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR", "_CHUNKED_PREFIX_VARIANTS", "_ceil_div"})
@@ -108,7 +108,10 @@ def prefill_runner(release: Release, *, cuda: bool) -> type:
         "_select_prefix_capture_chunks",
         "_uses_eager_prefill_tail",
     }
+    if whole:
+        own |= {"can_run_graph", "_has_inactive_dp_rank"}
     names = {"Backend": BACKEND, "is_cuda": lambda: cuda, "bisect": __import__("bisect")}
+    names["ForwardMode"] = SimpleNamespace(MIXED="mixed")
     runner = _execute([*free, _class("Runner", base + _named(tree, own))], names)["Runner"]
     runner.variants = names["_CHUNKED_PREFIX_VARIANTS"]
     return runner

@@ -76,18 +76,27 @@ class PromptTimes:
         Returns:
             tuple: their number, the microseconds of these, and of all.
         """
-        all_us = self.us(sum(new), length_of(new, (before, *(0,) * (len(new) - 1)), self.beside))
+        tokens, longest = list(accumulate(new)), list(accumulate(new, max))
+        squares, cached = list(accumulate(map(mul, new, new))), 2 * before * new[0]
+
+        def us(last: int) -> float:
+            length = _length(tokens[last], longest[last], squares[last], cached, before, self.beside)
+            return self.us(tokens[last], length)
+
+        first, last = 0, len(new) - 1
+        all_us = us(last)
         if all_us <= most_us:
             return len(new), all_us, all_us
-        count, kept_us = 0, 0.0
-        tokens = longest = squares = 0
-        for each in new:
-            tokens, longest, squares = tokens + each, max(longest, each), squares + each * each
-            us = self.us(tokens, _length(tokens, longest, squares, 2 * before * new[0], before, self.beside))
-            if count and us > most_us:
-                break
-            count, kept_us = count + 1, us
-        return count, kept_us, all_us
+        kept_us = us(0)
+        # More prompts take longer: those up to `first` fit, or it is the first of all; those up to `last` don't.
+        while last - first > 1:
+            middle = (first + last) // 2
+            middle_us = us(middle)
+            if middle_us > most_us:
+                last = middle
+            else:
+                first, kept_us = middle, middle_us
+        return first + 1, kept_us, all_us
 
 
 def length_of(new: Sequence[int], before: Sequence[int], beside: float) -> float:

@@ -21,7 +21,7 @@ from kpolicy_sglang.turns import Turns, aligned
 __all__ = ["Split", "split_of"]
 
 _ATTRIBUTE = "_kpolicy_split"
-_MOST_LOOKED, _ALL_LOOKED, _FIRST_LOOKED = 64, 16, 8
+_MOST_LOOKED, _LOOKED = 64, 8
 _IDS = attrgetter("origin_input_ids")
 
 
@@ -72,6 +72,8 @@ class Split:
         """The batch of the cycle that has not run yet: ``decode`` or ``extend``."""
         self._most = 0
         """Most prompt tokens of the next batch."""
+        self._usual: tuple[int, Any] = (-1, None)
+        """How many could run, and which first, when no prompt of them was long: while that is so none is."""
         self._plan: Any = None
         self._counted: Callable[[Sequence[Any]], int] | None = None
         self._divides = scheduler is not None and _divides(scheduler, state)
@@ -137,17 +139,20 @@ class Split:
 
     def _in_turn(self, decodes: int) -> str:
         """Whether the decode step comes first; the most that the next batch of prompts may have, where it doesn't."""
-        turns = self.turns
+        turns, scheduler = self.turns, self._scheduler
         self._most = turns.limit
         if turns.busy:
             return "in turns"
-        seen = self._look(decodes)
-        could, looked, lengths = seen
-        chunked = self._scheduler.chunked_req
-        long = chunked is not None or max(lengths, default=0) > PROMPT_TOKENS
+        queue, chunked = scheduler.waiting_queue, scheduler.chunked_req
         # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
-        counted = long or not turns.fresh or len(self._scheduler.waiting_queue) >= decodes
-        if counted and turns.decode_goes_first(decodes, *self._waiting(*seen)):
+        just = turns.fresh and len(queue) < decodes
+        could = self._could(decodes)
+        if just and chunked is None and could == self._usual[0] and queue[0] is self._usual[1]:
+            return "in turns"
+        looked, lengths, longest = seen = self._look(could)
+        long = chunked is not None or longest > PROMPT_TOKENS
+        self._usual = (-1, None) if long else (could, queue[0])
+        if (long or not just) and turns.decode_goes_first(decodes, *self._waiting(could, *seen)):
             self.cycles["in turns"] += 1
             return "decode"
         if long and not turns.in_burst:
@@ -160,13 +165,17 @@ class Split:
             self._most = turns.most(decodes, could, lengths, before)
         return "in turns"
 
-    def _look(self, decodes: int) -> tuple[int, Sequence[Any], list[int]]:
-        """How many of the queue could run beside so many decodes; the first of them, and their prompts' tokens."""
+    def _could(self, decodes: int) -> int:
+        """How many of the queue could run beside so many decodes."""
         scheduler = self._scheduler
-        queue = scheduler.waiting_queue
-        could = min(len(queue), max(scheduler.max_running_requests - decodes, 0))
-        looked = queue[: could if could <= _ALL_LOOKED else _FIRST_LOOKED]
-        return could, looked, list(map(len, map(_IDS, looked)))
+        waiting, room = len(scheduler.waiting_queue), scheduler.max_running_requests - decodes
+        return waiting if waiting < room else max(room, 0)
+
+    def _look(self, could: int) -> tuple[Sequence[Any], list[int], int]:
+        """The first of the queue that could run, their prompts' tokens, and the most of these."""
+        looked = self._scheduler.waiting_queue[: could if could <= _LOOKED else _LOOKED]
+        lengths = list(map(len, map(_IDS, looked)))
+        return looked, lengths, max(lengths) if lengths else 0
 
     def waiting(self, decodes: int) -> tuple[int, int, float]:
         """(prompts, their tokens near enough, their `mean_length`) that wait and could run beside so many decodes.
@@ -175,9 +184,10 @@ class Split:
         Cached tokens are taken off where SGLang has looked for them already. Of many prompts the first are looked at,
         and the others taken to be like them.
         """
-        return self._waiting(*self._look(decodes))
+        could = self._could(decodes)
+        return self._waiting(could, *self._look(could))
 
-    def _waiting(self, could: int, looked: Sequence[Any], lengths: list[int]) -> tuple[int, int, float]:
+    def _waiting(self, could: int, looked: Sequence[Any], lengths: list[int], longest: int) -> tuple[int, int, float]:
         chunk, chunked = self.turns.chunk, self._scheduler.chunked_req
         before = tokens = 0
         if chunked is not None:
@@ -186,9 +196,8 @@ class Split:
                 return 1, chunk, chunk
         if not looked:
             return before, tokens, 0.0
-        longest = max(lengths)
         if longest <= chunk:
-            found = sum(lengths) - self._cached(looked)
+            found = sum(lengths) - (self._counted or self._cached)(looked)
         else:
             found = 0
             for each, (request, length) in enumerate(zip(looked, lengths, strict=True)):

@@ -63,6 +63,7 @@ class Turns:
         """Whether decodes have turns."""
         self._decode = decode
         self._decode_us: dict[int, float] = {}
+        self._most_us: dict[int, float] = {}
         self._align = align
         self.times: PromptTimes | None = None
         """What batches of prompts take; None where nothing was measured."""
@@ -76,7 +77,7 @@ class Turns:
         self._batches = self._taken = 0
         self._burst = False
         self._look_at = 0
-        """Tokens since the last decode step up to which what waits needn't be looked at: the burst lasts as long."""
+        """Tokens since the last decode step up to which what waits isn't looked at: the burst lasts as long."""
         self._size = 0
         """Tokens since the last decode step after which a burst is over; 0 where none was since."""
 
@@ -100,11 +101,14 @@ class Turns:
         # What is left of a burst at its end, a chunk at most, goes with it.
         left = min(tokens, self._size - self._taken)
         self._burst = prompts > decodes or (first and left > self.chunk)
-        if self._burst:
-            self._look_at = self._taken + (left - self.chunk) // 2
+        self._look_at = self._taken + left - self.chunk if self._burst else 0
         if first or not self._batches:
             return False
-        return self._waited_us + self._us(tokens, length) > self._most_us(decodes)
+        assert self.times is not None  # noqa: S101
+        most_us = self._most_us.get(decodes)
+        if most_us is None:
+            most_us = self._most_us[decodes] = self.most_us(decodes)
+        return self._waited_us + self.times.us(tokens, length) > most_us
 
     def most(self, decodes: int, waiting: int, new: Sequence[int], before: int = 0) -> int:
         """Most tokens of the next batch of prompts: `limit`, or those of its first prompts where all take too long.
@@ -125,7 +129,7 @@ class Turns:
             if left <= 0:
                 break
         start_us = _STARTS * times.usual_us[0]
-        count, kept_us, all_us = times.first(fitting, before, self._most_us(decodes) + start_us)
+        count, kept_us, all_us = times.first(fitting, before, self.most_us(decodes) + start_us)
         # What running decodes gain against what those behind it lose.
         late_us = self.decode_us(decodes) + start_us
         if count == len(fitting) or decodes * (all_us - kept_us) <= (waiting - count) * late_us:
@@ -141,7 +145,7 @@ class Turns:
     @property
     def busy(self) -> bool:
         """Whether a burst has so much left that nothing needs to be looked at before the next batch."""
-        return self._burst and self._taken < self._look_at
+        return self._taken < self._look_at
 
     @property
     def fresh(self) -> bool:
@@ -167,8 +171,8 @@ class Turns:
     def _us(self, tokens: int, length: float) -> float:
         return self.times.us(tokens, length) if self.times is not None else 0.0
 
-    def _most_us(self, decodes: int) -> float:
-        """What running decodes wait for at most, outside bursts: a chunk of usual prompts and a decode step."""
+    def most_us(self, decodes: int) -> float:
+        """Microseconds that running decodes wait for, outside bursts: a chunk of usual prompts and a decode step."""
         assert self.times is not None  # noqa: S101
         return self.times.usual_us[-1] + self.decode_us(decodes)
 

@@ -182,10 +182,26 @@ def test_a_burst_is_looked_at_now_and_then():
     scheduler = Prompts([1000] * 200, decodes=300, room=592)
     split, looks = split_of(scheduler), []
     look = split._look
-    split._look = lambda decodes: looks.append(decodes) or look(decodes)
+    split._look = lambda could: looks.append(could) or look(could)
     steps = scheduler.run(27)
     assert steps == [8000] * 25 + [0, 0]
-    assert 5 <= len(looks) < 12
+    assert looks == [200, 192, 8]
+
+
+def test_a_queue_that_is_known_is_not_looked_at_again():
+    """After a decode step: the same first prompts, none of them long; others, or room for more, are looked at."""
+    scheduler = Prompts([1000] * 4 + [5000] * 2, decodes=300, room=4)
+    split, looks = split_of(scheduler), []
+    look = split._look
+    split._look = lambda could: looks.append(could) or look(could)
+    for room, seen in ((4, [4]), (4, [4]), (6, [4, 6]), (4, [4, 6, 4]), (4, [4, 6, 4])):
+        scheduler.max_running_requests = 300 + room
+        split.turns.decoded()
+        assert split._in_turn(300) == "in turns"
+        assert looks == seen
+    scheduler.waiting_queue.pop(0)
+    split._in_turn(300)
+    assert looks[-2:] == [4, 4]
 
 
 @given(
