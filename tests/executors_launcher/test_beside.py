@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kpolicy.executors.calibrate.host import host_by_rows
+
 from .test_waiting import PIECES, STEP_US, WHOLE, made
 
 
@@ -16,7 +18,7 @@ def test_a_step_that_the_host_bounds_takes_what_it_took() -> None:
 
 
 def test_steps_that_the_device_bounds_have_it_from_those_that_the_host_surely_does() -> None:
-    """Their own time doesn't tell it; a step that takes both as long doesn't either, nor do launches of other kinds."""
+    """Their own time doesn't tell it; a step that takes both as long doesn't either, nor does another mode's."""
     bench = made(
         (PIECES, [(5300.0, 2000.0, 5000.0, 20.0)]),
         (PIECES, [(3030.0, 3060.0, 1000.0, 20.0)]),
@@ -27,8 +29,17 @@ def test_steps_that_the_device_bounds_have_it_from_those_that_the_host_surely_do
     assert bench.beside_us(0, STEP_US) == bench.beside_us(2, STEP_US) == pytest.approx(30 + STEP_US)
     assert bench.sides_us(0, STEP_US)[1] == pytest.approx(2000 - 30 - STEP_US)
     assert bench.beside_us(3, STEP_US) == pytest.approx(40 + STEP_US)
-    assert bench.beside_us(4, STEP_US) is None
-    assert bench.sides_us(4, STEP_US) == (500, 1000)
+    assert bench.beside_us(4, STEP_US) == pytest.approx(100 + STEP_US)
+
+
+def test_whole_graphs_that_the_host_bounds_have_it_taken_off_too() -> None:
+    """Those of a model whose device is quick; of one whose device bounds every graph nothing tells it."""
+    short, long = (860.0, 1000.0, 300.0, 20.0), (5300.0, 1100.0, 5000.0, 20.0)
+    bench = made((WHOLE, [short]), (WHOLE, [long]))
+    assert bench.sides_us(0, STEP_US) == (300, pytest.approx(860 - STEP_US))
+    found = host_by_rows(bench, [(0, 1), (1, 101)], STEP_US)
+    assert (found.base_us, found.req_us) == (pytest.approx(860 - STEP_US - 1), pytest.approx(1))
+    assert host_by_rows(made((WHOLE, [long])), [(0, 1)], STEP_US).base_us == 1100
 
 
 def test_nothing_is_taken_off_where_nothing_tells() -> None:

@@ -339,7 +339,7 @@ class Bench:
 
         A step's clock starts when the device is told so, and ends before the last call returns: a step that the host
         bounds takes less than the host does, whose time and `step_us` are its whole time. The median of all samples
-        that the host surely bounds, of pieces or of eager launches, but those that were interrupted.
+        of the mode that the host surely bounds, but those that were interrupted.
         """
         kind = self._kind(case)
         if kind is None:
@@ -376,9 +376,9 @@ class Bench:
         return self._waited[known]
 
     def _kind(self, case: int) -> Mode | None:
-        """PIECEWISE or EAGER, where that is all that the step launches."""
+        """Its mode, where it is one launch."""
         mode = self._cases[case][0].mode
-        return mode if mode in (Mode.PIECEWISE, Mode.EAGER) else None
+        return None if mode is Mode.SPLIT else mode
 
     def _in_pieces(self, case: int) -> bool:
         return self._kind(case) is Mode.PIECEWISE

@@ -132,17 +132,19 @@ def _sizes_like(bench: Bench, decodes: int, kv: int, new: int) -> Callable[[int]
     return lambda turn: bench.rows(decodes, kv, max(1, new // 2 + random.Random(turn).randrange(new)))  # noqa: S311
 
 
-def host_by_rows(bench: Bench, cases: Sequence[tuple[int, int]]) -> HostCost:
+def host_by_rows(bench: Bench, cases: Sequence[tuple[int, int]], step_us: float) -> HostCost:
     """Host time by rows: through the cases with the fewest and the most rows.
 
     Args:
         bench: has timed them.
         cases: (case, rows) each.
+        step_us: what overlaps nothing, in any mode.
     """
     by_rows: dict[int, list[float]] = {}
     for case, rows in cases:
         if bench.measured(case):
-            by_rows.setdefault(rows, []).append(bench.host_us(case))
+            us = max(bench.host_us(case) - (bench.beside_us(case, step_us) or 0.0), 0.0)
+            by_rows.setdefault(rows, []).append(us)
     if not by_rows:
         return HostCost(0.0)
     fewest, most = min(by_rows), max(by_rows)

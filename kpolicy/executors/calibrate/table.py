@@ -197,7 +197,7 @@ class Calibration:
             decode_attention=decode_attention,
             prefill_attention=prefill_attention,
             host_full=host_by_rows(
-                bench, [(case, 1 if prompt else size) for case, size, prompt in (*self._full, *self._mixed)]
+                bench, [(case, 1 if prompt else size) for case, size, prompt in (*self._full, *self._mixed)], step_us
             ),
             host_piecewise=self._host_piecewise.cost(step_us),
             host_eager=self._host_eager.cost(step_us),

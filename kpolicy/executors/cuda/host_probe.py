@@ -1,7 +1,7 @@
 """How fast the host launches now: small copies to the device, on a stream on which nothing else runs.
 
-Of fourteen kinds of work timed beside steps on an H200's host it followed the time to launch them best, one to one:
-interpreter work comes out 3 to 6% short where a core is slow (docs/benchmarks.md).
+Of sixteen kinds of work timed beside steps on an H200's host none that takes as little followed the time to launch
+them as nearly, one to one: 6% off, where the interpreter's loop is 7 to 8% off (docs/benchmarks.md).
 """
 
 from __future__ import annotations
