@@ -40,7 +40,6 @@ from benchmarks.command import command_line, without_folders
 from kpolicy.attention import Claims
 from kpolicy.costs import CostTable
 from kpolicy.errors import ConfigError, ProfileError
-from kpolicy.host_speed import steadied
 from kpolicy.scheduling.traces import Trace, read_trace
 from kpolicy.schemas import Log, Profile, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.settings import Settings
@@ -134,13 +133,15 @@ def replayed(
 
 
 def host_speeds(entries: Sequence[StepEntry], ends: Sequence[float]) -> HostSpeeds | None:
-    """How fast the host was when, as it was noted after a log's steps; None where it wasn't."""
+    """How fast the host was when, as it was noted after a log's steps; None where it wasn't.
+
+    Every note as it is: a queue feels the slow moments that the middle of several leaves out.
+    """
     # A request that came earlier than the time outside the executor says sets the clock back.
     noted = [
         (end, each.host_work_us) for each, end in zip(entries, accumulate(ends, max), strict=False) if each.host_work_us
     ]
-    steady = steadied([work_us for _, work_us in noted])
-    return HostSpeeds(zip((end for end, _ in noted), steady, strict=True)) if noted else None
+    return HostSpeeds(noted) if noted else None
 
 
 def check_probe(log: Log[StepEntry], profile: Profile, name: Path) -> None:

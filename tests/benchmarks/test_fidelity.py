@@ -114,14 +114,12 @@ def test_a_host_that_was_slow_for_a_while_is_simulated_so() -> None:
 
 
 def test_speeds_are_in_the_order_of_time() -> None:
-    """A clock that is set back, and steps whose speed wasn't noted; one late note among quick ones moves nothing."""
+    """A clock that is set back, and steps whose speed wasn't noted."""
     entries, _ = run()
-    works = (20.0, 20.0, 20.0, 90.0, 20.0, None, *5 * (40.0,))
-    noted = [attrs.evolve(each, host_work_us=work) for each, work in zip(entries, works, strict=False)]
-    assert len(noted) == len(works)
-    speeds = fidelity.host_speeds(noted, [100.0, 90.0, 200.0, 300.0, 400.0, 500.0, 600.0, 700.0, 800.0, 900.0, 1000.0])
+    noted = [attrs.evolve(each, host_work_us=work) for each, work in zip(entries, (20.0, None, 40.0), strict=False)]
+    speeds = fidelity.host_speeds(noted, [100.0, 90.0, 80.0])
     assert speeds is not None
-    assert [speeds.at(us) for us in (0.0, 99.0, 300.0, 400.0, 600.0, 900.0)] == [20.0, 20.0, 30.0, 40.0, 40.0, 40.0]
+    assert [speeds.at(us) for us in (0.0, 99.0, 100.0)] == [20.0, 20.0, 40.0]
     assert fidelity.host_speeds(entries, [1.0] * len(entries)) is None
 
 
