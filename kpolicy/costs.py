@@ -23,6 +23,7 @@ from kpolicy.decision import Launch
 from kpolicy.errors import ProfileError
 from kpolicy.host_speed import INTERPRETER
 from kpolicy.keys import GraphKey
+from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows
 from kpolicy.settings import Objective
 from kpolicy.shapes import BatchNumbers
@@ -220,6 +221,7 @@ class CostTable:
             the simulated executor don't know what ran before.
         eager_new_us: more of the host's time for an eager launch of a number of tokens that never ran before:
             libraries choose kernels for it, and load them. Read likewise.
+        kv_span: the contexts that attention was timed at; None where that wasn't recorded.
         measured_on: the full name of the device that it was measured on; empty where nobody said. Files have it in the
             profile, and two tables that differ in nothing else are equal.
     """
@@ -245,6 +247,7 @@ class CostTable:
     host_probe: str = INTERPRETER
     warm_host_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
     eager_new_us: float = attrs.field(default=0.0)
+    kv_span: KvSpan | None = None
     measured_on: str = attrs.field(default="", eq=False)
 
     def __attrs_post_init__(self) -> None:

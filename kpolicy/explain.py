@@ -8,6 +8,7 @@ import attrs
 
 from kpolicy.costs import Cost, CostTable
 from kpolicy.decision import Decision, Launch
+from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.modes import Mode, Rows
 from kpolicy.policies.auto import cheapest
 from kpolicy.policies.base import (
@@ -157,6 +158,11 @@ def explain(policy: Policy, shape: BatchShape, context: PolicyContext) -> Explan
     kind = "measured" if context.costs.measured else "analytic, not measured"
     if any(_outside(launch, numbers, context.costs) for way in ways for launch in way.launches):
         kind += "; sizes outside the table are extrapolated"
+    span = context.costs.kv_span
+    if span is not None and not span.holds(numbers):
+        kind += f"; attention is extrapolated from {span}"
+    elif span is None and context.costs.measured:
+        kind += f"; {NOT_RECORDED}"
     return Explanation(shape, policy.name, decision, tuple(considered), f"{context.costs.version} ({kind})")
 
 

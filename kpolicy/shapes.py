@@ -89,6 +89,16 @@ class BatchNumbers(NamedTuple):
         """The largest query length of a decode row."""
         return self.query_len or self.max_decode_len
 
+    @property
+    def longest_decode_kv(self) -> int:
+        """KV tokens of the longest decode row: where prompts may have the longest context, the least that it can be."""
+        if not self.num_decodes:
+            return 0
+        mean = -(-self.decode_kv_tokens // self.num_decodes)
+        # No prompt has more than what the others' least leaves of all prompts' KV.
+        prompt = self.prefill_kv_tokens - max(self.num_prefills - 1, 0)
+        return max(mean, self.max_kv_len) if self.max_kv_len > prompt else mean
+
 
 def _modes(value: Iterable[Mode]) -> frozenset[Mode]:
     modes = tuple(value) if isinstance(value, Iterable) else (value,)

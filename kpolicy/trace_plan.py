@@ -22,6 +22,7 @@ from kpolicy.budget_models import BudgetModel
 from kpolicy.budgets import Budget, Usage, amount
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.errors import BudgetRefused, ConfigError, KPolicyError
+from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Mode, Part
 from kpolicy.planning.choose import allowed
@@ -249,6 +250,8 @@ def replayed(
     if result.interrupted:
         raise KeyboardInterrupt
     histogram.refused = dict(result.refused)
+    if result.outside_contexts is not None:
+        histogram.outside_contexts = result.outside_contexts / max(result.steps, 1)
     return histogram.settled()
 
 
@@ -451,6 +454,13 @@ def _notes(found: Replayed, workload: Workload, policy: Policy, costs: CostTable
     outside = _outside(workload)
     if outside:
         notes.append(f"{outside:.1%} of the steps have a size outside what the cost table was made for.")
+    contexts = found.histogram.outside_contexts
+    if contexts:
+        notes.append(
+            f"{contexts:.1%} of the steps have a context outside what the cost table was made for: {costs.kv_span}."
+        )
+    elif contexts is None and costs.measured:
+        notes.append(f"{NOT_RECORDED}, so that steps of longer ones than attention was timed at can't be told.")
     return notes
 
 

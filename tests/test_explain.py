@@ -13,6 +13,7 @@ from hypothesis import settings as run_settings
 from kpolicy.costs import Curve, analytic_costs
 from kpolicy.engine import Engine
 from kpolicy.errors import NoLegalModeError
+from kpolicy.kv_span import KvSpan
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Mode
 from kpolicy.policies.base import legal_ways
@@ -177,9 +178,26 @@ def test_nothing_is_counted_and_an_impossible_step_is_an_error() -> None:
 
 def test_a_size_outside_the_table_is_said_to_be_extrapolated() -> None:
     """Where a way has a size that the table's curve of its kind doesn't span, and only there."""
-    narrow = attrs.evolve(analytic_costs(), eager=Curve((1, 64), (100.0, 200.0)), measured=True)
+    span = KvSpan(decode_row=1 << 20, decode_step=1 << 20, prefill=1 << 20)
+    narrow = attrs.evolve(analytic_costs(), eager=Curve((1, 64), (100.0, 200.0)), measured=True, kv_span=span)
     inside = engine(costs=narrow).explain(BatchShape.decode(4))
     assert inside.costs.endswith("(measured)")
     outside = engine(costs=narrow).explain(BatchShape(prefills=[(100, 0)]))
     assert outside.costs.endswith("(measured; sizes outside the table are extrapolated)")
     assert outside.costs in str(outside)
+
+
+def test_a_context_outside_the_table_is_said_to_be_extrapolated() -> None:
+    """Where the batch has longer contexts than attention was timed at; a table that doesn't know says that."""
+    span = KvSpan(decode_row=512, decode_step=2048, prefill=6144)
+    costs = attrs.evolve(analytic_costs(), measured=True, kv_span=span)
+    assert engine(costs=costs).explain(BatchShape.decode(4, 2048)).costs.endswith("(measured)")
+    said = (
+        "(measured; attention is extrapolated from contexts of up to 512 tokens a decode row, 2,048 in a step, and "
+        "6,144 of prompts)"
+    )
+    for beyond in (BatchShape.decode(4, 2049), BatchShape.decode(1, 513), BatchShape(prefills=[(145, 6000)])):
+        assert engine(costs=costs).explain(beyond).costs.endswith(said)
+    unknown = engine(costs=attrs.evolve(costs, kv_span=None)).explain(BatchShape.decode(4))
+    assert unknown.costs.endswith("(measured; contexts: not recorded)")
+    assert "contexts" not in engine(costs=analytic_costs()).explain(BatchShape.decode(4)).costs

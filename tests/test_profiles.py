@@ -19,6 +19,7 @@ def test_every_profile_reads(name: str) -> None:
     assert profile.device
     assert profile.measured_at
     assert profile.command.startswith("kpolicy ")
+    assert profile.costs.kv_span is not None
     assert cost_model(profile=Path(name)).costs == profile.costs
 
 

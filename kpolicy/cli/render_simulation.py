@@ -77,8 +77,7 @@ def _notes(made: Console, result: SimResult) -> None:
     )
     if result.not_captured:
         text += "; not captured: " + counted(result.not_captured)
-    if result.outside:
-        text += f"; {result.outside:,} steps ({result.outside_share:.1%}) of a size outside the cost table"
+    text += "".join(f"; {each}" for each in result.extrapolated)
     if result.preemptions:
         text += f"; {result.preemptions:,} preemptions"
     if result.reused_tokens:

@@ -17,6 +17,7 @@ from kpolicy.cli.simulate import load_trace, specs_of
 from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_writable, progress_bar
 from kpolicy.errors import ConfigError, UnknownNameError
+from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.observe.extras import load
 from kpolicy.simulate.pareto import FEWER, METRICS, draw, points_of, short_ladder
 from kpolicy.simulate.sweep import Axes, Backend, Common, LocalBackend, sweep
@@ -152,7 +153,11 @@ def sweep_command(
         outside = [share for line in lines if (share := line.get("result", {}).get("outside_share"))]
         if outside:
             many = "1 case has" if len(outside) == 1 else f"{len(outside)} cases have"
-            say(made, f"{many} steps of a size outside the cost table, up to {max(outside):.1%}")
+            say(made, f"{many} steps of a size or a context outside the cost table, up to {max(outside):.1%}")
+        results = [line["result"] for line in lines if "result" in line]
+        blind = sum(result["measured"] and result.get("kv_span") is None for result in results)
+        if blind:
+            say(made, f"{NOT_RECORDED} by the profile of {blind} case{'' if blind == 1 else 's'}")
     failed = [line for line in lines if "error" in line]
     for line in failed:
         sys.stderr.write(f"kpolicy: {_named(line['case'])}: {line['error']}\n")

@@ -46,6 +46,8 @@ class Histogram:
         """All other batches, by tokens."""
         self.refused: dict[str, int] = {}
         """Requests that made no steps, by reason."""
+        self.outside_contexts: float | None = None
+        """Share of the steps with a context beyond those that attention was timed at; None where that isn't known."""
         self._added: dict[tuple[int, int], list[float]] = {}
 
     def add(self, numbers: BatchNumbers, *, split: bool = False, decode_steps: int = 1) -> None:

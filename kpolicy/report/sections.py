@@ -75,8 +75,7 @@ def _said(run: Run) -> list[str]:
         said.append(f"the first request waited {made.started_after_s:,.1f} s for captures")
     if made.preemptions:
         said.append(f"{made.preemptions:,} preemptions")
-    if made.outside:
-        said.append(f"{made.outside_share:.1%} of the steps have a size outside the cost table")
+    said += made.extrapolated
     if made.not_captured:
         said.append("not captured: " + ", ".join(f"{many:,} {name}" for name, many in made.not_captured.items()))
     said += [f"downgraded at start-up: {each}" for each in made.downgrades]

@@ -104,6 +104,7 @@ class Account:
             seed=seed,
             costs=costs.version,
             measured=costs.measured,
+            kv_span=costs.kv_span,
             served=self.served,
             refused=self.refused,
             tokens=self.tokens,
@@ -144,7 +145,7 @@ class Account:
         reasons: dict[str, int] = {}
         halves: dict[str, int] = {}
         mode_us: dict[str, list[float]] = {}
-        steps = host_steps = outside = 0
+        steps = host_steps = outside = sizes = contexts = 0
         basis = Basis.NOTHING
         # A decision may have been looked at and not run, and which came first depends on the loop: times are added up
         # so that their order says nothing.
@@ -158,7 +159,9 @@ class Account:
                 if launch.reason is not None:
                     halves[launch.reason.value] = halves.get(launch.reason.value, 0) + tally.rank_steps
             basis |= decision.basis
-            steps, outside, host_steps = steps + tally.steps, outside + tally.outside, host_steps + tally.host_bound
+            steps, host_steps = steps + tally.steps, host_steps + tally.host_bound
+            outside, sizes = outside + tally.outside, sizes + tally.outside_sizes
+            contexts += tally.outside_contexts
         for label, times in mode_us.items():
             modes[label].us = math.fsum(times)
         us, host_us = math.fsum(each.us for each in counted), math.fsum(each.host_us for each in counted)
@@ -168,6 +171,8 @@ class Account:
             "eager_halves": _by_count(halves),
             "bound": {"device": Bound(steps - host_steps, us - host_us), "host": Bound(host_steps, host_us)},
             "outside": outside,
+            "outside_sizes": sizes,
+            "outside_contexts": None if self.tallies.costs.kv_span is None else contexts,
             "basis": basis,
         }
 

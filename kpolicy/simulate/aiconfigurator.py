@@ -20,6 +20,7 @@ import attrs
 from kpolicy.costs import AttentionCost, CostTable, Curve, analytic_costs
 from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.figures import find_device, model_figures
+from kpolicy.kv_span import KvSpan
 from kpolicy.observe.extras import load
 
 __all__ = ["SYSTEMS", "TableFit", "aiconfigurator_costs"]
@@ -59,6 +60,13 @@ _MOST_LOGITS = 512
 """Larger steps are prompts, whose rows mostly want no logits."""
 _DECODES = [(rows, length) for rows in (1, 4, 16, 64, 256) for length in (128, 512, 2048, 8192)]
 _PREFILLS = [(new, context) for new in (16, 64, 256, 1024, 2048, 8192) for context in (0, 1024, 8192)]
+
+_FITTED = KvSpan(
+    decode_row=max(length for _, length in _DECODES),
+    decode_step=max(rows * length for rows, length in _DECODES),
+    prefill=max(new + context for new, context in _PREFILLS),
+)
+"""The contexts that attention is fitted over"""
 
 
 @attrs.frozen(kw_only=True)
@@ -112,7 +120,7 @@ def aiconfigurator_costs(
     curve = Curve(_SIZES, tuple(dense))
     table = attrs.evolve(
         base, version=f"{package}:{figures.name}:{name}:{backend}:tp{tensor_parallel}", full=curve, piecewise=curve,
-        eager=curve, decode_attention=decode, prefill_attention=prefill,
+        eager=curve, decode_attention=decode, prefill_attention=prefill, kv_span=_FITTED,
     )  # fmt: skip
     return table, TableFit(
         package=package, measured_share=measured_share, decode_error=decode_error, prefill_error=prefill_error

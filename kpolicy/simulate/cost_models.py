@@ -10,6 +10,7 @@ import attrs
 from kpolicy.costs import LLAMA_8B, CostTable, ModelFigures, analytic_costs
 from kpolicy.errors import ConfigError, KPolicyError, ProfileError
 from kpolicy.figures import find_device, kv_room, model_figures
+from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.profiles import load_profile
 from kpolicy.schemas import Profile
 
@@ -85,6 +86,10 @@ def _of_profile(path: Path, config: Path | None) -> CostModel:
     notes = [] if costs.measured else ["the profile says that its costs weren't measured"]
     if unsure:
         notes.append(unsure)
+    if costs.kv_span is not None:
+        notes.append(f"attention was timed at {costs.kv_span}")
+    elif costs.measured:
+        notes.append(f"{NOT_RECORDED}, so that steps of longer ones than attention was timed at can't be told")
     if figures is None:
         notes.append("bytes of KV a token aren't known, so graphs take no KV; --config tells")
     return CostModel(
@@ -154,7 +159,7 @@ def _of_tables(tables: str, config: Path | None, device: str) -> CostModel:
         notes=(
             f"kernels measured by the tables' publisher ({fit.measured_share:.0%} of the dense time at 64 tokens, the "
             f"rest by its formulas), attention fitted with a median error of {fit.decode_error:.0%} for decodes and "
-            f"{fit.prefill_error:.0%} for prompts; host and capture costs aren't measured",
+            f"{fit.prefill_error:.0%} for prompts, over {costs.kv_span}; host and capture costs aren't measured",
         ),
     )
 

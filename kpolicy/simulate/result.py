@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from kpolicy.kv_span import NOT_RECORDED, KvSpan
 from kpolicy.observe import ModeStats
 from kpolicy.reasons import Basis
 from kpolicy.simulate.percentiles import Spread
@@ -52,6 +53,7 @@ class SimResult:
         seed: of all draws.
         costs: the cost table's version.
         measured: whether its numbers were measured on the device.
+        kv_span: the contexts that its attention was timed at; None where that isn't recorded.
         served: requests that got all their tokens.
         refused: requests that weren't, by reason.
         tokens: tokens generated.
@@ -62,7 +64,9 @@ class SimResult:
         reasons: steps by reason, of every rank.
         eager_halves: why prefill halves of splits ran eagerly, in steps.
         bound: steps and time by the side that bounds them, ``device`` or ``host``.
-        outside: steps with a size outside what the cost table's curves span.
+        outside: steps outside what the cost table was made for, by size or by context.
+        outside_sizes: those with a size that its curves don't span.
+        outside_contexts: those with a context beyond `kv_span`; None where that isn't recorded.
         graphs, graphs_used: captured graphs, and those that replayed at least once.
         unused: the graphs that never replayed.
         not_captured: planned graphs that couldn't be had, by reason.
@@ -85,6 +89,7 @@ class SimResult:
     seed: int
     costs: str
     measured: bool
+    kv_span: KvSpan | None
     served: int
     refused: Mapping[str, int]
     tokens: int
@@ -98,6 +103,8 @@ class SimResult:
     eager_halves: Mapping[str, int]
     bound: Mapping[str, Bound]
     outside: int
+    outside_sizes: int
+    outside_contexts: int | None
     graphs: int
     graphs_used: int
     unused: tuple[str, ...]
@@ -137,8 +144,20 @@ class SimResult:
 
     @property
     def outside_share(self) -> float:
-        """Share of the steps whose size is outside what the cost table's curves span."""
+        """Share of the steps that are outside what the cost table was made for."""
         return self.outside / self.steps if self.steps else 0.0
+
+    @property
+    def extrapolated(self) -> tuple[str, ...]:
+        """What of the steps the cost table wasn't made for, in words; and where it can't tell, that."""
+        told = [
+            f"{count:,} steps ({count / self.steps:.1%}) of a {what} outside the cost table"
+            for count, what in ((self.outside_sizes, "size"), (self.outside_contexts, "context"))
+            if count
+        ]
+        if self.measured and self.kv_span is None:
+            told.append(NOT_RECORDED)
+        return tuple(told)
 
     def as_dict(self) -> dict[str, Any]:
         """The result as plain JSON values. It holds no time of this machine, so equal runs give equal bytes."""

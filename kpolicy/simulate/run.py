@@ -16,7 +16,7 @@ from kpolicy.policies import Policy, get_policy
 from kpolicy.scheduling.pace import Pace, other_select
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.settings import Objective
-from kpolicy.shapes import NO_FACTS, BatchShape
+from kpolicy.shapes import NO_FACTS, BatchNumbers, BatchShape
 from kpolicy.simulate.account import Account
 from kpolicy.simulate.graphs import counting_executor
 from kpolicy.simulate.host_state import HostSpeeds, HostState
@@ -242,7 +242,8 @@ class _Simulation:
         for rank, (step, decision) in enumerate(zip(steps, decisions, strict=True)):
             tally = tallies.of(decision)
             if not rank:
-                tallies.add(tally, numbers[0], us, host_bound=slowest.bound_by == "host")
+                tallies.add(tally, us, host_bound=slowest.bound_by == "host")
+                self._note_outside(tally, numbers)
             tallies.count(tally, numbers[rank])
             if step is None:
                 continue
@@ -254,6 +255,17 @@ class _Simulation:
                 )
             self.account.take(queue, step, decision.decode_steps, us, self.now_us)
         self.steps += 1
+
+    def _note_outside(self, tally: Tally, numbers: Sequence[BatchNumbers]) -> None:
+        """Count a step of which any rank's size or contexts are outside what the cost table spans."""
+        tallies, span = self.account.tallies, self.costs.kv_span
+        sizes = contexts = False
+        for each, queue in zip(numbers, self.queues, strict=True):
+            sizes = sizes or tallies.size_outside(tally, each)
+            if span is not None and not contexts:
+                contexts = not span.holds(each, queue.rows.longest if each.num_decodes else 0)
+        if sizes or contexts:
+            tally.add_outside(1, sizes=sizes, contexts=int(contexts))
 
     def _stretch(self, queue: Queue) -> bool:
         """Run decode steps until something else can happen: an arrival, a row's end, or blocks running out.
@@ -293,7 +305,9 @@ class _Simulation:
             )
             if decision is not chosen:
                 if tally is not None:
-                    self._keep(tally, num_rows, counter - since, total_us, host_bound, total_host_us)
+                    self._keep(
+                        tally, num_rows, counter - since, total_us, host_bound, total_host_us, kv_tokens, longest
+                    )
                 tally = account.tallies.of(decision)
                 if not tally.whole:
                     tally = None
@@ -323,7 +337,7 @@ class _Simulation:
             longest += 1
             counter += 1
         if tally is not None:
-            self._keep(tally, num_rows, counter - since, total_us, host_bound, total_host_us)
+            self._keep(tally, num_rows, counter - since, total_us, host_bound, total_host_us, kv_tokens, longest)
         ran = counter - first
         if not ran:
             return False
@@ -336,9 +350,14 @@ class _Simulation:
             account.finish(request, now)
         return True
 
-    @staticmethod
-    def _keep(tally: Tally, num_rows: int, steps: int, us: float, host_bound: int, host_us: float) -> None:
-        """Put the sums of decode steps that were decided alike into their tally."""
+    def _keep(
+        self, tally: Tally, num_rows: int, steps: int, us: float, host_bound: int, host_us: float, kv_tokens: int,
+        longest: int,
+    ) -> None:  # fmt: skip
+        """Put the sums of decode steps that were decided alike into their tally.
+
+        `kv_tokens` and `longest` are those of the step after them.
+        """
         tally.us, tally.host_us = us, host_us
         tally.steps += steps
         tally.rank_steps += steps
@@ -346,4 +365,8 @@ class _Simulation:
         tally.tokens += num_rows * steps
         if tally.padded:
             tally.padding += (tally.padded - num_rows) * steps
-        tally.outside += steps * tally.outside_for(num_rows)
+        span = self.costs.kv_span
+        beyond = 0 if span is None else span.outside(steps, num_rows, kv_tokens - num_rows * steps, longest - steps)
+        sizes = tally.outside_for(num_rows)
+        if sizes or beyond:
+            tally.add_outside(steps, sizes=sizes, contexts=beyond)

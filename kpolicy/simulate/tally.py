@@ -26,6 +26,8 @@ class Tally:
         "host_bound",
         "host_us",
         "outside",
+        "outside_contexts",
+        "outside_sizes",
         "padded",
         "padding",
         "rank_steps",
@@ -46,7 +48,8 @@ class Tally:
         """Steps that the host's launches bound, and what those took"""
         self.host_us = 0.0
         self.outside = 0
-        """Steps of a size that the cost table's curves don't span"""
+        """Steps that the cost table doesn't span, and below them those of such a size, and of such a context"""
+        self.outside_sizes = self.outside_contexts = 0
         self.dense_us: float | None = None
         self.padded = 0
         self._outside = False
@@ -65,8 +68,20 @@ class Tally:
             self._eager = costs.eager
 
     def outside_for(self, num_tokens: int) -> bool:
-        """Whether a step of one launch over so many tokens is outside what the cost table spans."""
+        """Whether a step of one launch over so many tokens is of a size that the cost table doesn't span."""
         return self._outside if self._eager is None else not self._eager.spans(num_tokens)
+
+    def add_outside(self, steps: int, *, sizes: bool, contexts: int) -> None:
+        """Count what of so many steps the cost table doesn't span.
+
+        Args:
+            steps: the steps.
+            sizes: whether it doesn't span their size.
+            contexts: those whose contexts it doesn't span.
+        """
+        self.outside += steps if sizes else contexts
+        self.outside_sizes += steps * sizes
+        self.outside_contexts += contexts
 
 
 class Tallies:
@@ -91,14 +106,13 @@ class Tallies:
             tally = self._by_value[decision] = self._by_identity[id(decision)] = Tally(decision, self.costs)
         return tally
 
-    def add(self, tally: Tally, numbers: BatchNumbers, us: float, *, host_bound: bool) -> None:
-        """Count a step and its time; the tokens of each rank are counted apart."""
+    def add(self, tally: Tally, us: float, *, host_bound: bool) -> None:
+        """Count a step and its time; the tokens of each rank, and what the table doesn't span, are counted apart."""
         tally.steps += 1
         tally.us += us
         if host_bound:
             tally.host_bound += 1
             tally.host_us += us
-        tally.outside += self._is_outside(tally, numbers)
 
     def count(self, tally: Tally, numbers: BatchNumbers) -> None:
         """Count one rank's tokens and padding."""
@@ -110,7 +124,10 @@ class Tallies:
             if size is not None:
                 tally.padding += size * launch.repeat - tokens
 
-    def _is_outside(self, tally: Tally, numbers: BatchNumbers) -> bool:
+    def size_outside(self, tally: Tally, numbers: BatchNumbers) -> bool:
+        """Whether a rank's step has a size that the table's curves don't span."""
+        if tally.whole:
+            return numbers.total_tokens > 0 and tally.outside_for(numbers.total_tokens)
         for launch in tally.decision.launches:
             size = _size(launch) or launch.num_tokens(numbers)
             if size and not self.costs.curve_of(launch).spans(size):

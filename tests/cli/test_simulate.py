@@ -159,10 +159,11 @@ def test_a_profile_that_goes_by_a_name(kpolicy: Command, trace: Path, config: Pa
     for model in ("Qwen/Qwen2.5-0.5B-Instruct", "/models/llama-70b"):
         refused(kpolicy(*given, profile_of(tmp_path / "other.json", model)), f"was measured with {model}, and")
     for model in ("meta-llama/Llama-3.1-8B", "some/name-v0.2"):
-        (told,) = kpolicy(*given, profile_of(tmp_path / "own.json", model)).json["setting"]["notes"]
+        told, _ = kpolicy(*given, profile_of(tmp_path / "own.json", model)).json["setting"]["notes"]
         assert told.startswith(f"the profile is of {model} by its own word")
     here = profile_of(tmp_path / "own.json", f"/elsewhere/{config.resolve().parent.name}")
-    assert kpolicy(*given, here).json["setting"]["notes"] == []
+    (told,) = kpolicy(*given, here).json["setting"]["notes"]
+    assert told.startswith("contexts: not recorded")
 
 
 @pytest.mark.parametrize(
@@ -233,6 +234,22 @@ def test_steps_beyond_the_cost_table_are_told(kpolicy: Command, tmp_path: Path) 
     ended = kpolicy("simulate", path, "--policy", "eager", "--max-num-tokens", 32768)
     assert ended.code == 0, ended.err
     assert "2 steps (33.3%) of a size outside the cost table" in ended.out
+    assert "contexts" not in ended.out
+
+
+def test_contexts_beyond_a_profile_are_told(kpolicy: Command, tmp_path: Path) -> None:
+    """One prompt of 300,000 tokens: the chunks behind the longest context that was timed are counted and printed."""
+    path = write(tmp_path / "t.csv", "timestamp,input_length,output_length", "0,300000,3", "90000,400,3")
+    given = ("simulate", path, "--policy", "vllm", "--warm", "--profile", "qwen2.5-0.5b-h200")
+    ended = kpolicy(*given)
+    assert ended.code == 0, ended.err
+    assert "contexts of up to 512 tokens a decode row, 131,072 in a step, and 6,144 of prompts" in ended.out
+    # 147 chunks of 2,048 at most, of which the first three end at 6,144; two decodes; and the second request's three.
+    assert "146 steps (96.1%) of a context outside the cost table" in ended.out
+    (one,) = kpolicy(*given, "--json").json["traces"]
+    found = one["policies"][0]
+    assert (found["steps"], found["outside"], found["outside_sizes"], found["outside_contexts"]) == (152, 146, 0, 146)
+    assert found["kv_span"] == {"decode_row": 512, "decode_step": 131_072, "prefill": 6144}
 
 
 def test_a_gzip_cut_short_is_an_error(kpolicy: Command, trace: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import attrs
 import pytest
 
 from kpolicy.costs import Curve, analytic_costs
+from kpolicy.kv_span import KvSpan
 from kpolicy.schemas import Profile, write_profile
 from tests.cli.conftest import Command, write
 from tests.cli.test_bad_input import refused
@@ -126,7 +127,15 @@ def test_sizes_outside_the_table_are_told(kpolicy: Command, tmp_path: Path) -> N
     trace = write(tmp_path / "t.csv", "timestamp,input_length,output_length", "0,40,3", "9000,5,1")
     ended = kpolicy("sweep", trace, "--policy", "eager", "--policy", "full", "--profile", profile, "--jobs", 1)
     assert ended.code == 0, ended.err
-    assert "1 case has steps of a size outside the cost table, up to 25.0%" in " ".join(ended.out.split())
+    said = " ".join(ended.out.split())
+    assert "1 case has steps of a size or a context outside the cost table, up to 25.0%" in said
+    assert "contexts: not recorded by the profile of 2 cases" in said
+    # The second of two decode steps has 42 KV tokens.
+    short = KvSpan(decode_row=41, decode_step=1000, prefill=1000)
+    write_profile(profile, Profile(costs=attrs.evolve(costs, kv_span=short), device="A device", model="a model"))
+    ended = kpolicy("sweep", trace, "--policy", "eager", "--profile", profile, "--jobs", 1)
+    assert "up to 50.0%" in " ".join(ended.out.split())
+    assert "not recorded" not in ended.out
 
 
 def test_cases_that_serve_fewer_are_told(kpolicy: Command, tmp_path: Path) -> None:

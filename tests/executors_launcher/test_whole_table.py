@@ -15,6 +15,7 @@ from kpolicy.executors.calibrate import Calibration, bench
 from kpolicy.executors.calibrate.table import NOISE, _not_above, _steady
 from kpolicy.host_speed import HostProbe
 from kpolicy.keys import GraphKey
+from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Settings
@@ -155,6 +156,8 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.eager_new_us == pytest.approx(TRUE.eager_new_us)
     assert found.capture_us == pytest.approx((80_000.0, 20_000.0))
     assert (found.graph_bytes, found.graph_pieces) == ((5000, 800), (1, 25))
+    # Decode rows of the largest graph over the usual KV, and the longest chunk behind a long context.
+    assert found.kv_span == KvSpan(decode_row=1024, decode_step=64 * 1024, prefill=512 + 4096)
     assert (found.host_work_us, found.host_probe) == (WORK_US, "the machine's")
 
 
@@ -201,6 +204,7 @@ def test_no_more_is_spent_than_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
     """The least allowance times one case; a longer one ends within the case that it comes to."""
     least, machine = calibrated(monkeypatch, allowance_s=1e-9)
     assert least.eager.sizes == (1,)
+    assert least.kv_span == KvSpan(0, 0, 0), "attention wasn't timed"
     assert machine.now < 100_000
     _, machine = calibrated(monkeypatch, allowance_s=0.5)
     longest = 3 * (max(TRUE.eager.us) + 10_000.0)

@@ -10,6 +10,7 @@ from kpolicy.budget_models import AscendParallel, ModelShape, ascend_stream_budg
 from kpolicy.budgets import Budget
 from kpolicy.engine import Engine
 from kpolicy.errors import BudgetRefused, ConfigError, UnknownNameError
+from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part
 from kpolicy.planning.workload import DECODE, LIST
 from kpolicy.policies import get_policy
@@ -85,6 +86,23 @@ def test_it_settles_and_says_what_it_is_from() -> None:
     assert any("not measured on your device" in note for note in analytic.notes)
     exact = planned("tensorrt_llm", hold_out=False)
     assert any("exact sizes only" in note for note in exact.notes)
+
+
+def test_contexts_beyond_the_table_are_noted() -> None:
+    """The share of the steps with longer contexts than attention was timed at; a table that doesn't know says so."""
+
+    def notes(span: KvSpan | None) -> list[str]:
+        given = plan_trace(
+            trace(10), policy="vllm", server=server(), most_sizes=3, hold_out=False,
+            costs=costs(kv_span=span),
+        )  # fmt: skip
+        return [note for note in given.notes if "context" in note]
+
+    assert notes(KvSpan(1 << 20, 1 << 30, 1 << 20)) == []
+    (all_of_them,) = notes(KvSpan(0, 0, 0))
+    assert all_of_them.startswith("100.0% of the steps have a context outside what the cost table was made for")
+    (unknown,) = notes(None)
+    assert unknown.startswith("contexts: not recorded")
 
 
 def test_same_input_same_plan() -> None:

@@ -8,6 +8,7 @@ import re
 import attrs
 import pytest
 
+from kpolicy.kv_span import KvSpan
 from kpolicy.report import gather, page
 from kpolicy.report.timeline import shares
 from kpolicy.scheduling.generator import generate_trace
@@ -74,6 +75,17 @@ def test_numbers_are_the_simulations() -> None:
         assert sum(row[2][1] for row in modes) == pytest.approx(1.0)
         reasons = [row for row in read.rows("Steps by reason") if row[0][0] == policy and "half" not in row[3][0]]
         assert {row[1][0]: row[2][1] for row in reasons} == told.reasons
+
+
+def test_contexts_beyond_the_table_are_told() -> None:
+    """Below the comparison: how many steps of a run are, or that the table doesn't know."""
+    trace = generate_trace(num_requests=10, seed=3)
+    for span, told in (
+        (KvSpan(0, 0, 0), r"vllm: [^<]*[\d,]+ steps \(100\.0%\) of a context outside the cost table"),
+        (None, "vllm: [^<]*contexts: not recorded"),
+    ):
+        html = page(gather([trace], ["vllm"], server=SMALL, costs=attrs.evolve(COSTS, kv_span=span)))
+        assert re.search(told, html)
 
 
 def test_padding_adds_up_to_the_simulations() -> None:

@@ -239,15 +239,6 @@ def test_goodput_counts_requests_that_meet_every_limit():
     assert slow.goodput.good == 0
 
 
-def test_sizes_beyond_the_table_are_counted():
-    """Steps larger or smaller than what the curves span are told apart."""
-    inside, _ = run(trace_of((0, 30, 3)), "eager")
-    assert inside.outside == 0
-    beyond, steps = run(trace_of((0, 60, 3)), "eager", of=server(settings=Settings(max_num_tokens=64)))
-    assert (beyond.outside, len(steps)) == (1, 3)
-    assert beyond.outside_share == pytest.approx(1 / 3)
-
-
 def test_the_schedulers_own_time_is_in_every_step_and_more_in_those_with_prompts():
     """A step takes the executor's time, the scheduler's, and with prompts what those take it besides."""
     trace = trace_of((0, 5, 6), (0.9, 20, 3))

@@ -25,6 +25,7 @@ from typing import Any
 
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.keys import GraphKey
+from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part
 from kpolicy_vllm.state import LOGGER
 from kpolicy_vllm.synthetic import Rows, Steps
@@ -250,6 +251,7 @@ class _Plan:
             eager=eager,
             decode_attention=decode,
             prefill_attention=chunks,
+            kv_span=self._kv_span(),
             host_full=_host(self._full),
             host_piecewise=_host(self._piece_rows or self._pieces),
             host_eager=_host(self._eager),
@@ -260,6 +262,17 @@ class _Plan:
                 max(1, round(_mean(by_part[0], "graphs"))), max(1, round(_mean(by_part[1], "graphs"))),
             ),
         )  # fmt: skip
+
+    def _kv_span(self) -> KvSpan:
+        """The contexts that both slopes were timed at."""
+        row, step, prefill = 0, 0, 0
+        if all(case.times for case in self._decode_slope):
+            rows = self._decode_slope[1].rows
+            row, step = rows.kv, rows.decodes * rows.kv
+        if all(case.times for case in self._chunk_slope):
+            chunk = self._chunk_slope[1].rows
+            prefill = chunk.context + chunk.chunk
+        return KvSpan(row, step, prefill)
 
     def _row_us(self, decode: AttentionCost, chunks: AttentionCost) -> float:
         """What a decode row takes besides the tokens that the step is padded to, and attention to its KV.

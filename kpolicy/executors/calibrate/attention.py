@@ -160,11 +160,16 @@ class DecodeSlope:
         rows = most_reqs if key is None else key.num_tokens
         short, long = bench.short_kv, bench.usual_kv
         self._bench = bench
+        self._rows, self._long = rows, long
         self._units = rows * (long - short)
         self._cases = [bench.add([Launch(Rows.ALL, key)], bench.rows(rows, each)) for each in (short, long)]
 
     def cost(self) -> AttentionCost:
         return _slope(self._bench, self._cases, self._units)
+
+    def timed(self) -> tuple[int, int]:
+        """KV tokens that its longest row and all its rows had; 0 where that wasn't timed."""
+        return (self._long, self._rows * self._long) if all(map(self._bench.measured, self._cases)) else (0, 0)
 
 
 class PrefillSlope:
@@ -183,6 +188,10 @@ class PrefillSlope:
             [bench.add([Launch(Rows.ALL, key)], bench.rows(0, 0, new, each)) for each in (0, self._context)]
             for new, key in zip(self._news, (None, holding(pieces, short)), strict=True)
         ]
+
+    def timed(self) -> int:
+        """KV tokens that its longest chunk attended to, its own included; 0 where that wasn't timed."""
+        return self._context + self._news[0] if all(map(self._bench.measured, self._cases[0])) else 0
 
     def cost(self) -> AttentionCost:
         context, (large, short) = self._context, self._news

@@ -30,6 +30,7 @@ from kpolicy.executors.calibrate.bench import Bench, Measurable
 from kpolicy.executors.calibrate.host import HostTimes, host_by_rows
 from kpolicy.heap import frozen_heap
 from kpolicy.keys import GraphKey
+from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows, SplitForm
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Settings
@@ -207,6 +208,7 @@ class Calibration:
             host_probe=bench.host_probe,
             warm_host_share=(self._host_piecewise.again(step_us), self._host_eager.again(step_us)),
             eager_new_us=self._host_eager.new_us(step_us),
+            kv_span=KvSpan(*self._decoding.timed(), self._prefilling.timed()),
             measured_on=self._device,
             **_captures(self._registry, self.keys),
         )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kpolicy.keys import GraphKey
+from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part
 from kpolicy.settings import Settings
 from kpolicy_vllm.calibrate import MOST_FULL, MOST_MIXED, MOST_PIECES, calibrate, why_not
@@ -57,6 +58,7 @@ def test_the_table_is_what_steps_take(monkeypatch: Any) -> None:
     assert table.graph_pieces == (1, 25)
     assert table.capture_us == pytest.approx((10_000, 10_000))
     assert table.graph_bytes == (1000, 1000)
+    assert table.kv_span == KvSpan(decode_row=1024, decode_step=64 * 1024, prefill=1024 + 2048)
     assert {key for key, _, _ in runner.ran if isinstance(key, GraphKey)} == set(KEYS)
 
 
