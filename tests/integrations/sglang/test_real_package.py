@@ -31,6 +31,21 @@ found = {"missing": not_taken(wanted, HookRegistry), "patched": len(HookRegistry
          "on": hooks.configured() is not None, "version": sglang.__version__}
 """
 
+FROZEN = """
+import gc
+from types import SimpleNamespace
+from kpolicy_sglang.captures import collected_once
+from sglang.srt.model_executor.runner import decode_cuda_graph_runner, prefill_cuda_graph_runner
+found["frozen"] = []
+for on in (True, False):
+    with collected_once(SimpleNamespace(server_args=SimpleNamespace()), on=on):
+        for module in (prefill_cuda_graph_runner, decode_cuda_graph_runner):
+            with module.freeze_gc(False):
+                inside = gc.get_freeze_count()
+            found["frozen"].append([inside > 0, gc.get_freeze_count() > 0])
+found["frozen"].append(gc.get_freeze_count())
+"""
+
 SIZES = """
 from sglang.srt.server_args import ServerArgs
 args = ServerArgs(model_path=MODEL, load_format="dummy", skip_tokenizer_init=True, device="cpu",
@@ -40,6 +55,8 @@ if found["version"].startswith("0.5.16"):
     args.cuda_graph_config.prefill.backend = "breakable"
     args._disable_breakable_cudagraph_if_incompatible()
     found["prefill"] = args.cuda_graph_config.prefill.backend
+    args.cuda_graph_config.prefill.backend = "breakable"
+    found["few"] = args._generate_prefill_cuda_graph_batch_sizes(2048)
     found["decode_sizes"] = args._generate_decode_cuda_graph_batch_sizes(256)
 else:
     from sglang.srt.arg_groups import cuda_graph_hook
@@ -94,6 +111,12 @@ def test_nothing_is_hooked_when_off():
     assert (found["patched"], found["on"]) == (0, False)
 
 
+def test_objects_stay_frozen_between_the_real_captures():
+    """SGLang's own `freeze_gc`, as its two runners call it, unfreezes nothing within kpolicy's, and does without."""
+    found = asked(LOAD + FROZEN, KPOLICY_SGLANG="1", KPOLICY_STRICT="1")
+    assert found["frozen"] == [[True, True]] * 2 + [[True, False]] * 2 + [0]
+
+
 def test_real_arguments_get_kpolicys_sizes(tmp_path):
     """SGLang's own 36 decode sizes, and three up to the requests that may run; 0.5.16's MLA rule where it was asked."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
@@ -105,6 +128,8 @@ def test_real_arguments_get_kpolicys_sizes(tmp_path):
     assert len(found["decode_sizes"]) == 36 + 3
     assert found.get("prefill", "breakable") == "breakable"
     assert found.get("prefill_sizes", [8192])[-1] == 8192
+    few = [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
+    assert found.get("few", few) == few
 
 
 @pytest.mark.parametrize(("gib", "above"), [(141, [384, 512, 768, 1024]), (24, [])])
