@@ -194,7 +194,13 @@ class Engine:
         return can_measure(self.executor)
 
     def take_costs(self, costs: CostTable) -> None:
-        """Decide by that table from now on."""
+        """Decide by that table from now on.
+
+        Raises:
+            ProfileError: it was measured on another device.
+        """
+        if costs.measured:
+            _check_device(costs, self.executor)
         self.costs = costs
         self._compiled, self._path = None, self._no_path
 

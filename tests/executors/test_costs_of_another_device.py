@@ -33,6 +33,16 @@ def test_costs_of_another_device_are_refused() -> None:
         Engine(costs=measured(THERE), executor=OnDevice())
 
 
+def test_an_engine_that_runs_does_not_take_them_either() -> None:
+    """And goes on by those that it has."""
+    engine = Engine(costs=measured(HERE), executor=OnDevice())
+    with pytest.raises(ProfileError, match=f"measured on {THERE}"):
+        engine.take_costs(measured(THERE))
+    assert engine.costs.measured_on == HERE
+    engine.take_costs(attrs.evolve(measured(HERE), version="t2"))
+    assert engine.costs.version == "t2"
+
+
 @pytest.mark.parametrize(
     "costs", [measured(HERE), attrs.evolve(measured(THERE), measured_on=""), analytic_costs()],
     ids=["of this device", "of nobody knows which", "analytic"],
