@@ -1,12 +1,12 @@
 """`auto` against the replica of SGLang's rule on every trace, in simulated time: throughput and gaps between tokens.
 
-    python -m benchmarks.sglang.simulated --traces FOLDER --date YYYY-MM-DD
+    PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.simulated --traces FOLDER --date YYYY-MM-DD
 
 Each trace as it was recorded, where requests arrive slower than they are served, and its first requests at once, where
 they can't be, after all captures. Costs: measured on an H200 for Qwen2.5-0.5B shapes
 (benchmarks/results/h200/profile_qwen05b.json), and analytic for an 8B model. The replica has SGLang's own sizes for an
-H200. `auto` has its default sizes and, as SGLang's list has, one for a step that is full; and once more the very sizes
-of the replica, so that only the rules differ. Ratios are above 1 where `auto` is better.
+H200. `auto` has those that kpolicy-sglang captures there, and once more the very sizes of the replica, so that only the
+rules differ. Ratios are above 1 where `auto` is better.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kpolicy.scheduling.traces import Trace, read_trace
 from kpolicy.schemas import read_profile
 from kpolicy.settings import Settings
 from kpolicy.simulate import Server, SimResult, simulate
+from kpolicy_sglang.ladder import default_decode_sizes
 
 RESULTS = Path(__file__).parents[1] / "results"
 FILES = (
@@ -60,12 +61,9 @@ def figures(result: SimResult) -> dict[str, float]:
 
 def sizes(settings: Settings) -> dict[str, CaptureSizes]:
     """What `auto` captures, by name."""
-    own = CaptureSizes.default(settings)
-    full_step = (*own.piecewise, settings.max_num_tokens)
-    return {
-        "its own and a full step": attrs.evolve(own, piecewise=full_step),
-        "SGLang's": get_policy(REPLICA).sizes(settings),
-    }
+    stock = get_policy(REPLICA).sizes(settings)
+    decodes = default_decode_sizes(stock.decode, settings.max_num_reqs)
+    return {"kpolicy-sglang's": attrs.evolve(stock, decode=decodes), "SGLang's": stock}
 
 
 def compare(
@@ -101,7 +99,8 @@ def main() -> int:
             rows += compare(path, name, costs, server, ladders)
     written = {
         "what": "auto against the replica of SGLang 0.5.23 in simulated time; ratios above 1 favour auto",
-        "date": given.date, "command": f"python -m benchmarks.sglang.simulated --traces FOLDER --date {given.date}",
+        "date": given.date, "command": "PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.simulated "
+        f"--traces FOLDER --date {given.date}",
         "versions": {"kpolicy": kpolicy.__version__, "python": platform.python_version()}, "rows": rows,
     }  # fmt: skip
     (RESULTS / "sglang_simulated.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

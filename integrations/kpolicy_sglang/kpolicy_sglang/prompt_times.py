@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import inf
 from operator import mul
 
 from kpolicy.costs import Curve
@@ -64,6 +65,14 @@ class PromptTimes:
         if not new or (max(new) <= PROMPT_TOKENS and not (before and max(before))):
             return 0.0
         return length_of(new, before or (0,) * len(new), self.beside)
+
+    def most_length(self, us: float) -> float:
+        """Tokens of the longest prompt that keeps a whole chunk within so many microseconds, whatever is beside it."""
+        size, usual_us, long_us = self.sizes[-1], self.usual_us[-1], self.long_us[-1]
+        if long_us <= usual_us:
+            return inf
+        length = PROMPT_TOKENS + (us - usual_us) / (long_us - usual_us) * (size - PROMPT_TOKENS)
+        return max(length / 2 if self.beside else length, PROMPT_TOKENS)
 
     def first(self, new: Sequence[int], before: int, most_us: float) -> tuple[int, float, float]:
         """How many of a batch's prompts, in their order and at least one, take no longer than that.

@@ -150,8 +150,8 @@ class Split:
         if just and chunked is None and could == self._usual[0] and queue[0] is self._usual[1]:
             return "in turns"
         looked, lengths, longest = seen = self._look(could)
-        long = chunked is not None or longest > PROMPT_TOKENS
-        self._usual = (-1, None) if long else (could, queue[0])
+        long = longest > turns.long or (chunked is not None and len(chunked.origin_input_ids) > turns.long)
+        self._usual = (-1, None) if long or chunked is not None else (could, queue[0])
         if (long or not just) and turns.decode_goes_first(decodes, *self._waiting(could, *seen)):
             self.cycles["in turns"] += 1
             return "decode"

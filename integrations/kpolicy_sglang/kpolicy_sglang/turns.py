@@ -28,9 +28,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from math import lcm
+from math import inf, lcm
 
-from kpolicy_sglang.phase import PROMPT_TOKENS
 from kpolicy_sglang.prompt_times import PromptTimes
 from kpolicy_sglang.state import State
 
@@ -73,6 +72,8 @@ class Turns:
             self.times = PromptTimes(prefill, chunk, state.long, state.beside)
             if self._gap_us is not None:
                 self.limit = self._fitting(self._gap_us)
+        self.long = self._long()
+        """Tokens of a prompt above which a batch with it may take too long."""
         self._waited_us = 0.0
         self._batches = self._taken = 0
         self._burst = False
@@ -120,7 +121,7 @@ class Turns:
             before: tokens that the first one has in KV.
         """
         times = self.times
-        if self._gap_us is not None or self._burst or times is None or not new or max(new) <= PROMPT_TOKENS:
+        if self._burst or times is None or not new or max(new) + before <= self.long:
             return self.limit
         fitting, left = [], self.chunk
         for each in new:
@@ -128,7 +129,7 @@ class Turns:
             left -= each
             if left <= 0:
                 break
-        start_us = _STARTS * times.usual_us[0]
+        start_us = self._start_us()
         count, kept_us, all_us = times.first(fitting, before, self.most_us(decodes) + start_us)
         # What running decodes gain against what those behind it lose.
         late_us = self.decode_us(decodes) + start_us
@@ -183,6 +184,17 @@ class Turns:
             assert self._decode is not None  # noqa: S101
             found = self._decode_us[decodes] = self._decode.us(decodes)
         return found
+
+    def _start_us(self) -> float:
+        """What a further batch costs the host."""
+        assert self.times is not None  # noqa: S101
+        return _STARTS * self.times.usual_us[0]
+
+    def _long(self) -> float:
+        """See `long`: beside one of fewer tokens no chunk takes longer than what is allowed with one decode."""
+        if not self.on or self._gap_us is not None or self.times is None:
+            return inf
+        return self.times.most_length(self.most_us(1) + self._start_us())
 
     def _fitting(self, us: float) -> int:
         """The most tokens that take no longer even as one prompt, in whole pages; the fewest that SGLang runs else."""

@@ -1,5 +1,6 @@
 """What a batch of prompts takes by how long they are, and what of it runs while decodes wait."""
 
+from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +95,26 @@ def test_first_prompts_of_a_batch(new, before, most_us, beside):
     assert kept_us == pytest.approx(us(count))
     assert count == len(new) if all_us <= most_us else count == 1 or kept_us <= most_us
     assert count == len(new) or us(count + 1) > most_us
+
+
+@given(st.floats(0, 1), st.floats(20_000, 70_000), st.lists(st.integers(1, 8192), min_size=1, max_size=12))
+def test_shorter_prompts_make_no_chunk_too_long(beside, us, new):
+    """Whatever is beside it: what is skipped by the longest prompt alone would have fitted."""
+    found = times(beside)
+    most = found.most_length(us)
+    new = [min(each, int(most)) for each in new]
+    while sum(new) > 8192:
+        new.pop()
+    if us >= 30_000:
+        assert found.us(sum(new), found.length(new)) <= us + 1e-6
+    assert PromptTimes(state_with().phases[PREFILL], 8192, None, beside).most_length(us) == inf
+
+
+def test_usual_prompts_are_never_long():
+    """Nothing is weighed for them, nor where batches have a limit of the user's own, or aren't in turns at all."""
+    assert split_of(Cut([], decodes=1)).turns.long > PROMPT_TOKENS
+    assert split_of(Cut([], decodes=1, gap_ms=20.0)).turns.long == inf
+    assert Turns(state_with(turns=False), 8192).long == inf
 
 
 class Cut(Prompts):
