@@ -44,7 +44,7 @@ from tests.integrations.vllm.real_scheduler import make_request, make_scheduler,
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "vllm_shim.json"
 COSTS = ROOT / "benchmarks" / "results" / "h200" / "vllm_costs_qwen05b.json"
-STEPS, WARM = 300, 100
+STEPS, WARM = 120, 50
 AGAIN, PASSES = 320, 15
 LIMIT, CONTEXT = 8192, 600
 LINES = {"long prompts": (40, 500, 3000), "short prompts": (200, 20, 200), "none": (0, 1, 2)}
@@ -79,7 +79,7 @@ class Served:
     def __init__(self, version: str, rows: int, line: tuple[int, int, int]) -> None:
         self.waiting, self.least, self.most = line
         config = vllm_config(
-            version, asynchronous=True, max_num_seqs=1024, max_tokens=LIMIT, blocks=(rows + 300) * 4096 // 16
+            version, asynchronous=True, max_num_seqs=2048, max_tokens=LIMIT, blocks=(rows + 300) * 4096 // 16
         )
         name = ours.qualname(config).rpartition(".")[2]
         self.scheduler = make_scheduler(ours._made(name), config)

@@ -32,6 +32,7 @@ OWN_RULE = "vllm_rule"
 _MOST_ENTRIES = 1 << 18
 _MOST_ABOVE = 1 << 14
 _NO_SPLIT = Mode.SPLIT.bit
+_MODE_OF = {Part.FULL: Mode.FULL, Part.PIECEWISE: Mode.PIECEWISE}
 
 
 class Step(NamedTuple):
@@ -229,6 +230,11 @@ class Chooser:
         try:
             decision = select(*numbers)
             wrong = self._wrong(decision, numbers, step)
+            if not wrong:
+                key = decision.launches[0].key if decision.launches else None
+                return self._entry(step, key, decision, decision.reason.value)
+            # What isn't made as a decision can't be said either.
+            decided = str(decision)
         except NoLegalModeError:
             return self._by_own_rule(step, OWN_RULE)
         except Exception as error:  # noqa: BLE001 - a policy is anyone's code, and serving goes on without it
@@ -238,15 +244,12 @@ class Chooser:
                 "vLLM's own rule decides this batch.",
             )
             return self._by_own_rule(step, "policy_failed")
-        if wrong:
-            state.counters.warn_once(
-                "illegal_decision",
-                f"policy {state.config.policy!r} decided {decision} for {step}, but {wrong}. "
-                "vLLM's own rule decides this batch.",
-            )
-            return self._by_own_rule(step, "illegal_decision")
-        key = decision.launches[0].key if decision.launches else None
-        return self._entry(step, key, decision, decision.reason.value)
+        state.counters.warn_once(
+            "illegal_decision",
+            f"policy {state.config.policy!r} decided {decided} for {step}, but {wrong}. "
+            "vLLM's own rule decides this batch.",
+        )
+        return self._by_own_rule(step, "illegal_decision")
 
     def _entry(self, step: Step, key: GraphKey | None, decision: Decision | None, reason: str) -> Entry:
         if key is None:
@@ -263,6 +266,8 @@ class Chooser:
         if launch is None or launch.rows is not Rows.ALL or launch.repeat != 1:
             return "it doesn't run every row once"
         key = launch.key
+        if decision.mode is not (Mode.EAGER if key is None else _MODE_OF.get(key.part)):
+            return f"its mode is {decision.mode}"
         if key is None:
             return "eager is forbidden for it" if step.forbidden & Mode.EAGER.bit else ""
         return self.unfit(key, numbers, step)
@@ -271,7 +276,7 @@ class Chooser:
         """Why the graph can't replay the step; empty where it can."""
         if key not in self._captured:
             return f"{key} isn't captured"
-        mode = Mode.FULL if key.part is Part.FULL else Mode.PIECEWISE
+        mode = _MODE_OF[key.part]
         if step.forbidden & mode.bit:
             return f"{mode} is forbidden for it"
         if self.state.loras_apart and bool(key.lora_case) is not bool(step.num_active_loras):

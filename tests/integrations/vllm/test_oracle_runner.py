@@ -9,10 +9,14 @@ from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import attrs
 import pytest
 
 from kpolicy.costs import analytic_costs
-from kpolicy.modes import Part
+from kpolicy.decision import Decision, Launch
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Mode, Part, Rows
+from kpolicy.reasons import Reason
 from kpolicy.schemas import read_decision_log
 from kpolicy_vllm import plugin
 from kpolicy_vllm.metrics import folder
@@ -384,11 +388,6 @@ def test_crash_in_the_policy(vllm, caplog):
 
 def test_illegal_decision(vllm, caplog):
     """A decision for a graph that isn't captured is refused with a warning; vLLM's own rule answers."""
-    from kpolicy.decision import Decision, Launch
-    from kpolicy.keys import GraphKey
-    from kpolicy.modes import Mode, Rows
-    from kpolicy.reasons import Reason
-
     runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
     state = state_of(runner.vllm_config)
     other = GraphKey(Part.FULL, 5, 5, query_len=1)
@@ -400,6 +399,39 @@ def test_illegal_decision(vllm, caplog):
     assert "isn't captured" in caplog.text
     assert state.counters.counts["illegal_decision"] == 2
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "event"),
+    [
+        (lambda key: 7, "policy_failed"),
+        (lambda key: decided(key, reason=None), "policy_failed"),
+        (lambda key: decided(key, reason="it fits"), "policy_failed"),
+        (lambda key: decided(None, launches=[None]), "policy_failed"),
+        (lambda key: decided([]), "policy_failed"),
+        (lambda key: decided(attrs.evolve(key, stage="draft")), "illegal_decision"),
+        # The mode and the graph contradict each other: either may be what was meant.
+        (lambda key: decided(key, mode=Mode.EAGER), "illegal_decision"),
+        (lambda key: decided(key, mode=Mode.PIECEWISE), "illegal_decision"),
+        (lambda key: decided(None), "illegal_decision"),
+        (lambda key: decided(key, mode=None), "policy_failed"),
+    ],
+)
+def test_what_is_no_decision(vllm, made, event):
+    """Whatever a policy returns, vLLM is given a graph by its own rule, and it is counted."""
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
+    state = state_of(runner.vllm_config)
+    key = next(key for key in state.ladder.keys if key.part is Part.FULL and key.num_tokens == 8)
+    state.policy = Wild(made(key))
+    state.recompile()
+    assert ask_v1(runner, [1] * 5)[1].num_tokens == 8
+    assert state.dispatcher.chooser.tallies() == {("full", event): (1, 5, 3)}
+    assert state.counters.counts == {event: 1}
+
+
+def decided(key, *, mode=Mode.FULL, reason=Reason.GRAPH_FITS, launches=None):
+    """A decision for a graph, as little checked as anyone's code may make it."""
+    return Decision(mode, (Launch(Rows.ALL, key),) if launches is None else launches, reason)
 
 
 def test_decision_log(vllm, tmp_path):
