@@ -404,16 +404,16 @@ def test_illegal_decision(vllm, caplog):
 @pytest.mark.parametrize(
     ("made", "event"),
     [
-        (lambda key: 7, "policy_failed"),
+        (lambda _: 7, "policy_failed"),
         (lambda key: decided(key, reason=None), "policy_failed"),
         (lambda key: decided(key, reason="it fits"), "policy_failed"),
-        (lambda key: decided(None, launches=[None]), "policy_failed"),
-        (lambda key: decided([]), "policy_failed"),
+        (lambda _: decided(None, launches=[None]), "policy_failed"),
+        (lambda _: decided([]), "policy_failed"),
         (lambda key: decided(attrs.evolve(key, stage="draft")), "illegal_decision"),
         # The mode and the graph contradict each other: either may be what was meant.
         (lambda key: decided(key, mode=Mode.EAGER), "illegal_decision"),
         (lambda key: decided(key, mode=Mode.PIECEWISE), "illegal_decision"),
-        (lambda key: decided(None), "illegal_decision"),
+        (lambda _: decided(None), "illegal_decision"),
         (lambda key: decided(key, mode=None), "policy_failed"),
     ],
 )
