@@ -89,6 +89,9 @@ class Config:
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
                 raise ConfigError(f"kpolicy's {name} is {value!r}; it is a number from {least} up.")
+        for name in ("decode_sizes", "mixed_sizes", "piecewise_sizes"):
+            if min(getattr(self, name) or (1,)) < 1:
+                raise ConfigError(f"kpolicy's {name} is {list(getattr(self, name))}; a size is 1 token or more.")
         for name in ("split_decodes", "lazy_hot", "lazy_graphs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"kpolicy's {name} is {getattr(self, name)!r}; it is a whole number from 1 up.")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
-
 from kpolicy.attention.support import Claims
 from kpolicy.errors import ConfigError
 from kpolicy.ladders import CaptureSizes
@@ -90,16 +88,18 @@ def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = N
         sizes = default_sizes(settings, paced=config.paces if paced is None else paced)
     else:
         sizes = policy.sizes(settings)
+    q, rounded = settings.query_len, []
     for name in ("decode", "mixed", "piecewise"):
         given = getattr(config, f"{name}_sizes")
-        if given is not None:
-            sizes = attrs.evolve(sizes, **{name: given})
-    q = settings.query_len
-    sizes = CaptureSizes(
-        _rounded(sizes.decode, _least_multiple(q, multiple_of), q * settings.max_num_reqs),
-        _rounded(sizes.mixed, _least_multiple(q, multiple_of), settings.max_num_tokens),
-        _rounded(sizes.piecewise, _least_multiple(q, multiple_of), settings.max_num_tokens),
-    )
+        most = q * settings.max_num_reqs if name == "decode" else settings.max_num_tokens
+        wanted = getattr(sizes, name) if given is None else given
+        rounded.append(_rounded(wanted, _least_multiple(q, multiple_of), most))
+        if given and not rounded[-1]:
+            raise ConfigError(
+                f"no step is as large as kpolicy's {name}_sizes {list(given)}: it has at most {most} tokens here. "
+                "Give smaller sizes, or [] to capture none of that kind."
+            )
+    sizes = CaptureSizes(*rounded)
     if ranks > 1:
         every = tuple(sorted({*sizes.decode, *(sizes.mixed if config.plan is not None else ()), *sizes.piecewise}))
         sizes = CaptureSizes([n for n in every if n <= q * settings.max_num_reqs], (), every)

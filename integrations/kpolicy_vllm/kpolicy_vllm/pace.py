@@ -9,7 +9,7 @@ graphs, less 5%, or the objective's limit on the first token times the best for 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kpolicy.errors import KPolicyError
@@ -200,7 +200,8 @@ def vllm_s_own(vllm_config: Any, state: State) -> tuple[Any, CaptureSizes | None
     """
     runner = "v2" if hasattr(state.runner, "cudagraph_manager") else "v1"
     policy = get_policy(f"vllm:version={'.'.join(state.vllm_version.split('.')[:2])},runner={runner}")
-    listed = (vllm_config.additional_config or {}).get(LISTED)
+    additional = vllm_config.additional_config
+    listed = additional.get(LISTED) if isinstance(additional, Mapping) else None
     if not listed:
         return policy, None
     q, reqs = state.settings.query_len, state.settings.max_num_reqs

@@ -53,6 +53,7 @@ def test_values_of_the_environment():
         ({"lazy": 1}, "true or false"),
         ({"lazy_hot": 2.5}, "whole number"),
         ({"decode_sizes": "1,2"}, "list of whole numbers"),
+        ({"decode_sizes": [8, 0]}, r"\[8, 0\]; a size is 1 token or more"),
         ({"policy": None}, "text"),
         ({"lazy_hot": 0}, "from 1 up"),
         ({"first_token_ms": -1}, "from 0 up"),

@@ -76,6 +76,17 @@ def test_multiples():
     )
 
 
+@pytest.mark.parametrize(("kind", "most"), [("decode", 64), ("mixed", 2048), ("piecewise", 2048)])
+def test_sizes_that_no_step_reaches(kind, most):
+    """Sizes too large for any step are left out; where none of a kind is left, that is a mistake and said."""
+    settings = Settings(max_num_reqs=64, max_num_tokens=2048)
+    sizes = sizes_of(Config(**{f"{kind}_sizes": [8, 10**9]}), settings)
+    assert getattr(sizes, kind) == (8,)
+    with pytest.raises(ConfigError, match=rf"{kind}_sizes \[4096\].* at most {most} tokens"):
+        sizes_of(Config(**{f"{kind}_sizes": [4096]}), settings)
+    assert getattr(sizes_of(Config(**{f"{kind}_sizes": []}), settings), kind) == ()
+
+
 def test_nothing_left():
     """No sizes at all are refused, with what to set instead."""
     with pytest.raises(ConfigError, match="eager"):

@@ -446,5 +446,8 @@ def test_vllm_s_own_rule_has_the_sizes_that_the_user_gave(version: str) -> None:
         assert sizes is not None
         assert (sizes.decode, sizes.piecewise) == ((1, 8), (1, 8, 96))
         assert (policy.version, policy.runner) == (version, "v1")
+        # vLLM takes any object there, of which only a mapping can have been told the sizes.
+        config.additional_config = object()
+        assert vllm_s_own(config, state)[1] is None
         state.runner.cudagraph_manager = object()
         assert vllm_s_own(config, state)[0].runner == "v2"
