@@ -145,7 +145,7 @@ class Run:
         self.raw = self.out / "raw.jsonl"
         self.logs: Path = given.logs or given.out
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.warm = False
+        self.warm = bool(given.warm)
         """Whether 0.5B was started before"""
 
     @property
@@ -164,6 +164,7 @@ class Run:
         sides = {
             side: Side(f"{part}-{side}", kind, self.arguments(part, arguments), self.logs, kpolicy=side == "kpolicy")
             for side in ("stock", "kpolicy")
+            if f"{part}-{side}" not in given_names(self.given.without)
         }
         for name, environ in variants.items():
             given = self.arguments(part, arguments)
@@ -409,7 +410,8 @@ def main() -> None:
     parser.add_argument("--slices", default=",".join(SLICES))
     parser.add_argument("--variants", default=",".join(VARIANTS), help="further sides of qwen-trace; may be empty")
     parser.add_argument("--beside", default="", help="further sides of qwen-trace, kpolicy of other trees: NAME=FOLDER")
-    parser.add_argument("--without", default="", help="starts of the slice capture that are left out: capture-wide")
+    parser.add_argument("--without", default="", help="sides that are left out: capture-wide,qwen-drawn-kpolicy")
+    parser.add_argument("--warm", action="store_true", help="0.5B was started on this machine by an earlier call")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--requests", type=int, default=0, help="requests of a trace; 0 takes each slice's own number")
     parser.add_argument("--budget", type=float, default=440.0, help="seconds for all slices")
