@@ -10,6 +10,7 @@ import pytest
 
 from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.figures import config_costs
+from kpolicy.kv_span import KvSpan
 from kpolicy.simulate import aiconfigurator
 from kpolicy.simulate.aiconfigurator import SYSTEMS, aiconfigurator_costs
 
@@ -66,6 +67,7 @@ def test_tables_lie_near_the_roofline(config: Path, device: str) -> None:
     assert costs.full.at(2048) > 3 * costs.full.at(256)
     assert costs.decode_attention.unit_us > 0
     assert costs.prefill_attention.unit_us > 0
+    assert costs.kv_span == KvSpan(decode_row=8192, decode_step=256 * 8192, prefill=8192 + 8192)
 
 
 def test_what_has_no_tables_is_one_error(tmp_path: Path) -> None:
