@@ -22,6 +22,9 @@ __all__ = ["Split", "split_of"]
 
 _ATTRIBUTE = "_kpolicy_split"
 _MOST_LOOKED, _LOOKED = 64, 8
+_MISSED = 64
+"""Looks at the queue without ending a batch, after one that ended within a prompt: SGLang finds cached tokens as it
+makes a batch in `fcfs`, and makes other orders then."""
 _IDS = attrgetter("origin_input_ids")
 
 
@@ -74,6 +77,8 @@ class Split:
         """Most prompt tokens of the next batch."""
         self._usual: tuple[int, Any] = (-1, None)
         """How many could run, and which first, when no prompt of them was long: while that is so none is."""
+        self._as_sglang = 0
+        """Looks at the queue after which batches may end before a long prompt again."""
         self._plan: Any = None
         self._counted: Callable[[Sequence[Any]], int] | None = None
         self._divides = scheduler is not None and _divides(scheduler, state)
@@ -155,7 +160,9 @@ class Split:
         if (long or not just) and turns.decode_goes_first(decodes, *self._waiting(could, *seen)):
             self.cycles["in turns"] += 1
             return "decode"
-        if long and not turns.in_burst:
+        if self._as_sglang:
+            self._as_sglang -= 1
+        elif long and not turns.in_burst:
             before = 0
             if looked and self._cached(looked):
                 lengths = [length - self._cached((each,)) for each, length in zip(looked, lengths, strict=True)]
@@ -224,9 +231,13 @@ class Split:
         elif self.turns.limit < self.turns.chunk:
             scheduler.chunked_prefill_size = self.turns.cut(len(running_batch.reqs) if mixed else 0)
         try:
-            return original(scheduler, running_batch)
+            plan = original(scheduler, running_batch)
         finally:
             scheduler.is_mixed_chunk, scheduler.chunked_prefill_size = before
+        if self._in_turns and self._most < self.turns.limit and scheduler.chunked_req is not None:
+            # It was to end between two prompts: what runs isn't what was seen to wait.
+            self._as_sglang = _MISSED
+        return plan
 
     def _nothing(self, running_batch: Any) -> Any:
         """The plan without a prefill batch: SGLang runs the decodes."""

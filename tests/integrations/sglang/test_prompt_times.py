@@ -198,6 +198,26 @@ def test_limit_on_gaps_goes_before():
     assert set(scheduler.seen) == {4096}
 
 
+def test_what_is_cached_unseen_stops_it():
+    """Cached tokens that SGLang finds later than we look: one prompt is cut, then batches are its own for a while."""
+    scheduler = Cut([], decodes=300)
+    own = scheduler.own
+
+    def finds(_, running):
+        for each in scheduler.waiting_queue:
+            each.prefix_len = max(each.prefix_len, len(each.origin_input_ids) // 4)
+        return own(_, running)
+
+    scheduler.own, seen = finds, []
+    for _ in range(70):
+        scheduler.waiting_queue = [request(tokens) for tokens in (*SHORT, 4000, 4000)]
+        scheduler.chunked_req, scheduler.seen = None, []
+        split_of(scheduler).turns.decoded()
+        scheduler.run(1)
+        seen += scheduler.seen
+    assert seen == [6000] + [8192] * 64 + [6000] + [8192] * 4
+
+
 def test_a_burst_is_looked_at_now_and_then():
     """While much is left of a burst what waits isn't counted before every batch; its end is as it was."""
     scheduler = Prompts([1000] * 200, decodes=300, room=592)
