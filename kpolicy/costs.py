@@ -346,6 +346,14 @@ class CostTable:
             return self.piecewise
         return self.full if self.mixed is None or key.decode_only else self.mixed
 
+    def spans(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> bool:
+        """Whether each launch's size lies within the curve of its kind: elsewhere its dense work is extrapolated."""
+        for launch in launches:
+            size = launch.key.num_tokens if launch.key else launch.padded_tokens or launch.num_tokens(numbers)
+            if size and not self.curve_of(launch).spans(size):
+                return False
+        return True
+
     def usage_of(self, key: GraphKey) -> Usage:
         """What capturing that key is expected to take."""
         which = 0 if key.part is Part.FULL else 1

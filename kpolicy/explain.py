@@ -6,8 +6,8 @@ from typing import Any
 
 import attrs
 
-from kpolicy.costs import Cost, CostTable
-from kpolicy.decision import Decision, Launch
+from kpolicy.costs import Cost
+from kpolicy.decision import Decision
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.modes import Mode, Rows
 from kpolicy.policies.auto import cheapest
@@ -156,7 +156,7 @@ def explain(policy: Policy, shape: BatchShape, context: PolicyContext) -> Explan
     considered.sort(key=lambda each: (not each.chosen, _score(each, context)))
     considered += _illegal(ways, numbers, context)
     kind = "measured" if context.costs.measured else "analytic, not measured"
-    if any(_outside(launch, numbers, context.costs) for way in ways for launch in way.launches):
+    if not all(context.costs.spans(way.launches, numbers) for way in ways):
         kind += "; sizes outside the table are extrapolated"
     span = context.costs.kv_span
     if span is not None and not span.holds(numbers):
@@ -164,12 +164,6 @@ def explain(policy: Policy, shape: BatchShape, context: PolicyContext) -> Explan
     elif span is None and context.costs.measured:
         kind += f"; {NOT_RECORDED}"
     return Explanation(shape, policy.name, decision, tuple(considered), f"{context.costs.version} ({kind})")
-
-
-def _outside(launch: Launch, numbers: BatchNumbers, costs: CostTable) -> bool:
-    """Whether the launch has a size that the table's curve of its kind doesn't span."""
-    size = launch.key.num_tokens if launch.key else launch.padded_tokens or launch.num_tokens(numbers)
-    return bool(size) and not costs.curve_of(launch).spans(size)
 
 
 def _score(each: Considered, context: PolicyContext) -> float:

@@ -14,6 +14,7 @@ from kpolicy.cli.options import Deployment, Json, ladder_of, whole
 from kpolicy.cli.render import console, print_json, render_explanation
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
+from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.modes import Mode
 from kpolicy.reasons import Reason
 from kpolicy.schemas import DecisionEntry, Log, read_decision_log
@@ -168,3 +169,9 @@ def _print_replayed(path: Path, results: list[Recorded]) -> None:
             f"{each.same / each.steps:.1%}", str(each.padding), modes,
         )  # fmt: skip
     console().print(table)
+    for each in results:
+        for count, what in ((each.outside_sizes, "size"), (each.outside_contexts, "context")):
+            if count:
+                print(f"{each.policy}: {count:,} steps ({count / each.steps:.1%}) of a {what} outside the cost table")
+    if results[0].outside_contexts is None:
+        print(NOT_RECORDED)

@@ -42,6 +42,8 @@ class Recorded:
         padding: padding tokens.
         modes: steps by mode.
         same: steps whose mode is the recorded one.
+        outside_sizes: steps of a size outside what the cost table was made for.
+        outside_contexts: steps of a context outside it; None where a table was measured and doesn't record which.
     """
 
     policy: str
@@ -50,6 +52,8 @@ class Recorded:
     padding: int
     modes: Mapping[str, int] = attrs.field(hash=False)
     same: int
+    outside_sizes: int = 0
+    outside_contexts: int | None = 0
 
 
 def header_sizes(log: Log[DecisionEntry]) -> CaptureSizes | None:
@@ -161,14 +165,21 @@ def _priced(
     tables: Sequence[CostTable],
 ) -> Recorded:
     """A policy's results; `tables` has the cost table of each batch."""
-    cycle_us, padding, same = 0.0, 0, 0
+    cycle_us, padding, same, sizes, contexts = 0.0, 0, 0, 0, 0
     modes: Counter[str] = Counter()
     for (shape, launches, label), recorded, costs in zip(rows, labels, tables, strict=True):
         cycle_us += costs.cost(launches, shape.numbers).cycle_us
         padding += sum(launch.padding(shape.numbers) for launch in launches)
         modes[label] += 1
         same += label == recorded
-    return Recorded(policy=policy, steps=len(labels), cycle_us=cycle_us, padding=padding, modes=dict(modes), same=same)
+        sizes += not costs.spans(launches, shape.numbers)
+        contexts += costs.kv_span is not None and not costs.kv_span.holds(shape.numbers)
+    # Analytic tables have no limits to tell, and say that nothing of them was measured.
+    blind = any(costs.measured and costs.kv_span is None for costs in tables)
+    return Recorded(
+        policy=policy, steps=len(labels), cycle_us=cycle_us, padding=padding, modes=dict(modes), same=same,
+        outside_sizes=sizes, outside_contexts=None if blind else contexts,
+    )  # fmt: skip
 
 
 def limits(log: Log[DecisionEntry]) -> Settings:

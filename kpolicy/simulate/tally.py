@@ -128,11 +128,7 @@ class Tallies:
         """Whether a rank's step has a size that the table's curves don't span."""
         if tally.whole:
             return numbers.total_tokens > 0 and tally.outside_for(numbers.total_tokens)
-        for launch in tally.decision.launches:
-            size = _size(launch) or launch.num_tokens(numbers)
-            if size and not self.costs.curve_of(launch).spans(size):
-                return True
-        return False
+        return not self.costs.spans(tally.decision.launches, numbers)
 
     def __iter__(self) -> Iterator[Tally]:
         return iter(self._by_value.values())

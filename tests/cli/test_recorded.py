@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import attrs
 import pytest
 
+from kpolicy.costs import Curve, analytic_costs
 from kpolicy.engine import Engine
-from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader
+from kpolicy.kv_span import KvSpan
+from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader, Profile, write_profile
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from tests.cli.conftest import Command
@@ -84,6 +87,26 @@ def test_decided_again_in_words(kpolicy: Command, log: Path) -> None:
     """The table has a row for each policy."""
     out = kpolicy("simulate", "--decisions", log).out
     assert all(name in out for name in ("as recorded", "auto", "vllm"))
+
+
+def test_what_the_table_was_not_made_for_is_told(kpolicy: Command, log: Path, tmp_path: Path) -> None:
+    """Batches of a size or a context outside the cost table are counted for each policy; or that it doesn't know."""
+    given = ("simulate", "--decisions", log, "--policy", "eager")
+    assert "outside the cost table" not in kpolicy(*given).out
+    costs = attrs.evolve(
+        analytic_costs(), measured=True, eager=Curve((1, 128), (100.0, 200.0)),
+        kv_span=KvSpan(decode_row=99, decode_step=2000, prefill=8192),
+    )  # fmt: skip
+    profile = tmp_path / "p.json"
+    write_profile(profile, Profile(costs=costs, device="a device", model="a model"))
+    out = kpolicy(*given, "--profile", profile).out
+    # Seven batches have decode rows over 100 tokens each; the last has 5,000 tokens.
+    assert "eager: 1 steps (12.5%) of a size outside the cost table" in out
+    assert "eager: 7 steps (87.5%) of a context outside the cost table" in out
+    write_profile(profile, Profile(costs=attrs.evolve(costs, kv_span=None), device="a device", model="a model"))
+    assert "contexts: not recorded" in kpolicy(*given, "--profile", profile).out
+    (recorded, _) = kpolicy(*given, "--profile", profile, "--json").json["policies"]
+    assert (recorded["outside_sizes"], recorded["outside_contexts"]) == (1, None)
 
 
 def test_decisions_or_traces(kpolicy: Command, log: Path) -> None:
