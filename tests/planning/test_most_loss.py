@@ -124,5 +124,13 @@ def test_no_step_is_slower_than_with_an_engines_own_list() -> None:
         plan_trace(trace(), against="sglang", **GIVEN)
 
 
+def test_a_size_between_candidates_counts_as_the_one_below() -> None:
+    """A list that pads 3 requests to 7 lets them have the graph of 6, not that of 8."""
+    ladder = Ladder.of("decode", weights=[0, 0, 1], sizes=[4, 6, 8], graph_us=[4, 6, 8], escape_us=[99] * 3)
+    for chosen, within in (((6,), True), ((8,), False)):
+        only = ladder.bounded(0.0, 1e6, [7]).kept(np.isin(ladder.sizes, chosen))
+        assert (choose([only], most_sizes=1).us < 1e6) == within
+
+
 def _next(sizes: tuple[int, ...], size: int) -> int:
     return next(each for each in sizes if each >= size)
