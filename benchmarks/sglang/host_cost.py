@@ -79,12 +79,18 @@ def _prefill_phase(runner: Any) -> Phase:
     return phase
 
 
-def prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A prefill batch of 0.5.23: its whole rule, with the rank-local part hooked too."""
+def nothing(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """An AROUND hook that only asks SGLang."""
+    return original(*args, **kwargs)
+
+
+def prefill(release: Release, tokens: int, *, idle: bool = False) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A prefill batch of 0.5.23: its whole rule, with the rank-local part hooked too; idle hooks do nothing."""
+    asked, decided = (nothing, nothing) if idle else (dispatch.prefill_can_replay_locally, dispatch.prefill_can_run)
     rule: Any = prefill_runner(release, cuda=True, whole=True)
     own_local, own = rule.can_replay_locally, rule.can_run_graph
-    ours = type("Hooked", (rule,), {"can_replay_locally": wrapped(own_local, dispatch.prefill_can_replay_locally)})
-    hooked = wrapped(own, dispatch.prefill_can_run)
+    ours = type("Hooked", (rule,), {"can_replay_locally": wrapped(own_local, asked)})
+    hooked = wrapped(own, decided)
     batch = SimpleNamespace(
         batch_size=1, input_ids=torch.zeros(tokens, dtype=torch.int64), input_embeds=None, replace_embeds=None,
         extend_prefix_lens_cpu=[0], forward_mode=SimpleNamespace(is_target_verify=lambda: False),
@@ -200,6 +206,7 @@ def rows() -> list[dict[str, Any]]:
     newest, older = Release(folder), Older(folder)
     cases = [
         ("0.5.23", "decode 600, replays", decode(newest, 600)),
+        ("0.5.23", "prefill 300, hooks that do nothing", prefill(newest, 300, idle=True)),
         ("0.5.23", "prefill 300, replays", prefill(newest, 300)),
         ("0.5.23", "prefill 1,600, eager by cost", prefill(newest, 1600)),
         ("0.5.16", "prefill 300, replays", older_prefill(older, 300)),

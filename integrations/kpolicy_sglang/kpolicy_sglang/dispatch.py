@@ -103,6 +103,9 @@ def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
         finally:
             phase.agreed = False
         return _as_voted(phase, runner, forward_batch, can_run, _own(forward_batch), size)
+    if not phase.replays(size):
+        phase.ran(size, forward_batch)
+        return False
     can_run = original(runner, forward_batch)
     if can_run:
         phase.ran(size, forward_batch)
