@@ -16,11 +16,12 @@ from kpolicy.errors import KPolicyError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
 from kpolicy.scheduling.pace import Pace, in_line, other_select
-from kpolicy_vllm.rows import Rows, queues_of
+from kpolicy_vllm.rows import Rows, StepPlanner, queues_of
 from kpolicy_vllm.state import LISTED, State, workers_apart
 
 __all__ = ["Pacer", "vllm_s_own", "why_not"]
 
+_FAILED = ("pace_failed", "steps are filled to vLLM's limit")
 _OTHERS_STEPS = 8
 """Steps that a rank of prompts only is bounded in, once ranks' last step showed that another decodes"""
 
@@ -46,22 +47,14 @@ def why_not(vllm_config: Any, scheduler: Any = None, *, apart: bool = False) -> 
     return None
 
 
-class Pacer:
-    """The bound on a scheduler's steps.
-
-    Args:
-        scheduler: vLLM's.
-        state: the integration's.
-    """
+class Pacer(StepPlanner):
+    """The bound on a scheduler's steps. Args as of `StepPlanner`."""
 
     def __init__(self, scheduler: Any, state: State) -> None:
-        self._scheduler = scheduler
-        self._state = state
-        self._ranks = scheduler.vllm_config.parallel_config.data_parallel_size
+        super().__init__(scheduler, state)
         self._rule: Pace | None = None
         self._by: tuple[Any, Any, int] = (None, None, 0)
         """Costs, policy and limit of that"""
-        self._off = False
         self._for_others = 0
         self._rows = Rows(scheduler)
         self._whole = False
@@ -79,7 +72,7 @@ class Pacer:
         try:
             found = self._bound()
         except Exception as error:  # noqa: BLE001 - nothing was changed yet, and vLLM schedules on
-            self._failed(error)
+            self._end(*_FAILED, error)
         if found is None:
             output = run()
         else:
@@ -99,14 +92,8 @@ class Pacer:
         try:
             self._rows.ran(output)
         except Exception as error:  # noqa: BLE001 - the step is scheduled, and vLLM runs it
-            self._failed(error)
+            self._end(*_FAILED, error)
         return output
-
-    def _failed(self, error: Exception) -> None:
-        self._off = True
-        self._state.counters.warn_once(
-            "pace_failed", f"steps are filled to vLLM's limit: {type(error).__name__}: {error}"
-        )
 
     def _bound(self) -> int | None:
         """Most tokens of the step; None for vLLM's own limit."""

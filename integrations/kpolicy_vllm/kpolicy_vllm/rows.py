@@ -11,7 +11,9 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Rows", "left_of", "queues_of"]
+from kpolicy_vllm.state import State
+
+__all__ = ["Rows", "StepPlanner", "left_of", "queues_of"]
 
 _LOOKED_AT = 32
 """Decode rows whose KV is looked at at a time"""
@@ -30,6 +32,26 @@ def queues_of(scheduler: Any) -> Iterable[Any]:
 def left_of(request: Any) -> int:
     """Tokens that a running request has to compute, those left out that are still being sampled."""
     return int(request.num_tokens + request.num_output_placeholders - request.num_computed_tokens)
+
+
+class StepPlanner:
+    """What decides about the steps of a scheduler.
+
+    Args:
+        scheduler: vLLM's.
+        state: the integration's.
+    """
+
+    def __init__(self, scheduler: Any, state: State) -> None:
+        self._scheduler = scheduler
+        self._state = state
+        self._ranks = scheduler.vllm_config.parallel_config.data_parallel_size
+        self._off = False
+
+    def _end(self, event: str, then: str, error: Exception) -> None:
+        """Decide nothing any more, as that went wrong; said and counted once."""
+        self._off = True
+        self._state.counters.warn_once(event, f"{then}: {type(error).__name__}: {error}")
 
 
 class Rows:
