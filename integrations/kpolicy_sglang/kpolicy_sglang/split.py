@@ -105,7 +105,10 @@ class Split:
             turn = "own"
         if turn == "own":
             return original(scheduler, running_batch)
-        plan = self._prefill(original, running_batch, mixed=turn == "mixed")
+        if turn == "in turns" and self._most == self.turns.chunk:
+            plan = original(scheduler, running_batch)
+        else:
+            plan = self._prefill(original, running_batch, mixed=turn == "mixed")
         if plan.batch_to_run is None:
             self.turns.decoded()
         elif turn == "extend first":
@@ -119,7 +122,7 @@ class Split:
         turns = self.turns
         tokens = int(getattr(batch, "extend_num_tokens", None) or turns.limit)
         if turns.busy or turns.times is None:
-            turns.prefilled(tokens)
+            turns.prefilled_in_burst(tokens)
             return
         lengths, before = getattr(batch, "extend_lens", None) or (), getattr(batch, "prefix_lens", None)
         turns.prefilled(tokens, turns.times.length(lengths, before))

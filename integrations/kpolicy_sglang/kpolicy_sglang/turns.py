@@ -74,6 +74,7 @@ class Turns:
                 self.limit = self._fitting(self._gap_us)
         self.long = self._long()
         """Tokens of a prompt above which a batch with it may take too long."""
+        self._chunk_us = self.times.usual_us[-1] if self.times is not None else 0.0
         self._waited_us = 0.0
         self._batches = self._taken = 0
         self._burst = False
@@ -162,6 +163,12 @@ class Turns:
         self._batches += 1
         self._taken += tokens
         self._waited_us += self._us(tokens, length)
+
+    def prefilled_in_burst(self, tokens: int) -> None:
+        """The same while prompts go first: by its end decodes have waited for long, whatever each batch took."""
+        self._batches += 1
+        self._taken += tokens
+        self._waited_us += self._chunk_us
 
     def decoded(self) -> None:
         """Decodes run, or nothing does."""
