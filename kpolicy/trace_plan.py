@@ -255,6 +255,18 @@ def replayed(
     return histogram.settled()
 
 
+def _sizes_of(against: str, claims: Claims, settings: Settings) -> CaptureSizes:
+    """A policy's own sizes.
+
+    Raises:
+        ConfigError: it captures nothing.
+    """
+    policy = get_policy(against)
+    if not layout_of(policy, claims, settings).names:
+        raise ConfigError(f"the policy {against!r} captures nothing to compare with; name one that does, as sglang.")
+    return policy.sizes(settings)
+
+
 def plan_trace(
     trace: Trace,
     *,
@@ -309,7 +321,7 @@ def plan_trace(
     settings = server.settings
     layout = layout_of(chosen, claims, settings, multiple_of=multiple_of)
     start = chosen.sizes(settings)
-    theirs = None if against is None else get_policy(against).sizes(settings)
+    theirs = None if against is None else _sizes_of(against, claims, settings)
     tell = progress or (lambda _: None)
 
     limits = budget.budget if isinstance(budget, BudgetModel) else budget

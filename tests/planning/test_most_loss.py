@@ -122,6 +122,14 @@ def test_no_step_is_slower_than_with_an_engines_own_list() -> None:
     assert all(table.full.at(_next(theirs, reqs)) <= table.full.at(_next(stock, reqs)) for reqs in range(1, 65))
     with pytest.raises(ConfigError, match="give most_loss too"):
         plan_trace(trace(), against="sglang", **GIVEN)
+    with pytest.raises(ConfigError, match="'eager' captures nothing to compare with"):
+        plan_trace(trace(), against="eager", most_loss=0.0, **GIVEN)
+
+
+def test_a_plan_against_another_list_is_scored_out_of_sample() -> None:
+    """The second half is scored without the bound."""
+    given = GIVEN | {"hold_out": True}
+    assert plan_trace(trace(), most_loss=0.0, against="sglang", **given).held_out is not None
 
 
 def test_a_size_between_candidates_counts_as_the_one_below() -> None:
@@ -130,6 +138,9 @@ def test_a_size_between_candidates_counts_as_the_one_below() -> None:
     for chosen, within in (((6,), True), ((8,), False)):
         only = ladder.bounded(0.0, 1e6, [7]).kept(np.isin(ladder.sizes, chosen))
         assert (choose([only], most_sizes=1).us < 1e6) == within
+    # Where the one below doesn't hold the step, the least that does is as near as can be.
+    few = Ladder.of("decode", weights=[0, 0, 0, 0, 1], sizes=[4, 8], graph_us=[4, 8], escape_us=[99] * 5)
+    assert choose([few.bounded(0.0, 1e6, [6])], most_sizes=1).us < 1e6
 
 
 def _next(sizes: tuple[int, ...], size: int) -> int:

@@ -5,7 +5,7 @@ size's first step; what takes a second one is set up once a start, and both are 
 Later sizes have one: where SGLang asks for the second, it gets what the first gave. What is captured is the same step.
 
 SGLang also walks through all of Python's objects before and after the captures of each phase, which takes seconds in
-all. Here that is done once, and what was there is left out of the other walks.
+all. Here that is done once, after the last one: cycles that nothing uses any more live until then.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _BACKENDS = ("FullCudaGraphBackend", "BreakableCudaGraphBackend")
 _WARM_UPS = 2
 _KEEP_BOTH = ("enable_torch_compile", "debug_cuda_graph", "enable_profile_cuda_graph", "speculative_algorithm")
 """Arguments that compile at the second call, or do something else with it."""
+_YOUNG = 1
+"""The generation up to which Python's objects are few."""
 _frozen: list[bool] = []
 
 
@@ -121,23 +123,24 @@ def no_memory(error: Exception) -> bool:
 
 @contextmanager
 def collected_once(model_runner: Any, *, on: bool) -> Iterator[None]:
-    """Have Python's garbage collector leave out what is there now, until the captures are done.
+    """Have Python's garbage collector leave out what is there now until the captures are done, and walk through it then.
 
     Where `--enable-cudagraph-gc` wants all objects looked at, they are.
     """
     if not on or getattr(resolved(model_runner.server_args), "enable_cudagraph_gc", False):
         yield
         return
-    gc.collect()
+    gc.collect(_YOUNG)
     gc.freeze()
     _frozen.append(True)
     try:
         yield
     finally:
         _frozen.pop()
-        # What the captures left behind, and that alone.
-        gc.collect()
         gc.unfreeze()
+        # All of them, and last: Python goes by how many objects its last whole walk found when it decides on another,
+        # which would come while requests are served.
+        gc.collect()
 
 
 def freeze_gc(original: Any, enable_cudagraph_gc: bool) -> Any:

@@ -1,16 +1,20 @@
 """Captures with one warm-up, and one walk through Python's objects."""
 
 import gc
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 
 from kpolicy.registry import GraphRegistry
+from kpolicy_sglang import hooks
 from kpolicy_sglang.captures import OneWarmUp, collected_once, freeze_gc, needs_one_warm_up
+from kpolicy_sglang.config import Config
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.mirror import mirror
 from kpolicy_sglang.phase import DECODE
+from kpolicy_sglang.state import State, attach
 from tests.integrations.sglang.test_mirror import Frozen
 
 
@@ -76,13 +80,28 @@ def test_the_second_warm_up_of_a_further_size_is_left_out():
     assert (backend.barriers, len(hooked)) == (6, 6)
 
 
-def test_each_kind_of_graph_has_a_first():
-    """Graphs of LoRA are other kernels: their first has both warm-ups too."""
+@pytest.mark.parametrize("field", ["variant_label", "stream_idx", "attention_variant"])
+def test_each_kind_of_graph_has_a_first(field):
+    """Graphs of LoRA, of another stream or attention are other kernels: their first has both warm-ups too."""
     backend, steps = FullCudaGraphBackend(), Steps()
     quick = OneWarmUp(backend.capture_one, backend, Failures())
-    for name, label in (("a", None), ("b", "lora"), ("c", "lora"), ("d", None)):
-        quick(Frozen(name, label), steps.of(name))
+    for name, label in (("a", None), ("b", "other"), ("c", "other"), ("d", None)):
+        shape = Frozen(name)
+        setattr(shape, field, label)
+        quick(shape, steps.of(name))
     assert steps.ran == {"a": 3, "b": 3, "c": 2, "d": 2}
+
+
+def test_a_first_graph_that_failed_was_none():
+    """Where SGLang tries it again it has both warm-ups."""
+    backend, steps = FullCudaGraphBackend(), Steps()
+    quick = OneWarmUp(backend.capture_one, backend, Failures())
+    backend.fails = "not yet"
+    with pytest.raises(RuntimeError, match="not yet"):
+        quick(Frozen(8), steps.of(8))
+    backend.fails = False
+    quick(Frozen(4), steps.of(4))
+    assert steps.ran[4] == 3
 
 
 def test_no_output_is_kept_while_a_graph_is_captured():
@@ -261,8 +280,58 @@ def test_nothing_is_frozen_where_it_is_not_wanted(on, enable):
             assert (gc.get_freeze_count() > 0) != enable
 
 
+def test_the_one_walk_comes_before_requests_do():
+    """After the captures all objects were walked through, so that Python has no reason for another while it serves."""
+    given, walks = SimpleNamespace(server_args=SimpleNamespace()), []
+
+    class Cycle:
+        """Garbage that only a walk finds."""
+
+        def __init__(self):
+            self.own = self
+
+    kept = [Cycle() for _ in range(50_000)]
+    gc.collect()
+    gc.callbacks.append(lambda phase, about: walks.append(about["generation"]) if phase == "start" else None)
+    try:
+        with collected_once(given, on=True):
+            assert 2 not in walks
+            captured = weakref.ref(Cycle())
+        assert (walks.count(2), captured()) == (1, None)
+        walks.clear()
+        served = [[each] for each in range(20_000)]
+        assert 1 in walks
+        assert 2 not in walks
+    finally:
+        gc.callbacks.pop()
+    assert len(kept) > len(served)
+
+
 def test_what_raises_is_unfrozen_too():
     """A capture that ends the start leaves the collector as it was."""
     with pytest.raises(RuntimeError), collected_once(SimpleNamespace(server_args=SimpleNamespace()), on=True):
         raise RuntimeError("capture failed")
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_setting_is_what_the_hooks_go_by(on):
+    """KPOLICY_QUICK_CAPTURE=0 keeps SGLang's own procedure: both warm-ups, and its own walks."""
+    given = runner()
+    state = State(Config(quick_capture=on), "0.5.16")
+    attach(given.model_runner, state)
+    backend, steps = FullCudaGraphBackend(), Steps()
+    given.device_module, given.capture_bs = backend, [4, 8]
+    hooks.decode_backend(lambda _: backend, given)
+    for size in (8, 4):
+        backend.capture_one(Frozen(size), steps.of(size))
+    assert steps.ran == {8: 3, 4: 2 if on else 3}
+    frozen = []
+    hooks.configure(Config(quick_capture=on), "0.5.16")
+    started = SimpleNamespace(
+        server_args=SimpleNamespace(tp_size=1), is_draft_worker=False, decode_cuda_graph_runner=None,
+        prefill_cuda_graph_runner=None,
+    )  # fmt: skip
+    hooks.init_cuda_graphs(lambda _: frozen.append(gc.get_freeze_count()), started)
+    hooks.configure(None)
+    assert (frozen[0] > 0) == on
