@@ -6,7 +6,7 @@ a chunk of usual prompts and a decode step: once the prompts since the last deco
 longer, a decode step goes first. What a batch takes goes by its prompts too, see `kpolicy_sglang.prompt_times`: a long
 one may make all others take as long. A batch that would take longer than running decodes wait elsewhere ends before the
 prompt that makes it so long, where it is longer by what a further batch costs, and decodes gain more by it than the
-prompts behind lose. No prompt is cut that SGLang wouldn't cut.
+prompts behind lose. It ends between two prompts, by what is seen to wait.
 
 A decode step keeps every prompt that waits from its first token. Where few wait that is little beside the gap that it
 ends; in a burst it isn't, and the last prompts of it are what the longest waits come from. Once more than `BURST`
@@ -115,6 +115,8 @@ class Turns:
     def most(self, decodes: int, waiting: int, new: Sequence[int], before: int = 0) -> int:
         """Most tokens of the next batch of prompts: `limit`, or those of its first prompts where all take too long.
 
+        Outside bursts: in one nobody asks.
+
         Args:
             decodes: rows that decode now.
             waiting: prompts that wait and could run.
@@ -122,7 +124,7 @@ class Turns:
             before: tokens that the first one has in KV.
         """
         times = self.times
-        if self._burst or times is None or not new or max(new) + before <= self.long:
+        if times is None or not new or max(new) + before <= self.long:
             return self.limit
         fitting, left = [], self.chunk
         for each in new:
@@ -134,7 +136,7 @@ class Turns:
         count, kept_us, all_us = times.first(fitting, before, self.most_us(decodes) + start_us)
         # What running decodes gain against what those behind it lose.
         late_us = self.decode_us(decodes) + start_us
-        if count == len(fitting) or decodes * (all_us - kept_us) <= (waiting - count) * late_us:
+        if decodes * (all_us - kept_us) <= (waiting - count) * late_us:
             return self.limit
         # SGLang takes whole pages off what is left for each prompt.
         return min(sum(-(-each // self._align) * self._align for each in fitting[:count]), self.limit)

@@ -5,9 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from kpolicy.costs import Curve
+from kpolicy_sglang import calibrate
 from kpolicy_sglang.calibrate import MIXED_KV, ROUNDS, WARM, _Bench, _beside
+from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import PREFILL, PROMPT_TOKENS, Phase
+from kpolicy_sglang.prompt_times import length_of
 from kpolicy_sglang.ranks import Ranks
+from kpolicy_sglang.state import State
 
 torch = pytest.importorskip("torch")
 
@@ -131,6 +135,26 @@ def test_what_is_beside_a_long_prompt_is_told(beside_us, share):
     found = _beside(made, cases, Curve((4096, 8192), (20_000.0, 40_000.0)))
     assert found == pytest.approx(share, abs=0.05)
     assert _beside(made, cases, None) == _beside(made, {}, None) == 0.0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_measuring_finds_how_far_a_long_prompt_reaches(monkeypatch, share):
+    """From the cases to the state, with steps that take what such a kernel does."""
+    now_s = 0.0
+
+    def forward(batch):
+        nonlocal now_s
+        new = batch.extend_seq_lens_cpu
+        now_s += 0.004 + sum(new) * (1e-6 + 4e-10 * length_of(new, [0] * len(new), share))
+
+    runner = bench()._runner
+    runner.forward = forward
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: now_s)
+    state = State(Config(split=False), "0.5.16")
+    state.phases[PREFILL] = Phase(PREFILL, (64, 1024, 2048, 4096, 8192), 8192, full=False)
+    calibrate.measure(runner, state, Ranks(runner))
+    assert state.beside == pytest.approx(share, abs=0.01)
+    assert state.long.sizes == (2048, 4096, 8192)
 
 
 def test_mixed_batches_have_decodes_behind_their_prompts():

@@ -97,6 +97,17 @@ def test_first_prompts_of_a_batch(new, before, most_us, beside):
     assert count == len(new) or us(count + 1) > most_us
 
 
+@pytest.mark.parametrize("beside", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("us", [33_000.0, 45_000.0, 59_000.0])
+def test_the_longest_that_keeps_a_chunk_within(beside, us):
+    """A chunk of one prompt as long as that and usual ones fits; where prompts pay for themselves alone it's exact."""
+    found = times(beside)
+    most = int(found.most_length(us))
+    new = [most, *[1024] * ((8192 - most) // 1024)]
+    assert found.us(8192, length_of(new, [0] * len(new), beside)) <= us
+    assert beside or found.us(8192, most) == pytest.approx(us, rel=1e-3)
+
+
 @given(st.floats(0, 1), st.floats(20_000, 70_000), st.lists(st.integers(1, 8192), min_size=1, max_size=12))
 def test_shorter_prompts_make_no_chunk_too_long(beside, us, new):
     """Whatever is beside it: what is skipped by the longest prompt alone would have fitted."""

@@ -121,6 +121,19 @@ def test_ranks_of_other_speeds_time_the_same_cases(monkeypatch):
     assert 2 < len(found[0][DECODE].full.sizes) < len(calibrate._apart(range(1, 65)))
 
 
+def test_long_prompts_are_rank_zeros(monkeypatch):
+    """Where a batch ends goes by it: ranks that had shares of their own would part."""
+
+    def measure(_, state, ranks):
+        state.beside, state.long, state.mixed = ((0.9, "its long"), (0.2, "another"))[ranks.rank] + ("mixed",)
+        return {}
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    states = [state(), state()]
+    both(lambda rank, ranks: calibrate.cost_tables(Runner(), states[rank], ranks))
+    assert [(each.beside, each.long) for each in states] == [(0.9, "its long")] * 2
+
+
 def test_failing_on_one_rank_fails_on_all():
     """A rank that can't set the measuring up, or read a profile, takes the other with it."""
     runners = [Runner(), Runner()]
