@@ -222,6 +222,9 @@ class CostTable:
         eager_new_us: more of the host's time for an eager launch of a number of tokens that never ran before:
             libraries choose kernels for it, and load them. Read likewise.
         kv_span: the contexts that attention was timed at; None where that wasn't recorded.
+        first_pieces_us: more of device time for a launch of pieces, by what ran before: the host launches the first
+            ones sooner or later, and the device waits. 0 but in tables of `in_a_row` and `after_another`; it is in no
+            file.
         measured_on: the full name of the device that it was measured on; empty where nobody said. Files have it in the
             profile, and two tables that differ in nothing else are equal.
     """
@@ -248,6 +251,7 @@ class CostTable:
     warm_host_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
     eager_new_us: float = attrs.field(default=0.0)
     kv_span: KvSpan | None = None
+    first_pieces_us: float = 0.0
     measured_on: str = attrs.field(default="", eq=False)
 
     def __attrs_post_init__(self) -> None:
@@ -304,30 +308,37 @@ class CostTable:
         return attrs.evolve(
             self, step_us=self.step_us * times, host_work_us=work_us, host_full=self.host_full.times(times),
             host_piecewise=self.host_piecewise.times(times), host_eager=self.host_eager.times(times),
-            eager_new_us=self.eager_new_us * times,
+            eager_new_us=self.eager_new_us * times, first_pieces_us=self.first_pieces_us * times,
         )  # fmt: skip
 
     def in_a_row(self) -> CostTable:
-        """The table of steps that come after one of their mode: the host's times are `warm_host_share` of these."""
+        """The table of steps that come after one of their mode: the host's times are `warm_host_share` of these.
+
+        The device waits less for the first pieces, by half of what launching takes less: see `after_another`.
+        """
         if self.warm_host_share == (1.0, 1.0):
             return self
         piecewise, eager = self.warm_host_share
         return attrs.evolve(
             self, host_piecewise=self.host_piecewise.times(piecewise), host_eager=self.host_eager.times(eager),
-            warm_host_share=(1.0, 1.0),
+            warm_host_share=(1.0, 1.0), first_pieces_us=-0.5 * self._cold_pieces_us,
         )  # fmt: skip
 
     def after_another(self) -> CostTable:
-        """The table of steps that come after one of another mode: the device waits for the first pieces.
+        """The table of steps that come after one of another mode: the device waits longer for the first pieces.
 
         What launching them takes more than in a row (`warm_host_share`) is at their beginning, because the first layer
-        brings into the caches what all run. The device has nothing to do meanwhile, so it is in its time too.
+        brings into the caches what all run. The device has nothing to do meanwhile, so it waits for that too. The curve
+        has the wait of steps in any order, about half of which came after pieces; what a server does between two steps
+        leaves less in the caches than calibration, so that after another mode the whole of it comes on top.
         """
-        waits_us = (1 - self.warm_host_share[0]) * self.host_piecewise.base_for(decodes=True, prefills=True)
-        if not waits_us:
-            return self
-        later = Curve(self.piecewise.sizes, [us + waits_us for us in self.piecewise.us])
-        return attrs.evolve(self, piecewise=later)
+        more_us = self._cold_pieces_us
+        return attrs.evolve(self, first_pieces_us=more_us) if more_us else self
+
+    @property
+    def _cold_pieces_us(self) -> float:
+        """What launching pieces takes more than in a row."""
+        return (1 - self.warm_host_share[0]) * self.host_piecewise.base_for(decodes=True, prefills=True)
 
     def new_sizes(self) -> CostTable:
         """The table of eager launches of numbers of tokens that never ran before."""
@@ -339,6 +350,13 @@ class CostTable:
     def curve_of(self, launch: Launch) -> Curve:
         """The dense work's curve that a launch is costed by."""
         return self.eager if launch.key is None else self.curve_for(launch.key)
+
+    def dense_us(self, launch: Launch, num_tokens: int) -> float:
+        """What the dense work of a launch takes the device at that size, with its wait for the first pieces."""
+        us = self.curve_of(launch).at(num_tokens)
+        if launch.key is None or launch.key.part is Part.FULL:
+            return us
+        return max(us + self.first_pieces_us, 0.0)
 
     def curve_for(self, key: GraphKey) -> Curve:
         """The dense work's curve of a graph."""
@@ -386,11 +404,11 @@ class CostTable:
         reqs = numbers.total_reqs if launch.rows is Rows.ALL else decodes or prefills
         both = 0.0
         if launch.key is None:
-            dense = self.eager.at(launch.padded_tokens or launch.num_tokens(numbers))
+            dense = self.dense_us(launch, launch.padded_tokens or launch.num_tokens(numbers))
             host = self.host_eager
         else:
             full = launch.key.part is Part.FULL
-            dense = self.curve_for(launch.key).at(launch.key.num_tokens)
+            dense = self.dense_us(launch, launch.key.num_tokens)
             host = self.host_full if full else self.host_piecewise
             if decodes and prefills:
                 both = self.both_us[0 if full else 1]

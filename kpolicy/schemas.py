@@ -569,6 +569,10 @@ def _sparse() -> Converter:
     return _converter(sparse=True)
 
 
+_IN_NO_FILE = ("extra", "measured_on", "first_pieces_us")
+"""Fields that stand elsewhere in a file, or in none."""
+
+
 def _converter(*, sparse: bool) -> Converter:
     from enum import Enum
 
@@ -587,7 +591,7 @@ def _converter(*, sparse: bool) -> Converter:
     )
 
     def without_extra(kind: Any) -> Any:
-        return {name: override(omit=True) for name in ("extra", "measured_on") if name in attrs.fields_dict(kind)}
+        return {name: override(omit=True) for name in _IN_NO_FILE if name in attrs.fields_dict(kind)}
 
     def reads(kind: Any) -> Callable[[Any, Any], Any]:
         fields = make_dict_structure_fn(kind, converter, **without_extra(kind))

@@ -16,7 +16,7 @@ from kpolicy.cli.options import COMMAND
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs, StepOutputs
-from kpolicy.host_speed import probe_named
+from kpolicy.host_speed import INTERPRETER, HostProbe, probe_named
 from kpolicy.scheduling.batching import Batcher
 from kpolicy.shapes import BatchShape
 
@@ -101,13 +101,15 @@ class StepLog:
         self._trace: PerfettoWriter | None = None
         self._open = ExitStack()
         self._noted: list[_Noted] = []
-        # By the fixed work that the costs rest on; another's times couldn't be held to them.
-        costs = engine.costs
-        self._probe = probe_named(costs.host_probe, engine.executor) if costs.host_work_us else None
+        self._probe: HostProbe | None = None
 
     def __enter__(self) -> OnStep | None:
         if self._path is None and self._perfetto is None:
             return None
+        costs = self._engine.costs
+        if costs.host_work_us:
+            # By the fixed work that the costs rest on; another's times couldn't be held to them.
+            self._probe = probe_named(costs.host_probe, self._engine.executor)
         header = self._header()
         with ExitStack() as opened:
             if self._path is not None:
@@ -133,7 +135,7 @@ class StepLog:
             versions={"kpolicy": __version__, **where.versions},
             costs_version=self._engine.costs.version, settings=self._engine.settings,
             started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=shlex.join(["kpolicy", *COMMAND.get()]), host_probe=self._engine.costs.host_probe,
+            command=shlex.join(["kpolicy", *COMMAND.get()]), host_probe=self._probe.name if self._probe else INTERPRETER,
         )  # fmt: skip
 
     def _note(self, step: int, inputs: StepInputs, outputs: StepOutputs, batcher: Batcher, start_us: float) -> None:

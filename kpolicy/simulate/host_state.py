@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 from kpolicy.costs import CostTable
 from kpolicy.decision import Launch
@@ -51,6 +52,14 @@ class HostSpeeds:
         return work_us[after - 1] + share * (work_us[after] - work_us[after - 1])
 
 
+class Sides(NamedTuple):
+    """What a launch of decode rows takes, in microseconds."""
+
+    host_us: float
+    dense_us: float
+    """Of the device's time, but for attention"""
+
+
 class HostState:
     """The tables of one host's steps, in their order.
 
@@ -85,27 +94,24 @@ class HostState:
                 self._sizes.add(size)
         return self._tables[again][new]
 
-    def decodes(self, mode: Hashable, launch: Launch, num_rows: int) -> tuple[float, float, float]:
-        """Host time of a launch of so many decode rows, and that of the next one like it; then it has run.
-
-        And what its dense work takes the device, which the next one's may not.
-        """
-        size = launch.padded_tokens or num_rows
-        tokens = size if launch.key is None else launch.key.num_tokens
+    def decodes(self, mode: Hashable, launch: Launch, num_rows: int) -> tuple[Sides, Sides]:
+        """What a launch of so many decode rows takes, and what the next one like it does; then it has run."""
         if self._plain is not None:
-            us = _host_us(self._plain, launch, num_rows)
-            return us, us, self._plain.curve_of(launch).at(tokens)
+            sides = _sides(self._plain, launch, num_rows)
+            return sides, sides
+        size = launch.padded_tokens or num_rows
         new = launch.key is None and size not in self._sizes
         table = self._tables[mode == self._mode][new]
         self._mode = mode
         if launch.key is None:
             self._sizes.add(size)
-        again_us = _host_us(self._tables[True][False], launch, num_rows)
-        return _host_us(table, launch, num_rows), again_us, table.curve_of(launch).at(tokens)
+        return _sides(table, launch, num_rows), _sides(self._tables[True][False], launch, num_rows)
 
 
-def _host_us(table: CostTable, launch: Launch, num_rows: int) -> float:
-    host = table.host_eager
+def _sides(table: CostTable, launch: Launch, num_rows: int) -> Sides:
+    host, size = table.host_eager, launch.padded_tokens or num_rows
     if launch.key is not None:
         host = table.host_full if launch.key.part is Part.FULL else table.host_piecewise
-    return host.base_for(decodes=True, prefills=False) + host.req_us * num_rows
+        size = launch.key.num_tokens
+    host_us = host.base_for(decodes=True, prefills=False) + host.req_us * num_rows
+    return Sides(host_us, table.dense_us(launch, size))

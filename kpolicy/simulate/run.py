@@ -297,7 +297,8 @@ class _Simulation:
         add_value, add_weight = account.gap.values.append, account.gap.weights.append
         chosen: Decision | None = None
         tally: Tally | None = None
-        dense_us = next_dense_us = host_us = next_host_us = total_us = total_host_us = 0.0
+        dense_us = host_us = total_us = total_host_us = 0.0
+        later = (host_us, dense_us)
         since = host_bound = 0
         while counter < last and now < next_us:
             decision = select(
@@ -314,13 +315,12 @@ class _Simulation:
                     break
                 chosen, since, host_bound = decision, counter, 0
                 total_us, total_host_us = tally.us, tally.host_us
-                next_dense_us = costs.eager.at(num_rows) if tally.dense_us is None else tally.dense_us
             needed = rows.needed(counter) if ahead else entering[counter % size]
             if needed and not take(needed):
                 break
             if since == counter:
                 # This step may be the first of its mode or size; those after it aren't.
-                host_us, next_host_us, dense_us = host.decodes(decision.mode, decision.launches[0], num_rows)
+                (host_us, dense_us), later = host.decodes(decision.mode, decision.launches[0], num_rows)
             device_us = dense_us + (rows_us + unit_us * kv_tokens)
             if host_us > device_us:
                 us = host_us + rest_us + scheduler_us
@@ -328,7 +328,7 @@ class _Simulation:
                 total_host_us += us
             else:
                 us = device_us + rest_us + scheduler_us
-            host_us, dense_us = next_host_us, next_dense_us
+            host_us, dense_us = later
             total_us += us
             now += us
             add_value(us)

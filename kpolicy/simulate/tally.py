@@ -13,16 +13,12 @@ __all__ = ["Tallies", "Tally"]
 
 
 class Tally:
-    """The sums of one decision, and what its steps cost apart from their KV.
-
-    `dense_us` is None where the step's own tokens or `CostTable.cost` tell: eager, and launches beside each other.
-    """
+    """The sums of one decision."""
 
     __slots__ = (
         "_eager",
         "_outside",
         "decision",
-        "dense_us",
         "host_bound",
         "host_us",
         "outside",
@@ -50,7 +46,6 @@ class Tally:
         self.outside = 0
         """Steps that the cost table doesn't span, and below them those of such a size, and of such a context"""
         self.outside_sizes = self.outside_contexts = 0
-        self.dense_us: float | None = None
         self.padded = 0
         self._outside = False
         self._eager: Curve | None = None
@@ -62,7 +57,6 @@ class Tally:
         launch = launches[0]
         self.padded = _size(launch) or 0
         if self.padded:
-            self.dense_us = costs.curve_of(launch).at(self.padded)
             self._outside = not costs.curve_of(launch).spans(self.padded)
         else:
             self._eager = costs.eager

@@ -107,6 +107,6 @@ def test_the_hosts_speed_is_noted_by_the_work_that_the_costs_rest_on(
     with writing(path, attrs.evolve(analytic_costs(), host_work_us=20.0, host_probe=probe)) as note:
         note(0)
     log = read_step_log(path)
-    assert log.header.host_probe == probe
+    assert log.header.host_probe == INTERPRETER
     assert (log.entries[0].host_work_us is not None) is noted
     assert log.entries[0].start_us == 4.0

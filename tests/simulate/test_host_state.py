@@ -11,6 +11,7 @@ from kpolicy.decision import Launch
 from kpolicy.errors import ProfileError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
+from kpolicy.schemas import Profile, dumps
 from kpolicy.shapes import BatchShape
 from kpolicy.simulate.host_state import HostState
 
@@ -43,26 +44,41 @@ def test_pieces_have_a_share_of_their_own_and_whole_graphs_none() -> None:
     assert host_us(state, Mode.FULL, FULL, 4) == host_us(state, Mode.FULL, FULL, 4)
 
 
-def test_the_device_waits_for_the_first_pieces_after_another_mode() -> None:
-    """As long as launching takes more than in a row; whole graphs and eager steps don't have it so."""
-    numbers = BatchShape.decode(4).numbers
-    waits = 0.5 * COSTS.host_piecewise.base_for(decodes=True, prefills=True)
-    for mode, launches, more in ((Mode.PIECEWISE, PIECES, waits), (Mode.FULL, FULL, 0.0), (Mode.EAGER, EAGER, 0.0)):
-        state, alone = HostState(SHOWN), SHOWN.cost(launches, numbers).device_us
-        found = [state.table(mode, launches, numbers).cost(launches, numbers).device_us for _ in range(2)]
-        assert found == pytest.approx([alone + more, alone])
+WAITS = 0.5 * COSTS.host_piecewise.base_for(decodes=True, prefills=True)
+"""What launching pieces takes more than in a row"""
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0])
+def test_the_device_waits_for_the_first_pieces_by_what_ran_before(slower: float) -> None:
+    """After another mode as long as launching takes more, in a row half of it less; of a slower host more of either.
+
+    Whole graphs and eager steps don't have it so.
+    """
+    shown, numbers = attrs.evolve(SHOWN, host_work_us=20.0), BatchShape.decode(4).numbers
+    for mode, launches, waits in ((Mode.PIECEWISE, PIECES, WAITS), (Mode.FULL, FULL, 0.0), (Mode.EAGER, EAGER, 0.0)):
+        state, alone = HostState(shown), shown.cost(launches, numbers).device_us
+        tables = [state.table(mode, launches, numbers).at_host_speed(slower * 20) for _ in range(2)]
+        found = [table.cost(launches, numbers).device_us for table in tables]
+        assert found == pytest.approx([alone + slower * waits, max(alone - slower * waits / 2, 0.0)])
+
+
+def test_no_file_has_what_ran_before() -> None:
+    table = HostState(SHOWN).table(Mode.PIECEWISE, PIECES, BatchShape.decode(4).numbers)
+    assert table.first_pieces_us == pytest.approx(WAITS)
+    assert "first_pieces_us" not in dumps(Profile(costs=table, device="d", model="m"))
 
 
 def test_decodes_that_go_on_alone_are_told_the_same() -> None:
     """`decodes` says what `table` does of a step and the next like it, and of the device's dense work."""
     for mode, launches in ((Mode.EAGER, EAGER), (Mode.PIECEWISE, PIECES), (Mode.FULL, FULL)):
-        one, other, device = HostState(SHOWN), HostState(SHOWN), HostState(SHOWN)
+        one, other, device = (HostState(SHOWN) for _ in range(3))
         for rows in (4, 4, 6):
-            now, after, dense = one.decodes(mode, launches[0], rows)
-            assert (now, after) == (host_us(other, mode, launches, rows), host_us(other, mode, launches, rows))
-            table = device.table(mode, launches, BatchShape.decode(rows).numbers)
-            assert dense == table.curve_of(launches[0]).at(rows if launches is EAGER else 8)
-    assert HostState(COSTS).decodes(Mode.EAGER, EAGER[0], 4)[2] == COSTS.eager.at(4)
+            now, after = one.decodes(mode, launches[0], rows)
+            for sides in (now, after):
+                assert sides.host_us == host_us(other, mode, launches, rows)
+                table = device.table(mode, launches, BatchShape.decode(rows).numbers)
+                assert sides.dense_us == table.dense_us(launches[0], rows if launches is EAGER else 8)
+    assert HostState(COSTS).decodes(Mode.EAGER, EAGER[0], 4)[1].dense_us == COSTS.eager.at(4)
 
 
 def test_a_table_that_tells_neither_is_every_steps() -> None:

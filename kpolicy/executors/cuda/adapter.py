@@ -23,12 +23,10 @@ from kpolicy.executors.addresses import Address, addresses_of, check_moved
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cuda.failures import classify
-from kpolicy.executors.cuda.host_probe import COPIES, copy_probe
 from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of
 from kpolicy.executors.cuda.streams import give_back, new_stream
 from kpolicy.executors.device import Failure, MemoryReport, Span
 from kpolicy.executors.simulated import Fault
-from kpolicy.host_speed import HostProbe
 from kpolicy.reasons import Reason
 
 __all__ = ["CudaAdapter", "CudaEvent", "CudaGraph", "CudaPool", "CudaSpan"]
@@ -263,7 +261,6 @@ class CudaAdapter:
         self._spare: list[Any] = []
         self._spare_points: dict[int, list[_Points]] = {}
         """By the handle of their stream"""
-        self._host_probe: HostProbe | None = None
 
     @property
     def name(self) -> str:
@@ -300,12 +297,6 @@ class CudaAdapter:
         name, capability = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
         facts = {"torch": str(torch.__version__), "cuda": torch.version.cuda, "capability": capability}
         return ProbeReport("cuda", ProbeStatus.USABLE, f"{name}, torch {facts['torch']}", facts=facts)
-
-    def host_probe(self) -> HostProbe | None:
-        """Fixed work that tells how fast the host launches; None where the device has none of its own."""
-        if self._host_probe is None:
-            self._host_probe = HostProbe(COPIES, copy_probe(self.device, self.new_stream()))
-        return self._host_probe
 
     # Memory
 

@@ -23,7 +23,6 @@ from kpolicy.executors.device import Failure, MemoryReport, Span
 from kpolicy.executors.parts import EventSpan
 from kpolicy.executors.simulated import Fault
 from kpolicy.executors.xpu.failures import classify
-from kpolicy.host_speed import HostProbe
 from kpolicy.reasons import Reason
 
 __all__ = ["StreamAdapter", "StreamEvent", "StreamPool"]
@@ -124,10 +123,6 @@ class StreamAdapter(CudaAdapter):
 
     def probe(self) -> ProbeReport:
         return self._report
-
-    def host_probe(self) -> HostProbe | None:
-        # CUDA's was chosen by measurement.
-        return None
 
     def classify(self, error: BaseException) -> Failure:
         return self._classify(error)
