@@ -43,13 +43,18 @@ def worker(requests: dict[str, Any]) -> Any:
 
 @BOTH
 @KINDS
-@pytest.mark.parametrize(("blocks", "second_runner"), [(2000, False), (30, False), (30, True)])
-def test_rows_are_known_in_every_step(version: str, asynchronous: bool, blocks: int, second_runner: bool) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "second_runner", "order"), [(2000, False, "fcfs"), (30, False, "fcfs"), (30, True, "priority")]
+)
+def test_rows_are_known_in_every_step(
+    version: str, asynchronous: bool, blocks: int, second_runner: bool, order: str
+) -> None:
     """With requests that end, are aborted, and with few blocks are preempted and come again."""
     with schedulers(version):
         config = vllm_config(
             version, asynchronous=asynchronous, max_tokens=LIMIT, blocks=blocks, second_runner=second_runner
         )
+        config.scheduler_config.policy = order
         chance, steps, preempted = random.Random(blocks), 0, 0  # noqa: S311
         ended = importlib.import_module("vllm.v1.request").RequestStatus.FINISHED_ABORTED
         for seed in range(4):
@@ -75,6 +80,8 @@ def test_rows_are_known_in_every_step(version: str, asynchronous: bool, blocks: 
 
             scheduler.kpolicy_pacer._bound = looked
             load = requests(seed, count=12, longest=400)
+            for _, request in load:
+                request.priority = chance.randrange(3)
             serve(
                 scheduler,
                 load,
