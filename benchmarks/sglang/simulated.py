@@ -5,15 +5,15 @@
 Each trace as it was recorded, where requests arrive slower than they are served, and its first requests at once, where
 they can't be, after all captures. Costs: measured on an H200 for Qwen2.5-0.5B shapes
 (benchmarks/results/h200/profile_qwen05b.json), and analytic for an 8B model. The replica has SGLang's own sizes for an
-H200. `auto` has those that kpolicy-sglang captures there, and once more the very sizes of the replica, so that only the
-rules differ. Ratios are above 1 where `auto` is better.
+H200. `auto` has its own default sizes and, as SGLang's list has, one for a step that is full; those that kpolicy-sglang
+captures there; and the very sizes of the replica, so that only the rules differ. With these it is also told to run no
+decodes beside prompts, which SGLang can't. Ratios are above 1 where `auto` is better.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,29 +59,32 @@ def figures(result: SimResult) -> dict[str, float]:
     }
 
 
-def sizes(settings: Settings) -> dict[str, CaptureSizes]:
-    """What `auto` captures, by name."""
-    stock = get_policy(REPLICA).sizes(settings)
+def sides(settings: Settings) -> list[tuple[str, str, CaptureSizes]]:
+    """The policies that are compared, what they capture by name, and as sizes."""
+    own, stock = CaptureSizes.default(settings), get_policy(REPLICA).sizes(settings)
     decodes = default_decode_sizes(stock.decode, settings.max_num_reqs)
-    return {"kpolicy-sglang's": attrs.evolve(stock, decode=decodes), "SGLang's": stock}
+    return [
+        ("auto", "its own and a full step", attrs.evolve(own, piecewise=(*own.piecewise, settings.max_num_tokens))),
+        ("auto", "kpolicy-sglang's", attrs.evolve(stock, decode=decodes)),
+        ("auto", "SGLang's", stock),
+        ("auto:forms=in_turn", "SGLang's", stock),
+    ]
 
 
-def compare(
-    path: Path, name: str, costs: CostTable, server: Server, ladders: Mapping[str, CaptureSizes]
-) -> list[dict[str, Any]]:
+def compare(path: Path, name: str, costs: CostTable, server: Server) -> list[dict[str, Any]]:
     """One trace under one cost table."""
     rows = []
     for load, trace in loads(path):
         replica = figures(simulate(trace, REPLICA, server=server, costs=costs))
-        for captured, ladder in ladders.items():
-            auto = figures(simulate(trace, "auto", server=server, costs=costs, ladder=ladder))
+        for policy, captured, ladder in sides(server.settings):
+            auto = figures(simulate(trace, policy, server=server, costs=costs, ladder=ladder))
             for figure, ours in auto.items():
                 stock = replica[figure]
                 ratio = ours / stock if figure == "tokens/s" else stock / ours
                 rows.append(
                     {
-                        "trace": path.name, "load": load, "costs": name, "sizes": captured, "figure": figure,
-                        "sglang": round(stock, 4), "auto": round(ours, 4), "ratio": round(ratio, 4),
+                        "trace": path.name, "load": load, "costs": name, "policy": policy, "sizes": captured,
+                        "figure": figure, "sglang": round(stock, 4), "auto": round(ours, 4), "ratio": round(ratio, 4),
                     }
                 )  # fmt: skip
                 print(*rows[-1].values(), sep="\t", flush=True)
@@ -92,11 +95,10 @@ def main() -> int:
     given = traces_and_date(__doc__)
     measured = read_profile(RESULTS / "h200" / "profile_qwen05b.json").costs
     server = Server(settings=Settings(max_num_reqs=MOST_REQS, max_num_tokens=MOST_TOKENS), warm=True)
-    ladders = sizes(server.settings)
     rows = []
     for path in (given.traces / name for name in FILES):
         for name, costs in (("0.5B measured", measured), ("8B analytic", analytic_costs())):
-            rows += compare(path, name, costs, server, ladders)
+            rows += compare(path, name, costs, server)
     written = {
         "what": "auto against the replica of SGLang 0.5.23 in simulated time; ratios above 1 favour auto",
         "date": given.date, "command": "PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.simulated "
@@ -104,12 +106,12 @@ def main() -> int:
         "versions": {"kpolicy": kpolicy.__version__, "python": platform.python_version()}, "rows": rows,
     }  # fmt: skip
     (RESULTS / "sglang_simulated.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    for captured in ladders:
+    for policy, captured, _ in sides(server.settings):
+        mine = [row for row in rows if (row["policy"], row["sizes"]) == (policy, captured)]
         worst = {
-            figure: min(row["ratio"] for row in rows if (row["sizes"], row["figure"]) == (captured, figure))
-            for figure in ("tokens/s", "gap p99 ms")
+            name: min(row["ratio"] for row in mine if row["figure"] == name) for name in ("tokens/s", "gap p99 ms")
         }
-        print(f"least ratios with {captured}: {worst}")
+        print(f"least ratios of {policy} with {captured}: {worst}")
     return 0
 
 
