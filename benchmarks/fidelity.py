@@ -259,8 +259,9 @@ def shown_again(title: str, rows: Sequence[RepeatRow]) -> None:
     for row in rows:
         print(
             f"  {row.mode:<22} {row.regime:<21} {row.steps:>6} steps, {row.repeats:g} times each  error of the middle "
-            f"{row.error:6.1%}  bias {row.bias:+6.1%}  of means {row.of_means:6.1%}  of each {row.single_error:6.1%}"
-            f"  spread {row.spread:6.1%}  at the table's host speed {row.at_speed_error:6.1%} of {row.at_speed_steps}"
+            f"{row.error:6.1%}  bias {row.bias:+6.1%}  between steps {row.between:6.1%}  of means {row.of_means:6.1%}"
+            f"  of each {row.single_error:6.1%}  spread {row.spread:6.1%}  at the table's host speed "
+            f"{row.at_speed_error:6.1%} of {row.at_speed_steps}"
         )
 
 

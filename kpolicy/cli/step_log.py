@@ -129,13 +129,13 @@ class StepLog:
     def _header(self) -> LogHeader:
         from kpolicy.schemas import LogHeader
 
-        where = self._runs_on
+        where, probe = self._runs_on, self._probe
         return LogHeader(
             policy=self._spec, device=where.device, model=where.model,
             versions={"kpolicy": __version__, **where.versions},
             costs_version=self._engine.costs.version, settings=self._engine.settings,
             started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=shlex.join(["kpolicy", *COMMAND.get()]), host_probe=self._probe.name if self._probe else INTERPRETER,
+            command=shlex.join(["kpolicy", *COMMAND.get()]), host_probe=probe.name if probe else INTERPRETER,
         )  # fmt: skip
 
     def _note(self, step: int, inputs: StepInputs, outputs: StepOutputs, batcher: Batcher, start_us: float) -> None:

@@ -39,6 +39,8 @@ class RepeatRow:
         error: mean over steps of the relative error of the middle: the median over a step's repeats of expected over
             measured time, less 1, without its sign.
         bias: the same with its sign: above 0 is too slow a table.
+        between: `error` once the median of the row's middles is taken off: what is wrong between steps, whatever the
+            host's speed is taken for.
         of_means: mean over steps of the error of the mean of a step's repeats.
         single_error: mean of the error of every repeat by itself.
         spread: mean over repeats of how far each is from the middle of its step: what one measurement can't tell.
@@ -54,6 +56,7 @@ class RepeatRow:
     repeats: float
     error: float
     bias: float
+    between: float
     of_means: float
     single_error: float
     spread: float
@@ -123,6 +126,7 @@ def repeated(run: Sequence[StepEntry], again: Sequence[StepEntry], costs: CostTa
 
 def _row(mode: str, regime: str, steps: Sequence[Sequence[_Repeat]]) -> RepeatRow:
     middles = [median(each.expected / each.measured for each in repeats) - 1 for repeats in steps]
+    usual = median(middles) + 1
     means = [sum(each.expected for each in r) / sum(each.measured for each in r) - 1 for r in steps]
     at_speed = [kept for r in steps if len(kept := [each for each in r if each.at_speed]) >= LEAST_REPEATS]
     off = [abs(median(e.at_table for e in kept) / median(e.measured for e in kept) - 1) for kept in at_speed]
@@ -138,6 +142,7 @@ def _row(mode: str, regime: str, steps: Sequence[Sequence[_Repeat]]) -> RepeatRo
         repeats=median(map(len, steps)),
         error=fmean(map(abs, middles)),
         bias=fmean(middles),
+        between=fmean(abs((each + 1) / usual - 1) for each in middles),
         of_means=fmean(map(abs, means)),
         single_error=fmean(abs(ratio - 1) for ratio, _ in ratios),
         spread=fmean(abs(ratio / middle - 1) for ratio, middle in ratios),

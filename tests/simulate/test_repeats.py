@@ -54,6 +54,14 @@ def test_a_wrong_table_shows_whatever_the_noise() -> None:
     assert found.bias == pytest.approx(0.25)
 
 
+def test_what_is_wrong_between_steps_stands_apart_from_what_all_have() -> None:
+    """A table a quarter too slow for all but one step, which is right: a factor for all leaves that one a fifth off."""
+    run = [attrs.evolve(RUN[BOUND], step=i) for i in range(5)]
+    again = [attrs.evolve(step(BOUND, 500.0 if i == 4 else 400.0), step=i) for i in range(5) for _ in range(3)]
+    found = rows(again, run)["host-bound"]
+    assert (found.error, found.between) == (pytest.approx(0.2), pytest.approx(0.2 / 5))
+
+
 def test_each_repeat_is_at_its_own_host_speed() -> None:
     """Ten of a host that takes half as long again; the table as it is, is held to those at its own speed alone."""
     slow = [step(BOUND, 750.0, 30.0) for _ in range(10)]
