@@ -15,8 +15,8 @@ from kpolicy.modes import Mode, Part, Rows
 from kpolicy.reasons import Reason
 from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader
 from kpolicy.shapes import BatchShape
-from kpolicy_vllm.dispatch import Entry
 from kpolicy_vllm.state import State
+from kpolicy_vllm.steps import Entry
 
 __all__ = ["DecisionLog", "decision_of", "shape_of"]
 

@@ -25,8 +25,8 @@ from kpolicy.ladders import CaptureLadder
 from kpolicy.modes import Part
 from kpolicy.policies.auto import AutoPolicy
 from kpolicy.reasons import Reason
-from kpolicy_vllm.dispatch import Step, numbers_of
 from kpolicy_vllm.state import LOGGER, State, workers_apart
+from kpolicy_vllm.steps import Step, numbers_of
 
 __all__ = ["Lazy", "attach", "first", "thin", "why_not"]
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part
-from kpolicy_vllm.dispatch import Chooser, Step
+from kpolicy_vllm.dispatch import Chooser
 from kpolicy_vllm.state import State
+from kpolicy_vllm.steps import Step
 
 __all__ = ["dispatcher_class", "grouped", "keys_of", "sampled"]
 

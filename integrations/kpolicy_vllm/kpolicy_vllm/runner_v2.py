@@ -13,8 +13,9 @@ from typing import Any
 
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
-from kpolicy_vllm.dispatch import Chooser, Step
+from kpolicy_vllm.dispatch import Chooser
 from kpolicy_vllm.state import State
+from kpolicy_vllm.steps import Step
 
 __all__ = ["Timed", "manager_class", "take_over"]
 

@@ -10,7 +10,7 @@ from kpolicy.reasons import Reason
 from kpolicy.schemas import read_decision_log
 from kpolicy.simulate.recorded import header_sizes, replay
 from kpolicy_vllm.decision_log import DecisionLog, decision_of, shape_of
-from kpolicy_vllm.dispatch import Step
+from kpolicy_vllm.steps import Step
 from tests.integrations.vllm.test_dispatch import chooser
 
 

@@ -11,9 +11,10 @@ from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
-from kpolicy_vllm.dispatch import Chooser, Step, classes, numbers_of
+from kpolicy_vllm.dispatch import Chooser
 from kpolicy_vllm.ladder import sizes_of
 from kpolicy_vllm.state import State
+from kpolicy_vllm.steps import Step, classes, numbers_of
 from kpolicy_vllm.watch import summary
 
 SETTINGS = Settings(max_num_reqs=64, max_num_tokens=1024)

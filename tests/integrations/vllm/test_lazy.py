@@ -14,9 +14,10 @@ from kpolicy.reasons import Reason
 from kpolicy.registry import GraphState
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
-from kpolicy_vllm.dispatch import Chooser, Step
+from kpolicy_vllm.dispatch import Chooser
 from kpolicy_vllm.lazy import LOOK, Lazy, attach, first, thin, why_not
 from kpolicy_vllm.state import State
+from kpolicy_vllm.steps import Step
 
 DECODE = [GraphKey(Part.FULL, n, n, query_len=1) for n in (1, 2, 4, 8, 16, 32, 64)]
 PIECES = [GraphKey(Part.PIECEWISE, n) for n in (16, 64, 128, 256)]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kpolicy_vllm import metrics
-from kpolicy_vllm.dispatch import Step
+from kpolicy_vllm.steps import Step
 from kpolicy_vllm.watch import Watch
 from tests.integrations.vllm.test_dispatch import chooser
 

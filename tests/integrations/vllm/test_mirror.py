@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from kpolicy_vllm.dispatch import Step
 from kpolicy_vllm.mirror import enter_others, others
+from kpolicy_vllm.steps import Step
 from tests.integrations.vllm.test_dispatch import chooser
 
 FULL, PIECEWISE = SimpleNamespace(name="FULL"), SimpleNamespace(name="PIECEWISE")
