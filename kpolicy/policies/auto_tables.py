@@ -23,7 +23,7 @@ from kpolicy.modes import Mode, SplitForm
 from kpolicy.policies import ranks
 from kpolicy.policies.auto import cheapest, choose, rate
 from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails, split_way
-from kpolicy.policies.rank_times import NUM_TIMES, RankTimes
+from kpolicy.policies.rank_times import NUM_TIMES, RankTimes, Voted
 from kpolicy.policies.tables import EAGER_WAY, MOST_DECISIONS, Entry, Group, PreparedWays, at
 from kpolicy.reasons import Reason
 from kpolicy.shapes import NO_FACTS, WAITING_REQS, BatchNumbers
@@ -67,6 +67,8 @@ class AutoTables:
         self._eager_us = array("d", context.costs.eager.upto(context.settings.max_num_tokens))
         self._times = RankTimes(context.costs, self._eager_us)
         self._agreed, self._reduced = self._eager, tuple[int, ...]()
+        self._usual: dict[int, list[Row | None]] = {}
+        """Rows of steps without LoRA in which nothing is forbidden"""
         self._selects: dict[tuple[int, int, int], Callable[..., Decision]] = {}
         self._lost_cases = sorted({key.lora_case for key in context.ladder.withdrawn})
         self.select: Callable[..., Decision] = self._select_for(0, 0)
@@ -83,14 +85,30 @@ class AutoTables:
 
     def _by_slowest(self, reduced: Sequence[int]) -> Decision:
         """The way that takes the slowest rank the least, of those that hold every rank's rows."""
+        largest = Voted._make(reduced[-NUM_TIMES:])
+        num_decodes, query_len = ranks.plain_decodes(reduced)
+        rows = self._usual.get(query_len)
+        row = rows[num_decodes] if rows is not None and num_decodes < len(rows) else None
+        if row is not None:
+            return self._row_by_slowest(row, largest)
         numbers, times = ranks.reduced_numbers(reduced[:-NUM_TIMES]), self._times
-        largest, ways = times.largest(reduced[-NUM_TIMES:]), self._ways(numbers)
+        ways = self._ways(numbers)
         if len(ways) < 2 or (numbers.max_decode_steps > 1 and ways[-1].mode is Mode.SPLIT):
             way, reason = choose(numbers, ways, self._context, lambda way: times.cost(way, largest))
             return self._made(way, reason)
-        # The shortest cycle, as `select` has it; the earlier on ties.
-        way = min(ways, key=lambda way: max(times.sides(way, largest)))
+        # The shortest cycle, as `select` has it.
+        way = times.soonest(ways, largest)
         return self._made(way, eager_reason(self._context) if way.mode is Mode.EAGER else self._reason)
+
+    def _row_by_slowest(self, row: Row, largest: Voted) -> Decision:
+        """The same for decode rows of one length, the usual step: their row has the graphs."""
+        uid, ns = row.uid, max(row.dense_us * 1e3 + largest.full, largest.full_host)
+        piece_ns = max(row.piece_us * 1e3 + largest.pieces, largest.pieces_host)
+        if piece_ns < ns:
+            uid, ns = row.piece_uid, piece_ns
+        if max(largest.eager, largest.eager_host) < ns:
+            return self._eager
+        return self._wholes[uid] or self._whole(uid)
 
     def _select_for(self, loras: int, forbidden: int) -> Callable[..., Decision]:
         """The prepared path for that many active LoRAs and those forbidden modes: made at first use.
@@ -112,6 +130,8 @@ class AutoTables:
 
     def _prepare(self, group: Group, loras: int, forbidden_here: int) -> Callable[..., Decision]:
         uniform, costs = self._uniform_rows(group), self._context.costs
+        if not loras and not forbidden_here:
+            self._usual = uniform
         base_us, row_us, unit_us, _ = attrs.astuple(costs.decode_attention)
         (full_base, full_req), (piece_base, piece_req), (eager_base, eager_req) = (
             (host.base_for(decodes=True, prefills=False), host.req_us) for host in _hosts(costs)

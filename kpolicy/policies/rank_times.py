@@ -27,29 +27,29 @@ _MOST = 1 << 62
 
 
 class Voted(NamedTuple):
-    """A rank's times, or the largest of all ranks': in microseconds, without the dense work of graphs.
+    """A rank's times, or the largest of all ranks': in nanoseconds, without the dense work of graphs.
 
     Of a SPLIT `decode` is the half with the decode rows and `tail` the other, run eagerly or as pieces. `overlap` is
     the table's `overlap_cost`.
     """
 
-    decode: float
-    attention: float
-    full: float
-    pieces: float
-    eager: float
-    full_host: float
-    pieces_host: float
-    eager_host: float
-    decode_host: float
-    split_pieces_host: float
-    split_eager_host: float
-    in_turn_eager: float
-    pieces_in_decode: float
+    decode: int
+    attention: int
+    full: int
+    pieces: int
+    eager: int
+    full_host: int
+    pieces_host: int
+    eager_host: int
+    decode_host: int
+    split_pieces_host: int
+    split_eager_host: int
+    in_turn_eager: int
+    pieces_in_decode: int
     """The decode half, and the overlap's share of a tail of pieces"""
-    decode_in_pieces: float
-    eager_in_decode: float
-    decode_in_eager: float
+    decode_in_pieces: int
+    eager_in_decode: int
+    decode_in_eager: int
 
 
 NUM_TIMES = len(Voted._fields)
@@ -67,6 +67,7 @@ class RankTimes:
     def __init__(self, costs: CostTable, eager_us: Sequence[float] = ()) -> None:
         self._costs = costs
         self._eager_us = eager_us
+        self._no_rows_us = costs.eager.at(0)
         self._hosts = [
             ([host.base_for(decodes=bool(kinds & 1), prefills=kinds > 1) for kinds in range(4)], host.req_us)
             for host in (costs.host_full, costs.host_piecewise, costs.host_eager)
@@ -76,9 +77,43 @@ class RankTimes:
 
     def vote(self, numbers: BatchNumbers) -> tuple[int, ...]:
         """This rank's times in nanoseconds, of which ranks take the largest."""
-        costs, eager_us, overlap = self._costs, self._eager_us, self._costs.overlap_cost
-        decodes, prefills, tokens = numbers.num_decodes, numbers.num_prefills, numbers.total_tokens
-        reqs, prompts = numbers.total_reqs, numbers.num_prefill_tokens
+        decodes, tokens, reqs = numbers.num_decodes, numbers.total_tokens, numbers.total_reqs
+        dense = self._eager_at(tokens)
+        if decodes and reqs == decodes:
+            times = self._of_decodes(self._costs.decode_attention_us(numbers), decodes, dense)
+        else:
+            times = self._of_any(numbers, dense)
+        votes = tuple([int(time * _NS) for time in times])
+        return votes if max(votes) <= _MOST else tuple(min(vote, _MOST) for vote in votes)
+
+    def _of_decodes(self, decode: float, decodes: int, dense: float) -> tuple[float, ...]:
+        """The times of decode rows alone: `_of_any` without what needs prompts."""
+        overlap, tail, shared = self._costs.overlap_cost, self._no_rows_us, self._costs.overlap_cost * decode
+        (full, full_req), (pieces, pieces_req), (eager, eager_req) = self._hosts
+        host = full[1] + full_req * decodes
+        return (
+            decode,
+            decode,
+            decode,
+            decode,
+            dense + decode,
+            host,
+            pieces[1] + pieces_req * decodes,
+            eager[1] + eager_req * decodes,
+            host,
+            host + pieces[0],
+            host + eager[0],
+            decode + tail,
+            decode,
+            shared,
+            decode + overlap * tail,
+            tail + shared,
+        )
+
+    def _of_any(self, numbers: BatchNumbers, dense: float) -> tuple[float, ...]:
+        """The times in the order of `Voted`, `dense` being the dense work of an eager launch of all rows."""
+        costs, overlap = self._costs, self._costs.overlap_cost
+        decodes, prefills, reqs = numbers.num_decodes, numbers.num_prefills, numbers.total_reqs
         decode = costs.decode_attention_us(numbers) if decodes else 0.0
         prefill = costs.prefill_attention_us(numbers) if prefills else 0.0
         attention = decode + prefill
@@ -87,10 +122,8 @@ class RankTimes:
         full_both, pieces_both = costs.both_us if kinds == _BOTH else _NOTHING
         (full, full_req), (pieces, pieces_req), (eager, eager_req) = self._hosts
         decode_host = full[some] + full_req * decodes
-        dense = eager_us[tokens] if 0 < tokens < len(eager_us) else costs.eager.at(tokens)
-        tail = prefill + (eager_us[prompts] if 0 < prompts < len(eager_us) else costs.eager.at(prompts))
-        # As `CostTable.cost` has it, an eager launch without rows takes as long as that of the smallest size.
-        times = (
+        tail = prefill + self._eager_at(numbers.num_prefill_tokens)
+        return (
             decode,
             attention,
             attention + full_both,
@@ -108,57 +141,84 @@ class RankTimes:
             decode + overlap * tail,
             tail + overlap * decode,
         )
-        votes = tuple([int(time * _NS) for time in times])
-        return votes if max(votes) <= _MOST else tuple(min(vote, _MOST) for vote in votes)
 
-    @staticmethod
-    def largest(reduced: Sequence[int]) -> Voted:
-        """The largest times of all ranks, from the largest votes."""
-        return Voted._make([vote / _NS for vote in reduced])
+    def _eager_at(self, tokens: int) -> float:
+        """Dense time of an eager launch; without rows that of the smallest size, as `CostTable.cost` has it."""
+        if not tokens:
+            return self._no_rows_us
+        return self._eager_us[tokens] if tokens < len(self._eager_us) else self._costs.eager.at(tokens)
 
-    def sides(self, way: Way, voted: Voted) -> tuple[float, float]:
-        """(device, host) time of a way that holds every rank's rows, each on the rank that takes the longest."""
+    def soonest(self, ways: Sequence[Way], voted: Voted) -> Way:
+        """The way of the shortest cycle, where each decode row runs one step; the earlier on ties.
+
+        What takes the host as long as the best so far takes both is looked at no further.
+        """
+        found, least = ways[0], float("inf")
+        for way in ways:
+            took = self._host(way, voted)
+            if took < least:
+                took = max(took, self._device(way, voted))
+                if took < least:
+                    found, least = way, took
+        return found
+
+    def _host(self, way: Way, voted: Voted) -> float:
+        """Nanoseconds that a way takes the host, on the rank where that is longest."""
+        mode = way.mode
+        if mode is Mode.FULL:
+            return voted.full_host
+        if mode is Mode.PIECEWISE:
+            return voted.pieces_host
+        if mode is Mode.EAGER:
+            return voted.eager_host
+        decode, tail = way.launches
+        host = voted.split_eager_host if tail.key is None else voted.split_pieces_host
+        return host + (decode.repeat - 1) * voted.decode_host
+
+    def _device(self, way: Way, voted: Voted) -> float:
+        """Nanoseconds that a way takes the device, on the rank where that is longest."""
         mode = way.mode
         if mode is Mode.EAGER:
-            return voted.eager, voted.eager_host
+            return voted.eager
         first, second = self._dense.get(way) or self._dense_of(way)
         if mode is Mode.FULL:
-            return first + voted.full, voted.full_host
+            return first + voted.full
         if mode is Mode.PIECEWISE:
-            return first + voted.pieces, voted.pieces_host
+            return first + voted.pieces
         overlap = self._costs.overlap_cost
         decode, tail = way.launches
         eager, more = tail.key is None, decode.repeat - 1
-        host = (voted.split_eager_host if eager else voted.split_pieces_host) + more * voted.decode_host
         if tail.stream == decode.stream:
-            return first + (voted.in_turn_eager if eager else second + voted.attention), host
+            return first + (voted.in_turn_eager if eager else second + voted.attention)
         # The longer and a share of the shorter: of the two sums the larger, where beside takes no longer.
         outer = first + overlap * second + (voted.eager_in_decode if eager else voted.pieces_in_decode)
         inner = second + overlap * first + (voted.decode_in_eager if eager else voted.decode_in_pieces)
         if more:
             later = more * (first + voted.decode)
             outer, inner = outer + later, inner + overlap * later
-        return (max if overlap <= 1 else min)(outer, inner), host
+        return (max if overlap <= 1 else min)(outer, inner)
 
     def cost(self, way: Way, voted: Voted) -> Cost:
         """What a way that holds every rank's rows takes on the slowest rank."""
         costs = self._costs
-        device, host = self.sides(way, voted)
+        device, host = self._device(way, voted) / _NS, self._host(way, voted) / _NS
         cycle = max(device, host) + costs.step_us
         steps = way.launches[0].repeat if way.launches else 1
         if steps == 1:
             return Cost(cycle, cycle, cycle, device, host)
-        own_us = max(voted.decode - costs.decode_attention.base_us, 0.0)
+        decode_us = voted.decode / _NS
+        own_us = max(decode_us - costs.decode_attention.base_us, 0.0)
         first, _ = self._dense_of(way)
-        spared_us = costs.spared_us(first + voted.decode, voted.decode_host, own_us, 1.0)
+        spared_us = costs.spared_us(first / _NS + decode_us, voted.decode_host / _NS, own_us, 1.0)
         return Cost(cycle - (steps - 1) * spared_us, cycle / steps, cycle, device, host)
 
     def _dense_of(self, way: Way) -> tuple[float, float]:
-        """The dense work of a way's graphs, launch by launch; 0 where a launch is eager, whose work is voted."""
-        us = [self._costs.curve_of(each).at(each.key.num_tokens) if each.key else 0.0 for each in way.launches]
+        """The dense work of a way's graphs, launch by launch, in nanoseconds; 0 where one is eager: that is voted."""
+        curve_of = self._costs.curve_of
+        dense = [curve_of(each).at(each.key.num_tokens) * _NS if each.key else 0.0 for each in way.launches]
         if len(self._dense) >= _MOST_WAYS:
             self._dense.clear()
-        first, second, *_ = (*us, 0.0, 0.0)
+        first, second, *_ = (*dense, 0.0, 0.0)
         found = self._dense[way] = (first, second)
         return found
 

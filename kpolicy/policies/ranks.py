@@ -17,37 +17,46 @@ from kpolicy.modes import Mode
 from kpolicy.reasons import Reason
 from kpolicy.shapes import LARGEST_COUNT, BatchNumbers
 
-__all__ = ["agree", "reduced_numbers", "told", "vote"]
+__all__ = ["agree", "plain_decodes", "reduced_numbers", "told", "vote"]
 
 _ALL = sum(mode.bit for mode in Mode)
 _FLAGS = [tuple(int(bool(forbidden & mode.bit)) for mode in Mode) for forbidden in range(_ALL + 1)]
 """Forbidden modes as flags of 0 or 1"""
+_LORAS = 13
+"""Where a vote has its LoRAs; the flags follow"""
 _MASKS = {flags: forbidden for forbidden, flags in enumerate(_FLAGS)}
 
 
 def vote(numbers: BatchNumbers) -> tuple[int, ...]:
     """This rank's batch as scalars whose maximum over ranks describes a batch that holds all of them."""
-    decoding = numbers.num_decodes > 0
+    (
+        decodes, query_len, decode_kv, decode_tokens, prefills, prefill_tokens, prefill_kv, pairs, longest, max_kv,
+        first_chunks, loras, forbidden, steps, tokens, reqs, longest_decode, _,
+    ) = numbers  # fmt: skip
+    if decode_tokens < 0:
+        decode_tokens, longest = decodes * query_len, query_len
+    reqs = decodes + prefills if reqs < 0 else reqs
+    decoding = decodes > 0
     return (
-        numbers.num_decodes,
-        numbers.decode_tokens,
-        numbers.query_len if decoding else 0,
-        -numbers.query_len if decoding else -LARGEST_COUNT,
-        int(decoding and not numbers.query_len),
-        numbers.decode_kv_tokens,
-        numbers.num_prefills,
-        numbers.num_prefill_tokens,
-        numbers.prefill_kv_tokens,
-        numbers.prefill_pairs,
-        numbers.longest_query if numbers.total_reqs else 0,
-        numbers.max_kv_len,
-        numbers.num_first_chunks,
-        numbers.num_active_loras,
-        *_FLAGS[numbers.forbidden & _ALL],
-        -numbers.max_decode_steps if decoding else -LARGEST_COUNT,
-        numbers.total_tokens,
-        numbers.total_reqs,
-        numbers.longest_decode,
+        decodes,
+        decode_tokens,
+        query_len if decoding else 0,
+        -query_len if decoding else -LARGEST_COUNT,
+        int(decoding and not query_len),
+        decode_kv,
+        prefills,
+        prefill_tokens,
+        prefill_kv,
+        pairs,
+        longest if reqs else 0,
+        max_kv,
+        first_chunks,
+        loras,
+        *_FLAGS[forbidden & _ALL],
+        -steps if decoding else -LARGEST_COUNT,
+        decode_tokens + prefill_tokens if tokens < 0 else tokens,
+        reqs,
+        query_len or longest_decode,
     )
 
 
@@ -77,6 +86,14 @@ def reduced_numbers(reduced: Sequence[int]) -> BatchNumbers:
         num_reqs=reqs,
         max_decode_len=longest_decode,
     )
+
+
+def plain_decodes(reduced: Sequence[int]) -> tuple[int, int]:
+    """(rows, query length) where all ranks have decode rows of one length, no LoRA, and nothing forbidden; else 0s."""
+    decodes, _, longest, shortest, uneven, _, prefills = reduced[:7]
+    if prefills or uneven or longest != -shortest or any(reduced[_LORAS : _LORAS + 1 + len(Mode)]):
+        return 0, 0
+    return decodes, longest
 
 
 def agree(select: Callable[..., Decision], reduced: Sequence[int], numbers: BatchNumbers) -> Decision:

@@ -12,7 +12,7 @@ from kpolicy.modes import Mode
 from kpolicy.policies import PolicyContext, get_policy
 from kpolicy.policies.auto import cheapest
 from kpolicy.policies.base import legal_ways
-from kpolicy.policies.rank_times import NUM_TIMES, RankTimes
+from kpolicy.policies.rank_times import NUM_TIMES, RankTimes, Voted
 from kpolicy.policies.ranks import reduced_numbers
 from kpolicy.reasons import Reason
 from kpolicy.settings import Settings
@@ -40,7 +40,7 @@ def ways_of(ranks, context, votes):
     numbers = reduced_numbers(votes[:-NUM_TIMES])
     for way in legal_ways(numbers, context, cheapest(context)):
         slowest = max(costs.cost(way.launches, rank).cycle_us for rank in ranks)
-        yield way, times.cost(way, times.largest(votes[-NUM_TIMES:])).cycle_us, slowest
+        yield way, times.cost(way, Voted._make(votes[-NUM_TIMES:])).cycle_us, slowest
 
 
 @ANY
