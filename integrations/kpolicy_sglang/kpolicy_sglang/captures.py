@@ -123,7 +123,7 @@ def no_memory(error: Exception) -> bool:
 
 @contextmanager
 def collected_once(model_runner: Any, *, on: bool) -> Iterator[None]:
-    """Have Python's garbage collector leave out what is there now until the captures are done, and walk through it then.
+    """Have Python's garbage collector leave out what is there until the captures are done, and walk through it then.
 
     Where `--enable-cudagraph-gc` wants all objects looked at, they are.
     """
