@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kpolicy.costs import Cost, CostTable
+from kpolicy.decision import Launch
+from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode
 from kpolicy.policies.base import Way
 from kpolicy.shapes import BatchNumbers
@@ -73,7 +75,7 @@ class RankTimes:
             for host in (costs.host_full, costs.host_piecewise, costs.host_eager)
         ]
         """What a launch takes the host, by kinds of rows (1 decode, 2 prompt, 3 both), and more for each request"""
-        self._dense: dict[Way, tuple[float, float]] = {}
+        self._graph_ns: dict[GraphKey, float] = {}
 
     def vote(self, numbers: BatchNumbers) -> tuple[int, ...]:
         """This rank's times in nanoseconds, of which ranks take the largest."""
@@ -180,14 +182,17 @@ class RankTimes:
         mode = way.mode
         if mode is Mode.EAGER:
             return voted.eager
-        first, second = self._dense.get(way) or self._dense_of(way)
+        launches, graph_ns = way.launches, self._graph_ns
+        decode = launches[0]
+        first = graph_ns.get(decode.key) or self._dense(decode)  # type: ignore[arg-type]  # None isn't kept
         if mode is Mode.FULL:
             return first + voted.full
         if mode is Mode.PIECEWISE:
             return first + voted.pieces
-        overlap = self._costs.overlap_cost
-        decode, tail = way.launches
+        tail, overlap, second = launches[1], self._costs.overlap_cost, 0.0
         eager, more = tail.key is None, decode.repeat - 1
+        if tail.key is not None:
+            second = graph_ns.get(tail.key) or self._dense(tail)
         if tail.stream == decode.stream:
             return first + (voted.in_turn_eager if eager else second + voted.attention)
         # The longer and a share of the shorter: of the two sums the larger, where beside takes no longer.
@@ -208,22 +213,22 @@ class RankTimes:
             return Cost(cycle, cycle, cycle, device, host)
         decode_us = voted.decode / _NS
         own_us = max(decode_us - costs.decode_attention.base_us, 0.0)
-        first, _ = self._dense_of(way)
-        spared_us = costs.spared_us(first / _NS + decode_us, voted.decode_host / _NS, own_us, 1.0)
+        first_us = self._dense(way.launches[0]) / _NS
+        spared_us = costs.spared_us(first_us + decode_us, voted.decode_host / _NS, own_us, 1.0)
         return Cost(cycle - (steps - 1) * spared_us, cycle / steps, cycle, device, host)
 
-    def _dense_of(self, way: Way) -> tuple[float, float]:
-        """The dense work of a way's graphs, launch by launch, in nanoseconds; 0 where one is eager: that is voted."""
-        curve_of = self._costs.curve_of
-        dense = [curve_of(each).at(each.key.num_tokens) * _NS if each.key else 0.0 for each in way.launches]
-        if len(self._dense) >= _MOST_WAYS:
-            self._dense.clear()
-        first, second, *_ = (*dense, 0.0, 0.0)
-        found = self._dense[way] = (first, second)
-        return found
+    def _dense(self, launch: Launch) -> float:
+        """Nanoseconds of the dense work of a launch's graph; 0 for an eager launch, whose work is voted."""
+        if launch.key is None:
+            return 0.0
+        ns = self._costs.curve_of(launch).at(launch.key.num_tokens) * _NS
+        if len(self._graph_ns) >= _MOST_GRAPHS:
+            self._graph_ns.clear()
+        self._graph_ns[launch.key] = ns
+        return ns
 
 
 _BOTH = 3
 _NOTHING = (0.0, 0.0)
-_MOST_WAYS = 4096
-"""Ways whose dense work is kept; above it the memo starts afresh."""
+_MOST_GRAPHS = 4096
+"""Graphs whose dense work is kept; above it the memo starts afresh."""
