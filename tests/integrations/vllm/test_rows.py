@@ -113,6 +113,22 @@ def test_requests_that_came_in_another_way_are_counted(version: str) -> None:
         assert rows.behind_a_prompt
 
 
+def test_kv_of_a_row_that_joins() -> None:
+    """A request counts as one that decodes, with its KV, once a step has computed its prompt."""
+    request = SimpleNamespace(num_tokens=70, num_prompt_tokens=70, num_computed_tokens=40, status="running")
+    scheduler = SimpleNamespace(running=[request], waiting=[])
+    rows = Rows(scheduler)
+    came = step_of({"r": 40})
+    came.scheduled_new_reqs = ["r"]
+    rows.ran(came)
+    assert (rows.prompts, rows.decodes, rows.kv) == ([(request, 70)], 0, 0)
+    request.num_computed_tokens = 70
+    rows.ran(step_of({"r": 30}))
+    assert (rows.prompts, rows.decodes, rows.kv) == ([], 1, 70)
+    rows.ran(step_of({"r": 1}))
+    assert rows.kv == 71
+
+
 class Counting:
     """A request that counts how often it is looked at."""
 
@@ -142,12 +158,15 @@ def test_kv_follows_the_rows_though_few_are_looked_at(count: int) -> None:
         rows.look()
         looks += 1
         assert Counting.looks <= 32 * looks
-        rows.ran(step_of({"r": 1}))
+        if rows.kv < true / 2:
+            rows.ran(step_of({"r": 1}))
+            for request in scheduler.running:
+                request._computed += 1
         rows.refresh()
     assert Counting.looks == count
     assert looks == -(-count // 32)
-    # Each row had a token in each step, also before it was seen; these, made up, had none.
-    assert rows.kv == pytest.approx(true, rel=0.05)
+    # Each row had a token in each step, those too that were seen before it.
+    assert rows.kv == pytest.approx(true + count * (looks - 1))
     # A quarter leave, and take the mean.
     del scheduler.running[: count // 4]
     before, Counting.looks = rows.kv, 0
