@@ -314,31 +314,31 @@ class CostTable:
     def in_a_row(self) -> CostTable:
         """The table of steps that come after one of their mode: the host's times are `warm_host_share` of these.
 
-        The device waits less for the first pieces, by half of what launching takes less: see `after_another`.
+        The device waits less for the first pieces: see `after_another`.
         """
         if self.warm_host_share == (1.0, 1.0):
             return self
         piecewise, eager = self.warm_host_share
         return attrs.evolve(
             self, host_piecewise=self.host_piecewise.times(piecewise), host_eager=self.host_eager.times(eager),
-            warm_host_share=(1.0, 1.0), first_pieces_us=-0.5 * self._cold_pieces_us,
+            warm_host_share=(1.0, 1.0), first_pieces_us=-self._first_pieces_us,
         )  # fmt: skip
 
     def after_another(self) -> CostTable:
         """The table of steps that come after one of another mode: the device waits longer for the first pieces.
 
-        What launching them takes more than in a row (`warm_host_share`) is at their beginning, because the first layer
-        brings into the caches what all run. The device has nothing to do meanwhile, so it waits for that too. The curve
-        has the wait of steps in any order, about half of which came after pieces; what a server does between two steps
-        leaves less in the caches than calibration, so that after another mode the whole of it comes on top.
+        What launching them takes more than in a row (`warm_host_share`) is taken to be at their beginning, where the
+        first layer brings into the caches what all run and the device has nothing to do yet. The curve has the wait of
+        steps in any order, about half of which came after pieces: so half of it is added here, and half is taken off in
+        a row.
         """
-        more_us = self._cold_pieces_us
+        more_us = self._first_pieces_us
         return attrs.evolve(self, first_pieces_us=more_us) if more_us else self
 
     @property
-    def _cold_pieces_us(self) -> float:
-        """What launching pieces takes more than in a row."""
-        return (1 - self.warm_host_share[0]) * self.host_piecewise.base_for(decodes=True, prefills=True)
+    def _first_pieces_us(self) -> float:
+        """Half of what launching pieces takes more than in a row."""
+        return 0.5 * (1 - self.warm_host_share[0]) * self.host_piecewise.base_for(decodes=True, prefills=True)
 
     def new_sizes(self) -> CostTable:
         """The table of eager launches of numbers of tokens that never ran before."""

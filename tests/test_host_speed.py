@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import ProfileError
-from kpolicy.host_speed import INTERPRETER, HostProbe, host_work_us, probe_named, probe_of, steadied
+from kpolicy.host_speed import host_work_us, steadied
 from kpolicy.modes import Mode, Rows
 from kpolicy.reasons import Reason
 from kpolicy.schemas import StepEntry
@@ -74,31 +73,11 @@ def test_a_time_below_0_is_an_error_that_names_it() -> None:
         COSTS.at_host_speed(-5)
 
 
-def executor(probe: HostProbe | None) -> SimpleNamespace:
-    """One whose device has that fixed work of its own, or none."""
-    return SimpleNamespace(launcher=SimpleNamespace(adapter=SimpleNamespace(host_probe=lambda: probe)))
-
-
-def test_a_device_may_have_fixed_work_of_its_own() -> None:
-    own = HostProbe("copies", lambda: 7.0)
-    assert probe_of(executor(own)) is own
-    bare = SimpleNamespace(launcher=SimpleNamespace(adapter=SimpleNamespace()))
-    for without in (executor(None), bare, SimpleNamespace(), None):
-        assert probe_of(without) == (INTERPRETER, host_work_us)
-
-
-def test_what_a_tables_times_rest_on_is_done_again_or_nothing_is() -> None:
-    """An older profile's is the interpreter's, whatever the device has; that of another device can't be done."""
-    own = HostProbe("copies", lambda: 7.0)
-    assert probe_named("copies", executor(own)) is own
-    assert probe_named(INTERPRETER, executor(own)) == (INTERPRETER, host_work_us)
-    assert probe_named("copies", executor(None)) is None
-
-
-def test_one_late_note_is_not_the_hosts_speed() -> None:
+def test_late_notes_are_not_the_hosts_speed() -> None:
+    """Nor are two one after the other: nine notes are looked at."""
     quick, slow = 10 * [20.0], 10 * [30.0]
     late = [*quick, *slow]
-    late[3] = late[15] = 200.0
+    late[3] = late[4] = late[15] = late[16] = 200.0
     assert steadied(late) == quick + slow
     assert steadied([]) == []
     assert steadied([20.0]) == [20.0]

@@ -37,7 +37,7 @@ from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepOutputs
 from kpolicy.heap import frozen_heap
-from kpolicy.host_speed import HostProbe, probe_named
+from kpolicy.host_speed import INTERPRETER, host_work_us
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Part
@@ -89,7 +89,7 @@ class Again:
         engine: captured.
         log: the run's steps.
         runs: the indices of those that run.
-        probe: notes the host's speed after each; None where costs rest on none.
+        notes_speed: whether the host's speed is noted after each.
         batcher: makes an empty scheduler.
         trace: what the run served.
         prompts: their tokens.
@@ -98,7 +98,7 @@ class Again:
     engine: Engine
     log: Log[StepEntry]
     runs: set[int]
-    probe: HostProbe | None
+    notes_speed: bool
     batcher: Any
     trace: Trace
     prompts: Prompts
@@ -135,7 +135,7 @@ class Again:
                     event.wait()
                 ran = StepEntry.of(
                     i, entry.shape, outputs.decision, cycle_us=outputs.cycle_us, start_us=entry.start_us,
-                    host_work_us=None if self.probe is None else self.probe.us(),
+                    host_work_us=host_work_us() if self.notes_speed else None,
                 )  # fmt: skip
                 others += not ran_alike(ran, entry)
                 found.append(ran)
@@ -178,8 +178,8 @@ def open_again(arguments: argparse.Namespace, opened: ExitStack) -> dict[str, Ag
         opened.callback(engine.release)
         engine.capture()
         warm_up(engine.executor, engine.registry, model, settings)
-        probe = probe_named(profile.costs.host_probe, engine.executor) if profile.costs.host_work_us else None
-        found[log.header.policy] = Again(engine, log, runs, probe, serving.batcher, trace, prompts)
+        noted = profile.costs.host_work_us > 0 and profile.costs.host_probe == INTERPRETER
+        found[log.header.policy] = Again(engine, log, runs, noted, serving.batcher, trace, prompts)
         print(f"{log.header.policy}: {len(runs)} of {len(log.entries)} steps, {len(engine.registry.captured())} graphs")
     return found
 

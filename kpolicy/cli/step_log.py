@@ -16,7 +16,7 @@ from kpolicy.cli.options import COMMAND
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs, StepOutputs
-from kpolicy.host_speed import INTERPRETER, HostProbe, probe_named
+from kpolicy.host_speed import INTERPRETER, host_work_us
 from kpolicy.scheduling.batching import Batcher
 from kpolicy.shapes import BatchShape
 
@@ -101,15 +101,12 @@ class StepLog:
         self._trace: PerfettoWriter | None = None
         self._open = ExitStack()
         self._noted: list[_Noted] = []
-        self._probe: HostProbe | None = None
+        # Times of other work couldn't be held to the costs.
+        self._notes_speed = engine.costs.host_work_us > 0 and engine.costs.host_probe == INTERPRETER
 
     def __enter__(self) -> OnStep | None:
         if self._path is None and self._perfetto is None:
             return None
-        costs = self._engine.costs
-        if costs.host_work_us:
-            # By the fixed work that the costs rest on; another's times couldn't be held to them.
-            self._probe = probe_named(costs.host_probe, self._engine.executor)
         header = self._header()
         with ExitStack() as opened:
             if self._path is not None:
@@ -129,13 +126,13 @@ class StepLog:
     def _header(self) -> LogHeader:
         from kpolicy.schemas import LogHeader
 
-        where, probe = self._runs_on, self._probe
+        where = self._runs_on
         return LogHeader(
             policy=self._spec, device=where.device, model=where.model,
             versions={"kpolicy": __version__, **where.versions},
             costs_version=self._engine.costs.version, settings=self._engine.settings,
             started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=shlex.join(["kpolicy", *COMMAND.get()]), host_probe=probe.name if probe else INTERPRETER,
+            command=shlex.join(["kpolicy", *COMMAND.get()]),
         )  # fmt: skip
 
     def _note(self, step: int, inputs: StepInputs, outputs: StepOutputs, batcher: Batcher, start_us: float) -> None:
@@ -151,7 +148,7 @@ class StepLog:
             _Noted(
                 step, _shape_of(inputs), outputs.decision, inputs.numbers, costs, outputs.cycle_us,
                 {part.value: us for part, us in outputs.ready_us.items()}, queue,
-                self._probe.us() if self._probe is not None else None, start_us,
+                host_work_us() if self._notes_speed else None, start_us,
             )
         )  # fmt: skip
         if len(self._noted) >= AT_ONCE:

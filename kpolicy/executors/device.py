@@ -154,8 +154,7 @@ class DeviceAdapter(Protocol):
     # Optional, to save the host's time: stage_all(jobs), `stage` for several buffers that `alloc_inputs` made together,
     # with the arguments of each in `jobs`; span(), a `Span` that begins; replayer(graph), `replay` of it with as few
     # calls as the adapter's settings allow. And give_back(stream): nobody needs a stream any more of `new_stream`'s;
-    # device_name, what the device calls itself, which costs that were measured on another one are told by. And
-    # host_probe(), a `HostProbe` that follows the time to launch better than the interpreter's, or None.
+    # device_name, what the device calls itself, which costs that were measured on another one are told by.
 
     def commit(self) -> None:
         """Bring all that was staged since to the device, before what the current stream gets next."""

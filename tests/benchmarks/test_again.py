@@ -15,7 +15,6 @@ from kpolicy.costs import analytic_costs
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.simulated import SimulatedExecutor
-from kpolicy.host_speed import HostProbe
 from kpolicy.scheduling.batching import Batcher
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.schemas import Log, StepEntry, read_step_log
@@ -48,7 +47,7 @@ def again(tmp_path: Path, policy: str, runs: set[int] | None = None, trace: Trac
         serve_trace(TRACE, ran, batcher(), Prompts(), on_step=note)
     log = read_step_log(path)
     runs = set(range(len(log.entries))) if runs is None else runs
-    return Again(engine(policy), log, runs, HostProbe("fixed", lambda: 9.0), batcher, trace, Prompts())
+    return Again(engine(policy), log, runs, True, batcher, trace, Prompts())
 
 
 @pytest.mark.parametrize("policy", ["auto", "vllm", "split:form=decodes_beside"])
@@ -62,7 +61,7 @@ def test_every_step_comes_back(tmp_path: Path, policy: str) -> None:
         for ours, theirs in zip(found, made.log.entries, strict=True):
             assert (ours.step, ours.shape, ours.launches) == (theirs.step, theirs.shape, theirs.launches)
             assert ours.cycle_us == pytest.approx(theirs.cycle_us)
-            assert ours.host_work_us == 9.0
+            assert 0 < (ours.host_work_us or 0.0) < 1e6
 
 
 def test_what_is_not_asked_for_is_scheduled_and_not_run(tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ def test_the_hosts_speed_is_taken_out_of_it() -> None:
     assert bench.waited(1.5 * STEP_US) == pytest.approx(0.1)
 
 
+def test_a_late_note_is_not_the_hosts_speed() -> None:
+    """Of eleven in their order one took twice as long: its sample is of the usual speed all the same."""
+    bench = made((PIECES, [(5250.0, 2000.0, 5000.0, 20.0)] * 11))
+    bench._noted = [20.0] * 5 + [40.0] + [20.0] * 5
+    bench._times[0] = [each._replace(work=bench._noted[i], place=i) for i, each in enumerate(bench._times[0])]
+    slower = bench._slower()
+    assert [slower(each) for each in bench._times[0]] == [1.0] * 11
+
+
 def test_samples_that_come_later_count() -> None:
     bench = made((PIECES, [(5250.0, 2000.0, 5000.0, 20.0)]))
     assert bench.waited(STEP_US) == pytest.approx(0.1)

@@ -13,7 +13,6 @@ from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.decision import Decision, Launch
 from kpolicy.executors.calibrate import Calibration, bench
 from kpolicy.executors.calibrate.table import NOISE, _not_above, _steady
-from kpolicy.host_speed import HostProbe
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows
@@ -72,8 +71,8 @@ class Machine:
         """How many times slower the host is just now: it changes every two hundred steps, and half are slow."""
         return self._slow if random.Random(self._runs // 200).random() < 0.45 else 1.0  # noqa: S311
 
-    def host_probe(self) -> HostProbe:
-        return HostProbe("the machine's", lambda: WORK_US * self.slower)
+    def host_work_us(self) -> float:
+        return WORK_US * self.slower
 
     def occupy(self, us: float) -> None:
         self.busy = max(self.busy, self.now) + us
@@ -121,6 +120,7 @@ def calibrated(
 ) -> tuple[CostTable, Machine]:
     machine, registry = Machine(keys(), longest=longest, **options), GraphRegistry()
     monkeypatch.setattr(bench, "time", machine)
+    monkeypatch.setattr(bench, "host_work_us", machine.host_work_us)
     registry.plan(keys())
     for key in keys():
         full = key.part is Part.FULL
@@ -159,7 +159,7 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.graph_bytes, found.graph_pieces) == ((5000, 800), (1, 25))
     # Decode rows of the largest graph over the usual KV, and the longest chunk behind a long context.
     assert found.kv_span == KvSpan(decode_row=1024, decode_step=64 * 1024, prefill=512 + 4096)
-    assert (found.host_work_us, found.host_probe) == (WORK_US, "the machine's")
+    assert found.host_work_us == WORK_US
 
 
 def test_a_host_whose_speed_changes_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

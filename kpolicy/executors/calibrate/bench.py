@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import StickyDeviceError
 from kpolicy.executors.base import StepInputs
-from kpolicy.host_speed import HostProbe, probe_of, steadied
+from kpolicy.host_speed import host_work_us, steadied
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.reasons import Reason
 from kpolicy.shapes import BatchShape
@@ -91,7 +91,6 @@ class Bench:
         self._others: dict[int, Callable[[int], StepInputs]] = {}
         self._times: list[list[_Times]] = []
         self._often: set[int] = set()
-        self._probe: HostProbe | None = None
         self._noted: list[float] = []
         self._steady: list[float] = []
         self._waited: dict[tuple[int, float], float] = {}
@@ -302,11 +301,6 @@ class Bench:
         """
         return statistics.median([self._work_us(each) for samples in self._times for each in samples] or [0.0])
 
-    @property
-    def host_probe(self) -> str:
-        """Which fixed work that is."""
-        return probe_of(self._executor).name
-
     def _work_us(self, sample: _Times) -> float:
         """Time of the fixed work while the sample was taken, by what was noted around it."""
         if sample.place < 0:
@@ -387,9 +381,7 @@ class Bench:
         if self.host_runs:
             times = self._once(decision, inputs)
             return times._replace(host=0.0, device=times.wall)
-        if self._probe is None:
-            self._probe = probe_of(self._executor)
-        work, place = self._probe.us(), len(self._noted)
+        work, place = host_work_us(), len(self._noted)
         self._noted.append(work)
         times = self._once(decision, inputs)._replace(work=work, place=place)
         self._adapter.occupy(_AHEAD * times.host)

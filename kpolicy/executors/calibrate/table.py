@@ -205,7 +205,6 @@ class Calibration:
             step_us=step_us,
             overlap_cost=self._overlap.share(),
             host_work_us=bench.host_work_us,
-            host_probe=bench.host_probe,
             warm_host_share=(self._host_piecewise.again(step_us), self._host_eager.again(step_us)),
             eager_new_us=self._host_eager.new_us(step_us),
             kv_span=KvSpan(*self._decoding.timed(), self._prefilling.timed()),
