@@ -101,8 +101,8 @@ def plan(
     steps = workload.steps
     if not steps:
         raise ConfigError("the histogram has no steps, so there is nothing to plan for. Replay a trace with requests.")
+    unlimited = (budget is None or budget == Budget()) and most_sizes is None
     if worth is None:
-        unlimited = (budget is None or budget == Budget()) and most_sizes is None
         worth = WORTH if unlimited else 0.0
     if not 0 <= worth < 1:
         raise ConfigError(f"worth is {worth}; it is a share of the mean step from 0 to under 1.")
@@ -120,7 +120,7 @@ def plan(
         most_sizes = worthy if most_sizes is None else min(most_sizes, worthy)
     choice = choose(ladders, budget, most_sizes=most_sizes, largest=largest, exact=exact)
     if choice.us >= penalty_us:
-        raise _too_few(ladders, penalty_us, budget, most_sizes, largest)
+        raise _too_few(ladders, penalty_us, None if unlimited else allowed(budget, most_sizes), largest)
     return _plan(workload, choice, curve.tolist())
 
 
@@ -148,15 +148,21 @@ def _bounded(
 
 
 def _too_few(
-    ladders: Sequence[Ladder], penalty_us: float, budget: Budget | None, most_sizes: int | None,
-    largest: Mapping[str, int] | None,
-) -> BudgetRefused:  # fmt: skip
+    ladders: Sequence[Ladder], penalty_us: float, limits: str | None, largest: Mapping[str, int] | None
+) -> BudgetRefused:
+    """The error for sizes that can't hold `most_loss`; `limits` is what there may be, in words, None for any number."""
     curve = joint_curve(frontiers(ladders, MOST_LAYERS, largest=largest)).tolist()
+    if limits is None:
+        return BudgetRefused(
+            Reason.BUDGET_GRAPHS,
+            f"no plan of up to {len(curve) - 1} sizes keeps every step as near to a graph of its own size as was "
+            "asked. Allow more loss, compare with another list instead, or don't fix the largest size.",
+        )
     enough = next((k for k, us in enumerate(curve) if us < penalty_us), None)
     takes = f"it takes {enough}" if enough is not None else f"{len(curve) - 1} aren't enough"
     return BudgetRefused(
         Reason.BUDGET_GRAPHS,
-        f"{allowed(budget, most_sizes)} can't keep every step as near to a graph of its own size as was asked: {takes} "
+        f"{limits} can't keep every step as near to a graph of its own size as was asked: {takes} "
         "sizes. Raise the budget or the loss, or don't fix the largest size.",
     )
 

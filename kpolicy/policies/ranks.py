@@ -90,8 +90,9 @@ def reduced_numbers(reduced: Sequence[int]) -> BatchNumbers:
 
 def plain_decodes(reduced: Sequence[int]) -> tuple[int, int]:
     """(rows, query length) where all ranks have decode rows of one length, no LoRA, and nothing forbidden; else 0s."""
-    decodes, _, longest, shortest, uneven, _, prefills = reduced[:7]
-    if prefills or uneven or longest != -shortest or any(reduced[_LORAS : _LORAS + 1 + len(Mode)]):
+    decodes, _, longest, shortest, _, _, prefills = reduced[:7]
+    # A rank whose rows differ votes a query length of 0, so that the two are unlike or both 0.
+    if prefills or longest != -shortest or any(reduced[_LORAS : _LORAS + 1 + len(Mode)]):
         return 0, 0
     return decodes, longest
 

@@ -162,3 +162,11 @@ def test_help(kpolicy: Command) -> None:
     assert ended.code == 0
     for option in ("--budget", "--policy", "--emit", "--out", "--largest", "--multiple-of", "--smoothing", "--exact"):
         assert option in ended.out
+
+
+def test_no_step_slower_than_with_anothers_list(kpolicy: Command, trace: Path) -> None:
+    """--against runs to its end, the second half's score included: every step's graph is as near as SGLang's."""
+    given = ("--policy", "sglang", "--max-num-reqs", 16, "--max-num-tokens", 256, "--most-loss", 0)
+    own, theirs = (planned(kpolicy, trace, *given, *more) for more in ((), ("--against", "sglang")))
+    assert theirs["num_sizes"] < own["num_sizes"]
+    assert theirs["held_out"]["num_sizes"] <= theirs["num_sizes"]

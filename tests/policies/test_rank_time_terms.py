@@ -142,6 +142,8 @@ def test_decode_rows_by_their_slowest_rank():
         host_eager=HostCost(10.0),
     )  # fmt: skip
     assert agreed(compiled(steep), short, long)[0].key is None
+    graphs_only = attrs.evolve(long, forbidden={Mode.EAGER})
+    assert agreed(compiled(steep), short, graphs_only)[0].key.num_tokens == 16
     assert agreed(compiled(steep), long, long)[0].key.num_tokens == 8
 
 
@@ -155,6 +157,7 @@ def test_counts_that_say_more_than_decode_rows():
     (launch,) = agreed(policy, drafts, drafts)
     assert (launch.key.part, launch.key.num_tokens, launch.key.lora_case) == (Part.FULL, 12, 0)
     assert agreed(policy, drafts, attrs.evolve(drafts, num_active_loras=2))[0].key.lora_case == 2
+    assert agreed(policy, drafts, BatchShape.decode(2, query_len=3))[0].key.lora_case == 0
     for other in (BatchShape.decode(3), BatchShape(decodes=[(3, 2), (2, 1)])):
         (launch,) = agreed(policy, drafts, other)
         assert launch.key is None or launch.key.part is Part.PIECEWISE
