@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import attrs
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
-from benchmarks.gpu.again import Again, sizes_of
+from benchmarks.gpu.again import Again, main, sizes_of
 from kpolicy.cli.step_log import StepLog
-from kpolicy.costs import analytic_costs
+from kpolicy.costs import HostCost, analytic_costs
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.scheduling.batching import Batcher
 from kpolicy.scheduling.traces import Trace, TraceRequest
-from kpolicy.schemas import Log, StepEntry, read_step_log
+from kpolicy.schemas import Log, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.settings import Settings
 from kpolicy.trace_run import Prompts, serve_trace
 
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64,
+    "max_position_embeddings": 256,
+}  # fmt: skip
 SETTINGS = Settings(max_num_reqs=16, max_num_tokens=512)
 # In three lots, so that it is idle between them.
 TRACE = Trace(
@@ -96,3 +105,31 @@ def test_the_graphs_that_are_captured_are_those_that_replay(tmp_path: Path) -> N
     assert sizes.piecewise == ()
     eager = {i for i, each in enumerate(log.entries) if each.mode == "eager"}
     assert sizes_of(log.entries, eager) is None
+
+
+def test_from_a_runs_files_to_its_repeats(tmp_path: Path) -> None:
+    """A model on this machine's CPU: the steps that the host bounds, in as many passes as are asked for."""
+    config, trace = tmp_path / "config.json", tmp_path / "t.csv"
+    config.write_text(json.dumps(CONFIG))
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + "".join(f"2023-11-16 18:00:{i // 10:02}.{i % 10}000000,{20 + i},{4 + i % 3}\n" for i in range(12))
+    )
+    asked = ["--policy", "eager", "--policy", "piecewise", "--no-verify", "--rate", "1", "--trace", str(trace)]
+    files = ["--save-profile", str(tmp_path / "p.json"), "--step-log", str(tmp_path / "s.jsonl")]
+    limits = ["--max-num-reqs", "4", "--max-num-tokens", "32", "--kv-tokens", "512"]
+    command = [sys.executable, "-m", "kpolicy", "run", "--device", "cpu", "--model", str(config), "--json"]
+    ran = subprocess.run([*command, *limits, *asked, *files], capture_output=True, text=True, check=True)
+    (tmp_path / "r.json").write_text(ran.stdout)
+    # By a table whose host bounds eager steps alone.
+    profile = read_profile(tmp_path / "p.json")
+    costs = attrs.evolve(profile.costs, host_eager=HostCost(1e8), host_work_us=20.0)
+    write_profile(tmp_path / "p.json", attrs.evolve(profile, costs=costs))
+    given = ["--device", "cpu", "--config", str(config), "--profile", str(tmp_path / "p.json"), "--trace", str(trace)]
+    logs = [f"--log={tmp_path}/s-{policy}.jsonl" for policy in ("eager", "piecewise")]
+    out = ["--run", str(tmp_path / "r.json"), "--out", str(tmp_path / "a.jsonl"), "--passes", "2"]
+    assert main([*given, *logs, *out]) == 0
+    eager, run = read_step_log(tmp_path / "a.jsonl"), read_step_log(tmp_path / "s-eager.jsonl")
+    assert [each.step for each in eager.entries] == 2 * list(range(len(run.entries)))
+    assert all(each.host_work_us and each.cycle_us for each in eager.entries)
+    assert not eager.cut_short

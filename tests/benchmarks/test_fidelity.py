@@ -195,6 +195,11 @@ def test_steps_that_ran_again_stand_beside_the_runs(tmp_path: Path, monkeypatch:
     found = json.loads((tmp_path / "fidelity.json").read_text())["measured_again"]
     assert sum(row["steps"] for row in found["auto"]) == 40
     assert found["auto"] == found["all policies"]
+    work = attrs.evolve(analytic_costs(), host_work_us=20.0)
+    write_profile(tmp_path / "p.json", Profile(costs=work, device="d", model="m"))
+    written(tmp_path / "a.jsonl", [attrs.evolve(each, host_work_us=20.0) for each in entries[:40]], "copies")
+    with pytest.raises(ProfileError, match=r"a\.jsonl has the host's speed by the fixed work 'copies'"):
+        fidelity.main([*given, "--again", str(tmp_path / "a.jsonl")])
     with StepLogWriter(tmp_path / "a.jsonl", LogHeader(policy="vllm")) as writer:
         writer.write(entries[0])
     with pytest.raises(ConfigError, match="of vllm; give the run's --log"):
