@@ -182,6 +182,21 @@ def test_few_decodes_hold_up_no_prompts(decodes, most):
     assert turns.most(decodes, 9, [*SHORT, 4000, *SHORT]) == most
 
 
+def test_the_rest_of_a_prompt_is_as_long_as_all_of_it():
+    """Short prompts behind the end of one that has 8,000 tokens in KV wait for it; without these none is long."""
+    turns = split_of(Cut([], decodes=300)).turns
+    assert turns.most(300, 5, [1600] * 5) == 8192
+    assert turns.most(300, 5, [1600] * 5, 8000) < 8000
+
+
+def test_decodes_come_right_after_a_burst():
+    """They have waited for all of it, so that not even a short prompt goes before them."""
+    turns = split_of(Cut([], decodes=300)).turns
+    for _ in range(3):
+        turns.prefilled_in_burst(8192)
+    assert turns.decode_goes_first(300, 1, 100)
+
+
 def test_ends_are_whole_pages():
     """SGLang takes whole pages of the chunk for a prompt."""
     scheduler = Cut([*SHORT, 4000, *SHORT], decodes=300)
