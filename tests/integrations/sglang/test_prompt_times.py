@@ -244,6 +244,14 @@ def test_what_is_cached_unseen_stops_it():
     assert seen == [6000] + [8192] * 64 + [6000] + [8192] * 4
 
 
+def test_a_prompt_that_sglang_cuts_itself_stops_nothing():
+    """Its own chunk ends within one: the next batch may end before a long prompt."""
+    scheduler = Cut([5000, 5000], decodes=300, beside=0.0)
+    assert scheduler.run(2) == [8192, 0]
+    assert scheduler.chunked_req is not None
+    assert not split_of(scheduler)._as_sglang
+
+
 def test_a_burst_is_looked_at_now_and_then():
     """While much is left of a burst what waits isn't counted before every batch; its end is as it was."""
     scheduler = Prompts([1000] * 200, decodes=300, room=592)
