@@ -246,7 +246,7 @@ def test_what_is_cached_unseen_stops_it():
 
 def test_a_prompt_that_sglang_cuts_itself_stops_nothing():
     """Its own chunk ends within one: the next batch may end before a long prompt."""
-    scheduler = Cut([5000, 5000], decodes=300, beside=0.0)
+    scheduler = Cut([4000, 1000, 1000, 1000, 1500], decodes=300, beside=0.0)
     assert scheduler.run(2) == [8192, 0]
     assert scheduler.chunked_req is not None
     assert not split_of(scheduler)._as_sglang
