@@ -37,6 +37,7 @@ class Cell:
         score: the same by the objective, which the cheapest way minimises.
         over: how much more that is than the cheapest way's, as a share.
         reason: why, in words.
+        beyond: whether its contexts are longer than attention was timed at.
     """
 
     decodes: int
@@ -47,6 +48,7 @@ class Cell:
     score: float
     over: float = 0.0
     reason: str
+    beyond: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -143,8 +145,9 @@ def _cell(engine: Engine, decodes: int, tokens: int, kv_len: int, steps_ahead: i
         max_decode_steps=steps_ahead if decodes and tokens else 1,
     )
     decision = engine.decide(shape)
-    cost = engine.costs.cost(decision.launches, shape.numbers)
+    cost, span = engine.costs.cost(decision.launches, shape.numbers), engine.costs.kv_span
     return Cell(
         decodes=decodes, tokens=tokens, mode=decision.mode, label=decision.label, us=cost.step_us,
         score=engine.costs.score(cost, engine.objective), reason=decision.reason.text,
+        beyond=span is not None and not span.holds(shape.numbers),
     )  # fmt: skip

@@ -217,6 +217,10 @@ def maps(made: Sequence[ModeMap]) -> str:
     """The cheapest mode of each batch, and what each policy takes."""
     first, *others = made
     parts = [mode_key(), _map(first, "The cheapest way by the costs at hand (the policy auto)")]
+    beyond = sum(cell.beyond for cell in first.cells.values())
+    if beyond:
+        said = f"{beyond} of {len(first.cells)} batches have longer contexts than attention was timed at."
+        parts.append(f'<p class="caption">{said}</p>\n')
     for each in others:
         worse = [cell.over for cell in each.cells.values() if cell.over >= 0.05]
         said = f"{each.policy}: {len(worse)} of {len(each.cells)} batches take 5% or more over the cheapest way"

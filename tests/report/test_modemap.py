@@ -51,6 +51,23 @@ def test_nothing_beats_the_cheapest_with_the_same_graphs() -> None:
     assert any(cell.over > 0.01 for each in others for cell in each.cells.values())
 
 
+def test_contexts_beyond_what_was_timed() -> None:
+    """Batches whose decode rows are longer than attention was timed at are counted below the map."""
+    import attrs
+
+    from kpolicy.kv_span import KvSpan
+    from kpolicy.report.sections import maps
+
+    said = "batches have longer contexts than attention was timed at"
+    for row, some in ((49, True), (50, False)):
+        costs = attrs.evolve(COSTS, kv_span=KvSpan(decode_row=row, decode_step=1 << 20, prefill=1 << 20))
+        (made,) = mode_maps(["auto"], server=SMALL, costs=costs, kv_len=50)
+        assert {key for key, cell in made.cells.items() if cell.beyond} == {
+            key for key in made.cells if key[0] and some
+        }
+        assert (said in maps([made])) == some
+
+
 def test_drafts_make_rows_wider() -> None:
     """A decode row of 1 + k tokens, so fewer rows fit a step."""
     import attrs
