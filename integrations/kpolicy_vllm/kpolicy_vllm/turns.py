@@ -7,7 +7,8 @@ is vLLM's. `kpolicy_vllm.scheduler` has the classes that do this.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kpolicy_vllm.rows import StepPlanner, left_of, queues_of
@@ -191,18 +192,14 @@ class Turns(StepPlanner):
     def _hiding_prompts(self, stock: Any) -> Any:
         """A step of decodes: prompts stay where they are, and nobody comes in."""
         scheduler = self._scheduler
-        before, paused = scheduler.running, scheduler._pause_state
+        before = scheduler.running
         bound = getattr(scheduler, "prefill_capacity_bound", None)
-        active = getattr(scheduler, "max_num_active_reqs", None)
         scheduler.running = list(self._kinds()[0])
         hidden = {id(request) for request in before} - {id(request) for request in scheduler.running}
-        scheduler._pause_state = type(paused)(1)
-        _admit(scheduler, active, 0)
         try:
-            output = stock()
+            with _closed(scheduler):
+                output = stock()
         finally:
-            _admit(scheduler, active, active)
-            scheduler._pause_state = paused
             scheduler.running = _merged(before, scheduler.running, hidden)
             if bound is not None:
                 # Whether prompts had to stay out is not what this step can tell.
@@ -237,19 +234,28 @@ class Turns(StepPlanner):
     def _hiding_all(self, stock: Any) -> Any:
         """A step of nothing, while other ranks decode; vLLM has the rank run along without rows."""
         scheduler = self._scheduler
-        before, paused = scheduler.running, scheduler._pause_state
-        active = getattr(scheduler, "max_num_active_reqs", None)
+        before = scheduler.running
         scheduler.running = []
-        scheduler._pause_state = type(paused)(1)
-        _admit(scheduler, active, 0)
         try:
-            output = stock()
+            with _closed(scheduler):
+                output = stock()
         finally:
-            _admit(scheduler, active, active)
-            scheduler._pause_state = paused
             scheduler.running = _merged(before, scheduler.running, {id(request) for request in before})
         self._state.counters.add("split_waiting_steps")
         return output
+
+
+@contextmanager
+def _closed(scheduler: Any) -> Iterator[None]:
+    """Nobody who waits comes in meanwhile."""
+    paused, active = scheduler._pause_state, getattr(scheduler, "max_num_active_reqs", None)
+    scheduler._pause_state = type(paused)(1)
+    _admit(scheduler, active, 0)
+    try:
+        yield
+    finally:
+        _admit(scheduler, active, active)
+        scheduler._pause_state = paused
 
 
 def _merged(before: list[Any], now: list[Any], hidden: set[int]) -> list[Any]:
