@@ -8,6 +8,7 @@ import pytest
 from kpolicy.attention.support import Claims
 from kpolicy.budget_models import AscendParallel, ModelShape, ascend_stream_budget
 from kpolicy.budgets import Budget
+from kpolicy.costs import Curve
 from kpolicy.engine import Engine
 from kpolicy.errors import BudgetRefused, ConfigError, UnknownNameError
 from kpolicy.kv_span import KvSpan
@@ -103,6 +104,16 @@ def test_contexts_beyond_the_table_are_noted() -> None:
     assert all_of_them.startswith("100.0% of the steps have a context outside what the cost table was made for")
     (unknown,) = notes(None)
     assert unknown.startswith("contexts: not recorded")
+
+
+def test_sizes_beyond_the_table_are_no_contexts() -> None:
+    """Steps larger than what was timed are noted as such, and not as of longer contexts."""
+    short = Curve((1, 64), (1000.0, 2260.0))
+    table = costs(full=short, piecewise=short, eager=short, kv_span=KvSpan(1 << 20, 1 << 30, 1 << 20))
+    found = plan_trace(trace(10), policy="vllm", server=server(), most_sizes=3, hold_out=False, costs=table)
+    assert found.histogram.outside_contexts == 0
+    (note,) = [note for note in found.notes if "outside what the cost table was made for" in note]
+    assert "of the steps have a size outside" in note
 
 
 def test_same_input_same_plan() -> None:

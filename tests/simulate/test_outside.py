@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import settings as run_settings
 from hypothesis import strategies as st
 
+from kpolicy.costs import Curve
 from kpolicy.kv_span import KvSpan
 from kpolicy.settings import Settings
 from kpolicy.simulate import simulate
@@ -42,6 +43,31 @@ def test_contexts_beyond_the_table_are_counted():
     # A prompt at once, and the same in time of another's decodes.
     assert contexts((0, 37, 1)) == 1
     assert contexts((0, 36, 1)) == 0
+
+
+def test_the_longest_row_is_looked_at_beside_prompts():
+    """A step with a prompt says nothing of its longest decode row, which is the rows' own and not their mean."""
+    costs = attrs.evolve(COSTS, kv_span=KvSpan(decode_row=20, decode_step=1000, prefill=1000))
+    # 32 tokens a step: the last prompt comes in three chunks, with rows of 21 and 6 tokens, then 22 and 7.
+    found, steps = run(trace_of((0, 20, 3), (0, 5, 3), (0, 60, 1)), "eager", costs=costs)
+    numbers = [each.step.numbers for each in steps]
+    assert [(each.num_decodes, each.num_prefills, each.decode_kv_tokens) for each in numbers] == [
+        (0, 3, 0), (2, 1, 27), (2, 1, 29),
+    ]  # fmt: skip
+    assert found.outside_contexts == 2
+
+
+def test_a_step_outside_by_both_is_one_step():
+    """A size and a context outside are each told, and the step that has both is counted once."""
+    wide = server(settings=WIDE)
+    prompt = attrs.evolve(COSTS, kv_span=KvSpan(decode_row=1000, decode_step=1000, prefill=36))
+    both, _ = run(trace_of((0, 60, 3)), "eager", of=wide, costs=prompt)
+    assert (both.outside, both.outside_sizes, both.outside_contexts, both.steps) == (1, 1, 1, 3)
+    # One row's 19 decodes are smaller than any size here, and the last 4 of them have longer contexts too.
+    small = attrs.evolve(SHORT, eager=Curve((2, 32), (99.9, 371.7)))
+    for stepwise in (False, True):
+        rows = simulate(trace_of((0, 30, 20)), "eager", server=wide, costs=small, stepwise=stepwise)
+        assert (rows.outside, rows.outside_sizes, rows.outside_contexts, rows.steps) == (19, 19, 4, 20)
 
 
 @run_settings(max_examples=60, deadline=None)
