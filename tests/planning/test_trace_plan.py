@@ -111,7 +111,7 @@ def test_sizes_beyond_the_table_are_no_contexts() -> None:
     short = Curve((1, 64), (1000.0, 2260.0))
     table = costs(full=short, piecewise=short, eager=short, kv_span=KvSpan(1 << 20, 1 << 30, 1 << 20))
     found = plan_trace(trace(10), policy="vllm", server=server(), most_sizes=3, hold_out=False, costs=table)
-    assert found.histogram.outside_contexts == 0
+    assert found.replayed.histogram.outside_contexts == 0
     (note,) = [note for note in found.notes if "outside what the cost table was made for" in note]
     assert "of the steps have a size outside" in note
 
