@@ -2,9 +2,9 @@
 
 Steps were measured with prompts of `PROMPT_TOKENS` at most and with a single prompt; a batch lies between the two by
 its *length*, the tokens that attention goes through for each token of it. With most kernels those are a prompt's own.
-Some give every prompt of a batch as many blocks as the longest has, and a long prompt makes all others as long: one of
-4,000 tokens beside eight of 500 takes a third longer there than both take apart. How far a kernel does is measured with
-one such batch: `beside` is 0 where prompts pay for themselves alone, and 1 where each pays for the longest.
+Some give every prompt of a batch as many blocks as the longest has, and a long prompt makes all others as long. How far
+a kernel does is measured with one such batch: `beside` is 0 where prompts pay for themselves alone, and 1 where each
+pays for the longest.
 """
 
 from __future__ import annotations
