@@ -72,7 +72,7 @@ def in_line(remaining: Iterable[tuple[int, int]], total: int, room: int, places:
         if tokens >= room or count >= places:
             break
         if count == _MOST_LOOKED_AT:
-            more = min(min(total, places) - count, -(-(room - tokens) * count // tokens))
+            more = min(min(total, places) - count, -(-(room - tokens) * count // max(tokens, 1)))
             pairs += pairs * more // count
             count, tokens = count + more, min(room, tokens + tokens * more // count)
             break

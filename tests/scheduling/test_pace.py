@@ -292,6 +292,8 @@ def test_the_line_stops_at_the_step_s_room_and_places():
     assert in_line(begun, 3, 120, 9)[:3] == (2, 120, 1)
     assert in_line(begun, 3, 1000, 1)[:3] == (1, 100, 2)
     assert in_line([(100, 0)], 1, 0, 9) == Line(0, 0, 1)
+    # Prompts that have nothing left to compute tell nothing of those behind them.
+    assert in_line([(0, 5)] * 9, 9, 100, 20) == Line(9, 0, 0)
     # Each new token attends to those before it and to itself.
     assert in_line(begun, 3, 120, 9, 5000) == Line(2, 120, 1, 100 * 7 + 100 * 101 // 2 + 20 * 21 // 2, 5000)
 

@@ -71,7 +71,6 @@ class Rows:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._queues = operator.attrgetter(*(name for name in _QUEUES if hasattr(scheduler, name)))
         self.prompts: list[tuple[Any, int]] = []
         self.decodes = 0
         self.kv = 0.0
@@ -87,14 +86,14 @@ class Rows:
     @property
     def waiting(self) -> int:
         """Requests in vLLM's queues."""
-        return sum(map(len, self._queues(self._scheduler)))
+        return sum(map(len, queues_of(self._scheduler)))
 
     @property
     def first(self) -> Any:
         """Whoever is first in line: there must be somebody."""
         if self.prompts:
             return self.prompts[0][0]
-        return next(queue for queue in self._queues(self._scheduler) if queue).peek_request()
+        return next(iter(queues_of(self._scheduler))).peek_request()
 
     def ran(self, output: Any) -> None:
         """After a step.
