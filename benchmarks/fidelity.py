@@ -246,7 +246,8 @@ def measured_again(
         if ours is None:
             raise ConfigError(f"{path} is of {log.header.policy}; give the run's --log of that policy too.")
         found[log.header.policy] = repeated(ours, log.entries, profile.costs)
-        again += [attrs.evolve(entry, step=entry.step + len(run)) for entry in log.entries]
+        # The last policy's first, so that the numbers fall where another policy's passes begin.
+        again = [*(attrs.evolve(entry, step=entry.step + len(run)) for entry in log.entries), *again]
         run += ours
     if found:
         found[_POOLED] = repeated(run, again, profile.costs)
@@ -258,7 +259,8 @@ def shown_again(title: str, rows: Sequence[RepeatRow]) -> None:
     print(title, "measured again")
     for row in rows:
         print(
-            f"  {row.mode:<22} {row.regime:<21} {row.steps:>6} steps, {row.repeats:g} times each  error of the middle "
+            f"  {row.mode:<22} {row.regime:<21} {row.host:<5} host {row.steps:>6} steps, {row.repeats:g} times each  "
+            f"host-bound when repeated {row.host_bound_share:4.0%}  error of the middle "
             f"{row.error:6.1%}  bias {row.bias:+6.1%}  between steps {row.between:6.1%}  of means {row.of_means:6.1%}"
             f"  of each {row.single_error:6.1%}  spread {row.spread:6.1%}  at the table's host speed "
             f"{row.at_speed_error:6.1%} of {row.at_speed_steps}"

@@ -79,6 +79,37 @@ def quietest(times: dict[int, list[float]], wanted: int) -> list[int]:
     return chosen
 
 
+def slowest(times: dict[int, list[float]]) -> int:
+    """The core that is slow for longest, by the median."""
+    return max(times, key=lambda core: statistics.median(times[core]))
+
+
+class Turns:
+    """The quickest core for this thread now, and the slowest then, looked at each time: a core is slow for seconds.
+
+    Threads that run beside this one keep their cores.
+
+    Args:
+        cores: those to choose from.
+    """
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self._cores = list(cores)
+
+    def move(self, *, quick: bool) -> str:
+        """Run on the quickest or the slowest core from here on; which that is, in words."""
+        times = timed(self._cores, rounds=2, seconds=0.015)
+        core = quietest(times, 1)[0] if quick else slowest(times)
+        os.sched_setaffinity(0, {core})
+        return f"{'quick' if quick else 'slow'} core {core}, fixed work {statistics.median(times[core]):.1f} us"
+
+
+def go_first() -> None:
+    """Go before other processes, where this user may ask for that."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, FIRST)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", type=int, default=4, help="cores that the command gets (4)")
@@ -100,8 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     sys.stderr.flush()
     os.sched_setaffinity(0, chosen)
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, FIRST)
+    go_first()
     os.environ.update(dict.fromkeys(POOLS, "1"))
     try:
         os.execvp(arguments.command[0], arguments.command)  # noqa: S606 - what it is for

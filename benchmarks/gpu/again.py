@@ -6,7 +6,8 @@ from its trace and from when its steps began and ended (`StepEntry.start_us`), s
 the run's; each such step goes through `Engine.step`, after the one that came before it in the run; what lies between is
 scheduled and not run. The KV isn't what it was, and decode rows' tokens aren't: times don't depend on them, but for a
 mixture of experts. Seconds pass between the repeats of a step, so that a core which is slow for seconds slows other
-steps in each pass::
+steps in each pass. With ``--turns`` every other pass runs on the core that is slowest just then, and the others on the
+quickest: the same step is then seen bounded by the host and not::
 
     python -m benchmarks.gpu.again --config config.json --profile P.json --run R.json --trace T --start 600
         --log S-auto.jsonl --log S-vllm.jsonl --out A.jsonl
@@ -20,11 +21,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import attrs
@@ -32,7 +36,9 @@ import torch
 
 from benchmarks.command import command_line
 from benchmarks.fidelity import requests_of
+from benchmarks.quiet import Turns, go_first
 from kpolicy.cli.step_log import files_of
+from kpolicy.costs import CostTable
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepOutputs
@@ -72,6 +78,34 @@ def _kind(key: GraphKey) -> int:
     if key.part is not Part.FULL:
         return 2
     return 0 if key.decode_only else 1
+
+
+def thinned(places: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, as far apart as they come."""
+    if len(places) <= most:
+        return list(places)
+    return [places[i * len(places) // most] for i in range(most)]
+
+
+def wanted(log: Log[StepEntry], costs: CostTable, *, most: int | None, slower: float) -> set[int]:
+    """Places of the steps that are measured again: those that the host bounds; see `host_bound`.
+
+    Args:
+        log: a policy's.
+        costs: the run's own.
+        most: of each mode; those that the host bounds without being slower come first. None for all of them.
+        slower: with those that it bounds where it takes so many times as long.
+    """
+    first = host_bound(log.entries, costs)
+    others = sorted({*host_bound(log.entries, costs, slower=slower)} - {*first}) if slower > 1 else []
+    if most is None:
+        return {*first, *others}
+    found: set[int] = set()
+    for mode in {log.entries[i].mode for i in (*first, *others)}:
+        kept = thinned([i for i in first if log.entries[i].mode == mode], most)
+        more = thinned([i for i in others if log.entries[i].mode == mode], most - len(kept))
+        found |= {*kept, *more}
+    return found
 
 
 def not_run(entry: StepEntry) -> StepOutputs:
@@ -164,9 +198,11 @@ def open_again(arguments: argparse.Namespace, opened: ExitStack) -> dict[str, Ag
         log = read_step_log(path)
         if any(entry.start_us is None for entry in log.entries):
             raise ConfigError(f"{path} doesn't say when its steps began; run kpolicy run --step-log again.")
-        wanted = range(len(log.entries)) if arguments.all else host_bound(log.entries, profile.costs)
+        steps = set(range(len(log.entries)))
+        if not arguments.all:
+            steps = wanted(log, profile.costs, most=arguments.most, slower=arguments.slower)
         # With the step before each: what ran before is in the host's caches.
-        runs = {max(i + back, 0) for i in wanted for back in (-1, 0)}
+        runs = {max(i + back, 0) for i in steps for back in (-1, 0)}
         if not runs:
             print(f"{log.header.policy}: the host bounds none of its steps")
             continue
@@ -180,7 +216,12 @@ def open_again(arguments: argparse.Namespace, opened: ExitStack) -> dict[str, Ag
         warm_up(engine.executor, engine.registry, model, settings)
         noted = profile.costs.host_work_us > 0 and profile.costs.host_probe == INTERPRETER
         found[log.header.policy] = Again(engine, log, runs, noted, serving.batcher, trace, prompts)
-        print(f"{log.header.policy}: {len(runs)} of {len(log.entries)} steps, {len(engine.registry.captured())} graphs")
+        modes = ", ".join(f"{mode} {n}" for mode, n in Counter(log.entries[i].mode for i in steps).most_common())
+        print(
+            f"{log.header.policy}: {len(runs)} of {len(log.entries)} steps, {len(steps)} of them to be measured "
+            f"({modes}), {len(engine.registry.captured())} graphs",
+            flush=True,
+        )
     return found
 
 
@@ -195,11 +236,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace that it served")
     parser.add_argument("--log", type=Path, action="append", required=True, help="a policy's step log")
     parser.add_argument("--all", action="store_true", help="all steps, not only those that the host bounds")
-    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--most", type=int, help="at most so many of each policy and mode, evenly over the run")
+    parser.add_argument(
+        "--slower", type=float, default=1.0, help="also steps that a host bounds which takes so many times as long (1)"
+    )
+    parser.add_argument("--turns", action="store_true", help="every other pass on the slowest core, not the quickest")
+    parser.add_argument("--passes", type=int, default=5, help="over all policies; of each kind with --turns")
     parser.add_argument("--seconds", type=float, default=120.0, help="no pass begins that wouldn't end within these")
     parser.add_argument("--out", type=Path, required=True, help="step logs NAME-POLICY.jsonl")
     arguments = parser.parse_args(argv)
     began, command = time.perf_counter(), command_line("benchmarks.gpu.again", argv)
+    if arguments.turns and not hasattr(os, "sched_setaffinity"):
+        parser.error("--turns: this system doesn't let a process choose its cores; Linux does")
+    turns = None
+    if arguments.turns:
+        go_first()
+        turns = Turns(sorted(os.sched_getaffinity(0)))
     with ExitStack() as opened, torch.no_grad():
         runs = open_again(arguments, opened)
         paths = files_of("--out", arguments.out, list(runs), "again.jsonl")
@@ -209,21 +261,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             if path is not None
         }
         opened.enter_context(frozen_heap())
-        longest = 0.0
-        for number in range(arguments.passes):
+        kinds = (True, False) if turns else (True,)
+        longest = dict.fromkeys(((policy, quick) for policy in runs for quick in kinds), 0.0)
+        for number in range(arguments.passes * len(kinds)):
+            quick = number % len(kinds) == 0
             # Forth and back, so that a policy's repeats don't come at even distances.
-            for policy in runs if number % 2 == 0 else reversed(runs):
+            for policy in runs if number // len(kinds) % 2 == 0 else reversed(runs):
                 begun = time.perf_counter()
-                if begun - began + longest > arguments.seconds:
+                left = arguments.seconds - (begun - began)
+                if left < (longest[policy, quick] or max(longest.values())):
                     print(f"pass {number} {policy}: no time left")
-                    return 0
+                    continue
+                where = turns.move(quick=quick) if turns else "this process's cores"
                 entries, others = runs[policy].once()
                 for entry in entries:
                     logs[policy].write(entry)
                 logs[policy].flush()
                 took = time.perf_counter() - begun
-                longest = max(longest, took)
-                told = f"{len(entries)} steps, {others} decided otherwise, {took:.1f} s"
+                longest[policy, quick] = max(longest[policy, quick], took)
+                noted = [entry.host_work_us for entry in entries if entry.host_work_us]
+                speed = f", {median(noted):.1f} us beside the steps" if noted else ""
+                told = f"{len(entries)} steps, {others} decided otherwise, {took:.1f} s, {where}{speed}"
                 print(f"pass {number} {policy}: {told}", flush=True)
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -100,23 +101,42 @@ class Expected(NamedTuple):
     """At the table's"""
     state: Hashable
     """What of the host's state both rest on"""
-    at_speed: bool
-    """Whether the host was as fast as the table's, within a tenth"""
+    speed: float
+    """How many times as long as while the table was measured the host's fixed work took; 1 where it wasn't noted"""
+
+    @property
+    def at_speed(self) -> bool:
+        """Whether the host was as fast as the table's, within a tenth."""
+        return abs(self.speed - 1) <= _AT_SPEED
 
 
 def expected_steps(entries: Sequence[StepEntry], costs: CostTable) -> Iterator[Expected]:
-    """What the table says of the steps of a log, one after the other; see `expected_costs`."""
+    """What the table says of the steps of a log, one after the other; see `expected_costs`.
+
+    Where the number of a step isn't above that of the one before, as where a run's steps ran in several passes, the
+    host's speed is taken from either side by itself: seconds and other cores may lie between.
+    """
     state, usual = HostState(costs), costs.host_work_us
-    steady = iter(steadied([entry.host_work_us for entry in entries if entry.host_work_us]))
+    steady = chain.from_iterable(
+        steadied([entry.host_work_us for entry in stretch if entry.host_work_us]) for stretch in _passes(entries)
+    )
     for entry in entries:
         launches, numbers = tuple(_launch(entry, each) for each in entry.launches), entry.shape.numbers
         # As the simulator counts them: forms of a split, which the log's mode names, are one mode.
         table = state.table(entry.mode.partition("/")[0], launches, numbers)
         speed = next(steady) if entry.host_work_us else None
-        at_speed = not usual or speed is None or abs(speed / usual - 1) <= _AT_SPEED
         at_table = table.cost(launches, numbers)
         cost = table.at_host_speed(speed).cost(launches, numbers) if speed else at_table
-        yield Expected(cost, at_table, id(table), at_speed)
+        yield Expected(cost, at_table, id(table), speed / usual if speed and usual else 1.0)
+
+
+def _passes(entries: Sequence[StepEntry]) -> Iterator[Sequence[StepEntry]]:
+    """The stretches of a log in which the steps' numbers rise."""
+    first = 0
+    for i in range(1, len(entries) + 1):
+        if i == len(entries) or entries[i].step <= entries[i - 1].step:
+            yield entries[first:i]
+            first = i
 
 
 def regime_of(entry: StepEntry, cost: Cost, costs: CostTable) -> str:

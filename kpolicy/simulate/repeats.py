@@ -2,6 +2,9 @@
 
 A step that the host bounds takes 5 to 10% more or less each time that it runs, which no table can know: held to single
 measurements the best one is off by as much. The middle of several tells what the step takes.
+
+Each repeat counts in the regime that it has itself, by what the table says at the host speed that was noted around it:
+a step that the host bounded in the run isn't one that it bounds when it runs again on a quicker core.
 """
 
 from __future__ import annotations
@@ -17,12 +20,17 @@ from kpolicy.errors import ConfigError
 from kpolicy.schemas import StepEntry
 from kpolicy.simulate.fidelity import REGIMES, expected_steps, regime_of
 
-__all__ = ["IN_THE_RUN", "LEAST_REPEATS", "RepeatRow", "host_bound", "ran_alike", "repeated"]
+__all__ = ["HOSTS", "IN_THE_RUN", "LEAST_REPEATS", "RepeatRow", "host_bound", "ran_alike", "repeated"]
 
 LEAST_REPEATS = 3
 """Of a step, whose middle is looked at."""
 IN_THE_RUN = "host-bound in the run"
 """In place of a regime: steps that the host bounded at the speed that it had in the run."""
+HOSTS = ("any", "quick", "slow")
+"""Which repeats a row looks at: all of them; those while the fixed work took up to `SLOW` times as long as while the
+table was measured; those while it took longer. Rows of the last two are where there are slow ones."""
+SLOW = 1.2
+_ANY, _QUICK, _SLOW = HOSTS
 
 
 @attrs.frozen(kw_only=True)
@@ -33,9 +41,12 @@ class RepeatRow:
 
     Args:
         mode: the mode, with the form of a split.
-        regime: one of `REGIMES`, at the host speed that the table was measured at; or `IN_THE_RUN`.
-        steps: how many different ones; those with fewer than `LEAST_REPEATS` repeats are left out.
+        regime: one of `REGIMES`, which each repeat has at the host speed noted around it; or `IN_THE_RUN`.
+        host: one of `HOSTS`.
+        steps: how many different ones; those with fewer than `LEAST_REPEATS` such repeats are left out. A step may be
+            in several regimes, by different repeats.
         repeats: how many of each there are, in the median.
+        host_bound_share: share of the repeats that the host bounded: 0 or 1 but for `IN_THE_RUN`.
         error: mean over steps of the relative error of the middle: the median over a step's repeats of expected over
             measured time, less 1, without its sign.
         bias: the same with its sign: above 0 is too slow a table.
@@ -52,8 +63,10 @@ class RepeatRow:
 
     mode: str
     regime: str
+    host: str
     steps: int
     repeats: float
+    host_bound_share: float
     error: float
     bias: float
     between: float
@@ -69,14 +82,22 @@ class _Repeat(NamedTuple):
     measured: float
     at_table: float
     at_speed: bool
+    slow: bool
+    regime: str
 
 
-def host_bound(entries: Sequence[StepEntry], costs: CostTable) -> list[int]:
-    """Places of the steps that the host bounds, by the table at its own host speed or at the one noted around them."""
+def host_bound(entries: Sequence[StepEntry], costs: CostTable, *, slower: float = 1.0) -> list[int]:
+    """Places of the steps that the host bounds, by the table at its own host speed or at the one noted around them.
+
+    Args:
+        entries: a run's steps.
+        costs: the table.
+        slower: with those that a host bounds which takes so many times as long as the table's.
+    """
     return [
         i
         for i, each in enumerate(expected_steps(entries, costs))
-        if any(cost.host_us > cost.device_us for cost in (each.cost, each.at_table))
+        if each.cost.host_us > each.cost.device_us or each.at_table.host_us * slower > each.at_table.device_us
     ]
 
 
@@ -98,10 +119,7 @@ def repeated(run: Sequence[StepEntry], again: Sequence[StepEntry], costs: CostTa
     Raises:
         ConfigError: a step isn't one of the run's, or none has enough repeats.
     """
-    regimes = [
-        (regime_of(entry, each.at_table, costs), regime_of(entry, each.cost, costs))
-        for entry, each in zip(run, expected_steps(run, costs), strict=True)
-    ]
+    bound = [each.cost.host_us > each.cost.device_us for each in expected_steps(run, costs)]
     samples: dict[int, list[_Repeat]] = {}
     for entry, each in zip(again, expected_steps(again, costs), strict=True):
         if entry.step >= len(run) or entry.shape != run[entry.step].shape:
@@ -109,22 +127,32 @@ def repeated(run: Sequence[StepEntry], again: Sequence[StepEntry], costs: CostTa
                 f"step {entry.step} that ran again isn't one of the run's {len(run)}. Give the log of the same run."
             )
         if entry.cycle_us and ran_alike(entry, run[entry.step]):
-            repeat = _Repeat(each.cost.cycle_us, entry.cycle_us, each.at_table.cycle_us, each.at_speed)
+            repeat = _Repeat(
+                each.cost.cycle_us, entry.cycle_us, each.at_table.cycle_us, each.at_speed, each.speed > SLOW,
+                regime_of(entry, each.cost, costs),
+            )  # fmt: skip
             samples.setdefault(entry.step, []).append(repeat)
-    cases: dict[tuple[str, str], list[list[_Repeat]]] = {}
+    cases: dict[tuple[str, str, str], list[list[_Repeat]]] = {}
     for step, repeats in samples.items():
-        if len(repeats) >= LEAST_REPEATS:
-            usual, own = regimes[step]
-            cases.setdefault((run[step].mode, usual), []).append(repeats)
-            if own == REGIMES[0]:
-                cases.setdefault((run[step].mode, IN_THE_RUN), []).append(repeats)
+        mode = run[step].mode
+        alike: dict[tuple[str, str, str], list[_Repeat]] = {}
+        for repeat in repeats:
+            for host in (_ANY, _SLOW if repeat.slow else _QUICK):
+                alike.setdefault((mode, repeat.regime, host), []).append(repeat)
+        if bound[step]:
+            alike[mode, IN_THE_RUN, _ANY] = repeats
+        for case, kept in alike.items():
+            if len(kept) >= LEAST_REPEATS:
+                cases.setdefault(case, []).append(kept)
     if not cases:
-        raise ConfigError(f"no step ran {LEAST_REPEATS} times or more; give more passes.")
-    order = {regime: i for i, regime in enumerate((*REGIMES, IN_THE_RUN))}
-    return [_row(*key, cases[key]) for key in sorted(cases, key=lambda key: (key[0], order[key[1]]))]
+        raise ConfigError(f"no step ran {LEAST_REPEATS} times or more in one regime; give more passes.")
+    mixed = {(mode, regime) for mode, regime, host in cases if host == _SLOW}
+    cases = {key: steps for key, steps in cases.items() if key[2] != _QUICK or key[:2] in mixed}
+    places = {name: i for i, name in enumerate((*REGIMES, IN_THE_RUN, *HOSTS))}
+    return [_row(*key, cases[key]) for key in sorted(cases, key=lambda key: (key[0], places[key[1]], places[key[2]]))]
 
 
-def _row(mode: str, regime: str, steps: Sequence[Sequence[_Repeat]]) -> RepeatRow:
+def _row(mode: str, regime: str, host: str, steps: Sequence[Sequence[_Repeat]]) -> RepeatRow:
     middles = [median(each.expected / each.measured for each in repeats) - 1 for repeats in steps]
     usual = median(middles) + 1
     means = [sum(each.expected for each in r) / sum(each.measured for each in r) - 1 for r in steps]
@@ -138,8 +166,10 @@ def _row(mode: str, regime: str, steps: Sequence[Sequence[_Repeat]]) -> RepeatRo
     return RepeatRow(
         mode=mode,
         regime=regime,
+        host=host,
         steps=len(steps),
         repeats=median(map(len, steps)),
+        host_bound_share=fmean(each.regime == REGIMES[0] for repeats in steps for each in repeats),
         error=fmean(map(abs, middles)),
         bias=fmean(middles),
         between=fmean(abs((each + 1) / usual - 1) for each in middles),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks.gpu.again import Again, main, sizes_of
+from benchmarks.gpu.again import Again, main, sizes_of, thinned, wanted
 from kpolicy.cli.step_log import StepLog
 from kpolicy.costs import HostCost, analytic_costs
 from kpolicy.engine import Engine
@@ -23,6 +24,7 @@ from kpolicy.scheduling.batching import Batcher
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.schemas import Log, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.settings import Settings
+from kpolicy.simulate.repeats import host_bound
 from kpolicy.trace_run import Prompts, serve_trace
 
 CONFIG = {
@@ -107,7 +109,25 @@ def test_the_graphs_that_are_captured_are_those_that_replay(tmp_path: Path) -> N
     assert sizes_of(log.entries, eager) is None
 
 
-def test_from_a_runs_files_to_its_repeats(tmp_path: Path) -> None:
+def test_steps_are_thinned_evenly_and_those_that_the_host_bounds_come_first(tmp_path: Path) -> None:
+    assert thinned(range(10), 4) == [0, 2, 5, 7]
+    assert thinned([3, 9], 2) == [3, 9]
+    assert thinned(range(10), 0) == []
+    log: Log[StepEntry] = again(tmp_path, "vllm").log
+    bound = {i for i, each in enumerate(log.entries) if each.mode == "eager"}
+    costs = attrs.evolve(analytic_costs(), host_full=HostCost(1.0), host_eager=HostCost(1e8))
+    assert wanted(log, costs, most=None, slower=1.0) == bound
+    assert wanted(log, costs, most=None, slower=1e9) == set(range(len(log.entries))) > bound
+    fewer = wanted(log, costs, most=20, slower=1e9)
+    assert len(fewer & bound) == len(fewer - bound) == 20
+    costs = attrs.evolve(costs, host_eager=analytic_costs().host_eager)
+    mixed = wanted(log, costs, most=len(log.entries), slower=1e9)
+    assert mixed == set(range(len(log.entries)))
+    assert host_bound(log.entries, costs)[0] in wanted(log, costs, most=1, slower=1e9)
+
+
+@pytest.mark.parametrize("passes", [["--passes", "2"], ["--passes", "1", "--turns"]], ids=["here", "in turns"])
+def test_from_a_runs_files_to_its_repeats(tmp_path: Path, passes: list[str]) -> None:
     """A model on this machine's CPU: the steps that the host bounds, in as many passes as are asked for."""
     config, trace = tmp_path / "config.json", tmp_path / "t.csv"
     config.write_text(json.dumps(CONFIG))
@@ -127,8 +147,12 @@ def test_from_a_runs_files_to_its_repeats(tmp_path: Path) -> None:
     write_profile(tmp_path / "p.json", attrs.evolve(profile, costs=costs))
     given = ["--device", "cpu", "--config", str(config), "--profile", str(tmp_path / "p.json"), "--trace", str(trace)]
     logs = [f"--log={tmp_path}/s-{policy}.jsonl" for policy in ("eager", "piecewise")]
-    out = ["--run", str(tmp_path / "r.json"), "--out", str(tmp_path / "a.jsonl"), "--passes", "2"]
-    assert main([*given, *logs, *out]) == 0
+    out = ["--run", str(tmp_path / "r.json"), "--out", str(tmp_path / "a.jsonl"), *passes]
+    before = os.sched_getaffinity(0)
+    try:
+        assert main([*given, *logs, *out]) == 0
+    finally:
+        os.sched_setaffinity(0, before)
     eager, run = read_step_log(tmp_path / "a.jsonl"), read_step_log(tmp_path / "s-eager.jsonl")
     assert [each.step for each in eager.entries] == 2 * list(range(len(run.entries)))
     assert all(each.host_work_us and each.cycle_us for each in eager.entries)

@@ -34,6 +34,22 @@ def test_one_thread_of_each_quick_core_and_the_first_core_last(monkeypatch: pyte
 
 
 @linux
+def test_a_thread_goes_to_the_quickest_core_and_to_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    moved: list[set[int]] = []
+    # Slow for half of the time, and once for long.
+    times = {0: [20.0] * 4, 1: [20.0, 22.0, 40.0, 40.0], 2: [21.0, 21.0, 21.0, 900.0], 3: [20.5] * 4}
+    monkeypatch.setattr(quiet, "timed", lambda cores, **_: {core: times[core] for core in cores})
+    monkeypatch.setattr(quiet, "siblings", lambda core: {core})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: moved.append(set(cores)))
+    turns = quiet.Turns(sorted(times))
+    assert turns.move(quick=True) == "quick core 3, fixed work 20.5 us"
+    assert turns.move(quick=False) == "slow core 1, fixed work 31.0 us"
+    assert moved == [{3}, {1}]
+    assert os.sched_getaffinity(0) == before
+
+
+@linux
 def test_the_command_gets_the_chosen_cores_and_single_threaded_pools(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,7 @@ RUN = [step(BOUND, 550.0), step(NOT, 1000.0), step(SOMETIMES, 900.0)]
 
 
 def rows(again: list[StepEntry], run: list[StepEntry] = RUN, costs: CostTable = COSTS) -> dict[str, RepeatRow]:
-    return {row.regime: row for row in repeated(run, again, costs)}
+    return {row.regime: row for row in repeated(run, again, costs) if row.host == "any"}
 
 
 def test_the_middle_of_the_repeats_is_held_to_the_table() -> None:
@@ -71,15 +71,44 @@ def test_each_repeat_is_at_its_own_host_speed() -> None:
     assert rows(slow)["host-bound"].at_speed_steps == 0
 
 
-def test_regimes_are_those_at_the_tables_speed_and_those_of_the_run_stand_beside() -> None:
+def test_a_repeat_is_in_the_regime_that_it_has_itself() -> None:
     """A step that the host bounded while it was slow isn't one that it bounds where it isn't."""
     run = [RUN[BOUND], RUN[NOT], step(SOMETIMES, 900.0, 40.0)]
     run = [attrs.evolve(each, host_work_us=None) if each.step != SOMETIMES else each for each in run]
-    repeats = ((BOUND, 500.0), (NOT, 1000.0), (SOMETIMES, 600.0))
-    again = [step(which, us) for which, us in repeats for _ in range(LEAST_REPEATS)]
+    repeats = ((BOUND, 500.0, 20.0), (NOT, 1000.0, 20.0), (SOMETIMES, 600.0, 20.0), (SOMETIMES, 800.0, 40.0))
+    again = [step(*each) for each in repeats for _ in range(LEAST_REPEATS)]
     found = rows(again, run)
-    assert {regime: row.steps for regime, row in found.items()} == {"host-bound": 1, "saturated": 2, IN_THE_RUN: 2}
+    assert {regime: row.steps for regime, row in found.items()} == {"host-bound": 2, "saturated": 2, IN_THE_RUN: 2}
+    assert found["host-bound"].host_bound_share == 1
+    assert found["saturated"].host_bound_share == 0
+    # Of its nine repeats, three of one step and three of the other's six.
+    assert found[IN_THE_RUN].host_bound_share == pytest.approx(6 / 9)
     assert host_bound(run, COSTS) == [BOUND, SOMETIMES]
+    assert host_bound(RUN, COSTS) == [BOUND]
+    assert host_bound(RUN, COSTS, slower=1.5) == [BOUND, SOMETIMES]
+
+
+def test_two_repeats_in_a_regime_are_too_few_though_the_step_ran_five_times() -> None:
+    again = [step(SOMETIMES, 600.0) for _ in range(3)] + [step(SOMETIMES, 1000.0, 40.0) for _ in range(2)]
+    assert set(rows(again)) == {"saturated"}
+
+
+def test_repeats_on_quick_and_slow_hosts_stand_beside_each_other() -> None:
+    """Right by the table on a quick host, and a quarter too slow on one that takes half as long again."""
+    again = [step(BOUND, 500.0) for _ in range(3)] + [step(BOUND, 600.0, 30.0) for _ in range(3)]
+    found = {row.host: row for row in repeated(RUN, again, COSTS) if row.regime == "host-bound"}
+    assert {host: row.repeats for host, row in found.items()} == {"any": 6, "quick": 3, "slow": 3}
+    assert found["quick"].error == pytest.approx(0)
+    assert found["slow"].error == pytest.approx(0.25)
+    assert found["any"].error == pytest.approx(0.125)
+
+
+def test_the_hosts_speed_is_taken_from_a_pass_of_its_own() -> None:
+    """The first step of a pass on a slow core has that one's speed, not the median of both passes."""
+    run = [attrs.evolve(step(BOUND, 500.0), step=i) for i in range(8)]
+    passes = [(500.0, 20.0), (750.0, 30.0), (500.0, 20.0), (750.0, 30.0)]
+    again = [attrs.evolve(step(BOUND, *each), step=i) for each in passes for i in range(8)]
+    assert rows(again, run)["host-bound"].single_error == pytest.approx(0)
 
 
 def test_repeats_that_ran_another_way_or_too_seldom_are_left_out() -> None:
