@@ -43,7 +43,7 @@ from kpolicy.errors import ConfigError, ProfileError
 from kpolicy.scheduling.traces import Trace, read_trace
 from kpolicy.schemas import Log, Profile, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.settings import Settings
-from kpolicy.shapes import BatchNumbers
+from kpolicy.shapes import GAP_TAIL_US, BatchNumbers
 from kpolicy.simulate import Server, simulate
 from kpolicy.simulate.fidelity import FidelityRow, expected_costs, fidelity, same_ranking
 from kpolicy.simulate.host_state import HostSpeeds
@@ -177,9 +177,11 @@ def latencies(
     found: dict[str, Any] = {}
     for each in run["policies"]:
         scheduler_us, scheduler_prompt_us = outside(each)
+        # Runs before the fact was told were decided without it.
+        tail = any(GAP_TAIL_US in entry.shape.facts for entry in logs.get(each["policy"], ()))
         server = Server(
             settings=settings, kv_tokens=setting["kv_tokens"], block_size=setting["block_size"], warm=True,
-            kv_bytes_per_token=None, scheduler_us=scheduler_us, scheduler_prompt_us=scheduler_prompt_us,
+            kv_bytes_per_token=None, scheduler_us=scheduler_us, scheduler_prompt_us=scheduler_prompt_us, gap_tail=tail,
         )  # fmt: skip
         speeds = None
         told: dict[str, Any] = {}

@@ -182,6 +182,8 @@ def _lost(
     limit = context.objective.first_token_limit
     if numbers.num_prefills and cost.cycle_us > limit * min(each.cycle_us for each in costs):
         return f"delays the prefill rows beyond {limit:g}x of the best way for them; {difference}"
+    if cost.gap_us > numbers.gap_tail_us and cost.gap_us < cost.cycle_us:
+        return f"more of the longest gaps, those above {numbers.gap_tail_us:,.0f} us; {difference}"
     if score < best:
         return f"the policy doesn't consider it; {difference}"
     return "as cheap, but it comes later in the policy's order"

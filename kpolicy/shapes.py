@@ -16,15 +16,20 @@ import attrs
 from kpolicy.errors import ShapeError
 from kpolicy.modes import Mode, forbidden_mask
 
-__all__ = ["LARGEST_COUNT", "NO_FACTS", "WAITING_REQS", "BatchNumbers", "BatchShape"]
+__all__ = ["GAP_TAIL_US", "LARGEST_COUNT", "NO_FACTS", "WAITING_REQS", "BatchNumbers", "BatchShape"]
 
 LARGEST_COUNT = 2**31 - 1
 """No count of a batch may be larger: device kernels index rows and slots with 32 bits."""
 
 NO_FACTS: Mapping[str, Any] = MappingProxyType({})
+_NEVER = float("inf")
 WAITING_REQS = "waiting_reqs"
 """A fact that `auto` reads: requests that wait though KV and a row are free for them, as the step's tokens are taken.
 They decode soon, so that a decode step that runs early spares less of a later one; see `CostTable.spared_us`."""
+GAP_TAIL_US = "gap_tail_us"
+"""A fact that `auto` reads: whole microseconds that one gap in a hundred exceeded so far. Several decode steps beside a
+prompt are left out where each would take longer; see `kpolicy.scheduling.gap_tail`."""
+_COUNTED = (WAITING_REQS, GAP_TAIL_US)
 
 
 class BatchNumbers(NamedTuple):
@@ -78,6 +83,11 @@ class BatchNumbers(NamedTuple):
     def waiting_reqs(self) -> int:
         """Requests that wait for a place among a step's tokens only."""
         return self.facts.get(WAITING_REQS, 0)  # type: ignore[no-any-return]  # `BatchShape` takes counts only
+
+    @property
+    def gap_tail_us(self) -> float:
+        """What one gap in a hundred exceeded so far; infinite where nobody knows."""
+        return self.facts.get(GAP_TAIL_US, _NEVER)  # type: ignore[no-any-return]  # as above
 
     @property
     def longest_query(self) -> int:
@@ -164,7 +174,8 @@ class BatchShape:
         forbidden: modes that this step may not use.
         max_decode_steps: decode steps that may follow each other before the host is needed (KV slots reserved,
             sampling on the device); 1 where the host samples.
-        facts: what a replica or a serving engine needs besides, by name. `auto` reads `WAITING_REQS`.
+        facts: what a replica or a serving engine needs besides, by name. `auto` reads `WAITING_REQS` and
+            `GAP_TAIL_US`.
 
     Raises:
         ShapeError: a count isn't a whole number, is negative, zero where a row needs tokens, over `LARGEST_COUNT`,
@@ -191,8 +202,10 @@ class BatchShape:
             or (kv_len is not None and type(kv_len) is not int)
         ):
             self._convert_counts()
-        if self.facts and _count(f"the fact {WAITING_REQS}", self.facts.get(WAITING_REQS, 0)) < 0:
-            raise ShapeError(f"the fact {WAITING_REQS} is {self.facts[WAITING_REQS]}; it starts at 0.")
+        if self.facts:
+            for name in _COUNTED:
+                if _count(f"the fact {name}", self.facts.get(name, 0)) < 0:
+                    raise ShapeError(f"the fact {name} is {self.facts[name]}; it starts at 0.")
         object.__setattr__(self, "numbers", _numbers(self))
 
     def _convert_counts(self) -> None:

@@ -312,6 +312,10 @@ class _Run:
             # A decode row's last token came at the end of the step before, because decodes never wait.
             gap = self.step_us / steps
             self.gaps[gap] = self.gaps.get(gap, 0) + num_decodes * steps
+            if batch.chunks:
+                self.batcher.gap_tail.beside_prompts(gap, num_decodes * steps)
+            else:
+                self.batcher.gap_tail.without_prompts(num_decodes)
             self.tokens += num_decodes * steps
         for request in done.first_tokens:
             self.tokens += 1

@@ -80,13 +80,21 @@ def test_every_way_is_there_with_the_chosen_one_first(
 @given(shape=shapes(), costs=cost_tables())
 @run_settings(max_examples=40, deadline=None)
 def test_the_chosen_way_of_auto_costs_least_among_those_it_may_take(shape: BatchShape, costs: object) -> None:
-    """No other row of `auto` scores below the chosen one, unless its prefill rows would wait too long."""
+    """No other row of `auto` scores below the chosen one, unless prefill rows would wait too long, or decodes often."""
     told = engine(costs=costs, objective="0.5:0.5")
     explanation = told.explain(shape)
     score = [told.costs.score(each.cost, told.objective) for each in explanation.considered if each.cost]
     others = [each for each in explanation.considered[1:] if each.cost]
     for each, other in zip(others, score[1:], strict=True):
-        assert other >= score[0] or each.verdict.startswith("delays the prefill rows")
+        assert other >= score[0] or each.verdict.startswith(("delays the prefill rows", "more of the longest"))
+
+
+def test_decodes_ahead_that_make_long_gaps_more_say_so() -> None:
+    """A way that is left out for the gaps it makes says which gaps are long."""
+    shape = BatchShape(decodes=[(1, 8)], prefills=[(4000, 0)], max_decode_steps=2, facts={"gap_tail_us": 1000})
+    told = Engine("auto", attention="gqa", ladder=[8, 1024], objective="latency")
+    verdicts = [each.verdict for each in told.explain(shape).considered if each.label == "split/decodes_beside"]
+    assert any(each.startswith("more of the longest gaps, those above 1,000 us") for each in verdicts)
 
 
 def test_text_html_and_json_say_the_same() -> None:

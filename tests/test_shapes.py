@@ -124,10 +124,11 @@ def test_defaults_are_the_least_that_the_rows_can_have() -> None:
 
 
 @pytest.mark.parametrize("value", ["7", 1.5, True, -1])
-def test_a_fact_that_counts_is_a_count(value: Any) -> None:
-    """How many requests wait is a whole number from 0, or the fact is refused by name."""
-    with pytest.raises(ShapeError, match="waiting_reqs"):
-        BatchShape.decode(4, facts={"waiting_reqs": value})
+@pytest.mark.parametrize("name", ["waiting_reqs", "gap_tail_us"])
+def test_a_fact_that_counts_is_a_count(name: str, value: Any) -> None:
+    """How many requests wait, and how long gaps are, are whole numbers from 0, or the fact is refused by name."""
+    with pytest.raises(ShapeError, match=name):
+        BatchShape.decode(4, facts={name: value})
 
 
 def test_shapes_compare_by_their_rows() -> None:

@@ -46,7 +46,8 @@ class AutoPolicy:
 
     Among captured sizes that hold the rows it takes the cheapest, which needn't be the next: measured times aren't
     monotone in size. A way that delays the prefill rows by more than the objective's `first_token_limit` over the
-    best way for them is left out.
+    best way for them is left out. So are several decode steps beside a prompt where each takes longer than one gap in a
+    hundred did so far, if that is known (`kpolicy.shapes.GAP_TAIL_US`).
 
     Args:
         forms: the forms of SPLIT that are considered, in the order of `SplitForm`; as text joined by ``+``.
@@ -124,12 +125,17 @@ def _least(
     ranked = [
         (context.costs.score(cost, objective), cost.cycle_us, i)
         for i, cost in enumerate(costs)
-        if cost.cycle_us <= limit
+        if cost.cycle_us <= limit and not _in_tail(ways[i], cost, numbers)
     ]
     best = ways[min(ranked)[2]]
     if best.mode is Mode.EAGER:
         return best, eager_reason(context)
     return best, Reason.CHEAPEST_MEASURED if context.costs.measured else Reason.CHEAPEST_ANALYTIC
+
+
+def _in_tail(way: Way, cost: Cost, numbers: BatchNumbers) -> bool:
+    """Whether several decode steps would each be among the longest gaps: one step has one of them, and not several."""
+    return cost.gap_us > numbers.gap_tail_us and way.launches[0].repeat > 1
 
 
 def _miss(numbers: BatchNumbers, context: PolicyContext) -> Reason:

@@ -26,7 +26,7 @@ from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails,
 from kpolicy.policies.rank_times import NUM_TIMES, RankTimes, Voted
 from kpolicy.policies.tables import EAGER_WAY, MOST_DECISIONS, Entry, Group, PreparedWays, at
 from kpolicy.reasons import Reason
-from kpolicy.shapes import NO_FACTS, WAITING_REQS, BatchNumbers
+from kpolicy.shapes import GAP_TAIL_US, NO_FACTS, WAITING_REQS, BatchNumbers
 
 __all__ = ["AutoTables"]
 
@@ -338,15 +338,15 @@ class AutoTables:
                     device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
                     host = d_host + (piece_prompt + piece_req * num_prefills)
                     wins = (device if device >= host else host) + step_us < least
-                spared_us = 0.0
+                spared_us, tail_us = 0.0, _INFINITY
                 if max_decode_steps > most_unlooked:
                     own_us = d_row * num_decodes + d_unit * decode_kv
                     share = num_decodes / (num_decodes + facts.get(WAITING_REQS, 0))
                     spared_us = spared(d_device, d_host, own_us, share)
-                    wins = True
+                    tail_us, wins = facts.get(GAP_TAIL_US, _INFINITY), True
                 if wins:
                     decided = divide(
-                        decode, piece, prefill_tokens, (d_device, d_host, spared_us), prefill_us, num_prefills,
+                        decode, piece, prefill_tokens, (d_device, d_host, spared_us, tail_us), prefill_us, num_prefills,
                         max_decode_steps, least, step,
                     )  # fmt: skip
                     if decided is not None:
@@ -358,7 +358,7 @@ class AutoTables:
         return others
 
     def _divided(
-        self, decode: Entry, piece: Entry | None, prefill_tokens: int, decode_us: tuple[float, float, float],
+        self, decode: Entry, piece: Entry | None, prefill_tokens: int, decode_us: tuple[float, float, float, float],
         prefill_us: float, num_prefills: int, max_decode_steps: int, least: float, step: tuple[int, int],
     ) -> Decision | None:  # fmt: skip
         """The best split, where one is better than the `least` cycle so far.
@@ -367,7 +367,8 @@ class AutoTables:
             decode: the decode half's graph.
             piece: the graph that holds the prefill half; None where none does.
             prefill_tokens: of all prompt chunks.
-            decode_us: device and host time of one decode step, and what one beyond the first takes off later steps.
+            decode_us: device and host time of one decode step, what one beyond the first takes off later steps, and the
+                gap beyond which there are none (`kpolicy.shapes.GAP_TAIL_US`).
             prefill_us: attention of the prefill half.
             num_prefills: its rows.
             max_decode_steps: decode steps that may run.
@@ -380,7 +381,7 @@ class AutoTables:
             host.base_for(decodes=False, prefills=True) + host.req_us * num_prefills
             for host in (costs.host_piecewise, costs.host_eager)
         )
-        d_device, d_host, _ = decode_us
+        d_device, d_host, *_ = decode_us
         turns: list[tuple[Entry | None, float, float]] = []
         if piece is not None:
             turns.append((piece, piece.rate + prefill_us, piece_host_us))
@@ -404,7 +405,7 @@ class AutoTables:
         return None if form is None else self._split(decode, piece, tail, form, 1, prefill_tokens, step)
 
     def _several(
-        self, decode_us: tuple[float, float, float], turns: Sequence[tuple[Entry | None, float, float]],
+        self, decode_us: tuple[float, float, float, float], turns: Sequence[tuple[Entry | None, float, float]],
         most_steps: int, least: float,
     ) -> tuple[int, Entry | None]:  # fmt: skip
         """How many decode steps to run beside the prefill half, and its graph; 1 where another way is as good.
@@ -420,7 +421,7 @@ class AutoTables:
         costs, objective = self._context.costs, self._context.objective
         step_weight, gap_weight = objective.step_weight, objective.gap_weight
         step_us, overlap = costs.step_us, costs.overlap_cost
-        d_device, d_host, spared_us = decode_us
+        d_device, d_host, spared_us, tail_us = decode_us
         limit = objective.first_token_limit * least
         best_score, best_cycle = step_weight * least + gap_weight * least, least
         best: tuple[int, Entry | None] = (1, None)
@@ -432,7 +433,7 @@ class AutoTables:
                 device = longer + overlap * shorter
                 host = steps * d_host + t_host
                 cycle = (device if device >= host else host) + step_us
-                if cycle <= limit:
+                if cycle <= limit and cycle / steps <= tail_us:
                     score = step_weight * (cycle - (steps - 1) * spared_us) + gap_weight * (cycle / steps)
                     if score < best_score or (score == best_score and cycle < best_cycle):
                         best_score, best_cycle, best = score, cycle, (steps, tail)

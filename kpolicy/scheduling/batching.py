@@ -14,22 +14,24 @@ from typing import Any, NamedTuple
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs, StepOutputs
+from kpolicy.scheduling.gap_tail import GapTail
 from kpolicy.settings import Settings
-from kpolicy.shapes import NO_FACTS, WAITING_REQS, BatchNumbers
+from kpolicy.shapes import GAP_TAIL_US, NO_FACTS, WAITING_REQS, BatchNumbers
 
-__all__ = ["Batch", "Batcher", "Completion", "Generation", "waiting_facts"]
+__all__ = ["Batch", "Batcher", "Completion", "Generation", "step_facts"]
 
 MOST_STEPS_AHEAD = 8
 """Decode steps that are offered beside one prefill, at most: each reserves a KV slot a row ahead."""
 
 
-def waiting_facts(needed: Iterable[int], free: int, places: int) -> Mapping[str, Any]:
-    """The fact of how many waiting requests KV and rows are free for.
+def step_facts(needed: Iterable[int], free: int, places: int, tail_us: int | None) -> Mapping[str, Any]:
+    """What `auto` is told besides counts: how many waiting requests KV and rows are free for, and the longest gaps.
 
     Args:
         needed: blocks that the prompt of each takes, in order of arrival.
         free: blocks that nobody has.
         places: requests that may run besides those that do.
+        tail_us: what `GapTail` says.
     """
     count = 0
     for blocks in needed:
@@ -37,7 +39,9 @@ def waiting_facts(needed: Iterable[int], free: int, places: int) -> Mapping[str,
         if free < 0 or count >= places:
             break
         count += 1
-    return {WAITING_REQS: count} if count else NO_FACTS
+    if tail_us is None:
+        return {WAITING_REQS: count} if count else NO_FACTS
+    return {WAITING_REQS: count, GAP_TAIL_US: tail_us} if count else {GAP_TAIL_US: tail_us}
 
 
 class Generation:
@@ -137,6 +141,8 @@ class Batcher:
         self.decoding: list[Generation] = []
         """Requests that decode. Replaced, never changed in place: a batch keeps the list it was made from."""
         self.num_preemptions = 0
+        self.gap_tail = GapTail()
+        """The longest gaps so far, as who serves tells of them; without that nothing is known"""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._admissions = 0
         # Positions and slots of prompts are slices of this: copies of memory, with no integer made for a token.
@@ -336,11 +342,9 @@ class Batcher:
             slots += whole[first + max(start - block * size, 0) : first + min(end - block * size, size)]
 
     def _facts(self) -> Mapping[str, Any]:
-        """What `auto` is told besides counts: requests that wait for a place among the step's tokens only."""
-        if not self.waiting:
-            return NO_FACTS
+        """Requests that wait for a place among the step's tokens only, and the longest gaps."""
         needed = (-(-request.until // self.block_size) for request in self.waiting)
-        return waiting_facts(needed, len(self._free), self.settings.max_num_reqs - self._num_running)
+        return step_facts(needed, len(self._free), self.settings.max_num_reqs - self._num_running, self.gap_tail.us)
 
     def _slots_ahead(self, decodes: list[Generation]) -> list[list[int]]:
         """KV slots for further decode steps of all rows, as far as every row has tokens to generate and blocks last."""

@@ -57,6 +57,11 @@ class Account:
                 self.gap.add(gap / tokens, rows * tokens)
                 came += rows * tokens
             self.tokens += came
+            if (tail := queue.gap_tail) is not None:
+                if numbers.num_prefills:
+                    tail.beside_prompts(gap, came)
+                else:
+                    tail.without_prompts(came)
             if q > 1:
                 self._drafted += numbers.num_decodes * (q - 1)
                 self._accepted += came - numbers.num_decodes

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kpolicy.errors import ConfigError
-from kpolicy.scheduling.batching import MOST_STEPS_AHEAD, waiting_facts
+from kpolicy.scheduling.batching import MOST_STEPS_AHEAD, step_facts
+from kpolicy.scheduling.gap_tail import GapTail
 from kpolicy.scheduling.pace import Pace, in_line
 from kpolicy.settings import Settings
 from kpolicy.shapes import NO_FACTS, BatchNumbers, BatchShape
@@ -91,6 +92,8 @@ class Queue:
         self.prefilling: list[Request] = []
         self.pace: Pace | None = None
         """What says how many tokens a step may have beside decodes; None leaves the limit"""
+        self.gap_tail: GapTail | None = None
+        """The longest gaps so far; None tells nobody"""
         self.num_preemptions = 0
         self.looked_up_tokens = self.reused_tokens = 0
         """Prompt tokens of admitted requests, and those found in the cache."""
@@ -279,11 +282,10 @@ class Queue:
         )  # fmt: skip
 
     def _facts(self) -> Mapping[str, Any]:
-        """What `auto` is told besides counts: requests that wait for a place among the step's tokens only."""
-        if not self.waiting:
-            return NO_FACTS
+        """Requests that wait for a place among the step's tokens only, and the longest gaps."""
         needed = (-(-request.until // self.block_size) for request in self.waiting)
-        return waiting_facts(needed, self.blocks.available, self.most_reqs - self.num_running)
+        tail_us = None if self.gap_tail is None else self.gap_tail.us
+        return step_facts(needed, self.blocks.available, self.most_reqs - self.num_running, tail_us)
 
     def _reserved_steps(self, rows: PlainRows) -> int:
         """Decode steps that have KV for all rows, reserved here; no row runs out of tokens to generate within them."""

@@ -13,6 +13,7 @@ from kpolicy.engine import Engine
 from kpolicy.errors import RankError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import Policy, get_policy
+from kpolicy.scheduling.gap_tail import GapTail
 from kpolicy.scheduling.pace import Pace, other_select
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.settings import Objective
@@ -139,6 +140,9 @@ class _Simulation:
         self.scheduler_us, self.scheduler_prompt_us = server.scheduler_us, server.scheduler_prompt_us
         self.draft_us = 0.0 if drafts is None else drafts.draft_us
         self.compiled = engine.compiled
+        if server.gap_tail and server.ranks == 1:
+            # Several ranks agree without it.
+            self.queues[0].gap_tail = GapTail()
         if server.pace is not None:
             context = engine.context
             other = other_select(get_policy(server.pace), context)
@@ -346,6 +350,8 @@ class _Simulation:
         account.tokens += num_rows * ran
         account.decode_steps[num_rows] = account.decode_steps.get(num_rows, 0) + ran
         account.gap.settle()
+        if queue.gap_tail is not None:
+            queue.gap_tail.without_prompts(num_rows * ran)
         for request in queue.advance(ran):
             account.finish(request, now)
         return True

@@ -57,6 +57,8 @@ class Server:
         scheduler_us: time of the serving engine's own work for each step, which nothing overlaps: scheduling, handing
             tokens over. `CostTable.step_us` is the executor's alone.
         scheduler_prompt_us: more for a step with prompts, whose tokens are laid out and first tokens taken in.
+        gap_tail: whether `auto` is told the longest gaps so far, as by kpolicy's own batcher (`kpolicy.scheduling.
+            gap_tail`); not with several ranks.
         pace: a policy: a step that has decodes takes as many prompt tokens as the objective says of the gap, as long
             as the prompts in line take no longer than by that policy in full steps, or the objective's
             `first_token_limit` times the best for them, whichever is longer (`kpolicy.scheduling.pace`). None fills
@@ -81,6 +83,7 @@ class Server:
     ranks: int = 1
     scheduler_us: float = 0.0
     scheduler_prompt_us: float = 0.0
+    gap_tail: bool = True
     pace: str | None = None
     warm: bool = False
     concurrency: int | None = None

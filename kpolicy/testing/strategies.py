@@ -13,7 +13,7 @@ from kpolicy.modes import Mode
 from kpolicy.policies.base import Policy, PolicyContext
 from kpolicy.reasons import Basis
 from kpolicy.settings import Objective, Settings
-from kpolicy.shapes import NO_FACTS, WAITING_REQS, BatchShape
+from kpolicy.shapes import GAP_TAIL_US, NO_FACTS, WAITING_REQS, BatchShape
 
 __all__ = ["claims", "contexts", "cost_tables", "ladders", "settings", "shapes", "sizes"]
 
@@ -81,7 +81,9 @@ _COSTS = st.builds(
     mixed=st.none() | _CURVE,
     both_us=st.sampled_from([(0.0, 0.0), (0.0, 33.3), (1 / 3, 50.0)]),
 )
-_FACTS = st.sampled_from([NO_FACTS, NO_FACTS, {WAITING_REQS: 1}, {WAITING_REQS: 40}])
+_FACTS = st.sampled_from(
+    [NO_FACTS, NO_FACTS, {WAITING_REQS: 1}, {WAITING_REQS: 40}, {GAP_TAIL_US: 0}, {GAP_TAIL_US: 300, WAITING_REQS: 3}]
+)
 _OBJECTIVE = st.builds(
     lambda weights, limit: Objective(weights[0], weights[1], limit),
     st.sampled_from([(1.0, 0.0), (0.0, 1.0), (0.7, 0.3), (0.1, 0.9)]),

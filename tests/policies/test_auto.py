@@ -1,5 +1,7 @@
 """`auto` against costs small enough to work out by hand."""
 
+import math
+
 import attrs
 import pytest
 
@@ -12,7 +14,7 @@ from kpolicy.policies import PolicyContext, get_policy
 from kpolicy.profiles import load_profile
 from kpolicy.reasons import Basis, Reason
 from kpolicy.settings import Objective, Settings
-from kpolicy.shapes import WAITING_REQS, BatchShape
+from kpolicy.shapes import GAP_TAIL_US, WAITING_REQS, BatchShape
 
 SETTINGS = Settings(max_num_reqs=64)
 # A token is a microsecond of dense work, in every mode; attention is free unless a test says otherwise.
@@ -158,6 +160,19 @@ def test_decodes_ahead_are_worth_less_while_others_wait(waiting, steps):
     shape = BatchShape(decodes=[(1, 8)], prefills=[(1000, 0)], max_decode_steps=2, facts={WAITING_REQS: waiting})
     assert decide(shape, costs=costs).decode_steps == steps
     assert decide(shape, costs=costs, objective=Objective.parse("latency")).decode_steps == 2
+
+
+@pytest.mark.parametrize("objective", ["throughput", "latency"])
+def test_decodes_ahead_make_no_long_gaps_more(objective):
+    """Several decode steps are taken as long as each comes within one gap in a hundred so far, and one step always."""
+    costs = attrs.evolve(COSTS, full=Curve((8, 64), (300.0, 301.0)), overlap_cost=0.4)
+    plain = BatchShape(decodes=[(1, 8)], prefills=[(1000, 0)], max_decode_steps=2)
+    both = decide(plain, costs=costs, objective=Objective.parse(objective))
+    assert both.decode_steps == 2
+    gap_us = costs.cost(both.launches, plain.numbers).gap_us
+    for tail_us, steps in ((math.ceil(gap_us), 2), (math.floor(gap_us) - 1, 1), (0, 1)):
+        shape = attrs.evolve(plain, facts={GAP_TAIL_US: tail_us})
+        assert decide(shape, costs=costs, objective=Objective.parse(objective)).decode_steps == steps
 
 
 def test_first_token_limit_bounds_the_prefill():
