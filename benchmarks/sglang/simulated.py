@@ -5,7 +5,7 @@
 Each trace as it was recorded, where requests arrive slower than they are served, and its first requests at once, where
 they can't be, after all captures. Costs: measured on an H200 for Qwen2.5-0.5B shapes
 (benchmarks/results/h200/profile_qwen05b.json), and analytic for an 8B model. The replica has SGLang's own sizes for an
-H200. `auto` has its own default sizes and, as SGLang's list has, one for a step that is full; those that kpolicy-sglang
+H200. `auto` has its own default sizes, spaced on to SGLang's largest, a step that is full; those that kpolicy-sglang
 captures there; and the very sizes of the replica, so that only the rules differ. With these it is also told to run no
 decodes beside prompts, which SGLang can't. Ratios are above 1 where `auto` is better.
 """
@@ -22,7 +22,7 @@ import attrs
 import kpolicy
 from benchmarks.command import traces_and_date
 from kpolicy.costs import CostTable, analytic_costs
-from kpolicy.ladders import CaptureSizes
+from kpolicy.ladders import CaptureSizes, default_sizes
 from kpolicy.policies import get_policy
 from kpolicy.scheduling.traces import Trace, read_trace
 from kpolicy.schemas import read_profile
@@ -64,7 +64,7 @@ def sides(settings: Settings) -> list[tuple[str, str, CaptureSizes]]:
     own, stock = CaptureSizes.default(settings), get_policy(REPLICA).sizes(settings)
     decodes = default_decode_sizes(stock.decode, settings.max_num_reqs)
     return [
-        ("auto", "its own and a full step", attrs.evolve(own, piecewise=(*own.piecewise, settings.max_num_tokens))),
+        ("auto", "its own, to a full step", attrs.evolve(own, piecewise=default_sizes(stock.piecewise[-1]))),
         ("auto", "kpolicy-sglang's", attrs.evolve(stock, decode=decodes)),
         ("auto", "SGLang's", stock),
         ("auto:forms=in_turn", "SGLang's", stock),
