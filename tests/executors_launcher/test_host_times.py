@@ -145,3 +145,36 @@ def test_nothing_is_timed_without_graphs_or_where_the_host_runs_the_launches() -
     bench.host_runs = True
     assert times(bench, [None]) == HostCost(0.0)
     assert not bench.asked
+
+
+class Repeated(Bench):
+    """Every case ran once more at once, and a new size takes so much more with decode rows and without."""
+
+    def __init__(self, beside: float, alone: float) -> None:
+        super().__init__()
+        self._more = {True: beside, False: alone}
+
+    def again_us(self, case: int) -> float:
+        return 1000.0 + 0.0 * case
+
+    def first_us(self, case: int) -> float:
+        return self.host_us(case) - self.again_us(case)
+
+    def host_us(self, case: int) -> float:
+        new = self._more[self.asked[case][0] > 0] if self.differs(case) else 0.0
+        return self.again_us(case) / 0.8 + new
+
+    def beside_us(self, _case: int, _step_us: float) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(("beside", "alone"), [(90.0, 40.0), (40.0, 90.0)])
+def test_a_new_size_is_what_the_kind_of_rows_shows_that_shows_least(beside: float, alone: float) -> None:
+    """Caches, which any first run finds cold, are taken off."""
+    found = HostTimes(Repeated(beside, alone), [None], 64, 512)  # type: ignore[arg-type]
+    assert found.again(STEP_US) == pytest.approx(0.8)
+    assert found.new_us(STEP_US) == pytest.approx(40.0)
+
+
+def test_a_size_that_adds_nothing_is_not_below_nothing() -> None:
+    assert HostTimes(Repeated(-90.0, 40.0), [None], 64, 512).new_us(STEP_US) == 0.0  # type: ignore[arg-type]

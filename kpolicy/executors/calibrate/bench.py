@@ -268,18 +268,12 @@ class Bench:
         return statistics.median([each.again * slower(each) for each in self._times[case]] or [0.0])
 
     def first_us(self, case: int) -> float:
-        """By how much launching takes longer than once more at once, at `host_work_us`: the mean of the middle samples.
-
-        Not the median: of rows that differ each time it has a long tail, and a run has its share of that. Without the
-        fifth at either end, which are the machine's.
-        """
+        """Median by which launching takes longer than once more at once, at `host_work_us`; 0 without samples."""
         slower, samples = self._slower(), self._times[case]
         if case in self._others:
             # The first sample is of rows that had run before.
             samples = samples[1:]
-        more = sorted((each.host - each.again) * slower(each) for each in samples)
-        ends = len(more) // 5
-        return statistics.fmean(more[ends : len(more) - ends]) if more else 0.0
+        return statistics.median([(each.host - each.again) * slower(each) for each in samples] or [0.0])
 
     def differs(self, case: int) -> bool:
         """Whether a case's rows are others each time."""

@@ -64,14 +64,18 @@ class HostTimes:
         return min(statistics.median(shares), 1.0) if shares else 1.0
 
     def new_us(self, step_us: float) -> float:
-        """What rows of a size that never ran add to launching, caches apart."""
+        """What rows of a size that never ran add to launching, caches apart: by the kind of rows that shows the least.
+
+        What else a kind's first run does, such as memory that it takes anew between calibration's other cases, isn't
+        the size's; a run has little of it.
+        """
         bench, caches = self._bench, 1 / self.again(step_us) - 1
         new = [
             bench.first_us(case) - caches * self._first_and_again(case, step_us)[1]
             for case in self._timed()
             if bench.differs(case)
         ]
-        return max(statistics.median(new), 0.0) if new else 0.0
+        return max(min(new), 0.0) if new else 0.0
 
     def _first_and_again(self, case: int, step_us: float) -> tuple[float, float]:
         """The host's time for a case, and once more at once, of which each is the step's."""
