@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["attention_dp", "data_parallel_rank", "rank", "resolved", "running_per_rank"]
+__all__ = [
+    "attention_dp",
+    "data_parallel_rank",
+    "note_own_sizes",
+    "own_sizes",
+    "rank",
+    "resolved",
+    "running_per_rank",
+]
+
+_OWN_SIZES = "_kpolicy_own_sizes"
 
 
 def resolved(server_args: Any) -> Any:
@@ -17,6 +27,17 @@ def resolved(server_args: Any) -> Any:
     except ImportError:
         return server_args
     return resolving_view(server_args)
+
+
+def note_own_sizes(server_args: Any, phase: str, count: int) -> None:
+    """Keep with the arguments, which go to another process, how many sizes SGLang would have captured itself."""
+    if server_args is not None:
+        object.__setattr__(server_args, _OWN_SIZES, {**own_sizes(server_args), phase: count})
+
+
+def own_sizes(server_args: Any) -> dict[str, int]:
+    """How many sizes SGLang would have captured by phase, as far as it was asked."""
+    return dict(getattr(server_args, _OWN_SIZES, None) or {})
 
 
 def attention_dp(server_args: Any) -> int:

@@ -6,20 +6,26 @@ Later sizes have one: where SGLang asks for the second, it gets what the first g
 
 SGLang also walks through all of Python's objects before and after the captures of each phase, which takes seconds in
 all. Here that is done once, after the last one: cycles that nothing uses any more live until then.
+
+What both save is counted, since measuring costs may take of a start what they gave it: see `Savings`.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import attrs
 
 from kpolicy_sglang.arguments import resolved
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.ranks import Ranks
 
-__all__ = ["OneWarmUp", "collected_once", "freeze_gc", "needs_one_warm_up", "no_memory"]
+__all__ = ["OneWarmUp", "Savings", "collected_once", "freeze_gc", "needs_one_warm_up", "no_memory"]
 
 _BACKENDS = ("FullCudaGraphBackend", "BreakableCudaGraphBackend")
 """Backends whose procedure is known: two calls that warm up, and one that is captured."""
@@ -28,6 +34,8 @@ _KEEP_BOTH = ("enable_torch_compile", "debug_cuda_graph", "enable_profile_cuda_g
 """Arguments that compile at the second call, or do something else with it."""
 _YOUNG = 1
 """The generation up to which Python's objects are few."""
+_WALKS = 2
+"""SGLang's walks through all objects around the captures of a phase."""
 _frozen: list[bool] = []
 
 
@@ -57,19 +65,31 @@ class OneWarmUp:
         capture: SGLang's own.
         device: the device's module of torch, which tells whether a capture is running.
         failures: where such a failure is noted.
+        took: told the seconds of a second warm-up, where there is one.
     """
 
-    def __init__(self, capture: Callable[..., Any], device: Any, failures: Failures) -> None:
-        self._capture, self._failures = capture, failures
+    def __init__(
+        self,
+        capture: Callable[..., Any],
+        device: Any,
+        failures: Failures,
+        took: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self._capture, self._failures, self._took = capture, failures, took
         self._capturing: Callable[[], bool] = getattr(device, "is_current_stream_capturing", lambda: False)
         self._kinds: set[tuple[Any, ...]] = set()
         self._off = False
 
     def __call__(self, shape: Any, forward: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         kind = (shape.variant_label, shape.stream_idx, getattr(shape, "attention_variant", None))
-        if self._off or kind not in self._kinds:
-            made = self._capture(shape, forward, *args, **kwargs)
+        if self._off:
+            return self._capture(shape, forward, *args, **kwargs)
+        if kind not in self._kinds:
+            timed = _Timed(forward)
+            made = self._capture(shape, timed, *args, **kwargs)
             self._kinds.add(kind)
+            if len(timed.seconds) == _WARM_UPS + 1:
+                self._took(timed.seconds[_WARM_UPS - 1])
             return made
         step = _Step(forward, self._capturing)
         try:
@@ -85,6 +105,20 @@ class OneWarmUp:
                 "a capture with one warm-up", error, then="graphs are captured by SGLang's own procedure"
             )
         return self._capture(shape, forward, *args, **kwargs)
+
+
+class _Timed:
+    """A step whose calls are timed on the host."""
+
+    def __init__(self, forward: Callable[[], Any]) -> None:
+        self._forward = forward
+        self.seconds: list[float] = []
+
+    def __call__(self) -> Any:
+        started = time.perf_counter()
+        output = self._forward()
+        self.seconds.append(time.perf_counter() - started)
+        return output
 
 
 class _Step:
@@ -121,26 +155,57 @@ def no_memory(error: Exception) -> bool:
     return "out of memory" in text or "outofmemory" in text
 
 
+@attrs.define
+class Savings:
+    """What a start's captures saved against SGLang's own, as far as that is known."""
+
+    walk_s: float = 0.0
+    """Seconds of the one walk through Python's objects; 0.0 where SGLang had its own."""
+    warm_up_s: dict[str, float] = attrs.Factory(dict)
+    """Seconds of a second warm-up by phase, where later graphs did without."""
+
+    def seconds(self, graphs: Mapping[str, Sequence[float]], own: Mapping[str, int]) -> float:
+        """Seconds that SGLang's captures would have taken longer; below 0.0 where they would have been shorter.
+
+        Args:
+            graphs: seconds of each graph by phase.
+            own: how many SGLang has of its own, by phase; as many as there are where that isn't known.
+        """
+        saved = walks = 0.0
+        for phase, each in graphs.items():
+            count, warm_up_s = own.get(phase, len(each)), self.warm_up_s.get(phase, 0.0)
+            walks += _WALKS * bool(count)
+            if each:
+                # The first graph has what is set up once in it, which SGLang's has too.
+                usual_s = statistics.median(each)
+                saved += (count - len(each)) * usual_s + max(count - 1, 0) * warm_up_s
+        return saved + max(walks - 1, 0) * self.walk_s
+
+
 @contextmanager
-def collected_once(model_runner: Any, *, on: bool) -> Iterator[None]:
+def collected_once(model_runner: Any, *, on: bool) -> Iterator[Savings]:
     """Have Python's garbage collector leave out what is there until the captures are done, and walk through it then.
 
-    Where `--enable-cudagraph-gc` wants all objects looked at, they are.
+    Where `--enable-cudagraph-gc` wants all objects looked at, they are. Yields what is saved: the walk's seconds are in
+    it once it is done.
     """
+    savings = Savings()
     if not on or getattr(resolved(model_runner.server_args), "enable_cudagraph_gc", False):
-        yield
+        yield savings
         return
     gc.collect(_YOUNG)
     gc.freeze()
     _frozen.append(True)
     try:
-        yield
+        yield savings
     finally:
         _frozen.pop()
         gc.unfreeze()
         # All of them, and last: Python goes by how many objects its last whole walk found when it decides on another,
         # which would come while requests are served.
+        started = time.perf_counter()
         gc.collect()
+        savings.walk_s = time.perf_counter() - started
 
 
 def freeze_gc(original: Any, enable_cudagraph_gc: bool) -> Any:

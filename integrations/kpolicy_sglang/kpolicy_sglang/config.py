@@ -33,8 +33,8 @@ class Config:
         piecewise_sizes: prefill sizes in tokens, likewise.
         profile: a profile to take costs from, in place of measuring them at start-up.
         calibrate: measure costs from SGLang's own graphs and eager steps at start-up.
-        calibrate_seconds: seconds that measuring may take in each phase; the ends of each curve are timed whatever
-            they take.
+        calibrate_seconds: seconds that measuring may take, but for what no decision can do without; by default half
+            of what quicker captures saved, and one at most.
         quick_capture: warm up once before the capture of most graphs, where SGLang does twice, and collect garbage
             once: see `kpolicy_sglang.captures`.
         split: with mixed chunks on, run decodes and prompt chunks in steps of their own where that costs less.
@@ -60,7 +60,7 @@ class Config:
     piecewise_sizes: tuple[int, ...] | None = None
     profile: str | None = None
     calibrate: bool = True
-    calibrate_seconds: float = 1.0
+    calibrate_seconds: float | None = None
     quick_capture: bool = True
     split: bool = True
     turns: bool = True
@@ -78,7 +78,7 @@ class Config:
             raise ConfigError(f"{_PREFIX}SUMMARY_SECONDS is {self.summary_seconds!r}; it is a number from 0 up.")
         if self.gap_ms is not None and not 0 < self.gap_ms < float("inf"):
             raise ConfigError(f"{_PREFIX}GAP_MS is {self.gap_ms!r}; it is a number of milliseconds above 0.")
-        if not 0 < self.calibrate_seconds < float("inf"):
+        if self.calibrate_seconds is not None and not 0 < self.calibrate_seconds < float("inf"):
             raise ConfigError(
                 f"{_PREFIX}CALIBRATE_SECONDS is {self.calibrate_seconds!r}; it is a number of seconds above 0. "
                 f"{_PREFIX}CALIBRATE=0 measures nothing."

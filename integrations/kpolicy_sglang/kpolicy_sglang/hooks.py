@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import kpolicy_sglang
@@ -121,18 +122,18 @@ def init_cuda_graphs(original: Any, model_runner: Any, *args: Any, **kwargs: Any
         return original(model_runner, *args, **kwargs)
     state = State(config, str(_now["version"]))
     attach(model_runner, state)
-    with collected_once(model_runner, on=config.quick_capture):
+    with collected_once(model_runner, on=config.quick_capture) as state.savings:
         result = original(model_runner, *args, **kwargs)
-        try:
-            take_up(model_runner, state)
-        # Whatever goes wrong here costs speed: SGLang has its graphs, and its own rule for them.
-        except Exception as error:
-            _detach(model_runner)
-            said = str(error)
-            if not isinstance(error, KPolicyError):
-                logger.exception("kpolicy: taking up SGLang's graphs raised what it shouldn't")
-                said = f"{type(error).__name__}: {error}."
-            fail(f"{said} SGLang's own rule decides")
+    try:
+        take_up(model_runner, state)
+    # Whatever goes wrong here costs speed: SGLang has its graphs, and its own rule for them.
+    except Exception as error:
+        _detach(model_runner)
+        said = str(error)
+        if not isinstance(error, KPolicyError):
+            logger.exception("kpolicy: taking up SGLang's graphs raised what it shouldn't")
+            said = f"{type(error).__name__}: {error}."
+        fail(f"{said} SGLang's own rule decides")
     return result
 
 
@@ -311,7 +312,7 @@ def _mirrored(backend: Any, runner: Any, phase: str) -> Any:
         state.failures.note("looking at how graphs are captured", error, then="SGLang's own procedure captures them")
     return mirror(
         backend, state.registry, phase, device=device, width=width, failures=state.failures, serving=state.serving,
-        one_warm_up=one_warm_up,
+        one_warm_up=one_warm_up, took=partial(state.savings.warm_up_s.__setitem__, phase),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ backend's type in places.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from kpolicy_sglang.captures import OneWarmUp, no_memory
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import DECODE
 
-__all__ = ["key_of", "mirror"]
+__all__ = ["key_of", "mirror", "pool_of"]
 
 
 def key_of(shape: Any, phase: str, *, full: bool, width: int = 1) -> GraphKey:
@@ -43,9 +43,14 @@ def key_of(shape: Any, phase: str, *, full: bool, width: int = 1) -> GraphKey:
     return GraphKey(Part.FULL if full else Part.PIECEWISE, shape.size, lora_case=lora_case, variant=variant)
 
 
+def pool_of(phase: str) -> str:
+    """The registry's pool of a phase's graphs."""
+    return f"sglang {phase}"
+
+
 def mirror(
     backend: Any, registry: GraphRegistry, phase: str, *, device: Any, width: int = 1, failures: Failures | None = None,
-    serving: list[bool] | None = None, one_warm_up: bool = False,
+    serving: list[bool] | None = None, one_warm_up: bool = False, took: Callable[[float], None] = lambda _: None,
 ) -> Any:  # fmt: skip
     """Enter every capture and replay of a graph backend into the registry, and return the backend.
 
@@ -58,14 +63,15 @@ def mirror(
         serving: has an entry once replays are a server's; those before aren't hits. By default all are.
         failures: where a graph that can't be entered is noted; SGLang captures it all the same.
         one_warm_up: capture with one warm-up where that is enough, see `kpolicy_sglang.captures`.
+        took: told the seconds of a second warm-up then.
     """
     failures = failures or Failures()
     full = "Breakable" not in type(backend).__name__ and "Piecewise" not in type(backend).__name__
     capture, replay, cleanup = backend.capture_one, backend.replay, backend.cleanup
     if one_warm_up:
-        capture = OneWarmUp(capture, device, failures)
+        capture = OneWarmUp(capture, device, failures, took)
     # A backend made anew means that the graphs of the last one are gone.
-    registry.evict_generation(f"sglang {phase}")
+    registry.evict_generation(pool_of(phase))
     keys: dict[Any, GraphKey] = {}
     hit, counted = registry.hit, [True] if serving is None else serving
 
@@ -93,7 +99,7 @@ def mirror(
                 keys[shape],
                 bytes=max(free - _free_bytes(device), 0),
                 seconds=time.perf_counter() - started,
-                pool=f"sglang {phase}",
+                pool=pool_of(phase),
                 handle=shape,
             )
         return made
@@ -106,7 +112,7 @@ def mirror(
 
     def clean() -> Any:
         with entered():
-            registry.evict_generation(f"sglang {phase}")
+            registry.evict_generation(pool_of(phase))
         return cleanup()
 
     backend.capture_one, backend.replay, backend.cleanup = capture_one, replay_one, clean

@@ -7,8 +7,9 @@ from typing import Any
 
 from kpolicy.errors import KPolicyError
 from kpolicy_sglang import ladder
-from kpolicy_sglang.arguments import resolved, running_per_rank
+from kpolicy_sglang.arguments import note_own_sizes, resolved, running_per_rank
 from kpolicy_sglang.hooks import configured, deployment, fail, note_deployment, own_largest, refusal
+from kpolicy_sglang.phase import DECODE, PREFILL
 
 __all__ = ["decode_limit", "decode_sizes", "decode_sizes_0_5_16", "prefill_sizes", "prefill_sizes_0_5_16"]
 
@@ -43,6 +44,7 @@ def decode_sizes(original: Any, server_args: Any, max_bs: int) -> list[int]:
     most = running_per_rank(server_args)
     if _DECODE_LIMIT in getattr(server_args, "_cuda_graph_config_locked", ()):
         most = max_bs if most is None else min(most, max_bs)
+    note_own_sizes(server_args, DECODE, len(stock))
     return _sizes(stock, lambda: ladder.decode_sizes(config, stock, most, max_bs))
 
 
@@ -76,6 +78,7 @@ def _prefill_sizes(
     stock: list[int] = original(max_bs)
     if config is None or (server_args is not None and refusal(server_args)):
         return stock
+    note_own_sizes(server_args, PREFILL, 0 if few else len(stock))
     return _sizes(stock, lambda: ladder.prefill_sizes(config, stock, max_bs, few=few))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from kpolicy.costs import Curve
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Objective
+from kpolicy_sglang.captures import Savings
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.counters import summary
 from kpolicy_sglang.decision_log import DecisionLog
@@ -44,6 +45,8 @@ class State:
         """Microseconds of one prompt by its tokens, where prompt steps were timed as several."""
         self.beside = 0.0
         """How far a long prompt makes those beside it take as long, see `kpolicy_sglang.prompt_times`."""
+        self.savings = Savings()
+        """What quicker captures took off the start."""
         self.measuring_s = 0.0
         """Seconds that costs took to measure."""
         self.serving: list[bool] = []

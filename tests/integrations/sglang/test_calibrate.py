@@ -5,31 +5,40 @@ from types import SimpleNamespace
 
 import pytest
 
-from kpolicy_sglang import calibrate
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
+from kpolicy_sglang import bench, calibrate
+from kpolicy_sglang.arguments import note_own_sizes
+from kpolicy_sglang.bench import LEAST_RUNS, MOST_RUNS
+from kpolicy_sglang.captures import Savings
 from kpolicy_sglang.config import Config
+from kpolicy_sglang.mirror import pool_of
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.ranks import Ranks
 from kpolicy_sglang.state import State
 
 pytest.importorskip("torch")
 DECODES, PROMPTS = tuple(range(1, 41)), tuple(range(64, 8193, 64))
+LOADED = [(DECODE, size) for size in (*calibrate.EAGER_DECODES, 40)] + [(PREFILL, s) for s in calibrate.EAGER_TOKENS]
+"""What captures have run of what is timed once."""
 
 
 class Clock:
     """A model runner whose steps take a time by their size, the first of a size a second more; no other time passes."""
 
-    def __init__(self, ms):
+    def __init__(self, ms, loaded=()):
         self.ms, self.now_s, self.ran, self.device = ms, 0.0, [], "cpu"
+        self.loaded = set(loaded)
         self.req_to_token_pool = SimpleNamespace(size=64)
         self.server_args = SimpleNamespace(tp_size=1)
         self.decode_cuda_graph_runner = Runner(DECODE)
         self.prefill_cuda_graph_runner = Runner(PREFILL)
 
     def forward(self, batch):
-        name, size = batch
-        first = (name, size) not in self.ran
-        self.ran.append((name, size))
-        self.now_s += self.ms(name, size) / 1e3 + first
+        first = batch not in self.loaded
+        self.loaded.add(batch)
+        self.ran.append(batch)
+        self.now_s += self.ms(*batch) / 1e3 + first
 
 
 class Runner:
@@ -44,69 +53,124 @@ class Runner:
         return ((self.name, size),)
 
 
-def measured(monkeypatch, ms, **settings):
-    """The tables, the clock, and seconds by phase without first calls."""
-    clock = Clock(ms)
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock.now_s)
+def started(**settings):
+    """A state with both phases."""
     state = State(Config(split=False, **settings), "0.5.16")
     state.phases = {DECODE: Phase(DECODE, DECODES, 40, full=True), PREFILL: Phase(PREFILL, PROMPTS, 8192, full=False)}
-    tables = calibrate.measure(clock, state, Ranks(clock))
-    spent = {name: sum(ms(*step) / 1e3 for step in clock.ran if step[0] == name) for name in (DECODE, PREFILL)}
-    return tables, clock, spent
+    return state
+
+
+def measured(monkeypatch, ms, **settings):
+    """The tables, the clock, and seconds without first calls."""
+    clock = Clock(ms, LOADED)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock.now_s)
+    tables = calibrate.measure(clock, started(**settings), Ranks(clock))
+    return tables, clock, sum(ms(*step) / 1e3 for step in clock.ran)
 
 
 def test_a_quick_model_is_timed_at_all_sizes(monkeypatch):
-    """Where there is time every case is, five times after the first."""
-    tables, _, spent = measured(monkeypatch, lambda *_: 0.5)
+    """Where there is time every case is, as often as it makes a difference."""
+    tables, clock, spent = measured(monkeypatch, lambda *_: 0.5, calibrate_seconds=1)
     assert tables[DECODE].full.sizes == tuple(calibrate._apart(DECODES))
     assert tables[PREFILL].full.sizes == tuple(calibrate._apart(PROMPTS))
-    assert max(spent.values()) < 1
+    assert spent < 1
     assert tables[DECODE].full.us == pytest.approx([500.0] * len(tables[DECODE].full.us))
+    assert clock.ran.count((DECODE, 2)) == MOST_RUNS
 
 
-@pytest.mark.parametrize("seconds", [0.25, 1.0, 2.5])
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 5.0])
 def test_a_slow_model_is_timed_in_its_allowance(monkeypatch, seconds):
-    """Fewer sizes where steps are long, the ends among them, each twice; first calls aren't in it."""
+    """Fewer sizes where steps are long, the ends and the middle among them; first calls aren't in it."""
     slowest_s = 0.02
     tables, clock, spent = measured(monkeypatch, lambda *_: 1e3 * slowest_s, calibrate_seconds=seconds)
-    ends = {DECODE: 4, PREFILL: 6}
+    assert spent <= max(seconds + LEAST_RUNS * slowest_s, 0.4) + 1e-9
     for name, sizes in ((DECODE, DECODES), (PREFILL, PROMPTS)):
-        runs = calibrate.WARM + calibrate.LEAST_ROUNDS
-        assert spent[name] <= max(seconds + runs * slowest_s, runs * ends[name] * slowest_s) + 1e-9
         found = tables[name].full.sizes
         assert (found[0], found[-1]) == (sizes[0], sizes[-1])
+        assert len(found) >= 3
         assert len(found) < len(calibrate._apart(sizes)) or seconds > 2
         assert tables[name].full.us == pytest.approx([1e6 * slowest_s] * len(found))
-    assert clock.now_s > sum(spent.values()) + 5
+    assert clock.now_s >= spent + 2
 
 
-def test_the_ends_are_timed_whatever_they_take(monkeypatch):
-    """Of each kind of step, twice: without them there is nothing to interpolate."""
+def test_what_no_decision_can_do_without_is_timed_whatever_it_takes(monkeypatch):
+    """Graphs at both ends and in the middle; eager prompts at both, and the largest decode, which SGLang replays."""
     tables, clock, _ = measured(monkeypatch, lambda *_: 900.0, calibrate_seconds=0.01)
-    assert (tables[DECODE].full.sizes, tables[DECODE].eager.sizes) == ((1, 40), (1, 40))
-    assert (tables[PREFILL].full.sizes, tables[PREFILL].eager.sizes) == ((64, 8192), (64, 8192))
-    # Graph and eager step are the same dummy here: three calls each.
-    assert clock.ran.count((DECODE, 1)) == 2 * (calibrate.WARM + calibrate.LEAST_ROUNDS)
+    assert (tables[DECODE].full.sizes, tables[DECODE].eager.sizes) == ((1, 10, 40), (40,))
+    assert tables[PREFILL].full.sizes[::2] == (64, 8192)
+    assert len(tables[PREFILL].full.sizes) == 3
+    assert tables[PREFILL].eager.sizes == (64, 8192)
+    # A graph is run twice, an eager step of a captured size once: the captures have run its kernels.
+    assert (clock.ran.count((DECODE, 1)), clock.ran.count((DECODE, 40))) == (2, 3)
+
+
+def test_prompts_of_a_later_release_have_their_first_call_left_out(monkeypatch):
+    """Its eager MLA prompts run other kernels than its graphs."""
+    clock = Clock(lambda *_: 10.0)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock.now_s)
+    state = started(calibrate_seconds=0.01)
+    state.version = "0.5.23"
+    tables = calibrate.measure(clock, state, Ranks(clock))
+    assert (clock.ran.count((PREFILL, 64)), clock.ran.count((DECODE, 40))) == (4, 3)
+    assert tables[PREFILL].eager.us == pytest.approx([10_000.0] * 2)
+
+
+def test_a_kind_whose_first_cases_fail_has_the_next(monkeypatch):
+    """Without an eager step nothing could be decided."""
+
+    class Broken(Clock):
+        def forward(self, batch):
+            if batch == (DECODE, 40):
+                raise RuntimeError("no memory")
+            super().forward(batch)
+
+    clock = Broken(lambda *_: 900.0)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock.now_s)
+    tables = calibrate.measure(clock, started(calibrate_seconds=0.01), Ranks(clock))
+    assert (tables[DECODE].full.sizes, tables[DECODE].eager.sizes) == ((1, 10), (1,))
 
 
 def test_sizes_between_are_interpolated(monkeypatch):
     """What wasn't timed lies between its neighbours, so that decisions are had for every size."""
-    tables, _, _ = measured(monkeypatch, lambda _, size: 20 + size / 100, calibrate_seconds=1.5)
+    tables, _, _ = measured(monkeypatch, lambda _, size: 20 + size / 100, calibrate_seconds=1)
     full = tables[PREFILL].full
     assert 2 < len(full.sizes) < 10
     for size in PROMPTS:
         assert full.at(size) == pytest.approx(1e3 * (20 + size / 100))
 
 
+def test_decisions_with_little_measured_are_those_with_all(monkeypatch):
+    """MLA prompts of 0.5.16 and decodes on an H200, as they were timed there: the same graphs at every size."""
+    graph = {64: 11.6, 256: 17.0, 512: 18.7, 1024: 24.5, 1536: 33.5, 2048: 42.5}
+    both = []
+    for seconds in (0.01, 60):
+        clock = Clock(lambda *_: 0.0, loaded=[(PREFILL, size) for size in graph])
+        state = State(Config(split=False, calibrate_seconds=seconds), "0.5.16")
+        prefill = state.phases[PREFILL] = Phase(PREFILL, tuple(graph), 8192, full=False)
+        clock.ms = lambda _, size, phase=prefill: (
+            graph[size] if phase.force else 46.0 if size < 1100 else 46.0 + (size - 1100) / 300
+        )
+        monkeypatch.setattr(bench.time, "perf_counter", lambda clock=clock: clock.now_s)
+        state.install(calibrate.measure(clock, state, Ranks(clock)))
+        both.append([prefill.replays(size) for size in range(1, 2049)])
+        assert prefill.policy == "auto"
+    assert both[0] == both[1]
+    assert all(both[0])
+
+
 @pytest.mark.parametrize("count", [*range(12), 40])
 def test_sizes_come_ends_first_then_middles(count):
     """Both ends are level 0, and what is left at each level lies in gaps that halve."""
-    levels = calibrate._levels(count)
-    assert len(levels) == count
+    found = calibrate._levels(range(10, 10 + count))
+    assert list(found) == list(range(10, 10 + count))
+    levels = list(found.values())
     assert [at for at, level in enumerate(levels) if level == 0] == sorted({*range(count)[:1], *range(count)[-1:]})
     for level in range(max(levels, default=0) + 1):
         timed = [at for at, each in enumerate(levels) if each <= level]
         assert all(b - a <= count / 2**level + 1 for a, b in itertools.pairwise(timed))
+    late = calibrate._largest_first(list(found), level=3)
+    assert [size for size, level in late.items() if level == 3] == list(found)[-1:]
+    assert all(level > 3 for size, level in late.items() if size != 9 + count)
 
 
 def test_graphs_are_timed_a_fifth_apart():
@@ -117,3 +181,45 @@ def test_graphs_are_timed_a_fifth_apart():
     assert (found[:6], found[-1]) == ([1, 2, 3, 4, 5, 6], 256)
     assert all(b >= 1.2 * a for a, b in itertools.pairwise(found[:-1]))
     assert all(b <= 1.2 * a + 1 for a, b in itertools.pairwise(found))
+
+
+def captured(state, phase, seconds):
+    """Enter graphs that took so long."""
+    for at, each in enumerate(seconds):
+        key = GraphKey(Part.FULL, 1 + at, 1 + at, query_len=1) if phase == DECODE else GraphKey(Part.PIECEWISE, 1 + at)
+        state.registry.plan([key])
+        state.registry.capture(key, bytes=1, seconds=each, pool=pool_of(phase), handle=object())
+
+
+@pytest.mark.parametrize(
+    ("own", "walk_s", "warm_s", "allowed"),
+    [
+        # SGLang's own four decode graphs: three second warm-ups and a walk; half of it.
+        ({DECODE: 4, PREFILL: 0}, 0.3, {DECODE: 0.1}, 0.5 * (0.3 + 0.3 - 0.2)),
+        # As many prefill graphs too: two more walks, and one more second warm-up.
+        ({DECODE: 4, PREFILL: 2}, 0.3, {DECODE: 0.1, PREFILL: 0.06}, 0.5 * (0.3 + 0.06 + 0.9)),
+        # Nothing known of SGLang's: as many as there are.
+        ({}, 0.3, {DECODE: 0.1, PREFILL: 0.06}, 0.5 * (0.3 + 0.06 + 0.9)),
+        # Many more than are captured here, as with a plan: the most.
+        ({DECODE: 80, PREFILL: 2}, 0.3, {DECODE: 0.1}, calibrate.MOST_S),
+        # Nothing was quicker, and there are two graphs more.
+        ({DECODE: 4, PREFILL: 0}, 0.0, {}, 0.0),
+    ],
+)
+def test_measuring_takes_half_of_what_quicker_captures_saved(own, walk_s, warm_s, allowed):
+    """Counted by what they took at this start: graphs that SGLang doesn't have come off it."""
+    state, runner = started(), Clock(None)
+    captured(state, DECODE, [2.0, 0.2, 0.2, 0.2])
+    captured(state, PREFILL, [0.1, 0.1])
+    state.savings = Savings(walk_s, dict(warm_s))
+    for phase, count in own.items():
+        note_own_sizes(runner.server_args, phase, count)
+    assert calibrate._allowance_s(runner, state) == pytest.approx(allowed)
+
+
+def test_what_measuring_may_take_can_be_given():
+    """Then it is that, and without quicker captures a second."""
+    runner = Clock(None)
+    assert calibrate._allowance_s(runner, started(calibrate_seconds=7)) == 7
+    assert calibrate._allowance_s(runner, started(quick_capture=False)) == calibrate.MOST_S
+    assert calibrate._allowance_s(runner, started()) == 0.0

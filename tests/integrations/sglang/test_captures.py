@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from kpolicy.registry import GraphRegistry
-from kpolicy_sglang import hooks
+from kpolicy_sglang import captures, hooks
 from kpolicy_sglang.captures import OneWarmUp, collected_once, freeze_gc, needs_one_warm_up
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.mirror import mirror
 from kpolicy_sglang.phase import DECODE
-from kpolicy_sglang.state import State, attach
+from kpolicy_sglang.state import State, attach, state_of
 from tests.integrations.sglang.test_mirror import Frozen
 
 
@@ -312,6 +312,48 @@ def test_what_raises_is_unfrozen_too():
     with pytest.raises(RuntimeError), collected_once(SimpleNamespace(server_args=SimpleNamespace()), on=True):
         raise RuntimeError("capture failed")
     assert gc.get_freeze_count() == 0
+
+
+def test_a_second_warm_up_is_timed(monkeypatch):
+    """That of each kind's first graph: later ones save as much, and a procedure that isn't known tells nothing."""
+    backend, told, now_s = FullCudaGraphBackend(), [], 0.0
+    monkeypatch.setattr(captures.time, "perf_counter", lambda: now_s)
+    takes_s = iter([5.0, 0.25, 0.5, *[1.0] * 9])
+
+    def step():
+        nonlocal now_s
+        now_s += next(takes_s)
+
+    quick = OneWarmUp(backend.capture_one, backend, Failures(), told.append)
+    quick(Frozen(8), step)
+    assert told == [0.25]
+    quick(Frozen(4), step)
+    assert told == [0.25]
+    backend.warm_ups = 1
+    quick(Frozen(8, "lora"), step)
+    assert told == [0.25]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_what_captures_saved_is_with_the_state(on):
+    """By phase, and the walk: the measuring that comes after goes by it."""
+    hooks.configure(Config(quick_capture=on, calibrate=False), "0.5.16")
+    given, backend = runner(), FullCudaGraphBackend()
+    given.device_module, given.capture_bs = backend, [4, 8]
+    model_runner, found = given.model_runner, []
+    model_runner.is_draft_worker, model_runner.decode_cuda_graph_runner = False, None
+    model_runner.prefill_cuda_graph_runner = None
+
+    def original(_):
+        hooks.decode_backend(lambda _: backend, given)
+        for size in (8, 4):
+            backend.capture_one(Frozen(size), Steps().of(size))
+        found.append(state_of(model_runner))
+
+    hooks.init_cuda_graphs(original, model_runner)
+    hooks.configure(None)
+    savings = found[0].savings
+    assert (set(savings.warm_up_s), savings.walk_s > 0) == ({DECODE} if on else set(), on)
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from kpolicy.costs import Curve
+from kpolicy_sglang import bench as timing
 from kpolicy_sglang import calibrate
-from kpolicy_sglang.calibrate import MIXED_KV, ROUNDS, WARM, _Bench, _beside
+from kpolicy_sglang.bench import MIXED_KV, MOST_RUNS, Bench
+from kpolicy_sglang.calibrate import _beside
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import PREFILL, PROMPT_TOKENS, Phase
 from kpolicy_sglang.prompt_times import length_of
@@ -42,7 +44,7 @@ def bench(*, pool=64, backend="breakable"):
         decode_cuda_graph_runner=None, prefill_cuda_graph_runner=prefill, device="cpu",
         req_to_token_pool=SimpleNamespace(size=pool), server_args=SimpleNamespace(tp_size=1),
     )  # fmt: skip
-    return _Bench(runner, Ranks(runner))
+    return Bench(runner, Ranks(runner))
 
 
 class Device:
@@ -63,9 +65,9 @@ def test_a_step_is_timed_until_the_device_is_done():
     made._runner.forward = lambda batch: seen.append((batch, phase.force))
     made.add(phase, lambda: "dummy", True)
     made.run(60)
-    assert seen == ["synchronized", ("dummy", True), "synchronized"] * (WARM + ROUNDS)
+    assert seen == ["synchronized", ("dummy", True), "synchronized"] * MOST_RUNS
     assert phase.force is None
-    assert len(made._times[0]) == ROUNDS
+    assert len(made._times[0]) == MOST_RUNS
 
     def fails(_batch):
         raise RuntimeError("illegal access")
@@ -149,8 +151,8 @@ def test_measuring_finds_how_far_a_long_prompt_reaches(monkeypatch, share):
 
     runner = bench()._runner
     runner.forward = forward
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: now_s)
-    state = State(Config(split=False), "0.5.16")
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now_s)
+    state = State(Config(split=False, calibrate_seconds=5), "0.5.16")
     state.phases[PREFILL] = Phase(PREFILL, (64, 1024, 2048, 4096, 8192), 8192, full=False)
     calibrate.measure(runner, state, Ranks(runner))
     assert state.beside == pytest.approx(share, abs=0.01)

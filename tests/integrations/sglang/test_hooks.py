@@ -1,6 +1,7 @@
 """The hooks of start-up: sizes, the MLA rule, attaching, and what kpolicy leaves to SGLang."""
 
 import logging
+import pickle
 import subprocess
 import sys
 from collections import namedtuple
@@ -15,7 +16,7 @@ from kpolicy.schemas import read_decision_log
 from kpolicy.settings import Objective
 from kpolicy.simulate.recorded import replay
 from kpolicy_sglang import hooks, sizes
-from kpolicy_sglang.arguments import running_per_rank
+from kpolicy_sglang.arguments import own_sizes, running_per_rank
 from kpolicy_sglang.calibrate import cost_tables
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.counters import lines
@@ -52,6 +53,7 @@ def test_sizes_up_to_the_requests_that_may_run():
     assert sizes.decode_sizes(stock, arguments(), 256)[-1] == 768
     args = arguments()
     assert sizes.decode_sizes_0_5_16(stock, args, 256)[-1] == 768
+    assert own_sizes(pickle.loads(pickle.dumps(args))) == {DECODE: 3}  # noqa: S301  the arguments go to other processes
     assert args.cuda_graph_config.decode.max_bs == 768
     assert sizes.decode_sizes(stock, arguments(max_running_requests=None), 256)[-1] == 1024
     for own in (8, 48, 160):
@@ -86,18 +88,19 @@ def test_default_prefill_sizes_are_sglangs(settings, fields):
 @pytest.mark.parametrize(
     ("backend", "mla", "found"),
     [
-        ("breakable", True, [64, 320, 1024, 1280, 8192]),
-        ("breakable", False, [4, 64, 80, 320, 352, 1024, 1088, 1280, 8192]),
-        ("tc_piecewise", True, [4, 64, 80, 320, 352, 1024, 1088, 1280, 8192]),
+        ("breakable", True, [64, 512, 1024, 1536, 4096, 8192]),
+        ("breakable", False, [4, 64, 80, 352, 512, 1024, 1280, 1536, 4096, 4608, 8192]),
+        ("tc_piecewise", True, [4, 64, 80, 352, 512, 1024, 1280, 1536, 4096, 4608, 8192]),
     ],
 )
 def test_prompts_that_sglang_would_run_eagerly_have_fewer_sizes(backend, mla, found):
     """MLA models have no prefill graphs in 0.5.16 otherwise: no prompt loses, and each size makes a start longer."""
-    own = [4, 64, 80, 320, 352, 1024, 1088, 1280, 8192]
+    own = [4, 64, 80, 352, 512, 1024, 1280, 1536, 4096, 4608, 8192]
     args = arguments(use_mla_backend=lambda: mla)
     args.cuda_graph_config.prefill = SimpleNamespace(backend=backend)
     assert sizes.prefill_sizes_0_5_16(lambda *_: own, args, 8192) == found
-    assert sizes.prefill_sizes_0_5_16(lambda *_: own[:-2], args, 1200)[-1] == 1200
+    assert sizes.prefill_sizes_0_5_16(lambda *_: own[:-5], args, 1200)[-1] == 1200
+    assert own_sizes(args) == {PREFILL: 0 if len(found) == 6 else len(own[:-5])}
 
 
 @pytest.mark.parametrize("left", ["enable_pdmux", "enable_two_batch_overlap"])

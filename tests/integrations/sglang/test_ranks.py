@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kpolicy.errors import KPolicyError, RankError
-from kpolicy_sglang import calibrate, hooks
+from kpolicy_sglang import bench, calibrate, hooks
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.ranks import Ranks
@@ -102,7 +102,7 @@ def test_case_that_fails_on_one_rank_is_measured_on_none(how):
 def test_ranks_of_other_speeds_time_the_same_cases(monkeypatch):
     """What the allowance has room for is by rank 0's times: a step that one runs and the other doesn't would hang."""
     local = threading.local()
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: getattr(local, "now_s", 0.0))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: getattr(local, "now_s", 0.0))
     runners = [Runner(), Runner()]
 
     def work(rank, ranks):
@@ -111,7 +111,7 @@ def test_ranks_of_other_speeds_time_the_same_cases(monkeypatch):
             local.now_s = getattr(local, "now_s", 0.0) + (0.03, 0.0001)[rank]
 
         runners[rank].forward = forward
-        made = state()
+        made = state(calibrate_seconds=1)
         made.phases = {DECODE: Phase(DECODE, tuple(range(1, 65)), 64, full=True)}
         return calibrate.cost_tables(runners[rank], made, ranks)
 

@@ -128,7 +128,7 @@ def test_real_arguments_get_kpolicys_sizes(tmp_path):
     assert len(found["decode_sizes"]) == 36 + 3
     assert found.get("prefill", "breakable") == "breakable"
     assert found.get("prefill_sizes", [8192])[-1] == 8192
-    few = [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
+    few = [64, 256, 512, 1024, 1536, 2048]
     assert found.get("few", few) == few
 
 
