@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs
-from kpolicy.executors.device import DeviceAdapter
+from kpolicy.executors.device import DeviceAdapter, Span
 from kpolicy.executors.launch_rows import slots_ahead
 from kpolicy.executors.step_model import StepModel, StepTensors
 
@@ -107,7 +107,9 @@ class StepBuffers:
             self._uniform_starts[query_len] = starts
         return starts
 
-    def stage(self, rows: StepInputs, shape: PaddedShape, wanted: bool, repeat: int = 1) -> bool:
+    def stage(
+        self, rows: StepInputs, shape: PaddedShape, wanted: bool, repeat: int = 1, until: Span | None = None
+    ) -> bool:
         """Bring a launch's rows to the device, and padding behind them: token 0, the reserved slot, no KV.
 
         Args:
@@ -115,6 +117,7 @@ class StepBuffers:
             shape: what they are padded to.
             wanted: whether the head reads `wanted`.
             repeat: decode steps.
+            until: as `DeviceAdapter.commit` has it.
 
         Returns:
             Whether sampling inputs are among them; False where every row is greedy, so that no noise is needed.
@@ -148,7 +151,7 @@ class StepBuffers:
         except BaseException:
             adapter.drop_staged()
             raise
-        adapter.commit()
+        adapter.commit(until)
         return sampled
 
     def _stage_extra(self, rows: StepInputs, num_tokens: int) -> None:

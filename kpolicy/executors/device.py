@@ -156,8 +156,13 @@ class DeviceAdapter(Protocol):
     # calls as the adapter's settings allow. And give_back(stream): nobody needs a stream any more of `new_stream`'s;
     # device_name, what the device calls itself, which costs that were measured on another one are told by.
 
-    def commit(self) -> None:
-        """Bring all that was staged since to the device, before what the current stream gets next."""
+    def commit(self, until: Span | None = None) -> None:
+        """Bring all that was staged since to the device, before what the current stream gets next.
+
+        Args:
+            until: begun on that stream, and ends there in any case: what is copied out of is in use no longer than
+                that, so the adapter needn't note itself when the copy is over.
+        """
         ...
 
     def drop_staged(self) -> None:

@@ -8,6 +8,7 @@ then costs the host is how much memory it touches.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kpolicy.decision import Decision
@@ -104,26 +105,32 @@ class FullStep:
         with self._session():
             span = self._span()
             try:
-                sampled = self._stage(rows, self._shape, not whole)
-                if whole:
-                    self._launch()
-                    logits, places = self._fronts.get(count) or self._handle.front(count)
-                    logits = logits.clone()
-                else:
-                    logits = self._handle.logits(launch_rows(rows, Rows.ALL, live=False), True)
-            except Exception as error:
-                raise replay_error(self._adapter, self._handle.key, error) from error
-            outputs = new_outputs_of()
-            outputs.num_rows, outputs.ready, outputs.logits, outputs.failed_key = count, span, logits, None
-            if logits is None:
-                outputs.tokens = []
-            else:
                 try:
-                    outputs.tokens = [self._model.sample(logits, self._sampling(rows) if sampled else {})]
+                    sampled = self._stage(rows, self._shape, not whole, 1, span)
+                    if whole:
+                        self._launch()
+                        logits, places = self._fronts.get(count) or self._handle.front(count)
+                        logits = logits.clone()
+                    else:
+                        logits = self._handle.logits(launch_rows(rows, Rows.ALL, live=False), True)
                 except Exception as error:
-                    raise_lost(self._adapter, error)
-                    raise
-            span.end()
+                    raise replay_error(self._adapter, self._handle.key, error) from error
+                outputs = new_outputs_of()
+                outputs.num_rows, outputs.ready, outputs.logits, outputs.failed_key = count, span, logits, None
+                if logits is None:
+                    outputs.tokens = []
+                else:
+                    try:
+                        outputs.tokens = [self._model.sample(logits, self._sampling(rows) if sampled else {})]
+                    except Exception as error:
+                        raise_lost(self._adapter, error)
+                        raise
+                span.end()
+            except BaseException:
+                # The memory that inputs were copied out of is taken again only behind it.
+                with suppress(Exception):
+                    span.end()
+                raise
         prompts: Sequence[int] = ()
         # As `query_len` and `num_decodes`.
         if numbers[1] == 1 and numbers[0] == count:

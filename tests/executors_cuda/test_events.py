@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.host_step import NoDevice  # noqa: E402
 from kpolicy.errors import StickyDeviceError  # noqa: E402
-from kpolicy.executors.cuda.adapter import MOST_SPARE  # noqa: E402
+from kpolicy.executors.cuda.events import MOST_SPARE  # noqa: E402
 
 
 class Event:

@@ -18,6 +18,7 @@ from benchmarks.engine_step import decode_inputs  # noqa: E402
 from benchmarks.host_step import NoDevice, NoModel, Point, bare_step, calls_of, opened  # noqa: E402
 from kpolicy.engine import COUNT_EVERY  # noqa: E402
 from kpolicy.executors.base import StepInputs  # noqa: E402
+from kpolicy.executors.cuda.staging import StagedGroup  # noqa: E402
 from kpolicy.executors.launcher import GraphLauncher  # noqa: E402
 
 
@@ -29,7 +30,10 @@ def points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "auto"])
 def test_steps_ask_the_device_once_together(policy: str) -> None:
-    """Two points are recorded a step, the last is asked whether all are over, and nothing waits or is made anew."""
+    """Two points are recorded a step, the last is asked whether all are over, and nothing is made anew.
+
+    A step waits for the one that had its turn of pinned memory before, where nobody has yet.
+    """
     engine, model = opened(policy)
     inputs = decode_inputs(3, model.num_blocks)
     for _ in range(2 * COUNT_EVERY):
@@ -39,7 +43,11 @@ def test_steps_ask_the_device_once_together(policy: str) -> None:
     counted = 3 * (COUNT_EVERY - 1)
     for _ in range(counted + 1):
         engine.step(inputs)
-    assert Point.asked == {"record": 2 * (counted + 1), "query": 3, "elapsed_time": counted}
+    # Two of those before were waited for by `stats`.
+    waits = counted + 1 - 2 - 3
+    assert Point.asked == {
+        "record": 2 * (counted + 1), "query": 3, "elapsed_time": counted, "synchronize": waits
+    }  # fmt: skip
     assert engine.stats.total.steps == 2 * COUNT_EVERY + counted + 1
     assert engine.stats.by_mode["full"].us == pytest.approx(engine.stats.total.steps * 2000.0)
 
@@ -142,9 +150,11 @@ def test_a_step_that_waits_to_be_counted_keeps_none_of_its_outputs() -> None:
 
 def test_a_step_that_runs_behind_the_host_is_counted_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not before, and `stats` waits for it."""
+    # Nor does anybody wait for pinned memory then, as test_pinned_memory.py has it.
+    monkeypatch.setattr(StagedGroup, "commit", lambda self, *_: self.drop())
+    monkeypatch.setattr(Point, "query", lambda _self: False)
     engine, model = opened()
     inputs = decode_inputs(3, model.num_blocks)
-    monkeypatch.setattr(Point, "query", lambda _self: False)
     for _ in range(2 * COUNT_EVERY):
         engine.step(inputs)
     assert engine._stats.total.steps == 0

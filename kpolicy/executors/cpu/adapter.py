@@ -31,7 +31,7 @@ from kpolicy.executors.cpu.naming import cpu_name
 from kpolicy.executors.cpu.recorder import Recorder
 from kpolicy.executors.cpu.staging import new_buffer, stage_tensor_or_numbers
 from kpolicy.executors.cpu.streams import CpuEvent, CpuStream
-from kpolicy.executors.device import DeviceEvent, Failure, MemoryReport, known
+from kpolicy.executors.device import DeviceEvent, Failure, MemoryReport, Span, known
 from kpolicy.executors.simulated import Fault
 from kpolicy.reasons import Reason
 
@@ -182,7 +182,7 @@ class CpuAdapter:
                 raise RuntimeError("injected fault staging_fails")
         stage_tensor_or_numbers(buffer, values, size, fill)
 
-    def commit(self) -> None:
+    def commit(self, until: Span | None = None) -> None:
         """Nothing: what was staged is where it is read."""
 
     def drop_staged(self) -> None:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from kpolicy.errors import CaptureError, ConfigError, GraphReplayError, Registry
 from kpolicy.executors.addresses import Address, addresses_of, check_moved
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.faults import Faults
+from kpolicy.executors.cuda.events import CudaEvent, Points, Recorder, first_line, new_span
 from kpolicy.executors.cuda.failures import classify
 from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of
 from kpolicy.executors.cuda.streams import give_back, new_stream
@@ -29,10 +30,8 @@ from kpolicy.executors.device import Failure, MemoryReport, Span
 from kpolicy.executors.simulated import Fault
 from kpolicy.reasons import Reason
 
-__all__ = ["CudaAdapter", "CudaEvent", "CudaGraph", "CudaPool", "CudaSpan"]
+__all__ = ["CudaAdapter", "CudaGraph", "CudaPool"]
 
-MOST_SPARE = 64
-"""Events that are kept to be used again"""
 _CYCLES_A_US = 2000
 """Of a GPU's clock, at most: `occupy` may take longer, never much less."""
 
@@ -63,157 +62,6 @@ class CudaPool:
         self.handle: Any = torch.cuda.graph_pool_handle()
         self.graphs: list[CudaGraph] = []
         self.released = False
-
-
-class _Recorder:
-    """An event of torch's, how it is recorded, and how the time to a later one is had."""
-
-    __slots__ = ("elapsed_time", "event", "record")
-
-    def __init__(self) -> None:
-        self.event: Any = torch.cuda.Event(enable_timing=True)
-        # What `torch.cuda.Event.record` calls, once it has looked for a stream; likewise the other.
-        base = super(torch.cuda.Event, self.event)
-        self.record: Callable[[Any], None] = getattr(base, "record", self.event.record)
-        self.elapsed_time: Callable[[Any], float] = getattr(base, "elapsed_time", self.event.elapsed_time)
-
-
-class _Points(NamedTuple):
-    """Where a span of one stream begins and ends: what records the points there, the time between, and the last."""
-
-    begin: Callable[[], Any]
-    end: Callable[[], Any]
-    elapsed_ms: Callable[[], float]
-    last: Any
-
-    @classmethod
-    def on(cls, stream: Any) -> _Points:
-        first, last = _Recorder(), _Recorder()
-        elapsed_ms = partial(first.elapsed_time, last.event)
-        return cls(partial(first.record, stream), partial(last.record, stream), elapsed_ms, last.event)
-
-
-class CudaSpan:
-    """A launch's `ReadyEvent` on the stream that was current when it began; see `DeviceAdapter`.
-
-    One object for both of its points, which are used again when it goes: each that a step makes takes the host's time.
-    """
-
-    __slots__ = ("_over", "_points", "_spare", "end")
-
-    end: Callable[[], Any]
-    """As `Span.end`, without a function of Python's"""
-    _over: bool
-    _points: _Points
-    _spare: list[_Points]
-
-    def __del__(self) -> None:
-        if len(self._spare) < MOST_SPARE:
-            self._spare.append(self._points)
-
-    def done(self) -> bool:
-        if not self._over:
-            try:
-                self._over = bool(self._points[3].query())
-            except RuntimeError as error:
-                raise _meant(error) from error
-        return self._over
-
-    def wait(self) -> None:
-        if not self._over:
-            try:
-                self._points[3].synchronize()
-            except RuntimeError as error:
-                raise _meant(error) from error
-            self._over = True
-
-    @property
-    def us(self) -> float:
-        elapsed_ms = self._points[2]
-        try:
-            return elapsed_ms() * 1e3
-        except RuntimeError:
-            # It isn't over, or the device is lost, which waiting says; where it was over before, asking again does.
-            self.wait()
-            try:
-                return elapsed_ms() * 1e3
-            except RuntimeError as error:
-                raise _meant(error) from error
-
-
-_new_span: Callable[[], CudaSpan] = partial(object.__new__, CudaSpan)
-
-
-class CudaEvent:
-    """A point on a stream.
-
-    Args:
-        point: the event that was recorded there.
-        spare: takes it when nobody looks at the point any more, to be used again: making one takes longer than all
-            else that a step asks of it.
-    """
-
-    __slots__ = ("_point", "_spare")
-
-    def __init__(self, point: _Recorder, spare: list[_Recorder]) -> None:
-        self._point = point
-        self._spare = spare
-
-    @property
-    def _event(self) -> Any:
-        return self._point.event
-
-    def __del__(self) -> None:
-        # A stream that waits for the point took it over when it was told to.
-        if len(self._spare) < MOST_SPARE:
-            self._spare.append(self._point)
-
-    def done(self) -> bool:
-        """Whether the stream has passed it.
-
-        Raises:
-            StickyDeviceError: the device was lost in the work before it.
-        """
-        try:
-            return bool(self._event.query())
-        except RuntimeError as error:
-            raise _meant(error) from error
-
-    def wait(self) -> None:
-        """Block the host until the stream has passed it.
-
-        Raises:
-            StickyDeviceError: the device was lost in the work before it.
-        """
-        try:
-            self._event.synchronize()
-        except RuntimeError as error:
-            raise _meant(error) from error
-
-    def hold(self, stream: Any) -> None:
-        """Let a stream wait for the point."""
-        self._event.wait(stream)
-
-    def us_since(self, earlier: CudaEvent) -> float:
-        """Microseconds on the device from that event to this one; waits for both."""
-        try:
-            elapsed: float = earlier._event.elapsed_time(self._event) * 1e3
-        except RuntimeError:
-            # One isn't over, or the device is lost, which waiting says.
-            earlier.wait()
-            self.wait()
-            elapsed = earlier._event.elapsed_time(self._event) * 1e3
-        return elapsed
-
-
-def _meant(error: RuntimeError) -> Exception:
-    if classify(error).sticky:
-        return StickyDeviceError(f"{_first_line(error)}. The device is lost to this process; start a new one.")
-    return error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 _guard: Any = getattr(torch._C, "_InferenceMode", None)
@@ -259,7 +107,7 @@ class CudaAdapter:
         self._lost = False
         self._streams: dict[int, Any] = {}
         self._spare: list[Any] = []
-        self._spare_points: dict[int, list[_Points]] = {}
+        self._spare_points: dict[int, list[Points]] = {}
         """By the handle of their stream"""
 
     @property
@@ -332,10 +180,10 @@ class CudaAdapter:
             self._dirty.append(group)
         group.stage_all(jobs)
 
-    def commit(self) -> None:
+    def commit(self, until: Span | None = None) -> None:
         stream = self._current()
         for group in self._dirty:
-            group.commit(stream)
+            group.commit(stream, until)
         self._dirty.clear()
 
     def drop_staged(self) -> None:
@@ -370,7 +218,7 @@ class CudaAdapter:
 
     def event(self, stream: Any = None) -> CudaEvent:
         spare = self._spare
-        point = spare.pop() if spare else _Recorder()
+        point = spare.pop() if spare else Recorder()
         point.record(self._current() if stream is None else stream)
         return CudaEvent(point, spare)
 
@@ -379,8 +227,8 @@ class CudaAdapter:
         spare = self._spare_points.get(handle)
         if spare is None:
             spare = self._spare_points[handle] = []
-        points = spare.pop() if spare else _Points.on(self._current())
-        span = _new_span()
+        points = spare.pop() if spare else Points.on(self._current())
+        span = new_span()
         span._points, span._spare, span._over, span.end = points, spare, False, points[1]
         points[0]()
         return span
@@ -600,7 +448,7 @@ def _device(device: Any) -> torch.device:
     # The library has errors of its own.
     except Exception as error:
         raise ConfigError(
-            f"device {str(device)!r} isn't there: {_first_line(error)}. `kpolicy doctor` says what is."
+            f"device {str(device)!r} isn't there: {first_line(error)}. `kpolicy doctor` says what is."
         ) from error
     if at.type != "cuda":
         raise ConfigError(f"device is {device!r}; the CUDA adapter takes 'cuda' or 'cuda:N'.")

@@ -3,13 +3,14 @@
 Buffers of a group lie behind each other in one piece of device memory, in the order they were asked for, and in pinned
 memory likewise. Staging packs numbers into pinned memory; `commit` copies from the front to the last byte that was
 staged. Pinned memory is several turns deep, so the host may stage a launch while the copies of earlier ones are under
-way; it waits only where it would overwrite one that isn't done.
+way; it waits only where it would overwrite one that isn't done. When one is done says a point behind it on its stream:
+the end of the step that it belongs to, where that is given, as a step has one anyway; otherwise one of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from struct import calcsize
 from typing import Any, NamedTuple
 
@@ -17,12 +18,15 @@ import torch
 
 from kpolicy.errors import ConfigError, GraphReplayError
 from kpolicy.executors.cpu.staging import check_buffer, stage_tensor
+from kpolicy.executors.cuda.events import Recorder
+from kpolicy.executors.device import Span
 from kpolicy.executors.packing import FORMATS, PackedRows
 from kpolicy.reasons import Reason
 
 __all__ = ["BufferSpec", "Job", "StagedGroup", "place_of"]
 
-TURNS = 4
+TURNS = 5
+"""Pieces of pinned memory: how many launches the host may be ahead of the device"""
 ALIGNMENT = 256
 _PLACE = "_kpolicy_place"
 _PLAIN = frozenset((list, tuple, range))
@@ -48,15 +52,15 @@ class _Place(NamedTuple):
 
 
 class _Turn:
-    """One piece of pinned memory, and when its last copy is over."""
+    """One piece of pinned memory, and what waits until its last copy is over; None where none is under way."""
 
     def __init__(self, nbytes: int, pin: bool) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
         self.rows: list[PackedRows] = []
         self.places: list[tuple[PackedRows, int, int, bool]] = []
         """Of each buffer: its rows, its offset, bytes of a row, whether it has one dimension"""
-        self.copied = torch.cuda.Event() if pin else None
-        self.copying = False
+        self.copied = Recorder(timed=False) if pin else None
+        self.wait: Callable[[], object] | None = None
 
 
 class StagedGroup:
@@ -68,6 +72,7 @@ class StagedGroup:
 
     Attributes:
         num_bytes: device memory.
+        turns: the pieces of pinned memory that take turns.
     """
 
     def __init__(self, specs: Sequence[BufferSpec], device: torch.device) -> None:
@@ -84,12 +89,12 @@ class StagedGroup:
         pin = device.type == "cuda"
         with torch.inference_mode(False):
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-            self._turns = [self._turn(pin) for _ in range(TURNS)]
+            self.turns = [self._turn(pin) for _ in range(TURNS)]
         self._at = 0
         self._high = 0
         self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._from_device: list[tuple[torch.Tensor, Any, int, float]] = []
-        self._memory.copy_(self._turns[0].memory)
+        self._memory.copy_(self.turns[0].memory)
 
     def buffers(self) -> list[Any]:
         """The device's tensors, in the order of the specs: views that keep this group."""
@@ -122,10 +127,10 @@ class StagedGroup:
 
     def stage(self, buffer: Any, index: int, values: Any, size: int, fill: float) -> None:
         """Put values of one buffer into pinned memory. See `DeviceAdapter.stage`."""
-        turn = self._turns[self._at]
-        if turn.copying and turn.copied is not None:
-            turn.copied.synchronize()
-            turn.copying = False
+        turn = self.turns[self._at]
+        if turn.wait is not None:
+            turn.wait()
+            turn.wait = None
         if isinstance(values, torch.Tensor) and values.device.type != "cpu":
             self._stage_device(buffer, values, size, fill)
             return
@@ -143,10 +148,10 @@ class StagedGroup:
             ConfigError: as `stage`.
             GraphReplayError: a buffer isn't of this group: somebody swapped it, and graphs read the one that was here.
         """
-        turn = self._turns[self._at]
-        if turn.copying and turn.copied is not None:
-            turn.copied.synchronize()
-            turn.copying = False
+        turn = self.turns[self._at]
+        if turn.wait is not None:
+            turn.wait()
+            turn.wait = None
         places, high = turn.places, self._high
         for buffer, values, size, fill in jobs:
             place: _Place | None = getattr(buffer, _PLACE, None)
@@ -190,16 +195,19 @@ class StagedGroup:
             )
         self._from_device.append((buffer, values, size, fill))
 
-    def commit(self, stream: Any) -> None:
-        """Copy what was staged, on the stream, which is the current one."""
+    def commit(self, stream: Any, until: Span | None = None) -> None:
+        """Copy what was staged, on the stream, which is the current one. See `DeviceAdapter.commit` for `until`."""
         if self._high:
-            turn = self._turns[self._at]
+            turn = self.turns[self._at]
             pieces = self._copies.get(self._high)
             to, out_of = (self._pieces(self._high) if pieces is None else pieces)[self._at]
             to.copy_(out_of, non_blocking=True)
             if turn.copied is not None:
-                turn.copied.record(stream)
-                turn.copying = True
+                if until is None:
+                    turn.copied.record(stream)
+                    turn.wait = turn.copied.event.synchronize
+                else:
+                    turn.wait = until.wait
             self._at = (self._at + 1) % TURNS
             self._high = 0
         for buffer, values, size, fill in self._from_device:
@@ -220,7 +228,7 @@ class StagedGroup:
         pieces = self._copies.get(end)
         if pieces is None:
             with torch.inference_mode(False):
-                pieces = [(self._memory[:end], turn.memory[:end]) for turn in self._turns]
+                pieces = [(self._memory[:end], turn.memory[:end]) for turn in self.turns]
             self._copies[end] = pieces
         self._copies[high] = pieces
         return pieces

@@ -1,0 +1,168 @@
+"""Points on CUDA streams, and the spans between them that time a step. They are used again: making one takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from kpolicy.errors import StickyDeviceError
+from kpolicy.executors.cuda.failures import classify
+
+__all__ = ["MOST_SPARE", "CudaEvent", "CudaSpan", "Points", "Recorder", "first_line", "new_span"]
+
+MOST_SPARE = 64
+"""Events that are kept to be used again"""
+
+
+class Recorder:
+    """An event of torch's, how it is recorded, and how the time to a later one is had."""
+
+    __slots__ = ("elapsed_time", "event", "record")
+
+    def __init__(self, *, timed: bool = True) -> None:
+        self.event: Any = torch.cuda.Event(enable_timing=timed)
+        # What `torch.cuda.Event.record` calls, once it has looked for a stream; likewise the other.
+        base = super(torch.cuda.Event, self.event)
+        self.record: Callable[[Any], None] = getattr(base, "record", self.event.record)
+        self.elapsed_time: Callable[[Any], float] = getattr(base, "elapsed_time", self.event.elapsed_time)
+
+
+class Points(NamedTuple):
+    """Where a span of one stream begins and ends: what records the points there, the time between, and the last."""
+
+    begin: Callable[[], Any]
+    end: Callable[[], Any]
+    elapsed_ms: Callable[[], float]
+    last: Any
+
+    @classmethod
+    def on(cls, stream: Any) -> Points:
+        first, last = Recorder(), Recorder()
+        elapsed_ms = partial(first.elapsed_time, last.event)
+        return cls(partial(first.record, stream), partial(last.record, stream), elapsed_ms, last.event)
+
+
+class CudaSpan:
+    """A launch's `ReadyEvent` on the stream that was current when it began; see `DeviceAdapter`.
+
+    One object for both of its points, which are used again when it goes: each that a step makes takes the host's time.
+    """
+
+    __slots__ = ("_over", "_points", "_spare", "end")
+
+    end: Callable[[], Any]
+    """As `Span.end`, without a function of Python's"""
+    _over: bool
+    _points: Points
+    _spare: list[Points]
+
+    def __del__(self) -> None:
+        if len(self._spare) < MOST_SPARE:
+            self._spare.append(self._points)
+
+    def done(self) -> bool:
+        if not self._over:
+            try:
+                self._over = bool(self._points[3].query())
+            except RuntimeError as error:
+                raise _meant(error) from error
+        return self._over
+
+    def wait(self) -> None:
+        if not self._over:
+            try:
+                self._points[3].synchronize()
+            except RuntimeError as error:
+                raise _meant(error) from error
+            self._over = True
+
+    @property
+    def us(self) -> float:
+        elapsed_ms = self._points[2]
+        try:
+            return elapsed_ms() * 1e3
+        except RuntimeError:
+            # It isn't over, or the device is lost, which waiting says; where it was over before, asking again does.
+            self.wait()
+            try:
+                return elapsed_ms() * 1e3
+            except RuntimeError as error:
+                raise _meant(error) from error
+
+
+new_span: Callable[[], CudaSpan] = partial(object.__new__, CudaSpan)
+
+
+class CudaEvent:
+    """A point on a stream.
+
+    Args:
+        point: the event that was recorded there.
+        spare: takes it when nobody looks at the point any more, to be used again: making one takes longer than all
+            else that a step asks of it.
+    """
+
+    __slots__ = ("_point", "_spare")
+
+    def __init__(self, point: Recorder, spare: list[Recorder]) -> None:
+        self._point = point
+        self._spare = spare
+
+    @property
+    def _event(self) -> Any:
+        return self._point.event
+
+    def __del__(self) -> None:
+        # A stream that waits for the point took it over when it was told to.
+        if len(self._spare) < MOST_SPARE:
+            self._spare.append(self._point)
+
+    def done(self) -> bool:
+        """Whether the stream has passed it.
+
+        Raises:
+            StickyDeviceError: the device was lost in the work before it.
+        """
+        try:
+            return bool(self._event.query())
+        except RuntimeError as error:
+            raise _meant(error) from error
+
+    def wait(self) -> None:
+        """Block the host until the stream has passed it.
+
+        Raises:
+            StickyDeviceError: the device was lost in the work before it.
+        """
+        try:
+            self._event.synchronize()
+        except RuntimeError as error:
+            raise _meant(error) from error
+
+    def hold(self, stream: Any) -> None:
+        """Let a stream wait for the point."""
+        self._event.wait(stream)
+
+    def us_since(self, earlier: CudaEvent) -> float:
+        """Microseconds on the device from that event to this one; waits for both."""
+        try:
+            elapsed: float = earlier._event.elapsed_time(self._event) * 1e3
+        except RuntimeError:
+            # One isn't over, or the device is lost, which waiting says.
+            earlier.wait()
+            self.wait()
+            elapsed = earlier._event.elapsed_time(self._event) * 1e3
+        return elapsed
+
+
+def _meant(error: RuntimeError) -> Exception:
+    if classify(error).sticky:
+        return StickyDeviceError(f"{first_line(error)}. The device is lost to this process; start a new one.")
+    return error
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
