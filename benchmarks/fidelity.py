@@ -37,11 +37,11 @@ import attrs
 
 import kpolicy
 from benchmarks.command import command_line, without_folders
+from benchmarks.fidelity_again import POOLED, check_probe, measured_again, shown_again, side_by_side
 from kpolicy.attention import Claims
 from kpolicy.costs import CostTable
-from kpolicy.errors import ConfigError, ProfileError
 from kpolicy.scheduling.traces import Trace, read_trace
-from kpolicy.schemas import Log, Profile, StepEntry, read_profile, read_step_log, write_profile
+from kpolicy.schemas import Profile, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.settings import Settings
 from kpolicy.shapes import GAP_TAIL_US, BatchNumbers
 from kpolicy.simulate import Server, simulate
@@ -49,12 +49,11 @@ from kpolicy.simulate.fidelity import FidelityRow, expected_costs, fidelity, sam
 from kpolicy.simulate.host_state import HostSpeeds
 from kpolicy.simulate.percentiles import Percentiles
 from kpolicy.simulate.queue import Queue
-from kpolicy.simulate.repeats import RepeatRow, repeated
+from kpolicy.simulate.repeats import RepeatRow
 from kpolicy.simulate.requests import Request, in_order
 
 RESULT = Path(__file__).parent / "results" / "fidelity.json"
 _COUNTS = BatchNumbers._fields.index("max_query_len")
-_POOLED = "all policies"
 OWN_TABLE = "measured in the run itself, before its first request"
 """How a table came to be where nothing else is said."""
 
@@ -144,20 +143,6 @@ def host_speeds(entries: Sequence[StepEntry], ends: Sequence[float]) -> HostSpee
     return HostSpeeds(noted) if noted else None
 
 
-def check_probe(log: Log[StepEntry], profile: Profile, name: Path) -> None:
-    """Refuse a log whose host's speed was noted by other fixed work than the profile's.
-
-    Raises:
-        ProfileError: it was.
-    """
-    ours, theirs = profile.costs.host_probe, log.header.host_probe
-    if ours != theirs and profile.costs.host_work_us and any(entry.host_work_us for entry in log.entries):
-        raise ProfileError(
-            f"{name} has the host's speed by the fixed work {theirs!r}, and the profile's costs by {ours!r}; times of "
-            "one say nothing of the other's. Give the profile that the run had."
-        )
-
-
 def latencies(
     run: dict[str, Any], requests: Trace, costs: CostTable, logs: Mapping[str, Sequence[StepEntry]]
 ) -> dict[str, Any]:  # fmt: skip
@@ -234,41 +219,6 @@ def shown(title: str, rows: Sequence[FidelityRow]) -> None:
         )
 
 
-def measured_again(
-    paths: Sequence[Path], logs: Mapping[str, Sequence[StepEntry]], profile: Profile
-) -> dict[str, list[RepeatRow]]:
-    """By policy and for all together, the steps that `benchmarks.gpu.again` ran again."""
-    found: dict[str, list[RepeatRow]] = {}
-    run: list[StepEntry] = []
-    again: list[StepEntry] = []
-    for path in paths:
-        log = read_step_log(path)
-        check_probe(log, profile, path)
-        ours = logs.get(log.header.policy)
-        if ours is None:
-            raise ConfigError(f"{path} is of {log.header.policy}; give the run's --log of that policy too.")
-        found[log.header.policy] = repeated(ours, log.entries, profile.costs)
-        # The last policy's first, so that the numbers fall where another policy's passes begin.
-        again = [*(attrs.evolve(entry, step=entry.step + len(run)) for entry in log.entries), *again]
-        run += ours
-    if found:
-        found[_POOLED] = repeated(run, again, profile.costs)
-    return found
-
-
-def shown_again(title: str, rows: Sequence[RepeatRow]) -> None:
-    """Print a policy's rows."""
-    print(title, "measured again")
-    for row in rows:
-        print(
-            f"  {row.mode:<22} {row.regime:<21} {row.host:<5} host {row.steps:>6} steps, {row.repeats:g} times each  "
-            f"host-bound when repeated {row.host_bound_share:4.0%}  error of the middle "
-            f"{row.error:6.1%}  bias {row.bias:+6.1%}  between steps {row.between:6.1%}  of means {row.of_means:6.1%}"
-            f"  of each {row.single_error:6.1%}  spread {row.spread:6.1%}  at the table's host speed "
-            f"{row.at_speed_error:6.1%} of {row.at_speed_steps}"
-        )
-
-
 def keep_profile(profile: Profile, result: Path) -> str:
     """Write the profile beside a result, without folders of the machine that made it; its file's name."""
     path = result.with_stem(f"{result.stem}-profile")
@@ -307,11 +257,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         shown(log.header.policy, rows)
     pooled = fidelity([entry for entries in logs.values() for entry in entries], profile.costs)
-    tables[_POOLED] = [rounded(row) for row in pooled]
-    shown(_POOLED, pooled)
+    tables[POOLED] = [rounded(row) for row in pooled]
+    shown(POOLED, pooled)
     again = measured_again(arguments.again, logs, profile)
     for policy, repeats in again.items():
         shown_again(policy, repeats)
+    if again:
+        print(f"{POOLED}, side by side", *side_by_side(pooled, again[POOLED]), sep="\n  ")
     wrong = same_ranking(measured, expected, tie=0.02)
     print("ranking by time a token:", wrong or "the same")
     served: dict[str, Any] = {}

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import fidelity
 from benchmarks.fidelity import outside, replayed
+from benchmarks.fidelity_again import check_probe
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.errors import ConfigError, ProfileError
 from kpolicy.scheduling.traces import Trace, TraceRequest
@@ -178,12 +179,14 @@ def test_a_log_by_other_fixed_work_is_refused(tmp_path: Path) -> None:
         written(path, [attrs.evolve(each, host_work_us=work_us) for each in entries], probe)
         if refused:
             with pytest.raises(ProfileError, match="'interpreter', and the profile's costs by 'copies'"):
-                fidelity.check_probe(read_step_log(path), profile, path)
+                check_probe(read_step_log(path), profile, path)
         else:
-            fidelity.check_probe(read_step_log(path), profile, path)
+            check_probe(read_step_log(path), profile, path)
 
 
-def test_steps_that_ran_again_stand_beside_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_ran_again_stand_beside_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the result, by policy and for all; without the run's log of a policy they are refused."""
     monkeypatch.setattr(fidelity, "RESULT", tmp_path / "fidelity.json")
     entries, _ = run()
@@ -195,6 +198,12 @@ def test_steps_that_ran_again_stand_beside_the_runs(tmp_path: Path, monkeypatch:
     found = json.loads((tmp_path / "fidelity.json").read_text())["measured_again"]
     assert sum(row["steps"] for row in found["auto"]) == 40
     assert found["auto"] == found["all policies"]
+    _, _, table = capsys.readouterr().out.partition("side by side\n")
+    [beside] = [line for line in table.splitlines() if line.startswith("  full, saturated")]
+    # 54 single steps; of the first 40, 32 ran again three times.
+    single, _, repeats = (part.split() for part in beside.split("|"))
+    assert single == ["full,", "saturated", "54", "0.0%", "+0.0%", "0.0%"]
+    assert repeats == ["32", "x", "3", "0.0%", "+0.0%", "0.0%"]
     work = attrs.evolve(analytic_costs(), host_work_us=20.0)
     write_profile(tmp_path / "p.json", Profile(costs=work, device="d", model="m"))
     written(tmp_path / "a.jsonl", [attrs.evolve(each, host_work_us=20.0) for each in entries[:40]], "copies")
