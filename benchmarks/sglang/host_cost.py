@@ -13,6 +13,7 @@ Processor time, the least of many turns: what else runs on the machine only adds
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -45,6 +46,7 @@ CALLS, TURNS, ROUNDS = 2_000, 15, 3
 def wrapped(original: Any, hook: Any) -> Any:
     """An AROUND hook as SGLang's registry puts it."""
 
+    @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return hook(original, *args, **kwargs)
 

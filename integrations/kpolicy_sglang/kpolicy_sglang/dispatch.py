@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from kpolicy.reasons import Reason
@@ -16,6 +18,7 @@ __all__ = ["decode_can_run", "phase_of", "prefill_can_replay_locally", "prefill_
 ATTRIBUTE = "_kpolicy_phase"
 _NO_LIMIT = 1 << 40
 _FACTOR = "_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"
+_QUESTION = "can_replay_locally"
 
 
 def phase_of(runner: Any) -> Phase | None:
@@ -63,7 +66,10 @@ def prefill_can_run_0_5_16(original: Any, runner: Any, forward_batch: Any) -> An
         return False
     names = phase.names
     if names is None:
-        names = phase.names = _names(phase, runner, original)
+        names = phase.names = _names(runner, original)
+        if not names:
+            missing = LookupError(f"SGLang's rule has no {_FACTOR}")
+            phase.failures.note("lifting SGLang's limit on padding", missing, then="the limit stays")
     limit = names.get(_FACTOR)
     names[_FACTOR] = _NO_LIMIT
     try:
@@ -76,19 +82,21 @@ def prefill_can_run_0_5_16(original: Any, runner: Any, forward_batch: Any) -> An
     return _refused(phase, runner, forward_batch, size)
 
 
-def _names(phase: Phase, runner: Any, rule: Any) -> dict[str, Any]:
-    """The names among which SGLang's rule looks up its limit on padding; others where it isn't found."""
+def _names(runner: Any, rule: Any) -> dict[str, Any]:
+    """The names among which SGLang's rule looks up its limit on padding; none where it isn't found."""
     module = sys.modules.get(type(runner).__module__)
     for found in (getattr(inspect.unwrap(rule), "__globals__", {}), vars(module) if module is not None else {}):
         if _FACTOR in found:
             return found
-    missing = LookupError(f"SGLang's rule has no {_FACTOR}")
-    phase.failures.note("lifting SGLang's limit on padding", missing, then="the limit stays")
     return {}
 
 
 def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
-    """AROUND `PrefillCudaGraphRunner.can_run_graph` of 0.5.23: it counts; `can_replay_locally` decides."""
+    """AROUND `PrefillCudaGraphRunner.can_run_graph` of 0.5.23, which asks `can_replay_locally`, and ranks vote by that.
+
+    Where nobody votes the size is decided here, and SGLang asks its own question without the limit on padding: kpolicy
+    has nothing to add to it, and a further hook would take as long again.
+    """
     phase: Phase | None = getattr(runner, ATTRIBUTE, None)
     if phase is None:
         return original(runner, forward_batch)
@@ -106,11 +114,38 @@ def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
     if not phase.replays(size):
         phase.ran(size, forward_batch)
         return False
-    can_run = original(runner, forward_batch)
+    names = phase.names
+    if names is None:
+        names = phase.names = _names(runner, original)
+        if names and not phase.coupled:
+            _past_hook(runner)
+    limit = names.get(_FACTOR)
+    names[_FACTOR] = _NO_LIMIT
+    try:
+        can_run = original(runner, forward_batch)
+    finally:
+        names[_FACTOR] = limit
     if can_run:
         phase.ran(size, forward_batch)
         return can_run
-    return _refused(phase, runner, forward_batch, size)
+    return _refused(phase, runner, forward_batch, size, again=partial(_asked_by_hook, original, runner, forward_batch))
+
+
+def _past_hook(runner: Any) -> None:
+    """Have this runner ask SGLang's own `can_replay_locally`, where our hook is all that is around it."""
+    own = getattr(getattr(type(runner), _QUESTION, None), "__wrapped__", None)
+    if own is not None and not hasattr(own, "__wrapped__"):
+        setattr(runner, _QUESTION, MethodType(own, runner))
+
+
+def _asked_by_hook(original: Any, runner: Any, forward_batch: Any) -> None:
+    """Ask what SGLang said no to once more, with our hook noting what was asked."""
+    own = runner.__dict__.pop(_QUESTION, None)
+    if own is not None:
+        try:
+            original(runner, forward_batch)
+        finally:
+            setattr(runner, _QUESTION, own)
 
 
 def prefill_can_replay_locally(original: Any, runner: Any, **asked: Any) -> bool:
@@ -164,18 +199,28 @@ def _as_voted(phase: Phase, runner: Any, batch: Any, can_run: Any, size: int, mo
     return can_run
 
 
-def _refused(phase: Phase, runner: Any, batch: Any, size: int) -> bool:
-    """Count a no of SGLang's: its own, unless the size is eager by the policy."""
+def _refused(phase: Phase, runner: Any, batch: Any, size: int, *, again: Callable[[], None] | None = None) -> bool:
+    """Count a no of SGLang's: its own, unless the size is eager by the policy.
+
+    Args:
+        phase: the phase.
+        runner: SGLang's graph runner.
+        batch: its batch.
+        size: its size.
+        again: what has the question noted that was said no to, where it wasn't.
+    """
     if phase.replays(size):
-        phase.was_refused(size, batch, _why(phase, runner, batch))
+        phase.was_refused(size, batch, _why(phase, runner, batch, again))
     else:
         phase.ran(size, batch)
     return False
 
 
-def _why(phase: Phase, runner: Any, batch: Any) -> Reason:
+def _why(phase: Phase, runner: Any, batch: Any, again: Callable[[], None] | None = None) -> Reason:
     """Why SGLang said no, as far as it can be told."""
     try:
+        if again is not None:
+            again()
         return why_refused(phase.name, runner, batch, phase.refusal)
     # The answer is SGLang's already; only its reason is looked for.
     except Exception as error:  # noqa: BLE001

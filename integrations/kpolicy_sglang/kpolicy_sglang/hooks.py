@@ -274,7 +274,7 @@ def _device_name(model_runner: Any) -> str:
 
 def _take(state: State, runner: Any, phase: Phase) -> None:
     state.phases[phase.name] = phase
-    phase.failures = state.failures
+    phase.failures, phase.coupled = state.failures, state.coupled
     setattr(runner, ATTRIBUTE, phase)
 
 

@@ -61,6 +61,8 @@ class Phase:
         self.width = width
         self.force: bool | None = None
         """What every question is answered with while costs are measured."""
+        self.coupled = False
+        """Whether ranks take each step together, so that they vote."""
         self.agreed = False
         """Whether ranks have voted on the batch in hand, so that nothing of it may be decided again."""
         self.refusal: tuple[Callable[..., Any], Mapping[str, Any]] | Reason | None = None

@@ -26,6 +26,14 @@ from tests.oracle.sglang_real import FOLDER, MARKS, Release, _class, _execute, _
 from tests.oracle.test_sglang import prefill_batch, prefill_pair, random_sizes
 
 BATCHES, DEPLOYMENTS = 20_000, 100
+_OF_A_RUNNER = {
+    "_qwen_bcg_hc_sidechannel": False, "_qwen_bcg_mtp_draft": False, "_is_full_backend": False, "_fa4_prefill": False,
+    "_capture_req_slots": 1, "_captured_attn_metadata_max_bs": None, "prefer_eager_mixed_prefill": False,
+    "prefill_backend_name": "breakable", "has_mha_companion_layers": False, "_attn_backend_is_dsa": False,
+    "_capture_chunked_prefix": False, "max_context_size": None, "max_seq_len": None, "capture_hidden_mode": 2,
+    "enable_lora": False, "_backend_can_run_prefill_cuda_graph": None,
+}  # fmt: skip
+"""What 0.5.23's prefill runner looks at."""
 
 pytestmark = MARKS
 
@@ -251,6 +259,127 @@ def _forward(runner, own, phase, asked, padded, agreed):
         extend_prefix_lens_cpu=[0], return_logprob=False,
     )  # fmt: skip
     return bool(dispatch.prefill_can_run(can_run_graph, runner, batch))
+
+
+class Tokens(list):
+    """As many ids as a tensor has."""
+
+    @property
+    def shape(self):
+        return (len(self),)
+
+
+def _forward_batch(asked):
+    """The batch of which 0.5.23's whole rule asks that."""
+    return SimpleNamespace(
+        batch_size=asked["batch_size"], input_ids=Tokens([0] * asked["num_tokens"]),
+        input_embeds=asked["input_embeds"], replace_embeds=asked["replace_embeds"], global_num_tokens_cpu=None,
+        extend_prefix_lens_cpu=asked["prefix_lens"], capture_hidden_mode=asked["capture_hidden_mode"],
+        return_logprob=asked["return_logprob"], contains_mm_inputs=lambda: asked["contains_mm_inputs"],
+        forward_mode=Forward(asked), lora_ineligible=asked["lora_ineligible"], max_len=asked["batch_max_context_len"],
+    )  # fmt: skip
+
+
+class Forward:
+    """SGLang's mode, as far as its rule looks."""
+
+    def __init__(self, asked):
+        self.verifies, self.mixed = asked["is_target_verify"], asked["is_mixed"]
+
+    def __eq__(self, other):
+        return self.mixed and other == "mixed"
+
+    __hash__ = None
+
+    def is_target_verify(self):
+        return self.verifies
+
+
+def _is_plain(batch):
+    """Whether nothing but its size matters."""
+    asked = batch.input_embeds or batch.replace_embeds or batch.return_logprob or batch.contains_mm_inputs()
+    return not (asked or batch.forward_mode.verifies)
+
+
+def _hooked(rule, *, told):
+    """The runner's class with both hooks, by wrappers that tell what they wrap, or don't."""
+
+    def around(name, hook):
+        original = getattr(rule, name)
+
+        def wrapper(*args, **kwargs):
+            return hook(original, *args, **kwargs)
+
+        if told:
+            wrapper.__wrapped__ = original
+        return wrapper
+
+    return type("Hooked", (rule,), {
+        "can_replay_locally": around("can_replay_locally", dispatch.prefill_can_replay_locally),
+        "can_run_graph": around("can_run_graph", dispatch.prefill_can_run),
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("by_cost", [False, True])
+def test_whole_rule_past_the_inner_hook(by_cost):
+    """0.5.23 without votes: SGLang's own question past kpolicy's hook has the same answers and the same reasons."""
+    rng, found, replayed = random.Random(12), Counter(), 0  # noqa: S311  not for secrets
+    rule = prefill_runner(Release(FOLDER), cuda=True, whole=True)
+    limits = rule.can_run_graph.__globals__
+    rule._batch_max_context_len = lambda _runner, batch: batch.max_len
+    rule._has_inactive_dp_rank = lambda *_: False
+    for _ in range(DEPLOYMENTS):
+        sizes = random_sizes(rng, 1024)
+        fields = {
+            **_OF_A_RUNNER, "capture_num_tokens": list(sizes), "max_num_tokens": sizes[-1], "enable_lora": True,
+            "capture_hidden_mode": rng.randint(0, 2), "max_seq_len": rng.choice([None, None, 2000]),
+            "prefer_eager_mixed_prefill": rng.random() < 0.3, "_capture_lora": True,
+        }  # fmt: skip
+        runners, phases = [], []
+        for told in (True, False):
+            runner = _hooked(rule, told=told)()
+            runner.__dict__.update(fields)
+            runner.model_runner = SimpleNamespace(
+                lora_manager=SimpleNamespace(can_use_prefill_cuda_graph=lambda batch: not batch.lora_ineligible)
+            )
+            phase = Phase(PREFILL, sizes, 6000, full=False)
+            if by_cost:
+                phase.install("auto", table_of("test", dict.fromkeys(sizes, 1), {1: 10}), Objective())
+            setattr(runner, dispatch.ATTRIBUTE, phase)
+            runners.append(runner)
+            phases.append(phase)
+        for _ in range(BATCHES // DEPLOYMENTS):
+            _, asked = prefill_batch(rng)
+            batch = _forward_batch(asked)
+            past, through = (bool(runner.can_run_graph(batch)) for runner in runners)
+            assert past == through, asked
+            if not by_cost:
+                assert past == bool(rule.can_run_graph(runners[0], batch)), asked
+            replayed += past
+        assert phases[0].refused == phases[1].refused
+        assert phases[0].steps == phases[1].steps
+        assert not phases[0].failures.total
+        assert "can_replay_locally" not in vars(runners[1])
+        found.update({reason for reason, _ in phases[0].refused})
+    assert limits["_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"] == 2
+    assert replayed > 3000
+    assert len(found) >= 7, found
+
+
+def test_ranks_that_vote_keep_the_inner_hook():
+    """Where ranks take each step together the vote goes by kpolicy's sizes, whatever is asked before the first."""
+    rule = prefill_runner(Release(FOLDER), cuda=True, whole=True)
+    rng = random.Random(13)  # noqa: S311  not for secrets
+    batch = next(each for each in map(_forward_batch, (prefill_batch(rng)[1] for _ in range(99))) if _is_plain(each))
+    for coupled in (False, True):
+        runner = _hooked(rule, told=True)()
+        runner.__dict__.update(_OF_A_RUNNER, capture_num_tokens=[4096], max_num_tokens=4096)
+        phase = Phase(PREFILL, (4096,), 6000, full=False)
+        phase.install("auto", table_of("test", {4096: 1}, {1: 10}), Objective())
+        phase.coupled = coupled
+        setattr(runner, dispatch.ATTRIBUTE, phase)
+        assert runner.can_run_graph(batch)
+        assert ("can_replay_locally" in vars(runner)) != coupled
 
 
 def test_no_bucket_that_fits_does_not_end_sglang():
