@@ -1,8 +1,10 @@
 """What ranks make equal before they decide: costs, and the set of graphs that may be replayed.
 
-Rank 0's cost table and planned keys are broadcast with the policy and settings they belong to. Then every rank votes
-which planned keys it lacks, and a key that any rank lacks is withdrawn on all. After that the captured sets are equal,
-and every decision is made from reduced votes, so ranks can't disagree.
+Rank 0's cost table and planned keys are broadcast with the policy and settings they belong to. Every rank says whether
+it runs on the device that the table was measured on: one that doesn't would be decided for by another device's times,
+and then so would all others, which wait for it. Then every rank votes which planned keys it lacks, and a key that any
+rank lacks is withdrawn on all. After that the captured sets are equal, and every decision is made from reduced votes,
+so ranks can't disagree.
 """
 
 from __future__ import annotations
@@ -10,31 +12,53 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from kpolicy.costs import CostTable
+from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.errors import RankError
 from kpolicy.reasons import Reason
 
 if TYPE_CHECKING:
     from kpolicy.engine import Communicator, Engine
+    from kpolicy.executors.base import Executor
     from kpolicy.policies.base import Policy
 
-__all__ = ["synchronise"]
+__all__ = ["other_device", "synchronise"]
 
 
-def synchronise(engine: Engine, communicator: Communicator) -> CostTable:
-    """Make this rank's registry equal to the others'; rank 0's costs.
+def other_device(costs: CostTable, executor: Executor | None) -> str:
+    """The executor's device where measured costs are of another one and both say which; otherwise empty."""
+    if not costs.measured or not costs.measured_on:
+        return ""
+    # Optional for an executor.
+    here: str = getattr(executor, "device_name", "")
+    return "" if here == costs.measured_on else here
+
+
+def synchronise(engine: Engine, communicator: Communicator, *, own: bool) -> tuple[CostTable, str]:
+    """Make this rank's registry equal to the others'.
+
+    Args:
+        engine: this rank's.
+        communicator: the other ranks.
+        own: the Engine has measured its costs itself.
+
+    Returns:
+        (rank 0's costs, empty). Where rank 0 has measured them itself and another rank runs on another device, analytic
+        ones, and why.
 
     Raises:
-        RankError: a rank has another policy, other settings or other planned keys than rank 0.
+        RankError: a rank has another policy, other settings or other planned keys than rank 0, or runs on another
+            device than the costs that rank 0 was given were measured on.
     """
     from kpolicy.schemas import Profile, dumps, loads
 
     mine = _terms(engine)
     profile = dumps(Profile(costs=engine.costs, device=engine.costs.measured_on, model=""))
-    told = json.loads(communicator.broadcast(json.dumps({"terms": mine, "profile": profile})))
+    told = json.loads(communicator.broadcast(json.dumps({"terms": mine, "profile": profile, "own": own})))
     different = [name for name in mine if mine[name] != told["terms"].get(name)]
+    costs = loads(told["profile"], Profile).costs
+    here = other_device(costs, engine.executor)
     # Everyone learns of a disagreement, so that no rank waits for one that has raised.
-    bad = communicator.all_reduce_max([int(bool(different))])[0]
+    bad, apart = communicator.all_reduce_max([int(bool(different)), int(bool(here))])
     if different:
         name = different[0]
         raise RankError(
@@ -43,13 +67,23 @@ def synchronise(engine: Engine, communicator: Communicator) -> CostTable:
         )
     if bad:
         raise RankError(f"rank {communicator.rank} agrees with rank 0, but another rank doesn't; its error says what.")
+    why = ""
+    if apart:
+        measured = f"costs {costs.version!r}, by which all ranks decide, were measured on {costs.measured_on}, and "
+        measured += f"rank {communicator.rank} runs on {here}" if here else "another rank runs on another device"
+        if not told["own"]:
+            raise RankError(
+                f"{measured}. Start all ranks on one kind of device, or leave costs out on every rank; with "
+                "measured_on='' costs are taken as is."
+            )
+        costs, why = analytic_costs(), f"{measured}: ranks decide by analytic costs"
     view = engine.registry.view(assumed=engine.executor is None)
     keys = sorted(engine.keys, key=str)
     missing = communicator.all_reduce_max([int(key not in view) for key in keys]) if keys else []
     for key, lacking in zip(keys, missing, strict=True):
         if lacking and key in view:
             engine.registry.withdraw(key, Reason.RANK_NEEDS_LESS)
-    return loads(told["profile"], Profile).costs
+    return costs, why
 
 
 def _terms(engine: Engine) -> dict[str, Any]:

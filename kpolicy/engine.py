@@ -101,12 +101,14 @@ class Engine:
 
     Attributes:
         passed_over: with ``device="auto"``, the executors that couldn't be had, by name, and why.
-        calibration_error: why `capture` couldn't measure costs; empty where it did or wasn't to.
+        calibration_error: why there are no costs that `capture` measured, or why several ranks don't decide by them;
+            empty where it did or wasn't to.
 
     Raises:
         ConfigError: an argument can't be used; subclasses say which.
         BudgetRefused: the ladder has more graphs than the budget admits.
         ProfileError: the costs were measured on another device.
+        RankError: of several ranks, one was started otherwise, or runs on another device than rank 0's costs are of.
     """
 
     def __init__(
@@ -137,6 +139,8 @@ class Engine:
         self._correct = correct and self.policy.reads_costs
         self._correction: Correction | None = None
         self._corrected: CostTable | None = None
+        self._measured: CostTable | None = None
+        """What `capture` measured"""
         self._calibrate_s = _seconds(calibrate) if costs is None and self.policy.reads_costs else 0.0
         self.sizes = self._sizes(ladder)
         self._stats = Stats()
@@ -147,7 +151,8 @@ class Engine:
         self.registry = GraphRegistry(budget) if registry is None else registry
         self.passed_over: dict[str, str] = {}
         self.executor = self._opened(executor, model, device)
-        if costs is not None and costs.measured:
+        if costs is not None and (communicator is None or communicator.world_size == 1):
+            # Several ranks hear of it together, in `sync`: none waits for one that has raised.
             _check_device(costs, self.executor)
         self._runs_behind = bool(getattr(self.executor, "runs_behind", False))
         # An executor may have found out more about the model's attention than the model claims.
@@ -199,8 +204,7 @@ class Engine:
         Raises:
             ProfileError: it was measured on another device.
         """
-        if costs.measured:
-            _check_device(costs, self.executor)
+        _check_device(costs, self.executor)
         self.costs = costs
         self._compiled, self._path = None, self._no_path
 
@@ -345,12 +349,15 @@ class Engine:
         """Make ranks equal: rank 0's costs for all, and only graphs that every rank has. Called by every rank.
 
         Raises:
-            RankError: ranks have other policies, settings or planned graphs.
+            RankError: ranks have other policies, settings or planned graphs, or another device than the costs that
+                rank 0 was given were measured on.
         """
         if self._communicator is not None:
             from kpolicy.agreement import synchronise
 
-            self.costs = synchronise(self, self._communicator)
+            own = self._measured is not None and self.costs == self._measured
+            self.costs, why = synchronise(self, self._communicator, own=own)
+            self.calibration_error = why or self.calibration_error
             self._compiled, self._path = None, self._no_path
             self._synced_version = self.registry.version
 
@@ -386,7 +393,8 @@ class Engine:
             return
         allowance_s, self._calibrate_s = self._calibrate_s, 0.0
         try:
-            self.take_costs(measure(self.executor, self.registry, self.settings, allowance_s=allowance_s))
+            self._measured = measure(self.executor, self.registry, self.settings, allowance_s=allowance_s)
+            self.take_costs(self._measured)
             if self._lazy is not None:
                 self._lazy.all_measured()
         except StickyDeviceError as error:
@@ -700,9 +708,12 @@ def _undecided(*_numbers: Any) -> Decision:
 
 def _check_device(costs: CostTable, executor: Executor | None) -> None:
     """Refuse costs that were measured on another device than the executor's, where both say which."""
-    # Optional for an executor.
-    here: str = getattr(executor, "device_name", "") if costs.measured_on else ""
-    if here and here != costs.measured_on:
+    if not costs.measured:
+        return
+    from kpolicy.agreement import other_device
+
+    here = other_device(costs, executor)
+    if here:
         raise ProfileError(
             f"costs {costs.version!r} were measured on {costs.measured_on}, and this Engine runs on {here}. Leave "
             "costs out to measure at capture, or run kpolicy calibrate here; with measured_on='' costs are taken as is."

@@ -9,10 +9,11 @@ import pytest
 
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.engine import Engine
-from kpolicy.errors import ProfileError
+from kpolicy.errors import ProfileError, RankError
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.profiles import load_profile
 from kpolicy.schemas import Profile, dumps, loads
+from kpolicy.testing import ThreadCommunicator, run_ranks
 
 HERE, THERE = "NVIDIA H200", "NVIDIA B200"
 
@@ -71,3 +72,70 @@ def test_a_file_says_the_device_once() -> None:
 def test_a_profile_that_ships_says_its_device() -> None:
     profile = load_profile("qwen2.5-0.5b-h200")
     assert profile.costs.measured_on == profile.device != ""
+
+
+# Ranks, which all decide by rank 0's costs.
+
+
+class Elsewhere(SimulatedExecutor):
+    """On another device than `OnDevice`."""
+
+    device_name = THERE
+
+
+def started(communicator: ThreadCommunicator, *executors: type[SimulatedExecutor], costs: Any = None) -> Engine:
+    """One rank's Engine, captured, with the executor of its place."""
+    executor = executors[communicator.rank](num_blocks=16)
+    engine = Engine(costs=costs, executor=executor, communicator=communicator, ladder=[4])
+    engine.capture()
+    return engine
+
+
+def test_ranks_on_two_devices_all_refuse_costs_of_one() -> None:
+    """Together, so that none waits for another; the one elsewhere says which devices, and what to do."""
+    here, there, other = run_ranks(
+        3, lambda rank: started(rank, OnDevice, Elsewhere, OnDevice, costs=measured(HERE)), timeout_s=20
+    )
+    for error in (here, there, other):
+        assert isinstance(error, RankError)
+        assert f"measured on {HERE}, and" in str(error)
+        assert "Start all ranks on one kind of device" in str(error)
+    assert f"rank 1 runs on {THERE}" in str(there)
+    assert "another rank runs on another device" in str(here)
+
+
+def test_rank_0_is_refused_like_any_other() -> None:
+    """Costs of a device that only another rank has are nobody's, as every rank would decide by them."""
+    first, second = run_ranks(2, lambda rank: started(rank, Elsewhere, OnDevice, costs=measured(HERE)), timeout_s=20)
+    assert isinstance(first, RankError)
+    assert f"rank 0 runs on {THERE}" in str(first)
+    assert isinstance(second, RankError)
+
+
+@pytest.mark.parametrize("costs", [measured(HERE), attrs.evolve(measured(THERE), measured_on="")])
+def test_ranks_of_one_device_decide_by_its_costs(costs: CostTable) -> None:
+    """And by costs that don't say where they were measured."""
+    for engine in run_ranks(2, lambda rank: started(rank, OnDevice, OnDevice, costs=costs), timeout_s=20):
+        assert isinstance(engine, Engine)
+        assert engine.costs.version == "t1"
+        assert engine.calibration_error == ""
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_ranks_measure_themselves_costs_no_start(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On devices of two kinds they go by analytic costs and say why, also when they become equal again."""
+    from kpolicy.executors import calibrate
+
+    monkeypatch.setattr(calibrate, "can_measure", lambda _executor: True)
+    monkeypatch.setattr(calibrate, "measure", lambda executor, *_, **__: measured(executor.device_name))
+
+    def work(communicator: ThreadCommunicator) -> Engine:
+        engine = started(communicator, OnDevice, Elsewhere if apart else OnDevice)
+        engine.sync()
+        return engine
+
+    for engine in run_ranks(2, work, timeout_s=20):
+        assert isinstance(engine, Engine)
+        assert engine.costs.measured is not apart
+        assert ("ranks decide by analytic costs" in engine.calibration_error) is apart
+        assert (HERE in engine.calibration_error) is apart
