@@ -111,16 +111,17 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     if line["side"] in (variant, "stock"):
                         sided = {**line, "side": "stock" if line["side"] == "stock" else "kpolicy"}
                         put(model, load + VARIED.get(variant, f", {variant}"), figure, sided, line[name])
-        elif line["kind"] == "start" and line["part"] == "capture" and "prefill_s" in line:
+        elif line["kind"] == "start" and line["part"].endswith("capture") and "prefill_s" in line:
+            model = "qwen" if model == "capture" else model
             for load, (stock, ours) in CAPTURES.items():
                 if line["side"] not in (stock, ours):
                     continue
                 sized = {**line, "side": "kpolicy" if line["side"] == ours else "stock"}
                 count = len(line["decode_sizes"]) + len(line["prefill_sizes"])
-                put("qwen", load, "capture s", sized, capture_s(line), sizes=count)
+                put(model, load, "capture s", sized, capture_s(line), sizes=count)
                 if "init_s" in line:
-                    put("qwen", load, "start-up s", sized, line["init_s"], sizes=count)
-                put("qwen", load, "graph MiB", sized, line["prefill_mib"] + line["decode_mib"], sizes=count)
+                    put(model, load, "start-up s", sized, line["init_s"], sizes=count)
+                put(model, load, "graph MiB", sized, line["prefill_mib"] + line["decode_mib"], sizes=count)
         elif line["kind"] == "drawn":
             for ours, words in (("kpolicy", "kpolicy's sizes"), ("planned", "planned sizes")):
                 if line["side"] in (ours, "stock"):

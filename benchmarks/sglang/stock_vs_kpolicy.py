@@ -11,7 +11,7 @@ Both sides are processes on the same GPU that stay up and take turns; who goes f
 - ``qwen-mixed-trace``: with mixed chunks, at 64 requests; ``qwen-offline-trace``: as the first, nothing streamed;
 - ``dsv2-trace``: the conversation trace on DeepSeek-V2-Lite with mixed chunks, at 48 requests;
 - ``capture``: start-up alone: SGLang's own sizes and those of ``--plan``, which end at the same; kpolicy's own and
-  SGLang's own list up to the same;
+  SGLang's own list up to the same; ``dsv2-capture``: of DeepSeek-V2-Lite, SGLang's own sizes and kpolicy's;
 - ``log``: counters and decision log of a scheduler under the trace, decided again by `kpolicy simulate`;
 - ``check``: logits on a generated checkpoint against float32 (benchmarks/sglang/check.py).
 
@@ -45,7 +45,7 @@ from benchmarks.sglang.rows import LOADS, MODEL, rows, write  # noqa: E402
 
 SLICES = (
     "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-mixed-trace", "qwen-offline-trace", "dsv2-trace", "log",
-    "qwen-drawn",
+    "qwen-drawn", "dsv2-capture",
 )  # fmt: skip
 VARIANTS = {"order": {"KPOLICY_TURNS": "0"}}
 REQUESTS = {
@@ -145,8 +145,8 @@ class Run:
         self.raw = self.out / "raw.jsonl"
         self.logs: Path = given.logs or given.out
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.warm = bool(given.warm)
-        """Whether 0.5B was started before"""
+        self.warm = set(MODEL.values()) if given.warm else set()
+        """Models that were started before."""
 
     @property
     def left_s(self) -> float:
@@ -191,7 +191,7 @@ class Run:
         seconds = STARTS_S[part.partition("-")[0]]
         for name, side in sides.items():
             self.note(kind="start", part=part, side=name, **side.start(min(seconds, self.left_s)))
-        self.warm |= MODEL[part.partition("-")[0]] == "qwen05b"
+        self.warm.add(MODEL[part.partition("-")[0]])
 
 
 def steps(run: Run, part: str) -> None:
@@ -319,13 +319,17 @@ def trace(run: Run, part: str) -> None:
 
 
 def capture(run: Run, part: str) -> None:
-    """Start-up alone: SGLang's list and a planned one to its largest sizes, kpolicy's and SGLang's to kpolicy's."""
-    largest = {"cuda_graph_max_bs_decode": 1024, "cuda_graph_max_bs_prefill": 8192}
-    own: dict[str, Any] = {}
-    kinds: list[tuple[str, dict[str, Any], dict[str, str]]] = [
-        ("stock", own, {}), ("wide", largest, {}), ("kpolicy", own, {}),
-    ]  # fmt: skip
-    if run.plan():
+    """Start-up alone: SGLang's list and a planned one to its largest sizes, kpolicy's and SGLang's to kpolicy's.
+
+    Of DeepSeek-V2-Lite SGLang's and kpolicy's alone. Neither mixes batches, as by default.
+    """
+    name = "qwen" if part == "capture" else "dsv2"
+    own: dict[str, Any] = {"enable_mixed_chunk": False}
+    largest = {**own, "cuda_graph_max_bs_decode": 1024, "cuda_graph_max_bs_prefill": 8192}
+    kinds: list[tuple[str, dict[str, Any], dict[str, str]]] = [("stock", own, {}), ("kpolicy", own, {})]
+    if name == "qwen":
+        kinds.insert(1, ("wide", largest, {}))
+    if run.plan() and name == "qwen":
         kinds.append(("planned", own, run.plan()))
     kinds = [kind for kind in kinds if f"{part}-{kind[0]}" not in given_names(run.given.without)]
     # The first turn warms up what starts share, compiled kernels and files, and isn't counted; a slice of steps before
@@ -334,22 +338,22 @@ def capture(run: Run, part: str) -> None:
         (turn, *kind)
         for turn in range(-1, run.given.repeats)
         for kind in (kinds if turn % 2 else list(reversed(kinds)))
-        if turn >= 0 or not run.warm
+        if turn >= 0 or MODEL[name] not in run.warm
     ]
     made: list[Side] = []
     try:
         # All import at once and then wait, so that nothing else runs beside a capture.
-        for _, name, extra, environ in turns:
-            arguments = run.arguments("qwen", {"max_running_requests": 1024, **extra})
-            kpolicy = name in ("kpolicy", "planned")
-            made.append(Side(f"{part}-{name}", "steps", arguments, run.logs, kpolicy=kpolicy, **environ))
+        for _, side_name, extra, environ in turns:
+            arguments = run.arguments(name, {"max_running_requests": 1024, **extra})
+            kpolicy = side_name in ("kpolicy", "planned")
+            made.append(Side(f"{part}-{side_name}", "steps", arguments, run.logs, kpolicy=kpolicy, **environ))
         for side in made:
             side.hear(min(90, run.left_s))
-        for (turn, name, _, _), side in zip(turns, made, strict=True):
+        for (turn, side_name, _, _), side in zip(turns, made, strict=True):
             if run.left_s < 20:
                 return
             kind = "start" if turn >= 0 else "warm start"
-            run.note(kind=kind, part=part, side=name, turn=turn, **side.ask(min(90, run.left_s)))
+            run.note(kind=kind, part=part, side=side_name, turn=turn, **side.ask(min(90, run.left_s)))
             side.end()
     finally:
         for side in made:
@@ -386,6 +390,8 @@ def log(run: Run, part: str) -> None:
 def check(run: Run, part: str) -> None:
     """Logits of a generated checkpoint against float32: see check.py."""
     for name in ("qwen", "dsv2"):
+        if f"{part}-{name}" in given_names(run.given.without):
+            continue
         side = Side(
             f"{part}-{name}", "check", {"family": name, "folder": str(run.logs / f"checkpoint-{name}")}, run.logs,
             kpolicy=True,
@@ -410,7 +416,7 @@ def main() -> None:
     parser.add_argument("--slices", default=",".join(SLICES))
     parser.add_argument("--variants", default=",".join(VARIANTS), help="further sides of qwen-trace; may be empty")
     parser.add_argument("--beside", default="", help="further sides of qwen-trace, kpolicy of other trees: NAME=FOLDER")
-    parser.add_argument("--without", default="", help="sides that are left out: capture-wide,qwen-drawn-kpolicy")
+    parser.add_argument("--without", default="", help="sides that are left out: capture-wide,check-qwen")
     parser.add_argument("--warm", action="store_true", help="0.5B was started on this machine by an earlier call")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--requests", type=int, default=0, help="requests of a trace; 0 takes each slice's own number")
@@ -423,7 +429,7 @@ def main() -> None:
     for part in given.slices.split(","):
         started = time.monotonic()
         try:
-            known = {"check": check, "capture": capture, "log": log}
+            known = {"check": check, "capture": capture, "dsv2-capture": capture, "log": log}
             function = known.get(part) or (trace if "trace" in part else steps)
             if run.left_s > 40:
                 function(run, part)

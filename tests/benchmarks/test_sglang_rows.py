@@ -162,8 +162,8 @@ def test_runs_are_put_together_where_that_is_asked_for(tmp_path):
     assert (rate("rows")["run"], found["pooled"], found["apart"]) == (3, [], [])
 
 
-def captured(side, turn, seconds, sizes):
-    return {"kind": "start", "part": "capture", "side": side, "turn": turn, "init_s": 3 * seconds, "prefill_s": seconds,
+def captured(side, turn, seconds, sizes, part="capture"):
+    return {"kind": "start", "part": part, "side": side, "turn": turn, "init_s": 3 * seconds, "prefill_s": seconds,
             "decode_s": 0.0, "prefill_mib": 1.0, "decode_mib": 1.0, "decode_sizes": [1] * sizes,
             "prefill_sizes": []}  # fmt: skip
 
@@ -175,6 +175,19 @@ def test_capture_seconds_have_what_is_done_around_the_captures():
     assert [capture_s(line) for line in (stock, planned, captured("stock", 0, 4.0, 36))] == [9.0, 4.5, 4.0]
     (row,) = (row for row in rows([{"kind": "about"}, stock, planned]) if row["figure"] == "capture s")
     assert row["ratio"] == 2.0
+
+
+def test_starts_of_another_model_are_rows_of_their_own():
+    """SGLang's sizes and kpolicy's; those of 0.5B aren't among them."""
+    lines = [{"kind": "about"}, captured("stock", 0, 9.0, 94), captured("kpolicy", 0, 3.0, 98)]
+    for turn, seconds in enumerate((4.0, 2.0)):
+        lines += [
+            captured("stock", turn, 4.0, 36, "dsv2-capture"),
+            captured("kpolicy", turn, seconds, 46, "dsv2-capture"),
+        ]
+    found = {(row["model"], row["figure"]): row["ratio"] for row in rows(lines)}
+    assert found["DeepSeek-V2-Lite", "start-up s"] == pytest.approx(2**0.5, 1e-4)
+    assert found["Qwen2.5-0.5B", "start-up s"] == 3.0
 
 
 def test_captures_of_as_many_sizes_are_put_together(tmp_path):

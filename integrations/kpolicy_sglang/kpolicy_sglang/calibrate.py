@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from kpolicy.costs import CostTable, Curve
-from kpolicy_sglang.arguments import own_sizes
+from kpolicy_sglang.arguments import own_sizes, resolved
 from kpolicy_sglang.bench import LEAST_RUNS, Bench
 from kpolicy_sglang.mirror import pool_of
 from kpolicy_sglang.phase import DECODE, PREFILL, PROMPT_TOKENS, MixedCost, Phase, table_of
@@ -139,7 +139,9 @@ def _cases(model_runner: Any, state: State, ranks: Ranks) -> tuple[Bench, dict[t
         add(phase, "eager", make, False, _largest_first(eager) if decode else _levels(eager), once)
         if not decode:
             _add_prompts(bench, phase, add)
-            if state.config.split and len(phase.steps) - 2 > MANY_DECODES:
+            # SGLang mixes no batches otherwise.
+            mixes = getattr(resolved(model_runner.server_args), "enable_mixed_chunk", True)
+            if mixes and state.config.split and len(phase.steps) - 2 > MANY_DECODES:
                 _add_mixed(bench, phase, _many_rows(model_runner), add, alike=alike)
     return bench, cases
 

@@ -54,11 +54,13 @@ class PromptTimes:
             tokens: of all of them.
             length: see `length_of`; up to `PROMPT_TOKENS` it makes no difference.
         """
-        at = min(bisect_left(self.sizes, tokens), len(self.usual_us) - 1)
-        us, size = self.usual_us[at], self.sizes[at]
+        sizes = self.sizes
+        at = bisect_left(sizes, tokens) if tokens < sizes[-1] else -1
+        us, size = self.usual_us[at], sizes[at]
         if length <= PROMPT_TOKENS or size <= PROMPT_TOKENS:
             return us
-        return us + (self.long_us[at] - us) * min((length - PROMPT_TOKENS) / (size - PROMPT_TOKENS), _FURTHEST)
+        times = (length - PROMPT_TOKENS) / (size - PROMPT_TOKENS)
+        return us + (self.long_us[at] - us) * (times if times < _FURTHEST else _FURTHEST)
 
     def length(self, new: Sequence[int], before: Sequence[int] | None = None) -> float:
         """`length_of` by this kernel; 0 where it makes no difference."""

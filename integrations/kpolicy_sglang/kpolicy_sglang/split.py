@@ -119,13 +119,13 @@ class Split:
 
     def _ran(self, batch: Any) -> None:
         """A batch of prompts runs: what it keeps decodes waiting for."""
-        turns = self.turns
+        turns, times = self.turns, self.turns.times
         tokens = int(getattr(batch, "extend_num_tokens", None) or turns.limit)
-        if turns.busy or turns.times is None:
+        if times is None or turns.busy:
             turns.prefilled_in_burst(tokens)
             return
         lengths, before = getattr(batch, "extend_lens", None) or (), getattr(batch, "prefix_lens", None)
-        turns.prefilled(tokens, turns.times.length(lengths, before))
+        turns.prefilled(tokens, times.length(lengths, before))
 
     def _turn(self, running_batch: Any) -> str:
         """What this step is: SGLang's ``own`` batch, the ``decode`` one, or a prefill batch and what comes before."""
@@ -152,15 +152,20 @@ class Split:
         if turns.busy:
             return "in turns"
         queue, chunked = scheduler.waiting_queue, scheduler.chunked_req
+        waiting, room = len(queue), scheduler.max_running_requests - decodes
+        could = waiting if waiting < room else max(room, 0)
         # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
-        just = turns.fresh and len(queue) < decodes
-        could = self._could(decodes)
+        just = turns.fresh and waiting < decodes
         if just and chunked is None and could == self._usual[0] and queue[0] is self._usual[1]:
             return "in turns"
-        looked, lengths, longest = seen = self._look(could)
+        looked = queue[: could if could < _LOOKED else _LOOKED]
+        lengths = list(map(len, map(_IDS, looked)))
+        longest = max(lengths) if lengths else 0
         long = longest > turns.long or (chunked is not None and len(chunked.origin_input_ids) > turns.long)
         self._usual = (-1, None) if long or chunked is not None else (could, queue[0])
-        if (long or not just) and turns.decode_goes_first(decodes, *self._waiting(could, *seen)):
+        if (long or not just) and turns.decode_goes_first(
+            decodes, *self._waiting(could, looked, lengths, longest)
+        ):
             self.cycles["in turns"] += 1
             return "decode"
         if self._as_sglang:
@@ -175,30 +180,23 @@ class Split:
             self._most = turns.most(decodes, could, lengths, before)
         return "in turns"
 
-    def _could(self, decodes: int) -> int:
-        """How many of the queue could run beside so many decodes."""
-        scheduler = self._scheduler
-        waiting, room = len(scheduler.waiting_queue), scheduler.max_running_requests - decodes
-        return waiting if waiting < room else max(room, 0)
-
-    def _look(self, could: int) -> tuple[Sequence[Any], list[int], int]:
-        """The first of the queue that could run, their prompts' tokens, and the most of these."""
-        looked = self._scheduler.waiting_queue[: could if could <= _LOOKED else _LOOKED]
-        lengths = list(map(len, map(_IDS, looked)))
-        return looked, lengths, max(lengths) if lengths else 0
-
-    def waiting(self, decodes: int) -> tuple[int, int, float]:
-        """(prompts, their tokens near enough, their `mean_length`) that wait and could run beside so many decodes.
+    def _waiting(self, could: int, looked: Sequence[Any], lengths: list[int], longest: int) -> tuple[int, int, float]:
+        """(prompts, their tokens near enough, their `mean_length`) that wait and could run.
 
         Of a prompt that has more than a chunk left one chunk is seen, with what comes before it, and nothing behind it.
         Cached tokens are taken off where SGLang has looked for them already. Of many prompts the first are looked at,
         and the others taken to be like them.
-        """
-        could = self._could(decodes)
-        return self._waiting(could, *self._look(could))
 
-    def _waiting(self, could: int, looked: Sequence[Any], lengths: list[int], longest: int) -> tuple[int, int, float]:
+        Args:
+            could: how many of the queue could run.
+            looked: the first of them.
+            lengths: their prompts' tokens.
+            longest: the most of these.
+        """
         chunk, chunked = self.turns.chunk, self._scheduler.chunked_req
+        if chunked is None and looked and longest <= PROMPT_TOKENS <= chunk:
+            found = sum(lengths) - (self._counted or self._cached)(looked)
+            return could, found if could == len(looked) else found * could // len(looked), 0.0
         before = tokens = 0
         if chunked is not None:
             before, tokens = 1, len(chunked.origin_input_ids) - _done(chunked)

@@ -96,20 +96,22 @@ class Turns:
             next_us = self._us(min(tokens, self.limit), length)
             return bool(self._batches) and self._waited_us + next_us > self._gap_us
         # What ran in a burst makes no other.
-        first, ran = self._burst, 0 if self._size else self._taken
-        if prompts > decodes or (tokens > self.chunk and ran + tokens > BURST * self.chunk):
-            self._size = self._taken + max(tokens, BURST * self.chunk)
+        first, chunk, taken = self._burst, self.chunk, self._taken
+        if prompts > decodes or (tokens > chunk and (0 if self._size else taken) + tokens > BURST * chunk):
+            self._size = taken + max(tokens, BURST * chunk)
             first = True
-        # What is left of a burst at its end, a chunk at most, goes with it.
-        left = min(tokens, self._size - self._taken)
-        self._burst = prompts > decodes or (first and left > self.chunk)
-        self._look_at = self._taken + left - self.chunk if self._burst else 0
-        if first or not self._batches:
+        if first:
+            # What is left of a burst at its end, a chunk at most, goes with it.
+            left = min(tokens, self._size - taken)
+            self._burst = prompts > decodes or left > chunk
+            self._look_at = taken + left - chunk if self._burst else 0
             return False
-        assert self.times is not None  # noqa: S101
+        if not self._batches:
+            return False
         most_us = self._most_us.get(decodes)
         if most_us is None:
             most_us = self._most_us[decodes] = self.most_us(decodes)
+        assert self.times is not None  # noqa: S101
         return self._waited_us + self.times.us(tokens, length) > most_us
 
     def most(self, decodes: int, waiting: int, new: Sequence[int], before: int = 0) -> int:

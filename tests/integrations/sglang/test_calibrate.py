@@ -13,7 +13,7 @@ from kpolicy_sglang.bench import LEAST_RUNS, MOST_RUNS
 from kpolicy_sglang.captures import Savings
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.mirror import pool_of
-from kpolicy_sglang.phase import DECODE, PREFILL, Phase
+from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
 from kpolicy_sglang.ranks import Ranks
 from kpolicy_sglang.state import State
 
@@ -156,6 +156,30 @@ def test_decisions_with_little_measured_are_those_with_all(monkeypatch):
         assert prefill.policy == "auto"
     assert both[0] == both[1]
     assert all(both[0])
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_mixed_batches_are_timed_where_sglang_mixes(monkeypatch, mixes):
+    """The smallest twice; and few decode rows, where there is no time for them, as prompts alone."""
+    clock, mixed = Clock(lambda *_: 10.0, LOADED), []
+    clock.server_args.enable_mixed_chunk = mixes
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock.now_s)
+    monkeypatch.setattr(bench.Bench, "mixed", lambda _, size, *, decodes: mixed.append((size, decodes)) or ("m", size))
+    state = started(calibrate_seconds=0.01)
+    state.config = Config(split=True, calibrate_seconds=0.01)
+    calibrate.measure(clock, state, Ranks(clock))
+    assert mixed == ([(96, 32), (96, 32), (2080, 32)] if mixes else [])
+    assert (state.mixed is not None) == mixes
+    if mixes:
+        assert state.mixed.few.sizes == (96, 2080)
+        assert state.mixed.few.us == pytest.approx([10_000.0] * 2)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_few_decode_rows_take_what_prompts_do(eager):
+    """The cheaper of graph and eager step; the eager one where rows with a prefix have no graph."""
+    costs = table_of("test", {64: 10.0, 128: 20.0}, {64: 30.0, 128: 15.0})
+    assert calibrate._prompts_us(costs, (64, 128), eager=eager) == {64: 30.0 if eager else 10.0, 128: 15.0}
 
 
 @pytest.mark.parametrize("count", [*range(12), 40])
