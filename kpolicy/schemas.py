@@ -76,6 +76,7 @@ class Profile:
         versions: versions by name: driver, torch, kpolicy, ...
         measured_at: when, as ISO 8601; empty where nothing was measured.
         command: what measures it again.
+        tensor_parallel_size: how many such devices each layer was split over; None where nobody said.
         extra: top-level fields of a newer minor version.
     """
 
@@ -85,11 +86,24 @@ class Profile:
     versions: Mapping[str, str] = _free()
     measured_at: str = ""
     command: str = ""
+    tensor_parallel_size: int | None = None
     extra: Mapping[str, Any] = _free()
 
     def __attrs_post_init__(self) -> None:
+        if self.tensor_parallel_size is not None and self.tensor_parallel_size < 1:
+            raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; give 1 or more, or None.")
         if self.costs.measured and self.costs.measured_on != self.device:
             object.__setattr__(self, "costs", attrs.evolve(self.costs, measured_on=self.device))
+
+    def split_otherwise(self, tensor_parallel_size: int) -> str:
+        """How a model that is split over so many devices differs from this profile's, in words; empty if it doesn't.
+
+        A layer's share takes about as many times less, and ranks wait for each other, so costs of one are no other's.
+        """
+        measured = self.tensor_parallel_size
+        if measured is None or measured == tensor_parallel_size:
+            return ""
+        return f"measured with a tensor_parallel_size of {measured}, and this is {tensor_parallel_size}"
 
 
 @attrs.frozen(kw_only=True)
@@ -324,7 +338,7 @@ def read_profile(path: PathLike) -> Profile:
         ConfigError: the file can't be read.
         SchemaError: it isn't a profile.
     """
-    return loads(_read(path), Profile, name=str(path))
+    return loads(_read(path, MOST_BYTES), Profile, name=str(path))
 
 
 def write_profile(path: PathLike, profile: Profile) -> None:
@@ -339,7 +353,7 @@ def write_profile(path: PathLike, profile: Profile) -> None:
 
 def read_plan(path: PathLike) -> LadderPlan:
     """The ladder plan in that file; raises as `read_profile`."""
-    return loads(_read(path), LadderPlan, name=str(path))
+    return loads(_read(path, MOST_BYTES), LadderPlan, name=str(path))
 
 
 def write_plan(path: PathLike, plan: LadderPlan) -> None:
@@ -431,12 +445,12 @@ def read_decision_log(path: PathLike) -> Log[DecisionEntry]:
 
     A log cut short reads up to there, and says so. Raises as `read_profile`; a bad line is named by its number.
     """
-    return _read_log(_read(path), _DECISION_LOG, DecisionEntry, str(path))
+    return _read_log(_read(path, MOST_LOG_BYTES), _DECISION_LOG, DecisionEntry, str(path))
 
 
 def read_step_log(path: PathLike) -> Log[StepEntry]:
     """The step log in that file; as `read_decision_log`."""
-    return _read_log(_read(path), _STEP_LOG, StepEntry, str(path))
+    return _read_log(_read(path, MOST_LOG_BYTES), _STEP_LOG, StepEntry, str(path))
 
 
 _END = "end"
@@ -740,8 +754,34 @@ def _guarded(verb: str, path: PathLike, action: Callable[[], T]) -> T:
         raise ConfigError(f"can't {verb} {path}: {why}. {step}") from None
 
 
-def _read(path: PathLike) -> bytes:
-    return _guarded("read", path, lambda: Path(path).read_bytes())
+MOST_BYTES, MOST_LOG_BYTES = 64 << 20, 4 << 30
+"""The longest profile or plan, and log, that is read: the first have some hundred numbers, the others a line a step"""
+_CHUNK = 1 << 20
+
+
+def _read(path: PathLike, most: int) -> bytes:
+    """What the file, or a pipe, holds.
+
+    Raises:
+        ConfigError: it can't be read, is a device, or is longer than files of its kind are.
+    """
+    return _guarded("read", path, lambda: _read_to(Path(path), most))
+
+
+def _read_to(path: Path, most: int) -> bytes:
+    from stat import S_ISBLK, S_ISCHR
+
+    mode = path.stat().st_mode
+    if S_ISCHR(mode) or S_ISBLK(mode):
+        raise ValueError("it is a device, which needn't ever end")
+    read = bytearray()
+    with open(path, "rb") as file:
+        # A pipe doesn't say how long it is.
+        while chunk := file.read(_CHUNK):
+            read += chunk
+            if len(read) > most:
+                raise ValueError(f"it is longer than {most >> 20} MiB, and no file of this kind is")
+    return bytes(read)
 
 
 def write_text(path: PathLike, text: str) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kpolicy import schemas
 from kpolicy.attention import Claims, HostParams
 from kpolicy.budgets import Budget
 from kpolicy.costs import analytic_costs
@@ -520,6 +525,80 @@ def test_what_a_path_leads_to_is_written(tmp_path: Path) -> None:
     finally:
         os.close(end)
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("device", ["/dev/urandom", "/dev/null"])
+@pytest.mark.parametrize("read", [read_profile, read_plan, read_step_log, read_decision_log])
+def test_a_device_is_not_read(read: Callable[[Any], Any], device: str) -> None:
+    """It needn't ever end; a link to one is no other."""
+    if not Path(device).is_char_device():
+        pytest.skip(f"there is no {device}")
+    with pytest.raises(ConfigError, match=f"can't read {device}: it is a device"):
+        read(device)
+
+
+def test_a_link_to_a_device_is_not_read(tmp_path: Path) -> None:
+    link = tmp_path / "profile.json"
+    link.symlink_to("/dev/urandom")
+    with pytest.raises(ConfigError, match="it is a device"):
+        read_profile(link)
+
+
+def _through(pipe: Path, pieces: Iterable[bytes]) -> threading.Thread:
+    """Writes pieces to a pipe, until they end or nobody reads."""
+
+    def write() -> None:
+        with suppress(BrokenPipeError), open(pipe, "wb") as end:
+            for piece in pieces:
+                end.write(piece)
+
+    writer = threading.Thread(target=write)
+    os.mkfifo(pipe)
+    writer.start()
+    return writer
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    """As a shell's ``<(command)`` and ``/dev/stdin`` behind a pipe are, in pieces of any length."""
+    text = dumps(PROFILE).encode()
+    writer = _through(tmp_path / "pipe", [text[:7], text[7:]])
+    assert read_profile(tmp_path / "pipe") == PROFILE
+    writer.join()
+
+
+def test_what_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that somebody writes to for ever, and a file longer than any of its kind; a log may be longer."""
+    monkeypatch.setattr(schemas, "_CHUNK", 1 << 10)
+    writer = _through(tmp_path / "pipe", itertools.repeat(b" " * 65536))
+    monkeypatch.setattr(schemas, "MOST_BYTES", 1 << 20)
+    with pytest.raises(ConfigError, match=r"pipe: it is longer than 1 MiB"):
+        read_profile(tmp_path / "pipe")
+    writer.join()
+    (tmp_path / "long").write_bytes(b"{" * (1 << 20) + b"{")
+    with pytest.raises(ConfigError, match=r"long: it is longer than 1 MiB"):
+        read_plan(tmp_path / "long")
+    with pytest.raises(SchemaError, match="isn't JSON"):
+        read_step_log(tmp_path / "long")
+
+
+@pytest.mark.parametrize("size", [None, 1, 8])
+def test_a_profile_says_how_a_model_was_split(size: int | None) -> None:
+    """Where it does, sizes that differ are told; an older file says nothing and fits all."""
+    profile = attrs.evolve(PROFILE, tensor_parallel_size=size)
+    assert loads(dumps(profile), Profile) == profile
+    assert profile.split_otherwise(size or 4) == ""
+    assert bool(profile.split_otherwise(2)) is (size is not None)
+    old = json.loads(dumps(profile))
+    del old["tensor_parallel_size"]
+    assert loads(json.dumps(old), Profile).tensor_parallel_size is None
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.0, "8", True])
+def test_a_split_that_cannot_be_is_refused(size: Any) -> None:
+    """In a file as in code."""
+    data = json.loads(dumps(PROFILE)) | {"tensor_parallel_size": size}
+    with pytest.raises(SchemaError, match="tensor_parallel_size"):
+        loads(json.dumps(data), Profile)
 
 
 def test_every_kind_writes_its_version(tmp_path: Path) -> None:

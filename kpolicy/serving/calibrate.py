@@ -84,7 +84,7 @@ def _version(model: LoadedModel) -> str:
 
 
 def check_profile(profile: Profile, model: LoadedModel, name: str) -> None:
-    """Refuse costs that were measured with another model or on another device than what is served.
+    """Refuse costs that were measured with another model or on another device than what is served, or over several.
 
     Args:
         profile: the profile; one that wasn't measured isn't looked at.
@@ -104,6 +104,9 @@ def check_profile(profile: Profile, model: LoadedModel, name: str) -> None:
                 f"{name} was measured {what} {theirs}, and here it would be {here}. Leave it out to measure here, or "
                 "run kpolicy calibrate."
             )
+    differs = profile.split_otherwise(1)
+    if differs:
+        raise ProfileError(f"{name} was {differs}. Leave it out to measure here, or run kpolicy calibrate.")
 
 
 def save_profile(path: Path, costs: CostTable, model: LoadedModel, command: str) -> None:
@@ -118,5 +121,6 @@ def save_profile(path: Path, costs: CostTable, model: LoadedModel, command: str)
             costs=costs, device=device_name(model.device), model=model_name(model),
             versions={"kpolicy": __version__, **versions()},
             measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"), command=command,
+            tensor_parallel_size=1,
         ),
     )  # fmt: skip

@@ -65,13 +65,14 @@ def test_auto_decides_by_what_was_measured(measured: Any) -> None:
 
 
 def test_a_profile_gives_the_table_back(measured: Any, model: Any, tmp_path: Path) -> None:
-    """What is saved reads as the same table, with device, model and versions."""
+    """What is saved reads as the same table, with device, model, versions and how the model was split."""
     costs = measured[2]
     save_profile(tmp_path / "p.json", costs, model, "kpolicy run")
     profile = read_profile(tmp_path / "p.json")
     assert profile.costs == costs
     assert profile.versions["torch"] == str(torch.__version__)
     assert "Qwen3" in profile.model
+    assert profile.tensor_parallel_size == 1
 
 
 def test_without_graphs_every_curve_is_eagers(model: Any) -> None:

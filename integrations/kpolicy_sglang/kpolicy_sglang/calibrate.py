@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from kpolicy.costs import CostTable, Curve
+from kpolicy.errors import ProfileError
 from kpolicy_sglang.arguments import own_sizes, resolved
 from kpolicy_sglang.bench import LEAST_RUNS, Bench
 from kpolicy_sglang.mirror import pool_of
@@ -51,10 +52,11 @@ def cost_tables(model_runner: Any, state: State, ranks: Ranks | None = None) -> 
     Raises:
         RankError: another rank can't read the profile, or failed to measure.
         SchemaError: the profile can't be read.
+        ProfileError: it was measured with another tensor_parallel_size.
     """
     config, ranks = state.config, ranks or Ranks(model_runner)
     if config.profile is not None:
-        return _of_profile(config.profile, state, ranks)
+        return _of_profile(config.profile, state, ranks, int(model_runner.server_args.tp_size))
     if not config.calibrate or not _reads_costs(config.policy):
         return {}
     if state.coupled:
@@ -68,12 +70,19 @@ def cost_tables(model_runner: Any, state: State, ranks: Ranks | None = None) -> 
     return tables
 
 
-def _of_profile(path: str, state: State, ranks: Ranks) -> dict[str, CostTable]:
+def _of_profile(path: str, state: State, ranks: Ranks, tp_size: int) -> dict[str, CostTable]:
     """Every phase's costs from a profile, which a rank on another machine may not have."""
     from kpolicy.schemas import read_profile
 
+    def read() -> CostTable:
+        profile = read_profile(path)
+        differs = profile.split_otherwise(tp_size)
+        if differs:
+            raise ProfileError(f"{path} was {differs}. Give a profile of this size, or none to measure at start-up.")
+        return profile.costs
+
     # Where ranks take each step together costs may differ between them: see `kpolicy_sglang.dispatch`.
-    costs = ranks.first(ranks.together(lambda: read_profile(path).costs, f"reading {path}"))
+    costs = ranks.first(ranks.together(read, f"reading {path}"))
     return dict.fromkeys(state.phases, costs)
 
 

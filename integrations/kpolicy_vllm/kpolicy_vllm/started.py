@@ -147,7 +147,17 @@ def _profile_costs(state: State, device: str) -> Any:
                 "Costs are measured instead.",
             )
             return None
+    differs = profile.split_otherwise(_tensor_parallel_size(state))
+    if differs:
+        state.counters.warn_once(
+            "other_tensor_parallel_size", f"profile {state.config.profile} was {differs}. Costs are measured instead."
+        )
+        return None
     return profile.costs
+
+
+def _tensor_parallel_size(state: State) -> int:
+    return int(state.runner.vllm_config.parallel_config.tensor_parallel_size)
 
 
 def _save_profile(state: State, device: str) -> None:
@@ -163,6 +173,7 @@ def _save_profile(state: State, device: str) -> None:
         versions={"kpolicy": __version__, "vllm": state.vllm_version},
         measured_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command="kpolicy-vllm, at start-up",
+        tensor_parallel_size=_tensor_parallel_size(state),
     )
     try:
         write_profile(str(state.config.save_profile), profile)

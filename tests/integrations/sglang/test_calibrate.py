@@ -5,8 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from kpolicy.costs import analytic_costs
+from kpolicy.errors import ProfileError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
+from kpolicy.schemas import Profile, write_profile
 from kpolicy_sglang import bench, calibrate
 from kpolicy_sglang.arguments import note_own_sizes
 from kpolicy_sglang.bench import LEAST_RUNS, MOST_RUNS
@@ -247,3 +250,17 @@ def test_what_measuring_may_take_can_be_given():
     assert calibrate._allowance_s(runner, started(calibrate_seconds=7)) == 7
     assert calibrate._allowance_s(runner, started(quick_capture=False)) == calibrate.MOST_S
     assert calibrate._allowance_s(runner, started()) == 0.0
+
+
+@pytest.mark.parametrize("size", [None, 1, 8])
+def test_costs_of_another_tensor_parallel_size_are_not_taken(tmp_path, size):
+    """The error says both sizes; a profile that doesn't say its own is taken."""
+    path = tmp_path / "profile.json"
+    write_profile(path, Profile(costs=analytic_costs(), device="d", model="m", tensor_parallel_size=size))
+    state = started(profile=str(path))
+    runner = Clock(lambda *_: 1.0)
+    if size == 8:
+        with pytest.raises(ProfileError, match="tensor_parallel_size of 8, and this is 1"):
+            calibrate.cost_tables(runner, state)
+    else:
+        assert set(calibrate.cost_tables(runner, state)) == {DECODE, PREFILL}

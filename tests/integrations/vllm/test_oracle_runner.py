@@ -497,10 +497,26 @@ def test_profile_of_another(vllm, tmp_path, caplog, device, model, event):
     assert "another" in caplog.text
 
 
+@pytest.mark.parametrize("size", [None, 1, 8])
+def test_profile_of_another_tensor_parallel_size(vllm, tmp_path, caplog, size):
+    """Costs of layers that were split otherwise aren't used; where the profile doesn't say, they are."""
+    from kpolicy.schemas import Profile, write_profile
+
+    path = tmp_path / "profile.json"
+    write_profile(path, Profile(costs=analytic_costs(), device="cpu", model="a-model", tensor_parallel_size=size))
+    with caplog.at_level(logging.WARNING):
+        runner = served(vllm, kpolicy={"profile": str(path), "calibrate": False})
+    state = state_of(runner.vllm_config)
+    assert state.counters.counts["other_tensor_parallel_size"] == (size == 8)
+    assert ("tensor_parallel_size of 8, and this is 1" in caplog.text) is (size == 8)
+    assert (state.costs_from == "profile") is (size != 8)
+
+
 def test_measured_costs_are_kept(vllm, tmp_path, monkeypatch):
     """What was measured at start-up is saved where asked for, and the next start takes it."""
     import random
 
+    from kpolicy.schemas import read_profile
     from kpolicy_vllm import calibrate
 
     path = tmp_path / "kept.json"
@@ -513,6 +529,7 @@ def test_measured_costs_are_kept(vllm, tmp_path, monkeypatch):
     second = state_of(reading.vllm_config)
     assert second.costs == table
     assert second.costs_from == "profile"
+    assert read_profile(path).tensor_parallel_size == 1
 
 
 def test_plan_of_another_model(vllm, tmp_path, caplog):
