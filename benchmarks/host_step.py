@@ -33,8 +33,6 @@ from benchmarks.engine_step import decode_inputs
 from kpolicy.attention import parse_attention
 from kpolicy.engine import Engine
 from kpolicy.executors.cuda import adapter as cuda
-from kpolicy.executors.cuda.events import Recorder
-from kpolicy.executors.cuda.staging import place_of
 from kpolicy.executors.device import MemoryReport
 from kpolicy.executors.launcher import GraphLauncher
 from kpolicy.executors.runner import ModeRunner
@@ -94,6 +92,10 @@ class NoDevice(cuda.CudaAdapter):
         return cuda.inference()
 
     def alloc_inputs(self, specs: Sequence[tuple[Sequence[int], str, float]]) -> list[Any]:
+        # Imported here: `benchmarks.gpu.overhead` also measures checkouts from before them, and needs none of this.
+        from kpolicy.executors.cuda.events import Recorder
+        from kpolicy.executors.cuda.staging import place_of
+
         buffers = super().alloc_inputs(specs)
         # Memory that isn't pinned is copied at once, so nobody notes when.
         for turn in place_of(buffers[0])[0].turns:
