@@ -222,14 +222,14 @@ def captured(state, phase, seconds):
     ("own", "walk_s", "warm_s", "allowed"),
     [
         # SGLang's own four decode graphs: three second warm-ups and a walk; half of it.
-        ({DECODE: 4, PREFILL: 0}, 0.3, {DECODE: 0.1}, 0.5 * (0.3 + 0.3 - 0.2)),
-        # As many prefill graphs too: two more walks, and one more second warm-up.
-        ({DECODE: 4, PREFILL: 2}, 0.3, {DECODE: 0.1, PREFILL: 0.06}, 0.5 * (0.3 + 0.06 + 0.9)),
+        ({DECODE: 4, PREFILL: 0}, 0.3, {DECODE: 0.1}, 0.5 * (0.3 + 0.3 - 3 * 0.1)),
+        # As many prefill graphs too: two more walks, and two more second warm-ups.
+        ({DECODE: 4, PREFILL: 3}, 0.3, {DECODE: 0.1, PREFILL: 0.06}, 0.5 * (0.3 + 0.12 + 0.9)),
         # Nothing known of SGLang's: as many as there are.
-        ({}, 0.3, {DECODE: 0.1, PREFILL: 0.06}, 0.5 * (0.3 + 0.06 + 0.9)),
+        ({}, 0.3, {DECODE: 0.1, PREFILL: 0.06}, 0.5 * (0.3 + 0.12 + 0.9)),
         # Many more than are captured here, as with a plan: the most.
-        ({DECODE: 80, PREFILL: 2}, 0.3, {DECODE: 0.1}, calibrate.MOST_S),
-        # Nothing was quicker, and there are two graphs more.
+        ({DECODE: 80, PREFILL: 3}, 0.3, {DECODE: 0.1}, calibrate.MOST_S),
+        # Nothing was quicker, and there are three graphs more.
         ({DECODE: 4, PREFILL: 0}, 0.0, {}, 0.0),
     ],
 )
@@ -237,7 +237,7 @@ def test_measuring_takes_half_of_what_quicker_captures_saved(own, walk_s, warm_s
     """Counted by what they took at this start: graphs that SGLang doesn't have come off it."""
     state, runner = started(), Clock(None)
     captured(state, DECODE, [2.0, 0.2, 0.2, 0.2])
-    captured(state, PREFILL, [0.1, 0.1])
+    captured(state, PREFILL, [0.7, 0.1, 0.1])
     state.savings = Savings(walk_s, dict(warm_s))
     for phase, count in own.items():
         note_own_sizes(runner.server_args, phase, count)

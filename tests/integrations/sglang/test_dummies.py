@@ -77,6 +77,16 @@ def test_a_step_is_timed_until_the_device_is_done():
     assert phase.force is None
 
 
+@pytest.mark.parametrize(("times", "us"), [([9.0, 1.0], 1.0), ([9.0, 1.0, 2.0], 1.0), ([9.0, 3.0, 1.0, 2.0], 2.0)])
+def test_what_a_case_takes(times, us):
+    """The lower of two; of more the median, without the first call."""
+    made = bench()
+    case = made.add(Phase(PREFILL, (64,), 64, full=False), lambda: None, None)
+    assert made.us({64: case}) == {}
+    made._times[case] = times
+    assert made.us({64: case}) == {64: us}
+
+
 def lengths(batch):
     """New tokens of each row; what else says so has to agree."""
     found = list(batch.extend_seq_lens_cpu)
