@@ -36,9 +36,9 @@ def host_work_us() -> float:
     return least * 1e6
 
 
-def steadied(noted: Sequence[float]) -> list[float]:
-    """How fast the host was at each of the times noted one after the other: the median of it and `AROUND` either side.
+def steadied(noted: Sequence[float], around: int = AROUND) -> list[float]:
+    """How fast the host was at each of the times noted one after the other: the median of it and some either side.
 
     The core's speed lasts; what one time has beyond it is an interruption, or what lay in the caches.
     """
-    return [statistics.median(noted[max(0, i - AROUND) : i + AROUND + 1]) for i in range(len(noted))]
+    return [statistics.median(noted[max(0, i - around) : i + around + 1]) for i in range(len(noted))]

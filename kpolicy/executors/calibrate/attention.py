@@ -10,6 +10,7 @@ import attrs
 from kpolicy.costs import AttentionCost
 from kpolicy.decision import Launch
 from kpolicy.executors.calibrate.bench import LONG_KV, Bench
+from kpolicy.executors.calibrate.one_speed import chance
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Rows
 
@@ -72,7 +73,7 @@ class Bases:
             self._add("decodes", key, key.num_tokens, 0)
 
     def _add(self, name: str, key: GraphKey, decodes: int, prompt: int) -> None:
-        rows = self._bench.rows(decodes, self._bench.usual_kv if decodes else 0, prompt)
+        rows = self._bench.rows(decodes, self._bench.dense_kv if decodes else 0, prompt)
         self._steps[name] = _Step(self._bench.add([Launch(Rows.ALL, key)], rows), decodes, prompt)
 
     def added(
@@ -100,7 +101,9 @@ class Bases:
             base("prompt and few", "prompt", waited=True),
         )
         decode_base = min(each for each in (decode_base, *bases) if each is not None)
-        whole_us, pieces_us = (0.0 if each is None else each - decode_base for each in bases)
+        # Where the host itself runs what it launches, no part has kernels or preparing of its own.
+        apart = [None, None] if self._bench.host_runs else bases
+        whole_us, pieces_us = (0.0 if each is None else each - decode_base for each in apart)
         prefill_base, short = 0.0, self._more("short prompt", "decodes", costs)
         if short is not None:
             prefill_base = max(short + decode_base + row_us * self._steps["decodes"].decodes, 0.0)
@@ -139,13 +142,18 @@ class Bases:
                 return None
             us = bench.us(step.case) if step_us is None else bench.sides_us(step.case, step_us)[0]
             prompt_us = prefill.unit_us * step.prompt * (step.prompt + 1) / 2 + prefill.kv_us * step.prompt
-            times.append(us - decode.unit_us * step.decodes * bench.usual_kv - prompt_us)
+            times.append(us - decode.unit_us * step.decodes * bench.dense_kv - prompt_us)
         mine, others = times
+        if bench.host_runs:
+            # A small difference of long steps: what may be chance is nothing.
+            errors = [bench.error(step.case) for step in steps if step is not None]
+            if abs(mine - others) <= chance(*errors) * others:
+                return 0.0
         return min(mine - others, _MOST_BASE * others)
 
 
 class _Step(NamedTuple):
-    """A step that was timed: decode rows over the usual KV, and tokens of a prompt without context."""
+    """A step that was timed: decode rows over `Bench.dense_kv` each, and tokens of a prompt without context."""
 
     case: int
     decodes: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 import time
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import StickyDeviceError
 from kpolicy.executors.base import StepInputs
+from kpolicy.executors.calibrate.one_speed import at_one_speed, error_of_one, typical
 from kpolicy.host_speed import host_work_us, steadied
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.reasons import Reason
@@ -32,6 +34,7 @@ _SURELY = 1.2
 """Times the host's launching that the device takes, where it surely bounds the step"""
 _LIKE = 1.25
 """Times a case's usual time that its samples take, but for interruptions"""
+_LEAST_US = 0.1
 _AHEAD = 1.5
 """Times the host's launching that the device is kept busy, to see its time alone."""
 
@@ -68,7 +71,7 @@ class _Times(NamedTuple):
     again: float = 0.0
     """`host`, of the same step once more at once; 0 where that wasn't run"""
     place: int = -1
-    """Of `work` among all that were noted, in their order; -1 where it stands alone"""
+    """Of the sample among all that were taken, in their order; -1 where it stands alone"""
 
 
 class Bench:
@@ -93,6 +96,8 @@ class Bench:
         self._often: set[int] = set()
         self._noted: list[float] = []
         self._steady: list[float] = []
+        self._brought: list[list[float]] = []
+        self._brought_of, self._error = -1, 0.0
         self._waited: dict[tuple[int, float], float] = {}
         self._beside: dict[tuple[int, Mode], float | None] = {}
         self._later: set[int] = set()
@@ -119,7 +124,13 @@ class Bench:
             The number that `us` takes.
         """
         mode = Mode.SPLIT if len(launches) > 1 else _mode(launches[0])
-        self._cases.append((Decision(mode, tuple(launches), Reason.ONLY_LEGAL, form), inputs))
+        step = Decision(mode, tuple(launches), Reason.ONLY_LEGAL, form), inputs
+        if self.host_runs and others is None:
+            # One that is there already has its samples for both.
+            for case, known in enumerate(self._cases):
+                if known == step and case not in self._others and (case in self._own) == own_kv:
+                    return case
+        self._cases.append(step)
         self._times.append([])
         case = len(self._cases) - 1
         if often:
@@ -189,30 +200,72 @@ class Bench:
         """Run the cases one by one; whether the next one is expected to fit."""
         ran: list[int] = []
         token_s = 0.0
-        for i in sorted(range(len(self._cases)), key=lambda i: (i in self._later, len(self._cases[i][1].token_ids))):
-            decision, inputs = self._cases[i]
-            num_tokens = len(inputs.token_ids)
-            # Twice the tokens take at most about twice the time.
-            if time.perf_counter() + token_s * num_tokens > self._stop_s and ran:
-                yield False
-            begun_s = time.perf_counter()
-            self._once(decision, inputs)  # the first run touches fresh memory and compiles kernels
-            self._times[i].append(self._run(decision, inputs, i in self._often))
-            ran.append(i)
-            if num_tokens >= _TELLING:
-                token_s = (time.perf_counter() - begun_s) / num_tokens
-            yield True
+        for alike in self._smallest_first():
+            for i in alike:
+                num_tokens = len(self._cases[i][1].token_ids)
+                # Twice the tokens take at most about twice the time.
+                if time.perf_counter() + token_s * num_tokens > self._stop_s and ran:
+                    yield False
+                begun_s = time.perf_counter()
+                self._first(i)
+                ran.append(i)
+                if num_tokens >= _TELLING:
+                    token_s = (time.perf_counter() - begun_s) / num_tokens
+                yield True
+            if self.host_runs:
+                for i in alike:
+                    self._sample(i, self._cases[i][1])
+                    yield True
         for done in range(1, MOST_ROUNDS):
             self.rounds = done
             # In another order each round: what ran before leaves the host's caches cold or warm, as in serving.
-            rounds = ran + [i for i in ran if i in self._often] * (_OFTEN - 1)
+            rounds = ran + self._more_of(ran)
             for i in random.Random(done).sample(rounds, len(rounds)):  # noqa: S311
-                decision, inputs = self._cases[i]
                 others = self._others.get(i)
-                rows = self._drawn(inputs, done) if others is None else others(len(self._times[i]))
-                self._times[i].append(self._run(decision, rows, i in self._often))
+                rows = self._drawn(self._cases[i][1], done) if others is None else others(len(self._times[i]))
+                self._sample(i, rows)
                 yield True
         self.rounds = MOST_ROUNDS
+
+    def _smallest_first(self) -> list[list[int]]:
+        """The cases, those for later last: one by one, or where the host runs them those of about one size together.
+
+        Then what slows a step slows the one that it is compared with too, and not all samples of either.
+        """
+        of_size: dict[tuple[bool, int], list[int]] = {}
+        for i, (_, inputs) in enumerate(self._cases):
+            of_size.setdefault((i in self._later, len(inputs.token_ids)), []).append(i)
+        if not self.host_runs:
+            return [[i] for size in sorted(of_size) for i in of_size[size]]
+        about: dict[tuple[bool, int], list[int]] = {}
+        for later, size in sorted(of_size):
+            about.setdefault((later, size.bit_length()), []).extend(of_size[later, size])
+        return list(about.values())
+
+    def _first(self, case: int) -> None:
+        """Run a case for the first time, which touches fresh memory and compiles kernels, and take a sample.
+
+        Where the host runs it the first run is one itself: the quicker samples count.
+        """
+        decision, inputs = self._cases[case]
+        if not self.host_runs:
+            self._once(decision, inputs)
+        self._sample(case, inputs)
+
+    def _sample(self, case: int, rows: StepInputs) -> None:
+        self._times[case].append(self._run(self._cases[case][0], rows, case in self._often))
+
+    def _more_of(self, ran: Sequence[int]) -> list[int]:
+        """Cases that a round has once more, or twice.
+
+        Those for `often`. Where the host runs what it launches, those that take little beside the mean of all: the
+        steps of decode rows alone, which serving mostly has, are among them.
+        """
+        if not self.host_runs:
+            return [i for i in ran if i in self._often] * (_OFTEN - 1)
+        took = {i: min(each.device for each in self._times[i]) for i in ran}
+        mean_us = statistics.fmean(took.values())
+        return [i for i in ran for _ in range(1, min(_OFTEN, int(mean_us / max(took[i], _LEAST_US))))]
 
     def _drawn(self, inputs: StepInputs, turn: int) -> StepInputs:
         """The same rows with other tokens: which experts they go to makes up to some percent."""
@@ -228,6 +281,15 @@ class Bench:
     def usual_kv(self) -> int:
         """KV tokens of a decode row while dense work is timed: kernels that share out a row's KV have some to share."""
         return min(LONG_KV, self._model.max_model_len)
+
+    @property
+    def dense_kv(self) -> int:
+        """KV tokens of a decode row while dense work is timed: few where the host runs the attention over them too.
+
+        Its time over many rises faster than their number, once they leave the caches: what a large step tells of a KV
+        token, taken off a small one, would leave less for 8 rows than for one.
+        """
+        return self.short_kv if self.host_runs else self.usual_kv
 
     @property
     def host_runs(self) -> bool:
@@ -254,8 +316,25 @@ class Bench:
         return bool(self._times[case])
 
     def us(self, case: int) -> float:
-        """Median microseconds of a case on the device, from its start until all of it is there."""
+        """Median microseconds of a case on the device, from its start until all of it is there.
+
+        Where the host runs what it launches, what its quicker samples take, at one speed of the host.
+        """
+        if self.host_runs:
+            return typical(self._at_one_speed()[case])
         return statistics.median(each.device for each in self._times[case])
+
+    def error(self, case: int) -> float:
+        """Standard error of `us`, as a share of it, where the host runs what it launches."""
+        self._at_one_speed()
+        return self._error / math.sqrt(len(self._times[case]))
+
+    def _at_one_speed(self) -> list[list[float]]:
+        count = sum(map(len, self._times))
+        if count != self._brought_of:
+            self._brought = at_one_speed([[(each.place, each.device) for each in samples] for samples in self._times])
+            self._brought_of, self._error = count, error_of_one(self._brought)
+        return self._brought
 
     def host_us(self, case: int) -> float:
         """Median microseconds until the host had launched it, at `host_work_us`."""
@@ -373,8 +452,9 @@ class Bench:
 
     def _run(self, decision: Decision, inputs: StepInputs, again: bool) -> _Times:
         if self.host_runs:
-            times = self._once(decision, inputs)
-            return times._replace(host=0.0, device=times.wall)
+            times, place = self._once(decision, inputs), len(self._noted)
+            self._noted.append(0.0)
+            return times._replace(host=0.0, device=times.wall, place=place)
         work, place = host_work_us(), len(self._noted)
         self._noted.append(work)
         times = self._once(decision, inputs)._replace(work=work, place=place)

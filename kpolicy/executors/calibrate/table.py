@@ -5,6 +5,9 @@ work comes and goes, and should slow every case alike. What attention costs is t
 off the curves, which stand for padded dense work alone (docs/design.md, costs).
 
 Where the host itself runs what it launches (a CPU), a launch's time is the host's, and the table's host costs are 0.
+Samples are then brought to one speed by what they say of each other, short steps have more of them, and what may be
+chance between two ways goes to the one with fewer tokens and launches (`one_speed`, `ties`).
+
 Elsewhere each case is timed twice. Behind work that keeps the device busy while the host launches, device events tell
 the device's time alone; run at once, the clock tells the host's time to launch, and what neither covers: staging, hand-
 over, waiting. Both are brought to one speed of the host, noted beside each sample. What that is beyond a replay of a
@@ -28,6 +31,7 @@ from kpolicy.decision import Launch
 from kpolicy.executors.calibrate.attention import FEW_DECODES, Bases, DecodeSlope, PrefillSlope, holding
 from kpolicy.executors.calibrate.bench import Bench, Measurable
 from kpolicy.executors.calibrate.host import HostTimes, host_by_rows
+from kpolicy.executors.calibrate.ties import Point, between, settled
 from kpolicy.heap import frozen_heap
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
@@ -38,8 +42,8 @@ from kpolicy.settings import Settings
 __all__ = ["Calibration", "calibrate", "can_measure", "measure"]
 
 EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
-NOISE, HOST_NOISE = 0.02, 0.06
-"""Of a time: what is within it of another is as good. Where the host runs the launches its other work is in them."""
+NOISE = 0.02
+"""Of a time: what is within it of another is as good. Where the host runs the launches, samples tell; see `settled`."""
 _LEAST_US = 0.1
 _SEVERAL = 4
 """Decode steps beside a prompt, where several are timed."""
@@ -107,7 +111,7 @@ class Calibration:
         self._bench = bench = Bench(executor, model)
 
         def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:
-            rows = bench.rows(0, 0, size) if prompt else bench.rows(size, bench.usual_kv)
+            rows = bench.rows(0, 0, size) if prompt else bench.rows(size, bench.dense_kv)
             # Small sizes stand for decode rows too, whose tokens don't come from one prompt.
             return (
                 bench.add(
@@ -167,25 +171,22 @@ class Calibration:
             self._decoding.cost(), self._prefilling.cost(), step_us
         )
 
-        noise = HOST_NOISE if bench.host_runs else NOISE
-
-        def curve(cases: Sequence[tuple[int, int, bool]]) -> Curve | None:
-            us = {}
+        def points(cases: Sequence[tuple[int, int, bool]]) -> dict[int, Point]:
+            found = {}
             for case, size, prompt in cases:
                 if not bench.measured(case):
                     continue
-                units = size * (size + 1) / 2 if prompt else size * bench.usual_kv
+                units = size * (size + 1) / 2 if prompt else size * bench.dense_kv
                 cost = prefill_attention if prompt else decode_attention
                 attention_us = cost.base_us + cost.row_us * size + cost.unit_us * units + cost.kv_us * size
-                us[size] = max(bench.sides_us(case, step_us)[0] - attention_us, _LEAST_US)
-            return _steady(us, noise) if us else None
+                us = max(bench.sides_us(case, step_us)[0] - attention_us, _LEAST_US)
+                found[size] = Point(us, bench.error(case) if bench.host_runs else 0.0)
+            return found
 
-        eager, full, mixed, pieces = map(curve, (self._eager, self._full, self._mixed, self._pieces))
+        eager, full, mixed, pieces = _curves(
+            *map(points, (self._eager, self._full, self._mixed, self._pieces)), chance=bench.host_runs
+        )
         assert eager is not None  # noqa: S101 - the first case of all
-        if mixed is not None and pieces is not None:
-            mixed = _rising_as(mixed, pieces)
-        if full is not None and pieces is not None:
-            full = _not_above(full, pieces, noise)
         return CostTable(
             version=version,
             measured=True,
@@ -211,6 +212,32 @@ class Calibration:
             measured_on=self._device,
             **_captures(self._registry, self.keys),
         )
+
+
+def _curves(*modes: dict[int, Point], chance: bool) -> tuple[Curve | None, ...]:
+    """Curves of EAGER, FULL decodes, FULL graphs that hold prompts and PIECEWISE, None where one has no sizes.
+
+    Args:
+        modes: what was measured of each.
+        chance: whether the samples say how far their times may be off; otherwise `NOISE` does.
+    """
+    eager, full, mixed, pieces = modes
+    if chance:
+        # The fewest rows that come to a decode graph are those for which EAGER may seem the cheaper.
+        fewest = {size: smaller + 1 for smaller, size in itertools.pairwise([0, *sorted(full)])}
+        all_eager = between(eager, (*fewest.values(), *mixed, *pieces))
+        of_fewest = {size: all_eager[rows] for size, rows in fewest.items()}
+        after = [(), (pieces, of_fewest), (pieces, all_eager), (all_eager,)]
+        curves = [settled(*each) if each[0] else None for each in zip(modes, after, strict=True)]
+    else:
+        curves = [
+            _steady({size: each.us for size, each in points.items()}, NOISE) if points else None for points in modes
+        ]
+        if curves[1] is not None and curves[3] is not None:
+            curves[1] = _not_above(curves[1], curves[3], NOISE)
+    if curves[2] is not None and curves[3] is not None:
+        curves[2] = _rising_as(curves[2], curves[3])
+    return tuple(curves)
 
 
 def _steady(us: dict[int, float], noise: float) -> Curve:

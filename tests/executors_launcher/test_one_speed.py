@@ -1,0 +1,126 @@
+"""Samples of a host of changing speed: brought to one speed, what is left unsure, and what that leaves undecided."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+
+from kpolicy.executors.calibrate.one_speed import Sample, at_one_speed, chance, error_of_one, typical
+from kpolicy.executors.calibrate.ties import Point, between, settled
+
+TRUE_US = (1000.0, 1400.0, 5000.0, 20_000.0)
+
+
+def sampled(rounds: int, slower: Callable[[int], float]) -> list[list[Sample]]:
+    """Rounds over all cases in any order, each sample as many times as long as the host is slow at its place."""
+    cases: list[list[Sample]] = [[] for _ in TRUE_US]
+    place, drawn = 0, random.Random(3)  # noqa: S311
+    for _ in range(rounds):
+        for case in drawn.sample(range(len(TRUE_US)), len(TRUE_US)):
+            cases[case].append((place, TRUE_US[case] * slower(place)))
+            place += 1
+    return cases
+
+
+def test_a_speed_that_lasts_goes() -> None:
+    """A third of the time everything takes 2.5 times as long: the samples of that time say the same as the others."""
+    cases = sampled(9, lambda place: 2.5 if 10 <= place < 22 else 1.0)
+    for us, brought in zip(TRUE_US, at_one_speed(cases), strict=True):
+        # Where the speed turns, the steps around one tell it wrongly.
+        assert sum(each == pytest.approx(us) for each in brought) >= 7
+        assert typical(brought) == pytest.approx(us)
+
+
+def test_what_one_sample_has_beyond_its_neighbours_stays() -> None:
+    """An interruption is the step's own, and the others show that it is one."""
+    cases = sampled(9, lambda place: 4.0 if place == 13 else 1.0)
+    brought = at_one_speed(cases)
+    assert max(max(each) / us for us, each in zip(TRUE_US, brought, strict=True)) == pytest.approx(4.0)
+    assert [typical(each) for each in brought] == pytest.approx(list(TRUE_US))
+
+
+def test_nothing_is_taken_from_nothing() -> None:
+    """Cases without samples have none afterwards, and one sample is what it is."""
+    assert at_one_speed([[], [(0, 700.0)]]) == [[], [700.0]]
+    assert at_one_speed([[(0, 0.0)]]) == [[0.0]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "us"),
+    [([5.0], 5.0), ([9.0, 5.0], 5.0), ([9.0, 5.0, 7.0, 8.0], 5.0), ([9.0, 5.0, 7.0, 8.0, 6.0], 6.0)],
+)
+def test_a_quarter_of_samples_are_not_above_what_is_typical(samples: list[float], us: float) -> None:
+    """Of few that is the least."""
+    assert typical(samples) == us
+
+
+def test_the_error_is_what_calibrations_differ_by() -> None:
+    """Of many that were drawn alike: between half and twice the scatter of what they say a case takes."""
+    drawn = random.Random(1)  # noqa: S311
+    said, errors = [], []
+    for _ in range(40):
+        brought = [[us * drawn.lognormvariate(0, 0.1) for _ in range(12)] for us in TRUE_US * 5]
+        said += [math.log(typical(each) / us) for each, us in zip(brought, TRUE_US * 5, strict=True)]
+        errors.append(error_of_one(brought) / math.sqrt(12))
+    assert 0.5 < statistics.fmean(errors) / statistics.stdev(said) < 2
+
+
+def test_the_error_sees_halves_that_differ() -> None:
+    """Samples that agree with those taken just before, and not with the earlier half, are worth little."""
+    steady = [[100.0 + i % 3 for i in range(12)] for _ in range(6)]
+    drifting = [[100.0 + i % 3 + (40.0 if i >= 6 else 0.0) for i in range(12)] for _ in range(6)]
+    assert error_of_one(drifting) > 10 * error_of_one(steady)
+
+
+def test_without_repeats_the_error_is_that_of_shared_cores() -> None:
+    """One sample a case says nothing of how far it is off."""
+    assert error_of_one([[5.0], [7.0], []]) == 0.1
+    assert error_of_one([]) == 0.1
+    assert chance(0.03, 0.04) == pytest.approx(0.15)
+
+
+def points(error: float, **us: float) -> dict[int, Point]:
+    return {int(size[1:]): Point(each, error) for size, each in us.items()}
+
+
+@pytest.mark.parametrize(
+    ("full", "pieces", "found"),
+    [
+        # Within chance (8.5% of two times known to 2%) a larger size leaves the smaller one the preference.
+        ({"n8": 104.0, "n16": 100.0}, {}, (100.0, 100.0)),
+        # As does one that isn't the next.
+        ({"n4": 104.0, "n8": 130.0, "n16": 100.0}, {}, (100.0, 130.0, 100.0)),
+        # Beyond it the larger size is cheaper.
+        ({"n8": 110.0, "n16": 100.0}, {}, (110.0, 100.0)),
+        # The same of pieces, of that size or larger.
+        ({"n8": 104.0, "n16": 120.0}, {"n16": 100.0}, (100.0, 120.0)),
+        ({"n8": 106.0, "n16": 106.0}, {"n16": 100.0}, (100.0, 100.0)),
+        # Smaller pieces don't hold the rows.
+        ({"n16": 104.0}, {"n8": 100.0}, (104.0,)),
+        # What is measured as cheaper stays as it is.
+        ({"n8": 100.0, "n16": 104.0}, {"n16": 103.0}, (100.0, 103.0)),
+    ],
+)
+def test_what_chance_may_have_turned_is_a_tie(
+    full: dict[str, float], pieces: dict[str, float], found: tuple[float, ...]
+) -> None:
+    """A tie is decided for fewer tokens and fewer launches."""
+    assert settled(points(0.02, **full), [points(0.02, **pieces)]).us == found
+
+
+def test_the_better_two_times_are_known_the_less_is_a_tie() -> None:
+    """4% apart: chance where each is known to 2%, not where to half a percent."""
+    rivals = {16: Point(100.0, 0.005)}
+    assert settled({16: Point(104.0, 0.005)}, [rivals]).us == (104.0,)
+    assert settled({16: Point(104.0, 0.02)}, [rivals]).us == (100.0,)
+
+
+def test_sizes_between_lie_on_the_curve() -> None:
+    """With the error of the next size that was timed, or of the last."""
+    eager = {4: Point(100.0, 0.01), 16: Point(160.0, 0.03)}
+    found = between(eager, (4, 8, 32))
+    assert found == {**eager, 8: Point(120.0, 0.03), 32: Point(240.0, 0.03)}
