@@ -7,10 +7,26 @@ import attrs
 from kpolicy.errors import ProfileError
 from kpolicy.shapes import BatchNumbers
 
-__all__ = ["NOT_RECORDED", "KvSpan"]
+__all__ = ["NOT_RECORDED", "KvSpan", "outside_in_words"]
 
 NOT_RECORDED = "contexts: not recorded"
 """What is said of a measured table without a span: its steps can't be told inside from outside."""
+
+
+def outside_in_words(steps: int, sizes: int, contexts: int | None) -> tuple[str, ...]:
+    """What of a run's steps a cost table wasn't made for; and where it can't tell, that.
+
+    Args:
+        steps: steps that ran.
+        sizes: those of a size that its curves don't span.
+        contexts: those with a context beyond its `KvSpan`; None where it was measured and doesn't record that.
+    """
+    told = [
+        f"{count:,} steps ({count / steps:.1%}) of a {what} outside the cost table"
+        for count, what in ((sizes, "size"), (contexts, "context"))
+        if count
+    ]
+    return (*told, NOT_RECORDED) if contexts is None else tuple(told)
 
 
 @attrs.frozen

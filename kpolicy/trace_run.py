@@ -184,6 +184,11 @@ class RunResult:
         prompt_steps, outside_prompts_us: steps with prompts, and what of `outside_us` was theirs: a prompt's tokens are
             laid out and its first token is taken in, so that they take more.
         interrupted: whether it ended before the trace did, and why.
+        outside: steps outside what the cost table was made for, by size or by context, where a simulated device takes
+            times from one; None where steps are measured.
+        outside_sizes: those with a size that its curves don't span.
+        outside_contexts: those with a context beyond its `kv_span`; None too where it was measured and doesn't record
+            it.
         verified: what was compared with EAGER, by mode; empty where nothing was.
     """
 
@@ -213,6 +218,9 @@ class RunResult:
     prompt_steps: int = 0
     outside_prompts_us: float = 0.0
     interrupted: str = ""
+    outside: int | None = None
+    outside_sizes: int | None = None
+    outside_contexts: int | None = None
     verified: Mapping[str, Checks] = attrs.field(factory=dict)
 
     @property

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from kpolicy.engine import Engine
 from kpolicy.explain import COLUMNS, Explanation
+from kpolicy.kv_span import outside_in_words
 from kpolicy.observe import ModeStats
 from kpolicy.policies import Downgrade
 from kpolicy.reasons import Reason
@@ -213,6 +214,9 @@ def _notes(made: Console, result: RunResult, engine: Engine) -> None:
         text += f"; {result.preemptions:,} preemptions"
     if result.refused:
         text += f"; requests handed back: {counted(result.refused)}"
+    if result.outside is not None:
+        told = outside_in_words(result.steps, result.outside_sizes or 0, result.outside_contexts)
+        text += "".join(f"; {each}" for each in told)
     if result.basis:
         text += f"; {result.basis.text}"
     say(made, text)

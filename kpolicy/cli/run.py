@@ -16,6 +16,7 @@ from kpolicy import __version__
 from kpolicy.attention.support import AttentionSupport
 from kpolicy.budgets import Budget
 from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, settings_of, whole
+from kpolicy.cli.outside import Outside
 from kpolicy.cli.render import console, print_json, render_run
 from kpolicy.cli.turns import Files, Turn, capture, serve_in_turn
 from kpolicy.costs import CostTable
@@ -347,9 +348,11 @@ def _serve(
     def serve(turn: Turn, engine: Engine, on_step: Any, progress: Any, shown: Any) -> RunResult:
         capture(engine, turn.spec, shown)
         batcher = Batcher(job.settings, num_blocks=job.num_blocks, block_size=BLOCK_SIZE)
-        return serve_trace(
-            job.trace, engine, batcher, prompts, label=turn.spec, check=check, progress=progress, on_step=on_step
+        outside = Outside(engine.costs, on_step)
+        result = serve_trace(
+            job.trace, engine, batcher, prompts, label=turn.spec, check=check, progress=progress, on_step=outside
         )
+        return outside.told(result)
 
     return serve_in_turn(turns, engines, len(job.trace), serve, files=files, quiet=quiet)
 

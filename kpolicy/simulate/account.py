@@ -155,6 +155,9 @@ class Account:
         # A decision may have been looked at and not run, and which came first depends on the loop: times are added up
         # so that their order says nothing.
         counted = [tally for tally in self.tallies if tally.rank_steps]
+        costs = self.tallies.costs
+        # Analytic tables have no limits to tell, and say that nothing of them was measured.
+        blind = costs.measured and costs.kv_span is None
         for tally in counted:
             decision = tally.decision
             modes.setdefault(decision.label, ModeStats()).add(ModeStats(tally.steps, tally.tokens, tally.padding))
@@ -177,7 +180,7 @@ class Account:
             "bound": {"device": Bound(steps - host_steps, us - host_us), "host": Bound(host_steps, host_us)},
             "outside": outside,
             "outside_sizes": sizes,
-            "outside_contexts": None if self.tallies.costs.kv_span is None else contexts,
+            "outside_contexts": None if blind else contexts,
             "basis": basis,
         }
 

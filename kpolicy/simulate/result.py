@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kpolicy.kv_span import NOT_RECORDED, KvSpan
+from kpolicy.kv_span import KvSpan, outside_in_words
 from kpolicy.observe import ModeStats
 from kpolicy.reasons import Basis
 from kpolicy.simulate.percentiles import Spread
@@ -66,7 +66,7 @@ class SimResult:
         bound: steps and time by the side that bounds them, ``device`` or ``host``.
         outside: steps outside what the cost table was made for, by size or by context.
         outside_sizes: those with a size that its curves don't span.
-        outside_contexts: those with a context beyond `kv_span`; None where that isn't recorded.
+        outside_contexts: those with a context beyond `kv_span`; None where a table was measured and doesn't record it.
         graphs, graphs_used: captured graphs, and those that replayed at least once.
         unused: the graphs that never replayed.
         not_captured: planned graphs that couldn't be had, by reason.
@@ -150,14 +150,7 @@ class SimResult:
     @property
     def extrapolated(self) -> tuple[str, ...]:
         """What of the steps the cost table wasn't made for, in words; and where it can't tell, that."""
-        told = [
-            f"{count:,} steps ({count / self.steps:.1%}) of a {what} outside the cost table"
-            for count, what in ((self.outside_sizes, "size"), (self.outside_contexts, "context"))
-            if count
-        ]
-        if self.measured and self.kv_span is None:
-            told.append(NOT_RECORDED)
-        return tuple(told)
+        return outside_in_words(self.steps, self.outside_sizes, self.outside_contexts)
 
     def as_dict(self) -> dict[str, Any]:
         """The result as plain JSON values. It holds no time of this machine, so equal runs give equal bytes."""

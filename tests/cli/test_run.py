@@ -14,9 +14,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
-from kpolicy.schemas import read_step_log
+from kpolicy.costs import analytic_costs
+from kpolicy.schemas import Profile, read_step_log, write_profile
 from tests.cli.conftest import Command, write
 
 # `kpolicy.cli.run` is the command; this is its module.
@@ -48,6 +50,42 @@ def test_json_adds_up(kpolicy: Command, trace: Path) -> None:
         assert result["step_us"] == pytest.approx(sum(mode["us"] for mode in result["modes"].values()))
         assert result["graphs"] - result["graphs_used"] == len(result["unused"])
         assert result["interrupted"] == ""
+
+
+def test_steps_outside_the_profile_are_told(kpolicy: Command, tmp_path: Path) -> None:
+    """On a simulated device, as `kpolicy simulate` tells them; a step log beside it has all steps."""
+    path = write(tmp_path / "t.csv", "timestamp,input_length,output_length", "0,30000,3", "9000,400,3")
+    given = ("run", "--device", "simulated", "--trace", path, "--policy", "vllm", "--no-verify")
+    profile = ("--profile", "qwen2.5-0.5b-h200")
+    ended = kpolicy(*given, *profile, "--step-log", tmp_path / "steps.jsonl")
+    assert ended.code == 0, ended.err
+    # Of 15 chunks of 2,048 at most the first three end at 6,144; then two decodes behind 30,000 tokens.
+    assert "14 steps (70.0%) of a context outside the cost table" in ended.out
+    assert "of a size outside" not in ended.out
+    assert len(read_step_log(tmp_path / "steps.jsonl").entries) == 20
+    (one,) = kpolicy(*given, *profile, "--json").json["policies"]
+    (simulated,) = kpolicy("simulate", path, "--policy", "vllm", "--warm", *profile, "--json").json["traces"]
+    names = ("steps", "outside", "outside_sizes", "outside_contexts")
+    assert [one[name] for name in names] == [20, 14, 0, 14]
+    assert [simulated["policies"][0][name] for name in names] == [20, 14, 0, 14]
+
+
+def test_steps_outside_analytic_costs_are_of_a_size(kpolicy: Command, tmp_path: Path) -> None:
+    """They have no limits of context, and a measured table that doesn't record its own says so."""
+    path = write(tmp_path / "t.csv", "timestamp,input_length,output_length", "0,30000,3")
+    given = ("run", "--device", "simulated", "--trace", path, "--policy", "eager", "--no-verify")
+    ended = kpolicy(*given, "--max-num-tokens", 32768)
+    assert "1 steps (33.3%) of a size outside the cost table" in ended.out
+    assert "contexts" not in ended.out
+    (one,) = kpolicy(*given, "--max-num-tokens", 32768, "--json").json["policies"]
+    assert (one["outside"], one["outside_sizes"], one["outside_contexts"]) == (1, 1, 0)
+    blind = tmp_path / "blind.json"
+    write_profile(
+        blind, Profile(costs=attrs.evolve(analytic_costs(), measured=True), device="a device", model="a model")
+    )
+    assert "contexts: not recorded" in kpolicy(*given, "--profile", blind).out
+    (one,) = kpolicy(*given, "--profile", blind, "--json").json["policies"]
+    assert (one["outside_sizes"], one["outside_contexts"]) == (0, None)
 
 
 def test_text_shows_what_json_says(kpolicy: Command, trace: Path) -> None:

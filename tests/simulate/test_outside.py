@@ -90,7 +90,7 @@ def test_a_table_that_does_not_know_says_so():
     )
     assert known.extrapolated[-1] == "4 steps (20.0%) of a context outside the cost table"
     assert (unknown.outside_contexts, unknown.extrapolated[-1]) == (None, "contexts: not recorded")
-    assert analytic.outside_contexts is None
+    assert analytic.outside_contexts == 0
     assert not any("context" in each for each in analytic.extrapolated)
     # The words are all that it changes.
     told = ("kv_span", "outside", "outside_contexts", "outside_share")
