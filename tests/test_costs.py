@@ -310,3 +310,17 @@ def test_prompt_attention_by_the_context_it_goes_through() -> None:
     costs = attrs.evolve(TABLE, prefill_attention=AttentionCost(20.0, 0.5, 0.001, 0.25))
     chunk = BatchNumbers(0, num_prefills=1, num_prefill_tokens=8, prefill_kv_tokens=1008, prefill_pairs=8036)
     assert costs.prefill_attention_us(chunk) == pytest.approx(20 + 4 + 8.036 + 252)
+
+
+def test_the_wait_for_the_first_pieces_is_half_of_what_launching_both_kinds_has_beyond_a_row() -> None:
+    """Added after another mode and taken off in a row; no launch takes less than nothing for it."""
+    host = HostCost(100.0, 1.0, 30.0, 10.0)
+    costs = attrs.evolve(TABLE, host_piecewise=host, warm_host_share=(0.75, 1.0))
+    assert costs.after_another().first_pieces_us == 0.5 * 0.25 * 140.0
+    assert costs.in_a_row().first_pieces_us == -0.5 * 0.25 * 140.0
+    piece = Launch(Rows.ALL, PIECE64)
+    assert costs.after_another().dense_us(piece, 64) == 260.0 + 17.5
+    assert costs.in_a_row().dense_us(piece, 64) == 260.0 - 17.5
+    assert costs.after_another().dense_us(Launch(Rows.ALL, FULL8), 8) == 100.0
+    slow = attrs.evolve(costs, host_piecewise=HostCost(3000.0))
+    assert slow.in_a_row().dense_us(piece, 64) == 0.0

@@ -34,6 +34,9 @@ SMALL = st.integers(0, 40)
         # The longest context is a prompt's, or what no prompt can have.
         (BatchShape(decodes=[(1, 2)], prefills=[(10, 290)], decode_kv_tokens=90), True),
         (BatchShape(decodes=[(1, 2)], prefills=[(10, 50)], decode_kv_tokens=150, max_kv_len=101), False),
+        # Of 101 prompt tokens in two chunks neither can be the 101 long; of 101 in one chunk that may be it.
+        (BatchShape(decodes=[(1, 2)], prefills=[(10, 41), (10, 40)], decode_kv_tokens=102, max_kv_len=101), False),
+        (BatchShape(decodes=[(1, 2)], prefills=[(10, 91)], decode_kv_tokens=102, max_kv_len=101), True),
     ],
 )
 def test_every_limit_is_held(shape: BatchShape, held: bool) -> None:

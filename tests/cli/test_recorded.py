@@ -81,6 +81,8 @@ def test_decided_again(kpolicy: Command, log: Path) -> None:
     assert recorded["padding"] == 61
     assert auto["cycle_us"] <= eager["cycle_us"]
     assert eager["same"] == 1
+    # By analytic costs, which have no limits to be outside of.
+    assert [each["outside_contexts"] for each in result["policies"]] == [0, 0, 0]
 
 
 def test_decided_again_in_words(kpolicy: Command, log: Path) -> None:
