@@ -6,7 +6,7 @@ from tests.simulate.helpers import run, server, trace_of
 
 
 @pytest.mark.parametrize("idle", [1, 3])
-def test_a_rank_without_rows_is_in_no_step_outside_the_table(idle):
+def test_a_rank_without_rows_is_in_no_step_outside_the_table(idle: int) -> None:
     """No curve has a size of no tokens: that isn't a batch that the table wasn't made for."""
     alone, _ = run(trace_of((0, 30, 3)), "eager")
     beside, _ = run(trace_of((0, 30, 3)), "eager", of=server(ranks=1 + idle))
