@@ -4,7 +4,8 @@
 
 The rule is what SGLang asks of each batch: ``rule_us`` is it alone, ``hooked_us`` it under the hooks and their
 wrappers, and ``added_us`` the difference, what kpolicy takes. Steps whose eager run is cheaper don't ask SGLang at all.
-Of the scheduler's rows ``rule_us`` is an empty function, and a cycle is the mean of those that take turns. With
+Of the scheduler's rows ``rule_us`` is an empty function, and a cycle is the mean of those that take turns, but where
+a row says that it is the prompts' alone. With
 ``--before FOLDER`` the kpolicy_sglang of another tree is measured in turns with this one, in ``before_us``.
 
 Processor time, the least of many turns: what else runs on the machine only adds.
@@ -178,6 +179,17 @@ def scheduler(waiting: int, *, long: bool = False) -> tuple[Callable[[], Any], C
     return lambda: own(made, running), lambda: hooks.new_batch_prefill(own, made, running), split
 
 
+def prompts_alone(waiting: int, *, long: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Of the two cycles that take turns the one that runs prompts, as after a decode step."""
+    stock, hooked, split = scheduler(waiting, long=long)
+    decoded = split.turns.decoded
+    # The queue is known from the decode step's cycle, as it is when cycles take turns.
+    for _ in range(4):
+        hooked()
+    decoded()
+    return lambda: (stock(), decoded()), lambda: (hooked(), decoded())
+
+
 def _happened(step: str, split: Split) -> None:
     """Check that what was timed is what its row says.
 
@@ -222,6 +234,8 @@ def rows() -> list[dict[str, Any]]:
         step = f"scheduler, {waiting} prompts wait, {what}"
         splits[step] = split
         cases.append(("both", step, (stock, hooked)))
+        if waiting > 1 and "turns" in what:
+            cases.append(("both", f"{step}, prompts' cycle alone", prompts_alone(waiting, long="long" in what)))
     found = []
     for version, step, pair in cases:
         rule, both = measure(*pair)

@@ -87,27 +87,34 @@ class PromptTimes:
         Returns:
             tuple: their number, the microseconds of these, and of all.
         """
-        tokens, longest = list(accumulate(new)), list(accumulate(new, max))
-        squares, cached = list(accumulate(map(mul, new, new))), 2 * before * new[0]
+        cached, beside = 2 * before * new[0], self.beside
 
-        def us(last: int) -> float:
-            length = _length(tokens[last], longest[last], squares[last], cached, before, self.beside)
-            return self.us(tokens[last], length)
+        def us(count: int) -> float:
+            kept = new[:count]
+            tokens = sum(kept)
+            return self.us(tokens, _length(tokens, max(kept), sum(map(mul, kept, kept)), cached, before, beside))
 
-        first, last = 0, len(new) - 1
-        all_us = us(last)
-        if all_us <= most_us:
-            return len(new), all_us, all_us
-        kept_us = us(0)
-        # More prompts take longer: those up to `first` fit, or it is the first of all; those up to `last` don't.
+        every = len(new)
+        all_us = us(every)
+        if all_us <= most_us or every == 1:
+            return every, all_us, all_us
+        # Where a chunk of usual prompts fits, the short ones before the first longer one do.
+        first, last, kept_us = 0, every, 0.0
+        if not before and most_us >= self.usual_us[-1]:
+            short = PROMPT_TOKENS / 2 if beside else PROMPT_TOKENS
+            while first < every - 1 and new[first] <= short:
+                first += 1
+        # More prompts take longer: `first` of them fit, if any, and `last` don't. That longer one is tried first.
+        tried = first + 1
         while last - first > 1:
-            middle = (first + last) // 2
-            middle_us = us(middle)
-            if middle_us > most_us:
-                last = middle
+            tried_us = us(tried)
+            if tried_us > most_us:
+                last = tried
             else:
-                first, kept_us = middle, middle_us
-        return first + 1, kept_us, all_us
+                first, kept_us = tried, tried_us
+            tried = (first + last) // 2
+        count = max(first, 1)
+        return count, kept_us or us(count), all_us
 
 
 def length_of(new: Sequence[int], before: Sequence[int], beside: float) -> float:

@@ -75,8 +75,9 @@ class Split:
         """The batch of the cycle that has not run yet: ``decode`` or ``extend``."""
         self._most = 0
         """Most prompt tokens of the next batch."""
-        self._usual: tuple[int, Any] = (-1, None)
-        """How many could run, and which first, when no prompt of them was long: while that is so none is."""
+        self._known: tuple[int, Any, Sequence[Any], list[int]] = (-1, None, (), [])
+        """The queue when it was last looked at: how many could run, which first, the first of them, and their tokens if
+        one is long. While that is so it needs no look to tell."""
         self._as_sglang = 0
         """Looks at the queue after which batches may end before a long prompt again."""
         self._plan: Any = None
@@ -156,18 +157,20 @@ class Split:
         could = waiting if waiting < room else max(room, 0)
         # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
         just = turns.fresh and waiting < decodes
-        if just and chunked is None and could == self._usual[0] and queue[0] is self._usual[1]:
-            return "in turns"
-        looked = queue[: could if could < _LOOKED else _LOOKED]
-        lengths = list(map(len, map(_IDS, looked)))
-        longest = max(lengths) if lengths else 0
-        long = longest > turns.long or (chunked is not None and len(chunked.origin_input_ids) > turns.long)
-        self._usual = (-1, None) if long or chunked is not None else (could, queue[0])
-        if (long or not just) and turns.decode_goes_first(
-            decodes, *self._waiting(could, looked, lengths, longest)
-        ):
-            self.cycles["in turns"] += 1
-            return "decode"
+        number, first, looked, lengths = self._known
+        if just and chunked is None and could == number and queue[0] is first:
+            if not lengths:
+                return "in turns"
+            long = True
+        else:
+            looked, lengths, longest = self._look(could)
+            long = longest > turns.long or (chunked is not None and len(chunked.origin_input_ids) > turns.long)
+            self._known = (
+                (-1, None, (), []) if chunked is not None else (could, queue[0], looked, lengths if long else [])
+            )
+            if (long or not just) and turns.decode_goes_first(decodes, *self._waiting(could, looked, lengths, longest)):
+                self.cycles["in turns"] += 1
+                return "decode"
         if self._as_sglang:
             self._as_sglang -= 1
         elif long and not turns.in_burst:
@@ -179,6 +182,12 @@ class Split:
                 lengths = [len(chunked.origin_input_ids) - before, *lengths]
             self._most = turns.most(decodes, could, lengths, before)
         return "in turns"
+
+    def _look(self, could: int) -> tuple[Sequence[Any], list[int], int]:
+        """The first of the queue that could run, their prompts' tokens, and the most of these."""
+        looked = self._scheduler.waiting_queue[: could if could < _LOOKED else _LOOKED]
+        lengths = list(map(len, map(_IDS, looked)))
+        return looked, lengths, max(lengths) if lengths else 0
 
     def _waiting(self, could: int, looked: Sequence[Any], lengths: list[int], longest: int) -> tuple[int, int, float]:
         """(prompts, their tokens near enough, their `mean_length`) that wait and could run.
@@ -214,7 +223,9 @@ class Split:
                     return max(before + each, 1), max(tokens + found, chunk), chunk
                 found += left
         tokens += found if could == len(looked) else found * could // len(looked)
-        return before + could, tokens, 0.0 if longest <= PROMPT_TOKENS else mean_length(lengths)
+        # Before the first batch since a decode step nobody asks how long they are.
+        usual = longest <= PROMPT_TOKENS or self.turns.fresh
+        return before + could, tokens, 0.0 if usual else mean_length(lengths)
 
     def _cached(self, requests: Sequence[Any]) -> int:
         """Tokens of requests in the queue that SGLang has found in its cache."""

@@ -72,6 +72,8 @@ class Turns:
             self.times = PromptTimes(prefill, chunk, state.long, state.beside)
             if self._gap_us is not None:
                 self.limit = self._fitting(self._gap_us)
+        self._start_us = _STARTS * self.times.usual_us[0] if self.times is not None else 0.0
+        """What a further batch costs the host"""
         self.long = self._long()
         """Tokens of a prompt above which a batch with it may take too long."""
         self._chunk_us = self.times.usual_us[-1] if self.times is not None else 0.0
@@ -128,16 +130,11 @@ class Turns:
         times = self.times
         if times is None or not new or max(new) + before <= self.long:
             return self.limit
-        fitting, left = [], self.chunk
-        for each in new:
-            fitting.append(min(each, left))
-            left -= each
-            if left <= 0:
-                break
-        start_us = self._start_us()
-        count, kept_us, all_us = times.first(fitting, before, self.most_us(decodes) + start_us)
+        fitting = new if sum(new) <= self.chunk else _within(new, self.chunk)
+        start_us, decode_us = self._start_us, self.decode_us(decodes)
+        count, kept_us, all_us = times.first(fitting, before, times.usual_us[-1] + decode_us + start_us)
         # What running decodes gain against what those behind it lose.
-        late_us = self.decode_us(decodes) + start_us
+        late_us = decode_us + start_us
         if decodes * (all_us - kept_us) <= (waiting - count) * late_us:
             return self.limit
         # SGLang takes whole pages off what is left for each prompt.
@@ -196,22 +193,28 @@ class Turns:
             found = self._decode_us[decodes] = self._decode.us(decodes)
         return found
 
-    def _start_us(self) -> float:
-        """What a further batch costs the host."""
-        assert self.times is not None  # noqa: S101
-        return _STARTS * self.times.usual_us[0]
-
     def _long(self) -> float:
         """See `long`: beside one of fewer tokens no chunk takes longer than what is allowed with one decode."""
         if not self.on or self._gap_us is not None or self.times is None:
             return inf
-        return self.times.most_length(self.most_us(1) + self._start_us())
+        return self.times.most_length(self.most_us(1) + self._start_us)
 
     def _fitting(self, us: float) -> int:
         """The most tokens that take no longer even as one prompt, in whole pages; the fewest that SGLang runs else."""
         assert self.times is not None  # noqa: S101
         found = self.times.sizes[max(bisect_right(list(accumulate(self.times.long_us, max)), us) - 1, 0)]
         return min(max(found // self._align * self._align, self._align), self.chunk)
+
+
+def _within(new: Sequence[int], chunk: int) -> list[int]:
+    """The tokens of prompts that a batch of so many has, the last one cut."""
+    found, left = [], chunk
+    for each in new:
+        found.append(min(each, left))
+        left -= each
+        if left <= 0:
+            break
+    return found
 
 
 def aligned(scheduler: object) -> int:
