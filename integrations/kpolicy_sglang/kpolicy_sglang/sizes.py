@@ -44,7 +44,8 @@ def decode_sizes(original: Any, server_args: Any, max_bs: int) -> list[int]:
     most = running_per_rank(server_args)
     if _DECODE_LIMIT in getattr(server_args, "_cuda_graph_config_locked", ()):
         most = max_bs if most is None else min(most, max_bs)
-    note_own_sizes(server_args, DECODE, len(stock))
+    # Of its list SGLang leaves out what can't be needed once it knows how many requests may run.
+    note_own_sizes(server_args, DECODE, sum(most is None or size <= most for size in stock))
     return _sizes(stock, lambda: ladder.decode_sizes(config, stock, most, max_bs))
 
 

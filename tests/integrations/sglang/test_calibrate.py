@@ -9,6 +9,7 @@ from kpolicy.costs import analytic_costs
 from kpolicy.errors import ProfileError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
+from kpolicy.reasons import Reason
 from kpolicy.schemas import Profile, write_profile
 from kpolicy_sglang import bench, calibrate
 from kpolicy_sglang.arguments import note_own_sizes
@@ -133,6 +134,42 @@ def test_a_kind_whose_first_cases_fail_has_the_next(monkeypatch):
     assert (tables[DECODE].full.sizes, tables[DECODE].eager.sizes) == ((1, 10), (1,))
 
 
+def test_a_case_that_fails_later_is_left_alone(monkeypatch):
+    """What was timed before counts, and it isn't tried again."""
+
+    class Broken(Clock):
+        tried = 0
+
+        def forward(self, batch):
+            if batch == (DECODE, 2):
+                self.tried += 1
+                if self.tried > 3:
+                    raise RuntimeError("illegal access")
+            super().forward(batch)
+
+    clock = Broken(lambda *_: 0.5, LOADED)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock.now_s)
+    tables = calibrate.measure(clock, started(calibrate_seconds=1), Ranks(clock))
+    assert clock.tried == 4
+    assert tables[DECODE].full.at(2) == pytest.approx(500.0)
+
+
+def test_long_prompts_come_after_what_decides(monkeypatch):
+    """The longest first of them, once there is time for more than that."""
+    monkeypatch.setattr(bench.Bench, "prompt", lambda _, size: ("long", size))
+    clock = Clock(lambda *_: 1.0, LOADED)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock.now_s)
+    monkeypatch.setattr(bench.Bench, "prefill", lambda _, size: (PREFILL, size))
+    calibrate.measure(clock, started(calibrate_seconds=0.04), Ranks(clock))
+    sizes = [size for name, size in clock.ran if name == "long"]
+    assert sizes[:2] == [8192, 8192]
+    clock.ran.clear()
+    state = started(calibrate_seconds=0.001)
+    calibrate.measure(clock, state, Ranks(clock))
+    assert not [size for name, size in clock.ran if name == "long"]
+    assert state.long is None
+
+
 def test_sizes_between_are_interpolated(monkeypatch):
     """What wasn't timed lies between its neighbours, so that decisions are had for every size."""
     tables, _, _ = measured(monkeypatch, lambda _, size: 20 + size / 100, calibrate_seconds=1)
@@ -176,6 +213,26 @@ def test_mixed_batches_are_timed_where_sglang_mixes(monkeypatch, mixes):
     if mixes:
         assert state.mixed.few.sizes == (96, 2080)
         assert state.mixed.few.us == pytest.approx([10_000.0] * 2)
+
+
+@pytest.mark.parametrize(("eager", "us"), [(True, 30_000.0), (False, 10_000.0)])
+def test_few_decode_rows_are_timed_once_there_is_time(monkeypatch, eager, us):
+    """Until then they are prompts alone, and eager ones where rows with a prefix have no graph."""
+    found = []
+    monkeypatch.setattr(bench.Bench, "mixed", lambda _, size, *, decodes: (decodes, size))
+    for seconds in (0.01, 60):
+        state = started()
+        state.config, state.prefix_is_eager = Config(split=True, calibrate_seconds=seconds), eager
+        prefill = state.phases[PREFILL]
+        clock = Clock(
+            lambda name, _, phase=prefill: {2: 7, 32: 50}.get(name, 30 if phase.force is False else 10), LOADED
+        )
+        monkeypatch.setattr(bench.time, "perf_counter", lambda clock=clock: clock.now_s)
+        calibrate.measure(clock, state, Ranks(clock))
+        found.append(state.mixed.few)
+    assert found[0].us == pytest.approx([us] * 2)
+    assert {size: found[1].at(size) for size in (66, 2050)} == pytest.approx({66: 7_000.0, 2050: 7_000.0})
+    assert state.mixed.many.at(96) == pytest.approx(50_000.0)
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -239,6 +296,9 @@ def test_measuring_takes_half_of_what_quicker_captures_saved(own, walk_s, warm_s
     captured(state, DECODE, [2.0, 0.2, 0.2, 0.2])
     captured(state, PREFILL, [0.7, 0.1, 0.1])
     state.savings = Savings(walk_s, dict(warm_s))
+    failed = GraphKey(Part.PIECEWISE, 99)
+    state.registry.plan([failed])
+    state.registry.fail(failed, Reason.CAPTURE_FAILED, seconds=9.0)
     for phase, count in own.items():
         note_own_sizes(runner.server_args, phase, count)
     assert calibrate._allowance_s(runner, state) == pytest.approx(allowed)

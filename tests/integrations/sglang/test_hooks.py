@@ -55,6 +55,9 @@ def test_sizes_up_to_the_requests_that_may_run():
     assert sizes.decode_sizes_0_5_16(stock, args, 256)[-1] == 768
     assert own_sizes(pickle.loads(pickle.dumps(args))) == {DECODE: 3}  # noqa: S301  the arguments go to other processes
     assert args.cuda_graph_config.decode.max_bs == 768
+    few = arguments(max_running_requests=2)
+    assert sizes.decode_sizes_0_5_16(stock, few, 256) == [1, 2]
+    assert own_sizes(few) == {DECODE: 2}
     assert sizes.decode_sizes(stock, arguments(max_running_requests=None), 256)[-1] == 1024
     for own in (8, 48, 160):
         assert sizes.decode_sizes(stock, arguments(max_running_requests=None), own)[-1] == own

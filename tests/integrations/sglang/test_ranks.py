@@ -121,6 +121,28 @@ def test_ranks_of_other_speeds_time_the_same_cases(monkeypatch):
     assert 2 < len(found[0][DECODE].full.sizes) < len(calibrate._apart(range(1, 65)))
 
 
+def test_what_measuring_may_take_is_rank_zeros(monkeypatch):
+    """Each counts by its own captures what that was."""
+    local = threading.local()
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: getattr(local, "now_s", 0.0))
+    runners = [Runner(), Runner()]
+
+    def work(rank, ranks):
+        def forward(size):
+            runners[rank].steps.append(size)
+            local.now_s = getattr(local, "now_s", 0.0) + 0.03
+
+        runners[rank].forward = forward
+        made = state(calibrate_seconds=(1, 0.01)[rank])
+        made.phases = {DECODE: Phase(DECODE, tuple(range(1, 65)), 64, full=True)}
+        return calibrate.cost_tables(runners[rank], made, ranks)
+
+    found = both(work)
+    assert found[0] == found[1]
+    assert runners[0].steps == runners[1].steps
+    assert len(found[0][DECODE].full.sizes) > 3
+
+
 def test_long_prompts_are_rank_zeros(monkeypatch):
     """Where a batch ends goes by it: ranks that had shares of their own would part."""
 
