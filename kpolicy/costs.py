@@ -216,9 +216,9 @@ class CostTable:
         graph_pieces: device graphs that one key is made of, by part: one for FULL, one a piece for PIECEWISE.
         host_work_us: time of `kpolicy.host_speed`'s fixed work while this was measured; 0 where it wasn't noted.
         host_probe: which fixed work that was; times of another say nothing here.
-        warm_host_share: share of the host's time that a launch takes where the step before was of its mode too, so
-            that what it touches is in the host's caches: (PIECEWISE, EAGER). `kpolicy.simulate` reads it; decisions and
-            the simulated executor don't know what ran before.
+        warm_host_share: share of the host's time that a launch takes where the step before was of its mode too, with
+            prompts or without like it, so that what it touches is in the host's caches: (PIECEWISE, EAGER).
+            `kpolicy.simulate` reads it; decisions and the simulated executor don't know what ran before.
         eager_new_us: more of the host's time for an eager launch of a number of tokens that never ran before:
             libraries choose kernels for it, and load them. Read likewise.
         kv_span: the contexts that attention was timed at; None where that wasn't recorded.
@@ -312,7 +312,7 @@ class CostTable:
         )  # fmt: skip
 
     def in_a_row(self) -> CostTable:
-        """The table of steps that come after one of their mode: the host's times are `warm_host_share` of these.
+        """The table of steps that come after one like them: the host's times are `warm_host_share` of these.
 
         The device waits less for the first pieces: see `after_another`.
         """
@@ -325,7 +325,7 @@ class CostTable:
         )  # fmt: skip
 
     def after_another(self) -> CostTable:
-        """The table of steps that come after one of another mode: the device waits longer for the first pieces.
+        """The table of steps that come after one unlike them: the device waits longer for the first pieces.
 
         What launching them takes more than in a row (`warm_host_share`) is taken to be at their beginning, where the
         first layer brings into the caches what all run and the device has nothing to do yet. The curve has the wait of

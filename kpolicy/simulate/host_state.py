@@ -1,6 +1,7 @@
 """What a step costs the host besides its own launches.
 
-`HostState`: which mode ran before it, and which eager sizes did. `HostSpeeds`: how fast the host was at its time.
+`HostState`: which mode ran before it, with prompts or without, and which eager sizes did. `HostSpeeds`: how fast the
+host was at its time.
 """
 
 from __future__ import annotations
@@ -72,20 +73,22 @@ class HostState:
         first, again = costs.after_another(), costs.in_a_row()
         self._tables = (first, first.new_sizes()), (again, again.new_sizes())
         self._plain = costs if again is costs and not costs.eager_new_us else None
-        self._mode: Hashable = None
+        self._ran: Hashable = None
         self._sizes: set[int] = set()
 
     def table(self, mode: Hashable, launches: Sequence[Launch], numbers: BatchNumbers) -> CostTable:
         """The table of the next step, which then has run.
 
         Args:
-            mode: what `CostTable.warm_host_share` counts as one mode; a split is one in whatever form.
+            mode: what `CostTable.warm_host_share` counts as one mode; a split is one in whatever form. Steps with
+                prompts and steps without aren't alike.
             launches: the step's.
             numbers: its rows.
         """
         if self._plain is not None:
             return self._plain
-        again, self._mode = mode == self._mode, mode
+        ran = mode, numbers.num_prefills > 0
+        again, self._ran = ran == self._ran, ran
         new = False
         for launch in launches:
             if launch.key is None:
@@ -101,8 +104,9 @@ class HostState:
             return sides, sides
         size = launch.padded_tokens or num_rows
         new = launch.key is None and size not in self._sizes
-        table = self._tables[mode == self._mode][new]
-        self._mode = mode
+        ran = mode, False
+        table = self._tables[ran == self._ran][new]
+        self._ran = ran
         if launch.key is None:
             self._sizes.add(size)
         return _sides(table, launch, num_rows), _sides(self._tables[True][False], launch, num_rows)

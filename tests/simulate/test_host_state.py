@@ -44,6 +44,19 @@ def test_pieces_have_a_share_of_their_own_and_whole_graphs_none() -> None:
     assert host_us(state, Mode.FULL, FULL, 4) == host_us(state, Mode.FULL, FULL, 4)
 
 
+def test_a_step_with_prompts_is_not_in_a_row_with_one_without() -> None:
+    """Their attention is other code; another size of the same kind of rows is in a row."""
+    state, other = HostState(SHOWN), (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 16)),)
+    decodes, mixed = BatchShape.decode(4).numbers, BatchShape(prefills=[(4, 0)]).numbers
+    ran = [(PIECES, decodes), (PIECES, mixed), (other, mixed), (PIECES, decodes), (other, decodes)]
+    found = [state.table(Mode.PIECEWISE, launches, numbers) for launches, numbers in ran]
+    cold, warm = SHOWN.after_another().new_sizes(), SHOWN.in_a_row().new_sizes()
+    assert [table.host_piecewise for table in found] == [
+        each.host_piecewise for each in (cold, cold, warm, cold, warm)
+    ]  # fmt: skip
+    assert state.decodes(Mode.PIECEWISE, PIECES[0], 4)[0].host_us == warm.cost(PIECES, decodes).host_us
+
+
 WAITS = 0.5 * 0.5 * COSTS.host_piecewise.base_for(decodes=True, prefills=True)
 """Half of what launching pieces takes more than in a row"""
 
