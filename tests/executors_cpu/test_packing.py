@@ -18,6 +18,10 @@ def group_of(*specs: BufferSpec) -> tuple[StagedGroup, list[torch.Tensor]]:
     return group, group.buffers()
 
 
+def _no_stream() -> None:
+    """The host's memory is copied at once."""
+
+
 def test_one_copy_brings_all_that_was_staged() -> None:
     group, (first, table) = group_of(BufferSpec((8,), "int64", 7), BufferSpec((4, 3), "int32"))
     assert first.tolist() == [7] * 8
@@ -25,7 +29,7 @@ def test_one_copy_brings_all_that_was_staged() -> None:
         group.stage(first, 0, [turn], 3, -1)
         group.stage(table, 1, [[turn, turn], [turn]], 3, 9)
         assert first.tolist()[0] != turn or turn == 7
-        group.commit(None)
+        group.commit(_no_stream)
         assert first.tolist()[:3] == [turn, -1, -1]
         assert table.tolist()[:3] == [[turn, turn, 9], [turn, 9, 9], [9, 9, 9]]
 
@@ -33,7 +37,7 @@ def test_one_copy_brings_all_that_was_staged() -> None:
 def test_a_host_tensor_of_any_dimensions_is_staged() -> None:
     group, (extra,) = group_of(BufferSpec((4, 2, 2), "float32"))
     group.stage(extra, 0, torch.ones(2, 2, 2), 3, 0)
-    group.commit(None)
+    group.commit(_no_stream)
     assert extra.tolist()[:3] == [[[1.0, 1.0]] * 2] * 2 + [[[0.0, 0.0]] * 2]
     with pytest.raises(ConfigError, match="can't be staged"):
         group.stage(extra, 0, torch.ones(2, 3), 3, 0)
@@ -44,7 +48,7 @@ def test_what_was_dropped_is_not_copied() -> None:
     group.stage(buffer, 0, [5, 5], 4, 0)
     group.drop()
     assert not group.staged
-    group.commit(None)
+    group.commit(_no_stream)
     assert buffer.tolist() == [0, 0, 0, 0]
 
 
@@ -70,7 +74,7 @@ def test_several_buffers_in_one_call() -> None:
     for turn in range(9):
         jobs = [(ids, [turn, 1], 4, -1), (table, ([turn], [2, 3]), 3, 9), (kv, torch.tensor([turn, 5]), 3, 0)]
         group.stage_all(jobs)
-        group.commit(None)
+        group.commit(_no_stream)
         assert ids.tolist() == [turn, 1, -1, -1, 7, 7, 7, 7]
         assert table.tolist()[:3] == [[turn, 9, 9], [2, 3, 9], [9, 9, 9]]
         assert kv.tolist()[:3] == [turn, 5, 0]

@@ -181,9 +181,8 @@ class CudaAdapter:
         group.stage_all(jobs)
 
     def commit(self, until: Span | None = None) -> None:
-        stream = self._current()
         for group in self._dirty:
-            group.commit(stream, until)
+            group.commit(self._current, until)
         self._dirty.clear()
 
     def drop_staged(self) -> None:

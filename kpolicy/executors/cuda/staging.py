@@ -195,8 +195,13 @@ class StagedGroup:
             )
         self._from_device.append((buffer, values, size, fill))
 
-    def commit(self, stream: Any, until: Span | None = None) -> None:
-        """Copy what was staged, on the stream, which is the current one. See `DeviceAdapter.commit` for `until`."""
+    def commit(self, current: Callable[[], Any], until: Span | None = None) -> None:
+        """Copy what was staged, on the current stream.
+
+        Args:
+            current: gives that stream, for who needs it.
+            until: as `DeviceAdapter.commit` has it.
+        """
         if self._high:
             turn = self.turns[self._at]
             pieces = self._copies.get(self._high)
@@ -204,7 +209,7 @@ class StagedGroup:
             to.copy_(out_of, non_blocking=True)
             if turn.copied is not None:
                 if until is None:
-                    turn.copied.record(stream)
+                    turn.copied.record(current())
                     turn.wait = turn.copied.event.synchronize
                 else:
                     turn.wait = until.wait
@@ -212,7 +217,7 @@ class StagedGroup:
             self._high = 0
         for buffer, values, size, fill in self._from_device:
             count = len(values)
-            values.record_stream(stream)  # the caller may let go of them before they are copied
+            values.record_stream(current())  # the caller may let go of them before they are copied
             if values.dim() == 1:
                 buffer[:count].copy_(values)
             else:
