@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -173,3 +174,36 @@ def test_a_short_allowance_takes_what_is_compared_in_turns(monkeypatch: pytest.M
     assert all(ran.count(each) >= 2 for each in ran)
     assert len(set(ran)) == 4
     assert all(one != other for one, other in itertools.pairwise(ran))
+
+
+def test_sizes_are_taken_together_up_to_the_next_power_of_two() -> None:
+    """Graphs of 16 and 24, then of 32, those for later after all of them; and on a device one after the other."""
+    host = Host(lambda _now: 1.0)
+    model: Any = SimpleNamespace(vocab=100, pad_slot=32_768, num_blocks=2048, block_size=16, max_model_len=4096)
+
+    def order() -> list[list[int]]:
+        timed = bench.Bench(host, model)
+        for size, later in ((32, False), (16, False), (24, True), (24, False), (20, True)):
+            timed.add([Launch(Rows.ALL, GraphKey(Part.PIECEWISE, size))], timed.rows(0, 0, size), later=later)
+            timed.add([Launch(Rows.ALL, None)], timed.rows(0, 0, size), later=later)
+        return timed._smallest_first()
+
+    # One that is to be timed later and sooner is one case, and comes sooner.
+    assert order() == [[2, 3, 4, 5], [0, 1], [6, 7]]
+    host.host_runs = False
+    assert order() == [[2], [3], [6], [7], [0], [1], [8], [9], [4], [5]]
+
+
+def test_what_is_measured_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table made in the midst of it is of the samples so far, and a case with more of them is known better."""
+    monkeypatch.setattr(bench, "time", host := Host(noisy(7, 0.1)))
+    model: Any = SimpleNamespace(vocab=100, pad_slot=32_768, num_blocks=2048, block_size=16, max_model_len=4096)
+    timed = bench.Bench(host, model)
+    cases = [timed.add([Launch(Rows.ALL, None)], rows) for rows in (timed.rows(1, 64), timed.rows(0, 0, 256))]
+    timed.measure(0.15)
+    before = [timed.us(case) for case in cases]
+    timed.measure(0.3)
+    assert [timed.us(case) for case in cases] != before
+    short, long = (len(each["us"]) for each in timed.samples())
+    assert short > 2 * long
+    assert timed.error(cases[1]) / timed.error(cases[0]) == pytest.approx(math.sqrt(short / long))

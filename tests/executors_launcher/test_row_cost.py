@@ -12,12 +12,15 @@ from kpolicy.executors.calibrate.attention import Bases
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 
-ROW_US = 1.0
+ROW_US, APART_US = 1.0, 50.0
 FREE = AttentionCost(base_us=0.0)
 
 
 class Bench:
-    """Steps of 1,000 us and `ROW_US` for each decode row, and more where there are some; each is known to `error`."""
+    """Steps of 1,000 us and `ROW_US` for each decode row, and more where there are some; each is known to `error`.
+
+    A whole graph takes `APART_US` more where it has some.
+    """
 
     dense_kv = 16
 
@@ -30,9 +33,9 @@ class Bench:
     def rows(self, decodes: int, *_: int) -> int:
         return decodes
 
-    def add(self, _launches: Any, rows: int) -> int:
-        case = next(self._cases)
-        self._times[case] = 1000.0 + ROW_US * rows + (self._base_us if rows else 0.0)
+    def add(self, launches: Any, rows: int) -> int:
+        case, apart_us = next(self._cases), APART_US if launches[0].key.part is Part.FULL else 0.0
+        self._times[case] = 1000.0 + ROW_US * rows + (self._base_us + apart_us if rows else 0.0)
         return case
 
     def error(self, _case: int) -> float:
@@ -70,3 +73,11 @@ def test_where_the_host_runs_a_difference_that_may_be_chance_is_nothing(
     decode, _, both_us = Bases(bench, pieces, [], 256).added(FREE, FREE, 0.0)
     assert decode.base_us == pytest.approx(base_us)
     assert both_us == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("host_runs", "both_us"), [(True, (0.0, 0.0)), (False, (50.0, 0.0))])
+def test_where_the_host_runs_no_part_takes_longer_for_both_kinds(host_runs: bool, both_us: tuple[float, float]) -> None:
+    """No kernels of their own in whole graphs, and nothing to prepare: what seems so there is other work's."""
+    bench: Any = Bench(host_runs, base_us=100.0)
+    pieces, mixed = [GraphKey(Part.PIECEWISE, size) for size in (256, 512)], [GraphKey(Part.FULL, 512)]
+    assert Bases(bench, pieces, mixed, 256).added(FREE, FREE, 0.0)[2] == pytest.approx(both_us)
