@@ -121,11 +121,13 @@ def _least(
 ) -> tuple[Way, Reason]:
     """The lowest score; the shorter cycle where scores are equal, then the earlier way."""
     objective = context.objective
-    limit = objective.first_token_limit * min(cost.cycle_us for cost in costs) if numbers.num_prefills else float("inf")
+    considered = [i for i, cost in enumerate(costs) if not _in_tail(ways[i], cost, numbers)] or range(len(ways))
+    shortest_us = min(costs[i].cycle_us for i in considered)
+    limit = objective.first_token_limit * shortest_us if numbers.num_prefills else float("inf")
     ranked = [
-        (context.costs.score(cost, objective), cost.cycle_us, i)
-        for i, cost in enumerate(costs)
-        if cost.cycle_us <= limit and not _in_tail(ways[i], cost, numbers)
+        (context.costs.score(costs[i], objective), costs[i].cycle_us, i)
+        for i in considered
+        if costs[i].cycle_us <= limit
     ]
     best = ways[min(ranked)[2]]
     if best.mode is Mode.EAGER:

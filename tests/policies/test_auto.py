@@ -175,6 +175,21 @@ def test_decodes_ahead_make_no_long_gaps_more(objective):
         assert decide(shape, costs=costs, objective=Objective.parse(objective)).decode_steps == steps
 
 
+@pytest.mark.parametrize(("forbidden", "steps"), [((), 1), ((Mode.EAGER,), 2)])
+def test_long_gaps_leave_a_way(forbidden, steps):
+    """What is left out for its gaps doesn't say how long prompts may take; where nothing else is legal it runs."""
+    # Beside the prompt two decode steps are soonest. Without eager no graph holds the 1,032 tokens together.
+    costs = attrs.evolve(COSTS, full=Curve((8, 64), (300.0, 301.0)), overlap_cost=0.0)
+    shape = BatchShape(
+        decodes=[(1, 8)], prefills=[(1024, 0)], max_decode_steps=2, forbidden=forbidden, facts={GAP_TAIL_US: 0}
+    )
+    using = context(costs=costs, claims="uniform", objective=Objective(1.0, 0.0, 1.0))
+    policy = get_policy("auto", forms="decodes_beside")
+    decision = policy.decide(shape, using)
+    assert policy.compile(using).select(*shape.numbers) == decision
+    assert decision.decode_steps == steps
+
+
 def test_first_token_limit_bounds_the_prefill():
     """Steps that would stretch the cycle beyond the limit aren't taken: 8 steps of 60 us beside 100 us do."""
     costs = attrs.evolve(COSTS, full=Curve((8, 64), (60.0, 61.0)))
