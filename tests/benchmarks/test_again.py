@@ -19,11 +19,13 @@ from kpolicy.cli.step_log import StepLog
 from kpolicy.costs import HostCost, analytic_costs
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
+from kpolicy.executors.base import StepInputs, StepOutputs
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.scheduling.batching import Batcher
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.schemas import Log, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.settings import Settings
+from kpolicy.shapes import GAP_TAIL_US
 from kpolicy.simulate.repeats import host_bound
 from kpolicy.trace_run import Prompts, serve_trace
 
@@ -82,6 +84,23 @@ def test_what_is_not_asked_for_is_scheduled_and_not_run(tmp_path: Path) -> None:
     assert [each.step for each in found] == [3, 4, 80]
     assert made.engine.stats.total.steps == 3
     assert found[2].shape == made.log.entries[80].shape
+
+
+def test_decisions_are_told_what_the_runs_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest gaps so far are the run's; a pass has none of its own."""
+    made, told = again(tmp_path, "auto"), []
+    at = len(made.log.entries) // 2
+    shape = attrs.evolve(made.log.entries[at].shape, facts={GAP_TAIL_US: 4321})
+    entries = tuple(attrs.evolve(each, shape=shape) if each.step == at else each for each in made.log.entries)
+    step = made.engine.step
+
+    def noted(inputs: StepInputs) -> StepOutputs:
+        told.append(inputs.numbers.facts.get(GAP_TAIL_US))
+        return step(inputs)
+
+    monkeypatch.setattr(made.engine, "step", noted)
+    attrs.evolve(made, log=attrs.evolve(made.log, entries=entries), runs={at - 1, at}).once()
+    assert told == [None, 4321]
 
 
 def test_steps_decided_otherwise_are_told(tmp_path: Path) -> None:
