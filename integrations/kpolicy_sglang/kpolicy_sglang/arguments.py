@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 __all__ = [
@@ -30,9 +31,13 @@ def resolved(server_args: Any) -> Any:
 
 
 def note_own_sizes(server_args: Any, phase: str, count: int) -> None:
-    """Keep with the arguments, which go to another process, how many sizes SGLang would have captured itself."""
+    """Keep with the arguments, which go to another process, how many sizes SGLang would have captured itself.
+
+    Both releases let others keep things there under a name with an underscore. Where one doesn't, it isn't known.
+    """
     if server_args is not None:
-        object.__setattr__(server_args, _OWN_SIZES, {**own_sizes(server_args), phase: count})
+        with suppress(AttributeError, TypeError):
+            setattr(server_args, _OWN_SIZES, {**own_sizes(server_args), phase: count})
 
 
 def own_sizes(server_args: Any) -> dict[str, int]:

@@ -62,6 +62,9 @@ else:
     from sglang.srt.arg_groups import cuda_graph_hook
     found["decode_sizes"] = cuda_graph_hook.generate_decode_cuda_graph_batch_sizes(args, 256)
     found["prefill_sizes"] = cuda_graph_hook.generate_prefill_cuda_graph_batch_sizes(8192)
+import pickle
+from kpolicy_sglang.arguments import own_sizes
+found["own"] = own_sizes(pickle.loads(pickle.dumps(args)))
 """
 
 MEMORY = """
@@ -130,6 +133,8 @@ def test_real_arguments_get_kpolicys_sizes(tmp_path):
     assert found.get("prefill_sizes", [8192])[-1] == 8192
     few = [64, 256, 512, 1024, 1536, 2048]
     assert found.get("few", few) == few
+    # SGLang's own, which other processes have with the arguments; it has no graphs of MLA prompts on 0.5.16.
+    assert found["own"] == ({"decode": 36, "prefill": 0} if "few" in found else {"decode": 36})
 
 
 @pytest.mark.parametrize(("gib", "above"), [(141, [384, 512, 768, 1024]), (24, [])])
