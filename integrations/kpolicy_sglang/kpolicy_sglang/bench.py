@@ -84,20 +84,40 @@ class Bench:
         """Time as many cases as there is time for; these, the microseconds that are left, and what a round takes."""
         begun, left_us, round_us = set(), allowance_us, 0.0
         needed = {kind for kind, level in zip(self._kinds, self._levels, strict=True) if not level}
-        for case in sorted(range(len(self._cases)), key=self._levels.__getitem__):
-            if self._levels[case] and left_us <= 0 and self._kinds[case] not in needed:
-                continue
-            times: list[float] = []
-            while len(times) < self._runs[case] and (us := self._tried(*self._cases[case])) is not None:
-                times.append(us)
-            if len(times) == self._runs[case]:
-                self._times[case] = times
-                begun.add(case)
-                needed.discard(self._kinds[case])
-                # Rank 0's: all have to come to the same cases.
-                us = self._ranks.first(min(times))
-                left_us, round_us = left_us - us * len(times), round_us + us
+        waiting = sorted(range(len(self._cases)), key=self._levels.__getitem__)
+        while some := self._some(waiting, left_us, needed):
+            # Each once before any of them again: a core that is slow for a while shouldn't have both.
+            for case in some:
+                if len(self._times[case]) < self._runs[case]:
+                    self._run(case)
+                if self._times[case]:
+                    begun.add(case)
+                    needed.discard(self._kinds[case])
+                    us = self._ranks.first(min(self._times[case]))
+                    left_us, round_us = left_us - us * len(self._times[case]), round_us + us
         return begun, left_us, round_us
+
+    def _some(self, waiting: list[int], left_us: float, needed: set[str]) -> list[int]:
+        """Time once those cases of the next level that there is time for, and take them from those that wait."""
+        some: list[int] = []
+        for case in list(waiting):
+            level = self._levels[case]
+            if some and level != self._levels[some[0]]:
+                break
+            if level and left_us <= 0 and self._kinds[case] not in needed:
+                continue
+            waiting.remove(case)
+            if self._run(case):
+                some.append(case)
+                # Rank 0's: all have to come to the same cases.
+                left_us -= self._ranks.first(self._times[case][0]) * self._runs[case]
+        return some
+
+    def _run(self, case: int) -> bool:
+        """Time a case once more; one that can't be run has no times."""
+        us = self._tried(*self._cases[case])
+        self._times[case] = [] if us is None else [*self._times[case], us]
+        return us is not None
 
     def _tried(self, phase: Phase, make: Callable[[], Any], force: bool | None) -> float | None:
         """Microseconds of a case; None where a rank can't run it as a dummy: then no rank measures it."""

@@ -6,7 +6,8 @@ middle of what lies between, as long as there is room. Times of sizes that aren'
 neighbours. What is left goes to more timings of each.
 
 A case is run twice, since the first call has what libraries compile and choose, and the shorter counts; where captures
-have run its kernels at that size already, once will do.
+have run its kernels at that size already, once will do. No step is taken to last longer than a larger one of its kind:
+what else runs on the host only adds.
 
 Prompt tokens are prompts of at most `PROMPT_TOKENS`, since a server's batch of a chunk has several, whose attention
 takes a fraction of that of one as long as the chunk. What one long prompt takes is timed too, alone and with usual ones
@@ -25,7 +26,7 @@ from kpolicy.errors import ProfileError
 from kpolicy_sglang.arguments import own_sizes, resolved
 from kpolicy_sglang.bench import LEAST_RUNS, Bench
 from kpolicy_sglang.mirror import pool_of
-from kpolicy_sglang.phase import DECODE, PREFILL, PROMPT_TOKENS, MixedCost, Phase, table_of
+from kpolicy_sglang.phase import DECODE, PREFILL, PROMPT_TOKENS, MixedCost, Phase, steady, table_of
 from kpolicy_sglang.prompt_times import beside_of
 from kpolicy_sglang.ranks import Ranks
 from kpolicy_sglang.state import State
@@ -243,4 +244,4 @@ def _beside(bench: Bench, cases: Mapping[tuple[str, str], Mapping[int, int]], lo
 
 
 def _curve(us: Mapping[int, float]) -> Curve | None:
-    return Curve(tuple(sorted(us)), tuple(us[size] for size in sorted(us))) if us else None
+    return steady(us) if us else None

@@ -27,7 +27,7 @@ from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchNumbers
 from kpolicy_sglang.failures import Failures
 
-__all__ = ["DECODE", "PREFILL", "MixedCost", "Phase", "table_of"]
+__all__ = ["DECODE", "PREFILL", "MixedCost", "Phase", "steady", "table_of"]
 
 DECODE, PREFILL = "decode", "prefill"
 RULE = "sglang"
@@ -256,16 +256,18 @@ def table_of(version: str, graph_us: dict[int, float], eager_us: dict[int, float
         graph_us: microseconds by captured size.
         eager_us: microseconds by size.
     """
-    sizes = tuple(sorted(eager_us))
-    graph, eager = _steady(graph_us), Curve(sizes, tuple(eager_us[size] for size in sizes))
+    graph, eager = steady(graph_us), steady(eager_us)
     return CostTable(
         version=version, measured=True, full=graph, piecewise=graph, eager=eager,
         host_full=_HOST, host_piecewise=_HOST, host_eager=_HOST,
     )  # fmt: skip
 
 
-def _steady(us: dict[int, float]) -> Curve:
-    """A curve that doesn't fall: SGLang pads to the next size, so a smaller one is never passed over for a larger."""
+def steady(us: Mapping[int, float]) -> Curve:
+    """A curve that doesn't fall: what a larger step took a smaller one does too, and whatever else ran only adds.
+
+    SGLang pads to the next size, so a smaller graph is never passed over for a larger one.
+    """
     sizes = sorted(us)
     times = [us[size] for size in sizes]
     for i in range(len(times) - 2, -1, -1):

@@ -96,7 +96,7 @@ class PromptTimes:
 
         every = len(new)
         all_us = us(every)
-        if all_us <= most_us or every == 1:
+        if all_us <= most_us:
             return every, all_us, all_us
         # Where a chunk of usual prompts fits, the short ones before the first longer one do.
         first, last, kept_us = 0, every, 0.0
