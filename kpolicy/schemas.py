@@ -26,6 +26,7 @@ from kpolicy.host_speed import INTERPRETER
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Rows
+from kpolicy.reading import MOST_BYTES, MOST_LINES_BYTES, read_whole
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 
@@ -445,12 +446,12 @@ def read_decision_log(path: PathLike) -> Log[DecisionEntry]:
 
     A log cut short reads up to there, and says so. Raises as `read_profile`; a bad line is named by its number.
     """
-    return _read_log(_read(path, MOST_LOG_BYTES), _DECISION_LOG, DecisionEntry, str(path))
+    return _read_log(_read(path, MOST_LINES_BYTES), _DECISION_LOG, DecisionEntry, str(path))
 
 
 def read_step_log(path: PathLike) -> Log[StepEntry]:
     """The step log in that file; as `read_decision_log`."""
-    return _read_log(_read(path, MOST_LOG_BYTES), _STEP_LOG, StepEntry, str(path))
+    return _read_log(_read(path, MOST_LINES_BYTES), _STEP_LOG, StepEntry, str(path))
 
 
 _END = "end"
@@ -754,34 +755,8 @@ def _guarded(verb: str, path: PathLike, action: Callable[[], T]) -> T:
         raise ConfigError(f"can't {verb} {path}: {why}. {step}") from None
 
 
-MOST_BYTES, MOST_LOG_BYTES = 64 << 20, 4 << 30
-"""The longest profile or plan, and log, that is read: the first have some hundred numbers, the others a line a step"""
-_CHUNK = 1 << 20
-
-
 def _read(path: PathLike, most: int) -> bytes:
-    """What the file, or a pipe, holds.
-
-    Raises:
-        ConfigError: it can't be read, is a device, or is longer than files of its kind are.
-    """
-    return _guarded("read", path, lambda: _read_to(Path(path), most))
-
-
-def _read_to(path: Path, most: int) -> bytes:
-    from stat import S_ISBLK, S_ISCHR
-
-    mode = path.stat().st_mode
-    if S_ISCHR(mode) or S_ISBLK(mode):
-        raise ValueError("it is a device, which needn't ever end")
-    read = bytearray()
-    with open(path, "rb") as file:
-        # A pipe doesn't say how long it is.
-        while chunk := file.read(_CHUNK):
-            read += chunk
-            if len(read) > most:
-                raise ValueError(f"it is longer than {most >> 20} MiB, and no file of this kind is")
-    return bytes(read)
+    return _guarded("read", path, lambda: bytes(read_whole(Path(path), most)))
 
 
 def write_text(path: PathLike, text: str) -> None:

@@ -7,9 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +52,7 @@ from kpolicy.schemas import (
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from tests import strategies as drawn
+from tests.test_reading import written_to
 
 names = st.text(max_size=8)
 versions = st.dictionaries(names, names, max_size=3)
@@ -529,7 +528,7 @@ def test_what_a_path_leads_to_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["/dev/urandom", "/dev/null"])
 @pytest.mark.parametrize("read", [read_profile, read_plan, read_step_log, read_decision_log])
-def test_a_device_is_not_read(read: Callable[[Any], Any], device: str) -> None:
+def test_no_device_is_read(read: Callable[[Any], Any], device: str) -> None:
     """It needn't ever end; a link to one is no other."""
     if not Path(device).is_char_device():
         pytest.skip(f"there is no {device}")
@@ -544,32 +543,17 @@ def test_a_link_to_a_device_is_not_read(tmp_path: Path) -> None:
         read_profile(link)
 
 
-def _through(pipe: Path, pieces: Iterable[bytes]) -> threading.Thread:
-    """Writes pieces to a pipe, until they end or nobody reads."""
-
-    def write() -> None:
-        with suppress(BrokenPipeError), open(pipe, "wb") as end:
-            for piece in pieces:
-                end.write(piece)
-
-    writer = threading.Thread(target=write)
-    os.mkfifo(pipe)
-    writer.start()
-    return writer
-
-
 def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
     """As a shell's ``<(command)`` and ``/dev/stdin`` behind a pipe are, in pieces of any length."""
     text = dumps(PROFILE).encode()
-    writer = _through(tmp_path / "pipe", [text[:7], text[7:]])
+    writer = written_to(tmp_path / "pipe", [text[:7], text[7:]])
     assert read_profile(tmp_path / "pipe") == PROFILE
     writer.join()
 
 
 def test_what_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe that somebody writes to for ever, and a file longer than any of its kind; a log may be longer."""
-    monkeypatch.setattr(schemas, "_CHUNK", 1 << 10)
-    writer = _through(tmp_path / "pipe", itertools.repeat(b" " * 65536))
+    writer = written_to(tmp_path / "pipe", itertools.repeat(b" " * 65536))
     monkeypatch.setattr(schemas, "MOST_BYTES", 1 << 20)
     with pytest.raises(ConfigError, match=r"pipe: it is longer than 1 MiB"):
         read_profile(tmp_path / "pipe")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kpolicy.errors import SupportError
+from kpolicy.reading import read_whole
 
 __all__ = ["Fields", "read_config"]
 
@@ -41,7 +42,7 @@ def read_config(config: object) -> Mapping[str, Any]:
 def _read_file(path: Path) -> Mapping[str, Any]:
     found = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(found.read_text(encoding="utf-8"))
+        values = json.loads(read_whole(found).decode())
     except FileNotFoundError:
         raise SupportError(
             f"there is no model config at {found}. Give config.json, or the directory that holds it."

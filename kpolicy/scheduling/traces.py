@@ -24,6 +24,7 @@ from typing import Any
 import attrs
 
 from kpolicy.errors import ConfigError, TraceError
+from kpolicy.reading import MOST_LINES_BYTES, read_whole
 from kpolicy.shapes import LARGEST_COUNT
 
 __all__ = ["DEFAULT_FILE", "DROP_REASONS", "TRACES_VARIABLE", "Trace", "TraceRequest", "default_trace", "read_trace"]
@@ -361,7 +362,7 @@ def _fields(path: str, line: int, text: str) -> list[str]:
 def _text(path: str) -> str:
     """The file's text: unzipped, without a byte order mark."""
     try:
-        data = Path(path).read_bytes()
+        data = bytes(read_whole(Path(path), MOST_LINES_BYTES))
     except FileNotFoundError:
         raise TraceError(path, None, "no such file. Check the name, or leave it out for the default trace.") from None
     except IsADirectoryError:

@@ -121,6 +121,32 @@ def test_ranks_of_one_device_decide_by_its_costs(costs: CostTable) -> None:
         assert engine.calibration_error == ""
 
 
+@pytest.mark.parametrize("first_given", [False, True])
+def test_what_ranks_do_goes_by_whose_costs_count(first_given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's: where they were given all refuse, where it measured them all go on, whatever another rank has."""
+    from kpolicy.executors import calibrate
+
+    monkeypatch.setattr(calibrate, "can_measure", lambda _executor: True)
+    monkeypatch.setattr(calibrate, "measure", lambda executor, *_, **__: measured(executor.device_name))
+
+    def work(communicator: ThreadCommunicator) -> Engine:
+        given = first_given is (communicator.rank == 0)
+        engine = Engine(
+            costs=measured(HERE if communicator.rank == 0 else THERE) if given else None, ladder=[4],
+            executor=(OnDevice, Elsewhere)[communicator.rank](num_blocks=16),
+        )  # fmt: skip
+        engine.capture()
+        # Ranks that became ranks once each had costs of its own.
+        engine._communicator = communicator
+        engine.sync()
+        return engine
+
+    for result in run_ranks(2, work, timeout_s=20):
+        assert isinstance(result, RankError if first_given else Engine)
+        if isinstance(result, Engine):
+            assert not result.costs.measured
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_what_ranks_measure_themselves_costs_no_start(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On devices of two kinds they go by analytic costs and say why, also when they become equal again."""
