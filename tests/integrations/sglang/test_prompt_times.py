@@ -97,6 +97,29 @@ def test_first_prompts_of_a_batch(new, before, most_us, beside):
     assert count == len(new) or us(count + 1) > most_us
 
 
+@pytest.mark.parametrize("beside", [0.0, 1.0])
+@pytest.mark.parametrize(("before", "fit"), [(0, 1), (0, 2), (0, 5), (6000, 1), (6000, 2), (6000, 3)])
+def test_short_prompts_count_before_a_long_one_too(beside, before, fit):
+    """With less time than a usual chunk takes, and with tokens in KV before the first, short ones may not all fit."""
+    found, new = times(beside), [400] * 6 + [4000]
+    most_us = found.us(400 * fit, length_of(new[:fit], [before] + [0] * (fit - 1), beside))
+    more_us = found.us(400 * (fit + 1), length_of(new[: fit + 1], [before] + [0] * fit, beside))
+    assert more_us > most_us
+    count, kept_us, all_us = found.first(new, before, most_us)
+    assert (count, kept_us) == (fit, pytest.approx(most_us))
+    assert all_us > more_us
+
+
+def test_usual_prompts_beside_shorter_ones_may_not_fit():
+    """Where all are as long as the longest, one of 1,000 makes many short ones longer than usual prompts are."""
+    found, new = times(1.0), [1000, *[100] * 60, 1000]
+    count, kept_us, _ = found.first(new, 0, 31_000.0)
+    assert kept_us <= 31_000.0
+    assert found.us(1000 + 100 * count, length_of(new[: count + 1], [0] * (count + 1), 1.0)) > 31_000.0
+    # Nor those behind one that has many tokens in KV.
+    assert times().first([1000] * 7 + [1100], 8000, 31_000.0)[0] == 5
+
+
 @pytest.mark.parametrize("beside", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("us", [33_000.0, 45_000.0, 59_000.0])
 def test_the_longest_that_keeps_a_chunk_within(beside, us):
