@@ -22,6 +22,7 @@ __all__ = ["LEAST_RUNS", "MIXED_KV", "MOST_RUNS", "Bench"]
 
 logger = logging.getLogger(__name__)
 LEAST_RUNS, MOST_RUNS, MIXED_KV = 2, 6, 64
+_CLEAR = 1.5
 
 
 class Bench:
@@ -39,6 +40,7 @@ class Bench:
         self._levels: list[int] = []
         self._runs: list[int] = []
         self._kinds: list[str] = []
+        self._rivals: list[int | None] = []
         self._times: list[list[float]] = []
 
     def add(
@@ -50,15 +52,18 @@ class Bench:
         *,
         runs: int = LEAST_RUNS,
         kind: str = "",
+        rival: int | None = None,
     ) -> int:
         """A case to time, so often at least; those of level 0 are timed whatever they take. Returns its number.
 
-        Of a kind whose cases of level 0 all fail the next that runs is timed.
+        Of a kind whose cases of level 0 all fail the next that runs is timed. One that is to be run once is run again
+        where its first call doesn't last `_CLEAR` times its rival's: what only a first call pays could decide then.
         """
         self._cases.append((phase, make, force))
         self._levels.append(level)
         self._runs.append(runs)
         self._kinds.append(f"{phase.name} {kind}")
+        self._rivals.append(rival)
         self._times.append([])
         return len(self._cases) - 1
 
@@ -88,7 +93,7 @@ class Bench:
         while some := self._some(waiting, left_us, needed):
             # Each once before any of them again: a core that is slow for a while shouldn't have both.
             for case in some:
-                if len(self._times[case]) < self._runs[case]:
+                if len(self._times[case]) < self._runs[case] or self._ranks.first(self._open(case)):
                     self._run(case)
                 if self._times[case]:
                     begun.add(case)
@@ -112,6 +117,13 @@ class Bench:
                 # Rank 0's: all have to come to the same cases.
                 left_us -= self._ranks.first(self._times[case][0]) * self._runs[case]
         return some
+
+    def _open(self, case: int) -> bool:
+        """Whether a case that was run once may yet take less than its rival, or about as much."""
+        rival = self._rivals[case]
+        return (
+            rival is not None and bool(self._times[rival]) and self._times[case][0] < _CLEAR * min(self._times[rival])
+        )
 
     def _run(self, case: int) -> bool:
         """Time a case once more; one that can't be run has no times."""

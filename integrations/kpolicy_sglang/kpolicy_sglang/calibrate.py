@@ -6,8 +6,8 @@ middle of what lies between, as long as there is room. Times of sizes that aren'
 neighbours. What is left goes to more timings of each.
 
 A case is run twice, since the first call has what libraries compile and choose, and the shorter counts; where captures
-have run its kernels at that size already, once will do. No step is taken to last longer than a larger one of its kind:
-what else runs on the host only adds.
+have run its kernels at that size already, once will do, unless graph and eager step are close. No step is taken to last
+longer than a larger one of its kind: what else runs on the host only adds.
 
 Prompt tokens are prompts of at most `PROMPT_TOKENS`, since a server's batch of a chunk has several, whose attention
 takes a fraction of that of one as long as the chunk. What one long prompt takes is timed too, alone and with usual ones
@@ -129,10 +129,14 @@ def _cases(model_runner: Any, state: State, ranks: Ranks) -> tuple[Bench, dict[t
         phase: Phase, kind: str, make: Callable[[int], Any], force: bool | None, levels: Mapping[int, int],
         once: Container[int] = (),
     ) -> None:  # fmt: skip
+        rivals = cases.get((phase.name, "graph"), {}) if kind == "eager" else {}
         cases[phase.name, kind] = {
-            size: bench.add(phase, partial(make, size), force, level, runs=1 if size in once else LEAST_RUNS, kind=kind)
+            size: bench.add(
+                phase, partial(make, size), force, level, runs=1 if size in once else LEAST_RUNS, kind=kind,
+                rival=rivals.get(size),
+            )
             for size, level in levels.items()
-        }
+        }  # fmt: skip
 
     for phase in state.phases.values():
         decode = phase.name == DECODE
