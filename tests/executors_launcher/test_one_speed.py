@@ -94,6 +94,8 @@ def test_without_repeats_the_error_is_that_of_shared_cores() -> None:
     assert error_of_one([[5.0], [7.0], []]) == 0.1
     assert error_of_one([]) == 0.1
     assert chance(0.03, 0.04) == pytest.approx(0.15)
+    # However little is known, what is cheaper by more than a quarter is cheaper.
+    assert chance(0.1, 0.1) == 0.25
 
 
 def points(error: float, **us: float) -> dict[int, Point]:

@@ -28,6 +28,8 @@ _NORMAL = 1.4826
 """Standard deviations in the median distance from the middle"""
 _SIGMAS = 3
 """Standard errors within which a difference may be chance: calibrations differ by half as much again as their halves"""
+_MOST_CHANCE = 0.25
+"""The largest difference ever put down to chance: one sample a case would hide 0.42, as much as modes differ by"""
 
 
 def at_one_speed(cases: Sequence[Sequence[Sample]]) -> list[list[float]]:
@@ -70,5 +72,10 @@ def error_of_one(brought: Sequence[Sequence[float]]) -> float:
 
 
 def chance(error: float, other: float) -> float:
-    """By which share one of two times may be above the other though they are alike, by their standard errors."""
-    return _SIGMAS * math.hypot(error, other)
+    """By which share one of two times may be above the other though they are alike: a quarter at most.
+
+    Args:
+        error: standard error of the one, as a share of it.
+        other: of the other.
+    """
+    return min(_SIGMAS * math.hypot(error, other), _MOST_CHANCE)
