@@ -192,7 +192,8 @@ def limits(log: Log[DecisionEntry]) -> Settings:
     )
 
 
-_GRAPH = re.compile(r"(FULL|PIECEWISE) (\d+)t")
+_GRAPH = re.compile(r"(FULL|PIECEWISE) (\d+)t(?:/(\d+)r)?(?: q=(\d+))?(?: q<=(\d+))?")
+"""How `GraphKey` reads: part, tokens, requests, query length, longest query"""
 
 
 def _launches(entry: DecisionEntry) -> tuple[Launch, ...]:
@@ -200,7 +201,10 @@ def _launches(entry: DecisionEntry) -> tuple[Launch, ...]:
     launches = []
     for row in entry.decision.get("launches", ()):
         found = _GRAPH.match(row.get("graph") or "")
-        key = GraphKey(Part(found[1].lower()), int(found[2])) if found else None
+        key = None
+        if found:
+            num_reqs, query_len, longest = (int(each) if each else None for each in found.groups()[2:])
+            key = GraphKey(Part(found[1].lower()), int(found[2]), num_reqs, query_len, longest)
         launches.append(Launch(Rows(row["rows"]), key, row.get("stream", 0), row.get("repeat", 1)))
     return tuple(launches)
 

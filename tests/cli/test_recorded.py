@@ -8,9 +8,11 @@ import pytest
 from kpolicy.costs import Curve, analytic_costs
 from kpolicy.engine import Engine
 from kpolicy.kv_span import KvSpan
-from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader, Profile, write_profile
+from kpolicy.ladders import CaptureSizes
+from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader, Profile, read_decision_log, write_profile
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
+from kpolicy.simulate.recorded import replay
 from tests.cli.conftest import Command
 
 SHAPES = [
@@ -69,6 +71,22 @@ def test_no_such_step(kpolicy: Command, log: Path, step: int) -> None:
     result = kpolicy("vllm-explain", log, f"--step={step}")
     assert result.code == 2
     assert "0 to 7" in result.err
+
+
+@pytest.mark.parametrize("policy", ["full_and_piecewise", "full", "auto"])
+def test_what_was_recorded_costs_what_its_policy_does(tmp_path: Path, policy: str) -> None:
+    """Graphs of decodes have a curve of their own beside those that hold prompts; a log names both."""
+    path, sizes = tmp_path / "decisions.jsonl", CaptureSizes((1, 16), (16, 128), (16, 128))
+    curve = analytic_costs().full
+    costs = attrs.evolve(analytic_costs(), mixed=Curve(curve.sizes, [3 * us for us in curve.us]))
+    engine = Engine(policy, ladder=sizes, settings=Settings(max_num_reqs=64), costs=costs)
+    with DecisionLogWriter(path, LogHeader(policy=policy, settings=Settings(max_num_reqs=64))) as writer:
+        for shape in SHAPES:
+            writer.write(DecisionEntry.of(shape, engine.decide(shape)))
+    recorded, again = replay(read_decision_log(path), [policy], costs=costs, ladder=sizes)
+    assert recorded.modes["full"] >= 6
+    assert again.same == again.steps == 8
+    assert recorded.cycle_us == pytest.approx(again.cycle_us)
 
 
 def test_decided_again(kpolicy: Command, log: Path) -> None:
