@@ -114,7 +114,7 @@ def _allowance_s(model_runner: Any, state: State) -> float:
     if config.calibrate_seconds is not None or not config.quick_capture:
         return config.calibrate_seconds or MOST_S
     graphs = {
-        name: [found.seconds for found in state.registry.records() if found.pool == pool_of(name) and found.graphs]
+        name: [found.seconds for found in state.registry.records() if found.pool == pool_of(name)]
         for name in state.phases
     }
     return min(max(SHARE * state.savings.seconds(graphs, own_sizes(model_runner.server_args)), 0.0), MOST_S)
@@ -225,8 +225,9 @@ def _tables(
     state.beside = _beside(bench, cases, state.long)
     rows, many = _many_rows(model_runner), _curve(many_us)
     if many and PREFILL in tables and rows > FEW_DECODES:
-        alone = _prompts_us(tables[PREFILL], many.sizes, eager=state.prefix_is_eager)
-        mixed = MixedCost(_curve({**alone, **few_us}) or many, many, FEW_DECODES, rows)
+        below = [size for size in many.sizes if not few_us or size < min(few_us)]
+        alone = _prompts_us(tables[PREFILL], below, eager=state.prefix_is_eager)
+        mixed = MixedCost(steady({**alone, **few_us}), many, FEW_DECODES, rows)
     return tables, mixed
 
 

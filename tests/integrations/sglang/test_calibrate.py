@@ -237,13 +237,14 @@ def test_few_decode_rows_are_timed_once_there_is_time(monkeypatch, eager, us):
         state.config, state.prefix_is_eager = Config(split=True, calibrate_seconds=seconds), eager
         prefill = state.phases[PREFILL]
         clock = Clock(
-            lambda name, _, phase=prefill: {2: 7, 32: 50}.get(name, 30 if phase.force is False else 10), LOADED
+            lambda name, _, phase=prefill: {2: 12, 32: 50}.get(name, 30 if phase.force is False else 10), LOADED
         )
         monkeypatch.setattr(bench.time, "perf_counter", lambda clock=clock: clock.now_s)
         calibrate.measure(clock, state, Ranks(clock))
         found.append(state.mixed.few)
     assert found[0].us == pytest.approx([us] * 2)
-    assert {size: found[1].at(size) for size in (66, 2050)} == pytest.approx({66: 7_000.0, 2050: 7_000.0})
+    assert found[1].sizes == (66, 514, 2050)
+    assert found[1].us == pytest.approx([12_000.0] * 3)
     assert state.mixed.many.at(96) == pytest.approx(50_000.0)
 
 
