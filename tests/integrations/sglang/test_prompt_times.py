@@ -187,6 +187,8 @@ SHORT = [500] * 4
         # One prompt is never cut.
         ([8192], 1, [8192, 0]),
         ([1000] * 8, 1, [8000, 0]),
+        # Behind a decode step the queue is known, and with it that a prompt of it is long.
+        ([1024] * 8 + [*SHORT, 4000, *SHORT], 1, [8192, 0, 6000, 0, 2000, 0]),
         # A burst: in SGLang's order, in SGLang's batches.
         ([8000] * 5, 1, [8192] * 4 + [7232, 0]),
     ],
