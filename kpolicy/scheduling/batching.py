@@ -344,7 +344,7 @@ class Batcher:
     def _facts(self) -> Mapping[str, Any]:
         """Requests that wait for a place among the step's tokens only, and the longest gaps."""
         needed = (-(-request.until // self.block_size) for request in self.waiting)
-        return step_facts(needed, len(self._free), self.settings.max_num_reqs - self._num_running, self.gap_tail.us)
+        return step_facts(needed, len(self._free), self.settings.max_num_reqs - self._num_running, self.gap_tail.told())
 
     def _slots_ahead(self, decodes: list[Generation]) -> list[list[int]]:
         """KV slots for further decode steps of all rows, as far as every row has tokens to generate and blocks last."""

@@ -3,8 +3,8 @@
 `auto` may run several decode steps beside a prompt: two gaps of 5.8 ms in place of one of 9.5 and one of 2.8, say.
 Their mean and the longest are shorter, and yet a percentile may be longer: where it lies below 5.8 ms there are two
 gaps above it then, and not one. No step tells by itself where it lies, so the scheduler keeps it and says it as a fact
-of the batch (`kpolicy.shapes.GAP_TAIL_US`). By definition the steps that this changes have one gap in a hundred, which
-is what it may cost in throughput at most.
+of the batch (`kpolicy.shapes.GAP_TAIL_US`). The steps that this changes have one gap in a hundred, and more of the time
+than that, as they are the longest: what it costs in throughput is measured (docs/sglang.md), not bounded.
 """
 
 from __future__ import annotations
@@ -51,11 +51,10 @@ class GapTail:
         if count > self._at:
             self._above += gaps
 
-    @property
-    def us(self) -> int | None:
+    def told(self) -> int | None:
         """Microseconds that one gap in a hundred exceeds; 0 where fewer are in steps with prompts.
 
-        None where too few gaps were seen.
+        None where too few gaps were seen. Where many were, what is asked halves the counts.
         """
         if self._gaps < _FEWEST:
             return None

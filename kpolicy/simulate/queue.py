@@ -284,7 +284,7 @@ class Queue:
     def _facts(self) -> Mapping[str, Any]:
         """Requests that wait for a place among the step's tokens only, and the longest gaps."""
         needed = (-(-request.until // self.block_size) for request in self.waiting)
-        tail_us = None if self.gap_tail is None else self.gap_tail.us
+        tail_us = None if self.gap_tail is None else self.gap_tail.told()
         return step_facts(needed, self.blocks.available, self.most_reqs - self.num_running, tail_us)
 
     def _reserved_steps(self, rows: PlainRows) -> int:

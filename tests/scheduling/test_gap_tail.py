@@ -31,7 +31,7 @@ def test_at_most_one_gap_in_a_hundred_is_longer(gaps: list[tuple[float, int]], a
         tail.beside_prompts(gap, count)
         so_far.append((gap, count))
         all_of_them = alone + sum(count for _, count in so_far)
-        us = tail.us
+        us = tail.told()
         assert (us is None) == (all_of_them < 1000)
         if us is not None:
             assert exceeding(so_far, us) * 100 <= all_of_them
@@ -44,20 +44,20 @@ def test_few_gaps_beside_prompts_are_all_long() -> None:
     tail = GapTail()
     tail.without_prompts(9_900)
     tail.beside_prompts(5_000.0, 100)
-    assert tail.us == 0
+    assert tail.told() == 0
     tail.beside_prompts(5_000.0, 1)
-    assert 5_000 <= (tail.us or 0) <= 5_120
+    assert 5_000 <= (tail.told() or 0) <= 5_120
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
     """Gaps of another load count half as much with each doubling of all."""
     tail = GapTail()
     tail.beside_prompts(90_000.0, 100_000)
-    assert tail.us is not None
+    assert tail.told() is not None
     for _ in range(20):
         tail.beside_prompts(3_000.0, 50_000)
-        assert tail.us is not None
-    assert 3_000 <= (tail.us or 0) <= 3_075
+        assert tail.told() is not None
+    assert 3_000 <= (tail.told() or 0) <= 3_075
 
 
 def test_a_run_tells_its_policy() -> None:
@@ -85,4 +85,4 @@ def test_a_run_tells_its_policy() -> None:
     first = next(i for i, each in enumerate(told) if each is not None)
     assert 0 < first < len(told) - 5
     assert all(each is not None for each in told[first:])
-    assert batcher.gap_tail.us
+    assert batcher.gap_tail.told()
