@@ -10,7 +10,7 @@ from kpolicy.costs import Cost
 from kpolicy.decision import Decision
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.modes import Mode, Rows
-from kpolicy.policies.auto import cheapest
+from kpolicy.policies.auto import cheapest, in_tail
 from kpolicy.policies.base import (
     Policy,
     PolicyContext,
@@ -143,15 +143,18 @@ def explain(policy: Policy, shape: BatchShape, context: PolicyContext) -> Explan
         ways.insert(0, chosen)
     costs = [context.costs.cost(way.launches, numbers) for way in ways]
     mine = costs[ways.index(chosen)]
+    long_gaps = [in_tail(way, cost, numbers) for way, cost in zip(ways, costs, strict=True)]
+    shortest_us = min(cost.cycle_us for cost, long in zip(costs, long_gaps, strict=True) if not long or all(long_gaps))
+    limit_us = context.objective.first_token_limit * shortest_us if numbers.num_prefills else float("inf")
     considered = [
         Considered(
             way.mode.value if way.form is None else f"{way.mode.value}/{way.form.value}",
             "; ".join(str(launch) for launch in way.launches) or "nothing to run",
             cost,
-            "chosen" if way == chosen else _lost(policy, cost, mine, costs, numbers, context),
+            "chosen" if way == chosen else _lost(policy, cost, mine, limit_us, long, numbers, context),
             way == chosen,
         )
-        for way, cost in zip(ways, costs, strict=True)
+        for way, cost, long in zip(ways, costs, long_gaps, strict=True)
     ]
     considered.sort(key=lambda each: (not each.chosen, _score(each, context)))
     considered += _illegal(ways, numbers, context)
@@ -171,19 +174,20 @@ def _score(each: Considered, context: PolicyContext) -> float:
 
 
 def _lost(
-    policy: Policy, cost: Cost, chosen: Cost, costs: list[Cost], numbers: BatchNumbers, context: PolicyContext
-) -> str:
+    policy: Policy, cost: Cost, chosen: Cost, limit_us: float, long_gaps: bool, numbers: BatchNumbers,
+    context: PolicyContext,
+) -> str:  # fmt: skip
     score, best = (context.costs.score(each, context.objective) for each in (cost, chosen))
     difference = f"{(score / best - 1) * 100:+.1f}% {_measure(context)}" if best else "no different"
     if not policy.reads_costs:
         return f"the rule doesn't choose it; {difference}"
     if score > best:
         return difference
-    limit = context.objective.first_token_limit
-    if numbers.num_prefills and cost.cycle_us > limit * min(each.cycle_us for each in costs):
-        return f"delays the prefill rows beyond {limit:g}x of the best way for them; {difference}"
-    if cost.gap_us > numbers.gap_tail_us and cost.gap_us < cost.cycle_us:
+    if long_gaps:
         return f"more of the longest gaps, those above {numbers.gap_tail_us:,.0f} us; {difference}"
+    if cost.cycle_us > limit_us:
+        limit = context.objective.first_token_limit
+        return f"delays the prefill rows beyond {limit:g}x of the best way for them; {difference}"
     if score < best:
         return f"the policy doesn't consider it; {difference}"
     return "as cheap, but it comes later in the policy's order"

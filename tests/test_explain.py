@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 
 import attrs
@@ -17,7 +18,7 @@ from kpolicy.kv_span import KvSpan
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Mode
 from kpolicy.policies.base import legal_ways
-from kpolicy.settings import Settings
+from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchShape
 from kpolicy.testing.strategies import cost_tables, shapes
 
@@ -95,6 +96,21 @@ def test_decodes_ahead_that_make_long_gaps_more_say_so() -> None:
     told = Engine("auto", attention="gqa", ladder=[8, 1024], objective="latency")
     verdicts = [each.verdict for each in told.explain(shape).considered if each.label == "split/decodes_beside"]
     assert any(each.startswith("more of the longest gaps, those above 1,000 us") for each in verdicts)
+
+
+def test_ways_left_out_for_their_gaps_bound_no_other_and_others_are_told_apart() -> None:
+    """Of a short `gap_tail_us` only several decode steps are told; what they take for the prompt delays nothing."""
+    shape = BatchShape(decodes=[(1, 8)], prefills=[(600, 0)], max_decode_steps=4, facts={"gap_tail_us": 1})
+    for limit in (1.0, 1.05, 100.0):
+        objective = Objective(step_weight=0.0, gap_weight=1.0, first_token_limit=limit)
+        told = Engine("auto", attention="gqa", ladder=[8, 1024], objective=objective)
+        ways = told.explain(shape).considered
+        several = [each for each in ways if re.search(r" x\d+;", each.launches)]
+        assert several
+        for each in ways:
+            if each.verdict.startswith("more of the longest gaps"):
+                assert each in several
+    assert not any(each.verdict.startswith("delays the prefill rows") for each in ways)
 
 
 def test_text_html_and_json_say_the_same() -> None:

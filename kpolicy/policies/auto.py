@@ -31,7 +31,7 @@ from kpolicy.shapes import BatchNumbers, BatchShape
 if TYPE_CHECKING:
     from kpolicy.policies.auto_tables import AutoTables
 
-__all__ = ["AutoPolicy", "cheapest", "choose", "rate"]
+__all__ = ["AutoPolicy", "cheapest", "choose", "in_tail", "rate"]
 
 
 def _forms(forms: Iterable[SplitForm | str] | str) -> tuple[SplitForm, ...]:
@@ -121,7 +121,7 @@ def _least(
 ) -> tuple[Way, Reason]:
     """The lowest score; the shorter cycle where scores are equal, then the earlier way."""
     objective = context.objective
-    considered = [i for i, cost in enumerate(costs) if not _in_tail(ways[i], cost, numbers)] or range(len(ways))
+    considered = [i for i, cost in enumerate(costs) if not in_tail(ways[i], cost, numbers)] or range(len(ways))
     shortest_us = min(costs[i].cycle_us for i in considered)
     limit = objective.first_token_limit * shortest_us if numbers.num_prefills else float("inf")
     ranked = [
@@ -135,9 +135,9 @@ def _least(
     return best, Reason.CHEAPEST_MEASURED if context.costs.measured else Reason.CHEAPEST_ANALYTIC
 
 
-def _in_tail(way: Way, cost: Cost, numbers: BatchNumbers) -> bool:
+def in_tail(way: Way, cost: Cost, numbers: BatchNumbers) -> bool:
     """Whether several decode steps would each be among the longest gaps: one step has one of them, and not several."""
-    return cost.gap_us > numbers.gap_tail_us and way.launches[0].repeat > 1
+    return cost.gap_us > numbers.gap_tail_us and bool(way.launches) and way.launches[0].repeat > 1
 
 
 def _miss(numbers: BatchNumbers, context: PolicyContext) -> Reason:
