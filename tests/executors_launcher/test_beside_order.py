@@ -49,7 +49,7 @@ def test_a_half_beside_is_staged_after_the_steps_before(
 
     monkeypatch.setattr(adapter, "on", noted)
     monkeypatch.setattr(adapter, "wait", lambda event: (calls.append(event), wait(event)))
-    monkeypatch.setattr(adapter, "commit", lambda: (calls.append("commit"), commit()))
+    monkeypatch.setattr(adapter, "commit", lambda until: (calls.append("commit"), commit(until)))
     executor.run(decision, inputs)
     beside = calls[calls.index("on") : calls.index("off")]
     assert beside == ["on", launcher._started, "commit"]
