@@ -64,22 +64,29 @@ def prefill_can_run_0_5_16(original: Any, runner: Any, forward_batch: Any) -> An
     if not phase.replays(size):
         phase.ran(size, forward_batch)
         return False
+    can_run = _without_limit(phase, original, runner, forward_batch)
+    if can_run:
+        phase.ran(size, forward_batch)
+        return can_run
+    return _refused(phase, runner, forward_batch, size)
+
+
+def _without_limit(phase: Phase, original: Any, runner: Any, forward_batch: Any) -> Any:
+    """SGLang's answer without its limit on padding, which is looked for once; a limit that isn't found stays."""
     names = phase.names
     if names is None:
         names = phase.names = _names(runner, original)
         if not names:
             missing = LookupError(f"SGLang's rule has no {_FACTOR}")
             phase.failures.note("lifting SGLang's limit on padding", missing, then="the limit stays")
+        elif not phase.coupled:
+            _past_hook(runner)
     limit = names.get(_FACTOR)
     names[_FACTOR] = _NO_LIMIT
     try:
-        can_run = original(runner, forward_batch)
+        return original(runner, forward_batch)
     finally:
         names[_FACTOR] = limit
-    if can_run:
-        phase.ran(size, forward_batch)
-        return can_run
-    return _refused(phase, runner, forward_batch, size)
 
 
 def _names(runner: Any, rule: Any) -> dict[str, Any]:
@@ -114,17 +121,7 @@ def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
     if not phase.replays(size):
         phase.ran(size, forward_batch)
         return False
-    names = phase.names
-    if names is None:
-        names = phase.names = _names(runner, original)
-        if names and not phase.coupled:
-            _past_hook(runner)
-    limit = names.get(_FACTOR)
-    names[_FACTOR] = _NO_LIMIT
-    try:
-        can_run = original(runner, forward_batch)
-    finally:
-        names[_FACTOR] = limit
+    can_run = _without_limit(phase, original, runner, forward_batch)
     if can_run:
         phase.ran(size, forward_batch)
         return can_run

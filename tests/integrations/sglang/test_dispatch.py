@@ -302,7 +302,8 @@ def test_no_of_sglangs_limit_is_this_ranks_own():
     assert (line.mode, line.reason) == ("eager", "padding_over_limit")
 
 
-def test_limit_on_padding_that_is_not_there(caplog):
+@pytest.mark.parametrize("hook", [dispatch.prefill_can_run_0_5_16, dispatch.prefill_can_run])
+def test_limit_on_padding_that_is_not_there(hook, caplog):
     """A rule without the limit, of another plugin's class, is asked as it is; that is said once."""
     phase = phase_of(PREFILL)
     runner = runner_of(phase)
@@ -310,7 +311,7 @@ def test_limit_on_padding_that_is_not_there(caplog):
     limit = names.pop("_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR")
     try:
         for _ in range(2):
-            assert dispatch.prefill_can_run_0_5_16(always(True), runner, batch_of(3))
+            assert hook(always(True), runner, batch_of(3))
     finally:
         names["_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"] = limit
     assert caplog.text.count("the limit stays") == 1

@@ -99,8 +99,8 @@ def test_case_that_fails_on_one_rank_is_measured_on_none(how):
     assert runners[0].steps == runners[1].steps
 
 
-def test_ranks_of_other_speeds_time_the_same_cases(monkeypatch):
-    """What the allowance has room for is by rank 0's times: a step that one runs and the other doesn't would hang."""
+def measured_by_two(monkeypatch, seconds, allowed_s):
+    """The costs of two ranks whose steps take so many seconds each, and which may measure so long by themselves."""
     local = threading.local()
     monkeypatch.setattr(bench.time, "perf_counter", lambda: getattr(local, "now_s", 0.0))
     runners = [Runner(), Runner()]
@@ -108,39 +108,28 @@ def test_ranks_of_other_speeds_time_the_same_cases(monkeypatch):
     def work(rank, ranks):
         def forward(size):
             runners[rank].steps.append(size)
-            local.now_s = getattr(local, "now_s", 0.0) + (0.03, 0.0001)[rank]
+            local.now_s = getattr(local, "now_s", 0.0) + seconds[rank]
 
         runners[rank].forward = forward
-        made = state(calibrate_seconds=1)
+        made = state(calibrate_seconds=allowed_s[rank])
         made.phases = {DECODE: Phase(DECODE, tuple(range(1, 65)), 64, full=True)}
         return calibrate.cost_tables(runners[rank], made, ranks)
 
     found = both(work)
     assert found[0] == found[1]
     assert runners[0].steps == runners[1].steps
-    assert 2 < len(found[0][DECODE].full.sizes) < len(calibrate._apart(range(1, 65)))
+    return found[0][DECODE].full.sizes
+
+
+def test_ranks_of_other_speeds_time_the_same_cases(monkeypatch):
+    """What the allowance has room for is by rank 0's times: a step that one runs and the other doesn't would hang."""
+    sizes = measured_by_two(monkeypatch, seconds=(0.03, 0.0001), allowed_s=(1, 1))
+    assert 2 < len(sizes) < len(calibrate._apart(range(1, 65)))
 
 
 def test_what_measuring_may_take_is_rank_zeros(monkeypatch):
     """Each counts by its own captures what that was."""
-    local = threading.local()
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: getattr(local, "now_s", 0.0))
-    runners = [Runner(), Runner()]
-
-    def work(rank, ranks):
-        def forward(size):
-            runners[rank].steps.append(size)
-            local.now_s = getattr(local, "now_s", 0.0) + 0.03
-
-        runners[rank].forward = forward
-        made = state(calibrate_seconds=(1, 0.01)[rank])
-        made.phases = {DECODE: Phase(DECODE, tuple(range(1, 65)), 64, full=True)}
-        return calibrate.cost_tables(runners[rank], made, ranks)
-
-    found = both(work)
-    assert found[0] == found[1]
-    assert runners[0].steps == runners[1].steps
-    assert len(found[0][DECODE].full.sizes) > 3
+    assert len(measured_by_two(monkeypatch, seconds=(0.03, 0.03), allowed_s=(1, 0.01))) > 3
 
 
 def test_long_prompts_are_rank_zeros(monkeypatch):
