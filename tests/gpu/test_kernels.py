@@ -80,6 +80,7 @@ def close(mine: torch.Tensor, right: torch.Tensor, num_tokens: int) -> None:
     assert not mine[num_tokens:].any(), "padding isn't zero"
 
 
+@pytest.mark.parametrize("pad_tokens", [0, 7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(
@@ -87,9 +88,9 @@ def close(mine: torch.Tensor, right: torch.Tensor, num_tokens: int) -> None:
     [(14, 2, 64, 0, 0.0), (8, 8, 80, 0, 0.0), (32, 8, 128, 0, 0.0), (4, 2, 256, 100, 3.0)],
 )
 def test_paged(
-    name: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int, softcap: float
+    name: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int, softcap: float, pad_tokens: int
 ) -> None:  # fmt: skip
-    rows, layout, pages, num_tokens, uniform = rows_of(name, "cuda")
+    rows, layout, pages, num_tokens, uniform = rows_of(name, "cuda", pad_tokens=pad_tokens)
     generator = torch.Generator("cuda").manual_seed(0)
     caches = [torch.randn(pages * PAGE + 1, kv_heads, dim, generator=generator, device="cuda").to(dtype) for _ in "kv"]
     for cache in caches:
@@ -103,6 +104,9 @@ def test_paged(
         chosen.append(choose_kernels(GPU, "flashinfer"))
     for kernels in chosen:
         for known in ((None, uniform), (layout, uniform), (layout, None), (None, None)):
+            # What memory held before must not be what padding holds after.
+            left = torch.full((num_tokens, heads, dim), float("nan"), device="cuda", dtype=dtype)
+            del left
             close(kernels.attend(step_of(rows, *known), spec, query, rows, *caches), right, real)
 
 

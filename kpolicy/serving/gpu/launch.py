@@ -17,15 +17,17 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def launch(
-    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: tuple[Any, ...], **options: int
+    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: tuple[Any, ...],
+    sizes: tuple[int, ...] = (), **options: int,
 ) -> None:  # fmt: skip
     """Launch a kernel on the current stream.
 
     Args:
-        kernel: a function under ``triton.jit``, its parameters those of `args`, then those of `constants`.
+        kernel: a function under ``triton.jit``, its parameters those of `args`, of `sizes` and of `constants`.
         grid: programs.
         args: tensors and numbers.
         constants: compile-time arguments.
+        sizes: numbers that the kernel names in its ``do_not_specialize``: what is compiled doesn't depend on them.
         **options: ``num_warps`` and ``num_stages``; functions of the constants.
     """
     key = (kernel, constants, *[
@@ -34,9 +36,9 @@ def launch(
     ])  # fmt: skip
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[grid](*args, *constants)
+        compiled[grid](*args, *sizes, *constants)
         return
-    made = kernel[grid](*args, *constants, **options)
+    made = kernel[grid](*args, *sizes, *constants, **options)
     # Triton's interpreter compiles nothing.
     if made is not None:
         _compiled[key] = made

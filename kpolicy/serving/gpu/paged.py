@@ -103,8 +103,17 @@ def _softcapped(scores, softcap):
 
 
 @triton.jit
+def _tokens_of(starts_ptr, row, num_reqs, QUERY_LEN: tl.constexpr):
+    """(first token, tokens) of a row. Rows after the last are the padding's, which follows rows of `QUERY_LEN` each."""
+    real = row < num_reqs
+    start = tl.load(starts_ptr + row, mask=real, other=0)
+    query_len = tl.load(starts_ptr + row + 1, mask=real, other=QUERY_LEN) - start
+    return tl.where(real, start, row * QUERY_LEN), query_len
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr,
-            scale, softcap, q_stride_t, q_stride_h, k_stride, v_stride, table_stride,
+            scale, softcap, q_stride_t, q_stride_h, k_stride, v_stride, table_stride, num_reqs, num_tokens,
             NUM_KV_HEADS: tl.constexpr, SHARE: tl.constexpr, QUERY_LEN: tl.constexpr, HEAD_DIM: tl.constexpr,
             VALUE_DIM: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -112,16 +121,15 @@ def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, q_ptr, k_ptr, v_ptr, table_ptr, 
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    start = tl.load(starts_ptr + row)
-    query_len = tl.load(starts_ptr + row + 1) - start
+    start, query_len = _tokens_of(starts_ptr, row, num_reqs, QUERY_LEN)
     if (query_len == 0) | (query_len > QUERY_LEN):
         return
-    kv_len = tl.load(lens_ptr + row)
+    kv_len = tl.load(lens_ptr + row, mask=row < num_reqs, other=0)
     m = tl.arange(0, BLOCK_M)
     t = m // SHARE
     head = kv_head * SHARE + m % SHARE
-    m_ok = t < query_len
     token = (start + t).to(tl.int64)
+    m_ok = (t < query_len) & (token < num_tokens)
     d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     q = tl.load(
         q_ptr + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d[None, :],
@@ -177,14 +185,14 @@ def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, q_ptr, k_ptr, v_ptr, table_ptr, 
         tl.store(mid_ptr + place[:, None] * DV_PAD + dv[None, :], acc)
 
 
-@triton.jit
-def _combine(out_ptr, mid_ptr, max_ptr, sum_ptr, starts_ptr,
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
+def _combine(out_ptr, mid_ptr, max_ptr, sum_ptr, starts_ptr, num_reqs, num_tokens,
              NUM_KV_HEADS: tl.constexpr, SHARE: tl.constexpr, QUERY_LEN: tl.constexpr, VALUE_DIM: tl.constexpr,
              DV_PAD: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    start = tl.load(starts_ptr + row)
-    query_len = tl.load(starts_ptr + row + 1) - start
+    real = row < num_reqs
+    start, query_len = _tokens_of(starts_ptr, row, num_reqs, QUERY_LEN)
     if (query_len == 0) | (query_len > QUERY_LEN):
         return
     m = tl.arange(0, BLOCK_M)
@@ -193,21 +201,22 @@ def _combine(out_ptr, mid_ptr, max_ptr, sum_ptr, starts_ptr,
     first = (row * NUM_KV_HEADS + kv_head) * SPLITS * BLOCK_M + m
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for split in range(SPLITS):
-        best = tl.maximum(best, tl.load(max_ptr + first + split * BLOCK_M))
+        best = tl.maximum(best, tl.load(max_ptr + first + split * BLOCK_M, mask=real, other=float("-inf")))
     safe = tl.where(best == float("-inf"), 0.0, best)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
     for split in range(SPLITS):
         place = first + split * BLOCK_M
-        weight = tl.exp2(tl.load(max_ptr + place) - safe)
-        total += weight * tl.load(sum_ptr + place)
-        acc += weight[:, None] * tl.load(mid_ptr + place[:, None] * DV_PAD + dv[None, :])
+        weight = tl.exp2(tl.load(max_ptr + place, mask=real, other=0.0) - safe)
+        total += weight * tl.load(sum_ptr + place, mask=real, other=0.0)
+        acc += weight[:, None] * tl.load(mid_ptr + place[:, None] * DV_PAD + dv[None, :], mask=real, other=0.0)
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     token = (start + t).to(tl.int64)
+    m_ok = (t < query_len) & (token < num_tokens)
     head = kv_head * SHARE + m % SHARE
     tl.store(
         out_ptr + (token[:, None] * (NUM_KV_HEADS * SHARE) + head[:, None]) * VALUE_DIM + dv[None, :],
-        out.to(out_ptr.dtype.element_ty), mask=(t < query_len)[:, None] & (dv < VALUE_DIM)[None, :],
+        out.to(out_ptr.dtype.element_ty), mask=m_ok[:, None] & (dv < VALUE_DIM)[None, :],
     )  # fmt: skip
 
 
@@ -266,8 +275,8 @@ def _prefill_keys(acc, best, total, q, at, begin, end, kv_len, row, kv_head, k_p
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
-def _prefill(out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr, num_reqs, scale, softcap,
-             q_stride_t, q_stride_h, k_stride, v_stride, table_stride,
+def _prefill(out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr, scale, softcap,
+             q_stride_t, q_stride_h, k_stride, v_stride, table_stride, num_reqs,
              NUM_HEADS: tl.constexpr, SHARE: tl.constexpr, LEAST: tl.constexpr, HEAD_DIM: tl.constexpr,
              VALUE_DIM: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
              WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -346,7 +355,7 @@ def paged_attention(
         softcap: c in ``c * tanh(score / c)``; 0 for none.
         decode_len: rows of at most this many query tokens go to the decode kernel, longer ones to the prefill kernel.
         decodes: whether there may be rows for the decode kernel.
-        prefills: whether there may be rows for the prefill kernel.
+        prefills: whether there may be rows for the prefill kernel; without, every row has `decode_len` query tokens.
         few: few of the padded rows are likely decodes, as in a mixed batch whose rows the host doesn't know. Their KV
             is shared out among more programs than would fill the device if all were.
 
@@ -358,9 +367,8 @@ def paged_attention(
     table, num_reqs = rows.block_table, rows.kv_lens.shape[0]
     if query.stride(2) != 1:
         query = query.contiguous()
-    # Where every token is a decode row's, the decode kernel writes them all.
-    whole = not prefills and num_tokens == num_reqs * decode_len
-    out = (torch.empty if whole else torch.zeros)(
+    # Without prompts the decode kernel clears what is padding: clearing all first would be one launch more a layer.
+    out = (torch.zeros if prefills or not num_reqs else torch.empty)(
         (num_tokens, num_heads, value_dim), dtype=query.dtype, device=query.device
     )  # fmt: skip
     if not num_reqs:
@@ -372,6 +380,7 @@ def paged_attention(
     )  # fmt: skip
     if decodes:
         splits, block_m, constants = _decode_plan(model, num_reqs, decode_len, table.shape[1], few)
+        written = num_reqs if prefills else triton.cdiv(num_tokens, decode_len)
         mid = most = total = out
         if splits > 1:
             # One allocation: sums of values, then maxima and sums of weights.
@@ -380,24 +389,23 @@ def paged_attention(
             scratch = torch.empty(count * (dv_pad + 2), dtype=torch.float32, device=query.device)
             mid, most, total = scratch.split((count * dv_pad, count, count))
         launch(
-            _decode, (num_reqs, num_kv_heads, splits),
+            _decode, (written if splits == 1 else num_reqs, num_kv_heads, splits),
             (out, mid, most, total, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, log2_scale, cap,
              *strides),
-            constants, num_warps=4, num_stages=2,
+            constants, (num_reqs, num_tokens), num_warps=4, num_stages=2,
         )  # fmt: skip
         if splits > 1:
             launch(
-                _combine, (num_reqs, num_kv_heads, 1), (out, mid, most, total, rows.query_starts),
+                _combine, (written, num_kv_heads, 1), (out, mid, most, total, rows.query_starts),
                 (num_kv_heads, num_heads // num_kv_heads, decode_len, value_dim, model.padded[1], splits, block_m),
-                num_warps=4,
+                (num_reqs, num_tokens), num_warps=4,
             )  # fmt: skip
     if prefills:
         block_m, num_warps, constants = _prefill_plan(model, decode_len + 1 if decodes else 1, num_tokens)
         launch(
             _prefill, (num_tokens // block_m + num_reqs, num_heads, 1),
-            (out, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, num_reqs, log2_scale, cap,
-             *strides),
-            constants, num_warps=num_warps, num_stages=2,
+            (out, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, log2_scale, cap, *strides),
+            constants, (num_reqs,), num_warps=num_warps, num_stages=2,
         )  # fmt: skip
     return out
 
