@@ -21,7 +21,7 @@ import attrs
 from kpolicy.budgets import Usage
 from kpolicy.decision import Launch
 from kpolicy.errors import ProfileError
-from kpolicy.host_speed import INTERPRETER
+from kpolicy.host_speed import INTERPRETER, launching_takes
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows
@@ -292,9 +292,9 @@ class CostTable:
     def at_host_speed(self, work_us: float | None) -> CostTable:
         """The table of a host on which the fixed work takes so long: the host's times and `step_us` change with it.
 
-        The work is that of `host_probe`.
-
-        Unchanged where either time wasn't noted.
+        The work is that of `host_probe`; by how much they change, `kpolicy.host_speed.launching_takes` tells, from the
+        speed that the table was measured at: a table brought to one speed and then to another isn't exact. Unchanged
+        where either time wasn't noted.
 
         Raises:
             ProfileError: the time is below 0.
@@ -303,8 +303,7 @@ class CostTable:
             raise ProfileError(f"host_work_us is {work_us}; it is microseconds from 0 up. Measure the steps again.")
         if not work_us or not self.host_work_us:
             return self
-        times = work_us / self.host_work_us
-
+        times = launching_takes(work_us / self.host_work_us)
         return attrs.evolve(
             self, step_us=self.step_us * times, host_work_us=work_us, host_full=self.host_full.times(times),
             host_piecewise=self.host_piecewise.times(times), host_eager=self.host_eager.times(times),

@@ -3,6 +3,8 @@
 Virtual machines share cores, whose speed changes by half for seconds at a time; a step that the host bounds changes
 with it. Noted while costs are measured and beside each step of a log, it tells a wrong cost from another host speed.
 
+Launching a step goes with it for the most part: see `launching_takes`.
+
 The work is a loop of the interpreter. Times of other work say nothing of it, so a table names what its times rest on:
 small copies to the device were tried, and took 13% longer in calibration than in a run (docs/benchmarks.md).
 """
@@ -13,13 +15,16 @@ import statistics
 import time
 from collections.abc import Sequence
 
-__all__ = ["INTERPRETER", "host_work_us", "steadied"]
+__all__ = ["INTERPRETER", "host_work_us", "launching_takes", "steadied"]
 
 INTERPRETER = "interpreter"
 """`host_work_us`, by name."""
 AROUND = 4
 """Times on either side of one that tell with it how fast the host was: one alone may be late"""
 _LOOPS, _RUNS = 600, 3
+_SLOWS = 0.85
+"""Share of the host's time for launching that goes with the work; what it waits for, such as the bus, doesn't.
+Taken from nine runs on hosts of H200s (docs/benchmarks.md)."""
 
 
 def host_work_us() -> float:
@@ -34,6 +39,14 @@ def host_work_us() -> float:
             total += i * i
         least = min(least, time.perf_counter() - start)
     return least * 1e6
+
+
+def launching_takes(times: float) -> float:
+    """How many times as long launching a step takes, where the fixed work takes `times` as long.
+
+    By the work alone steps on slow cores came out -3 to 13% too slow in eight runs, and 25 to 29% in one.
+    """
+    return 1 + _SLOWS * (times - 1)
 
 
 def steadied(noted: Sequence[float], around: int = AROUND) -> list[float]:

@@ -10,7 +10,7 @@ import pytest
 from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import ProfileError
-from kpolicy.host_speed import host_work_us, steadied
+from kpolicy.host_speed import host_work_us, launching_takes, steadied
 from kpolicy.modes import Mode, Rows
 from kpolicy.reasons import Reason
 from kpolicy.schemas import StepEntry
@@ -31,19 +31,31 @@ def test_the_least_of_three_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_work_us() == pytest.approx(40)
 
 
+def test_launching_slows_by_less_than_the_work() -> None:
+    assert [launching_takes(times) for times in (1.0, 1.5, 2.0, 3.0)] == pytest.approx([1.0, 1.425, 1.85, 2.7])
+    found = [launching_takes(tenths / 10) for tenths in range(1, 50)]
+    assert found == sorted(set(found))
+    assert found[0] > 0
+
+
 def test_a_slower_host_changes_the_hosts_times_alone() -> None:
-    costs = attrs.evolve(COSTS, eager_new_us=200.0)
+    """The work takes half as long again, launching 1.425 times as long."""
+    costs = attrs.evolve(COSTS, eager_new_us=200.0, first_pieces_us=70.0)
     slow = costs.at_host_speed(60.0)
-    assert slow.step_us == pytest.approx(1.5 * costs.step_us)
-    assert slow.eager_new_us == pytest.approx(1.5 * costs.eager_new_us)
+    assert slow.host_work_us == 60
+    for name in ("step_us", "eager_new_us", "first_pieces_us"):
+        assert getattr(slow, name) == pytest.approx(1.425 * getattr(costs, name))
     for name in ("host_full", "host_piecewise", "host_eager"):
         before, now = getattr(costs, name), getattr(slow, name)
         for part in ("base_us", "req_us", "decode_us", "prefill_us"):
-            assert getattr(now, part) == pytest.approx(1.5 * getattr(before, part))
+            assert getattr(now, part) == pytest.approx(1.425 * getattr(before, part))
     assert (slow.full, slow.piecewise, slow.eager) == (costs.full, costs.piecewise, costs.eager)
     assert slow.decode_attention == costs.decode_attention
-    back = slow.at_host_speed(40.0)
-    assert back.step_us == pytest.approx(costs.step_us)
+    assert costs.at_host_speed(40.0) == costs
+    quick = costs.at_host_speed(20.0)
+    assert quick.step_us == pytest.approx(0.575 * costs.step_us)
+    # The law starts from the speed that a table was measured at.
+    assert slow.at_host_speed(40.0).step_us == pytest.approx(1.02125 * costs.step_us)
 
 
 @pytest.mark.parametrize(("noted", "now"), [(0.0, 60.0), (40.0, None), (40.0, 0.0)])
@@ -57,15 +69,15 @@ def test_fidelity_holds_a_step_to_the_host_as_it_was() -> None:
     shape = BatchShape(decodes=[(1, 4)], decode_kv_tokens=256, max_kv_len=64)
     launches = (Launch(Rows.ALL, None),)
     plain = costs.cost(launches, shape.numbers)
-    # The slow host bounds the step; its times are half as long again.
-    slow_us = 1.5 * (plain.host_us + costs.step_us)
+    # The slow host bounds the step; its times are 1.425 times as long.
+    slow_us = 1.425 * (plain.host_us + costs.step_us)
     decision = Decision(Mode.EAGER, launches, Reason.ONLY_LEGAL, None)
     noted = StepEntry.of(0, shape, decision, cycle_us=slow_us, host_work_us=60.0)
     assert plain.host_us > plain.device_us
     assert expected_cost(noted, costs).cycle_us == pytest.approx(slow_us)
     assert fidelity([noted], costs)[-1].error == pytest.approx(0, abs=1e-9)
     unnoted = attrs.evolve(noted, host_work_us=None)
-    assert fidelity([unnoted], costs)[-1].error == pytest.approx(1 / 3)
+    assert fidelity([unnoted], costs)[-1].error == pytest.approx(1 - 1 / 1.425)
 
 
 def test_a_time_below_0_is_an_error_that_names_it() -> None:

@@ -49,11 +49,14 @@ def test_nothing_is_taken_off_where_nothing_tells() -> None:
 
 
 def test_samples_that_were_interrupted_tell_nothing() -> None:
-    """A stall makes the host bound a step that it doesn't; its samples are at the host's usual speed."""
+    """A stall makes the host bound a step that it doesn't; its samples are at the host's usual speed.
+
+    On the slow core the step takes 1.85 times as long, as the work takes twice as long.
+    """
     usual, stalled, slow = (
         (5300.0, 2000.0, 5000.0, 20.0),
         (9000.0, 52000.0, 5000.0, 20.0),
-        (5960.0, 6000.0, 400.0, 40.0),
+        (5513.0, 5550.0, 400.0, 40.0),
     )
     bench = made((PIECES, [usual, usual, usual, stalled]), (PIECES, [(2980.0, 3000.0, 400.0, 20.0), slow]))
     assert bench.host_work_us == 20

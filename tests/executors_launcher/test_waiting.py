@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
+from kpolicy.costs import HostCost, analytic_costs
 from kpolicy.decision import Launch
 from kpolicy.executors.calibrate import bench as module
 from kpolicy.executors.calibrate.bench import Bench
@@ -61,6 +63,26 @@ def test_the_hosts_speed_is_taken_out_of_it() -> None:
     bench = made((PIECES, [quick, slow, slow]))
     assert bench.host_work_us == 30
     assert bench.waited(1.5 * STEP_US) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("work_us", [10.0, 20.0, 30.0, 45.0, 60.0])
+def test_a_table_at_a_samples_speed_has_the_samples_time(work_us: float) -> None:
+    """Calibration brings samples to the usual speed, 30 us here, and `at_host_speed` a table to another: inversely."""
+    usual = (5000.0, 4000.0, 3000.0, 30.0)
+    bench = made((PIECES, [(2500.0, 2150.0, 900.0, work_us)]), (PIECES, [usual, usual]))
+    assert bench.host_work_us == 30
+    assert bench.host_us(1) == 4000
+    found = attrs.evolve(
+        analytic_costs(), host_work_us=30.0, host_piecewise=HostCost(bench.host_us(0)), step_us=bench.rest_us(0)
+    ).at_host_speed(work_us)
+    assert (found.host_piecewise.base_us, found.step_us) == (pytest.approx(2150), pytest.approx(350))
+
+
+@pytest.mark.parametrize(("work_us", "host_us"), [(20.0, 4300.0), (30.0, 6000.0), (60.0, 11_100.0)])
+def test_samples_of_another_speed_have_the_usual_speeds_time(work_us: float, host_us: float) -> None:
+    """Launching that takes 6 ms while the work takes 30 us takes 1.85 times that at 60 us, and 4.3 ms at 20."""
+    bench = made((PIECES, [(9000.0, host_us, 900.0, work_us)]), (PIECES, [(5000.0, 4000.0, 3000.0, 30.0)] * 2))
+    assert bench.host_us(0) == pytest.approx(6000)
 
 
 def test_a_late_note_is_not_the_hosts_speed() -> None:

@@ -13,6 +13,7 @@ from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.decision import Decision, Launch
 from kpolicy.executors.calibrate import Calibration, bench
 from kpolicy.executors.calibrate.table import NOISE, _not_above, _steady
+from kpolicy.host_speed import launching_takes
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows
@@ -68,7 +69,7 @@ class Machine:
 
     @property
     def slower(self) -> float:
-        """How many times slower the host is just now: it changes every two hundred steps, and half are slow."""
+        """How many times slower the host's core is just now: it changes every two hundred steps, and half are slow."""
         return self._slow if random.Random(self._runs // 200).random() < 0.45 else 1.0  # noqa: S311
 
     def host_work_us(self) -> float:
@@ -95,7 +96,8 @@ class Machine:
         device = cost.device_us
         alone = self.busy <= self.now
         self.behind += not alone
-        host_us, self._rest_us = cost.host_us * self.slower, TRUE.step_us * self.slower
+        slower = launching_takes(self.slower)
+        host_us, self._rest_us = cost.host_us * slower, TRUE.step_us * slower
         begun, self.now = max(self.busy, self.now), self.now + host_us
         # Behind other work nothing is seen of the host, as long as it is done before that.
         lasts = max(device, host_us) + self._together * min(device, host_us) if alone else device
@@ -163,7 +165,7 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_host_whose_speed_changes_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In almost half of the steps it takes 1.6 times as long for everything; the table is the quick host's."""
+    """In almost half of the steps the fixed work takes 1.6 times as long; the table is the quick host's."""
     found, _ = calibrated(monkeypatch, slow=1.6)
     assert found.host_work_us == WORK_US
     assert found.step_us == pytest.approx(TRUE.step_us, rel=0.01)

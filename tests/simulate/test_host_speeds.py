@@ -7,6 +7,7 @@ import pytest
 
 from kpolicy.costs import CostTable
 from kpolicy.errors import ConfigError
+from kpolicy.host_speed import launching_takes
 from kpolicy.simulate import SimResult, SimStep, simulate
 from kpolicy.simulate.host_state import HostSpeeds
 
@@ -52,7 +53,7 @@ def test_decisions_rest_on_the_table_as_it_was_measured() -> None:
     served("auto", speeds=HostSpeeds([(0.0, 60.0)]), steps=slow)
     first = [(each.decision, each.step.numbers) for each in (plain[0], slow[0])]
     assert first[0] == first[1]
-    assert slow[0].host_us == pytest.approx(3 * plain[0].host_us)
+    assert slow[0].host_us == pytest.approx(launching_takes(3) * plain[0].host_us)
     assert slow[0].device_us == plain[0].device_us
 
 
@@ -66,4 +67,4 @@ def test_steps_take_the_speed_of_their_time() -> None:
     before = [each for each in plain if each.start_us < middle - 1]
     assert [each.cycle_us for each in steps[: len(before)]] == [each.cycle_us for each in before]
     after = steps[len(before)]
-    assert after.host_us == pytest.approx(2.5 * plain[len(before)].host_us)
+    assert after.host_us == pytest.approx(launching_takes(2.5) * plain[len(before)].host_us)

@@ -9,6 +9,7 @@ import pytest
 
 from kpolicy.decision import Launch
 from kpolicy.errors import ProfileError
+from kpolicy.host_speed import launching_takes
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
 from kpolicy.schemas import Profile, dumps
@@ -63,16 +64,17 @@ WAITS = 0.5 * 0.5 * COSTS.host_piecewise.base_for(decodes=True, prefills=True)
 
 @pytest.mark.parametrize("slower", [1.0, 2.0])
 def test_the_device_waits_for_the_first_pieces_by_what_ran_before(slower: float) -> None:
-    """After another mode half of what launching takes more, in a row as much less; of a slower host more of either.
+    """After another mode half of what launching takes more, in a row as much less.
 
-    Whole graphs and eager steps don't have it so.
+    Of a slower host it is more of either. Whole graphs and eager steps don't have it so.
     """
     shown, numbers = attrs.evolve(SHOWN, host_work_us=20.0), BatchShape.decode(4).numbers
+    times = launching_takes(slower)
     for mode, launches, waits in ((Mode.PIECEWISE, PIECES, WAITS), (Mode.FULL, FULL, 0.0), (Mode.EAGER, EAGER, 0.0)):
         state, alone = HostState(shown), shown.cost(launches, numbers).device_us
         tables = [state.table(mode, launches, numbers).at_host_speed(slower * 20) for _ in range(2)]
         found = [table.cost(launches, numbers).device_us for table in tables]
-        assert found == pytest.approx([alone + slower * waits, max(alone - slower * waits, 0.0)])
+        assert found == pytest.approx([alone + times * waits, max(alone - times * waits, 0.0)])
 
 
 def test_no_file_has_what_ran_before() -> None:

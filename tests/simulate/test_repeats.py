@@ -8,6 +8,7 @@ import pytest
 from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import ConfigError
+from kpolicy.host_speed import launching_takes
 from kpolicy.modes import Mode, Rows
 from kpolicy.reasons import Reason
 from kpolicy.schemas import StepEntry
@@ -30,6 +31,8 @@ def step(which: int, us: float, work_us: float = 20.0) -> StepEntry:
     return StepEntry.of(which, shape, decision, cycle_us=us, host_work_us=work_us)
 
 
+SLOW_US = 500 * launching_takes(1.5)
+"""By the table, of a step that the host bounds while the fixed work takes 30 us, half as long again"""
 RUN = [step(BOUND, 550.0), step(NOT, 1000.0), step(SOMETIMES, 900.0)]
 
 
@@ -63,8 +66,8 @@ def test_what_is_wrong_between_steps_stands_apart_from_what_all_have() -> None:
 
 
 def test_each_repeat_is_at_its_own_host_speed() -> None:
-    """Ten of a host that takes half as long again; the table as it is, is held to those at its own speed alone."""
-    slow = [step(BOUND, 750.0, 30.0) for _ in range(10)]
+    """Ten of a slow host; the table as it is, is held to those at its own speed alone."""
+    slow = [step(BOUND, SLOW_US, 30.0) for _ in range(10)]
     row = rows([*slow, *(step(BOUND, 520.0) for _ in range(10))])["host-bound"]
     assert row.error == pytest.approx(abs(0.5 * (1 + 500 / 520) - 1))
     assert (row.at_speed_steps, row.at_speed_error) == (1, pytest.approx(1 - 500 / 520))
@@ -94,8 +97,8 @@ def test_two_repeats_in_a_regime_are_too_few_though_the_step_ran_five_times() ->
 
 
 def test_repeats_on_quick_and_slow_hosts_stand_beside_each_other() -> None:
-    """Right by the table on a quick host, and a quarter too slow on one that takes half as long again."""
-    again = [step(BOUND, 500.0) for _ in range(3)] + [step(BOUND, 600.0, 30.0) for _ in range(3)]
+    """Right by the table on a quick host, and a quarter too slow on a slow one."""
+    again = [step(BOUND, 500.0) for _ in range(3)] + [step(BOUND, SLOW_US / 1.25, 30.0) for _ in range(3)]
     found = {row.host: row for row in repeated(RUN, again, COSTS) if row.regime == "host-bound"}
     assert {host: row.repeats for host, row in found.items()} == {"any": 6, "quick": 3, "slow": 3}
     assert found["quick"].error == pytest.approx(0)
@@ -106,7 +109,7 @@ def test_repeats_on_quick_and_slow_hosts_stand_beside_each_other() -> None:
 def test_the_hosts_speed_is_taken_from_a_pass_of_its_own() -> None:
     """The first step of a pass on a slow core has that one's speed, not the median of both passes."""
     run = [attrs.evolve(step(BOUND, 500.0), step=i) for i in range(8)]
-    passes = [(500.0, 20.0), (750.0, 30.0), (500.0, 20.0), (750.0, 30.0)]
+    passes = [(500.0, 20.0), (SLOW_US, 30.0), (500.0, 20.0), (SLOW_US, 30.0)]
     again = [attrs.evolve(step(BOUND, *each), step=i) for each in passes for i in range(8)]
     assert rows(again, run)["host-bound"].single_error == pytest.approx(0)
 

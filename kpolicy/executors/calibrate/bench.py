@@ -15,7 +15,7 @@ from kpolicy.decision import Decision, Launch
 from kpolicy.errors import StickyDeviceError
 from kpolicy.executors.base import StepInputs
 from kpolicy.executors.calibrate.one_speed import at_one_speed, error_of_one, typical
-from kpolicy.host_speed import host_work_us, steadied
+from kpolicy.host_speed import host_work_us, launching_takes, steadied
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.reasons import Reason
 from kpolicy.shapes import BatchShape
@@ -386,7 +386,7 @@ class Bench:
     def _slower(self) -> Callable[[_Times], float]:
         """How many times slower the host usually is than it was for a sample."""
         usual_us, work_us = self.host_work_us, self._work_us
-        return lambda sample: usual_us / work_us(sample) if sample.work else 1.0
+        return lambda sample: 1 / launching_takes(work_us(sample) / usual_us) if sample.work else 1.0
 
     def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
         """(device, host) microseconds, of which the longer and `step_us` make the whole step.
