@@ -68,8 +68,9 @@ def emit(engine: str, sizes: CaptureSizes, settings: Settings, *, policy: str | 
     replica, write = _WRITERS[engine]
     if not (sizes.decode or sizes.mixed or sizes.piecewise):
         raise ConfigError(
-            f"the plan captures nothing, and {engine} takes an empty list for none given. Raise the budget, or turn "
-            "graphs off in the engine."
+            f"the plan captures nothing, as no size pays by the costs given, and {engine} takes an empty list for none "
+            "given. Measure a profile if those costs were analytic, raise a budget that was given, or turn graphs off "
+            "in the engine."
         )
     name = policy.partition(":")[0] if policy else replica
     made: Any = get_policy(policy if policy and name == replica else replica)

@@ -153,7 +153,7 @@ def test_what_was_planned_for_another() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bad_input(engine: str) -> None:
     """Nothing to capture is an error; so is an engine that nobody knows."""
-    with pytest.raises(ConfigError, match="the plan captures nothing"):
+    with pytest.raises(ConfigError, match="the plan captures nothing, as no size pays"):
         emit(engine, CaptureSizes(()), SETTINGS)
     with pytest.raises(UnknownNameError, match=f"did you mean '{engine}'"):
         emit(f"{engine}x", one_list(1), SETTINGS)

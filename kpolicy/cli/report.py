@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,15 +85,16 @@ def report_command(
     turns = SimFiles(perfetto=perfetto).turns(specs, names)
     check_writable("--out", files_of("--out", out, ["report"], "report.html")[0])
     _check_folder(plots)
+    followed: list[Path] = []
     with progress_bar("requests", quiet=json) as shown:
         made = gather(
             loaded, specs, server=server, costs=model.costs, attention=deployment.support(),
             ladder=ladder_of(deployment.ladder, server.settings), objective=deployment.objective,
             budget=deployment.budget(), plan_budget=limits, most_sizes=most_sizes, seed=seed,
             setting=setting_lines(model, server, deployment), notes=model.notes,
-            observed=_observed(turns, specs, model.costs, server), progress=_told(shown),
+            observed=_observed(turns, specs, model.costs, server, followed), progress=_told(shown),
         )  # fmt: skip
-    written = _write(made, out, plots)
+    written = [*_write(made, out, plots), *followed]
     if json:
         print_json(_as_dict(made, written))
     else:
@@ -125,9 +126,19 @@ def _check_folder(folder: Path | None) -> None:
 
 
 def _observed(
-    turns: Sequence[SimTurn], specs: Sequence[str], costs: CostTable, server: Server
+    turns: Sequence[SimTurn], specs: Sequence[str], costs: CostTable, server: Server, followed: list[Path]
 ) -> Callable[[int, int], AbstractContextManager[OnStep | None]]:
-    return lambda i, j: turns[i * len(specs) + j].opened(specs[j], costs, server)
+    """What follows the run of a policy on a trace; its Perfetto trace, once whole, is added to `followed`."""
+
+    @contextmanager
+    def follow(i: int, j: int) -> Iterator[OnStep | None]:
+        turn = turns[i * len(specs) + j]
+        with turn.opened(specs[j], costs, server) as told:
+            yield told
+        if turn.perfetto is not None:
+            followed.append(turn.perfetto)
+
+    return follow
 
 
 def _told(shown: Progress) -> Callable[[str, int], Callable[[int], object]]:

@@ -140,7 +140,7 @@ class Trace:
         low = bisect.bisect_left(self.requests, start_s, key=_arrival)
         high = bisect.bisect_left(self.requests, start_s + duration_s, key=_arrival)
         moved = (_moved(request, request.arrival_s - start_s) for request in self.requests[low:high])
-        return self._but(f"from {start_s:g} s for {duration_s:g} s", moved)
+        return self._but(f"from {start_s:g} s " + ("on" if duration_s == math.inf else f"for {duration_s:g} s"), moved)
 
     def first(self, n: int) -> Trace:
         """The first n requests, or all if there are fewer.

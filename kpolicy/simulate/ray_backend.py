@@ -37,7 +37,7 @@ class RayBackend:
             try:
                 ray.init(address=self.address, log_to_driver=False, logging_level="ERROR")
             except Exception as error:  # noqa: BLE001 - whatever Ray raises, there is no cluster
-                raise _no_cluster(self.address, f"{type(error).__name__}: {str(error)[:200]}") from None
+                raise _no_cluster(self.address, f"{type(error).__name__}: {_why(error)}") from None
         try:
             # Traces and cost tables travel once; workers read them from the object store.
             shared = ray.put(common)

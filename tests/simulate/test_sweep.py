@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -318,6 +319,21 @@ def test_an_empty_sweep_cant_be_drawn(tmp_path: Path) -> None:
     """Where every case failed there is nothing to draw."""
     with pytest.raises(ConfigError, match="nothing to draw"):
         draw([], "gap-p50", tmp_path / "x.png")
+
+
+def test_no_ray_cluster_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Ray finds no cluster its reason is told, and what to do."""
+    from kpolicy.simulate import ray_backend
+
+    def init(**_given: object) -> None:
+        raise ConnectionError("Could not find\na running instance.")
+
+    found = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setattr(ray_backend, "load", lambda *_names, **_given: found)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=r"find a running instance\. Start one with"):
+        next(ray_backend.RayBackend().run([], common()))
 
 
 def test_ray_gives_what_local_processes_give(tmp_path: Path) -> None:
