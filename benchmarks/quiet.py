@@ -4,18 +4,22 @@ What a step launches from Python takes as long as the core that does it: beside 
 1.6 times as long, on virtual machines for seconds at a time. Each core's fixed work (`kpolicy.host_speed`) is timed in
 turn, several times over; the command gets the quickest ones, one hardware thread of each and not the first core, which
 serves interrupts, where there are others. Its libraries' own pools get one thread, so that none spins beside it, and it
-goes before other processes where this user may ask for that.
+goes before other processes where this user may ask for that. ``--follow`` goes on looking while it runs: a core turns
+slow for less than a second at a time, and the command's main thread moves to one that is quick then.
 
-The same by hand: ``OMP_NUM_THREADS=1 nice -n -10 taskset -c 3,5,8,11 kpolicy run ...``.
+The same by hand, but for that: ``OMP_NUM_THREADS=1 nice -n -10 taskset -c 3,5,8,11 kpolicy run ...``.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
+import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +30,8 @@ SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 FIRST = -10
 """Niceness asked for."""
+EVERY_S, LAST, SLOWER = 0.05, 3, 1.15
+"""`Follower`: seconds between looks, looks that tell a core's speed, and times as slow as another a core is left for"""
 
 
 def cores_of(text: str) -> frozenset[int]:
@@ -104,6 +110,52 @@ class Turns:
         return f"{'quick' if quick else 'slow'} core {core}, fixed work {statistics.median(times[core]):.1f} us"
 
 
+class Follower:
+    """Keeps the main thread of a process on a core that is quick, where others are slow for parts of a second.
+
+    A look takes each core some 0.1 ms, the process's own too: one step in some tens is that much longer.
+
+    Args:
+        pid: the process.
+        cores: those to choose from; this thread visits them all.
+
+    Attributes:
+        moves: how often it was moved.
+    """
+
+    def __init__(self, pid: int, cores: Sequence[int]) -> None:
+        self._pid = pid
+        self._times: dict[int, deque[float]] = {core: deque(maxlen=LAST) for core in cores}
+        self._at: int | None = None
+        self.moves = 0
+
+    def look(self) -> None:
+        """Time the fixed work once on each core, and move where another is quicker for some looks now.
+
+        Raises:
+            ProcessLookupError: the process is gone.
+        """
+        for core, times in self._times.items():
+            os.sched_setaffinity(0, {core})
+            times.append(host_work_us())
+        now = {core: list(times) for core, times in self._times.items()}
+        # A quick core is one that was quick in every one of the last looks.
+        best = quietest({core: [max(times)] for core, times in now.items()}, 1)[0]
+        if self._at is None or statistics.median(now[self._at]) > SLOWER * max(now[best]):
+            os.sched_setaffinity(self._pid, {best})
+            self.moves += self._at is not None
+            self._at = best
+
+    def follow(self, process: subprocess.Popen[bytes]) -> int:
+        """Look until the process ends; its exit code."""
+        while (code := process.poll()) is None:
+            # It may end between two calls.
+            with suppress(ProcessLookupError):
+                self.look()
+            time.sleep(EVERY_S)
+        return code
+
+
 def go_first() -> None:
     """Go before other processes, where this user may ask for that."""
     with suppress(OSError):
@@ -114,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", type=int, default=4, help="cores that the command gets (4)")
     parser.add_argument("--seconds", type=float, default=4.0, help="seconds for timing all cores (4)")
+    parser.add_argument("--follow", action="store_true", help="keep its main thread on a quick core while it runs")
     parser.add_argument("command", nargs="*", help="the command, after --; without one the cores are only shown")
     arguments = parser.parse_args(argv)
     if arguments.cores < 1 or arguments.seconds <= 0:
@@ -134,10 +187,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     go_first()
     os.environ.update(dict.fromkeys(POOLS, "1"))
     try:
+        if arguments.follow:
+            return _followed(arguments.command, cores)
         os.execvp(arguments.command[0], arguments.command)  # noqa: S606 - what it is for
     except OSError as error:
         sys.stderr.write(f"{arguments.command[0]} can't be run: {error.strerror}\n")
     return 2
+
+
+def _followed(command: Sequence[str], cores: Sequence[int]) -> int:
+    """Run a command under a `Follower`; its exit code, as a shell has it."""
+    process = subprocess.Popen(command)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda given, _: process.send_signal(given))
+    follower = Follower(process.pid, cores)
+    code = follower.follow(process)
+    sys.stderr.write(f"moved to a quicker core {follower.moves} times\n")
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,45 @@ def test_a_thread_goes_to_the_quickest_core_and_to_the_slowest(monkeypatch: pyte
     assert turns.move(quick=False) == "slow core 1, fixed work 31.0 us"
     assert moved == [{3}, {1}]
     assert os.sched_getaffinity(0) == before
+
+
+@linux
+def test_a_process_is_moved_off_a_core_that_stays_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, moved = [0], []
+    #                 look 1     2     3     4     5     6
+    times = {1: iter([20.0, 20.0, 40.0, 40.0, 40.0, 40.0]), 2: iter([30.0, 21.0, 21.0, 21.0, 21.0, 21.0])}
+    monkeypatch.setattr(quiet, "siblings", lambda core: {core})
+    monkeypatch.setattr(quiet, "host_work_us", lambda: next(times[here[0]]))
+
+    def pin(pid: int, cores: set[int]) -> None:
+        if pid:
+            moved.append((pid, set(cores)))
+        else:
+            here[:] = cores
+
+    monkeypatch.setattr(os, "sched_setaffinity", pin)
+    follower = quiet.Follower(77, [1, 2])
+    after = []
+    for _ in range(6):
+        follower.look()
+        after.append(len(moved))
+    # At once to the quick one; off it when it was slow in two of three looks and the other quick in all three.
+    assert moved == [(77, {1}), (77, {2})]
+    assert after == [1, 1, 1, 2, 2, 2]
+    assert follower.moves == 1
+
+
+@linux
+@pytest.mark.parametrize(("code", "seen"), [("import time; time.sleep(0.3)", 0), ("raise SystemExit(3)", 3)])
+def test_a_followed_command_ends_as_it_does(code: str, seen: int, capfd: pytest.CaptureFixture[str]) -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        words = ["--seconds", "0.05", "--follow", "--", sys.executable, "-c", code]
+        done = subprocess.run([sys.executable, "-m", "benchmarks.quiet", *words], check=False, timeout=60)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert done.returncode == seen
+    assert "moved to a quicker core" in capfd.readouterr().err
 
 
 @linux
