@@ -50,6 +50,7 @@ CAPTURES = {
 """The sides of each row of captures: SGLang's, ours."""
 DRAWS = {
     "trace": "of distinct sizes drawn from the trace", "alike": "of 1 to 256 requests alike",
+    "between": "of sizes that SGLang has graphs of and the plan hasn't",
     "": "of 8 or 12 sizes, runs to 4 and their plan",
 }  # fmt: skip
 NONE_SHARED: Mapping[int, int] = {}

@@ -6,6 +6,7 @@ Both sides are processes on the same GPU that stay up and take turns; who goes f
 
 - ``qwen``, ``dsv2``: single steps of Qwen2.5-0.5B and DeepSeek-V2-Lite shapes (decode, extend, mixed; random weights);
 - ``qwen-drawn``: steps of 0.5B of sizes drawn from the steps in ``--drawn``, with kpolicy's sizes and ``--plan``'s;
+- ``qwen-between``: steps of the sizes that SGLang captures and ``--plan`` has no graph of: those that pad furthest;
 - ``qwen-trace``: request throughput and gaps through SGLang's scheduler, the conversation trace at 600 requests, every
   token streamed; ``order`` is kpolicy with steps in SGLang's order;
 - ``qwen-mixed-trace``: with mixed chunks, at 64 requests; ``qwen-offline-trace``: as the first, nothing streamed;
@@ -45,7 +46,7 @@ from benchmarks.sglang.rows import LOADS, MODEL, rows, write  # noqa: E402
 
 SLICES = (
     "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-mixed-trace", "qwen-offline-trace", "dsv2-trace", "log",
-    "qwen-drawn", "dsv2-capture",
+    "qwen-drawn", "qwen-between", "dsv2-capture",
 )  # fmt: skip
 VARIANTS = {"order": {"KPOLICY_TURNS": "0"}}
 REQUESTS = {
@@ -186,30 +187,37 @@ class Run:
             **json.loads(self.given.args),
         }  # fmt: skip
 
-    def start(self, part: str, sides: dict[str, Side]) -> None:
-        """Start one after the other: captures are timed."""
+    def start(self, part: str, sides: dict[str, Side]) -> dict[str, dict[str, Any]]:
+        """Start one after the other: captures are timed. What each says of its start."""
         seconds = STARTS_S[part.partition("-")[0]]
+        said = {}
         for name, side in sides.items():
-            self.note(kind="start", part=part, side=name, **side.start(min(seconds, self.left_s)))
+            said[name] = side.start(min(seconds, self.left_s))
+            self.note(kind="start", part=part, side=name, **said[name])
         self.warm.add(MODEL[part.partition("-")[0]])
+        return said
 
 
 def steps(run: Run, part: str) -> None:
-    """Steps by kind and size, or those that are drawn, the sides in turn.
+    """Steps by kind and size, those that are drawn, or those that a plan pads further, the sides in turn.
 
     All sides stay up, and each waits on its standard input while another runs a few steps. Their main threads are on
     one core, which changes with the load: the cores of a virtual machine can differ, and change, by more than what is
     looked for.
     """
-    of_drawn = part == "qwen-drawn"
-    planned = {"planned": run.plan()} if of_drawn and run.plan() else NO_VARIANTS
+    of_list = part in STEPS
+    if part == "qwen-between" and not run.plan():
+        raise ValueError("qwen-between takes the sizes that a plan hasn't: give one with --plan")
+    planned = {"planned": run.plan()} if not of_list and run.plan() else NO_VARIANTS
     sides = run.sides(part, "steps", {"max_running_requests": 1024}, planned)
-    loads = drawn(run.given.drawn) if of_drawn else [("", *load) for load in STEPS[part]]
+    loads = [("", *load) for load in STEPS[part]] if of_list else []
     try:
-        run.start(part, sides)
+        said = run.start(part, sides)
+        if not of_list:
+            loads = drawn(run.given.drawn) if part == "qwen-drawn" else between(said["stock"], said["planned"])
         for turn in range(STEP_TURNS):
             for load in loads:
-                if not in_rounds(run, sides, (part, "drawn" if of_drawn else "step", *load), turn):
+                if not in_rounds(run, sides, (part, "step" if of_list else "drawn", *load), turn):
                     return
     finally:
         for side in sides.values():
@@ -251,6 +259,15 @@ def drawn(path: Path) -> list[tuple[str, str, int]]:
         sizes = rng.choices([int(size) for size in table], weights=table.values(), k=8)
         found += [("trace", kind, size) for size in sorted(set(sizes))]
     return [*found, *(("alike", "decode", rng.randint(low + 1, low + 32)) for low in range(0, 256, 32))]
+
+
+def between(stock: Mapping[str, Any], planned: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+    """Loads of exactly the sizes that SGLang has graphs of and a plan hasn't: all decodes, and every third prompt."""
+    decodes, prompts = (sorted(set(stock[sizes]) - set(planned[sizes])) for sizes in ("decode_sizes", "prefill_sizes"))
+    return [
+        *(("between", "decode", size) for size in decodes),
+        *(("between", "extend", size) for size in prompts[::-3]),
+    ]
 
 
 def requests_of(path: Path, count: int, longest: int, speed: float) -> list[tuple[float, int, int]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.sglang.check import passed
 from benchmarks.sglang.rows import _compared, capture_s, rows, write
 from benchmarks.sglang.server import since
-from benchmarks.sglang.stock_vs_kpolicy import beside
+from benchmarks.sglang.stock_vs_kpolicy import beside, between
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "sglang_stock_vs_kpolicy.json"
 TIMES = st.lists(st.floats(0.5, 10.0), min_size=2, max_size=6)
@@ -90,6 +90,21 @@ def test_a_drawn_size_has_an_interval_over_its_preparations():
     assert alone["low"] < alone["ratio"] < alone["high"]
     (over,) = [row for row in found.values() if "sizes" in row]
     assert (over["sizes"], over["low"], over["high"]) == (2, over["ratio"], over["ratio"])
+
+
+def test_sizes_that_a_plan_lacks_are_loads_of_their_own():
+    """They are those that pad further than with SGLang's list; rows say so, apart from sizes drawn."""
+    stock = {"decode_sizes": [1, 2, 4, 8], "prefill_sizes": [4, 8, 16, 32, 64, 128]}
+    loads = between(stock, {"decode_sizes": [4, 8], "prefill_sizes": [64, 128]})
+    assert loads == [("between", "decode", 1), ("between", "decode", 2), ("between", "extend", 32),
+                     ("between", "extend", 4)]  # fmt: skip
+    lines = [about()]
+    for draw, size in (("between", 2), ("alike", 3)):
+        lines += [drawn(side, size, 0, 10.0) | {"draw": draw} for side in ("stock", "planned")]
+    assert {row["load"] for row in rows(lines) if "sizes" not in row} == {
+        "decode 2 of sizes that SGLang has graphs of and the plan hasn't, planned sizes",
+        "decode 3 of 1 to 256 requests alike, planned sizes",
+    }
 
 
 def test_turns_of_one_preparation_count_once():
