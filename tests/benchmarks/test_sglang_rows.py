@@ -10,11 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.sglang.check import passed
+from benchmarks.sglang.make_profile import _stairs, profile
 from benchmarks.sglang.rows import _compared, capture_s, rows, write
 from benchmarks.sglang.server import since
 from benchmarks.sglang.stock_vs_kpolicy import beside, between
+from benchmarks.sglang.stock_vs_kpolicy import drawn as loads_of
+from kpolicy.schemas import read_plan, read_profile
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "sglang_stock_vs_kpolicy.json"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results" / "h200" / "sglang_stock_vs_kpolicy.json"
 TIMES = st.lists(st.floats(0.5, 10.0), min_size=2, max_size=6)
 
 
@@ -286,3 +290,33 @@ def test_published_rows():
             assert row["low"] is row["high"] is None
         else:
             assert row["low"] <= row["ratio"] <= row["high"] < math.inf
+
+
+def test_sizes_that_sglang_pads_last_as_long_as_the_graph():
+    """What follows one of SGLang's sizes has the next one's time, and a neighbour has its own only."""
+    assert _stairs([4, 8, 9, 16], [1.0, 2.0, 3.0, 4.0]) == ([4, 5, 8, 9, 10, 16], [1.0, 2.0, 2.0, 3.0, 4.0, 4.0])
+
+
+def test_profile_is_of_the_published_starts():
+    """The committed profile is what make_profile.py makes of the result file, and kpolicy's own sizes alone count."""
+    found, published = json.loads(RESULTS.read_text()), RESULTS.with_name("profile_sglang_qwen05b.json")
+    assert profile(found, [15, 16]) == read_profile(published)
+    for start in found["starts"]:
+        if start["side"] == "planned":
+            start["kpolicy"]["us"]["decode"]["graph"] = {"1": 1e6}
+    assert profile(found, [15, 16]) == read_profile(published)
+
+
+def test_published_plan_is_what_was_run():
+    """The committed plan rests on the committed profile, and its sizes and drawn.json's are those that run 21 had."""
+    found = json.loads(RESULTS.read_text())
+    plan = read_plan(RESULTS.with_name("plan_sglang_qwen05b.json"))
+    assert plan.costs_version == read_profile(RESULTS.with_name("profile_sglang_qwen05b.json")).costs.version
+    starts = [each for each in found["starts"] if (each["run"], each["side"]) == (21, "planned")]
+    assert starts
+    for each in starts:
+        assert each["decode_sizes"] == list(plan.sizes.decode)
+        assert each["prefill_sizes"] == list(plan.sizes.piecewise)
+    loads = [f"{kind} {size} of" for _, kind, size in loads_of(BENCHMARKS / "sglang" / "drawn.json")]
+    measured = [row["load"] for row in found["rows"] if row["run"] == 21 and "steps" not in row["load"]]
+    assert sorted(loads) == sorted(f"{load.partition(' of ')[0]} of" for load in measured if " of " in load)
