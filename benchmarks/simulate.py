@@ -6,8 +6,8 @@ Run from the repository root, on an otherwise idle machine::
 
 One process on one thread. Longer traces are the one trace again and again, read as it is served; each length has a
 process of its own, so that its memory is known. Seconds are of the processor, so that other work on the machine doesn't
-count. `stepwise` goes through the scheduler for every step: the ratio says
-what stretches of decode steps save, with the same result.
+count. `stepwise` goes through the scheduler for every step: the ratio says what stretches of decode steps save, with
+the same result. With drafts and with ranks the scheduler is always asked.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ from typing import Any
 import kpolicy
 from kpolicy.policies import OWN
 from kpolicy.scheduling.traces import Trace, TraceRequest, read_trace
+from kpolicy.settings import Settings
 from kpolicy.simulate import Server, simulate
 
 RESULT = Path(__file__).parent / "results" / "simulate.json"
 LENGTHS = (1_000, 10_000, 100_000, 1_000_000)
 DECISIONS = 10_000_000
+SCHEDULED = {
+    "3 drafts a row": Server(settings=Settings(max_num_reqs=256, max_num_tokens=2048, num_speculative_tokens=3)),
+    "2 ranks": Server(ranks=2),
+}
 
 
 def repeated(trace: Trace, num_requests: int) -> Iterator[TraceRequest]:
@@ -61,6 +66,21 @@ def whole(trace: Trace, policy: str) -> dict[str, Any]:
         "steps": result.steps,
         "us_per_step": round(seconds / result.steps * 1e6, 2),
         "stepwise_over_stretches": round(stepwise / seconds, 1),
+    }
+
+
+def scheduled(trace: Trace, policy: str, name: str) -> dict[str, Any]:
+    """One policy over the trace on a server whose scheduler is asked at every step."""
+    start = time.process_time()
+    result = simulate(trace, policy, server=SCHEDULED[name])
+    seconds = time.process_time() - start
+    return {
+        "policy": policy,
+        "server": name,
+        "seconds": round(seconds, 2),
+        "requests": result.served,
+        "steps": result.steps,
+        "us_per_step": round(seconds / result.steps * 1e6, 2),
     }
 
 
@@ -117,6 +137,8 @@ def main() -> int:
     for policy in sorted(OWN):
         wholes.append(whole(trace, policy))
         print(wholes[-1], flush=True)
+    through = [scheduled(trace, policy, name) for policy in ("auto", "vllm") for name in SCHEDULED]
+    print(through, flush=True)
     per_request = max(each["steps"] / each["requests"] for each in wholes if each["policy"] == "auto")
     enough = int(DECISIONS / per_request * 1.01)
     millions = [in_a_process(arguments.trace, policy, enough) for policy in ("auto", "vllm")]
@@ -132,6 +154,7 @@ def main() -> int:
             "cores": os.cpu_count(),
             "load_average_before": load,
             "whole_trace": wholes,
+            "through_the_scheduler": through,
             "ten_million_decisions": millions,
             "by_length": lengths,
             "us_per_step_longest_over_shortest": round(lengths[-1]["us_per_step"] / lengths[0]["us_per_step"], 2),
