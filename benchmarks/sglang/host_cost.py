@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -136,57 +137,111 @@ def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Cal
     return lambda: own(runner, batch), lambda: hooked(runner, batch)
 
 
-def scheduler(waiting: int, *, long: bool = False) -> tuple[Callable[[], Any], Callable[[], Any], Split]:
-    """A cycle of the scheduler while 300 decodes run, in turns with prompts where some wait, and what decides it.
+USUAL, LONG, MANY = 500, 4000, (512,) * 16
 
-    The queue stays as it is: each batch counts as a whole chunk of sixteen prompts, so that every second cycle is a
-    decode step's, and a burst goes on for ever.
+
+class Queue(NamedTuple):
+    """What waits when a batch of prompts is made, and what SGLang runs of it.
 
     Args:
-        waiting: prompts in the queue.
-        long: whether one of them is long.
+        waiting: tokens of the prompts in the queue.
+        runs: tokens of those that run.
+        cut: tokens of the prompt under way, and how many of them ran before.
+    """
+
+    waiting: tuple[int, ...]
+    runs: tuple[int, ...] = MANY
+    cut: tuple[int, int] | None = None
+
+
+IN_THE_MIDDLE = (USUAL,) * 4 + (LONG,) + (USUAL,) * 3
+QUEUES = {
+    "nothing waits": (Queue(()),),
+    "1 prompt waits, turns": (Queue((2 * USUAL,)),),
+    **{f"{count} prompts wait, turns": (Queue((USUAL,) * count),) for count in (4, 16)},
+    # A batch ends before the long prompt, which comes first in the next.
+    "8 prompts wait, one long, turns": (
+        Queue(IN_THE_MIDDLE, (USUAL,) * 4),
+        Queue((LONG,) + (USUAL,) * 7, (LONG, USUAL, USUAL)),
+    ),
+    "8 prompts wait, one long, behind one under way, turns": (
+        Queue(IN_THE_MIDDLE, (2000,) + (USUAL,) * 4, cut=(LONG, 2000)),
+    ),
+    **{f"{count} prompts wait, burst": (Queue((USUAL,) * count),) for count in (80, 300)},
+}
+WHERE = ", in the middle", ", first"
+
+
+def scheduler(*queues: Queue, follow: bool = True) -> tuple[Callable[[], Any], Callable[[], Any], Split]:
+    """A cycle of the scheduler while 300 decodes run, in turns with prompts where some wait, and what decides it.
+
+    Each queue is there for two cycles, a decode step's and that of its prompts, and other requests wait behind them,
+    so that nothing is known of before but what a decode step leaves as it was. A burst goes on for ever.
+
+    Args:
+        queues: what waits, one after the other.
+        follow: whether other requests follow; otherwise the first queue stays.
     """
     state = State(Config(), "0.5.16")
     for name, sizes, full in ((DECODE, (1, 64, 256, 600), True), (PREFILL, (64, 512, 1024, 2048, 4096, 8192), False)):
         phase = state.phases[name] = Phase(name, sizes, sizes[-1], full=full)
         us = {size: 1000.0 + 3.7 * size for size in sizes}
         phase.install("auto", table_of("bench", us, {size: 2 * each for size, each in us.items()}), Objective())
-    if long:
+    if any(LONG in queue.waiting for queue in queues):
         state.long, state.beside = Curve((2048, 8192), (9_000.0, 60_000.0)), 1.0
     runner = SimpleNamespace()
     attach(runner, state)
-    prompts = [500] * waiting
-    if long:
-        prompts[waiting // 2] = 4000
     made = SimpleNamespace(
-        tp_worker=SimpleNamespace(model_runner=runner), chunked_req=None,
-        waiting_queue=[SimpleNamespace(origin_input_ids=range(tokens), prefix_len=0) for tokens in prompts],
-        chunked_prefill_size=8192, max_running_requests=600, is_mixed_chunk=False,
+        tp_worker=SimpleNamespace(model_runner=runner), chunked_prefill_size=8192, max_running_requests=600,
+        is_mixed_chunk=False,
     )  # fmt: skip
-    running, plan = (
-        SimpleNamespace(reqs=[0] * 300),
-        SimpleNamespace(
-            batch_to_run=SimpleNamespace(extend_num_tokens=8192, extend_lens=[512] * 16, prefix_lens=[0] * 16)
-        ),
-    )
-    split = split_of(made)
-    assert split is not None
-    split._plan = lambda **_: plan
+    # Twice, so that other requests follow where there is one queue.
+    ready = [_waiting(queue) for _ in range(2) for queue in queues]
+    following = itertools.cycle([each for each in ready for _ in range(2)] if follow else ready[:1])
+    running = SimpleNamespace(reqs=[0] * 300)
+
+    def advance() -> None:
+        made.waiting_queue, made.chunked_req, made.plan = next(following)
 
     def own(scheduler: Any, running_batch: Any) -> Any:  # noqa: ARG001
-        return plan
+        scheduler.chunked_req = None
+        return scheduler.plan
 
-    return lambda: own(made, running), lambda: hooks.new_batch_prefill(own, made, running), split
+    def stock() -> Any:
+        advance()
+        return own(made, running)
+
+    def hooked() -> Any:
+        advance()
+        return hooks.new_batch_prefill(own, made, running)
+
+    made.waiting_queue, made.chunked_req, made.plan = ready[0]
+    split = split_of(made)
+    assert split is not None
+    split._plan = lambda **_: made.plan
+    # The first cycle is a batch of prompts.
+    hooks.new_batch_prefill(own, made, running)
+    return stock, hooked, split
 
 
-def prompts_alone(waiting: int, *, long: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _waiting(queue: Queue) -> tuple[list[Any], Any, Any]:
+    """A queue of requests, the prompt under way, and the plan with the batch that runs of them."""
+
+    def request(tokens: int, done: int = 0) -> Any:
+        return SimpleNamespace(origin_input_ids=range(tokens), prefix_len=done)
+
+    before = [queue.cut[1] if queue.cut and not at else 0 for at in range(len(queue.runs))]
+    batch = SimpleNamespace(extend_num_tokens=sum(queue.runs), extend_lens=list(queue.runs), prefix_lens=before)
+    cut = request(*queue.cut) if queue.cut else None
+    return [request(tokens) for tokens in queue.waiting], cut, SimpleNamespace(batch_to_run=batch)
+
+
+def prompts_alone(queue: Queue) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Of the two cycles that take turns the one that runs prompts, as after a decode step."""
-    stock, hooked, split = scheduler(waiting, long=long)
+    stock, hooked, split = scheduler(queue, follow=False)
     decoded = split.turns.decoded
-    # The queue is known from the decode step's cycle, as it is when cycles take turns.
-    for _ in range(4):
-        hooked()
-    decoded()
+    # The decode step's cycle, from which the queue is known.
+    hooked()
     return lambda: (stock(), decoded()), lambda: (hooked(), decoded())
 
 
@@ -194,11 +249,12 @@ def _happened(step: str, split: Split) -> None:
     """Check that what was timed is what its row says.
 
     Raises:
-        RuntimeError: decodes had no turns, or had them in a burst.
+        RuntimeError: decodes and prompts had no turns, or had them where it is a burst or nothing waits.
     """
-    burst, turns = split.turns.in_burst, split.cycles["in turns"]
-    if burst != step.endswith("burst") or (turns == 0) != burst:
-        raise RuntimeError(f"{step!r} was timed with {turns} turns of decodes, {'in' if burst else 'outside'} a burst")
+    turns = CALLS * TURNS // 2 if step.endswith("turns") else 0
+    if split.turns.in_burst != step.endswith("burst") or split.cycles["in turns"] != turns:
+        burst = "in" if split.turns.in_burst else "outside"
+        raise RuntimeError(f"{step!r} had {split.cycles['in turns']} turns of decodes for {turns}, {burst} a burst")
 
 
 def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> tuple[float, float]:
@@ -225,24 +281,26 @@ def rows() -> list[dict[str, Any]]:
         ("0.5.23", "prefill 1,600, eager by cost", prefill(newest, 1600)),
         ("0.5.16", "prefill 300, replays", older_prefill(older, 300)),
         ("0.5.16", "prefill 1,600, eager by cost", older_prefill(older, 1600)),
-        ("both", "scheduler, nothing waits", scheduler(0)[:2]),
     ]
-    splits = {}
-    queues = (1, "turns"), (4, "turns"), (16, "turns"), (8, "one long, turns"), (80, "burst"), (300, "burst")
-    for waiting, what in queues:
-        stock, hooked, split = scheduler(waiting, long="long" in what)
-        step = f"scheduler, {waiting} prompts wait, {what}"
-        splits[step] = split
-        cases.append(("both", step, (stock, hooked)))
-        if waiting > 1 and "turns" in what:
-            cases.append(("both", f"{step}, prompts' cycle alone", prompts_alone(waiting, long="long" in what)))
     found = []
     for version, step, pair in cases:
-        rule, both = measure(*pair)
-        found.append({"sglang": version, "step": step, "rule_us": rule, "hooked_us": both})
-        if step in splits:
-            _happened(step, splits[step])
+        found.append(_row(version, step, *pair))
+    for step, queues in QUEUES.items():
+        stock, hooked, split = scheduler(*queues)
+        found.append(_row("both", f"scheduler, {step}", stock, hooked))
+        _happened(step, split)
+        if step.endswith("turns"):
+            found += [
+                _row("both", f"scheduler, {step}, prompts' cycle alone{name}", *prompts_alone(queue))
+                for queue, name in zip(queues, ("",) if len(queues) == 1 else WHERE, strict=True)
+            ]
     return found
+
+
+def _row(version: str, step: str, stock: Callable[[], Any], hooked: Callable[[], Any]) -> dict[str, Any]:
+    """What a step takes without the hooks and with them."""
+    rule_us, hooked_us = measure(stock, hooked)
+    return {"sglang": version, "step": step, "rule_us": rule_us, "hooked_us": hooked_us}
 
 
 def _least(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -84,6 +84,11 @@ def _of_profile(path: str, state: State, ranks: Ranks, tp_size: int) -> dict[str
 
     # Where ranks take each step together costs may differ between them: see `kpolicy_sglang.dispatch`.
     costs = ranks.first(ranks.together(read, f"reading {path}"))
+    if not state.coupled:
+        state.say(
+            f"{path} has costs by size alone, nothing of long prompts or mixed batches: batches don't end before a "
+            "long prompt, and mixed ones aren't split. Without KPOLICY_PROFILE that is measured at start-up"
+        )
     return dict.fromkeys(state.phases, costs)
 
 

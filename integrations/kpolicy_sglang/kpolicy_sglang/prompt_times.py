@@ -9,7 +9,7 @@ pays for the longest.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
@@ -46,6 +46,21 @@ class PromptTimes:
         alone = _from_usual(long, prefill.us(PROMPT_TOKENS)) if long is not None else prefill.us
         at_most = zip(self.sizes, self.usual_us, strict=True)
         self.long_us: list[float] = [max(us, alone(size)) if size > PROMPT_TOKENS else us for size, us in at_most]
+        self._chunk, self._shares = chunk, _shares(beside)
+        self._by_tokens = self._listed()
+        self._short = PROMPT_TOKENS // 2 if beside else PROMPT_TOKENS
+        """Tokens of a prompt that makes none beside it longer than usual, if they are no longer."""
+
+    def _listed(self) -> list[tuple[float, float, int]]:
+        """By a batch's tokens: microseconds of usual prompts, what one takes more, and its tokens beyond a usual one's.
+
+        A list, since each weighing of a batch asks several times.
+        """
+        found, below = [], -1
+        for size, usual, long in zip(self.sizes, self.usual_us, self.long_us, strict=True):
+            found += [(usual, long - usual, size - PROMPT_TOKENS)] * (size - below)
+            below = size
+        return found
 
     def us(self, tokens: int, length: float = 0.0) -> float:
         """Microseconds of a batch of prompts of no more than a chunk.
@@ -54,17 +69,15 @@ class PromptTimes:
             tokens: of all of them.
             length: see `length_of`; up to `PROMPT_TOKENS` it makes no difference.
         """
-        sizes = self.sizes
-        at = bisect_left(sizes, tokens) if tokens < sizes[-1] else -1
-        us, size = self.usual_us[at], sizes[at]
-        if length <= PROMPT_TOKENS or size <= PROMPT_TOKENS:
+        us, more_us, more = self._by_tokens[tokens if tokens < self._chunk else -1]
+        if length <= PROMPT_TOKENS or more <= 0:
             return us
-        times = (length - PROMPT_TOKENS) / (size - PROMPT_TOKENS)
-        return us + (self.long_us[at] - us) * (times if times < _FURTHEST else _FURTHEST)
+        times = (length - PROMPT_TOKENS) / more
+        return us + more_us * (times if times < _FURTHEST else _FURTHEST)
 
     def length(self, new: Sequence[int], before: Sequence[int] | None = None) -> float:
         """`length_of` by this kernel; 0 where it makes no difference."""
-        if not new or (max(new) <= PROMPT_TOKENS and not (before and max(before))):
+        if not new or (max(new) <= PROMPT_TOKENS and not (before and any(before))):
             return 0.0
         return length_of(new, before or (0,) * len(new), self.beside)
 
@@ -76,8 +89,14 @@ class PromptTimes:
         length = PROMPT_TOKENS + (us - usual_us) / (long_us - usual_us) * (size - PROMPT_TOKENS)
         return max(length / 2 if self.beside else length, PROMPT_TOKENS)
 
+    def most_alike(self, us: float) -> int:
+        """The most tokens that take no longer even as one prompt; 0 where none do. No prompts take longer than one."""
+        return self.sizes[at - 1] if (at := bisect_right(list(accumulate(self.long_us, max)), us)) else 0
+
     def first(self, new: Sequence[int], before: int, most_us: float) -> tuple[int, float, float]:
         """How many of a batch's prompts, in their order and at least one, take no longer than that.
+
+        A further prompt is taken to make no batch shorter.
 
         Args:
             new: tokens of each in this batch.
@@ -85,36 +104,42 @@ class PromptTimes:
             most_us: microseconds.
 
         Returns:
-            tuple: their number, the microseconds of these, and of all.
+            tuple: their number, the microseconds of these, and of one more; the same where there is none.
         """
-        cached, beside = 2 * before * new[0], self.beside
+        # Often a long one behind others is what makes it too long, so that short ones aren't tried singly.
+        if new[0] < max(new):
+            found = self._tried(new, before, most_us, self._short)
+            if found[1] <= most_us:
+                return found
+        return self._tried(new, before, most_us, 0)
 
-        def us(count: int) -> float:
-            kept = new[:count]
-            tokens = sum(kept)
-            return self.us(tokens, _length(tokens, max(kept), sum(map(mul, kept, kept)), cached, before, beside))
-
-        every = len(new)
-        all_us = us(every)
-        if all_us <= most_us:
-            return every, all_us, all_us
-        # Where a chunk of usual prompts fits, the short ones before the first longer one do.
-        first, last, kept_us = 0, every, 0.0
-        if not before and most_us >= self.usual_us[-1]:
-            short = PROMPT_TOKENS / 2 if beside else PROMPT_TOKENS
-            while first < every - 1 and new[first] <= short:
-                first += 1
-        # More prompts take longer: `first` of them fit, if any, and `last` don't. That longer one is tried first.
-        tried = first + 1
-        while last - first > 1:
-            tried_us = us(tried)
-            if tried_us > most_us:
-                last = tried
+    def _tried(self, new: Sequence[int], before: int, most_us: float, short: int) -> tuple[int, float, float]:
+        """`first`, where batches that end with a prompt of no more than `short` tokens aren't tried."""
+        (own, longests, in_kv), us = self._shares, self.us
+        cached = in_kv * before * new[0]
+        count = tokens = squares = longest = 0
+        fit_us = 0.0
+        for each in new:
+            was = longest
+            if each > longest:
+                longest = each
+            tokens += each
+            squares += each * each
+            if each > short and count:
+                more_us = us(tokens, (own * squares + longests * longest * (tokens + before) + cached) / tokens)
+                if more_us > most_us:
+                    longest, tokens, squares = was, tokens - each, squares - each * each
+                    break
+                fit_us = more_us
             else:
-                first, kept_us = tried, tried_us
-            tried = (first + last) // 2
-        count = max(first, 1)
-        return count, kept_us or us(count), all_us
+                fit_us = more_us = 0.0
+            count += 1
+        fit_us = fit_us or us(tokens, (own * squares + longests * longest * (tokens + before) + cached) / tokens)
+        return count, fit_us, more_us or fit_us
+
+    def batch_us(self, new: Sequence[int], before: int) -> float:
+        """Microseconds of a batch of prompts, of which the first has so many tokens in KV."""
+        return self.us(sum(new), length_of(new, (before, *(0,) * (len(new) - 1)), self.beside))
 
 
 def length_of(new: Sequence[int], before: Sequence[int], beside: float) -> float:
@@ -125,16 +150,18 @@ def length_of(new: Sequence[int], before: Sequence[int], beside: float) -> float
         before: tokens that each has in KV already.
         beside: how far prompts are as long as the longest.
     """
-    cached = 2 * sum(map(mul, new, before))
-    return _length(sum(new), max(new), sum(map(mul, new, new)), cached, sum(before), beside)
+    (own, longests, in_kv), tokens, squares = _shares(beside), sum(new), sum(map(mul, new, new))
+    cached = in_kv * sum(map(mul, new, before))
+    return float((own * squares + longests * max(new) * (tokens + sum(before)) + cached) / tokens)
 
 
-def _length(tokens: int, longest: int, squares: int, cached: int, before: int, beside: float) -> float:
-    own = squares + cached
-    if not beside:
-        return own / tokens
-    as_longest = 2 * longest * (tokens + before) - squares
-    return (own + beside * (as_longest - own)) / tokens
+def _shares(beside: float) -> tuple[float, float, float]:
+    """What `length_of` goes by: the prompts' squares, the longest times all tokens, and prompts times those in KV.
+
+    By its own length a batch is the squares and twice the last. All as long as the longest are twice that times all
+    tokens, less the squares: a prompt's tokens attend to half of it.
+    """
+    return 1 - 2 * beside, 2 * beside, 2 * (1 - beside)
 
 
 def beside_of(new: Sequence[int], us: float, usual_us: float, long_us: float) -> float:

@@ -9,23 +9,19 @@ Without mixed chunks decodes have their turns while prompts wait, see `kpolicy_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter, methodcaller
 from typing import Any
 
-from kpolicy_sglang.phase import PROMPT_TOKENS
-from kpolicy_sglang.prompt_times import mean_length
 from kpolicy_sglang.state import State, state_of
 from kpolicy_sglang.turns import Turns, aligned
+from kpolicy_sglang.waiting import Waiting, done
 
 __all__ = ["Split", "split_of"]
 
 _ATTRIBUTE = "_kpolicy_split"
-_MOST_LOOKED, _LOOKED = 64, 8
+_MOST_LOOKED = 64
 _MISSED = 64
 """Looks at the queue without ending a batch, after one that ended within a prompt: SGLang finds cached tokens as it
 makes a batch in `fcfs`, and makes other orders then."""
-_IDS = attrgetter("origin_input_ids")
 
 
 def split_of(scheduler: Any) -> Split | None:
@@ -73,17 +69,14 @@ class Split:
         self._state = state
         self._owed = ""
         """The batch of the cycle that has not run yet: ``decode`` or ``extend``."""
-        self._most = 0
-        """Most prompt tokens of the next batch."""
-        self._known: tuple[int, Any, Sequence[Any], list[int]] = (-1, None, (), [])
-        """The queue when it was last looked at: how many could run, which first, the first of them, and their tokens if
-        one is long. While that is so it needs no look to tell."""
         self._as_sglang = 0
         """Looks at the queue after which batches may end before a long prompt again."""
         self._plan: Any = None
-        self._counted: Callable[[Sequence[Any]], int] | None = None
         self._divides = scheduler is not None and _divides(scheduler, state)
         self.turns = _turns(scheduler, state)
+        self._waits = Waiting(self.turns.chunk)
+        self._long = False
+        """Whether a prompt of those is long."""
         self._in_turns = self.turns.on and scheduler is not None and not scheduler.is_mixed_chunk
         self.cycles = {"mixed": 0, "decode first": 0, "extend first": 0, "in turns": 0}
 
@@ -93,50 +86,112 @@ class Split:
         if not (scheduler.waiting_queue or scheduler.chunked_req is not None):
             self._owed = ""
             self.turns.decoded()
+            if self._waits.holds:
+                self._waits.forget()
+            return original(scheduler, running_batch)
+        step = self._in_turns_step if self._in_turns else self._split_step
+        return step(original, running_batch)
+
+    # Decodes in turns with prompts
+
+    def _in_turns_step(self, original: Any, running_batch: Any) -> Any:
+        """A decode step, or SGLang's next batch of prompts, which may end before a long one."""
+        scheduler, turns = self._scheduler, self.turns
+        decodes = len(running_batch.reqs)
+        if not decodes:
+            turns.decoded()
+            self._waits.asked()
             return original(scheduler, running_batch)
         try:
-            turn = self._turn(running_batch)
-            if turn == "decode":
-                self.turns.decoded()
+            most = self._most(decodes)
+            if not most:
+                self.cycles["in turns"] += 1
+                turns.decoded()
                 return self._nothing(running_batch)
         # SGLang wasn't asked yet: its own batch runs.
         except Exception as error:  # noqa: BLE001
-            self._owed = ""
-            self._state.failures.note("SPLIT", error, then="SGLang's own batch runs")
-            turn = "own"
-        if turn == "own":
+            self._failed(error)
             return original(scheduler, running_batch)
-        if turn == "in turns" and self._most == self.turns.chunk:
-            plan = original(scheduler, running_batch)
+        plan = original(scheduler, running_batch) if most == turns.chunk else self._cut(original, running_batch, most)
+        batch = plan.batch_to_run
+        if batch is None:
+            turns.decoded()
+            self._waits.asked()
         else:
-            plan = self._prefill(original, running_batch, mixed=turn == "mixed")
-        if plan.batch_to_run is None:
-            self.turns.decoded()
-        elif turn == "extend first":
-            self._owed = "decode"
-        elif turn == "in turns":
-            self._ran(plan.batch_to_run)
+            self._ran(batch)
+        return plan
+
+    def _most(self, decodes: int) -> int:
+        """Most tokens of the next batch of prompts; 0 where the decode step comes first."""
+        turns, scheduler, waits = self.turns, self._scheduler, self._waits
+        if turns.busy:
+            return turns.limit
+        queue, cut = scheduler.waiting_queue, scheduler.chunked_req
+        waiting, room = len(queue), scheduler.max_running_requests - decodes
+        could = waiting if waiting < room else max(room, 0)
+        # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
+        just = turns.fresh and waiting < decodes
+        if not (just and waits.is_of(could, queue, cut)):
+            waits.look(could, queue, cut)
+            self._long = waits.longest > turns.long or (cut is not None and len(cut.origin_input_ids) > turns.long)
+            if (self._long or not just) and turns.decode_goes_first(decodes, *waits.counts()):
+                return 0
+        elif not self._long and cut is None:
+            return turns.limit
+        if self._as_sglang:
+            self._as_sglang -= 1
+        elif self._long and not turns.in_burst:
+            return turns.most(decodes, could if cut is None else could + 1, *waits.batch())
+        return turns.limit
+
+    def _cut(self, original: Any, running_batch: Any, most: int) -> Any:
+        """SGLang's own batch of no more prompt tokens than that."""
+        scheduler = self._scheduler
+        chunk, scheduler.chunked_prefill_size = scheduler.chunked_prefill_size, most
+        try:
+            plan = original(scheduler, running_batch)
+        finally:
+            scheduler.chunked_prefill_size = chunk
+        if most < self.turns.limit and scheduler.chunked_req is not None:
+            # It was to end between two prompts: what runs isn't what was seen to wait.
+            self._as_sglang = _MISSED
         return plan
 
     def _ran(self, batch: Any) -> None:
         """A batch of prompts runs: what it keeps decodes waiting for."""
-        turns, times = self.turns, self.turns.times
+        turns = self.turns
         tokens = int(getattr(batch, "extend_num_tokens", None) or turns.limit)
-        if times is None or turns.busy:
+        if turns.times is None or turns.busy:
             turns.prefilled_in_burst(tokens)
-            return
-        lengths, before = getattr(batch, "extend_lens", None) or (), getattr(batch, "prefix_lens", None)
-        turns.prefilled(tokens, times.length(lengths, before))
+        else:
+            new, before = getattr(batch, "extend_lens", None) or (), getattr(batch, "prefix_lens", None) or ()
+            turns.prefilled(tokens, new, before)
+
+    # Mixed batches and their halves
+
+    def _split_step(self, original: Any, running_batch: Any) -> Any:
+        """SGLang's mixed batch, or one of its halves."""
+        try:
+            turn = self._turn(running_batch)
+            if turn == "decode":
+                return self._nothing(running_batch)
+        except Exception as error:  # noqa: BLE001  likewise
+            self._owed = ""
+            self._failed(error)
+            turn = "own"
+        if turn == "own":
+            return original(self._scheduler, running_batch)
+        plan = self._prefill(original, running_batch, mixed=turn == "mixed")
+        if turn == "extend first" and plan.batch_to_run is not None:
+            self._owed = "decode"
+        return plan
 
     def _turn(self, running_batch: Any) -> str:
         """What this step is: SGLang's ``own`` batch, the ``decode`` one, or a prefill batch and what comes before."""
         decodes, owed = len(running_batch.reqs), self._owed
         self._owed = ""
         if not decodes:
-            self.turns.decoded()
             return "own"
-        if self._in_turns:
-            return self._in_turn(decodes)
         if owed:
             return owed
         order = self.order(decodes, *self.prompts(self.turns.limit)) if self._divides else "mixed"
@@ -146,110 +201,21 @@ class Split:
             return "decode"
         return order
 
-    def _in_turn(self, decodes: int) -> str:
-        """Whether the decode step comes first; the most that the next batch of prompts may have, where it doesn't."""
-        turns, scheduler = self.turns, self._scheduler
-        self._most = turns.limit
-        if turns.busy:
-            return "in turns"
-        queue, chunked = scheduler.waiting_queue, scheduler.chunked_req
-        waiting, room = len(queue), scheduler.max_running_requests - decodes
-        could = waiting if waiting < room else max(room, 0)
-        # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
-        just = turns.fresh and waiting < decodes
-        number, first, looked, lengths = self._known
-        if just and chunked is None and could == number and queue[0] is first:
-            if not lengths:
-                return "in turns"
-            long = True
-        else:
-            looked, lengths, longest = self._look(could)
-            long = longest > turns.long or (chunked is not None and len(chunked.origin_input_ids) > turns.long)
-            self._known = (
-                (-1, None, (), []) if chunked is not None else (could, queue[0], looked, lengths if long else [])
-            )
-            if (long or not just) and turns.decode_goes_first(decodes, *self._waiting(could, looked, lengths, longest)):
-                self.cycles["in turns"] += 1
-                return "decode"
-        if self._as_sglang:
-            self._as_sglang -= 1
-        elif long and not turns.in_burst:
-            before = 0
-            if looked and self._cached(looked):
-                lengths = [length - self._cached((each,)) for each, length in zip(looked, lengths, strict=True)]
-            if chunked is not None:
-                before, could = _done(chunked), could + 1
-                lengths = [len(chunked.origin_input_ids) - before, *lengths]
-            self._most = turns.most(decodes, could, lengths, before)
-        return "in turns"
-
-    def _look(self, could: int) -> tuple[Sequence[Any], list[int], int]:
-        """The first of the queue that could run, their prompts' tokens, and the most of these."""
-        looked = self._scheduler.waiting_queue[: could if could < _LOOKED else _LOOKED]
-        lengths = list(map(len, map(_IDS, looked)))
-        return looked, lengths, max(lengths) if lengths else 0
-
-    def _waiting(self, could: int, looked: Sequence[Any], lengths: list[int], longest: int) -> tuple[int, int, float]:
-        """(prompts, their tokens near enough, their `mean_length`) that wait and could run.
-
-        Of a prompt that has more than a chunk left one chunk is seen, with what comes before it, and nothing behind it.
-        Cached tokens are taken off where SGLang has looked for them already. Of many prompts the first are looked at,
-        and the others taken to be like them.
-
-        Args:
-            could: how many of the queue could run.
-            looked: the first of them.
-            lengths: their prompts' tokens.
-            longest: the most of these.
-        """
-        chunk, chunked = self.turns.chunk, self._scheduler.chunked_req
-        if chunked is None and looked and longest <= PROMPT_TOKENS <= chunk:
-            found = sum(lengths) - (self._counted or self._cached)(looked)
-            return could, found if could == len(looked) else found * could // len(looked), 0.0
-        before = tokens = 0
-        if chunked is not None:
-            before, tokens = 1, len(chunked.origin_input_ids) - _done(chunked)
-            if tokens > chunk:
-                return 1, chunk, chunk
-        if not looked:
-            return before, tokens, 0.0
-        if longest <= chunk:
-            found = sum(lengths) - (self._counted or self._cached)(looked)
-        else:
-            found = 0
-            for each, (request, length) in enumerate(zip(looked, lengths, strict=True)):
-                left = length - self._cached((request,))
-                if left > chunk:
-                    return max(before + each, 1), max(tokens + found, chunk), chunk
-                found += left
-        tokens += found if could == len(looked) else found * could // len(looked)
-        # Before the first batch since a decode step nobody asks how long they are.
-        usual = longest <= PROMPT_TOKENS or self.turns.fresh
-        return before + could, tokens, 0.0 if usual else mean_length(lengths)
-
-    def _cached(self, requests: Sequence[Any]) -> int:
-        """Tokens of requests in the queue that SGLang has found in its cache."""
-        if self._counted is None:
-            self._counted = _counter(requests[0])
-        return self._counted(requests)
-
     def _prefill(self, original: Any, running_batch: Any, *, mixed: bool) -> Any:
         """SGLang's own prefill batch, with the decodes in it or without, of no more prompt tokens than may be."""
         scheduler = self._scheduler
         before = scheduler.is_mixed_chunk, scheduler.chunked_prefill_size
         scheduler.is_mixed_chunk = mixed
-        if self._in_turns and self._most < self.turns.chunk:
-            scheduler.chunked_prefill_size = self._most
-        elif self.turns.limit < self.turns.chunk:
+        if self.turns.limit < self.turns.chunk:
             scheduler.chunked_prefill_size = self.turns.cut(len(running_batch.reqs) if mixed else 0)
         try:
-            plan = original(scheduler, running_batch)
+            return original(scheduler, running_batch)
         finally:
             scheduler.is_mixed_chunk, scheduler.chunked_prefill_size = before
-        if self._in_turns and self._most < self.turns.limit and scheduler.chunked_req is not None:
-            # It was to end between two prompts: what runs isn't what was seen to wait.
-            self._as_sglang = _MISSED
-        return plan
+
+    def _failed(self, error: Exception) -> None:
+        self._waits.forget()
+        self._state.failures.note("SPLIT", error, then="SGLang's own batch runs")
 
     def _nothing(self, running_batch: Any) -> Any:
         """The plan without a prefill batch: SGLang runs the decodes."""
@@ -270,8 +236,8 @@ class Split:
         prefix = False
         chunked = scheduler.chunked_req
         if chunked is not None:
-            done = _done(chunked)
-            tokens, prompts, prefix = len(chunked.origin_input_ids) - done, 1, done > 0
+            ran = done(chunked)
+            tokens, prompts, prefix = len(chunked.origin_input_ids) - ran, 1, ran > 0
         for request in scheduler.waiting_queue[:_MOST_LOOKED]:
             if tokens >= most:
                 break
@@ -299,20 +265,3 @@ class Split:
         if mixed_us <= extend_us + decode_us:
             return "mixed"
         return "decode first" if decode_us * prompts <= extend_us * decodes else "extend first"
-
-
-def _done(request: Any) -> int:
-    """Prompt tokens of a request that are in KV: 0.5.16 has their slots, 0.5.23 their number."""
-    number = getattr(request, "prefix_len", None)
-    return len(request.prefix_indices) if number is None else int(number)
-
-
-def _counter(request: Any) -> Callable[[Sequence[Any]], int]:
-    """What adds up the tokens in KV of requests such as this one, in a few calls: many requests may wait."""
-    if hasattr(request, "prefix_len"):
-        number = attrgetter("prefix_len")
-        return lambda requests: sum(map(number, requests))
-    indices = attrgetter("prefix_indices")
-    # Tensors on 0.5.16, whose `len` takes five times as long.
-    size = methodcaller("numel") if hasattr(indices(request), "numel") else len
-    return lambda requests: sum(map(size, map(indices, requests)))

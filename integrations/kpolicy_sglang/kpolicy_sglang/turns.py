@@ -25,12 +25,10 @@ that prompts have run is two or three chunks: those waves are the usual load, an
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from math import inf, lcm
 
-from kpolicy_sglang.prompt_times import PromptTimes
+from kpolicy_sglang.prompt_times import PromptTimes, mean_length
 from kpolicy_sglang.state import State
 
 __all__ = ["BURST", "Turns", "aligned"]
@@ -74,47 +72,63 @@ class Turns:
                 self.limit = self._fitting(self._gap_us)
         self._start_us = _STARTS * self.times.usual_us[0] if self.times is not None else 0.0
         """What a further batch costs the host"""
-        self.long = self._long()
-        """Tokens of a prompt above which a batch with it may take too long."""
+        self.long, self._short = inf, chunk
+        """Tokens of a prompt above which a batch with it may take too long, and of a batch up to which none does"""
+        if self.on and self._gap_us is None and self.times is not None:
+            # With one decode the least is allowed.
+            least_us = self.most_us(1) + self._start_us
+            self.long, self._short = self.times.most_length(least_us), self.times.most_alike(least_us)
         self._chunk_us = self.times.usual_us[-1] if self.times is not None else 0.0
+        self._weighed: tuple[Sequence[int], int, float] = [], 0, 0.0
+        """The prompts that were last weighed and fit, what the first has in KV, and what they take."""
         self._waited_us = 0.0
-        self._batches = self._taken = 0
-        self._burst = False
+        self._taken = 0
+        self.fresh = True
+        """Whether no prompt ran since the last decode step: then none waits for another."""
+        self.in_burst = False
+        """Whether more than a chunk waits of prompts that go first."""
         self._look_at = 0
         """Tokens since the last decode step up to which what waits isn't looked at: the burst lasts as long."""
         self._size = 0
         """Tokens since the last decode step after which a burst is over; 0 where none was since."""
 
-    def decode_goes_first(self, decodes: int, prompts: int, tokens: int, length: float = 0.0) -> bool:
+    def decode_goes_first(self, decodes: int, prompts: int, tokens: int, new: Sequence[int] = ()) -> bool:
         """Whether a decode step comes before the next batch of prompts.
 
         Args:
             decodes: rows that decode now, at least one.
             prompts: prompts that wait and could run.
             tokens: their tokens, near enough.
-            length: how long they are, see `PromptTimes.us`.
+            new: tokens of the first of them, which say how long they are.
         """
         if self._gap_us is not None:
-            next_us = self._us(min(tokens, self.limit), length)
-            return bool(self._batches) and self._waited_us + next_us > self._gap_us
+            return not self.fresh and self._too_long(min(tokens, self.limit), new, self._gap_us)
         # What ran in a burst makes no other.
-        first, chunk, taken = self._burst, self.chunk, self._taken
+        first, chunk, taken = self.in_burst, self.chunk, self._taken
         if prompts > decodes or (tokens > chunk and (0 if self._size else taken) + tokens > BURST * chunk):
             self._size = taken + max(tokens, BURST * chunk)
             first = True
         if first:
             # What is left of a burst at its end, a chunk at most, goes with it.
             left = min(tokens, self._size - taken)
-            self._burst = prompts > decodes or left > chunk
-            self._look_at = taken + left - chunk if self._burst else 0
+            self.in_burst = prompts > decodes or left > chunk
+            self._look_at = taken + left - chunk if self.in_burst else 0
             return False
-        if not self._batches:
+        if self.fresh:
             return False
         most_us = self._most_us.get(decodes)
         if most_us is None:
             most_us = self._most_us[decodes] = self.most_us(decodes)
-        assert self.times is not None  # noqa: S101
-        return self._waited_us + self.times.us(tokens, length) > most_us
+        return self._too_long(tokens, new, most_us)
+
+    def _too_long(self, tokens: int, new: Sequence[int], most_us: float) -> bool:
+        """Whether decodes would wait for longer with a batch of so many tokens of such prompts."""
+        times = self.times
+        assert times is not None  # noqa: S101
+        # How long prompts are only adds.
+        return self._waited_us + times.us(tokens) > most_us or (
+            bool(new) and self._waited_us + times.us(tokens, mean_length(new)) > most_us
+        )
 
     def most(self, decodes: int, waiting: int, new: Sequence[int], before: int = 0) -> int:
         """Most tokens of the next batch of prompts: `limit`, or those of its first prompts where all take too long.
@@ -128,57 +142,61 @@ class Turns:
             before: tokens that the first one has in KV.
         """
         times = self.times
-        if times is None or not new or max(new) + before <= self.long:
+        if times is None or not new:
             return self.limit
-        fitting = new if sum(new) <= self.chunk else _within(new, self.chunk)
-        start_us, decode_us = self._start_us, self.decode_us(decodes)
-        count, kept_us, all_us = times.first(fitting, before, times.usual_us[-1] + decode_us + start_us)
-        # What running decodes gain against what those behind it lose.
-        late_us = decode_us + start_us
-        if decodes * (all_us - kept_us) <= (waiting - count) * late_us:
+        longest, tokens = max(new), sum(new)
+        if longest + before <= self.long or (tokens <= self._short and not before):
+            return self.limit
+        if tokens > self.chunk:
+            new = _within(new, tokens, self.chunk)
+        start_us, decode_us = self._start_us, self._decode_us.get(decodes) or self.decode_us(decodes)
+        count, kept_us, more_us = times.first(new, before, self._chunk_us + decode_us + start_us)
+        kept = new[:count]
+        self._weighed = kept, before, kept_us
+        # What running decodes gain against what those behind it lose: often one more prompt tells.
+        lost_us = (waiting - count) * (decode_us + start_us)
+        if decodes * (more_us - kept_us) <= lost_us and decodes * (times.batch_us(new, before) - kept_us) <= lost_us:
             return self.limit
         # SGLang takes whole pages off what is left for each prompt.
-        return min(sum(-(-each // self._align) * self._align for each in fitting[:count]), self.limit)
-
-    @property
-    def in_burst(self) -> bool:
-        """Whether more than a chunk waits of prompts that go first."""
-        return self._burst
+        tokens = sum(kept) if self._align == 1 else sum([-(-each // self._align) * self._align for each in kept])
+        return tokens if tokens < self.limit else self.limit
 
     @property
     def busy(self) -> bool:
         """Whether a burst has so much left that nothing needs to be looked at before the next batch."""
         return self._taken < self._look_at
 
-    @property
-    def fresh(self) -> bool:
-        """Whether no prompt ran since the last decode step: then none waits for another."""
-        return not self._batches
-
     def cut(self, mixed_decodes: int) -> int:
         """The chunk to give SGLang for a step of `limit` prompt tokens: it takes the decodes of a mixed batch off."""
         return min(self.limit + mixed_decodes, self.chunk)
 
-    def prefilled(self, tokens: int, length: float = 0.0) -> None:
-        """A batch of so many prompt tokens, of prompts that long, runs without the decodes."""
-        self._batches += 1
+    def prefilled(self, tokens: int, new: Sequence[int] = (), before: Sequence[int] = ()) -> None:
+        """A batch of so many prompt tokens runs without the decodes.
+
+        Args:
+            tokens: of all prompts.
+            new: of each, where that is known.
+            before: tokens that each has in KV; none where it is empty.
+        """
+        self.fresh = False
         self._taken += tokens
-        self._waited_us += self._us(tokens, length)
+        weighed, in_kv, us = self._weighed
+        if new != weighed or (before[0] if before else 0) != in_kv or sum(before) != in_kv:
+            times = self.times
+            us = times.us(tokens, times.length(new, before)) if times is not None else 0.0
+        self._waited_us += us
 
     def prefilled_in_burst(self, tokens: int) -> None:
         """The same while prompts go first: by its end decodes have waited for long, whatever each batch took."""
-        self._batches += 1
+        self.fresh = False
         self._taken += tokens
         self._waited_us += self._chunk_us
 
     def decoded(self) -> None:
         """Decodes run, or nothing does."""
-        self._batches = self._taken = self._size = self._look_at = 0
+        self._taken = self._size = self._look_at = 0
         self._waited_us = 0.0
-        self._burst = False
-
-    def _us(self, tokens: int, length: float) -> float:
-        return self.times.us(tokens, length) if self.times is not None else 0.0
+        self.fresh, self.in_burst = True, False
 
     def most_us(self, decodes: int) -> float:
         """Microseconds that running decodes wait for, outside bursts: a chunk of usual prompts and a decode step."""
@@ -193,28 +211,20 @@ class Turns:
             found = self._decode_us[decodes] = self._decode.us(decodes)
         return found
 
-    def _long(self) -> float:
-        """See `long`: beside one of fewer tokens no chunk takes longer than what is allowed with one decode."""
-        if not self.on or self._gap_us is not None or self.times is None:
-            return inf
-        return self.times.most_length(self.most_us(1) + self._start_us)
-
     def _fitting(self, us: float) -> int:
         """The most tokens that take no longer even as one prompt, in whole pages; the fewest that SGLang runs else."""
         assert self.times is not None  # noqa: S101
-        found = self.times.sizes[max(bisect_right(list(accumulate(self.times.long_us, max)), us) - 1, 0)]
+        found = self.times.most_alike(us) or self.times.sizes[0]
         return min(max(found // self._align * self._align, self._align), self.chunk)
 
 
-def _within(new: Sequence[int], chunk: int) -> list[int]:
-    """The tokens of prompts that a batch of so many has, the last one cut."""
-    found, left = [], chunk
-    for each in new:
-        found.append(min(each, left))
-        left -= each
-        if left <= 0:
-            break
-    return found
+def _within(new: Sequence[int], tokens: int, chunk: int) -> list[int]:
+    """Of prompts of so many tokens, more than a chunk, those that a batch of a chunk has; the last one is cut."""
+    count = len(new)
+    while tokens > chunk:
+        count -= 1
+        tokens -= new[count]
+    return [*new[:count], chunk - tokens] if tokens < chunk else list(new[:count])
 
 
 def aligned(scheduler: object) -> int:

@@ -352,3 +352,15 @@ def test_costs_of_another_tensor_parallel_size_are_not_taken(tmp_path, size):
             calibrate.cost_tables(runner, state)
     else:
         assert set(calibrate.cost_tables(runner, state)) == {DECODE, PREFILL}
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_what_a_profile_has_nothing_of_is_said(tmp_path, coupled):
+    """Long prompts and mixed batches: what start-up would measure, where ranks don't take each step together."""
+    path = tmp_path / "profile.json"
+    write_profile(path, Profile(costs=analytic_costs(), device="d", model="m"))
+    state = started(profile=str(path))
+    state.coupled = coupled
+    assert calibrate.cost_tables(Clock(lambda *_: 1.0), state)
+    assert (state.long, state.beside, state.mixed) == (None, 0.0, None)
+    assert [("long prompts or mixed batches" in each) for each in state.messages] == ([] if coupled else [True])

@@ -1,10 +1,12 @@
 """What a batch of prompts takes by how long they are, and what of it runs while decodes wait."""
 
+import weakref
+from bisect import bisect_right
 from math import inf
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kpolicy.costs import Curve
@@ -86,15 +88,11 @@ def test_beside_is_a_share(new, us, long_us, beside):
 def test_first_prompts_of_a_batch(new, before, most_us, beside):
     """As many as fit into the time and no fewer than one, by the times of whole batches."""
     found = times(beside)
-    count, kept_us, all_us = found.first(new, before, most_us)
-
-    def us(many):
-        return found.us(sum(new[:many]), length_of(new[:many], [before] + [0] * (many - 1), beside))
-
-    assert all_us == pytest.approx(us(len(new)))
-    assert kept_us == pytest.approx(us(count))
-    assert count == len(new) if all_us <= most_us else count == 1 or kept_us <= most_us
-    assert count == len(new) or us(count + 1) > most_us
+    us = [found.batch_us(new[:count], before) for count in range(1, len(new) + 1)]
+    assume(us == sorted(us))
+    assume(min(abs(each - most_us) for each in us) > 1e-6)
+    fit = max(bisect_right(us, most_us), 1)
+    assert found.first(new, before, most_us) == pytest.approx((fit, us[fit - 1], us[min(fit, len(us) - 1)]))
 
 
 @pytest.mark.parametrize("beside", [0.0, 1.0])
@@ -105,9 +103,7 @@ def test_short_prompts_count_before_a_long_one_too(beside, before, fit):
     most_us = found.us(400 * fit, length_of(new[:fit], [before] + [0] * (fit - 1), beside))
     more_us = found.us(400 * (fit + 1), length_of(new[: fit + 1], [before] + [0] * fit, beside))
     assert more_us > most_us
-    count, kept_us, all_us = found.first(new, before, most_us)
-    assert (count, kept_us) == (fit, pytest.approx(most_us))
-    assert all_us > more_us
+    assert found.first(new, before, most_us) == pytest.approx((fit, most_us, more_us))
 
 
 def test_usual_prompts_beside_shorter_ones_may_not_fit():
@@ -200,6 +196,33 @@ def test_long_prompts_run_apart_from_others(prompts, beside, steps):
     assert scheduler.chunked_prefill_size == 8192
 
 
+@given(
+    st.lists(st.sampled_from([1, 100, 500, 513, 900, 2000, 4000, 8192]), min_size=1, max_size=9),
+    st.sampled_from([0, 0, 1000, 5000]), st.integers(1, 400), st.integers(0, 60), st.floats(0, 1),
+)  # fmt: skip
+def test_what_a_batch_ends_before_is_weighed_by_whole_batches(new, before, decodes, behind, beside):
+    """However little of it is worked out: by what each batch would take, and what decodes and prompts lose."""
+    turns = split_of(Cut([], decodes=1, beside=beside)).turns
+    kept, left = [], 8192
+    for each in new:
+        if left:
+            kept.append(min(each, left))
+            left -= kept[-1]
+    us = [turns.times.batch_us(kept[:count], before) for count in range(1, len(kept) + 1)]
+    assume(us == sorted(us))
+    late_us = turns.decode_us(decodes) + 2 * 4000
+    fit = max(bisect_right(us, 30_000 + late_us), 1)
+    gained, lost = decodes * (us[-1] - us[fit - 1]), (len(new) + behind - fit) * late_us
+    assume(abs(gained - lost) > 1e-3 or fit == len(kept))
+    most = sum(kept[:fit]) if fit < len(kept) and gained > lost else 8192
+    assert turns.most(decodes, len(new) + behind, new, before) == most
+    # What ran is as long as it was taken for, weighed or not.
+    for ran, in_kv in (kept[:fit], before), (kept, before), (kept[:fit], 0):
+        turns.decoded()
+        turns.prefilled(sum(ran), ran, [in_kv] + [0] * (len(ran) - 1))
+        assert turns._waited_us == pytest.approx(turns.times.batch_us(ran, in_kv))
+
+
 @pytest.mark.parametrize(("decodes", "most"), [(1, 8192), (4, 6000), (300, 6000)])
 def test_few_decodes_hold_up_no_prompts(decodes, most):
     """What decodes gain by a batch's end is weighed against what those behind it lose."""
@@ -238,7 +261,7 @@ def test_the_rest_of_a_prompt_is_long():
     seen = []
     split.turns.most = lambda *given: seen.append(given) or 8192
     split.turns.decoded()
-    assert split._in_turn(300) == "in turns"
+    assert split._most(300) == 8192
     assert seen == [(300, 6, [1000, 3000, *SHORT], 4000)]
 
 
@@ -277,12 +300,18 @@ def test_a_prompt_that_sglang_cuts_itself_stops_nothing():
     assert not split_of(scheduler)._as_sglang
 
 
+def looked(scheduler):
+    """A list that each look at the queue adds to: how many could run."""
+    looks, waits = [], split_of(scheduler)._waits
+    look = waits.look
+    waits.look = lambda could, *rest: looks.append(could) or look(could, *rest)
+    return looks
+
+
 def test_a_burst_is_looked_at_now_and_then():
     """While much is left of a burst what waits isn't counted before every batch; its end is as it was."""
     scheduler = Prompts([1000] * 200, decodes=300, room=592)
-    split, looks = split_of(scheduler), []
-    look = split._look
-    split._look = lambda could: looks.append(could) or look(could)
+    looks = looked(scheduler)
     steps = scheduler.run(27)
     assert steps == [8000] * 25 + [0, 0]
     assert looks == [200, 192, 8]
@@ -291,17 +320,66 @@ def test_a_burst_is_looked_at_now_and_then():
 def test_a_queue_that_is_known_is_not_looked_at_again():
     """After a decode step: the same first prompts, none of them long; others, or room for more, are looked at."""
     scheduler = Prompts([1000] * 4 + [5000] * 2, decodes=300, room=4)
-    split, looks = split_of(scheduler), []
-    look = split._look
-    split._look = lambda could: looks.append(could) or look(could)
+    split, looks = split_of(scheduler), looked(scheduler)
     for room, seen in ((4, [4]), (4, [4]), (6, [4, 6]), (4, [4, 6, 4]), (4, [4, 6, 4])):
         scheduler.max_running_requests = 300 + room
         split.turns.decoded()
-        assert split._in_turn(300) == "in turns"
+        assert split._most(300) == 8192
         assert looks == seen
     scheduler.waiting_queue.pop(0)
-    split._in_turn(300)
+    split._most(300)
     assert looks[-2:] == [4, 4]
+
+
+def test_a_prompt_under_way_is_known_after_a_decode_step():
+    """It is as it was; once SGLang was asked and ran nothing it may be another, with more of it in the cache."""
+    scheduler = Cut([*SHORT, 4000, *SHORT], decodes=300)
+    scheduler.chunked_req = request(4000, 2000)
+    split, looks = split_of(scheduler), looked(scheduler)
+    split.turns.prefilled(8192)
+    assert split._most(300) == 0
+    split.turns.decoded()
+    assert [split._most(300) for _ in range(2)] == [4000, 4000]
+    assert looks == [9]
+    split._waits.asked()
+    assert split._most(300) == 4000
+    assert looks == [9, 9]
+    scheduler.chunked_req = None
+    assert split._most(300) == 6000
+    assert looks == [9, 9, 9]
+
+
+def test_what_sglang_finds_in_its_cache_is_seen_once_it_was_asked():
+    """Between a decode step and the batch after it nothing is found; a batch that isn't had may have looked."""
+    scheduler = Cut([*SHORT, 4000, *SHORT], decodes=300)
+    split = split_of(scheduler)
+    split.turns.prefilled(8192)
+    assert split._most(300) == 0
+    split.turns.decoded()
+    scheduler.own = lambda *_: SimpleNamespace(batch_to_run=None, running_batch=None)
+    assert scheduler.run(1) == [0]
+    for each in scheduler.waiting_queue:
+        each.prefix_len = len(each.origin_input_ids) // 2
+    seen = []
+    split.turns.most = lambda *given: seen.append(given) or 8192
+    split._most(300)
+    assert seen == [(300, 9, [250] * 4 + [2000] + [250] * 3, 0)]
+
+
+class Request(SimpleNamespace):
+    """One that can be asked whether it is still there."""
+
+
+def test_no_request_is_held_while_nothing_waits():
+    """Nor a prompt under way: a request may hold much memory."""
+    scheduler = Cut([], decodes=300)
+    for cut in (False, True):
+        requests = [Request(origin_input_ids=range(n), prefix_len=0) for n in (500, 4000, 500, 3000)]
+        gone = [weakref.ref(each) for each in requests]
+        scheduler.chunked_req, scheduler.waiting_queue = (requests[0] if cut else None), requests[cut:]
+        del requests
+        scheduler.run(8)
+        assert not any(each() for each in gone)
 
 
 @given(

@@ -26,7 +26,8 @@ def waiting(split, decodes):
     """What a split takes to wait beside so many decodes, as it is told to the turns."""
     scheduler = split._scheduler
     could = max(min(len(scheduler.waiting_queue), scheduler.max_running_requests - decodes), 0)
-    return split._waiting(could, *split._look(could))
+    split._waits.look(could, scheduler.waiting_queue, scheduler.chunked_req)
+    return split._waits.counts()
 
 
 def state_with(**settings):
@@ -214,11 +215,11 @@ def test_cached_tokens_do_not_wait(name):
     scheduler.waiting_queue = [request(9000, 8900, name) for _ in range(3)]
     split = split_of(scheduler)
     split.turns.prefilled(512)
-    assert waiting(split, 300) == (3, 300, 9000)
+    assert waiting(split, 300) == (3, 300, [9000] * 3)
     assert not split.turns.decode_goes_first(300, *waiting(split, 300))
     assert not split.turns.in_burst
     scheduler.waiting_queue = [request(9000, 100, name)] * 3
-    assert waiting(split, 300) == (1, 8192, 8192)
+    assert waiting(split, 300) == (1, 8192, (8192,))
 
 
 @pytest.mark.parametrize(("tokens", "cached"), [(8000, 7000), (9000, 8000)])
@@ -227,7 +228,7 @@ def test_many_prompts_are_counted_beyond_what_is_cached(tokens, cached):
     split = split_of(Prompts([], decodes=600, room=390))
     split._scheduler.waiting_queue = [request(tokens, cached)] * 390
     split.turns.prefilled(8192)
-    assert waiting(split, 600) == (390, 390_000, tokens)
+    assert waiting(split, 600) == (390, 390_000, [tokens] * 8)
     split.turns.decode_goes_first(600, *waiting(split, 600))
     assert split.turns.in_burst
 
@@ -235,11 +236,11 @@ def test_many_prompts_are_counted_beyond_what_is_cached(tokens, cached):
 def test_many_prompts_are_counted_by_the_first_of_them():
     """What a count takes is bounded; in a burst it goes on, so that its end is seen."""
     split = split_of(Prompts([600] * 500, decodes=600, room=80))
-    assert waiting(split, 600) == (80, 80 * 600, 0)
+    assert waiting(split, 600) == (80, 80 * 600, [600] * 8)
     split.turns.prefilled(8192)
     assert not split.turns.decode_goes_first(600, *waiting(split, 600))
     assert split.turns.in_burst
-    assert waiting(split, 670) == (10, 10 * 600, 0)
+    assert waiting(split, 670) == (10, 10 * 600, [600] * 8)
     assert not split.turns.decode_goes_first(670, *waiting(split, 670))
     assert not split.turns.in_burst
     assert split.turns.decode_goes_first(670, *waiting(split, 670))
