@@ -87,7 +87,6 @@ class Machine:
             table = attrs.evolve(table.in_a_row(), first_pieces_us=0.0)
         elif decision.launches[0].key is None and size not in self._sizes:
             table = table.new_sizes()
-        self._last = decision.launches, inputs.numbers
         if decision.launches[0].key is None:
             self._sizes.add(size)
         cost = table.cost(decision.launches, inputs.numbers)
@@ -96,6 +95,8 @@ class Machine:
         device = cost.device_us
         alone = self.busy <= self.now
         self.behind += not alone
+        # Who waits for a device that was kept busy finds the caches cold.
+        self._last = (decision.launches, inputs.numbers) if alone else None
         slower = launching_takes(self.slower)
         host_us, self._rest_us = cost.host_us * slower, TRUE.step_us * slower
         begun, self.now = max(self.busy, self.now), self.now + host_us
