@@ -24,7 +24,7 @@ AROUND = 4
 _LOOPS, _RUNS = 600, 3
 _SLOWS = 0.85
 """Share of the host's time for launching that goes with the work; what it waits for, such as the bus, doesn't.
-Taken from nine runs on hosts of H200s (docs/benchmarks.md)."""
+See docs/benchmarks.md."""
 
 
 def host_work_us() -> float:
@@ -44,7 +44,7 @@ def host_work_us() -> float:
 def launching_takes(times: float) -> float:
     """How many times as long launching a step takes, where the fixed work takes `times` as long.
 
-    By the work alone steps on slow cores came out -3 to 13% too slow in eight runs, and 25 to 29% in one.
+    By the work alone steps that were repeated on slow cores of H200s' hosts came out 5 to 13% too slow in three runs.
     """
     return 1 + _SLOWS * (times - 1)
 
