@@ -15,8 +15,8 @@ SGLang sets memory aside by the largest size: at 4,096 requests it would be 8 Gi
 """
 _LARGE_GPU = 256
 """SGLang's own largest decode size from 60 GiB of memory on. Smaller GPUs keep theirs: nothing was measured there."""
-_FEW, _FEW_APART = (64, 256), 512
-"""Prefill sizes in tokens where SGLang has no such graphs, and how far apart those above are."""
+_FEW = (64, 256)
+"""Prefill sizes in tokens where SGLang has no such graphs, and each twice the last from there on."""
 _ABOVE = (384, 512, 768)
 """Decode sizes above SGLang's own, and every 256 requests from here on: SGLang has no graph there at all. They are far
 apart, since each takes memory by its rows; a row of padding takes about 2 us where an eager step takes 10 ms more."""
@@ -43,11 +43,10 @@ def default_prefill_sizes(stock: Sequence[int], most_tokens: int, *, few: bool =
         stock: SGLang's own sizes, rising; may be empty.
         most_tokens: the most that a step may have.
         few: where SGLang itself would run every prompt eagerly no prompt loses by padding, and each graph makes the
-            start longer: of its sizes `_FEW`, and from there on those `_FEW_APART`, four to a doubling at most.
+            start longer: of its sizes `_FEW`, and from there on powers of two.
     """
     if few:
-        apart = {size: max(_FEW_APART, 1 << (size.bit_length() - 3)) for size in stock}
-        stock = [size for size in stock if size in _FEW or size % apart[size] == 0]
+        stock = [size for size in stock if size in _FEW or (size > _FEW[-1] and size.bit_count() == 1)]
     return (*(size for size in stock if size < most_tokens), most_tokens)
 
 

@@ -103,6 +103,18 @@ def test_default_prefill_sizes():
     assert default_prefill_sizes((), 20) == (20,)
 
 
+@pytest.mark.parametrize(
+    ("most", "found"),
+    [
+        (2048, (64, 256, 512, 1024, 2048)), (8192, (64, 256, 512, 1024, 2048, 4096, 8192)),
+        (200, (64, 200)), (3000, (64, 256, 512, 1024, 2048, 3000)),
+    ],
+)  # fmt: skip
+def test_few_prefill_sizes_are_a_doubling_apart(most, found):
+    """Where SGLang has no such graphs: 64, 256, each twice the last, and the largest step."""
+    assert default_prefill_sizes(STOCK_PREFILL, most, few=True) == found
+
+
 def test_few_more_than_sglangs():
     """Up to four times the requests take four sizes more than SGLang's 94; its own list takes 32 more."""
     assert len(STOCK_DECODE) + len(STOCK_PREFILL) == 94

@@ -91,7 +91,7 @@ def test_default_prefill_sizes_are_sglangs(settings, fields):
 @pytest.mark.parametrize(
     ("backend", "mla", "found"),
     [
-        ("breakable", True, [64, 512, 1024, 1536, 4096, 8192]),
+        ("breakable", True, [64, 512, 1024, 4096, 8192]),
         ("breakable", False, [4, 64, 80, 352, 512, 1024, 1280, 1536, 4096, 4608, 8192]),
         ("tc_piecewise", True, [4, 64, 80, 352, 512, 1024, 1280, 1536, 4096, 4608, 8192]),
     ],
@@ -103,7 +103,7 @@ def test_prompts_that_sglang_would_run_eagerly_have_fewer_sizes(backend, mla, fo
     args.cuda_graph_config.prefill = SimpleNamespace(backend=backend)
     assert sizes.prefill_sizes_0_5_16(lambda *_: own, args, 8192) == found
     assert sizes.prefill_sizes_0_5_16(lambda *_: own[:-5], args, 1200)[-1] == 1200
-    assert own_sizes(args) == {PREFILL: 0 if len(found) == 6 else len(own[:-5])}
+    assert own_sizes(args) == {PREFILL: 0 if len(found) < len(own) else len(own[:-5])}
 
 
 @pytest.mark.parametrize("left", ["enable_pdmux", "enable_two_batch_overlap"])

@@ -131,7 +131,7 @@ def test_real_arguments_get_kpolicys_sizes(tmp_path):
     assert len(found["decode_sizes"]) == 36 + 3
     assert found.get("prefill", "breakable") == "breakable"
     assert found.get("prefill_sizes", [8192])[-1] == 8192
-    few = [64, 256, 512, 1024, 1536, 2048]
+    few = [64, 256, 512, 1024, 2048]
     assert found.get("few", few) == few
     # SGLang's own, which other processes have with the arguments; it has no graphs of MLA prompts on 0.5.16.
     assert found["own"] == ({"decode": 36, "prefill": 0} if "few" in found else {"decode": 36})
