@@ -182,6 +182,17 @@ def test_more_prompts_than_decodes_are_a_burst():
     assert Prompts([5000] * 3, decodes=3).run(5) == [5000, 0, 5000, 0, 5000]
 
 
+def test_a_burst_is_four_chunks_at_least():
+    """One of few tokens, more prompts than decodes, goes on with what comes until that much has run."""
+    turns = Turns(state_with(), 8192)
+    assert not turns.decode_goes_first(2, 3, 3000)
+    for ran, burst in ((3000, True), (20_000, True), (6000, False)):
+        turns.prefilled_in_burst(ran)
+        assert not turns.decode_goes_first(2, 2, 20_000)
+        assert turns.in_burst == burst
+    assert turns.decode_goes_first(2, 2, 20_000)
+
+
 class Chunks(Prompts):
     """Cuts prompts, one in a batch."""
 
