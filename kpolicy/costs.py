@@ -221,7 +221,10 @@ class CostTable:
             `kpolicy.simulate` reads it; decisions and the simulated executor don't know what ran before.
         eager_new_us: more of the host's time for an eager launch of a number of tokens that never ran before:
             libraries choose kernels for it, and load them. Read likewise.
+        padding_share: share of what further decode rows would take the device that rows of padding in their place take,
+            by part: (FULL, PIECEWISE). In a mixture of experts all of them choose the same few. Read likewise.
         kv_span: the contexts that attention was timed at; None where that wasn't recorded.
+        counts_padding: whether times rest on `padding_share`: in tables of `counting_padding` alone, and in no file.
         first_pieces_us: more of device time for a launch of pieces, by what ran before: the host launches the first
             ones sooner or later, and the device waits. 0 but in tables of `in_a_row` and `after_another`; it is in no
             file.
@@ -250,7 +253,9 @@ class CostTable:
     host_probe: str = INTERPRETER
     warm_host_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
     eager_new_us: float = attrs.field(default=0.0)
+    padding_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
     kv_span: KvSpan | None = None
+    counts_padding: bool = False
     first_pieces_us: float = 0.0
     measured_on: str = attrs.field(default="", eq=False)
 
@@ -278,6 +283,11 @@ class CostTable:
             raise ProfileError(
                 f"warm_host_share is {value}; it is two shares above 0 and up to 1, of PIECEWISE and EAGER."
             )
+
+    @padding_share.validator
+    def _check_padding(self, _: Any, value: tuple[float, float]) -> None:
+        if len(value) != 2 or not all(0 <= share <= 1 for share in value):
+            raise ProfileError(f"padding_share is {value}; it is two shares from 0 to 1, of FULL and PIECEWISE.")
 
     @eager_new_us.validator
     def _check_new(self, _: Any, value: float) -> None:
@@ -339,6 +349,10 @@ class CostTable:
         """Half of what launching pieces takes more than in a row."""
         return 0.5 * (1 - self.warm_host_share[0]) * self.host_piecewise.base_for(decodes=True, prefills=True)
 
+    def counting_padding(self) -> CostTable:
+        """The table that tells rows of padding from others, where they were found to take less."""
+        return self if self.padding_share == (1.0, 1.0) else attrs.evolve(self, counts_padding=True)
+
     def new_sizes(self) -> CostTable:
         """The table of eager launches of numbers of tokens that never ran before."""
         if not self.eager_new_us:
@@ -350,12 +364,24 @@ class CostTable:
         """The dense work's curve that a launch is costed by."""
         return self.eager if launch.key is None else self.curve_for(launch.key)
 
-    def dense_us(self, launch: Launch, num_tokens: int) -> float:
-        """What the dense work of a launch takes the device at that size, with its wait for the first pieces."""
-        us = self.curve_of(launch).at(num_tokens)
-        if launch.key is None or launch.key.part is Part.FULL:
+    def dense_us(self, launch: Launch, num_tokens: int, decodes: int = 0) -> float:
+        """What the dense work of a launch takes the device at that size, with its wait for the first pieces.
+
+        Args:
+            launch: the launch.
+            num_tokens: its padded tokens.
+            decodes: its tokens without padding, where all are decode rows'; 0 of others.
+        """
+        curve = self.curve_of(launch)
+        us = curve.at(num_tokens)
+        if launch.key is None:
             return us
-        return max(us + self.first_pieces_us, 0.0)
+        full = launch.key.part is Part.FULL
+        if self.counts_padding and 0 < decodes < num_tokens:
+            # Padding is at least one row more.
+            least = curve.at(decodes + 1)
+            us = least + self.padding_share[0 if full else 1] * (us - least)
+        return us if full else max(us + self.first_pieces_us, 0.0)
 
     def curve_for(self, key: GraphKey) -> Curve:
         """The dense work's curve of a graph."""
@@ -407,7 +433,7 @@ class CostTable:
             host = self.host_eager
         else:
             full = launch.key.part is Part.FULL
-            dense = self.dense_us(launch, launch.key.num_tokens)
+            dense = self.dense_us(launch, launch.key.num_tokens, 0 if prefills else launch.num_tokens(numbers))
             host = self.host_full if full else self.host_piecewise
             if decodes and prefills:
                 both = self.both_us[0 if full else 1]

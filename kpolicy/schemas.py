@@ -584,7 +584,7 @@ def _sparse() -> Converter:
     return _converter(sparse=True)
 
 
-_IN_NO_FILE = ("extra", "measured_on", "first_pieces_us")
+_IN_NO_FILE = ("extra", "measured_on", "first_pieces_us", "counts_padding")
 """Fields that stand elsewhere in a file, or in none."""
 
 

@@ -324,3 +324,38 @@ def test_the_wait_for_the_first_pieces_is_half_of_what_launching_both_kinds_has_
     assert costs.after_another().dense_us(Launch(Rows.ALL, FULL8), 8) == 100.0
     slow = attrs.evolve(costs, host_piecewise=HostCost(3000.0))
     assert slow.in_a_row().dense_us(piece, 64) == 0.0
+
+
+def test_rows_of_padding_take_their_share_where_a_table_counts_them() -> None:
+    """9 rows in a graph of 16: from 10 rows' time, one row of padding, to 16 rows' by the share of their part."""
+    sizes, us = [8, 16], [800.0, 1600.0]
+    table = attrs.evolve(
+        TABLE, full=Curve(sizes, us), piecewise=Curve(sizes, us), mixed=Curve(sizes, us), padding_share=(0.25, 0.5)
+    )
+    full = Launch(Rows.ALL, GraphKey(Part.FULL, 16, 16, query_len=1))
+    pieces, eager = Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 16)), Launch(Rows.ALL, None)
+    counting = table.counting_padding()
+    assert counting.dense_us(full, 16, 9) == pytest.approx(1000.0 + 0.25 * 600.0)
+    assert counting.dense_us(pieces, 16, 9) == pytest.approx(1000.0 + 0.5 * 600.0)
+    for launch, decodes in ((full, 16), (full, 15), (pieces, 0)):
+        assert counting.dense_us(launch, 16, decodes) == 1600.0
+    assert counting.dense_us(eager, 16, 9) == table.dense_us(eager, 16)
+    assert table.dense_us(full, 16, 9) == 1600.0
+    assert TABLE.counting_padding() is TABLE
+
+
+def test_a_step_with_prompts_has_no_rows_of_padding() -> None:
+    table = attrs.evolve(TABLE, piecewise=Curve([8, 16], [800.0, 1600.0]), padding_share=(1.0, 0.0)).counting_padding()
+    pieces = (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 16)),)
+    decodes = BatchShape(decodes=[(1, 9)], decode_kv_tokens=90, max_kv_len=10)
+    mixed = BatchShape(decodes=[(1, 5)], prefills=[(4, 0)], decode_kv_tokens=50, max_kv_len=10)
+    plain = attrs.evolve(table, counts_padding=False)
+    more_us = plain.cost(pieces, decodes.numbers).device_us - table.cost(pieces, decodes.numbers).device_us
+    assert more_us == pytest.approx(600.0)
+    assert plain.cost(pieces, mixed.numbers) == table.cost(pieces, mixed.numbers)
+
+
+@pytest.mark.parametrize("shares", [(1.2, 1.0), (1.0, -0.1), (1.0,)])
+def test_shares_of_padding_lie_between_none_and_all(shares: Any) -> None:
+    with pytest.raises(ProfileError, match="padding_share"):
+        attrs.evolve(TABLE, padding_share=shares)

@@ -66,10 +66,11 @@ class HostState:
 
     Args:
         costs: a table. Where it tells nothing of steps in a row and new sizes (`CostTable.warm_host_share`,
-            `eager_new_us`), every step has this one.
+            `eager_new_us`), every step has this one. Rows of padding take their `padding_share`.
     """
 
     def __init__(self, costs: CostTable) -> None:
+        costs = costs.counting_padding()
         first, again = costs.after_another(), costs.in_a_row()
         self._tables = (first, first.new_sizes()), (again, again.new_sizes())
         self._plain = costs if again is costs and not costs.eager_new_us else None
@@ -113,9 +114,9 @@ class HostState:
 
 
 def _sides(table: CostTable, launch: Launch, num_rows: int) -> Sides:
-    host, size = table.host_eager, launch.padded_tokens or num_rows
+    host, size, decodes = table.host_eager, launch.padded_tokens or num_rows, 0
     if launch.key is not None:
         host = table.host_full if launch.key.part is Part.FULL else table.host_piecewise
-        size = launch.key.num_tokens
+        size, decodes = launch.key.num_tokens, num_rows
     host_us = host.base_for(decodes=True, prefills=False) + host.req_us * num_rows
-    return Sides(host_us, table.dense_us(launch, size))
+    return Sides(host_us, table.dense_us(launch, size, decodes))

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
+from kpolicy.costs import Curve
 from kpolicy.decision import Launch
 from kpolicy.errors import ProfileError
 from kpolicy.host_speed import launching_takes
@@ -113,3 +114,14 @@ def test_a_table_that_tells_neither_is_every_steps() -> None:
 def test_shares_and_times_that_cant_be(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ProfileError, match=named):
         attrs.evolve(COSTS, **given)
+
+
+def test_a_simulation_tells_rows_of_padding_from_others() -> None:
+    """Both ways of costing a step of decodes alone, a whole table and its sides, count the padding of a graph."""
+    table = attrs.evolve(COSTS, padding_share=(0.0, 1.0), full=Curve([8, 16], [800.0, 1600.0]))
+    launch = Launch(Rows.ALL, GraphKey(Part.FULL, 16, 16, query_len=1))
+    shape = BatchShape(decodes=[(1, 9)], decode_kv_tokens=90, max_kv_len=10)
+    found = HostState(table).table("full", (launch,), shape.numbers)
+    first, again = HostState(table).decodes("full", launch, 9)
+    assert found.launch_us(launch, shape.numbers)[0] == table.launch_us(launch, shape.numbers)[0] - 600.0
+    assert first.dense_us == again.dense_us == 1000.0

@@ -31,6 +31,7 @@ from kpolicy.decision import Launch
 from kpolicy.executors.calibrate.attention import FEW_DECODES, Bases, DecodeSlope, PrefillSlope, holding
 from kpolicy.executors.calibrate.bench import Bench, Measurable
 from kpolicy.executors.calibrate.host import HostTimes, host_by_rows
+from kpolicy.executors.calibrate.padding import PaddedRows
 from kpolicy.executors.calibrate.ties import Point, between, settled
 from kpolicy.heap import frozen_heap
 from kpolicy.keys import GraphKey
@@ -132,6 +133,10 @@ class Calibration:
         self._mixed = [add(key, key.num_tokens, prompt=True) for key in mixed]
         # Decode rows where a batch can have so many: what they take is compared with decode graphs.
         self._pieces = [add(key, key.num_tokens, prompt=key.num_tokens > most_reqs) for key in pieces]
+        self._padded = (
+            PaddedRows(bench, decode),
+            PaddedRows(bench, [key for key in pieces if key.num_tokens <= most_reqs]),
+        )
         self._host_eager = HostTimes(bench, [None], most_reqs, longest)
         self._host_piecewise = HostTimes(bench, pieces, most_reqs, longest)
 
@@ -187,6 +192,10 @@ class Calibration:
             *map(points, (self._eager, self._full, self._mixed, self._pieces)), chance=bench.host_runs
         )
         assert eager is not None  # noqa: S101 - the first case of all
+        full_padding, piecewise_padding = (
+            padded.share(curve, decode_attention, step_us)
+            for padded, curve in zip(self._padded, (full, pieces), strict=True)
+        )
         return CostTable(
             version=version,
             measured=True,
@@ -208,6 +217,7 @@ class Calibration:
             host_work_us=bench.host_work_us,
             warm_host_share=(self._host_piecewise.again(step_us), self._host_eager.again(step_us)),
             eager_new_us=self._host_eager.new_us(step_us),
+            padding_share=(full_padding, piecewise_padding),
             kv_span=KvSpan(*self._decoding.timed(), self._prefilling.timed()),
             measured_on=self._device,
             **_captures(self._registry, self.keys),
