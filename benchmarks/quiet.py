@@ -27,6 +27,7 @@ from pathlib import Path
 from kpolicy.host_speed import host_work_us
 
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+TASKS = "/proc/{}/task"
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 FIRST = -10
 """Niceness asked for."""
@@ -113,18 +114,22 @@ class Turns:
 class Follower:
     """Keeps the main thread of a process on a core that is quick, where others are slow for parts of a second.
 
-    A look takes each core some 0.1 ms, the process's own too: one step in some tens is that much longer.
+    A look takes each core some 0.1 ms, the process's own too: one step in some tens is that much longer. Threads that
+    the process starts get all of `others` at the next look; processes that it starts keep the one core.
 
     Args:
         pid: the process.
-        cores: those to choose from; this thread visits them all.
+        cores: those to choose from.
+        others: the cores of its other threads.
 
     Attributes:
         moves: how often it was moved.
     """
 
-    def __init__(self, pid: int, cores: Sequence[int]) -> None:
+    def __init__(self, pid: int, cores: Sequence[int], others: Sequence[int]) -> None:
         self._pid = pid
+        self._others = set(others)
+        self._threads = {pid}
         self._times: dict[int, deque[float]] = {core: deque(maxlen=LAST) for core in cores}
         self._at: int | None = None
         self.moves = 0
@@ -132,19 +137,38 @@ class Follower:
     def look(self) -> None:
         """Time the fixed work once on each core, and move where another is quicker for some looks now.
 
+        A core that can't be had any more is left out. The calling thread ends on the cores that it had.
+
         Raises:
             ProcessLookupError: the process is gone.
         """
-        for core, times in self._times.items():
-            os.sched_setaffinity(0, {core})
-            times.append(host_work_us())
-        now = {core: list(times) for core, times in self._times.items()}
+        here = os.sched_getaffinity(0)
+        for core in list(self._times):
+            try:
+                os.sched_setaffinity(0, {core})
+            except OSError:
+                del self._times[core]
+                continue
+            self._times[core].append(host_work_us())
+        with suppress(OSError):
+            os.sched_setaffinity(0, here)
+        if not self._times:
+            return
         # A quick core is one that was quick in every one of the last looks.
-        best = quietest({core: [max(times)] for core, times in now.items()}, 1)[0]
-        if self._at is None or statistics.median(now[self._at]) > SLOWER * max(now[best]):
+        best = quietest({core: [max(times)] for core, times in self._times.items()}, 1)[0]
+        at = self._times.get(-1 if self._at is None else self._at)
+        if at is None or statistics.median(at) > SLOWER * max(self._times[best]):
             os.sched_setaffinity(self._pid, {best})
             self.moves += self._at is not None
             self._at = best
+        self._free_threads()
+
+    def _free_threads(self) -> None:
+        """What the main thread started has its one core: give it back the others'."""
+        with suppress(OSError):
+            for thread in {int(name) for name in os.listdir(TASKS.format(self._pid))} - self._threads:
+                self._threads.add(thread)
+                os.sched_setaffinity(thread, self._others)
 
     def follow(self, process: subprocess.Popen[bytes]) -> int:
         """Look until the process ends; its exit code."""
@@ -188,20 +212,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(dict.fromkeys(POOLS, "1"))
     try:
         if arguments.follow:
-            return _followed(arguments.command, cores)
+            return _followed(arguments.command, cores, chosen)
         os.execvp(arguments.command[0], arguments.command)  # noqa: S606 - what it is for
     except OSError as error:
         sys.stderr.write(f"{arguments.command[0]} can't be run: {error.strerror}\n")
     return 2
 
 
-def _followed(command: Sequence[str], cores: Sequence[int]) -> int:
-    """Run a command under a `Follower`; its exit code, as a shell has it."""
-    process = subprocess.Popen(command)
+def _followed(command: Sequence[str], cores: Sequence[int], chosen: Sequence[int]) -> int:
+    """Run a command under a `Follower`; its exit code, as a shell has it.
+
+    It has a session of its own, so that a signal reaches it once: by this process, which is told by a terminal.
+
+    Raises:
+        OSError: it can't be run.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
+
+    def forward(number: int, _: object) -> None:
+        if started:
+            started[0].send_signal(number)
+        else:
+            early.append(number)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda given, _: process.send_signal(given))
-    follower = Follower(process.pid, cores)
-    code = follower.follow(process)
+        signal.signal(number, forward)
+    started.append(subprocess.Popen(command, start_new_session=True))
+    for number in early:
+        started[0].send_signal(number)
+    follower = Follower(started[0].pid, cores, chosen)
+    code = follower.follow(started[0])
     sys.stderr.write(f"moved to a quicker core {follower.moves} times\n")
     return code if code >= 0 else 128 - code
 

@@ -23,8 +23,7 @@ AROUND = 4
 """Times on either side of one that tell with it how fast the host was: one alone may be late"""
 _LOOPS, _RUNS = 600, 3
 _SLOWS = 0.85
-"""Share of the host's time for launching that goes with the work; what it waits for, such as the bus, doesn't.
-See docs/benchmarks.md."""
+"""Share of the host's time for launching that is taken to go with the work; see docs/benchmarks.md."""
 
 
 def host_work_us() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,8 @@ def test_a_process_is_moved_off_a_core_that_stays_slow(monkeypatch: pytest.Monke
             here[:] = cores
 
     monkeypatch.setattr(os, "sched_setaffinity", pin)
-    follower = quiet.Follower(77, [1, 2])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
+    follower = quiet.Follower(77, [1, 2], [1, 2])
     after = []
     for _ in range(6):
         follower.look()
@@ -75,6 +77,78 @@ def test_a_process_is_moved_off_a_core_that_stays_slow(monkeypatch: pytest.Monke
     assert moved == [(77, {1}), (77, {2})]
     assert after == [1, 1, 1, 2, 2, 2]
     assert follower.moves == 1
+
+
+@linux
+def test_a_core_a_tenth_slower_is_kept_and_one_that_is_gone_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, moved = [0], []
+    works = {1: 20.0, 2: 18.5}
+    monkeypatch.setattr(quiet, "siblings", lambda core: {core})
+    monkeypatch.setattr(quiet, "host_work_us", lambda: works[here[0]])
+
+    def pin(pid: int, cores: set[int]) -> None:
+        if not pid and not cores & works.keys():
+            raise OSError(22, "Invalid argument")
+        if pid:
+            moved.append(cores)
+        else:
+            here[:] = cores
+
+    monkeypatch.setattr(os, "sched_setaffinity", pin)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
+    follower = quiet.Follower(77, [1, 2], [1, 2])
+    works[2] = 21.0
+    follower.look()
+    works[2] = 18.5
+    for _ in range(4):
+        follower.look()
+    assert moved == [{1}]
+    del works[1]
+    follower.look()
+    assert moved == [{1}, {2}]
+    works.clear()
+    follower.look()
+    assert moved == [{1}, {2}]
+
+
+@linux
+def test_threads_that_a_followed_process_starts_get_their_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pinned: list[tuple[int, set[int]]] = []
+    monkeypatch.setattr(quiet, "TASKS", str(tmp_path / "{}"))
+    monkeypatch.setattr(quiet, "host_work_us", lambda: 20.0)
+    monkeypatch.setattr(quiet, "siblings", lambda core: {core})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: pinned.append((pid, set(cores))))
+    for thread in (77, 78):
+        (tmp_path / "77" / str(thread)).mkdir(parents=True)
+    follower = quiet.Follower(77, [1, 2], [2, 3])
+    follower.look()
+    follower.look()
+    assert [each for each in pinned if each[0]] == [(77, {1}), (78, {2, 3})]
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_a_followed_command_once(number: signal.Signals) -> None:
+    code = (
+        "import signal, sys, time\n"
+        "for each in (signal.SIGINT, signal.SIGTERM):\n"
+        "    signal.signal(each, lambda n, _: print('got', int(n), flush=True))\n"
+        "print('up', flush=True)\n"
+        "time.sleep(0.6); time.sleep(0.6)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL); import os; os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    words = ["-m", "benchmarks.quiet", "--seconds", "0.05", "--follow", "--", sys.executable, "-c", code]
+    with subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        os.killpg(process.pid, number)
+        assert process.stdout.read() == f"got {int(number)}\n"
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 @linux
@@ -123,13 +197,15 @@ def test_numbers_that_name_nothing_are_refused(words: list[str], capsys: pytest.
 
 
 @linux
+@pytest.mark.parametrize("more", [[], ["--follow"]])
 def test_a_command_that_is_not_there_is_named(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
     before = os.sched_getaffinity(0)
     monkeypatch.setattr(os, "setpriority", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     try:
-        assert quiet.main(["--seconds", "0.05", "--", "no-such-command-here"]) == 2
+        assert quiet.main(["--seconds", "0.05", *more, "--", "no-such-command-here"]) == 2
     finally:
         os.sched_setaffinity(0, before)
     assert "no-such-command-here can't be run" in capfd.readouterr().err

@@ -460,7 +460,7 @@ class Bench:
         self._noted.append(work)
         times = self._once(decision, inputs)._replace(work=work, place=place)
         if again:
-            # Before the device is kept busy: the wait for that leaves the host's caches colder than a step does.
+            # Before the device is kept busy: right after that a launch takes longer (docs/benchmarks.md).
             times = times._replace(again=self._once(decision, inputs).host)
         self._adapter.occupy(_AHEAD * times.host)
         outputs = self._executor.run(decision, inputs)

@@ -368,7 +368,7 @@ def paged_attention(
     if query.stride(2) != 1:
         query = query.contiguous()
     # Without prompts the decode kernel clears what is padding: clearing all first would be one launch more a layer.
-    out = (torch.zeros if prefills or not num_reqs else torch.empty)(
+    out = (torch.empty if decodes and not prefills and num_reqs else torch.zeros)(
         (num_tokens, num_heads, value_dim), dtype=query.dtype, device=query.device
     )  # fmt: skip
     if not num_reqs:
