@@ -37,16 +37,24 @@ def profile(results: dict[str, Any], runs: Sequence[int]) -> Profile:
     Args:
         results: the result file.
         runs: whose starts.
+
+    Raises:
+        ValueError: the runs had other versions, another date or other sizes of SGLang's.
     """
     of_runs = [each for each in results["starts"] if each["run"] in runs and not each["part"].startswith("dsv2")]
     starts = [each for each in of_runs if each["side"] == "kpolicy"]
-    stock = next(each for each in of_runs if each["side"] == "stock")
-    about = next(each for each in results["runs"] if each["run"] == runs[-1])
+    stock = [each for each in of_runs if each["side"] == "stock"]
+    own_sizes = {
+        phase: _one(f"{phase}_sizes", runs, [each[f"{phase}_sizes"] for each in stock])
+        for phase in ("decode", "prefill")
+    }
+    about = [each for each in results["runs"] if each["run"] in runs]
+    versions, at = (_one(name, runs, [each[name] for each in about]) for name in ("versions", "at"))
 
     def curve(phase: str, kind: str) -> tuple[list[int], list[float]]:
         measured = [{int(size): us for size, us in each["kpolicy"]["us"][phase][kind].items()} for each in starts]
         graphs = kind == "graph"
-        sizes = stock[f"{phase}_sizes"] if graphs else sorted(set().union(*measured))
+        sizes = own_sizes[phase] if graphs else sorted(set().union(*measured))
         middle = [
             statistics.median(float(np.interp(size, sorted(each), [each[key] for key in sorted(each)]))
                               for each in measured)
@@ -62,15 +70,27 @@ def profile(results: dict[str, Any], runs: Sequence[int]) -> Profile:
     count, nothing = len(starts), HostCost(base_us=0.0)
     return Profile(
         costs=CostTable(
-            version=f"measured by kpolicy-sglang {about['at']} on NVIDIA H200, at {count} starts of SGLang 0.5.16",
+            version=f"measured by kpolicy-sglang {at} on NVIDIA H200, at {count} starts of SGLang {versions['sglang']}",
             measured=True,
             full=rounded("decode", "graph"), piecewise=rounded("prefill", "graph"), eager=rounded("prefill", "eager"),
             host_full=nothing, host_piecewise=nothing, host_eager=nothing,
         ),
-        device="NVIDIA H200", model=NAMES["qwen05b"], measured_at=about["at"], tensor_parallel_size=1,
-        versions={name: about["versions"][name] for name in ("sglang", "torch")},
+        device="NVIDIA H200", model=NAMES["qwen05b"], measured_at=at, tensor_parallel_size=1,
+        versions={name: versions[name] for name in ("sglang", "torch")},
         command=f"python benchmarks/sglang/make_profile.py OUT --runs {','.join(map(str, runs))}",
     )  # fmt: skip
+
+
+def _one(what: str, runs: Sequence[int], found: Sequence[Any]) -> Any:
+    """What all runs have: a profile is of one software on one day.
+
+    Raises:
+        ValueError: they don't have the same, or none has any.
+    """
+    if not found or any(each != found[0] for each in found):
+        listed = ", ".join(map(str, runs))
+        raise ValueError(f"{what} must be the same in runs {listed}, not {[*found]}: choose others with --runs")
+    return found[0]
 
 
 def _stairs(sizes: Sequence[int], us: Sequence[float]) -> tuple[list[int], list[float]]:

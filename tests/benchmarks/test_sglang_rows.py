@@ -307,6 +307,20 @@ def test_profile_is_of_the_published_starts():
     assert profile(found, [15, 16]) == read_profile(published)
 
 
+@pytest.mark.parametrize(
+    ("what", "where", "value"),
+    [("versions", "runs", {"sglang": "0.5.23"}), ("at", "runs", "2026-11-21"), ("decode_sizes", "starts", [1, 2]),
+     ("prefill_sizes", "starts", [4])],
+)  # fmt: skip
+@pytest.mark.parametrize("run", [15, 16])
+def test_profile_is_of_runs_alike(what, where, value, run):
+    """Starts of other software, of another day or with other sizes of SGLang's make no profile together."""
+    found = json.loads(RESULTS.read_text())
+    next(each for each in found[where] if each["run"] == run and each.get("side", "stock") == "stock")[what] = value
+    with pytest.raises(ValueError, match=f"{what} must be the same in runs 15, 16"):
+        profile(found, [15, 16])
+
+
 def test_published_plan_is_what_was_run():
     """The committed plan rests on the committed profile, and its sizes and drawn.json's are those that run 21 had."""
     found = json.loads(RESULTS.read_text())
