@@ -76,10 +76,11 @@ class PromptTimes:
         return us + more_us * (times if times < _FURTHEST else _FURTHEST)
 
     def length(self, new: Sequence[int], before: Sequence[int] | None = None) -> float:
-        """`length_of` by this kernel; 0 where it makes no difference."""
-        if not new or (max(new) <= PROMPT_TOKENS and not (before and any(before))):
+        """`length_of` by this kernel; 0 where all are so short that it makes no difference."""
+        cached = before if before and any(before) else ()
+        if not new or (max(new) <= self._short and not cached):
             return 0.0
-        return length_of(new, before or (0,) * len(new), self.beside)
+        return length_of(new, cached, self.beside)
 
     def most_length(self, us: float) -> float:
         """Tokens of the longest prompt that keeps a whole chunk within so many microseconds, whatever is beside it."""
@@ -87,7 +88,7 @@ class PromptTimes:
         if long_us <= usual_us:
             return inf
         length = PROMPT_TOKENS + (us - usual_us) / (long_us - usual_us) * (size - PROMPT_TOKENS)
-        return max(length / 2 if self.beside else length, PROMPT_TOKENS)
+        return max(length / 2 if self.beside else length, self._short)
 
     def most_alike(self, us: float) -> int:
         """The most tokens that take no longer even as one prompt; 0 where none do. No prompts take longer than one."""
@@ -139,7 +140,7 @@ class PromptTimes:
 
     def batch_us(self, new: Sequence[int], before: int) -> float:
         """Microseconds of a batch of prompts, of which the first has so many tokens in KV."""
-        return self.us(sum(new), length_of(new, (before, *(0,) * (len(new) - 1)), self.beside))
+        return self.us(sum(new), length_of(new, (before,), self.beside))
 
 
 def length_of(new: Sequence[int], before: Sequence[int], beside: float) -> float:
@@ -147,7 +148,7 @@ def length_of(new: Sequence[int], before: Sequence[int], beside: float) -> float
 
     Args:
         new: tokens of each prompt in this batch.
-        before: tokens that each has in KV already.
+        before: tokens that the first ones have in KV already; the others have none.
         beside: how far prompts are as long as the longest.
     """
     (own, longests, in_kv), tokens, squares = _shares(beside), sum(new), sum(map(mul, new, new))
@@ -173,8 +174,8 @@ def beside_of(new: Sequence[int], us: float, usual_us: float, long_us: float) ->
         usual_us: those of as many tokens in usual prompts.
         long_us: those of as many tokens in one.
     """
-    tokens, nothing = sum(new), (0,) * len(new)
-    own, as_longest = (length_of(new, nothing, beside) for beside in (0.0, 1.0))
+    tokens = sum(new)
+    own, as_longest = (length_of(new, (), beside) for beside in (0.0, 1.0))
     if long_us - usual_us <= _LEAST_TOLD * usual_us or as_longest <= own:
         return 0.0
     length = PROMPT_TOKENS + (us - usual_us) / (long_us - usual_us) * (tokens - PROMPT_TOKENS)

@@ -136,6 +136,9 @@ class Split:
             self._long = waits.longest > turns.long or (cut is not None and len(cut.origin_input_ids) > turns.long)
             if (self._long or not just) and turns.decode_goes_first(decodes, *waits.counts()):
                 return 0
+            if turns.in_burst:
+                # Nobody asks before it is looked at anew: no request is held meanwhile.
+                waits.forget()
         elif not self._long and cut is None:
             return turns.limit
         if self._as_sglang:

@@ -1,7 +1,8 @@
 """What waits in a scheduler's queue, as it was when it was last looked at.
 
 Of many prompts the first are looked at, and the others taken to be like them. A decode step changes nothing of it:
-while as many could run and the same one is first, what was worked out before it stands for the batch after it.
+while as many could run and the same ones are the first and the last that were looked at, what was worked out before it
+stands for the batch after it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ class Waiting:
         self.longest = 0
         """Most tokens of a prompt that was looked at."""
         self._could = -1
-        self._first: Any = None
         self._cut: Any = None
         self._looked: Sequence[Any] = ()
         self._lengths: list[int] = []
@@ -41,8 +41,12 @@ class Waiting:
         """Tokens that SGLang has found in its cache; None where that has to be looked at."""
 
     def is_of(self, could: int, queue: Sequence[Any], cut: Any) -> bool:
-        """Whether this is what waits: as many could run, the same one first, and the same one under way."""
-        return could == self._could and cut is self._cut and (queue[0] if queue else None) is self._first
+        """Whether this is what waits: as many could run, the same one is under way, and no other of them has left."""
+        if could != self._could or cut is not self._cut:
+            return False
+        looked = self._looked
+        # One that left from among them has another come after it.
+        return not looked or (queue[0] is looked[0] and queue[len(looked) - 1] is looked[-1])
 
     def look(self, could: int, queue: Sequence[Any], cut: Any) -> None:
         """Look at what waits.
@@ -53,7 +57,6 @@ class Waiting:
             cut: the prompt under way, if there is one.
         """
         self.holds, self._could, self._cut = True, -1, cut
-        self._first = queue[0] if queue else None
         self._looked = looked = queue[: could if could < _LOOKED else _LOOKED]
         self._lengths = lengths = [len(each.origin_input_ids) for each in looked]
         self.longest = max(lengths) if lengths else 0

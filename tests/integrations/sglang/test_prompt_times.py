@@ -6,7 +6,7 @@ from math import inf
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kpolicy.costs import Curve
@@ -14,6 +14,7 @@ from kpolicy_sglang.phase import PREFILL, PROMPT_TOKENS, Phase
 from kpolicy_sglang.prompt_times import PromptTimes, beside_of, length_of, mean_length
 from kpolicy_sglang.split import split_of
 from kpolicy_sglang.turns import Turns
+from kpolicy_sglang.waiting import Waiting
 from tests.integrations.sglang.test_turns import Prompts, request, state_with
 
 LONG_US = Curve((2048, 4096, 8192), (8_000.0, 20_000.0, 60_000.0))
@@ -49,12 +50,16 @@ def test_the_longest_bounds_how_far(new, cached, beside):
     assert all_ <= 2 * max(new) * (sum(new) + cached) / sum(new)
     if len(new) == 1:
         assert own == all_ == new[0] + 2 * cached
+    # Only the first ones need to be told.
+    assert length_of(new, [cached], 1.0) == all_
 
 
 def test_usual_prompts_take_usual_times():
     """Up to the usual length nothing is added, but for tokens in KV."""
     assert times().length([]) == 0
-    assert times(1.0).length([PROMPT_TOKENS] * 8) == times(1.0).length([PROMPT_TOKENS] * 8, [0] * 8) == 0
+    assert times().length([PROMPT_TOKENS] * 8) == times().length([PROMPT_TOKENS] * 8, [0] * 8) == 0
+    assert times(1.0).length([PROMPT_TOKENS // 2] * 8) == 0
+    assert times(1.0).length([PROMPT_TOKENS] * 8) == PROMPT_TOKENS
     assert times().length([500], [4000]) == 8500
     assert times(1.0).length([4096, *[1024] * 4]) == 5632
 
@@ -116,6 +121,23 @@ def test_usual_prompts_beside_shorter_ones_may_not_fit():
     assert times().first([1000] * 7 + [1100], 8000, 31_000.0)[0] == 5
 
 
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=20), st.integers(0, 4000), st.floats(0, 1))
+@example([500, 500, 900], 0, 1.0)
+@example([1024, *[100] * 60], 0, 0.8)
+def test_a_batch_takes_what_it_takes(new, before, beside):
+    """Asked for by its length or as a whole: where no length is worked out it makes no difference."""
+    found = times(beside)
+    length = found.length(new, [before] + [0] * (len(new) - 1))
+    assert found.us(sum(new), length) == pytest.approx(found.batch_us(new, before))
+
+
+@pytest.mark.parametrize("beside", [0.5, 1.0])
+def test_a_first_prompt_is_no_longer_for_the_one_that_does_not_fit(beside):
+    """The next one was tried, and isn't of the batch whose time is told."""
+    found = times(beside)
+    assert found.first([2000, 4000], 0, 9_000.0)[:2] == (1, found.us(2000, 2000))
+
+
 @pytest.mark.parametrize("beside", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("us", [33_000.0, 45_000.0, 59_000.0])
 def test_the_longest_that_keeps_a_chunk_within(beside, us):
@@ -128,6 +150,7 @@ def test_the_longest_that_keeps_a_chunk_within(beside, us):
 
 
 @given(st.floats(0, 1), st.floats(20_000, 70_000), st.lists(st.integers(1, 8192), min_size=1, max_size=12))
+@example(1.0, 30_500.0, [1024, *[700] * 10])
 def test_shorter_prompts_make_no_chunk_too_long(beside, us, new):
     """Whatever is beside it: what is skipped by the longest prompt alone would have fitted."""
     found = times(beside)
@@ -200,6 +223,7 @@ def test_long_prompts_run_apart_from_others(prompts, beside, steps):
     st.lists(st.sampled_from([1, 100, 500, 513, 900, 2000, 4000, 8192]), min_size=1, max_size=9),
     st.sampled_from([0, 0, 1000, 5000]), st.integers(1, 400), st.integers(0, 60), st.floats(0, 1),
 )  # fmt: skip
+@example([500, 500, 900], 0, 1, 0, 1.0)
 def test_what_a_batch_ends_before_is_weighed_by_whole_batches(new, before, decodes, behind, beside):
     """However little of it is worked out: by what each batch would take, and what decodes and prompts lose."""
     turns = split_of(Cut([], decodes=1, beside=beside)).turns
@@ -235,6 +259,21 @@ def test_the_rest_of_a_prompt_is_as_long_as_all_of_it():
     turns = split_of(Cut([], decodes=300)).turns
     assert turns.most(300, 5, [1600] * 5) == 8192
     assert turns.most(300, 5, [1600] * 5, 8000) < 8000
+    # So they do where they have so few tokens that no batch of as many without KV takes too long.
+    assert turns.most(4, 3, [1800] * 3) == turns.most(4, 3, [1800] * 3, 2000) == 8192
+    assert turns.most(4, 3, [1800] * 3, 20_000) == 3600
+
+
+@pytest.mark.parametrize("weighed", [0, 1000])
+@pytest.mark.parametrize("before", [(0, 0), (1000, 0), (0, 1000), (1000, 1000), (400, 600)])
+def test_a_batch_is_what_was_weighed_only_with_the_same_in_kv(weighed, before):
+    """The same prompts with other tokens in KV than they were weighed with, or with them elsewhere, are costed anew."""
+    turns, new = split_of(Cut([], decodes=300, beside=0.5)).turns, [3500, 3000]
+    turns.most(300, 2, new, weighed)
+    assert turns._weighed[:2] == (new, weighed)
+    turns.decoded()
+    turns.prefilled(6500, new, list(before))
+    assert turns._waited_us == pytest.approx(turns.times.us(6500, length_of(new, before, 0.5)))
 
 
 def test_decodes_come_right_after_a_burst():
@@ -366,6 +405,48 @@ def test_what_sglang_finds_in_its_cache_is_seen_once_it_was_asked():
     assert seen == [(300, 9, [250] * 4 + [2000] + [250] * 3, 0)]
 
 
+def test_what_sglang_finds_while_nothing_decodes_is_seen():
+    """It was asked for a batch, and may have looked in its cache."""
+    scheduler = Cut([*SHORT, 4000, *SHORT], decodes=300)
+    split = split_of(scheduler)
+    split.turns.prefilled(8192)
+    assert split._most(300) == 0
+    running, scheduler.running.reqs = scheduler.running.reqs, []
+    scheduler.own = lambda *_: SimpleNamespace(batch_to_run=None, running_batch=None)
+    assert scheduler.run(1) == [0]
+    scheduler.running.reqs = running
+    for each in scheduler.waiting_queue:
+        each.prefix_len = len(each.origin_input_ids) // 2
+    seen = []
+    split.turns.most = lambda *given: seen.append(given) or 8192
+    split._most(300)
+    assert seen == [(300, 9, [250] * 4 + [2000] + [250] * 3, 0)]
+
+
+@pytest.mark.parametrize("left", [0, 1, 3, 7])
+@pytest.mark.parametrize("waiting", [8, 20])
+def test_a_request_that_left_and_one_that_came_are_seen(left, waiting):
+    """As many wait as before, and the first may be the same."""
+    queue, waits = [request(500) for _ in range(waiting)], Waiting(8192)
+    waits.look(waiting, queue, None)
+    assert waits.is_of(waiting, queue, None)
+    del queue[left]
+    assert not waits.is_of(waiting, [*queue, request(4000)], None)
+
+
+def test_an_empty_queue_is_known():
+    """So is one of which none could run; nothing is before the first look, nor after one that failed."""
+    waits = Waiting(8192)
+    assert not waits.is_of(0, [], None)
+    waits.look(0, [], None)
+    assert waits.is_of(0, [], None)
+    assert waits.is_of(0, [request(500)], None)
+    queue = [request(500), SimpleNamespace()]
+    with pytest.raises(AttributeError):
+        waits.look(2, queue, None)
+    assert not waits.is_of(2, queue, None)
+
+
 class Request(SimpleNamespace):
     """One that can be asked whether it is still there."""
 
@@ -380,6 +461,30 @@ def test_no_request_is_held_while_nothing_waits():
         del requests
         scheduler.run(8)
         assert not any(each() for each in gone)
+
+
+def test_no_request_is_held_in_a_burst():
+    """Nobody asks again before it is looked at anew."""
+    scheduler = Cut([], decodes=300)
+    scheduler.own = lambda *_: SimpleNamespace(batch_to_run=SimpleNamespace(extend_num_tokens=8192))
+    requests = [Request(origin_input_ids=range(8000), prefix_len=0) for _ in range(8)]
+    gone = [weakref.ref(each) for each in requests]
+    scheduler.waiting_queue = requests
+    scheduler.run(1)
+    assert split_of(scheduler).turns.in_burst
+    requests.clear()
+    assert not any(each() for each in gone)
+
+
+def test_no_request_is_held_after_an_error():
+    """What a look that raised had found isn't kept."""
+    scheduler = Cut([], decodes=300)
+    scheduler.own = lambda *_: SimpleNamespace(batch_to_run=None, running_batch=None)
+    scheduler.waiting_queue = [request(500), SimpleNamespace()]
+    scheduler.run(1)
+    waits = split_of(scheduler)._waits
+    assert not waits.holds
+    assert not waits._looked
 
 
 @given(
