@@ -360,7 +360,9 @@ def test_a_signal_ends_a_real_process(tmp_path: Path) -> None:
     rows = [f"{10 * i},400,400" for i in range(2000)]
     path = write(tmp_path / "long.csv", "timestamp,input_length,output_length", *rows)
     log = tmp_path / "steps.jsonl"
-    arguments = ["run", "--device", "simulated", "--trace", path, "--policy", "eager", "--step-log", log]
+    # The whole trace: its first seconds alone are over before a signal comes where the machine is busy.
+    arguments = ["run", "--device", "simulated", "--trace", path, "--window", "0", "--policy", "eager"]
+    arguments += ["--step-log", log]
     with subprocess.Popen(
         [sys.executable, "-m", "kpolicy", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
