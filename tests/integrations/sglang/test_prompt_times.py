@@ -388,6 +388,16 @@ def test_a_prompt_under_way_is_known_after_a_decode_step():
     assert looks == [9, 9, 9]
 
 
+def seen_half_cached(scheduler, split):
+    """What is asked of the turns about a queue half of whose tokens were found in the cache since."""
+    for each in scheduler.waiting_queue:
+        each.prefix_len = len(each.origin_input_ids) // 2
+    seen = []
+    split.turns.most = lambda *given: seen.append(given) or 8192
+    split._most(300)
+    return seen
+
+
 def test_what_sglang_finds_in_its_cache_is_seen_once_it_was_asked():
     """Between a decode step and the batch after it nothing is found; a batch that isn't had may have looked."""
     scheduler = Cut([*SHORT, 4000, *SHORT], decodes=300)
@@ -397,12 +407,7 @@ def test_what_sglang_finds_in_its_cache_is_seen_once_it_was_asked():
     split.turns.decoded()
     scheduler.own = lambda *_: SimpleNamespace(batch_to_run=None, running_batch=None)
     assert scheduler.run(1) == [0]
-    for each in scheduler.waiting_queue:
-        each.prefix_len = len(each.origin_input_ids) // 2
-    seen = []
-    split.turns.most = lambda *given: seen.append(given) or 8192
-    split._most(300)
-    assert seen == [(300, 9, [250] * 4 + [2000] + [250] * 3, 0)]
+    assert seen_half_cached(scheduler, split) == [(300, 9, [250] * 4 + [2000] + [250] * 3, 0)]
 
 
 def test_what_sglang_finds_while_nothing_decodes_is_seen():
@@ -415,12 +420,7 @@ def test_what_sglang_finds_while_nothing_decodes_is_seen():
     scheduler.own = lambda *_: SimpleNamespace(batch_to_run=None, running_batch=None)
     assert scheduler.run(1) == [0]
     scheduler.running.reqs = running
-    for each in scheduler.waiting_queue:
-        each.prefix_len = len(each.origin_input_ids) // 2
-    seen = []
-    split.turns.most = lambda *given: seen.append(given) or 8192
-    split._most(300)
-    assert seen == [(300, 9, [250] * 4 + [2000] + [250] * 3, 0)]
+    assert seen_half_cached(scheduler, split) == [(300, 9, [250] * 4 + [2000] + [250] * 3, 0)]
 
 
 @pytest.mark.parametrize("left", [0, 1, 3, 7])
