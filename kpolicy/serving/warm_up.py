@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import GraphReplayError
@@ -13,16 +15,19 @@ from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
 from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry
+from kpolicy.serving.products import products_of
 from kpolicy.settings import Settings
 
 __all__ = ["warm_up"]
 
 EAGER_SIZES = 32
 """Numbers of tokens that run eagerly, evenly spread: libraries choose kernels by size and load each at its first use"""
+PRODUCT_SIZES = 512
+"""Numbers of tokens at which the matrix products of an eager step run by themselves, odd ones too"""
 
 
 def warm_up(executor: Any, registry: GraphRegistry, model: Any, settings: Settings) -> int:
-    """Run every captured graph once, and eager steps of sizes throughout, on rows of nobody.
+    """Run every captured graph once, and eager steps and their matrix products of sizes throughout, on rows of nobody.
 
     The first replay of a graph takes an H200 up to a millisecond more, and a kernel's first use several. Nothing is run
     where the host itself runs what it launches: there it isn't so.
@@ -34,25 +39,43 @@ def warm_up(executor: Any, registry: GraphRegistry, model: Any, settings: Settin
         settings: no larger batch is run.
 
     Returns:
-        How many steps were run.
+        How many steps were run, products not counted.
     """
     bench, count = Bench(executor, model), 0
     if bench.host_runs:
         return count
+    longest = min(settings.max_num_tokens, model.max_model_len)
     keys = [key for key in registry.captured() if key in executor.captured]
-    for key, rows in _steps(bench, keys, settings, min(settings.max_num_tokens, model.max_model_len)):
+    for key, rows in _steps(bench, keys, settings, longest):
         mode = Mode.EAGER
         if key is not None:
             mode = Mode.FULL if key.part is Part.FULL else Mode.PIECEWISE
         try:
-            outputs = executor.run(Decision(mode, (Launch(Rows.ALL, key),), Reason.ONLY_LEGAL), rows)
+            _run(executor, mode, key, rows)
         except GraphReplayError:
             # The step that replays it runs another way, and says why.
             continue
-        for event in outputs.ready:
-            event.wait()
         count += 1
+    if longest > 1:
+        _run_products(lambda size: _run(executor, Mode.EAGER, None, bench.rows(0, 0, size)), longest)
+        count += 2
     return count
+
+
+def _run(executor: Any, mode: Mode, key: GraphKey | None, rows: StepInputs) -> None:
+    outputs = executor.run(Decision(mode, (Launch(Rows.ALL, key),), Reason.ONLY_LEGAL), rows)
+    for event in outputs.ready:
+        event.wait()
+
+
+def _run_products(step: Callable[[int], object], longest: int) -> None:
+    """Run an eager step's matrix products at many sizes, every remainder of 4 among them, the largest first."""
+    products = products_of(step, (longest, longest - 1))
+    sizes = {longest * i // PRODUCT_SIZES - i % 4 for i in range(1, PRODUCT_SIZES + 1)}
+    with torch.inference_mode():
+        for size in sorted(sizes, reverse=True):
+            for product in products if size > 0 else ():
+                product.run(size)
 
 
 def _steps(

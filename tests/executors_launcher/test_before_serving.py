@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,15 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from kpolicy.errors import GraphReplayError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part
 from kpolicy.registry import GraphRegistry
+from kpolicy.serving.products import products_of
 from kpolicy.serving.warm_up import warm_up
 from kpolicy.settings import Settings
 from tests.executors_launcher.test_whole_table import Machine, keys
@@ -23,6 +29,8 @@ MODEL: Any = SimpleNamespace(vocab=100, pad_slot=65_536, num_blocks=4096, block_
 
 class Told(Machine):
     """Notes what runs; graphs of one size fail before they launch."""
+
+    weight = torch.zeros(3, 2)
 
     def __init__(self, graphs: list[GraphKey], fails: int = 0) -> None:
         super().__init__(graphs)
@@ -35,6 +43,8 @@ class Told(Machine):
             raise GraphReplayError(launch.key, "it moved")
         self.ran.append((decision.mode, launch.key, numbers.num_decodes, numbers.num_prefill_tokens))
         assert set(inputs.slot_mapping) == {MODEL.pad_slot}
+        with torch.inference_mode():
+            linear(torch.zeros(numbers.total_tokens, 2), self.weight)
         return super().run(decision, inputs)
 
 
@@ -62,7 +72,8 @@ def test_every_graph_runs_once_and_eager_sizes_throughout() -> None:
     }
     eager = [new for mode, key, _, new in machine.ran if key is None]
     assert len(machine.ran) == len(keys()) + len(eager)
-    assert (eager[0], eager[-1], len(eager)) == (12, 400, 32)
+    # And two steps whose products are noted.
+    assert (eager[0], eager[31:]) == (12, [400, 400, 399])
     assert set(registry.unused()) == set(keys())
 
 
@@ -70,7 +81,7 @@ def test_a_graph_that_fails_is_left_to_the_step_that_needs_it() -> None:
     machine = Told(keys(), fails=64)
     failing = sum(key.num_tokens == 64 for key in keys())
     assert failing == 3
-    assert warm_up(machine, captured(keys()), MODEL, SETTINGS) == len(keys()) - failing + 32
+    assert warm_up(machine, captured(keys()), MODEL, SETTINGS) == len(keys()) - failing + 34
 
 
 def test_graphs_of_others_and_of_drafts_are_left_alone() -> None:
@@ -86,3 +97,69 @@ def test_nothing_runs_where_the_host_runs_the_launches() -> None:
     machine.host_runs = True
     assert warm_up(machine, captured(keys()), MODEL, SETTINGS) == 0
     assert not machine.ran
+
+
+class Shapes(TorchDispatchMode):
+    """Notes the shapes that products run over, whoever asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[str, list[tuple[int, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in {"aten::linear", "aten::bmm"}:
+            self.of.setdefault(func._schema.name, []).append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_run_by_themselves_at_many_sizes_odd_ones_too() -> None:
+    """cuBLAS loads a kernel at its first use, and chooses by the exact size: 64, 128, 192 don't tell of 727."""
+    machine = Told([])
+    with Shapes() as seen:
+        warm_up(machine, captured([]), MODEL, SETTINGS)
+    alone = seen.of["aten::linear"][34:]
+    assert all(width == 2 for _, width in alone)
+    sizes = [rows for rows, _ in alone]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert sizes[0] == 400
+    assert sizes[-1] >= 1
+    assert {size % 4 for size in sizes} == {0, 1, 2, 3}
+    assert max(a - b for a, b in itertools.pairwise(sizes)) <= 4
+
+
+def test_products_of_a_step() -> None:
+    """One of each kind, whichever dimension goes with tokens; weights, and what has a size of its own, stay."""
+    up, down, expert = torch.zeros(8, 2), torch.zeros(2, 8), torch.zeros(3, 2, 5)
+
+    def step(size: int) -> None:
+        hidden = torch.zeros(size, 2)
+        linear(linear(hidden, up), down)
+        linear(hidden, up)
+        linear(hidden[:1], up)
+        torch.bmm(torch.zeros(size, 3, 2).transpose(0, 1), expert)
+        linear(torch.zeros(6 * size, 2), up)
+
+    with torch.inference_mode():
+        products = products_of(step, (16, 15))
+        assert [product.tokens for product in products] == [{0: (0, 1)}, {0: (0, 1)}, {0: (1, 1)}, {0: (0, 6)}]
+        with Shapes() as seen:
+            for product in products:
+                product.run(7)
+    assert seen.of == {"aten::linear": [(7, 2), (7, 8), (42, 2)], "aten::bmm": [(3, 7, 2)]}
+
+
+@pytest.mark.parametrize("other", ["another product", "one more", "another width"])
+def test_what_is_not_the_same_products_is_left_alone(other: str) -> None:
+    def step(size: int) -> None:
+        if size == 16:
+            linear(torch.zeros(size, 2), torch.zeros(8, 2))
+        elif other == "another product":
+            torch.bmm(torch.zeros(1, size, 2), torch.zeros(1, 2, 8))
+        elif other == "another width":
+            linear(torch.zeros(size, 3), torch.zeros(8, 3))
+        else:
+            for _ in range(2):
+                linear(torch.zeros(size, 2), torch.zeros(8, 2))
+
+    with torch.inference_mode():
+        assert products_of(step, (16, 15)) == []
