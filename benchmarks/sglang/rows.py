@@ -13,6 +13,9 @@ than the other those of both are compared, and are all that a row tells. ``run``
 code may differ: a load that was measured again has the later run's row, and those of traces before it are in
 ``earlier``. Runs are put together only where that is asked for (``pooled``, over the pairs of all of them), and those
 of code that isn't what is there now are in ``apart``.
+
+Where stock ran once more beside both (``--again``), ``again`` in a row is the same of stock against that process, whose
+ratio tells what two processes of the same differ by, and ``against_again`` is that process against kpolicy.
 """
 
 from __future__ import annotations
@@ -53,6 +56,10 @@ DRAWS = {
     "between": "of sizes that SGLang has graphs of and the plan hasn't",
     "": "of 8 or 12 sizes, runs to 4 and their plan",
 }  # fmt: skip
+AGAIN = "again"
+"""The side that is stock once more."""
+PAIRS = {"": ("stock", "kpolicy"), "again": ("stock", AGAIN), "against_again": (AGAIN, "kpolicy")}
+"""Which two sides are compared: in a row itself, and in what it holds where stock ran once more."""
 NONE_SHARED: Mapping[int, int] = {}
 SERVED = ("step", "trace", "check", "drawn", "log")
 """Kinds of answers that a slice is run for."""
@@ -125,14 +132,16 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 put(model, load, "graph MiB", sized, line["prefill_mib"] + line["decode_mib"], sizes=count)
         elif line["kind"] == "drawn":
             for ours, words in (("kpolicy", "kpolicy's sizes"), ("planned", "planned sizes")):
-                if line["side"] in (ours, "stock"):
+                if line["side"] in (ours, "stock", AGAIN):
                     load = DRAWS[line.get("draw", "")]
                     sides = drawn_ms.setdefault((line["run"], line["turn"], load, words), {})
                     sides.setdefault(line["side"].replace(ours, "kpolicy"), {})[line["step"], line["size"]] = line
     for (run, turn, load, words), by_side in drawn_ms.items():
-        both = by_side.get("stock", {}).keys() & by_side.get("kpolicy", {}).keys()
+        if not {"stock", "kpolicy"} <= by_side.keys():
+            continue
+        of_all = set.intersection(*(set(by_size) for by_size in by_side.values()))
         for kind in ("decode", "extend"):
-            sizes = sorted(size for size in both if size[0] == kind)
+            sizes = sorted(size for size in of_all if size[0] == kind)
             for side, by_size in by_side.items() if sizes else ():
                 what = ("qwen", f"{kind} steps {load}, {words}")
                 if not all("preparation" in by_size[size] for size in sizes):
@@ -152,10 +161,11 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if measured.get("stock", {}).keys() & measured.get("kpolicy", {}).keys():
             key = model, load, figure
             named = {"model": model, "load": load, "figure": figure, "run": runs[key]}
-            compared = _compared(measured, more="/s" in figure, preparations=preparations.get(key, NONE_SHARED))
-            if key in over_sizes:
-                compared = {"sizes" if name == "repeats" else name: value for name, value in compared.items()}
-            found.append(named | compared | (how.get(key, {}) if key not in over_sizes else {}))
+            told = _told(
+                measured, more="/s" in figure, preparations=preparations.get(key, NONE_SHARED),
+                repeats="sizes" if key in over_sizes else "repeats",
+            )  # fmt: skip
+            found.append(named | told | (how.get(key, {}) if key not in over_sizes else {}))
     return found
 
 
@@ -167,6 +177,26 @@ def capture_s(start: Mapping[str, Any]) -> float:
     if "graphs_s" not in start:
         return float(start["prefill_s"] + start["decode_s"])
     return float(start["graphs_s"] - ((start.get("kpolicy") or {}).get("measuring_s") or 0.0))
+
+
+def _told(
+    sides: dict[str, dict[int, float]], *, more: bool, preparations: Mapping[int, int], repeats: str
+) -> dict[str, Any]:
+    """What a row tells of its sides: stock against kpolicy, and each against stock once more where that ran.
+
+    Args:
+        sides: a figure by side and turn.
+        more: whether more is better.
+        preparations: the preparation of each turn that shares one with others.
+        repeats: what the repeats are called.
+    """
+    found = {}
+    for name, (stock, ours) in PAIRS.items():
+        if sides.get(stock, {}).keys() & sides.get(ours, {}).keys():
+            pair = _compared({"stock": sides[stock], "kpolicy": sides[ours]}, more=more, preparations=preparations)
+            words = {"stock": stock, "kpolicy": ours, "repeats": repeats}
+            found[name] = {words.get(word, word): value for word, value in pair.items()}
+    return found.pop("") | found
 
 
 def _compared(

@@ -2,7 +2,8 @@
 
     python benchmarks/sglang/stock_vs_kpolicy.py --models MODELS --trace conv.csv --out OUT
 
-Both sides are processes on the same GPU that stay up and take turns; who goes first changes with each repeat. Slices:
+Both sides are processes on the same GPU that stay up and take turns, each round in another order. ``--again`` starts
+stock once more, as the last one, in slices of steps: no decision explains what two stock processes differ by. Slices:
 
 - ``qwen``, ``dsv2``: single steps of Qwen2.5-0.5B and DeepSeek-V2-Lite shapes (decode, extend, mixed; random weights);
 - ``qwen-drawn``: steps of 0.5B of sizes drawn from the steps in ``--drawn``, with kpolicy's sizes and ``--plan``'s;
@@ -33,16 +34,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 HERE = Path(__file__).resolve().parent
 if str(HERE.parents[1]) not in sys.path:
     sys.path.append(str(HERE.parents[1]))  # run as a script
 
-from benchmarks.sglang.rows import LOADS, MODEL, rows, write  # noqa: E402
+from benchmarks.sglang.rows import AGAIN, LOADS, MODEL, rows, write  # noqa: E402
+
+T = TypeVar("T")
 
 SLICES = (
     "qwen", "dsv2", "check", "qwen-trace", "capture", "qwen-mixed-trace", "qwen-offline-trace", "dsv2-trace", "log",
@@ -67,8 +70,8 @@ STEPS = {
         *(("mixed", size) for size in (64, 512, 2048)),
     ],
 }
-STEP_TURNS, ROUNDS, ROUND_MS = 4, 4, 40
-"""Steps: how often a load is prepared, turns of each side then, and about how long one is."""
+ROUND_MS = 40
+"""About how long a side's turn in a round of steps is."""
 NO_VARIANTS: Mapping[str, dict[str, str]] = {}
 WARM_TOKENS = 8
 """Most output tokens of a request before anything is measured."""
@@ -160,8 +163,9 @@ class Run:
             file.write(text + "\n")
 
     def sides(
-        self, part: str, kind: str, arguments: dict[str, Any], variants: Mapping[str, dict[str, str]] = NO_VARIANTS
-    ) -> dict[str, Side]:
+        self, part: str, kind: str, arguments: dict[str, Any], variants: Mapping[str, dict[str, str]] = NO_VARIANTS,
+        *, again: bool = False,
+    ) -> dict[str, Side]:  # fmt: skip
         sides = {
             side: Side(f"{part}-{side}", kind, self.arguments(part, arguments), self.logs, kpolicy=side == "kpolicy")
             for side in ("stock", "kpolicy")
@@ -170,6 +174,8 @@ class Run:
         for name, environ in variants.items():
             given = self.arguments(part, arguments)
             sides[name] = Side(f"{part}-{name}", kind, given, self.logs, kpolicy=True, **environ)
+        if again:
+            sides[AGAIN] = Side(f"{part}-{AGAIN}", kind, self.arguments(part, arguments), self.logs, kpolicy=False)
         return sides
 
     def plan(self) -> dict[str, str]:
@@ -178,10 +184,10 @@ class Run:
 
     def arguments(self, part: str, arguments: dict[str, Any]) -> dict[str, Any]:
         model = MODEL[part.partition("-")[0]]
-        # The two sides share the GPU, and are given the same KV.
+        # The sides share the GPU, and are given the same KV: the fraction is of what those before them left.
         memory = {"mem_fraction_static": 0.4, "max_total_tokens": 900_000}
         if model == "dsv2lite":
-            memory = {"mem_fraction_static": 0.55, "max_total_tokens": 110_000}
+            memory = {"mem_fraction_static": 0.7, "max_total_tokens": 110_000}
         return {
             "model_path": str(self.given.models / model), **memory, **arguments,
             **json.loads(self.given.args),
@@ -209,13 +215,16 @@ def steps(run: Run, part: str) -> None:
     if part == "qwen-between" and not run.plan():
         raise ValueError("qwen-between takes the sizes that a plan hasn't: give one with --plan")
     planned = {"planned": run.plan()} if not of_list and run.plan() else NO_VARIANTS
-    sides = run.sides(part, "steps", {"max_running_requests": 1024}, planned)
-    loads = [("", *load) for load in STEPS[part]] if of_list else []
+    only = given_names(run.given.loads)
+    loads = [("", *load) for load in STEPS[part] if not only or "-".join(map(str, load)) in only] if of_list else []
+    if of_list and not loads:
+        raise ValueError(f"--loads has no step of {part}'s list")
+    sides = run.sides(part, "steps", {"max_running_requests": 1024}, planned, again=run.given.again)
     try:
         said = run.start(part, sides)
         if not of_list:
             loads = drawn(run.given.drawn) if part == "qwen-drawn" else between(said["stock"], said["planned"])
-        for turn in range(STEP_TURNS):
+        for turn in range(run.given.preparations):
             for load in loads:
                 if not in_rounds(run, sides, (part, "step" if of_list else "drawn", *load), turn):
                     return
@@ -225,29 +234,37 @@ def steps(run: Run, part: str) -> None:
 
 
 def in_rounds(run: Run, sides: dict[str, Side], load: tuple[Any, ...], turn: int) -> bool:
-    """Prepare a load on all sides and let each run a few steps a round; whether there was time for it."""
+    """Prepare a load on all sides and let each run a few steps a round; whether there was time for all."""
     part, what, draw, kind, size = load
     rng = random.Random(f"{part} {kind} {size} {turn}")
     core = rng.choice(sorted(os.sched_getaffinity(0)))
+    orders = orders_of(list(sides))
     ready = {}
-    for name, side in sides.items():
+    for name in orders[turn % len(orders)]:
         if run.left_s < 10:
             return False
-        ready[name] = side.ask(60, do="prepare", kind=kind, size=size, core=core)
+        ready[name] = sides[name].ask(60, do="prepare", kind=kind, size=size, core=core)
     count = min(max(round(ROUND_MS / max(found["ms"] for found in ready.values())), 1), 5)
-    for each in range(ROUNDS):
-        order = list(sides)
-        rng.shuffle(order)
-        for name in order:
+    for each in range(len(orders)):
+        for place, name in enumerate(orders[(turn + each) % len(orders)]):
             if run.left_s < 5:
                 return False
             found = {**ready[name], **sides[name].ask(60, do="take", count=count)}
             more = {"draw": draw} if draw else {}
             run.note(
-                kind=what, part=part, side=name, turn=turn * ROUNDS + each, step=kind, size=size, count=count,
-                core=core, preparation=turn, **more, **found,
+                kind=what, part=part, side=name, turn=turn * len(orders) + each, step=kind, size=size, count=count,
+                core=core, preparation=turn, place=place, **more, **found,
             )  # fmt: skip
     return True
+
+
+def orders_of(sides: Sequence[T]) -> list[list[T]]:
+    """Orders of the sides for as many rounds, each of which starts with another side than the one before.
+
+    In all of them together each side has each place as often, and of up to three each comes after each other as often.
+    """
+    turned = [sides[0], *reversed(sides[1:])]
+    return [[*each[first:], *each[:first]] for each in (sides, turned) for first in range(len(sides))]
 
 
 def drawn(path: Path) -> list[tuple[str, str, int]]:
@@ -323,8 +340,9 @@ def trace(run: Run, part: str) -> None:
         warm = [(at, prompt, min(output, WARM_TOKENS)) for at, prompt, output in requests[: len(requests) // 2]]
         for name in sides:
             sides[name].ask(90, do="run", requests=warm, **how)
+        orders = orders_of(list(sides))
         for turn in range(run.given.repeats):
-            for name in list(sides) if turn % 2 else list(reversed(sides)):
+            for name in orders[turn % len(orders)]:
                 if run.left_s < 25:
                     return
                 limit_s = min(LIMIT_S, run.left_s - 10)
@@ -351,10 +369,11 @@ def capture(run: Run, part: str) -> None:
     kinds = [kind for kind in kinds if f"{part}-{kind[0]}" not in given_names(run.given.without)]
     # The first turn warms up what starts share, compiled kernels and files, and isn't counted; a slice of steps before
     # does so too. Later ones take turns in who goes first.
+    orders = orders_of(kinds)
     turns = [
         (turn, *kind)
         for turn in range(-1, run.given.repeats)
-        for kind in (kinds if turn % 2 else list(reversed(kinds)))
+        for kind in orders[turn % len(orders)]
         if turn >= 0 or MODEL[name] not in run.warm
     ]
     made: list[Side] = []
@@ -434,6 +453,9 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS), help="further sides of qwen-trace; may be empty")
     parser.add_argument("--beside", default="", help="further sides of qwen-trace, kpolicy of other trees: NAME=FOLDER")
     parser.add_argument("--without", default="", help="sides that are left out: capture-wide,check-qwen")
+    parser.add_argument("--again", action="store_true", help="stock once more beside both, in slices of steps")
+    parser.add_argument("--loads", default="", help="steps of the fixed lists that are taken: decode-1,extend-64; all")
+    parser.add_argument("--preparations", type=int, default=4, help="how often each load of steps is prepared")
     parser.add_argument("--warm", action="store_true", help="0.5B was started on this machine by an earlier call")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--requests", type=int, default=0, help="requests of a trace; 0 takes each slice's own number")
@@ -441,6 +463,9 @@ def main() -> None:
     parser.add_argument("--args", default="{}", help="JSON with further arguments of SGLang, for a dry run")
     given = parser.parse_args()
     beside(given.beside)
+    known_loads = {f"{kind}-{size}" for each in STEPS.values() for kind, size in each}
+    if strange := set(given_names(given.loads)) - known_loads:
+        parser.error(f"--loads has {', '.join(sorted(strange))}; there are {', '.join(sorted(known_loads))}")
     run = Run(given)
     run.note(**about())
     for part in given.slices.split(","):
@@ -460,8 +485,14 @@ def main() -> None:
     for row in rows(json.loads(line) for line in run.raw.read_text(encoding="utf-8").splitlines()):
         print(
             f"{row['model']:17} {row['load']:48} {row['figure']:11} {row['stock']:10.3f} {row['kpolicy']:10.3f} "
-            f"{row['ratio']:7.3f} [{row.get('low')}, {row.get('high')}]"
+            f"{row['ratio']:7.3f} [{row.get('low')}, {row.get('high')}]{of_again(row)}"
         )
+
+
+def of_again(row: Mapping[str, Any]) -> str:
+    """What a row tells of stock's second process, if there was one."""
+    told = [(name, row[name]) for name in ("again", "against_again") if name in row]
+    return "".join(f"  {name} {each['ratio']:.3f} [{each['low']}, {each['high']}]" for name, each in told)
 
 
 def about() -> dict[str, Any]:
