@@ -73,7 +73,7 @@ STEPS = {
 ROUND_MS, WARM_MS, MOST_STEPS = 40, 15, 9
 """About how long a side's turn in a round of steps is, and the steps before it that aren't timed; most steps of each.
 
-A side's turn right after its own was 1 to 4% quicker than one after the other's (runs 21 and 22, one untimed step).
+A side's turn right after its own was 1 to 5% quicker than one after the other's (runs 21 and 22, one untimed step).
 """
 NO_VARIANTS: Mapping[str, dict[str, str]] = {}
 WARM_TOKENS = 8
