@@ -12,6 +12,7 @@ The model of a step (docs/design.md, costs):
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from kpolicy.settings import Objective
 from kpolicy.shapes import BatchNumbers
 
 __all__ = [
+    "FEW_DECODES",
     "H200",
     "LLAMA_8B",
     "AttentionCost",
@@ -40,6 +42,10 @@ __all__ = [
     "ModelFigures",
     "analytic_costs",
 ]
+
+
+FEW_DECODES = 8
+"""Decode rows, at most, beside which `CostTable.overlap_cost` is timed"""
 
 
 class Cost(NamedTuple):
@@ -209,6 +215,9 @@ class CostTable:
         step_us: time of a step that overlaps nothing (sampling, hand-over).
         overlap_cost: share of the shorter half's device time that running it beside the longer still costs: 0 when
             overlap is free, 1 when nothing overlaps.
+        one_row_overlap: `overlap_cost` where the decode half is one row; None where that is the same. In a mixture of
+            experts a row more reads other experts, and leaves less of the memory's bandwidth to the other half.
+            `kpolicy.simulate` reads it; decisions and the simulated executor take `overlap_cost` for any rows.
         both_us: more of device time where one launch of a graph has decode and prefill rows, by part: (FULL,
             PIECEWISE).
         capture_us: seconds of capture a graph, in microseconds, by part: (FULL, PIECEWISE).
@@ -224,7 +233,8 @@ class CostTable:
         padding_share: share of what further decode rows would take the device that rows of padding in their place take,
             by part: (FULL, PIECEWISE). In a mixture of experts all of them choose the same few. Read likewise.
         kv_span: the contexts that attention was timed at; None where that wasn't recorded.
-        counts_padding: whether times rest on `padding_share`: in tables of `counting_padding` alone, and in no file.
+        counts_rows: whether times rest on `padding_share` and `one_row_overlap`: in tables of `counting_rows` alone,
+            and in no file.
         first_pieces_us: more of device time for a launch of pieces, by what ran before: the host launches the first
             ones sooner or later, and the device waits. 0 but in tables of `in_a_row` and `after_another`; it is in no
             file.
@@ -244,6 +254,7 @@ class CostTable:
     host_eager: HostCost
     step_us: float = 0.0
     overlap_cost: float = attrs.field(default=1.0)
+    one_row_overlap: float | None = attrs.field(default=None)
     mixed: Curve | None = None
     both_us: tuple[float, float] = (0.0, 0.0)
     capture_us: tuple[float, float] = (0.0, 0.0)
@@ -255,7 +266,7 @@ class CostTable:
     eager_new_us: float = attrs.field(default=0.0)
     padding_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
     kv_span: KvSpan | None = None
-    counts_padding: bool = False
+    counts_rows: bool = False
     first_pieces_us: float = 0.0
     measured_on: str = attrs.field(default="", eq=False)
 
@@ -298,6 +309,11 @@ class CostTable:
     def _check_overlap(self, _: Any, value: float) -> None:
         if not 0 <= value <= 2:
             raise ProfileError(f"overlap_cost is {value}; 0 is free overlap, 1 none, and over 2 isn't believable.")
+
+    @one_row_overlap.validator
+    def _check_one_row(self, _: Any, value: float | None) -> None:
+        if value is not None and not 0 <= value <= 2:
+            raise ProfileError(f"one_row_overlap is {value}; it is a share from 0 to 2, or none, as overlap_cost is.")
 
     def at_host_speed(self, work_us: float | None) -> CostTable:
         """The table of a host on which the fixed work takes so long: the host's times and `step_us` change with it.
@@ -349,9 +365,18 @@ class CostTable:
         """Half of what launching pieces takes more than in a row."""
         return 0.5 * (1 - self.warm_host_share[0]) * self.host_piecewise.base_for(decodes=True, prefills=True)
 
-    def counting_padding(self) -> CostTable:
-        """The table that tells rows of padding from others, where they were found to take less."""
-        return self if self.padding_share == (1.0, 1.0) else attrs.evolve(self, counts_padding=True)
+    def counting_rows(self) -> CostTable:
+        """The table that tells rows of padding from others, and halves of a few decode rows from those of one."""
+        if self.padding_share == (1.0, 1.0) and self.one_row_overlap is None:
+            return self
+        return attrs.evolve(self, counts_rows=True)
+
+    def overlap_of(self, decodes: int) -> float:
+        """`overlap_cost` of a half with so many decode rows; from one row to a few it changes evenly as they double."""
+        one = self.one_row_overlap
+        if one is None or not self.counts_rows or decodes >= FEW_DECODES:
+            return self.overlap_cost
+        return one + (self.overlap_cost - one) * math.log2(max(decodes, 1)) / math.log2(FEW_DECODES)
 
     def new_sizes(self) -> CostTable:
         """The table of eager launches of numbers of tokens that never ran before."""
@@ -377,7 +402,7 @@ class CostTable:
         if launch.key is None:
             return us
         full = launch.key.part is Part.FULL
-        if self.counts_padding and 0 < decodes < num_tokens:
+        if self.counts_rows and 0 < decodes < num_tokens:
             # Padding is at least one row more.
             least = curve.at(decodes + 1)
             us = least + self.padding_share[0 if full else 1] * (us - least)
@@ -457,7 +482,7 @@ class CostTable:
             device_us = decodes_us + second_device
         else:
             shorter, longer = sorted((decodes_us, second_device))
-            device_us = longer + self.overlap_cost * shorter
+            device_us = longer + self.overlap_of(numbers.num_decodes) * shorter
         cycle = max(device_us, host_us) + self.step_us
         if steps == 1:
             return Cost(cycle, cycle, cycle, device_us, host_us)

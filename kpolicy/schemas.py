@@ -584,7 +584,7 @@ def _sparse() -> Converter:
     return _converter(sparse=True)
 
 
-_IN_NO_FILE = ("extra", "measured_on", "first_pieces_us", "counts_padding")
+_IN_NO_FILE = ("extra", "measured_on", "first_pieces_us", "counts_rows")
 """Fields that stand elsewhere in a file, or in none."""
 
 

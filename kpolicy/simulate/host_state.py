@@ -66,11 +66,12 @@ class HostState:
 
     Args:
         costs: a table. Where it tells nothing of steps in a row and new sizes (`CostTable.warm_host_share`,
-            `eager_new_us`), every step has this one. Rows of padding take their `padding_share`.
+            `eager_new_us`), every step has this one. Rows of padding take their `padding_share`, and one
+            decode row beside a prompt its `one_row_overlap`.
     """
 
     def __init__(self, costs: CostTable) -> None:
-        costs = costs.counting_padding()
+        costs = costs.counting_rows()
         first, again = costs.after_another(), costs.in_a_row()
         self._tables = (first, first.new_sizes()), (again, again.new_sizes())
         self._plain = costs if again is costs and not costs.eager_new_us else None

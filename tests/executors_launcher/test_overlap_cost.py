@@ -13,6 +13,8 @@ from kpolicy.settings import Settings
 
 DECODE_US, PROMPT_US = 2500.0, {2048: 6400.0, 1024: 4500.0}
 SHARES = {SplitForm.BESIDE: 0.2, SplitForm.DECODES_BESIDE: 0.5}
+ONE_LESS = 0.1
+"""Of a share, with one decode row"""
 
 
 class Bench:
@@ -20,22 +22,29 @@ class Bench:
 
     short_kv = 64
 
-    def __init__(self, *skipped: SplitForm) -> None:
+    def __init__(self, *skipped: SplitForm, one_skipped: bool = False, host_runs: bool = False) -> None:
+        self.host_runs = host_runs
+        self._one_skipped = one_skipped
         self._us: list[float] = []
         self._skipped = skipped
         self._unmeasured: set[int] = set()
 
-    def rows(self, num_decodes: int, _decode_kv: int, new: int = 0, **_: int) -> int:
-        assert num_decodes in (0, 8)
-        return new
+    def rows(self, num_decodes: int, _decode_kv: int, new: int = 0, **_: int) -> tuple[int, int]:
+        assert num_decodes in (0, 1, 8)
+        return num_decodes, new
 
-    def add(self, launches: list[Any], new: int, form: SplitForm | None = None) -> int:
+    def add(
+        self, launches: list[Any], rows: tuple[int, int], form: SplitForm | None = None, *, later: bool = False
+    ) -> int:
+        num_decodes, new = rows
+        assert later == (num_decodes == 1)
         if form is None:
             self._us.append(PROMPT_US[new] if new else DECODE_US)
         else:
+            assert launches[0].key.num_tokens == num_decodes
             halves = launches[0].repeat * DECODE_US, PROMPT_US[new]
-            self._us.append(max(halves) + SHARES[form] * min(halves))
-            if form in self._skipped:
+            self._us.append(max(halves) + (SHARES[form] - ONE_LESS * (num_decodes == 1)) * min(halves))
+            if form in self._skipped or (self._one_skipped and num_decodes == 1 and form is SplitForm.BESIDE):
                 self._unmeasured.add(len(self._us) - 1)
         return len(self._us) - 1
 
@@ -46,10 +55,10 @@ class Bench:
         return self._us[case]
 
 
-def share(bench: Bench, *sizes: int) -> float:
-    decode = [GraphKey(Part.FULL, size, num_reqs=size) for size in (1, 8, 64)]
+def overlap(bench: Bench, *sizes: int, graphs: tuple[int, ...] = (1, 8, 64)) -> _Overlap:
+    decode = [GraphKey(Part.FULL, size, num_reqs=size) for size in graphs]
     pieces = [GraphKey(Part.PIECEWISE, size) for size in sizes]
-    return _Overlap(bench, decode, pieces, Settings(max_num_reqs=64, max_num_tokens=4096)).share()  # type: ignore[arg-type]
+    return _Overlap(bench, decode, pieces, Settings(max_num_reqs=64, max_num_tokens=4096))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -57,8 +66,26 @@ def share(bench: Bench, *sizes: int) -> float:
     [((), 0.35), ((SplitForm.DECODES_BESIDE,), 0.2), ((SplitForm.BESIDE,), 0.5), (tuple(SHARES), 1.0)],
 )
 def test_the_mean_of_what_was_measured(skipped: tuple[SplitForm, ...], expected: float) -> None:
-    assert share(Bench(*skipped), 512, 1024, 2048) == pytest.approx(expected)
+    assert overlap(Bench(*skipped), 512, 1024, 2048).share() == pytest.approx(expected)
 
 
 def test_nothing_overlaps_without_graphs_of_prompts() -> None:
-    assert share(Bench()) == 1.0
+    assert overlap(Bench()).share() == 1.0
+    assert overlap(Bench()).one_row_share() is None
+
+
+def test_one_decode_row_has_a_share_of_its_own() -> None:
+    found = overlap(Bench(), 512, 1024, 2048)
+    assert (found.share(), found.one_row_share()) == (pytest.approx(0.35), pytest.approx(0.25))
+
+
+@pytest.mark.parametrize(
+    "bench", [Bench(SplitForm.BESIDE), Bench(one_skipped=True), Bench(host_runs=True)],
+    ids=["one of both steps", "not with one row", "the host runs both"],
+)  # fmt: skip
+def test_one_rows_share_is_of_the_steps_that_a_few_rows_share_is_of(bench: Bench) -> None:
+    assert overlap(bench, 512, 1024, 2048).one_row_share() is None
+
+
+def test_where_the_smallest_graph_is_that_of_a_few_there_is_one_share() -> None:
+    assert overlap(Bench(), 512, 1024, 2048, graphs=(8, 64)).one_row_share() is None

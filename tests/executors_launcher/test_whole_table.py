@@ -34,6 +34,7 @@ TRUE = CostTable(
     prefill_attention=AttentionCost(base_us=40.0, unit_us=0.0006, kv_us=0.2),
     host_full=HostCost(150.0, 0.5), host_piecewise=HostCost(1000.0, 2.0, 400.0, 300.0),
     host_eager=HostCost(9000.0, 2.0, 400.0, 300.0), step_us=120.0, overlap_cost=0.3,
+    one_row_overlap=0.15,
     both_us=(0.0, 45.0), warm_host_share=(0.75, 0.9), eager_new_us=700.0, padding_share=(0.25, 1.0),
 )  # fmt: skip
 WORK_US = 33.0
@@ -81,7 +82,7 @@ class Machine:
     def run(self, decision: Decision, inputs: Any) -> Any:
         assert max(inputs.kv_lens) <= self._longest, "no request of the model is so long"
         self._runs += 1
-        table, size = TRUE.counting_padding(), len(inputs.token_ids)
+        table, size = TRUE.counting_rows(), len(inputs.token_ids)
         if self._last == (decision.launches, inputs.numbers):
             # The device's wait for the first pieces isn't this machine's.
             table = attrs.evolve(table.in_a_row(), first_pieces_us=0.0)
@@ -155,6 +156,7 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
             [getattr(true, each.name) for each in true.__attrs_attrs__], rel=1e-6, abs=1e-6
         ), name
     assert (found.step_us, found.overlap_cost) == (pytest.approx(TRUE.step_us), pytest.approx(TRUE.overlap_cost))
+    assert found.one_row_overlap == pytest.approx(TRUE.one_row_overlap)
     assert found.both_us == pytest.approx(TRUE.both_us, abs=1e-6)
     assert found.warm_host_share == pytest.approx(TRUE.warm_host_share)
     assert found.eager_new_us == pytest.approx(TRUE.eager_new_us)

@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 import attrs
 
-from kpolicy.costs import AttentionCost
+from kpolicy.costs import FEW_DECODES, AttentionCost
 from kpolicy.decision import Launch
 from kpolicy.executors.calibrate.bench import LONG_KV, Bench
 from kpolicy.executors.calibrate.one_speed import chance
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Rows
 
-__all__ = ["FEW_DECODES", "PLAIN_PROMPT", "Bases", "DecodeSlope", "PrefillSlope", "holding"]
+__all__ = ["PLAIN_PROMPT", "Bases", "DecodeSlope", "PrefillSlope", "holding"]
 
 LONG_CONTEXT, _SHORT_CHUNK = 4096, 128
 """Tokens before a prompt chunk, and of a short chunk, for what attention of prompts takes"""
-FEW_DECODES, _MANY_DECODES = 8, 128
+_MANY_DECODES = 128
 PLAIN_PROMPT = 96
 """Tokens of a short prompt that runs as prompts mostly do: of MLA's, chunks of up to 64 may be absorbed."""
 _MOST_BASE = 0.2

@@ -6,10 +6,10 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 
-from kpolicy.costs import HostCost
+from kpolicy.costs import FEW_DECODES, HostCost
 from kpolicy.decision import Launch
 from kpolicy.executors.base import StepInputs
-from kpolicy.executors.calibrate.attention import FEW_DECODES, PLAIN_PROMPT
+from kpolicy.executors.calibrate.attention import PLAIN_PROMPT
 from kpolicy.executors.calibrate.bench import Bench
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Rows

@@ -26,9 +26,9 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
-from kpolicy.costs import CostTable, Curve
+from kpolicy.costs import FEW_DECODES, CostTable, Curve
 from kpolicy.decision import Launch
-from kpolicy.executors.calibrate.attention import FEW_DECODES, Bases, DecodeSlope, PrefillSlope, holding
+from kpolicy.executors.calibrate.attention import Bases, DecodeSlope, PrefillSlope, holding
 from kpolicy.executors.calibrate.bench import Bench, Measurable
 from kpolicy.executors.calibrate.host import HostTimes, host_by_rows
 from kpolicy.executors.calibrate.padding import PaddedRows
@@ -48,6 +48,8 @@ NOISE = 0.02
 _LEAST_US = 0.1
 _SEVERAL = 4
 """Decode steps beside a prompt, where several are timed."""
+_WAYS = 2
+"""Steps that tell what beside each other costs: one beside a long prompt, several beside a shorter one"""
 
 
 def can_measure(executor: Any) -> bool:
@@ -214,6 +216,7 @@ class Calibration:
             host_eager=self._host_eager.cost(step_us),
             step_us=step_us,
             overlap_cost=self._overlap.share(),
+            one_row_overlap=self._overlap.one_row_share(),
             host_work_us=bench.host_work_us,
             warm_host_share=(self._host_piecewise.again(step_us), self._host_eager.again(step_us)),
             eager_new_us=self._host_eager.new_us(step_us),
@@ -292,13 +295,17 @@ class _Overlap:
 
     The mean of two: a decode step beside a long prompt, where the prompt lasts longer, and several beside a shorter
     one. What they share of the device isn't the same.
+
+    Both are timed with a few decode rows, and with one where the host doesn't run them itself: a mixture of experts
+    reads other weights for each.
     """
 
     def __init__(
         self, bench: Bench, decode: Sequence[GraphKey], pieces: Sequence[GraphKey], settings: Settings
     ) -> None:
         self._bench = bench
-        self._cases: list[tuple[int, int, int, int]] = []
+        self._few: list[tuple[int, int, int, int]] = []
+        self._one: list[tuple[int, int, int, int]] = []
         halves = [(a, b) for a in decode for b in pieces if a.num_tokens + b.num_tokens <= settings.max_num_tokens]
         if not halves:
             return
@@ -308,24 +315,40 @@ class _Overlap:
         )
         middle = holding(pieces, largest.num_tokens // 2)
         assert middle is not None  # noqa: S101 - the largest is among them
-        num_decodes = first.num_tokens
-        decodes = bench.add([Launch(Rows.DECODE, first)], bench.rows(num_decodes, bench.short_kv))
-        for second, steps, form in (
-            (largest, 1, SplitForm.BESIDE), (middle, _SEVERAL, SplitForm.DECODES_BESIDE),
-        ):  # fmt: skip
-            prompt = second.num_tokens
-            launches = [Launch(Rows.DECODE, first, repeat=steps), Launch(Rows.PREFILL, second, 1)]
-            both = bench.add(launches, bench.rows(num_decodes, bench.short_kv, prompt, steps=steps), form)
-            alone = bench.add([Launch(Rows.ALL, second)], bench.rows(0, 0, prompt))
-            self._cases.append((both, decodes, alone, steps))
+        seconds = ((largest, 1, SplitForm.BESIDE), (middle, _SEVERAL, SplitForm.DECODES_BESIDE))
+        prompts = [bench.add([Launch(Rows.ALL, key)], bench.rows(0, 0, key.num_tokens)) for key, _, _ in seconds]
+        one = min(decode, key=lambda key: key.num_tokens)
+        graphs = [(first, first.num_tokens, self._few, False)]
+        if one.num_tokens < first.num_tokens and not bench.host_runs:
+            graphs.append((one, 1, self._one, True))
+        for graph, rows, cases, later in graphs:
+            decodes = bench.add([Launch(Rows.DECODE, graph)], bench.rows(rows, bench.short_kv), later=later)
+            for (second, steps, form), prompt in zip(seconds, prompts, strict=True):
+                launches = [Launch(Rows.DECODE, graph, repeat=steps), Launch(Rows.PREFILL, second, 1)]
+                both = bench.rows(rows, bench.short_kv, second.num_tokens, steps=steps)
+                cases.append((bench.add(launches, both, form, later=later), decodes, prompt, steps))
 
     def share(self) -> float:
+        """With a few decode rows; 1 where nothing was timed."""
+        shares = self._shares(self._few)
+        return _mean_share(shares) if shares else 1.0
+
+    def one_row_share(self) -> float | None:
+        """With one decode row; None where both steps weren't timed, since a few rows' share is of both."""
+        shares = self._shares(self._one)
+        return _mean_share(shares) if len(shares) == len(self._shares(self._few)) == _WAYS else None
+
+    def _shares(self, cases: Sequence[tuple[int, int, int, int]]) -> list[float]:
         us, shares = self._bench.us, []
-        for both, decodes, prompt, steps in self._cases:
+        for both, decodes, prompt, steps in cases:
             if all(map(self._bench.measured, (both, decodes, prompt))):
                 halves = steps * us(decodes), us(prompt)
                 shares.append((us(both) - max(halves)) / min(halves))
-        return min(max(statistics.fmean(shares), 0.0), 2.0) if shares else 1.0
+        return shares
+
+
+def _mean_share(shares: Sequence[float]) -> float:
+    return min(max(statistics.fmean(shares), 0.0), 2.0)
 
 
 def _captures(registry: GraphRegistry, keys: Sequence[GraphKey]) -> dict[str, Any]:
