@@ -4,8 +4,9 @@ What a step launches from Python takes as long as the core that does it: beside 
 1.6 times as long, on virtual machines for seconds at a time. Each core's fixed work (`kpolicy.host_speed`) is timed in
 turn, several times over; the command gets the quickest ones, one hardware thread of each and not the first core, which
 serves interrupts, where there are others. Its libraries' own pools get one thread, so that none spins beside it, and it
-goes before other processes where this user may ask for that. ``--follow`` goes on looking while it runs: a core turns
-slow for less than a second at a time, and the command's main thread moves to one that is quick then.
+goes before other processes where this user may ask for that. ``--follow`` goes on looking while it runs: where its core
+turns slow and stays so, the command's main thread moves to one that was quick for longer. ``--at-most-slow 0.05`` runs
+nothing, and ends with exit code 3, where even the quickest cores are slow for more than a twentieth of the time.
 
 The same by hand, but for that: ``OMP_NUM_THREADS=1 nice -n -10 taskset -c 3,5,8,11 kpolicy run ...``.
 """
@@ -13,14 +14,14 @@ The same by hand, but for that: ``OMP_NUM_THREADS=1 nice -n -10 taskset -c 3,5,8
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,8 +32,16 @@ TASKS = "/proc/{}/task"
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 FIRST = -10
 """Niceness asked for."""
-EVERY_S, LAST, SLOWER = 0.05, 3, 1.15
-"""`Follower`: seconds between looks, looks that tell a core's speed, and times as slow as another a core is left for"""
+SLOWER = 1.15
+"""The fixed work is slow where it takes longer than so many times the quickest core's median."""
+ROUNDS = 16
+"""Turns that each core is timed in."""
+NOISY = 3
+"""Exit code where the cores are slow for more than was allowed."""
+EVERY_S, IN_A_ROW, LESS = 0.05, 4, 0.05
+"""`Follower`: seconds between looks, slow ones in a row that a core is left for, and how much less another was slow"""
+MEMORY, LONGEST = 100, 20
+"""`Follower`: looks that a core's share of slow ones is over, and that one stands for at most"""
 
 
 def cores_of(text: str) -> frozenset[int]:
@@ -91,6 +100,16 @@ def slowest(times: dict[int, list[float]]) -> int:
     return max(times, key=lambda core: statistics.median(times[core]))
 
 
+def slow_from(times: Mapping[int, Sequence[float]]) -> float:
+    """Microseconds from which the fixed work counts as slow: by the median of the quickest core."""
+    return SLOWER * min(statistics.median(found) for found in times.values())
+
+
+def slow_share(found: Sequence[float], limit: float) -> float:
+    """The share of the times that are over the limit."""
+    return sum(each > limit for each in found) / len(found)
+
+
 class Turns:
     """The quickest core for this thread now, and the slowest then, looked at each time: a core is slow for seconds.
 
@@ -112,66 +131,102 @@ class Turns:
 
 
 class Follower:
-    """Keeps the main thread of a process on a core that is quick, where others are slow for parts of a second.
+    """Keeps the main thread of a process on a quick core, where cores are slow for parts of a second.
 
-    A look takes each core some 0.1 ms, the process's own too: one step in some tens is that much longer. Threads that
-    the process starts get all of `others` at the next look; processes that it starts keep the one core.
+    The thread stays as long as it can: a busy core that is quick tends to stay so, and one that idles may turn slow
+    once there is work on it. It leaves a core that is slow in `IN_A_ROW` looks one after the other, for the one that
+    was slow least of late, if that is by `LESS` less than its own and if it is quick now.
+
+    A look takes the thread's core and one other some 0.1 ms each: one step in some tens is that much longer. Threads
+    and processes that the thread starts get all of `others` at the next look, processes where the system lists them.
 
     Args:
         pid: the process.
-        cores: those to choose from.
-        others: the cores of its other threads.
+        times: microseconds of the fixed work on each core to choose from, timed before.
+        others: the cores of its other threads, the quickest first.
 
     Attributes:
+        looks: how often its core was looked at.
+        slow: how often it was slow then.
         moves: how often it was moved.
     """
 
-    def __init__(self, pid: int, cores: Sequence[int], others: Sequence[int]) -> None:
+    def __init__(self, pid: int, times: Mapping[int, Sequence[float]], others: Sequence[int]) -> None:
         self._pid = pid
         self._others = set(others)
         self._threads = {pid}
-        self._times: dict[int, deque[float]] = {core: deque(maxlen=LAST) for core in cores}
-        self._at: int | None = None
-        self.moves = 0
+        self._limit = slow_from(times)
+        self._shares = {core: slow_share(found, self._limit) for core, found in times.items()}
+        self._seen = dict.fromkeys(times, 0)
+        self._at = others[0]
+        self._in_a_row = 0
+        self.looks = self.slow = self.moves = 0
 
     def look(self) -> None:
-        """Time the fixed work once on each core, and move where another is quicker for some looks now.
+        """Time the fixed work on the thread's core and on one other, and move to that where it is better.
 
-        A core that can't be had any more is left out. The calling thread ends on the cores that it had.
+        The other is the best while the thread's core is slow, and else one that wasn't looked at for long; one that is
+        slow mostly waits up to ten times as long for its turn. A core that can't be had any more is left out. The
+        calling thread ends on the cores that it had.
 
         Raises:
             ProcessLookupError: the process is gone.
         """
         here = os.sched_getaffinity(0)
-        for core in list(self._times):
-            try:
-                os.sched_setaffinity(0, {core})
-            except OSError:
-                del self._times[core]
-                continue
-            self._times[core].append(host_work_us())
+        self.looks += 1
+        slow = self._is_slow(self._at)
+        self.slow += slow
+        self._in_a_row = self._in_a_row + 1 if slow else 0
+        other = self._other(best=slow)
+        quick = other is not None and not self._is_slow(other)
         with suppress(OSError):
             os.sched_setaffinity(0, here)
-        if not self._times:
-            return
-        # A quick core is one that was quick in every one of the last looks.
-        best = quietest({core: [max(times)] for core, times in self._times.items()}, 1)[0]
-        at = self._times.get(-1 if self._at is None else self._at)
-        if at is None or statistics.median(at) > SLOWER * max(self._times[best]):
-            os.sched_setaffinity(self._pid, {best})
-            self.moves += self._at is not None
-            self._at = best
-        self._free_threads()
+        # A core that is gone is worse than any.
+        own = self._shares.get(self._at, math.inf)
+        if other is not None and quick and self._in_a_row >= IN_A_ROW and self._shares[other] + LESS < own:
+            os.sched_setaffinity(self._pid, {other})
+            self._at, self._in_a_row = other, 0
+            self.moves += 1
+        self._free(self._pid)
 
-    def _free_threads(self) -> None:
+    def _other(self, *, best: bool) -> int | None:
+        """The core to look at beside the thread's: the best, or the one whose turn it is; None where there's none."""
+        others = {core: share for core, share in self._shares.items() if core != self._at}
+        if best or not others:
+            return next(iter(quietest({core: [share] for core, share in others.items()}, 1)), None)
+        return max(others, key=lambda core: (self.looks - self._seen[core]) * (1.1 - others[core]))
+
+    def _is_slow(self, core: int) -> bool:
+        """Whether the fixed work is slow on a core now, or can't be done there; in its share of slow looks from then.
+
+        A look stands for the time since the last, a second at most.
+        """
+        try:
+            os.sched_setaffinity(0, {core})
+        except OSError:
+            self._shares.pop(core, None)
+            return True
+        slow = host_work_us() > self._limit
+        weight = min(self.looks - self._seen[core], LONGEST) / MEMORY
+        self._shares[core] += weight * (slow - self._shares[core])
+        self._seen[core] = self.looks
+        return slow
+
+    def _free(self, pid: int) -> None:
         """What the main thread started has its one core: give it back the others'."""
+        tasks = Path(TASKS.format(pid))
         with suppress(OSError):
-            for thread in {int(name) for name in os.listdir(TASKS.format(self._pid))} - self._threads:
+            for thread in {int(task.name) for task in tasks.iterdir()} - self._threads:
                 self._threads.add(thread)
                 os.sched_setaffinity(thread, self._others)
+        with suppress(OSError):
+            for child in (tasks / str(pid) / "children").read_text().split():
+                self._free(int(child))
 
     def follow(self, process: subprocess.Popen[bytes]) -> int:
-        """Look until the process ends; its exit code."""
+        """Look until the process ends, its main thread on the quickest core to begin with; its exit code."""
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(self._pid, {self._at})
         while (code := process.poll()) is None:
             # It may end between two calls.
             with suppress(ProcessLookupError):
@@ -189,7 +244,12 @@ def go_first() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", type=int, default=4, help="cores that the command gets (4)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="seconds for timing all cores (4)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds for timing all cores (8)")
+    parser.add_argument(
+        "--at-most-slow", type=float, default=1.0, metavar="SHARE",
+        help=f"end with exit code {NOISY} instead where the fixed work on the cores it would get is slow for more than "
+             f"this share of looks (1): over {SLOWER} times the quickest core's median",
+    )  # fmt: skip
     parser.add_argument("--follow", action="store_true", help="keep its main thread on a quick core while it runs")
     parser.add_argument("command", nargs="*", help="the command, after --; without one the cores are only shown")
     arguments = parser.parse_args(argv)
@@ -197,13 +257,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--cores {arguments.cores} --seconds {arguments.seconds:g}: both are above 0")
     if not hasattr(os, "sched_setaffinity"):
         parser.error("this system doesn't let a process choose its cores; Linux does")
-    rounds, cores = 4, sorted(os.sched_getaffinity(0))
-    times = timed(cores, rounds=rounds, seconds=arguments.seconds / rounds / len(cores))
-    chosen = quietest(times, arguments.cores)
+    if not 0 <= arguments.at_most_slow <= 1:
+        parser.error(f"--at-most-slow {arguments.at_most_slow:g}: a share is from 0 to 1")
+    cores = sorted(os.sched_getaffinity(0))
+    times = timed(cores, rounds=ROUNDS, seconds=arguments.seconds / ROUNDS / len(cores))
+    chosen, limit = quietest(times, arguments.cores), slow_from(times)
     for core in cores:
         mark = f"  taken, {chosen.index(core) + 1}" if core in chosen else ""
         middle, mean = statistics.median(times[core]), statistics.fmean(times[core])
-        sys.stderr.write(f"core {core:>3}: fixed work {middle:5.1f} us in the median, {mean:5.1f} in the mean{mark}\n")
+        sys.stderr.write(
+            f"core {core:>3}: fixed work {middle:5.1f} us in the median, {mean:5.1f} in the mean, "
+            f"slow in {slow_share(times[core], limit):4.0%}{mark}\n"
+        )
+    taken = [each for core in chosen for each in times[core]]
+    if (share := slow_share(taken, limit)) > arguments.at_most_slow:
+        sys.stderr.write(
+            f"too noisy: on the cores taken the work was over {limit:.1f} us in {share:.1%} of {len(taken)} looks, "
+            f"{arguments.at_most_slow:.1%} allowed; nothing was run\n"
+        )
+        return NOISY
     if not arguments.command:
         return 0
     sys.stderr.flush()
@@ -212,14 +284,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(dict.fromkeys(POOLS, "1"))
     try:
         if arguments.follow:
-            return _followed(arguments.command, cores, chosen)
+            return _followed(arguments.command, times, chosen)
         os.execvp(arguments.command[0], arguments.command)  # noqa: S606 - what it is for
     except OSError as error:
         sys.stderr.write(f"{arguments.command[0]} can't be run: {error.strerror}\n")
     return 2
 
 
-def _followed(command: Sequence[str], cores: Sequence[int], chosen: Sequence[int]) -> int:
+def _followed(command: Sequence[str], times: Mapping[int, Sequence[float]], chosen: Sequence[int]) -> int:
     """Run a command under a `Follower`; its exit code, as a shell has it.
 
     It has a session of its own, so that a signal reaches it once: by this process, which is told by a terminal.
@@ -241,9 +313,12 @@ def _followed(command: Sequence[str], cores: Sequence[int], chosen: Sequence[int
     started.append(subprocess.Popen(command, start_new_session=True))
     for number in early:
         started[0].send_signal(number)
-    follower = Follower(started[0].pid, cores, chosen)
+    follower = Follower(started[0].pid, times, chosen)
     code = follower.follow(started[0])
-    sys.stderr.write(f"moved to a quicker core {follower.moves} times\n")
+    sys.stderr.write(
+        f"moved to a quicker core {follower.moves} times; "
+        f"its core was slow in {follower.slow} of {follower.looks} looks, one every {EVERY_S * 1e3:.0f} ms\n"
+    )
     return code if code >= 0 else 128 - code
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,103 +54,268 @@ def test_a_thread_goes_to_the_quickest_core_and_to_the_slowest(monkeypatch: pyte
     assert os.sched_getaffinity(0) == before
 
 
-@linux
-def test_a_process_is_moved_off_a_core_that_stays_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, moved = [0], []
-    #                 look 1     2     3     4     5     6
-    times = {1: iter([20.0, 20.0, 40.0, 40.0, 40.0, 40.0]), 2: iter([30.0, 21.0, 21.0, 21.0, 21.0, 21.0])}
-    monkeypatch.setattr(quiet, "siblings", lambda core: {core})
-    monkeypatch.setattr(quiet, "host_work_us", lambda: next(times[here[0]]))
+class Cores:
+    """Cores of given speeds in place of the machine's: what a look takes on each, and where a process was put."""
 
-    def pin(pid: int, cores: set[int]) -> None:
-        if pid:
-            moved.append((pid, set(cores)))
-        else:
-            here[:] = cores
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, works: dict[int, float]) -> None:
+        self.works = works
+        self.moved: list[tuple[int, set[int]]] = []
+        self.looked: list[int] = []
+        self.here = {9}
+        monkeypatch.setattr(quiet, "siblings", lambda core: {core})
+        monkeypatch.setattr(quiet, "host_work_us", self._work)
+        monkeypatch.setattr(os, "sched_setaffinity", self._pin)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(self.here))
 
-    monkeypatch.setattr(os, "sched_setaffinity", pin)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
-    follower = quiet.Follower(77, [1, 2], [1, 2])
-    after = []
-    for _ in range(6):
-        follower.look()
-        after.append(len(moved))
-    # At once to the quick one; off it when it was slow in two of three looks and the other quick in all three.
-    assert moved == [(77, {1}), (77, {2})]
-    assert after == [1, 1, 1, 2, 2, 2]
-    assert follower.moves == 1
+    def _work(self) -> float:
+        [core] = self.here
+        self.looked.append(core)
+        return self.works[core]
 
-
-@linux
-def test_a_core_a_tenth_slower_is_kept_and_one_that_is_gone_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, moved = [0], []
-    works = {1: 20.0, 2: 18.5}
-    monkeypatch.setattr(quiet, "siblings", lambda core: {core})
-    monkeypatch.setattr(quiet, "host_work_us", lambda: works[here[0]])
-
-    def pin(pid: int, cores: set[int]) -> None:
-        if not pid and not cores & works.keys():
+    def _pin(self, pid: int, cores: set[int]) -> None:
+        if not pid and cores != {9} and not cores & self.works.keys():
             raise OSError(22, "Invalid argument")
         if pid:
-            moved.append(cores)
+            self.moved.append((pid, set(cores)))
         else:
-            here[:] = cores
+            self.here = set(cores)
 
-    monkeypatch.setattr(os, "sched_setaffinity", pin)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
-    follower = quiet.Follower(77, [1, 2], [1, 2])
-    works[2] = 21.0
-    follower.look()
-    works[2] = 18.5
-    for _ in range(4):
-        follower.look()
-    assert moved == [{1}]
-    del works[1]
-    follower.look()
-    assert moved == [{1}, {2}]
-    works.clear()
-    follower.look()
-    assert moved == [{1}, {2}]
+    def look(self, follower: quiet.Follower, times: int = 1) -> list[int]:
+        """Look so often; the cores that were looked at."""
+        self.looked.clear()
+        for _ in range(times):
+            follower.look()
+        assert self.here == {9}
+        return list(self.looked)
+
+
+def timed_before(*shares: float) -> dict[int, list[float]]:
+    """Times on cores 1, 2, ... that were slow for such shares of a hundred looks."""
+    slow = [round(100 * share) for share in shares]
+    return {core: [20.0] * (100 - each) + [40.0] * each for core, each in enumerate(slow, 1)}
 
 
 @linux
-def test_threads_that_a_followed_process_starts_get_their_cores(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pinned: list[tuple[int, set[int]]] = []
+def test_a_process_is_moved_off_a_core_that_stays_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After four slow looks in a row, to the one that was slow least."""
+    cores = Cores(monkeypatch, {1: 20.0, 2: 20.0, 3: 20.0})
+    follower = quiet.Follower(77, timed_before(0.1, 0.02, 0.01), [1, 2])
+    cores.look(follower, 5)
+    for _ in range(3):
+        cores.works[1] = 40.0
+        cores.look(follower, 3)
+        cores.works[1] = 20.0
+        cores.look(follower)
+    assert cores.moved == []
+    cores.works[1] = 40.0
+    cores.look(follower, 3)
+    assert cores.moved == []
+    cores.look(follower)
+    assert cores.moved == [(77, {3})]
+    assert (follower.moves, follower.slow, follower.looks) == (1, 13, 21)
+
+
+@linux
+def test_slow_looks_in_a_row_are_counted_from_when_a_process_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = Cores(monkeypatch, {1: 40.0, 2: 20.0, 3: 20.0})
+    follower = quiet.Follower(77, timed_before(0.45, 0.31, 0.3), [1, 2])
+    cores.look(follower, 4)
+    assert cores.moved == [(77, {3})]
+    # A second later, the core that it came to is slow, and by then clearly more so than 2.
+    follower.looks += 20
+    cores.works[3] = 40.0
+    cores.look(follower, 3)
+    assert cores.moved == [(77, {3})]
+    cores.look(follower)
+    assert cores.moved == [(77, {3}), (77, {2})]
+
+
+@linux
+def test_a_process_stays_where_no_other_core_was_clearly_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the share of slow looks of some seconds: a slow stretch makes up for a core's being better before."""
+    cores = Cores(monkeypatch, {1: 40.0, 2: 20.0})
+    follower = quiet.Follower(77, timed_before(0.0, 0.1), [1, 2])
+    # 2 was slow in a tenth, in 0.086 after fifteen quick looks; 1 in none, and in a hundredth more at each look.
+    cores.look(follower, 13)
+    assert cores.moved == []
+    cores.look(follower, 2)
+    assert cores.moved == [(77, {2})]
+
+
+@linux
+def test_a_process_does_not_go_to_a_core_that_is_slow_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = Cores(monkeypatch, {1: 40.0, 2: 40.0, 3: 40.0})
+    follower = quiet.Follower(77, timed_before(0.5, 0.0, 0.3), [1, 2])
+    assert cores.look(follower, 8) == [1, 2] * 8
+    assert cores.moved == []
+    cores.works[2] = 20.0
+    cores.look(follower)
+    assert cores.moved == [(77, {2})]
+
+
+@linux
+def test_slow_is_over_1_15_times_the_quickest_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = Cores(monkeypatch, {1: 22.9, 2: 20.0})
+    times = {1: [24.0] * 9, 2: [20.0] * 5 + [90.0] * 4}
+    follower = quiet.Follower(77, times, [1, 2])
+    cores.look(follower, 8)
+    assert cores.moved == []
+    assert follower.slow == 0
+    cores.works[1] = 23.1
+    cores.look(follower, 4)
+    assert cores.moved == [(77, {2})]
+
+
+@linux
+def test_bad_cores_are_looked_at_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the process's own, one core a look: good ones in turn, one that is always slow a tenth as often."""
+    cores = Cores(monkeypatch, {1: 20.0, 2: 20.0, 3: 20.0, 4: 40.0})
+    follower = quiet.Follower(77, timed_before(0.0, 0.0, 0.0, 1.0), [1, 2])
+    looked = cores.look(follower, 200)
+    counts = {core: looked.count(core) for core in (1, 2, 3, 4)}
+    assert counts[1] == 200
+    assert counts[2] + counts[3] + counts[4] == 200
+    assert abs(counts[2] - counts[3]) <= 2
+    assert 6 <= counts[4] <= 14
+
+
+@linux
+def test_a_look_after_long_stands_for_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One quick look at a core that was always slow doesn't make it good."""
+    cores = Cores(monkeypatch, {1: 20.0, 2: 40.0})
+    follower = quiet.Follower(77, timed_before(0.4, 1.0), [1, 2])
+    follower.looks = 500
+    cores.works[2] = 20.0
+    cores.look(follower)
+    cores.works[1] = 40.0
+    # From 1 to 0.8 by 20 looks of 100, and then by one each down to 0.509; the own core from 0.32 up to 0.567.
+    cores.look(follower, 44)
+    assert cores.moved == []
+    cores.look(follower)
+    assert cores.moved == [(77, {2})]
+
+
+@linux
+def test_a_core_that_is_gone_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = Cores(monkeypatch, {1: 20.0, 2: 20.0, 3: 20.0})
+    follower = quiet.Follower(77, timed_before(0.0, 0.0, 0.9), [1, 2])
+    del cores.works[2]
+    cores.look(follower, 4)
+    del cores.works[1]
+    assert cores.look(follower, 4) == [3] * 4
+    assert cores.moved == [(77, {3})]
+    assert cores.look(follower, 4) == [3] * 4
+    cores.works.clear()
+    assert cores.look(follower, 8) == []
+    assert cores.moved == [(77, {3})]
+
+
+@linux
+def test_what_a_followed_process_starts_gets_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once each: its threads, processes that its main thread started, their threads and what they started."""
+    cores = Cores(monkeypatch, {1: 20.0, 2: 20.0, 3: 20.0})
     monkeypatch.setattr(quiet, "TASKS", str(tmp_path / "{}"))
-    monkeypatch.setattr(quiet, "host_work_us", lambda: 20.0)
-    monkeypatch.setattr(quiet, "siblings", lambda core: {core})
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: pinned.append((pid, set(cores))))
-    for thread in (77, 78):
-        (tmp_path / "77" / str(thread)).mkdir(parents=True)
-    follower = quiet.Follower(77, [1, 2], [2, 3])
-    follower.look()
-    follower.look()
-    assert [each for each in pinned if each[0]] == [(77, {1}), (78, {2, 3})]
+
+    def task(process: int, thread: int, children: str = "") -> None:
+        (tmp_path / str(process) / str(thread)).mkdir(parents=True)
+        (tmp_path / str(process) / str(thread) / "children").write_text(children)
+
+    task(77, 77)
+    task(77, 78)
+    follower = quiet.Follower(77, timed_before(0.0, 0.0, 0.0), [2, 3])
+    cores.look(follower, 2)
+    assert cores.moved == [(78, {2, 3})]
+    (tmp_path / "77" / "77" / "children").write_text("80 90 ")
+    task(90, 90, "91")
+    task(90, 92)
+    task(91, 91)
+    cores.look(follower, 2)
+    assert sorted(cores.moved) == [(each, {2, 3}) for each in (78, 90, 91, 92)]
+
+
+@linux
+def test_a_followed_process_begins_on_the_quickest_core_and_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = Cores(monkeypatch, {1: 20.0, 2: 20.0})
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+
+    class Process:
+        left = 4
+
+        def poll(self) -> int | None:
+            self.left -= 1
+            return None if self.left > 0 else 5
+
+    follower = quiet.Follower(77, timed_before(0.5, 0.1), [2, 1])
+    monkeypatch.setattr(follower, "look", lambda: (_ for _ in ()).throw(ProcessLookupError()))
+    process: Any = Process()
+    assert follower.follow(process) == 5
+    assert cores.moved == [(77, {2})]
+    assert waits == [0.05] * 3
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: (_ for _ in ()).throw(ProcessLookupError()))
+    assert follower.follow(process) == 5
+
+
+@linux
+def test_a_process_that_a_followed_command_starts_has_all_its_cores() -> None:
+    """As the system lists them."""
+    here = len(os.sched_getaffinity(0))
+    mine = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    if here < 2 or not mine.exists():
+        pytest.skip("one core here, or the system doesn't list a process's children")
+    code = "import os, time; time.sleep(0.5); print(len(os.sched_getaffinity(0)), flush=True)"
+    parent = f"import subprocess, sys, time; time.sleep(0.2); subprocess.run([sys.executable, '-c', {code!r}]); {code}"
+    words = ["-m", "benchmarks.quiet", "--seconds", "0.05", "--cores", "2", "--follow", "--", sys.executable]
+    done = subprocess.run(
+        [sys.executable, *words, "-c", parent], check=True, timeout=60, stdout=subprocess.PIPE, text=True
+    )
+    assert done.stdout == "2\n1\n"
 
 
 @linux
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_a_followed_command_once(number: signal.Signals) -> None:
     code = (
-        "import signal, sys, time\n"
+        "import os, signal, sys, time\n"
         "for each in (signal.SIGINT, signal.SIGTERM):\n"
         "    signal.signal(each, lambda n, _: print('got', int(n), flush=True))\n"
-        "print('up', flush=True)\n"
+        "print('up, in its own session', os.getsid(0) == os.getpid(), flush=True)\n"
         "time.sleep(0.6); time.sleep(0.6)\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_DFL); import os; os.kill(os.getpid(), signal.SIGTERM)"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGTERM)"
     )
     words = ["-m", "benchmarks.quiet", "--seconds", "0.05", "--follow", "--", sys.executable, "-c", code]
     with subprocess.Popen(
         [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
+        assert process.stdout.readline() == "up, in its own session True\n"
         os.killpg(process.pid, number)
         assert process.stdout.read() == f"got {int(number)}\n"
     assert process.returncode == 128 + signal.SIGTERM
+
+
+@linux
+def test_a_signal_that_comes_while_the_command_starts_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    class Process:
+        pid = 77
+
+        def __init__(self, *_: object, **__: object) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+        def send_signal(self, number: int) -> None:
+            sent.append(number)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    monkeypatch.setattr(quiet.Follower, "follow", lambda *_: 0)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert quiet._followed(["kpolicy"], timed_before(0.0), [1]) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert sent == [signal.SIGTERM]
 
 
 @linux
@@ -161,7 +328,11 @@ def test_a_followed_command_ends_as_it_does(code: str, seen: int, capfd: pytest.
     finally:
         os.sched_setaffinity(0, before)
     assert done.returncode == seen
-    assert "moved to a quicker core" in capfd.readouterr().err
+    told = re.search(
+        r"moved to a quicker core \d+ times; its core was slow in (\d+) of (\d+) looks", capfd.readouterr().err
+    )
+    assert told
+    assert int(told[1]) <= int(told[2])
 
 
 @linux
@@ -188,7 +359,41 @@ def test_the_command_gets_the_chosen_cores_and_single_threaded_pools(
 
 
 @linux
-@pytest.mark.parametrize("words", [["--cores", "0"], ["--seconds", "0"], ["--cores", "x"]])
+@pytest.mark.parametrize(("allowed", "runs"), [("0.125", True), ("0.12", False)])
+def test_nothing_runs_where_the_quickest_cores_are_slow_for_more_than_allowed(
+    allowed: str, runs: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The share is over all looks at the cores that the command would get, beside the quickest one's median."""
+    asked: list[tuple[int, int, float]] = []
+    ran: list[str] = []
+    times = {1: [20.0] * 4, 2: [20.0, 20.0, 22.9, 23.1], 3: [40.0] * 4}
+
+    def timed(cores: list[int], *, rounds: int, seconds: float) -> dict[int, list[float]]:
+        asked.append((len(cores), rounds, rounds * seconds * len(cores)))
+        return times
+
+    monkeypatch.setattr(quiet, "timed", timed)
+    monkeypatch.setattr(quiet, "siblings", lambda core: {core})
+    monkeypatch.setattr(quiet, "go_first", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(os, "execvp", lambda file, _: ran.append(file))
+    code = quiet.main(["--cores", "2", "--at-most-slow", allowed, "--", "kpolicy"])
+    told = capfd.readouterr().err
+    assert asked == [(3, 16, pytest.approx(8.0))]
+    assert "core   2: fixed work  21.4 us in the median,  21.5 in the mean, slow in  25%  taken, 2" in told
+    assert (ran == ["kpolicy"]) is runs
+    assert ("over 23.0 us in 12.5% of 8 looks, 12.0% allowed; nothing was run" in told) is not runs
+    if not runs:
+        assert code == 3
+    assert quiet.main(["--cores", "2", "--at-most-slow", allowed]) == (0 if runs else 3)
+
+
+@linux
+@pytest.mark.parametrize(
+    "words",
+    [["--cores", "0"], ["--seconds", "0"], ["--cores", "x"], ["--at-most-slow", "1.1"], ["--at-most-slow", "-0.1"]],
+)
 def test_numbers_that_name_nothing_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         quiet.main(words)
