@@ -10,7 +10,7 @@ from benchmarks.sglang import stock_vs_kpolicy as bench
 
 MS = {"stock": 10.0, "kpolicy": 5.0, "planned": 5.0, "again": 8.0}
 SIZES = {"stock": ([1, 2, 4], [16, 32, 64]), "planned": ([1, 4], [64])}
-ASKED: list[tuple[str, str, int | None, int | None]] = []
+ASKED: list[tuple[str | None, str, int | None, int | None]] = []
 
 
 class FakeSide:
@@ -23,8 +23,11 @@ class FakeSide:
         decode, prefill = SIZES.get(self.name, SIZES["stock"])
         return {"decode_sizes": decode, "prefill_sizes": prefill, "with_kpolicy": self.kpolicy, "more": self.more}
 
+    def hear(self, _):
+        pass
+
     def ask(self, _, **what):
-        ASKED.append((what["do"], self.name, what.get("count"), what.get("warm")))
+        ASKED.append((what.get("do"), self.name, what.get("count"), what.get("warm")))
         return {"ms": MS[self.name], "served": "D"}
 
     def end(self):
@@ -100,6 +103,17 @@ def test_two_sides_without_it(served):
     lines, rows = served("--slices", "qwen", "--loads", "decode-1", "--preparations", "1")
     assert [line["side"] for line in lines if line["kind"] == "step"] == ["stock", "kpolicy", "kpolicy", "stock"] * 2
     assert not {"again", "against_again"} & rows[0].keys()
+
+
+def test_starts_take_turns_in_all_orders(served, tmp_path):
+    """Of three kinds of starts each is as often first, in the middle and last, in three repeats."""
+    arguments = ("--slices", "capture", "--warm", "--without", "capture-wide", "--repeats", "3")
+    lines, _ = served(*arguments, "--plan", str(tmp_path / "plan.json"))
+    starts = [(line["turn"], line["side"]) for line in lines if line["kind"] == "start"]
+    assert starts == [
+        (0, "stock"), (0, "kpolicy"), (0, "planned"), (1, "kpolicy"), (1, "planned"), (1, "stock"), (2, "planned"),
+        (2, "stock"), (2, "kpolicy"),
+    ]  # fmt: skip
 
 
 def test_sizes_that_the_plan_lacks_are_taken(served, tmp_path):
