@@ -69,9 +69,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
 
+# A run imports a small part of torch and transformers; compiling all of them is half of the set-up's work.
 $(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[models]'
+	@echo "setting up $(VENV): torch and transformers, over a gigabyte"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[models]'
 	touch $@
 
 $(VENV)/test.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python

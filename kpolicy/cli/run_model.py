@@ -42,9 +42,11 @@ class _Size:
     max_num_reqs: int
     max_num_tokens: int
     kv_tokens: int
+    most_tokens: int | None
+    """Tokens of all requests: half a minute may hold minutes of a CPU's work, by how busy the trace is there."""
 
 
-SIZES = {"cpu": _Size(16, 32, 256, 32_768), "cuda": _Size(32, 256, 2048, 262_144)}
+SIZES = {"cpu": _Size(16, 32, 256, 32_768, 35_000), "cuda": _Size(32, 256, 2048, 262_144, None)}
 
 
 @attrs.define
@@ -106,7 +108,9 @@ def _prepare(asked: Asked) -> _Job:
         budget=asked.deployment.budget(), faults=asked.faults, verify=asked.verify,
         check=asked.check_addresses,
     )  # fmt: skip
-    trace = fitting(trace, model)
+    # Whoever names a window gets all of it.
+    most_tokens = SIZES[asked.device].most_tokens if asked.requests.window is None else None
+    trace = fitting(trace, model, most_tokens=most_tokens)
     # One that reads costs has graphs of every kind, where there is one.
     first = next((spec for spec in specs if policies[spec].reads_costs), specs[0])
     engines = {spec: serving.engine(spec) for spec in specs}

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,14 @@ def _config(file: Path) -> dict[str, Any]:
     return values
 
 
-def fitting(trace: Trace, model: LoadedModel) -> Trace:
+def fitting(trace: Trace, model: LoadedModel, *, most_tokens: int | None = None) -> Trace:
     """The requests that the model has positions for; the others count as ``over_max_tokens``.
+
+    Args:
+        trace: the requests.
+        model: what serves them.
+        most_tokens: of those that fit the first ones are taken, whose prompts and outputs together are no longer than
+            this, and one at least; by default all.
 
     Raises:
         ConfigError: none is left.
@@ -156,7 +163,11 @@ def fitting(trace: Trace, model: LoadedModel) -> Trace:
             f"no request of {trace.source} fits the model's {model.max_model_len} tokens. Choose another window or "
             "trace, or a model with more positions."
         )
-    return kept
+    if most_tokens is None:
+        return kept
+    tokens = accumulate(request.prompt_tokens + request.output_tokens for request in kept.requests)
+    taken = max(1, sum(so_far <= most_tokens for so_far in tokens))
+    return kept if taken == len(kept) else kept.first(taken)
 
 
 def saturated_s(

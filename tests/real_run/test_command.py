@@ -280,6 +280,20 @@ def test_failed_checks_are_an_error(
     assert "differ from EAGER by up to 0.5" in ended.err
 
 
+def test_a_cpu_serves_so_many_tokens_unless_a_window_is_given(
+    kpolicy: Command, config: Path, requests: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default the work is bounded however busy the trace is; a window that is named is served whole."""
+    sizes = import_module("kpolicy.cli.run_model").SIZES
+    assert sizes["cpu"].most_tokens == 35_000
+    assert sizes["cuda"].most_tokens is None
+    monkeypatch.setitem(sizes, "cpu", attrs.evolve(sizes["cpu"], most_tokens=33))
+    command = ("run", "--model", config, "--trace", requests, "--policy", "eager", "--no-verify", "--json", *SMALL)
+    traces = [kpolicy(*command, *more).json["trace"] for more in ((), ("--window", 0))]
+    assert [trace["requests"] for trace in traces] == [3, 11]
+    assert "first 3 requests" in traces[0]["source"]
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [

@@ -97,6 +97,16 @@ def test_requests_over_the_models_positions_are_left_out(model: Any) -> None:
     assert kept.dropped == {"over_max_tokens": 1}
 
 
+def test_so_many_tokens_of_a_trace_are_served(model: Any) -> None:
+    """Of the requests that fit the model, the first ones within the tokens are taken, one at least; the source says so."""
+    trace = trace_of((0.0, 10, 5), (0.0, 500, 5), (0.1, 6, 4), (0.2, 8, 2), (0.3, 1, 1))
+    taken = {tokens: fitting(trace, model, most_tokens=tokens) for tokens in (1, 15, 24, 25, 36, 37, 1000)}
+    assert [len(each) for each in taken.values()] == [1, 1, 1, 2, 3, 4, 4]
+    assert taken[25].source.endswith("a request, first 2 requests")
+    assert taken[25].dropped == {"over_max_tokens": 1}
+    assert taken[37] == fitting(trace, model)
+
+
 def test_a_cancelled_request_is_counted(serving: Serving) -> None:
     """A request that is cancelled while it runs leaves; the others are served rightly."""
 
