@@ -57,8 +57,8 @@ class Requests:
         float | None,
         Parameter(
             group="Requests",
-            help=f"Seconds of the trace to serve; 0 is the whole trace. By default {DEFAULT_WINDOW_S:g}; where a model is "
-            "served 30, and on a CPU no more than its first 35,000 tokens.",
+            help=f"Seconds of the trace to serve; 0 is the whole trace. By default {DEFAULT_WINDOW_S:g}; where a model "
+            "is served 30, and on a CPU no more than its first 35,000 tokens.",
         ),
     ] = None
     start: Annotated[float, Parameter(group="Requests", help="Second of the trace to start at.")] = 0.0

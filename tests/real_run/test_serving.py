@@ -98,7 +98,7 @@ def test_requests_over_the_models_positions_are_left_out(model: Any) -> None:
 
 
 def test_so_many_tokens_of_a_trace_are_served(model: Any) -> None:
-    """Of the requests that fit the model, the first ones within the tokens are taken, one at least; the source says so."""
+    """Of the requests that fit the model the first within the tokens are taken, at least one; the source says so."""
     trace = trace_of((0.0, 10, 5), (0.0, 500, 5), (0.1, 6, 4), (0.2, 8, 2), (0.3, 1, 1))
     taken = {tokens: fitting(trace, model, most_tokens=tokens) for tokens in (1, 15, 24, 25, 36, 37, 1000)}
     assert [len(each) for each in taken.values()] == [1, 1, 1, 2, 3, 4, 4]
