@@ -124,7 +124,9 @@ def amount(name: str, value: float) -> str:
     """A resource's amount in words; bytes in MiB where that is whole enough to read."""
     if name == "bytes" and value >= 1 << 20:
         return f"{value / (1 << 20):.1f} MiB"
-    return f"{value:.2f} capture seconds" if name == "seconds" else f"{value} {name}"
+    if name == "seconds":
+        return f"{value:.2f} capture seconds" if value >= 0.1 or not value else f"{value:.2g} capture seconds"
+    return f"{value} {name if value != 1 else name[:-1]}"
 
 
 def graphs_per_key(key: GraphKey, num_layers: int) -> int:

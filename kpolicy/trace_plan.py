@@ -210,7 +210,7 @@ def halves(trace: Trace) -> tuple[Trace, Trace]:
     middle = len(trace) // 2
     if not middle:
         raise ConfigError(
-            f"{trace.source} has {len(trace)} requests; a plan is scored on the second half of them, which takes two. "
+            f"{trace.source} has {len(trace)} of the two requests that it takes to score a plan on the second half. "
             "Give a longer window."
         )
     first, second = trace.requests[:middle], trace.requests[middle:]

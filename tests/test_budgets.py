@@ -214,6 +214,13 @@ def test_a_refusal_says_used_limit_and_asked() -> None:
     assert caught.value.reason is Reason.BUDGET_BYTES
 
 
+def test_amounts_are_said_as_people_write_them() -> None:
+    """One is singular, bytes are in MiB from there up, and seconds keep two digits however few they are."""
+    assert str(Budget(graphs=1, streams=2, bytes=1, seconds=1.5)) == "1 graph, 2 streams, 1 byte, 1.50 capture seconds"
+    assert str(Budget(streams=1, bytes=3 << 19, seconds=0.00012)) == "1 stream, 1.5 MiB, 0.00012 capture seconds"
+    assert str(Budget(graphs=0, seconds=0)) == "0 graphs, 0.00 capture seconds"
+
+
 BAD_AMOUNTS = [("graphs", -1), ("streams", 1.5), ("bytes", True), ("seconds", math.nan), ("seconds", math.inf)]
 
 

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from kpolicy.attention.support import AttentionSupport, parse_attention
 from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, SupportError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.settings import LIMITS, Settings
 from kpolicy.shapes import LARGEST_COUNT
@@ -132,12 +132,38 @@ class Deployment:
         return Budget(**given) if given else None
 
     def costs(self) -> CostTable | None:
-        """The cost table of the profile; None for the analytic table."""
+        """The profile's costs, or analytic ones of the config's model on an H200; None for those of an 8B model.
+
+        Raises:
+            ConfigError: see `profiled`.
+        """
+        given = self.profiled()
+        if given is not None or self.config is None:
+            return given
+        from kpolicy.figures import config_costs
+
+        try:
+            return config_costs(self.config)
+        except SupportError:
+            # Attention of models is known whose weights aren't laid out here; the table's name says which it is.
+            return None
+
+    def profiled(self) -> CostTable | None:
+        """The profile's costs; None without one.
+
+        Raises:
+            ConfigError: the profile can't be read, or is of another model than the config's.
+        """
         if self.profile is None:
             return None
         from kpolicy.profiles import load_profile
 
-        return load_profile(self.profile).costs
+        profile = load_profile(self.profile)
+        if self.config is not None:
+            from kpolicy.simulate.cost_models import check_model
+
+            check_model(self.profile, profile, self.config)
+        return profile.costs
 
 
 def at_least(option: str, value: int, least: int) -> int:
@@ -194,8 +220,13 @@ def _pair(option: str, part: str, mark: str, default: int, least: tuple[int, int
     return pair
 
 
-def ladder_of(text: str | None, settings: Settings) -> CaptureSizes | None:
+def ladder_of(text: str | None, settings: Settings, option: str = "--ladder") -> CaptureSizes | None:
     """The ladder given as ``1,2,4,8`` or as a plan file; None for the policy's own.
+
+    Args:
+        text: the value; None is no ladder.
+        settings: the deployment's limits.
+        option: whose value it is.
 
     Raises:
         LadderError: see `kpolicy.ladders.check_sizes`.
@@ -204,22 +235,22 @@ def ladder_of(text: str | None, settings: Settings) -> CaptureSizes | None:
     if text is None:
         return None
     if text.endswith(".json"):
-        return _planned(text, settings)
+        return _planned(text, settings, option)
     try:
         sizes = [int(part) for part in text.split(",")] if text else []
     except ValueError:
-        raise ConfigError(f"--ladder is {text[:60]!r}; it takes capture sizes joined by commas: 1,2,4,8.") from None
+        raise ConfigError(f"{option} is {text[:60]!r}; it takes capture sizes joined by commas: 1,2,4,8.") from None
     return CaptureSizes.of(sizes, settings)
 
 
-def _planned(path: str, settings: Settings) -> CaptureSizes:
+def _planned(path: str, settings: Settings, option: str) -> CaptureSizes:
     """The sizes of a plan file, for a deployment like the one it was made for."""
     from kpolicy.schemas import read_plan
 
     plan = read_plan(path)
     if plan.settings.num_speculative_tokens != settings.num_speculative_tokens:
         raise ConfigError(
-            f"--ladder {path} was planned for {plan.settings.num_speculative_tokens} draft tokens a row, and here are "
+            f"{option} {path} was planned for {plan.settings.num_speculative_tokens} draft tokens a row, and here are "
             f"{settings.num_speculative_tokens}. Plan again with the drafts that will run."
         )
     plan.sizes.check(settings)

@@ -12,7 +12,7 @@ import attrs
 from kpolicy import __version__
 from kpolicy.budgets import Budget, Usage, amount
 from kpolicy.cli.options import COMMAND
-from kpolicy.cli.render import console, grid, show
+from kpolicy.cli.render import console, counted, grid, show, some
 from kpolicy.engine_flags import Emitted, emit
 from kpolicy.planning.plan import WORTH
 from kpolicy.planning.workload import DECODE
@@ -114,10 +114,10 @@ def render(
     """Print the plan: the lists, what one more size would save, all scores, and what to give the engine."""
     made, planned, settings = console(), found.plan, found.settings
     limits = _limits(budget, most_sizes)
-    said = ", ".join(f"{value} sizes" if name == "sizes" else amount(name, value) for name, value in limits.items())
+    said = ", ".join(some(value, "size") if name == "sizes" else amount(name, value) for name, value in limits.items())
     lines = [
         f"trace    {found.source}",
-        f"         {found.requests:,} requests; rows dropped: {_dropped(found)}",
+        f"         {some(found.requests, 'request')}; rows dropped: {_dropped(found)}",
         f"         {planned.steps:,.0f} steps replayed, {len(found.replayed.rounds)} times"
         + (" until the plan settled" if found.replayed.settled else ", and the plan didn't settle"),
         f"setting  {found.policy}, at most {settings.max_num_reqs:,} requests and {settings.max_num_tokens:,} tokens a "
@@ -128,7 +128,7 @@ def render(
     ]
     lines += [f"{name:8s} {_list(name, sizes)}" for name, sizes in planned.lists.items()]
     gap = f", at most {planned.gap:.2%} from the best" if planned.gap > 1e-9 else ""
-    lines.append(f"         {planned.num_sizes} sizes, {_usage(found.own.usage)}{gap}")
+    lines.append(f"         {some(planned.num_sizes, 'size')}, {_usage(found.own.usage)}{gap}")
     for line in lines:
         made.print(line, highlight=False, markup=False, soft_wrap=True)
     made.print()
@@ -141,7 +141,7 @@ def render(
 
 
 def _dropped(found: TracePlan) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in found.dropped.items()) or "none"
+    return counted(found.dropped) or "none"
 
 
 def _list(name: str, sizes: Sequence[int]) -> str:
@@ -150,7 +150,7 @@ def _list(name: str, sizes: Sequence[int]) -> str:
 
 
 def _usage(usage: Usage) -> str:
-    return f"{usage.graphs:,} device graphs, {usage.seconds:.1f} capture seconds, {usage.bytes / 2**20:,.0f} MiB"
+    return f"{some(usage.graphs, 'device graph')}, {usage.seconds:.1f} capture seconds, {usage.bytes / 2**20:,.0f} MiB"
 
 
 def _prices(found: TracePlan) -> Any:

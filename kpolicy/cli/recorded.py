@@ -63,7 +63,7 @@ def _explain_step(read: Log[DecisionEntry], step: int, deployment: Deployment, *
     given = ladder_of(deployment.ladder, settings)
     engine = Engine(
         "auto", attention=deployment.support(), ladder=given or header_sizes(read), settings=settings,
-        costs=deployment.costs() or header_costs(read).get(phase_of(entry.shape)), objective=deployment.objective,
+        costs=deployment.profiled() or header_costs(read).get(phase_of(entry.shape)), objective=deployment.objective,
     )  # fmt: skip
     explanation = attrs.evolve(engine.explain(entry.shape), policy="auto")
     if json:
@@ -144,7 +144,7 @@ def replay_command(path: Path, policies: list[str], deployment: Deployment, *, j
     read = read_decision_log(path)
     ladder = ladder_of(deployment.ladder, limits(read)) if read.entries else None
     results = replay(
-        read, policies, costs=deployment.costs(), attention=deployment.support(), ladder=ladder,
+        read, policies, costs=deployment.profiled(), attention=deployment.support(), ladder=ladder,
         objective=deployment.objective,
     )  # fmt: skip
     if json:

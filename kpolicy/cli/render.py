@@ -33,6 +33,8 @@ __all__ = [
     "render_run",
     "say",
     "show",
+    "show_run",
+    "some",
 ]
 
 PIPED_WIDTH = 110
@@ -101,17 +103,23 @@ def render_run(
     made: Console, trace: Trace, results: Sequence[RunResult], setting: Sequence[str], engines: Mapping[str, Engine]
 ) -> None:
     """Print what a run did: the trace, a line a policy, time by mode, every reason, and the graphs."""
-    dropped = ", ".join(f"{count} {reason}" for reason, count in trace.dropped.items()) or "none"
-    say(made, f"trace    {trace.source}")
-    say(made, f"         {len(trace):,} requests over {trace.span_s:,.0f} s; rows dropped: {dropped}")
-    for i, part in enumerate(setting):
-        say(made, f"{'         ' if i else 'setting  '}{part}")
-    for table in (_summary(results), modes_table(results), reasons_table(results)):
-        made.print()
-        show(table, made)
-    made.print()
+    show_run(made, trace, setting, (_summary(results), modes_table(results), reasons_table(results)))
     for result in results:
         _notes(made, result, engines[result.policy])
+
+
+def show_run(made: Console, trace: Trace, setting: Sequence[str], tables: Sequence[Table]) -> None:
+    """Print the trace, the setting, and the tables that have rows."""
+    dropped = counted(trace.dropped) or "none"
+    say(made, f"trace    {trace.source}")
+    say(made, f"         {some(len(trace), 'request')} over {trace.span_s:,.0f} s; rows dropped: {dropped}")
+    for i, part in enumerate(setting):
+        say(made, f"{'         ' if i else 'setting  '}{part}")
+    for table in tables:
+        if table.row_count:
+            made.print()
+            show(table, made)
+    made.print()
 
 
 def say(made: Console, text: str, style: str = "") -> None:
@@ -138,7 +146,8 @@ def _summary(results: Sequence[RunResult]) -> Table:
 
 
 def _pair(us: tuple[float, float]) -> str:
-    return f"{us[0] / 1e3:,.1f} / {us[1] / 1e3:,.1f}"
+    """The percentiles; a dash where there are no values."""
+    return "-" if us == (0, 0) else f"{us[0] / 1e3:,.1f} / {us[1] / 1e3:,.1f}"
 
 
 class Ran(Protocol):
@@ -232,6 +241,11 @@ def _verified(result: RunResult) -> str:
     failed = ", ".join(f"{mode} {each.failures:,}" for mode, each in result.verified.items() if each.failures)
     text = f"steps whose logits and written KV were compared with EAGER's: {checks}; "
     return text + (f"DIFFERENT: {failed}" if failed else "every bit equal")
+
+
+def some(count: int, noun: str) -> str:
+    """``1 request``, ``2 requests``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def counted(counts: Mapping[str, int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kpolicy.cli.render import counted, grid, modes_table, reasons_table, say, show
+from kpolicy.cli.render import counted, grid, modes_table, reasons_table, say, show_run
 from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import SimResult, Spread
 
@@ -20,15 +20,8 @@ def render_simulation(
     made: Console, trace: Trace, results: Sequence[SimResult], setting: Sequence[str], notes: Sequence[str]
 ) -> None:
     """Print what policies made of one trace."""
-    dropped = counted(trace.dropped) or "none"
-    say(made, f"trace    {trace.source}")
-    say(made, f"         {len(trace):,} requests over {trace.span_s:,.0f} s; rows dropped: {dropped}")
-    for i, part in enumerate([*setting, *notes]):
-        say(made, f"{'         ' if i else 'setting  '}{part}")
-    for table in (_summary(results), _steps(results), modes_table(results), reasons_table(results)):
-        made.print()
-        show(table, made)
-    made.print()
+    tables = (_summary(results), _steps(results), modes_table(results), reasons_table(results))
+    show_run(made, trace, [*setting, *notes], tables)
     for result in results:
         _notes(made, result)
 

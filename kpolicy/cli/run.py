@@ -21,7 +21,7 @@ from kpolicy.cli.render import console, print_json, render_run
 from kpolicy.cli.turns import Files, Turn, capture, serve_in_turn
 from kpolicy.costs import CostTable
 from kpolicy.engine import Engine
-from kpolicy.errors import ConfigError, SupportError, UnknownNameError
+from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.batching import Batcher
@@ -295,7 +295,7 @@ def _run_simulated(asked: Asked) -> int:
         settings=settings,
         support=deployment.support(),
         ladder=ladder_of(deployment.ladder, settings),
-        costs=_costs(deployment),
+        costs=deployment.costs(),
         budget=deployment.budget(),
         objective=deployment.objective,
         num_blocks=kv_tokens // BLOCK_SIZE,
@@ -311,20 +311,6 @@ def _run_simulated(asked: Asked) -> int:
     else:
         render_run(console(), job.trace, results, _setting(job), engines)
     return exit_code(results, complete=len(results) == len(turns))
-
-
-def _costs(deployment: Deployment) -> CostTable | None:
-    """The profile's costs, or analytic ones of the config's model on an H200; None for those of an 8B model."""
-    given = deployment.costs()
-    if given is not None or deployment.config is None:
-        return given
-    from kpolicy.figures import config_costs
-
-    try:
-        return config_costs(deployment.config)
-    except SupportError:
-        # Attention of models is known whose weights aren't laid out here; the table's name says which it is.
-        return None
 
 
 def _engine(spec: str, job: _Job) -> Engine:

@@ -58,9 +58,16 @@ class Served:
         int, Parameter(group=_SERVER, converter=whole, help="Draft tokens verified a decode row.")
     ] = 0
     acceptance: Annotated[
-        float, Parameter(group=_SERVER, help="Probability that a draft is accepted, if all before it were.")
-    ] = 0.7
-    draft_us: Annotated[float, Parameter(group=_SERVER, help="Microseconds of drafting for one step.")] = 0.0
+        float | None,
+        Parameter(
+            group=_SERVER,
+            help="Probability that one of --speculative drafts is accepted, if all before it were. By default 0.7.",
+        ),
+    ] = None
+    draft_us: Annotated[
+        float | None,
+        Parameter(group=_SERVER, help="Microseconds of drafting for one step with --speculative. By default 0."),
+    ] = None
     scheduler_us: Annotated[
         float,
         Parameter(group=_SERVER, help="Microseconds of the serving engine's own work a step, which nothing overlaps."),
@@ -127,13 +134,11 @@ class Served:
         for option, value in (("--slo-ttft-ms", self.slo_ttft_ms), ("--slo-gap-ms", self.slo_gap_ms)):
             if value is not None and not 0 < value < 1e12:
                 raise ConfigError(f"{option} is {value:g}; it takes milliseconds above 0.")
-        if not 0 <= self.acceptance <= 1:
-            raise ConfigError(f"--acceptance is {self.acceptance:g}; it is a probability from 0 to 1.")
         for option, value in (
             ("--draft-us", self.draft_us), ("--scheduler-us", self.scheduler_us),
             ("--scheduler-prompt-us", self.scheduler_prompt_us),
         ):  # fmt: skip
-            if not 0 <= value < 1e9:
+            if value is not None and not 0 <= value < 1e9:
                 raise ConfigError(f"{option} is {value:g}; it takes microseconds from 0 up.")
         if self.pace is not None:
             get_policy(self.pace)
@@ -144,7 +149,7 @@ class Served:
             block_size=at_least("--block-size", self.block_size, 1),
             kv_bytes_per_token=model.kv_bytes_per_token if known else LLAMA_8B_KV_BYTES,
             reuse_prefixes=self.prefix_reuse,
-            drafts=Drafts(acceptance=self.acceptance, draft_us=self.draft_us),
+            drafts=self._drafts(),
             ranks=at_least("--ranks", self.ranks, 1),
             scheduler_us=self.scheduler_us,
             scheduler_prompt_us=self.scheduler_prompt_us,
@@ -153,6 +158,21 @@ class Served:
             concurrency=None if self.concurrency is None else at_least("--concurrency", self.concurrency, 1),
             service_level=ServiceLevel(ttft_ms=self.slo_ttft_ms, gap_ms=self.slo_gap_ms),
         )
+
+    def _drafts(self) -> Drafts:
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise ConfigError(f"--acceptance is {self.acceptance:g}; it is a probability from 0 to 1.")
+        given: dict[str, float] = {}
+        for name, value in (("acceptance", self.acceptance), ("draft_us", self.draft_us)):
+            if value is None:
+                continue
+            if not self.speculative:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is {value:g}, and nothing is drafted. Give --speculative too, the "
+                    "drafts a row, or leave it out."
+                )
+            given[name] = value
+        return Drafts(**given)
 
     def _kv_tokens(self, model: CostModel) -> int:
         if self.kv_tokens is not None:

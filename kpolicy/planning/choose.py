@@ -77,7 +77,7 @@ def frontiers(
     names = [each.name for each in ladders]
     for name in largest or {}:
         if name not in names:
-            raise ConfigError(f"largest names the ladder {name!r}; there are {', '.join(names)}.")
+            raise ConfigError(f"largest names the list {name!r}; there are {', '.join(names)}.")
     if len(set(names)) < len(names):
         raise ConfigError(f"the ladders {', '.join(names)} share a name; give each its own.")
     each_most = most if isinstance(most, Sequence) else [most] * len(ladders)

@@ -136,7 +136,7 @@ def _bounded(
     losses = most_loss if isinstance(most_loss, Mapping) else dict.fromkeys(names, most_loss)
     for name, loss in losses.items():
         if name not in names:
-            raise ConfigError(f"most_loss names the ladder {name!r}; there are {', '.join(names)}.")
+            raise ConfigError(f"most_loss names the list {name!r}; there are {', '.join(names)}.")
         if not 0 <= loss < math.inf:
             raise ConfigError(f"most_loss is {loss}; it is a share of a step's time from 0 up.")
     penalty_us = sum(each.most_us for each in ladders) + 1.0

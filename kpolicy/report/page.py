@@ -54,6 +54,7 @@ def _contents(report: Report) -> str:
 def _trace(made: TraceReport, number: int, report: Report) -> str:
     trace, settings = made.trace, report.server.settings
     dropped = ", ".join(f"{many:,} {name}" for name, many in trace.dropped.items()) or "none"
+    requests = "1 request" if len(trace) == 1 else f"{count(len(trace))} requests"
     parts = [
         ("first", "What to do first", sections.advice(made.advice)),
         ("compare", "Policies", sections.comparison(made.runs, made.advice.best)),
@@ -70,7 +71,7 @@ def _trace(made: TraceReport, number: int, report: Report) -> str:
         for name, title, html in parts
     )
     return (
-        f'<article id="trace-{number}">\n<h2>{text(trace.source)}</h2>\n<p>{count(len(trace))} requests over '
+        f'<article id="trace-{number}">\n<h2>{text(trace.source)}</h2>\n<p>{requests} over '
         f"{trace.span_s:,.0f} s; rows dropped: {text(dropped)}.</p>\n{body}</article>\n"
     )
 

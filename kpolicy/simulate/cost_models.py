@@ -14,7 +14,7 @@ from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.profiles import load_profile
 from kpolicy.schemas import Profile
 
-__all__ = ["CostModel", "cost_model"]
+__all__ = ["CostModel", "check_model", "cost_model"]
 
 _CALIBRATED = re.compile(r"(\w+) of ([0-9.]+) M parameters")
 """How a calibration names its model."""
@@ -81,7 +81,7 @@ def _of_profile(path: Path, config: Path | None) -> CostModel:
     profile = load_profile(path)
     costs = profile.costs
     figures = None if config is None else _known(config)
-    unsure = None if figures is None or config is None else _check_model(path, profile, config, figures)
+    unsure = None if config is None else check_model(path, profile, config)
     measured = "measured" if costs.measured else "not measured"
     notes = [] if costs.measured else ["the profile says that its costs weren't measured"]
     if unsure:
@@ -107,10 +107,17 @@ def _known(config: Path) -> ModelFigures | None:
         return None
 
 
-def _check_model(path: Path, profile: Profile, config: Path, figures: ModelFigures) -> str | None:
-    """Refuse a profile that says it is of another model than the config's; a note where that can't be told."""
+def check_model(path: Path, profile: Profile, config: Path) -> str | None:
+    """Refuse a profile that says it is of another model than the config's; a note where that can't be told.
+
+    Raises:
+        ProfileError: it is of another model.
+    """
     from kpolicy.attention.fields import read_config
 
+    figures = _known(config)
+    if figures is None:
+        return None
     said = _CALIBRATED.match(profile.model)
     if said is None:
         return _check_name(path, profile, config, figures)

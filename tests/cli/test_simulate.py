@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,36 @@ def test_a_profile_is_taken_and_one_of_another_model_isnt(
         refused(kpolicy("simulate", trace, "--profile", other, "--config", config), str(other), model.split()[0])
 
 
+@pytest.mark.parametrize("command", ["decide --decodes 3", "explain --decodes 3", "run --window 1"])
+def test_every_command_holds_a_profile_to_the_config(
+    kpolicy: Command, config: Path, tmp_path: Path, command: str
+) -> None:
+    """A profile of another model is refused wherever both can be given, and the right one is taken."""
+    own = profile_of(tmp_path / "own.json", "LlamaForCausalLM of 8030.3 M parameters, bfloat16")
+    other = profile_of(tmp_path / "other.json", "Qwen2ForCausalLM of 494.0 M parameters, bfloat16")
+    refused(kpolicy(*command.split(" "), "--config", config, "--profile", other), "other.json", "494.0 M", "7504.9 M")
+    assert kpolicy(*command.split(" "), "--config", config, "--profile", own).code == 0
+
+
+def test_a_config_alone_prices_a_batch(kpolicy: Command, config: Path) -> None:
+    """Without a profile `explain` and `decide` cost the config's own model, as `run` and `simulate` do."""
+    told = [kpolicy(name, "--decodes", 3, "--config", config, "--json").json for name in ("decide", "explain")]
+    assert told[0]["costs"] == told[1]["decision"]["costs"] == "analytic-1:llama:H200 (published figures)"
+
+
+def test_what_served_nothing_has_no_figures(kpolicy: Command, tmp_path: Path) -> None:
+    """Where no request fits, latencies are dashes and tables without rows are left out."""
+    path = write(tmp_path / "t.csv", "timestamp,input_length,output_length", "0,1000000,5")
+    for command in (("simulate", path), ("run", "--trace", path)):
+        ended = kpolicy(*command, "--policy", "eager")
+        assert ended.code == 0, ended.err
+        assert "         1 request over 0 s; rows dropped: none\n" in ended.out
+        assert "requests handed back: 1 over_kv_capacity" in ended.out
+        assert re.search(r"^eager .*  -( |$)", ended.out, re.MULTILINE)
+        assert "0.0 / 0.0" not in ended.out
+        assert "what it means" not in ended.out
+
+
 def test_a_profile_alone_leaves_kv_whole(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
     """Bytes of KV a token aren't known without a config, so graphs take none, as the note says."""
     own = profile_of(tmp_path / "own.json", "LlamaForCausalLM of 8030.3 M parameters, bfloat16")
@@ -185,6 +216,8 @@ def test_a_profile_that_goes_by_a_name(kpolicy: Command, trace: Path, config: Pa
         ("--ranks 1000", ["ranks is 1000", "256"]),
         ("--slo-gap-ms 0", ["--slo-gap-ms is 0"]),
         ("--draft-us -1", ["--draft-us is -1"]),
+        ("--acceptance 0.5", ["--acceptance is 0.5, and nothing is drafted", "--speculative"]),
+        ("--draft-us 0", ["--draft-us is 0, and nothing is drafted", "--speculative"]),
         ("--scheduler-us nan", ["--scheduler-us is nan"]),
         ("--scheduler-prompt-us -1", ["--scheduler-prompt-us is -1"]),
         ("--out .", ["--out . is a folder"]),

@@ -179,7 +179,7 @@ def test_a_programme_that_is_too_large() -> None:
 def test_bad_arguments() -> None:
     """Names that match no ladder, shared names and negative numbers are errors that say so."""
     ladder = Ladder.of("decode", weights=[3], sizes=[1], graph_us=[1], escape_us=[9])
-    with pytest.raises(ConfigError, match="largest names the ladder 'prefill'; there are decode"):
+    with pytest.raises(ConfigError, match="largest names the list 'prefill'; there are decode"):
         choose([ladder], largest={"prefill": 1})
     with pytest.raises(ConfigError, match="share a name"):
         choose([ladder, ladder])

@@ -76,7 +76,7 @@ def test_a_budget_that_cant_hold_it() -> None:
         plan_trace(trace(), most_sizes=3, most_loss=0.1, **GIVEN)
     takes = int(str(refused.value).split("it takes ")[1].split()[0])
     assert plan_trace(trace(), most_sizes=takes, most_loss=0.1, **GIVEN).plan.num_sizes == takes
-    with pytest.raises(ConfigError, match="most_loss names the ladder 'decoed'; there are decode, prefill"):
+    with pytest.raises(ConfigError, match="most_loss names the list 'decoed'; there are decode, prefill"):
         plan_trace(trace(), most_loss={"decoed": 0.1}, **GIVEN)
     with pytest.raises(ConfigError, match="most_loss is -1"):
         plan_trace(trace(), most_loss=-1, **GIVEN)

@@ -139,7 +139,7 @@ def test_budgets_reach_the_plan() -> None:
     assert found.own.usage.bytes <= 12 << 20
     with pytest.raises(BudgetRefused, match="don't fit the budget"):
         planned("sglang", most_sizes=None, budget=Budget(bytes=1), largest={DECODE: 64})
-    with pytest.raises(BudgetRefused, match="no capture size fits the budget of 1 bytes: the least"):
+    with pytest.raises(BudgetRefused, match="no capture size fits the budget of 1 byte: the least"):
         planned("sglang", most_sizes=None, budget=Budget(bytes=1))
 
 
@@ -192,12 +192,12 @@ def test_replayed_counts_what_the_policy_ran() -> None:
 
 def test_bad_input() -> None:
     """A trace without a second half, and names that nobody knows, are errors that say so."""
-    with pytest.raises(ConfigError, match="has 1 requests; a plan is scored on the second half"):
+    with pytest.raises(ConfigError, match="has 1 of the two requests"):
         plan_trace(trace(1), server=server())
     with pytest.raises(UnknownNameError, match="unknown policy 'vlm'"):
         planned("vlm")
     with pytest.raises(ConfigError, match="captures nothing here"):
         planned("eager")
     nothing = attrs.evolve(trace(), requests=())
-    with pytest.raises(ConfigError, match="has 0 requests"):
+    with pytest.raises(ConfigError, match="has 0 of the two requests"):
         plan_trace(nothing, server=server())
