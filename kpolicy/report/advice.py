@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import attrs
 
 from kpolicy.engine_flags import engine_of
+from kpolicy.report.curves import LATENCIES
+from kpolicy.report.html import ms
 from kpolicy.report.paste import Paste, paste_for_kpolicy, paste_of
 from kpolicy.report.runs import Planned, Run
 from kpolicy.simulate import Server
@@ -16,6 +18,8 @@ __all__ = ["NEAR", "Advice", "Paste", "advise", "best_of"]
 NEAR = 0.005
 """Runs whose measure differs by less than this share count as equally good; the one with less graph memory is taken.
 A run that serves fewer requests than another by more than it isn't compared: its requests are others, and fewer."""
+_LONGER = 0.05
+"""Latencies that advised sizes make longer by more than this share are told."""
 
 
 @attrs.frozen(kw_only=True)
@@ -113,6 +117,7 @@ def advise(source: str, runs: Sequence[Run], plans: Sequence[Planned], within: S
         details.append(
             f"Not compared, because they serve fewer requests than {best.name} with {best.result.served:,}: {counted}."
         )
+    details += _longer(best, base)
     plan = planned.get(id(base))
     if plan is None and not best.result.measured:
         details.append(
@@ -178,6 +183,19 @@ def _change(run: Run, other: Run) -> str:
     if abs(change) < 0.0005:
         return "requests that end as soon"
     return f"requests that end {abs(change):.1%} {'sooner' if change < 0 else 'later'} on average"
+
+
+def _longer(best: Run, base: Run) -> list[str]:
+    """What the mean doesn't show: latencies that planned sizes make longer."""
+    told = []
+    for name, title in LATENCIES:
+        now, was = getattr(best.result, name), getattr(base.result, name)
+        for percent in ("p50", "p99"):
+            us, before_us = getattr(now, percent), getattr(was, percent)
+            if us > before_us * (1 + _LONGER):
+                told.append(f"{title[0].lower()}{title[1:]} {percent} {ms(us)} ms instead of {ms(before_us)} ms")
+    own = "its own" if base.kind == "own" else "the given"
+    return [f"Longer than with {own} sizes: {', '.join(told)}."] if told else []
 
 
 def _measure(best: Run) -> str:

@@ -89,9 +89,9 @@ def range_of(spreads: Sequence[Spread]) -> tuple[float, float] | None:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """At most five round values between two: one, or one, two and five, in each power of ten; else the ends."""
+    """At most five round values between two, as many as there are of the same in each power of ten; else the ends."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for steps in ((1, 2, 5), (1, 3), (1,)):
+    for steps in ((1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
         found = [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
         if len(found) <= 5:
             break

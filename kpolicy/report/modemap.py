@@ -17,10 +17,12 @@ from kpolicy.shapes import BatchShape
 from kpolicy.simulate import Server
 from kpolicy.simulate.graphs import counting_executor
 
-__all__ = ["CHEAPEST", "Cell", "ModeMap", "mode_maps"]
+__all__ = ["CHEAPEST", "MUCH_WORSE", "Cell", "ModeMap", "mode_maps"]
 
 CHEAPEST = "auto"
 """The policy that takes the cheapest way."""
+MUCH_WORSE = 0.05
+"""A batch that takes this share longer than the cheapest way, or more, is marked."""
 _MOST_SIZES = 22
 
 
@@ -49,6 +51,11 @@ class Cell:
     over: float = 0.0
     reason: str
     beyond: bool = False
+
+    @property
+    def marked(self) -> bool:
+        """Whether it is much worse than the cheapest way."""
+        return self.over >= MUCH_WORSE
 
 
 @attrs.frozen(kw_only=True)

@@ -11,6 +11,7 @@ from kpolicy.report import sections, timeline
 from kpolicy.report.curves import cdfs
 from kpolicy.report.gather import Report, TraceReport
 from kpolicy.report.html import count, text
+from kpolicy.report.modemap import MUCH_WORSE
 from kpolicy.settings import Settings
 
 __all__ = ["page"]
@@ -90,7 +91,7 @@ def _map(made: TraceReport, settings: Settings) -> str:
         return "<p>Not drawn: interrupted.</p>\n"
     said = (
         "Each batch has decode rows of the trace's average context and, beside them, one prompt without context. "
-        "A + marks a batch that takes 5% or more over the cheapest way."
+        f"A + marks a batch that takes {MUCH_WORSE:.0%} or more over the cheapest way."
     )
     if settings.num_speculative_tokens:
         said += f" A decode row verifies {settings.num_speculative_tokens} drafts."

@@ -11,7 +11,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.observe.extras import load
 from kpolicy.report.curves import LATENCIES, range_of, ticks
 from kpolicy.report.gather import Report, TraceReport
-from kpolicy.report.modemap import ModeMap
+from kpolicy.report.modemap import MUCH_WORSE, ModeMap
 from kpolicy.report.padding import by_range
 from kpolicy.report.runs import Run
 from kpolicy.report.sections import LETTERS
@@ -96,7 +96,7 @@ def _figures(made: TraceReport, figure_of: Any) -> Iterator[tuple[str, Any]]:
         figure = figure_of(figsize=(7 * min(len(made.maps), 2), 6 * -(-len(made.maps) // 2)), layout="constrained")
         for i, each in enumerate(made.maps):
             _map(figure.add_subplot(-(-len(made.maps) // 2), min(len(made.maps), 2), i + 1), each)
-        _mode_legend(figure)
+        _mode_legend(figure, f"+ takes {MUCH_WORSE:.0%} or more over the cheapest way")
         yield "map", figure
     pairs: list[tuple[Run, Run | None]] = [(plan.base, plan.run) for plan in made.plans if plan.run is not None]
     pairs = pairs or [(run, None) for run in runs]
@@ -137,7 +137,8 @@ def _modes(figure: Any, runs: Sequence[Run]) -> None:
         for mode, colour, hatch in zip(MODES, _MODE_COLOURS, _HATCHES, strict=True):
             us = sum(each.us for label, each in run.result.modes.items() if label.partition("/")[0] == mode.value)
             axes.barh(i, 100 * us / total, left=left, color=colour, hatch=hatch, edgecolor="#333333", linewidth=0.3)
-            if us / total > 0.03:
+            # Less is narrower than its label.
+            if us / total > 0.05:
                 axes.text(left + 50 * us / total, i, f"{LETTERS[mode]} {us / total:.0%}", ha="center", va="center")
             left += 100 * us / total
     axes.set_yticks(range(len(runs)), [run.name for run in runs])
@@ -146,14 +147,16 @@ def _modes(figure: Any, runs: Sequence[Run]) -> None:
     _mode_legend(figure)
 
 
-def _mode_legend(figure: Any) -> None:
+def _mode_legend(figure: Any, *marks: str) -> None:
+    """The modes, and marks in words."""
     from matplotlib.patches import Patch
 
     handles = [
         Patch(facecolor=colour, hatch=hatch, edgecolor="#333333", label=f"{LETTERS[mode]} {mode.value.upper()}")
         for mode, colour, hatch in zip(MODES, _MODE_COLOURS, _HATCHES, strict=True)
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    handles += [Patch(visible=False, label=mark) for mark in marks]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
 def _map(axes: Any, made: ModeMap) -> None:
@@ -163,10 +166,13 @@ def _map(axes: Any, made: ModeMap) -> None:
             x, 1, width=1, bottom=y - 0.5, color=_MODE_COLOURS[mode], hatch=_HATCHES[mode], edgecolor="white",
             linewidth=0.4,
         )  # fmt: skip
-        axes.text(x, y, LETTERS[cell.mode] + ("+" if cell.over >= 0.05 else ""), ha="center", va="center", fontsize=7)
+        axes.text(x, y, LETTERS[cell.mode] + ("+" if cell.marked else ""), ha="center", va="center", fontsize=7)
     axes.set_xticks(range(len(made.tokens)), [str(size) for size in made.tokens], rotation=90, fontsize=8)
     axes.set_yticks(range(len(made.rows)), [str(size) for size in made.rows], fontsize=8)
-    axes.set(title=made.policy, xlabel="prompt tokens", ylabel="decode rows", ylim=(-0.5, len(made.rows) - 0.5))
+    axes.set(
+        title=made.policy, xlabel="prompt tokens", ylabel="decode rows", xlim=(-0.5, len(made.tokens) - 0.5),
+        ylim=(-0.5, len(made.rows) - 0.5),
+    )  # fmt: skip
 
 
 def _padding(axes: Any, base: Run, planned: Run | None) -> None:

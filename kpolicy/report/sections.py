@@ -8,7 +8,7 @@ from kpolicy.modes import Mode
 from kpolicy.reasons import Reason
 from kpolicy.report.advice import Advice, has_level
 from kpolicy.report.html import bar, cell, count, ms, percent, seconds, table, text
-from kpolicy.report.modemap import CHEAPEST, ModeMap
+from kpolicy.report.modemap import CHEAPEST, MUCH_WORSE, ModeMap
 from kpolicy.report.padding import by_range, remainder
 from kpolicy.report.runs import Planned, Run, in_words
 from kpolicy.report.steps import MODES
@@ -222,8 +222,10 @@ def maps(made: Sequence[ModeMap]) -> str:
         said = f"{beyond} of {len(first.cells)} batches have longer contexts than attention was timed at."
         parts.append(f'<p class="caption">{said}</p>\n')
     for each in others:
-        worse = [cell.over for cell in each.cells.values() if cell.over >= 0.05]
-        said = f"{each.policy}: {len(worse)} of {len(each.cells)} batches take 5% or more over the cheapest way"
+        worse = sum(cell.marked for cell in each.cells.values())
+        said = (
+            f"{each.policy}: {worse} of {len(each.cells)} batches take {MUCH_WORSE:.0%} or more over the cheapest way"
+        )
         parts.append(f"<details><summary>{text(said)}</summary>{_map(each, each.policy)}</details>\n")
     return "".join(parts)
 
@@ -241,7 +243,7 @@ def _map(made: ModeMap, caption: str) -> str:
             said = f"{decodes} decode rows, {new} prompt tokens: {found.label}, {ms(found.us)} ms"
             if made.policy != CHEAPEST:
                 said += f", {found.over:+.1%} against the cheapest"
-            over = " over" if found.over >= 0.05 else ""
+            over = " over" if found.marked else ""
             row.append(
                 f'<td class="m-{found.mode.value}{over}" title="{text(said)}: {text(found.reason)}">'
                 f"{LETTERS[found.mode]}{'+' if over else ''}</td>"

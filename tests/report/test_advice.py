@@ -120,6 +120,25 @@ def test_the_plan_is_advised_where_it_is_as_good_with_less() -> None:
     assert len(re.findall(r"[.](?!\d)", made.advice.sentence)) == 1
 
 
+def test_what_planned_sizes_make_longer_is_told() -> None:
+    """The mean hides tails: latencies over 5% longer than with the policy's own sizes are a detail, others aren't."""
+    told = import_module("kpolicy.report.advice")._longer
+    base = small_report().traces[0].runs[0]
+
+    def of(ttft: Spread, gap: Spread) -> Run:
+        return attrs.evolve(base, kind="planned", result=attrs.evolve(base.result, ttft=ttft, gap=gap))
+
+    ttft, gap = base.result.ttft, base.result.gap
+    late = attrs.evolve(ttft, p50=ttft.p50 * 1.04, p99=ttft.p99 * 1.5)
+    (said,) = told(of(late, attrs.evolve(gap, p99=gap.p99 / 2)), base)
+    assert re.fullmatch(r"Longer than with its own sizes: time to first token p99 [0-9.,]+ ms instead of .* ms\.", said)
+    assert told(of(ttft, gap), base) == []
+    made = gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, most_sizes=6).traces[0]
+    assert made.advice.best is made.runs[1]
+    expected = told(made.runs[1], made.runs[0])
+    assert [line for line in made.advice.details if line.startswith("Longer")] == expected
+
+
 def test_own_sizes_are_kept_where_the_plan_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one planned size makes requests end later, the flags are the default sizes'."""
     module = import_module("kpolicy.report.gather")

@@ -9,6 +9,7 @@ import pytest
 
 from kpolicy.errors import ConfigError
 from kpolicy.report import gather, plots
+from kpolicy.report.curves import ticks
 from kpolicy.scheduling.generator import generate_trace
 from tests.report.helpers import COSTS, SMALL, small_report
 
@@ -23,7 +24,17 @@ def test_every_picture_is_drawn_twice_the_same() -> None:
     for name, content in drawn.items():
         assert content[:8] == b"\x89PNG\r\n\x1a\n" if name.endswith("png") else b"<svg" in content
     assert b">vllm<" in drawn["latency.svg"]
+    assert b">+ takes 5% or more over the cheapest way<" in drawn["map.svg"]
     assert drawn == plots.draw(small_report())
+
+
+def test_an_axis_has_round_values() -> None:
+    """Three to five of them within one power of ten and over several, and the ends where there is none between."""
+    assert [us / 1e3 for us in ticks(2.7e3, 13.4e3)] == [3, 5, 7, 10]
+    assert [us / 1e3 for us in ticks(3e3, 55e3)] == [5, 10, 20, 50]
+    assert [us / 1e3 for us in ticks(40e3, 3100e3)] == [100, 300, 1000, 3000]
+    assert len(ticks(1.0, 1e9)) <= 5
+    assert ticks(5.2, 5.9) == [5.2, 5.9]
 
 
 def test_names_are_no_formulas_and_traces_have_files_of_their_own(tmp_path: Path) -> None:
