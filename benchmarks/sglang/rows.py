@@ -54,6 +54,7 @@ CAPTURES = {
 DRAWS = {
     "trace": "of distinct sizes drawn from the trace", "alike": "of 1 to 256 requests alike",
     "between": "of sizes that SGLang has graphs of and the plan hasn't",
+    "below": "of one less than sizes that SGLang has graphs of and the plan hasn't",
     "": "of 8 or 12 sizes, runs to 4 and their plan",
 }  # fmt: skip
 AGAIN = "again"

@@ -7,7 +7,8 @@ stock once more, as the last one, in slices of steps: no decision explains what 
 
 - ``qwen``, ``dsv2``: single steps of Qwen2.5-0.5B and DeepSeek-V2-Lite shapes (decode, extend, mixed; random weights);
 - ``qwen-drawn``: steps of 0.5B of sizes drawn from the steps in ``--drawn``, with kpolicy's sizes and ``--plan``'s;
-- ``qwen-between``: steps of the sizes that SGLang captures and ``--plan`` has no graph of: those that pad furthest;
+- ``qwen-between``: steps of the sizes that SGLang captures and ``--plan`` has no graph of, and of one less, which both
+  pad;
 - ``qwen-trace``: request throughput and gaps through SGLang's scheduler, the conversation trace at 600 requests, every
   token streamed; ``order`` is kpolicy with steps in SGLang's order;
 - ``qwen-mixed-trace``: with mixed chunks, at 64 requests; ``qwen-offline-trace``: as the first, nothing streamed;
@@ -283,12 +284,16 @@ def drawn(path: Path) -> list[tuple[str, str, int]]:
 
 
 def between(stock: Mapping[str, Any], planned: Mapping[str, Any]) -> list[tuple[str, str, int]]:
-    """Loads of exactly the sizes that SGLang has graphs of and a plan hasn't: all decodes, and every third prompt."""
-    decodes, prompts = (sorted(set(stock[sizes]) - set(planned[sizes])) for sizes in ("decode_sizes", "prefill_sizes"))
-    return [
-        *(("between", "decode", size) for size in decodes),
-        *(("between", "extend", size) for size in prompts[::-3]),
-    ]
+    """Loads of sizes that SGLang has graphs of and a plan hasn't, all decodes and every third prompt, and of one less.
+
+    SGLang pads nothing at the sizes themselves, and any padding takes the host some launches: at one less both pad.
+    """
+    loads = []
+    for kind, sizes, apart in (("decode", "decode_sizes", 1), ("extend", "prefill_sizes", 3)):
+        lacking = sorted(set(stock[sizes]) - set(planned[sizes]), reverse=True)[::apart]
+        loads += [("between", kind, size) for size in lacking]
+        loads += [("below", kind, size - 1) for size in lacking if size > 1 and size - 1 not in stock[sizes]]
+    return loads
 
 
 def requests_of(path: Path, count: int, longest: int, speed: float) -> list[tuple[float, int, int]]:

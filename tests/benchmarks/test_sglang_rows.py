@@ -97,11 +97,12 @@ def test_a_drawn_size_has_an_interval_over_its_preparations():
 
 
 def test_sizes_that_a_plan_lacks_are_loads_of_their_own():
-    """They are those that pad further than with SGLang's list; rows say so, apart from sizes drawn."""
+    """There a plan pads and SGLang doesn't; at one less both pad. Rows say so, apart from sizes drawn."""
     stock = {"decode_sizes": [1, 2, 4, 8], "prefill_sizes": [4, 8, 16, 32, 64, 128]}
-    loads = between(stock, {"decode_sizes": [4, 8], "prefill_sizes": [64, 128]})
-    assert loads == [("between", "decode", 1), ("between", "decode", 2), ("between", "extend", 32),
-                     ("between", "extend", 4)]  # fmt: skip
+    assert between(stock, {"decode_sizes": [1, 8], "prefill_sizes": [64, 128]}) == [
+        ("between", "decode", 4), ("between", "decode", 2), ("below", "decode", 3), ("between", "extend", 32),
+        ("between", "extend", 4), ("below", "extend", 31), ("below", "extend", 3),
+    ]  # fmt: skip
     lines = [about()]
     for draw, size in (("between", 2), ("alike", 3)):
         lines += [drawn(side, size, 0, 10.0) | {"draw": draw} for side in ("stock", "planned")]
