@@ -100,7 +100,7 @@ class Deployment:
         Parameter(
             group=_OF_DEPLOYMENT,
             converter=whole,
-            help=f"Most requests in one step. By default {MAX_NUM_REQS}, and 32 where run serves a model.",
+            help=f"Most requests in one step. By default {MAX_NUM_REQS}, and 32 where a CPU serves a model.",
         ),
     ] = None
 

@@ -33,6 +33,9 @@ FEWER = 0.005
 """A case that served fewer requests than another of its panel by more than this share is on no front: what it handed
 back would have been slow."""
 
+_LEAST_SPAN = 0.05
+"""The axis of latencies spans this share of the longest, so that what hardly differs isn't drawn far apart."""
+
 # Okabe and Ito's colours, which people without colour vision tell apart, each with a mark of its own.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -147,6 +150,10 @@ def _panel(axes: Any, points: Sequence[Point], policies: Sequence[str], metric: 
                 named.setdefault((point.mib, point.ms), {})[short_ladder(point.case["ladder"])] = None
         for at, ladders in named.items():
             axes.annotate(", ".join(ladders), at, xytext=(6, 6), textcoords="offset points", fontsize=7)
-        axes.margins(x=0.12)
+        axes.margins(x=0.12, y=0.12)
+    low, high = axes.get_ylim()
+    spare = _LEAST_SPAN * max(point.ms for point in points) - (high - low)
+    if spare > 0:
+        axes.set_ylim(low - spare / 2, high + spare / 2)
     axes.grid(visible=True, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -26,7 +26,7 @@ from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.generator import generate_trace
 from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import simulate
-from kpolicy.simulate.pareto import METRICS, draw, points_of
+from kpolicy.simulate.pareto import METRICS, _panel, draw, points_of
 from kpolicy.simulate.sweep import Axes, Common, LocalBackend, SweepFile, sweep
 
 from .helpers import COSTS, SIZES, server, trace_of
@@ -313,6 +313,17 @@ def test_ladders_of_the_front_are_named(tmp_path: Path) -> None:
     assert "1..16 (5)" in text
     assert "8,64" in text
     assert "2,3" not in text
+
+
+def test_equal_latencies_are_drawn_near_each_other() -> None:
+    """The axis spans a twentieth of the longest latency at least, and what differs by more fills it."""
+    axes_of = pytest.importorskip("matplotlib.figure").Figure().add_subplot
+    for highest, span in ((3.001, 0.05 * 3.001), (4.0, 1.0)):
+        axes = axes_of()
+        _panel(axes, points_of([line_of(1, highest), line_of(2, 3.0)], "gap-p50"), ("eager",), "gap-p50")
+        low, high = axes.get_ylim()
+        assert low < 3.0 < highest < high
+        assert span <= (high - low) * (1 + 1e-9) < 1.3 * span
 
 
 def test_an_empty_sweep_cant_be_drawn(tmp_path: Path) -> None:
