@@ -18,12 +18,12 @@ from kpolicy.registry import GraphRegistry
 from kpolicy.serving.products import products_of
 from kpolicy.settings import Settings
 
-__all__ = ["warm_up"]
+__all__ = ["product_sizes", "warm_up"]
 
 EAGER_SIZES = 32
 """Numbers of tokens that run eagerly, evenly spread: libraries choose kernels by size and load each at its first use"""
 PRODUCT_SIZES = 512
-"""Numbers of tokens at which the matrix products of an eager step run by themselves, odd ones too"""
+"""Numbers of tokens, at most, at which the matrix products of an eager step run by themselves, odd ones too"""
 
 
 def warm_up(executor: Any, registry: GraphRegistry, model: Any, settings: Settings) -> int:
@@ -69,13 +69,20 @@ def _run(executor: Any, mode: Mode, key: GraphKey | None, rows: StepInputs) -> N
 
 
 def _run_products(step: Callable[[int], object], longest: int) -> None:
-    """Run an eager step's matrix products at many sizes, every remainder of 4 among them, the largest first."""
+    """Run an eager step's matrix products at many sizes, the largest first."""
     products = products_of(step, (longest, longest - 1))
-    sizes = {longest * i // PRODUCT_SIZES - i % 4 for i in range(1, PRODUCT_SIZES + 1)}
     with torch.inference_mode():
-        for size in sorted(sizes, reverse=True):
-            for product in products if size > 0 else ():
+        for size in sorted(product_sizes(longest), reverse=True):
+            for product in products:
                 product.run(size)
+
+
+def product_sizes(longest: int) -> set[int]:
+    """Every number of tokens where there are no more than `PRODUCT_SIZES`; else so many, of all remainders by 4."""
+    if longest <= PRODUCT_SIZES:
+        return set(range(1, longest + 1))
+    spread = (longest * i // PRODUCT_SIZES // 4 * 4 - i % 4 for i in range(1, PRODUCT_SIZES + 1))
+    return {size for size in spread if size > 0} | {longest}
 
 
 def _steps(

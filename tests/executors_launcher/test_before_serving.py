@@ -19,7 +19,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part
 from kpolicy.registry import GraphRegistry
 from kpolicy.serving.products import products_of
-from kpolicy.serving.warm_up import warm_up
+from kpolicy.serving.warm_up import product_sizes, warm_up
 from kpolicy.settings import Settings
 from tests.executors_launcher.test_whole_table import Machine, keys
 
@@ -112,19 +112,23 @@ class Shapes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_products_run_by_themselves_at_many_sizes_odd_ones_too() -> None:
+def test_products_run_by_themselves_at_every_size_where_there_are_few() -> None:
     """cuBLAS loads a kernel at its first use, and chooses by the exact size: 64, 128, 192 don't tell of 727."""
     machine = Told([])
     with Shapes() as seen:
         warm_up(machine, captured([]), MODEL, SETTINGS)
-    alone = seen.of["aten::linear"][34:]
-    assert all(width == 2 for _, width in alone)
-    sizes = [rows for rows, _ in alone]
-    assert sizes == sorted(set(sizes), reverse=True)
-    assert sizes[0] == 400
-    assert sizes[-1] >= 1
-    assert {size % 4 for size in sizes} == {0, 1, 2, 3}
-    assert max(a - b for a, b in itertools.pairwise(sizes)) <= 4
+    assert seen.of["aten::linear"][34:] == [(size, 2) for size in range(400, 0, -1)]
+
+
+@pytest.mark.parametrize("longest", [513, 1536, 2048, 2560, 4096, 8192])
+def test_products_run_at_sizes_of_all_remainders(longest: int) -> None:
+    sizes = sorted(product_sizes(longest))
+    assert sizes[-1] == longest
+    assert 1 <= sizes[0] <= longest // 512 + 4
+    assert 300 <= len(sizes) <= 513
+    assert max(b - a for a, b in itertools.pairwise(sizes)) <= longest // 512 + 7
+    for remainder in range(4):
+        assert sum(size % 4 == remainder for size in sizes) >= len(sizes) // 8
 
 
 def test_products_of_a_step() -> None:
