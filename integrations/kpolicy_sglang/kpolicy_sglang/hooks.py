@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from kpolicy_sglang.metrics import Metrics
 from kpolicy_sglang.mirror import mirror
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.ranks import Ranks
-from kpolicy_sglang.split import Split, split_of
+from kpolicy_sglang.split import split_of
 from kpolicy_sglang.state import State, attach, detach, state_of
 from kpolicy_sglang.votes import speak_for
 
@@ -353,35 +353,31 @@ def capture_prefill_graph(original: Any, *args: Any, **kwargs: Any) -> Any:
 def new_batch_prefill(original: Any, scheduler: Any, running_batch: Any) -> Any:
     """AROUND `Scheduler.get_new_batch_prefill`: whether decodes run beside the prompts or in a step of their own."""
     try:
-        kept = scheduler.__dict__[_KEPT]
-    except (AttributeError, KeyError):
-        kept = _kept(scheduler)
-    if kept is None:
+        state, step = scheduler._kpolicy_kept
+    except AttributeError:
+        state, step = _kept(scheduler)
+    if state is None:
         return original(scheduler, running_batch)
-    state, split = kept
     try:
         state.tick()
     # Whatever of kpolicy raises, SGLang goes on scheduling.
     except Exception as error:  # noqa: BLE001
         state.failures.note("counting", error, then="SGLang goes on")
-    return original(scheduler, running_batch) if split is None else split.step(original, running_batch)
+    return original(scheduler, running_batch) if step is None else step(original, running_batch)
 
 
-_KEPT = "_kpolicy_kept"
-
-
-def _kept(scheduler: Any) -> tuple[State, Split | None] | None:
-    """What a step of this scheduler needs, found once; None without kpolicy."""
+def _kept(scheduler: Any) -> tuple[State | None, Callable[[Any, Any], Any] | None]:
+    """What a step of this scheduler needs, found once: nothing without kpolicy, no step where all are SGLang's own."""
     state = state_of(scheduler.tp_worker.model_runner)
-    split = None
+    step = None
     if state is not None:
         try:
             split = split_of(scheduler)
+            step = None if split is None else split.step
         except Exception as error:  # noqa: BLE001  as above
             state.failures.note("setting up SPLIT", error, then="SGLang goes on")
-    found = None if state is None else (state, split)
-    setattr(scheduler, _KEPT, found)
-    return found
+    scheduler._kpolicy_kept = state, step
+    return state, step
 
 
 # What can't be had

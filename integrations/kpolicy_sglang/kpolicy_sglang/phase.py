@@ -92,6 +92,7 @@ class Phase:
         self._claims = Claims.at_level("mixed")
         self._verdicts = bytearray()
         self._decisions: list[Decision | None] = []
+        self._us: dict[int, float] = {}
         self._select: Any = None
         self._compile(self.rule, analytic_costs(), Objective())
         self._by_own_rule: Any = self._select
@@ -118,6 +119,7 @@ class Phase:
         self._select = get_policy(policy).compile(context).select
         self._verdicts = bytearray(len(self.steps))
         self._decisions = [None] * len(self.steps)
+        self._us = {}
 
     # What a step asks.
 
@@ -200,7 +202,10 @@ class Phase:
         """Microseconds of a batch of that size as it would be run; 0.0 while nothing is known."""
         if self.costs is None or not size:
             return 0.0
-        return self.costs.cost(self.decision(size).launches, self.numbers(size)).cycle_us
+        found = self._us.get(size)
+        if found is None:
+            found = self._us[size] = self.costs.cost(self.decision(size).launches, self.numbers(size)).cycle_us
+        return found
 
     def forget_steps(self) -> None:
         """Count from nothing: what ran so far was no request's."""
@@ -239,10 +244,15 @@ class MixedCost:
     many: Curve
     few_rows: int
     many_rows: int
+    _known: dict[int, tuple[float, float]] = attrs.field(factory=dict, init=False, repr=False, eq=False)
+    """Both curves by tokens, as far as they were asked."""
 
     def us(self, tokens: int, decodes: int) -> float:
         """Microseconds of a mixed batch of so many tokens, the decode rows among them."""
-        few, many = self.few.at(tokens), self.many.at(tokens)
+        known = self._known.get(tokens)
+        if known is None:
+            known = self._known[tokens] = self.few.at(tokens), self.many.at(tokens)
+        few, many = known
         return max(few + max(many - few, 0.0) * (decodes - self.few_rows) / (self.many_rows - self.few_rows), 0.0)
 
 

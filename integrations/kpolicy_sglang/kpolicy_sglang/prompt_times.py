@@ -24,6 +24,8 @@ _STEP = 512
 """Prompt tokens between the sizes that are tried where nothing is captured."""
 _FURTHEST = 2.0
 """Times a batch as long as its tokens are: what tokens in KV add to attention is told up to there."""
+LONGEST = 64
+"""Tokens of a longest prompt that are guessed for alike."""
 _LEAST_TOLD = 0.05
 """Of a step's time: where long prompts take no more than that over usual ones, what is beside them isn't told apart."""
 
@@ -48,6 +50,10 @@ class PromptTimes:
         self.long_us: list[float] = [max(us, alone(size)) if size > PROMPT_TOKENS else us for size, us in at_most]
         self._chunk, self._shares = chunk, _shares(beside)
         self._by_tokens = self._listed()
+        self.bounds: list[tuple[float, float]] = [
+            (us, us + (_FURTHEST * more_us if more > 0 else 0.0)) for us, more_us, more in self._by_tokens
+        ]
+        """Least and most microseconds of a batch, however long its prompts are, by its tokens up to a chunk."""
         self._short = PROMPT_TOKENS // 2 if beside else PROMPT_TOKENS
         """Tokens of a prompt that makes none beside it longer than usual, if they are no longer."""
 
@@ -75,9 +81,9 @@ class PromptTimes:
         times = (length - PROMPT_TOKENS) / more
         return us + more_us * (times if times < _FURTHEST else _FURTHEST)
 
-    def length(self, new: Sequence[int], before: Sequence[int] | None = None) -> float:
+    def length(self, new: Sequence[int], before: Sequence[int] = ()) -> float:
         """`length_of` by this kernel; 0 where all are so short that it makes no difference."""
-        cached = before if before and any(before) else ()
+        cached = () if before.count(0) == len(before) else before
         if not new or (max(new) <= self._short and not cached):
             return 0.0
         return length_of(new, cached, self.beside)
@@ -94,51 +100,82 @@ class PromptTimes:
         """The most tokens that take no longer even as one prompt; 0 where none do. No prompts take longer than one."""
         return self.sizes[at - 1] if (at := bisect_right(list(accumulate(self.long_us, max)), us)) else 0
 
-    def first(self, new: Sequence[int], before: int, most_us: float) -> tuple[int, float, float]:
+    def beside_longest(self, us: float) -> list[int]:
+        """Tokens of a batch of usual prompts and a long one that takes about so long, by `LONGEST` tokens of that one.
+
+        A guess, from which `first` goes on.
+        """
+        found, tokens = [], self._chunk
+        for longest in range(0, self._chunk + LONGEST, LONGEST):
+            # The longer it is the fewer are beside it.
+            while tokens > longest and self.batch_us([longest, *_usual(tokens - longest)]) > us:
+                tokens -= LONGEST
+            found.append(tokens)
+        return found
+
+    def first(self, new: Sequence[int], before: int, most_us: float, guess: int) -> tuple[int, int, float, float]:
         """How many of a batch's prompts, in their order and at least one, take no longer than that.
 
         A further prompt is taken to make no batch shorter.
 
         Args:
-            new: tokens of each in this batch.
+            new: tokens of each; the batch has a chunk of them at most, and cuts the last one.
             before: tokens that the first one has in KV.
             most_us: microseconds.
+            guess: their tokens, about.
 
         Returns:
-            tuple: their number, the microseconds of these, and of one more; the same where there is none.
+            tuple: their number, their tokens, the microseconds that they take, and those of more of them that take too
+                long, of one more where that was costed; 0.0 where all fit.
         """
-        # Often a long one behind others is what makes it too long, so that short ones aren't tried singly.
-        if new[0] < max(new):
-            found = self._tried(new, before, most_us, self._short)
-            if found[1] <= most_us:
-                return found
-        return self._tried(new, before, most_us, 0)
-
-    def _tried(self, new: Sequence[int], before: int, most_us: float, short: int) -> tuple[int, float, float]:
-        """`first`, where batches that end with a prompt of no more than `short` tokens aren't tried."""
-        (own, longests, in_kv), us = self._shares, self.us
-        cached = in_kv * before * new[0]
+        (own, longests, in_kv), by_tokens, chunk = self._shares, self._by_tokens, self._chunk
+        cached, over = in_kv * before * new[0], len(new) + 1
         count = tokens = squares = longest = 0
-        fit_us = 0.0
         for each in new:
-            was = longest
+            if tokens + each > guess and count:
+                break
+            count, tokens, squares = count + 1, tokens + each, squares + each * each
             if each > longest:
                 longest = each
-            tokens += each
-            squares += each * each
-            if each > short and count:
-                more_us = us(tokens, (own * squares + longests * longest * (tokens + before) + cached) / tokens)
-                if more_us > most_us:
-                    longest, tokens, squares = was, tokens - each, squares - each * each
+        if tokens > chunk:
+            # The first is cut.
+            over, tokens, squares, longest = 2, chunk, chunk * chunk, chunk
+        fits, fit_tokens, fit_us, more_us = 0, 0, 0.0, 0.0
+        # One prompt more each time until it is too many, or one less until it isn't.
+        while count < over:
+            us, longer_us, longer = by_tokens[tokens]
+            length = (own * squares + longests * longest * (tokens + before) + cached) / tokens
+            if length > PROMPT_TOKENS and longer > 0:
+                # As `us` has it, which would take as long to call.
+                times = (length - PROMPT_TOKENS) / longer
+                us += longer_us * (times if times < _FURTHEST else _FURTHEST)
+            if us <= most_us:
+                fits, fit_tokens, fit_us = count, tokens, us
+                if count + 1 == over:
                     break
-                fit_us = more_us
+                each = new[count]
+                if tokens + each > chunk:
+                    if tokens == chunk:
+                        break
+                    # The last one is cut.
+                    over, each = count + 2, chunk - tokens
+                count, tokens, squares = count + 1, tokens + each, squares + each * each
+                if each > longest:
+                    longest = each
             else:
-                fit_us = more_us = 0.0
-            count += 1
-        fit_us = fit_us or us(tokens, (own * squares + longests * longest * (tokens + before) + cached) / tokens)
-        return count, fit_us, more_us or fit_us
+                over, more_us = count, us
+                if fits:
+                    break
+                if count == 1:
+                    return 1, tokens, us, us
+                count -= 1
+                each = new[count]
+                tokens, squares = tokens - each, squares - each * each
+                if each == longest:
+                    longest = max(new[:count])
+        return fits, fit_tokens, fit_us, more_us
 
-    def batch_us(self, new: Sequence[int], before: int) -> float:
+    def batch_us(self, new: Sequence[int], before: int = 0) -> float:
         """Microseconds of a batch of prompts, of which the first has so many tokens in KV."""
         return self.us(sum(new), length_of(new, (before,), self.beside))
 
@@ -154,6 +191,12 @@ def length_of(new: Sequence[int], before: Sequence[int], beside: float) -> float
     (own, longests, in_kv), tokens, squares = _shares(beside), sum(new), sum(map(mul, new, new))
     cached = in_kv * sum(map(mul, new, before))
     return float((own * squares + longests * max(new) * (tokens + sum(before)) + cached) / tokens)
+
+
+def _usual(tokens: int) -> list[int]:
+    """Prompts of so many tokens, none longer than usual."""
+    usual = PROMPT_TOKENS // 2
+    return [usual] * (tokens // usual) + ([tokens % usual] if tokens % usual else [])
 
 
 def _shares(beside: float) -> tuple[float, float, float]:

@@ -9,6 +9,9 @@ Without mixed chunks decodes have their turns while prompts wait, see `kpolicy_s
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from kpolicy_sglang.state import State, state_of
@@ -18,7 +21,7 @@ from kpolicy_sglang.waiting import Waiting, done
 __all__ = ["Split", "split_of"]
 
 _ATTRIBUTE = "_kpolicy_split"
-_MOST_LOOKED = 64
+_MOST_LOOKED, _TOGETHER = 64, 16
 _MISSED = 64
 """Looks at the queue without ending a batch, after one that ended within a prompt: SGLang finds cached tokens as it
 makes a batch in `fcfs`, and makes other orders then."""
@@ -74,36 +77,37 @@ class Split:
         self._plan: Any = None
         self._divides = scheduler is not None and _divides(scheduler, state)
         self.turns = _turns(scheduler, state)
-        self._waits = Waiting(self.turns.chunk)
+        self._waits = Waiting(self.turns.chunk, self.turns.burst)
         self._long = False
         """Whether a prompt of those is long."""
         self._in_turns = self.turns.on and scheduler is not None and not scheduler.is_mixed_chunk
         self.cycles = {"mixed": 0, "decode first": 0, "extend first": 0, "in turns": 0}
-
-    def step(self, original: Any, running_batch: Any) -> Any:
+        self.step: Callable[[Any, Any], Any] = self._in_turns_step if self._in_turns else self._split_step
         """AROUND one `get_new_batch_prefill`: SGLang's own, once and as it is, where kpolicy's part raises."""
-        scheduler = self._scheduler
-        if not (scheduler.waiting_queue or scheduler.chunked_req is not None):
-            self._owed = ""
-            self.turns.decoded()
-            if self._waits.holds:
-                self._waits.forget()
-            return original(scheduler, running_batch)
-        step = self._in_turns_step if self._in_turns else self._split_step
-        return step(original, running_batch)
+
+    def _nothing_waits(self, original: Any, running_batch: Any) -> Any:
+        """SGLang's own cycle without prompts."""
+        self._owed = ""
+        self.turns.decoded()
+        if self._waits.holds:
+            self._waits.forget()
+        return original(self._scheduler, running_batch)
 
     # Decodes in turns with prompts
 
     def _in_turns_step(self, original: Any, running_batch: Any) -> Any:
         """A decode step, or SGLang's next batch of prompts, which may end before a long one."""
         scheduler, turns = self._scheduler, self.turns
+        queue, cut = scheduler.waiting_queue, scheduler.chunked_req
+        if not queue and cut is None:
+            return self._nothing_waits(original, running_batch)
         decodes = len(running_batch.reqs)
         if not decodes:
             turns.decoded()
             self._waits.asked()
             return original(scheduler, running_batch)
         try:
-            most = self._most(decodes)
+            most = turns.limit if turns.busy else self._most(decodes, queue, cut)
             if not most:
                 self.cycles["in turns"] += 1
                 turns.decoded()
@@ -121,21 +125,24 @@ class Split:
             self._ran(batch)
         return plan
 
-    def _most(self, decodes: int) -> int:
+    def _most(self, decodes: int, queue: Sequence[Any], cut: Any) -> int:
         """Most tokens of the next batch of prompts; 0 where the decode step comes first."""
-        turns, scheduler, waits = self.turns, self._scheduler, self._waits
-        if turns.busy:
-            return turns.limit
-        queue, cut = scheduler.waiting_queue, scheduler.chunked_req
-        waiting, room = len(queue), scheduler.max_running_requests - decodes
+        turns, waits = self.turns, self._waits
+        waiting, room = len(queue), self._scheduler.max_running_requests - decodes
         could = waiting if waiting < room else max(room, 0)
         # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
         just = turns.fresh and waiting < decodes
         if not (just and waits.is_of(could, queue, cut)):
             waits.look(could, queue, cut)
             self._long = waits.longest > turns.long or (cut is not None and len(cut.origin_input_ids) > turns.long)
-            if (self._long or not just) and turns.decode_goes_first(decodes, *waits.counts()):
-                return 0
+            # Before the first prompts only a burst can be seen.
+            if not just or (self._long and waits.at_most() > turns.burst):
+                prompts, tokens, new = waits.counts()
+                if turns.decode_goes_first(decodes, prompts, tokens, new):
+                    if self._long:
+                        # For the batch after the decode step.
+                        waits.batch()
+                    return 0
             if turns.in_burst:
                 # Nobody asks before it is looked at anew: no request is held meanwhile.
                 waits.forget()
@@ -144,7 +151,8 @@ class Split:
         if self._as_sglang:
             self._as_sglang -= 1
         elif self._long and not turns.in_burst:
-            return turns.most(decodes, could if cut is None else could + 1, *waits.batch())
+            new, before, tokens, longest = waits.batch()
+            return turns.most(decodes, could if cut is None else could + 1, new, before, tokens, longest)
         return turns.limit
 
     def _cut(self, original: Any, running_batch: Any, most: int) -> Any:
@@ -163,17 +171,22 @@ class Split:
     def _ran(self, batch: Any) -> None:
         """A batch of prompts runs: what it keeps decodes waiting for."""
         turns = self.turns
-        tokens = int(getattr(batch, "extend_num_tokens", None) or turns.limit)
-        if turns.times is None or turns.busy:
-            turns.prefilled_in_burst(tokens)
+        try:
+            tokens, new, before = batch.extend_num_tokens, batch.extend_lens, batch.prefix_lens
+        except AttributeError:
+            tokens, new, before = getattr(batch, "extend_num_tokens", None), None, None
+        if turns.busy or turns.times is None:
+            turns.prefilled_in_burst(tokens or turns.limit)
         else:
-            new, before = getattr(batch, "extend_lens", None) or (), getattr(batch, "prefix_lens", None) or ()
-            turns.prefilled(tokens, new, before)
+            turns.prefilled(tokens or turns.limit, new or (), before or ())
 
     # Mixed batches and their halves
 
     def _split_step(self, original: Any, running_batch: Any) -> Any:
         """SGLang's mixed batch, or one of its halves."""
+        scheduler = self._scheduler
+        if not scheduler.waiting_queue and scheduler.chunked_req is None:
+            return self._nothing_waits(original, running_batch)
         try:
             turn = self._turn(running_batch)
             if turn == "decode":
@@ -241,11 +254,12 @@ class Split:
         if chunked is not None:
             ran = done(chunked)
             tokens, prompts, prefix = len(chunked.origin_input_ids) - ran, 1, ran > 0
-        for request in scheduler.waiting_queue[:_MOST_LOOKED]:
-            if tokens >= most:
-                break
-            tokens += len(request.origin_input_ids)
-            prompts += 1
+        queue, at = scheduler.waiting_queue, 0
+        while tokens < most and at < _MOST_LOOKED and at < len(queue):
+            lengths = [len(each.origin_input_ids) for each in queue[at : at + _TOGETHER]]
+            sums = list(accumulate(lengths, initial=tokens))
+            count = min(bisect_left(sums, most), len(lengths))
+            tokens, prompts, at = sums[count], prompts + count, at + _TOGETHER
         return max(1, min(tokens, most)), max(1, prompts), prefix
 
     def order(self, decodes: int, tokens: int, prompts: int, prefix: bool = False) -> str:

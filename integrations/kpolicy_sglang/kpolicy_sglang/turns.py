@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, lcm
 
-from kpolicy_sglang.prompt_times import PromptTimes, mean_length
+from kpolicy_sglang.prompt_times import LONGEST, PromptTimes, mean_length
 from kpolicy_sglang.state import State
 
 __all__ = ["BURST", "Turns", "aligned"]
@@ -56,11 +56,15 @@ class Turns:
         gap_ms = state.config.gap_ms
         self._gap_us = gap_ms * 1e3 if known and gap_ms is not None else None
         by_cost = known and decode is not None and decode.costs is not None
+        self.burst = BURST * chunk
+        """Tokens above which what could run is a burst."""
         self.on = self._gap_us is not None or bool(state.config.turns and by_cost and not own)
         """Whether decodes have turns."""
         self._decode = decode
         self._decode_us: dict[int, float] = {}
         self._most_us: dict[int, float] = {}
+        self._apart: dict[int, tuple[float, float]] = {}
+        """By decodes what a batch may take that ends before a long prompt's, and what those behind it wait for more."""
         self._align = align
         self.times: PromptTimes | None = None
         """What batches of prompts take; None where nothing was measured."""
@@ -74,19 +78,28 @@ class Turns:
         """What a further batch costs the host"""
         self.long, self._short = inf, chunk
         """Tokens of a prompt above which a batch with it may take too long, and of a batch up to which none does"""
+        self._guesses: list[int] = []
+        """Of a batch that takes about so long its tokens, by its longest prompt's."""
         if self.on and self._gap_us is None and self.times is not None:
             # With one decode the least is allowed.
             least_us = self.most_us(1) + self._start_us
             self.long, self._short = self.times.most_length(least_us), self.times.most_alike(least_us)
+            if self.long < chunk:
+                self._guesses = self.times.beside_longest(least_us)
         self._chunk_us = self.times.usual_us[-1] if self.times is not None else 0.0
         self._weighed: tuple[Sequence[int], int, float] = [], 0, 0.0
-        """The prompts that were last weighed and fit, what the first has in KV, and what they take."""
-        self._waited_us = 0.0
+        """The prompts that were last weighed and run, what the first has in KV, and what they take."""
+        self._ran: list[tuple[int, Sequence[int], Sequence[int]]] = []
+        """Batches since the last decode step, of which nobody has asked yet what they take: of most nobody does."""
+        self._settled_us = 0.0
+        """What they took, but for `_ran`."""
         self._taken = 0
         self.fresh = True
         """Whether no prompt ran since the last decode step: then none waits for another."""
         self.in_burst = False
         """Whether more than a chunk waits of prompts that go first."""
+        self.busy = False
+        """Whether a burst has so much left that nothing needs to be looked at before the next batch."""
         self._look_at = 0
         """Tokens since the last decode step up to which what waits isn't looked at: the burst lasts as long."""
         self._size = 0
@@ -113,6 +126,7 @@ class Turns:
             left = min(tokens, self._size - taken)
             self.in_burst = prompts > decodes or left > chunk
             self._look_at = taken + left - chunk if self.in_burst else 0
+            self.busy = taken < self._look_at
             return False
         if self.fresh:
             return False
@@ -125,12 +139,23 @@ class Turns:
         """Whether decodes would wait for longer with a batch of so many tokens of such prompts."""
         times = self.times
         assert times is not None  # noqa: S101
-        # How long prompts are only adds.
-        return self._waited_us + times.us(tokens) > most_us or (
-            bool(new) and self._waited_us + times.us(tokens, mean_length(new)) > most_us
-        )
+        bounds, last = times.bounds, self.chunk
+        least_us, furthest_us = bounds[tokens if tokens < last else last]
+        waited_us = furthest_waited_us = self._settled_us
+        for ran, _, _ in self._ran:
+            ran_us, furthest_ran_us = bounds[ran if ran < last else last]
+            waited_us += ran_us
+            furthest_waited_us += furthest_ran_us
+        # How long prompts are only adds: most often what waits is told without it.
+        if waited_us + least_us > most_us:
+            return True
+        if furthest_waited_us + furthest_us <= most_us:
+            return False
+        if furthest_waited_us + times.us(tokens, max(new, default=0)) <= most_us:
+            return False
+        return self.waited_us() + times.us(tokens, mean_length(new)) > most_us
 
-    def most(self, decodes: int, waiting: int, new: Sequence[int], before: int = 0) -> int:
+    def most(self, decodes: int, waiting: int, new: Sequence[int], before: int, tokens: int, longest: int) -> int:
         """Most tokens of the next batch of prompts: `limit`, or those of its first prompts where all take too long.
 
         Outside bursts: in one nobody asks.
@@ -140,31 +165,37 @@ class Turns:
             waiting: prompts that wait and could run.
             new: tokens of the first of them in SGLang's order, as many as are known.
             before: tokens that the first one has in KV.
+            tokens: of all these prompts.
+            longest: tokens of the longest.
         """
         times = self.times
         if times is None or not new:
             return self.limit
-        longest, tokens = max(new), sum(new)
         if longest + before <= self.long or (tokens <= self._short and not before):
             return self.limit
-        if tokens > self.chunk:
-            new = _within(new, tokens, self.chunk)
-        start_us, decode_us = self._start_us, self._decode_us.get(decodes) or self.decode_us(decodes)
-        count, kept_us, more_us = times.first(new, before, self._chunk_us + decode_us + start_us)
-        kept = new[:count]
-        self._weighed = kept, before, kept_us
-        # What running decodes gain against what those behind it lose: often one more prompt tells.
-        lost_us = (waiting - count) * (decode_us + start_us)
-        if decodes * (more_us - kept_us) <= lost_us and decodes * (times.batch_us(new, before) - kept_us) <= lost_us:
+        found = self._apart.get(decodes)
+        if found is None:
+            late_us = self.decode_us(decodes) + self._start_us
+            found = self._apart[decodes] = self._chunk_us + late_us, late_us
+        most_us, late_us = found
+        guess = self._guesses[longest // LONGEST if longest < self.chunk else -1]
+        count, kept_tokens, us, more_us = times.first(new, before, most_us, guess)
+        if not more_us:
+            if tokens <= self.chunk:
+                self._weighed = new, before, us
             return self.limit
-        # SGLang takes whole pages off what is left for each prompt.
-        tokens = sum(kept) if self._align == 1 else sum([-(-each // self._align) * self._align for each in kept])
-        return tokens if tokens < self.limit else self.limit
-
-    @property
-    def busy(self) -> bool:
-        """Whether a burst has so much left that nothing needs to be looked at before the next batch."""
-        return self._taken < self._look_at
+        # What running decodes gain against what those behind it lose: often one more prompt tells.
+        lost_us = (waiting - count) * late_us
+        if decodes * (more_us - us) <= lost_us:
+            whole = _within(new, tokens, self.chunk) if tokens > self.chunk else new
+            if count == len(whole) or decodes * (times.batch_us(whole, before) - us) <= lost_us:
+                return self.limit
+        kept = new[:count]
+        self._weighed = kept, before, us
+        if self._align > 1:
+            # SGLang takes whole pages off what is left for each prompt.
+            kept_tokens = sum([-(-each // self._align) * self._align for each in kept])
+        return kept_tokens if kept_tokens < self.limit else self.limit
 
     def cut(self, mixed_decodes: int) -> int:
         """The chunk to give SGLang for a step of `limit` prompt tokens: it takes the decodes of a mixed batch off."""
@@ -180,23 +211,33 @@ class Turns:
         """
         self.fresh = False
         self._taken += tokens
-        weighed, in_kv, us = self._weighed
-        if new != weighed or (before[0] if before else 0) != in_kv or sum(before) != in_kv:
-            times = self.times
-            us = times.us(tokens, times.length(new, before)) if times is not None else 0.0
-        self._waited_us += us
+        self.busy = self._taken < self._look_at
+        self._ran.append((tokens, new, before))
+
+    def waited_us(self) -> float:
+        """Microseconds of the prompts since the last decode step."""
+        for tokens, new, before in self._ran:
+            weighed, in_kv, us = self._weighed
+            if new != weighed or (before[0] if before else 0) != in_kv or sum(before) != in_kv:
+                times = self.times
+                us = times.us(tokens, times.length(new, before)) if times is not None else 0.0
+            self._settled_us += us
+        self._ran.clear()
+        return self._settled_us
 
     def prefilled_in_burst(self, tokens: int) -> None:
         """The same while prompts go first: by its end decodes have waited for long, whatever each batch took."""
         self.fresh = False
         self._taken += tokens
-        self._waited_us += self._chunk_us
+        self.busy = self._taken < self._look_at
+        self._settled_us += self._chunk_us
 
     def decoded(self) -> None:
         """Decodes run, or nothing does."""
         self._taken = self._size = self._look_at = 0
-        self._waited_us = 0.0
-        self.fresh, self.in_burst = True, False
+        self._settled_us = 0.0
+        self._ran.clear()
+        self.fresh, self.in_burst, self.busy = True, False, False
 
     def most_us(self, decodes: int) -> float:
         """Microseconds that running decodes wait for, outside bursts: a chunk of usual prompts and a decode step."""

@@ -20,31 +20,46 @@ class Waiting:
 
     Args:
         chunk: SGLang's most prompt tokens of a step.
+        burst: tokens above which what could run is a burst.
     """
 
-    def __init__(self, chunk: int) -> None:
-        self._chunk = chunk
+    def __init__(self, chunk: int, burst: int) -> None:
+        self._chunk, self._burst = chunk, burst
         self._in_cache: Callable[[Sequence[Any]], list[int]] | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Hold no request any more."""
         self.holds = False
         """Whether requests are referenced."""
         self.longest = 0
         """Most tokens of a prompt that was looked at."""
         self._could = -1
         self._cut: Any = None
+        self._done = self._left = 0
+        """Tokens of the prompt under way that are in KV, and that aren't."""
         self._looked: Sequence[Any] = ()
         self._lengths: list[int] = []
-        self._cached: int | None = None
-        """Tokens that SGLang has found in its cache; None where that has to be looked at."""
+        self._tokens = 0
+        """Of all that were looked at."""
+        self._cached: list[int] | None = None
+        """Tokens of each that SGLang has found in its cache; None where that has to be looked at."""
+        self._batch: tuple[list[int], int, int, int] | None = None
+
+    def forget(self) -> None:
+        """Hold no request any more."""
+        self.holds, self._could, self._cut, self._looked = False, -1, None, ()
 
     def is_of(self, could: int, queue: Sequence[Any], cut: Any) -> bool:
-        """Whether this is what waits: as many could run, the same one is under way, and no other of them has left."""
-        if could != self._could or cut is not self._cut:
+        """Whether this is what waits: as many could run, the same one is under way, and no other of them has left.
+
+        Where as many were looked at as ever are, some may have come behind them, or left there, if it makes no burst.
+        """
+        if cut is not self._cut:
             return False
         looked = self._looked
+        if could != self._could:
+            if len(looked) < _LOOKED or could < _LOOKED or self._could < 0:
+                return False
+            self._could = could
+            if self.at_most() > self._burst:
+                return False
         # One that left from among them has another come after it.
         return not looked or (queue[0] is looked[0] and queue[len(looked) - 1] is looked[-1])
 
@@ -60,14 +75,24 @@ class Waiting:
         self._looked = looked = queue[: could if could < _LOOKED else _LOOKED]
         self._lengths = lengths = [len(each.origin_input_ids) for each in looked]
         self.longest = max(lengths) if lengths else 0
-        self._cached = None
+        self._tokens = sum(lengths)
+        if cut is not None:
+            self._done = done(cut)
+            self._left = len(cut.origin_input_ids) - self._done
+        self._cached = self._batch = None
         self._could = could
 
     def asked(self) -> None:
         """SGLang was asked for a batch and had none, and may have found more in its cache."""
-        self._cached = None
+        self._cached = self._batch = None
         if self._cut is not None:
             self._could = -1
+
+    def at_most(self) -> int:
+        """Tokens that `counts` counts no more than."""
+        could, looked = self._could, len(self._lengths)
+        found = self._tokens if could == looked else self._tokens * could // looked
+        return found if self._cut is None else found + self._chunk
 
     def counts(self) -> tuple[int, int, Sequence[int]]:
         """(prompts, their tokens near enough, those of the first prompts) that wait and could run.
@@ -78,58 +103,65 @@ class Waiting:
         chunk, could, lengths = self._chunk, self._could, self._lengths
         before = tokens = 0
         if self._cut is not None:
-            before, tokens = 1, len(self._cut.origin_input_ids) - done(self._cut)
+            before, tokens = 1, self._left
             if tokens > chunk:
                 return 1, chunk, (chunk,)
         if not lengths:
             return before, tokens, ()
-        in_cache = self._found()
-        found, self._cached = sum(lengths), sum(in_cache)
+        cached = self._cached = (self._in_cache or self._found)(self._looked)
+        looked = len(lengths)
         if self.longest <= chunk:
-            found -= self._cached
+            found = self._tokens - sum(cached)
         else:
             found = 0
-            for each, (length, cached) in enumerate(zip(lengths, in_cache, strict=True)):
-                left = length - cached
+            for each, (length, in_kv) in enumerate(zip(lengths, cached, strict=True)):
+                left = length - in_kv
                 if left > chunk:
                     return max(before + each, 1), max(tokens + found, chunk), (chunk,)
                 found += left
-        looked = len(lengths)
         return before + could, tokens + (found if could == looked else found * could // looked), lengths
 
-    def batch(self) -> tuple[list[int], int]:
-        """Tokens of the first prompts of a batch of what waits, and what the very first has in KV."""
-        new, before = self._lengths, 0
-        if self._cached is None:
-            self._cached = sum(self._found())
-        if self._cached:
-            new = [length - cached for length, cached in zip(new, self._found(), strict=True)]
-        if self._cut is not None:
-            before = done(self._cut)
-            new = [len(self._cut.origin_input_ids) - before, *new]
-        return new, before
+    def batch(self) -> tuple[list[int], int, int, int]:
+        """Of the first prompts of a batch of what waits: tokens of each, what the very first has in KV, all, the most.
 
-    def _found(self) -> list[int]:
-        """Tokens of each prompt looked at that SGLang has found in its cache."""
-        looked = self._looked
-        if not looked:
-            return []
+        Worked out once until it is looked at again.
+        """
+        if self._batch is None:
+            new, before, tokens, longest = self._lengths, 0, self._tokens, self.longest
+            if self._cached is None:
+                self._cached = self._found(self._looked)
+            if any(self._cached):
+                new = [length - cached for length, cached in zip(new, self._cached, strict=True)]
+                tokens, longest = sum(new), max(new)
+            if self._cut is not None:
+                before, left = self._done, self._left
+                new, tokens, longest = [left, *new], tokens + left, max(left, longest)
+            self._batch = new, before, tokens, longest
+        return self._batch
+
+    def _found(self, requests: Sequence[Any]) -> list[int]:
+        """Tokens of each request that SGLang has found in its cache, or that are in KV already."""
         if self._in_cache is None:
-            self._in_cache = _in_cache(looked[0])
-        return self._in_cache(looked)
+            if not requests:
+                return []
+            self._in_cache = _in_cache(requests[0])
+        return self._in_cache(requests)
 
 
 def done(request: Any) -> int:
     """Prompt tokens of a request that are in KV: 0.5.16 has their slots, 0.5.23 their number."""
     number = getattr(request, "prefix_len", None)
-    return len(request.prefix_indices) if number is None else int(number)
+    if number is None:
+        slots = request.prefix_indices
+        # Tensors on 0.5.16, whose `len` takes five times as long.
+        number = slots.numel() if hasattr(slots, "numel") else len(slots)
+    return number
 
 
 def _in_cache(request: Any) -> Callable[[Sequence[Any]], list[int]]:
     """What counts the tokens in KV of each of requests such as this one, in one call: many may wait."""
     if hasattr(request, "prefix_len"):
         return lambda requests: [each.prefix_len for each in requests]
-    # Tensors on 0.5.16, whose `len` takes five times as long.
     if hasattr(request.prefix_indices, "numel"):
         return lambda requests: [each.prefix_indices.numel() for each in requests]
     return lambda requests: [len(each.prefix_indices) for each in requests]

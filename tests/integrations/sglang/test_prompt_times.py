@@ -86,18 +86,27 @@ def test_beside_is_a_share(new, us, long_us, beside):
     assert beside_of(new, us, 10_000.0, long_us) == beside
 
 
+def first(found, new, before, most_us, guess=4000):
+    """How many prompts fit, what they take, and what more of them take."""
+    count, tokens, us, more_us = found.first(new, before, most_us, guess)
+    assert tokens == sum(new[:count])
+    return count, us, more_us
+
+
 @given(
     st.lists(st.integers(1, 4000), min_size=1, max_size=20), st.integers(0, 4000), st.floats(0, 80_000),
-    st.floats(0, 1),
+    st.floats(0, 1), st.integers(0, 80_000),
 )  # fmt: skip
-def test_first_prompts_of_a_batch(new, before, most_us, beside):
-    """As many as fit into the time and no fewer than one, by the times of whole batches."""
+def test_first_prompts_of_a_batch(new, before, most_us, beside, guess):
+    """As many as fit into the time and no fewer than one, by the times of whole batches, whatever was guessed."""
     found = times(beside)
+    assume(sum(new) <= 8192)
     us = [found.batch_us(new[:count], before) for count in range(1, len(new) + 1)]
     assume(us == sorted(us))
     assume(min(abs(each - most_us) for each in us) > 1e-6)
     fit = max(bisect_right(us, most_us), 1)
-    assert found.first(new, before, most_us) == pytest.approx((fit, us[fit - 1], us[min(fit, len(us) - 1)]))
+    more_us = us[0] if us[0] > most_us else us[fit] if fit < len(us) else 0.0
+    assert first(found, new, before, most_us, guess) == pytest.approx((fit, us[fit - 1], more_us))
 
 
 @pytest.mark.parametrize("beside", [0.0, 1.0])
@@ -108,17 +117,17 @@ def test_short_prompts_count_before_a_long_one_too(beside, before, fit):
     most_us = found.us(400 * fit, length_of(new[:fit], [before] + [0] * (fit - 1), beside))
     more_us = found.us(400 * (fit + 1), length_of(new[: fit + 1], [before] + [0] * fit, beside))
     assert more_us > most_us
-    assert found.first(new, before, most_us) == pytest.approx((fit, most_us, more_us))
+    assert first(found, new, before, most_us + 1e-6) == pytest.approx((fit, most_us, more_us))
 
 
 def test_usual_prompts_beside_shorter_ones_may_not_fit():
     """Where all are as long as the longest, one of 1,000 makes many short ones longer than usual prompts are."""
     found, new = times(1.0), [1000, *[100] * 60, 1000]
-    count, kept_us, _ = found.first(new, 0, 31_000.0)
+    count, kept_us, _ = first(found, new, 0, 31_000.0)
     assert kept_us <= 31_000.0
     assert found.us(1000 + 100 * count, length_of(new[: count + 1], [0] * (count + 1), 1.0)) > 31_000.0
     # Nor those behind one that has many tokens in KV.
-    assert times().first([1000] * 7 + [1100], 8000, 31_000.0)[0] == 5
+    assert first(times(), [1000] * 7 + [1100], 8000, 31_000.0)[0] == 5
 
 
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=20), st.integers(0, 4000), st.floats(0, 1))
@@ -135,7 +144,7 @@ def test_a_batch_takes_what_it_takes(new, before, beside):
 def test_a_first_prompt_is_no_longer_for_the_one_that_does_not_fit(beside):
     """The next one was tried, and isn't of the batch whose time is told."""
     found = times(beside)
-    assert found.first([2000, 4000], 0, 9_000.0)[:2] == (1, found.us(2000, 2000))
+    assert first(found, [2000, 4000], 0, 9_000.0)[:2] == (1, found.us(2000, 2000))
 
 
 @pytest.mark.parametrize("beside", [0.0, 0.5, 1.0])
@@ -194,6 +203,17 @@ class Cut(Prompts):
 SHORT = [500] * 4
 
 
+def most_of(turns, decodes, waiting, new, before=0):
+    """The most tokens of the next batch of such prompts."""
+    return turns.most(decodes, waiting, new, before, sum(new), max(new, default=0))
+
+
+def looked_most(split, decodes):
+    """The most tokens of the next batch of what waits; 0 for a decode step."""
+    scheduler = split._scheduler
+    return split._most(decodes, scheduler.waiting_queue, scheduler.chunked_req)
+
+
 @pytest.mark.parametrize(
     ("prompts", "beside", "steps"),
     [
@@ -239,29 +259,29 @@ def test_what_a_batch_ends_before_is_weighed_by_whole_batches(new, before, decod
     gained, lost = decodes * (us[-1] - us[fit - 1]), (len(new) + behind - fit) * late_us
     assume(abs(gained - lost) > 1e-3 or fit == len(kept))
     most = sum(kept[:fit]) if fit < len(kept) and gained > lost else 8192
-    assert turns.most(decodes, len(new) + behind, new, before) == most
+    assert most_of(turns, decodes, len(new) + behind, new, before) == most
     # What ran is as long as it was taken for, weighed or not.
     for ran, in_kv in (kept[:fit], before), (kept, before), (kept[:fit], 0):
         turns.decoded()
         turns.prefilled(sum(ran), ran, [in_kv] + [0] * (len(ran) - 1))
-        assert turns._waited_us == pytest.approx(turns.times.batch_us(ran, in_kv))
+        assert turns.waited_us() == pytest.approx(turns.times.batch_us(ran, in_kv))
 
 
 @pytest.mark.parametrize(("decodes", "most"), [(1, 8192), (4, 6000), (300, 6000)])
 def test_few_decodes_hold_up_no_prompts(decodes, most):
     """What decodes gain by a batch's end is weighed against what those behind it lose."""
     turns = split_of(Cut([], decodes=decodes)).turns
-    assert turns.most(decodes, 9, [*SHORT, 4000, *SHORT]) == most
+    assert most_of(turns, decodes, 9, [*SHORT, 4000, *SHORT]) == most
 
 
 def test_the_rest_of_a_prompt_is_as_long_as_all_of_it():
     """Short prompts behind the end of one that has 8,000 tokens in KV wait for it; without these none is long."""
     turns = split_of(Cut([], decodes=300)).turns
-    assert turns.most(300, 5, [1600] * 5) == 8192
-    assert turns.most(300, 5, [1600] * 5, 8000) < 8000
+    assert most_of(turns, 300, 5, [1600] * 5) == 8192
+    assert most_of(turns, 300, 5, [1600] * 5, 8000) < 8000
     # So they do where they have so few tokens that no batch of as many without KV takes too long.
-    assert turns.most(4, 3, [1800] * 3) == turns.most(4, 3, [1800] * 3, 2000) == 8192
-    assert turns.most(4, 3, [1800] * 3, 20_000) == 3600
+    assert most_of(turns, 4, 3, [1800] * 3) == most_of(turns, 4, 3, [1800] * 3, 2000) == 8192
+    assert most_of(turns, 4, 3, [1800] * 3, 20_000) == 3600
 
 
 @pytest.mark.parametrize("weighed", [0, 1000])
@@ -269,11 +289,11 @@ def test_the_rest_of_a_prompt_is_as_long_as_all_of_it():
 def test_a_batch_is_what_was_weighed_only_with_the_same_in_kv(weighed, before):
     """The same prompts with other tokens in KV than they were weighed with, or with them elsewhere, are costed anew."""
     turns, new = split_of(Cut([], decodes=300, beside=0.5)).turns, [3500, 3000]
-    turns.most(300, 2, new, weighed)
+    most_of(turns, 300, 2, new, weighed)
     assert turns._weighed[:2] == (new, weighed)
     turns.decoded()
     turns.prefilled(6500, new, list(before))
-    assert turns._waited_us == pytest.approx(turns.times.us(6500, length_of(new, before, 0.5)))
+    assert turns.waited_us() == pytest.approx(turns.times.us(6500, length_of(new, before, 0.5)))
 
 
 def test_decodes_come_right_after_a_burst():
@@ -288,7 +308,7 @@ def test_ends_are_whole_pages():
     """SGLang takes whole pages of the chunk for a prompt."""
     scheduler = Cut([*SHORT, 4000, *SHORT], decodes=300)
     scheduler.page_size = 128
-    assert split_of(scheduler).turns.most(300, 9, [*SHORT, 4000, *SHORT]) == 4 * 512 + 4096
+    assert most_of(split_of(scheduler).turns, 300, 9, [*SHORT, 4000, *SHORT]) == 4 * 512 + 4096
 
 
 def test_the_rest_of_a_prompt_is_long():
@@ -300,8 +320,8 @@ def test_the_rest_of_a_prompt_is_long():
     seen = []
     split.turns.most = lambda *given: seen.append(given) or 8192
     split.turns.decoded()
-    assert split._most(300) == 8192
-    assert seen == [(300, 6, [1000, 3000, *SHORT], 4000)]
+    assert looked_most(split, 300) == 8192
+    assert seen == [(300, 6, [1000, 3000, *SHORT], 4000, 6000, 3000)]
 
 
 def test_limit_on_gaps_goes_before():
@@ -363,10 +383,10 @@ def test_a_queue_that_is_known_is_not_looked_at_again():
     for room, seen in ((4, [4]), (4, [4]), (6, [4, 6]), (4, [4, 6, 4]), (4, [4, 6, 4])):
         scheduler.max_running_requests = 300 + room
         split.turns.decoded()
-        assert split._most(300) == 8192
+        assert looked_most(split, 300) == 8192
         assert looks == seen
     scheduler.waiting_queue.pop(0)
-    split._most(300)
+    looked_most(split, 300)
     assert looks[-2:] == [4, 4]
 
 
@@ -376,15 +396,15 @@ def test_a_prompt_under_way_is_known_after_a_decode_step():
     scheduler.chunked_req = request(4000, 2000)
     split, looks = split_of(scheduler), looked(scheduler)
     split.turns.prefilled(8192)
-    assert split._most(300) == 0
+    assert looked_most(split, 300) == 0
     split.turns.decoded()
-    assert [split._most(300) for _ in range(2)] == [4000, 4000]
+    assert [looked_most(split, 300) for _ in range(2)] == [4000, 4000]
     assert looks == [9]
     split._waits.asked()
-    assert split._most(300) == 4000
+    assert looked_most(split, 300) == 4000
     assert looks == [9, 9]
     scheduler.chunked_req = None
-    assert split._most(300) == 6000
+    assert looked_most(split, 300) == 6000
     assert looks == [9, 9, 9]
 
 
@@ -394,7 +414,7 @@ def seen_half_cached(scheduler, split):
         each.prefix_len = len(each.origin_input_ids) // 2
     seen = []
     split.turns.most = lambda *given: seen.append(given) or 8192
-    split._most(300)
+    looked_most(split, 300)
     return seen
 
 
@@ -403,11 +423,11 @@ def test_what_sglang_finds_in_its_cache_is_seen_once_it_was_asked():
     scheduler = Cut([*SHORT, 4000, *SHORT], decodes=300)
     split = split_of(scheduler)
     split.turns.prefilled(8192)
-    assert split._most(300) == 0
+    assert looked_most(split, 300) == 0
     split.turns.decoded()
     scheduler.own = lambda *_: SimpleNamespace(batch_to_run=None, running_batch=None)
     assert scheduler.run(1) == [0]
-    assert seen_half_cached(scheduler, split) == [(300, 9, [250] * 4 + [2000] + [250] * 3, 0)]
+    assert seen_half_cached(scheduler, split) == [(300, 9, [250] * 4 + [2000] + [250] * 3, 0, 3750, 2000)]
 
 
 def test_what_sglang_finds_while_nothing_decodes_is_seen():
@@ -415,28 +435,91 @@ def test_what_sglang_finds_while_nothing_decodes_is_seen():
     scheduler = Cut([*SHORT, 4000, *SHORT], decodes=300)
     split = split_of(scheduler)
     split.turns.prefilled(8192)
-    assert split._most(300) == 0
+    assert looked_most(split, 300) == 0
     running, scheduler.running.reqs = scheduler.running.reqs, []
     scheduler.own = lambda *_: SimpleNamespace(batch_to_run=None, running_batch=None)
     assert scheduler.run(1) == [0]
     scheduler.running.reqs = running
-    assert seen_half_cached(scheduler, split) == [(300, 9, [250] * 4 + [2000] + [250] * 3, 0)]
+    assert seen_half_cached(scheduler, split) == [(300, 9, [250] * 4 + [2000] + [250] * 3, 0, 3750, 2000)]
 
 
 @pytest.mark.parametrize("left", [0, 1, 3, 7])
 @pytest.mark.parametrize("waiting", [8, 20])
 def test_a_request_that_left_and_one_that_came_are_seen(left, waiting):
     """As many wait as before, and the first may be the same."""
-    queue, waits = [request(500) for _ in range(waiting)], Waiting(8192)
+    queue, waits = [request(500) for _ in range(waiting)], Waiting(8192, 4 * 8192)
     waits.look(waiting, queue, None)
     assert waits.is_of(waiting, queue, None)
     del queue[left]
     assert not waits.is_of(waiting, [*queue, request(4000)], None)
 
 
+@pytest.mark.parametrize(("could", "known"), [(9, True), (60, True), (66, False), (8, True), (7, False)])
+def test_what_comes_behind_the_first_is_not_looked_at(could, known):
+    """As many are looked at as ever are, and more came or found room: only a burst, or fewer than those, is new."""
+    queue, waits = [request(500) for _ in range(70)], Waiting(8192, 4 * 8192)
+    waits.look(10, queue, None)
+    assert waits.is_of(could, queue, None) == known
+    del queue[3]
+    assert not waits.is_of(9, queue, None)
+
+
+def test_a_queue_of_fewer_is_looked_at_when_one_comes():
+    """It wasn't looked at before, and may be long."""
+    queue, waits = [request(500) for _ in range(9)], Waiting(8192, 4 * 8192)
+    waits.look(7, queue, None)
+    assert not waits.is_of(8, queue, None)
+    # Nor is anything known after an error or a burst.
+    waits.look(8, queue, None)
+    waits.forget()
+    assert not waits.is_of(8, queue, None)
+
+
+BATCH = st.lists(st.integers(1, 5000), min_size=1, max_size=12).filter(lambda new: sum(new) <= 8192)
+
+
+@given(
+    st.lists(BATCH, max_size=4), st.lists(st.integers(1, 8192), max_size=8), st.integers(1, 8), st.integers(1, 500),
+    st.floats(0, 1), st.sampled_from([0, 0, 3000]),
+)  # fmt: skip
+@example([[500, 500]], [4000, 500], 1, 300, 1.0, 0)
+@example([[64], [900, 64]], [6000], 1, 300, 0.5, 0)
+def test_decodes_wait_by_what_all_took(ran, new, many, decodes, beside, before):
+    """Most often bounds tell who goes first, and no length is worked out: the answer is as if each were."""
+    turns = split_of(Cut([], decodes=1, beside=beside)).turns
+    tokens = min(sum(new) * many, 4 * 8192 - sum(map(sum, ran)))
+    assume(tokens > 0)
+    waited_us = 0.0
+    for batch in ran:
+        in_kv = [before] + [0] * (len(batch) - 1)
+        turns.prefilled(sum(batch), batch, in_kv)
+        waited_us += turns.times.us(sum(batch), turns.times.length(batch, in_kv))
+    took_us = turns.times.us(tokens, mean_length(new))
+    assume(abs(waited_us + took_us - turns.most_us(decodes)) > 1e-6)
+    late = bool(ran) and waited_us + took_us > turns.most_us(decodes)
+    assert turns.decode_goes_first(decodes, 1, tokens, new) == late
+    assert turns.waited_us() == pytest.approx(waited_us)
+
+
+def test_lengths_are_worked_out_where_they_decide():
+    """A chunk of short prompts ran, and decodes have waited whatever its lengths are; after few it may matter."""
+    turns, asked = split_of(Cut([], decodes=1)).turns, []
+    length = turns.times.length
+    turns.times.length = lambda *given: asked.append(given) or length(*given)
+    for ran, late in ([64] * 128, True), ([64] * 20 + [900], False):
+        turns.decoded()
+        turns.prefilled(sum(ran), ran, [0] * len(ran))
+        assert turns.decode_goes_first(300, 4, 2000, [500] * 4) == late
+    assert not asked
+    turns.decoded()
+    turns.prefilled(4000, [3000, 1000], [0, 0])
+    assert not turns.decode_goes_first(300, 5, 2500, [500] * 5)
+    assert len(asked) == 1
+
+
 def test_an_empty_queue_is_known():
     """So is one of which none could run; nothing is before the first look, nor after one that failed."""
-    waits = Waiting(8192)
+    waits = Waiting(8192, 4 * 8192)
     assert not waits.is_of(0, [], None)
     waits.look(0, [], None)
     assert waits.is_of(0, [], None)
@@ -508,4 +591,4 @@ def test_means_and_profiles():
     state.phases[PREFILL] = Phase(PREFILL, (64,), 8192, full=False)
     turns = Turns(state, 8192)
     assert turns.times is None
-    assert turns.most(8, 2, [5000, 5000]) == 8192
+    assert most_of(turns, 8, 2, [5000, 5000]) == 8192

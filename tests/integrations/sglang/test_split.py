@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kpolicy.costs import Curve
 from kpolicy.settings import Objective
@@ -230,3 +232,28 @@ def test_what_raises_leaves_the_batch_to_sglang(broken, caplog, monkeypatch):
         assert ran == ["decode", "extend", "decode", "extend"]
     assert len(caplog.records) == 1
     assert state.failures.total == {"policy": 3, "prompts": 1, "tick": 4}[broken]
+
+
+@given(st.lists(st.integers(1, 900), max_size=80), st.integers(1, 4000), st.sampled_from([None, (2000, 1500)]))
+def test_prompts_are_counted_as_far_as_a_batch_goes(waiting, most, cut):
+    """As one by one: up to the one that fills it, of 64 at most, after what is left of the one under way."""
+    scheduler = scheduler_of(state_of(mixed_us=1))
+    scheduler.waiting_queue = [SimpleNamespace(origin_input_ids=range(each), prefix_len=0) for each in waiting]
+    scheduler.chunked_req = SimpleNamespace(origin_input_ids=range(cut[0]), prefix_len=cut[1]) if cut else None
+    tokens, prompts = (cut[0] - cut[1], 1) if cut else (0, 0)
+    for each in waiting[:64]:
+        if tokens < most:
+            tokens, prompts = tokens + each, prompts + 1
+    assert Split(scheduler, state_of(mixed_us=1)).prompts(most) == (
+        max(1, min(tokens, most)), max(1, prompts), cut is not None
+    )  # fmt: skip
+
+
+def test_times_are_those_of_the_costs_in_use():
+    """They are kept by size, until other costs come."""
+    phase = state_of(mixed_us=1).prefill
+    assert [phase.us(64) for _ in range(2)] == [11_400] * 2
+    phase.install("auto", table_of("q", {64: 500, 512: 600, 2048: 700}, {64: 41_000}), Objective())
+    assert phase.us(64) == 500
+    mixed = MixedCost(Curve((96, 544), (10.0, 20.0)), Curve((96, 544), (10.0, 50.0)), 2, 32)
+    assert [mixed.us(544, rows) for rows in (2, 32, 2)] == [20, 50, 20]

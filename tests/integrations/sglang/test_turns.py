@@ -128,7 +128,7 @@ def test_a_step_that_ran_is_as_long_as_it_was_taken_for(before, us):
     batch = SimpleNamespace(extend_num_tokens=2048, extend_lens=[512], prefix_lens=before)
     turns = split_of(scheduler).turns
     split_of(scheduler)._ran(batch)
-    assert turns._waited_us == (7500 if us == 4000 else us)
+    assert turns.waited_us() == (7500 if us == 4000 else us)
 
 
 def test_decodes_have_a_turn_after_a_whole_chunk():
