@@ -45,7 +45,7 @@ __all__ = [
 
 
 FEW_DECODES = 8
-"""Decode rows, at most, beside which `CostTable.overlap_cost` is timed"""
+"""Decode rows, at most, beside which `CostTable.overlap_cost` is timed where a graph has so few"""
 
 
 class Cost(NamedTuple):
@@ -215,9 +215,10 @@ class CostTable:
         step_us: time of a step that overlaps nothing (sampling, hand-over).
         overlap_cost: share of the shorter half's device time that running it beside the longer still costs: 0 when
             overlap is free, 1 when nothing overlaps.
-        one_row_overlap: `overlap_cost` where the decode half is one row; None where that is the same. In a mixture of
-            experts a row more reads other experts, and leaves less of the memory's bandwidth to the other half.
-            `kpolicy.simulate` reads it; decisions and the simulated executor take `overlap_cost` for any rows.
+        one_row_overlap: `overlap_cost` where the decode half is one row; None where that is the same or wasn't timed.
+            In a mixture of experts a row more reads other experts, and leaves less of the memory's bandwidth to the
+            other half. `kpolicy.simulate` reads it; decisions and the simulated executor take `overlap_cost` for any
+            rows.
         both_us: more of device time where one launch of a graph has decode and prefill rows, by part: (FULL,
             PIECEWISE).
         capture_us: seconds of capture a graph, in microseconds, by part: (FULL, PIECEWISE).
@@ -372,7 +373,10 @@ class CostTable:
         return attrs.evolve(self, counts_rows=True)
 
     def overlap_of(self, decodes: int) -> float:
-        """`overlap_cost` of a half with so many decode rows; from one row to a few it changes evenly as they double."""
+        """`overlap_cost` of a half with so many decode rows; from one row to a few it changes evenly as they double.
+
+        A rank without any, beside others that have some, counts as one row: its graph runs all the same.
+        """
         one = self.one_row_overlap
         if one is None or not self.counts_rows or decodes >= FEW_DECODES:
             return self.overlap_cost

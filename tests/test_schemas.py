@@ -179,6 +179,17 @@ def test_files_round_trip(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
 
 
+def test_what_a_simulation_makes_of_a_table_is_in_no_file() -> None:
+    """A table that counts rows, or comes after a step unlike it, is written and read back as the plain one."""
+    shares = {"padding_share": (0.5, 1.0), "one_row_overlap": 0.3, "warm_host_share": (0.7, 0.9)}
+    plain = attrs.evolve(PROFILE, costs=attrs.evolve(PROFILE.costs, **shares))
+    for costs in (plain.costs.counting_rows(), plain.costs.after_another()):
+        assert costs != plain.costs
+        assert dumps(attrs.evolve(plain, costs=costs)) == dumps(plain)
+    assert loads(dumps(attrs.evolve(plain, costs=plain.costs.counting_rows())), Profile) == plain
+    assert loads(changed(plain, "costs", "counts_rows", to=True), Profile) == plain
+
+
 def test_a_step_log_line_holds_what_a_simulator_needs(tmp_path: Path) -> None:
     """A line has decode runs, prefill pairs, KV tokens, launches with keys and padding, the reason and the times."""
     lines = step_log(tmp_path / "log", STEP).read_text().splitlines()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kpolicy.costs import FEW_DECODES
 from kpolicy.executors.calibrate.table import _Overlap
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, SplitForm
@@ -30,7 +31,7 @@ class Bench:
         self._unmeasured: set[int] = set()
 
     def rows(self, num_decodes: int, _decode_kv: int, new: int = 0, **_: int) -> tuple[int, int]:
-        assert num_decodes in (0, 1, 8)
+        assert num_decodes <= FEW_DECODES
         return num_decodes, new
 
     def add(
@@ -87,5 +88,8 @@ def test_one_rows_share_is_of_the_steps_that_a_few_rows_share_is_of(bench: Bench
     assert overlap(bench, 512, 1024, 2048).one_row_share() is None
 
 
-def test_where_the_smallest_graph_is_that_of_a_few_there_is_one_share() -> None:
-    assert overlap(Bench(), 512, 1024, 2048, graphs=(8, 64)).one_row_share() is None
+@pytest.mark.parametrize("graphs", [(8, 64), (2, 8), (4, 8, 64), (1, 4), (1, 7)])
+def test_one_row_is_timed_by_itself_and_beside_the_few_that_a_table_goes_up_to(graphs: tuple[int, ...]) -> None:
+    """A graph of two is of one row and padding, and a share of four rows isn't the eight's."""
+    found = overlap(Bench(), 512, 1024, 2048, graphs=graphs)
+    assert (found.share(), found.one_row_share()) == (pytest.approx(0.35), None)

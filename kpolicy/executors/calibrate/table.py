@@ -297,7 +297,8 @@ class _Overlap:
     one. What they share of the device isn't the same.
 
     Both are timed with a few decode rows, and with one where the host doesn't run them itself: a mixture of experts
-    reads other weights for each.
+    reads other weights for each. One is timed only where there is a graph of one token, since padding reads weights
+    too, and where the few are `FEW_DECODES`, from which `CostTable.overlap_of` goes down to it.
     """
 
     def __init__(
@@ -318,10 +319,11 @@ class _Overlap:
         seconds = ((largest, 1, SplitForm.BESIDE), (middle, _SEVERAL, SplitForm.DECODES_BESIDE))
         prompts = [bench.add([Launch(Rows.ALL, key)], bench.rows(0, 0, key.num_tokens)) for key, _, _ in seconds]
         one = min(decode, key=lambda key: key.num_tokens)
-        graphs = [(first, first.num_tokens, self._few, False)]
-        if one.num_tokens < first.num_tokens and not bench.host_runs:
-            graphs.append((one, 1, self._one, True))
-        for graph, rows, cases, later in graphs:
+        graphs = [(first, self._few, False)]
+        if one.num_tokens == 1 and first.num_tokens == FEW_DECODES and not bench.host_runs:
+            graphs.append((one, self._one, True))
+        for graph, cases, later in graphs:
+            rows = graph.num_tokens
             decodes = bench.add([Launch(Rows.DECODE, graph)], bench.rows(rows, bench.short_kv), later=later)
             for (second, steps, form), prompt in zip(seconds, prompts, strict=True):
                 launches = [Launch(Rows.DECODE, graph, repeat=steps), Launch(Rows.PREFILL, second, 1)]
@@ -334,9 +336,9 @@ class _Overlap:
         return _mean_share(shares) if shares else 1.0
 
     def one_row_share(self) -> float | None:
-        """With one decode row; None where both steps weren't timed, since a few rows' share is of both."""
+        """With one decode row; None where both steps weren't timed: a few rows' share, timed before, is of both."""
         shares = self._shares(self._one)
-        return _mean_share(shares) if len(shares) == len(self._shares(self._few)) == _WAYS else None
+        return _mean_share(shares) if len(shares) == _WAYS else None
 
     def _shares(self, cases: Sequence[tuple[int, int, int, int]]) -> list[float]:
         us, shares = self._bench.us, []
