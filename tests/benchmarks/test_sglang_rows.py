@@ -96,6 +96,29 @@ def test_a_drawn_size_has_an_interval_over_its_preparations():
     assert (over["sizes"], over["low"], over["high"]) == (2, over["ratio"], over["ratio"])
 
 
+def test_a_run_without_a_side_leaves_the_rows_of_that_side():
+    """Stock against planned sizes alone, later, isn't stock's new time against kpolicy's sizes."""
+    lines = [about(), *(drawn(side, 8, 0, ms) for side, ms in (("stock", 10.0), ("kpolicy", 5.0), ("planned", 5.0)))]
+    lines += [about(), drawn("stock", 8, 0, 12.0), drawn("planned", 8, 0, 4.0)]
+    found = {row["load"]: (row["run"], row["ratio"]) for row in rows(lines) if "sizes" not in row}
+    assert found == {
+        "decode 8 of 1 to 256 requests alike, kpolicy's sizes": (1, 2.0),
+        "decode 8 of 1 to 256 requests alike, planned sizes": (2, 3.0),
+    }
+
+
+def test_sizes_that_one_side_lacks_are_in_no_row_of_that_turn():
+    """The second stock process was cut off before the last size: what is told is of the sizes that all had."""
+    lines = [about()]
+    for size in (8, 16, 24):
+        sides = {"stock": 10.0, "kpolicy": 5.0} | ({} if size == 24 else {"again": 8.0})
+        lines += [drawn(side, size, 0, ms * (3 if size == 24 else 1)) for side, ms in sides.items()]
+    found = {row["load"].partition(" of ")[0]: row for row in rows(lines)}
+    assert sorted(found) == ["decode 16", "decode 8", "decode steps"]
+    assert (found["decode steps"]["sizes"], found["decode steps"]["again"]["sizes"]) == (2, 2)
+    assert (found["decode steps"]["stock"], found["decode steps"]["again"]["ratio"]) == (10.0, 1.25)
+
+
 def test_sizes_that_a_plan_lacks_are_loads_of_their_own():
     """There a plan pads and SGLang doesn't; at one less both pad. Rows say so, apart from sizes drawn."""
     stock = {"decode_sizes": [1, 2, 4, 8], "prefill_sizes": [4, 8, 16, 32, 64, 128]}
@@ -103,6 +126,10 @@ def test_sizes_that_a_plan_lacks_are_loads_of_their_own():
         ("between", "decode", 4), ("between", "decode", 2), ("below", "decode", 3), ("between", "extend", 32),
         ("between", "extend", 4), ("below", "extend", 31), ("below", "extend", 3),
     ]  # fmt: skip
+    # There is nothing below one.
+    assert between(stock, {"decode_sizes": [2, 4, 8], "prefill_sizes": stock["prefill_sizes"]}) == [
+        ("between", "decode", 1)
+    ]
     lines = [about()]
     for draw, size in (("between", 2), ("alike", 3)):
         lines += [drawn(side, size, 0, 10.0) | {"draw": draw} for side in ("stock", "planned")]
