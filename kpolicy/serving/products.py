@@ -8,7 +8,7 @@ so many sizes can be run before anything is served.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -19,6 +19,7 @@ __all__ = ["Product", "products_of"]
 _PRODUCTS = frozenset({
     "aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm",
 })  # fmt: skip
+"""Without autograd a step's `linear` and `matmul` are seen as such, and what they are made of isn't"""
 
 
 @attrs.frozen(eq=False)
@@ -27,7 +28,7 @@ class Product:
 
     Attributes:
         function: the operator.
-        args: what the step gave it; weights are the model's own.
+        args: what a step gave it; weights are the model's own.
         tokens: for each that goes with tokens, by index: its dimension, and how many rows a token has.
     """
 
@@ -42,29 +43,37 @@ class Product:
             args[i] = _zeros(args[i], dim, num_tokens * each)
         self.function(*args)
 
-    def like(self) -> tuple[Any, ...]:
-        """What is equal where one product's kernels are another's."""
-        return (
-            str(self.function),
-            *(
-                arg
-                if not isinstance(arg, torch.Tensor)
-                else (_shape(arg, self.tokens.get(i)), _order(arg), arg.dtype, arg.device)
-                for i, arg in enumerate(self.args)
-            ),
-        )
+
+class _Kind(NamedTuple):
+    """What of a tensor a library chooses its kernel by."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    """Its dimensions as they lie in memory, the outermost first"""
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Kind:
+        order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+        return cls(tuple(tensor.shape), tuple(order), tensor.dtype)
 
 
 class _Noted(TorchDispatchMode):  # type: ignore[misc]
-    """Notes the products that run while it is entered."""
+    """Notes the products that run while it is entered, and keeps the arguments of the first of each kind.
+
+    A step's own tensors are freed as it goes but for these: all layers' together can be gigabytes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self.found: list[tuple[Any, ...]] = []
+        self.args: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in _PRODUCTS and not kwargs:
-            self.found.append((func, tuple(args)))
+            kind = (func, *(_Kind.of(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+            self.found.append(kind)
+            self.args.setdefault(kind, tuple(args))
         return func(*args, **(kwargs or {}))
 
 
@@ -78,56 +87,45 @@ def products_of(step: Callable[[int], object], sizes: tuple[int, int]) -> list[P
     Returns:
         None of them where the two don't launch the same products one by one, as where routing depends on data.
     """
-    found = []
-    for size in sizes:
-        with _Noted() as noted:
-            step(size)
-        found.append(noted.found)
-    if len(found[0]) != len(found[1]):
+    with _Noted() as first:
+        step(sizes[0])
+    args = first.args
+    with _Noted() as second:
+        step(sizes[1])
+    if len(first.found) != len(second.found):
         return []
-    products: dict[tuple[Any, ...], Product] = {}
-    for (function, args), (other, others) in zip(*found, strict=True):
-        tokens = _tokens(args, others, sizes) if function is other and len(args) == len(others) else None
+    products = []
+    for kind, other in dict.fromkeys(zip(first.found, second.found, strict=True)):
+        tokens = _tokens(kind, other, sizes)
         if tokens:
-            product = Product(function, args, tokens)
-            products.setdefault(product.like(), product)
-    return list(products.values())
+            products.append(Product(kind[0], args[kind], tokens))
+    return products
 
 
-def _tokens(
-    args: tuple[Any, ...], others: tuple[Any, ...], sizes: tuple[int, int]
-) -> dict[int, tuple[int, int]] | None:
-    """By argument, the dimension that goes with tokens and rows a token; None where one differs in another way."""
+def _tokens(kind: tuple[Any, ...], other: tuple[Any, ...], sizes: tuple[int, int]) -> dict[int, tuple[int, int]] | None:
+    """By argument, the dimension that goes with tokens and rows a token; None where they differ in another way."""
+    if kind[0] is not other[0] or len(kind) != len(other):
+        return None
     found = {}
-    for i, (one, other) in enumerate(zip(args, others, strict=True)):
-        if not isinstance(one, torch.Tensor) or one.shape == other.shape:
+    for i, (one, two) in enumerate(zip(kind[1:], other[1:], strict=True)):
+        if one == two:
             continue
-        differing = [dim for dim in range(one.dim()) if one.dim() == other.dim() and one.shape[dim] != other.shape[dim]]
+        if not (isinstance(one, _Kind) and isinstance(two, _Kind)) or len(one.shape) != len(two.shape):
+            return None
+        differing = [dim for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
         if len(differing) != 1:
             return None
         (dim,) = differing
         each = one.shape[dim] // sizes[0]
-        if (one.shape[dim], other.shape[dim]) != (each * sizes[0], each * sizes[1]):
+        if (one.shape[dim], two.shape[dim]) != (each * sizes[0], each * sizes[1]):
             return None
         found[i] = (dim, each)
     return found
 
 
-def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its dimensions as they lie in memory, the outermost first."""
-    return tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
-
-
-def _shape(tensor: torch.Tensor, tokens: tuple[int, int] | None) -> tuple[int, ...]:
-    shape = list(tensor.shape)
-    if tokens is not None:
-        shape[tokens[0]] = -tokens[1]
-    return tuple(shape)
-
-
 def _zeros(like: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
     """Zeros of that shape but for one dimension, which lie in memory as it does."""
-    shape, order = list(like.shape), _order(like)
+    shape, order = list(like.shape), _Kind.of(like).order
     shape[dim] = rows
     lying = like.new_zeros([shape[i] for i in order])
     return lying.permute([order.index(i) for i in range(len(order))])

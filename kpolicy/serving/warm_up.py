@@ -23,7 +23,7 @@ __all__ = ["product_sizes", "warm_up"]
 EAGER_SIZES = 32
 """Numbers of tokens that run eagerly, evenly spread: libraries choose kernels by size and load each at its first use"""
 PRODUCT_SIZES = 512
-"""Numbers of tokens, at most, at which the matrix products of an eager step run by themselves, odd ones too"""
+"""Numbers of tokens, and the longest, at which the matrix products of an eager step run by themselves, odd ones too"""
 
 
 def warm_up(executor: Any, registry: GraphRegistry, model: Any, settings: Settings) -> int:
@@ -78,7 +78,7 @@ def _run_products(step: Callable[[int], object], longest: int) -> None:
 
 
 def product_sizes(longest: int) -> set[int]:
-    """Every number of tokens where there are no more than `PRODUCT_SIZES`; else so many, of all remainders by 4."""
+    """Every number of tokens up to the longest; beyond `PRODUCT_SIZES` so many of all remainders by 4, and the longest."""
     if longest <= PRODUCT_SIZES:
         return set(range(1, longest + 1))
     spread = (longest * i // PRODUCT_SIZES // 4 * 4 - i % 4 for i in range(1, PRODUCT_SIZES + 1))

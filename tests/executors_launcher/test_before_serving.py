@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +38,11 @@ class Told(Machine):
         super().__init__(graphs)
         self.ran: list[tuple[Mode, GraphKey | None, int, int]] = []
         self._fails = fails
+        self.waited = 0
+
+    def _wait(self) -> None:
+        super()._wait()
+        self.waited += 1
 
     def run(self, decision: Any, inputs: Any) -> Any:
         launch, numbers = decision.launches[0], inputs.numbers
@@ -100,16 +107,74 @@ def test_nothing_runs_where_the_host_runs_the_launches() -> None:
 
 
 class Shapes(TorchDispatchMode):
-    """Notes the shapes that products run over, whoever asks for them."""
+    """Notes the shapes that products run over, and how these lie in memory, whoever asks for them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.of: dict[str, list[tuple[int, ...]]] = {}
+        self.strides: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name in {"aten::linear", "aten::bmm"}:
+        if func._schema.name in {"aten::linear", "aten::bmm", *OPERATORS}:
             self.of.setdefault(func._schema.name, []).append(tuple(args[0].shape))
+            self.strides.append(args[0].stride())
         return func(*args, **(kwargs or {}))
+
+
+OPERATORS: dict[str, Callable[[int], Any]] = {
+    "aten::linear": lambda size: linear(torch.zeros(size, 2), torch.zeros(8, 2)),
+    "aten::matmul": lambda size: torch.matmul(torch.zeros(3, size, 2), torch.zeros(2, 8)),
+    "aten::mm": lambda size: torch.mm(torch.zeros(size, 2), torch.zeros(2, 8)),
+    "aten::addmm": lambda size: torch.addmm(torch.zeros(8), torch.zeros(size, 2), torch.zeros(2, 8)),
+    "aten::bmm": lambda size: torch.bmm(torch.zeros(3, size, 2), torch.zeros(3, 2, 8)),
+    "aten::baddbmm": lambda size: torch.baddbmm(torch.zeros(8), torch.zeros(3, size, 2), torch.zeros(3, 2, 8)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_that_is_a_product_is_noted(name: str) -> None:
+    with torch.inference_mode():
+        [product] = products_of(OPERATORS[name], (16, 15))
+        with Shapes() as seen:
+            product.run(7)
+    assert seen.of[name]
+
+
+def test_a_product_with_options_is_left_alone() -> None:
+    """What it would be without them is another one."""
+    with torch.inference_mode():
+        assert not products_of(
+            lambda size: torch.addmm(torch.zeros(8), torch.zeros(size, 2), torch.zeros(2, 8), beta=2), (16, 15)
+        )
+
+
+def test_a_steps_tensors_are_not_kept() -> None:
+    """Those of all layers together can be gigabytes: the first of each kind are."""
+    weight, alive = torch.zeros(2, 2), []
+
+    def step(size: int) -> None:
+        for _ in range(50):
+            hidden = torch.zeros(size, 2)
+            alive.append(weakref.ref(hidden))
+            linear(hidden, weight)
+        most.append(sum(each() is not None for each in alive))
+
+    most: list[int] = []
+    with torch.inference_mode():
+        products = products_of(step, (16, 15))
+    assert len(products) == 1
+    # Besides one of each step, the one that a local name still has.
+    assert max(most) <= 4
+
+
+def test_a_model_of_one_token_has_no_other_size() -> None:
+    machine = Told([])
+    assert warm_up(machine, captured([]), SimpleNamespace(**{**vars(MODEL), "max_model_len": 1}), SETTINGS) == 1
+
+
+def test_each_step_is_over_before_the_next() -> None:
+    machine = Told(keys())
+    assert warm_up(machine, captured(keys()), MODEL, SETTINGS) == len(machine.ran) == machine.waited
 
 
 def test_products_run_by_themselves_at_every_size_where_there_are_few() -> None:
@@ -141,18 +206,25 @@ def test_products_of_a_step() -> None:
         linear(hidden, up)
         linear(hidden[:1], up)
         torch.bmm(torch.zeros(size, 3, 2).transpose(0, 1), expert)
+        # Tokens in two dimensions, as queries by keys.
+        torch.bmm(torch.zeros(1, size, 2), torch.zeros(1, 2, size))
+        torch.mm(torch.zeros(size, size), torch.zeros(size, 2))
         linear(torch.zeros(6 * size, 2), up)
 
     with torch.inference_mode():
         products = products_of(step, (16, 15))
-        assert [product.tokens for product in products] == [{0: (0, 1)}, {0: (0, 1)}, {0: (1, 1)}, {0: (0, 6)}]
+        assert [product.tokens for product in products] == [
+            {0: (0, 1)}, {0: (0, 1)}, {0: (1, 1)}, {0: (1, 1), 1: (2, 1)}, {0: (0, 6)}
+        ]  # fmt: skip
         with Shapes() as seen:
             for product in products:
                 product.run(7)
-    assert seen.of == {"aten::linear": [(7, 2), (7, 8), (42, 2)], "aten::bmm": [(3, 7, 2)]}
+    assert seen.of == {"aten::linear": [(7, 2), (7, 8), (42, 2)], "aten::bmm": [(3, 7, 2), (1, 7, 2)]}
+    # The transposed one lies as it did.
+    assert seen.strides[2] == (2, 6, 1)
 
 
-@pytest.mark.parametrize("other", ["another product", "one more", "another width"])
+@pytest.mark.parametrize("other", ["another product", "one more", "another width", "a bias", "not by tokens", "flat"])
 def test_what_is_not_the_same_products_is_left_alone(other: str) -> None:
     def step(size: int) -> None:
         if size == 16:
@@ -161,9 +233,23 @@ def test_what_is_not_the_same_products_is_left_alone(other: str) -> None:
             torch.bmm(torch.zeros(1, size, 2), torch.zeros(1, 2, 8))
         elif other == "another width":
             linear(torch.zeros(size, 3), torch.zeros(8, 3))
+        elif other == "a bias":
+            linear(torch.zeros(size, 2), torch.zeros(8, 2), torch.zeros(8))
+        elif other == "not by tokens":
+            linear(torch.zeros(size - 1, 2), torch.zeros(8, 2))
+        elif other == "flat":
+            linear(torch.zeros(2), torch.zeros(8, 2))
         else:
             for _ in range(2):
                 linear(torch.zeros(size, 2), torch.zeros(8, 2))
+
+    with torch.inference_mode():
+        assert products_of(step, (16, 15)) == []
+
+
+def test_another_operator_over_the_same_shapes_is_another_product() -> None:
+    def step(size: int) -> None:
+        (torch.mm if size == 16 else torch.matmul)(torch.zeros(size, 2), torch.zeros(2, 8))
 
     with torch.inference_mode():
         assert products_of(step, (16, 15)) == []
