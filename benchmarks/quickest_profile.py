@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.quickest_profile P1 P2 P3 --out P``. What disturbs a host only lengthens its times, on virtual
 machines for as long as a calibration takes, and the fixed work noted beside each sample (`kpolicy.host_speed`) doesn't
-tell all of it: of five tables of one model on H200s' hosts one had launches 16% slower than the quickest, and one 6%
+tell all of it: of five tables of one model on H200s' hosts one had launches 18% slower than the quickest, and one 8%
 (docs/benchmarks.md). So calibrate several times, in processes of their own, and serve by the one that took least for
 launching an eager prompt and a decode in pieces, brought to one host speed.
 """
@@ -52,10 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("profiles", type=Path, nargs="+", help="profiles of one model, by `kpolicy calibrate`")
     parser.add_argument("--out", type=Path, required=True, help="where the quickest is copied to")
     arguments = parser.parse_args(argv)
+    if any(arguments.out.resolve() == path.resolve() for path in arguments.profiles):
+        parser.error(f"--out {arguments.out} is one of the profiles, which would be lost; name another file")
     try:
         chosen, times = quickest([read_profile(path) for path in arguments.profiles])
         shutil.copyfile(arguments.profiles[chosen], arguments.out)
-    except (KPolicyError, OSError, shutil.SameFileError) as error:
+    except (KPolicyError, OSError) as error:
         sys.stderr.write(f"benchmarks.quickest_profile: {error}\n")
         return 2
     for i, (path, us) in enumerate(zip(arguments.profiles, times, strict=True)):

@@ -180,7 +180,7 @@ class Follower:
                 os.sched_setaffinity(0, here)
         if quick is not None:
             os.sched_setaffinity(self._pid, {quick})
-            self._at, self._in_a_row = quick, 0
+            self._at = quick
             self.moves += 1
         self._free(self._pid)
 
@@ -192,6 +192,8 @@ class Follower:
         beside = siblings(self._at)
         others = {core: share for core, share in self._shares.items() if core not in beside}
         if self._in_a_row >= IN_A_ROW:
+            # The next are tried after as many looks again: what runs on a core that is tried waits.
+            self._in_a_row = 0
             best = quietest({core: [share] for core, share in others.items()}, TRIED)
             return next((core for core in best if not self._is_slow(core, TRIED_S)), None)
         if others:
@@ -309,7 +311,7 @@ def _followed(command: Sequence[str], times: Mapping[int, Sequence[float]], chos
     code = follower.follow(started[0])
     sys.stderr.write(
         f"moved to a quicker core {follower.moves} times; "
-        f"its core was slow in {follower.slow} of {follower.looks} looks, one every {EVERY_S * 1e3:.0f} ms\n"
+        f"its core was slow in {follower.slow} of {follower.looks} looks, {EVERY_S * 1e3:.0f} ms apart or more\n"
     )
     return code if code >= 0 else 128 - code
 

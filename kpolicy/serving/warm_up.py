@@ -78,7 +78,7 @@ def _run_products(step: Callable[[int], object], longest: int) -> None:
 
 
 def product_sizes(longest: int) -> set[int]:
-    """Every number of tokens up to the longest; beyond `PRODUCT_SIZES` so many of all remainders by 4, and the longest."""
+    """Every number of tokens to the longest; over `PRODUCT_SIZES`, so many of all remainders by 4, and the longest."""
     if longest <= PRODUCT_SIZES:
         return set(range(1, longest + 1))
     spread = (longest * i // PRODUCT_SIZES // 4 * 4 - i % 4 for i in range(1, PRODUCT_SIZES + 1))

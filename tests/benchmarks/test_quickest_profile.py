@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import attrs
+import pytest
 
 from benchmarks import quickest_profile
 from kpolicy.costs import CostTable, HostCost, analytic_costs
@@ -12,8 +13,6 @@ from kpolicy.schemas import Profile, read_profile, write_profile
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def table(eager_us: float, pieces_us: float, work_us: float) -> CostTable:
@@ -68,3 +67,11 @@ def test_profiles_that_do_not_compare_are_refused(tmp_path: Path, capsys: pytest
     assert quickest_profile.main([str(tmp_path / "none.json"), "--out", str(out)]) == 2
     assert "none.json" in capsys.readouterr().err
     assert not out.exists()
+    assert quickest_profile.main([str(first), "--out", str(tmp_path / "no folder" / "out.json")]) == 2
+    assert "no folder" in capsys.readouterr().err
+    before = first.read_bytes()
+    with pytest.raises(SystemExit) as stopped:
+        quickest_profile.main([str(others["profile 2 has no host_work_us"]), str(first), "--out", str(first)])
+    assert stopped.value.code == 2
+    assert "is one of the profiles" in capsys.readouterr().err
+    assert first.read_bytes() == before

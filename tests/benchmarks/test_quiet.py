@@ -142,14 +142,16 @@ def test_slow_looks_in_a_row_are_counted_from_when_a_process_came(monkeypatch: p
 
 @linux
 def test_three_cores_are_tried_in_order_of_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kept busy, while the process's own stays slow; none of them quick, it stays, and they are tried again."""
+    """Each kept busy, while the process's own stays slow; none quick, it stays, and tries again four looks later."""
     cores = Cores(monkeypatch, {1: 40.0, 2: 40.0, 3: 40.0, 4: 40.0, 5: 20.0})
     follower = quiet.Follower(77, timed_before(0.0, 0.2, 0.1, 0.0, 0.9), [1, 2])
     looked = cores.look(follower, 3)
     assert looked[::2] == [1, 1, 1]
     assert len(looked) == 6
     tried = [1, *[4] * 4, *[3] * 4, *[2] * 4]
-    assert cores.look(follower, 2) == tried * 2
+    assert cores.look(follower) == tried
+    assert len(cores.look(follower, 3)) == 6
+    assert cores.look(follower) == tried
     assert cores.moved == []
     # As before where its own is quick once.
     cores.works[1] = 20.0

@@ -106,7 +106,7 @@ def test_nothing_runs_where_the_host_runs_the_launches() -> None:
     assert not machine.ran
 
 
-class Shapes(TorchDispatchMode):
+class Shapes(TorchDispatchMode):  # type: ignore[misc]
     """Notes the shapes that products run over, and how these lie in memory, whoever asks for them."""
 
     def __init__(self) -> None:
