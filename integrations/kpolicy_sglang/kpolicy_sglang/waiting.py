@@ -1,8 +1,8 @@
 """What waits in a scheduler's queue, as it was when it was last looked at.
 
 Of many prompts the first are looked at, and the others taken to be like them. A decode step changes nothing of it:
-while as many could run and the same ones are the first and the last that were looked at, what was worked out before it
-stands for the batch after it.
+while as many could run, or others came behind as many as are looked at, and the same ones are the first and the last
+that were, what was worked out before it stands for the batch after it.
 """
 
 from __future__ import annotations
