@@ -129,7 +129,7 @@ class PromptTimes:
                 long, of one more where that was costed; 0.0 where all fit.
         """
         (own, longests, in_kv), by_tokens, chunk = self._shares, self._by_tokens, self._chunk
-        cached, over = in_kv * before * new[0], len(new) + 1
+        cached, over = in_kv * before * (new[0] if new[0] < chunk else chunk), len(new) + 1
         count = tokens = squares = longest = 0
         for each in new:
             if tokens + each > guess and count:

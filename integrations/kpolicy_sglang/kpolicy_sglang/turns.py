@@ -84,7 +84,8 @@ class Turns:
             # With one decode the least is allowed.
             least_us = self.most_us(1) + self._start_us
             self.long, self._short = self.times.most_length(least_us), self.times.most_alike(least_us)
-            if self.long < chunk:
+            if self.long < inf:
+                # Also where no prompt of a chunk is too long: one that is cut counts with what it has in KV.
                 self._guesses = self.times.beside_longest(least_us)
         self._chunk_us = self.times.usual_us[-1] if self.times is not None else 0.0
         self._weighed: tuple[Sequence[int], int, float] = [], 0, 0.0

@@ -172,6 +172,25 @@ def test_shorter_prompts_make_no_chunk_too_long(beside, us, new):
     assert PromptTimes(state_with().phases[PREFILL], 8192, None, beside).most_length(us) == inf
 
 
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_first_prompt_that_is_cut_takes_what_its_chunk_takes(beside):
+    """What it has in KV counts for the tokens of the chunk, not for those of a later one."""
+    found = times(beside)
+    count, tokens, us, more_us = found.first([20_000, 400], 3000, 1e9, 4000)
+    assert (count, tokens, more_us) == (1, 8192, 0.0)
+    assert us == pytest.approx(found.batch_us([8192], 3000))
+
+
+def test_a_cut_prompt_is_weighed_where_none_of_a_chunk_is_too_long():
+    """By what it has in KV it is beyond what keeps a chunk within the time, though no prompt of a chunk is."""
+    scheduler = Cut([], decodes=8, beside=0)
+    state = scheduler.tp_worker.model_runner._kpolicy_state
+    state.long = Curve((2048, 8192), (7_500.0, 39_000.0))
+    turns = split_of(scheduler).turns
+    assert 8192 <= turns.long < 11_808 + 8192
+    assert turns.most(8, 3, [11_808, 400, 400], 8192, 12_608, 11_808) == 8192
+
+
 def test_usual_prompts_are_never_long():
     """Nothing is weighed for them, nor where batches have a limit of the user's own, or aren't in turns at all."""
     assert split_of(Cut([], decodes=1)).turns.long > PROMPT_TOKENS
