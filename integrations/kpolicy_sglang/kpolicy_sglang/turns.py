@@ -91,7 +91,7 @@ class Turns:
         self._weighed: tuple[Sequence[int], int, float] = [], 0, 0.0
         """The prompts that were last weighed and run, what the first has in KV, and what they take."""
         self._ran: list[tuple[int, Sequence[int], Sequence[int]]] = []
-        """Batches since the last decode step, of which nobody has asked yet what they take: of most nobody does. They are
+        """Batches since the last decode step, of which nobody has asked yet what they take: of most nobody does.
         SGLang's own lists, which 0.5.16 and 0.5.23 replace and never change."""
         self._settled_us = 0.0
         """What they took, but for `_ran`."""
