@@ -147,16 +147,15 @@ def _modes(figure: Any, runs: Sequence[Run]) -> None:
     _mode_legend(figure)
 
 
-def _mode_legend(figure: Any, *marks: str) -> None:
-    """The modes, and marks in words."""
+def _mode_legend(figure: Any, mark: str | None = None) -> None:
+    """The modes, below a mark in words: beside them it is wider than one map."""
     from matplotlib.patches import Patch
 
     handles = [
         Patch(facecolor=colour, hatch=hatch, edgecolor="#333333", label=f"{LETTERS[mode]} {mode.value.upper()}")
         for mode, colour, hatch in zip(MODES, _MODE_COLOURS, _HATCHES, strict=True)
     ]
-    handles += [Patch(visible=False, label=mark) for mark in marks]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, title=mark)
 
 
 def _map(axes: Any, made: ModeMap) -> None:

@@ -8,6 +8,7 @@ import attrs
 import pytest
 
 from kpolicy.errors import ConfigError
+from kpolicy.observe import ModeStats
 from kpolicy.report import gather, plots
 from kpolicy.report.curves import ticks
 from kpolicy.scheduling.generator import generate_trace
@@ -26,6 +27,28 @@ def test_every_picture_is_drawn_twice_the_same() -> None:
     assert b">vllm<" in drawn["latency.svg"]
     assert b">+ takes 5% or more over the cheapest way<" in drawn["map.svg"]
     assert drawn == plots.draw(small_report())
+
+
+@pytest.mark.parametrize("policies", [("auto",), ("auto", "vllm", "eager")])
+def test_no_legend_is_cut_off(policies: tuple[str, ...]) -> None:
+    """Of any picture; a report of one policy has one map, which is the narrowest."""
+    figure_of = pytest.importorskip("matplotlib.figure").Figure
+    for name, figure in plots._figures(small_report(policies).traces[0], figure_of):
+        figure.draw_without_rendering()
+        for legend in figure.legends:
+            drawn = legend.get_window_extent()
+            assert figure.bbox.x0 <= drawn.x0 < drawn.x1 <= figure.bbox.x1, name
+            assert figure.bbox.y0 <= drawn.y0 < drawn.y1 <= figure.bbox.y1, name
+
+
+def test_a_modes_bar_has_its_share_where_that_fits() -> None:
+    """Beyond a twentieth of the time."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    run = small_report().traces[0].runs[0]
+    modes = {mode: ModeStats(1, 1, 0, us) for mode, us in (("full", 90.0), ("piecewise", 6.0), ("eager", 4.0))}
+    result = attrs.evolve(run.result, modes=modes)
+    plots._modes(figure, [attrs.evolve(run, result=result)])
+    assert {text.get_text() for text in figure.axes[0].texts} == {"F 90%", "P 6%"}
 
 
 def test_an_axis_has_round_values() -> None:
