@@ -71,6 +71,7 @@ def test_a_case_that_fails_is_told_and_the_others_stay(kpolicy: Command, trace: 
         ("--out no/x.jsonl", ["there is no folder no"]),
         ("--ladder 1,2 --ladders 1", ["--ladder and --ladders both"]),
         ("--ladders 1,x", ["--ladders is '1,x'"]),
+        ("--ladder 1,x", ["--ladder is '1,x'"]),
         ("--profiles a.json --devices h200", ["--profiles were measured on devices"]),
     ],
 )
