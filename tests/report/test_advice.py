@@ -129,14 +129,17 @@ def test_what_planned_sizes_make_longer_is_told() -> None:
         return attrs.evolve(base, kind="planned", result=attrs.evolve(base.result, ttft=ttft, gap=gap))
 
     ttft, gap = base.result.ttft, base.result.gap
-    late = attrs.evolve(ttft, p50=ttft.p50 * 1.04, p99=ttft.p99 * 1.5)
-    (said,) = told(of(late, attrs.evolve(gap, p99=gap.p99 / 2)), base)
-    assert re.fullmatch(r"Longer than with its own sizes: time to first token p99 [0-9.,]+ ms instead of .* ms\.", said)
+    for kind, own in (("own", "its own"), ("given", "the given")):
+        for late in ("p50", "p99"):
+            changed = {name: getattr(ttft, name) * (1.06 if name == late else 1.04) for name in ("p50", "p99")}
+            now = of(attrs.evolve(ttft, **changed), attrs.evolve(gap, p99=gap.p99 / 2))
+            (said,) = told(now, attrs.evolve(base, kind=kind))
+            expected = rf"Longer than with {own} sizes: time to first token {late} [0-9.,]+ ms instead of [0-9.,]+ ms\."
+            assert re.fullmatch(expected, said)
     assert told(of(ttft, gap), base) == []
     made = gather([TRACE], ["vllm"], server=SMALL, costs=COSTS, most_sizes=6).traces[0]
     assert made.advice.best is made.runs[1]
-    expected = told(made.runs[1], made.runs[0])
-    assert [line for line in made.advice.details if line.startswith("Longer")] == expected
+    assert [line for line in made.advice.details if line.startswith("Longer")] == told(made.runs[1], made.runs[0])
 
 
 def test_own_sizes_are_kept_where_the_plan_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,15 @@ def test_nothing_beats_the_cheapest_with_the_same_graphs() -> None:
     assert any(cell.over > 0.01 for each in others for cell in each.cells.values())
 
 
+@pytest.mark.parametrize(("over", "marked"), [(0.0, False), (0.049, False), (0.05, True), (0.06, True)])
+def test_a_batch_that_takes_a_twentieth_more_is_marked(over: float, marked: bool) -> None:
+    """As the page and the picture say it."""
+    import attrs
+
+    (cheapest,) = mode_maps(["auto"], server=SMALL, costs=COSTS, kv_len=50)
+    assert attrs.evolve(cheapest.cells[8, 8], over=over).marked == marked
+
+
 def test_contexts_beyond_what_was_timed() -> None:
     """Batches whose decode rows are longer than attention was timed at are counted below the map."""
     import attrs

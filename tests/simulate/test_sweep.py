@@ -316,13 +316,14 @@ def test_ladders_of_the_front_are_named(tmp_path: Path) -> None:
 
 
 def test_equal_latencies_are_drawn_near_each_other() -> None:
-    """The axis spans a twentieth of the longest latency at least, and what differs by more fills it."""
+    """The axis spans a twentieth of the longest latency at least, about their middle; what differs by more fills it."""
     axes_of = pytest.importorskip("matplotlib.figure").Figure().add_subplot
     for highest, span in ((3.001, 0.05 * 3.001), (4.0, 1.0)):
         axes = axes_of()
         _panel(axes, points_of([line_of(1, highest), line_of(2, 3.0)], "gap-p50"), ("eager",), "gap-p50")
         low, high = axes.get_ylim()
         assert low < 3.0 < highest < high
+        assert low + high == pytest.approx(3.0 + highest, rel=1e-6)
         assert span <= (high - low) * (1 + 1e-9) < 1.3 * span
 
 
