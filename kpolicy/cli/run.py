@@ -36,6 +36,9 @@ DEVICES = ("cpu", "cuda", "simulated")
 DEFAULT_POLICIES = ("auto", "vllm")
 DEFAULT_WINDOW_S = 300.0
 MAX_NUM_TOKENS, KV_TOKENS = 2048, 400_000
+MODEL_CPU_TOKENS = 35_000
+"""Where a CPU serves a model and no window is given: half a minute may hold minutes of its work, by how busy the trace
+is there."""
 MOST_KV_TOKENS = 1 << 24
 """The simulated executor keeps two numbers a KV token in memory: some 600 MB at this many."""
 
@@ -58,7 +61,7 @@ class Requests:
         Parameter(
             group="Requests",
             help=f"Seconds of the trace to serve; 0 is the whole trace. By default {DEFAULT_WINDOW_S:g}; where a model "
-            "is served 30, and on a CPU no more than its first 35,000 tokens.",
+            f"is served 30, and on a CPU no more than its first {MODEL_CPU_TOKENS:,} tokens.",
         ),
     ] = None
     start: Annotated[float, Parameter(group="Requests", help="Second of the trace to start at.")] = 0.0

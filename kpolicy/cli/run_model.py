@@ -12,6 +12,7 @@ import attrs
 
 from kpolicy.cli.options import COMMAND, ladder_of, settings_of
 from kpolicy.cli.render import console, print_json, render_run
+from kpolicy.cli.run import MODEL_CPU_TOKENS
 from kpolicy.cli.step_log import RunsOn
 from kpolicy.cli.turns import Turn, capture, progress_bar, serve_in_turn
 from kpolicy.costs import CostTable
@@ -43,10 +44,10 @@ class _Size:
     max_num_tokens: int
     kv_tokens: int
     most_tokens: int | None
-    """Tokens of all requests: half a minute may hold minutes of a CPU's work, by how busy the trace is there."""
+    """Tokens of all requests."""
 
 
-SIZES = {"cpu": _Size(16, 32, 256, 32_768, 35_000), "cuda": _Size(32, 256, 2048, 262_144, None)}
+SIZES = {"cpu": _Size(16, 32, 256, 32_768, MODEL_CPU_TOKENS), "cuda": _Size(32, 256, 2048, 262_144, None)}
 
 
 @attrs.define

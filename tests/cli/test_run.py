@@ -182,6 +182,13 @@ def test_rows_dropped_are_counted(kpolicy: Command, tmp_path: Path) -> None:
     assert "rows dropped: 1 zero_prompt_tokens, 1 zero_output_tokens" in kpolicy("run", "--trace", path).out
 
 
+def test_how_much_a_cpu_serves_is_said_as_it_is(kpolicy: Command) -> None:
+    """The help has the number that the command takes, written once."""
+    most = import_module("kpolicy.cli.run_model").SIZES["cpu"].most_tokens
+    assert most is run_module.MODEL_CPU_TOKENS
+    assert f"no more than its first {most:,} tokens." in re.sub(r"[\s│]+", " ", kpolicy("run", "--help").out)
+
+
 def test_windows_and_rates(kpolicy: Command, trace: Path) -> None:
     """--start and --window cut the trace, --window 0 takes all of it, --rate squeezes it."""
 
