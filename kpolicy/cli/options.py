@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -149,7 +150,7 @@ class Deployment:
             return None
 
     def profiled(self) -> CostTable | None:
-        """The profile's costs; None without one.
+        """The profile's costs; None without one. Whether it is of the config's model is said where that can't be told.
 
         Raises:
             ConfigError: the profile can't be read, or is of another model than the config's.
@@ -162,7 +163,9 @@ class Deployment:
         if self.config is not None:
             from kpolicy.simulate.cost_models import check_model
 
-            check_model(self.profile, profile, self.config)
+            unsure = check_model(self.profile, profile, self.config)
+            if unsure:
+                sys.stderr.write(f"kpolicy: {unsure}\n")
         return profile.costs
 
 

@@ -56,6 +56,23 @@ def test_explained_in_words(kpolicy: Command, log: Path) -> None:
     assert "--step 7" in out
 
 
+def test_what_isnt_known_of_a_profile_is_said(kpolicy: Command, log: Path, tmp_path: Path) -> None:
+    """Of one with a model's name, once, beside the JSON that is as without."""
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, '
+        '"num_attention_heads": 4, "vocab_size": 100}'
+    )
+    profile = tmp_path / "p.json"
+    write_profile(profile, Profile(costs=analytic_costs(), device="a device", model="some/name"))
+    ended = kpolicy(
+        "vllm-explain", log, "--step", 6, "--profile", profile, "--config", tmp_path / "config.json", "--json"
+    )
+    assert ended.code == 0
+    assert ended.json["recorded"]["mode"] == "full"
+    assert ended.err.startswith("kpolicy: the profile is of some/name by its own word; whether that is ")
+    assert ended.err.count("\n") == 1
+
+
 def test_one_step(kpolicy: Command, log: Path) -> None:
     """One step is explained over the log's own ladder: no FULL graph takes prompts there."""
     explained = kpolicy("vllm-explain", log, "--step", 6, "--json").json

@@ -197,6 +197,21 @@ def test_a_profile_that_goes_by_a_name(kpolicy: Command, trace: Path, config: Pa
     assert told.startswith("contexts: not recorded")
 
 
+@pytest.mark.parametrize("command", ["decide --decodes 3", "explain --decodes 3", "run --window 1 --policy eager"])
+def test_what_isnt_known_of_a_profile_is_said_once(
+    kpolicy: Command, config: Path, tmp_path: Path, command: str
+) -> None:
+    """On standard error, beside JSON too, by the commands whose output has no place for it."""
+    given = (*command.split(" "), "--config", config, "--json", "--profile")
+    unsure = kpolicy(*given, profile_of(tmp_path / "own.json", "some/name-v0.2"))
+    assert unsure.code == 0
+    assert unsure.err == (
+        f"kpolicy: the profile is of some/name-v0.2 by its own word; whether that is {config}'s model can't be told\n"
+    )
+    assert unsure.json
+    assert kpolicy(*given, profile_of(tmp_path / "own.json", f"/elsewhere/{config.resolve().parent.name}")).err == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
