@@ -116,10 +116,8 @@ def check_model(path: Path, profile: Profile, config: Path) -> str | None:
     from kpolicy.attention.fields import read_config
 
     figures = _known(config)
-    if figures is None:
-        return None
     said = _CALIBRATED.match(profile.model)
-    if said is None:
+    if said is None or figures is None:
         return _check_name(path, profile, config, figures)
     classes = read_config(config).get("architectures") or []
     params = float(said.group(2)) * 1e6
@@ -132,13 +130,16 @@ def check_model(path: Path, profile: Profile, config: Path) -> str | None:
     return None
 
 
-def _check_name(path: Path, profile: Profile, config: Path, figures: ModelFigures) -> str | None:
-    """The same where the profile has a model's name or path, as serving engines' plugins write it."""
+def _check_name(path: Path, profile: Profile, config: Path, figures: ModelFigures | None) -> str | None:
+    """The same where the profile has a model's name or path, as serving engines' plugins write it.
+
+    And where the config's weights aren't laid out here, without `figures`.
+    """
     folder = config if config.is_dir() else config.parent
     if not profile.model or Path(profile.model).name == folder.resolve().name:
         return None
     billions = _BILLIONS.search(Path(profile.model).name)
-    if billions is not None:
+    if billions is not None and figures is not None:
         params = float(billions.group(1)) * 1e9
         if not 1 / _NAMES_ALIKE < params / figures.weight_params < _NAMES_ALIKE:
             raise ProfileError(

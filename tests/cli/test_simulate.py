@@ -145,6 +145,16 @@ def test_a_profile_is_taken_and_one_of_another_model_isnt(
         refused(kpolicy("simulate", trace, "--profile", other, "--config", config), str(other), model.split()[0])
 
 
+def test_whether_a_profile_is_of_a_model_whose_weights_arent_known_is_said(kpolicy: Command, tmp_path: Path) -> None:
+    mla = {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+    config = write(tmp_path / "config.json", json.dumps({**LLAMA_8B, "model_type": "minicpm3", **mla}))
+    model = "MiniCPM3ForCausalLM of 4000.0 M parameters, bfloat16"
+    told = f"the profile is of {model} by its own word; whether that is {config}'s model can't be told"
+    given = ("decide", "--decodes", 3, "--config", config, "--profile")
+    ended = kpolicy(*given, profile_of(tmp_path / "own.json", model))
+    assert (ended.code, told in ended.err) == (0, True)
+
+
 @pytest.mark.parametrize("command", ["decide --decodes 3", "explain --decodes 3", "run --window 1"])
 def test_every_command_holds_a_profile_to_the_config(
     kpolicy: Command, config: Path, tmp_path: Path, command: str
