@@ -147,6 +147,8 @@ def plan(
         hold_out=len(requests) > 1,
         progress=None if json or not sys.stderr.isatty() else lambda what: shown.print(what, style="dim"),
     )  # fmt: skip
+    if model.doubt:
+        found = attrs.evolve(found, notes=(*found.notes, f"{model.doubt}."))
     emitted = emitted_for(emit, found)
     if out is not None:
         write(out, emitted, found, limits, whole_plan=emit in (None, "json"))

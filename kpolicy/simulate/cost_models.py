@@ -36,6 +36,7 @@ class CostModel:
         kv_bytes_per_token: bytes of KV a token; None where the model isn't known.
         kv_tokens: KV tokens that one device has room for beside the weights; None where that isn't known.
         notes: what the reader should know about the table.
+        doubt: that of the notes which says that it can't be told whether a profile is of the config's model.
     """
 
     costs: CostTable
@@ -43,6 +44,7 @@ class CostModel:
     kv_bytes_per_token: int | None = None
     kv_tokens: int | None = None
     notes: tuple[str, ...] = ()
+    doubt: str | None = None
 
 
 def cost_model(
@@ -97,6 +99,7 @@ def _of_profile(path: Path, config: Path | None) -> CostModel:
         what=f"profile of {profile.model or 'a model without a name'} on {profile.device}, {measured}",
         kv_bytes_per_token=None if figures is None else figures.kv_bytes_per_token or None,
         notes=tuple(notes),
+        doubt=unsure,
     )
 
 

@@ -222,6 +222,22 @@ def test_what_isnt_known_of_a_profile_is_said_once(
     assert kpolicy(*given, profile_of(tmp_path / "own.json", f"/elsewhere/{config.resolve().parent.name}")).err == ""
 
 
+def test_a_plan_and_a_sweep_say_what_isnt_known_of_a_profile(
+    kpolicy: Command, trace: Path, config: Path, tmp_path: Path
+) -> None:
+    """The plan among its notes, in JSON too; the sweep once a profile on standard error, beside JSON as it is."""
+    doubted, same = profile_of(tmp_path / "a.json", "some/name"), tmp_path / "b.json"
+    profile_of(same, f"/elsewhere/{config.resolve().parent.name}")
+    told = f"the profile is of some/name by its own word; whether that is {config}'s model can't be told"
+    given = ("plan", trace, "--policy", "vllm", "--config", config, "--profile")
+    assert f"note: {told}." in " ".join(kpolicy(*given, doubted).out.split())
+    assert kpolicy(*given, doubted, "--json").json["notes"][-1] == f"{told}."
+    assert not any("by its own word" in note for note in kpolicy(*given, same, "--json").json["notes"])
+    given = ("sweep", trace, "--policy", "eager", "--config", config, "--json", "--profiles")
+    both = kpolicy(*given, doubted, "--profiles", same)
+    assert (both.err, len(both.json["cases"])) == (f"kpolicy: {told}\n", 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
