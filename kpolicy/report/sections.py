@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.modes import Mode
 from kpolicy.reasons import Reason
 from kpolicy.report.advice import Advice, has_level
@@ -62,7 +63,8 @@ def comparison(runs: Sequence[Run], best: Run | None) -> str:
             cell(count(made.graph_bytes / 2**20), made.graph_bytes), cell(f"{made.capture_s:,.1f}", made.capture_s),
         ]  # fmt: skip
         rows.append(row)
-    said = "".join(f"<p>{text(line)}</p>\n" for run in runs for line in _said(run))
+    lines = [*(line for run in runs for line in _said(run)), *_outside(runs)]
+    said = "".join(f"<p>{text(line)}</p>\n" for line in lines)
     return table("Policies on the same arrivals; a column's head sorts by it", names, rows) + said
 
 
@@ -75,13 +77,25 @@ def _said(run: Run) -> list[str]:
         said.append(f"the first request waited {made.started_after_s:,.1f} s for captures")
     if made.preemptions:
         said.append(f"{made.preemptions:,} preemptions")
-    said += made.extrapolated
     if made.not_captured:
         said.append("not captured: " + ", ".join(f"{many:,} {name}" for name, many in made.not_captured.items()))
     said += [f"downgraded at start-up: {each}" for each in made.downgrades]
     if made.gap.relative_error:
         said.append(f"percentiles of gaps are within {made.gap.relative_error:.1%}")
     return [f"{run.name}: {'; '.join(said)}."] if said else []
+
+
+def _outside(runs: Sequence[Run]) -> list[str]:
+    """Steps that the cost table wasn't made for: a line of all runs, not one each."""
+    told = []
+    for what in ("sizes", "contexts"):
+        counts = [(run, getattr(run.result, f"outside_{what}") or 0) for run in runs]
+        shares = "; ".join(f"{run.name} {many / run.result.steps:.1%}" for run, many in counts if many)
+        if shares:
+            told.append(f"Steps of a {what[:-1]} outside the cost table: {shares}.")
+    if any(run.result.outside_contexts is None for run in runs):
+        told.append(f"{NOT_RECORDED.capitalize()} by the cost table.")
+    return told
 
 
 def mode_key() -> str:

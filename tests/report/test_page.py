@@ -77,15 +77,18 @@ def test_numbers_are_the_simulations() -> None:
         assert {row[1][0]: row[2][1] for row in reasons} == told.reasons
 
 
-def test_contexts_beyond_the_table_are_told() -> None:
-    """Below the comparison: how many steps of a run are, or that the table doesn't know."""
+def test_what_is_beyond_the_table_is_told_in_a_line() -> None:
+    """Below the comparison, of all runs together: whose steps are, or that the table doesn't know."""
     trace = generate_trace(num_requests=10, seed=3)
-    for span, told in (
-        (KvSpan(0, 0, 0), r"vllm: [^<]*[\d,]+ steps \(100\.0%\) of a context outside the cost table"),
-        (None, "vllm: [^<]*contexts: not recorded"),
-    ):
-        html = page(gather([trace], ["vllm"], server=SMALL, costs=attrs.evolve(COSTS, kv_span=span)))
-        assert re.search(told, html)
+    every = r">Steps of a context outside the cost table: (?:[^<;]+ 100\.0%(?:; |\.</p>)){4}"
+    for span, told in ((KvSpan(0, 0, 0), every), (None, ">Contexts: not recorded by the cost table.</p>")):
+        report = gather([trace], ["vllm", "eager", "sglang"], server=SMALL, costs=attrs.evolve(COSTS, kv_span=span))
+        assert len(report.traces[0].runs) == 4
+        assert len(re.findall(told, page(report))) == 1
+    short = attrs.evolve(COSTS, eager=attrs.evolve(COSTS.eager, sizes=(1, 2), us=(9000.0, 9001.0)))
+    html = page(gather([trace], ["vllm", "eager"], server=SMALL, costs=short))
+    (line,) = re.findall(r">Steps of a size outside the cost table: [^<]*<", html)
+    assert re.search(r"eager [1-9]", line)
 
 
 def test_padding_adds_up_to_the_simulations() -> None:
