@@ -1,4 +1,4 @@
-"""The two ends of a probe: `ask` starts a child process, `main` is what runs in it.
+"""The two ends of a probe: `ask` and `ask_in_turn` start a child process, `main` is what runs in it.
 
 Importing a device library can raise, crash, hang, print, or change the process for good, so no library is imported
 here: a child does it and says what it sees, one JSON object a line, as it goes. What it said before it died counts.
@@ -13,13 +13,13 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple
 
-__all__ = ["Answer", "ask", "main"]
+__all__ = ["Answer", "ask", "ask_in_turn", "main"]
 
 _MARK = "kpolicy-probe:"
 """Begins our lines: hooks that run before `main` (a .pth file, sitecustomize) may print anything."""
@@ -49,7 +49,27 @@ def ask(what: str, argument: str = "", *, environ: Mapping[str, str], timeout_s:
         environ: the child's whole environment.
         timeout_s: seconds until the child and what it started are killed.
     """
-    command = [sys.executable or "python3", "-c", _BOOT, what, argument, *map(str, sys.path)]
+    return _ask([what], argument, environ, timeout_s)[what]
+
+
+def ask_in_turn(whats: Sequence[str], *, environ: Mapping[str, str], timeout_s: float) -> Mapping[str, Answer]:
+    """Probe several things in one child process, which imports for the first what all of them need.
+
+    The first answer is there whatever it is. Another is only there where it and all before it went well: what else
+    there is to say of a thing takes a child of its own. One that this torch isn't built for isn't asked.
+    """
+    first, *others = whats
+    told = _ask(whats, "", environ, timeout_s)
+    clean = {first: told[first]}
+    for what in others:
+        if what in told and told[what].error is None:
+            clean[what] = told[what]
+    return clean
+
+
+def _ask(whats: Sequence[str], argument: str, environ: Mapping[str, str], timeout_s: float) -> dict[str, Answer]:
+    """The answer to the first, and to those that the child came to."""
+    command = [sys.executable or "python3", "-c", _BOOT, ",".join(whats), argument, *map(str, sys.path)]
     # Files, not pipes: a grandchild that outlives the child would keep a pipe open, and the reader waiting.
     with TemporaryFile() as out, TemporaryFile() as err:
         try:
@@ -57,20 +77,22 @@ def ask(what: str, argument: str = "", *, environ: Mapping[str, str], timeout_s:
                 command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
         except (OSError, ValueError) as error:
-            return Answer({}, f"no child process could be started: {_words(error)}")
+            return {whats[0]: Answer({}, f"no child process could be started: {_words(error)}")}
         try:
             code: int | None = child.wait(timeout_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
             _end(child)
-        facts, doing, error_text, done = _read(out)
-        if error_text is None and not done:
-            error_text = f"{_ending(code, timeout_s)} while {doing or 'starting Python'}"
-            last = _last_line(err)
-            if last:
-                facts["stderr"] = last
-    return Answer(facts, error_text)
+        answers = {}
+        for what, (facts, doing, error_text, done) in _read(out, whats[0]).items():
+            if error_text is None and not done:
+                error_text = f"{_ending(code, timeout_s)} while {doing or 'starting Python'}"
+                last = _last_line(err)
+                if last:
+                    facts["stderr"] = last
+            answers[what] = Answer(facts, error_text)
+    return answers
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -92,11 +114,11 @@ def _ending(code: int | None, timeout_s: float) -> str:
     return f"the process exited with code {code} and no answer"
 
 
-def _read(out: IO[bytes]) -> tuple[dict[str, Any], str, str | None, bool]:
-    """Facts, what was being done last, the error, and whether the child came to its end."""
+def _read(out: IO[bytes], first: str) -> dict[str, tuple[dict[str, Any], str, str | None, bool]]:
+    """Of each thing asked facts, what was being done last, the error, and whether the child came to its end."""
     out.seek(0)
-    facts: dict[str, Any] = {}
-    doing, error, done = "", None, False
+    what = first
+    told: dict[str, tuple[dict[str, Any], str, str | None, bool]] = {first: ({}, "", None, False)}
     for line in out.read().decode("utf-8", "replace").splitlines():
         if not line.startswith(_MARK):
             continue
@@ -104,11 +126,11 @@ def _read(out: IO[bytes]) -> tuple[dict[str, Any], str, str | None, bool]:
             said = json.loads(line[len(_MARK) :])
         except ValueError:
             continue  # the child died in the middle of a line
-        doing = said.pop("doing", doing)
-        error = said.pop("error", error)
-        done = said.pop("done", done)
-        facts.update(said)
-    return facts, doing, error, done
+        what = said.pop("asked", what)
+        facts, doing, error, done = told.get(what, ({}, "", None, False))
+        doing, error, done = said.pop("doing", doing), said.pop("error", error), said.pop("done", done)
+        told[what] = ({**facts, **said}, doing, error, done)
+    return told
 
 
 def _last_line(err: IO[bytes]) -> str:
@@ -134,8 +156,8 @@ def _words(error: BaseException) -> str:
 Say = Callable[..., None]
 
 
-def main(what: str, argument: str) -> None:
-    """Run one probe in this process, which is a child that `ask` started. Doesn't return."""
+def main(whats: str, argument: str) -> None:
+    """Run probes in this process, which is a child that `ask` started, up to one that fails. Doesn't return."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print, from C too, goes to stderr; the channel is ours alone
     _no_core_file()
@@ -147,17 +169,37 @@ def main(what: str, argument: str) -> None:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            _PROBES[what](say, argument)
-            say(done=True)
-        except BaseException as error:  # noqa: BLE001 - a library may call sys.exit when imported
-            say(error=_words(error))
-    told = [each for each in caught if issubclass(each.category, (UserWarning, RuntimeWarning))]
-    texts = dict.fromkeys(str(each.message).strip().partition("\n")[0][:_LONGEST] for each in told)
-    if texts:
-        say(warnings=list(texts)[:3])
+        for i, what in enumerate(whats.split(",")):
+            if i and not _built(what):
+                continue
+            say(asked=what)
+            well = _run(say, what, argument)
+            told = [each for each in caught if issubclass(each.category, (UserWarning, RuntimeWarning))]
+            texts = dict.fromkeys(str(each.message).strip().partition("\n")[0][:_LONGEST] for each in told)
+            if texts:
+                say(warnings=list(texts)[:3])
+            if not well:
+                break
     # Past the interpreter's own shutdown, in which device libraries are known to crash after all went well.
     os._exit(0)
+
+
+def _run(say: Say, what: str, argument: str) -> bool:
+    """Whether a probe came to its end."""
+    try:
+        _PROBES[what](say, argument)
+        say(done=True)
+    except BaseException as error:  # noqa: BLE001 - a library may call sys.exit when imported
+        say(error=_words(error))
+        return False
+    return True
+
+
+def _built(what: str) -> bool:
+    """Whether the torch that is imported is built for what is asked; True of what needs no build."""
+    builds = {"cuda": ("cuda", "hip"), "xpu": ("xpu",)}.get(what)
+    version = getattr(sys.modules.get("torch"), "version", None)
+    return builds is None or any(getattr(version, build, None) for build in builds)
 
 
 def _no_core_file() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from kpolicy import executors
-from kpolicy._probe_child import Answer, ask
+from kpolicy._probe_child import Answer, ask, ask_in_turn
 from kpolicy.budget_models import AscendStack
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 
@@ -97,19 +97,26 @@ _NO_DEVICE = re.compile(r"found no nvidia driver|no (cuda|hip|xpu) (gpus|devices
 
 @attrs.frozen
 class Look:
-    """The environment and time limit of a round of probes."""
+    """The environment and time limit of a round of probes, and what is known of it already."""
 
     environ: Mapping[str, str]
     timeout_s: float
+    answered: Mapping[str, Answer] = attrs.field(factory=dict)
 
     def ask(self, what: str, argument: str = "") -> Answer:
+        if not argument and what in self.answered:
+            return self.answered[what]
         return ask(what, argument, environ=self.environ, timeout_s=self.timeout_s)
 
+    def having_asked(self, whats: Sequence[str]) -> Look:
+        """The look with what one child says of all these; what it doesn't say is asked alone."""
+        return attrs.evolve(self, answered=ask_in_turn(whats, environ=self.environ, timeout_s=self.timeout_s))
+
     def without(self, names: tuple[str, ...]) -> Look:
-        return attrs.evolve(self, environ={name: self.environ[name] for name in self.environ if name not in names})
+        return Look({name: self.environ[name] for name in self.environ if name not in names}, self.timeout_s)
 
     def with_autoload_off(self) -> Look:
-        return attrs.evolve(self, environ={**self.environ, AUTOLOAD: "0"})
+        return Look({**self.environ, AUTOLOAD: "0"}, self.timeout_s)
 
 
 def report(name: str, status: ProbeStatus, *parts: str, facts: Mapping[str, Any] | None = None) -> ProbeReport:
@@ -119,11 +126,16 @@ def report(name: str, status: ProbeStatus, *parts: str, facts: Mapping[str, Any]
 # torch
 
 
-def probe_torch(look: Look) -> tuple[ProbeReport, Look]:
-    """The report on torch, and the look under which it imports: without vendor autoload, where that breaks it."""
+def probe_torch(look: Look, then: Sequence[str] = ()) -> tuple[ProbeReport, Look]:
+    """The report on torch, and the look under which it imports: without vendor autoload, where that breaks it.
+
+    Where no vendor is installed, the child that imports torch is asked of its own devices too, and then of `then`.
+    """
     name = "extra torch"
     if origin("torch") is None:
         return report(name, ProbeStatus.ABSENT, NO_TORCH), look
+    if not _vendors():
+        look = look.having_asked(("torch", _XPU.name, _CUDA.name, *then))
     answer = look.ask("torch")
     if answer.error is None:
         return report(name, ProbeStatus.USABLE, _torch_words(answer), facts=answer.facts), look
@@ -140,8 +152,12 @@ def probe_torch(look: Look) -> tuple[ProbeReport, Look]:
 
 def _may_autoload(error: str) -> bool:
     """Whether a vendor's backend may be what broke `import torch`."""
-    vendors = (_ASCEND.package, _KUNLUN.package)
-    if "backend extension" in error or any(origin(package) for package in vendors if package):
+    return "backend extension" in error or _vendors()
+
+
+def _vendors() -> bool:
+    """Whether a vendor's package is there, which may change what `import torch` is."""
+    if any(origin(device.package) for device in (_ASCEND, _KUNLUN) if device.package):
         return True
     return any(True for _ in entry_points(group="torch.backends"))
 

@@ -5,11 +5,14 @@ Libraries and outside plugins are imported in child processes only, and only whe
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
+
+import attrs
 
 from kpolicy import executors, policies
 from kpolicy._probe_devices import UNVERIFIED, Look, origin, probe_devices, probe_torch, report
@@ -37,7 +40,9 @@ _EXTRAS = (
 )  # fmt: skip
 
 
-def probe_all(*, timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -> tuple[ProbeReport, ...]:
+def probe_all(
+    *, timeout_s: float = 60.0, environ: Mapping[str, str] | None = None, kernels: bool = False
+) -> tuple[ProbeReport, ...]:
     """Look at every device, extra and plugin: first devices, vendors before CUDA, then extras, then plugins.
 
     A library that raises, crashes, hangs or prints costs its own report and no other. Where torch and outside
@@ -47,6 +52,7 @@ def probe_all(*, timeout_s: float = 60.0, environ: Mapping[str, str] | None = No
         timeout_s: seconds that any one child process may take.
         environ: the environment to look in, and that children get; this process's own by default. Modules are
             looked up on this process's `sys.path`, in the children too.
+        kernels: whether to say, where torch works, which kernels attention of a loaded model takes on each device.
 
     Raises:
         ConfigError: `timeout_s` isn't a positive number of seconds.
@@ -54,8 +60,32 @@ def probe_all(*, timeout_s: float = 60.0, environ: Mapping[str, str] | None = No
     if not (timeout_s > 0 and math.isfinite(timeout_s)):
         raise ConfigError(f"timeout_s={timeout_s}: a probe needs a positive, finite number of seconds, such as 60.")
     look = Look(dict(os.environ if environ is None else environ), timeout_s)
-    torch, torch_look = probe_torch(look)
-    return (*probe_devices(torch, torch_look), torch, *_extras(), *_plugins(look))
+    torch, torch_look = probe_torch(look, ("kernels",) if kernels else ())
+    devices = tuple(probe_devices(torch, torch_look))
+    found = [torch]
+    if kernels and torch.status is ProbeStatus.USABLE:
+        # A model is loaded in the environment as it is, whatever torch alone needed.
+        found.append(_kernels(attrs.evolve(look, answered=torch_look.answered)))
+    return (*devices, *found, *_extras(), *_plugins(look))
+
+
+def _kernels(look: Look) -> ProbeReport:
+    """Which kernels attention of a loaded model takes on each device here, and why not others."""
+    answer = look.ask("kernels")
+    if answer.error is not None:
+        return report("attention kernels", ProbeStatus.BROKEN, answer.error)
+    lines = []
+    for device, others in answer.facts.items():
+        if device.endswith("_others"):
+            kind = device.removesuffix("_others")
+            usable = [name for name, why in others.items() if why == "can run too"]
+            pages = answer.facts.get("flash_pages", "")
+            usable = [f"{name}, which {pages}" if name == "flash" and pages else name for name in usable]
+            also = f" (also {', '.join(usable)})" if usable else ""
+            lines.append(f"{kind}: {answer.facts[kind]}{also}")
+    return report(
+        "attention kernels", ProbeStatus.USABLE, "; ".join(lines), facts={"kernels": json.dumps(answer.facts)}
+    )
 
 
 # Extras

@@ -217,7 +217,7 @@ def test_broken_torch(fakes: Fakes, text: str, error: str, children: list[list[s
     assert "more" not in found["extra torch"].reason
     assert statuses(found) == [ABSENT, ABSENT, BROKEN, BROKEN, BROKEN, USABLE]
     assert "see extra torch" in found["device cuda"].reason
-    assert children == [["torch", ""]]
+    assert children == [["torch,xpu,cuda", ""]]
 
 
 def test_a_dying_library_last_words(fakes: Fakes) -> None:
@@ -339,7 +339,7 @@ def test_cpu_build(fakes: Fakes, children: list[list[str]]) -> None:
     assert found["device cuda"].status is ABSENT
     assert "torch 2.13.0+cpu isn't built for cuda" in found["device cuda"].reason
     assert found["device cpu"].status is USABLE
-    assert children == [["torch", ""]]
+    assert children == [["torch,xpu,cuda", ""]]
 
 
 @pytest.mark.parametrize("error", ["Found no NVIDIA driver on your system.", "No CUDA GPUs are available"])
@@ -392,6 +392,68 @@ def test_a_device_that_hangs_costs_only_itself(fakes: Fakes) -> None:
     assert "no answer within 5 s while running an operator on cuda:0" in found["device cuda"].reason
     assert found["device cuda"].facts["devices"] == 2
     assert found["device cpu"].status is USABLE
+
+
+def test_one_child_tells_of_torch_and_of_its_device(fakes: Fakes, children: list[list[str]]) -> None:
+    """What needs torch imported is asked of the child that imported it."""
+    fakes.torch()
+    found = fakes.probe()
+    assert (found["extra torch"].status, found["device cuda"].status) == (USABLE, USABLE)
+    assert children == [["torch,xpu,cuda", ""]]
+
+
+def test_kernels_are_asked_of_that_child_too(children: list[list[str]]) -> None:
+    """With a torch that is really there one child is enough for all."""
+    pytest.importorskip("torch")
+    names = [each.name for each in probe_all(kernels=True) if each.name.split()[0] in ("device", "extra", "attention")]
+    assert names[names.index("extra torch") + 1] == "attention kernels"
+    assert [asked for asked, _ in children if asked != "plugin"] == ["torch,xpu,cuda,kernels"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [
+        ("import os; os.abort()", "died of SIGABRT while counting CUDA devices"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise OSError('no')", "OSError: no"),
+    ],
+)
+def test_what_one_probe_does_is_no_others_fault(fakes: Fakes, children: list[list[str]], ends: str, why: str) -> None:
+    """A probe that ends the child that others shared is tried in one of its own; so are those that come after it."""
+    fakes.torch(more=f"def _count():\n    {ends}\ncuda.device_count = _count")
+    reports = probe_all(timeout_s=30, environ=fakes.environ, kernels=True)
+    found = {each.name: each for each in reports}
+    assert (found["extra torch"].status, found["device cpu"].status) == (USABLE, USABLE)
+    assert found["device cuda"].status is BROKEN
+    assert why in found["device cuda"].reason
+    assert [asked for asked, _ in children] == ["torch,xpu,cuda,kernels", "cuda", "kernels"]
+
+
+def test_a_probe_that_only_fails_after_others_is_cleared(fakes: Fakes, children: list[list[str]]) -> None:
+    """What fails where something was asked before it, and not alone, is usable."""
+    fakes.torch(
+        xpu="20250101",
+        more="_asked = []\nreal = cuda.device_count\n"
+        "xpu.device_count = lambda: _asked.append(1) or 0\n"
+        "def _count():\n    assert not _asked\n    return real()\ncuda.device_count = _count",
+    )
+    assert fakes.probe()["device cuda"].status is USABLE
+    assert [asked for asked, _ in children] == ["torch,xpu,cuda", "cuda"]
+
+
+@pytest.mark.parametrize("vendor", ["package", "entry point"])
+def test_where_a_vendor_is_every_device_has_a_child_of_its_own(
+    fakes: Fakes, children: list[list[str]], vendor: str
+) -> None:
+    """A vendor's package may change torch as it is imported, and is asked under another environment."""
+    fakes.torch()
+    if vendor == "package":
+        fakes.package("torch_xmlir", "raise ImportError('broken')")
+    else:
+        fakes.distribution("vendor", "[torch.backends]\nvendor = nothing:load\n")
+    fakes.probe()
+    kunlun = [["kunlun", ""]] if vendor == "package" else []
+    assert children == [["torch", ""], *kunlun, ["cuda", ""]]
 
 
 def test_warnings_are_facts(fakes: Fakes) -> None:

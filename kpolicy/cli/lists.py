@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -114,40 +113,9 @@ def doctor(*, json: Json = False) -> None:
 
 
 def _probed() -> Sequence[ProbeReport]:
-    if not sys.stderr.isatty():
-        return _looked()
-    with console(stderr=True).status("looking at devices, extras and plugins"):
-        return _looked()
-
-
-def _looked() -> Sequence[ProbeReport]:
     from kpolicy.probes import probe_all
 
-    reports = list(probe_all())
-    place = next((i for i, each in enumerate(reports) if each.name == "extra torch"), None)
-    if place is not None and reports[place].status is ProbeStatus.USABLE:
-        reports.insert(place + 1, _attention())
-    return reports
-
-
-def _attention() -> ProbeReport:
-    """Which kernels attention of a loaded model takes on each device here, and why not others."""
-    from json import dumps
-
-    from kpolicy._probe_child import ask
-
-    answer = ask("kernels", environ=os.environ, timeout_s=60.0)
-    if answer.error is not None:
-        return ProbeReport("attention kernels", ProbeStatus.BROKEN, answer.error)
-    lines = []
-    for device, others in answer.facts.items():
-        if device.endswith("_others"):
-            kind = device.removesuffix("_others")
-            usable = [name for name, why in others.items() if why == "can run too"]
-            pages = answer.facts.get("flash_pages", "")
-            usable = [f"{name}, which {pages}" if name == "flash" and pages else name for name in usable]
-            also = f" (also {', '.join(usable)})" if usable else ""
-            lines.append(f"{kind}: {answer.facts[kind]}{also}")
-    return ProbeReport(
-        "attention kernels", ProbeStatus.USABLE, "; ".join(lines), facts={"kernels": dumps(answer.facts)}
-    )
+    if not sys.stderr.isatty():
+        return probe_all(kernels=True)
+    with console(stderr=True).status("looking at devices, extras and plugins"):
+        return probe_all(kernels=True)
