@@ -202,7 +202,7 @@ class Engine:
 
         self.scheduler.max_num_scheduled_tokens = step_tokens or self._step_tokens
         chance, vocab = random.Random(seed), self.engine.vllm_config.model_config.get_vocab_size()
-        prompts = [[chance.randrange(10, vocab - 10) for _ in range(int(prompt))] for _, prompt, _ in requests]
+        prompts = [chance.choices(range(10, vocab - 10), k=int(prompt)) for _, prompt, _ in requests]
         params = [
             SamplingParams(
                 max_tokens=int(output), ignore_eos=True, detokenize=False, temperature=0.0,
