@@ -13,7 +13,7 @@ quickest: the same step is then seen bounded by the host and not::
         --log S-auto.jsonl --log S-vllm.jsonl --out A.jsonl
 
 writes A-POLICY.jsonl, step logs of what ran, in its order; ``benchmarks.fidelity --again`` reads them beside the run's.
-Every size has run before in all passes but the first, so the first use of a size (`CostTable.eager_new_us`) isn't
+Every size has run before in all passes but the first, so the first use of a size (`StepEffects.eager_new_us`) isn't
 measured again.
 """
 

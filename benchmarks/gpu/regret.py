@@ -2,11 +2,11 @@
 
 Shapes come from replaying real traces (`benchmarks.gpu.shapes`). Each is run in every legal mode at the two smallest
 fitting sizes of one fixed ladder (vLLM's default list and 640 to 2,048), and in what each compared policy picks. Cells
-of a shape are interleaved in rounds; after one round those that take over 2.5 times the best are left, after three
-those over 1.35 times and those too late for the bound on time to first token. There are 14 rounds, or 10 where the
-noise floor is below 1% by then. The oracle takes the best cell by every other sample and is scored on the rest, and so
-is every policy; how far the oracle is from the best of its scoring half is the noise floor. A shape whose own is above
-2% is measured for more rounds.
+of a shape are interleaved in rounds; after one round those that take over 1.8 times the best are left, after three
+those over 1.2 times and those too late for the bound on time to first token. There are 14 rounds, or 6 where the noise
+floor is below 0.5% by then, or 8 to 12 where it is below 1%. The oracle takes the best cell by every other sample and
+is scored on the rest, and so is every policy; how far the oracle is from the best of its scoring half is the noise
+floor. A shape whose own is above 2% is measured for more rounds.
 
 - `step_us`: from the host's call until all outputs are there, less the decode-only time of decode steps beyond the
   first; `gap_us`: that time over the decode steps.
@@ -51,14 +51,14 @@ FIXED = ("eager", "full", "piecewise", "full_and_piecewise", "split")
 FIRST_ROUNDS, ROUNDS = 3, 11
 MOST_ROUNDS, UNSURE = 40, 0.02
 """Rounds of a shape whose noise floor is above the limit, and that limit"""
-SURE_ROUNDS = 10
-"""Rounds of a shape whose noise floor is within half of the limit"""
-FAR = 4.0
+SURE_ROUNDS, SURER_ROUNDS = 8, 6
+"""Rounds of a shape whose noise floor is within half of the limit, and of one where it is within a quarter"""
+FAR = 2.5
 """Ways that should take so many times the cheapest aren't run once before they are timed"""
-HOPELESS, QUITE_HOPELESS = 1.35, 2.5
+HOPELESS, QUITE_HOPELESS = 1.2, 1.8
 TOO_LATE = 1.15
 """Of the bound on time to first token: what takes longer can't be in time, whatever noise there is"""
-CALIBRATION_S = 20.0
+CALIBRATION_S = 12.0
 AUTO = {"step_us": "auto", "gap_us": "auto latency"}
 """The policy that the others are held to, by objective"""
 RESAMPLES, SEED = 10_000, 0
@@ -73,6 +73,7 @@ def open_engines(options: argparse.Namespace) -> tuple[Any, dict[str, Any], floa
     from benchmarks.gpu.common import config_of, load_model, opened
     from kpolicy.engine import Engine
     from kpolicy.executors.calibrate import Calibration
+    from kpolicy.serving.warm_up import warm_up
     from kpolicy.settings import Settings
 
     model = load_model(
@@ -89,6 +90,7 @@ def open_engines(options: argparse.Namespace) -> tuple[Any, dict[str, Any], floa
     with torch.no_grad():
         capture_all(shared, ladder)
     capture_s = time.perf_counter() - begun
+    warm_up(executor, registry, model, settings)  # as `kpolicy calibrate` does
     calibration = Calibration(executor, registry, model, settings)
     with calibration.undisturbed():
         calibration.measure(1.0 if options.tiny else CALIBRATION_S)
@@ -231,9 +233,9 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
         if name not in cells or costs[name].gap_us <= hoped:
             once(name)
     for done in range(MOST_ROUNDS):
-        if done >= SURE_ROUNDS and done % 2 == 0:
+        if done >= SURER_ROUNDS and done % 2 == 0:
             gaps = [[us / _steps(decision) for us in times[name]] for name, decision in cells.items()]
-            limit = UNSURE if done >= FIRST_ROUNDS + ROUNDS else UNSURE / 2
+            limit = _limit(done)
             if not _unsure([times[name] for name in cells], limit) and not _unsure(gaps, limit):
                 break
         best = min((statistics.median(each) for name, each in times.items() if each and name in cells), default=0.0)
@@ -270,6 +272,13 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
     }
 
 
+def _limit(rounds: int) -> float:
+    """The noise floor that so many rounds are enough for."""
+    if rounds < SURE_ROUNDS:
+        return UNSURE / 4
+    return UNSURE if rounds >= FIRST_ROUNDS + ROUNDS else UNSURE / 2
+
+
 def _unsure(cells: Sequence[Sequence[float]], limit: float = UNSURE) -> bool:
     """Whether the best cell by every other sample is that far off the best by the rest; cells given up don't count."""
     kept = [each for each in cells if len(each) > FIRST_ROUNDS]
@@ -294,10 +303,12 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
 
     from benchmarks.gpu.common import host_noise, versions
     from kpolicy.heap import frozen_heap
-    from kpolicy.serving.calibrate import device_name
+    from kpolicy.serving.calibrate import device_name, save_profile
 
     noise = host_noise()
     shapes = json.loads(options.shapes.read_text())[options.model]
+    if unknown := sorted({*(options.loads or ())} - shapes.keys()):
+        sys.exit(f"--loads: {', '.join(unknown)}: the shapes are of {', '.join(shapes)}")
     at: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"cells": {}}
     begun = time.monotonic()
     model, engines, capture_s, samples = open_engines(options)
@@ -317,7 +328,10 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
         "too_long": {load: each["too_long"] for load, each in shapes.items()},
         "steps": {load: each["steps"] for load, each in shapes.items()},
     }  # fmt: skip
-    loads = {load: each["shapes"][: options.shapes_a_load] for load, each in shapes.items()}
+    if options.save_profile:
+        save_profile(options.save_profile, auto.costs, model, at["command"])
+    chosen = options.loads or list(shapes)
+    loads = {load: shapes[load]["shapes"][: options.shapes_a_load] for load in chosen}
     # Load by load: one that is whole says more than all in part.
     order = [(load, i) for load, shapes in loads.items() for i in range(len(shapes))]
     said = begun
@@ -518,6 +532,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path)
     parser.add_argument("--shapes", type=Path)
     parser.add_argument("--shapes-a-load", type=int, default=40)
+    parser.add_argument("--loads", nargs="+", help="of the shapes, in this order; all by default")
+    parser.add_argument("--save-profile", type=Path, help="the table that auto decides by, as a profile")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a toy of the same architecture: a dry run")

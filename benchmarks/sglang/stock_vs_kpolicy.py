@@ -514,9 +514,12 @@ def about() -> dict[str, Any]:
             versions[name] = version(name)
         except PackageNotFoundError:  # noqa: PERF203
             versions[name] = ""
+    # nvidia-smi lists GPUs that this process can't see too.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    only = [f"--id={visible}"] if visible else []
     try:
         device = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],  # noqa: S607
+            ["nvidia-smi", *only, "--query-gpu=name,driver_version", "--format=csv,noheader"],  # noqa: S607
             capture_output=True, text=True, check=True,
         ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
