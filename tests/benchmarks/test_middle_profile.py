@@ -43,9 +43,9 @@ def test_the_one_in_the_middle_of_what_launches_took_at_one_speed_is_copied(
     assert read_profile(out).costs.host_work_us == 20.0
     said = capsys.readouterr().out.splitlines()
     assert [line.removeprefix(str(tmp_path)) for line in said] == [
-        "/1.json: 19,000 us, 1.00 of the one in the middle, taken",
-        "/2.json: 18,883 us, 0.99 of the one in the middle",
-        "/3.json: 19,100 us, 1.01 of the one in the middle",
+        "/1.json: 19,000 us, 1.00 of the middle one, taken",
+        "/2.json: 18,883 us, 0.99 of the middle one",
+        "/3.json: 19,100 us, 1.01 of the middle one",
     ]
     # Of two the quicker.
     assert middle_profile.main([*map(str, paths[:2]), "--out", str(out)]) == 0
