@@ -3,9 +3,10 @@
 ``python -m benchmarks.middle_profile P1 P2 P3 --out P``. A virtual machine's host is slow or quick for as long as a
 calibration takes, and the fixed work noted beside each sample (`kpolicy.host_speed`) doesn't tell all of it: of five
 tables of one model on H200s' hosts one had launches 18% slower than the quickest, and one 8% (docs/benchmarks.md). So
-calibrate several times, in processes of their own, and serve by the middle one of what they took for launching an eager
-prompt and a decode in pieces, brought to one host speed; of an even number, by the quicker of the two there. The quickest
-is as far from what serving meets as the slowest: by it EAGER steps came out 8% too quick, by the middle one 4%.
+calibrate several times, in processes of their own, and serve by the middle one of what they took for launching an
+eager prompt and a decode in pieces, brought to one host speed; of an even number, by the quicker of the two there.
+The quickest is as far from what serving meets as the slowest: by it EAGER steps came out 8% too quick, by the middle
+one 4%.
 """
 
 from __future__ import annotations
