@@ -63,7 +63,7 @@ AUTO = {"step_us": "auto", "gap_us": "auto latency"}
 """The policy that the others are held to, by objective"""
 RESAMPLES, SEED = 10_000, 0
 WRITE_S = 15.0
-"""Seconds between writes of what there is: a run that is cut off loses no more"""
+"""Seconds between writes of what there is: a run that is killed loses no more"""
 
 
 def open_engines(options: argparse.Namespace) -> tuple[Any, dict[str, Any], float, list[dict[str, Any]]]:
@@ -335,20 +335,22 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
     # Load by load: one that is whole says more than all in part.
     order = [(load, i) for load, shapes in loads.items() for i in range(len(shapes))]
     said = begun
-    for load, i in order:
-        if f"{load}/{i}" in at["cells"]:
-            continue
-        if time.monotonic() - begun > options.seconds:
-            break
-        with torch.no_grad(), frozen_heap():
-            cell = measure(loads[load][i], model, engines)
-            at["cells"][f"{load}/{i}"] = {"table": len(at["tables"]) - 1, **cell}
-        if time.monotonic() - said > WRITE_S:
-            said = time.monotonic()
-            _write(options.out, at)
-            print(f"{len(at['cells'])} of {len(order)} shapes, {said - begun:.0f} s", flush=True)
-    _write(options.out, at)
-    left = len(order) - len(at["cells"])
+    try:
+        for load, i in order:
+            if f"{load}/{i}" in at["cells"]:
+                continue
+            if time.monotonic() - begun > options.seconds:
+                break
+            with torch.no_grad(), frozen_heap():
+                cell = measure(loads[load][i], model, engines)
+                at["cells"][f"{load}/{i}"] = {"table": len(at["tables"]) - 1, **cell}
+            if time.monotonic() - said > WRITE_S:
+                said = time.monotonic()
+                _write(options.out, at)
+                print(f"{len(at['cells'])} of {len(order)} shapes, {said - begun:.0f} s", flush=True)
+    finally:  # also where it is interrupted
+        _write(options.out, at)
+    left = sum(f"{load}/{i}" not in at["cells"] for load, i in order)
     print(f"{len(at['cells'])} shapes, {left} left, {time.monotonic() - begun:.0f} s", flush=True)
     for load in loads:
         rows = summarise(at, load)

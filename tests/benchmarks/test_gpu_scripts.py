@@ -322,6 +322,41 @@ def test_a_shape_that_is_unsure_is_measured_longer() -> None:
     assert not regret._unsure([steady, [101.0] * 14, given_up])
 
 
+def test_shapes_are_sure_of_the_best_sooner_where_halves_agree() -> None:
+    """A quarter of the limit is enough after 6 rounds, half of it after 8, the limit itself after 14."""
+    assert [regret._limit(rounds) for rounds in (6, 8, 12, 14, 38)] == [0.005, 0.01, 0.01, 0.02, 0.02]
+
+
+def test_regret_of_some_loads(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the loads asked for are measured, what is there stays when interrupted, and the table is a profile."""
+    from kpolicy.profiles import load_profile
+
+    for name, value in (("OWN_SIZES", ()), ("FIXED", ("full",)), ("TINY", (4, 16)), ("MAX_NUM_TOKENS", 16),
+                        ("MAX_NUM_REQS", 4), ("KV_TOKENS", 1024), ("LONGEST", 96), ("CALIBRATION_S", 0.1)):  # fmt: skip
+        monkeypatch.setattr(regret, name, value)
+    shape = {"decodes": [9, 5], "chunks": [(7, 0)], "steps": 1, "times": 3}
+    each = {"shapes": [shape, shape], "steps": 9, "too_long": 0}
+    shapes, profile = tmp_path / "shapes.json", tmp_path / "profile.json"
+    shapes.write_text(json.dumps({"qwen": {"code x1": each, "code x6": each}}))
+    given = ["--model", "qwen", "--shapes", str(shapes), "--save-profile", str(profile), *arguments]
+    with pytest.raises(SystemExit, match="code x2: the shapes are of code x1, code x6"):
+        regret.main([*given, "--loads", "code x2"])
+    measure, calls = regret.measure, 0
+
+    def interrupted(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return measure(*given)
+
+    monkeypatch.setattr(regret, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        regret.main([*given, "--loads", "code x6"])
+    assert list(read(arguments)["cells"]) == ["code x6/0"]
+    assert load_profile(str(profile)).model.startswith("Qwen2ForCausalLM")
+
+
 def test_gpt2(tmp_path: Path) -> None:
     """Graphs of both kinds give eager's outputs for prompts and decodes."""
     out = tmp_path / "out.json"
