@@ -12,9 +12,8 @@ The model of a step (docs/design.md, costs):
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -28,6 +27,7 @@ from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows
 from kpolicy.settings import Objective
 from kpolicy.shapes import BatchNumbers
+from kpolicy.step_effects import StepEffects
 
 __all__ = [
     "FEW_DECODES",
@@ -215,10 +215,6 @@ class CostTable:
         step_us: time of a step that overlaps nothing (sampling, hand-over).
         overlap_cost: share of the shorter half's device time that running it beside the longer still costs: 0 when
             overlap is free, 1 when nothing overlaps.
-        one_row_overlap: `overlap_cost` where the decode half is one row; None where that is the same or wasn't timed.
-            In a mixture of experts a row more reads other experts, and leaves less of the memory's bandwidth to the
-            other half. `kpolicy.simulate` reads it; decisions and the simulated executor take `overlap_cost` for any
-            rows.
         both_us: more of device time where one launch of a graph has decode and prefill rows, by part: (FULL,
             PIECEWISE).
         capture_us: seconds of capture a graph, in microseconds, by part: (FULL, PIECEWISE).
@@ -226,19 +222,9 @@ class CostTable:
         graph_pieces: device graphs that one key is made of, by part: one for FULL, one a piece for PIECEWISE.
         host_work_us: time of `kpolicy.host_speed`'s fixed work while this was measured; 0 where it wasn't noted.
         host_probe: which fixed work that was; times of another say nothing here.
-        warm_host_share: share of the host's time that a launch takes where the step before was of its mode too, with
-            prompts or without like it, so that what it touches is in the host's caches: (PIECEWISE, EAGER).
-            `kpolicy.simulate` reads it; decisions and the simulated executor don't know what ran before.
-        eager_new_us: more of the host's time for an eager launch of a number of tokens that never ran before:
-            libraries choose kernels for it, and load them. Read likewise.
-        padding_share: share of what further decode rows would take the device that rows of padding in their place take,
-            by part: (FULL, PIECEWISE). In a mixture of experts all of them choose the same few. Read likewise.
+        effects: what launches take more or less by what ran before them and by what their rows are. Simulations read it
+            (`kpolicy.simulate.step_costs`); `cost`, decisions and the simulated executor don't.
         kv_span: the contexts that attention was timed at; None where that wasn't recorded.
-        counts_rows: whether times rest on `padding_share` and `one_row_overlap`: in tables of `counting_rows` alone,
-            and in no file.
-        first_pieces_us: more of device time for a launch of pieces, by what ran before: the host launches the first
-            ones sooner or later, and the device waits. 0 but in tables of `in_a_row` and `after_another`; it is in no
-            file.
         measured_on: the full name of the device that it was measured on; empty where nobody said. Files have it in the
             profile, and two tables that differ in nothing else are equal.
     """
@@ -255,7 +241,6 @@ class CostTable:
     host_eager: HostCost
     step_us: float = 0.0
     overlap_cost: float = attrs.field(default=1.0)
-    one_row_overlap: float | None = attrs.field(default=None)
     mixed: Curve | None = None
     both_us: tuple[float, float] = (0.0, 0.0)
     capture_us: tuple[float, float] = (0.0, 0.0)
@@ -263,12 +248,8 @@ class CostTable:
     graph_pieces: tuple[int, int] = (1, 1)
     host_work_us: float = 0.0
     host_probe: str = INTERPRETER
-    warm_host_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
-    eager_new_us: float = attrs.field(default=0.0)
-    padding_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
+    effects: StepEffects = attrs.field(default=StepEffects())
     kv_span: KvSpan | None = None
-    counts_rows: bool = False
-    first_pieces_us: float = 0.0
     measured_on: str = attrs.field(default="", eq=False)
 
     def __attrs_post_init__(self) -> None:
@@ -289,32 +270,10 @@ class CostTable:
                 f"decode_attention has kv_us {value.kv_us}; it takes unit_us, whose units are KV tokens."
             )
 
-    @warm_host_share.validator
-    def _check_again(self, _: Any, value: tuple[float, float]) -> None:
-        if len(value) != 2 or not all(0 < share <= 1 for share in value):
-            raise ProfileError(
-                f"warm_host_share is {value}; it is two shares above 0 and up to 1, of PIECEWISE and EAGER."
-            )
-
-    @padding_share.validator
-    def _check_padding(self, _: Any, value: tuple[float, float]) -> None:
-        if len(value) != 2 or not all(0 <= share <= 1 for share in value):
-            raise ProfileError(f"padding_share is {value}; it is two shares from 0 to 1, of FULL and PIECEWISE.")
-
-    @eager_new_us.validator
-    def _check_new(self, _: Any, value: float) -> None:
-        if not 0 <= value < 1e9:
-            raise ProfileError(f"eager_new_us is {value}; it is microseconds from 0 up.")
-
     @overlap_cost.validator
     def _check_overlap(self, _: Any, value: float) -> None:
         if not 0 <= value <= 2:
             raise ProfileError(f"overlap_cost is {value}; 0 is free overlap, 1 none, and over 2 isn't believable.")
-
-    @one_row_overlap.validator
-    def _check_one_row(self, _: Any, value: float | None) -> None:
-        if value is not None and not 0 <= value <= 2:
-            raise ProfileError(f"one_row_overlap is {value}; it is a share from 0 to 2, or none, as overlap_cost is.")
 
     def at_host_speed(self, work_us: float | None) -> CostTable:
         """The table of a host on which the fixed work takes so long: the host's times and `step_us` change with it.
@@ -334,83 +293,12 @@ class CostTable:
         return attrs.evolve(
             self, step_us=self.step_us * times, host_work_us=work_us, host_full=self.host_full.times(times),
             host_piecewise=self.host_piecewise.times(times), host_eager=self.host_eager.times(times),
-            eager_new_us=self.eager_new_us * times, first_pieces_us=self.first_pieces_us * times,
+            effects=self.effects.at_host_speed(times),
         )  # fmt: skip
-
-    def in_a_row(self) -> CostTable:
-        """The table of steps that come after one like them: the host's times are `warm_host_share` of these.
-
-        The device waits less for the first pieces: see `after_another`.
-        """
-        if self.warm_host_share == (1.0, 1.0):
-            return self
-        piecewise, eager = self.warm_host_share
-        return attrs.evolve(
-            self, host_piecewise=self.host_piecewise.times(piecewise), host_eager=self.host_eager.times(eager),
-            warm_host_share=(1.0, 1.0), first_pieces_us=-self._first_pieces_us,
-        )  # fmt: skip
-
-    def after_another(self) -> CostTable:
-        """The table of steps that come after one unlike them: the device waits longer for the first pieces.
-
-        What launching them takes more than in a row (`warm_host_share`) is taken to be at their beginning, where the
-        first layer brings into the caches what all run and the device has nothing to do yet. The curve has the wait of
-        steps in any order, about half of which came after pieces: so half of it is added here, and half is taken off in
-        a row.
-        """
-        more_us = self._first_pieces_us
-        return attrs.evolve(self, first_pieces_us=more_us) if more_us else self
-
-    @property
-    def _first_pieces_us(self) -> float:
-        """Half of what launching pieces takes more than in a row."""
-        return 0.5 * (1 - self.warm_host_share[0]) * self.host_piecewise.base_for(decodes=True, prefills=True)
-
-    def counting_rows(self) -> CostTable:
-        """The table that tells rows of padding from others, and halves of a few decode rows from those of one."""
-        if self.padding_share == (1.0, 1.0) and self.one_row_overlap is None:
-            return self
-        return attrs.evolve(self, counts_rows=True)
-
-    def overlap_of(self, decodes: int) -> float:
-        """`overlap_cost` of a half with so many decode rows; from one row to a few it changes evenly as they double.
-
-        A rank without any, beside others that have some, counts as one row: its graph runs all the same.
-        """
-        one = self.one_row_overlap
-        if one is None or not self.counts_rows or decodes >= FEW_DECODES:
-            return self.overlap_cost
-        return one + (self.overlap_cost - one) * math.log2(max(decodes, 1)) / math.log2(FEW_DECODES)
-
-    def new_sizes(self) -> CostTable:
-        """The table of eager launches of numbers of tokens that never ran before."""
-        if not self.eager_new_us:
-            return self
-        eager = attrs.evolve(self.host_eager, base_us=self.host_eager.base_us + self.eager_new_us)
-        return attrs.evolve(self, host_eager=eager, eager_new_us=0.0)
 
     def curve_of(self, launch: Launch) -> Curve:
         """The dense work's curve that a launch is costed by."""
         return self.eager if launch.key is None else self.curve_for(launch.key)
-
-    def dense_us(self, launch: Launch, num_tokens: int, decodes: int = 0) -> float:
-        """What the dense work of a launch takes the device at that size, with its wait for the first pieces.
-
-        Args:
-            launch: the launch.
-            num_tokens: its padded tokens.
-            decodes: its tokens without padding, where all are decode rows'; 0 of others.
-        """
-        curve = self.curve_of(launch)
-        us = curve.at(num_tokens)
-        if launch.key is None:
-            return us
-        full = launch.key.part is Part.FULL
-        if self.counts_rows and 0 < decodes < num_tokens:
-            # Padding is at least one row more.
-            least = curve.at(decodes + 1)
-            us = least + self.padding_share[0 if full else 1] * (us - least)
-        return us if full else max(us + self.first_pieces_us, 0.0)
 
     def curve_for(self, key: GraphKey) -> Curve:
         """The dense work's curve of a graph."""
@@ -421,7 +309,7 @@ class CostTable:
     def spans(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> bool:
         """Whether each launch's size lies within the curve of its kind: elsewhere its dense work is extrapolated."""
         for launch in launches:
-            size = launch.key.num_tokens if launch.key else launch.padded_tokens or launch.num_tokens(numbers)
+            size = launch.size(numbers)
             if size and not self.curve_of(launch).spans(size):
                 return False
         return True
@@ -449,8 +337,8 @@ class CostTable:
         us = cost.base_us + cost.row_us * numbers.num_prefill_tokens + cost.unit_us * numbers.prefill_pairs
         return us + cost.kv_us * numbers.prefill_kv_tokens
 
-    def launch_us(self, launch: Launch, numbers: BatchNumbers) -> tuple[float, float]:
-        """(device, host) time of one repeat of a launch."""
+    def launch_us(self, launch: Launch, numbers: BatchNumbers, dense_us: float | None = None) -> tuple[float, float]:
+        """(device, host) time of one repeat of a launch; with `dense_us`, where it is given, for its dense work."""
         decodes = numbers.num_decodes if launch.rows is not Rows.PREFILL else 0
         prefills = numbers.num_prefills if launch.rows is not Rows.DECODE else 0
         decode = self.decode_attention_us(numbers) if decodes else 0.0
@@ -458,27 +346,44 @@ class CostTable:
         reqs = numbers.total_reqs if launch.rows is Rows.ALL else decodes or prefills
         both = 0.0
         if launch.key is None:
-            dense = self.dense_us(launch, launch.padded_tokens or launch.num_tokens(numbers))
             host = self.host_eager
+            if dense_us is None:
+                dense_us = self.eager.at(launch.size(numbers))
         else:
             full = launch.key.part is Part.FULL
-            dense = self.dense_us(launch, launch.key.num_tokens, 0 if prefills else launch.num_tokens(numbers))
             host = self.host_full if full else self.host_piecewise
+            if dense_us is None:
+                dense_us = self.curve_for(launch.key).at(launch.key.num_tokens)
             if decodes and prefills:
                 both = self.both_us[0 if full else 1]
         base_us = host.base_for(decodes=decodes > 0, prefills=prefills > 0)
-        return dense + (decode + prefill) + both, base_us + host.req_us * reqs
+        return dense_us + (decode + prefill) + both, base_us + host.req_us * reqs
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes. The readable form; compiled policies inline it."""
+        sides = [self.launch_us(launch, numbers) for launch in launches]
+        return self.cost_of(sides, launches, numbers, self.overlap_cost)
+
+    def cost_of(
+        self, sides: Sequence[tuple[float, float]], launches: tuple[Launch, ...], numbers: BatchNumbers,
+        overlap_cost: float,
+    ) -> Cost:  # fmt: skip
+        """What launches take as one step.
+
+        Args:
+            sides: (device, host) time of one repeat of each.
+            launches: the launches.
+            numbers: the step's rows.
+            overlap_cost: that of halves beside each other.
+        """
         if not launches:
             return Cost(self.step_us, self.step_us, self.step_us, 0.0, 0.0)
-        device, host = self.launch_us(launches[0], numbers)
+        device, host = sides[0]
         if len(launches) == 1:
             cycle = max(device, host) + self.step_us
             return Cost(cycle, cycle, cycle, device, host)
         first, second = launches
-        second_device, second_host = self.launch_us(second, numbers)
+        second_device, second_host = sides[1]
         steps = first.repeat
         decodes_us = steps * device
         host_us = steps * host + second_host
@@ -486,7 +391,7 @@ class CostTable:
             device_us = decodes_us + second_device
         else:
             shorter, longer = sorted((decodes_us, second_device))
-            device_us = longer + self.overlap_of(numbers.num_decodes) * shorter
+            device_us = longer + overlap_cost * shorter
         cycle = max(device_us, host_us) + self.step_us
         if steps == 1:
             return Cost(cycle, cycle, cycle, device_us, host_us)

@@ -45,6 +45,10 @@ class Launch:
             return numbers.total_tokens
         return numbers.decode_tokens if self.rows is Rows.DECODE else numbers.num_prefill_tokens
 
+    def size(self, numbers: BatchNumbers) -> int:
+        """The same with its padding."""
+        return (self.padded_tokens if self.key is None else self.key.num_tokens) or self.num_tokens(numbers)
+
     def padding(self, numbers: BatchNumbers) -> int:
         """Padding tokens over all repeats."""
         padded = self.padded_tokens if self.key is None else self.key.num_tokens

@@ -29,6 +29,7 @@ from kpolicy.modes import Rows
 from kpolicy.reading import MOST_BYTES, MOST_LINES_BYTES, read_whole
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
+from kpolicy.step_effects import StepEffects
 
 if TYPE_CHECKING:
     from cattrs import Converter
@@ -91,6 +92,8 @@ class Profile:
     extra: Mapping[str, Any] = _free()
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.costs, CostTable):
+            raise ConfigError(f"costs is a {type(self.costs).__name__}; a profile has the CostTable that it came from.")
         if self.tensor_parallel_size is not None and self.tensor_parallel_size < 1:
             raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; give 1 or more, or None.")
         if self.costs.measured and self.costs.measured_on != self.device:
@@ -556,7 +559,9 @@ def _problems(error: Exception, path: str, kind: Any = None) -> Iterator[str]:
         below, below_kind = path, kind
         for note in getattr(each, "__notes__", ()):
             if isinstance(note, AttributeValidationNote):
-                below, below_kind = f"{path}.{note.name}" if path else note.name, note.type
+                below_kind = note.type
+                if note.name not in _BESIDE:
+                    below = f"{path}.{note.name}" if path else note.name
             elif isinstance(note, IterableValidationNote):
                 below = f"{path}[{note.index!r}]"
         yield from _problems(each, below, below_kind)
@@ -584,8 +589,10 @@ def _sparse() -> Converter:
     return _converter(sparse=True)
 
 
-_IN_NO_FILE = ("extra", "measured_on", "first_pieces_us", "counts_rows")
-"""Fields that stand elsewhere in a file, or in none."""
+_ELSEWHERE = ("extra", "measured_on")
+"""Fields that stand elsewhere in a file"""
+_BESIDE: dict[str, type] = {"effects": StepEffects}
+"""Fields whose own fields stand beside the others in a file"""
 
 
 def _converter(*, sparse: bool) -> Converter:
@@ -606,18 +613,32 @@ def _converter(*, sparse: bool) -> Converter:
     )
 
     def without_extra(kind: Any) -> Any:
-        return {name: override(omit=True) for name in _IN_NO_FILE if name in attrs.fields_dict(kind)}
+        return {name: override(omit=True) for name in _ELSEWHERE if name in attrs.fields_dict(kind)}
+
+    def beside(kind: Any) -> dict[str, tuple[str, ...]]:
+        return {name: tuple(attrs.fields_dict(of)) for name, of in _BESIDE.items() if name in attrs.fields_dict(kind)}
 
     def reads(kind: Any) -> Callable[[Any, Any], Any]:
-        fields = make_dict_structure_fn(kind, converter, **without_extra(kind))
+        fields, groups = make_dict_structure_fn(kind, converter, **without_extra(kind)), beside(kind)
 
         def hook(value: Any, of: Any) -> Any:
-            return fields(_expected(value, dict, "an object of fields"), of)
+            found = _expected(value, dict, "an object of fields")
+            parts = {group: {name: found[name] for name in names if name in found} for group, names in groups.items()}
+            return fields({**found, **parts}, of)
 
         return hook
 
     def writes(kind: Any) -> Callable[[Any], Any]:
-        return make_dict_unstructure_fn(kind, converter, _cattrs_omit_if_default=sparse, **without_extra(kind))
+        fields = make_dict_unstructure_fn(kind, converter, _cattrs_omit_if_default=sparse, **without_extra(kind))
+        groups = beside(kind)
+
+        def hook(value: Any) -> Any:
+            data = fields(value)
+            for group in groups:
+                data |= data.pop(group, {})
+            return data
+
+        return hook if groups else fields
 
     converter.register_structure_hook_factory(attrs.has, reads)
     converter.register_unstructure_hook_factory(attrs.has, writes)

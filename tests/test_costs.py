@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kpolicy.costs import (
-    FEW_DECODES,
     H200,
     LLAMA_8B,
     AttentionCost,
@@ -311,73 +310,3 @@ def test_prompt_attention_by_the_context_it_goes_through() -> None:
     costs = attrs.evolve(TABLE, prefill_attention=AttentionCost(20.0, 0.5, 0.001, 0.25))
     chunk = BatchNumbers(0, num_prefills=1, num_prefill_tokens=8, prefill_kv_tokens=1008, prefill_pairs=8036)
     assert costs.prefill_attention_us(chunk) == pytest.approx(20 + 4 + 8.036 + 252)
-
-
-def test_the_wait_for_the_first_pieces_is_half_of_what_launching_both_kinds_has_beyond_a_row() -> None:
-    """Added after another mode and taken off in a row; no launch takes less than nothing for it."""
-    host = HostCost(100.0, 1.0, 30.0, 10.0)
-    costs = attrs.evolve(TABLE, host_piecewise=host, warm_host_share=(0.75, 1.0))
-    assert costs.after_another().first_pieces_us == 0.5 * 0.25 * 140.0
-    assert costs.in_a_row().first_pieces_us == -0.5 * 0.25 * 140.0
-    piece = Launch(Rows.ALL, PIECE64)
-    assert costs.after_another().dense_us(piece, 64) == 260.0 + 17.5
-    assert costs.in_a_row().dense_us(piece, 64) == 260.0 - 17.5
-    assert costs.after_another().dense_us(Launch(Rows.ALL, FULL8), 8) == 100.0
-    slow = attrs.evolve(costs, host_piecewise=HostCost(3000.0))
-    assert slow.in_a_row().dense_us(piece, 64) == 0.0
-
-
-def test_rows_of_padding_take_their_share_where_a_table_counts_them() -> None:
-    """9 rows in a graph of 16: from 10 rows' time, one row of padding, to 16 rows' by the share of their part."""
-    sizes, us = [8, 16], [800.0, 1600.0]
-    table = attrs.evolve(
-        TABLE, full=Curve(sizes, us), piecewise=Curve(sizes, us), mixed=Curve(sizes, us), padding_share=(0.25, 0.5)
-    )
-    full = Launch(Rows.ALL, GraphKey(Part.FULL, 16, 16, query_len=1))
-    pieces, eager = Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 16)), Launch(Rows.ALL, None)
-    counting = table.counting_rows()
-    assert counting.dense_us(full, 16, 9) == pytest.approx(1000.0 + 0.25 * 600.0)
-    assert counting.dense_us(pieces, 16, 9) == pytest.approx(1000.0 + 0.5 * 600.0)
-    for launch, decodes in ((full, 16), (full, 15), (pieces, 0)):
-        assert counting.dense_us(launch, 16, decodes) == 1600.0
-    assert counting.dense_us(eager, 16, 9) == table.dense_us(eager, 16)
-    assert table.dense_us(full, 16, 9) == 1600.0
-    assert TABLE.counting_rows() is TABLE
-
-
-def test_a_step_with_prompts_has_no_rows_of_padding() -> None:
-    table = attrs.evolve(TABLE, piecewise=Curve([8, 16], [800.0, 1600.0]), padding_share=(1.0, 0.0)).counting_rows()
-    pieces = (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 16)),)
-    decodes = BatchShape(decodes=[(1, 9)], decode_kv_tokens=90, max_kv_len=10)
-    mixed = BatchShape(decodes=[(1, 5)], prefills=[(4, 0)], decode_kv_tokens=50, max_kv_len=10)
-    plain = attrs.evolve(table, counts_rows=False)
-    more_us = plain.cost(pieces, decodes.numbers).device_us - table.cost(pieces, decodes.numbers).device_us
-    assert more_us == pytest.approx(600.0)
-    assert plain.cost(pieces, mixed.numbers) == table.cost(pieces, mixed.numbers)
-
-
-@pytest.mark.parametrize("shares", [(1.2, 1.0), (1.0, -0.1), (1.0,)])
-def test_shares_of_padding_lie_between_none_and_all(shares: Any) -> None:
-    with pytest.raises(ProfileError, match="padding_share"):
-        attrs.evolve(TABLE, padding_share=shares)
-
-
-def test_one_decode_row_beside_a_prompt_has_its_own_share_where_a_table_counts_rows() -> None:
-    """From one row to a few it changes evenly as the rows double; decisions take that of a few."""
-    table = attrs.evolve(TABLE, overlap_cost=0.6, one_row_overlap=0.3)
-    counting = table.counting_rows()
-    # A rank that has none, where others do, runs its graph too.
-    found = [counting.overlap_of(rows) for rows in (0, 1, 2, 4, FEW_DECODES, 64)]
-    assert found == pytest.approx([0.3, 0.3, 0.4, 0.5, 0.6, 0.6])
-    launches = Launch(Rows.DECODE, FULL8), Launch(Rows.PREFILL, PIECE64, 1)
-    numbers = BatchShape(decodes=[(1, 1)], prefills=[(30, 0)], decode_kv_tokens=10, max_kv_len=30).numbers
-    halves = [table.launch_us(launch, numbers)[0] for launch in launches]
-    assert table.cost(launches, numbers).device_us == pytest.approx(max(halves) + 0.6 * min(halves))
-    assert counting.cost(launches, numbers).device_us == pytest.approx(max(halves) + 0.3 * min(halves))
-    assert attrs.evolve(table, one_row_overlap=None).counting_rows().overlap_of(1) == 0.6
-
-
-@pytest.mark.parametrize("share", [-0.1, 2.5, float("nan")])
-def test_the_share_of_one_row_is_between_free_and_twice(share: float) -> None:
-    with pytest.raises(ProfileError, match="one_row_overlap"):
-        attrs.evolve(TABLE, one_row_overlap=share)

@@ -39,8 +39,10 @@ def test_padding_is_what_the_graph_has_beyond_the_rows() -> None:
 
 @pytest.mark.parametrize(("rows", "tokens"), [(Rows.ALL, 56), (Rows.DECODE, 6), (Rows.PREFILL, 50)])
 def test_a_launch_counts_its_own_rows(rows: Rows, tokens: int) -> None:
-    """Tokens of a launch are those of its rows, for one repeat."""
+    """Tokens of a launch are those of its rows, for one repeat; its size is with their padding."""
     assert Launch(rows, None, repeat=3).num_tokens(MIXED) == tokens
+    assert Launch(rows, None, repeat=3).size(MIXED) == tokens
+    assert Launch(rows, None, padded_tokens=64).size(MIXED) == Launch(rows, PIECE64).size(MIXED) == 64
 
 
 def test_keys_parts_and_steps() -> None:

@@ -16,6 +16,7 @@ from kpolicy.reasons import Reason
 from kpolicy.schemas import StepEntry
 from kpolicy.shapes import BatchShape
 from kpolicy.simulate.fidelity import expected_cost, fidelity
+from kpolicy.step_effects import StepEffects
 
 COSTS = CostTable(
     version="noted", measured=True, full=Curve([1], [100.0]), piecewise=Curve([1], [110.0]), eager=Curve([1], [120.0]),
@@ -40,11 +41,12 @@ def test_launching_slows_by_less_than_the_work() -> None:
 
 def test_a_slower_host_changes_the_hosts_times_alone() -> None:
     """The work takes half as long again, launching 1.425 times as long."""
-    costs = attrs.evolve(COSTS, eager_new_us=200.0, first_pieces_us=70.0)
+    costs = attrs.evolve(COSTS, effects=StepEffects(eager_new_us=200.0, padding_share=(0.5, 0.9)))
     slow = costs.at_host_speed(60.0)
     assert slow.host_work_us == 60
-    for name in ("step_us", "eager_new_us", "first_pieces_us"):
-        assert getattr(slow, name) == pytest.approx(1.425 * getattr(costs, name))
+    assert slow.step_us == pytest.approx(1.425 * costs.step_us)
+    assert slow.effects == attrs.evolve(costs.effects, eager_new_us=slow.effects.eager_new_us)
+    assert slow.effects.eager_new_us == pytest.approx(285.0)
     for name in ("host_full", "host_piecewise", "host_eager"):
         before, now = getattr(costs, name), getattr(slow, name)
         for part in ("base_us", "req_us", "decode_us", "prefill_us"):

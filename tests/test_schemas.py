@@ -51,6 +51,7 @@ from kpolicy.schemas import (
 )
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
+from kpolicy.step_effects import StepEffects
 from tests import strategies as drawn
 from tests.test_reading import written_to
 
@@ -179,15 +180,44 @@ def test_files_round_trip(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
 
 
-def test_what_a_simulation_makes_of_a_table_is_in_no_file() -> None:
-    """A table that counts rows, or comes after a step unlike it, is written and read back as the plain one."""
-    shares = {"padding_share": (0.5, 1.0), "one_row_overlap": 0.3, "warm_host_share": (0.7, 0.9)}
-    plain = attrs.evolve(PROFILE, costs=attrs.evolve(PROFILE.costs, **shares))
-    for costs in (plain.costs.counting_rows(), plain.costs.after_another()):
-        assert costs != plain.costs
-        assert dumps(attrs.evolve(plain, costs=costs)) == dumps(plain)
-    assert loads(dumps(attrs.evolve(plain, costs=plain.costs.counting_rows())), Profile) == plain
-    assert loads(changed(plain, "costs", "counts_rows", to=True), Profile) == plain
+EFFECTS = {"warm_host_share": [0.7, 0.9], "eager_new_us": 40.0, "padding_share": [0.5, 1.0], "one_row_overlap": 0.3}
+
+
+def test_what_steps_tell_stands_beside_a_tables_other_numbers() -> None:
+    """As in files from before it was a type of its own; left out, each is as if a table told nothing of it."""
+    costs = json.loads(dumps(PROFILE))["costs"]
+    assert "effects" not in costs
+    assert {name: costs[name] for name in EFFECTS} == {
+        "warm_host_share": [1.0, 1.0], "eager_new_us": 0.0, "padding_share": [1.0, 1.0], "one_row_overlap": None
+    }  # fmt: skip
+    data = json.loads(dumps(PROFILE))
+    data["costs"] |= EFFECTS
+    found = loads(json.dumps(data), Profile)
+    assert found.costs.effects == StepEffects(
+        warm_host_share=(0.7, 0.9), eager_new_us=40.0, padding_share=(0.5, 1.0), one_row_overlap=0.3
+    )
+    assert json.loads(dumps(found)) == data
+    for name in EFFECTS:
+        left = loads(changed(found, "costs", name, to=...), Profile).costs.effects
+        assert left == attrs.evolve(found.costs.effects, **{name: getattr(StepEffects(), name)})
+    # What this kpolicy doesn't know is ignored: a field of that name too, and what some earlier ones made of tables.
+    for name, to in (("effects", {"eager_new_us": 1.0}), ("counts_rows", True), ("first_pieces_us", 3.0)):
+        assert loads(changed(found, "costs", name, to=to), Profile) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "said"),
+    [
+        ("eager_new_us", "4", "costs.eager_new_us is '4'; wanted a finite number."),
+        ("padding_share", [0.5, "1"], "costs.padding_share[1] is '1'; wanted a finite number."),
+        ("warm_host_share", [0.0, 1.0], "costs can't be used: warm_host_share is (0.0, 1.0)"),
+        ("one_row_overlap", 2.5, "costs can't be used: one_row_overlap is 2.5"),
+    ],
+)
+def test_a_wrong_number_of_steps_is_named_by_its_place_in_the_file(name: str, to: Any, said: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        loads(changed(PROFILE, "costs", name, to=to), Profile)
+    assert said in str(caught.value)
 
 
 def test_a_step_log_line_holds_what_a_simulator_needs(tmp_path: Path) -> None:

@@ -123,11 +123,11 @@ def expected_steps(entries: Sequence[StepEntry], costs: CostTable) -> Iterator[E
     for entry in entries:
         launches, numbers = tuple(_launch(entry, each) for each in entry.launches), entry.shape.numbers
         # As the simulator counts them: forms of a split, which the log's mode names, are one mode.
-        table = state.table(entry.mode.partition("/")[0], launches, numbers)
+        step = state.costs(entry.mode.partition("/")[0], launches, numbers)
         speed = next(steady) if entry.host_work_us else None
-        at_table = table.cost(launches, numbers)
-        cost = table.at_host_speed(speed).cost(launches, numbers) if speed else at_table
-        yield Expected(cost, at_table, id(table), speed / usual if speed and usual else 1.0)
+        at_table = step.cost(launches, numbers)
+        cost = step.at_host_speed(speed).cost(launches, numbers) if speed else at_table
+        yield Expected(cost, at_table, id(step), speed / usual if speed and usual else 1.0)
 
 
 def _passes(entries: Sequence[StepEntry]) -> Iterator[Sequence[StepEntry]]:
@@ -149,8 +149,7 @@ def regime_of(entry: StepEntry, cost: Cost, costs: CostTable) -> str:
 
 def _growth(entry: StepEntry, launch: Launch, costs: CostTable) -> float:
     curve = costs.curve_of(launch)
-    size = launch.key.num_tokens if launch.key else launch.padded_tokens or launch.num_tokens(entry.shape.numbers)
-    return curve.at(size) / curve.at(1)
+    return curve.at(launch.size(entry.shape.numbers)) / curve.at(1)
 
 
 def fidelity(entries: Sequence[StepEntry], costs: CostTable) -> list[FidelityRow]:

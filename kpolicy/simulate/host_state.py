@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
 
 from kpolicy.costs import CostTable
 from kpolicy.decision import Launch
 from kpolicy.errors import ConfigError
-from kpolicy.modes import Part
 from kpolicy.shapes import BatchNumbers
+from kpolicy.simulate.step_costs import Sides, StepCosts
 
 __all__ = ["HostSpeeds", "HostState"]
 
@@ -53,36 +52,27 @@ class HostSpeeds:
         return work_us[after - 1] + share * (work_us[after] - work_us[after - 1])
 
 
-class Sides(NamedTuple):
-    """What a launch of decode rows takes, in microseconds."""
-
-    host_us: float
-    dense_us: float
-    """Of the device's time, but for attention"""
-
-
 class HostState:
-    """The tables of one host's steps, in their order.
+    """The costs of one host's steps, in their order.
 
     Args:
-        costs: a table. Where it tells nothing of steps in a row and new sizes (`CostTable.warm_host_share`,
-            `eager_new_us`), every step has this one. Rows of padding take their `padding_share`, and one
-            decode row beside a prompt its `one_row_overlap`.
+        costs: a table. Where its effects tell nothing of what ran before, every step has the same.
     """
 
     def __init__(self, costs: CostTable) -> None:
-        costs = costs.counting_rows()
-        first, again = costs.after_another(), costs.in_a_row()
-        self._tables = (first, first.new_sizes()), (again, again.new_sizes())
-        self._plain = costs if again is costs and not costs.eager_new_us else None
+        first, again = StepCosts.after_another(costs), StepCosts.in_a_row(costs)
+        if again == first:
+            again = first
+        self._costs = (first, first.new_sizes()), (again, again.new_sizes())
+        self._plain = first if again is first and not costs.effects.eager_new_us else None
         self._ran: Hashable = None
         self._sizes: set[int] = set()
 
-    def table(self, mode: Hashable, launches: Sequence[Launch], numbers: BatchNumbers) -> CostTable:
-        """The table of the next step, which then has run.
+    def costs(self, mode: Hashable, launches: Sequence[Launch], numbers: BatchNumbers) -> StepCosts:
+        """The costs of the next step, which then has run.
 
         Args:
-            mode: what `CostTable.warm_host_share` counts as one mode; a split is one in whatever form. Steps with
+            mode: what `StepEffects.warm_host_share` counts as one mode; a split is one in whatever form. Steps with
                 prompts and steps without aren't alike.
             launches: the step's.
             numbers: its rows.
@@ -94,30 +84,21 @@ class HostState:
         new = False
         for launch in launches:
             if launch.key is None:
-                size = launch.padded_tokens or launch.num_tokens(numbers)
+                size = launch.size(numbers)
                 new = new or size not in self._sizes
                 self._sizes.add(size)
-        return self._tables[again][new]
+        return self._costs[again][new]
 
     def decodes(self, mode: Hashable, launch: Launch, num_rows: int) -> tuple[Sides, Sides]:
         """What a launch of so many decode rows takes, and what the next one like it does; then it has run."""
         if self._plain is not None:
-            sides = _sides(self._plain, launch, num_rows)
+            sides = self._plain.decodes(launch, num_rows)
             return sides, sides
         size = launch.padded_tokens or num_rows
         new = launch.key is None and size not in self._sizes
         ran = mode, False
-        table = self._tables[ran == self._ran][new]
+        costs = self._costs[ran == self._ran][new]
         self._ran = ran
         if launch.key is None:
             self._sizes.add(size)
-        return _sides(table, launch, num_rows), _sides(self._tables[True][False], launch, num_rows)
-
-
-def _sides(table: CostTable, launch: Launch, num_rows: int) -> Sides:
-    host, size, decodes = table.host_eager, launch.padded_tokens or num_rows, 0
-    if launch.key is not None:
-        host = table.host_full if launch.key.part is Part.FULL else table.host_piecewise
-        size, decodes = launch.key.num_tokens, num_rows
-    host_us = host.base_for(decodes=True, prefills=False) + host.req_us * num_rows
-    return Sides(host_us, table.dense_us(launch, size, decodes))
+        return costs.decodes(launch, num_rows), self._costs[True][False].decodes(launch, num_rows)

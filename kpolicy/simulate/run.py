@@ -225,7 +225,7 @@ class _Simulation:
         decisions = self._decide(steps)
         numbers = [_IDLE if step is None else step.numbers for step in steps]
         tables = [
-            host.table(each.mode, each.launches, count)
+            host.costs(each.mode, each.launches, count)
             for host, each, count in zip(self.hosts, decisions, numbers, strict=True)
         ]
         if self.host_speed is not None:

@@ -20,6 +20,8 @@ from kpolicy.modes import Part, Rows
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
+from kpolicy.simulate.step_costs import StepCosts
+from kpolicy.step_effects import StepEffects
 
 SETTINGS = Settings(max_num_reqs=64, max_num_tokens=512)
 DECODES, PIECES, MIXED = (1, 8, 64), (8, 64, 128, 512), (64, 512)
@@ -34,8 +36,10 @@ TRUE = CostTable(
     prefill_attention=AttentionCost(base_us=40.0, unit_us=0.0006, kv_us=0.2),
     host_full=HostCost(150.0, 0.5), host_piecewise=HostCost(1000.0, 2.0, 400.0, 300.0),
     host_eager=HostCost(9000.0, 2.0, 400.0, 300.0), step_us=120.0, overlap_cost=0.3,
-    one_row_overlap=0.15,
-    both_us=(0.0, 45.0), warm_host_share=(0.75, 0.9), eager_new_us=700.0, padding_share=(0.25, 1.0),
+    both_us=(0.0, 45.0),
+    effects=StepEffects(
+        warm_host_share=(0.75, 0.9), eager_new_us=700.0, padding_share=(0.25, 1.0), one_row_overlap=0.15
+    ),
 )  # fmt: skip
 WORK_US = 33.0
 LONGEST = 8192
@@ -82,15 +86,15 @@ class Machine:
     def run(self, decision: Decision, inputs: Any) -> Any:
         assert max(inputs.kv_lens) <= self._longest, "no request of the model is so long"
         self._runs += 1
-        table, size = TRUE.counting_rows(), len(inputs.token_ids)
+        costs, size = StepCosts(TRUE), len(inputs.token_ids)
         if self._last == (decision.launches, inputs.numbers):
             # The device's wait for the first pieces isn't this machine's.
-            table = attrs.evolve(table.in_a_row(), first_pieces_us=0.0)
+            costs = attrs.evolve(StepCosts.in_a_row(TRUE), first_pieces_us=0.0)
         elif decision.launches[0].key is None and size not in self._sizes:
-            table = table.new_sizes()
+            costs = costs.new_sizes()
         if decision.launches[0].key is None:
             self._sizes.add(size)
-        cost = table.cost(decision.launches, inputs.numbers)
+        cost = costs.cost(decision.launches, inputs.numbers)
         if self._stalls and self._runs % self._stalls == 0:
             self.now += 50_000.0
         device = cost.device_us
@@ -156,11 +160,11 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
             [getattr(true, each.name) for each in true.__attrs_attrs__], rel=1e-6, abs=1e-6
         ), name
     assert (found.step_us, found.overlap_cost) == (pytest.approx(TRUE.step_us), pytest.approx(TRUE.overlap_cost))
-    assert found.one_row_overlap == pytest.approx(TRUE.one_row_overlap)
+    assert found.effects.one_row_overlap == pytest.approx(TRUE.effects.one_row_overlap)
     assert found.both_us == pytest.approx(TRUE.both_us, abs=1e-6)
-    assert found.warm_host_share == pytest.approx(TRUE.warm_host_share)
-    assert found.eager_new_us == pytest.approx(TRUE.eager_new_us)
-    assert found.padding_share == pytest.approx(TRUE.padding_share)
+    assert found.effects.warm_host_share == pytest.approx(TRUE.effects.warm_host_share)
+    assert found.effects.eager_new_us == pytest.approx(TRUE.effects.eager_new_us)
+    assert found.effects.padding_share == pytest.approx(TRUE.effects.padding_share)
     assert found.capture_us == pytest.approx((80_000.0, 20_000.0))
     assert (found.graph_bytes, found.graph_pieces) == ((5000, 800), (1, 25))
     # Decode rows of the largest graph over the usual KV, and the longest chunk behind a long context.
@@ -185,8 +189,8 @@ def test_a_host_that_stalls_now_and_then_changes_nothing(monkeypatch: pytest.Mon
         assert getattr(found, name).us == pytest.approx(getattr(calibrated(monkeypatch)[0], name).us, rel=0.01)
     assert found.host_eager.base_us == pytest.approx(TRUE.host_eager.base_us, rel=0.01)
     assert found.host_full.base_us == pytest.approx(TRUE.host_full.base_us, rel=0.01)
-    assert found.warm_host_share == pytest.approx(TRUE.warm_host_share, rel=0.01)
-    assert found.eager_new_us == pytest.approx(TRUE.eager_new_us, rel=0.1)
+    assert found.effects.warm_host_share == pytest.approx(TRUE.effects.warm_host_share, rel=0.01)
+    assert found.effects.eager_new_us == pytest.approx(TRUE.effects.eager_new_us, rel=0.1)
 
 
 def test_no_step_is_longer_than_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from kpolicy.scheduling.traces import Trace
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from kpolicy.simulate import simulate
+from kpolicy.step_effects import StepEffects
 from kpolicy.testing.ranks import ThreadCommunicator, run_ranks
 
 from .helpers import COSTS, LIMITS, SIZES, hash_lists, reference, run, server, trace_of, traces, with_ids
@@ -53,7 +54,7 @@ def test_steps_and_clock_are_those_of_a_run_by_tokens(trace, policy, blocks, ste
     assert (got.graphs, got.graphs_used, got.unused) == (wanted.graphs, wanted.graphs_used, wanted.unused)
 
 
-SHOWN = attrs.evolve(COSTS, warm_host_share=(0.7, 0.9), eager_new_us=55.5)
+SHOWN = attrs.evolve(COSTS, effects=StepEffects(warm_host_share=(0.7, 0.9), eager_new_us=55.5))
 """Steps in a row and eager steps of known sizes take the host less."""
 
 

@@ -24,13 +24,15 @@ from kpolicy.simulate.fidelity import (
     fidelity,
     same_ranking,
 )
+from kpolicy.simulate.step_costs import StepCosts
+from kpolicy.step_effects import StepEffects
 
 from .helpers import COSTS, SIZES, server, trace_of
 
 BUSY = trace_of(*[(0.2 * i, 3 + 7 * i % 40, 1 + 5 * i % 17) for i in range(20)])
 
 
-SHOWN = attrs.evolve(COSTS, warm_host_share=(0.7, 0.9), eager_new_us=55.5)
+SHOWN = attrs.evolve(COSTS, effects=StepEffects(warm_host_share=(0.7, 0.9), eager_new_us=55.5))
 """Steps in a row and eager steps of known sizes take the host less."""
 
 
@@ -64,7 +66,7 @@ def test_a_tables_own_steps_have_no_error(tmp_path: Path, policy: str, costs: Co
 def test_what_ran_before_tells(tmp_path: Path, policy: str) -> None:
     """A table that doesn't tell steps in a row and known sizes apart is too slow for them."""
     entries = logged(tmp_path / "s.jsonl", policy, SHOWN)
-    blind = fidelity(entries, attrs.evolve(SHOWN, warm_host_share=(1.0, 1.0), eager_new_us=0.0))[-1]
+    blind = fidelity(entries, COSTS)[-1]
     assert blind.error > 0.003
     assert fidelity(entries, SHOWN)[-1].error == pytest.approx(0, abs=1e-12)
 
@@ -74,9 +76,9 @@ def test_forms_of_a_split_are_one_mode(tmp_path: Path) -> None:
     first = next(each for each in logged(tmp_path / "s.jsonl", "split", SHOWN) if each.mode.startswith("split/"))
     entries = [attrs.evolve(first, mode=f"split/{form}") for form in ("beside", "in_turn")]
     assert any(each.key is None or each.key.part is Part.PIECEWISE for each in first.launches)
-    again = SHOWN.in_a_row()
-    assert expected_costs(entries, SHOWN)[1] == expected_cost(first, again)
-    assert expected_cost(first, again) != expected_cost(first, SHOWN)
+    launches = tuple(Launch(each.rows, each.key, each.stream, each.repeat) for each in first.launches)
+    again = StepCosts.in_a_row(SHOWN).cost(launches, first.shape.numbers)
+    assert expected_costs(entries, SHOWN)[1] == again != expected_cost(first, SHOWN)
 
 
 def test_the_hosts_speed_at_a_step_is_the_middle_of_what_is_noted_around_it(tmp_path: Path) -> None:

@@ -9,24 +9,26 @@ import pytest
 
 from kpolicy.costs import Curve
 from kpolicy.decision import Launch
-from kpolicy.errors import ProfileError
+from kpolicy.errors import ConfigError
 from kpolicy.host_speed import launching_takes
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
-from kpolicy.schemas import Profile, dumps
+from kpolicy.schemas import Profile
 from kpolicy.shapes import BatchShape
 from kpolicy.simulate.host_state import HostState
+from kpolicy.simulate.step_costs import StepCosts
+from kpolicy.step_effects import StepEffects
 
 from .helpers import COSTS
 
-SHOWN = attrs.evolve(COSTS, warm_host_share=(0.5, 0.8), eager_new_us=40.0)
+SHOWN = attrs.evolve(COSTS, effects=StepEffects(warm_host_share=(0.5, 0.8), eager_new_us=40.0))
 EAGER, PIECES = (Launch(Rows.ALL, None),), (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 8)),)
 FULL = (Launch(Rows.ALL, GraphKey(Part.FULL, 8, 8, query_len=1)),)
 
 
 def host_us(state: HostState, mode: Mode, launches: tuple[Launch, ...], rows: int) -> float:
     numbers = BatchShape.decode(rows).numbers
-    return state.table(mode, launches, numbers).cost(launches, numbers).host_us
+    return state.costs(mode, launches, numbers).cost(launches, numbers).host_us
 
 
 def test_steps_in_a_row_and_sizes_that_ran_before() -> None:
@@ -51,11 +53,9 @@ def test_a_step_with_prompts_is_not_in_a_row_with_one_without() -> None:
     state, other = HostState(SHOWN), (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 16)),)
     decodes, mixed = BatchShape.decode(4).numbers, BatchShape(prefills=[(4, 0)]).numbers
     ran = [(PIECES, decodes), (PIECES, mixed), (other, mixed), (PIECES, decodes), (other, decodes)]
-    found = [state.table(Mode.PIECEWISE, launches, numbers) for launches, numbers in ran]
-    cold, warm = SHOWN.after_another().new_sizes(), SHOWN.in_a_row().new_sizes()
-    assert [table.host_piecewise for table in found] == [
-        each.host_piecewise for each in (cold, cold, warm, cold, warm)
-    ]  # fmt: skip
+    found = [state.costs(Mode.PIECEWISE, launches, numbers) for launches, numbers in ran]
+    cold, warm = StepCosts.after_another(SHOWN), StepCosts.in_a_row(SHOWN)
+    assert found == [cold, cold, warm, cold, warm]
     assert state.decodes(Mode.PIECEWISE, PIECES[0], 4)[0].host_us == warm.cost(PIECES, decodes).host_us
 
 
@@ -73,55 +73,54 @@ def test_the_device_waits_for_the_first_pieces_by_what_ran_before(slower: float)
     times = launching_takes(slower)
     for mode, launches, waits in ((Mode.PIECEWISE, PIECES, WAITS), (Mode.FULL, FULL, 0.0), (Mode.EAGER, EAGER, 0.0)):
         state, alone = HostState(shown), shown.cost(launches, numbers).device_us
-        tables = [state.table(mode, launches, numbers).at_host_speed(slower * 20) for _ in range(2)]
-        found = [table.cost(launches, numbers).device_us for table in tables]
+        steps = [state.costs(mode, launches, numbers).at_host_speed(slower * 20) for _ in range(2)]
+        found = [each.cost(launches, numbers).device_us for each in steps]
         assert found == pytest.approx([alone + times * waits, max(alone - times * waits, 0.0)])
 
 
 def test_no_file_has_what_ran_before() -> None:
-    table = HostState(SHOWN).table(Mode.PIECEWISE, PIECES, BatchShape.decode(4).numbers)
-    assert table.first_pieces_us == pytest.approx(WAITS)
-    assert "first_pieces_us" not in dumps(Profile(costs=table, device="d", model="m"))
+    """What a step takes by what ran before is no table: a profile of it would give another table's times."""
+    step: Any = HostState(SHOWN).costs(Mode.PIECEWISE, PIECES, BatchShape.decode(4).numbers)
+    with pytest.raises(ConfigError, match="costs is a StepCosts; a profile has the CostTable"):
+        Profile(costs=step, device="d", model="m")
 
 
 def test_decodes_that_go_on_alone_are_told_the_same() -> None:
-    """`decodes` says what `table` does of a step and the next like it, and of the device's dense work."""
+    """`decodes` says what `costs` does of a step and the next like it, and of the device's dense work."""
     for mode, launches in ((Mode.EAGER, EAGER), (Mode.PIECEWISE, PIECES), (Mode.FULL, FULL)):
         one, other, device = (HostState(SHOWN) for _ in range(3))
         for rows in (4, 4, 6):
             now, after = one.decodes(mode, launches[0], rows)
             for sides in (now, after):
                 assert sides.host_us == host_us(other, mode, launches, rows)
-                table = device.table(mode, launches, BatchShape.decode(rows).numbers)
-                assert sides.dense_us == table.dense_us(launches[0], rows if launches is EAGER else 8)
+                numbers = BatchShape.decode(rows).numbers
+                device_us = device.costs(mode, launches, numbers).cost(launches, numbers).device_us
+                assert sides.dense_us + COSTS.decode_attention_us(numbers) == device_us
     assert HostState(COSTS).decodes(Mode.EAGER, EAGER[0], 4)[1].dense_us == COSTS.eager.at(4)
 
 
 def test_a_table_that_tells_neither_is_every_steps() -> None:
     numbers = BatchShape.decode(4).numbers
     state = HostState(COSTS)
-    assert all(state.table(Mode.EAGER, EAGER, numbers) is COSTS for _ in range(2))
+    assert state.costs(Mode.EAGER, EAGER, numbers) is state.costs(Mode.EAGER, EAGER, numbers)
+    assert state.costs(Mode.EAGER, EAGER, numbers).cost(EAGER, numbers) == COSTS.cost(EAGER, numbers)
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"warm_host_share": (0.0, 1.0)}, "warm_host_share"),
-        ({"warm_host_share": (1.0, 1.2)}, "warm_host_share"),
-        ({"eager_new_us": -1.0}, "eager_new_us"),
-    ],
-)
-def test_shares_and_times_that_cant_be(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ProfileError, match=named):
-        attrs.evolve(COSTS, **given)
+def test_steps_that_take_alike_are_told_as_one_kind() -> None:
+    """Where steps in a row take no less, only a size that never ran is told apart."""
+    numbers = BatchShape.decode(4).numbers
+    state = HostState(attrs.evolve(COSTS, effects=StepEffects(eager_new_us=40.0)))
+    new, again, after = (state.costs(mode, EAGER, numbers) for mode in (Mode.EAGER, Mode.EAGER, Mode.FULL))
+    assert new is not again is after
 
 
 def test_a_simulation_tells_rows_of_padding_from_others() -> None:
     """Both ways of costing a step of decodes alone, a whole table and its sides, count the padding of a graph."""
-    table = attrs.evolve(COSTS, padding_share=(0.0, 1.0), full=Curve([8, 16], [800.0, 1600.0]))
+    effects = StepEffects(padding_share=(0.0, 1.0))
+    table = attrs.evolve(COSTS, effects=effects, full=Curve([8, 16], [800.0, 1600.0]))
     launch = Launch(Rows.ALL, GraphKey(Part.FULL, 16, 16, query_len=1))
     shape = BatchShape(decodes=[(1, 9)], decode_kv_tokens=90, max_kv_len=10)
-    found = HostState(table).table("full", (launch,), shape.numbers)
+    found = HostState(table).costs("full", (launch,), shape.numbers)
     first, again = HostState(table).decodes("full", launch, 9)
     assert found.launch_us(launch, shape.numbers)[0] == table.launch_us(launch, shape.numbers)[0] - 600.0
     assert first.dense_us == again.dense_us == 1000.0

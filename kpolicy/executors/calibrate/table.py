@@ -39,6 +39,7 @@ from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows, SplitForm
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Settings
+from kpolicy.step_effects import StepEffects
 
 __all__ = ["Calibration", "calibrate", "can_measure", "measure"]
 
@@ -216,11 +217,13 @@ class Calibration:
             host_eager=self._host_eager.cost(step_us),
             step_us=step_us,
             overlap_cost=self._overlap.share(),
-            one_row_overlap=self._overlap.one_row_share(),
             host_work_us=bench.host_work_us,
-            warm_host_share=(self._host_piecewise.again(step_us), self._host_eager.again(step_us)),
-            eager_new_us=self._host_eager.new_us(step_us),
-            padding_share=(full_padding, piecewise_padding),
+            effects=StepEffects(
+                warm_host_share=(self._host_piecewise.again(step_us), self._host_eager.again(step_us)),
+                eager_new_us=self._host_eager.new_us(step_us),
+                padding_share=(full_padding, piecewise_padding),
+                one_row_overlap=self._overlap.one_row_share(),
+            ),
             kv_span=KvSpan(*self._decoding.timed(), self._prefilling.timed()),
             measured_on=self._device,
             **_captures(self._registry, self.keys),
@@ -298,7 +301,7 @@ class _Overlap:
 
     Both are timed with a few decode rows, and with one where the host doesn't run them itself: a mixture of experts
     reads other weights for each. One is timed only where there is a graph of one token, since padding reads weights
-    too, and where the few are `FEW_DECODES`, from which `CostTable.overlap_of` goes down to it.
+    too, and where the few are `FEW_DECODES`, from which a simulation goes down to it.
     """
 
     def __init__(

@@ -1,0 +1,68 @@
+"""`StepEffects`: what launches take more or less than their sizes tell, by what ran before and by what their rows are.
+
+`CostTable.effects` holds them, and files have them beside the table's other numbers. `kpolicy.simulate` reads them
+(`kpolicy.simulate.step_costs`); decisions and the simulated executor don't: they don't know what ran before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from kpolicy.errors import ProfileError
+
+__all__ = ["StepEffects"]
+
+
+@attrs.frozen(kw_only=True)
+class StepEffects:
+    """What launches take more or less by what ran before them and by what their rows are. None by default.
+
+    Args:
+        warm_host_share: share of the host's time that a launch takes where the step before was of its mode too, with
+            prompts or without like it, so that what it touches is in the host's caches: (PIECEWISE, EAGER).
+        eager_new_us: more of the host's time for an eager launch of a number of tokens that never ran before:
+            libraries choose kernels for it, and load them.
+        padding_share: share of what further decode rows would take the device that rows of padding in their place take,
+            by part: (FULL, PIECEWISE). In a mixture of experts all of them choose the same few.
+        one_row_overlap: `CostTable.overlap_cost` where the decode half is one row; None where that is the same or
+            wasn't timed. In a mixture of experts a row more reads other experts, and leaves less of the memory's
+            bandwidth to the other half.
+    """
+
+    warm_host_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
+    eager_new_us: float = attrs.field(default=0.0)
+    padding_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
+    one_row_overlap: float | None = attrs.field(default=None)
+
+    @warm_host_share.validator
+    def _check_warm(self, _: Any, value: tuple[float, float]) -> None:
+        if len(value) != 2 or not all(0 < share <= 1 for share in value):
+            raise ProfileError(
+                f"warm_host_share is {value}; it is two shares above 0 and up to 1, of PIECEWISE and EAGER."
+            )
+
+    @eager_new_us.validator
+    def _check_new(self, _: Any, value: float) -> None:
+        if not 0 <= value < 1e9:
+            raise ProfileError(f"eager_new_us is {value}; it is microseconds from 0 up.")
+
+    @padding_share.validator
+    def _check_padding(self, _: Any, value: tuple[float, float]) -> None:
+        if len(value) != 2 or not all(0 <= share <= 1 for share in value):
+            raise ProfileError(f"padding_share is {value}; it is two shares from 0 to 1, of FULL and PIECEWISE.")
+
+    @one_row_overlap.validator
+    def _check_one_row(self, _: Any, value: float | None) -> None:
+        if value is not None and not 0 <= value <= 2:
+            raise ProfileError(f"one_row_overlap is {value}; it is a share from 0 to 2, or none, as overlap_cost is.")
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows of padding, or a single decode row beside a prompt, count otherwise than the table's."""
+        return self.padding_share != (1.0, 1.0) or self.one_row_overlap is not None
+
+    def at_host_speed(self, times: float) -> StepEffects:
+        """Those of a host that takes so many times as long."""
+        return attrs.evolve(self, eager_new_us=self.eager_new_us * times) if self.eager_new_us else self

@@ -1,0 +1,124 @@
+"""What a step takes by what ran before it and by what its rows are: sums by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from kpolicy.costs import FEW_DECODES, AttentionCost, CostTable, Curve, HostCost
+from kpolicy.decision import Launch
+from kpolicy.errors import ProfileError
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part, Rows
+from kpolicy.shapes import BatchShape
+from kpolicy.simulate.step_costs import StepCosts
+from kpolicy.step_effects import StepEffects
+
+SIZES = (8, 16)
+TABLE = CostTable(
+    version="by hand",
+    measured=True,
+    full=Curve(SIZES, (800.0, 1600.0)),
+    mixed=Curve(SIZES, (800.0, 1600.0)),
+    piecewise=Curve(SIZES, (800.0, 1600.0)),
+    eager=Curve(SIZES, (900.0, 1700.0)),
+    prefill_attention=AttentionCost(20.0, 0.5, 0.001),
+    host_full=HostCost(40.0, 0.5),
+    host_piecewise=HostCost(100.0, 1.0, 30.0, 10.0),
+    host_eager=HostCost(900.0, 2.0),
+    overlap_cost=0.6,
+)
+FULL, PIECES = (
+    (Launch(Rows.ALL, GraphKey(Part.FULL, 16, 16, query_len=1)),),
+    (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 16)),),
+)
+EAGER = (Launch(Rows.ALL, None),)
+
+
+def told(**effects: Any) -> CostTable:
+    return attrs.evolve(TABLE, effects=StepEffects(**effects))
+
+
+def device_us(costs: StepCosts | CostTable, launches: tuple[Launch, ...], rows: int) -> float:
+    return costs.cost(launches, BatchShape.decode(rows).numbers).device_us
+
+
+def test_the_wait_for_the_first_pieces_is_half_of_what_launching_both_kinds_has_beyond_a_row() -> None:
+    """Added after another mode and taken off in a row; no launch takes less than nothing for it."""
+    table = told(warm_host_share=(0.75, 1.0))
+    after, again = StepCosts.after_another(table), StepCosts.in_a_row(table)
+    # Half of a quarter of 140 us.
+    assert device_us(after, PIECES, 16) == 1600.0 + 17.5
+    assert device_us(again, PIECES, 16) == 1600.0 - 17.5
+    for launches in (FULL, EAGER):
+        assert device_us(after, launches, 16) == device_us(again, launches, 16) == device_us(TABLE, launches, 16)
+    slow = attrs.evolve(table, host_piecewise=HostCost(20_000.0))
+    assert device_us(StepCosts.in_a_row(slow), PIECES, 16) == 0.0
+
+
+def test_by_itself_a_step_has_the_tables_times() -> None:
+    """As long as it tells nothing of rows; what ran before isn't known."""
+    numbers = BatchShape(decodes=[(1, 3)], prefills=[(4, 0)]).numbers
+    for costs in (StepCosts(TABLE), StepCosts(told(warm_host_share=(0.5, 0.5), eager_new_us=70.0))):
+        for launches in ((), FULL, PIECES, EAGER):
+            assert costs.cost(launches, numbers) == TABLE.cost(launches, numbers)
+            assert device_us(costs, launches, 9) == device_us(TABLE, launches, 9)
+
+
+def test_rows_of_padding_take_their_share() -> None:
+    """9 rows in a graph of 16: from 10 rows' time, one row of padding, to 16 rows' by the share of their part."""
+    table = told(padding_share=(0.25, 0.5))
+    costs = StepCosts(table)
+    assert device_us(costs, FULL, 9) == pytest.approx(1000.0 + 0.25 * 600.0)
+    assert device_us(costs, PIECES, 9) == pytest.approx(1000.0 + 0.5 * 600.0)
+    assert device_us(costs, FULL, 16) == device_us(costs, FULL, 15) == 1600.0
+    assert device_us(costs, EAGER, 9) == device_us(table, EAGER, 9)
+    # Decisions rest on the table.
+    assert device_us(table, FULL, 9) == 1600.0
+
+
+def test_a_step_with_prompts_has_no_rows_of_padding() -> None:
+    table = told(padding_share=(0.0, 0.0))
+    mixed = BatchShape(decodes=[(1, 5)], prefills=[(4, 0)], decode_kv_tokens=50, max_kv_len=10).numbers
+    assert device_us(table, PIECES, 9) - device_us(StepCosts(table), PIECES, 9) == pytest.approx(600.0)
+    assert StepCosts(table).cost(PIECES, mixed) == table.cost(PIECES, mixed)
+    # The decode half of a split has some.
+    halves = Launch(Rows.DECODE, FULL[0].key), Launch(Rows.PREFILL, PIECES[0].key)
+    assert StepCosts(table).launch_us(halves[0], mixed)[0] == 800.0
+    assert StepCosts(table).launch_us(halves[1], mixed) == table.launch_us(halves[1], mixed)
+
+
+def test_one_decode_row_beside_a_prompt_has_its_own_share() -> None:
+    """From one row to a few it changes evenly as the rows double; decisions take that of a few."""
+    table = told(one_row_overlap=0.3)
+    # A rank that has none, where others do, runs its graph too.
+    found = [StepCosts(table).overlap_of(rows) for rows in (0, 1, 2, 4, FEW_DECODES, 64)]
+    assert found == pytest.approx([0.3, 0.3, 0.4, 0.5, 0.6, 0.6])
+    launches = Launch(Rows.DECODE, FULL[0].key), Launch(Rows.PREFILL, PIECES[0].key, 1)
+    numbers = BatchShape(decodes=[(1, 1)], prefills=[(30, 0)], decode_kv_tokens=10, max_kv_len=30).numbers
+    halves = [table.launch_us(launch, numbers)[0] for launch in launches]
+    assert table.cost(launches, numbers).device_us == pytest.approx(max(halves) + 0.6 * min(halves))
+    assert StepCosts(table).cost(launches, numbers).device_us == pytest.approx(max(halves) + 0.3 * min(halves))
+    assert StepCosts(TABLE).overlap_of(1) == 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("warm_host_share", (0.0, 1.0)),
+        ("warm_host_share", (1.0, 1.2)),
+        ("warm_host_share", (1.0,)),
+        ("eager_new_us", -1.0),
+        ("padding_share", (1.2, 1.0)),
+        ("padding_share", (1.0, -0.1)),
+        ("padding_share", (1.0,)),
+        ("one_row_overlap", -0.1),
+        ("one_row_overlap", 2.5),
+        ("one_row_overlap", float("nan")),
+    ],
+)
+def test_effects_that_cant_be(name: str, to: Any) -> None:
+    with pytest.raises(ProfileError, match=name):
+        StepEffects(**{name: to})
