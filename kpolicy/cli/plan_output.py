@@ -163,7 +163,9 @@ def _prices(found: TracePlan) -> Any:
     for count in sorted(count for count in wanted if 0 <= count <= last and math.isfinite(planned.curve_us[count])):
         us, gain = planned.curve_us[count], planned.gain_us(count)
         mark = "* " if count == chosen else ""
-        table.add_row(f"{mark}{count}", f"{us / 1e3:,.3f}", f"{gain:,.1f}", f"{gain / us:.3%}")
+        # What comes after the last one that was computed isn't known, and isn't nothing.
+        told = ("-", "-") if count == last != chosen else (f"{gain:,.1f}", f"{gain / us:.3%}")
+        table.add_row(f"{mark}{count}", f"{us / 1e3:,.3f}", *told)
     return table
 
 
@@ -171,8 +173,9 @@ def _scores(found: TracePlan) -> Any:
     numbers = ("sizes", "keys", "mean step ms", "against the plan", "capture s", "MiB")
     table = grid("list, by its own rule", *numbers, numbers=numbers)
     for each in (found.own, found.default, *found.others):
+        # The policy's arguments stand above, in the setting.
         table.add_row(
-            each.name, f"{each.num_sizes:,}", f"{each.num_keys:,}", f"{each.step_us / 1e3:,.3f}",
+            each.name.partition(":")[0], f"{each.num_sizes:,}", f"{each.num_keys:,}", f"{each.step_us / 1e3:,.3f}",
             f"{each.step_us / found.own.step_us - 1:+.2%}", f"{each.usage.seconds:,.1f}",
             f"{each.usage.bytes / 2**20:,.0f}",
         )  # fmt: skip

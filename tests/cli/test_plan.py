@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,16 @@ def test_it_says_what_a_person_needs(kpolicy: Command, trace: Path) -> None:
     ):  # fmt: skip
         assert part in ended.out, part
     assert not any(line.endswith(" ") for line in ended.out.splitlines())
+
+
+def test_what_more_sizes_than_the_budget_would_save_is_told_as_far_as_it_is_known(
+    kpolicy: Command, trace: Path
+) -> None:
+    """Of one over the budget the step is known, and what a further one would take off isn't said to be nothing."""
+    given = ("plan", trace, "--budget", "4", "--emit", "tensorrt-llm", "--max-num-reqs", 16)
+    out = kpolicy(*given).out
+    assert re.search(r"^ *\* 4 +[\d.,]+ +[\d.,]+ +[\d.]+%\n +5 +[\d.,]+ +- +-$", out, re.M), out
+    assert re.search(r"^default of tensorrt_llm +\d", out, re.M)
 
 
 def test_json(kpolicy: Command, trace: Path) -> None:
