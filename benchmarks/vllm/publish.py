@@ -1,6 +1,7 @@
 """From the folders that GPU calls left, what `benchmarks/results/h200` keeps of vLLM, and a table for the docs.
 
-Of a row measured in several folders the last is taken.
+Of a row measured in several folders the last is taken. What was published before stays, with its date, but for loads
+and models that were measured again.
 
 Run: ``python -m benchmarks.vllm.publish FOLDER... --date D [--results FOLDER]``.
 """
@@ -47,6 +48,15 @@ def checks(folders: Iterable[Path]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def kept(rows: Sequence[dict[str, Any]], target: Path) -> list[dict[str, Any]]:
+    """The rows published before whose load none of the new ones is of, each with its date."""
+    if not target.exists():
+        return []
+    published = json.loads(target.read_text())
+    again = {(row["model"], row["load"]) for row in rows}
+    return [{"date": published["date"], **row} for row in published["rows"] if (row["model"], row["load"]) not in again]
+
+
 def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Markdown, a figure a row, a table a pair of sides."""
     lines: list[str] = []
@@ -79,22 +89,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not rows and not checked:
         say(f"nothing was measured in {', '.join(map(str, options.folders))}: no {' or '.join(RAW)} there.")
         return 2
-    found = compared(rows)
-    for line in table(found):
-        say(line)
+    raw = options.results / "raw" / "vllm_stock_vs_kpolicy.json"
     about = next((row.get("cold", row) for row in rows if "gpu" in row.get("cold", row)), {})
     head = {
         "commands": COMMANDS, "date": options.date, "device": about.get("gpu"),
         "versions": {name: about.get(name) for name in ("vllm", "torch")},
     }  # fmt: skip
-    (options.results / "raw").mkdir(parents=True, exist_ok=True)
+    raw.parent.mkdir(parents=True, exist_ok=True)
     if rows:
+        rows = [*kept(rows, raw), *({**row, "date": options.date} for row in rows)]
+        found = compared(rows)
+        for line in table(found):
+            say(line)
         write(options.results / "vllm_stock_vs_kpolicy.json", found.pop("stock kpolicy", []))
         write(options.results / "vllm_sides.json", {**head, "pairs": found})
-        write(options.results / "raw" / "vllm_stock_vs_kpolicy.json", {**head, "rows": rows})
+        write(raw, {**head, "rows": rows})
     if checked:
-        command = "python -m benchmarks.vllm.correct --out OUT"
-        write(options.results / "vllm_correct.json", {"command": command, "results": checked})
+        command, target = "python -m benchmarks.vllm.correct --out OUT", options.results / "vllm_correct.json"
+        models = {result["model"] for result in checked}
+        earlier = json.loads(target.read_text())["results"] if target.exists() else []
+        checked = [*(result for result in earlier if result["model"] not in models), *checked]
+        write(target, {"command": command, "results": checked})
     return 0
 
 

@@ -201,3 +201,30 @@ def test_folders_of_several_calls_are_published_together(tmp_path: Path, capsys:
     assert json.loads((results / "vllm_correct.json").read_text())["results"][0]["date"] == "then"
     assert publish.main([str(tmp_path / "nowhere"), "--date", "today", "--results", str(tmp_path / "no")]) == 2
     assert not (tmp_path / "no").exists()
+
+
+def test_what_was_published_before_stays_unless_it_was_measured_again(tmp_path: Path) -> None:
+    """Loads are kept or replaced whole, of any number of requests, so that no pair is of two calls; checks by model."""
+    results = tmp_path / "results"
+
+    def publish_rows(date: str, rows: list[dict[str, Any]], checks: list[str]) -> list[dict[str, Any]]:
+        folder = tmp_path / date
+        folder.mkdir()
+        (folder / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        checked = {"date": date, "results": [{"model": name, "passes": True} for name in checks]}
+        (folder / "vllm_correct.json").write_text(json.dumps(checked))
+        assert publish.main([str(folder), "--date", date, "--results", str(results)]) == 0
+        written: list[dict[str, Any]] = json.loads((results / "raw" / "vllm_stock_vs_kpolicy.json").read_text())["rows"]
+        return written
+
+    def row(load: str, side: str, repeat: int) -> dict[str, Any]:
+        return {"model": "m", "load": load, "side": side, "repeat": repeat, "requests_per_s": 1.0}
+
+    publish_rows("then", [row("chat", "stock", 0), row("chat", "wide", 0), row("start", "stock", 0)], ["a", "b"])
+    publish_rows("later", [{**row("chat", "stock", 1), "requests": 4}], ["b"])
+    rows = publish_rows("now", [row("burst", "stock", 0)], [])
+    assert [(each["load"], each["side"], each["date"]) for each in rows] == [
+        ("start", "stock", "then"), ("chat", "stock", "later"), ("burst", "stock", "now"),
+    ]  # fmt: skip
+    checks = json.loads((results / "vllm_correct.json").read_text())["results"]
+    assert [(each["model"], each["date"]) for each in checks] == [("a", "then"), ("b", "later")]
