@@ -36,7 +36,9 @@ _POLICY_OF = {
     "vllm-ascend": "ascend",
 }
 """The policy that an engine's flags are planned for where none is given."""
-_BYTES = {"KIB": 10, "MIB": 20, "GIB": 30, "KB": 10, "MB": 20, "GB": 30, "BYTES": 0, "B": 0}
+_BYTES = {
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9, "bytes": 1, "b": 1,
+}  # fmt: skip
 
 
 def plan(
@@ -195,14 +197,14 @@ def _limit(part: str) -> tuple[str, float]:
     found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-zA-Z]*)", part.strip())
     unit = found[2].lower() if found else ""
     units = {"": "sizes", "sizes": "sizes", "s": "seconds", "seconds": "seconds", "streams": "streams"}
-    units |= {"graphs": "graphs"} | {name.lower(): "bytes" for name in _BYTES}
+    units |= {"graphs": "graphs"} | dict.fromkeys(_BYTES, "bytes")
     if not found or unit not in units:
         near = near_miss(unit, tuple(filter(None, units))) if found else None
         hint = f" Did you mean {near}?" if near else ""
         raise ConfigError(f"--budget has {part[:40]!r}; it takes {_EXAMPLES}, joined by commas.{hint}")
     name, value = units[unit], float(found[1])
     if name == "bytes":
-        value = int(value * (1 << _BYTES[unit.upper()]))
+        value = int(value * _BYTES[unit])
     elif name != "seconds":
         if value != int(value):
             raise ConfigError(f"--budget has {part[:40]!r}; {name} are whole numbers.")

@@ -70,7 +70,8 @@ def test_json(kpolicy: Command, trace: Path) -> None:
         ("3", {"sizes": 3}),
         ("2.5s", {"seconds": 2.5}),
         ("40MiB", {"bytes": 40 << 20}),
-        ("1GB,7 sizes", {"bytes": 1 << 30, "sizes": 7}),
+        ("1GiB,7 sizes", {"bytes": 1 << 30, "sizes": 7}),
+        ("0.5GB", {"bytes": 500_000_000}),
         ("6streams,200graphs", {"streams": 6, "graphs": 200}),
     ],
 )
