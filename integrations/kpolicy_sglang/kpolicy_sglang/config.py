@@ -37,6 +37,8 @@ class Config:
             of what quicker captures saved, and one at most.
         quick_capture: warm up once before the capture of most graphs, where SGLang does twice, and collect garbage
             once: see `kpolicy_sglang.captures`.
+        quick_padding: clear what a batch leaves of its graph empty without launches for that: see
+            `kpolicy_sglang.padding`.
         split: with mixed chunks on, run decodes and prompt chunks in steps of their own where that costs less.
         turns: while prompts wait, a decode step comes between two batches of them where running decodes would wait
             for more than most of a chunk takes; otherwise the order is SGLang's.
@@ -62,6 +64,7 @@ class Config:
     calibrate: bool = True
     calibrate_seconds: float | None = None
     quick_capture: bool = True
+    quick_padding: bool = True
     split: bool = True
     turns: bool = True
     gap_ms: float | None = None

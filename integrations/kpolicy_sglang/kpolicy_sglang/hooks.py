@@ -17,6 +17,7 @@ from kpolicy_sglang.config import Config
 from kpolicy_sglang.dispatch import ATTRIBUTE
 from kpolicy_sglang.metrics import Metrics
 from kpolicy_sglang.mirror import mirror
+from kpolicy_sglang.padding import clear_in_graphs, leave_tails, take_tails
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.ranks import Ranks
 from kpolicy_sglang.split import split_of
@@ -275,7 +276,18 @@ def _device_name(model_runner: Any) -> str:
 def _take(state: State, runner: Any, phase: Phase) -> None:
     state.phases[phase.name] = phase
     phase.failures, phase.coupled = state.failures, state.coupled
+    _attach(state, runner, phase)
+
+
+def _attach(state: State, runner: Any, phase: Phase) -> None:
+    """Have a runner's steps decided by the phase, and its padding cleared the quicker way."""
     setattr(runner, ATTRIBUTE, phase)
+    if state.config.quick_padding:
+        try:
+            take_tails(runner, state.failures)
+        # Whatever isn't as it is known to be, SGLang's own way is there.
+        except Exception as error:  # noqa: BLE001
+            state.failures.note("looking at what padding clears", error, then="SGLang clears it by itself")
 
 
 def _detach(model_runner: Any) -> None:
@@ -285,6 +297,7 @@ def _detach(model_runner: Any) -> None:
     for runner in (model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner):
         if hasattr(runner, ATTRIBUTE):
             delattr(runner, ATTRIBUTE)
+        leave_tails(runner)
 
 
 def decode_backend(original: Any, cuda_graph_runner: Any) -> Any:
@@ -304,6 +317,8 @@ def _mirrored(backend: Any, runner: Any, phase: str) -> Any:
     _captured_again(state, runner, phase)
     width = getattr(runner, "captured_req_width", 1) if phase == DECODE else 1
     device = getattr(runner, "device_module", None)
+    if phase == PREFILL and state.config.quick_padding:
+        clear_in_graphs(backend, tuple(getattr(runner, "capture_num_tokens", None) or ()), state.failures)
     try:
         one_warm_up = state.config.quick_capture and needs_one_warm_up(backend, runner)
     # Whatever isn't as it is known to be, SGLang's own procedure is safe.
@@ -323,7 +338,7 @@ def _captured_again(state: State, runner: Any, name: str) -> None:
         return
     sizes = getattr(runner, "capture_bs" if name == DECODE else "capture_num_tokens", None) or ()
     if tuple(sizes) == phase.sizes:
-        setattr(runner, ATTRIBUTE, phase)
+        _attach(state, runner, phase)
         return
     state.say(
         f"SGLang captures {name} graphs of other sizes than before; its own rule decides {name} steps from now on. "

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kpolicy_sglang import captures, dispatch, hooks, sizes, votes
+from kpolicy_sglang import captures, dispatch, hooks, padding, sizes, votes
 
 __all__ = ["KNOWN", "Hook", "Version", "known"]
 
@@ -21,6 +21,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _VOTES = "sglang.srt.managers.scheduler_components.dp_attn"
 _SIZES = "sglang.srt.arg_groups.cuda_graph_hook"
 _LIMIT = "sglang.srt.arg_groups.model_overrides.qwen3_vl"
+_BUFFERS = "sglang.srt.model_executor.cuda_graph_buffer_registry"
 _ARGS = "sglang.srt.server_args.ServerArgs"
 
 
@@ -54,6 +55,12 @@ _COMMON = (
     Hook(f"{_MODEL_RUNNER}.init_cuda_graphs", hooks.init_cuda_graphs, ("self", "capture_decode_cuda_graph")),
     Hook(f"{_RUNNER}.decode_cuda_graph_runner.freeze_gc", captures.freeze_gc, ("enable_cudagraph_gc",)),
     Hook(f"{_RUNNER}.prefill_cuda_graph_runner.freeze_gc", captures.freeze_gc, ("enable_cudagraph_gc",)),
+    Hook(
+        f"{_BUFFERS}.CudaGraphBufferRegistry.fill_from",
+        padding.fill_from,
+        ("self", "forward_batch", "raw_bs", "padded_bs", "raw_num_tokens", "padded_num_tokens"),
+    ),
+    Hook(f"{_BUFFERS}._grouped_foreach_copy_", padding.grouped_copy, ("dsts", "srcs")),
     Hook(f"{_SCHEDULER}.get_new_batch_prefill", hooks.new_batch_prefill, ("self", "running_batch")),
 )
 
@@ -65,6 +72,10 @@ KNOWN: Mapping[str, Version] = {
             Hook(f"{_PREFILL}.can_run_graph", dispatch.prefill_can_run_0_5_16, ("self", "forward_batch")),
             Hook(f"{_ARGS}._generate_decode_cuda_graph_batch_sizes", sizes.decode_sizes_0_5_16, ("self", "max_bs")),
             Hook(f"{_ARGS}._generate_prefill_cuda_graph_batch_sizes", sizes.prefill_sizes_0_5_16, ("self", "max_bs")),
+            Hook(
+                "sglang.srt.layers.radix_attention.breakable_unified_attention_with_output", padding.attention_0_5_16,
+                ("args", "kwargs"),
+            ),
             Hook(f"{_ARGS}._disable_breakable_cudagraph_if_incompatible", hooks.mla_rule_0_5_16, ("self",)),
             Hook(
                 f"{_VOTES}.prepare_mlp_sync_batch_raw", votes.decode_vote_0_5_16, ("local_batch", "disable_cuda_graph"),

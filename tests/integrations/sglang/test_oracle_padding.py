@@ -1,0 +1,439 @@
+"""Padding cleared without launches of its own: SGLang's own buffers and graph breaks, out of the wheels, on the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+
+from kpolicy_sglang import padding
+from kpolicy_sglang.failures import Failures
+from kpolicy_sglang.versions import KNOWN
+from tests.integrations.sglang.test_oracle import release_of
+from tests.oracle.loader import executing
+from tests.oracle.sglang_real import MARKS
+
+torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+pytestmark = MARKS
+BUFFERS = "sglang.srt.model_executor.cuda_graph_buffer_registry"
+ATTENTION = "sglang.srt.layers.radix_attention"
+_BACKEND = "sglang.srt.model_executor.runner_backend_utils"
+GRAPHS = f"{_BACKEND}.breakable_cuda_graph"
+CONTEXT = f"{_BACKEND}.tc_piecewise_cuda_graph"
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is written by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name.endswith("_"):
+            self.found[name] += 1
+        return function(*args, **kwargs or {})
+
+
+class OnADevice:
+    """A release whose buffers take the device's way on a CPU."""
+
+    def __init__(self, version):
+        self._release, self.name = release_of(version), version
+
+    def read(self, member):
+        text = self._release.read(member)
+        if member.startswith(BUFFERS.replace(".", "/")):
+            assert text.count('dst.device.type == "cpu"') == 1
+            text = text.replace('dst.device.type == "cpu"', 'dst.device.type == "host"')
+        return text
+
+
+@contextmanager
+def buffers_of(version):
+    """The module of SGLang's buffers, whose copies are kpolicy's."""
+    with executing(OnADevice(version), (BUFFERS, "sglang.srt.model_executor.input_buffers"), ("sglang",)):
+        module = import_module(BUFFERS)
+        module._grouped_foreach_copy_ = partial(padding.grouped_copy, module._grouped_foreach_copy_)
+        yield module
+
+
+def runner_of(module, kind, **more):
+    """A graph runner with SGLang's buffers of a kind."""
+    common = {"device": torch.device("cpu"), "max_bs": 32, "cache_loc_dtype": torch.int64, "share_pool": False}
+    if kind == "decode":
+        registry = module.build_decode_registry(
+            max_num_token=32, seq_len_fill_value=5, enable_mamba_track=True, **common
+        )
+    else:
+        registry = module.build_prefill_registry(
+            max_num_token=128, is_multimodal=True, hidden_size=4, embed_dtype=torch.float32, **common
+        )
+    return SimpleNamespace(buffer_registry=registry, **{"require_gathered_buffer": False, **more})
+
+
+def batch_of(rng, rows, tokens, *, kinds):
+    """What a registry copies of a batch; positions of several kinds where the model has them."""
+
+    def made(*shape, dtype=torch.int64):
+        return torch.randint(1, 100, shape, generator=rng).to(dtype)
+
+    return SimpleNamespace(
+        input_ids=made(tokens), positions=made(tokens), out_cache_loc=made(tokens), req_pool_indices=made(rows),
+        seq_lens=made(rows), seq_lens_cpu=made(rows), mrope_positions=made(3, tokens) if kinds else None,
+        mamba_track_indices=made(rows), mamba_track_mask=made(rows, dtype=torch.bool), input_embeds=None,
+    )  # fmt: skip
+
+
+def buffers(runner):
+    return {name: slot.buffer for name, slot in runner.buffer_registry._slots.items() if slot.buffer is not None}
+
+
+@pytest.mark.parametrize("kinds", [False, True])
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("version", KNOWN)
+def test_buffers_hold_what_sglang_leaves_in_them(version, kind, kinds):
+    """Whatever was in them, and whatever batches came before: bit for bit, padded by any size or not at all."""
+    draw, numbers = random.Random(3), torch.Generator().manual_seed(3)  # noqa: S311  not for secrets
+    with buffers_of(version) as module:
+        stock, ours = (runner_of(module, kind) for _ in range(2))
+        padding.take_tails(ours, Failures())
+        assert hasattr(ours.buffer_registry, padding._ATTRIBUTE)
+        fill = module.CudaGraphBufferRegistry.fill_from
+        for _ in range(300):
+            rows = draw.randint(1, 32)
+            tokens = rows if kind == "decode" else draw.randint(rows, 128)
+            sizes = {"raw_bs": rows, "padded_bs": rows, "raw_num_tokens": tokens, "padded_num_tokens": tokens}
+            if draw.random() < 0.8:
+                sizes["padded_num_tokens"] = draw.randint(tokens, 32 if kind == "decode" else 128)
+                if kind == "decode":
+                    sizes["padded_bs"] = sizes["padded_num_tokens"]
+            batch = batch_of(numbers, rows, tokens, kinds=kinds)
+            for name, buffer in buffers(stock).items():
+                garbage = torch.randint(0, 2 if buffer.dtype is torch.bool else 99, buffer.shape, generator=numbers)
+                buffer.copy_(garbage)
+                buffers(ours)[name].copy_(garbage)
+            fill(stock.buffer_registry, batch, **sizes)
+            padding.fill_from(fill, ours.buffer_registry, batch, **sizes)
+            for name, buffer in buffers(stock).items():
+                assert torch.equal(buffer, buffers(ours)[name]), (name, sizes)
+            assert not padding._beside
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_padding_has_no_launch_of_its_own(version):
+    """A padded decode is one copy a type as one without padding; by SGLang alone it clears buffer by buffer besides."""
+    numbers = torch.Generator().manual_seed(1)
+    padded = {"raw_bs": 12, "padded_bs": 16, "raw_num_tokens": 12, "padded_num_tokens": 16}
+    exact = {"raw_bs": 12, "padded_bs": 12, "raw_num_tokens": 12, "padded_num_tokens": 12}
+    with buffers_of(version) as module:
+        stock, ours = (runner_of(module, "decode") for _ in range(2))
+        padding.take_tails(ours, Failures())
+        fill = module.CudaGraphBufferRegistry.fill_from
+        batch = batch_of(numbers, 12, 12, kinds=False)
+        found = []
+        for how, runner, sizes in (
+            (fill, stock, exact), (partial(padding.fill_from, fill), ours, exact), (fill, stock, padded),
+            (partial(padding.fill_from, fill), ours, padded),
+        ):  # fmt: skip
+            with Launches() as launches:
+                how(runner.buffer_registry, batch, **sizes)
+            found.append(launches.found)
+    alone, same, by_sglang, by_kpolicy = found
+    assert alone == same == by_kpolicy == {"_foreach_copy_": 2}
+    assert by_sglang == {"_foreach_copy_": 2, "zero_": 6, "fill_": 2}
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_what_goes_by_the_padded_size_is_left_to_sglang(version):
+    """Ranks that gather their tokens have the padded size written into a buffer."""
+    with buffers_of(version) as module:
+        gathered = runner_of(module, "decode", require_gathered_buffer=True)
+        padding.take_tails(gathered, Failures())
+        assert not hasattr(gathered.buffer_registry, padding._ATTRIBUTE)
+        counted = SimpleNamespace(
+            require_gathered_buffer=False,
+            buffer_registry=module.build_decode_registry(
+                device=torch.device("cpu"), max_bs=4, max_num_token=4, seq_len_fill_value=1, share_pool=False,
+                cache_loc_dtype=torch.int64, enable_num_token_non_padded=True,
+            ),
+        )  # fmt: skip
+        padding.take_tails(counted, Failures())
+        assert not hasattr(counted.buffer_registry, padding._ATTRIBUTE)
+
+
+def test_slots_staged_before_are_left_alone():
+    """0.5.23 leaves slots out of a fill that were filled before it: their padding is SGLang's too."""
+    numbers = torch.Generator().manual_seed(1)
+    sizes = {"raw_bs": 2, "padded_bs": 4, "raw_num_tokens": 2, "padded_num_tokens": 4}
+    with buffers_of("0.5.23") as module:
+        ours = runner_of(module, "decode")
+        padding.take_tails(ours, Failures())
+        for buffer in buffers(ours).values():
+            buffer.fill_(1)
+        batch = batch_of(numbers, 2, 2, kinds=False)
+        fill = module.CudaGraphBufferRegistry.fill_from
+        padding.fill_from(fill, ours.buffer_registry, batch, **sizes, skip_slots=frozenset({"positions"}))
+        assert buffers(ours)["positions"].tolist() == [1] * 32
+        assert buffers(ours)["out_cache_loc"].tolist()[2:5] == [0, 0, 1]
+
+
+def test_a_buffer_that_is_not_as_known_is_cleared_by_sglang():
+    """Where looking at the slots raises, the fill is SGLang's, and so are all after it; it is counted."""
+    numbers, failures = torch.Generator().manual_seed(1), Failures()
+    sizes = {"raw_bs": 2, "padded_bs": 4, "raw_num_tokens": 2, "padded_num_tokens": 4}
+    with buffers_of("0.5.16") as module:
+        ours = runner_of(module, "decode")
+        padding.take_tails(ours, failures)
+        ours.buffer_registry._slots["positions"].buffer.fill_(7)
+        getattr(ours.buffer_registry, padding._ATTRIBUTE)._registry = None
+        fill = module.CudaGraphBufferRegistry.fill_from
+        padding.fill_from(fill, ours.buffer_registry, batch_of(numbers, 2, 2, kinds=False), **sizes)
+        assert buffers(ours)["positions"].tolist()[2:5] == [0, 0, 7]
+        assert failures.total == 1
+        assert not hasattr(ours.buffer_registry, padding._ATTRIBUTE)
+
+
+# Attention between two segments of a graph
+
+
+class Recorded(TorchDispatchMode):
+    """A pretended `CUDAGraph`: what runs between begin and end is run again at each replay, over the same memory.
+
+    Memory that a step asks for has garbage in it at a replay, as what other layers left there.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.ran = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **kwargs or {})
+        self.ran.append((function, args, kwargs or {}, found))
+        return found
+
+    def capture_begin(self, **_):
+        self.__enter__()
+
+    def capture_end(self):
+        self.__exit__(None, None, None)
+
+    def replay(self):
+        for function, args, kwargs, found in self.ran:
+            name = function.overloadpacket.__name__
+            if "empty" in name:
+                found.fill_(float("nan"))
+            elif name.endswith("_"):
+                function(*args, **kwargs)
+            elif not function.is_view:
+                found.copy_(function(*args, **kwargs))
+
+
+class Backend:
+    """Attention over a batch's rows: into the output that it is given, or of its own."""
+
+    into_output = False
+
+    def forward(self, query, key, value, layer, batch, _save_kv_cache, **_):
+        key, value = (each.reshape(query.shape) for each in (key, value))
+        out = query * key.cumsum(0) + value + layer.layer_id
+        if not self.into_output:
+            return out
+        batch._attn_output.copy_(out)
+        return batch._attn_output
+
+
+SIZES, WIDTH, LAYERS = (8, 16, 48), 4, 3
+
+
+class Prompts:
+    """SGLang's attention layers in graphs of some sizes; each row sees all rows, padding too, in the layer after."""
+
+    def __init__(self, attention, graphs, context):
+        self.attention, self.graphs, self.context = attention, graphs, context
+        self.layers = [attention.RadixAttention(1, WIDTH, 1.0, 1, layer_id=i) for i in range(LAYERS)]
+        self.batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_extend=lambda: True), num_token_non_padded_cpu=0,
+            out_cache_loc=torch.zeros(64),
+        )  # fmt: skip
+        self.input = torch.zeros(64, WIDTH)
+        self.made = {}
+
+    def __call__(self, size):
+        hidden = self.input[:size] + 0
+        for layer in self.layers:
+            out = layer(hidden * 2, hidden + 1, hidden.sin(), self.batch)
+            hidden = hidden + out + out.mean(0)
+        return hidden
+
+    @contextmanager
+    def going(self, **tokens):
+        with (
+            self.graphs.enable_breakable_cuda_graph(),
+            self.context.set_tc_piecewise_forward_context(self.batch, self.layers, None, None, None, **tokens),
+        ):
+            yield
+
+    def capture_one(self, shape):
+        """As the backend's: warm up, then capture."""
+        self.batch.num_token_non_padded_cpu = shape.size
+        with self.going():
+            self(shape.size)
+            graph = self.graphs.BreakableCUDAGraph()
+            with self.graphs.BreakableCUDAGraphCapture(graph, pool=(0, 0)):
+                self.made[shape.size] = graph, self(shape.size)
+
+    def replay(self, tokens, size, numbers):
+        """The hidden rows of a batch in a graph, and what was written between its segments."""
+        self.batch.num_token_non_padded_cpu = tokens
+        self.input[:tokens] = torch.randn(tokens, WIDTH, generator=numbers)
+        self.input[tokens:] = 0
+        graph, hidden = self.made[size]
+        between = Launches()
+        graph._break_fns[:] = [partial(counted, between, each) for each in graph._break_fns]
+        with self.going(num_tokens=size, raw_num_tokens=tokens):
+            graph.replay()
+            assert self.context.get_tc_piecewise_forward_context().raw_num_tokens == tokens
+        graph._break_fns[:] = [each.args[1] for each in graph._break_fns]
+        return hidden.clone(), between.found
+
+
+def counted(launches, function):
+    with launches:
+        return function()
+
+
+class BreakableCudaGraphBackend:
+    """As far as kpolicy looks at one."""
+
+    def __init__(self, prompts):
+        self.capture_one = prompts.capture_one
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """Prompts in 0.5.16's graphs; each call makes them anew, by SGLang or with kpolicy's hook."""
+    real = (
+        ATTENTION,
+        GRAPHS,
+        f"{GRAPHS}.breakable_cuda_graph",
+        f"{GRAPHS}.context",
+        CONTEXT,
+        f"{CONTEXT}.context_manager",
+    )
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    with executing(release_of("0.5.16"), real, ("sglang",)):
+        attention, graphs, context = (import_module(name) for name in (ATTENTION, GRAPHS, CONTEXT))
+        import_module("sglang.srt.compilation.weak_ref_tensor").weak_ref_tensors = lambda tensor: tensor
+        backend = Backend()
+        monkeypatch.setattr(attention, "get_attn_backend", lambda: backend)
+        own, cleared = attention.breakable_unified_attention_with_output, padding._cleared_attention
+
+        def make(*, hooked, sizes=SIZES, into_output=False):
+            backend.into_output = into_output
+            attention.breakable_unified_attention_with_output = (
+                partial(padding.attention_0_5_16, own) if hooked else own
+            )
+            made = Prompts(attention, graphs, context)
+            capturing = BreakableCudaGraphBackend(made)
+            if hooked:
+                padding.clear_in_graphs(capturing, sizes, make.failures)
+            for size in reversed(sizes):
+                capturing.capture_one(SimpleNamespace(size=size))
+            return made
+
+        make.failures = Failures()
+        yield make
+        cleared.cache_clear()  # it is of this SGLang
+
+
+@pytest.mark.parametrize("into_output", [False, True])
+def test_padded_prompts_have_sglangs_rows_to_the_bit(prompts, into_output):
+    """In each graph, after any other batch, whether attention writes into its output or beside it."""
+    stock, ours = (prompts(hooked=each, into_output=into_output) for each in (False, True))
+    rng = random.Random(5)  # noqa: S311  not for secrets
+    numbers = [torch.Generator().manual_seed(9) for _ in range(2)]
+    for _ in range(120):
+        size = rng.choice(SIZES)
+        tokens = rng.randint(padding.first_empty(SIZES, size), size)
+        (rows, cleared), (same, none) = (
+            each.replay(tokens, size, numbers[i]) for i, each in enumerate((stock, ours))
+        )  # fmt: skip
+        assert rows.isfinite().all()
+        assert torch.equal(rows, same), (tokens, size)
+        assert cleared["zero_"] == (LAYERS if tokens < size else 0)
+        assert none["zero_"] == 0
+    assert not prompts.failures.total
+
+
+def test_a_batch_that_a_smaller_graph_has_room_for_is_cleared_by_sglang(prompts):
+    """The graph leaves rows out that no batch of its size leaves empty; where one does, SGLang clears its own way."""
+    stock, ours = (prompts(hooked=each) for each in (False, True))
+    numbers = [torch.Generator().manual_seed(9) for _ in range(2)]
+    for tokens, size in ((3, 16), (16, 48), (8, 16), (17, 48)):
+        (rows, _), (same, found) = (each.replay(tokens, size, numbers[i]) for i, each in enumerate((stock, ours)))
+        assert torch.equal(rows, same)
+        assert found["zero_"] == (0 if tokens == 17 else LAYERS)
+
+
+def test_rows_that_nobody_clears_would_be_seen(prompts, monkeypatch):
+    """Were a graph taken to clear what it doesn't, all rows would be no numbers, which the tests above would see."""
+    monkeypatch.setattr(padding, "first_empty", lambda sizes, size: size)  # noqa: ARG005
+    cleared = padding._cleared_attention()
+    monkeypatch.setattr(padding, "_cleared_attention", lambda: partial(taken_from_0, cleared))
+    rows, _ = prompts(hooked=True).replay(20, 48, torch.Generator())
+    assert rows.isnan().all()
+
+
+def taken_from_0(attention, *args, cleared_from, **kwargs):
+    return attention(*args, cleared_from=0, **kwargs)
+
+
+def test_a_capture_that_fails_so_is_done_as_sglang_does_it(prompts, monkeypatch):
+    """It is counted, and the graphs after it are SGLang's too: they have its rows, and its launches."""
+    monkeypatch.setattr(padding, "_cleared_attention", lambda: 1 / 0)
+    stock, ours = (prompts(hooked=each) for each in (False, True))
+    numbers = [torch.Generator().manual_seed(9) for _ in range(2)]
+    (rows, _), (same, found) = (each.replay(20, 48, numbers[i]) for i, each in enumerate((stock, ours)))
+    assert torch.equal(rows, same)
+    assert found["zero_"] == LAYERS
+    assert prompts.failures.total == 1
+
+
+def test_a_capture_without_memory_is_sglangs_to_handle(prompts, monkeypatch):
+    """It would fail again the other way."""
+
+    def full(*_):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(Prompts, "capture_one", full)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        prompts(hooked=True)
+    assert not prompts.failures.total
+    assert not padding._clearing
+
+
+def test_another_backends_graphs_are_left_alone():
+    """A graph of the whole model has attention inside, and nothing is cleared behind it."""
+
+    class FullCudaGraphBackend:
+        capture_one = "SGLang's"
+
+    backend = FullCudaGraphBackend()
+    padding.clear_in_graphs(backend, SIZES, Failures())
+    assert backend.capture_one == "SGLang's"
+
+
+@pytest.mark.parametrize(("size", "first"), [(8, 1), (16, 9), (48, 17), (64, 49)])
+def test_the_first_row_that_may_be_empty(size, first):
+    """A batch of as many rows as the next smaller graph has goes to that one."""
+    assert padding.first_empty(SIZES, size) == first
