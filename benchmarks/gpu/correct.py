@@ -264,7 +264,7 @@ def reference(bench: Bench, *, num: int, prompt: int, new: int, schedules: int) 
 
     model, rng = bench.model, random.Random(1)
     exact = copy.copy(model)
-    exact.hf = copy.deepcopy(model.hf).float()
+    exact.hf = in_float32(model.hf)
     texts, logits = [], []
     for _ in range(num):
         ids = [rng.randrange(model.vocab) for _ in range(rng.randint(prompt // 2, prompt))]
@@ -290,6 +290,16 @@ def reference(bench: Bench, *, num: int, prompt: int, new: int, schedules: int) 
         "beyond_margin": sum(margin > 2 * largest for margin in modes["wrong"]),
         "reference": "float32 weights of the same model, transformers' own attention",
     }  # fmt: skip
+
+
+def in_float32(module: Any) -> Any:
+    """A copy with float32 weights, without one in their own type on the way, which a GPU may lack room for."""
+    import torch
+
+    wider: dict[int, Any] = {id(each): each.float() if each.is_floating_point() else each for each in module.buffers()}
+    for each in module.parameters():
+        wider[id(each)] = torch.nn.Parameter(each.detach().float(), requires_grad=False)
+    return copy.deepcopy(module, wider)
 
 
 def _p999(values: list[float]) -> float:

@@ -136,6 +136,19 @@ def test_correct_sees_a_stray_write(arguments: list[str], monkeypatch: pytest.Mo
     assert "which no row has" in difference
 
 
+def test_the_reference_has_float32_weights_of_its_own() -> None:
+    """Tied weights stay tied, values are those of the model, and its own weights keep their type."""
+    embedding, head = torch.nn.Embedding(8, 4, dtype=torch.bfloat16), torch.nn.Linear(4, 8, dtype=torch.bfloat16)
+    head.weight = embedding.weight
+    module = torch.nn.Sequential(embedding, torch.nn.BatchNorm1d(4), head)
+    exact = correct.in_float32(module)
+    assert exact[0].weight is exact[2].weight
+    assert {each.dtype for each in exact.parameters()} == {torch.float32}
+    assert torch.equal(exact[2].weight, head.weight.float())
+    assert head.weight.dtype is torch.bfloat16
+    assert exact[1].running_mean.shape == (4,)
+
+
 def test_soak(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Cycles go on where the file ends; requests are served or cancelled, and the registry ends empty."""
     assert soak.main([*arguments, "--cycles", "2", "--steps", "40"]) == 1
