@@ -178,10 +178,10 @@ class Run(Measurement):
             self._lose(model, sides, name, error)
         return None
 
-    @staticmethod
-    def _repeats(load: str, round_: int) -> range:
+    def _repeats(self, load: str, round_: int) -> range:
         """The numbers of a load's turns in that round over all loads."""
-        turns = TURNS.get(load.partition("-")[0], 1)
+        told = dict(each.split("=", 1) for each in self._options.turns)
+        turns = int(told.get(load, TURNS.get(load.partition("-")[0], 1)))
         return range(round_ * turns, (round_ + 1) * turns)
 
     def _of(self, load: str, sides: Iterable[str]) -> list[str]:
@@ -239,6 +239,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only-for", nargs="*", default=[], metavar="SIDE=LOAD,LOAD", help="a side that serves those loads alone"
     )
+    parser.add_argument("--turns", nargs="*", default=[], metavar="LOAD=N", help="turns of that load in a repeat")
     parser.add_argument("--plan", type=Path, help="plan file of the side planned")
     parser.add_argument("--paced", default=json.dumps(PACED), help="JSON with the shim's settings for the side paced")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each load's requests, for a quick look")

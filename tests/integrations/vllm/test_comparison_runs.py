@@ -97,6 +97,17 @@ def test_bursts_are_served_in_several_turns_a_repeat_and_sides_take_turns_to_be_
     assert [side for load, _, side in turns if load == "burst-3"] == ["stock", "kpolicy", "kpolicy", "stock"] * 3
 
 
+def test_a_load_may_have_more_turns_than_others(tmp_path: Path) -> None:
+    rows = served(
+        tmp_path, "--repeats", "2", "--loads", "decode-4", "decode-5", "burst-3", "--turns", "decode-5=2", "burst-3=1"
+    )
+    turns = [(row["load"], row["repeat"]) for row in rows if row["load"] != "cold start"][::2]
+    assert turns == [
+        ("decode-4", 0), ("decode-5", 0), ("decode-5", 1), ("burst-3", 0),
+        ("decode-4", 1), ("decode-5", 2), ("decode-5", 3), ("burst-3", 1),
+    ]  # fmt: skip
+
+
 def test_a_side_may_serve_some_loads_alone(tmp_path: Path) -> None:
     rows = served(
         tmp_path, "--repeats", "1", "--loads", "decode-4", "decode-5", "--sides", "stock", "kpolicy", "wide",
