@@ -8,12 +8,16 @@ graphs and as kpolicy decides, are compared with those of `transformers` in floa
 - across shapes, relative L2 of each row: p99.9 at most twice eager's own;
 - tokens: a mismatch counts where the reference's margin is above twice eager's largest error;
 - attention broken on purpose (rows read each other's KV) must fail the second;
+- padding: what a batch leaves empty, in the inputs and behind each layer's attention, has the values that SGLang
+  clears it to, after it was written over;
 - what served each step is watched: the eager side must have replayed nothing, and the graph side everything.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 ROWS, DECODES = 24, 8
+PADDED = (9, 21, 37, 65, 100)
+"""Prompts of sizes that no graph has."""
 
 
 class Check:
@@ -175,6 +181,39 @@ class Check:
         self._force(None)
         return found
 
+    def _padding(self) -> dict[str, Any]:
+        """What padded steps leave in the rows that they don't have: values that aren't as SGLang clears them.
+
+        ``outputs`` are the attention outputs that were looked at, ``of_graphs`` those that the graph itself cleared.
+        """
+        torch, steps = self.torch, self.steps
+        self._force(True)
+        left = outputs = of_graphs = 0
+        prefill, decode = steps.runner.prefill_cuda_graph_runner, steps.runner.decode_cuda_graph_runner
+        generator = torch.Generator().manual_seed(7)
+        vocab = self.reference.config.vocab_size
+        for tokens in PADDED:
+            ids = torch.randint(10, vocab, (tokens,), generator=generator).tolist()
+            size = min(each for each in prefill.capture_num_tokens if each >= tokens)
+            (graph,) = (graph for shape, graph in prefill.backend._graphs.items() if shape.size == size)
+            steps.clear()
+            batch = steps.load(steps.extend_batch([steps.request(ids)]))
+            write_over(prefill.buffer_registry)
+            with looked_at(graph, tokens) as found:
+                steps.logits(batch)
+            left += sum(each for each, _ in found) + unlike(prefill.buffer_registry, (1, 1), (tokens, size))
+            outputs += len(found)
+            of_graphs += sum(cleared for _, cleared in found)
+        for rows in (3, 13):
+            size = min(each for each in decode.capture_bs if each >= rows)
+            steps.clear()
+            state = steps.decodes(rows)
+            write_over(decode.buffer_registry)
+            steps.decode(state)
+            left += unlike(decode.buffer_registry, (rows, size), (rows, size))
+        self._force(None)
+        return {"left": left, "outputs": outputs, "of_graphs": of_graphs, "prompts": list(PADDED), "decodes": [3, 13]}
+
     def check(self) -> dict[str, Any]:
         """All of the rule; `passed` says whether what it asks holds."""
         rows = self._tokens()
@@ -196,10 +235,11 @@ class Check:
             }
             for name, each in got.items()
         }
+        padding = self._padding()
         apart = {name: int((got[name] != got["eager"]).any(-1).sum()) for name in ("graph", "kpolicy")}
         return {
             "served": served, "rows_unlike_eager": apart,
-            "passed": passed(served, p999, missed), "rows": len(wanted),
+            "passed": passed(served, p999, missed) and not padding["left"], "padding": padding, "rows": len(wanted),
             "relative_l2_p999": p999, "median": {name: float(each.median()) for name, each in errors.items()},
             "token_mismatches": missed, "rows_with_a_sure_token": int(sure.sum()), "same_shape": self._same_shape(),
         }  # fmt: skip
@@ -219,6 +259,58 @@ def passed(served: dict[str, dict[str, int]], p999: dict[str, float], missed: di
     within = all(p999[name] <= 2 * p999["eager"] for name in ("graph", "kpolicy"))
     tokens = not any(each["where the margin is above the limit"] for each in missed.values())
     return apart and within and tokens and p999["broken"] > 2 * p999["eager"]
+
+
+@contextmanager
+def looked_at(graph: Any, rows: int) -> Iterator[list[tuple[int, bool]]]:
+    """Look behind so many rows of each attention output while a graph is replayed.
+
+    Yields what is found: values that aren't 0, and whether it was the graph that cleared them.
+    """
+    found: list[tuple[int, bool]] = []
+    own = list(graph._break_fns)
+
+    def looking(attention: Any) -> Any:
+        kept = dict(zip(attention.__code__.co_freevars, attention.__closure__, strict=True))
+        output = kept["captured_args"].cell_contents[3]
+        first = kept["captured_kwargs"].cell_contents.get("cleared_from")
+
+        def run() -> Any:
+            made = attention()
+            found.append((int((output[rows:] != 0).sum()), first is not None and first <= rows))
+            return made
+
+        return run
+
+    graph._break_fns[:] = [looking(each) for each in own]
+    try:
+        yield found
+    finally:
+        graph._break_fns[:] = own
+
+
+def write_over(registry: Any) -> None:
+    """Put ones into all of a graph's inputs, as other batches might have."""
+    for slot in registry._slots.values():
+        if slot.buffer is not None:
+            slot.buffer.fill_(1)
+
+
+def unlike(registry: Any, rows: tuple[int, int], tokens: tuple[int, int]) -> int:
+    """Values behind a batch that aren't as SGLang clears them.
+
+    Args:
+        registry: the inputs of a graph.
+        rows: requests of the batch and of the graph.
+        tokens: tokens, likewise.
+    """
+    found = 0
+    for slot in registry._slots.values():
+        value = {"ZERO": 0, "FILL_SENTINEL": slot.pad_value}.get(slot.padding_policy.name)
+        if slot.buffer is not None and value is not None and slot.axis != "none":
+            raw, padded = rows if slot.axis == "bs" else tokens
+            found += int((slot.slice_for(rows[1], tokens[1])[..., raw:padded] != value).sum())
+    return found
 
 
 def _row_errors(got: Any, wanted: Any) -> Any:

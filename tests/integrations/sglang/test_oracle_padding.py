@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.sglang.check import looked_at, unlike, write_over
 from kpolicy_sglang import padding
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.versions import KNOWN
@@ -150,6 +151,25 @@ def test_padding_has_no_launch_of_its_own(version):
     alone, same, by_sglang, by_kpolicy = found
     assert alone == same == by_kpolicy == {"_foreach_copy_": 2}
     assert by_sglang == {"_foreach_copy_": 2, "zero_": 6, "fill_": 2}
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_the_check_on_a_gpu_sees_rows_that_are_not_cleared(version):
+    """benchmarks.sglang.check finds none after a fill of either, and what is written into one row of each buffer."""
+    numbers = torch.Generator().manual_seed(1)
+    with buffers_of(version) as module:
+        for take in (False, True):
+            runner = runner_of(module, "decode")
+            if take:
+                padding.take_tails(runner, Failures())
+            write_over(runner.buffer_registry)
+            sizes = {"raw_bs": 12, "padded_bs": 16, "raw_num_tokens": 12, "padded_num_tokens": 16}
+            fill = module.CudaGraphBufferRegistry.fill_from
+            padding.fill_from(fill, runner.buffer_registry, batch_of(numbers, 12, 12, kinds=False), **sizes)
+            assert unlike(runner.buffer_registry, (12, 16), (12, 16)) == 0
+            for buffer in buffers(runner).values():
+                buffer[..., 13:14] = 1
+            assert unlike(runner.buffer_registry, (12, 16), (12, 16)) == 10
 
 
 @pytest.mark.parametrize("version", KNOWN)
@@ -298,11 +318,12 @@ class Prompts:
         self.input[tokens:] = 0
         graph, hidden = self.made[size]
         between = Launches()
-        graph._break_fns[:] = [partial(counted, between, each) for each in graph._break_fns]
+        own = list(graph._break_fns)
+        graph._break_fns[:] = [partial(counted, between, each) for each in own]
         with self.going(num_tokens=size, raw_num_tokens=tokens):
             graph.replay()
             assert self.context.get_tc_piecewise_forward_context().raw_num_tokens == tokens
-        graph._break_fns[:] = [each.args[1] for each in graph._break_fns]
+        graph._break_fns[:] = own
         return hidden.clone(), between.found
 
 
@@ -396,6 +417,19 @@ def test_rows_that_nobody_clears_would_be_seen(prompts, monkeypatch):
 
 def taken_from_0(attention, *args, cleared_from, **kwargs):
     return attention(*args, cleared_from=0, **kwargs)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_check_on_a_gpu_looks_behind_each_layer(prompts, hooked):
+    """benchmarks.sglang.check tells whether the graph cleared an output, and what isn't cleared."""
+    made, numbers = prompts(hooked=hooked), torch.Generator().manual_seed(1)
+    graph, _ = made.made[48]
+    with looked_at(graph, 20) as found:
+        made.replay(20, 48, numbers)
+    assert found == [(0, hooked)] * LAYERS
+    with looked_at(graph, 3) as found:
+        made.replay(20, 48, numbers)
+    assert [left > 0 for left, _ in found] == [True] * LAYERS
 
 
 def test_a_capture_that_fails_so_is_done_as_sglang_does_it(prompts, monkeypatch):
