@@ -43,6 +43,7 @@ from benchmarks.gpu.common import (
     sampled_of,
     with_tokens,
 )
+from kpolicy.heap import frozen_heap
 
 BLOCK = 100
 LIMIT = 2.0
@@ -427,7 +428,8 @@ def main(argv: list[str] | None = None) -> int:
             results.put("reference", reference(bench, **size, schedules=3))
             print(results.cells["reference"], flush=True)
         if options.part != "reference":
-            _blocks(bench, results, options)
+            with frozen_heap():
+                _blocks(bench, results, options)
     results.data["total"] = totals(results.cells)
     results.write()
     bench.executor.release()

@@ -19,6 +19,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from benchmarks.gpu.common import (
     sampled_of,
     with_tokens,
 )
+from kpolicy.heap import frozen_heap
 
 BLOCK = 250
 """Steps of one seed, and between writes"""
@@ -205,26 +207,28 @@ def main(argv: list[str] | None = None) -> int:
     with torch.no_grad():
         executor, keys = graphs(model, sizes)
         print(f"{model!r}: ready after {results.elapsed():.0f} s", flush=True)
-        said = time.monotonic()
-        for first in range(options.first, options.first + options.count, BLOCK):
-            if str(first) in results.cells:
-                continue
-            if results.elapsed() > options.seconds:
-                break
-            count = min(BLOCK, options.first + options.count - first)
-            results.cells[str(first)] = run_block(first, count, executor, model, keys, limits)
-            if time.monotonic() - said > 5 or results.cells[str(first)]["differences"]:
-                said = time.monotonic()
-                results.write()
-                total = totals(results.cells)
-                print(
-                    f"{total['steps']} steps, {len(total['differences'])} differ, {results.elapsed():.0f} s", flush=True
-                )
+        with frozen_heap():
+            _blocks(results, options, lambda first, count: run_block(first, count, executor, model, keys, limits))
     results.data["total"] = totals(results.cells)
     results.write()
     print(json.dumps(results.data["total"]), flush=True)
     executor.release()
     return 1 if results.data["total"]["differences"] else 0
+
+
+def _blocks(results: Results, options: argparse.Namespace, run: Callable[[int, int], Any]) -> None:
+    said = time.monotonic()
+    for first in range(options.first, options.first + options.count, BLOCK):
+        if str(first) in results.cells:
+            continue
+        if results.elapsed() > options.seconds:
+            return
+        cell = results.cells[str(first)] = run(first, min(BLOCK, options.first + options.count - first))
+        if time.monotonic() - said > 5 or cell["differences"]:
+            said = time.monotonic()
+            results.write()
+            total = totals(results.cells)
+            print(f"{total['steps']} steps, {len(total['differences'])} differ, {results.elapsed():.0f} s", flush=True)
 
 
 if __name__ == "__main__":
