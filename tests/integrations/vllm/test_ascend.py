@@ -385,7 +385,7 @@ def test_drafters_graphs_are_the_models_sizes_in_the_registry() -> None:
     drafter.cudagraph_dispatcher = SimpleNamespace(cudagraph_keys={Mode.PIECEWISE: {Desc(999)}})
     for graphs in (True, False):
         drafter.use_cuda_graph, made.runner.drafter = graphs, drafter
-        drafts = list(others(made.runner))
+        drafts = [key for key, _ in others(made.runner)]
         assert {key.stage for key in drafts} == ({"draft"} if graphs else set())
         wanted = {(key.part, key.num_tokens) for key in made.state.dispatcher.desc_of} if graphs else set()
         assert {(key.part, key.num_tokens) for key in drafts} == wanted

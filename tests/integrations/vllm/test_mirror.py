@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import attrs
+
 from kpolicy_vllm.mirror import enter_others, others
 from kpolicy_vllm.steps import Step
 from tests.integrations.vllm.test_dispatch import chooser
@@ -16,14 +18,18 @@ class Mode:
         self.name = name
 
 
-def desc(tokens, reqs=None, uniform=False):
-    return SimpleNamespace(
-        num_tokens=tokens,
-        num_reqs=reqs,
-        uniform=uniform,
-        num_active_loras=0,
-        uniform_token_count=1 if uniform else None,
-    )
+@attrs.frozen
+class Desc:
+    """What both runners' descriptors have."""
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    num_active_loras: int = 0
+
+    @property
+    def uniform_token_count(self):
+        return 1 if self.uniform else None
 
 
 def test_every_store():
@@ -31,15 +37,15 @@ def test_every_store():
     first = SimpleNamespace(
         drafter=SimpleNamespace(
             cudagraph_dispatcher=SimpleNamespace(
-                cudagraph_keys={Mode("PIECEWISE"): [desc(4), desc(8)], Mode("FULL"): [desc(8, 8, True), desc(8, 8)]}
+                cudagraph_keys={Mode("PIECEWISE"): [Desc(4), Desc(8)], Mode("FULL"): [Desc(8, 8, True), Desc(8, 8)]}
             )
         ),
         encoder_cudagraph_manager=SimpleNamespace(budget_graphs={256: object(), 512: object()}),
     )
     second = SimpleNamespace(
         speculator=SimpleNamespace(
-            prefill=SimpleNamespace(_capture_descs={Mode("PIECEWISE"): [desc(8)]}),
-            decode=SimpleNamespace(_capture_descs={Mode("FULL"): [desc(8, 8, True)]}),
+            prefill=SimpleNamespace(_capture_descs={Mode("PIECEWISE"): [Desc(8)]}),
+            decode=SimpleNamespace(_capture_descs={Mode("FULL"): [Desc(8, 8, True)]}),
             other=3,
         ),
         model_state=SimpleNamespace(
@@ -49,7 +55,7 @@ def test_every_store():
         ),
     )
     for runner, stages in ((first, ["draft"] * 4 + ["encoder"] * 2), (second, ["draft"] * 2 + ["encoder"] * 2)):
-        keys = list(others(runner))
+        keys = [key for key, _ in others(runner)]
         assert [key.stage for key in keys] == stages
         assert len(set(keys)) == len(keys)
 
@@ -74,3 +80,41 @@ def test_entered_beside_the_models_own():
     state.recompile()
     assert made.entry(Step(16, 1, 0)).key.stage == "main"
     assert not state.counters.counts
+
+
+class Graph:
+    """A captured graph: how often it replayed."""
+
+    replays = 0
+
+    def replay(self):
+        self.replays += 1
+
+
+def test_replays_of_graphs_that_stand_alone_are_counted():
+    """Encoders of both releases and whole graphs of a speculator; a piece has no object of its own."""
+    whole, piece = Desc(8, 8, True), Desc(4)
+    graphs = [Graph() for _ in range(3)]
+    runner = SimpleNamespace(
+        encoder_cudagraph_manager=SimpleNamespace(
+            budget_graphs={256: SimpleNamespace(graph=graphs[0]), "video": {64: SimpleNamespace(graph=graphs[1])}}
+        ),
+        speculator=SimpleNamespace(
+            decode=SimpleNamespace(
+                _capture_descs={Mode("FULL"): [whole], Mode("PIECEWISE"): [piece]}, graphs={whole: graphs[2]}
+            )
+        ),
+    )
+    state = chooser().state
+    enter_others(state, runner, bytes=0, seconds=0.0)
+    for times, graph in enumerate(graphs, 1):
+        for _ in range(times):
+            graph.replay()
+    hits = {(key.stage, key.part.value, key.num_tokens): state.registry.record(key).hits for key, _ in others(runner)}
+    assert hits == {("encoder", "full", 256): 1, ("encoder", "full", 64): 2, ("draft", "full", 8): 3,
+                    ("draft", "piecewise", 4): 0}  # fmt: skip
+    assert [graph.replays for graph in graphs] == [1, 2, 3]
+    for pool in state.registry.pools():
+        state.registry.evict_generation(pool.name)
+    graphs[0].replay()
+    assert graphs[0].replays == 2
