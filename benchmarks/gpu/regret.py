@@ -24,7 +24,8 @@ table that another cost table's picks would have given on the same cells, as far
 have the fixed ladder; replicas of serving engines have those engines' own lists.
 
 Run: ``python -m benchmarks.gpu.regret --model NAME --config FILE --shapes FILE --out FILE --date D [--seconds 400]``; a
-run goes on where the file ends. ``--summary FILES... --json regret.json`` makes the table.
+run goes on where the file ends. ``--loads`` takes some of the shapes' loads; ``--save-profile`` keeps the table that
+`auto` decides by. ``--summary FILES... --json regret.json`` makes the table.
 """
 
 from __future__ import annotations
@@ -336,18 +337,19 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
     order = [(load, i) for load, shapes in loads.items() for i in range(len(shapes))]
     said = begun
     try:
-        for load, i in order:
-            if f"{load}/{i}" in at["cells"]:
-                continue
-            if time.monotonic() - begun > options.seconds:
-                break
-            with torch.no_grad(), frozen_heap():
+        # Once: each freeze goes through all that the libraries hold.
+        with torch.no_grad(), frozen_heap():
+            for load, i in order:
+                if f"{load}/{i}" in at["cells"]:
+                    continue
+                if time.monotonic() - begun > options.seconds:
+                    break
                 cell = measure(loads[load][i], model, engines)
                 at["cells"][f"{load}/{i}"] = {"table": len(at["tables"]) - 1, **cell}
-            if time.monotonic() - said > WRITE_S:
-                said = time.monotonic()
-                _write(options.out, at)
-                print(f"{len(at['cells'])} of {len(order)} shapes, {said - begun:.0f} s", flush=True)
+                if time.monotonic() - said > WRITE_S:
+                    said = time.monotonic()
+                    _write(options.out, at)
+                    print(f"{len(at['cells'])} of {len(order)} shapes, {said - begun:.0f} s", flush=True)
     finally:  # also where it is interrupted
         _write(options.out, at)
     left = sum(f"{load}/{i}" not in at["cells"] for load, i in order)
