@@ -125,37 +125,31 @@ def leave_tails(runner: Any) -> None:
         delattr(registry, _ATTRIBUTE)
 
 
-def fill_from(
-    original: Any, registry: Any, forward_batch: Any, *,
-    raw_bs: int, padded_bs: int, raw_num_tokens: int, padded_num_tokens: int, **more: Any,
-) -> Any:  # fmt: skip
+def fill_from(original: Any, registry: Any, forward_batch: Any, **sizes: Any) -> Any:
     """AROUND `CudaGraphBufferRegistry.fill_from`: of a padded batch as of one without padding, the rest beside it."""
     tails = registry.__dict__.get(_ATTRIBUTE)
-    padded = {"raw_bs": raw_bs, "padded_bs": padded_bs, "raw_num_tokens": raw_num_tokens,
-              "padded_num_tokens": padded_num_tokens}  # fmt: skip
     if (
         tails is None
-        or (raw_bs >= padded_bs and raw_num_tokens >= padded_num_tokens)
+        or (sizes["raw_num_tokens"] >= sizes["padded_num_tokens"] and sizes["raw_bs"] >= sizes["padded_bs"])
         # Positions of several kinds are copied one by one, and so would be all that is copied beside them.
         or getattr(forward_batch, "mrope_positions", None) is not None
-        or more.get("skip_slots")
+        or sizes.get("skip_slots")
     ):
-        return original(registry, forward_batch, **padded, **more)
+        return original(registry, forward_batch, **sizes)
+    rows, tokens = sizes["raw_bs"], sizes["raw_num_tokens"]
     try:
-        into, sources, own = tails.of(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens)
+        into, sources, own = tails.of(rows, sizes["padded_bs"], tokens, sizes["padded_num_tokens"])
     # Whatever isn't as it is known to be, SGLang clears it by itself.
     except Exception as error:  # noqa: BLE001
         delattr(registry, _ATTRIBUTE)
         tails.failures.note("clearing what a batch leaves empty", error, then="SGLang clears it by itself")
-        return original(registry, forward_batch, **padded, **more)
+        return original(registry, forward_batch, **sizes)
     for slot, first, end in own:
         slot.reset_padding(first, end)
+    sizes["padded_bs"], sizes["padded_num_tokens"] = rows, tokens
     _beside.append((into, sources))
     try:
-        found = original(
-            registry, forward_batch, raw_bs=raw_bs, padded_bs=raw_bs, raw_num_tokens=raw_num_tokens,
-            padded_num_tokens=raw_num_tokens, **more,
-        )  # fmt: skip
+        found = original(registry, forward_batch, **sizes)
         if _beside:  # nothing was copied to the device
             for tail, source in zip(into, sources, strict=True):
                 tail.copy_(source)
