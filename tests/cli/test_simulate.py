@@ -128,6 +128,8 @@ def test_a_config_on_a_device_has_its_own_costs_and_room(kpolicy: Command, trace
     assert room["H200"] > room["Kunlun P800"] > room["a100"] > room["ascend-910b"] > 100_000
     gaps = {device: each["traces"][0]["policies"][0]["gap"]["p50"] for device, each in by_device.items()}
     assert gaps["H200"] < gaps["a100"] < gaps["ascend-910b"]
+    for found in by_device.values():
+        assert "these figures are unverified: " in found["setting"]["notes"][0]
     assert "isn't published" in by_device["Kunlun P800"]["setting"]["notes"][0]
 
 
