@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -128,6 +129,23 @@ def test_sizes_that_the_plan_lacks_are_taken(served, tmp_path):
     for row in rows:
         assert (row["ratio"], row["again"]["ratio"], row["against_again"]["ratio"]) == (2.0, 1.25, 1.6)
         assert ("sizes" in row) == ("sizes" in row["again"]) == (row["load"].partition(" of ")[0] not in alone)
+
+
+@pytest.mark.parametrize(("visible", "asked"), [("1", ["--id=1"]), (None, [])])
+def test_the_device_is_the_one_that_is_used(monkeypatch, visible, asked):
+    """nvidia-smi lists GPUs that CUDA_VISIBLE_DEVICES leaves out."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return SimpleNamespace(stdout="NVIDIA H200, 580\n")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert bench.about()["device"] == "NVIDIA H200, 580"
+    assert [each for each in commands[0] if each.startswith("--id")] == asked
 
 
 def test_what_it_cannot_take_is_said(served, capsys):
