@@ -1,7 +1,7 @@
 """What a start takes: stock vLLM and the shim, alone on one GPU in turn, all caches warm.
 
 All sides first start at once, which fills the compile caches and measures nothing (unless ``--warm`` says that they are
-full). Then each starts alone as often as
+full; with ``--starts 0`` that is all, and may go on beside other work). Then each starts alone as often as
 ``--starts`` says, in rotating order, while the next one's process already imports. Raw rows go to ``OUT/starts.jsonl``
 as they come; rows already there, or in ``--done``, aren't measured again.
 
@@ -24,7 +24,7 @@ from benchmarks.vllm.summary import compared, lines
 START_S = 150.0
 """Most seconds for one start"""
 MAX_SEQS, MAX_TOKENS = 1024, 8192
-TOGETHER: dict[str, Any] = {"gpu_memory_utilization": 0.7, "num_gpu_blocks_override": 4096}
+TOGETHER: dict[str, Any] = {"gpu_memory_utilization": 0.3, "num_gpu_blocks_override": 4096}
 """Neither is part of the key of vLLM's compile cache. What each finds free means nothing while others start."""
 
 
@@ -80,9 +80,7 @@ class Starts(Measurement):
             for name in rotated(options.sides, repeat)
             if not self.rows.has(model, "start", name, repeat)
         ]
-        if not wanted:
-            return
-        if not options.warm:
+        if not options.warm and (wanted or not options.starts):
             self.warm()
         following: Side | None = None
         for place, (repeat, name) in enumerate(wanted):
@@ -125,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--done", type=Path, action="append", default=[], help="raw rows of an earlier call")
     parser.add_argument("--sides", nargs="*", default=None, help=f"of {', '.join(SIDES)}")
     parser.add_argument("--warm", action="store_true", help="the compile caches are full already")
-    parser.add_argument("--starts", type=int, default=3, help="measured starts of each side")
+    parser.add_argument("--starts", type=int, default=3, help="measured starts of each side; 0 fills the caches")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds for all")
     parser.add_argument("--llm", default="{}", help="JSON with further arguments of vllm.LLM, for all sides")
     parser.add_argument(
@@ -139,11 +137,12 @@ def main(argv: list[str] | None = None) -> int:
         options.sides = [name for name in SIDES if name != "planned" or options.plan is not None]
     starts = Starts(options)
     starts.run()
-    starts.write()
+    if options.starts:
+        starts.write()
     starts.close()
     for line in lines(starts.rows.all):
         say(line)
-    return 0 if starts.rows.all else 1
+    return 0 if starts.rows.all or not options.starts else 1
 
 
 if __name__ == "__main__":

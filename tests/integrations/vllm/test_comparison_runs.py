@@ -41,6 +41,13 @@ def test_caches_are_filled_first_unless_they_are_full(
     assert ("to warm" in capsys.readouterr().out) is not warm
 
 
+def test_caches_may_be_filled_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert starts.main(["--model", "m", "--out", str(tmp_path), "--starts", "0", "--sides", "stock", *FAKE]) == 0
+    assert "stock, to warm" in capsys.readouterr().out
+    assert not (tmp_path / "starts.jsonl").exists()
+    assert not (tmp_path / "vllm_starts.json").exists()
+
+
 def test_starts_on_record_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start(tmp_path, "--sides", "stock", "kpolicy")
     raw = tmp_path / "starts.jsonl"
