@@ -14,6 +14,8 @@ For a Qwen2 (vLLM 0.23.0 runs it with its first model runner) and a Llama (with 
   what the gap is worth, and with lazy capture, once graphs were captured between steps.
 - The same check with attention's scale broken must fail.
 
+An engine that can't start or ends is told, and the others are judged; the model doesn't pass then.
+
 Where the runner gives no raw logits (the second), log-probabilities stand for them on both sides: differences between
 tokens are the same. All engines of both models start side by side.
 
@@ -59,6 +61,8 @@ DETERMINISTIC = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
 LAZY_RUNS = 3
 """Before the run that is judged: steps enough for sizes to become hot and be captured"""
 MOST_TURNS = 12
+NEEDED = ("stock", "none")
+"""Engines without which there is nothing to compare with"""
 TWICE = 128
 """The one size of pieces where steps may have two forwards; one of `LENGTHS`"""
 SHARE = 0.999
@@ -283,34 +287,50 @@ def check(name: str, sides: dict[str, Side], folder: Path, keep: Any) -> dict[st
     prompts = prompts_of(SHAPES[name]["vocab_size"])
     outputs = [OUTPUTS[i % len(OUTPUTS)] for i in range(REQUESTS)]
     result: dict[str, Any] = {"model": name, "started": {}}
-    for label, side_of in sides.items():
-        started = side_of.answer(200.0)
-        result["started"][label] = {key: started.get(key) for key in STARTED}
-        say(f"{name} {label}: {result['started'][label]}")
+
+    @contextmanager
+    def missed(label: str) -> Iterator[None]:
+        try:
+            yield
+        except SideError as error:
+            if label in NEEDED:
+                raise
+            result.setdefault("failed", {})[label] = str(error)
+            sides.pop(label).end()
+            say(f"{name} {label} FAILED, and the others go on: {error}")
+
+    for label, side_of in list(sides.items()):
+        with missed(label):
+            started = side_of.answer(200.0)
+            result["started"][label] = {key: started.get(key) for key in STARTED}
+            say(f"{name} {label}: {result['started'][label]}")
 
     def generated(label: str) -> dict[str, Any]:
         return sides[label].ask(120.0, prompts=prompts, outputs=outputs, every=EVERY)
 
     stock, none = generated("stock"), generated("none")
     result["again"] = beside(stock, generated("stock"))
-    for label in ("control", "replica"):
-        result[label] = beside(stock, generated(label))
-    result["replica"]["policy"] = replica_of(name)
-    result["replica"]["passes"] = replica_passes(result["replica"], result["control"])
-    for label in ("again", "control", "replica"):
+    for label in [label for label in ("control", "replica") if label in sides]:
+        with missed(label):
+            result[label] = beside(stock, generated(label))
+    if "replica" in result:
+        result["replica"]["policy"] = replica_of(name)
+        result["replica"]["passes"] = replica_passes(result["replica"], result.get("control", result["again"]))
+    for label in [label for label in ("again", "control", "replica") if label in result]:
         say(f"{name} {label}: {result[label]}")
     keep(result)
     reference = Reference(folder, logprobs=LOGPROBS[RUNNERS[name]] == "raw_logprobs")
     exact = [reference.logits(p, t) for p, t in zip(prompts, none["tokens"], strict=True)]
-    for label in (*judged_of(sides), "broken"):
-        for _ in range(LAZY_RUNS if label == "lazy" else 0):
-            generated(label)
-        answer = generated(label)
-        judged = judge(exact, none["logits"], sides[label], answer, prompts, none["tokens"])
-        judged["modes"] = {mode: sum(m == mode for m, _ in answer["steps"]) for mode, _ in answer["steps"]}
-        judged["counters"] = sides[label].ask(60.0, statistics=True).get("counters")
-        result[label] = judged
-        say(f"{name} {label}: {judged}")
+    for label in [*judged_of(sides), *(label for label in sides if label == "broken")]:
+        with missed(label):
+            for _ in range(LAZY_RUNS if label == "lazy" else 0):
+                generated(label)
+            answer = generated(label)
+            judged = judge(exact, none["logits"], sides[label], answer, prompts, none["tokens"])
+            judged["modes"] = {mode: sum(m == mode for m, _ in answer["steps"]) for mode, _ in answer["steps"]}
+            judged["counters"] = sides[label].ask(60.0, statistics=True).get("counters")
+            result[label] = judged
+            say(f"{name} {label}: {judged}")
         keep(result)
     return result
 
@@ -324,7 +344,8 @@ def passes(result: dict[str, Any]) -> bool:
     """Whether everything held for a model on the runner it is there for, and the broken engine was noticed."""
     ran = {MODULES.get(str(started["runner"])) for started in result["started"].values()}
     return bool(
-        ran == {RUNNERS[result["model"]]}
+        "failed" not in result
+        and ran == {RUNNERS[result["model"]]}
         and result["replica"]["passes"]
         and not result["broken"]["passes"]
         and all(result[label]["passes"] for label in {"auto", "split", "lazy", *judged_of(result)})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm import publish, starts, stock_vs_kpolicy
+from benchmarks.vllm import correct, publish, starts, stock_vs_kpolicy
 from benchmarks.vllm.ladders import arguments_of
 from kpolicy.settings import Settings
 from kpolicy_vllm.ladder import default_sizes, one_list
@@ -246,3 +246,38 @@ def test_what_was_published_before_stays_unless_it_was_measured_again(tmp_path: 
     ]  # fmt: skip
     checks = json.loads((results / "vllm_correct.json").read_text())["results"]
     assert [(each["model"], each["date"]) for each in checks] == [("a", "then"), ("b", "later")]
+
+
+class Reference:
+    """Stands for float32 logits: near the fake child's."""
+
+    def __init__(self, _folder: Path, *, logprobs: bool) -> None:
+        assert logprobs
+
+    def logits(self, _prompt: list[int], tokens: list[int]) -> list[list[float]]:
+        return [[0.0, 0.9, 0.4]] * len(tokens)
+
+
+@pytest.mark.parametrize(("lost", "left"), [("twice", {"auto", "split", "lazy", "paced", "broken"}), ("none", None)])
+def test_an_engine_that_fails_leaves_the_others_to_be_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str, left: set[str] | None
+) -> None:
+    """But for those that the others are compared with."""
+    whole = correct.variants
+
+    def variants(*arguments: Any) -> dict[str, Any]:
+        made = whole(*arguments)
+        side, llm, more = made[lost]
+        return {**made, lost: (side, {**llm, "fails": 1}, more)}
+
+    monkeypatch.setattr(correct, "variants", variants)
+    monkeypatch.setattr(correct, "make_checkpoint", lambda _name, folder: folder)
+    monkeypatch.setattr(correct, "Reference", Reference)
+    assert correct.main(["--out", str(tmp_path), "--only", "llama", *FAKE]) == 1
+    if left is None:
+        assert not (tmp_path / "vllm_correct.json").exists()
+        return
+    (result,) = json.loads((tmp_path / "vllm_correct.json").read_text())["results"]
+    assert set(result["failed"]) == {lost}
+    assert all(result[label]["passes"] for label in left | {"replica"})
+    assert not result["passes"]
