@@ -13,7 +13,7 @@ The model of a step (docs/design.md, costs):
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import attrs
@@ -361,29 +361,28 @@ class CostTable:
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes. The readable form; compiled policies inline it."""
-        sides = [self.launch_us(launch, numbers) for launch in launches]
-        return self.cost_of(sides, launches, numbers, self.overlap_cost)
+        return self.cost_by(self.launch_us, self.overlap_cost, launches, numbers)
 
-    def cost_of(
-        self, sides: Sequence[tuple[float, float]], launches: tuple[Launch, ...], numbers: BatchNumbers,
-        overlap_cost: float,
+    def cost_by(
+        self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], overlap_cost: float,
+        launches: tuple[Launch, ...], numbers: BatchNumbers,
     ) -> Cost:  # fmt: skip
-        """What launches take as one step.
+        """`cost` where launches take something else, or halves beside each other overlap otherwise.
 
         Args:
-            sides: (device, host) time of one repeat of each.
+            launch_us: (device, host) time of one repeat of a launch.
+            overlap_cost: in place of the table's.
             launches: the launches.
             numbers: the step's rows.
-            overlap_cost: that of halves beside each other.
         """
         if not launches:
             return Cost(self.step_us, self.step_us, self.step_us, 0.0, 0.0)
-        device, host = sides[0]
+        device, host = launch_us(launches[0], numbers)
         if len(launches) == 1:
             cycle = max(device, host) + self.step_us
             return Cost(cycle, cycle, cycle, device, host)
         first, second = launches
-        second_device, second_host = sides[1]
+        second_device, second_host = launch_us(second, numbers)
         steps = first.repeat
         decodes_us = steps * device
         host_us = steps * host + second_host

@@ -80,8 +80,7 @@ class StepCosts:
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes."""
-        sides = [self.launch_us(launch, numbers) for launch in launches]
-        return self._table.cost_of(sides, launches, numbers, self.overlap_of(numbers.num_decodes))
+        return self._table.cost_by(self.launch_us, self.overlap_of(numbers.num_decodes), launches, numbers)
 
     def launch_us(self, launch: Launch, numbers: BatchNumbers) -> tuple[float, float]:
         """(device, host) time of one repeat of a launch."""
