@@ -12,7 +12,7 @@ import attrs
 from kpolicy import __version__
 from kpolicy.budgets import Budget, Usage, amount
 from kpolicy.cli.options import COMMAND
-from kpolicy.cli.render import console, counted, grid, show, some
+from kpolicy.cli.render import console, counted, grid, say, show, some
 from kpolicy.engine_flags import Emitted, emit
 from kpolicy.planning.plan import WORTH
 from kpolicy.planning.workload import DECODE
@@ -130,14 +130,14 @@ def render(
     gap = f", at most {planned.gap:.2%} from the best" if planned.gap > 1e-9 else ""
     lines.append(f"         {some(planned.num_sizes, 'size')}, {_usage(found.own.usage)}{gap}")
     for line in lines:
-        made.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(made, line)
     made.print()
     show(_prices(found), made)
     made.print()
     show(_scores(found), made)
     made.print()
     for line in _closing(found, emitted, asked, out, budget):
-        made.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(made, line)
 
 
 def _dropped(found: TracePlan) -> str:

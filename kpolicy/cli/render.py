@@ -49,9 +49,13 @@ def print_json(value: object) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal, or as $COLUMNS says; it honours $NO_COLOR."""
+    """A console as wide as the terminal, or as $COLUMNS says; it honours $NO_COLOR.
+
+    Text is as it is: a file may be called [bold].csv, and costs analytic-1:llama:H200, where Rich would draw a llama.
+    """
     stream = sys.stderr if stderr else sys.stdout
-    made = Console(stderr=stderr, width=None if stream.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
+    width = None if stream.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
+    made = Console(stderr=stderr, width=width, markup=False, emoji=False)
     made.width = max(made.width, LEAST_WIDTH)
     return made
 
@@ -124,7 +128,7 @@ def show_run(made: Console, trace: Trace, setting: Sequence[str], tables: Sequen
 
 def say(made: Console, text: str, style: str = "") -> None:
     """Print a line of text as it is; the terminal folds it."""
-    made.print(text, highlight=False, markup=False, soft_wrap=True, style=style)
+    made.print(text, highlight=False, soft_wrap=True, style=style)
 
 
 def _summary(results: Sequence[RunResult]) -> Table:

@@ -178,7 +178,7 @@ class _Count(ProgressColumn):
 @contextmanager
 def progress_bar(what: str, *, quiet: bool) -> Iterator[Progress]:
     """A progress bar on standard error, on terminals only."""
-    columns = (TextColumn("{task.description}"), BarColumn(), _Count(what))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Count(what))
     made = console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=made, disable=quiet or not made.is_terminal,
                   transient=True) as shown:  # fmt: skip

@@ -150,3 +150,15 @@ def test_cases_that_serve_fewer_are_told(kpolicy: Command, tmp_path: Path) -> No
     assert "eager *" in ended.out
     assert "vllm *" not in ended.out
     assert "1 case served fewer requests than another" in " ".join(ended.out.split())
+
+
+def test_names_are_printed_as_they_are(kpolicy: Command, tmp_path: Path) -> None:
+    """Brackets in a name are no colours, and a word between colons is no picture."""
+    paths = [tmp_path / "a[bold]b.csv", tmp_path / "c:llama:d.csv"]
+    for path in paths:
+        write(path, "timestamp,input_length,output_length\n0,8,2\n")
+    table = kpolicy("sweep", *paths, "--policy", "eager").out
+    for path in paths:
+        assert f" {path.stem} " in table
+        assert path.name in kpolicy("simulate", path, "--policy", "eager").out
+        assert path.name in kpolicy("plan", path, "--policy", "vllm").out
