@@ -6,8 +6,9 @@ some are captured; a replay fails; a request is cancelled. A thirtieth of the st
 launches run eagerly at their padded shapes.
 
 At a cycle's end every request was served whole or cancelled, every KV block is free, the registry holds nothing, and
-memory is noted, the process's, what torch's allocator holds, and the device's: flat means that the last cycle ends with
-no more than the first one after warming up, but for `SLACK_BYTES`.
+memory is noted, the process's, what torch's allocator holds, and the device's, which counts where no other process uses
+it: flat means that the last cycle ends with no more than the first one after every policy had a turn, but for
+`SLACK_BYTES`.
 
 Run: ``python -m benchmarks.gpu.soak --config FILE --out FILE [--seconds 400]``; a run goes on where its file ends.
 """
@@ -28,10 +29,10 @@ from benchmarks.gpu.common import Results, add_options, config_of, free, header,
 
 STEPS = 400
 """Of a cycle, before its requests run out"""
-WARM = 3
-"""Cycles of a process that memory may grow in: kernels are compiled, libraries make their workspaces."""
 SLACK_BYTES = 32 << 20
 POLICIES = ("auto", "full_and_piecewise", "split", "split:form=decodes_beside", "full", "piecewise", "vllm")
+WARM = len(POLICIES)
+"""Cycles of a process that memory may grow in: kernels are compiled, and each policy's streams get their workspaces."""
 EVENTS = {"replay_fails": 0.02, "cancel": 0.03, "capture": 0.02, "release": 0.01, "no_memory": 0.01}
 
 
@@ -213,7 +214,7 @@ def memory(model: Any) -> dict[str, int]:
 
 
 def summary(cells: dict[str, Any], *, alone: bool) -> dict[str, Any]:
-    """Cycles added up, and how memory went in each process; the device's too where nobody else uses it.
+    """Cycles added up, and how memory went in each process; the device's too where it runs alone.
 
     Whether memory is flat is None where no process ran two cycles beyond those that warm it up.
     """
@@ -226,13 +227,13 @@ def summary(cells: dict[str, Any], *, alone: bool) -> dict[str, Any]:
         modes += Counter(cell["modes"])
     for process in sorted({cell["process"] for cell in cells.values()}):
         ran = [cell["memory"] for cell in cells.values() if cell["process"] == process][WARM:]
-        for name in ran[0] if len(ran) > 1 else ():
+        for name in (each for each in held if len(ran) > 1 and each in ran[0]):
             growth[name] = max(growth.get(name, -(1 << 62)), ran[-1][name] - ran[0][name])
     return {
         "cycles": len(cells), "steps": sum(cell["steps"] for cell in cells.values()), "events": dict(events),
         "modes": dict(modes), "seconds": round(sum(cell["seconds"] for cell in cells.values()), 1),
         "growth_bytes_after_warming_up": growth,
-        "memory_flat": all(growth[name] <= SLACK_BYTES for name in held if name in growth) if growth else None,
+        "memory_flat": all(grown <= SLACK_BYTES for grown in growth.values()) if growth else None,
         "problems": [problem for cell in cells.values() for problem in cell["problems"]],
     }  # fmt: skip
 
