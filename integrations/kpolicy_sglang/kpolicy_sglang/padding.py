@@ -48,7 +48,8 @@ _clearing: list[int] = []
 class Tails:
     """What of a registry's buffers is cleared for a padded batch: the same rows as SGLang's, to the same values.
 
-    Slots are asked what they clear, and to what; those that aren't of whole numbers on the device clear it themselves.
+    Slots are asked what they clear, and to what; those with more than a number a row, or not on the device, clear their
+    own.
 
     Args:
         registry: SGLang's `CudaGraphBufferRegistry`.
@@ -87,7 +88,6 @@ class Tails:
             of_kinds = buffer.dim() == 2 and slot.slice_fn is not None
             if (
                 value is None
-                or buffer.is_floating_point()
                 or buffer.device.type != self._device
                 or not (of_kinds or (buffer.dim() == 1 and slot.slice_fn is None))
             ):

@@ -59,9 +59,10 @@ class OnADevice:
 
 
 @contextmanager
-def buffers_of(version):
+def buffers_of(version, *, on_a_device=True):
     """The module of SGLang's buffers, whose copies are kpolicy's."""
-    with executing(OnADevice(version), (BUFFERS, "sglang.srt.model_executor.input_buffers"), ("sglang",)):
+    release = OnADevice(version) if on_a_device else release_of(version)
+    with executing(release, (BUFFERS, "sglang.srt.model_executor.input_buffers"), ("sglang",)):
         module = import_module(BUFFERS)
         module._grouped_foreach_copy_ = partial(padding.grouped_copy, module._grouped_foreach_copy_)
         yield module
@@ -78,6 +79,9 @@ def runner_of(module, kind, **more):
         registry = module.build_prefill_registry(
             max_num_token=128, is_multimodal=True, hidden_size=4, embed_dtype=torch.float32, **common
         )
+    registry.register_slot(
+        module.GraphSlot("off", lambda *_: (32,), torch.int64, padding_policy=module.PaddingPolicy.ZERO, enabled=False)
+    )
     return SimpleNamespace(buffer_registry=registry, **{"require_gathered_buffer": False, **more})
 
 
@@ -151,6 +155,61 @@ def test_padding_has_no_launch_of_its_own(version):
     alone, same, by_sglang, by_kpolicy = found
     assert alone == same == by_kpolicy == {"_foreach_copy_": 2}
     assert by_sglang == {"_foreach_copy_": 2, "zero_": 6, "fill_": 2}
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_positions_of_several_kinds_have_sglangs_launches(version):
+    """They are copied one by one, and so would be all that a copy takes along."""
+    sizes = {"raw_bs": 12, "padded_bs": 16, "raw_num_tokens": 12, "padded_num_tokens": 16}
+    with buffers_of(version) as module:
+        ours = runner_of(module, "decode")
+        padding.take_tails(ours, Failures())
+        fill = module.CudaGraphBufferRegistry.fill_from
+        batch = batch_of(torch.Generator().manual_seed(1), 12, 12, kinds=True)
+        with Launches() as launches:
+            padding.fill_from(fill, ours.buffer_registry, batch, **sizes)
+    assert launches.found == {"_foreach_copy_": 2, "zero_": 6, "fill_": 2}
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_buffers_of_the_host_are_cleared_too(version):
+    """Where SGLang copies nothing to a device, and so has no launch that could take rows along."""
+    sizes = {"raw_bs": 12, "padded_bs": 16, "raw_num_tokens": 12, "padded_num_tokens": 16}
+    with buffers_of(version, on_a_device=False) as module:
+        ours = runner_of(module, "decode")
+        padding.take_tails(ours, Failures())
+        write_over(ours.buffer_registry)
+        batch = batch_of(torch.Generator().manual_seed(1), 12, 12, kinds=False)
+        padding.fill_from(module.CudaGraphBufferRegistry.fill_from, ours.buffer_registry, batch, **sizes)
+        assert unlike(ours.buffer_registry, (12, 16), (12, 16)) == 0
+
+
+def test_a_slot_on_another_device_clears_its_own():
+    """Lengths on the host aren't in a copy on the device, and what is copied from is there before the first step."""
+    with buffers_of("0.5.16") as module:
+        ours, other = runner_of(module, "decode"), runner_of(module, "decode")
+        other.buffer_registry.device = torch.device("meta")
+        found = []
+        for runner in (ours, other):
+            padding.take_tails(runner, Failures())
+            tails = getattr(runner.buffer_registry, padding._ATTRIBUTE)
+            found.append((len(tails._constants), *map(len, tails.of(12, 16, 12, 16))))
+    assert found == [(3, 10, 10, 0), (0, 0, 0, 8)]
+
+
+def test_a_fill_that_fails_leaves_nothing_for_the_next():
+    """What it would have cleared isn't another batch's."""
+    sizes = {"raw_bs": 2, "padded_bs": 4, "raw_num_tokens": 2, "padded_num_tokens": 4}
+
+    def fails(*_, **__):
+        raise RuntimeError("no memory")
+
+    with buffers_of("0.5.16") as module:
+        ours = runner_of(module, "decode")
+        padding.take_tails(ours, Failures())
+        with pytest.raises(RuntimeError, match="no memory"):
+            padding.fill_from(fails, ours.buffer_registry, SimpleNamespace(), **sizes)
+    assert not padding._beside
 
 
 @pytest.mark.parametrize("version", KNOWN)
