@@ -13,7 +13,7 @@ from kpolicy.cli.options import COMMAND, MAX_NUM_REQS, Json, at_least, ladder_of
 from kpolicy.cli.render import console, grid, print_json, show
 from kpolicy.cli.run import needs_torch
 from kpolicy.cli.run_model import SIZES
-from kpolicy.cli.turns import capture, check_writable, progress_bar
+from kpolicy.cli.turns import capture, check_files, progress_bar
 from kpolicy.costs import CostTable
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError, UnknownNameError
@@ -66,7 +66,7 @@ def calibrate_command(
         raise UnknownNameError("device", device, DEVICES, "`kpolicy doctor` says what is on this machine.")
     if not 0 < seconds < 1e6:
         raise ConfigError(f"--seconds is {seconds:g}; it takes seconds above 0, such as {SECONDS:g}.")
-    check_writable("--out", out)
+    check_files([("--out", out)], [model])
     needs_torch("calibrate")
     device = _found() if device == "auto" else device
     size = SIZES[device.partition(":")[0]]

@@ -123,6 +123,11 @@ class Deployment:
             return from_hf_config(self.config)
         return parse_attention("gqa" if self.attention is None else self.attention)
 
+    def reads(self, *more: Path | str | None) -> list[Path]:
+        """What the options name that is read from files, and `more`; a name that isn't a file's is among them too."""
+        named = (*more, self.config, self.profile, self.ladder)
+        return [Path(each) for each in named if each is not None]
+
     def budget(self) -> Budget | None:
         """What graphs may take; None without a limit."""
         limits = {"graphs": self.budget_graphs, "streams": self.budget_streams, "bytes": self.budget_bytes}

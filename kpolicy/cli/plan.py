@@ -18,7 +18,7 @@ from kpolicy.cli.render import console, print_json
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.simulate import load_trace
 from kpolicy.cli.step_log import files_of
-from kpolicy.cli.turns import check_writable
+from kpolicy.cli.turns import check_files
 from kpolicy.engine_flags import ENGINES
 from kpolicy.errors import ConfigError, UnknownNameError, near_miss
 from kpolicy.planning.plan import SMOOTHING
@@ -137,7 +137,7 @@ def plan(
     get_policy(name)
     if against is not None and most_loss is None:
         raise ConfigError("--against says what --most-loss compares with; give that too: --most-loss 0 for no loss.")
-    check_writable("--out", files_of("--out", out, ["plan"], "plan.json")[0])
+    check_files([("--out", files_of("--out", out, ["plan"], "plan.json")[0])], deployment.reads(trace))
     shown = console(stderr=True)
     found = plan_trace(
         requests, policy=name, budget=limits, most_sizes=most_sizes, costs=model.costs,

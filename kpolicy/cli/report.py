@@ -20,7 +20,7 @@ from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles, SimTurn
 from kpolicy.cli.simulate import load_trace, setting_lines, specs_of
 from kpolicy.cli.step_log import files_of
-from kpolicy.cli.turns import check_writable, progress_bar
+from kpolicy.cli.turns import check_files, progress_bar
 from kpolicy.costs import CostTable
 from kpolicy.errors import ConfigError
 from kpolicy.report import Report, TraceReport, gather, page
@@ -82,8 +82,10 @@ def report_command(
     server = attrs.evolve(served.server(deployment, model), warm=not cold)
     loaded = [load_trace(path, start=start, window=window, rate=rate) for path in traces or (None,)]
     names = [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None
-    turns = SimFiles(perfetto=perfetto).turns(specs, names)
-    check_writable("--out", files_of("--out", out, ["report"], "report.html")[0])
+    reads = deployment.reads(*traces)
+    turns = SimFiles(perfetto=perfetto).turns(specs, names, reads)
+    page_path = files_of("--out", out, ["report"], "report.html")[0]
+    check_files([("--out", page_path), *(("--perfetto", turn.perfetto) for turn in turns)], reads)
     _check_folder(plots)
     followed: list[Path] = []
     with progress_bar("requests", quiet=json) as shown:

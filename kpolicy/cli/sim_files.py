@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from kpolicy import __version__
 from kpolicy.cli.options import COMMAND
 from kpolicy.cli.step_log import files_of
-from kpolicy.cli.turns import check_writable
+from kpolicy.cli.turns import check_files
 from kpolicy.costs import CostTable
 from kpolicy.errors import KPolicyError
 from kpolicy.observe.extras import load
@@ -118,23 +118,23 @@ class SimFiles:
         Path | None, Parameter(help="Write a Perfetto trace here, likewise; of several ranks the first one's.")
     ] = None
 
-    def turns(self, specs: Sequence[str], traces: Sequence[str] | None) -> list[SimTurn]:
-        """The files of each policy on each trace, trace by trace.
+    def turns(self, specs: Sequence[str], traces: Sequence[str] | None, reads: Iterable[Path] = ()) -> list[SimTurn]:
+        """The files of each policy on each trace, trace by trace, of which none may be one that is read.
 
         Raises:
             ConfigError: a file can't be written, or what it needs isn't installed; before anything has run.
         """
         names = list(specs) if traces is None else [f"{trace}-{spec}" for trace in traces for spec in specs]
-        check_writable("--out", files_of("--out", self.out, ["result"], "result.json")[0])
+        written = [("--out", files_of("--out", self.out, ["result"], "result.json")[0])]
         each: list[list[Path | None]] = []
         for option, path, example in (
             ("--step-log", self.step_log, "steps.jsonl"), ("--decision-log", self.decision_log, "decisions.jsonl"),
             ("--perfetto", self.perfetto, "run.pftrace"),
         ):  # fmt: skip
             paths = files_of(option, path, names, example)
-            for one in paths:
-                check_writable(option, one)
+            written += [(option, one) for one in paths]
             each.append(paths)
+        check_files(written, reads)
         if self.perfetto is not None:
             load("perfetto.protos.perfetto.trace.perfetto_trace_pb2", extra="perfetto", package="perfetto",
                  what="--perfetto")  # fmt: skip

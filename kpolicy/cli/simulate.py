@@ -72,7 +72,8 @@ def simulate_command(
     model = served.costs(deployment)
     server = served.server(deployment, model)
     loaded = [load_trace(path, start=start, window=window, rate=rate) for path in traces or (None,)]
-    turns = files.turns(specs, [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None)
+    names = [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None
+    turns = files.turns(specs, names, deployment.reads(*traces))
     ladder, support = ladder_of(deployment.ladder, server.settings), deployment.support()
     results: list[tuple[Trace, list[SimResult]]] = []
     failed: list[tuple[Trace, str, KPolicyError]] = []

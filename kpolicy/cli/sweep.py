@@ -15,7 +15,7 @@ from kpolicy.cli.render import console, grid, print_json, say, show
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.simulate import load_trace, specs_of
 from kpolicy.cli.step_log import files_of
-from kpolicy.cli.turns import check_writable, progress_bar
+from kpolicy.cli.turns import check_files, progress_bar
 from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.observe.extras import load
@@ -113,7 +113,13 @@ def sweep_command(
     if metric not in METRICS:
         raise UnknownNameError("metric", metric, METRICS)
     _check_plot(plot)
-    check_writable("--out", files_of("--out", out, ["sweep"], "sweep.jsonl")[0])
+    check_files(
+        (
+            ("--out", files_of("--out", out, ["sweep"], "sweep.jsonl")[0]),
+            ("--plot", files_of("--plot", plot, ["sweep"], "sweep.svg")[0]),
+        ),
+        deployment.reads(*traces, *(combined.profiles or ()), *(combined.ladders or ())),
+    )
     axes = Axes(policies=specs_of(combined.policy), rates=_rates(combined.rate))
     common = _common(traces, combined, served, deployment, start=start, window=window, seed=at_least("--seed", seed, 0))
     backend = where.made()
@@ -179,7 +185,6 @@ def _check_plot(plot: Path | None) -> None:
         return
     if plot.suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"--plot {plot} ends in {plot.suffix or 'nothing'}; it draws a .png or a .svg file.")
-    check_writable("--plot", files_of("--plot", plot, ["sweep"], "sweep.svg")[0])
     load("matplotlib", extra="plots", package="matplotlib", what="--plot")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.trace_run import RunResult
 
-__all__ = ["Files", "Turn", "capture", "check_writable", "progress_bar", "serve_in_turn"]
+__all__ = ["Files", "Turn", "capture", "check_files", "progress_bar", "serve_in_turn"]
 
 
 @attrs.frozen
@@ -55,8 +56,8 @@ class Files:
         Parameter(converter=whole, help="Serve Prometheus metrics on this port of this machine; 0 takes a free one."),
     ] = None
 
-    def turns(self, specs: Sequence[str]) -> list[Turn]:
-        """Each policy with its files.
+    def turns(self, specs: Sequence[str], reads: Iterable[Path] = ()) -> list[Turn]:
+        """Each policy with its files, of which none may be one that is read.
 
         Raises:
             ConfigError: a file can't be written, or what it needs isn't installed; before anything has run.
@@ -65,9 +66,8 @@ class Files:
         _check_port(self.metrics_port)
         logs = step_log_paths(self.step_log, specs)
         traces = files_of("--perfetto", self.perfetto, specs, "run.pftrace")
-        for option, paths in (("--step-log", logs), ("--perfetto", traces), ("--save-profile", [self.save_profile])):
-            for path in paths:
-                check_writable(option, path)
+        each = (("--step-log", logs), ("--perfetto", traces), ("--save-profile", [self.save_profile]))
+        check_files([(option, path) for option, paths in each for path in paths], reads)
         if self.perfetto is not None:
             from kpolicy.observe.extras import load
 
@@ -98,10 +98,28 @@ def _check_port(port: int | None) -> None:
             ) from None
 
 
-def check_writable(option: str, path: Path | None) -> None:
+def check_files(written: Iterable[tuple[str, Path | None]], reads: Iterable[Path] = ()) -> None:
+    """See that files can be written, each to a path of its own, and that none of them is read: an error now.
+
+    Args:
+        written: options and their files; None for those that weren't given.
+        reads: what the command reads, as far as it is there; of a model's folder the config.json.
+    """
+    inputs = [each for read in reads for each in (read, read / "config.json") if os.path.exists(each)]
+    by_path: dict[str, str] = {}
+    for option, path in written:
+        if path is None:
+            continue
+        if path.exists() and any(path.samefile(read) for read in inputs):
+            raise ConfigError(f"{option} {path} is what the command reads, and would be lost. Give another path.")
+        other = by_path.setdefault(os.path.realpath(path), option)
+        if other != option and (path.is_file() or not path.exists()):
+            raise ConfigError(f"{other} and {option} both write {path}; give each a path of its own.")
+        _check_writable(option, path)
+
+
+def _check_writable(option: str, path: Path) -> None:
     """Open the file, or make and remove it: an error now, not after minutes of serving."""
-    if path is None:
-        return
     there = path.exists()
     try:
         with path.open("ab"):

@@ -132,7 +132,7 @@ def short_ladder(name: str) -> str:
 def _panel(axes: Any, points: Sequence[Point], policies: Sequence[str], metric: str) -> None:
     # Marks are hollow and of sizes of their own, so that equal points show both.
     trace, rate, costs = points[0].panel
-    axes.set_title(f"{trace} x{rate:g}" + ("" if costs == "default" else f", {costs}"), fontsize=10)
+    axes.set_title(f"{trace} x{rate:g}" + ("" if costs == "default" else f", {costs}"), fontsize=10, parse_math=False)
     axes.set_xlabel("graph memory, MiB")
     axes.set_ylabel(f"{METRICS[metric][0]}, ms")
     front = sorted((point.mib, point.ms) for point in points if point.on_front)

@@ -14,12 +14,18 @@ from pathlib import Path
 import pytest
 
 from kpolicy.budgets import Budget
+from kpolicy.costs import analytic_costs
 from kpolicy.engine import Engine
 from kpolicy.errors import BudgetRefused, ConfigError, UnknownNameError
+from kpolicy.schemas import Profile, write_profile
 from kpolicy.settings import LIMITS, Settings
 from tests.cli.conftest import Command, Ended, write
 
 ROOT = Path(__file__).parents[2]
+CONFIG = (
+    '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, '
+    '"num_attention_heads": 4, "vocab_size": 100}'
+)
 HEADER = "timestamp,input_length,output_length"
 
 
@@ -190,6 +196,42 @@ def test_options_of_run(kpolicy: Command, trace: Path, tmp_path: Path, options: 
         return text.replace("{tmp}", str(tmp_path)).replace("{trace}", str(trace))
 
     refused(kpolicy("run", "--trace", trace, *filled(options).split(" ")), *map(filled, parts))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "simulate {trace} --policy eager --out {trace}",
+        "simulate {trace} --policy eager --step-log {link}",
+        "simulate {trace} --policy eager --perfetto {trace}",
+        "run --device simulated --trace {trace} --policy eager --step-log {trace}",
+        "plan {trace} --out {tmp}/../{name}/trace.csv",
+        "plan {trace} --config {tmp} --out {tmp}/config.json",
+        "plan {trace} --profile {profile} --out {profile}",
+        "report {trace} --out {trace}",
+        "report {trace} --policy eager --out {tmp}/r.html --perfetto {trace}",
+        "sweep {trace} --profiles {profile} --out {profile}",
+        "calibrate --model {tmp} --out {tmp}/config.json",
+    ],
+)
+def test_what_is_read_isnt_written_over(kpolicy: Command, trace: Path, tmp_path: Path, command: str) -> None:
+    """However the path is written, and before anything runs; the file is as it was."""
+    pytest.importorskip("perfetto")
+    config, profile, link = tmp_path / "config.json", tmp_path / "p.json", tmp_path / "link"
+    config.write_text(CONFIG)
+    write_profile(profile, Profile(costs=analytic_costs(), device="a device", model=""))
+    link.symlink_to(trace)
+    before = [path.read_bytes() for path in (trace, config, profile)]
+    names = {"trace": trace, "tmp": tmp_path, "name": tmp_path.name, "profile": profile, "link": link}
+    refused(kpolicy(*command.format(**names).split(" ")), "is what the command reads, and would be lost")
+    assert [path.read_bytes() for path in (trace, config, profile)] == before
+
+
+def test_two_options_dont_write_one_file(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """It is said of files, and what isn't one takes both."""
+    given = ("simulate", trace, "--policy", "eager", "--out")
+    refused(kpolicy(*given, tmp_path / "o", "--step-log", tmp_path / "o"), "--out and --step-log both write")
+    assert kpolicy(*given, "/dev/null", "--step-log", "/dev/null").code == 0
 
 
 def test_an_option_without_its_value(kpolicy: Command) -> None:

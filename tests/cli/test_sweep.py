@@ -152,6 +152,15 @@ def test_cases_that_serve_fewer_are_told(kpolicy: Command, tmp_path: Path) -> No
     assert "1 case served fewer requests than another" in " ".join(ended.out.split())
 
 
+def test_a_picture_of_a_trace_with_any_name(kpolicy: Command, tmp_path: Path) -> None:
+    """Dollar signs in a name are no formula."""
+    pytest.importorskip("matplotlib")
+    path = write(tmp_path / "a$\\b$.csv", "timestamp,input_length,output_length\n0,8,2\n")
+    drawn = tmp_path / "p.svg"
+    assert kpolicy("sweep", path, "--policy", "eager", "--plot", drawn).code == 0
+    assert drawn.stat().st_size
+
+
 def test_names_are_printed_as_they_are(kpolicy: Command, tmp_path: Path) -> None:
     """Brackets in a name are no colours, and a word between colons is no picture."""
     paths = [tmp_path / "a[bold]b.csv", tmp_path / "c:llama:d.csv"]
