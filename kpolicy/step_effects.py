@@ -58,11 +58,6 @@ class StepEffects:
         if value is not None and not 0 <= value <= 2:
             raise ProfileError(f"one_row_overlap is {value}; it is a share from 0 to 2, or none, as overlap_cost is.")
 
-    @property
-    def by_rows(self) -> bool:
-        """Whether rows of padding, or a single decode row beside a prompt, count otherwise than the table's."""
-        return self.padding_share != (1.0, 1.0) or self.one_row_overlap is not None
-
     def at_host_speed(self, times: float) -> StepEffects:
         """Those of a host that takes so many times as long."""
         return attrs.evolve(self, eager_new_us=self.eager_new_us * times) if self.eager_new_us else self

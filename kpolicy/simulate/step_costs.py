@@ -107,12 +107,12 @@ class StepCosts:
             key: the graph.
             decodes: tokens in it without padding, where all are decode rows'; 0 of others.
         """
-        curve, effects = self._table.curve_for(key), self._table.effects
-        us, full = curve.at(key.num_tokens), key.part is Part.FULL
-        if 0 < decodes < key.num_tokens and effects.by_rows:
+        curve, full = self._table.curve_for(key), key.part is Part.FULL
+        us, share = curve.at(key.num_tokens), self._table.effects.padding_share[0 if full else 1]
+        if share < 1 and 0 < decodes < key.num_tokens:
             # Padding is at least one row more.
             least = curve.at(decodes + 1)
-            us = least + effects.padding_share[0 if full else 1] * (us - least)
+            us = least + share * (us - least)
         return us if full else max(us + self._first_pieces_us, 0.0)
 
     def overlap_of(self, decodes: int) -> float:

@@ -54,6 +54,9 @@ def test_the_wait_for_the_first_pieces_is_half_of_what_launching_both_kinds_has_
     assert device_us(again, PIECES, 16) == 1600.0 - 17.5
     for launches in (FULL, EAGER):
         assert device_us(after, launches, 16) == device_us(again, launches, 16) == device_us(TABLE, launches, 16)
+    # A split's eager half may be of a new size.
+    new = attrs.evolve(table, effects=attrs.evolve(table.effects, eager_new_us=70.0))
+    assert device_us(StepCosts.after_another(new).new_sizes(), PIECES, 16) == 1600.0 + 17.5
     slow = attrs.evolve(table, host_piecewise=HostCost(20_000.0))
     assert device_us(StepCosts.in_a_row(slow), PIECES, 16) == 0.0
 
@@ -65,6 +68,14 @@ def test_by_itself_a_step_has_the_tables_times() -> None:
         for launches in ((), FULL, PIECES, EAGER):
             assert costs.cost(launches, numbers) == TABLE.cost(launches, numbers)
             assert device_us(costs, launches, 9) == device_us(TABLE, launches, 9)
+
+
+def test_decode_rows_alone_are_told_by_sides() -> None:
+    """What `decodes` says of them is `launch_us` without their attention, which the table here has none of."""
+    costs = StepCosts(told(padding_share=(0.25, 0.5)))
+    for launch in (FULL[0], PIECES[0], EAGER[0], Launch(Rows.ALL, None, padded_tokens=16)):
+        device, host = costs.launch_us(launch, BatchShape.decode(9).numbers)
+        assert costs.decodes(launch, 9) == (host, device)
 
 
 def test_rows_of_padding_take_their_share() -> None:
