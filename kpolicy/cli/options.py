@@ -174,6 +174,22 @@ class Deployment:
         return profile.costs
 
 
+LEAST_RATE = 1e-6
+"""Arrivals slower than that lie so far apart that a float has no microseconds left."""
+
+
+def check_rate(rate: float) -> None:
+    """See that arrivals can be sped up by a factor.
+
+    Raises:
+        ConfigError: they can't.
+    """
+    if not LEAST_RATE <= rate < float("inf"):
+        raise ConfigError(
+            f"--rate is {rate:g}; it takes a factor from {LEAST_RATE:g} up, such as 2 for arrivals twice as fast."
+        )
+
+
 def at_least(option: str, value: int, least: int) -> int:
     """The value, checked.
 

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from kpolicy import __version__
 from kpolicy.attention.support import AttentionSupport
 from kpolicy.budgets import Budget
-from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, settings_of, whole
+from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, settings_of, whole
 from kpolicy.cli.outside import Outside
 from kpolicy.cli.render import console, print_json, render_run
 from kpolicy.cli.turns import Files, Turn, capture, serve_in_turn
@@ -89,10 +89,8 @@ class Requests:
                 raise ConfigError(
                     f"{option} is {value:g}; it takes seconds from 0 up. --window 0 serves all from --start on."
                 )
-        if self.rate is not None and not 0 < self.rate < math.inf:
-            raise ConfigError(
-                f"--rate is {self.rate:g}; it takes a factor above 0, such as 2 for arrivals twice as fast."
-            )
+        if self.rate is not None:
+            check_rate(self.rate)
         return _window(self.trace, self.start, window)
 
 

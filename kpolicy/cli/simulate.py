@@ -12,7 +12,7 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy import __version__
-from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, whole
+from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, whole
 from kpolicy.cli.recorded import replay_command
 from kpolicy.cli.render import console, print_json
 from kpolicy.cli.render_simulation import render_simulation
@@ -159,8 +159,7 @@ def load_trace(path: Path | None, *, start: float = 0.0, window: float = 0.0, ra
     for option, value in (("--window", window), ("--start", start)):
         if not 0 <= value < math.inf:
             raise ConfigError(f"{option} is {value:g}; it takes seconds from 0 up.")
-    if not 0 < rate < math.inf:
-        raise ConfigError(f"--rate is {rate:g}; it takes a factor above 0, such as 2 for arrivals twice as fast.")
+    check_rate(rate)
     trace = default_trace() if path is None else read_trace(path)
     whole_trace = trace
     if start or window:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 from cyclopts import Parameter
 
-from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, whole
+from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, whole
 from kpolicy.cli.render import console, grid, print_json, say, show
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.simulate import load_trace, specs_of
 from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_files, progress_bar
 from kpolicy.errors import ConfigError, UnknownNameError
+from kpolicy.figures import find_device
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.observe.extras import load
 from kpolicy.simulate.pareto import FEWER, METRICS, draw, points_of, short_ladder
@@ -173,11 +174,17 @@ def sweep_command(
 def _rates(rates: Sequence[float] | None) -> tuple[float, ...]:
     found = tuple(rates or (1.0,))
     for i, rate in enumerate(found):
-        if not 0 < rate < float("inf"):
-            raise ConfigError(f"--rate is {rate:g}; it takes a factor above 0, such as 2 for arrivals twice as fast.")
+        check_rate(rate)
         if rate in found[:i]:
             raise ConfigError(f"--rate {rate:g} is given twice; give each once.")
     return found
+
+
+def _once(option: str, values: Sequence[object] | None) -> None:
+    """See that an axis has each value once."""
+    for i, value in enumerate(values or ()):
+        if value in (values or ())[:i]:
+            raise ConfigError(f"{option} {value} is given twice; give each once.")
 
 
 def _check_plot(plot: Path | None) -> None:
@@ -197,6 +204,9 @@ def _common(
         raise ConfigError("--ladder and --ladders both give capture sizes; give --ladders for several.")
     if combined.profiles and (deployment.profile is not None or combined.devices or served.device):
         raise ConfigError("--profiles were measured on devices; leave out --profile, --device and --devices.")
+    _once("--ladders", combined.ladders)
+    _once("--profiles", combined.profiles)
+    _once("--devices", [find_device(device).figures.name.partition(" (")[0] for device in combined.devices or ()])
     traces = {}
     for path in paths or (None,):
         trace = load_trace(path, start=start, window=window)

@@ -148,8 +148,9 @@ def test_the_environments_folder(kpolicy: Command, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ("--rate 0", ["--rate is 0", "above 0"]),
-        ("--rate -2", ["--rate is -2", "above 0"]),
+        ("--rate 0", ["--rate is 0", "from 1e-06 up"]),
+        ("--rate -2", ["--rate is -2", "from 1e-06 up"]),
+        ("--rate 1e-300", ["--rate is 1e-300", "from 1e-06 up"]),
         ("--rate nan", ["--rate is nan"]),
         ("--rate inf", ["--rate is inf"]),
         ("--rate fast", ["--rate", '"fast"', "float"]),

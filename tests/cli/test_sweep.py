@@ -62,7 +62,11 @@ def test_a_case_that_fails_is_told_and_the_others_stay(kpolicy: Command, trace: 
     [
         ("--policy autoo", ["unknown policy 'autoo'"]),
         ("--rate 0", ["--rate is 0"]),
+        ("--rate 1e-9", ["--rate is 1e-09"]),
         ("--rate 2 --rate 2", ["--rate 2 is given twice"]),
+        ("--ladders 1,2 --ladders own --ladders 1,2", ["--ladders 1,2 is given twice"]),
+        ("--profiles a.json --profiles a.json", ["--profiles a.json is given twice"]),
+        ("--devices h200 --devices H200", ["--devices H200 is given twice"]),
         ("--metric speed", ["unknown metric 'speed'", "gap-p50"]),
         ("--backend slurm", ["unknown backend 'slurm'", "local, ray"]),
         ("--jobs -1", ["--jobs is -1"]),
