@@ -87,7 +87,8 @@ class Engine:
         model: a step model to run, for example of `kpolicy.load`.
         device: the executor's name that runs the model; ``"auto"``, the default, is the first that can where the
             model's tensors are, vendors before CUDA.
-        registry: the record of captured graphs, to share with other Engines.
+        registry: the record of captured graphs, to share with other Engines, so that nothing is captured twice. Each
+            decides among the graphs of its own policy and ladder, whatever others captured.
         budget: what captured graphs may take, where no registry is given.
         communicator: the other ranks; None is one rank.
         strict: a downgrade that attention forces on the policy is an error.
@@ -159,6 +160,7 @@ class Engine:
         self.support = _support_of(attention, None if model is None else getattr(self.executor, "model", model))
         self.downgrades = self._resolve(strict)
         self.keys = self.policy.plan(self.sizes, self.support.claims, self.settings)
+        self._planned = frozenset(self.keys)
         if budget is not None:
             # Without an executor nothing is captured as far as it goes: all that is planned is taken as captured.
             self._check_budget(budget, whole=ladder is not None or (executor is None and model is None))
@@ -287,12 +289,12 @@ class Engine:
         )
 
     def _ladder(self) -> CaptureLadder:
-        """Keys that may be replayed: captured ones, by this Engine's executor where others share the registry."""
+        """Keys that may be replayed: this Engine's own, captured, by its executor where others share the registry."""
         view = self.registry.view(assumed=self.executor is None)
         held = getattr(self.executor, "captured", None)
-        if held is None or all(key in held for key in view.keys):
+        keys = [key for key in view.keys if key in self._planned and (held is None or key in held)]
+        if len(keys) == len(view.keys):
             return view
-        keys = [key for key in view.keys if key in held]
         return CaptureLadder(keys, version=view.version, withdrawn=view.withdrawn)
 
     @property

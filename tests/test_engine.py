@@ -119,6 +119,28 @@ def test_engines_that_share_a_registry_see_the_same_graphs() -> None:
     assert first.decide(BatchShape.decode(2)).mode is second.decide(BatchShape.decode(2)).mode is Mode.EAGER
 
 
+def test_an_engine_decides_among_its_own_policys_graphs() -> None:
+    """A replica of a rule whose list ends at 512 tokens doesn't replay a larger graph that another Engine captured."""
+    limits = Settings(max_num_reqs=256, max_num_tokens=2048)
+    registry, executor = GraphRegistry(), SimulatedExecutor(num_blocks=64)
+    shared: dict[str, Any] = {"settings": limits, "attention": "mixed", "registry": registry, "executor": executor}
+    vllm = Engine("vllm", **shared)
+    alone = Engine("vllm", **{**shared, "registry": GraphRegistry(), "executor": None})
+    auto = Engine("auto", ladder=CaptureSizes((64,), (64, 1024), (1024, 2048)), **shared)
+    vllm.capture()
+    auto.capture()
+    prompts = [BatchShape(prefills=[(tokens, 0)]) for tokens in (30, 300, 512, 700, 1000, 2000)]
+    mixed = [BatchShape(decodes=[(1, 8)], prefills=[(tokens, 0)]) for tokens in (30, 300, 504, 700, 1000, 2000)]
+    for shape in [*prompts, *mixed, *(BatchShape.decode(rows) for rows in (1, 7, 60, 64, 200))]:
+        assert vllm.decide(shape).launches == alone.decide(shape).launches
+    assert vllm.decide(prompts[-1]).mode is Mode.EAGER
+    # Nor does `auto` have the replica's sizes.
+    launches = [launch for shape in [*prompts, *mixed] for launch in auto.decide(shape).launches]
+    assert {each.key.num_tokens for each in launches if each.key is not None} <= {64, 1024, 2048}
+    only_planned = Engine("vllm", **{**shared, "executor": None})
+    assert only_planned.decide(prompts[-1]).mode is Mode.EAGER
+
+
 def test_graphs_of_another_executor_are_not_replayed() -> None:
     """An Engine whose registry holds another executor's graphs too decides with its own executor's only."""
     registry = GraphRegistry()
