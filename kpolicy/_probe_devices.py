@@ -129,13 +129,14 @@ def report(name: str, status: ProbeStatus, *parts: str, facts: Mapping[str, Any]
 def probe_torch(look: Look, then: Sequence[str] = ()) -> tuple[ProbeReport, Look]:
     """The report on torch, and the look under which it imports: without vendor autoload, where that breaks it.
 
-    Where no vendor is installed, the child that imports torch is asked of its own devices too, and then of `then`.
+    Where no vendor is installed, the child that imports torch is asked of `then` too, and at last of torch's own
+    devices, which fail most often.
     """
     name = "extra torch"
     if origin("torch") is None:
         return report(name, ProbeStatus.ABSENT, NO_TORCH), look
     if not _vendors():
-        look = look.having_asked(("torch", _XPU.name, _CUDA.name, *then))
+        look = look.having_asked(("torch", *then, _XPU.name, _CUDA.name))
     answer = look.ask("torch")
     if answer.error is None:
         return report(name, ProbeStatus.USABLE, _torch_words(answer), facts=answer.facts), look

@@ -407,7 +407,7 @@ def test_kernels_are_asked_of_that_child_too(children: list[list[str]]) -> None:
     pytest.importorskip("torch")
     names = [each.name for each in probe_all(kernels=True) if each.name.split()[0] in ("device", "extra", "attention")]
     assert names[names.index("extra torch") + 1] == "attention kernels"
-    assert [asked for asked, _ in children if asked != "plugin"] == ["torch,xpu,cuda,kernels"]
+    assert [asked for asked, _ in children if asked != "plugin"] == ["torch,kernels,xpu,cuda"]
 
 
 @pytest.mark.parametrize(
@@ -419,14 +419,21 @@ def test_kernels_are_asked_of_that_child_too(children: list[list[str]]) -> None:
     ],
 )
 def test_what_one_probe_does_is_no_others_fault(fakes: Fakes, children: list[list[str]], ends: str, why: str) -> None:
-    """A probe that ends the child that others shared is tried in one of its own; so are those that come after it."""
+    """A probe that ends the child that others shared is tried in one of its own, and what was said before stands."""
     fakes.torch(more=f"def _count():\n    {ends}\ncuda.device_count = _count")
-    reports = probe_all(timeout_s=30, environ=fakes.environ, kernels=True)
-    found = {each.name: each for each in reports}
+    found = fakes.probe()
     assert (found["extra torch"].status, found["device cpu"].status) == (USABLE, USABLE)
     assert found["device cuda"].status is BROKEN
     assert why in found["device cuda"].reason
-    assert [asked for asked, _ in children] == ["torch,xpu,cuda,kernels", "cuda", "kernels"]
+    assert [asked for asked, _ in children] == ["torch,xpu,cuda", "cuda"]
+
+
+def test_what_comes_after_one_that_fails_has_a_child_of_its_own(fakes: Fakes, children: list[list[str]]) -> None:
+    """Kernels can't be had with a torch as poor as this one; its device is asked all the same."""
+    fakes.torch()
+    found = {each.name: each for each in probe_all(timeout_s=30, environ=fakes.environ, kernels=True)}
+    assert (found["attention kernels"].status, found["device cuda"].status) == (BROKEN, USABLE)
+    assert [asked for asked, _ in children] == ["torch,kernels,xpu,cuda", "cuda", "kernels"]
 
 
 def test_a_probe_that_only_fails_after_others_is_cleared(fakes: Fakes, children: list[list[str]]) -> None:
