@@ -116,6 +116,7 @@ class TracePlan:
         requests: its requests.
         dropped: rows of it that were left out, by reason.
         notes: what a reader of the plan should know.
+        model: what tells the model from others (`kpolicy.attention.fields.identity`); empty where no config was given.
     """
 
     policy: str
@@ -132,6 +133,7 @@ class TracePlan:
     requests: int = 0
     dropped: Mapping[str, int] = attrs.field(factory=dict, hash=False)
     notes: tuple[str, ...] = ()
+    model: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
 
     @property
     def plan(self) -> Plan:
@@ -157,6 +159,7 @@ class TracePlan:
             planned_from={
                 "trace": self.source,
                 "histogram": self.replayed.histogram.as_dict(),
+                **({"model": dict(self.model)} if self.model else {}),
                 **made_by,
                 "settled": self.replayed.settled,
             },

@@ -11,10 +11,12 @@ from typing import Any
 from kpolicy.errors import SupportError
 from kpolicy.reading import read_whole
 
-__all__ = ["Fields", "read_config"]
+__all__ = ["Fields", "identity", "read_config"]
 
 _NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
 """Where multimodal configs keep their language model."""
+_SIZES = (("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer"), ("vocab_size",))
+"""What a model's size shows in, by its usual name and others"""
 
 
 def read_config(config: object) -> Mapping[str, Any]:
@@ -165,3 +167,14 @@ class Fields:
         raise SupportError(
             f"{name} of {self.name} is {value!r}; it must list layers from {base} to {layers + base - 1}."
         )
+
+
+def identity(config: object) -> dict[str, Any]:
+    """What tells a model from others, for files that are made for one: its type and its main sizes, those that it says.
+
+    Args:
+        config: as of `read_config`.
+    """
+    fields = Fields(read_config(config))
+    found = {"model_type": fields.model_type or None, **{names[0]: fields.get(*names) for names in _SIZES}}
+    return {name: value for name, value in found.items() if value is not None}

@@ -11,6 +11,7 @@ from typing import Annotated
 import attrs
 from cyclopts import Parameter
 
+from kpolicy.attention.fields import identity
 from kpolicy.budgets import Budget
 from kpolicy.cli.options import Deployment, Json, at_least, whole
 from kpolicy.cli.plan_output import as_dict, emitted_for, render, write
@@ -149,6 +150,8 @@ def plan(
         hold_out=len(requests) > 1,
         progress=None if json or not sys.stderr.isatty() else lambda what: shown.print(what, style="dim"),
     )  # fmt: skip
+    if deployment.config is not None:
+        found = attrs.evolve(found, model=identity(deployment.config))
     if model.doubt:
         found = attrs.evolve(found, notes=(*found.notes, f"{model.doubt}."))
     emitted = emitted_for(emit, found)

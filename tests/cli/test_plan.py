@@ -158,6 +158,10 @@ def test_costs_of_a_config(kpolicy: Command, trace: Path, tmp_path: Path) -> Non
     """With a model's config.json, analytic costs are that model's."""
     config = write(tmp_path / "config.json", json.dumps(ARCHITECTURE))
     assert "llama" in planned(kpolicy, trace, "--config", config, "--budget", 3)["costs"]
+    kpolicy("plan", trace, "--config", config, "--budget", 3, "--out", tmp_path / "plan.json")
+    model = read_plan(tmp_path / "plan.json").planned_from["model"]
+    assert model["model_type"] == "llama"
+    assert model == {name: ARCHITECTURE[name] for name in model}
 
 
 def test_one_request(kpolicy: Command, tmp_path: Path) -> None:

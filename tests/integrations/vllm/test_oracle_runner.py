@@ -354,6 +354,24 @@ def test_plan_of_another_deployment(vllm, tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
+def test_plan_of_a_named_model(vllm, tmp_path, caplog):
+    """A plan that says which model it was made for leaves all to vLLM with another, with one warning."""
+    path = tmp_path / "plan.json"
+    plan_of(path, model={"model_type": "qwen2", "hidden_size": 896})
+    for hidden, sizes in ((896, [1, 2, 16]), (1536, STOCK_SIZES)):
+        config = vllm_config(vllm, kpolicy={"plan": str(path)})
+        config.model_config.hf_config = SimpleNamespace(
+            to_dict=lambda n=hidden: {"model_type": "qwen2", "hidden_size": n}
+        )
+        with caplog.at_level(logging.WARNING):
+            sized(vllm, config)
+            attached(vllm, config, runner_v1(vllm, config))
+        assert config.compilation_config.cudagraph_capture_sizes == sizes
+    assert "another model: hidden_size 896 and not 1536" in caplog.text
+    assert len(caplog.records) == 1
+    assert PROCESS.counts["bad_setting"] == 1
+
+
 class Wild:
     """A policy that decides what can't be carried out, or raises."""
 
