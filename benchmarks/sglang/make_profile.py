@@ -1,11 +1,14 @@
 """A profile for `kpolicy plan` of what kpolicy measured inside SGLang, out of the results of stock_vs_kpolicy.py.
 
-    python benchmarks/sglang/make_profile.py OUT [--runs 15,16]
+    python benchmarks/sglang/make_profile.py OUT [--runs 15,16] [--mean]
 
-made h200/profile_sglang_qwen05b.json, by which the plan beside it has its sizes. SGLang's kernels aren't those that
-kpolicy's own measured profiles are of. kpolicy times a few sizes at each start, host and device together; between them
-lies a straight line, and a size has the median of the starts. SGLang pads to its next own size, so that a size between
-two of those is taken to last as long as the larger.
+made h200/profile_sglang_qwen05b.json, by which the plan beside it has its sizes, and with ``--runs 15,16,20,22 --mean``
+h200/profile_sglang_qwen05b_mean.json, that of the plan of 60. SGLang's kernels aren't those that kpolicy's own measured
+profiles are of. kpolicy times a few sizes at each start, host and device together; between them lies a straight line,
+and a size has the median of the starts. Each start's times were made to rise, so that where a size came out slower than
+the next both have one time: by the median a graph that most starts couldn't tell from the next is worth nothing,
+by the mean it is worth what the others saw. SGLang pads to its next own size, so that a size between two of those is
+taken to last as long as the larger.
 """
 
 from __future__ import annotations
@@ -31,12 +34,13 @@ from kpolicy.schemas import Profile, write_profile  # noqa: E402
 RESULTS = HERE.parent / "results" / "h200" / "sglang_stock_vs_kpolicy.json"
 
 
-def profile(results: dict[str, Any], runs: Sequence[int]) -> Profile:
+def profile(results: dict[str, Any], runs: Sequence[int], *, mean: bool = False) -> Profile:
     """What the starts with kpolicy's own sizes measured of 0.5B, over SGLang's own sizes.
 
     Args:
         results: the result file.
         runs: whose starts.
+        mean: a size has the mean of the starts, and else their median.
 
     Raises:
         ValueError: the runs had other versions, another date or other sizes of SGLang's.
@@ -48,6 +52,7 @@ def profile(results: dict[str, Any], runs: Sequence[int]) -> Profile:
         phase: _one(f"{phase}_sizes", runs, [each[f"{phase}_sizes"] for each in stock])
         for phase in ("decode", "prefill")
     }
+    of_starts = statistics.fmean if mean else statistics.median
     about = [each for each in results["runs"] if each["run"] in runs]
     versions, at = (_one(name, runs, [each[name] for each in about]) for name in ("versions", "at"))
 
@@ -56,8 +61,8 @@ def profile(results: dict[str, Any], runs: Sequence[int]) -> Profile:
         graphs = kind == "graph"
         sizes = own_sizes[phase] if graphs else sorted(set().union(*measured))
         middle = [
-            statistics.median(float(np.interp(size, sorted(each), [each[key] for key in sorted(each)]))
-                              for each in measured)
+            of_starts(float(np.interp(size, sorted(each), [each[key] for key in sorted(each)]))
+                      for each in measured)
             for size in sizes
         ]  # fmt: skip
         rising = [float(us) for us in np.maximum.accumulate(middle)]
@@ -77,7 +82,8 @@ def profile(results: dict[str, Any], runs: Sequence[int]) -> Profile:
         ),
         device="NVIDIA H200", model=NAMES["qwen05b"], measured_at=at, tensor_parallel_size=1,
         versions={name: versions[name] for name in ("sglang", "torch")},
-        command=f"python benchmarks/sglang/make_profile.py OUT --runs {','.join(map(str, runs))}",
+        command=f"python benchmarks/sglang/make_profile.py OUT --runs {','.join(map(str, runs))}"
+        + " --mean" * mean,
     )  # fmt: skip
 
 
@@ -107,9 +113,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--runs", default="15,16", help="whose starts of kpolicy's own sizes are taken")
+    parser.add_argument("--mean", action="store_true", help="the mean of the starts, not their median")
     given = parser.parse_args()
     runs = [int(run) for run in given.runs.split(",")]
-    write_profile(given.out, profile(json.loads(RESULTS.read_text(encoding="utf-8")), runs))
+    write_profile(given.out, profile(json.loads(RESULTS.read_text(encoding="utf-8")), runs, mean=given.mean))
 
 
 if __name__ == "__main__":
