@@ -14,10 +14,13 @@ import itertools
 import json
 import os
 import random
+import statistics
 import sys
 import time
 from collections import Counter
 from typing import Any
+
+from kpolicy.host_speed import host_work_us
 
 PHASES = (
     ("load_model", "load_model_s"),
@@ -25,11 +28,18 @@ PHASES = (
     ("profile_cudagraph_memory", "profile_graphs_s"),
     ("capture_model", "capture_s"),
 )
+LOOKS = 20
+"""Times that the host's speed is taken at a turn's start, and at its end"""
 
 
 def emit(**row: Any) -> None:
     """One answer."""
     print("RES " + json.dumps(row), flush=True)
+
+
+def host_now() -> tuple[int, float]:
+    """The core that this thread is on, and microseconds of the host's fixed work there."""
+    return ctypes.CDLL(None).sched_getcpu(), statistics.median(host_work_us() for _ in range(LOOKS))
 
 
 def time_phases(phases: dict[str, Any]) -> None:
@@ -221,6 +231,7 @@ class Engine:
         added = done = 0
         added_s = 0.0
         self._torch.cuda.synchronize()
+        before = host_now()
         start = now = time.perf_counter()
         while done < count:
             while added < count and begun[added] <= now - start:
@@ -240,7 +251,9 @@ class Engine:
                 times[which] += [now - start] * len(output.outputs[0].token_ids)
                 done += output.finished
         wall = now - start
+        after = host_now()
         figures = self._figures(requests, begun, times, steps, wall)
+        figures |= {"host_us": round((before[1] + after[1]) / 2, 2), "cores": [before[0], after[0]]}
         if not begun[-1]:
             # All come at once, and are added before the first step: no policy decides how long that takes.
             figures["added_ms"] = round(1e3 * added_s, 2)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.student import student
+from benchmarks.vllm import child
 from benchmarks.vllm.correct import LOGPROBS, MODULES, RUNNERS, beside, passes, replica_passes
 from benchmarks.vllm.loads import CHAT, CODE, RATES, make_load
 from benchmarks.vllm.summary import ratio_interval, summarise
@@ -46,6 +47,17 @@ def test_the_interval_is_student_s_over_logarithms() -> None:
     # A standard deviation of ln 2, three values, 4.303 at two degrees of freedom.
     assert high == pytest.approx(2.0 * 2 ** (4.303 / 3**0.5), rel=1e-3)
     assert low == pytest.approx(4.0 / high)
+
+
+def test_a_turn_s_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core, and the middle of the fixed work's times; one side's over the other's is a figure."""
+    times = iter(range(child.LOOKS))
+    monkeypatch.setattr(child, "host_work_us", lambda: float(next(times)))
+    core, us = child.host_now()
+    assert core in os.sched_getaffinity(0)
+    assert us == (child.LOOKS - 1) / 2
+    (found,) = summarise([row("stock", 0, host_us=60.0), row("kpolicy", 0, host_us=90.0)])
+    assert (found["figure"], found["ratio"]) == ("host_us", 0.6667)
 
 
 def test_the_points_of_student_s_t() -> None:
