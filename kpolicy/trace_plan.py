@@ -253,6 +253,7 @@ def replayed(
     if result.interrupted:
         raise KeyboardInterrupt
     histogram.refused = dict(result.refused)
+    histogram.outside_sizes = result.outside_sizes / max(result.steps, 1)
     if result.outside_contexts is not None:
         histogram.outside_contexts = result.outside_contexts / max(result.steps, 1)
     return histogram.settled()
@@ -466,9 +467,11 @@ def _notes(found: Replayed, workload: Workload, policy: Policy, costs: CostTable
             "longer than a graph of its size. If your server is busier than this trace, plan for a higher rate of "
             "arrivals or fewer requests."
         )
-    outside = _outside(workload)
-    if outside:
-        notes.append(f"{outside:.1%} of the steps have a size outside what the cost table was made for.")
+    sizes = found.histogram.outside_sizes
+    if sizes:
+        notes.append(
+            f"{sizes:.1%} of the steps run at a size outside what the cost table was made for: {_timed(costs)}."
+        )
     contexts = found.histogram.outside_contexts
     if contexts:
         notes.append(
@@ -499,14 +502,9 @@ def _check_fits(workload: Workload, limits: Budget | None, most_sizes: int | Non
     )
 
 
-def _outside(workload: Workload) -> float:
-    """Share of the steps whose size the cost table doesn't span."""
-    costs, histogram = workload.costs, workload.histogram
-    beyond = sum(
-        sums.steps
-        for q, table in histogram.decodes.items()
-        for reqs, sums in table.items()
-        if reqs * q > costs.full.sizes[-1]
-    )
-    beyond += sum(sums.steps for tokens, sums in histogram.others.items() if tokens > costs.eager.sizes[-1])
-    return beyond / workload.steps if workload.steps else 0.0
+def _timed(costs: CostTable) -> str:
+    """The largest sizes of each kind that a table was made for."""
+    curves = {"FULL graphs": costs.full, "FULL graphs of mixed batches": costs.mixed, "PIECEWISE": costs.piecewise}
+    each = [(name, curve.sizes[-1]) for name, curve in curves.items() if curve is not None]
+    each.append(("eager", costs.eager.sizes[-1]))
+    return ", ".join(f"{name} of up to {size:,} tokens" for name, size in each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -258,12 +259,14 @@ def ladder_of(text: str | None, settings: Settings, option: str = "--ladder") ->
     """
     if text is None:
         return None
-    if text.endswith(".json"):
+    if text.endswith(".json") or os.path.isfile(text):
         return _planned(text, settings, option)
     try:
         sizes = [int(part) for part in text.split(",")] if text else []
     except ValueError:
-        raise ConfigError(f"{option} is {text[:60]!r}; it takes capture sizes joined by commas: 1,2,4,8.") from None
+        raise ConfigError(
+            f"{option} is {text[:60]!r}; it takes capture sizes joined by commas, 1,2,4,8, or a plan file."
+        ) from None
     return CaptureSizes.of(sizes, settings)
 
 

@@ -46,6 +46,8 @@ class Histogram:
         """All other batches, by tokens."""
         self.refused: dict[str, int] = {}
         """Requests that made no steps, by reason."""
+        self.outside_sizes = 0.0
+        """Share of the steps that ran at a size which the cost table's curves don't span."""
         self.outside_contexts: float | None = None
         """Share of the steps with a context beyond those that attention was timed at; None where that isn't known."""
         self._added: dict[tuple[int, int], list[float]] = {}

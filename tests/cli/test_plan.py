@@ -125,6 +125,9 @@ def test_a_plan_file_runs(kpolicy: Command, trace: Path, tmp_path: Path) -> None
         "explain", "--decodes", 2, "--ladder", out, "--policy", "full_and_piecewise", "--max-num-tokens", 2048
     )
     assert str(plan.sizes.decode[0]) in explained.out
+    out.rename(tmp_path / "plan.of-mine")
+    other = kpolicy("explain", "--decodes", 2, "--ladder", tmp_path / "plan.of-mine", "--max-num-tokens", 2048)
+    assert other.code == 0, other
 
 
 def test_emit_json_prints_the_plan_file(kpolicy: Command, trace: Path, tmp_path: Path) -> None:

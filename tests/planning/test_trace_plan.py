@@ -113,7 +113,19 @@ def test_sizes_beyond_the_table_are_no_contexts() -> None:
     found = plan_trace(trace(10), policy="vllm", server=server(), most_sizes=3, hold_out=False, costs=table)
     assert found.replayed.histogram.outside_contexts == 0
     (note,) = [note for note in found.notes if "outside what the cost table was made for" in note]
-    assert "of the steps have a size outside" in note
+    assert "of the steps run at a size outside" in note
+
+
+def test_planned_graphs_beyond_the_table_are_noted() -> None:
+    """Where FULL graphs were timed at smaller sizes than the plan has, whatever eager steps were timed at."""
+    table = costs(full=Curve((1, 16), (1000.0, 1001.0)), kv_span=KvSpan(1 << 20, 1 << 30, 1 << 20))
+    found = plan_trace(trace(10), policy="auto", server=server(), most_sizes=3, hold_out=False, costs=table)
+    told = simulate(trace(10), "auto", server=server(), costs=table, ladder=found.plan.sizes)
+    share = told.outside_sizes / told.steps
+    (note,) = [note for note in found.notes if "outside what the cost table was made for" in note]
+    assert share > 0
+    assert note.startswith(f"{share:.1%} of the steps run at a size outside")
+    assert "FULL graphs of up to 16 tokens, PIECEWISE of up to " in note
 
 
 def test_same_input_same_plan() -> None:
