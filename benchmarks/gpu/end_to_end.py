@@ -85,6 +85,7 @@ def figures(result: Any) -> dict[str, Any]:
         "gap_p50_us": result.gap_us[0], "gap_p99_us": result.gap_us[1],
         "served": result.served, "span_s": result.span_s, "interrupted": result.interrupted,
         "refused": dict(result.refused), "replay_failures": result.replay_failures,
+        "steps": {mode: counted.steps for mode, counted in result.modes.items()},
     }  # fmt: skip
 
 

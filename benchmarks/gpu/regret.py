@@ -25,7 +25,8 @@ have the fixed ladder; replicas of serving engines have those engines' own lists
 
 Run: ``python -m benchmarks.gpu.regret --model NAME --config FILE --shapes FILE --out FILE --date D [--seconds 400]``; a
 run goes on where the file ends. ``--loads`` takes some of the shapes' loads; ``--save-profile`` keeps the table that
-`auto` decides by. ``--summary FILES... --json regret.json`` makes the table.
+`auto` decides by. ``--summary FILES... --json regret.json`` makes the table, of
+files of 2026-11-23 and before with ``--own-graphs --shapes FILE``.
 """
 
 from __future__ import annotations
@@ -72,7 +73,6 @@ def open_engines(options: argparse.Namespace) -> tuple[Any, dict[str, Any], floa
     import torch
 
     from benchmarks.gpu.common import config_of, load_model, opened
-    from kpolicy.engine import Engine
     from kpolicy.executors.calibrate import Calibration
     from kpolicy.serving.warm_up import warm_up
     from kpolicy.settings import Settings
@@ -99,12 +99,7 @@ def open_engines(options: argparse.Namespace) -> tuple[Any, dict[str, Any], floa
     samples = calibration.samples()
     calibration.end()
     shared |= {"costs": costs}
-    engines = {
-        **autos(shared, ladder),
-        **{spec: Engine(spec, ladder=ladder, **shared) for spec in FIXED},
-        **{spec: Engine(spec, **shared) for spec in OWN_SIZES},
-    }
-    return model, engines, capture_s, samples
+    return model, {**autos(shared, ladder), **others(shared, ladder)}, capture_s, samples
 
 
 def capture_all(shared: dict[str, Any], ladder: Sequence[int]) -> None:
@@ -117,12 +112,22 @@ def capture_all(shared: dict[str, Any], ladder: Sequence[int]) -> None:
 
 
 def autos(shared: dict[str, Any], ladder: Sequence[int]) -> dict[str, Any]:
-    """`auto` for either objective; it may replay whatever was captured."""
+    """`auto` for either objective."""
     from kpolicy.engine import Engine
 
     return {
         "auto": Engine("auto", ladder=ladder, **shared),
         "auto latency": Engine("auto", ladder=ladder, objective="latency", **shared),
+    }
+
+
+def others(shared: dict[str, Any], ladder: Sequence[int]) -> dict[str, Any]:
+    """Fixed policies over the ladder, replicas over the sizes of what they are replicas of."""
+    from kpolicy.engine import Engine
+
+    return {
+        **{spec: Engine(spec, ladder=ladder, **shared) for spec in FIXED},
+        **{spec: Engine(spec, **shared) for spec in OWN_SIZES},
     }
 
 
@@ -384,21 +389,7 @@ def repicked(at: dict[str, Any], shapes: dict[str, Any], costs: Any) -> tuple[di
         shapes: the model's shapes that they are of, by load.
         costs: the table.
     """
-    from kpolicy.executors.simulated import SimulatedExecutor
-    from kpolicy.registry import GraphRegistry
-    from kpolicy.settings import Settings
-
-    settings = Settings(max_num_reqs=MAX_NUM_REQS, max_num_tokens=MAX_NUM_TOKENS)
-    executor = SimulatedExecutor(
-        costs, num_blocks=KV_TOKENS // BLOCK_SIZE, block_size=BLOCK_SIZE, max_num_reqs=MAX_NUM_REQS
-    )
-    shared: dict[str, Any] = {
-        "attention": at["support"], "settings": settings, "costs": costs, "executor": executor,
-        "registry": GraphRegistry(),
-    }  # fmt: skip
-    executor.open(shared["registry"])
-    capture_all(shared, LADDER)
-    engines = autos(shared, LADDER)
+    engines = autos(_simulated(at, costs), LADDER)
     cells = {}
     for key, cell in at["cells"].items():
         load, _, i = key.rpartition("/")
@@ -407,6 +398,52 @@ def repicked(at: dict[str, Any], shapes: dict[str, Any], costs: Any) -> tuple[di
         if all(cell["cells"].get(pick, {}).get("us") for pick in picks.values()):
             cells[key] = {**cell, "picks": {**cell["picks"], **picks}}
     return {**at, "cells": cells}, len(at["cells"]) - len(cells)
+
+
+def own_graphs(at: dict[str, Any], shapes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, set[str]]]:
+    """(the results with every other policy than `auto` picking among its own graphs, policies left out of a load).
+
+    In files of 2026-11-23 and before all Engines picked among whatever any of them had captured. A policy with a pick
+    that wasn't measured is left out of that load.
+
+    Args:
+        at: results.
+        shapes: the model's shapes that they are of, by load.
+    """
+    from kpolicy.costs import analytic_costs
+
+    engines = others(_simulated(at, analytic_costs()), LADDER)
+    cells: dict[str, Any] = {}
+    without: dict[str, set[str]] = {}
+    for key, cell in at["cells"].items():
+        load, _, i = key.rpartition("/")
+        numbers = numbers_of(shapes[load]["shapes"][int(i)])
+        picks = {name: name_of(engine.select(*numbers)) for name, engine in engines.items() if name in cell["picks"]}
+        cells[key] = {**cell, "picks": {**cell["picks"], **picks}}
+        unmeasured = {name for name, pick in picks.items() if not cell["cells"].get(pick, {}).get("us")}
+        without[load] = without.get(load, set()) | unmeasured
+    for key, cell in cells.items():
+        for name in without[key.rpartition("/")[0]]:
+            del cell["picks"][name]
+    return {**at, "cells": cells}, {load: names for load, names in without.items() if names}
+
+
+def _simulated(at: dict[str, Any], costs: Any) -> dict[str, Any]:
+    """What Engines that only decide share: every policy's graphs on a simulated device."""
+    from kpolicy.executors.simulated import SimulatedExecutor
+    from kpolicy.registry import GraphRegistry
+    from kpolicy.settings import Settings
+
+    executor = SimulatedExecutor(
+        costs, num_blocks=KV_TOKENS // BLOCK_SIZE, block_size=BLOCK_SIZE, max_num_reqs=MAX_NUM_REQS
+    )
+    shared: dict[str, Any] = {
+        "attention": at["support"], "settings": Settings(max_num_reqs=MAX_NUM_REQS, max_num_tokens=MAX_NUM_TOKENS),
+        "costs": costs, "executor": executor, "registry": GraphRegistry(),
+    }  # fmt: skip
+    executor.open(shared["registry"])
+    capture_all(shared, LADDER)
+    return shared
 
 
 def _value(cell: dict[str, Any], samples: Sequence[float], alone_us: float, objective: str) -> float:
@@ -546,6 +583,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--summary", type=Path, nargs="*")
     parser.add_argument("--rescore", type=Path, help="a profile: the table as its picks would have made it")
+    parser.add_argument(
+        "--own-graphs", action="store_true", help="fixed policies and replicas pick anew, each among its own graphs"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     options.layers = 0
@@ -557,8 +597,12 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for file in options.summary:
         at = json.loads(file.read_text())
+        shapes = json.loads(options.shapes.read_text())[at["model"]] if options.shapes else {}
+        if options.own_graphs:
+            at, without = own_graphs(at, shapes)
+            for load, names in without.items():
+                sys.stderr.write(f"{at['model']}, {load}: without {', '.join(sorted(names))}, with unmeasured picks\n")
         if options.rescore:
-            shapes = json.loads(options.shapes.read_text())[at["model"]]
             at, left_out = repicked(at, shapes, load_profile(options.rescore).costs)
             sys.stderr.write(f"{at['model']}: {left_out} shapes left out, whose pick wasn't measured\n")
         rows += [

@@ -60,6 +60,25 @@ def test_another_table_picks_anew(tmp_path: Path) -> None:
     assert rows["full"]["over_auto"] == pytest.approx(0.1111, abs=1e-4)
 
 
+def test_policies_pick_among_their_own_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The replica of vLLM is eager above 512 tokens; a policy with a pick that wasn't measured is left out."""
+    eager, pieces = "eager all:eager:@0x1", "piecewise all:PIECEWISE 640t:@0x1"
+    cells = {eager: {"steps": 1, "us": [100.0] * 4}, pieces: {"steps": 1, "us": [50.0] * 4}}
+    measured = {
+        "tokens": [0, 600, 0, 180_300], "times": 1, "cells": cells, "alone_us": [],
+        "picks": picks(pieces, vllm=pieces, piecewise=pieces, full=pieces),
+    }  # fmt: skip
+    at = {"model": "m", "support": "mixed", "cells": {f"{LOAD}/0": measured}}
+    files = [tmp_path / name for name in ("at.json", "shapes.json", "out.json")]
+    files[0].write_text(json.dumps(at))
+    files[1].write_text(json.dumps({"m": {LOAD: {"shapes": [{"decodes": [], "chunks": [(600, 0)], "steps": 1}]}}}))
+    options = ["--summary", str(files[0]), "--shapes", str(files[1]), "--own-graphs", "--json", str(files[2])]
+    assert regret.main(options) == 0
+    assert f"m, {LOAD}: without full, with unmeasured picks" in capsys.readouterr().err
+    rows = {row["policy"]: row["mean_regret"] for row in json.loads(files[2].read_text())}
+    assert rows == {"auto": 0.0, "auto latency": 0.0, "vllm": 1.0, "piecewise": 0.0}
+
+
 def test_a_cell_that_was_given_up_is_scored_by_all_its_samples() -> None:
     """Of three samples every other one would be one, which may be anything."""
     measured = shape(picks("a", eager="b"), a=100.0, b=0.0)
