@@ -6,7 +6,8 @@ timed twice: at once, for the host's time, and behind work that keeps the device
 alone. What attention costs is the slope of a step's time over KV; it is taken off the curves, which stand for dense
 work (kpolicy's docs/design.md, costs). So is what each decode row takes in every mode, whatever the step is padded to:
 the model's head gives every one of them logits, and a prompt chunk only its last token (1,000 rows of a 0.5B model:
-0.6 ms of 3.5).
+0.6 ms of 3.5). Rows needn't cost the same at every number of them: where a larger graph seems cheaper than a smaller
+one, it is timed with the smaller one's rows too, and is cheaper only if it is so with those.
 
 FULL graphs of mixed batches have attention of a fixed shape: they are timed with a chunk that fills them, and have a
 curve of their own.
@@ -92,6 +93,8 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
         start = clock.now()
         bench.measure(plan.curves, allowance_s * (1 - SLOPES))
         bench.measure(plan.slopes, min(allowance_s * SLOPES, max(0.0, allowance_s - (clock.now() - start))))
+        doubts = state.broadcast(together(everywhere, plan.doubts))
+        bench.measure(plan.checks(doubts), max(0.0, allowance_s - (clock.now() - start)))
         if state.config.split and plan.decodes is not None and plan.chunk is not None:
             state.rejoin_us = state.broadcast(together(everywhere, bench.rejoin_us, plan.decodes, plan.chunk))
     finally:
@@ -207,8 +210,33 @@ class _Plan:
         new = max(1, min(most_chunk, longest // 2, 2048))
         before = min(LONG_KV, longest - new - 1)
         self._chunk_slope = [Case(None, Rows(0, 0, new, context)) for context in (0, before)]
+        self._checked: list[tuple[Case, Case, Case]] = []
+        """A graph, a larger one that seems cheaper, and that one with the rows of the first"""
         pairs = (self._decode_slope, self._chunk_slope)
         self.slopes = [case for pair in pairs if all(steps.fits(each.rows) for each in pair) for case in pair]
+
+    def doubts(self) -> list[tuple[int, int]]:
+        """Places of whole graphs of decodes that seem dearer than larger ones, each with the cheapest of those."""
+        decode, chunks = self._attention()
+        us = {
+            place: case.dense_us(decode, chunks)
+            for place, case in enumerate(self._full)
+            if case.times and case.rows.decodes
+        }
+        found = []
+        for place in us:
+            cheapest = min((each for each in us if each > place), key=us.__getitem__, default=place)
+            if us[place] > us[cheapest] * (1 + NOISE):
+                found.append((place, cheapest))
+        return found
+
+    def checks(self, doubts: Sequence[tuple[int, int]]) -> list[Case]:
+        """The steps that settle `doubts`: the larger graph with the smaller one's rows, and the smaller one again."""
+        self._checked = [
+            (self._full[place], self._full[larger], Case(self._full[larger].key, self._full[place].rows))
+            for place, larger in doubts
+        ]
+        return [case for smaller, _, check in self._checked for case in (smaller, check)]
 
     def timed(self) -> tuple[int, int]:
         """How many of the steps were timed, and of how many."""
@@ -224,15 +252,16 @@ class _Plan:
         """The table of what ran; None where a kind of launch that there is didn't."""
         if self.unmeasured():
             return None
-        decode, chunks = _slope(self._decode_slope), _slope(self._chunk_slope)
-        decode = AttentionCost(row_us=self._row_us(decode, chunks), unit_us=decode.unit_us)
+        decode, chunks = self._attention()
 
         def curve(cases: Sequence[Case], rival: Curve | None = None) -> Curve | None:
             us: dict[int, float] = {}
             for case in cases:
                 if case.times:
-                    size = case.rows.num_tokens if case.key is None else case.key.num_tokens
-                    us[size] = case.dense_us(decode, chunks)
+                    us[_size(case)] = case.dense_us(decode, chunks)
+            for smaller, larger, check in self._checked if cases is self._full else ():
+                if check.times and check.best().device > smaller.best().device * (1 - NOISE):
+                    us[_size(smaller)] = us[_size(larger)]  # its rows cost more, not its graph
             return _steady(us, rival) if us else None
 
         eager = curve(self._eager)
@@ -262,6 +291,11 @@ class _Plan:
                 max(1, round(_mean(by_part[0], "graphs"))), max(1, round(_mean(by_part[1], "graphs"))),
             ),
         )  # fmt: skip
+
+    def _attention(self) -> tuple[AttentionCost, AttentionCost]:
+        """What attention of decodes and of chunks costs, and decode rows besides."""
+        decode, chunks = _slope(self._decode_slope), _slope(self._chunk_slope)
+        return AttentionCost(row_us=self._row_us(decode, chunks), unit_us=decode.unit_us), chunks
 
     def _kv_span(self) -> KvSpan:
         """The contexts that both slopes were timed at."""
@@ -296,6 +330,11 @@ class _Plan:
         more = max(1, most.sampled - fewest.sampled)
         rise = (most.dense_us(decode, chunks) - fewest.dense_us(decode, chunks)) / more
         return min(found, max(rise, 0.0))
+
+
+def _size(case: Case) -> int:
+    """Tokens that the step is padded to."""
+    return case.rows.num_tokens if case.key is None else case.key.num_tokens
 
 
 def _spread(cases: list[Case], most: int) -> list[Case]:

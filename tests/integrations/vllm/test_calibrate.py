@@ -106,6 +106,27 @@ def test_a_whole_graph_is_dearer_than_its_pieces_only_by_more_than_noise(
         assert (table.full.at(size) > table.piecewise.at(size)) is told
 
 
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_a_larger_graph_is_cheaper_only_with_the_smaller_one_s_rows(monkeypatch: Any, of_rows: bool) -> None:
+    """What 16 rows cost more is no reason to pad them; what the graph of 16 does is."""
+    clock = SimulatedClock()
+
+    def odd(key: Any, tokens: int, kv: int, chunk: int, context: int, decodes: int) -> tuple[float, float]:
+        host, device = cost(key, tokens, kv, chunk, context, decodes)
+        dear = decodes == 16 if of_rows else isinstance(key, GraphKey) and key == KEYS[2]
+        return host, device + (500.0 if dear else 0.0)
+
+    state = FakeState(FakeRunner(clock, odd), KEYS, Settings(max_num_reqs=64, max_num_tokens=2048), 20.0)
+    with stand_ins(monkeypatch):
+        table = calibrate(state.runner, state, clock)
+    assert table is not None
+    assert KEYS[2].num_tokens == 16
+    assert table.full.at(64) == pytest.approx(400 + 3 * 64, rel=0.03)
+    assert (table.full.at(16) > table.full.at(64)) is not of_rows
+    assert [each for each in state.broadcasts if isinstance(each, list)] == [[(2, 3)]]
+    assert (KEYS[3], 16, 16) in state.runner.ran
+
+
 MIXED = [GraphKey(Part.FULL, n, n) for n in (16, 64, 256)]
 
 
