@@ -40,6 +40,7 @@ class Cell:
         over: how much more that is than the cheapest way's, as a share.
         reason: why, in words.
         beyond: whether its contexts are longer than attention was timed at.
+        untimed: whether what it launches has a size outside the cost table.
     """
 
     decodes: int
@@ -51,6 +52,7 @@ class Cell:
     over: float = 0.0
     reason: str
     beyond: bool = False
+    untimed: bool = False
 
     @property
     def marked(self) -> bool:
@@ -157,4 +159,5 @@ def _cell(engine: Engine, decodes: int, tokens: int, kv_len: int, steps_ahead: i
         decodes=decodes, tokens=tokens, mode=decision.mode, label=decision.label, us=cost.step_us,
         score=engine.costs.score(cost, engine.objective), reason=decision.reason.text,
         beyond=span is not None and not span.holds(shape.numbers),
+        untimed=not engine.costs.spans(decision.launches, shape.numbers),
     )  # fmt: skip

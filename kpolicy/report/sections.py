@@ -231,10 +231,12 @@ def maps(made: Sequence[ModeMap]) -> str:
     """The cheapest mode of each batch, and what each policy takes."""
     first, *others = made
     parts = [mode_key(), _map(first, "The cheapest way by the costs at hand (the policy auto)")]
-    beyond = sum(cell.beyond for cell in first.cells.values())
-    if beyond:
-        said = f"{beyond} of {len(first.cells)} batches have longer contexts than attention was timed at."
-        parts.append(f'<p class="caption">{said}</p>\n')
+    for many, what in (
+        (sum(each.untimed for each in first.cells.values()), "run at a size outside the cost table"),
+        (sum(each.beyond for each in first.cells.values()), "have longer contexts than attention was timed at"),
+    ):
+        if many:
+            parts.append(f'<p class="caption">{many} of {len(first.cells)} batches {what}.</p>\n')
     for each in others:
         worse = sum(cell.marked for cell in each.cells.values())
         said = (

@@ -77,6 +77,24 @@ def test_contexts_beyond_what_was_timed() -> None:
         assert (said in maps([made])) == some
 
 
+@pytest.mark.parametrize(("largest", "some"), [(2, True), (1 << 20, False)])
+def test_sizes_that_werent_timed(largest: int, some: bool) -> None:
+    """Batches whose cheapest way launches a size outside the table are counted below the map."""
+    import attrs
+
+    from kpolicy.costs import Curve
+    from kpolicy.report.sections import maps
+
+    curve = Curve((1, largest), (1000.0, 1001.0))
+    (made,) = mode_maps(
+        ["auto"], server=SMALL, costs=attrs.evolve(COSTS, full=curve, piecewise=curve, eager=curve), kv_len=50
+    )
+    untimed = {key for key, cell in made.cells.items() if cell.untimed}
+    assert ((1, 0) in untimed, (4, 0) in untimed, bool(untimed)) == (False, some, some)
+    said = f"{len(untimed)} of {len(made.cells)} batches run at a size outside the cost table."
+    assert (said in maps([made])) == some
+
+
 def test_drafts_make_rows_wider() -> None:
     """A decode row of 1 + k tokens, so fewer rows fit a step."""
     import attrs
