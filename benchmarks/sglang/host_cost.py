@@ -6,7 +6,9 @@ The rule is what SGLang asks of each batch: ``rule_us`` is it alone, ``hooked_us
 wrappers, and ``added_us`` the difference, what kpolicy takes. Steps whose eager run is cheaper don't ask SGLang at all.
 Of the scheduler's rows ``rule_us`` is an empty function: see `benchmarks.sglang.host_cycles`. ``steps`` has both of a
 step together, what its cycle takes and its question, and that as a part of SGLang's own question of prompts. With
-``--before FOLDER`` the kpolicy_sglang of another tree is measured in turns with this one, in ``before_us``.
+``--before FOLDER`` the kpolicy_sglang of another tree is measured in turns with this one, in ``before_us``. The hooks
+on a graph's inputs are around empty functions too; ``--add inputs`` measures those rows alone, and puts them into the
+result that is there.
 
 Processor time, the least of many turns: what else runs on the machine only adds.
 """
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,13 +35,16 @@ import torch
 import kpolicy
 from benchmarks.sglang.host_cycles import CYCLES, cycle, wrapped
 from kpolicy.settings import Objective
-from kpolicy_sglang import dispatch
+from kpolicy_sglang import dispatch, padding
+from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
 from tests.integrations.sglang.test_oracle import Older, _older_prefill
+from tests.integrations.sglang.test_oracle_padding import batch_of, buffers_of, runner_of
 from tests.oracle.sglang_real import Release, decode_runner, prefill_runner
 
 RESULT = Path(__file__).parents[1] / "results" / "sglang_host_cost.json"
 DECODES, PROMPTS, SCHEDULER = "decode 600, replays", "prefill 300, replays", "scheduler, "
+INPUTS, BATCHES = "inputs of a graph of 16, ", {"12 decodes": 12, "16 decodes": 16}
 CALLS, TURNS, ROUNDS = 2_000, 15, 3
 
 
@@ -124,6 +130,26 @@ def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Cal
     return lambda: own(runner, batch), lambda: hooked(runner, batch)
 
 
+def inputs(version: str, rows: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The inputs of a graph of 16 decodes for so many: nothing is copied, what a copy would take along is found."""
+
+    def copy(dsts: list[Any], srcs: list[Any]) -> None:
+        pass
+
+    def filled(copied: Callable[..., None], *_: Any, **__: Any) -> None:
+        copied([], [])
+
+    stock = partial(filled, copy)
+    hooked = wrapped(partial(filled, wrapped(copy, padding.grouped_copy)), padding.fill_from)
+    sizes = {"raw_bs": rows, "padded_bs": 16, "raw_num_tokens": rows, "padded_num_tokens": 16}
+    batch = batch_of(torch.Generator().manual_seed(1), rows, rows, kinds=False)  # type: ignore[no-untyped-call]
+    with buffers_of(version) as module:
+        registry = runner_of(module, "decode").buffer_registry  # type: ignore[no-untyped-call]
+        padding.take_tails(SimpleNamespace(buffer_registry=registry, require_gathered_buffer=False), Failures())
+        hooked(registry, batch, **sizes)
+    return lambda: stock(registry, batch, **sizes), lambda: hooked(registry, batch, **sizes)
+
+
 def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> tuple[float, float]:
     """Microseconds of processor time a call of each, alternating; the least of the turns."""
     least = [math.inf, math.inf]
@@ -137,22 +163,22 @@ def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> tuple[float,
     return least[0], least[1]
 
 
-def rows() -> list[dict[str, Any]]:
-    """Every case once."""
+def rows(only: str = "") -> list[dict[str, Any]]:
+    """Every case once, or those whose step begins so."""
     folder = Path(os.environ["KPOLICY_ORACLE"])
     newest, older = Release(folder), Older(folder)
-    cases = [
-        ("0.5.23", DECODES, decode(newest, 600)),
-        ("0.5.23", "prefill 300, hooks that do nothing", prefill(newest, 300, idle=True)),
-        ("0.5.23", PROMPTS, prefill(newest, 300)),
-        ("0.5.23", "prefill 1,600, eager by cost", prefill(newest, 1600)),
-        ("0.5.16", PROMPTS, older_prefill(older, 300)),
-        ("0.5.16", "prefill 1,600, eager by cost", older_prefill(older, 1600)),
+    cases: list[tuple[str, str, Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]]] = [
+        ("0.5.23", DECODES, lambda: decode(newest, 600)),
+        ("0.5.23", "prefill 300, hooks that do nothing", lambda: prefill(newest, 300, idle=True)),
+        ("0.5.23", PROMPTS, lambda: prefill(newest, 300)),
+        ("0.5.23", "prefill 1,600, eager by cost", lambda: prefill(newest, 1600)),
+        ("0.5.16", PROMPTS, lambda: older_prefill(older, 300)),
+        ("0.5.16", "prefill 1,600, eager by cost", lambda: older_prefill(older, 1600)),
     ]
-    found = [_row(version, step, *pair) for version, step, pair in cases]
     for version in ("0.5.23", "0.5.16"):
-        found += [_row(version, f"{SCHEDULER}{name}", *cycle(name, version)) for name in CYCLES]
-    return found
+        cases += [(version, f"{SCHEDULER}{name}", partial(cycle, name, version)) for name in CYCLES]
+        cases += [(version, f"{INPUTS}{name}", partial(inputs, version, count)) for name, count in BATCHES.items()]
+    return [_row(version, step, *made()) for version, step, made in cases if step.startswith(only)]
 
 
 def steps(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -191,12 +217,12 @@ def _least(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     ]
 
 
-def _of(tree: Path) -> list[dict[str, Any]]:
-    """The rows by the kpolicy_sglang of a tree, in a process of its own."""
+def _of(tree: Path, only: str) -> list[dict[str, Any]]:
+    """The rows by the kpolicy_sglang of a tree, in a process of its own: all, or those whose step begins so."""
     paths = [str(tree / "integrations" / "kpolicy_sglang"), str(Path.cwd())]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.sglang.host_cost", "--rows"], check=True, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        [sys.executable, "-m", "benchmarks.sglang.host_cost", "--rows", "--add", only], check=True,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
     listed: list[dict[str, Any]] = json.loads(done.stdout)
     return listed
@@ -206,10 +232,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--date", help="written into the result")
     parser.add_argument("--before", type=Path, help="a tree of before, measured in turns with this one")
+    parser.add_argument("--add", default="", help="only the rows that begin so, for the result that there is: inputs")
     parser.add_argument("--rows", action="store_true", help="only print the times of one round")
     given = parser.parse_args()
     if given.rows:
-        print(json.dumps(rows()))
+        print(json.dumps(rows(given.add)))
         return 0
     if given.date is None:
         parser.error("--date says when this was measured: give YYYY-MM-DD")
@@ -217,7 +244,7 @@ def main() -> int:
     found: list[list[list[dict[str, Any]]]] = [[] for _ in trees]
     for turn in range(ROUNDS):
         for which in sorted(range(len(trees)), reverse=bool(turn % 2)):
-            found[which].append(_of(trees[which]))
+            found[which].append(_of(trees[which], given.add))
     ours = _least(found[0])
     before = _least(found[1]) if given.before else []
     written = []
@@ -226,6 +253,12 @@ def main() -> int:
         if old is not None:
             written[-1]["before_us"] = round(old["hooked_us"] - old["rule_us"], 3)
         print(*written[-1].values(), sep="\t", flush=True)
+    if given.add:
+        result = json.loads(RESULT.read_text(encoding="utf-8"))
+        kept = [row for row in result["rows"] if not row["step"].startswith(given.add)]
+        result["rows"] = [*kept, *({**row, "date": given.date} for row in written)]
+        RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        return 0
     listed = [_rounded(each) for each in steps(ours)]
     if given.before:
         for each, old in zip(listed, steps(before), strict=True):
