@@ -26,6 +26,7 @@ class Bench:
         self.asked: list[tuple[int, int, Any]] = []
         self.others: list[Any] = []
         self.off: tuple[int, int] | None = None
+        self.more = 0.0
         self._skipped = skipped
 
     def rows(self, num_decodes: int, _decode_kv: int, new: int = 0) -> tuple[int, int]:
@@ -36,7 +37,7 @@ class Bench:
         """Rows or tokens of the steps of one kind that `Bases` asked for, but for the largest prompt."""
         return [max(decodes, new) for decodes, new, key in self.asked if not decodes * new and key.num_tokens < 256]
 
-    def add(self, launches: list[Any], rows: tuple[int, int], *, often: bool = False, others: Any = None) -> int:
+    def add(self, launches: list[Any], rows: tuple[int, int], *, often: int = 1, others: Any = None) -> int:
         del often
         self.asked.append((*rows, launches[0].key))
         self.others.append(others)
@@ -49,6 +50,10 @@ class Bench:
     def again_us(self, case: int) -> float:
         """No step was run once more."""
         return 0.0 * case
+
+    def new_us(self, cases: list[int]) -> float:
+        assert all(map(self.differs, cases))
+        return self.more if cases else 0.0
 
     def differs(self, case: int) -> bool:
         return self.others[case] is not None
@@ -148,33 +153,32 @@ def test_nothing_is_timed_without_graphs_or_where_the_host_runs_the_launches() -
 
 
 class Repeated(Bench):
-    """Every case ran once more at once, and a new size takes so much more with decode rows and without."""
-
-    def __init__(self, beside: float, alone: float) -> None:
-        super().__init__()
-        self._more = {True: beside, False: alone}
-
-    def again_us(self, case: int) -> float:
-        return 1000.0 + 0.0 * case
-
-    def first_us(self, case: int) -> float:
-        return self.host_us(case) - self.again_us(case)
-
-    def host_us(self, case: int) -> float:
-        new = self._more[self.asked[case][0] > 0] if self.differs(case) else 0.0
-        return self.again_us(case) / 0.8 + new
+    """Every step ran once more at once, and of other sizes each time took `more` the first time."""
 
     def beside_us(self, _case: int, _step_us: float) -> float:
-        return 0.0
+        return 40.0
+
+    def again_share(self, _case: int, _step_us: float) -> float:
+        return 0.8
+
+    def again_us(self, case: int) -> float:
+        return 0.8 * super().sides_us(case, STEP_US)[1] + 40.0
+
+    def host_us(self, case: int) -> float:
+        return super().sides_us(case, STEP_US)[1] + self.differs(case) * self.more + 40.0
+
+    def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
+        return 1.0, self.host_us(case) - self.beside_us(case, step_us)
 
 
-@pytest.mark.parametrize(("beside", "alone"), [(90.0, 40.0), (40.0, 90.0)])
-def test_a_new_size_is_what_the_kind_of_rows_shows_that_shows_least(beside: float, alone: float) -> None:
-    """Caches, which any first run finds cold, are taken off."""
-    found = HostTimes(Repeated(beside, alone), [None], 64, 512)  # type: ignore[arg-type]
-    assert found.again(STEP_US) == pytest.approx(0.8)
-    assert found.new_us(STEP_US) == pytest.approx(40.0)
-
-
-def test_a_size_that_adds_nothing_is_not_below_nothing() -> None:
-    assert HostTimes(Repeated(-90.0, 40.0), [None], 64, 512).new_us(STEP_US) == 0.0  # type: ignore[arg-type]
+@pytest.mark.parametrize("more", [70.0, -70.0])
+def test_what_a_new_size_adds_is_no_part_of_launching(more: float) -> None:
+    """Rows that were others each time took that more; a size that seems to take off adds nothing."""
+    bench = Repeated()
+    bench.more = more
+    timed = HostTimes(bench, [None], 64, 512)  # type: ignore[arg-type]
+    assert timed.again(STEP_US) == 0.8
+    assert timed.new_us() == max(more, 0.0)
+    found = timed.cost(STEP_US)
+    assert (found.base_us, found.req_us) == pytest.approx((TRUE.base_us, TRUE.req_us))
+    assert (found.decode_us, found.prefill_us) == pytest.approx((TRUE.decode_us, TRUE.prefill_us))

@@ -27,7 +27,9 @@ SHORT_KV, LONG_KV = 64, 1024
 TURNS = 5
 MOST_ROUNDS = 15
 _OFTEN = 3
-"""Samples a round of the host's times: other work of the host is in them, and few cases tell them"""
+"""Samples a round, at most, of steps that take the host itself little beside others"""
+_NEW = 6
+"""Other rows that run twice after each sample of rows that differ: steps differ by more than new rows add"""
 _TELLING = 64
 """Tokens from which a step's time tells what more of them take"""
 _SURELY = 1.2
@@ -93,7 +95,8 @@ class Bench:
         self._own: list[int] = []
         self._others: dict[int, Callable[[int], StepInputs]] = {}
         self._times: list[list[_Times]] = []
-        self._often: set[int] = set()
+        self._new: dict[int, list[_Times]] = {}
+        self._often: dict[int, int] = {}
         self._noted: list[float] = []
         self._steady: list[float] = []
         self._brought: list[list[float]] = []
@@ -106,7 +109,7 @@ class Bench:
         self.rounds = 0
 
     def add(
-        self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None, *, often: bool = False,
+        self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None, *, often: int = 1,
         own_kv: bool = False, others: Callable[[int], StepInputs] | None = None, later: bool = False,
     ) -> int:  # fmt: skip
         """A step to be timed.
@@ -115,9 +118,10 @@ class Bench:
             launches: what it runs.
             inputs: on these rows.
             form: of a SPLIT.
-            often: with more samples than others, each of which is run once more at once, as steps in a row are.
+            often: samples a round. Outside a whole graph all but the first are run once more at once, as steps in a row
+                are.
             own_kv: the rows are one prompt without context, which attends to its own KV where it can; see `own_kv`.
-            others: rows of later samples, by their number, where they should differ by more than tokens.
+            others: rows of later samples, by their number, where they should differ by more than tokens; see `new_us`.
             later: after all cases that aren't.
 
         Returns:
@@ -134,8 +138,8 @@ class Bench:
         self._cases.append(step)
         self._times.append([])
         case = len(self._cases) - 1
-        if often:
-            self._often.add(case)
+        if often > 1:
+            self._often[case] = often
         if later:
             self._later.add(case)
         if own_kv:
@@ -222,10 +226,11 @@ class Bench:
             # In another order each round: what ran before leaves the host's caches cold or warm, as in serving.
             rounds = ran + self._more_of(ran)
             for i in random.Random(done).sample(rounds, len(rounds)):  # noqa: S311
-                others = self._others.get(i)
-                rows = self._drawn(self._cases[i][1], done) if others is None else others(len(self._times[i]))
-                self._sample(i, rows)
+                others, number = self._others.get(i), len(self._times[i]) * (1 + _NEW)
+                self._sample(i, self._drawn(self._cases[i][1], done) if others is None else others(number))
                 yield True
+                if others is not None:
+                    yield from self._run_new(i, [others(number + j) for j in range(1, 1 + _NEW)])
         self.rounds = MOST_ROUNDS
 
     def _smallest_first(self) -> list[list[int]]:
@@ -254,16 +259,32 @@ class Bench:
         self._sample(case, inputs)
 
     def _sample(self, case: int, rows: StepInputs) -> None:
-        self._times[case].append(self._run(self._cases[case][0], rows, case in self._often))
+        # The first sample comes right after the case's first run, and so in a row itself.
+        again = bool(self._times[case]) and self._kind(case) in (Mode.PIECEWISE, Mode.EAGER)
+        self._times[case].append(self._run(self._cases[case][0], rows, again))
+
+    def _run_new(self, case: int, new: Sequence[StepInputs]) -> Iterator[bool]:
+        """Run each of these rows twice, right after others of the case's: all find the caches warm."""
+        decision, before = self._cases[case]
+        in_time_s = 0.0
+        for rows in new:
+            if in_time_s != self._stop_s:
+                # Something else ran before.
+                self._once(decision, before)
+                in_time_s = self._stop_s
+            work, place = self._note()
+            times, again = self._once(decision, rows), self._once(decision, rows)
+            self._new.setdefault(case, []).append(times._replace(work=work, place=place, again=again.host))
+            yield True
 
     def _more_of(self, ran: Sequence[int]) -> list[int]:
-        """Cases that a round has once more, or twice.
+        """Cases that a round has once more, or several times.
 
-        Those for `often`. Where the host runs what it launches, those that take little beside the mean of all: the
+        Those that are `often`. Where the host runs what it launches, those that take little beside the mean of all: the
         steps of decode rows alone, which serving mostly has, are among them.
         """
         if not self.host_runs:
-            return [i for i in ran if i in self._often] * (_OFTEN - 1)
+            return [i for i in ran for _ in range(1, self._often.get(i, 1))]
         took = {i: min(each.device for each in self._times[i]) for i in ran}
         mean_us = statistics.fmean(took.values())
         return [i for i in ran for _ in range(1, min(_OFTEN, int(mean_us / max(took[i], _LEAST_US))))]
@@ -298,7 +319,7 @@ class Bench:
         return bool(self._adapter.host_runs)
 
     def samples(self) -> list[dict[str, Any]]:
-        """Every case as plain values: launches, rows, and the fields of `_Times` in us, of each sample."""
+        """Every case as plain values: launches, rows, and the fields of `_Times` in us, of each sample and new rows."""
         return [
             {
                 "launches": [
@@ -308,8 +329,9 @@ class Bench:
                 "decodes": inputs.numbers.num_decodes, "decode_kv_tokens": inputs.numbers.decode_kv_tokens,
                 "prompt": inputs.numbers.num_prefill_tokens, "pairs": inputs.numbers.prefill_pairs,
                 "us": [[round(each, 1) for each in sample] for sample in times],
+                "new_us": [[round(each, 1) for each in sample] for sample in self._new.get(case, [])],
             }
-            for (decision, inputs), times in zip(self._cases, self._times, strict=True)
+            for case, ((decision, inputs), times) in enumerate(zip(self._cases, self._times, strict=True))
         ]  # fmt: skip
 
     def measured(self, case: int) -> bool:
@@ -345,15 +367,32 @@ class Bench:
     def again_us(self, case: int) -> float:
         """Median microseconds until the host had launched it once more, at `host_work_us`; 0 without samples."""
         slower = self._slower()
-        return statistics.median([each.again * slower(each) for each in self._times[case]] or [0.0])
+        again = [each for each in (*self._times[case], *self._new.get(case, [])) if each.again]
+        return statistics.median([each.again * slower(each) for each in again] or [0.0])
 
-    def first_us(self, case: int) -> float:
-        """Median by which launching takes longer than once more at once, at `host_work_us`; 0 without samples."""
-        slower, samples = self._slower(), self._times[case]
-        if case in self._others:
-            # The first sample is of rows that had run before.
-            samples = samples[1:]
-        return statistics.median([(each.host - each.again) * slower(each) for each in samples] or [0.0])
+    def again_share(self, case: int, step_us: float) -> float:
+        """Share of its time that launching takes once more at once, for a launch like it; 1 where nothing tells.
+
+        The median of all samples of the mode whose rows don't differ. Each is beside its own first run: a host that is
+        slow for some steps or seconds is so for both.
+        """
+        beside_us, slower, shares = self.beside_us(case, step_us) or 0.0, self._slower(), []
+        for i, samples in enumerate(self._times):
+            if i not in self._others and self._kind(i) is self._kind(case):
+                for each in samples:
+                    host, again = (us * slower(each) - beside_us for us in (each.host, each.again))
+                    if each.again and host > 0 and again > 0:
+                        shares.append(again / host)
+        return min(statistics.median(shares), 1.0) if shares else 1.0
+
+    def new_us(self, cases: Sequence[int]) -> float:
+        """Median by which launching other rows takes longer than them once more at once, at `host_work_us`.
+
+        Of those right after others, which find the caches warm both times. Of all samples together; 0 without any.
+        """
+        slower = self._slower()
+        more = [(each.host - each.again) * slower(each) for case in cases for each in self._new.get(case, [])]
+        return statistics.median(more) if more else 0.0
 
     def differs(self, case: int) -> bool:
         """Whether a case's rows are others each time."""
@@ -456,8 +495,7 @@ class Bench:
             times, place = self._once(decision, inputs), len(self._noted)
             self._noted.append(0.0)
             return times._replace(host=0.0, device=times.wall, place=place)
-        work, place = host_work_us(), len(self._noted)
-        self._noted.append(work)
+        work, place = self._note()
         times = self._once(decision, inputs)._replace(work=work, place=place)
         if again:
             # Before the device is kept busy: right after that a launch takes longer (docs/benchmarks.md).
@@ -467,6 +505,12 @@ class Bench:
         for event in outputs.ready:
             event.wait()
         return times._replace(device=min(outputs.cycle_us, times.wall))
+
+    def _note(self) -> tuple[float, int]:
+        """How fast the host is now, and the note's place."""
+        work = host_work_us()
+        self._noted.append(work)
+        return work, len(self._noted) - 1
 
     def _once(self, decision: Decision, inputs: StepInputs) -> _Times:
         start = time.perf_counter()

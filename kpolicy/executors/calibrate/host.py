@@ -16,6 +16,9 @@ from kpolicy.modes import Rows
 
 __all__ = ["HostTimes", "host_by_rows"]
 
+_EAGER, _PIECES = 3, 6
+"""Samples a round: other work of the host is in them, and few cases tell them. Eager ones take several times longer"""
+
 
 class HostTimes:
     """The host's time to launch a step outside a whole graph: by requests, and by the kinds of rows that it has.
@@ -49,50 +52,25 @@ class HostTimes:
             if size is not None and decodes + new and (decodes, new) not in self._cases:
                 launch, kv = Launch(Rows.ALL, holds[size]), bench.short_kv if decodes else 0
                 others = _sizes_like(bench, decodes, kv, new) if new == longest // 2 and holds[size] is None else None
-                rows = bench.rows(decodes, kv, new)
-                self._cases[decodes, new] = bench.add([launch], rows, often=True, others=others)
+                rows, often = bench.rows(decodes, kv, new), _PIECES if holds[size] else _EAGER if others is None else 1
+                self._cases[decodes, new] = bench.add([launch], rows, often=often, others=others)
 
     def again(self, step_us: float) -> float:
         """Share of its time that launching takes once more at once: the caches hold what it touches."""
-        shares = [
-            again / host
-            for case in self._timed()
-            if not self._bench.differs(case)
-            for host, again in [self._first_and_again(case, step_us)]
-            if host > 0 and again > 0
-        ]
-        return min(statistics.median(shares), 1.0) if shares else 1.0
+        case = next(iter(self._cases.values()), None)
+        return 1.0 if case is None else self._bench.again_share(case, step_us)
 
-    def new_us(self, step_us: float) -> float:
-        """What rows of a size that never ran add to launching, caches apart: by the kind of rows that shows the least.
-
-        What else a kind's first run does, such as memory that it takes anew between calibration's other cases, isn't
-        the size's; a run has little of it.
-        """
-        bench, caches = self._bench, 1 / self.again(step_us) - 1
-        new = [
-            bench.first_us(case) - caches * self._first_and_again(case, step_us)[1]
-            for case in self._timed()
-            if bench.differs(case)
-        ]
-        return max(min(new), 0.0) if new else 0.0
-
-    def _first_and_again(self, case: int, step_us: float) -> tuple[float, float]:
-        """The host's time for a case, and once more at once, of which each is the step's."""
-        bench = self._bench
-        beside_us = bench.beside_us(case, step_us) or 0.0
-        return bench.host_us(case) - beside_us, bench.again_us(case) - beside_us
-
-    def _timed(self) -> list[int]:
-        return [case for case in self._cases.values() if self._bench.measured(case) and self._bench.again_us(case)]
+    def new_us(self) -> float:
+        """What rows of a size that never ran add to launching."""
+        return max(self._bench.new_us([case for case in self._cases.values() if self._bench.differs(case)]), 0.0)
 
     def _us(self, case: int, step_us: float) -> float:
         """A case's time: of rows that were other ones each time, as if they had run before."""
         bench = self._bench
         us = bench.sides_us(case, step_us)[1]
-        if bench.differs(case) and bench.again_us(case):
-            first, again = self._first_and_again(case, step_us)
-            us += again / self.again(step_us) - first
+        if bench.differs(case) and (again_us := bench.again_us(case)):
+            beside_us = bench.beside_us(case, step_us) or 0.0
+            us += (again_us - beside_us) / self.again(step_us) - (bench.host_us(case) - beside_us)
         return us
 
     def cost(self, step_us: float) -> HostCost:

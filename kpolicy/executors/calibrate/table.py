@@ -220,7 +220,7 @@ class Calibration:
             host_work_us=bench.host_work_us,
             effects=StepEffects(
                 warm_host_share=(self._host_piecewise.again(step_us), self._host_eager.again(step_us)),
-                eager_new_us=self._host_eager.new_us(step_us),
+                eager_new_us=self._host_eager.new_us(),
                 padding_share=(full_padding, piecewise_padding),
                 one_row_overlap=self._overlap.one_row_share(),
             ),
