@@ -1,26 +1,34 @@
-"""Of several profiles of one model, the one whose host was in the middle.
+"""Of several profiles of one model, the middle of each figure.
 
 ``python -m benchmarks.middle_profile P1 P2 P3 --out P``. A virtual machine's host is slow or quick for as long as a
-calibration takes, and the fixed work noted beside each sample (`kpolicy.host_speed`) doesn't tell all of it: of five
-tables of one model on H200s' hosts one had launches 18% slower than the quickest, and one 8% (docs/benchmarks.md). So
-calibrate several times, in processes of their own, and serve by the middle one of what they took for launching an
-eager prompt and a decode in pieces, brought to one host speed; of an even number, by the quicker of the two there.
-The quickest is as far from what serving meets as the slowest: by it EAGER steps came out 8% too quick, by the middle
-one 4%.
+calibration takes, and the fixed work noted beside each sample (`kpolicy.host_speed`) doesn't tell all of it; a single
+figure may be off besides, such as how much quicker pieces in a row are. So calibrate several times, in processes of
+their own, and serve by the median of every figure, once all tables are brought to the middle one's host speed. What it
+is worth, docs/benchmarks.md shows on five runs.
+
+Curves are taken at every size that one of them has and all of them span. Of the host's times to launch, the median is
+that of steps of decodes, of a prompt and of both, which were measured; their parts, which weren't, are made of it. What
+some tables lack is the middle of those that have it.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
+import shlex
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median_low
+from typing import Any, TypeVar
 
-from kpolicy.costs import CostTable
+import attrs
+
+from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.errors import KPolicyError, ProfileError
-from kpolicy.schemas import Profile, read_profile
+from kpolicy.kv_span import KvSpan
+from kpolicy.schemas import Profile, read_profile, write_profile
+
+T = TypeVar("T")
 
 
 def launching_us(costs: CostTable, work_us: float) -> float:
@@ -31,40 +39,100 @@ def launching_us(costs: CostTable, work_us: float) -> float:
     )
 
 
-def middle(profiles: Sequence[Profile]) -> tuple[int, list[float]]:
-    """The index of the one in the middle, and what each takes for launching at the first one's host speed.
+def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
+    """The profile of each figure's middle; `command` is what made it.
 
     Raises:
-        ProfileError: they aren't of one model and device, or one doesn't note its host's speed.
+        ProfileError: they aren't of one model, device and split, were measured by other versions or another fixed work,
+            don't note their host's speed, or have curves without a size in common.
     """
     first = profiles[0]
     for i, profile in enumerate(profiles):
-        if (profile.device, profile.model) != (first.device, first.model):
-            raise ProfileError(
-                f"profile {i + 1} is of {profile.model} on {profile.device}, the first of {first.model} on "
-                f"{first.device}; give profiles of one model on one device."
-            )
+        for name in ("device", "model", "tensor_parallel_size", "versions"):
+            mine, its = getattr(profile, name), getattr(first, name)
+            if mine != its:
+                raise ProfileError(
+                    f"profile {i + 1} has {name} {mine}, the first {its}; give profiles of one model on one device by "
+                    "one version."
+                )
         if not profile.costs.host_work_us:
             raise ProfileError(f"profile {i + 1} has no host_work_us; calibrate again, on a GPU, by this version.")
-    times = [launching_us(profile.costs, first.costs.host_work_us) for profile in profiles]
-    return times.index(median_low(times)), times
+    tables = [profile.costs for profile in profiles]
+    work_us = statistics.median(costs.host_work_us for costs in tables)
+    version = f"the middle of each figure of {len(tables)}: " + "; ".join(costs.version for costs in tables)
+    costs = _middle([attrs.evolve(costs.at_host_speed(work_us), version=version) for costs in tables], "costs")
+    return attrs.evolve(
+        first, costs=costs, command=command, measured_at=max(profile.measured_at for profile in profiles)
+    )
+
+
+def _middle(values: Sequence[T], name: str) -> T:
+    """The middle of a figure, or of each figure of a part of the table; texts and flags must agree."""
+    known: list[Any] = [value for value in values if value is not None]
+    if not known:
+        return values[0]
+    first: Any = known[0]
+    if isinstance(first, Curve):
+        return _curve(known, name)  # type: ignore[return-value]
+    if isinstance(first, HostCost):
+        return _host(known)  # type: ignore[return-value]
+    if isinstance(first, KvSpan):
+        # What not all of them were timed at is outside.
+        return KvSpan(*map(min, zip(*map(attrs.astuple, known), strict=True)))  # type: ignore[return-value]
+    if attrs.has(type(first)):
+        fields = [field.name for field in attrs.fields(type(first))]
+        return attrs.evolve(
+            first, **{each: _middle([getattr(value, each) for value in known], each) for each in fields}
+        )
+    if isinstance(first, tuple):
+        return tuple(_middle(each, name) for each in zip(*known, strict=True))  # type: ignore[return-value]
+    if isinstance(first, (bool, str)):
+        if any(value != first for value in known):
+            raise ProfileError(f"{name} is {', '.join(map(repr, known))}; give profiles that were measured alike.")
+        return first  # type: ignore[return-value]
+    found = statistics.median(known)
+    return round(found) if isinstance(first, int) else found  # type: ignore[return-value]
+
+
+def _curve(curves: Sequence[Curve], name: str) -> Curve:
+    """The middle at each size that one has and all span."""
+    sizes = sorted({size for curve in curves for size in curve.sizes if all(each.spans(size) for each in curves)})
+    if not sizes:
+        spans = "; ".join(f"{curve.sizes[0]} to {curve.sizes[-1]}" for curve in curves)
+        raise ProfileError(f"the curves of {name} have no size in common: {spans}. Calibrate each for as long.")
+    return Curve(sizes, [statistics.median(curve.at(size) for curve in curves) for size in sizes])
+
+
+def _host(costs: Sequence[HostCost]) -> HostCost:
+    """The middle for steps of decodes, of a prompt and of both."""
+    decodes, prompt, both = (
+        statistics.median(cost.base_for(decodes=decodes, prefills=prefills) for cost in costs)
+        for decodes, prefills in ((True, False), (False, True), (True, True))
+    )
+    common = min(max(decodes + prompt - both, 0.0), decodes, prompt)
+    return HostCost(common, statistics.median(cost.req_us for cost in costs), decodes - common, prompt - common)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profiles", type=Path, nargs="+", help="profiles of one model, by `kpolicy calibrate`")
-    parser.add_argument("--out", type=Path, required=True, help="where the one in the middle is copied to")
+    parser.add_argument("--out", type=Path, required=True, help="where the profile of the middle is written")
     arguments = parser.parse_args(argv)
     if any(arguments.out.resolve() == path.resolve() for path in arguments.profiles):
         parser.error(f"--out {arguments.out} is one of the profiles, which would be lost; name another file")
+    command = shlex.join(["python", "-m", "benchmarks.middle_profile", *map(str, arguments.profiles)])
     try:
-        chosen, times = middle([read_profile(path) for path in arguments.profiles])
-        shutil.copyfile(arguments.profiles[chosen], arguments.out)
+        profiles = [read_profile(path) for path in arguments.profiles]
+        made = middle(profiles, f"{command} --out {shlex.quote(str(arguments.out))}")
+        write_profile(arguments.out, made)
     except (KPolicyError, OSError) as error:
         sys.stderr.write(f"benchmarks.middle_profile: {error}\n")
         return 2
-    for i, (path, us) in enumerate(zip(arguments.profiles, times, strict=True)):
-        print(f"{path}: {us:,.0f} us, {us / times[chosen]:.2f} of the middle one{', taken' if i == chosen else ''}")
+    work_us = made.costs.host_work_us
+    of_middle = launching_us(made.costs, work_us)
+    for path, profile in zip(arguments.profiles, profiles, strict=True):
+        us = launching_us(profile.costs, work_us)
+        print(f"{path}: {us:,.0f} us, {us / of_middle:.2f} of the middle")
     return 0
 
 

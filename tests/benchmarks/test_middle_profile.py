@@ -1,68 +1,127 @@
-"""`benchmarks.middle_profile`: of several calibrations, the one in the middle."""
+"""`benchmarks.middle_profile`: of several calibrations, the middle of each figure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
 
 from benchmarks import middle_profile
-from kpolicy.costs import CostTable, HostCost, analytic_costs
+from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs
+from kpolicy.kv_span import KvSpan
 from kpolicy.schemas import Profile, read_profile, write_profile
+from kpolicy.step_effects import StepEffects
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def table(eager_us: float, pieces_us: float, work_us: float) -> CostTable:
-    """A decode in pieces takes `pieces_us`, an eager prompt `eager_us`; what isn't asked for takes anything."""
-    return attrs.evolve(
-        analytic_costs(), host_work_us=work_us, host_eager=HostCost(eager_us, 1.0, decode_us=9e4),
-        host_piecewise=HostCost(pieces_us / 2, 1.0, decode_us=pieces_us / 2, prefill_us=9e4),
-    )  # fmt: skip
+def table(work_us: float = 20.0, **figures: Any) -> CostTable:
+    return attrs.evolve(analytic_costs(), measured=True, host_work_us=work_us, **figures)
 
 
-def written(path: Path, costs: CostTable, *, device: str = "a device", model: str = "a model") -> Path:
-    write_profile(path, Profile(costs=attrs.evolve(costs, measured_on=device), device=device, model=model))
+def written(path: Path, costs: CostTable, **fields: Any) -> Path:
+    write_profile(path, Profile(**{"costs": costs, "device": "a device", "model": "a model", **fields}))
     return path
 
 
-def test_the_one_in_the_middle_of_what_launches_took_at_one_speed_is_copied(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # Where the work takes 20 us: 19,000; of 22,000 beside 24 us a share of 1 - 0.85 * (1 - 20 / 24); 19,100.
-    paths = [
-        written(tmp_path / "1.json", table(16_000, 3000, 20.0)),
-        written(tmp_path / "2.json", table(18_500, 3500, 24.0)),
-        written(tmp_path / "3.json", table(15_200, 3900, 20.0)),
+def middle(tmp_path: Path, *tables: CostTable) -> CostTable:
+    paths = [str(written(tmp_path / f"{i}.json", each)) for i, each in enumerate(tables)]
+    assert middle_profile.main([*paths, "--out", str(tmp_path / "out.json")]) == 0
+    return read_profile(tmp_path / "out.json").costs
+
+
+def test_each_figure_is_the_middle_ones(tmp_path: Path) -> None:
+    """Not one table's: whichever is odd by one figure counts by its others."""
+    effects = [
+        StepEffects(warm_host_share=(share, 0.9), eager_new_us=us, one_row_overlap=one)
+        for share, us, one in ((0.86, 0.0, 0.2), (0.92, 700.0, None), (0.94, 2000.0, 0.3))
     ]
-    out = tmp_path / "out.json"
-    assert middle_profile.main([*map(str, paths), "--out", str(out)]) == 0
-    assert out.read_bytes() == paths[0].read_bytes()
-    assert read_profile(out).costs.host_work_us == 20.0
+    steps, bytes_ = (40.0, 60.0, 50.0), (100, 103, 120)
+    attention = [AttentionCost(*each) for each in ((200.0, 0.1, 0.003), (220.0, 0.3, 0.002), (180.0, 0.2, 0.004))]
+    spans = [KvSpan(1024, 4096, 6144), KvSpan(1024, 2048, 8192), KvSpan(1024, 4096, 8192)]
+    found = middle(
+        tmp_path,
+        *(
+            table(
+                effects=effects[i], step_us=steps[i], graph_bytes=(bytes_[i], 7), decode_attention=attention[i],
+                kv_span=spans[i],
+            )
+            for i in range(3)
+        ),
+    )  # fmt: skip
+    assert found.effects.warm_host_share == (0.92, 0.9)
+    assert found.effects.eager_new_us == 700.0
+    assert found.effects.one_row_overlap == 0.25, "of those that have it"
+    assert (found.step_us, found.graph_bytes) == (50.0, (103, 7))
+    assert found.decode_attention == AttentionCost(200.0, 0.2, 0.003)
+    assert found.kv_span == KvSpan(1024, 2048, 6144), "what one wasn't timed at is outside"
+    assert found.mixed is None
+
+
+def test_curves_are_taken_where_all_of_them_are(tmp_path: Path) -> None:
+    """At sizes of any, between those of the others; beyond where one ends they go on as they rose."""
+    curves = [Curve([1, 4, 16], [100.0, 130.0, 250.0]), Curve([1, 16], [90.0, 240.0]), Curve([2, 8], [120.0, 150.0])]
+    found = middle(tmp_path, *(table(eager=curve) for curve in curves))
+    assert found.eager == Curve([2, 4, 8], [110.0, 130.0, 160.0])
+    assert found.full == table().full
+
+
+def test_launching_is_the_middle_of_what_was_measured(tmp_path: Path) -> None:
+    """Steps of decodes take 1,300, 1,400 and 1,500 us, though the middle of their parts is 1,100."""
+    costs = [HostCost(1000.0, 1.0, 300.0, 100.0), HostCost(300.0, 3.0, 1100.0, 700.0), HostCost(1400.0, 2.0, 100.0)]
+    found = middle(tmp_path, *(table(host_eager=each) for each in costs)).host_eager
+    ways = ((True, False), (False, True), (True, True))
+    times = [found.base_for(decodes=decodes, prefills=prefills) for decodes, prefills in ways]
+    assert (times, found.req_us) == (pytest.approx([1400.0, 1100.0, 1500.0]), 2.0)
+
+
+def test_tables_are_brought_to_one_host_speed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table of a slow host launches no slower than the others, once it is brought to their speed."""
+    hosts = [(20.0, 1000.0), (20.0, 1010.0), (24.0, 1171.0)]
+    tables = [table(work, host_eager=HostCost(us), host_piecewise=HostCost(us), step_us=0.1 * us) for work, us in hosts]
+    found = middle(tmp_path, *tables)
+    assert found.host_work_us == 20.0
+    assert found.host_eager.base_us == pytest.approx(1171 * (1 - 0.85 / 6))
+    assert found.step_us == pytest.approx(117.1 * (1 - 0.85 / 6))
     said = capsys.readouterr().out.splitlines()
     assert [line.removeprefix(str(tmp_path)) for line in said] == [
-        "/1.json: 19,000 us, 1.00 of the middle one, taken",
-        "/2.json: 18,883 us, 0.99 of the middle one",
-        "/3.json: 19,100 us, 1.01 of the middle one",
-    ]
-    # Of two the quicker.
-    assert middle_profile.main([*map(str, paths[:2]), "--out", str(out)]) == 0
-    assert out.read_bytes() == paths[1].read_bytes()
-    assert read_profile(out).costs.host_work_us == 24.0
+        "/0.json: 2,000 us, 0.99 of the middle", "/1.json: 2,020 us, 1.00 of the middle",
+        "/2.json: 2,010 us, 1.00 of the middle",
+    ]  # fmt: skip
+
+
+def test_the_profile_says_what_it_was_made_of(tmp_path: Path) -> None:
+    paths = [
+        written(
+            tmp_path / f"{i}.json", table(version=f"table {i}", step_us=1.0 + i), measured_at=f"2026-11-23T03:0{9 - i}",
+            versions={"kpolicy": "0.1.0"}, tensor_parallel_size=1,
+        )
+        for i in (1, 2)
+    ]  # fmt: skip
+    out = tmp_path / "out.json"
+    assert middle_profile.main([*map(str, paths), "--out", str(out)]) == 0
+    found = read_profile(out)
+    assert found.costs.version == "the middle of each figure of 2: table 1; table 2"
+    assert found.costs.step_us == 2.5
+    assert (found.device, found.model, found.tensor_parallel_size) == ("a device", "a model", 1)
+    assert (found.measured_at, dict(found.versions)) == ("2026-11-23T03:08", {"kpolicy": "0.1.0"})
+    assert found.command == f"python -m benchmarks.middle_profile {paths[0]} {paths[1]} --out {out}"
 
 
 def test_profiles_that_do_not_compare_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = written(tmp_path / "1.json", table(16_000, 3000, 20.0))
+    first = written(tmp_path / "1.json", table())
     others = {
-        "profile 2 is of a model on another device": written(
-            tmp_path / "2.json", table(1, 1, 20.0), device="another device"
+        "profile 2 has device another device": written(tmp_path / "2.json", table(), device="another device"),
+        "profile 2 has model another model": written(tmp_path / "3.json", table(), model="another model"),
+        "profile 2 has versions": written(tmp_path / "4.json", table(), versions={"torch": "2"}),
+        "profile 2 has tensor_parallel_size 2": written(tmp_path / "5.json", table(), tensor_parallel_size=2),
+        "profile 2 has no host_work_us": written(tmp_path / "6.json", table(0.0)),
+        "host_probe is 'interpreter', 'copies'": written(tmp_path / "7.json", table(host_probe="copies")),
+        "curves of eager have no size in common: 1 to 16384; 20000 to 20000": written(
+            tmp_path / "8.json", table(eager=Curve([20_000], [1e4]))
         ),
-        "profile 2 is of another model on a device": written(
-            tmp_path / "3.json", table(1, 1, 20.0), model="another model"
-        ),
-        "profile 2 has no host_work_us": written(tmp_path / "4.json", table(1, 1, 0.0)),
     }
     out = tmp_path / "out.json"
     for why, path in others.items():
