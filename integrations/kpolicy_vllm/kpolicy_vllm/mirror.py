@@ -7,6 +7,7 @@ encoder's, and whole ones of the second runner's drafters. A drafter's piece is 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -56,9 +57,13 @@ def _of_speculator(speculator: Any) -> Iterator[Held]:
     for name, manager in vars(speculator).items() if speculator is not None else ():
         for mode, descs in getattr(manager, "_capture_descs", {}).items():
             for desc in descs:
+                # 0.33 captures a graph for each number of drafts that a batch may have.
+                drafts = getattr(desc, "num_speculative_tokens", None)
                 key = GraphKey(
-                    _part(mode), desc.num_tokens, desc.num_reqs, query_len=desc.uniform_token_count, stage="draft",
-                    lora_case=getattr(desc, "num_active_loras", 0), variant=name,
+                    _part(mode), desc.num_tokens, desc.num_reqs, query_len=desc.uniform_token_count,
+                    max_query_len=getattr(desc, "max_query_len", None), stage="draft",
+                    lora_case=getattr(desc, "num_active_loras", 0),
+                    variant=name if drafts is None else f"{name} k{drafts}",
                 )  # fmt: skip
                 yield key, getattr(manager, "graphs", {}).get(desc)
 
@@ -88,9 +93,14 @@ def enter_others(state: State, runner: Any, *, bytes: int, seconds: float) -> No
         bytes: what all captures took.
         seconds: how long all took.
     """
-    found = dict(others(runner))
+    held = list(others(runner))
+    found = dict(held)
     if not found:
         return
+    if len(found) < len(held):
+        state.counters.warn_once(
+            "not_recorded", f"{len(held) - len(found)} graphs of others' have keys that others have too: not entered."
+        )
     own = state.registry.totals()
     left, spent = max(0, bytes - own.bytes_live), max(0.0, seconds - own.held.seconds)
     state.registry.plan(found)
@@ -98,15 +108,16 @@ def enter_others(state: State, runner: Any, *, bytes: int, seconds: float) -> No
         pool = "vllm-encoder" if key.stage == "encoder" else "vllm"
         state.registry.capture(key, bytes=left // len(found), seconds=spent / len(found), pool=pool)
         if graph is not None:
-            graph.replay = _counted(graph.replay, state, key)
+            graph.replay = _counted(graph, state, key)
 
 
-def _counted(replay: Callable[[], Any], state: State, key: GraphKey) -> Callable[[], Any]:
-    """That graph's replay, which the registry is told of."""
+def _counted(graph: Any, state: State, key: GraphKey) -> Callable[[], Any]:
+    """That graph's replay, which the registry is told of. It doesn't hold the graph: vLLM frees it by dropping it."""
+    replay, held = type(graph).replay, weakref.ref(graph)
 
     def counted() -> Any:
         with state.guard("not_recorded", "counting a replay"):
             state.registry.hit(key)
-        return replay()
+        return replay(held())
 
     return counted

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import attrs
 
+from kpolicy.registry import GraphRegistry
 from kpolicy_vllm.mirror import enter_others, others
 from kpolicy_vllm.steps import Step
 from tests.integrations.vllm.test_dispatch import chooser
@@ -26,6 +27,7 @@ class Desc:
     num_reqs: int | None = None
     uniform: bool = False
     num_active_loras: int = 0
+    max_query_len: int | None = None
 
     @property
     def uniform_token_count(self):
@@ -45,7 +47,7 @@ def test_every_store():
     second = SimpleNamespace(
         speculator=SimpleNamespace(
             prefill=SimpleNamespace(_capture_descs={Mode("PIECEWISE"): [Desc(8)]}),
-            decode=SimpleNamespace(_capture_descs={Mode("FULL"): [Desc(8, 8, True)]}),
+            decode=SimpleNamespace(_capture_descs={Mode("FULL"): [Desc(8, 8, True), Desc(8, 8, max_query_len=3)]}),
             other=3,
         ),
         model_state=SimpleNamespace(
@@ -54,10 +56,11 @@ def test_every_store():
             )
         ),
     )
-    for runner, stages in ((first, ["draft"] * 4 + ["encoder"] * 2), (second, ["draft"] * 2 + ["encoder"] * 2)):
+    for runner, stages in ((first, ["draft"] * 4 + ["encoder"] * 2), (second, ["draft"] * 3 + ["encoder"] * 2)):
         keys = [key for key, _ in others(runner)]
         assert [key.stage for key in keys] == stages
         assert len(set(keys)) == len(keys)
+        assert [key.max_query_len for key in keys if key.max_query_len] == [3] * (runner is second)
 
 
 def test_none():
@@ -114,7 +117,28 @@ def test_replays_of_graphs_that_stand_alone_are_counted():
     assert hits == {("encoder", "full", 256): 1, ("encoder", "full", 64): 2, ("draft", "full", 8): 3,
                     ("draft", "piecewise", 4): 0}  # fmt: skip
     assert [graph.replays for graph in graphs] == [1, 2, 3]
-    for pool in state.registry.pools():
-        state.registry.evict_generation(pool.name)
-    graphs[0].replay()
-    assert graphs[0].replays == 2
+    assert not state.counters.counts
+
+
+def test_a_replay_that_cannot_be_counted_goes_on(monkeypatch):
+    """The graph replays, and the event says that it wasn't counted."""
+    state, graph = chooser().state, Graph()
+    runner = SimpleNamespace(encoder_cudagraph_manager=SimpleNamespace(budget_graphs={8: SimpleNamespace(graph=graph)}))
+    enter_others(state, runner, bytes=0, seconds=0.0)
+
+    def refuses(*_):
+        raise KeyError("no such graph")
+
+    monkeypatch.setattr(GraphRegistry, "hit", refuses)
+    graph.replay()
+    assert graph.replays == 1
+    assert state.counters.counts == {"not_recorded": 1}
+
+
+def test_graphs_under_one_key_are_told():
+    """Where two graphs can't be told apart one is entered, and the event says so."""
+    state = chooser().state
+    desc = Desc(8, 8, True)
+    manager = SimpleNamespace(_capture_descs={Mode("FULL"): [desc, desc]}, graphs={desc: Graph()})
+    enter_others(state, SimpleNamespace(speculator=SimpleNamespace(decode=manager)), bytes=0, seconds=0.0)
+    assert state.counters.counts == {"not_recorded": 1}
