@@ -25,6 +25,10 @@ from kpolicy.trace_run import RunResult
 __all__ = ["Files", "Turn", "capture", "check_files", "progress_bar", "serve_in_turn"]
 
 
+_OF_A_MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+"""What loading a model reads of its folder."""
+
+
 @attrs.frozen
 class Turn:
     """One policy, and the files that it writes."""
@@ -103,9 +107,9 @@ def check_files(written: Iterable[tuple[str, Path | None]], reads: Iterable[Path
 
     Args:
         written: options and their files; None for those that weren't given.
-        reads: what the command reads, as far as it is there; of a model's folder the config.json.
+        reads: what the command reads, as far as it is there; of a folder what is a model's.
     """
-    inputs = [each for read in reads for each in (read, read / "config.json") if os.path.exists(each)]
+    inputs = [each for read in reads for each in _files_of(read)]
     by_path: dict[str, str] = {}
     for option, path in written:
         if path is None:
@@ -116,6 +120,14 @@ def check_files(written: Iterable[tuple[str, Path | None]], reads: Iterable[Path
         if other != option and (path.is_file() or not path.exists()):
             raise ConfigError(f"{other} and {option} both write {path}; give each a path of its own.")
         _check_writable(option, path)
+
+
+def _files_of(read: Path) -> list[Path]:
+    """The file, or those that a model is loaded from in a folder."""
+    # Not `Path.is_dir`, which raises where a ladder's sizes are too many for a name.
+    if not os.path.isdir(read):
+        return [read] if os.path.exists(read) else []
+    return [each for pattern in _OF_A_MODEL for each in read.glob(pattern)]
 
 
 def _check_writable(option: str, path: Path) -> None:

@@ -212,7 +212,9 @@ def test_options_of_run(kpolicy: Command, trace: Path, tmp_path: Path, options: 
         "report {trace} --out {trace}",
         "report {trace} --policy eager --out {tmp}/r.html --perfetto {trace}",
         "sweep {trace} --profiles {profile} --out {profile}",
+        "run --device cpu --model {tmp} --trace {trace} --policy eager --step-log {tmp}/model.safetensors",
         "calibrate --model {tmp} --out {tmp}/config.json",
+        "calibrate --model {tmp} --out {tmp}/model.safetensors",
     ],
 )
 def test_what_is_read_isnt_written_over(kpolicy: Command, trace: Path, tmp_path: Path, command: str) -> None:
@@ -220,12 +222,13 @@ def test_what_is_read_isnt_written_over(kpolicy: Command, trace: Path, tmp_path:
     pytest.importorskip("perfetto")
     config, profile, link = tmp_path / "config.json", tmp_path / "p.json", tmp_path / "link"
     config.write_text(CONFIG)
+    weights = write(tmp_path / "model.safetensors", "weights")
     write_profile(profile, Profile(costs=analytic_costs(), device="a device", model=""))
     link.symlink_to(trace)
-    before = [path.read_bytes() for path in (trace, config, profile)]
+    before = [path.read_bytes() for path in (trace, config, weights, profile)]
     names = {"trace": trace, "tmp": tmp_path, "name": tmp_path.name, "profile": profile, "link": link}
     refused(kpolicy(*command.format(**names).split(" ")), "is what the command reads, and would be lost")
-    assert [path.read_bytes() for path in (trace, config, profile)] == before
+    assert [path.read_bytes() for path in (trace, config, weights, profile)] == before
 
 
 def test_two_options_dont_write_one_file(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
