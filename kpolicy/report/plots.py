@@ -18,6 +18,7 @@ from kpolicy.report.sections import LETTERS
 from kpolicy.report.steps import MODES
 from kpolicy.report.timeline import shares
 from kpolicy.schemas import write_whole
+from kpolicy.simulate.pareto import plain_text
 from kpolicy.simulate.percentiles import CURVE_PERCENTS
 
 __all__ = ["check", "draw", "write"]
@@ -70,9 +71,7 @@ def draw(report: Report) -> dict[str, bytes]:
     with matplotlib.rc_context({"svg.hashsalt": "kpolicy", "svg.fonttype": "none", "hatch.linewidth": 0.6}):
         for i, made in enumerate(report.traces):
             for name, figure in _figures(made, figure_of):
-                # A $ in a name is a character, not the start of a formula.
-                for text in figure.findobj(match=lambda artist: hasattr(artist, "set_parse_math")):
-                    text.set_parse_math(False)
+                plain_text(figure)
                 for kind in FORMATS:
                     into = io.BytesIO()
                     metadata = {"Date": None} if kind == "svg" else {"Software": "kpolicy"}

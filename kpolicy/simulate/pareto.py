@@ -15,7 +15,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.observe.extras import load
 from kpolicy.schemas import write_whole
 
-__all__ = ["FEWER", "METRICS", "Point", "draw", "points_of", "short_ladder"]
+__all__ = ["FEWER", "METRICS", "Point", "draw", "plain_text", "points_of", "short_ladder"]
 
 METRICS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
@@ -117,10 +117,17 @@ def draw(points: Sequence[Point], metric: str, path: Path) -> None:
             _panel(figure.add_subplot(rows, columns, i + 1), panel, policies, metric)
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+        plain_text(figure)
         drawn = io.BytesIO()
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": "kpolicy"}
         figure.savefig(drawn, format=path.suffix.lower()[1:], dpi=150, metadata=metadata)
     write_whole(path, drawn.getvalue())
+
+
+def plain_text(figure: Any) -> None:
+    """Have each text of a figure drawn as it is: a $ in a name is a character, not the start of a formula."""
+    for text in figure.findobj(match=lambda artist: hasattr(artist, "set_parse_math")):
+        text.set_parse_math(False)
 
 
 def short_ladder(name: str) -> str:
@@ -132,7 +139,7 @@ def short_ladder(name: str) -> str:
 def _panel(axes: Any, points: Sequence[Point], policies: Sequence[str], metric: str) -> None:
     # Marks are hollow and of sizes of their own, so that equal points show both.
     trace, rate, costs = points[0].panel
-    axes.set_title(f"{trace} x{rate:g}" + ("" if costs == "default" else f", {costs}"), fontsize=10, parse_math=False)
+    axes.set_title(f"{trace} x{rate:g}" + ("" if costs == "default" else f", {costs}"), fontsize=10)
     axes.set_xlabel("graph memory, MiB")
     axes.set_ylabel(f"{METRICS[metric][0]}, ms")
     front = sorted((point.mib, point.ms) for point in points if point.on_front)

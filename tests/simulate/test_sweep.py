@@ -315,6 +315,17 @@ def test_ladders_of_the_front_are_named(tmp_path: Path) -> None:
     assert "2,3" not in text
 
 
+def test_names_with_dollar_signs_are_drawn_as_they_are(tmp_path: Path) -> None:
+    """Traces, ladders and policies: what stands between two of them is no formula."""
+    pytest.importorskip("matplotlib")
+    lines = [line_of(1, 9, r"t$\b$"), line_of(4, 5, r"t$\b$")]
+    for line, ladder in zip(lines, (r"l$\b$.json", "own"), strict=True):
+        line["case"] |= {"ladder": ladder, "policy": r"p$\b$"}
+    draw(points_of(lines, "gap-p50"), "gap-p50", tmp_path / "p.svg")
+    text = (tmp_path / "p.svg").read_text()
+    assert all(f">{name}<" in text for name in (r"t$\b$ x1", r"l$\b$.json", r"p$\b$"))
+
+
 def test_equal_latencies_are_drawn_near_each_other() -> None:
     """The axis spans a twentieth of the longest latency at least, about their middle; what differs by more fills it."""
     axes_of = pytest.importorskip("matplotlib.figure").Figure().add_subplot
