@@ -56,7 +56,7 @@ def ask_in_turn(whats: Sequence[str], *, environ: Mapping[str, str], timeout_s: 
     """Probe several things in one child process, which imports for the first what all of them need.
 
     The first answer is there whatever it is. Another is only there where it and all before it went well: what else
-    there is to say of a thing takes a child of its own. One that this torch isn't built for isn't asked.
+    there is to say of a thing takes a child of its own. `main` leaves out devices that this torch isn't built for.
     """
     first, *others = whats
     told = _ask(whats, "", environ, timeout_s)
@@ -169,11 +169,15 @@ def main(whats: str, argument: str) -> None:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        imported = 0
         for i, what in enumerate(whats.split(",")):
             if i and not _built(what):
                 continue
             say(asked=what)
+            # The first imports for all, as each would alone; what any other warned of is its own.
+            del caught[imported:]
             well = _run(say, what, argument)
+            imported = imported if i else len(caught)
             told = [each for each in caught if issubclass(each.category, (UserWarning, RuntimeWarning))]
             texts = dict.fromkeys(str(each.message).strip().partition("\n")[0][:_LONGEST] for each in told)
             if texts:

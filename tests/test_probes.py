@@ -763,6 +763,19 @@ def test_xpu_with_graphs(fakes: Fakes) -> None:
     assert report.facts["ZE_AFFINITY_MASK"] == "0,1"
 
 
+def test_what_one_device_warns_of_is_no_other_ones(fakes: Fakes, children: list[list[str]]) -> None:
+    """What importing torch warns of is told of each, as each alone would."""
+    warns = (
+        "import warnings\nwarnings.warn('numpy is missing')\n"
+        "def _old(): warnings.warn('XPU driver is too old'); return 1\nxpu.device_count = _old"
+    )
+    fakes.torch(xpu="20250302", more=warns)
+    found = fakes.probe()
+    assert children == [["torch,xpu,cuda", ""]]
+    assert found["device xpu"].facts["warnings"] == ["numpy is missing", "XPU driver is too old"]
+    assert found["device cuda"].facts["warnings"] == ["numpy is missing"]
+
+
 # Extras
 
 
