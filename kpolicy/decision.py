@@ -46,7 +46,7 @@ class Launch:
         return numbers.decode_tokens if self.rows is Rows.DECODE else numbers.num_prefill_tokens
 
     def size(self, numbers: BatchNumbers) -> int:
-        """The same with its padding."""
+        """Tokens that this launch runs for one repeat: its rows' with their padding."""
         return (self.padded_tokens if self.key is None else self.key.num_tokens) or self.num_tokens(numbers)
 
     def padding(self, numbers: BatchNumbers) -> int:

@@ -303,6 +303,11 @@ def _score(times: Sequence[float], decision: Any) -> float:
     return statistics.median(times) / _steps(decision)
 
 
+def _done(at: dict[str, Any], order: Sequence[tuple[str, int]]) -> int:
+    """How many of these shapes the file has; it may have other loads' too."""
+    return sum(f"{load}/{i}" in at["cells"] for load, i in order)
+
+
 def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> int:
     """Measure the shapes of one model that the result file doesn't have."""
     import torch
@@ -354,11 +359,11 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
                 if time.monotonic() - said > WRITE_S:
                     said = time.monotonic()
                     _write(options.out, at)
-                    print(f"{len(at['cells'])} of {len(order)} shapes, {said - begun:.0f} s", flush=True)
+                    print(f"{_done(at, order)} of {len(order)} shapes, {said - begun:.0f} s", flush=True)
     finally:  # also where it is interrupted
         _write(options.out, at)
-    left = sum(f"{load}/{i}" not in at["cells"] for load, i in order)
-    print(f"{len(at['cells'])} shapes, {left} left, {time.monotonic() - begun:.0f} s", flush=True)
+    done = _done(at, order)
+    print(f"{done} shapes, {len(order) - done} left, {time.monotonic() - begun:.0f} s", flush=True)
     for load in loads:
         rows = summarise(at, load)
         for objective in ("step_us", "gap_us"):

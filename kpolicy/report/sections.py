@@ -88,11 +88,11 @@ def _said(run: Run) -> list[str]:
 def _outside(runs: Sequence[Run]) -> list[str]:
     """Steps that the cost table wasn't made for: a line of all runs, not one each."""
     told = []
-    for what in ("sizes", "contexts"):
-        counts = [(run, getattr(run.result, f"outside_{what}") or 0) for run in runs]
+    for what in ("size", "context"):
+        counts = [(run, getattr(run.result, f"outside_{what}s") or 0) for run in runs]
         shares = "; ".join(f"{run.name} {many / run.result.steps:.1%}" for run, many in counts if many)
         if shares:
-            told.append(f"Steps of a {what[:-1]} outside the cost table: {shares}.")
+            told.append(f"Steps of a {what} outside the cost table: {shares}.")
     if any(run.result.outside_contexts is None for run in runs):
         told.append(f"{NOT_RECORDED.capitalize()} by the cost table.")
     return told

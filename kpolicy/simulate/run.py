@@ -224,15 +224,15 @@ class _Simulation:
         """Run one step of all ranks: it takes as long as the slowest."""
         decisions = self._decide(steps)
         numbers = [_IDLE if step is None else step.numbers for step in steps]
-        tables = [
+        step_costs = [
             host.costs(each.mode, each.launches, count)
             for host, each, count in zip(self.hosts, decisions, numbers, strict=True)
         ]
         if self.host_speed is not None:
             work_us = self.host_speed.at(self.now_us - self.start_us)
-            tables = [table.at_host_speed(work_us) for table in tables]
+            step_costs = [each.at_host_speed(work_us) for each in step_costs]
         costs = [
-            table.cost(each.launches, count) for table, each, count in zip(tables, decisions, numbers, strict=True)
+            one.cost(each.launches, count) for one, each, count in zip(step_costs, decisions, numbers, strict=True)
         ]
         slowest = max(costs, key=lambda each: each.cycle_us)
         us = slowest.cycle_us + self.scheduler_us
