@@ -136,6 +136,21 @@ class LadderPlan:
     planned_from: Mapping[str, Any] = _free()
     extra: Mapping[str, Any] = _free()
 
+    def made_for_another(self, config: object) -> str:
+        """How the model that this was planned for differs from another, in words; empty if it doesn't or isn't noted.
+
+        Args:
+            config: the other's, as of `kpolicy.attention.fields.read_config`.
+
+        Raises:
+            SupportError: the config can't be read.
+        """
+        from kpolicy.attention.fields import identity_differs
+
+        noted = self.planned_from.get("model")
+        differs = identity_differs(noted, config) if isinstance(noted, Mapping) else ""
+        return f"made for another model: {differs}" if differs else ""
+
 
 @attrs.frozen(kw_only=True)
 class LogHeader:
@@ -355,9 +370,22 @@ def write_profile(path: PathLike, profile: Profile) -> None:
     write_whole(path, dumps(profile))
 
 
-def read_plan(path: PathLike) -> LadderPlan:
-    """The ladder plan in that file; raises as `read_profile`."""
-    return loads(_read(path, MOST_BYTES), LadderPlan, name=str(path))
+def read_plan(path: PathLike, config: object = None) -> LadderPlan:
+    """The ladder plan in that file.
+
+    Args:
+        path: the file.
+        config: the config of the model that it has to be of, where it notes one; None for any.
+
+    Raises:
+        ConfigError: the file can't be read, or is another model's.
+        SchemaError: it isn't a plan.
+    """
+    plan = loads(_read(path, MOST_BYTES), LadderPlan, name=str(path))
+    differs = "" if config is None else plan.made_for_another(config)
+    if differs:
+        raise ConfigError(f"the plan {path} was {differs}. Plan for this one.")
+    return plan
 
 
 def write_plan(path: PathLike, plan: LadderPlan) -> None:

@@ -567,6 +567,41 @@ def test_what_a_path_leads_to_is_written(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
+OF_TEXT = {"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2_vl_text", "hidden_size": 896}}
+"""A config as its library writes it of one that had the language model's fields at the top, and no type of its own."""
+
+
+@pytest.mark.parametrize(
+    ("noted", "config", "differs"),
+    [
+        (None, {"model_type": "qwen2", "hidden_size": 896}, None),
+        ("qwen2", {"model_type": "qwen2", "hidden_size": 896}, None),
+        ({"model_type": "qwen2", "hidden_size": 896}, {"model_type": "qwen2", "hidden_size": 896}, None),
+        ({"model_type": "qwen2", "num_hidden_layers": 24, "head": 1}, {"model_type": "qwen2", "vocab_size": 9}, None),
+        ({"model_type": "qwen2_vl", "hidden_size": 896}, OF_TEXT, None),
+        ({"model_type": "qwen2_vl", "hidden_size": 1536}, OF_TEXT, "another model: hidden_size 1536 and not 896"),
+        (
+            {"model_type": "llama", "hidden_size": 4096},
+            {"model_type": "qwen2", "hidden_size": 896},
+            "another model: model_type llama and not qwen2, hidden_size 4096 and not 896",
+        ),
+    ],
+)
+def test_a_plan_is_held_to_the_model_that_it_notes(
+    tmp_path: Path, noted: object, config: dict[str, object], differs: str | None
+) -> None:
+    """By what both say; one made without a config is any model's, and without a config any plan is read."""
+    plan = attrs.evolve(PLAN, planned_from={} if noted is None else {"model": noted})
+    path = tmp_path / "plan.json"
+    write_plan(path, plan)
+    assert read_plan(path) == plan
+    if differs is None:
+        assert read_plan(path, config) == plan
+    else:
+        with pytest.raises(ConfigError, match=rf"plan.json was made for {differs}\. Plan for this one"):
+            read_plan(path, config)
+
+
 @pytest.mark.parametrize("device", ["/dev/urandom", "/dev/null"])
 @pytest.mark.parametrize("read", [read_profile, read_plan, read_step_log, read_decision_log])
 def test_no_device_is_read(read: Callable[[Any], Any], device: str) -> None:

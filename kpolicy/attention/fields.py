@@ -11,7 +11,7 @@ from typing import Any
 from kpolicy.errors import SupportError
 from kpolicy.reading import read_whole
 
-__all__ = ["Fields", "identity", "read_config"]
+__all__ = ["Fields", "identity", "identity_differs", "read_config"]
 
 _NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
 """Where multimodal configs keep their language model."""
@@ -178,3 +178,20 @@ def identity(config: object) -> dict[str, Any]:
     fields = Fields(read_config(config))
     found = {"model_type": fields.model_type or None, **{names[0]: fields.get(*names) for names in _SIZES}}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def identity_differs(noted: Mapping[str, Any], config: object) -> str:
+    """How a model differs from the one that a file notes, by what both say; empty where it doesn't.
+
+    A type may be a longer one of the same name: a multimodal model's own is its language model's where that says none.
+
+    Args:
+        noted: what `identity` said of the file's model.
+        config: the other's, as of `read_config`.
+    """
+    here = identity(config)
+    pairs = {name: (value, here[name]) for name, value in noted.items() if name in here}
+    theirs, ours = map(str, pairs.get("model_type", ("", "")))
+    if theirs.startswith(ours) or ours.startswith(theirs):
+        pairs.pop("model_type", None)
+    return ", ".join(f"{name} {theirs} and not {ours}" for name, (theirs, ours) in pairs.items() if theirs != ours)

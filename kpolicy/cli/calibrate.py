@@ -75,7 +75,7 @@ def calibrate_command(
         max_num_tokens=("--max-num-tokens", size.max_num_tokens if max_num_tokens is None else max_num_tokens),
     )
     kv = at_least("--kv-tokens", size.kv_tokens if kv_tokens is None else kv_tokens, size.block_size)
-    sizes = ladder_of(ladder, settings) or _sizes(settings, device)
+    sizes = ladder_of(ladder, settings, config=model) or _sizes(settings, device)
     return _calibrate(
         model, out, device=device, settings=settings, sizes=sizes, kv_tokens=kv, block_size=size.block_size,
         seconds=seconds, seed=at_least("--seed", seed, 0), json=json,

@@ -124,7 +124,7 @@ def _engine(asked: Asked, deployment: Deployment) -> Engine:
     return Engine(
         asked.policy,
         attention=deployment.support(),
-        ladder=ladder_of(deployment.ladder, settings),
+        ladder=ladder_of(deployment.ladder, settings, config=deployment.config),
         settings=settings,
         costs=deployment.costs(),
         objective=deployment.objective,

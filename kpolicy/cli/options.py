@@ -245,13 +245,18 @@ def _pair(option: str, part: str, mark: str, default: int, least: tuple[int, int
     return pair
 
 
-def ladder_of(text: str | None, settings: Settings, option: str = "--ladder") -> CaptureSizes | None:
+def ladder_of(
+    text: str | None, settings: Settings, option: str = "--ladder", *, config: Path | None = None
+) -> CaptureSizes | None:  # fmt: skip
     """The ladder given as ``1,2,4,8`` or as a plan file; None for the policy's own.
+
+    Whether a plan file is another model's is said, as far as it notes one.
 
     Args:
         text: the value; None is no ladder.
         settings: the deployment's limits.
         option: whose value it is.
+        config: the model's folder or config.json, where it is known.
 
     Raises:
         LadderError: see `kpolicy.ladders.check_sizes`.
@@ -260,7 +265,7 @@ def ladder_of(text: str | None, settings: Settings, option: str = "--ladder") ->
     if text is None:
         return None
     if text.endswith(".json") or os.path.isfile(text):
-        return _planned(text, settings, option)
+        return _planned(text, settings, option, config)
     try:
         sizes = [int(part) for part in text.split(",")] if text else []
     except ValueError:
@@ -270,7 +275,7 @@ def ladder_of(text: str | None, settings: Settings, option: str = "--ladder") ->
     return CaptureSizes.of(sizes, settings)
 
 
-def _planned(path: str, settings: Settings, option: str) -> CaptureSizes:
+def _planned(path: str, settings: Settings, option: str, config: Path | None) -> CaptureSizes:
     """The sizes of a plan file, for a deployment like the one it was made for."""
     from kpolicy.schemas import read_plan
 
@@ -281,4 +286,7 @@ def _planned(path: str, settings: Settings, option: str) -> CaptureSizes:
             f"{settings.num_speculative_tokens}. Plan again with the drafts that will run."
         )
     plan.sizes.check(settings)
+    differs = "" if config is None else plan.made_for_another(config)
+    if differs:
+        sys.stderr.write(f"kpolicy: {option} {path} was {differs}; its sizes are taken\n")
     return plan.sizes

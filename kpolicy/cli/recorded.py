@@ -60,7 +60,7 @@ def _explain_step(read: Log[DecisionEntry], step: int, deployment: Deployment, *
         raise ConfigError(f"--step is {step}; the log has steps 0 to {len(read.entries) - 1}.")
     entry = read.entries[step]
     settings = limits(read)
-    given = ladder_of(deployment.ladder, settings)
+    given = ladder_of(deployment.ladder, settings, config=deployment.config)
     engine = Engine(
         "auto", attention=deployment.support(), ladder=given or header_sizes(read), settings=settings,
         costs=deployment.profiled() or header_costs(read).get(phase_of(entry.shape)), objective=deployment.objective,
@@ -142,7 +142,7 @@ def _print(report: dict[str, Any]) -> None:
 def replay_command(path: Path, policies: list[str], deployment: Deployment, *, json: bool) -> None:
     """`kpolicy simulate --decisions`: the log's batches by each policy, priced."""
     read = read_decision_log(path)
-    ladder = ladder_of(deployment.ladder, limits(read)) if read.entries else None
+    ladder = ladder_of(deployment.ladder, limits(read), config=deployment.config) if read.entries else None
     results = replay(
         read, policies, costs=deployment.profiled(), attention=deployment.support(), ladder=ladder,
         objective=deployment.objective,

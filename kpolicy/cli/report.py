@@ -91,7 +91,8 @@ def report_command(
     with progress_bar("requests", quiet=json) as shown:
         made = gather(
             loaded, specs, server=server, costs=model.costs, attention=deployment.support(),
-            ladder=ladder_of(deployment.ladder, server.settings), objective=deployment.objective,
+            ladder=ladder_of(deployment.ladder, server.settings, config=deployment.config),
+            objective=deployment.objective,
             budget=deployment.budget(), plan_budget=limits, most_sizes=most_sizes, seed=seed,
             setting=setting_lines(model, server, deployment), notes=model.notes,
             observed=_observed(turns, specs, model.costs, server, followed), progress=_told(shown),

@@ -296,7 +296,7 @@ def _run_simulated(asked: Asked) -> int:
     job = _Job(
         settings=settings,
         support=deployment.support(),
-        ladder=ladder_of(deployment.ladder, settings),
+        ladder=ladder_of(deployment.ladder, settings, config=deployment.config),
         costs=deployment.costs(),
         budget=deployment.budget(),
         objective=deployment.objective,

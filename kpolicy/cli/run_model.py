@@ -95,7 +95,8 @@ def _prepare(asked: Asked) -> _Job:
     settings, kv_tokens, utilisation = _limits(asked)
     trace = asked.requests.read(DEFAULT_WINDOW_S)
     costs = asked.deployment.costs()
-    ladder, block_size = ladder_of(asked.deployment.ladder, settings), SIZES[asked.device].block_size
+    ladder = ladder_of(asked.deployment.ladder, settings, config=asked.model)
+    block_size = SIZES[asked.device].block_size
     if asked.device == "cpu":
         ladder = ladder or small_ladder(settings)
         share_cores()

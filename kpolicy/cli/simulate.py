@@ -74,7 +74,8 @@ def simulate_command(
     loaded = [load_trace(path, start=start, window=window, rate=rate) for path in traces or (None,)]
     names = [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None
     turns = files.turns(specs, names, deployment.reads(*traces))
-    ladder, support = ladder_of(deployment.ladder, server.settings), deployment.support()
+    ladder = ladder_of(deployment.ladder, server.settings, config=deployment.config)
+    support = deployment.support()
     results: list[tuple[Trace, list[SimResult]]] = []
     failed: list[tuple[Trace, str, KPolicyError]] = []
     interrupted = False

@@ -224,7 +224,9 @@ def _common(
             costs[str(profile or device or "default")] = (model.costs, each.server(deployment, model))
     settings = next(iter(costs.values()))[1].settings
     option, given = ("--ladders", combined.ladders) if combined.ladders else ("--ladder", [deployment.ladder or "own"])
-    ladders = {text: None if text == "own" else ladder_of(text, settings, option) for text in given}
+    ladders = {
+        text: None if text == "own" else ladder_of(text, settings, option, config=deployment.config) for text in given
+    }
     return Common(
         traces=traces, costs=costs, ladders=ladders, attention=deployment.support(), objective=deployment.objective,
         budget=deployment.budget(), seed=seed,

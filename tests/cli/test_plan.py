@@ -167,6 +167,31 @@ def test_costs_of_a_config(kpolicy: Command, trace: Path, tmp_path: Path) -> Non
     assert model == {name: ARCHITECTURE[name] for name in model}
 
 
+def test_a_ladder_of_another_model_is_told(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Whoever knows the model says it and takes the sizes; nothing is said of the plan's own, or without a config."""
+    own = write(tmp_path / "own.json", json.dumps(ARCHITECTURE))
+    other = write(tmp_path / "other.json", json.dumps({**ARCHITECTURE, "hidden_size": 4096}))
+    plan, log = tmp_path / "plan.json", tmp_path / "decisions.jsonl"
+    kpolicy("plan", trace, "--config", own, "--budget", 3, "--max-num-tokens", 2048, "--out", plan)
+    commands: list[tuple[object, ...]] = [
+        ("simulate", trace, "--policy", "auto", "--decision-log", log),
+        ("simulate", "--decisions", log, "--policy", "auto"),
+        ("sweep", trace, "--policy", "auto", "--jobs", 1, "--out", tmp_path / "s.jsonl"),
+        ("run", "--trace", trace, "--policy", "auto"),
+        ("decide", "--decodes", 2, "--max-num-tokens", 2048),
+        ("explain", "--decodes", 2, "--max-num-tokens", 2048),
+        ("report", trace, "--policy", "auto", "--out", tmp_path / "r.html"),
+    ]
+    for command in commands:
+        ladder: tuple[object, ...] = (*command, "--ladder", plan)
+        for config, told in ((None, 0), (own, 0), (other, 1)):
+            ended = kpolicy(*ladder, *(() if config is None else ("--config", config)))
+            assert ended.code == 0, (command, ended)
+            said = "--ladder {} was made for another model: hidden_size 2048 and not 4096; its sizes are taken"
+            assert ended.err.count(said.format(plan)) == told, (command, ended)
+            (tmp_path / "s.jsonl").unlink(missing_ok=True)
+
+
 def test_one_request(kpolicy: Command, tmp_path: Path) -> None:
     """A trace of one request is planned, and says that nothing was held out."""
     one = write(tmp_path / "one.csv", "timestamp,input_length,output_length", "0,30,12")

@@ -16,10 +16,20 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from kpolicy.attention import Claims  # noqa: E402
 from kpolicy.cli import main  # noqa: E402
 from kpolicy.costs import analytic_costs  # noqa: E402
 from kpolicy.executors.cpu.graph import Graph  # noqa: E402
-from kpolicy.schemas import Profile, read_profile, read_step_log, write_profile  # noqa: E402
+from kpolicy.ladders import CaptureSizes  # noqa: E402
+from kpolicy.schemas import (  # noqa: E402
+    LadderPlan,
+    Profile,
+    read_profile,
+    read_step_log,
+    write_plan,
+    write_profile,
+)
+from kpolicy.settings import Settings  # noqa: E402
 from tests.cli.conftest import Command, Ended, write  # noqa: E402
 from tests.real_run.helpers import TINY  # noqa: E402
 
@@ -167,6 +177,27 @@ def test_a_profile_of_something_else(
     assert (ended.code, ended.out) == (2, "")
     assert said in ended.err
     assert "kpolicy calibrate" in ended.err
+
+
+def test_a_plan_of_something_else_is_told(
+    kpolicy: Command, config: Path, requests: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    """The model that serves or is measured is held to the plan's, whose sizes are taken all the same."""
+    path, settings = tmp_path / "plan.json", Settings(max_num_reqs=4, max_num_tokens=16)
+    sizes = CaptureSizes((1, 4), (), (8, 16))
+    for hidden in (TINY["hidden_size"], 896):
+        noted = {"model": {"model_type": TINY["model_type"], "hidden_size": hidden}}
+        attention = Claims.at_level("uniform")
+        write_plan(path, LadderPlan(sizes=sizes, keys=(), settings=settings, attention=attention, planned_from=noted))
+        told = f"hidden_size 896 and not {TINY['hidden_size']}; its sizes are taken" if hidden == 896 else ""
+        for command in (
+            ("run", "--trace", requests, "--policy", "eager"),
+            ("calibrate", "--out", tmp_path / "p.json", "--seconds", 0.1),
+        ):
+            ended = kpolicy(*command, "--model", config, *SMALL[:-1], path)
+            assert ended.code == 0, ended
+            assert told in ended.err
+            assert ("another model" in ended.err) == bool(told)
 
 
 def test_a_profile_that_ships_is_for_its_own_device(kpolicy: Command, config: Path, requests: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 __all__ = [
     "attention_dp",
     "data_parallel_rank",
+    "model_config",
     "note_own_sizes",
     "own_sizes",
     "rank",
@@ -28,6 +29,17 @@ def resolved(server_args: Any) -> Any:
     except ImportError:
         return server_args
     return resolving_view(server_args)
+
+
+def model_config(server_args: Any) -> Any:
+    """The model's config, which SGLang has read before it asks for sizes; None without arguments."""
+    if server_args is None:
+        return None
+    try:
+        from sglang.srt.arg_groups.overrides import model_config_of
+    except ImportError:
+        return server_args.get_model_config().hf_config
+    return model_config_of(server_args).hf_config
 
 
 def note_own_sizes(server_args: Any, phase: str, count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kpolicy_sglang.config import Config
 
@@ -50,7 +51,9 @@ def default_prefill_sizes(stock: Sequence[int], most_tokens: int, *, few: bool =
     return (*(size for size in stock if size < most_tokens), most_tokens)
 
 
-def decode_sizes(config: Config, stock: Sequence[int], most_reqs: int | None, sglang_most: int) -> tuple[int, ...]:
+def decode_sizes(
+    config: Config, stock: Sequence[int], most_reqs: int | None, sglang_most: int, *, model: Any = None
+) -> tuple[int, ...]:  # fmt: skip
     """Decode sizes that the settings ask for.
 
     Args:
@@ -58,20 +61,24 @@ def decode_sizes(config: Config, stock: Sequence[int], most_reqs: int | None, sg
         stock: SGLang's own sizes, rising.
         most_reqs: the most requests that may run, where SGLang was told.
         sglang_most: the largest size that SGLang itself would capture.
+        model: the model's config, which a plan is held to; None where it isn't known.
 
     Raises:
-        SchemaError: the plan can't be read.
+        ConfigError: the plan can't be read, or is another model's.
     """
     given = config.decode_sizes
     if given is None and config.plan is not None:
-        given = tuple(size // _plan(config).settings.query_len for size in _plan(config).sizes.decode)
+        plan = _plan(config.plan, model)
+        given = tuple(size // plan.settings.query_len for size in plan.sizes.decode)
     if given is None:
         usual = max(sglang_most, USUAL_MOST_REQS) if sglang_most >= _LARGE_GPU else sglang_most
         return default_decode_sizes(stock, min(most_reqs or usual, usual))
     return tuple(size for size in given if most_reqs is None or size <= most_reqs) or given[:1]
 
 
-def prefill_sizes(config: Config, stock: Sequence[int], most_tokens: int, *, few: bool = False) -> tuple[int, ...]:
+def prefill_sizes(
+    config: Config, stock: Sequence[int], most_tokens: int, *, few: bool = False, model: Any = None
+) -> tuple[int, ...]:  # fmt: skip
     """Prefill sizes that the settings ask for, none over `most_tokens`.
 
     Args:
@@ -79,20 +86,25 @@ def prefill_sizes(config: Config, stock: Sequence[int], most_tokens: int, *, few
         stock: SGLang's own sizes, rising.
         most_tokens: the most that a step may have.
         few: whether SGLang itself has no prefill graphs for this model.
+        model: as of `decode_sizes`.
 
     Raises:
-        SchemaError: the plan can't be read.
+        ConfigError: as there.
     """
     given = config.piecewise_sizes
     if given is None and config.plan is not None:
-        sizes = _plan(config).sizes
+        sizes = _plan(config.plan, model).sizes
         given = sizes.piecewise or sizes.mixed
     fitting = tuple(size for size in given or () if size <= most_tokens)
     return fitting or default_prefill_sizes(stock, most_tokens, few=few)
 
 
-def _plan(config: Config):  # type: ignore[no-untyped-def]  # read on first use
+def _plan(path: str, model: Any):  # type: ignore[no-untyped-def]  # read on first use
+    """The plan, held to the model.
+
+    Raises:
+        ConfigError: it can't be read, or is another model's.
+    """
     from kpolicy.schemas import read_plan
 
-    assert config.plan is not None  # noqa: S101
-    return read_plan(config.plan)
+    return read_plan(path, model)

@@ -7,7 +7,8 @@ from typing import Any
 
 from kpolicy.errors import KPolicyError
 from kpolicy_sglang import ladder
-from kpolicy_sglang.arguments import note_own_sizes, resolved, running_per_rank
+from kpolicy_sglang.arguments import model_config, note_own_sizes, resolved, running_per_rank
+from kpolicy_sglang.config import Config
 from kpolicy_sglang.hooks import configured, deployment, fail, note_deployment, own_largest, refusal
 from kpolicy_sglang.phase import DECODE, PREFILL
 
@@ -46,7 +47,7 @@ def decode_sizes(original: Any, server_args: Any, max_bs: int) -> list[int]:
         most = max_bs if most is None else min(most, max_bs)
     # Of its list SGLang leaves out what can't be needed once it knows how many requests may run.
     note_own_sizes(server_args, DECODE, sum(most is None or size <= most for size in stock))
-    return _sizes(stock, lambda: ladder.decode_sizes(config, stock, most, max_bs))
+    return _sizes(stock, lambda: ladder.decode_sizes(config, stock, most, max_bs, model=_model(config, server_args)))
 
 
 def decode_sizes_0_5_16(original: Any, server_args: Any, max_bs: int) -> list[int]:
@@ -80,12 +81,19 @@ def _prefill_sizes(
     if config is None or (server_args is not None and refusal(server_args)):
         return stock
     note_own_sizes(server_args, PREFILL, 0 if few else len(stock))
-    return _sizes(stock, lambda: ladder.prefill_sizes(config, stock, max_bs, few=few))
+    return _sizes(
+        stock, lambda: ladder.prefill_sizes(config, stock, max_bs, few=few, model=_model(config, server_args))
+    )
+
+
+def _model(config: Config, server_args: Any) -> Any:
+    """What a plan is held to. 0.5.23 asks for prompts' sizes before there are arguments where it rounds for DeepEP."""
+    return None if config.plan is None else model_config(server_args)
 
 
 def _sizes(stock: list[int], wanted: Callable[[], tuple[int, ...]]) -> list[int]:
     try:
         return list(wanted())
     except (KPolicyError, OSError) as error:
-        fail(f"sizes can't be had: {error} SGLang's own sizes are captured.")
+        fail(f"sizes can't be had: {error} SGLang's own sizes are captured.", once=True)
         return stock

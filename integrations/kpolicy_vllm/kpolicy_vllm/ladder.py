@@ -6,10 +6,8 @@ each kind of graph really gets are chosen later, when attention has said what it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from kpolicy.attention.fields import identity
 from kpolicy.attention.support import Claims
 from kpolicy.errors import ConfigError
 from kpolicy.ladders import CaptureSizes
@@ -20,7 +18,7 @@ from kpolicy.policies.vllm_policy import VllmPolicy
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
 
-__all__ = ["check_model", "default_sizes", "describe", "geometric", "one_list", "plan_differs", "sizes_of"]
+__all__ = ["default_sizes", "describe", "geometric", "one_list", "plan_differs", "sizes_of"]
 
 LARGEST_PIECEWISE = 2048
 """Above this a step is device-bound on the models measured, and a graph no longer pays for its memory."""
@@ -149,32 +147,10 @@ def _planned(path: str, settings: Settings) -> CaptureSizes:
     return CaptureSizes(sizes.decode, [n for n in sizes.mixed if n <= LARGEST_MIXED], sorted(pieces))
 
 
-def check_model(path: str, config: Any) -> None:
-    """Hold a plan to the model, where it says what it was made for.
-
-    Args:
-        path: the plan file.
-        config: the model's.
-
-    Raises:
-        ConfigError: it is another model's, or can't be read.
-    """
-    from kpolicy.schemas import read_plan
-
-    planned = read_plan(path).planned_from.get("model")
-    if not isinstance(planned, Mapping):
-        return
-    here = identity(config)
-    pairs = ((name, planned[name], here[name]) for name in planned if name in here)
-    differs = [f"{name} {theirs} and not {ours}" for name, theirs, ours in pairs if theirs != ours]
-    if differs:
-        raise ConfigError(f"the plan {path} was made for another model: {', '.join(differs)}. Plan for this one.")
-
-
 def plan_differs(path: str, claims: Claims) -> str:
     """How the attention that a plan was made for differs from the model's; empty where it doesn't.
 
-    What a plan was made for without a config isn't known (`check_model`); what attention supports is the nearest to it.
+    What a plan was made for without a config isn't known (`read_plan`); what attention supports is the nearest to it.
     """
     from kpolicy.schemas import read_plan
 

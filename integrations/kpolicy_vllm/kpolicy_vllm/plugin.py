@@ -14,7 +14,7 @@ from typing import Any
 from kpolicy.errors import KPolicyError
 from kpolicy_vllm import kunlun
 from kpolicy_vllm.config import SECTION, Config
-from kpolicy_vllm.ladder import check_model, describe, one_list, sizes_of
+from kpolicy_vllm.ladder import describe, one_list, sizes_of
 from kpolicy_vllm.metrics import announce
 from kpolicy_vllm.state import LISTED, LOGGER, PROCESS, State, held_by, settings_of, state_of
 from kpolicy_vllm.versions import Adapter, UnsupportedError, adapter
@@ -83,11 +83,12 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
         why = "there is nothing to decide: CUDA graphs are off (enforce_eager, or cudagraph_mode NONE)."
         _refused(vllm_config, "graphs_off", why)
         return
+    from kpolicy.schemas import read_plan
     from kpolicy_vllm.scheduler import may_pace, qualname
 
     model = getattr(vllm_config.model_config, "hf_config", None)
     if config.plan is not None and model is not None:
-        check_model(config.plan, model)
+        read_plan(config.plan, model)
     listed = _remember(vllm_config, config, listed)
     sizes = sizes_of(
         config,

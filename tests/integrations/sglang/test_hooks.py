@@ -9,11 +9,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from kpolicy.attention.support import Claims
 from kpolicy.costs import Curve, analytic_costs
 from kpolicy.errors import ConfigError
+from kpolicy.ladders import CaptureSizes
 from kpolicy.reasons import Reason
-from kpolicy.schemas import read_decision_log
-from kpolicy.settings import Objective
+from kpolicy.schemas import LadderPlan, read_decision_log, write_plan
+from kpolicy.settings import Objective, Settings
 from kpolicy.simulate.recorded import replay
 from kpolicy_sglang import hooks, sizes
 from kpolicy_sglang.arguments import own_sizes, running_per_rank
@@ -172,12 +174,56 @@ def test_plan_that_cannot_be_read(tmp_path, caplog):
     """A plan that isn't one is named, and SGLang's sizes are captured; strictly, the start ends."""
     (tmp_path / "plan.json").write_text("{}")
     hooks.configure(Config(plan=str(tmp_path / "plan.json")), "0.5.16")
+    args = arguments(get_model_config=lambda: SimpleNamespace(hf_config={}))
     with caplog.at_level(logging.ERROR):
-        assert sizes.decode_sizes(stock, arguments(), 256) == [1, 2, 256]
+        assert sizes.decode_sizes(stock, args, 256) == [1, 2, 256]
     assert "sizes can't be had" in caplog.text
     hooks.configure(Config(plan=str(tmp_path / "gone.json"), strict=True), "0.5.16")
     with pytest.raises(SystemExit, match="sizes can't be had"):
         sizes.prefill_sizes(lambda _: [4], 256)
+
+
+def models(version, monkeypatch, config):
+    """Has SGLang's ways to a model's config in that version; gives the arguments."""
+    made = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config))
+    if version == "0.5.16":
+        return arguments(get_model_config=lambda: made)
+    overrides = ModuleType("sglang.srt.arg_groups.overrides")
+    overrides.resolving_view, overrides.model_config_of = lambda args: args, lambda _: made
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.overrides", overrides)
+    return arguments()
+
+
+def planned_sizes(version, args):
+    """Both phases' sizes, in the order in which that version asks."""
+    if version == "0.5.16":
+        return sizes.decode_sizes_0_5_16(stock, args, 256), sizes.prefill_sizes_0_5_16(lambda *_: [4, 256], args, 256)
+    sizes.decode_limit(lambda *_: None, args, SimpleNamespace(bs=None, max_bs=256), 1)
+    return sizes.decode_sizes(stock, args, 256), sizes.prefill_sizes(lambda _: [4, 256], 256)
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.23"])
+def test_plan_of_another_model(version, tmp_path, caplog, monkeypatch):
+    """SGLang's sizes are captured, with one message; strictly, the start ends. This model's plan is taken."""
+    path = str(tmp_path / "plan.json")
+    made = LadderPlan(
+        sizes=CaptureSizes((1, 16), (), (64,)), keys=(), settings=Settings(), attention=Claims.at_level("mixed"),
+        planned_from={"model": {"model_type": "qwen2", "hidden_size": 896}},
+    )  # fmt: skip
+    write_plan(path, made)
+    for hidden, found in ((896, ([1, 16], [64])), (1536, ([1, 2, 256], [4, 256]))):
+        args = models(version, monkeypatch, {"model_type": "qwen2", "hidden_size": hidden})
+        hooks.configure(Config(plan=path), version)
+        with caplog.at_level(logging.ERROR):
+            assert planned_sizes(version, args) == found
+    (record,) = caplog.records
+    assert f"the plan {path} was made for another model: hidden_size 896 and not 1536" in record.message
+    assert "SGLang's own sizes are captured" in record.message
+    hooks.configure(Config(plan=path, decode_sizes=(2,), piecewise_sizes=(8,)), version)
+    assert planned_sizes(version, args) == ([2], [8])
+    hooks.configure(Config(plan=path, strict=True), version)
+    with pytest.raises(SystemExit, match="hidden_size 896 and not 1536"):
+        planned_sizes(version, args)
 
 
 class Arguments:

@@ -15,6 +15,7 @@ import pytest
 from kpolicy.modes import Mode
 from kpolicy.settings import Objective
 from kpolicy_sglang import dispatch, hooks
+from kpolicy_sglang.arguments import model_config
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
 from kpolicy_sglang.plugin import not_taken, register
@@ -268,6 +269,40 @@ def _forward(runner, own, phase, asked, padded, agreed):
         extend_prefix_lens_cpu=[0], return_logprob=False,
     )  # fmt: skip
     return bool(dispatch.prefill_can_run(can_run_graph, runner, batch))
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_the_models_config_is_had_from_sglangs_own_function(version, monkeypatch):
+    """Each release's way to it, by its own text: from the path once, and kept with the arguments."""
+    built = []
+
+    def build(args):
+        built.append(args.model_path)
+        return SimpleNamespace(hf_config={"model_type": "qwen2"}, is_hybrid_swa=False)
+
+    modules = {
+        "sglang.srt.configs.model_config": {"ModelConfig": SimpleNamespace(from_server_args=build)},
+        "sglang.srt.arg_groups.overrides": {},
+    }
+    if version == "0.5.16":
+        tree = release_of(version).tree("sglang/srt/server_args.py")
+        made = _execute([_class("ServerArgs", _named(tree, {"get_model_config"}))], {})["ServerArgs"]()
+    else:
+        release, made = release_of(version), SimpleNamespace()
+        exported = "from sglang.srt.arg_groups.model_override_base import"
+        overrides = release.tree("sglang/srt/arg_groups/overrides.py").body
+        lists = [[each.name for each in node.names] for node in overrides if ast.unparse(node).startswith(exported)]
+        assert any("model_config_of" in names for names in lists)
+        nodes = _named(release.tree("sglang/srt/arg_groups/model_override_base.py"), {"model_config_of"})
+        names = {"ResolvedView": type("View", (), {}), "ResolvingConfig": type("Config", (), {})}
+        modules["sglang.srt.arg_groups.overrides"] = _execute(nodes, {**names, "resolving_view": lambda args: args})
+    made.model_path = "a model"
+    for name, held in modules.items():
+        module = ModuleType(name)
+        vars(module).update({each: held[each] for each in held if not each.startswith("__")})
+        monkeypatch.setitem(sys.modules, name, module)
+    assert [model_config(made), model_config(made)] == [{"model_type": "qwen2"}] * 2
+    assert built == ["a model"]
 
 
 class Tokens(list):

@@ -8,6 +8,12 @@ import sys
 
 import pytest
 
+from kpolicy.attention.fields import identity
+from kpolicy.attention.support import Claims
+from kpolicy.ladders import CaptureSizes
+from kpolicy.schemas import LadderPlan, write_plan
+from kpolicy.settings import Settings
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang isn't installed")
 
 MODEL = {
@@ -135,6 +141,21 @@ def test_real_arguments_get_kpolicys_sizes(tmp_path):
     assert found.get("few", few) == few
     # SGLang's own, which other processes have with the arguments; it has no graphs of MLA prompts on 0.5.16.
     assert found["own"] == ({"decode": 36, "prefill": 0} if "few" in found else {"decode": 36})
+
+
+@pytest.mark.parametrize(("hidden", "largest"), [(256, 16), (512, 256)])
+def test_a_plan_is_held_to_the_real_config(tmp_path, hidden, largest):
+    """SGLang's own config of the model is at hand when it asks for sizes: another model's plan isn't taken."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    plan = LadderPlan(
+        sizes=CaptureSizes((1, 16), (), (64,)), keys=(), settings=Settings(), attention=Claims.at_level("mixed"),
+        planned_from={"model": identity({**MODEL, "hidden_size": hidden})},
+    )  # fmt: skip
+    write_plan(tmp_path / "plan.json", plan)
+    code = LOAD + SIZES.replace("MODEL", repr(str(tmp_path)), 1)
+    found = asked(code, KPOLICY_SGLANG="1", KPOLICY_PLAN=str(tmp_path / "plan.json"))
+    assert found["decode_sizes"][-1] == largest
+    assert len(found["decode_sizes"]) == (2 if hidden == MODEL["hidden_size"] else 36)
 
 
 @pytest.mark.parametrize(("gib", "above"), [(141, [384, 512, 768, 1024]), (24, [])])
