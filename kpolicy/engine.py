@@ -290,11 +290,11 @@ class Engine:
 
     def _ladder(self) -> CaptureLadder:
         """Keys that may be replayed: this Engine's own, captured, by its executor where others share the registry."""
-        view = self.registry.view(assumed=self.executor is None)
+        view = self.registry.view(assumed=self.executor is None).only(self._planned)
         held = getattr(self.executor, "captured", None)
-        keys = [key for key in view.keys if key in self._planned and (held is None or key in held)]
-        if len(keys) == len(view.keys):
+        if held is None or all(key in held for key in view.keys):
             return view
+        keys = [key for key in view.keys if key in held]
         return CaptureLadder(keys, version=view.version, withdrawn=view.withdrawn)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import attrs
 
@@ -172,6 +172,14 @@ class CaptureLadder:
         self.varlen = tuple(key for key in full if key.max_query_len is not None)
         self.mixed = tuple(key for key in full if not key.decode_only)
         self.piecewise = tuple(key for key in self.keys if key.part is Part.PIECEWISE)
+
+    def only(self, keys: Container[GraphKey]) -> CaptureLadder:
+        """The same view of those keys alone: who shares a registry decides among its own."""
+        kept = [key for key in self.keys if key in keys]
+        withdrawn = [key for key in self.withdrawn if key in keys]
+        if len(kept) == len(self.keys) and len(withdrawn) == len(self.withdrawn):
+            return self
+        return CaptureLadder(kept, version=self.version, assumed=self.assumed, withdrawn=withdrawn)
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -131,7 +131,8 @@ def test_an_engine_decides_among_its_own_policys_graphs() -> None:
     auto.capture()
     prompts = [BatchShape(prefills=[(tokens, 0)]) for tokens in (30, 300, 512, 700, 1000, 2000)]
     mixed = [BatchShape(decodes=[(1, 8)], prefills=[(tokens, 0)]) for tokens in (30, 300, 504, 700, 1000, 2000)]
-    for shape in [*prompts, *mixed, *(BatchShape.decode(rows) for rows in (1, 7, 60, 64, 200))]:
+    every = [*prompts, *mixed, *(BatchShape.decode(rows) for rows in (1, 7, 60, 64, 200))]
+    for shape in every:
         assert vllm.decide(shape).launches == alone.decide(shape).launches
     assert vllm.decide(prompts[-1]).mode is Mode.EAGER
     # Nor does `auto` have the replica's sizes.
@@ -139,6 +140,32 @@ def test_an_engine_decides_among_its_own_policys_graphs() -> None:
     assert {each.key.num_tokens for each in launches if each.key is not None} <= {64, 1024, 2048}
     only_planned = Engine("vllm", **{**shared, "executor": None})
     assert only_planned.decide(prompts[-1]).mode is Mode.EAGER
+    assert only_planned.context.ladder.assumed
+    # Nor do another one's losses show in its reasons.
+    for key in set(registry.captured()) - set(vllm.keys):
+        registry.withdraw(key, Reason.REPLAY_FAILED)
+    assert [vllm.decide(each).reason for each in every] == [alone.decide(each).reason for each in every]
+    assert vllm.decide(prompts[-1]).reason is Reason.ABOVE_LARGEST_SIZE
+    assert auto.context.ladder.withdrawn
+    assert not vllm.context.ladder.withdrawn
+
+
+def test_a_lazy_engine_captures_its_own_policys_graphs() -> None:
+    """What another Engine of the registry planned isn't what its own steps need."""
+    limits = Settings(max_num_reqs=256, max_num_tokens=2048)
+    registry, executor = GraphRegistry(), SimulatedExecutor(num_blocks=64)
+    shared: dict[str, Any] = {"settings": limits, "attention": "mixed", "registry": registry, "executor": executor}
+    Engine("auto", ladder=CaptureSizes((64,), (64, 1024), (1024, 2048)), **shared)
+    lazy = Engine("vllm", lazy=True, **shared)
+    assert lazy._lazy is not None
+    small, large = BatchShape(prefills=[(30, 0)]), BatchShape(prefills=[(700, 0)])
+    for shape in (small, large, large, small, large, small):
+        assert lazy.decide(shape).mode is Mode.EAGER
+        lazy._lazy.before_step(shape.numbers)
+    lazy.capture_pending(10.0)
+    assert registry.captured()
+    assert set(registry.captured()) <= set(lazy.keys)
+    assert lazy.decide(small).mode is not Mode.EAGER
 
 
 def test_graphs_of_another_executor_are_not_replayed() -> None:

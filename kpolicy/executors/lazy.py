@@ -115,8 +115,9 @@ class LazyCapture:
         if registry.version != self._version:
             self._version = registry.version
             self._select = None
-            if any(record.state is GraphState.PLANNED for record in registry.records()):
-                context = attrs.evolve(self._engine.context, ladder=registry.view(assumed=True))
+            if any(registry.record(key).state is GraphState.PLANNED for key in self._engine.keys):
+                ladder = registry.view(assumed=True).only(frozenset(self._engine.keys))
+                context = attrs.evolve(self._engine.context, ladder=ladder)
                 self._select = self._engine.policy.compile(context).select
         if self._select is None:
             return
