@@ -115,6 +115,15 @@ class Bench:
         for cache, kept in zip(self.model.kv_caches(), self._before, strict=True):
             kept.copy_(cache[:-1])
 
+    def strays(self) -> Any:
+        """Which slots' KV isn't as it was noted."""
+        import torch
+
+        found = torch.zeros(self.model.num_slots, dtype=torch.bool, device=self.model.device)
+        for cache, kept in zip(self.model.kv_caches(), self._before, strict=True):
+            found |= (cache[:-1] != kept).flatten(1).any(1)
+        return found
+
     def _select(self, spec: str, settings: Any, ladder: Any) -> Any:
         from kpolicy.costs import analytic_costs
         from kpolicy.ladders import CaptureLadder
@@ -164,10 +173,9 @@ class Bench:
         for event in outputs.ready:
             event.wait()
         mine, sampled = [each.clone() for each in logits_of(outputs)], sampled_of(outputs)
-        strays = torch.zeros(model.num_slots, dtype=torch.bool, device=model.device)
+        strays = self.strays()
         written = []
         for cache, kept in zip(caches, self._before, strict=True):
-            strays |= (cache[:-1] != kept).flatten(1).any(1)
             written.append(cache.index_select(0, slots))
             cache.index_copy_(0, slots, kept.index_select(0, slots))
         strays[slots] = False
@@ -193,7 +201,7 @@ class Bench:
             *[("written KV", (now == each).all()) for now, each in zip(again, written, strict=True)],
         ])  # fmt: skip
         if what == "KV":
-            return f"KV of slots {strays.nonzero().flatten()[:5].tolist()}, which no row has"
+            return f"KV of {slots_of(strays)}, which no row has: by this step, or by the one before run eagerly"
         if what == "logits":
             return f"logits by {max(float((a - b).abs().max()) for a, b in zip(mine, wanted, strict=True)):.3g}"
         return what
@@ -212,6 +220,10 @@ class Bench:
             rng, max_decodes=sizes.num_reqs // 2, max_kv=sizes.kv, max_new=sizes.num_tokens // 2, steps=8, mixed=False
         )  # fmt: skip
         return "plain", with_tokens(inputs_of(shape, self.model), rng, self.model.vocab)
+
+
+def slots_of(strays: Any) -> str:
+    return f"slots {strays.nonzero().flatten()[:5].tolist()}"
 
 
 def _run_of(part: Any) -> list[Any]:
@@ -242,6 +254,8 @@ def run_block(bench: Bench, number: int, count: int) -> dict[str, Any]:
         cell["padded"] += sum(launch.padding(inputs.numbers) for launch in decision.launches)
         if differs:
             cell["differences"].append(f"block {number}, step {step}, {decision.label}: {differs}")
+    if bool((strays := bench.strays()).any()):
+        cell["differences"].append(f"block {number}, last step run eagerly: KV of {slots_of(strays)}, which no row has")
     return cell | {"ways": dict(counts), "policies": dict(asked), "seconds": round(time.monotonic() - begun, 1)}
 
 
