@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.fidelity import RESULT
+from benchmarks.middle_profile import launching_us, middle
+from kpolicy.schemas import Profile, read_profile
 
 DOC = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
 RUNS = {
@@ -19,6 +21,10 @@ RUNS = {
     "small24-eighth": ("eighth, {regime}", "small, eighth"),
 }  # fmt: skip
 """Of each result: what its rows of cells begin with, and its name in the table of latencies."""
+TABLES = (("rate-2-ninth", "rate-2-tenth"), ("dsv2lite-fourth",), ("small24-seventh", "small24-eighth"))
+"""The results of each table of cells"""
+TAKEN = {"rate-2-ninth": 2, "rate-2-tenth": 3, "small24-sixth": 1, "small24-seventh": 2, "small24-eighth": 3}
+"""Which of three calibrations a run took"""
 EARLIER = ("rate-2-seventh", "rate-2-eighth", "small24-fifth", "small24-sixth")
 """The runs before, told by one row each"""
 COLUMNS = (("full", "middle"), ("piecewise", "middle"), ("piecewise", "saturated"), ("split", "middle"),
@@ -44,18 +50,18 @@ def repeated(result: dict[str, Any], mode: str, regime: str) -> dict[str, Any] |
 
 
 def holds(row: dict[str, Any], again: dict[str, Any] | None) -> str:
-    """Whether a cell is within the line, by the rule that the page gives."""
+    """Whether a cell is within the line, by the rule that the page gives; a single error over it needs repeats."""
     error = row["error"]
     if row["noise"] >= NOISY:
         if again is None or again["steps"] < AGAIN_SHARE * row["steps"] or again["repeats"] < AGAIN_TIMES:
-            return "not shown"
+            return "not shown" if row["error"] <= MOST else "no"
         error = again["error"]
         if error <= MOST and row["regime"] == "host-bound" and again["host_bound_share"] < MOSTLY:
             return "to the letter"
     return "yes" if error <= MOST else "no"
 
 
-def cell(row: dict[str, Any], begin: str, again: dict[str, Any] | None) -> str:
+def cell(row: dict[str, Any], begin: str, again: dict[str, Any] | None, columns: int) -> str:
     """A row of the page; repeats of five steps or fewer aren't told."""
     mode = "split" if row["mode"].startswith("split") else row["mode"]
     kinds = f"{share(row['kind_error'])} of {row['kind_steps']:,}" if row["kind_steps"] else ""
@@ -64,13 +70,25 @@ def cell(row: dict[str, Any], begin: str, again: dict[str, Any] | None) -> str:
     if again is not None and again["steps"] > 5:
         times = f"{again['steps']:,} x {again['repeats']:g}"
         parts += [times, share(again["error"]), f"{again['bias']:+.1%}", share(again["spread"])]
-    return "".join(f"| {part} " if part else "| " for part in parts)
+    return line_of([*parts, *[""] * (columns - len(parts))])
 
 
-def cells(result: dict[str, Any], begin: str) -> list[str]:
+def line_of(parts: list[str]) -> str:
+    return "".join(f"| {part} " if part else "| " for part in parts) + "|"
+
+
+def cells(result: dict[str, Any], begin: str, columns: int) -> list[str]:
     """All rows of the page that a result has, in its order."""
     rows = [row for row in result["policies"]["all policies"] if row["regime"] != "all"]
-    return [cell(row, begin, repeated(result, row["mode"], row["regime"])) for row in rows]
+    return [cell(row, begin, repeated(result, row["mode"], row["regime"]), columns) for row in rows]
+
+
+def table_of(begin: str) -> tuple[int, list[str]]:
+    """(how many columns the table has in which a line begins so, its rows)."""
+    at = next(i for i, line in enumerate(DOC) if line.startswith(begin))
+    first = next(i for i in range(at, 0, -1) if DOC[i].startswith("|---")) + 1
+    last = next(i for i in range(at, len(DOC)) if not DOC[i].startswith("|"))
+    return DOC[first - 1].count("---"), DOC[first:last]
 
 
 def latency(found: dict[str, float], digits: int) -> str:
@@ -83,20 +101,62 @@ def read(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_told_as_its_result_has_it(name: str) -> None:
-    """No cell is left out, those over the line are bold, and whether it holds is by the rule of the page."""
-    result = read(name)
-    begin, label = RUNS[name]
-    assert any(f"-{name.split('-', 1)[1]}.json`" in line or f"-{name}.json`" in line for line in DOC)
-    for expected in cells(result, begin):
-        assert any(line.startswith(expected) for line in DOC), expected
-    at = next(i for i, line in enumerate(DOC) if line.startswith(f"| {label} | `"))
-    served = result["served"]["policies"]
-    rows = {line.split(" | ")[1].strip("`"): line for line in DOC[at : at + len(served)]}
-    assert set(rows) == set(served)
-    for policy, found in served.items():
-        assert rows[policy].endswith(f"| {latency(found['ttft_p50_ms'], 1)} | {latency(found['gap_p50_ms'], 2)} |")
+@pytest.mark.parametrize("names", TABLES)
+def test_runs_are_told_as_their_results_have_them(names: tuple[str, ...]) -> None:
+    """A table has every cell and no other, those over the line bold, and whether it holds by the page's rule."""
+    results = {name: read(name) for name in names}
+    for name in names:
+        assert any(f"-{name.split('-', 1)[1]}.json`" in line or f"-{name}.json`" in line for line in DOC)
+    begin = RUNS[names[0]][0]
+    row = next(row for row in results[names[0]]["policies"]["all policies"] if row["regime"] != "all")
+    columns, rows = table_of(f"| {begin.format(mode=row['mode'].split('/')[0], regime=row['regime'])} |")
+    assert rows == [line for name in names for line in cells(results[name], RUNS[name][0], columns)]
+
+
+def test_latencies_are_told_as_the_results_have_them() -> None:
+    """Every run's policies and no others, each run named once."""
+    expected = []
+    for name, (_, label) in RUNS.items():
+        for i, (policy, found) in enumerate(read(name)["served"]["policies"].items()):
+            told = [latency(found["ttft_p50_ms"], 1), latency(found["gap_p50_ms"], 2)]
+            expected.append(line_of(["" if i else label, f"`{policy}`", *told]))
+    assert table_of(f"| {RUNS['rate-2-ninth'][1]} | `")[1] == expected
+
+
+def calibrations(name: str) -> list[Profile]:
+    """A run's three, as they were made."""
+    numbers = ["" if number == TAKEN[name] else f"-{number}" for number in (1, 2, 3)]
+    return [read_profile(RESULT.with_name(f"fidelity-h200-{name}-profile{number}.json")) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("rate-2-ninth", "ninth, EAGER"), ("rate-2-tenth", "tenth, EAGER"),
+        ("small24-seventh", "small, seventh, host-bound"), ("small24-eighth", "small, eighth, host-bound"),
+    ],
+)  # fmt: skip
+def test_what_launching_takes_is_that_of_the_profiles(name: str, begin: str) -> None:
+    """Of each calibration beside the one that the run took."""
+    us = [launching_us(profile.costs, 20.0) for profile in calibrations(name)]
+    at = next(i for i, line in enumerate(DOC) if line.startswith(f"| {begin} |") and line.count("|") == 5)
+    told = [line.split("|")[2].strip() for line in DOC[at : at + 3]]
+    taken = TAKEN[name] - 1
+    assert told == ["taken" if i == taken else f"{each / us[taken]:.2f}" for i, each in enumerate(us)]
+
+
+def test_figures_of_the_calibrations_are_those_of_the_profiles() -> None:
+    """What pieces in a row take and what a new size adds; of each run's three the middle can be made."""
+    effects = {name: [profile.costs.effects for profile in calibrations(name)] for name in TAKEN}
+    page = " ".join(DOC)
+    shares = [f"{each.warm_host_share[0]:.2f}" for each in effects["small24-eighth"]]
+    assert f"take {shares[2]} of what one alone does by it (`warm_host_share`), {shares[0]} and {shares[1]} by" in page
+    new = {name: [round(each.eager_new_us) for each in of] for name, of in effects.items()}
+    both = new["rate-2-ninth"] + new["rate-2-tenth"]
+    eighth = new["small24-eighth"]
+    assert f"was {min(both):,} to {max(both):,} us in the 0.5B's six tables" in page
+    assert f"{min(eighth):,} to {max(eighth):,} in the eighth's three" in page
+    assert all(middle(calibrations(name)).costs.measured for name in TAKEN)
 
 
 def earlier(result: dict[str, Any], columns: tuple[tuple[str, str], ...]) -> str:
@@ -107,13 +167,13 @@ def earlier(result: dict[str, Any], columns: tuple[tuple[str, str], ...]) -> str
         again = repeated(result, *key) or {"steps": 0}
         brackets = f" ({again['error'] * 100:.1f})" if again["steps"] > 5 else ""
         parts.append(f"{rows[key]['error']:.1%}{brackets}" if key in rows else "")
-    return "".join(f"| {part} " if part else "| " for part in parts)
+    return line_of(parts)
 
 
 @pytest.mark.parametrize("name", EARLIER)
 def test_an_earlier_run_is_told_as_its_result_has_it(name: str) -> None:
     """Its cells stand side by side in a row."""
     columns = (COLUMNS[-1], COLUMNS[1]) if name.startswith("small24") else COLUMNS
-    expected = f"{earlier(read(name), columns)}| "
+    expected = f"{earlier(read(name), columns)} "
     ordinal = name.rsplit("-", 1)[1]
     assert any(line.startswith(f"| {ordinal}") and expected in line for line in DOC), expected
