@@ -66,7 +66,7 @@ def calibrate_command(
         raise UnknownNameError("device", device, DEVICES, "`kpolicy doctor` says what is on this machine.")
     if not 0 < seconds < 1e6:
         raise ConfigError(f"--seconds is {seconds:g}; it takes seconds above 0, such as {SECONDS:g}.")
-    check_files([("--out", out)], [model])
+    check_files([("--out", out)], [model, *([] if ladder is None else [Path(ladder)])])
     needs_torch("calibrate")
     device = _found() if device == "auto" else device
     size = SIZES[device.partition(":")[0]]

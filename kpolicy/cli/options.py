@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,9 +124,18 @@ class Deployment:
             return from_hf_config(self.config)
         return parse_attention("gqa" if self.attention is None else self.attention)
 
-    def reads(self, *more: Path | str | None) -> list[Path]:
-        """What the options name that is read from files, and `more`; a name that isn't a file's is among them too."""
-        named = (*more, self.config, self.profile, self.ladder)
+    def reads(self, traces: Iterable[Path | None], *more: Path | str | None) -> list[Path]:
+        """What a command reads: traces, by default the one that is found, `more`, and what these options name.
+
+        A name that isn't a file's is among them too.
+
+        Raises:
+            TraceError: see `default_path`.
+        """
+        from kpolicy.scheduling.traces import default_path
+
+        given = [each for each in traces if each is not None]
+        named = (*given, None if given else default_path(), *more, self.config, self.profile, self.ladder)
         return [Path(each) for each in named if each is not None]
 
     def budget(self) -> Budget | None:

@@ -138,7 +138,7 @@ def plan(
     get_policy(name)
     if against is not None and most_loss is None:
         raise ConfigError("--against says what --most-loss compares with; give that too: --most-loss 0 for no loss.")
-    check_files([("--out", files_of("--out", out, ["plan"], "plan.json")[0])], deployment.reads(trace))
+    check_files([("--out", files_of("--out", out, ["plan"], "plan.json")[0])], deployment.reads([trace]))
     shown = console(stderr=True)
     found = plan_trace(
         requests, policy=name, budget=limits, most_sizes=most_sizes, costs=model.costs,

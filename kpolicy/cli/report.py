@@ -82,7 +82,7 @@ def report_command(
     server = attrs.evolve(served.server(deployment, model), warm=not cold)
     loaded = [load_trace(path, start=start, window=window, rate=rate) for path in traces or (None,)]
     names = [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None
-    reads = deployment.reads(*traces)
+    reads = deployment.reads(traces)
     turns = SimFiles(perfetto=perfetto).turns(specs, names, reads)
     page_path = files_of("--out", out, ["report"], "report.html")[0]
     check_files([("--out", page_path), *(("--perfetto", turn.perfetto) for turn in turns)], reads)

@@ -153,7 +153,7 @@ def run(
     """Serve a request trace with each policy, and compare them on the same arrivals."""
     specs = _specs(policy)
     asked = Asked(
-        requests=requests, turns=files.turns(specs, deployment.reads(requests.trace, model)),
+        requests=requests, turns=files.turns(specs, deployment.reads([requests.trace], model)),
         device=_device(device, model), model=model, deployment=deployment,
         max_num_tokens=max_num_tokens, kv_tokens=kv_tokens, seed=at_least("--seed", seed, 0), verify=verify,
         faults=tuple(fault or ()), check_addresses=check_addresses, json=json, files=files,

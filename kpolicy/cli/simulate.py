@@ -73,7 +73,7 @@ def simulate_command(
     server = served.server(deployment, model)
     loaded = [load_trace(path, start=start, window=window, rate=rate) for path in traces or (None,)]
     names = [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None
-    turns = files.turns(specs, names, deployment.reads(*traces))
+    turns = files.turns(specs, names, deployment.reads(traces))
     ladder = ladder_of(deployment.ladder, server.settings, config=deployment.config)
     support = deployment.support()
     results: list[tuple[Trace, list[SimResult]]] = []

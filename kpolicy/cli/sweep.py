@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,7 +120,7 @@ def sweep_command(
             ("--out", files_of("--out", out, ["sweep"], "sweep.jsonl")[0]),
             ("--plot", files_of("--plot", plot, ["sweep"], "sweep.svg")[0]),
         ),
-        deployment.reads(*traces, *(combined.profiles or ()), *(combined.ladders or ())),
+        deployment.reads(traces, *(combined.profiles or ()), *(combined.ladders or ())),
     )
     axes = Axes(policies=specs_of(combined.policy), rates=_rates(combined.rate))
     common = _common(traces, combined, served, deployment, start=start, window=window, seed=at_least("--seed", seed, 0))
@@ -180,11 +181,13 @@ def _rates(rates: Sequence[float] | None) -> tuple[float, ...]:
     return found
 
 
-def _once(option: str, values: Sequence[object] | None) -> None:
-    """See that an axis has each value once."""
-    for i, value in enumerate(values or ()):
-        if value in (values or ())[:i]:
-            raise ConfigError(f"{option} {value} is given twice; give each once.")
+def _once(option: str, named: Sequence[object], values: Sequence[object]) -> None:
+    """See that an axis has each value once, whatever it is called."""
+    for i, value in enumerate(values):
+        first = named[values.index(value)]
+        if value in values[:i]:
+            again = "given twice" if first == named[i] else f"the same as {first}"
+            raise ConfigError(f"{option} {named[i]} is {again}; give each once.")
 
 
 def _check_plot(plot: Path | None) -> None:
@@ -204,9 +207,9 @@ def _common(
         raise ConfigError("--ladder and --ladders both give capture sizes; give --ladders for several.")
     if combined.profiles and (deployment.profile is not None or combined.devices or served.device):
         raise ConfigError("--profiles were measured on devices; leave out --profile, --device and --devices.")
-    _once("--ladders", combined.ladders)
-    _once("--profiles", combined.profiles)
-    _once("--devices", [find_device(device).figures.name.partition(" (")[0] for device in combined.devices or ()])
+    profiles, devices = combined.profiles or (), combined.devices or ()
+    _once("--profiles", profiles, [os.path.realpath(profile) for profile in profiles])
+    _once("--devices", devices, [find_device(device).figures.name for device in devices])
     traces = {}
     for path in paths or (None,):
         trace = load_trace(path, start=start, window=window)
@@ -224,12 +227,11 @@ def _common(
             costs[str(profile or device or "default")] = (model.costs, each.server(deployment, model))
     settings = next(iter(costs.values()))[1].settings
     option, given = ("--ladders", combined.ladders) if combined.ladders else ("--ladder", [deployment.ladder or "own"])
-    ladders = {
-        text: None if text == "own" else ladder_of(text, settings, option, config=deployment.config) for text in given
-    }
+    ladders = [None if text == "own" else ladder_of(text, settings, option, config=deployment.config) for text in given]
+    _once(option, given, ladders)
     return Common(
-        traces=traces, costs=costs, ladders=ladders, attention=deployment.support(), objective=deployment.objective,
-        budget=deployment.budget(), seed=seed,
+        traces=traces, costs=costs, ladders=dict(zip(given, ladders, strict=True)), attention=deployment.support(),
+        objective=deployment.objective, budget=deployment.budget(), seed=seed,
     )  # fmt: skip
 
 

@@ -27,7 +27,10 @@ from kpolicy.errors import ConfigError, TraceError
 from kpolicy.reading import MOST_LINES_BYTES, read_whole
 from kpolicy.shapes import LARGEST_COUNT
 
-__all__ = ["DEFAULT_FILE", "DROP_REASONS", "TRACES_VARIABLE", "Trace", "TraceRequest", "default_trace", "read_trace"]
+__all__ = [
+    "DEFAULT_FILE", "DROP_REASONS", "TRACES_VARIABLE", "Trace", "TraceRequest", "default_path", "default_trace",
+    "read_trace",
+]  # fmt: skip
 
 TRACES_VARIABLE = "KPOLICY_TRACES"
 """Environment variable that names the folder `default_trace` looks in."""
@@ -191,13 +194,11 @@ def _moved(request: TraceRequest, arrival_s: float) -> TraceRequest:
     return TraceRequest(request.index, arrival_s, request.prompt_tokens, request.output_tokens, request.hash_ids)
 
 
-def default_trace() -> Trace:
-    """The trace to use when none was named: real if there is one, else generated; `source` says which.
-
-    Looks for `DEFAULT_FILE` in the folder ``$KPOLICY_TRACES`` if that is set, else in ``../shared/traces``.
+def default_path() -> Path | None:
+    """The file that `default_trace` reads; None where it generates requests.
 
     Raises:
-        TraceError: the variable is set and isn't a folder with that file, or the file can't be read.
+        TraceError: the variable is set and isn't a folder with that file.
     """
     folder = os.environ.get(TRACES_VARIABLE)
     if folder:
@@ -206,12 +207,24 @@ def default_trace() -> Trace:
             raise TraceError(folder, None, f"${TRACES_VARIABLE} names this, and it isn't a folder. {advice}")
         if not os.path.isfile(os.path.join(folder, DEFAULT_FILE)):
             raise TraceError(folder, None, f"${TRACES_VARIABLE} names this, and it has no {DEFAULT_FILE}. {advice}")
-        trace = read_trace(os.path.join(folder, DEFAULT_FILE))
-        return attrs.evolve(trace, source=f"{trace.source} (by ${TRACES_VARIABLE})")
-    beside = os.path.join("..", "shared", "traces", DEFAULT_FILE)
-    if os.path.isfile(beside):
-        trace = read_trace(beside)
-        return attrs.evolve(trace, source=f"{trace.source} (found; ${TRACES_VARIABLE} isn't set)")
+        return Path(folder, DEFAULT_FILE)
+    beside = Path("..", "shared", "traces", DEFAULT_FILE)
+    return beside if beside.is_file() else None
+
+
+def default_trace() -> Trace:
+    """The trace to use when none was named: real if there is one, else generated; `source` says which.
+
+    Looks for `DEFAULT_FILE` in the folder ``$KPOLICY_TRACES`` if that is set, else in ``../shared/traces``.
+
+    Raises:
+        TraceError: see `default_path`, or the file can't be read.
+    """
+    path = default_path()
+    if path is not None:
+        trace = read_trace(path)
+        why = f"by ${TRACES_VARIABLE}" if os.environ.get(TRACES_VARIABLE) else f"found; ${TRACES_VARIABLE} isn't set"
+        return attrs.evolve(trace, source=f"{trace.source} ({why})")
     from kpolicy.scheduling.generator import generate_trace  # it builds on this module
 
     trace = generate_trace()

@@ -17,6 +17,7 @@ from kpolicy.budgets import Budget
 from kpolicy.costs import analytic_costs
 from kpolicy.engine import Engine
 from kpolicy.errors import BudgetRefused, ConfigError, UnknownNameError
+from kpolicy.scheduling.traces import DEFAULT_FILE, TRACES_VARIABLE
 from kpolicy.schemas import Profile, write_profile
 from kpolicy.settings import LIMITS, Settings
 from tests.cli.conftest import Command, Ended, write
@@ -212,9 +213,12 @@ def test_options_of_run(kpolicy: Command, trace: Path, tmp_path: Path, options: 
         "report {trace} --out {trace}",
         "report {trace} --policy eager --out {tmp}/r.html --perfetto {trace}",
         "sweep {trace} --profiles {profile} --out {profile}",
+        "sweep {trace} --ladders own --ladders {profile} --out {profile}",
+        "simulate {trace} --policy eager --ladder {profile} --out {profile}",
         "run --device cpu --model {tmp} --trace {trace} --policy eager --step-log {tmp}/model.safetensors",
         "calibrate --model {tmp} --out {tmp}/config.json",
         "calibrate --model {tmp} --out {tmp}/model.safetensors",
+        "calibrate --model {tmp} --ladder {profile} --out {profile}",
     ],
 )
 def test_what_is_read_isnt_written_over(kpolicy: Command, trace: Path, tmp_path: Path, command: str) -> None:
@@ -231,11 +235,38 @@ def test_what_is_read_isnt_written_over(kpolicy: Command, trace: Path, tmp_path:
     assert [path.read_bytes() for path in (trace, config, weights, profile)] == before
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "simulate --policy eager --out {trace}", "run --device simulated --policy eager --step-log {trace}",
+        "plan --out {trace}", "report --out {trace}", "sweep --out {trace}",
+    ],
+)  # fmt: skip
+def test_the_default_trace_isnt_written_over(
+    kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, shared: bool
+) -> None:
+    """By $KPOLICY_TRACES or beside the current folder."""
+    found = tmp_path / "shared" / "traces" / DEFAULT_FILE
+    found.parent.mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    found.write_text(trace.read_text())
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv(TRACES_VARIABLE, raising=False)
+    if not shared:
+        monkeypatch.setenv(TRACES_VARIABLE, str(found.parent))
+    refused(kpolicy(*command.format(trace=found).split()), "is what the command reads, and would be lost")
+    assert found.read_text() == trace.read_text()
+
+
 def test_two_options_dont_write_one_file(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
     """It is said of files, and what isn't one takes both."""
     given = ("simulate", trace, "--policy", "eager", "--out")
     refused(kpolicy(*given, tmp_path / "o", "--step-log", tmp_path / "o"), "--out and --step-log both write")
     assert kpolicy(*given, "/dev/null", "--step-log", "/dev/null").code == 0
+    pytest.importorskip("perfetto")
+    given = ("report", trace, "--policy", "eager", "--out", tmp_path / "r", "--perfetto", tmp_path / "r")
+    refused(kpolicy(*given), "--out and --perfetto both write")
 
 
 def test_an_option_without_its_value(kpolicy: Command) -> None:

@@ -17,6 +17,7 @@ from kpolicy.scheduling.traces import (
     TRACES_VARIABLE,
     Trace,
     TraceRequest,
+    default_path,
     default_trace,
     read_trace,
 )
@@ -399,6 +400,16 @@ def test_default_trace_finds_the_shared_folder(elsewhere):
     trace = default_trace()
     assert len(trace) == 1
     assert trace.source.startswith(str(Path("..", "shared", "traces", DEFAULT_FILE)))
+
+
+def test_the_default_path_is_what_the_default_trace_reads(elsewhere, monkeypatch):
+    """None where requests are generated."""
+    assert default_path() is None
+    (elsewhere / "shared" / "traces").mkdir(parents=True)
+    written(elsewhere / "shared" / "traces", ROW, DEFAULT_FILE)
+    assert default_path().samefile(elsewhere / "shared" / "traces" / DEFAULT_FILE)
+    monkeypatch.setenv(TRACES_VARIABLE, str(elsewhere / "shared" / "traces"))
+    assert default_path() == elsewhere / "shared" / "traces" / DEFAULT_FILE
 
 
 def test_default_trace_prefers_the_variable(elsewhere, monkeypatch):
