@@ -15,6 +15,7 @@ graphs and as kpolicy decides, are compared with those of `transformers` in floa
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 ROWS, DECODES = 24, 8
 PADDED = (9, 21, 37, 65, 100)
 """Prompts of sizes that no graph has."""
+_OUTPUTS = ("output", "attn_output_buf")
+"""What SGLang's attentions between two segments call what they write to; the second is MLA's absorbed one on 0.5.23."""
+_MULTIMODAL = "mrope_positions"
+"""The slot that no graph of these checkpoints reads."""
 
 
 class Check:
@@ -184,7 +189,8 @@ class Check:
     def _padding(self) -> dict[str, Any]:
         """What padded steps leave in the rows that they don't have: values that aren't as SGLang clears them.
 
-        ``outputs`` are the attention outputs that were looked at, ``of_graphs`` those that the graph itself cleared.
+        ``outputs`` are the attention outputs that were looked at, of ``wanted``, and ``of_graphs`` those that the graph
+        itself cleared; ``hooked`` says whether graphs are made to.
         """
         torch, steps = self.torch, self.steps
         self._force(True)
@@ -212,7 +218,19 @@ class Check:
             steps.decode(state)
             left += unlike(decode.buffer_registry, (rows, size), (rows, size))
         self._force(None)
-        return {"left": left, "outputs": outputs, "of_graphs": of_graphs, "prompts": list(PADDED), "decodes": [3, 13]}
+        return {
+            "left": left, "outputs": outputs, "wanted": len(PADDED) * self.reference.config.num_hidden_layers,
+            "of_graphs": of_graphs, "hooked": self._hooked(), "prompts": list(PADDED), "decodes": [3, 13],
+        }  # fmt: skip
+
+    def _hooked(self) -> bool:
+        """Whether prompts' graphs are made to clear attention's output."""
+        from kpolicy_sglang.hooks import clears_in_graphs
+        from kpolicy_sglang.state import state_of
+
+        state = state_of(self.steps.runner)
+        prefill = self.steps.runner.prefill_cuda_graph_runner
+        return state is not None and clears_in_graphs(state, prefill.backend, prefill)
 
     def check(self) -> dict[str, Any]:
         """All of the rule; `passed` says whether what it asks holds."""
@@ -239,7 +257,7 @@ class Check:
         apart = {name: int((got[name] != got["eager"]).any(-1).sum()) for name in ("graph", "kpolicy")}
         return {
             "served": served, "rows_unlike_eager": apart,
-            "passed": passed(served, p999, missed) and not padding["left"], "padding": padding, "rows": len(wanted),
+            "passed": passed(served, p999, missed) and cleared(padding), "padding": padding, "rows": len(wanted),
             "relative_l2_p999": p999, "median": {name: float(each.median()) for name, each in errors.items()},
             "token_mismatches": missed, "rows_with_a_sure_token": int(sure.sum()), "same_shape": self._same_shape(),
         }  # fmt: skip
@@ -261,19 +279,34 @@ def passed(served: dict[str, dict[str, int]], p999: dict[str, float], missed: di
     return apart and within and tokens and p999["broken"] > 2 * p999["eager"]
 
 
+def cleared(padding: dict[str, Any]) -> bool:
+    """Whether nothing is left where all was looked at, and graphs cleared what they are made to.
+
+    Args:
+        padding: what `Check` found.
+    """
+    looked = padding["outputs"] == padding["wanted"] > 0
+    return looked and not padding["left"] and padding["of_graphs"] == padding["hooked"] * padding["outputs"]
+
+
 @contextmanager
 def looked_at(graph: Any, rows: int) -> Iterator[list[tuple[int, bool]]]:
     """Look behind so many rows of each attention output while a graph is replayed.
 
-    Yields what is found: values that aren't 0, and whether it was the graph that cleared them.
+    Yields what is found: values that aren't 0, and whether it was the graph that cleared them. What else runs between
+    segments has no such output, and isn't looked at.
     """
     found: list[tuple[int, bool]] = []
     own = list(graph._break_fns)
 
     def looking(attention: Any) -> Any:
-        kept = dict(zip(attention.__code__.co_freevars, attention.__closure__, strict=True))
-        output = kept["captured_args"].cell_contents[3]
-        first = kept["captured_kwargs"].cell_contents.get("cleared_from")
+        kept = dict(zip(attention.__code__.co_freevars, (each.cell_contents for each in attention.__closure__),
+                        strict=True))  # fmt: skip
+        given = _by_name(kept["captured_inner"], kept["captured_args"], kept["captured_kwargs"])
+        output = next((given[name] for name in _OUTPUTS if name in given), None)
+        if output is None:
+            return attention
+        first = kept["captured_kwargs"].get("cleared_from")
 
         def run() -> Any:
             made = attention()
@@ -289,6 +322,14 @@ def looked_at(graph: Any, rows: int) -> Iterator[list[tuple[int, bool]]]:
         graph._break_fns[:] = own
 
 
+def _by_name(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a function is given, by its parameters' names; those of a torch operator are in its schema."""
+    operator = getattr(function, "default", None)
+    if operator is not None:
+        return {**dict(zip((each.name for each in operator._schema.arguments), args, strict=False)), **kwargs}
+    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+
+
 def write_over(registry: Any) -> None:
     """Put ones into all of a graph's inputs, as other batches might have."""
     for slot in registry._slots.values():
@@ -297,7 +338,7 @@ def write_over(registry: Any) -> None:
 
 
 def unlike(registry: Any, rows: tuple[int, int], tokens: tuple[int, int]) -> int:
-    """Values behind a batch that aren't as SGLang clears them.
+    """Values behind a batch that aren't as SGLang clears them, but for multimodal positions.
 
     Args:
         registry: the inputs of a graph.
@@ -307,7 +348,7 @@ def unlike(registry: Any, rows: tuple[int, int], tokens: tuple[int, int]) -> int
     found = 0
     for slot in registry._slots.values():
         value = {"ZERO": 0, "FILL_SENTINEL": slot.pad_value}.get(slot.padding_policy.name)
-        if slot.buffer is not None and value is not None and slot.axis != "none":
+        if slot.buffer is not None and value is not None and slot.axis != "none" and slot.name != _MULTIMODAL:
             raw, padded = rows if slot.axis == "bs" else tokens
             found += int((slot.slice_for(rows[1], tokens[1])[..., raw:padded] != value).sum())
     return found

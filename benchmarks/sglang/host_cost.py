@@ -6,9 +6,9 @@ The rule is what SGLang asks of each batch: ``rule_us`` is it alone, ``hooked_us
 wrappers, and ``added_us`` the difference, what kpolicy takes. Steps whose eager run is cheaper don't ask SGLang at all.
 Of the scheduler's rows ``rule_us`` is an empty function: see `benchmarks.sglang.host_cycles`. ``steps`` has both of a
 step together, what its cycle takes and its question, and that as a part of SGLang's own question of prompts. With
-``--before FOLDER`` the kpolicy_sglang of another tree is measured in turns with this one, in ``before_us``. The hooks
-on a graph's inputs are around empty functions too; ``--add inputs`` measures those rows alone, and puts them into the
-result that is there.
+``--before FOLDER`` the kpolicy_sglang of another tree is measured in turns with this one, in ``before_us``. 0.5.16's
+hooks on a graph's inputs are around empty functions too; ``--add inputs`` measures those rows alone, and puts them into
+the result that is there.
 
 Processor time, the least of many turns: what else runs on the machine only adds.
 """
@@ -130,8 +130,8 @@ def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Cal
     return lambda: own(runner, batch), lambda: hooked(runner, batch)
 
 
-def inputs(version: str, rows: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The inputs of a graph of 16 decodes for so many: nothing is copied, what a copy would take along is found."""
+def inputs(rows: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The inputs of 0.5.16's graph of 16 decodes: nothing is copied, what a copy would take along is found."""
 
     def copy(dsts: list[Any], srcs: list[Any]) -> None:
         pass
@@ -143,7 +143,7 @@ def inputs(version: str, rows: int) -> tuple[Callable[[], Any], Callable[[], Any
     hooked = wrapped(partial(filled, wrapped(copy, padding.grouped_copy)), padding.fill_from)
     sizes = {"raw_bs": rows, "padded_bs": 16, "raw_num_tokens": rows, "padded_num_tokens": 16}
     batch = batch_of(torch.Generator().manual_seed(1), rows, rows, kinds=False)  # type: ignore[no-untyped-call]
-    with buffers_of(version) as module:
+    with buffers_of("0.5.16") as module:
         registry = runner_of(module, "decode").buffer_registry  # type: ignore[no-untyped-call]
         padding.take_tails(SimpleNamespace(buffer_registry=registry, require_gathered_buffer=False), Failures())
         hooked(registry, batch, **sizes)
@@ -177,7 +177,7 @@ def rows(only: str = "") -> list[dict[str, Any]]:
     ]
     for version in ("0.5.23", "0.5.16"):
         cases += [(version, f"{SCHEDULER}{name}", partial(cycle, name, version)) for name in CYCLES]
-        cases += [(version, f"{INPUTS}{name}", partial(inputs, version, count)) for name, count in BATCHES.items()]
+    cases += [("0.5.16", f"{INPUTS}{name}", partial(inputs, count)) for name, count in BATCHES.items()]
     return [_row(version, step, *made()) for version, step, made in cases if step.startswith(only)]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ from kpolicy_sglang.arguments import resolved
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.ranks import Ranks
 
-__all__ = ["OneWarmUp", "Savings", "collected_once", "freeze_gc", "needs_one_warm_up", "no_memory"]
+__all__ = ["OneWarmUp", "Savings", "collected_once", "freeze_gc", "needs_one_warm_up", "no_memory", "without_frames"]
 
 _BACKENDS = ("FullCudaGraphBackend", "BreakableCudaGraphBackend")
 """Backends whose procedure is known: two calls that warm up, and one that is captured."""
@@ -59,7 +60,7 @@ class OneWarmUp:
     """A backend's `capture_one` with one warm-up for all graphs but the first of each kind.
 
     Where a capture fails so, or SGLang doesn't call the step as often as it is known to, that graph is captured again
-    by SGLang's own procedure, and so are all that come after it. An exception is SGLang's to handle then.
+    by SGLang's own procedure. Where that goes well, so are all that come after it; an exception is SGLang's to handle.
 
     Args:
         capture: SGLang's own.
@@ -100,11 +101,11 @@ class OneWarmUp:
         except Exception as error:
             if no_memory(error):
                 raise
-            self._off = True
-            self._failures.note(
-                "a capture with one warm-up", error, then="graphs are captured by SGLang's own procedure"
-            )
-        return self._capture(shape, forward, *args, **kwargs)
+            failed = without_frames(error)
+        made = self._capture(shape, forward, *args, **kwargs)
+        self._off = True
+        self._failures.note("a capture with one warm-up", failed, then="graphs are captured by SGLang's own procedure")
+        return made
 
 
 class _Timed:
@@ -149,10 +150,31 @@ class _Step:
         return not self._left_out or self.calls == _WARM_UPS + 1
 
 
-def no_memory(error: Exception) -> bool:
-    """Whether an error of a capture says that there is no memory left."""
-    text = f"{type(error).__name__} {error}".lower()
-    return "out of memory" in text or "outofmemory" in text
+def no_memory(error: BaseException) -> bool:
+    """Whether an error of a capture, or one that led to it, says that there is no memory left.
+
+    Out of memory between two segments of a graph, SGLang's own end of the capture fails for another reason.
+    """
+    return any(
+        "out of memory" in text or "outofmemory" in text
+        for text in (f"{type(each).__name__} {each}".lower() for each in _led_to(error))
+    )
+
+
+def _led_to(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came after."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def without_frames(error: Exception) -> Exception:
+    """An error that keeps no tensors of what failed: another capture needs their memory."""
+    for each in _led_to(error):
+        traceback.clear_frames(each.__traceback__)
+    return error
 
 
 @attrs.define

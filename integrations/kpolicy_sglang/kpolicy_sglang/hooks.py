@@ -17,7 +17,7 @@ from kpolicy_sglang.config import Config
 from kpolicy_sglang.dispatch import ATTRIBUTE
 from kpolicy_sglang.metrics import Metrics
 from kpolicy_sglang.mirror import mirror
-from kpolicy_sglang.padding import clear_in_graphs, leave_tails, take_tails
+from kpolicy_sglang.padding import clear_in_graphs, leave_tails, leaves_attention_out, take_tails
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.ranks import Ranks
 from kpolicy_sglang.split import split_of
@@ -26,6 +26,7 @@ from kpolicy_sglang.votes import speak_for
 
 __all__ = [
     "capture_prefill_graph",
+    "clears_in_graphs",
     "configure",
     "configured",
     "decode_backend",
@@ -282,12 +283,22 @@ def _take(state: State, runner: Any, phase: Phase) -> None:
 def _attach(state: State, runner: Any, phase: Phase) -> None:
     """Have a runner's steps decided by the phase, and its padding cleared the quicker way."""
     setattr(runner, ATTRIBUTE, phase)
-    if state.config.quick_padding:
+    if _quick_padding(state):
         try:
             take_tails(runner, state.failures)
         # Whatever isn't as it is known to be, SGLang's own way is there.
         except Exception as error:  # noqa: BLE001
             state.failures.note("looking at what padding clears", error, then="SGLang clears it by itself")
+
+
+def _quick_padding(state: State) -> bool:
+    """Whether padding is cleared the quicker way: what clears it is hooked in one version."""
+    return state.config.quick_padding and state.version.startswith("0.5.16")
+
+
+def clears_in_graphs(state: State, backend: Any, runner: Any) -> bool:
+    """Whether prompts' graphs of a backend are made to clear attention's output."""
+    return _quick_padding(state) and leaves_attention_out(backend, runner)
 
 
 def _detach(model_runner: Any) -> None:
@@ -317,17 +328,18 @@ def _mirrored(backend: Any, runner: Any, phase: str) -> Any:
     _captured_again(state, runner, phase)
     width = getattr(runner, "captured_req_width", 1) if phase == DECODE else 1
     device = getattr(runner, "device_module", None)
-    if phase == PREFILL and state.config.quick_padding:
-        clear_in_graphs(backend, tuple(getattr(runner, "capture_num_tokens", None) or ()), state.failures)
     try:
         one_warm_up = state.config.quick_capture and needs_one_warm_up(backend, runner)
+        cleared = phase == PREFILL and clears_in_graphs(state, backend, runner)
     # Whatever isn't as it is known to be, SGLang's own procedure is safe.
     except Exception as error:  # noqa: BLE001
-        one_warm_up = False
+        one_warm_up = cleared = False
         state.failures.note("looking at how graphs are captured", error, then="SGLang's own procedure captures them")
+    sizes = tuple(getattr(runner, "capture_num_tokens", None) or ())
+    clearing = {"clearing": partial(clear_in_graphs, sizes=sizes, failures=state.failures)} if cleared else {}
     return mirror(
         backend, state.registry, phase, device=device, width=width, failures=state.failures, serving=state.serving,
-        one_warm_up=one_warm_up, took=partial(state.savings.warm_up_s.__setitem__, phase),
+        one_warm_up=one_warm_up, took=partial(state.savings.warm_up_s.__setitem__, phase), **clearing,
     )  # fmt: skip
 
 

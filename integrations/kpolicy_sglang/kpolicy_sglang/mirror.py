@@ -51,6 +51,7 @@ def pool_of(phase: str) -> str:
 def mirror(
     backend: Any, registry: GraphRegistry, phase: str, *, device: Any, width: int = 1, failures: Failures | None = None,
     serving: list[bool] | None = None, one_warm_up: bool = False, took: Callable[[float], None] = lambda _: None,
+    clearing: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda capture: capture,
 ) -> Any:  # fmt: skip
     """Enter every capture and replay of a graph backend into the registry, and return the backend.
 
@@ -64,12 +65,15 @@ def mirror(
         failures: where a graph that can't be entered is noted; SGLang captures it all the same.
         one_warm_up: capture with one warm-up where that is enough, see `kpolicy_sglang.captures`.
         took: told the seconds of a second warm-up then.
+        clearing: makes a capture one whose graphs clear what a batch leaves empty, see `kpolicy_sglang.padding`.
     """
     failures = failures or Failures()
     full = "Breakable" not in type(backend).__name__ and "Piecewise" not in type(backend).__name__
     capture, replay, cleanup = backend.capture_one, backend.replay, backend.cleanup
     if one_warm_up:
         capture = OneWarmUp(capture, device, failures, took)
+    # Around the warm-ups: each of its attempts has its own, and may do without one.
+    capture = clearing(capture)
     # A backend made anew means that the graphs of the last one are gone.
     registry.evict_generation(pool_of(phase))
     keys: dict[Any, GraphKey] = {}

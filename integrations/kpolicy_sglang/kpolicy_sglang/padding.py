@@ -1,4 +1,4 @@
-"""Padded replays without launches of their own for the padding.
+"""Padded replays of 0.5.16 without launches of their own for the padding.
 
 A replay reads all rows of its graph's inputs, so that SGLang clears those which a batch leaves empty: a launch for each
 buffer. Behind the attention of a prompt, which writes the batch's rows only, it clears the others of every layer's
@@ -6,7 +6,7 @@ output: a launch for each layer. A batch of exactly a captured size has none of 
 same, to the same values, but by launches that there are anyway:
 
 - The inputs' empty rows are copied from constants in the launch that copies the batch into the others (`Tails`).
-- On 0.5.16 a prefill graph itself clears the rows of attention's output that a batch of its size may leave empty, right
+- A prefill graph itself clears the rows of attention's output that a batch of its size may leave empty, right
   before the attention that runs between two of its segments (`attention_0_5_16`).
 """
 
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
-from kpolicy_sglang.captures import no_memory
+from kpolicy_sglang.captures import no_memory, without_frames
 from kpolicy_sglang.failures import Failures
+from kpolicy_sglang.ranks import Ranks
 
 __all__ = [
     "Tails",
@@ -28,14 +29,17 @@ __all__ = [
     "first_empty",
     "grouped_copy",
     "leave_tails",
+    "leaves_attention_out",
     "take_tails",
 ]
 
 _ATTRIBUTE = "_kpolicy_tails"
-_KEPT = 256
-"""Batches and graphs by size of which the empty rows are kept as views."""
+_KEPT = 1024
+"""Sizes of batch and graph of which the empty rows are kept as views; those that come later have theirs made anew."""
 _LEFT = frozenset({"global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"})
 """Slots with a step after the copy which does nothing where ranks don't gather their tokens."""
+_MULTIMODAL = "mrope_positions"
+"""The slot of multimodal (mrope) positions. No graph of a model without them reads it."""
 _beside: list[tuple[list[Any], list[Any]]] = []
 """The rows that the next copy of a fill takes along."""
 _clearing: list[int] = []
@@ -48,8 +52,8 @@ _clearing: list[int] = []
 class Tails:
     """What of a registry's buffers is cleared for a padded batch: the same rows as SGLang's, to the same values.
 
-    Slots are asked what they clear, and to what; those with more than a number a row, or not on the device, clear their
-    own.
+    Slots are asked once what they clear, and to what; those with more than a number a row, or not on the device, are
+    cleared by SGLang. Multimodal positions aren't cleared: batches that have some are left to SGLang.
 
     Args:
         registry: SGLang's `CudaGraphBufferRegistry`.
@@ -59,53 +63,48 @@ class Tails:
     def __init__(self, registry: Any, failures: Failures) -> None:
         import torch
 
-        self.failures = failures
-        self._torch = torch
-        self._registry = registry
-        self._device = torch.device(registry.device).type
-        self._constants: dict[tuple[Any, ...], Any] = {}
-        self.of = lru_cache(_KEPT)(self._of)
+        self.failures, self.off = failures, False
+        self.cleared_by_sglang: list[Any] = []
+        self._buffers: dict[str, list[tuple[Any, Any]]] = {"bs": [], "tokens": []}
+        self._kept: dict[tuple[str, int, int], tuple[list[Any], list[Any]]] = {}
         # What is copied from is made at once: a step may run on another stream than the one before.
-        self._of(0, registry.max_bs, 0, registry.max_num_tokens)
-
-    def _of(
-        self, raw_bs: int, padded_bs: int, raw_tokens: int, padded_tokens: int
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Tails, what is copied into each, and (slot, first row, end) of slots that clear their own."""
-        tails: list[Any] = []
-        sources: list[Any] = []
-        own: list[Any] = []
-        for slot in self._registry._slots.values():
-            if not slot.enabled or slot.buffer is None:
-                continue
-            raw, padded = slot._raw_n(raw_bs, raw_tokens), slot._padded_n(padded_bs, padded_tokens)
+        constants: dict[tuple[Any, ...], Any] = {}
+        longest = max(registry.max_bs, registry.max_num_tokens)
+        for slot in registry._slots.values():
             policy, buffer = slot.padding_policy.name, slot.buffer
-            if raw >= padded or policy not in ("ZERO", "FILL_SENTINEL"):
+            if not slot.enabled or buffer is None or slot.axis not in self._buffers or slot.name == _MULTIMODAL:
+                continue
+            if policy not in ("ZERO", "FILL_SENTINEL"):
                 continue
             value = 0 if policy == "ZERO" else slot.pad_value
-            # Positions of several kinds are a row of tokens each, and are copied as such: what a copy takes along
-            # lies together.
-            of_kinds = buffer.dim() == 2 and slot.slice_fn is not None
-            if (
-                value is None
-                or buffer.device.type != self._device
-                or not (of_kinds or (buffer.dim() == 1 and slot.slice_fn is None))
-            ):
-                own.append((slot, raw, padded))
+            on_device = buffer.device.type == torch.device(registry.device).type
+            if value is None or not on_device or buffer.dim() != 1 or slot.slice_fn is not None:
+                self.cleared_by_sglang.append(slot)
                 continue
-            for each in slot.slice_fn(buffer, padded) if of_kinds else (buffer,):
-                tail = each[raw:padded]
-                tails.append(tail)
-                sources.append(self._constant(value, tail))
-        return tails, sources, own
+            key = (value, buffer.dtype, buffer.device)
+            if key not in constants:
+                constants[key] = torch.full((longest,), value, dtype=buffer.dtype, device=buffer.device)
+            self._buffers[slot.axis].append((buffer, constants[key]))
 
-    def _constant(self, value: Any, like: Any) -> Any:
-        """As many of a value as a tail has."""
-        key = (value, like.dtype, like.device)
-        longest = max(self._registry.max_bs, self._registry.max_num_tokens)
-        if key not in self._constants:
-            self._constants[key] = self._torch.full((longest,), value, dtype=like.dtype, device=like.device)
-        return self._constants[key][: like.shape[0]]
+    def of(self, axis: str, raw: int, padded: int) -> tuple[list[Any], list[Any]]:
+        """The empty rows of each buffer of an axis, and what is copied into each.
+
+        Args:
+            axis: ``bs`` or ``tokens``, as slots have it.
+            raw: rows that the batch has.
+            padded: rows that the graph has.
+        """
+        key = (axis, raw, padded)
+        found = self._kept.get(key)
+        if found is None:
+            buffers = self._buffers[axis] if raw < padded else []
+            found = (
+                [buffer[raw:padded] for buffer, _ in buffers],
+                [constant[: padded - raw] for _, constant in buffers],
+            )
+            if len(self._kept) < _KEPT:
+                self._kept[key] = found
+        return found
 
 
 def take_tails(runner: Any, failures: Failures) -> None:
@@ -119,10 +118,10 @@ def take_tails(runner: Any, failures: Failures) -> None:
 
 
 def leave_tails(runner: Any) -> None:
-    """Leave them to SGLang."""
-    registry = getattr(runner, "buffer_registry", None)
-    if hasattr(registry, _ATTRIBUTE):
-        delattr(registry, _ATTRIBUTE)
+    """Leave them to SGLang. What is copied from stays: a copy on another stream may still read it."""
+    tails = getattr(getattr(runner, "buffer_registry", None), _ATTRIBUTE, None)
+    if tails is not None:
+        tails.off = True
 
 
 def fill_from(original: Any, registry: Any, forward_batch: Any, **sizes: Any) -> Any:
@@ -130,22 +129,26 @@ def fill_from(original: Any, registry: Any, forward_batch: Any, **sizes: Any) ->
     tails = registry.__dict__.get(_ATTRIBUTE)
     if (
         tails is None
+        or tails.off
         or (sizes["raw_num_tokens"] >= sizes["padded_num_tokens"] and sizes["raw_bs"] >= sizes["padded_bs"])
-        # Positions of several kinds are copied one by one, and so would be all that is copied beside them.
-        or getattr(forward_batch, "mrope_positions", None) is not None
-        or sizes.get("skip_slots")
+        # Multimodal positions are copied one by one, and so would be all that is copied beside them.
+        or getattr(forward_batch, _MULTIMODAL, None) is not None
     ):
         return original(registry, forward_batch, **sizes)
-    rows, tokens = sizes["raw_bs"], sizes["raw_num_tokens"]
+    rows, padded_rows = sizes["raw_bs"], sizes["padded_bs"]
+    tokens, padded_tokens = sizes["raw_num_tokens"], sizes["padded_num_tokens"]
     try:
-        into, sources, own = tails.of(rows, sizes["padded_bs"], tokens, sizes["padded_num_tokens"])
+        into, sources = tails.of("tokens", tokens, padded_tokens)
+        if rows < padded_rows:
+            of_rows = tails.of("bs", rows, padded_rows)
+            into, sources = into + of_rows[0], sources + of_rows[1]
     # Whatever isn't as it is known to be, SGLang clears it by itself.
     except Exception as error:  # noqa: BLE001
-        delattr(registry, _ATTRIBUTE)
+        tails.off = True
         tails.failures.note("clearing what a batch leaves empty", error, then="SGLang clears it by itself")
         return original(registry, forward_batch, **sizes)
-    for slot, first, end in own:
-        slot.reset_padding(first, end)
+    for slot in tails.cleared_by_sglang:
+        slot.reset_padding(slot._raw_n(rows, tokens), slot._padded_n(padded_rows, padded_tokens))
     sizes["padded_bs"], sizes["padded_num_tokens"] = rows, tokens
     _beside.append((into, sources))
     try:
@@ -174,34 +177,46 @@ def first_empty(sizes: Sequence[int], size: int) -> int:
     return max((each for each in sizes if each < size), default=0) + 1
 
 
-def clear_in_graphs(backend: Any, sizes: Sequence[int], failures: Failures) -> None:
-    """Have a backend's graphs clear the rows of attention's output that a batch may leave empty.
+def leaves_attention_out(backend: Any, runner: Any) -> bool:
+    """Whether a backend's graphs leave attention out, and one rank alone captures them.
 
-    A capture that fails so, but for want of memory, is done again as SGLang does it, and so are all after it.
+    Of several ranks one might capture a size again, whose collectives would meet the others' next size.
+    """
+    return type(backend).__name__ == "BreakableCudaGraphBackend" and not Ranks(runner.model_runner).several
+
+
+def clear_in_graphs(capture: Callable[..., Any], sizes: Sequence[int], failures: Failures) -> Callable[..., Any]:
+    """A `capture_one` whose graphs clear the rows of attention's output that a batch may leave empty.
+
+    A capture that fails so, but for want of memory, is done again as SGLang clears. Where that goes well, so are all
+    after it; where it fails too, the first error is SGLang's to handle.
 
     Args:
-        backend: what SGLang resolved; nothing is done for one whose graphs don't leave attention out.
+        capture: captures a graph, with one warm-up or two.
         sizes: the sizes that are captured.
         failures: where a capture that failed is noted.
     """
-    if type(backend).__name__ != "BreakableCudaGraphBackend":
-        return
-    capture = backend.capture_one
     off: list[bool] = []
 
     def capture_one(shape: Any, *args: Any, **kwargs: Any) -> Any:
-        if not off:
-            try:
-                with _clear_from(first_empty(sizes, shape.size)):
-                    return capture(shape, *args, **kwargs)
-            except Exception as error:
-                if no_memory(error):
-                    raise
-                off.append(True)
-                failures.note("a capture that clears attention's output", error, then="SGLang clears it by itself")
-        return capture(shape, *args, **kwargs)
+        if off:
+            return capture(shape, *args, **kwargs)
+        try:
+            with _clear_from(first_empty(sizes, shape.size)):
+                return capture(shape, *args, **kwargs)
+        except Exception as error:
+            if no_memory(error):
+                raise
+            failed = without_frames(error)
+        try:
+            made = capture(shape, *args, **kwargs)
+        except Exception as error:
+            raise failed from error
+        off.append(True)
+        failures.note("a capture that clears attention's output", failed, then="SGLang clears it by itself")
+        return made
 
-    backend.capture_one = capture_one
+    return capture_one
 
 
 @contextmanager
@@ -240,14 +255,17 @@ def _cleared_attention() -> Callable[..., Any]:
     from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import eager_on_graph
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import get_tc_piecewise_forward_context
 
-    def attention(*args: Any, cleared_from: int, **kwargs: Any) -> Any:
+    def attention(
+        query: Any, key: Any, value: Any, output: Any, save_kv_cache: bool, layer_id: int, *, cleared_from: int,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
         context = get_tc_piecewise_forward_context()
         rows = context.raw_num_tokens
         if rows is None or rows < cleared_from:
-            return unified_attention_with_output(*args, **kwargs)
+            return unified_attention_with_output(query, key, value, output, save_kv_cache, layer_id, **kwargs)
         context.raw_num_tokens = None
         try:
-            return unified_attention_with_output(*args, **kwargs)
+            return unified_attention_with_output(query, key, value, output, save_kv_cache, layer_id, **kwargs)
         finally:
             context.raw_num_tokens = rows
 

@@ -55,12 +55,6 @@ _COMMON = (
     Hook(f"{_MODEL_RUNNER}.init_cuda_graphs", hooks.init_cuda_graphs, ("self", "capture_decode_cuda_graph")),
     Hook(f"{_RUNNER}.decode_cuda_graph_runner.freeze_gc", captures.freeze_gc, ("enable_cudagraph_gc",)),
     Hook(f"{_RUNNER}.prefill_cuda_graph_runner.freeze_gc", captures.freeze_gc, ("enable_cudagraph_gc",)),
-    Hook(
-        f"{_BUFFERS}.CudaGraphBufferRegistry.fill_from",
-        padding.fill_from,
-        ("self", "forward_batch", "raw_bs", "padded_bs", "raw_num_tokens", "padded_num_tokens"),
-    ),
-    Hook(f"{_BUFFERS}._grouped_foreach_copy_", padding.grouped_copy, ("dsts", "srcs")),
     Hook(f"{_SCHEDULER}.get_new_batch_prefill", hooks.new_batch_prefill, ("self", "running_batch")),
 )
 
@@ -72,6 +66,11 @@ KNOWN: Mapping[str, Version] = {
             Hook(f"{_PREFILL}.can_run_graph", dispatch.prefill_can_run_0_5_16, ("self", "forward_batch")),
             Hook(f"{_ARGS}._generate_decode_cuda_graph_batch_sizes", sizes.decode_sizes_0_5_16, ("self", "max_bs")),
             Hook(f"{_ARGS}._generate_prefill_cuda_graph_batch_sizes", sizes.prefill_sizes_0_5_16, ("self", "max_bs")),
+            Hook(
+                f"{_BUFFERS}.CudaGraphBufferRegistry.fill_from", padding.fill_from,
+                ("self", "forward_batch", "raw_bs", "padded_bs", "raw_num_tokens", "padded_num_tokens"),
+            ),
+            Hook(f"{_BUFFERS}._grouped_foreach_copy_", padding.grouped_copy, ("dsts", "srcs")),
             Hook(
                 "sglang.srt.layers.radix_attention.breakable_unified_attention_with_output", padding.attention_0_5_16,
                 ("args", "kwargs"),

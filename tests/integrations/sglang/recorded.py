@@ -36,10 +36,6 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "freeze_gc": "enable_cudagraph_gc",
         "ModelRunner.init_cuda_graphs": "self, capture_decode_cuda_graph",
         "Scheduler.get_new_batch_prefill": "self, running_batch",
-        "CudaGraphBufferRegistry.fill_from": (
-            "self, forward_batch, raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors, skip_slots"
-        ),
-        "_grouped_foreach_copy_": "dsts, srcs",
         "generate_decode_cuda_graph_batch_sizes": "server_args, max_bs",
         "generate_prefill_cuda_graph_batch_sizes": "max_bs",
         "expand_multimodal_decode_graph_to_running_limit": "server_args, decode_config, gpu_mem",

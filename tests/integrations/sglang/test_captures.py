@@ -178,6 +178,50 @@ def test_no_memory_is_sglangs_to_handle_at_once():
     assert (steps.ran[4], failures.total) == (1, 0)
 
 
+def test_a_capture_that_fails_either_way_is_not_noted():
+    """Its failure isn't of the one warm-up, which later graphs still have."""
+    backend, steps, failures = FullCudaGraphBackend(), Steps(), Failures()
+    quick = OneWarmUp(backend.capture_one, backend, failures)
+    quick(Frozen(8), steps.of(8))
+    backend.fails = "broken"
+    with pytest.raises(RuntimeError, match="broken"):
+        quick(Frozen(4), steps.of(4))
+    backend.fails = ""
+    quick(Frozen(2), steps.of(2))
+    assert (steps.ran[2], failures.total) == (2, 0)
+
+
+def test_no_memory_is_seen_in_what_led_to_an_error():
+    """Errors that came after one another in a circle have an end too."""
+    error = AssertionError()
+    error.__context__ = MemoryError("CUDA out of memory")
+    error.__context__.__context__ = error
+    assert captures.no_memory(error)
+    error.__context__ = ValueError()
+    error.__context__.__context__ = error
+    assert not captures.no_memory(error)
+
+
+def test_a_failed_capture_keeps_no_tensors():
+    """The next attempt needs their memory."""
+
+    class Tensor:
+        pass
+
+    def capture(kept):
+        tensor = Tensor()
+        kept.append(weakref.ref(tensor))
+        raise RuntimeError
+
+    kept = []
+    try:
+        capture(kept)
+    except RuntimeError as error:
+        failed = captures.without_frames(error)
+    assert failed.__traceback__ is not None
+    assert kept[0]() is None
+
+
 @pytest.mark.parametrize(("one_warm_up", "ran"), [(True, 2), (False, 3)])
 def test_mirror_asks_for_it(one_warm_up, ran):
     """The registry has the graph either way; the setting says how it is captured."""

@@ -9,6 +9,7 @@ from kpolicy_sglang.config import Config
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import DECODE, PREFILL
 from kpolicy_sglang.state import State, attach
+from kpolicy_sglang.versions import KNOWN
 from tests.integrations.sglang.test_hooks import graph_runner, model_runner, start
 
 pytest.importorskip("torch")
@@ -34,6 +35,10 @@ class BreakableCudaGraphBackend:
         self.captured.append((shape.size, list(padding._clearing)))
 
 
+class FullCudaGraphBackend(BreakableCudaGraphBackend):
+    """Its graphs have attention inside."""
+
+
 @pytest.fixture(autouse=True)
 def _configured():
     yield
@@ -41,13 +46,16 @@ def _configured():
 
 
 def taken(runner):
-    return hasattr(runner.buffer_registry, padding._ATTRIBUTE)
+    tails = getattr(runner.buffer_registry, padding._ATTRIBUTE, None)
+    return tails is not None and not tails.off
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_both_phases_buffers_are_taken_once_graphs_are_there(on):
-    """KPOLICY_QUICK_PADDING=0 leaves them to SGLang."""
-    hooks.configure(Config(quick_padding=on, calibrate=False), "0.5.16")
+@pytest.mark.parametrize(("version", "set_on", "on"), [
+    ("0.5.16", True, True), ("0.5.16.post1", True, True), ("0.5.16", False, False), ("0.5.23", True, False),
+])  # fmt: skip
+def test_both_phases_buffers_are_taken_once_graphs_are_there(version, set_on, on):
+    """KPOLICY_QUICK_PADDING=0 leaves them to SGLang, and so does 0.5.23."""
+    hooks.configure(Config(quick_padding=set_on, calibrate=False), version)
     decode, prefill = (graph_runner(buffer_registry=Buffers()) for _ in range(2))
     start(model_runner(), decode, prefill)
     assert taken(decode) == taken(prefill) == on
@@ -93,15 +101,28 @@ def test_a_runner_without_buffers_is_left_alone():
     assert not vars(runner)
 
 
-@pytest.mark.parametrize(("phase", "on", "cleared"), [
-    (PREFILL, True, [129]), (PREFILL, False, []), (DECODE, True, []),
+@pytest.mark.parametrize(("version", "phase", "on", "ranks", "made", "cleared"), [
+    ("0.5.16", PREFILL, True, 1, BreakableCudaGraphBackend, [129]),
+    ("0.5.16", PREFILL, False, 1, BreakableCudaGraphBackend, []),
+    ("0.5.16", PREFILL, True, 2, BreakableCudaGraphBackend, []),
+    ("0.5.16", PREFILL, True, 1, FullCudaGraphBackend, []),
+    ("0.5.16", DECODE, True, 1, BreakableCudaGraphBackend, []),
+    ("0.5.23", PREFILL, True, 1, BreakableCudaGraphBackend, []),
 ])  # fmt: skip
-def test_prompts_graphs_alone_clear_rows(phase, on, cleared):
-    """A graph of 256 tokens clears from row 129 on where the next smaller one is of 128."""
-    backend, runner = BreakableCudaGraphBackend(), graph_runner(capture_num_tokens=[64, 128, 256])
+def test_prompts_graphs_alone_clear_rows(version, phase, on, ranks, made, cleared):
+    """A graph of 256 tokens clears from row 129 on where the next smaller one is of 128; of one rank, on 0.5.16."""
+    backend, runner = made(), graph_runner(capture_num_tokens=[64, 128, 256])
     runner.model_runner = model_runner(attn_backend=None)
-    attach(runner.model_runner, State(Config(quick_padding=on, quick_capture=False), "0.5.16"))
+    attach(runner.model_runner, State(Config(quick_padding=on, quick_capture=False), version))
+    runner.model_runner.server_args.tp_size, runner.model_runner.tp_group = ranks, object()
     hooks._mirrored(backend, runner, phase)
     backend.capture_one(SimpleNamespace(size=256, variant_label=None, stream_idx=None))
     assert backend.captured == [(256, cleared)]
     assert not padding._clearing
+
+
+def test_inputs_are_hooked_on_one_version_alone():
+    """0.5.23 brings a batch in by another copy, which rows beside it make dearer."""
+    wanted = {padding.fill_from, padding.grouped_copy, padding.attention_0_5_16}
+    hooked = {name: wanted & {hook.around for hook in version.hooks} for name, version in KNOWN.items()}
+    assert hooked == {"0.5.16": wanted, "0.5.23": set()}
