@@ -232,7 +232,7 @@ def summary(cells: dict[str, Any], *, alone: bool) -> dict[str, Any]:
     return {
         "cycles": len(cells), "steps": sum(cell["steps"] for cell in cells.values()), "events": dict(events),
         "modes": dict(modes), "seconds": round(sum(cell["seconds"] for cell in cells.values()), 1),
-        "growth_bytes_after_warming_up": growth,
+        "cycles_to_warm_up": WARM, "growth_bytes_after_warming_up": growth,
         "memory_flat": all(grown <= SLACK_BYTES for grown in growth.values()) if growth else None,
         "problems": [problem for cell in cells.values() for problem in cell["problems"]],
     }  # fmt: skip

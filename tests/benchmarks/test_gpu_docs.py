@@ -64,6 +64,7 @@ def test_the_soak_has_its_own_total(warm: int, name: str, monkeypatch: pytest.Mo
     found = json.loads((RESULTS / "soak.json").read_text(encoding="utf-8"))
     monkeypatch.setattr(soak, "WARM", warm)
     made = soak.summary(found["cells"], alone=False)
+    assert made["cycles_to_warm_up"] == warm, "a total says by which rule it is"
     assert found[name]["memory_flat"] is made["memory_flat"] is (name != "total")
     for held, grown in made["growth_bytes_after_warming_up"].items():
         assert found[name]["growth_bytes_after_warming_up"][held] == grown
