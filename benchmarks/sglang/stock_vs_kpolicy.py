@@ -514,18 +514,34 @@ def about() -> dict[str, Any]:
             versions[name] = version(name)
         except PackageNotFoundError:  # noqa: PERF203
             versions[name] = ""
-    # nvidia-smi lists GPUs that this process can't see too.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    only = [f"--id={visible}"] if visible else []
-    try:
-        device = subprocess.run(
-            ["nvidia-smi", *only, "--query-gpu=name,driver_version", "--format=csv,noheader"],  # noqa: S607
-            capture_output=True, text=True, check=True,
-        ).stdout.strip()  # fmt: skip
-    except (OSError, subprocess.CalledProcessError):
-        device = ""
     commit = os.environ.get("KPOLICY_COMMIT", "")
-    return {"kind": "about", "device": device, "commit": commit, "versions": versions, "at": time.strftime("%Y-%m-%d")}
+    return {
+        "kind": "about",
+        "device": device_name(),
+        "commit": commit,
+        "versions": versions,
+        "at": time.strftime("%Y-%m-%d"),
+    }
+
+
+def device_name() -> str:
+    """The names and drivers of the GPUs that this process can see; why they can't be told where nvidia-smi fails."""
+    # It lists GPUs that this process can't see too.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command = ["nvidia-smi", *([f"--id={visible}"] if visible else []), "--query-gpu=name,driver_version"]
+    try:
+        done = subprocess.run([*command, "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return _unknown(f"nvidia-smi can't be run: {error.strerror}")
+    names = done.stdout.strip()
+    if done.returncode or not names:
+        return _unknown(f"{' '.join(command)} ended with {done.returncode}: {names or done.stderr.strip()}")
+    return names
+
+
+def _unknown(why: str) -> str:
+    print(f"the device's name isn't known: {why}", file=sys.stderr)
+    return f"unknown: {why}"
 
 
 if __name__ == "__main__":

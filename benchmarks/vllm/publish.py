@@ -1,7 +1,8 @@
 """From the folders that GPU calls left, what `benchmarks/results/h200` keeps of vLLM, and a table for the docs.
 
 Of a row measured in several folders the last is taken. What was published before stays, with its date, but for loads
-and models that were measured again.
+and models that were measured again. Each row names its device and versions, and of several nothing is written: another
+GPU's or vLLM's results go into a folder of their own.
 
 Run: ``python -m benchmarks.vllm.publish FOLDER... --date D [--results FOLDER]``.
 """
@@ -15,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vllm.rows import say
+from benchmarks.vllm.rows import MACHINE, machine, machines, say
 from benchmarks.vllm.summary import compared
+from kpolicy.errors import ConfigError
 
 RAW = ("starts.jsonl", "raw.jsonl")
 COMMANDS = (
@@ -26,15 +28,29 @@ COMMANDS = (
 
 
 def gathered(folders: Iterable[Path]) -> list[dict[str, Any]]:
-    """Every raw row, each (model, load, requests, side, repeat) once."""
+    """Every raw row, each (model, load, requests, side, repeat) once, with its folder's device and versions.
+
+    Raises:
+        ConfigError: a folder's rows are of several devices or versions.
+    """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for folder in folders:
-        for name in RAW:
-            path = folder / name
-            for line in path.read_text().splitlines() if path.exists() else []:
-                row = json.loads(line)
-                rows[row["model"], row["load"], row.get("requests"), row["side"], row["repeat"]] = row
+        lines = [
+            line
+            for name in RAW
+            if (folder / name).exists()
+            for line in (folder / name).read_text().splitlines()
+            if line
+        ]
+        found = [json.loads(line) for line in lines]
+        for row in _named(found, next(iter(machines(found)), {})):
+            rows[row["model"], row["load"], row.get("requests"), row["side"], row["repeat"]] = row
     return list(rows.values())
+
+
+def _named(rows: Iterable[dict[str, Any]], about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those rows; the ones that name no device and versions are of these."""
+    return [row if machine(row) else {**row, **about} for row in rows]
 
 
 def checks(folders: Iterable[Path]) -> list[dict[str, Any]]:
@@ -49,12 +65,20 @@ def checks(folders: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def kept(rows: Sequence[dict[str, Any]], target: Path) -> list[dict[str, Any]]:
-    """The rows published before whose load none of the new ones is of, each with its date."""
+    """The rows published before whose load none of the new ones is of, each with its date, device and versions."""
     if not target.exists():
         return []
     published = json.loads(target.read_text())
     again = {(row["model"], row["load"]) for row in rows}
-    return [{"date": published["date"], **row} for row in published["rows"] if (row["model"], row["load"]) not in again]
+    about = machine({"gpu": published["device"], **published["versions"]})
+    rest = [row for row in published["rows"] if (row["model"], row["load"]) not in again]
+    return [{"date": published["date"], **row} for row in _named(rest, about)]
+
+
+def dated(found: dict[str, list[dict[str, Any]]], rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Each comparison with the date of the rows that it is from: a load's are of one call."""
+    dates = {(row["model"], row["load"]): row["date"] for row in rows}
+    return {pair: [{**row, "date": dates[row["model"], row["load"]]} for row in each] for pair, each in found.items()}
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -62,12 +86,13 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     lines: list[str] = []
     for pair, rows in found.items():
         base, side = pair.split()
-        lines += ["", f"| model | load | figure | {base} | {side} | ratio | 95% interval | n |", "|---" * 8 + "|"]
+        lines += ["", f"| model | load | figure | {base} | {side} | ratio | 95% interval | n | date |"]
+        lines.append("|---" * 9 + "|")
         for row in rows:
             bounds = "" if row["low"] is None else f"{row['low']:.2f} to {row['high']:.2f}"
             lines.append(
                 f"| {row['model']} | {row['load']} | {row['figure']} | {row[base]:g} | {row[side]:g} | "
-                f"{row['ratio']:.2f} | {bounds} | {row['repeats']} |"
+                f"{row['ratio']:.2f} | {bounds} | {row['repeats']} | {row['date']} |"
             )
     return lines
 
@@ -85,20 +110,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--date", required=True)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/h200"))
     options = parser.parse_args(argv)
-    rows, checked = gathered(options.folders), checks(options.folders)
+    raw = options.results / "raw" / "vllm_stock_vs_kpolicy.json"
+    try:
+        rows, checked = gathered(options.folders), checks(options.folders)
+        earlier_rows = kept(rows, raw)
+        about = next(iter(machines([*earlier_rows, *rows])), {})
+    except ConfigError as error:
+        say(f"nothing was published: {error}")
+        return 2
     if not rows and not checked:
         say(f"nothing was measured in {', '.join(map(str, options.folders))}: no {' or '.join(RAW)} there.")
         return 2
-    raw = options.results / "raw" / "vllm_stock_vs_kpolicy.json"
-    about = next((row.get("cold", row) for row in rows if "gpu" in row.get("cold", row)), {})
     head = {
         "commands": COMMANDS, "date": options.date, "device": about.get("gpu"),
-        "versions": {name: about.get(name) for name in ("vllm", "torch")},
+        "versions": {name: about.get(name) for name in MACHINE if name != "gpu"},
     }  # fmt: skip
     raw.parent.mkdir(parents=True, exist_ok=True)
     if rows:
-        rows = [*kept(rows, raw), *({**row, "date": options.date} for row in rows)]
-        found = compared(rows)
+        rows = [*earlier_rows, *({**row, "date": options.date} for row in rows)]
+        found = dated(compared(rows), rows)
         for line in table(found):
             say(line)
         write(options.results / "vllm_stock_vs_kpolicy.json", found.pop("stock kpolicy", []))

@@ -5,11 +5,35 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Measurement", "Rows", "rotated", "say"]
+from kpolicy.errors import ConfigError
+
+__all__ = ["Measurement", "Rows", "machine", "machines", "rotated", "say"]
+
+MACHINE = ("gpu", "vllm", "torch")
+"""What must be alike in rows that are compared"""
+
+
+def machine(row: Mapping[str, Any]) -> dict[str, str]:
+    """The device and versions that a row names; nothing where it names none."""
+    told = row.get("cold", row)
+    return {name: told[name] for name in MACHINE if told.get(name)}
+
+
+def machines(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The devices and versions that rows were measured with, each once.
+
+    Raises:
+        ConfigError: they aren't all the same.
+    """
+    found = [dict(each) for each in dict.fromkeys(tuple(machine(row).items()) for row in rows) if each]
+    if len(found) > 1:
+        told = "; ".join(", ".join(f"{name} {value}" for name, value in each.items()) for each in found)
+        raise ConfigError(f"rows of several devices or versions aren't compared: {told}. Keep each in its own folder.")
+    return found
 
 
 class Rows:
@@ -18,6 +42,9 @@ class Rows:
     Args:
         path: takes each row as it comes; rows already there are read.
         done: files with rows of earlier calls.
+
+    Raises:
+        ConfigError: those rows are of several devices or versions.
     """
 
     def __init__(self, path: Path, done: Iterable[Path] = ()) -> None:
@@ -26,12 +53,26 @@ class Rows:
         for each in dict.fromkeys([path, *done]):
             if each.exists():
                 self.all += [json.loads(line) for line in each.read_text().splitlines() if line]
+        machines(self.all)
 
     def keep(self, **row: Any) -> None:
-        """Add a row."""
+        """Add a row.
+
+        Raises:
+            ConfigError: it is of another device or other versions than the rows that are there.
+        """
+        self.check(row)
         self.all.append(row)
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Refuse a row of another device or other versions than the rows that are there.
+
+        Raises:
+            ConfigError: it is.
+        """
+        machines([*self.all, row])
 
     def has(self, model: str, load: str, side: str, repeat: int, requests: int | None = None) -> bool:
         """Whether that is measured, with as many requests where it has any."""

@@ -20,6 +20,7 @@ from benchmarks.vllm.ladders import SIDES, arguments_of
 from benchmarks.vllm.rows import Measurement, rotated, say
 from benchmarks.vllm.sides import Side, SideError
 from benchmarks.vllm.summary import compared, lines
+from kpolicy.errors import ConfigError
 
 START_S = 150.0
 """Most seconds for one start"""
@@ -61,7 +62,8 @@ class Starts(Measurement):
         """What a start took; nothing if it failed, which is told."""
         try:
             row = side.answer(max(10.0, min(START_S, self.left_s())))
-        except SideError as error:
+            self.rows.check(row)
+        except (SideError, ConfigError) as error:
             say(f"{what}: FAILED: {error}")
             return {}
         say(
@@ -133,6 +135,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--module", default="benchmarks.vllm.child", help="what runs in the children")
     parser.add_argument("--date", default="unstated")
     options, options.child = parser.parse_known_args(argv)
+    if options.starts < 0 or (options.warm and not options.starts):
+        parser.error(f"--starts {options.starts}{' --warm' * options.warm} does nothing: give --starts from 1 to "
+                     "measure, or --starts 0 without --warm to fill the caches.")  # fmt: skip
     if options.sides is None:
         options.sides = [name for name in SIDES if name != "planned" or options.plan is not None]
     starts = Starts(options)

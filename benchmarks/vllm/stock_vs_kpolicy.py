@@ -24,9 +24,10 @@ from typing import Any
 
 from benchmarks.vllm.ladders import PACED, SIDES, arguments_of
 from benchmarks.vllm.loads import LOADS, TURNS, Load, make_load
-from benchmarks.vllm.rows import Measurement, rotated, say
+from benchmarks.vllm.rows import Measurement, machine, rotated, say
 from benchmarks.vllm.sides import WITHOUT, Side, SideError
 from benchmarks.vllm.summary import compared, lines
+from kpolicy.errors import ConfigError
 
 NAMES = ("qwen05b", "llama8b", "dsv2lite")
 START_S, RUN_S, LAST_S = 170.0, 60.0, 6.0
@@ -50,6 +51,8 @@ class Run(Measurement):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options, "raw.jsonl", "log.txt")
         self._ahead: dict[tuple[str, str], Side] = {}
+        self._machine: dict[str, str] = {}
+        """Device and versions of the sides, as `machine` has them"""
         self.failed = 0
         """Sides that were lost"""
 
@@ -98,9 +101,11 @@ class Run(Measurement):
                 if row["kind"] == "waits":
                     sides[name].go()
                     row = answer(sides[name])
-            except SideError as error:
-                self._lose(model, sides, name, error)
+                self.rows.check(row)
+            except (SideError, ConfigError) as error:
+                self._lose(model, sides, name, SideError(str(error)))
                 continue
+            self._machine = machine(row)
             # Cold, and beside others: `benchmarks.vllm.starts` measures what a start takes.
             self.rows.keep(model=model, load="cold start", side=name, repeat=0, cold=row)
             say(
@@ -166,7 +171,13 @@ class Run(Measurement):
             row = self._served(model, sides, name, load, f"{load.name} {repeat}")
             if row is not None:
                 self.rows.keep(
-                    model=model, load=load.name, side=name, repeat=repeat, requests=len(load.requests), **row
+                    model=model,
+                    load=load.name,
+                    side=name,
+                    repeat=repeat,
+                    requests=len(load.requests),
+                    **row,
+                    **self._machine,
                 )
                 say(_line(model, load.name, name, repeat, row))
 
@@ -180,14 +191,13 @@ class Run(Measurement):
 
     def _repeats(self, load: str, round_: int) -> range:
         """The numbers of a load's turns in that round over all loads."""
-        told = dict(each.split("=", 1) for each in self._options.turns)
-        turns = int(told.get(load, TURNS.get(load.partition("-")[0], 1)))
+        turns = dict(self._options.turns).get(load, TURNS.get(load.partition("-")[0], 1))
         return range(round_ * turns, (round_ + 1) * turns)
 
     def _of(self, load: str, sides: Iterable[str]) -> list[str]:
         """Those of the sides that serve that load."""
-        only = dict(each.split("=", 1) for each in self._options.only_for)
-        return [name for name in sides if name not in only or load in only[name].split(",")]
+        only = dict(self._options.only_for)
+        return [name for name in sides if name not in only or load in only[name]]
 
     def _keep_statistics(self, model: str, sides: dict[str, Side]) -> None:
         for name, side in sides.items():
@@ -225,6 +235,28 @@ def _line(model: str, load: str, name: str, repeat: int, row: dict[str, Any]) ->
     return f"{model} {load} #{repeat} {name:7} {shown} wall={row['wall_s']} steps={row['steps']} {row['modes']}"
 
 
+def _turns(text: str) -> tuple[str, int]:
+    load, _, turns = text.partition("=")
+    if not turns.isdecimal() or not int(turns):
+        raise argparse.ArgumentTypeError(f"{text!r} isn't LOAD=N with N from 1, such as chat=6.")
+    return load, int(turns)
+
+
+def _only_for(text: str) -> tuple[str, list[str]]:
+    side, _, loads = text.partition("=")
+    if not loads:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't SIDE=LOAD,LOAD, such as wide=chat.")
+    return side, loads.split(",")
+
+
+def _check(parser: argparse.ArgumentParser, option: str, names: list[str], known: list[str]) -> None:
+    """End with an error where a name isn't known or comes twice."""
+    for name in names:
+        if name not in known or names.count(name) > 1:
+            wrong = "comes twice" if name in known else "isn't served"
+            parser.error(f"{option}: {name!r} {wrong}; this call has {', '.join(known)}.")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure model by model, and write after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -237,9 +269,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sides", nargs="*", default=["stock", "kpolicy"], help=f"of {', '.join(SIDES)}")
     parser.add_argument(
-        "--only-for", nargs="*", default=[], metavar="SIDE=LOAD,LOAD", help="a side that serves those loads alone"
+        "--only-for", nargs="*", default=[], type=_only_for, metavar="SIDE=LOAD,LOAD",
+        help="a side that serves those loads alone",
+    )  # fmt: skip
+    parser.add_argument(
+        "--turns", nargs="*", default=[], type=_turns, metavar="LOAD=N", help="turns of that load in a repeat"
     )
-    parser.add_argument("--turns", nargs="*", default=[], metavar="LOAD=N", help="turns of that load in a repeat")
     parser.add_argument("--plan", type=Path, help="plan file of the side planned")
     parser.add_argument("--paced", default=json.dumps(PACED), help="JSON with the shim's settings for the side paced")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each load's requests, for a quick look")
@@ -252,6 +287,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--module", default="benchmarks.vllm.child", help="what runs in the children")
     parser.add_argument("--date", default="unstated")
     options, options.child = parser.parse_known_args(argv)
+    _check(parser, "--turns", [load for load, _ in options.turns], options.loads)
+    _check(parser, "--only-for", [side for side, _ in options.only_for], options.sides)
     run = Run(options)
     for model, following in zip(options.only, [*options.only[1:], None], strict=True):
         try:

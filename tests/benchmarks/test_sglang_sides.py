@@ -138,7 +138,7 @@ def test_the_device_is_the_one_that_is_used(monkeypatch, visible, asked):
 
     def run(command, **_):
         commands.append(command)
-        return SimpleNamespace(stdout="NVIDIA H200, 580\n")
+        return SimpleNamespace(returncode=0, stdout="NVIDIA H200, 580\n")
 
     monkeypatch.setattr(bench.subprocess, "run", run)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.vllm import correct, publish, starts, stock_vs_kpolicy
 from benchmarks.vllm.ladders import arguments_of
+from benchmarks.vllm.rows import Rows, machine
+from kpolicy.errors import ConfigError
 from kpolicy.settings import Settings
 from kpolicy_vllm.ladder import default_sizes, one_list
 
@@ -46,6 +48,15 @@ def test_caches_may_be_filled_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "stock, to warm" in capsys.readouterr().out
     assert not (tmp_path / "starts.jsonl").exists()
     assert not (tmp_path / "vllm_starts.json").exists()
+
+
+@pytest.mark.parametrize("options", [["--starts", "0", "--warm"], ["--starts", "-1"]])
+def test_a_call_of_starts_that_would_do_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        starts.main(["--model", "m", "--out", str(tmp_path), *options, *FAKE])
+    assert f"{' '.join(options)} does nothing" in capsys.readouterr().err
 
 
 def test_starts_on_record_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +124,69 @@ def test_a_load_may_have_more_turns_than_others(tmp_path: Path) -> None:
         ("decode-4", 0), ("decode-5", 0), ("decode-5", 1), ("burst-3", 0),
         ("decode-4", 1), ("decode-5", 2), ("decode-5", 3), ("burst-3", 1),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--turns decode-4", "'decode-4' isn't LOAD=N with N from 1"),
+        ("--turns decode-4=x", "'decode-4=x' isn't LOAD=N"),
+        ("--turns decode-4=0", "'decode-4=0' isn't LOAD=N"),
+        ("--turns decode-4=-1", "'decode-4=-1' isn't LOAD=N"),
+        ("--turns decod-4=2", "--turns: 'decod-4' isn't served; this call has decode-4, burst-3."),
+        ("--turns burst-3=2 burst-3=1", "--turns: 'burst-3' comes twice; this call has decode-4, burst-3."),
+        ("--only-for wide", "'wide' isn't SIDE=LOAD,LOAD"),
+        ("--only-for widest=burst-3", "--only-for: 'widest' isn't served; this call has stock, wide."),
+    ],
+)
+def test_turns_and_sides_that_nothing_can_be_made_of_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, told: str
+) -> None:
+    """Before anything starts, with the names that there are."""
+    with pytest.raises(SystemExit, match="2"):
+        served(tmp_path, "--loads", "decode-4", "burst-3", "--sides", "stock", "wide", *option.split())
+    assert told in capsys.readouterr().err
+
+
+def on(gpu: str) -> dict[str, str]:
+    return {"gpu": gpu, "vllm": "0.23.0", "torch": "2"}
+
+
+def test_every_row_names_its_device_and_versions(tmp_path: Path) -> None:
+    rows = served(tmp_path, "--repeats", "1", "--loads", "decode-4")
+    assert [machine(row) for row in rows] == [on("none")] * 4
+
+
+def test_rows_of_another_device_are_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sides that find themselves on another device than the rows of an earlier call are lost, and say so."""
+    earlier = tmp_path / "earlier.jsonl"
+    row = {
+        "model": "qwen05b",
+        "load": "decode-4",
+        "side": "stock",
+        "repeat": 0,
+        "requests": 4,
+        "graphs": {},
+        "sizes": [],
+        **on("H100"),
+    }
+    earlier.write_text(json.dumps(row) + "\n")
+    command = [
+        "--models", "none", "--traces", "none", "--out", str(tmp_path), "--only", "qwen05b", "--loads", "decode-4",
+        "--repeats", "2", "--scale", "0.1", "--done", str(earlier), *FAKE,
+    ]  # fmt: skip
+    assert stock_vs_kpolicy.main(command) == 1
+    assert "gpu H100, vllm 0.23.0, torch 2; gpu none, vllm 0.23.0, torch 2" in capsys.readouterr().out
+    assert not (tmp_path / "raw.jsonl").exists()
+    assert start(tmp_path, "--sides", "stock", "--warm", "--done", str(earlier)) == 0
+    assert "FAILED: rows of several devices" in capsys.readouterr().out
+    assert not (tmp_path / "starts.jsonl").exists()
+    rows = Rows(earlier)
+    with pytest.raises(ConfigError, match="gpu none"):
+        rows.keep(**{**row, **on("none")})
+    earlier.write_text("".join(json.dumps({**row, **on(name)}) + "\n" for name in ("H100", "none")))
+    with pytest.raises(ConfigError, match="Keep each in its own folder"):
+        Rows(earlier)
 
 
 def test_a_side_may_serve_some_loads_alone(tmp_path: Path) -> None:
@@ -211,7 +285,7 @@ def test_folders_of_several_calls_are_published_together(tmp_path: Path, capsys:
     results = tmp_path / "results"
     capsys.readouterr()
     assert publish.main([*map(str, calls), "--date", "today", "--results", str(results)]) == 0
-    assert "| m | start | capture_s | 2 | 1 | 2.00 | 2.00 to 2.00 | 2 |" in capsys.readouterr().out
+    assert "| m | start | capture_s | 2 | 1 | 2.00 | 2.00 to 2.00 | 2 | today |" in capsys.readouterr().out
     rows = json.loads((results / "vllm_stock_vs_kpolicy.json").read_text())
     assert ratios(rows)["capture_s"] == 2
     assert set(json.loads((results / "vllm_sides.json").read_text())["pairs"]) == {"wide kpolicy", "stock wide"}
@@ -246,6 +320,60 @@ def test_what_was_published_before_stays_unless_it_was_measured_again(tmp_path: 
     ]  # fmt: skip
     checks = json.loads((results / "vllm_correct.json").read_text())["results"]
     assert [(each["model"], each["date"]) for each in checks] == [("a", "then"), ("b", "later")]
+
+
+def call(folder: Path, load: str, *abouts: dict[str, str]) -> Path:
+    """What a call left: a start of each of these, and two sides' rows of a load that name none."""
+    folder.mkdir()
+    rows = [
+        {"model": "m", "load": "cold start", "side": str(place), "repeat": 0, "cold": about}
+        for place, about in enumerate(abouts)
+    ]
+    rows += [
+        {"model": "m", "load": load, "side": side, "repeat": 0, "requests_per_s": 1.0} for side in ("stock", "kpolicy")
+    ]
+    (folder / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_results_of_one_device_and_its_versions_are_published_with_them_and_their_date(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    for date, load in (("then", "chat"), ("now", "burst")):
+        folder = call(tmp_path / date, load, on("H200"))
+        assert publish.main([str(folder), "--date", date, "--results", str(results)]) == 0
+    written = json.loads((results / "raw" / "vllm_stock_vs_kpolicy.json").read_text())
+    assert (written["device"], written["versions"]) == ("H200", {"vllm": "0.23.0", "torch": "2"})
+    assert [machine(row) for row in written["rows"]] == [on("H200")] * 5
+    rows = json.loads((results / "vllm_stock_vs_kpolicy.json").read_text())
+    assert [(row["load"], row["date"]) for row in rows] == [("chat", "then"), ("burst", "now")]
+
+
+@pytest.mark.parametrize("other", [on("H100"), {**on("H200"), "vllm": "0.33.0"}, {**on("H200"), "torch": "3"}])
+def test_results_of_several_devices_or_versions_are_not_published_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: dict[str, str]
+) -> None:
+    """Neither from one call's folders, nor beside what was published before, with its rows named or not."""
+    results = tmp_path / "results"
+    first, second = call(tmp_path / "a", "chat", on("H200")), call(tmp_path / "b", "burst", other)
+    torn = call(tmp_path / "c", "burst", on("H200"), other)
+
+    def refused(*folders: Path) -> None:
+        capsys.readouterr()
+        assert publish.main([*map(str, folders), "--date", "now", "--results", str(results)]) == 2
+        assert "nothing was published: rows of several devices or versions" in capsys.readouterr().out
+
+    refused(first, second)
+    refused(torn)
+    assert not results.exists()
+    assert publish.main([str(first), "--date", "then", "--results", str(results)]) == 0
+    raw = results / "raw" / "vllm_stock_vs_kpolicy.json"
+    before = raw.read_text()
+    refused(second)
+    assert raw.read_text() == before
+    named = json.loads(before)
+    rows = [{name: row[name] for name in row.keys() - on("")} for row in named["rows"] if "cold" not in row]
+    raw.write_text(json.dumps({**named, "rows": rows}))
+    refused(second)
 
 
 class Reference:
