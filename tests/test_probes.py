@@ -428,6 +428,14 @@ def test_what_one_probe_does_is_no_others_fault(fakes: Fakes, children: list[lis
     assert [asked for asked, _ in children] == ["torch,xpu,cuda", "cuda"]
 
 
+def test_a_device_that_torch_isnt_built_for_isnt_asked(fakes: Fakes, children: list[list[str]]) -> None:
+    """Where asking for it would fail, the next one is still asked in the same child."""
+    fakes.torch(more="def _fails(): raise OSError('no Level Zero')\nxpu.device_count = _fails")
+    found = fakes.probe()
+    assert (found["device xpu"].status, found["device cuda"].status) == (ABSENT, USABLE)
+    assert [asked for asked, _ in children] == ["torch,xpu,cuda"]
+
+
 def test_what_comes_after_one_that_fails_has_a_child_of_its_own(fakes: Fakes, children: list[list[str]]) -> None:
     """Kernels can't be had with a torch as poor as this one; its device is asked all the same."""
     fakes.torch()
@@ -600,6 +608,23 @@ def test_a_backend_that_kills_torch(fakes: Fakes) -> None:
     assert "SIGABRT while importing torch" in found["extra torch"].reason
     assert found["device ascend"].status is BROKEN
     assert "SIGABRT while importing torch_npu" in found["device ascend"].reason
+
+
+def test_what_was_answered_with_autoload_isnt_taken_for_without(fakes: Fakes, children: list[list[str]]) -> None:
+    """Torch that autoloads a package which isn't there is asked again without, and so are its devices."""
+    fakes.torch(more=AUTOLOADS)
+    found = fakes.probe()
+    assert found["extra torch"].status is found["device cuda"].status is USABLE
+    assert "imports only with TORCH_DEVICE_BACKEND_AUTOLOAD=0" in found["extra torch"].reason
+    assert [asked for asked, _ in children] == ["torch,xpu,cuda", "torch", "cuda"]
+
+
+def test_kernels_are_asked_in_the_environment_as_it_is(fakes: Fakes) -> None:
+    """A model is loaded with autoload, which torch alone is asked without."""
+    fakes.torch(more=AUTOLOADS)
+    found = {each.name: each for each in probe_all(timeout_s=30, environ=fakes.environ, kernels=True)}
+    assert found["extra torch"].status is USABLE
+    assert "Failed to load the backend extension" in found["attention kernels"].reason
 
 
 def test_autoload_already_off(fakes: Fakes) -> None:

@@ -252,15 +252,7 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
             latest = math.inf
         for name in jobs:
             kept = name == "decodes alone" or name in (picks["auto"], picks["auto latency"])
-            limit = (HOPELESS if done >= FIRST_ROUNDS else QUITE_HOPELESS) * best
-            if (
-                not done
-                or kept
-                or (
-                    _score(times[name], jobs[name][0]) <= limit
-                    and (done < FIRST_ROUNDS or statistics.median(times[name]) <= latest)
-                )
-            ):
+            if not done or kept or _hopeful(times[name], jobs[name][0], done, best=best, latest=latest):
                 times[name].append(once(name))
     return {
         "tokens": [numbers.num_decodes, numbers.num_prefill_tokens, numbers.decode_kv_tokens, numbers.prefill_pairs],
@@ -276,6 +268,13 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
         },
         "alone_us": [round(each, 1) for each in times.get("decodes alone", [])],
     }
+
+
+def _hopeful(times: Sequence[float], decision: Any, rounds: int, *, best: float, latest: float) -> bool:
+    """Whether a way may yet be the best one, and in time: others aren't run again."""
+    if rounds < FIRST_ROUNDS:
+        return _score(times, decision) <= QUITE_HOPELESS * best
+    return _score(times, decision) <= HOPELESS * best and statistics.median(times) <= latest
 
 
 def _limit(rounds: int) -> float:

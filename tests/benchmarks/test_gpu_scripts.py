@@ -65,6 +65,18 @@ def test_overlap(arguments: list[str], tmp_path: Path) -> None:
     assert set(total["ways"]) == {"beside x1", "decodes beside x2", "decodes beside x4", "decodes beside x8"}
 
 
+def test_overlap_that_hangs_ends(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog is started every 25 steps, and stopped once they are done."""
+    told: list[Any] = []
+    watchdog = SimpleNamespace(
+        dump_traceback_later=lambda seconds, **how: told.append((seconds, how)),
+        cancel_dump_traceback_later=lambda: told.append("stopped"),
+    )
+    monkeypatch.setattr(overlap, "faulthandler", watchdog)
+    assert overlap.main([*arguments, "--count", "30"]) == 0
+    assert told == [(overlap.HANG_S, {"exit": True})] * 2 + ["stopped"]
+
+
 @pytest.mark.parametrize(("what", "named"), [("logits", "logits by 1"), ("tokens", "sampled tokens")])
 def test_overlap_sees_a_difference(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, what: str, named: str
@@ -355,6 +367,11 @@ def test_regret_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(row["objective"], row["policy"]) for row in rows} >= {("step_us", "auto"), ("gap_us", "eager")}
     assert all((row["shapes"], row["too_long"], row["rate"]) == (1, 5, 1.0) for row in rows)
     assert all(row["noise_floor"] >= 0 for row in rows)
+    monkeypatch.setattr(regret, "MOST_ROUNDS", 10)
+    for unsure, rounds in ((False, regret.SURER_ROUNDS), (True, 10)):
+        monkeypatch.setattr(regret, "_unsure", lambda *_, unsure=unsure: unsure)
+        found = regret.measure({"decodes": [9, 5], "chunks": [], "steps": 1, "times": 1}, model, engines)
+        assert max(len(cell["us"]) for cell in found["cells"].values()) == rounds
 
 
 def test_a_shape_that_is_unsure_is_measured_longer() -> None:
@@ -362,6 +379,21 @@ def test_a_shape_that_is_unsure_is_measured_longer() -> None:
     steady, other, given_up = [100.0] * 14, [99.0, 103.0] * 7, [50.0] * 3
     assert regret._unsure([steady, other, given_up])
     assert not regret._unsure([steady, [101.0] * 14, given_up])
+
+
+@pytest.mark.parametrize(
+    ("us", "rounds", "latest", "hopeful"),
+    [
+        (179.0, 2, 0.0, True), (181.0, 2, 999.0, False), (119.0, 3, 119.0, True), (121.0, 3, 999.0, False),
+        (119.0, 3, 118.0, False),
+    ],
+)  # fmt: skip
+def test_ways_are_given_up(us: float, rounds: int, latest: float, hopeful: bool) -> None:
+    """At first what takes 1.8 times the best, then 1.2 times, and what comes too late for the first token."""
+    one_step = SimpleNamespace(launches=[SimpleNamespace(repeat=1)])
+    assert regret._hopeful([us] * rounds, one_step, rounds, best=100.0, latest=latest) is hopeful
+    four_steps = SimpleNamespace(launches=[SimpleNamespace(repeat=4)])
+    assert regret._hopeful([4 * us] * rounds, four_steps, rounds, best=100.0, latest=4 * latest) is hopeful
 
 
 def test_shapes_are_sure_of_the_best_sooner_where_halves_agree() -> None:

@@ -48,6 +48,13 @@ def test_events_without_structlog(kpolicy: Command, trace: Path, monkeypatch: py
     assert any(line.startswith("kpolicy.replay_failed") for line in logged)
 
 
+def test_names_in_the_progress_bar_are_no_markup() -> None:
+    """A policy's name with brackets is shown as it is."""
+    with turns_module.progress_bar("requests", quiet=True) as shown:
+        shown.add_task("auto[red]:x=1")
+        assert shown.columns[0].render(shown.tasks[0]).plain == "auto[red]:x=1"
+
+
 def test_a_level_that_is_none(kpolicy: Command, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A level that isn't known is an error that lists those that are."""
     monkeypatch.setenv("KPOLICY_LOG", "loud")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import attrs
 import pytest
 
 from kpolicy.kv_span import KvSpan
 from kpolicy.report import gather, page
+from kpolicy.report.sections import _outside
 from kpolicy.report.timeline import shares
 from kpolicy.scheduling.generator import generate_trace
 from kpolicy.scheduling.traces import Trace
@@ -89,6 +92,13 @@ def test_what_is_beyond_the_table_is_told_in_a_line() -> None:
     html = page(gather([trace], ["vllm", "eager"], server=SMALL, costs=short))
     (line,) = re.findall(r">Steps of a size outside the cost table: [^<]*<", html)
     assert re.search(r"eager [1-9]", line)
+
+
+def test_a_run_whose_table_has_no_contexts_is_told() -> None:
+    """Where only one of them is such a run too."""
+    results = [SimpleNamespace(outside_sizes=0, outside_contexts=each, steps=9) for each in (0, None)]
+    runs: Any = [SimpleNamespace(name="a run", result=result) for result in results]
+    assert _outside(runs) == ["Contexts: not recorded by the cost table."]
 
 
 def test_padding_adds_up_to_the_simulations() -> None:
