@@ -401,7 +401,9 @@ def test_shapes_are_sure_of_the_best_sooner_where_halves_agree() -> None:
     assert [regret._limit(rounds) for rounds in (6, 8, 12, 14, 38)] == [0.005, 0.01, 0.01, 0.02, 0.02]
 
 
-def test_regret_of_some_loads(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regret_of_some_loads(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Only the loads asked for are measured, what is there stays when interrupted, and the table is a profile."""
     from kpolicy.profiles import load_profile
 
@@ -429,6 +431,10 @@ def test_regret_of_some_loads(arguments: list[str], tmp_path: Path, monkeypatch:
         regret.main([*given, "--loads", "code x6"])
     assert list(read(arguments)["cells"]) == ["code x6/0"]
     assert load_profile(str(profile)).model.startswith("Qwen2ForCausalLM")
+    monkeypatch.setattr(regret, "WRITE_S", 0.0)
+    assert regret.main([*given, "--loads", "code x1"]) == 0
+    told = capsys.readouterr().out
+    assert all(part in told for part in ("\n1 of 2 shapes, ", "\n2 of 2 shapes, ", "\n2 shapes, 0 left, ")), told
 
 
 def test_gpt2(tmp_path: Path) -> None:

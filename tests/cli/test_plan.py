@@ -48,6 +48,8 @@ def test_what_more_sizes_than_the_budget_would_save_is_told_as_far_as_it_is_know
     out = kpolicy(*given).out
     assert re.search(r"^ *\* 4 +[\d.,]+ +[\d.,]+ +[\d.]+%\n +5 +[\d.,]+ +- +-$", out, re.M), out
     assert re.search(r"^default of tensorrt_llm +\d", out, re.M)
+    out = kpolicy("plan", trace, "--emit", "tensorrt-llm", "--max-num-reqs", 2, "--max-num-tokens", 16).out
+    assert re.search(r"^ *\* 2 +[\d.,]+ +0\.0 +0\.000%$", out, re.M), "no third size helps, which is known"
 
 
 def test_json(kpolicy: Command, trace: Path) -> None:
