@@ -70,6 +70,14 @@ def captured(backend, sizes, failures=None, **how):
     return steps.ran
 
 
+def after_the_first() -> tuple[FullCudaGraphBackend, Steps, Failures, OneWarmUp]:
+    """Captures with one warm-up, of which the first, of size 8, is done."""
+    backend, steps, failures = FullCudaGraphBackend(), Steps(), Failures()
+    quick = OneWarmUp(backend.capture_one, backend, failures)
+    quick(Frozen(8), steps.of(8))
+    return backend, steps, failures, quick
+
+
 def test_the_second_warm_up_of_a_further_size_is_left_out():
     """The first graph has both; later ones have the first's output for the second, and the step itself captured."""
     backend, hooked = FullCudaGraphBackend(), []
@@ -147,9 +155,7 @@ def test_another_procedure_is_left_to_sglang(warm_ups, caplog):
 
 def test_a_failed_capture_is_tried_once_by_sglangs_own_procedure(caplog):
     """One warning, both warm-ups from then on; a second failure is SGLang's to handle."""
-    backend, steps, failures = FullCudaGraphBackend(), Steps(), Failures()
-    quick = OneWarmUp(backend.capture_one, backend, failures)
-    quick(Frozen(8), steps.of(8))
+    backend, steps, failures, quick = after_the_first()
 
     def once():
         steps.ran[4] = steps.ran.get(4, 0) + 1
@@ -169,9 +175,7 @@ def test_a_failed_capture_is_tried_once_by_sglangs_own_procedure(caplog):
 
 def test_no_memory_is_sglangs_to_handle_at_once():
     """A second try would have no more of it."""
-    backend, steps, failures = FullCudaGraphBackend(), Steps(), Failures()
-    quick = OneWarmUp(backend.capture_one, backend, failures)
-    quick(Frozen(8), steps.of(8))
+    backend, steps, failures, quick = after_the_first()
     backend.fails = "CUDA out of memory"
     with pytest.raises(RuntimeError, match="out of memory"):
         quick(Frozen(4), steps.of(4))
@@ -180,9 +184,7 @@ def test_no_memory_is_sglangs_to_handle_at_once():
 
 def test_a_capture_that_fails_either_way_is_not_noted():
     """Its failure isn't of the one warm-up, which later graphs still have."""
-    backend, steps, failures = FullCudaGraphBackend(), Steps(), Failures()
-    quick = OneWarmUp(backend.capture_one, backend, failures)
-    quick(Frozen(8), steps.of(8))
+    backend, steps, failures, quick = after_the_first()
     backend.fails = "broken"
     with pytest.raises(RuntimeError, match="broken"):
         quick(Frozen(4), steps.of(4))
