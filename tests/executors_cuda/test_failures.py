@@ -7,7 +7,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kpolicy.errors import CaptureError, GraphReplayError, StickyDeviceError  # noqa: E402
-from kpolicy.executors.cuda.failures import STICKY, classify, error_code  # noqa: E402
+from kpolicy.executors.cuda.failures import (  # noqa: E402
+    FORBIDDEN,
+    ILLEGAL,
+    MISSING,
+    OUT_OF_MEMORY,
+    STICKY,
+    WORDS,
+    classify,
+    error_code,
+)
 from kpolicy.reasons import Reason  # noqa: E402
 
 
@@ -60,6 +69,15 @@ CASES = {
     "an operator that is missing": (
         NotImplementedError("Could not run 'aten::x' with arguments from the 'CUDA' backend."), "missing", False,
     ),
+    "cuBLAS without memory for its handle": (
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "oom", False,
+    ),
+    "cuDNN without memory": (
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), "oom", False,
+    ),
+    "cuBLAS without a kernel": (
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmul`"), "missing", False,
+    ),
     "a model's own gap": (NotImplementedError("forward"), "failed", False),
     "lost, by name": (StickyDeviceError("gone"), "lost", True),
     "an illegal address, by code": (Coded(700), "lost", True),
@@ -105,6 +123,41 @@ Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 def test_the_advice_below_an_error_is_not_the_error(words: str, code: int | None) -> None:
     """Before torch 2.8 there are only words, and all of them end with advice that names device-side assertions."""
     assert error_code(RuntimeError(f"CUDA error: {words}{ADVICE}")) == code
+
+
+# As cudaGetErrorString of CUDA 13.0 has them, but for those that CASES has.
+SAID = {
+    35: "CUDA driver version is insufficient for CUDA runtime version",
+    36: "API call is not supported in the installed CUDA driver",
+    46: "CUDA-capable device(s) is/are busy or unavailable",
+    98: "invalid device function", 200: "device kernel image is invalid", 218: "a PTX JIT compilation failed",
+    214: "uncorrectable ECC error encountered", 220: "uncorrectable NVLink error detected during the execution",
+    221: "PTX JIT compiler library not found",
+    222: "the provided PTX was compiled with an unsupported toolchain.", 223: "PTX JIT compilation was disabled",
+    226: "Invalid access of peer GPU memory over nvlink or a hardware error",
+    302: "shared object symbol not found", 303: "shared object initialization failed",
+    401: "the operation cannot be performed in the present state", 500: "named symbol not found",
+    702: "the launch timed out and was terminated", 709: "context is destroyed", 714: "hardware stack error",
+    715: "an illegal instruction was encountered", 716: "misaligned address",
+    717: "operation not supported on global/shared address space", 718: "invalid program counter",
+    719: "unspecified launch failure", 721: "tensor memory not completely freed",
+    901: "operation failed due to a previous error during capture",
+    902: "operation would result in a merge of separate capture sequences",
+    903: "capture was not ended in the same stream as it began", 904: "capturing stream has unjoined work",
+    905: "dependency created on uncaptured work in another stream",
+    907: "operation not permitted on an event last recorded in a capturing stream", 999: "unknown error",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", SAID)
+@pytest.mark.parametrize("before", ["CUDA error", "Triton Error [CUDA]"])
+def test_words_mean_what_their_code_means(before: str, code: int) -> None:
+    """torch before 2.8 and Triton give words alone."""
+    assert classify(RuntimeError(f"{before}: {SAID[code]}{ADVICE}")) == classify(Coded(code))
+
+
+def test_every_code_that_means_something_has_words() -> None:
+    assert WORDS.keys() == STICKY | ILLEGAL | FORBIDDEN | MISSING | {OUT_OF_MEMORY}
 
 
 def test_every_sticky_code_loses_the_device() -> None:
