@@ -85,8 +85,9 @@ def report_command(
     reads = deployment.reads(traces)
     turns = SimFiles(perfetto=perfetto).turns(specs, names, reads)
     page_path = files_of("--out", out, ["report"], "report.html")[0]
-    check_files([("--out", page_path), *(("--perfetto", turn.perfetto) for turn in turns)], reads)
-    _check_folder(plots)
+    pictures = _pictures(plots, len(loaded))
+    written_here = [("--out", page_path), *(("--perfetto", turn.perfetto) for turn in turns)]
+    check_files([*written_here, *(("--plots", picture) for picture in pictures)], reads)
     followed: list[Path] = []
     with progress_bar("requests", quiet=json) as shown:
         made = gather(
@@ -112,11 +113,11 @@ def report_command(
     return 130 if made.interrupted else 1 if failed else 0
 
 
-def _check_folder(folder: Path | None) -> None:
-    """See that pictures can be drawn and written there, before anything runs."""
+def _pictures(folder: Path | None, num_traces: int) -> list[Path]:
+    """The files of the pictures where they may replace others; before anything runs, see that they can be drawn."""
     if folder is None:
-        return
-    from kpolicy.report.plots import check
+        return []
+    from kpolicy.report.plots import check, files
 
     check()
     if folder.exists() and not folder.is_dir():
@@ -126,6 +127,7 @@ def _check_folder(folder: Path | None) -> None:
         raise ConfigError(f"--plots {folder}: there is no folder {there}; make it, or give another one.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"--plots {folder} can't be written: Permission denied. Give another folder.")
+    return files(folder, num_traces) if folder.exists() else []
 
 
 def _observed(

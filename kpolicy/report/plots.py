@@ -21,9 +21,11 @@ from kpolicy.schemas import write_whole
 from kpolicy.simulate.pareto import plain_text
 from kpolicy.simulate.percentiles import CURVE_PERCENTS
 
-__all__ = ["check", "draw", "write"]
+__all__ = ["check", "draw", "files", "write"]
 
 FORMATS = ("png", "svg")
+PICTURES = ("latency", "modes", "map", "padding", "timeline")
+"""What a trace has pictures of; no map where the report was interrupted before it"""
 _MODE_COLOURS = ("#56b4e9", "#e69f00", "#4cc39a", "#cc79a7")
 _HATCHES = ("", "//", "..", "||")
 _COLOURS = ("#0072b2", "#d55e00", "#007a5a", "#a84b82", "#000000", "#7a5c00", "#56b4e9", "#6b6b6b")
@@ -39,6 +41,15 @@ def check() -> None:
         ConfigError: it isn't installed; the error says what to install.
     """
     load("matplotlib", extra="plots", package="matplotlib", what="--plots")
+
+
+def files(folder: Path, num_traces: int) -> list[Path]:
+    """Every file that `write` may make in a folder for so many traces."""
+    return [folder / _name(name, i, kind) for i in range(num_traces) for name in PICTURES for kind in FORMATS]
+
+
+def _name(picture: str, trace: int, kind: str) -> str:
+    return f"{picture}{f'-{trace + 1}' if trace else ''}.{kind}"
 
 
 def write(report: Report, folder: Path) -> list[Path]:
@@ -76,7 +87,7 @@ def draw(report: Report) -> dict[str, bytes]:
                     into = io.BytesIO()
                     metadata = {"Date": None} if kind == "svg" else {"Software": "kpolicy"}
                     figure.savefig(into, format=kind, dpi=150, metadata=metadata)
-                    found[f"{name}{f'-{i + 1}' if i else ''}.{kind}"] = into.getvalue()
+                    found[_name(name, i, kind)] = into.getvalue()
     return found
 
 

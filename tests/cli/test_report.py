@@ -142,6 +142,22 @@ def test_a_page_that_is_there_stays_where_the_new_one_fails(kpolicy: Command, tr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.html", "trace.csv"]
 
 
+@pytest.mark.parametrize("name", ["latency.svg", "padding-2.png"])
+def test_a_picture_isnt_written_over_what_is_read(kpolicy: Command, trace: Path, tmp_path: Path, name: str) -> None:
+    """Any file that --plots may make, before anything runs; nor over what another option writes."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "plots"
+    folder.mkdir()
+    other = folder / name
+    other.write_text(trace.read_text())
+    given = ("report", trace, other, "--policy", "eager", *SMALL, "--plots", folder)
+    refused(kpolicy(*given, "--out", tmp_path / "r.html"), f"--plots {other} is what the command reads")
+    assert other.read_text() == trace.read_text()
+    page = folder / "modes.png"
+    refused(kpolicy("report", trace, *given[3:], "--out", page), f"--out and --plots both write {page}")
+    assert [path.name for path in folder.iterdir()] == [name]
+
+
 def test_without_matplotlib_nothing_runs(
     kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_names_are_no_formulas_and_traces_have_files_of_their_own(tmp_path: Path
     made = attrs.evolve(made, traces=(attrs.evolve(made.traces[0], runs=tuple(runs)), made.traces[1]))
     written = plots.write(made, tmp_path / "new")
     assert {path.name for path in written} == {path.name for path in (tmp_path / "new").iterdir()}
+    assert sorted(written) == sorted(plots.files(tmp_path / "new", 2))
     assert {f"{name}{number}.svg" for name in NAMES for number in ("", "-2")} <= {path.name for path in written}
     assert "a$x$_b" in (tmp_path / "new" / "modes.svg").read_text()
 
