@@ -368,7 +368,8 @@ def plan_trace(
         before, after = (steps_of(each, start) for each in parts)
         if before.steps and after.steps:
             made, seen = settle(parts[0], before).plan, workload(after)
-            best, _ = planned(seen.histogram, smoothing=0.0, most_sizes=made.num_sizes, most_loss=None, against=None)
+            free = {"smoothing": 0.0, "worth": 0.0, "most_loss": None, "against": None}
+            best, _ = planned(seen.histogram, most_sizes=made.num_sizes, **free)
             held = HeldOut(
                 plan=made,
                 step_us=seen.time_us(made.sizes) / seen.steps,

@@ -160,7 +160,7 @@ def plan(
     if json:
         print_json(as_dict(found, emitted, limits, most_sizes))
     else:
-        render(found, emitted, emit, out, limits, most_sizes)
+        render(found, emitted, emit, out, limits, most_sizes, worth)
 
 
 # What is asked

@@ -109,12 +109,10 @@ def _limits(budget: Budget | None, most_sizes: int | None) -> dict[str, Any]:
 
 def render(
     found: TracePlan, emitted: Emitted | None, asked: str | None, out: Path | None, budget: Budget | None,
-    most_sizes: int | None,
+    most_sizes: int | None, worth: float | None,
 ) -> None:  # fmt: skip
     """Print the plan: the lists, what one more size would save, all scores, and what to give the engine."""
     made, planned, settings = console(), found.plan, found.settings
-    limits = _limits(budget, most_sizes)
-    said = ", ".join(some(value, "size") if name == "sizes" else amount(name, value) for name, value in limits.items())
     lines = [
         f"trace    {found.source}",
         f"         {some(found.requests, 'request')}; rows dropped: {_dropped(found)}",
@@ -123,7 +121,7 @@ def render(
         f"setting  {found.policy}, at most {settings.max_num_reqs:,} requests and {settings.max_num_tokens:,} tokens a "
         "step" + (f", {settings.num_speculative_tokens} drafts" if settings.num_speculative_tokens else ""),
         f"costs    {found.costs.version}" + ("" if found.costs.measured else " (analytic, not measured)"),
-        f"budget   {said or f'none: sizes while one more takes {WORTH:.1%} off the mean step'}",
+        f"budget   {_budget(_limits(budget, most_sizes), worth)}",
         "",
     ]
     lines += [f"{name:8s} {_list(name, sizes)}" for name, sizes in planned.lists.items()]
@@ -138,6 +136,14 @@ def render(
     made.print()
     for line in _closing(found, emitted, asked, out, budget):
         say(made, line)
+
+
+def _budget(limits: dict[str, Any], worth: float | None) -> str:
+    """What may be captured, and where sizes end before that."""
+    said = [some(value, "size") if name == "sizes" else amount(name, value) for name, value in limits.items()]
+    least = (0.0 if limits else WORTH) if worth is None else worth
+    ends = f"sizes while one more takes {100 * least:g}% off the mean step" if least else ""
+    return ", ".join([*said, *filter(None, [ends])]) if said else f"none: {ends or 'sizes while one more helps'}"
 
 
 def _dropped(found: TracePlan) -> str:

@@ -112,6 +112,9 @@ def plan(
     curve = joint_curve(frontiers(ladders, most, largest=largest), most)
     curve[curve >= penalty_us] = math.inf
     curve += workload.rest_us
+    limits = None if unlimited else allowed(budget, most_sizes)
+    if not math.isfinite(curve[-1]) and penalty_us < math.inf:
+        raise _too_few(ladders, penalty_us, limits, largest)
     if worth:
         # Where the curve isn't quite convex, up to the last size that is worth it.
         # Too few sizes for all steps take infinitely long: one size more gains no number there.
@@ -120,7 +123,7 @@ def plan(
         most_sizes = worthy if most_sizes is None else min(most_sizes, worthy)
     choice = choose(ladders, budget, most_sizes=most_sizes, largest=largest, exact=exact)
     if choice.us >= penalty_us:
-        raise _too_few(ladders, penalty_us, None if unlimited else allowed(budget, most_sizes), largest)
+        raise _too_few(ladders, penalty_us, limits, largest)
     return _plan(workload, choice, curve.tolist())
 
 
@@ -152,18 +155,18 @@ def _too_few(
 ) -> BudgetRefused:
     """The error for sizes that can't hold `most_loss`; `limits` is what there may be, in words, None for any number."""
     curve = joint_curve(frontiers(ladders, MOST_LAYERS, largest=largest)).tolist()
-    if limits is None:
+    fixed = ", or don't fix the largest size" if largest else ""
+    enough = next((k for k, us in enumerate(curve) if us < penalty_us), None)
+    if limits is None or enough is None:
         return BudgetRefused(
             Reason.BUDGET_GRAPHS,
             f"no plan of up to {len(curve) - 1} sizes keeps every step as near to a graph of its own size as was "
-            "asked. Allow more loss, compare with another list instead, or don't fix the largest size.",
+            f"asked. Allow more loss, compare with another list instead{fixed}.",
         )
-    enough = next((k for k, us in enumerate(curve) if us < penalty_us), None)
-    takes = f"it takes {enough}" if enough is not None else f"{len(curve) - 1} aren't enough"
     return BudgetRefused(
         Reason.BUDGET_GRAPHS,
-        f"{limits} can't keep every step as near to a graph of its own size as was asked: {takes} "
-        "sizes. Raise the budget or the loss, or don't fix the largest size.",
+        f"{limits} can't keep every step as near to a graph of its own size as was asked: it takes {enough} sizes. "
+        f"Raise the budget or the loss{fixed}.",
     )
 
 

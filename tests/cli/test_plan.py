@@ -40,6 +40,23 @@ def test_it_says_what_a_person_needs(kpolicy: Command, trace: Path) -> None:
     assert not any(line.endswith(" ") for line in ended.out.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "none: sizes while one more takes 0.1% off the mean step"),
+        (("--worth", 0.05), "none: sizes while one more takes 5% off the mean step"),
+        (("--worth", 0), "none: sizes while one more helps"),
+        (("--budget", 4, "--worth", 0.0005), "4 sizes, sizes while one more takes 0.05% off the mean step"),
+    ],
+)
+def test_where_sizes_end_is_told_as_it_was_asked(
+    kpolicy: Command, trace: Path, options: tuple[object, ...], said: str
+) -> None:
+    """By the budget, by --worth, or by what that is where neither was given."""
+    ended = kpolicy("plan", trace, "--max-num-reqs", 16, *options)
+    assert f"budget   {said}\n" in ended.out
+
+
 def test_what_more_sizes_than_the_budget_would_save_is_told_as_far_as_it_is_known(
     kpolicy: Command, trace: Path
 ) -> None:

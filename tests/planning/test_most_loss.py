@@ -82,6 +82,17 @@ def test_a_budget_that_cant_hold_it() -> None:
         plan_trace(trace(), most_loss=-1, **GIVEN)
 
 
+def test_a_loss_that_cant_be_held_is_no_budget() -> None:
+    """What wasn't asked for isn't named: no number of sizes where `worth` alone limits them, nor a largest size."""
+    never = r"^no plan of up to \d+ sizes keeps .* or don't fix the largest size\.$"
+    for most_sizes in (None, 3):
+        with pytest.raises(BudgetRefused, match=never):
+            plan_trace(trace(), most_loss=0.0, largest={"decode": 2}, most_sizes=most_sizes, **GIVEN)
+    more = r"^3 sizes can't keep .*: it takes \d+ sizes\. Raise the budget or the loss\.$"
+    with pytest.raises(BudgetRefused, match=more):
+        plan_trace(trace(), most_sizes=3, most_loss=0.1, worth=0.5, **GIVEN)
+
+
 @settings(max_examples=60, deadline=None)
 @given(ladders(), st.data())
 def test_against_another_list_equals_brute_force(ladder: Ladder, data: st.DataObject) -> None:

@@ -75,6 +75,9 @@ def test_held_out() -> None:
     assert held.best_us <= held.step_us * (1 + 1e-9)
     assert held.against_default == pytest.approx(held.step_us / held.default_us - 1)
     assert planned(hold_out=False).held_out is None
+    few = planned(smoothing=0.0, worth=0.2, most_loss=0.1).held_out
+    assert few is not None
+    assert few.best_us <= few.step_us, "the best has as many sizes, whatever more of them would be worth"
 
 
 def test_it_settles_and_says_what_it_is_from() -> None:
