@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kpolicy.executors.base import Executor
     from kpolicy.policies.base import Policy
 
-__all__ = ["other_device", "synchronise"]
+__all__ = ["other_device", "other_model", "synchronise"]
 
 
 def other_device(costs: CostTable, executor: Executor | None) -> str:
@@ -31,6 +31,18 @@ def other_device(costs: CostTable, executor: Executor | None) -> str:
     # Optional for an executor.
     here: str = getattr(executor, "device_name", "")
     return "" if here == costs.measured_on else here
+
+
+def other_model(costs: CostTable, executor: Executor | None) -> str:
+    """The executor's model where measured costs are of another one and both say which; otherwise empty.
+
+    Ranks don't compare models: a rank's share of one has a name of its own.
+    """
+    if not costs.measured or not costs.measured_with:
+        return ""
+    # Optional for an executor, and for its model.
+    here: str = getattr(getattr(executor, "model", None), "full_name", "")
+    return "" if here == costs.measured_with else here
 
 
 def synchronise(engine: Engine, communicator: Communicator, *, own: bool) -> tuple[CostTable, str]:

@@ -227,6 +227,7 @@ class CostTable:
         kv_span: the contexts that attention was timed at; None where that wasn't recorded.
         measured_on: the full name of the device that it was measured on; empty where nobody said. Files have it in the
             profile, and two tables that differ in nothing else are equal.
+        measured_with: likewise the model, as it calls itself.
     """
 
     version: str
@@ -251,6 +252,7 @@ class CostTable:
     effects: StepEffects = attrs.field(default=StepEffects())
     kv_span: KvSpan | None = None
     measured_on: str = attrs.field(default="", eq=False)
+    measured_with: str = attrs.field(default="", eq=False)
 
     def __attrs_post_init__(self) -> None:
         others = (*self.capture_us, *self.graph_bytes, *self.graph_pieces, self.host_work_us)

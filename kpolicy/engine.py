@@ -80,8 +80,8 @@ class Engine:
             model's own support, or ``"gqa"`` without a model. Beside a model it can only take support away.
         ladder: capture sizes; one list for all graphs, or `CaptureSizes`. The policy's own by default.
         settings: the deployment's limits.
-        costs: what launches take; the analytic table by default. A measured one that says where must be of the device
-            that the executor says it runs on.
+        costs: what launches take; the analytic table by default. A measured one that says where and with which model
+            must be of the device and the model that the executor says it runs.
         objective: ``"throughput"``, ``"latency"``, weights, or an `Objective`.
         executor: an executor or its name; None decides only.
         model: a step model to run, for example of `kpolicy.load`.
@@ -108,7 +108,7 @@ class Engine:
     Raises:
         ConfigError: an argument can't be used; subclasses say which.
         BudgetRefused: the ladder has more graphs than the budget admits.
-        ProfileError: the costs were measured on another device.
+        ProfileError: the costs were measured on another device, or with another model.
         RankError: of several ranks, one was started otherwise, or runs on another device than rank 0's costs are of.
     """
 
@@ -154,7 +154,7 @@ class Engine:
         self.executor = self._opened(executor, model, device)
         if costs is not None and (communicator is None or communicator.world_size == 1):
             # Several ranks hear of it together, in `sync`: none waits for one that has raised.
-            _check_device(costs, self.executor)
+            _check_measured(costs, self.executor)
         self._runs_behind = bool(getattr(self.executor, "runs_behind", False))
         # An executor may have found out more about the model's attention than the model claims.
         self.support = _support_of(attention, None if model is None else getattr(self.executor, "model", model))
@@ -204,9 +204,9 @@ class Engine:
         """Decide by that table from now on.
 
         Raises:
-            ProfileError: it was measured on another device.
+            ProfileError: it was measured on another device or with another model.
         """
-        _check_device(costs, self.executor)
+        _check_measured(costs, self.executor)
         self.costs = costs
         self._compiled, self._path = None, self._no_path
 
@@ -708,18 +708,23 @@ def _undecided(*_numbers: Any) -> Decision:
     raise AssertionError("a path of no version was taken")
 
 
-def _check_device(costs: CostTable, executor: Executor | None) -> None:
-    """Refuse costs that were measured on another device than the executor's, where both say which."""
+def _check_measured(costs: CostTable, executor: Executor | None) -> None:
+    """Refuse costs of another device or model than the executor's, where both say which."""
     if not costs.measured:
         return
-    from kpolicy.agreement import other_device
+    from kpolicy.agreement import other_device, other_model
 
-    here = other_device(costs, executor)
-    if here:
-        raise ProfileError(
-            f"costs {costs.version!r} were measured on {costs.measured_on}, and this Engine runs on {here}. Leave "
-            "costs out to measure at capture, or run kpolicy calibrate here; with measured_on='' costs are taken as is."
-        )
+    device, model = other_device(costs, executor), other_model(costs, executor)
+    if not device and not model:
+        return
+    if device:
+        differs, field = f"on {costs.measured_on}, and this Engine runs on {device}", "measured_on"
+    else:
+        differs, field = f"with {costs.measured_with}, and this Engine runs {model}", "measured_with"
+    raise ProfileError(
+        f"costs {costs.version!r} were measured {differs}. Leave costs out to measure at capture, or run kpolicy "
+        f"calibrate here; with {field}='' costs are taken as is."
+    )
 
 
 def _seconds(calibrate: float) -> float:

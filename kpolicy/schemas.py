@@ -72,7 +72,7 @@ class Profile:
     """What launches take on one device for one model, and how it was measured.
 
     Args:
-        costs: the cost table, every number of it. Measured ones are given the device's name too.
+        costs: the cost table, every number of it. Measured ones are given the device's name too, and the model's.
         device: the device's full name.
         model: the model, or what its shape is.
         versions: versions by name: driver, torch, kpolicy, ...
@@ -96,8 +96,9 @@ class Profile:
             raise ConfigError(f"costs is a {type(self.costs).__name__}; a profile has the CostTable that it came from.")
         if self.tensor_parallel_size is not None and self.tensor_parallel_size < 1:
             raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; give 1 or more, or None.")
-        if self.costs.measured and self.costs.measured_on != self.device:
-            object.__setattr__(self, "costs", attrs.evolve(self.costs, measured_on=self.device))
+        if self.costs.measured:
+            named = attrs.evolve(self.costs, measured_on=self.device, measured_with=self.model)
+            object.__setattr__(self, "costs", named)
 
     def split_otherwise(self, tensor_parallel_size: int) -> str:
         """How a model that is split over so many devices differs from this profile's, in words; empty if it doesn't.
@@ -617,7 +618,7 @@ def _sparse() -> Converter:
     return _converter(sparse=True)
 
 
-_ELSEWHERE = ("extra", "measured_on")
+_ELSEWHERE = ("extra", "measured_on", "measured_with")
 """Fields that stand elsewhere in a file"""
 _BESIDE: dict[str, type] = {"effects": StepEffects}
 """Fields whose own fields stand beside the others in a file"""

@@ -94,7 +94,8 @@ class StepModel(Protocol):
     """A model whose steps can be captured. `kpolicy.load` makes one of a Hugging Face model.
 
     Optional: `static_tensors()`, what graphs read besides their inputs, by name, for checks of addresses;
-    `give_back()`, called when an executor is released, frees what the model keeps for steps to come.
+    `give_back()`, called when an executor is released, frees what the model keeps for steps to come; `full_name`, what
+    the model calls itself, by which costs that were measured with another one are told.
     """
 
     @property

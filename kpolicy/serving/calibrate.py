@@ -68,7 +68,7 @@ def device_name(device: torch.device | None = None) -> str:
 
 def model_name(model: LoadedModel) -> str:
     """The architecture and its size."""
-    return f"{type(model.hf).__name__} of {model.num_params / 1e6:.1f} M parameters, {str(model.dtype)[6:]}"
+    return model.full_name
 
 
 def versions() -> dict[str, str]:

@@ -86,6 +86,11 @@ class LoadedModel:
         )
 
     @property
+    def full_name(self) -> str:
+        """The architecture and its size."""
+        return f"{type(self.hf).__name__} of {self.num_params / 1e6:.1f} M parameters, {str(self.dtype)[6:]}"
+
+    @property
     def support(self) -> AttentionSupport:
         return self._support
 

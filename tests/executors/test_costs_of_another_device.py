@@ -1,4 +1,4 @@
-"""Measured costs say where they were measured, and an Engine on another device doesn't take them."""
+"""Measured costs say where and with what they were measured; an Engine of another device or model refuses them."""
 
 from __future__ import annotations
 
@@ -60,18 +60,65 @@ def test_who_says_no_device_takes_all(executor: Any) -> None:
 
 
 def test_a_file_says_the_device_once() -> None:
-    """It is the profile's; the table that is read has it too, and equals the one that was written."""
+    """It is the profile's, like the model; the table that is read has both too, and equals the one that was written."""
     costs = measured(THERE)
     text = dumps(Profile(costs=costs, device=THERE, model="m"))
     assert text.count(THERE) == 1
     read = loads(text, Profile).costs
     assert read == costs
-    assert read.measured_on == THERE
+    assert (read.measured_on, read.measured_with) == (THERE, "m")
 
 
-def test_a_profile_that_ships_says_its_device() -> None:
+def test_a_profile_that_ships_says_its_device_and_model() -> None:
     profile = load_profile("qwen2.5-0.5b-h200")
     assert profile.costs.measured_on == profile.device != ""
+    assert profile.costs.measured_with == profile.model != ""
+
+
+# Another model.
+
+
+class Named:
+    """A model that says what it is."""
+
+    full_name = "LlamaForCausalLM of 1235.8 M parameters, bfloat16"
+
+
+class OfModel(OnDevice):
+    """Says which model it runs."""
+
+    def __init__(self, name: str = Named.full_name) -> None:
+        super().__init__()
+        self.model = Named()
+        self.model.full_name = name
+
+
+def with_model(name: str) -> CostTable:
+    return Profile(costs=attrs.evolve(analytic_costs(), measured=True, version="t1"), device=HERE, model=name).costs
+
+
+def test_costs_of_another_model_are_refused() -> None:
+    """When it is made and later: the error names the table, both models and what to do."""
+    other = "Qwen2ForCausalLM of 494.0 M parameters, bfloat16"
+    words = rf"costs 't1' were measured with {other}, .* runs {Named.full_name}\. Leave costs .* measured_with=''"
+    with pytest.raises(ProfileError, match=words):
+        Engine(costs=with_model(other), executor=OfModel())
+    engine = Engine(costs=with_model(Named.full_name), executor=OfModel())
+    with pytest.raises(ProfileError, match=words):
+        engine.take_costs(with_model(other))
+    assert engine.costs.measured_with == Named.full_name
+
+
+@pytest.mark.parametrize("costs", [with_model(""), attrs.evolve(with_model("m"), measured_with=""), analytic_costs()])
+def test_costs_of_no_named_model_are_taken(costs: CostTable) -> None:
+    assert Engine(costs=costs, executor=OfModel()).costs is costs
+
+
+def test_a_model_without_a_name_takes_all() -> None:
+    """As does an Engine that only decides."""
+    assert Engine(costs=with_model("m"), executor=OnDevice()).costs.measured_with == "m"
+    assert Engine(costs=with_model("m"), executor=OfModel("")).costs.measured_with == "m"
+    assert Engine(costs=with_model("m")).costs.measured_with == "m"
 
 
 # Ranks, which all decide by rank 0's costs.

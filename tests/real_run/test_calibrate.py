@@ -72,6 +72,7 @@ def test_a_profile_gives_the_table_back(measured: Any, model: Any, tmp_path: Pat
     assert profile.costs == costs
     assert profile.versions["torch"] == str(torch.__version__)
     assert "Qwen3" in profile.model
+    assert (costs.measured_on, costs.measured_with) == (profile.device, profile.model)
     assert profile.tensor_parallel_size == 1
 
 

@@ -103,6 +103,7 @@ class Calibration:
     def __init__(self, executor: Any, registry: GraphRegistry, model: Measurable, settings: Settings) -> None:
         self._registry = registry
         self._device: str = getattr(executor, "device_name", "")
+        self._model: str = getattr(model, "full_name", "")
         # A registry that Engines share has other executors' graphs too.
         self.keys = keys = [key for key in registry.captured() if key in executor.captured]
         decode = [key for key in keys if key.part is Part.FULL and key.query_len == 1]
@@ -226,6 +227,7 @@ class Calibration:
             ),
             kv_span=KvSpan(*self._decoding.timed(), self._prefilling.timed()),
             measured_on=self._device,
+            measured_with=self._model,
             **_captures(self._registry, self.keys),
         )
 
