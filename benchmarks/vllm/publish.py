@@ -82,17 +82,17 @@ def dated(found: dict[str, list[dict[str, Any]]], rows: Iterable[dict[str, Any]]
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Markdown, a figure a row, a table a pair of sides."""
+    """Markdown, a figure a row, a table a pair of sides; ``host`` as `summarise` has it."""
     lines: list[str] = []
     for pair, rows in found.items():
         base, side = pair.split()
-        lines += ["", f"| model | load | figure | {base} | {side} | ratio | 95% interval | n | date |"]
-        lines.append("|---" * 9 + "|")
+        lines += ["", f"| model | load | figure | {base} | {side} | ratio | 95% interval | n | host | date |"]
+        lines.append("|---" * 10 + "|")
         for row in rows:
             bounds = "" if row["low"] is None else f"{row['low']:.2f} to {row['high']:.2f}"
             lines.append(
                 f"| {row['model']} | {row['load']} | {row['figure']} | {row[base]:g} | {row[side]:g} | "
-                f"{row['ratio']:.2f} | {bounds} | {row['repeats']} | {row['date']} |"
+                f"{row['ratio']:.2f} | {bounds} | {row['repeats']} | {row.get('host', '')} | {row['date']} |"
             )
     return lines
 

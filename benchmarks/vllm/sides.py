@@ -53,6 +53,7 @@ class Side:
             command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             errors="replace",
         )  # fmt: skip
+        self.pid = self._child.pid
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._tail: list[str] = []
         self._log = log

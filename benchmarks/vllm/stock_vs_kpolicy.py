@@ -4,8 +4,9 @@ Each side (`benchmarks.vllm.ladders`) is one engine in a process of its own, all
 a time, with random weights, KV caches of equal bytes, vLLM's default asynchronous scheduling and default compilation
 level 3 (torch.compile) unless ``--llm`` says otherwise. Turns are short and many, as the host's speed changes within
 tens of seconds: in each repeat every side serves every load once (a burst `TURNS` times), and each side comes first in
-turn. The engine core runs in its process's main thread, which also
-makes the requests and reads the tokens, on all sides. Prompts are other random tokens each repeat, equal on all sides.
+turn. The engine core runs in its process's main thread, which also makes the requests and reads the tokens, on all
+sides; ``--one-core`` has it on one quick core, the same for all (`benchmarks.vllm.cores`). Prompts are other random
+tokens each repeat, equal on all sides.
 
 Raw rows go to ``OUT/raw.jsonl`` as they come; rows already there, or in ``--done``, aren't measured again.
 
@@ -16,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from benchmarks.vllm.cores import OneCore
 from benchmarks.vllm.ladders import PACED, SIDES, arguments_of
 from benchmarks.vllm.loads import LOADS, TURNS, Load, make_load
 from benchmarks.vllm.rows import Measurement, machine, rotated, say
@@ -53,6 +57,7 @@ class Run(Measurement):
         self._ahead: dict[tuple[str, str], Side] = {}
         self._machine: dict[str, str] = {}
         """Device and versions of the sides, as `machine` has them"""
+        self._core: OneCore | None = None
         self.failed = 0
         """Sides that were lost"""
 
@@ -151,6 +156,9 @@ class Run(Measurement):
             if following is not None:
                 self.ahead(following)
             sides |= self._start(options.sides, model)
+            if options.one_core:
+                self._core = OneCore(sorted(os.sched_getaffinity(0)))
+                say(f"{model}: {self._core.told}")
             for load in dict.fromkeys(load for _, load in wanted):
                 warm = make_load(load, model, options.traces, scale=WARM_SCALE * options.scale)
                 for name in self._of(load, sides):
@@ -183,8 +191,11 @@ class Run(Measurement):
 
     def _served(self, model: str, sides: dict[str, Side], name: str, load: Load, seed: str) -> dict[str, Any] | None:
         """That side's figures of a load; None where it is lost."""
+        side = sides[name]
         try:
-            return sides[name].ask(RUN_S, requests=load.requests, seed=seed, step_tokens=load.step_tokens)
+            with nullcontext({}) if self._core is None else self._core.held_by(side.pid) as host:
+                row = side.ask(RUN_S, requests=load.requests, seed=seed, step_tokens=load.step_tokens)
+            return {**row, **host}
         except SideError as error:
             self._lose(model, sides, name, error)
         return None
@@ -217,7 +228,7 @@ class Run(Measurement):
                 "command": "python -m benchmarks.vllm.stock_vs_kpolicy --models FOLDER --traces FOLDER --out OUT",
                 "date": options.date, "device": first.get("gpu"), "options": {
                     "llm": json.loads(options.llm), "kpolicy": json.loads(options.kpolicy), "child": options.child,
-                    "paced": json.loads(options.paced),
+                    "paced": json.loads(options.paced), "one_core": options.one_core,
                     "repeats": options.repeats, "scale": options.scale,
                 },
                 "versions": {name: first.get(name) for name in ("vllm", "torch")},
@@ -232,7 +243,8 @@ def _line(model: str, load: str, name: str, repeat: int, row: dict[str, Any]) ->
     shown = " ".join(
         f"{key}={row[key]}" for key in ("requests_per_s", "ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms")
     )
-    return f"{model} {load} #{repeat} {name:7} {shown} wall={row['wall_s']} steps={row['steps']} {row['modes']}"
+    host = " ".join(f"{key}={row[key]}" for key in ("host_us", "cores", "core_looks", "core_slow") if key in row)
+    return f"{model} {load} #{repeat} {name:7} {shown} wall={row['wall_s']} steps={row['steps']} {row['modes']} {host}"
 
 
 def _turns(text: str) -> tuple[str, int]:
@@ -275,6 +287,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--turns", nargs="*", default=[], type=_turns, metavar="LOAD=N", help="turns of that load in a repeat"
     )
+    parser.add_argument(
+        "--one-core", action="store_true", help="the side at work has its main thread on one quick core, each the same"
+    )
     parser.add_argument("--plan", type=Path, help="plan file of the side planned")
     parser.add_argument("--paced", default=json.dumps(PACED), help="JSON with the shim's settings for the side paced")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each load's requests, for a quick look")
@@ -287,6 +302,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--module", default="benchmarks.vllm.child", help="what runs in the children")
     parser.add_argument("--date", default="unstated")
     options, options.child = parser.parse_known_args(argv)
+    if options.one_core and not hasattr(os, "sched_setaffinity"):
+        parser.error("--one-core: this system doesn't let a process choose its cores; Linux does.")
     _check(parser, "--turns", [load for load, _ in options.turns], options.loads)
     _check(parser, "--only-for", [side for side, _ in options.only_for], options.sides)
     run = Run(options)

@@ -31,7 +31,8 @@ def ratio_interval(ratios: Sequence[float]) -> tuple[float, float | None, float 
 def summarise(rows: Iterable[dict[str, Any]], base: str = "stock", side: str = "kpolicy") -> list[dict[str, Any]]:
     """Rows of {model, load, figure, `base`, `side`, ratio, low, high, repeats}; a ratio above 1: `side` is better.
 
-    Where raw rows say how many requests a load had, so do these, and other numbers are another load.
+    Where raw rows say how many requests a load had, so do these, and other numbers are another load. Where all of a
+    row's turns tell the host's speed, ``host`` is the ratio of that: above 1 the side had the quicker host.
 
     Args:
         rows: raw rows, each with ``model``, ``side``, ``load`` (``start`` for start-up) and ``repeat``. Pairs are
@@ -61,8 +62,16 @@ def summarise(rows: Iterable[dict[str, Any]], base: str = "stock", side: str = "
                 side: round(statistics.median(b for _, b in pairs), 4),
                 "ratio": round(ratio, 4), "low": low and round(low, 4), "high": high and round(high, 4),
                 "repeats": len(pairs), **({} if requests is None else {"requests": requests}),
+                **_host([(bases[i], others[i]) for i in repeats]),
             })  # fmt: skip
     return found
+
+
+def _host(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, float]:
+    """The host's speed in the second turns over that in the first; nothing where a turn doesn't tell it."""
+    if not all("host_us" in turn for pair in pairs for turn in pair):
+        return {}
+    return {"host": round(statistics.geometric_mean(a["host_us"] / b["host_us"] for a, b in pairs), 4)}
 
 
 def compared(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -85,7 +94,7 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The comparisons, a figure a line, for a log."""
     return [
         f"{row['model']:9} {row['load']:12} {row['figure']:15} {base} {row[base]:>10} {side} {row[side]:>10} "
-        f"x{row['ratio']} [{row['low']}, {row['high']}] n={row['repeats']}"
+        f"x{row['ratio']} [{row['low']}, {row['high']}] n={row['repeats']} host {row.get('host')}"
         for name, found in compared(rows).items()
         for base, side in [name.split()]
         for row in found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 
 
@@ -47,6 +48,7 @@ def main() -> None:
             answer(
                 kind="run", requests_per_s=len(order["requests"]) / time, ttft_p50_ms=time, ttft_p99_ms=time,
                 gap_p50_ms=time, gap_p99_ms=time, wall_s=time, steps=3, modes={},
+                may_run_on=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
             )  # fmt: skip
 
 

@@ -60,6 +60,17 @@ def test_a_turn_s_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["figure"], found["ratio"]) == ("host_us", 0.6667)
 
 
+def test_each_figure_has_the_host_s_speed_in_its_turns_beside_it() -> None:
+    """And none where a turn doesn't tell it, as those of other turns would say nothing of this one."""
+    rows = [row("stock", i, requests_per_s=1.0, host_us=us) for i, us in enumerate((60.0, 80.0))]
+    rows += [row("kpolicy", i, requests_per_s=1.0, host_us=us) for i, us in enumerate((120.0, 40.0))]
+    assert {each["figure"]: each["host"] for each in summarise(rows)} == {"requests_per_s": 1.0, "host_us": 1.0}
+    (rate, _) = summarise(rows[:1] + rows[2:3])
+    assert (rate["ratio"], rate["host"]) == (1.0, 0.5)
+    del rows[0]["host_us"]
+    assert "host" not in summarise(rows)[0]
+
+
 def test_the_points_of_student_s_t() -> None:
     known = {1: 12.7062, 2: 4.303, 9: 2.262, 10: 2.2281, 14: 2.1448, 29: 2.0452, 1000: 1.9623}
     assert {freedom: student(freedom) for freedom in known} == pytest.approx(known, rel=2e-4)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
-from benchmarks.vllm import correct, publish, starts, stock_vs_kpolicy
+from benchmarks.vllm import cores, correct, publish, starts, stock_vs_kpolicy
 from benchmarks.vllm.ladders import arguments_of
 from benchmarks.vllm.rows import Rows, machine
 from kpolicy.errors import ConfigError
@@ -124,6 +128,55 @@ def test_a_load_may_have_more_turns_than_others(tmp_path: Path) -> None:
         ("decode-4", 0), ("decode-5", 0), ("decode-5", 1), ("burst-3", 0),
         ("decode-4", 1), ("decode-5", 2), ("decode-5", 3), ("burst-3", 1),
     ]  # fmt: skip
+
+
+two_cores = pytest.mark.skipif(
+    len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2, reason="needs two cores, and a system that gives them"
+)
+
+
+@two_cores
+def test_every_side_has_the_one_core_and_rows_tell_how_often_it_was_slow(tmp_path: Path) -> None:
+    rows = served(tmp_path, "--one-core", "--loads", "decode-4", "--repeats", "2")
+    turns = [row for row in rows if "wall_s" in row]
+    assert len(turns) == 4
+    assert all(len(row["may_run_on"]) == 1 for row in turns)
+    assert all({"core_looks", "core_slow", "core_moves"} <= row.keys() for row in turns)
+    assert all(
+        len(row["may_run_on"]) > 1 for row in served(tmp_path / "free", "--loads", "decode-4") if "wall_s" in row
+    )
+
+
+@two_cores
+def test_the_core_that_one_side_was_moved_to_is_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    moved = Event()
+
+    def look(self: Any) -> None:
+        self.looks += 1
+        if not moved.is_set():
+            os.sched_setaffinity(self._pid, {second})
+            self._at, self.slow, self.moves = second, 1, 1
+            moved.set()
+
+    monkeypatch.setattr(cores, "timed", lambda *_, **__: {first: [20.0] * 3, second: [21.0] * 3})
+    monkeypatch.setattr(cores, "quietest", lambda *_: [first])
+    monkeypatch.setattr(cores._Shared, "look", look)
+    here, found = cores.OneCore([first, second]), []
+    waiting = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    children = [subprocess.Popen(waiting, stdin=subprocess.PIPE) for _ in range(2)]
+    for place, child in enumerate(children):
+        with here.held_by(child.pid) as told:
+            found.append(os.sched_getaffinity(child.pid))
+            assert moved.wait(10.0)
+        assert told["core_looks"] >= 1 - place
+        assert (told["core_slow"], told["core_moves"]) == (1 - place, 1 - place)
+        found.append(os.sched_getaffinity(child.pid))
+        child.communicate()
+    assert found == [{first}, {second}, {second}, {second}]
+    with here.held_by(children[0].pid) as told:  # it has ended
+        pass
+    assert told["core_moves"] == 0
 
 
 @pytest.mark.parametrize(
@@ -285,7 +338,7 @@ def test_folders_of_several_calls_are_published_together(tmp_path: Path, capsys:
     results = tmp_path / "results"
     capsys.readouterr()
     assert publish.main([*map(str, calls), "--date", "today", "--results", str(results)]) == 0
-    assert "| m | start | capture_s | 2 | 1 | 2.00 | 2.00 to 2.00 | 2 | today |" in capsys.readouterr().out
+    assert "| m | start | capture_s | 2 | 1 | 2.00 | 2.00 to 2.00 | 2 |  | today |" in capsys.readouterr().out
     rows = json.loads((results / "vllm_stock_vs_kpolicy.json").read_text())
     assert ratios(rows)["capture_s"] == 2
     assert set(json.loads((results / "vllm_sides.json").read_text())["pairs"]) == {"wide kpolicy", "stock wide"}
