@@ -129,10 +129,11 @@ class BudgetRefused(RegistryError):
 
 
 class CaptureError(KPolicyError):
-    """A capture that failed; the batch still runs, in a lesser mode. `reason` says why."""
+    """A capture that failed; the batch still runs, in a lesser mode. `reason` says why, `seconds` what it took."""
 
-    def __init__(self, reason: object, message: str) -> None:
+    def __init__(self, reason: object, message: str, *, seconds: float = 0.0) -> None:
         self.reason = reason
+        self.seconds = seconds
         super().__init__(message)
 
 

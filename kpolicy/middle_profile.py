@@ -1,10 +1,10 @@
 """Of several profiles of one model, the middle of each figure.
 
-``python -m benchmarks.middle_profile P1 P2 P3 --out P``. A virtual machine's host is slow or quick for as long as a
-calibration takes, and the fixed work noted beside each sample (`kpolicy.host_speed`) doesn't tell all of it; a single
-figure may be off besides, such as how much quicker pieces in a row are. So calibrate several times, in processes of
-their own, and serve by the median of every figure, once all tables are brought to the middle one's host speed. What it
-is worth, docs/benchmarks.md shows on five runs.
+A virtual machine's host is slow or quick for as long as a calibration takes, and the fixed work noted beside each
+sample (`kpolicy.host_speed`) doesn't tell all of it; a single figure may be off besides, such as how much quicker
+pieces in a row are. So ``kpolicy calibrate --repeats 3`` calibrates several times, in processes of their own, and
+writes the median of every figure, once all tables are brought to the middle one's host speed. What it is worth,
+docs/benchmarks.md shows.
 
 Curves are taken at every size that one of them has and all of them span. Of the host's times to launch, the median is
 that of steps of decodes, of a prompt and of both, which were measured; their parts, which weren't, are made of it. What
@@ -13,20 +13,18 @@ some tables lack is the middle of those that have it.
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import statistics
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
 
 from kpolicy.costs import CostTable, Curve, HostCost
-from kpolicy.errors import KPolicyError, ProfileError
+from kpolicy.errors import ProfileError
 from kpolicy.kv_span import KvSpan
-from kpolicy.schemas import Profile, read_profile, write_profile
+from kpolicy.schemas import Profile
+
+__all__ = ["launching_us", "middle"]
 
 T = TypeVar("T")
 
@@ -44,7 +42,7 @@ def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
 
     Raises:
         ProfileError: they aren't of one model, device and split, were measured by other versions or another fixed work,
-            don't note their host's speed, or have curves without a size in common.
+            note their host's speed in part only, or have curves without a size in common.
     """
     first = profiles[0]
     for i, profile in enumerate(profiles):
@@ -55,8 +53,9 @@ def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
                     f"profile {i + 1} has {name} {mine}, the first {its}; give profiles of one model on one device by "
                     "one version."
                 )
-        if not profile.costs.host_work_us:
-            raise ProfileError(f"profile {i + 1} has no host_work_us; calibrate again, on a GPU, by this version.")
+        if bool(profile.costs.host_work_us) != bool(first.costs.host_work_us):
+            mine, its = profile.costs.host_work_us, first.costs.host_work_us
+            raise ProfileError(f"profile {i + 1} has host_work_us {mine:g}, the first {its:g}; calibrate all alike.")
     tables = [profile.costs for profile in profiles]
     work_us = statistics.median(costs.host_work_us for costs in tables)
     version = f"the middle of each figure of {len(tables)}: " + "; ".join(costs.version for costs in tables)
@@ -111,30 +110,3 @@ def _host(costs: Sequence[HostCost]) -> HostCost:
     )
     common = min(max(decodes + prompt - both, 0.0), decodes, prompt)
     return HostCost(common, statistics.median(cost.req_us for cost in costs), decodes - common, prompt - common)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("profiles", type=Path, nargs="+", help="profiles of one model, by `kpolicy calibrate`")
-    parser.add_argument("--out", type=Path, required=True, help="where the profile of the middle is written")
-    arguments = parser.parse_args(argv)
-    if any(arguments.out.resolve() == path.resolve() for path in arguments.profiles):
-        parser.error(f"--out {arguments.out} is one of the profiles, which would be lost; name another file")
-    command = shlex.join(["python", "-m", "benchmarks.middle_profile", *map(str, arguments.profiles)])
-    try:
-        profiles = [read_profile(path) for path in arguments.profiles]
-        made = middle(profiles, f"{command} --out {shlex.quote(str(arguments.out))}")
-        write_profile(arguments.out, made)
-    except (KPolicyError, OSError) as error:
-        sys.stderr.write(f"benchmarks.middle_profile: {error}\n")
-        return 2
-    work_us = made.costs.host_work_us
-    of_middle = launching_us(made.costs, work_us)
-    for path, profile in zip(arguments.profiles, profiles, strict=True):
-        us = launching_us(profile.costs, work_us)
-        print(f"{path}: {us:,.0f} us, {us / of_middle:.2f} of the middle")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from json import loads as parse_json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +21,16 @@ from kpolicy.costs import CostTable
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.ladders import CaptureSizes
+from kpolicy.middle_profile import launching_us, middle
+from kpolicy.schemas import read_profile, write_profile
 from kpolicy.settings import Settings
 
 __all__ = ["calibrate_command"]
 
 DEVICES = ("auto", "cpu", "cuda")
 SECONDS = 60.0
+_TOTALS = ("profile", "device", "model", "graphs", "capture_s", "not_captured")
+"""What is said of a calibration beside its table"""
 
 
 def calibrate_command(
@@ -54,6 +61,14 @@ def calibrate_command(
         int | None, Parameter(converter=whole, help="KV capacity in tokens. By default 262144; 32768 on a CPU.")
     ] = None,
     seed: Annotated[int, Parameter(converter=whole, help="Of random weights.")] = 0,
+    repeats: Annotated[
+        int,
+        Parameter(
+            converter=whole,
+            help="Calibrate so often, each in a process of its own, and write the middle of each figure; the repeats "
+            "stay beside it, NAME-1 and so on. For hosts whose speed changes, as virtual ones' does: 3.",
+        ),
+    ] = 1,
     json: Json = False,
 ) -> int:  # fmt: skip
     """Measure what steps of a model take on this machine, and write it as a profile.
@@ -66,7 +81,9 @@ def calibrate_command(
         raise UnknownNameError("device", device, DEVICES, "`kpolicy doctor` says what is on this machine.")
     if not 0 < seconds < 1e6:
         raise ConfigError(f"--seconds is {seconds:g}; it takes seconds above 0, such as {SECONDS:g}.")
-    check_files([("--out", out)], [model, *([] if ladder is None else [Path(ladder)])])
+    parts = [] if at_least("--repeats", repeats, 1) == 1 else [_numbered(out, i + 1) for i in range(repeats)]
+    written = [("--out", out), *(("--repeats", part) for part in parts)]
+    check_files(written, [model, *([] if ladder is None else [Path(ladder)])])
     needs_torch("calibrate")
     device = _found() if device == "auto" else device
     size = SIZES[device.partition(":")[0]]
@@ -76,6 +93,13 @@ def calibrate_command(
     )
     kv = at_least("--kv-tokens", size.kv_tokens if kv_tokens is None else kv_tokens, size.block_size)
     sizes = ladder_of(ladder, settings, config=model) or _sizes(settings, device)
+    if parts:
+        given = {
+            "--model": model, "--device": device, "--seconds": seconds, "--max-num-reqs": settings.max_num_reqs,
+            "--max-num-tokens": settings.max_num_tokens, "--kv-tokens": kv, "--seed": at_least("--seed", seed, 0),
+            "--ladder": ladder,
+        }  # fmt: skip
+        return _repeat(out, parts, given, json=json)
     return _calibrate(
         model, out, device=device, settings=settings, sizes=sizes, kv_tokens=kv, block_size=size.block_size,
         seconds=seconds, seed=at_least("--seed", seed, 0), json=json,
@@ -98,6 +122,38 @@ def _sizes(settings: Settings, device: str) -> CaptureSizes:
     default = CaptureSizes.default(settings)
     # Mixed batches in one graph are measured as far as in pieces.
     return CaptureSizes(default.decode, default.piecewise, default.piecewise)
+
+
+def _numbered(out: Path, number: int) -> Path:
+    return out.with_name(f"{out.stem}-{number}{out.suffix}")
+
+
+def _repeat(out: Path, parts: Sequence[Path], given: Mapping[str, object], *, json: bool) -> int:
+    """Each part by a process of its own, as the state of one's host and libraries is what differs; then their middle.
+
+    A part that fails ends it with its code and message; those before it stay.
+    """
+    options = [str(each) for option, value in given.items() if value is not None for each in (option, value)]
+    said: list[dict[str, Any]] = []
+    for i, part in enumerate(parts):
+        sys.stderr.write(f"kpolicy: calibration {i + 1} of {len(parts)}\n")
+        sys.stderr.flush()
+        command = [sys.executable, "-m", "kpolicy", "calibrate", *options, "--out", str(part), "--json"]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, check=False)  # noqa: S603 - our own interpreter, no shell
+        if ended.returncode:
+            return ended.returncode
+        said.append(parse_json(ended.stdout))
+    profiles = [read_profile(part) for part in parts]
+    made = middle(profiles, shlex.join(["kpolicy", *COMMAND.get()]))
+    write_profile(out, made)
+    costs = made.costs
+    us = {str(part): launching_us(each.costs, costs.host_work_us) for part, each in zip(parts, profiles, strict=True)}
+    totals = {**{name: said[-1][name] for name in _TOTALS}, "profile": str(out), "repeats_launching_us": us}
+    if json:
+        print_json({**totals, **_summary(costs)})
+    else:
+        _render(totals, costs)
+    return 0
 
 
 def _calibrate(
@@ -125,11 +181,9 @@ def _calibrate(
         save_profile(out, costs, model, shlex.join(["kpolicy", *COMMAND.get()]))
         captured = engine.registry.captured()
         failed = {str(key): why for key, why in getattr(engine.executor, "capture_errors", {}).items()}
-        totals = {
-            "profile": str(out), "device": device_name(model.device), "model": model_name(model),
-            "graphs": len(captured), "capture_s": sum(engine.registry.record(key).seconds for key in captured),
-            "not_captured": failed,
-        }  # fmt: skip
+        capture_s = sum(engine.registry.record(key).seconds for key in captured)
+        told = (str(out), device_name(model.device), model_name(model), len(captured), capture_s, failed)
+        totals = dict(zip(_TOTALS, told, strict=True))
     finally:
         engine.release()
     if json:
@@ -199,4 +253,6 @@ def _render(totals: dict[str, Any], costs: CostTable) -> None:
         f"halves beside each other: {costs.overlap_cost:.0%} of the shorter one's time is still paid; "
         f"{costs.step_us:,.0f} us a step that nothing covers"
     )
+    for part, us in totals.get("repeats_launching_us", {}).items():
+        out.print(f"{part}: an eager prompt and a decode in pieces take {us:,.0f} us to launch")
     out.print(f"written to {totals['profile']}")

@@ -179,7 +179,10 @@ class GraphLauncher:
             self.adapter.abort()
             if not isinstance(error, Exception):
                 raise
-            raise self._capture_error(str(key), error) from error
+            failed = self._capture_error(str(key), error)
+            if isinstance(failed, CaptureError):
+                failed.seconds = time.perf_counter() - start
+            raise failed from error
         pool.warm = True
         if self._checks:
             self._statics[key] = self._where()

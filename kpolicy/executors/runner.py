@@ -252,7 +252,7 @@ class ModeRunner:
             pool = self._pool(key, left)
             handle, report = self.launcher.capture(key, pool.memory)
         except CaptureError as error:
-            registry.fail(key, _reason(error))
+            registry.fail(key, _reason(error), seconds=error.seconds)
             self.capture_errors[key] = str(error)
             return None
         except StickyDeviceError as error:

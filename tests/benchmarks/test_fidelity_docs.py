@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fidelity import RESULT
-from benchmarks.middle_profile import launching_us, middle
+from kpolicy.middle_profile import launching_us, middle
 from kpolicy.schemas import Profile, read_profile
 
 DOC = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()

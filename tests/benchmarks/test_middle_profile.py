@@ -117,7 +117,7 @@ def test_profiles_that_do_not_compare_are_refused(tmp_path: Path, capsys: pytest
         "profile 2 has model another model": written(tmp_path / "3.json", table(), model="another model"),
         "profile 2 has versions": written(tmp_path / "4.json", table(), versions={"torch": "2"}),
         "profile 2 has tensor_parallel_size 2": written(tmp_path / "5.json", table(), tensor_parallel_size=2),
-        "profile 2 has no host_work_us": written(tmp_path / "6.json", table(0.0)),
+        "profile 2 has host_work_us 0, the first 20": written(tmp_path / "6.json", table(0.0)),
         "host_probe is 'interpreter', 'copies'": written(tmp_path / "7.json", table(host_probe="copies")),
         "curves of eager have no size in common: 1 to 16384; 20000 to 20000": written(
             tmp_path / "8.json", table(eager=Curve([20_000], [1e4]))
@@ -134,7 +134,7 @@ def test_profiles_that_do_not_compare_are_refused(tmp_path: Path, capsys: pytest
     assert "no folder" in capsys.readouterr().err
     before = first.read_bytes()
     with pytest.raises(SystemExit) as stopped:
-        middle_profile.main([str(others["profile 2 has no host_work_us"]), str(first), "--out", str(first)])
+        middle_profile.main([str(tmp_path / "6.json"), str(first), "--out", str(first)])
     assert stopped.value.code == 2
     assert "is one of the profiles" in capsys.readouterr().err
     assert first.read_bytes() == before

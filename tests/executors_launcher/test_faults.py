@@ -82,6 +82,7 @@ def test_a_failed_capture_leaves_no_trace(part: Part, fault: str, reason: Reason
     failed = states[0] if part is Part.PIECEWISE else states[1]
     other = states[1] if part is Part.PIECEWISE else states[0]
     assert (failed.state, failed.reason) == (GraphState.FAILED, reason)
+    assert failed.seconds > 0
     assert other.state is GraphState.CAPTURED
     graphs = [graph for pool in executor.adapter._pools for graph in pool.graphs]
     assert len(graphs) == other.graphs, "graphs of the failed capture are still held"

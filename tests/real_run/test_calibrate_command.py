@@ -54,9 +54,45 @@ def test_in_text(kpolicy: Command, config: Path, tmp_path: Path) -> None:  # noq
     assert ended.out.splitlines()[-1] == f"written to {out}"
 
 
+def test_repeats_are_each_a_process_and_the_profile_their_middle(
+    kpolicy: Command, config: Path, tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    """They stay beside it; a figure of it is none of one table's in particular."""
+    out = tmp_path / "p.json"
+    ended = kpolicy("calibrate", "--model", config, "--out", out, "--repeats", 3, "--seed", 3, "--json", *SMALL)
+    assert ended.code == 0, ended.err
+    assert [line for line in ended.err.splitlines() if line.startswith("kpolicy:")] == [
+        f"kpolicy: calibration {i} of 3" for i in (1, 2, 3)
+    ]
+    parts = [tmp_path / f"p-{i}.json" for i in (1, 2, 3)]
+    assert sorted(tmp_path.iterdir()) == sorted([config, out, *parts])
+    made, repeats = read_profile(out), [read_profile(part) for part in parts]
+    us = [each.costs.full.at(4) for each in repeats]
+    assert made.costs.full.at(4) == sorted(us)[1]
+    assert made.costs.version == f"the middle of each figure of 3: {'; '.join(each.costs.version for each in repeats)}"
+    assert made.command.endswith("--max-num-reqs 4 --max-num-tokens 16 --kv-tokens 512 --seconds 0.3")
+    assert "--seed 3" in repeats[0].command, "a repeat has what was asked"
+    assert ended.json["repeats_launching_us"].keys() == {str(part) for part in parts}
+    assert ended.json["costs"] == made.costs.version
+
+
+def test_a_repeat_that_fails_ends_it(kpolicy: Command, config: Path, tmp_path: Path) -> None:  # noqa: F811
+    """With its code, and no profile; a repeat may be no file that is read."""
+    config.write_text(json.dumps({**TINY, "num_attention_heads": 3}))
+    ended = kpolicy("calibrate", "--model", config, "--out", tmp_path / "p.json", "--repeats", 2, *SMALL)
+    assert ended.code != 0
+    assert list(tmp_path.iterdir()) == [config]
+    read = tmp_path / "p-2.json"
+    config.rename(read)
+    ended = kpolicy("calibrate", "--model", read, "--out", tmp_path / "p.json", "--repeats", 2, *SMALL)
+    assert ended.code == 2
+    assert f"--repeats {read} is what the command reads" in ended.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("--repeats", "0"), "--repeats is 0"),
         (("--device", "gpu"), "unknown device 'gpu'"),
         (("--device", "simulated"), "unknown device 'simulated'"),
         (("--seconds", "0"), "--seconds is 0"),
