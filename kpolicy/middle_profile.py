@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 
@@ -25,8 +25,6 @@ from kpolicy.kv_span import KvSpan
 from kpolicy.schemas import Profile
 
 __all__ = ["launching_us", "middle"]
-
-T = TypeVar("T")
 
 
 def launching_us(costs: CostTable, work_us: float) -> float:
@@ -59,38 +57,40 @@ def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
     tables = [profile.costs for profile in profiles]
     work_us = statistics.median(costs.host_work_us for costs in tables)
     version = f"the middle of each figure of {len(tables)}: " + "; ".join(costs.version for costs in tables)
-    costs = _middle([attrs.evolve(costs.at_host_speed(work_us), version=version) for costs in tables], "costs")
+    costs: CostTable = _middle(
+        [attrs.evolve(costs.at_host_speed(work_us), version=version) for costs in tables], "costs"
+    )
     return attrs.evolve(
         first, costs=costs, command=command, measured_at=max(profile.measured_at for profile in profiles)
     )
 
 
-def _middle(values: Sequence[T], name: str) -> T:
+def _middle(values: Sequence[Any], name: str) -> Any:
     """The middle of a figure, or of each figure of a part of the table; texts and flags must agree."""
-    known: list[Any] = [value for value in values if value is not None]
+    known = [value for value in values if value is not None]
     if not known:
         return values[0]
-    first: Any = known[0]
+    first = known[0]
     if isinstance(first, Curve):
-        return _curve(known, name)  # type: ignore[return-value]
+        return _curve(known, name)
     if isinstance(first, HostCost):
-        return _host(known)  # type: ignore[return-value]
+        return _host(known)
     if isinstance(first, KvSpan):
         # What not all of them were timed at is outside.
-        return KvSpan(*map(min, zip(*map(attrs.astuple, known), strict=True)))  # type: ignore[return-value]
+        return KvSpan(*map(min, zip(*map(attrs.astuple, known), strict=True)))
     if attrs.has(type(first)):
         fields = [field.name for field in attrs.fields(type(first))]
         return attrs.evolve(
             first, **{each: _middle([getattr(value, each) for value in known], each) for each in fields}
         )
     if isinstance(first, tuple):
-        return tuple(_middle(each, name) for each in zip(*known, strict=True))  # type: ignore[return-value]
+        return tuple(_middle(each, name) for each in zip(*known, strict=True))
     if isinstance(first, (bool, str)):
         if any(value != first for value in known):
             raise ProfileError(f"{name} is {', '.join(map(repr, known))}; give profiles that were measured alike.")
-        return first  # type: ignore[return-value]
+        return first
     found = statistics.median(known)
-    return round(found) if isinstance(first, int) else found  # type: ignore[return-value]
+    return round(found) if isinstance(first, int) else found
 
 
 def _curve(curves: Sequence[Curve], name: str) -> Curve:
