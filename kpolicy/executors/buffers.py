@@ -136,6 +136,8 @@ class StepBuffers:
             jobs.append((self.query_starts, starts, reqs + 1, starts[-1]))
         if wanted:
             jobs.append((self.wanted, rows.wanted, max(reqs, len(rows.wanted)), 0))
+        if self.extra or rows.extra:
+            jobs += self._extra_jobs(rows, tokens)
         adapter = self._adapter
         try:
             if repeat > 1:
@@ -145,8 +147,6 @@ class StepBuffers:
             else:
                 for job in jobs:
                     adapter.stage(*job)
-            if self.extra or rows.extra:
-                self._stage_extra(rows, tokens)
             sampled = bool(rows.sampling) and self._stage_sampling(rows)
         except BaseException:
             adapter.drop_staged()
@@ -154,14 +154,13 @@ class StepBuffers:
         adapter.commit(until)
         return sampled
 
-    def _stage_extra(self, rows: StepInputs, num_tokens: int) -> None:
+    def _extra_jobs(self, rows: StepInputs, num_tokens: int) -> list[Any]:
         if rows.extra.keys() != self.extra.keys():
             raise ConfigError(
                 f"the step brings the extra inputs {sorted(rows.extra)} and the model takes {sorted(self.extra)}; give "
                 "those, and state in the model's `extra_inputs` what it takes."
             )
-        for name, buffer in self.extra.items():
-            self._adapter.stage(buffer, rows.extra[name], num_tokens, 0)
+        return [(buffer, rows.extra[name], num_tokens, 0) for name, buffer in self.extra.items()]
 
     def _stage_sampling(self, rows: StepInputs) -> bool:
         """Copy what sampling reads; False where every row is greedy."""

@@ -123,3 +123,26 @@ def test_a_weight_that_is_gone_is_named(weights: Weights) -> None:
     assert not engine.registry.captured()
     assert all("down_proj is gone" in words for words in engine.executor.capture_errors.values())
     engine.executor.look()
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["any tensor", "of the adapter"])
+@pytest.mark.parametrize("what", ["token_ids", "positions", "slot_mapping", "block_table", "kv_lens", "scale"])
+def test_an_input_that_was_swapped_costs_the_graph_not_the_step(
+    what: str, made: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it is, a model's own further inputs too: it would be staged, and the graph read the one that was."""
+    monkeypatch.setattr(torch.cuda, "Event", Point)
+    monkeypatch.setattr(NoModel, "extra_inputs", {"scale": ((4,), "float32")}, raising=False)
+    engine, model = opened()
+    inputs = decode_inputs(3, model.num_blocks)._replace(extra={"scale": [[1.0] * 4] * 3})
+    (key,) = engine.step(inputs).decision.keys
+    buffers = engine.registry.record(key).handle.buffers
+    held = buffers.extra if what == "scale" else vars(buffers)
+    shape, dtype = tuple(held[what].shape), held[what].dtype
+    held[what] = (
+        engine.executor.adapter.alloc_static(shape, str(dtype)[6:]) if made else torch.zeros(shape, dtype=dtype)
+    )
+    assert engine.step(inputs).decision.mode.value == "eager"
+    record = engine.registry.record(key)
+    assert (record.state, record.reason) == (GraphState.WITHDRAWN, Reason.ADDRESS_CHANGED)
+    assert engine.stats.replay_failures >= 1

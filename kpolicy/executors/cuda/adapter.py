@@ -24,7 +24,7 @@ from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cuda.events import CudaEvent, Points, Recorder, first_line, new_span
 from kpolicy.executors.cuda.failures import classify
-from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of
+from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of, swapped
 from kpolicy.executors.cuda.streams import give_back, new_stream
 from kpolicy.executors.device import Failure, MemoryReport, Span
 from kpolicy.executors.simulated import Fault
@@ -175,7 +175,10 @@ class CudaAdapter:
             for job in jobs:
                 self.stage(*job)
             return
-        group, _ = place_of(jobs[0][0])
+        try:
+            group, _ = place_of(jobs[0][0])
+        except ConfigError as error:
+            raise swapped(jobs[0][0]) from error
         if group not in self._dirty:
             self._dirty.append(group)
         group.stage_all(jobs)

@@ -23,7 +23,7 @@ from kpolicy.executors.device import Span
 from kpolicy.executors.packing import FORMATS, PackedRows
 from kpolicy.reasons import Reason
 
-__all__ = ["BufferSpec", "Job", "StagedGroup", "place_of"]
+__all__ = ["BufferSpec", "Job", "StagedGroup", "place_of", "swapped"]
 
 TURNS = 5
 """Pieces of pinned memory: how many launches the host may be ahead of the device"""
@@ -156,12 +156,7 @@ class StagedGroup:
         for buffer, values, size, fill in jobs:
             place: _Place | None = getattr(buffer, _PLACE, None)
             if place is None or place.group is not self:
-                raise GraphReplayError(
-                    None,
-                    f"a static input of {list(buffer.shape)} isn't the one that graphs read: it was swapped for "
-                    "another. Copy into the tensor that was there, or capture again.",
-                    Reason.ADDRESS_CHANGED,
-                )
+                raise swapped(buffer)
             if type(values) in _PLAIN:
                 rows, offset, row_bytes, flat = places[place.buffer]
                 rows.put(values, size, fill, flat=flat)
@@ -237,6 +232,16 @@ class StagedGroup:
             self._copies[end] = pieces
         self._copies[high] = pieces
         return pieces
+
+
+def swapped(buffer: Any) -> GraphReplayError:
+    """What is wrong with a tensor in the place of a static input of a graph's."""
+    return GraphReplayError(
+        None,
+        f"a static input of {list(buffer.shape)} isn't the one that graphs read: it was swapped for another. Copy into "
+        "the tensor that was there, or capture again.",
+        Reason.ADDRESS_CHANGED,
+    )
 
 
 def place_of(buffer: Any) -> tuple[StagedGroup, int]:
