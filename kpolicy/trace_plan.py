@@ -253,6 +253,7 @@ def replayed(
     if result.interrupted:
         raise KeyboardInterrupt
     histogram.refused = dict(result.refused)
+    histogram.delays = result.delays
     histogram.outside_sizes = result.outside_sizes / max(result.steps, 1)
     if result.outside_contexts is not None:
         histogram.outside_contexts = result.outside_contexts / max(result.steps, 1)
@@ -458,6 +459,8 @@ def _notes(found: Replayed, workload: Workload, policy: Policy, costs: CostTable
     refused = found.histogram.refused
     if refused:
         notes.append(f"requests that made no steps: {_counted(refused)}.")
+    if found.histogram.delays:
+        notes.append(f"{found.histogram.delays}.")
     above = unseen(workload, found.plan.sizes)
     if above is not None and above.worse > _MUCH_WORSE:
         how = f"replays the graph of {above.size:,}" if above.size else "runs eagerly"

@@ -71,6 +71,8 @@ def _notes(made: Console, result: SimResult) -> None:
     if result.not_captured:
         text += "; not captured: " + counted(result.not_captured)
     text += "".join(f"; {each}" for each in result.extrapolated)
+    if result.delays:
+        text += f"; {result.delays}"
     if result.preemptions:
         text += f"; {result.preemptions:,} preemptions"
     if result.reused_tokens:

@@ -83,8 +83,9 @@ class Served:
         Parameter(
             group=_SERVER,
             converter=whole,
-            help="Clients, where each sends its next request when it has the answer to its last. By default requests "
-            "come as the trace says.",
+            help="Clients, none of which has more than one request in the server: one that the trace has come while "
+            "all wait comes with the next answer. No request comes sooner than the trace and --rate say. By default "
+            "there is no limit.",
         ),
     ] = None
     prefix_reuse: Annotated[

@@ -163,6 +163,15 @@ def sweep_command(
             many = "1 case has" if len(outside) == 1 else f"{len(outside)} cases have"
             say(made, f"{many} steps of a size or a context outside the cost table, up to {max(outside):.1%}")
         results = [line["result"] for line in lines if "result" in line]
+        # A file may be of a version that didn't tell.
+        delayed = [share for each in results if (share := each.get("delayed_share"))]
+        if delayed:
+            many = "1 case has" if len(delayed) == 1 else f"{len(delayed)} cases have"
+            say(
+                made,
+                f"{many} requests that came later than the trace says, when a client of --concurrency was free, up to "
+                f"{max(delayed):.1%}: --rate changes nothing for these",
+            )
         blind = sum(result["measured"] and result.get("kv_span") is None for result in results)
         if blind:
             say(made, f"{NOT_RECORDED} by the profile of {blind} case{'' if blind == 1 else 's'}")

@@ -50,6 +50,8 @@ class Histogram:
         """Share of the steps that ran at a size which the cost table's curves don't span."""
         self.outside_contexts: float | None = None
         """Share of the steps with a context beyond those that attention was timed at; None where that isn't known."""
+        self.delays = ""
+        """How far clients were too few for the arrivals, in words; "" where they weren't"""
         self._added: dict[tuple[int, int], list[float]] = {}
 
     def add(self, numbers: BatchNumbers, *, split: bool = False, decode_steps: int = 1) -> None:

@@ -75,6 +75,8 @@ def _said(run: Run) -> list[str]:
         said.append("not served: " + ", ".join(f"{many:,} {name}" for name, many in made.refused.items()))
     if made.started_after_s:
         said.append(f"the first request waited {made.started_after_s:,.1f} s for captures")
+    if made.delays:
+        said.append(made.delays)
     if made.preemptions:
         said.append(f"{made.preemptions:,} preemptions")
     if made.not_captured:

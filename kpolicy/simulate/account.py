@@ -34,7 +34,8 @@ class Account:
         # Entries of these are requests, of which a long run has a million too.
         self.ttft, self.e2e = Percentiles(EXACT_REQUESTS), Percentiles(EXACT_REQUESTS)
         self.decode_steps: dict[int, int] = {}
-        self.served = self.tokens = 0
+        self.served = self.tokens = self.delayed = 0
+        self.most_delayed_us = 0.0
         self.refused: dict[str, int] = {}
         self._good = self._drafted = self._accepted = 0
         level = server.service_level
@@ -44,6 +45,11 @@ class Account:
     def refuse(self, reason: str) -> None:
         """Count a request that isn't served."""
         self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def delay(self, us: float) -> None:
+        """Count a request that came so much later than the trace says, for want of a free client."""
+        self.delayed += 1
+        self.most_delayed_us = max(self.most_delayed_us, us)
 
     def take(self, queue: Queue, step: Step, decode_steps: int, us: float, now_us: float) -> None:
         """Take one rank's step in: tokens come out, requests end."""
@@ -112,6 +118,8 @@ class Account:
             kv_span=costs.kv_span,
             served=self.served,
             refused=self.refused,
+            delayed=self.delayed,
+            most_delayed_s=self.most_delayed_us / 1e6,
             tokens=self.tokens,
             ttft=self.ttft.spread(),
             gap=self.gap.spread(),

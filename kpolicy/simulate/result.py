@@ -14,7 +14,7 @@ from kpolicy.simulate.percentiles import Spread
 
 __all__ = ["Bound", "Goodput", "SimResult"]
 
-_SUMS = ("steps", "step_us", "tokens_computed", "padding", "outside_share")
+_SUMS = ("steps", "step_us", "tokens_computed", "padding", "outside_share", "delayed_share")
 
 
 @attrs.frozen
@@ -56,6 +56,8 @@ class SimResult:
         kv_span: the contexts that its attention was timed at; None where that isn't recorded.
         served: requests that got all their tokens.
         refused: requests that weren't, by reason.
+        delayed: requests that came later than the trace says, for want of a free client (`Server.concurrency`).
+        most_delayed_s: by how much at most.
         tokens: tokens generated.
         ttft, gap, e2e: time to first token, between a request's tokens, and from arrival to last token.
         goodput: requests that met the service level.
@@ -92,6 +94,8 @@ class SimResult:
     kv_span: KvSpan | None
     served: int
     refused: Mapping[str, int]
+    delayed: int
+    most_delayed_s: float
     tokens: int
     ttft: Spread
     gap: Spread
@@ -151,6 +155,21 @@ class SimResult:
     def extrapolated(self) -> tuple[str, ...]:
         """What of the steps the cost table wasn't made for, in words; and where it can't tell, that."""
         return outside_in_words(self.steps, self.outside_sizes, self.outside_contexts)
+
+    @property
+    def delayed_share(self) -> float:
+        """Share of the requests that came later than the trace says."""
+        return self.delayed / max(self.served + sum(self.refused.values()), 1)
+
+    @property
+    def delays(self) -> str:
+        """How far clients were too few for the trace's arrivals, in words; "" where they weren't."""
+        if not self.delayed:
+            return ""
+        return (
+            f"{self.delayed_share:.1%} of the requests came up to {self.most_delayed_s:,.1f} s later than the trace "
+            "says, when a client was free: quicker arrivals change nothing for these"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The result as plain JSON values. It holds no time of this machine, so equal runs give equal bytes."""

@@ -158,6 +158,8 @@ class _Simulation:
             self.now_us += self.account.capture_s * 1e6
         self.steps = 0
         self.most_inside = _NEVER if server.concurrency is None else server.concurrency
+        self.free_clients = self.most_inside
+        """Clients that had nothing to wait for when the last step began"""
 
     def serve(self, progress: Progress | None, *, stepwise: bool) -> None:
         """Step until every request is served or refused."""
@@ -167,6 +169,8 @@ class _Simulation:
         while True:
             if self.next_us <= self.now_us or all(queue.idle for queue in queues):
                 self._admit()
+            if self.most_inside != _NEVER:
+                self.free_clients = self.most_inside - self._inside
             if alone is None or not self._stretch(alone):
                 steps = [queue.next_step(self.now_us) for queue in queues]
                 if any(steps):
@@ -180,11 +184,14 @@ class _Simulation:
             progress(account.served)
 
     @property
+    def _inside(self) -> int:
+        """Requests in the server."""
+        return sum(queue.num_running + len(queue.waiting) for queue in self.queues)
+
+    @property
     def _full(self) -> bool:
         """Whether every client waits for an answer."""
-        if self.most_inside == _NEVER:
-            return False
-        return sum(queue.num_running + len(queue.waiting) for queue in self.queues) >= self.most_inside
+        return self.most_inside != _NEVER and self._inside >= self.most_inside
 
     def _look_ahead(self) -> None:
         self.upcoming = next(self.arrivals, None)
@@ -194,15 +201,19 @@ class _Simulation:
         """Queue what has arrived by now; with nothing to run, go to the next arrival."""
         if self.upcoming is not None and all(queue.idle for queue in self.queues):
             self.now_us = max(self.now_us, self.next_us)
-        closed = self.most_inside != _NEVER
         while self.upcoming is not None and self.next_us <= self.now_us and not self._full:
-            # A client without a free place hasn't sent its request yet.
-            request = Request(self.upcoming, self.now_us if closed else self.next_us)
+            came_us = self.next_us
+            if self.free_clients <= 0 and came_us < self.now_us:
+                # Its client had its last answer in the step that just ended, and sends it now.
+                self.account.delay(self.now_us - came_us)
+                came_us = self.now_us
+            request = Request(self.upcoming, came_us)
             queue = self.queues[0]
             if len(self.queues) > 1:
                 queue = min(self.queues, key=lambda each: each.num_running + len(each.waiting))
             if queue.fits(request):
                 queue.add(request)
+                self.free_clients -= 1
             else:
                 self.account.refuse("over_kv_capacity")
             self._look_ahead()

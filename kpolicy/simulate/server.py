@@ -64,8 +64,8 @@ class Server:
             `first_token_limit` times the best for them, whichever is longer (`kpolicy.scheduling.pace`). None fills
             steps to the limit.
         warm: whether graphs are captured before the first request comes; otherwise it waits for the captures.
-        concurrency: clients, where each sends its next request when it has the answer to its last: no more requests
-            are in the server, and one that has to wait arrives when it is let in. None lets all in as they come.
+        concurrency: clients, none of which has more than one request in the server: one that the trace has come while
+            all wait arrives with the next answer, and none sooner than the trace says. None is no limit.
         service_level: what a good request gets.
 
     Raises:

@@ -67,6 +67,23 @@ def test_json_is_the_library_result(kpolicy: Command, trace: Path) -> None:
     assert ended.json["setting"]["measured"] is False
 
 
+def test_clients_that_are_too_few_for_the_rate_are_told(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """By whatever command simulates; for those who come with an answer another rate says nothing."""
+    page = tmp_path / "r.html"
+    told = "of the requests came up to"
+    for given in (
+        ("simulate", trace, "--policy", "eager", "--warm"),
+        ("plan", trace, "--max-num-reqs", 16, "--budget", 2),
+        ("report", trace, "--policy", "eager", "--out", page),
+    ):
+        found = []
+        for clients in (1, 1000):
+            ended = kpolicy(*given, "--rate", 9, "--concurrency", clients)
+            assert ended.code == 0, ended.err
+            found.append(told in (page.read_text() if given[0] == "report" else " ".join(ended.out.split())))
+        assert found == [True, False], given
+
+
 def test_files_are_written_for_each_policy_and_trace(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
     """Result, step logs, decision logs and Perfetto traces, with names that tell them apart; logs read back."""
     pytest.importorskip("perfetto")

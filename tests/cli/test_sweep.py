@@ -145,6 +145,16 @@ def test_sizes_outside_the_table_are_told(kpolicy: Command, tmp_path: Path) -> N
     assert "not recorded" not in ended.out
 
 
+def test_rates_that_clients_are_too_few_for_are_told(kpolicy: Command, tmp_path: Path) -> None:
+    """Where requests wait for a client the rate says nothing; with clients enough nothing is told."""
+    trace = write(tmp_path / "t.csv", "timestamp,input_length,output_length", *(f"{i},40,30" for i in range(4)))
+    given = ("sweep", trace, "--policy", "eager", "--rate", 1, "--rate", 2, "--jobs", 1, "--concurrency")
+    said = " ".join(kpolicy(*given, 1).out.split())
+    assert "2 cases have requests that came later than the trace says" in said
+    assert "up to 75.0%: --rate changes nothing for these" in said
+    assert "later than the trace" not in kpolicy(*given, 4).out
+
+
 def test_cases_that_serve_fewer_are_told(kpolicy: Command, tmp_path: Path) -> None:
     """Graphs that leave too little KV for long requests make the others quick, which is no merit."""
     rows = [f"{i},{1500 if i % 2 else 20},5" for i in range(20)]

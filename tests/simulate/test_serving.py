@@ -218,6 +218,25 @@ def test_clients_one_by_one_never_wait():
     assert open_loop.ttft.max > result.ttft.max
 
 
+def test_clients_who_are_free_ask_when_the_trace_says():
+    """With a client for each request nothing is another than without a limit; what an answer lets in comes then."""
+    trace = trace_of((0, 8, 5), (0.5, 8, 5), (1, 8, 5), (2, 30, 9), (50, 4, 3))
+    open_loop, _ = run(trace, "eager")
+    assert (open_loop.delayed, open_loop.most_delayed_s, open_loop.delays) == (0, 0.0, "")
+    for clients in (5, 400):
+        assert run(trace, "eager", of=server(concurrency=clients))[0] == open_loop
+    one, _ = run(trace_of((0, 8, 5), (0.5, 8, 5), (5, 8, 5)), "eager", of=server(concurrency=1))
+    assert one.e2e.p50 == pytest.approx(one.e2e.max)
+    assert (one.delayed, one.most_delayed_s) == (1, pytest.approx(one.e2e.max / 1e6 - 0.0005))
+    assert one.delays.startswith("33.3% of the requests came up to 0.0 s later than the trace says")
+
+
+def test_a_request_that_is_refused_keeps_no_client():
+    """One that no KV holds lets the next one ask at its own time."""
+    result, _ = run(trace_of((0, 4, 2), (0.1, 5000, 2), (0.2, 4, 2)), "eager", of=server(concurrency=2))
+    assert (result.refused, result.delayed) == ({"over_kv_capacity": 1}, 0)
+
+
 def test_a_budget_bounds_captures():
     """What the budget refuses isn't captured, and the result says why."""
     result, _ = run(trace_of((0, 5, 2)), budget=Budget(seconds=0.0025), ladder=None)
