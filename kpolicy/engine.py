@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -393,9 +394,17 @@ class Engine:
 
         if not self._can_measure():
             return
-        allowance_s, self._calibrate_s = self._calibrate_s, 0.0
+        stop_s, self._calibrate_s = time.perf_counter() + self._calibrate_s, 0.0
         try:
-            self._measured = measure(self.executor, self.registry, self.settings, allowance_s=allowance_s)
+            while self._measured is None:
+                left_s = stop_s - time.perf_counter()
+                try:
+                    self._measured = measure(self.executor, self.registry, self.settings, allowance_s=left_s)
+                except GraphReplayError as error:
+                    # Without that graph once more: the others' costs are still this model's on this device.
+                    reason = error.reason or Reason.REPLAY_FAILED
+                    if error.key is None or not self.registry.withdraw(error.key, reason):
+                        raise
             self.take_costs(self._measured)
             if self._lazy is not None:
                 self._lazy.all_measured()
@@ -404,8 +413,6 @@ class Engine:
             raise
         # Without times of its own the Engine decides by the analytic table, as it would without a model.
         except Exception as error:  # noqa: BLE001 - whatever a launch of the model raised
-            if isinstance(error, GraphReplayError) and error.key is not None:
-                self.registry.withdraw(error.key, error.reason or Reason.REPLAY_FAILED)
             self.calibration_error = f"{type(error).__name__}: {error}"
 
     def step(self, inputs: StepInputs) -> StepOutputs:

@@ -44,3 +44,15 @@ def test_a_frozen_block_inside_another_does_not_end_it() -> None:
         with frozen_heap():
             pass
         assert gc.get_freeze_count() > 0
+
+
+def test_garbage_is_collected_first_where_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes long, so who has little time leaves it."""
+    collections: list[None] = []
+    monkeypatch.setattr(gc, "collect", lambda: collections.append(None))
+    with frozen_heap(collects=False):
+        assert gc.get_freeze_count() > 0
+    assert not collections
+    with frozen_heap():
+        pass
+    assert len(collections) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from kpolicy.engine import Engine  # noqa: E402
-from kpolicy.errors import ConfigError, StickyDeviceError  # noqa: E402
+from kpolicy.errors import ConfigError, GraphReplayError, StickyDeviceError  # noqa: E402
+from kpolicy.executors import calibrate  # noqa: E402
 from kpolicy.executors.calibrate import Calibration  # noqa: E402
 from kpolicy.executors.calibrate.bench import Bench  # noqa: E402
 from kpolicy.executors.cpu import CpuExecutor  # noqa: E402
 from kpolicy.executors.device import Failure  # noqa: E402
+from kpolicy.keys import GraphKey  # noqa: E402
+from kpolicy.modes import Part  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphRegistry, GraphState  # noqa: E402
 from kpolicy.settings import Settings  # noqa: E402
@@ -45,14 +49,39 @@ def test_capture_measures_where_no_costs_were_given(model: Any) -> None:
 
 @pytest.mark.parametrize("fault", ["replay_fails@1", "before_launch@1"])
 def test_a_graph_that_fails_while_it_is_measured_costs_its_graph(model: Any, fault: str) -> None:
+    """The others and EAGER are measured all the same."""
     engine = Engine("auto", executor=CpuExecutor(model, faults=[fault]), ladder=[4], settings=SETTINGS)
     engine.capture()
-    assert not engine.costs.measured
-    assert fault.partition("@")[0] in engine.calibration_error
+    assert engine.costs.measured
+    assert not engine.calibration_error
     states = [record.state for record in engine.registry.records()]
     assert states.count(GraphState.WITHDRAWN) == 1
     sequences = Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, vocab=128)
     assert len(engine.step(sequences.inputs([sequences.chunk(sequences.start(), 3)])).outputs) == 1
+
+
+def test_a_graph_that_fails_over_and_over_ends_the_measuring(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is withdrawn already can't be what another try would be without; nor one that isn't named."""
+    for key in (GraphKey(Part.FULL, 4, 4, query_len=1), None):
+        engine = Engine("auto", executor=CpuExecutor(model), ladder=[4], settings=SETTINGS)
+
+        def failing(*_: Any, key: Any = key, **__: Any) -> Any:
+            raise GraphReplayError(key, "failed on purpose")
+
+        monkeypatch.setattr(calibrate, "measure", failing)
+        engine.capture()
+        assert not engine.costs.measured
+        assert engine.calibration_error == "GraphReplayError: failed on purpose"
+        lost = [record.key for record in engine.registry.records() if record.state is GraphState.WITHDRAWN]
+        assert lost == [key] * (key is not None)
+
+
+def test_garbage_is_not_collected_within_the_allowance(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection takes half a second, of one that capture has for measuring."""
+    engine = Engine("auto", executor=CpuExecutor(model), ladder=[4], settings=SETTINGS, calibrate=0.05)
+    monkeypatch.setattr(gc, "collect", lambda: pytest.fail("garbage was collected"))
+    engine.capture()
+    assert engine.costs.measured
 
 
 def test_engines_that_share_a_registry_measure_their_own_graphs(model: Any) -> None:

@@ -147,7 +147,8 @@ class Calibration:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Measure inside this where no requests are served meanwhile: prompts on their own KV, the heap frozen."""
-        with frozen_heap(), self._bench.own_kv():
+        # A collection of garbage would take half of a second's allowance.
+        with frozen_heap(collects=False), self._bench.own_kv():
             yield
 
     @property
