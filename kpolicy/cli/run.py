@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy import __version__
+from kpolicy._probe_devices import origin
 from kpolicy.attention.support import AttentionSupport
 from kpolicy.budgets import Budget
 from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, settings_of, whole
@@ -206,7 +206,7 @@ def _device(device: str | None, model: Path | None) -> str:
 
 def missing_libraries() -> list[str]:
     """What serving a model needs and isn't installed; nothing is imported to find out."""
-    return [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
+    return [name for name in ("torch", "transformers", "safetensors") if origin(name) is None]
 
 
 def needs_torch(what: str) -> None:

@@ -46,8 +46,10 @@ def import_torch(*, for_transformers: bool = False) -> dict[str, str]:
 
     Raises:
         ModuleNotFoundError: torch isn't installed.
-        ConfigError: it is, and doesn't import.
+        ConfigError: it is, and doesn't import; or parts of it that transformers imports won't.
     """
+    if for_transformers:
+        _no_mere_folder("triton")
     points: Iterable[EntryPoint] = ()
     before = os.environ.get(AUTOLOAD)
     autoload = before in (None, "1")
@@ -72,6 +74,21 @@ def import_torch(*, for_transformers: bool = False) -> dict[str, str]:
         if module not in sys.modules and find_spec(module) is not None:
             _try(module, None)
     return dict(_broken)
+
+
+def _no_mere_folder(name: str) -> None:
+    """Where a package isn't installed a folder of its name is one to Python, empty: torch looks for triton and fails.
+
+    Raises:
+        ConfigError: there is such a folder on the import path.
+    """
+    spec = getattr(sys.modules[name], "__spec__", None) if name in sys.modules else find_spec(name)
+    if spec is not None and spec.origin is None:
+        folder = next(iter(spec.submodule_search_locations or ()), name)
+        raise ConfigError(
+            f"the folder {folder} is on Python's import path and is taken for the package {name}, with which torch "
+            "doesn't import whole. Start from another folder, or rename it."
+        )
 
 
 def _try(module: str, point: EntryPoint | None) -> None:

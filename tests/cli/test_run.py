@@ -457,3 +457,11 @@ def test_numbers_stay_whole_at_any_width(
     tables = text.split("\n\n")[1:4]
     assert max(len(line) for table in tables for line in table.splitlines()) <= max(width, 80)
     assert not re.search(" $", text, re.M)
+
+
+def test_a_mere_folder_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python would take for a package, empty, isn't what serving a model needs."""
+    (tmp_path / "safetensors").mkdir()
+    monkeypatch.delitem(sys.modules, "safetensors", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert "safetensors" in run_module.missing_libraries()

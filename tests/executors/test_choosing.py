@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,20 @@ def test_torch_imported_before_us_is_no_matter(tmp_path: Path) -> None:
     total, told, asked, gone = python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert (total, gone, len(told)) == (2.0, True, 1)
     assert "libhccl.so" in asked
+
+
+@pytest.mark.parametrize("before", ["", "import triton\n"])
+def test_a_mere_folder_called_triton_is_told(tmp_path: Path, before: str) -> None:
+    """Without the package Python takes a folder for it, and torch doesn't import whole; with the package none is."""
+    (tmp_path / "triton").mkdir()
+    code = "import json, kpolicy.errors\ntry:\n    import kpolicy.serving\n    said = ''\n"
+    code += "except kpolicy.errors.ConfigError as error:\n    said = str(error)\nprint(json.dumps(said))"
+    if find_spec("triton") is not None:
+        assert python(code, tmp_path) == ""
+        return
+    said = python(before + code, tmp_path)
+    assert f"the folder {tmp_path / 'triton'} is on Python's import path and is taken for the package triton" in said
+    assert "Start from another folder, or rename it." in said
 
 
 def test_a_backend_that_loads_is_loaded(tmp_path: Path) -> None:
