@@ -13,18 +13,19 @@ import platform
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.command import command_line
 from benchmarks.student import student
 
 __all__ = [
-    "LADDER", "VLLM_SIZES", "Results", "add_options", "config_of", "first_false", "free", "header",
-    "host_noise", "interval_of_mean", "load_model",
-    "logits_of", "open_engines", "opened", "ran", "random_shape", "sampled_of", "steady", "synchronise", "versions",
-    "with_tokens",
+    "LADDER", "VLLM_SIZES", "Check", "Checks", "Results", "add_options", "add_slice_options", "bits_of", "config_of",
+    "free", "header", "host_noise", "interval_of_mean", "launched", "load_model", "logits_checks", "logits_of", "on_device",
+    "one_kv", "open_engines", "opened", "ran", "random_shape", "sampled_of", "steady", "steps_by_commit", "synchronise",
+    "versions", "with_tokens",
 ]  # fmt: skip
 
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -43,6 +44,13 @@ def add_options(parser: argparse.ArgumentParser, *, seconds: float) -> None:
     parser.add_argument("--seconds", type=float, default=seconds, help="begin nothing new after so many")
     parser.add_argument("--date", default="unstated")
     parser.add_argument("--out", type=Path, required=True, help="the result file; a run goes on where it ends")
+
+
+def add_slice_options(parser: argparse.ArgumentParser, *, block: int, count: int) -> None:
+    """Options of a benchmark whose steps are shared out to processes, in blocks."""
+    parser.add_argument("--first", type=int, default=0, help=f"the first step's number, a multiple of {block}")
+    parser.add_argument("--count", type=int, default=count)
+    parser.add_argument("--commit", default="unstated", help="of the code that runs, which each block notes")
 
 
 def config_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -193,8 +201,28 @@ def ran(executor: Any, decision: Any, inputs: Any) -> tuple[float, Any]:
 
 def logits_of(outputs: Any) -> list[Any]:
     """The step's logits as device tensors, one a part that has rows; waits for them."""
-    parts = getattr(outputs.outputs, "_parts", [outputs.outputs])
-    return [part.tensor for part in parts if len(part)]
+    return [part.tensor for part in _parts_of(outputs) if len(part)]
+
+
+def launched(executor: Any, decision: Any, inputs: Any) -> tuple[list[Any], list[Any], Any]:
+    """A step whose work is all ahead of what the main stream gets next, and which the host doesn't wait for.
+
+    Returns:
+        (copies of its logits, one a part that has rows; what it sampled, one a decode step and part; its outputs).
+    """
+    from tests.executors_launcher.checker import EAGER
+
+    outputs = executor.run(decision, inputs)
+    # As a step begins: the main stream waits for the halves beside it.
+    executor.launcher.start(EAGER)
+    # A part without logits failed, and says how where it is waited for.
+    parts = [part for part in _parts_of(outputs) if len(part)]
+    logits = [(part.tensor if part.logits is None else part.logits).clone() for part in parts]
+    return logits, sampled_of(outputs), outputs
+
+
+def _parts_of(outputs: Any) -> list[Any]:
+    return getattr(outputs.outputs, "_parts", [outputs.outputs])
 
 
 def sampled_of(outputs: Any) -> list[Any]:
@@ -208,14 +236,101 @@ def sampled_of(outputs: Any) -> list[Any]:
     return [tokens for run in runs for tokens in run.tokens if len(tokens)]
 
 
-def first_false(checks: Sequence[tuple[str, Any]]) -> str:
-    """The name of the first check, a device's truth value each, that is false; empty where none is. It waits once."""
+def one_kv(model: Any) -> list[Any]:
+    """All KV as few tensors, [caches, slots + 1, ...] each, which the layers' caches are parts of from here on.
+
+    What looks at all of it then has as many operators as one layer would take. For before captures: graphs keep the
+    caches that they were captured with.
+    """
     import torch
 
-    if not checks:
-        return ""
-    held = torch.stack([value.reshape(()) for _, value in checks]).tolist()
-    return next((name for (name, _), true in zip(checks, held, strict=True) if not true), "")
+    shapes = dict.fromkeys((cache.shape, cache.dtype) for cache in model.kv_caches())
+    whole = {
+        kind: torch.stack([cache for cache in model.kv_caches() if (cache.shape, cache.dtype) == kind])
+        for kind in shapes
+    }
+    parts = {kind: iter(tensor) for kind, tensor in whole.items()}
+    for layer in model.layers:
+        layer.caches = tuple(next(parts[cache.shape, cache.dtype]) for cache in layer.caches)
+    return list(whole.values())
+
+
+def bits_of(tensor: Any) -> Any:
+    """[..., words] of a tensor: its last dimension as whole numbers, so that equal means equal to the bit."""
+    import torch
+
+    size = tensor.element_size()
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    width = next(width for width in words if width >= size and tensor.shape[-1] * size % width == 0)
+    return tensor.view(words[width])
+
+
+def on_device(values: Sequence[int], device: Any) -> Any:
+    """Whole numbers as a tensor of the device, on their way there: a plain copy would wait for all before it."""
+    import torch
+
+    pin = device.type == "cuda"
+    return torch.tensor(values, dtype=torch.int64, pin_memory=pin).to(device, non_blocking=True)
+
+
+class Check(NamedTuple):
+    """One comparison of a step, whose result is still on the device."""
+
+    name: str
+    wrong: Any
+    """[] bool"""
+    amount: Any = None
+    """[] a number that tells more, where there is one"""
+
+
+class Checks:
+    """Comparisons on their way to the host: reading them waits for nothing that was launched since.
+
+    Args:
+        checks: of one step, those first that explain others.
+        ready: the step's events.
+    """
+
+    def __init__(self, checks: Sequence[Check], ready: Sequence[Any]) -> None:
+        import torch
+
+        self._names = [check.name for check in checks]
+        self._ready = ready
+        amounts = [check.wrong if check.amount is None else check.amount for check in checks]
+        both = [torch.stack([check.wrong.reshape(()) for check in checks]).double()] if checks else []
+        both += [torch.stack([amount.reshape(()).double() for amount in amounts])] if checks else []
+        self._over: Any = None
+        self._values = torch.stack(both) if checks else torch.zeros(2, 0)
+        if self._values.device.type == "cuda":
+            values, self._over = self._values, torch.cuda.Event(blocking=True)
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._over.record()
+
+    def first(self, but: Sequence[str] = ()) -> tuple[str, float]:
+        """(the first that is wrong, its amount); an empty name where none is. What the step raised is raised here.
+
+        Args:
+            but: checks that are left out.
+        """
+        if self._over is not None:
+            self._over.synchronize()
+        for event in self._ready:
+            event.wait()
+        wrong, amounts = self._values.tolist()
+        found = (i for i, name in enumerate(self._names) if wrong[i] and name not in but)
+        place = next(found, None)
+        return ("", 0.0) if place is None else (self._names[place], amounts[place])
+
+
+def logits_checks(mine: Sequence[Any], wanted: Sequence[Any]) -> list[Check]:
+    """Whether logits are finite and equal to the bit, and by how much they differ."""
+    import torch
+
+    checks = [Check("an output isn't finite", ~torch.isfinite(each).all()) for each in mine]
+    for a, b in zip(mine, wanted, strict=True):
+        checks.append(Check("logits", (bits_of(a) != bits_of(b)).any(), (a - b).abs().amax()))
+    return checks
 
 
 def random_shape(
@@ -295,6 +410,14 @@ def header(options: argparse.Namespace, module: str, argv: Sequence[str] | None)
         "date": options.date, "device": device_name(torch.device(options.device)), "versions": versions(),
         "command": command_line(f"benchmarks.gpu.{module}", argv),
     }  # fmt: skip
+
+
+def steps_by_commit(cells: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """Steps by the commit whose code ran them: a run may go on at another one."""
+    counts: Counter[str] = Counter()
+    for cell in cells:
+        counts[cell.get("commit", "unstated")] += cell["steps"]
+    return dict(counts)
 
 
 class Results:

@@ -11,8 +11,11 @@ wanted: eagerly, whole prompts alone, and in random modes, batches and chunks. A
 from the float32 logits; at p99.9 that of the modes may be twice EAGER's. A token that differs counts where the
 reference's top-two margin is above twice EAGER's largest logit error.
 
+What differs is found on the device and read some steps later, so that the device always has work: processes that share
+one take turns at every wait, and a turn is longer than a step.
+
 Steps come in blocks, a seed each. A run goes on where its file ends; ``--first`` and ``--count`` share blocks out to
-processes, whose files ``--merge`` adds up.
+processes, whose files ``--merge`` adds up. Each block notes the commit that it ran at (``--commit``).
 
 Run: ``python -m benchmarks.gpu.correct --config FILE --out FILE [--part bits] [--first N --count N]``
 """
@@ -26,26 +29,35 @@ import random
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu.common import (
+    Check,
+    Checks,
     Results,
     add_options,
+    add_slice_options,
+    bits_of,
     config_of,
-    first_false,
     header,
+    launched,
     load_model,
+    logits_checks,
     logits_of,
+    on_device,
+    one_kv,
     opened,
     random_shape,
-    sampled_of,
+    steps_by_commit,
     with_tokens,
 )
 from kpolicy.heap import frozen_heap
 
 BLOCK = 100
+AHEAD = 3
+"""Steps that are launched before one is read: staging waits for the fifth launch before it in any case"""
 LIMIT = 2.0
 POLICIES = {
     "auto": "throughput", "auto, for latency": "latency", "full": "throughput", "piecewise": "throughput",
@@ -70,6 +82,29 @@ TRUE = Sizes(64, 512, 700, (4, 16, 32, 64), (3, 24, 96, 192), (16, 64, 192, 512)
 TOY = Sizes(6, 24, 40, (3, 6), (3, 9, 18), (8, 24))
 
 
+STRAYS = "KV of no row"
+
+
+class Compared(NamedTuple):
+    """A step and its launches run eagerly, both under way."""
+
+    checks: Checks
+    shapes: str
+    """How outputs' shapes differ; empty where they don't"""
+
+    def differs(self, *, strayed: bool) -> tuple[str, bool]:
+        """(what differs, empty where nothing does; whether it is KV of no row of the step).
+
+        Args:
+            strayed: a step before it was found to have changed such KV, which this one then met too.
+        """
+        name, amount = self.checks.first(but=(STRAYS,) if strayed else ())
+        if name == STRAYS:
+            slot = f"slot {amount - 1:.0f}"
+            return f"KV of {slot}, which no row has: by this step, or by the one before run eagerly", True
+        return self.shapes or (f"logits by {amount:.3g}" if name == "logits" else name), False
+
+
 class Bench:
     """A model with graphs of each kind, and what decides.
 
@@ -84,6 +119,7 @@ class Bench:
         from kpolicy.settings import Settings
 
         self.model, self.sizes = model, sizes
+        self.kv = one_kv(model)
         model.poison_padding()
         # Looking at every address before every replay takes longer than the step where there are thousands of weights.
         self.executor, self.registry = opened(model, check=model.device.type == "cpu")
@@ -106,23 +142,33 @@ class Bench:
             (name, spec): self._select(spec, settings[name], ladders[name]) for name in settings for spec in POLICIES
         }
         self.settings = settings
-        for cache in model.kv_caches():
+        for cache in self.kv:
             cache.normal_()
-        self._before = [cache[:-1].clone() for cache in model.kv_caches()]
+        self._bits = [bits_of(cache.flatten(2)) for cache in self.kv]
+        self._before = [bits.clone() for bits in self._bits]
+        self._places = on_device(range(1, model.num_slots + 1), model.device)
 
     def note_kv(self) -> None:
-        """Take the KV as it is for what the next step finds; a step without a difference notes what it wrote itself."""
-        for cache, kept in zip(self.model.kv_caches(), self._before, strict=True):
-            kept.copy_(cache[:-1])
+        """Take the KV as it is for what the next step finds; otherwise a step notes what it wrote itself."""
+        for bits, kept in zip(self._bits, self._before, strict=True):
+            kept.copy_(bits)
+
+    def poison(self) -> None:
+        """Fill the reserved slot with NaN, as `model.poison_pad_slot`."""
+        for cache in self.kv:
+            cache[:, self.model.pad_slot].fill_(float("nan"))
 
     def strays(self) -> Any:
-        """Which slots' KV isn't as it was noted."""
-        import torch
+        """[slots] which slots' KV isn't as it was noted."""
+        found = None
+        for bits, kept in zip(self._bits, self._before, strict=True):
+            changed = (bits != kept).any(2).any(0)
+            found = changed if found is None else found.logical_or_(changed)
+        return found[: self.model.num_slots]
 
-        found = torch.zeros(self.model.num_slots, dtype=torch.bool, device=self.model.device)
-        for cache, kept in zip(self.model.kv_caches(), self._before, strict=True):
-            found |= (cache[:-1] != kept).flatten(1).any(1)
-        return found
+    def last_stray(self, strays: Any) -> Any:
+        """[] the last such slot's number from 1; 0 where there is none."""
+        return (strays * self._places).amax()
 
     def _select(self, spec: str, settings: Any, ladder: Any) -> Any:
         from kpolicy.costs import analytic_costs
@@ -153,58 +199,38 @@ class Bench:
         least = min(counts[label(each)] for each in legal)
         return rng.choice([each for each in legal if counts[label(each)] == least])
 
-    def differs(self, decision: Any, inputs: Any) -> str:
-        """What differs between a step and its launches run eagerly; empty where nothing does."""
-        what = self._differs(decision, inputs)
-        if what:
-            self.note_kv()
-        return what
-
-    def _differs(self, decision: Any, inputs: Any) -> str:
-        import torch
-
+    def compare(self, decision: Any, inputs: Any) -> Compared:
+        """Run a step, and its launches eagerly. Nothing waits for the device, which does all of it in this order."""
         from tests.executors_launcher.checker import eager_part
 
-        model, caches = self.model, self.model.kv_caches()
-        own = sorted({*inputs.slot_mapping, *(slot for slots in inputs.slots_ahead for slot in slots)})
-        slots = torch.tensor(own, device=model.device)
-        model.poison_pad_slot()
-        outputs = self.executor.run(decision, inputs)
-        for event in outputs.ready:
-            event.wait()
-        mine, sampled = [each.clone() for each in logits_of(outputs)], sampled_of(outputs)
-        strays = self.strays()
+        own = {*inputs.slot_mapping, *(slot for slots in inputs.slots_ahead for slot in slots)}
+        slots = on_device(sorted(own), self.model.device)
+        self.poison()
+        mine, sampled, outputs = launched(self.executor, decision, inputs)
+        strays = self.strays().index_fill_(0, slots, False)
         written = []
-        for cache, kept in zip(caches, self._before, strict=True):
-            written.append(cache.index_select(0, slots))
-            cache.index_copy_(0, slots, kept.index_select(0, slots))
-        strays[slots] = False
-        model.poison_pad_slot()
+        for bits, kept in zip(self._bits, self._before, strict=True):
+            written.append(bits.index_select(1, slots))
+            bits.index_copy_(1, slots, kept.index_select(1, slots))
+        self.poison()
         parts = [eager_part(self.executor, launch, inputs) for launch in decision.launches]
-        wanted = [part.outputs.tensor for part in parts if len(part.outputs)]
+        wanted = [part.outputs.logits for part in parts if len(part.outputs)]
         others = [tokens for part in parts for tokens in _run_of(part)]
-        again = [cache.index_select(0, slots) for cache in caches]
+        again = [bits.index_select(1, slots) for bits in self._bits]
         for kept, now in zip(self._before, again, strict=True):
-            kept.index_copy_(0, slots, now)
+            kept.index_copy_(1, slots, now)
+        checks, shapes = [Check(STRAYS, strays.any(), self.last_stray(strays))], ""
         if [each.shape for each in mine] != [each.shape for each in wanted] or sum(map(len, mine)) != len(
             inputs.wanted
         ):
-            return f"{[list(each.shape) for each in mine]} outputs for {[list(each.shape) for each in wanted]}"
-        if [each.shape for each in sampled] != [each.shape for each in others]:
-            return f"{len(sampled)} samplings for {len(others)}"
-        # On the device, and waited for once: processes that share it take turns at every wait.
-        what = first_false([
-            ("KV", ~strays.any()),
-            *[("an output isn't finite: the reserved slot was read", torch.isfinite(each).all()) for each in mine],
-            *[("logits", (a == b).all()) for a, b in zip(mine, wanted, strict=True)],
-            *[("sampled tokens", (a == b).all()) for a, b in zip(sampled, others, strict=True)],
-            *[("written KV", (now == each).all()) for now, each in zip(again, written, strict=True)],
-        ])  # fmt: skip
-        if what == "KV":
-            return f"KV of {slots_of(strays)}, which no row has: by this step, or by the one before run eagerly"
-        if what == "logits":
-            return f"logits by {max(float((a - b).abs().max()) for a, b in zip(mine, wanted, strict=True)):.3g}"
-        return what
+            shapes = f"{[list(each.shape) for each in mine]} outputs for {[list(each.shape) for each in wanted]}"
+        elif [each.shape for each in sampled] != [each.shape for each in others]:
+            shapes = f"{len(sampled)} samplings for {len(others)}"
+        else:
+            checks += logits_checks(mine, wanted)
+            checks += [Check("sampled tokens", (a != b).any()) for a, b in zip(sampled, others, strict=True)]
+        checks += [Check("written KV", (now != each).any()) for now, each in zip(again, written, strict=True)]
+        return Compared(Checks(checks, outputs.ready), shapes)
 
     def inputs(self, rng: random.Random, sequences: Any) -> tuple[str, Any]:
         """(which deployment the step is one of, its inputs)."""
@@ -217,13 +243,10 @@ class Bench:
             sequences.advance(rows, accepted=rng.choice((None, 1, 2)))
             return "drafting", inputs
         shape = random_shape(
-            rng, max_decodes=sizes.num_reqs // 2, max_kv=sizes.kv, max_new=sizes.num_tokens // 2, steps=8, mixed=False
+            rng, max_decodes=sizes.num_reqs // 2, max_kv=sizes.kv, max_new=sizes.num_tokens // 2,
+            steps=rng.choice((2, 4, 8)), mixed=False,
         )  # fmt: skip
         return "plain", with_tokens(inputs_of(shape, self.model), rng, self.model.vocab)
-
-
-def slots_of(strays: Any) -> str:
-    return f"slots {strays.nonzero().flatten()[:5].tolist()}"
 
 
 def _run_of(part: Any) -> list[Any]:
@@ -244,19 +267,38 @@ def run_block(bench: Bench, number: int, count: int) -> dict[str, Any]:
     asked: Counter[str] = Counter()
     cell: dict[str, Any] = {"steps": 0, "rows": 0, "padded": 0, "differences": []}
     bench.note_kv()
+    under_way: deque[tuple[str, Compared]] = deque()
     for step in range(count):
         kind, inputs = bench.inputs(rng, sequences)
         decision = bench.choose(kind, inputs.numbers, counts, asked, rng)
-        differs = bench.differs(decision, inputs)
+        under_way.append((f"block {number}, step {step}, {decision.label}", bench.compare(decision, inputs)))
         counts[label(decision)] += 1
         cell["steps"] += 1
         cell["rows"] += len(inputs.wanted)
         cell["padded"] += sum(launch.padding(inputs.numbers) for launch in decision.launches)
-        if differs:
-            cell["differences"].append(f"block {number}, step {step}, {decision.label}: {differs}")
-    if bool((strays := bench.strays()).any()):
-        cell["differences"].append(f"block {number}, last step run eagerly: KV of {slots_of(strays)}, which no row has")
+        cell["differences"] += _read(bench, under_way, AHEAD)
+    cell["differences"] += _read(bench, under_way, 0)
+    strays = bench.strays()
+    if bool(strays.any()):
+        slot = int(bench.last_stray(strays)) - 1
+        cell["differences"].append(f"block {number}, last step run eagerly: KV of slot {slot}, which no row has")
     return cell | {"ways": dict(counts), "policies": dict(asked), "seconds": round(time.monotonic() - begun, 1)}
+
+
+def _read(bench: Bench, under_way: deque[tuple[str, Compared]], left: int) -> list[str]:
+    """What differs in the steps under way but for the last ones, so many of which are left."""
+    found, strayed = [], False
+    while len(under_way) > left:
+        step, compared = under_way.popleft()
+        differs, strays = compared.differs(strayed=strayed)
+        if differs:
+            found.append(f"{step}: {differs}")
+        if strays:
+            # The steps launched since met the same KV: all are read, and the next is held to it as it is then.
+            strayed, left = True, 0
+    if strayed:
+        bench.note_kv()
+    return found
 
 
 def totals(cells: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +309,7 @@ def totals(cells: dict[str, Any]) -> dict[str, Any]:
     } | {"differences": [each for cell in blocks for each in cell["differences"]]}  # fmt: skip
     for name in ("ways", "policies"):
         total[name] = dict(sum((Counter(cell[name]) for cell in blocks), Counter()))
-    return total
+    return total | {"steps_by_commit": steps_by_commit(blocks)}
 
 
 # Against float32
@@ -421,8 +463,7 @@ def main(argv: list[str] | None = None) -> int:
         return merge(options.merge, options.out)
     add_options(parser, seconds=420.0)
     parser.add_argument("--part", choices=("both", "bits", "reference"), default="both")
-    parser.add_argument("--first", type=int, default=0, help="the first step's number, a multiple of 100")
-    parser.add_argument("--count", type=int, default=10_000)
+    add_slice_options(parser, block=BLOCK, count=10_000)
     options = parser.parse_args(argv)
 
     import torch
@@ -458,7 +499,7 @@ def _blocks(bench: Bench, results: Results, options: argparse.Namespace) -> None
         if results.elapsed() > options.seconds:
             return
         cell = run_block(bench, first, min(BLOCK, options.first + options.count - first))
-        results.put(str(first), cell)
+        results.put(str(first), cell | {"commit": options.commit})
         if results.elapsed() - said > 10 or cell["differences"]:
             said = results.elapsed()
             total = totals(results.cells)

@@ -5,8 +5,10 @@ decode step beside the prompt or several that follow each other. It runs beside;
 launches run in turn. Logits, sampled tokens and written KV must be equal to the bit: graphs, padded shapes and kernels
 are the same ones, so only a race can make a difference.
 
-A watchdog ends the process where a step hangs, with the stacks of all threads. Steps are numbered, and a slice of them
-is a process's: ``--first 0 --count 25000`` and so on. A run goes on where its file ends; ``--merge`` adds slices up.
+What differs is found on the device and read some steps later, so that the device always has work and steps follow each
+other without a gap; in one of 25 the host waits for each way. A watchdog ends the process where a step hangs, with the
+stacks of all threads. Steps are numbered, and a slice of them is a process's: ``--first 0 --count 25000`` and so on. A
+run goes on where its file ends, and notes the commit of each block (``--commit``); ``--merge`` adds slices up.
 
 Run: ``python -m benchmarks.gpu.overlap --config FILE --out FILE [--first N --count N] [--layers 4]``
 """
@@ -19,22 +21,28 @@ import json
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu.common import (
+    Check,
+    Checks,
     Results,
     add_options,
+    add_slice_options,
+    bits_of,
     config_of,
-    first_false,
     header,
+    launched,
     load_model,
-    logits_of,
+    logits_checks,
+    on_device,
+    one_kv,
     opened,
-    ran,
     random_shape,
-    sampled_of,
+    steps_by_commit,
     with_tokens,
 )
 from kpolicy.heap import frozen_heap
@@ -43,7 +51,9 @@ BLOCK = 250
 """Steps of one seed, and between writes"""
 HANG_S = 60.0
 WATCHED = 25
-"""Steps that one start of the watchdog is for: each start makes a thread"""
+"""Steps that one start of the watchdog is for: each start makes a thread. Of so many one is waited for and timed"""
+AHEAD = 3
+"""Steps that are launched before one is read"""
 STEPS_AHEAD = 8
 WAYS = (("beside", 1), ("decodes beside", 2), ("decodes beside", 4), ("decodes beside", 8))
 
@@ -77,47 +87,86 @@ def decision_of(decode: Any, pieces: Any, repeat: int, *, beside: bool) -> Any:
     return Decision(Mode.SPLIT, launches, Reason.DECODES_KEEP_GRAPH, form)
 
 
-def compared(executor: Any, model: Any, ways: tuple[Any, Any], inputs: Any) -> tuple[str, float, float]:
-    """(what differs or nothing, microseconds beside, microseconds in turn)."""
-    import torch
+class Compared(NamedTuple):
+    """A step run beside and in turn, both under way."""
 
-    written = [*inputs.slot_mapping, *(slot for slots in inputs.slots_ahead for slot in slots)]
-    slots = torch.tensor(sorted(set(written)), device=model.device)
-    caches = model.kv_caches()
-    found, us = [], []
-    for decision in ways:
-        for cache in caches:
-            cache.index_fill_(0, slots, 0)
-        taken, outputs = ran(executor, decision, inputs)
-        us.append(taken)
-        found.append((
-            [each.clone() for each in logits_of(outputs)], sampled_of(outputs),
-            torch.cat([cache.index_select(0, slots).flatten() for cache in caches]),
-        ))  # fmt: skip
-    mine, turn = found
-    beside_us, turn_us = us
-    for name, mine_, turn_ in (("logits", mine[0], turn[0]), ("sampled tokens", mine[1], turn[1])):
-        if [each.shape for each in mine_] != [each.shape for each in turn_]:
-            return f"{name} of {len(mine_)} and {len(turn_)} launches", beside_us, turn_us
-    # On the device, and waited for once: processes that share it take turns at every wait.
-    what = first_false([
-        *[("logits beside aren't finite", torch.isfinite(each).all()) for each in mine[0]],
-        *[("logits", (a == b).all()) for a, b in zip(mine[0], turn[0], strict=True)],
-        *[("sampled tokens", (a == b).all()) for a, b in zip(mine[1], turn[1], strict=True)],
-        ("written KV", (mine[2] == turn[2]).all()),
-    ])  # fmt: skip
-    if what == "logits":
-        off = max(float((a - b).abs().max()) for a, b in zip(mine[0], turn[0], strict=True))
-        what = f"logits by {off:.3g}"
-    return what, beside_us, turn_us
+    checks: Checks
+    shapes: str
+    """How outputs' shapes differ; empty where they don't"""
+
+    def differs(self) -> str:
+        """What differs; empty where nothing does."""
+        name, amount = self.checks.first()
+        return self.shapes or (f"logits by {amount:.3g}" if name == "logits" else name)
 
 
-def run_block(number: int, count: int, executor: Any, model: Any, keys: dict[str, list[Any]], limits: Any) -> Any:
+class Bench:
+    """A model with graphs, whose steps run beside and in turn.
+
+    Args:
+        executor, model: run them.
+        kv: the model's, as of `one_kv`.
+    """
+
+    def __init__(self, executor: Any, model: Any, kv: list[Any]) -> None:
+        self.executor, self.model, self._kv = executor, model, kv
+        self._bits = [bits_of(cache.flatten(2)) for cache in kv]
+
+    def compare(self, ways: tuple[Any, Any], inputs: Any, *, timed: bool) -> tuple[Compared, list[float]]:
+        """Run a step beside and in turn; nothing waits for the device unless the step is timed.
+
+        Args:
+            ways: the decisions, beside first.
+            inputs: of the step.
+            timed: wait for the device before and behind each way.
+
+        Returns:
+            (what is under way, microseconds from the call to the last output each way where it is timed).
+        """
+        written = {*inputs.slot_mapping, *(slot for slots in inputs.slots_ahead for slot in slots)}
+        slots = on_device(sorted(written), self.model.device)
+        found: list[tuple[list[Any], list[Any], list[Any]]] = []
+        ready: list[Any] = []
+        us = []
+        for decision in ways:
+            for bits in self._bits:
+                bits.index_fill_(1, slots, 0)
+            if timed:
+                self.executor.adapter.event().wait()
+            start = time.perf_counter()
+            logits, sampled, outputs = launched(self.executor, decision, inputs)
+            if timed:
+                for event in outputs.ready:
+                    event.wait()
+                us.append((time.perf_counter() - start) * 1e6)
+            found.append((logits, sampled, [bits.index_select(1, slots) for bits in self._bits]))
+            ready += outputs.ready
+        (mine, tokens, kv), (wanted, others, again) = found
+        checks, shapes = [], ""
+        for name, here, there in (("logits", mine, wanted), ("sampled tokens", tokens, others)):
+            if [each.shape for each in here] != [each.shape for each in there]:
+                shapes = shapes or f"{name} of {len(here)} and {len(there)} launches"
+        if not shapes:
+            checks += logits_checks(mine, wanted)
+            checks += [Check("sampled tokens", (a != b).any()) for a, b in zip(tokens, others, strict=True)]
+        checks += [Check("written KV", (a != b).any()) for a, b in zip(kv, again, strict=True)]
+        return Compared(Checks(checks, ready), shapes), us
+
+
+def run_block(number: int, count: int, bench: Bench, keys: dict[str, list[Any]], limits: Any) -> Any:
     """`count` steps of one seed: counts, what differed, and times."""
     from benchmarks.gpu.regret import inputs_of
 
-    rng = random.Random(number)
-    cell: dict[str, Any] = {"steps": 0, "ways": {}, "rows": 0, "eager_halves": 0, "differences": [], "us": [0.0, 0.0]}
+    rng, model = random.Random(number), bench.model
+    under_way: deque[tuple[str, Compared]] = deque()
+    cell: dict[str, Any] = {
+        "steps": 0,
+        "ways": {},
+        "rows": 0,
+        "eager_halves": 0,
+        "differences": [],
+        "timed_us": [0.0, 0.0],
+    }
     batches = []
     for _ in range(max(1, count // 5)):
         shape = random_shape(rng, max_decodes=limits["decodes"], max_kv=limits["kv"], max_new=limits["new"],
@@ -133,18 +182,29 @@ def run_block(number: int, count: int, executor: Any, model: Any, keys: dict[str
         fitting = [key for key in keys["piecewise"] if key.num_tokens >= numbers.num_prefill_tokens]
         pieces = rng.choice(fitting) if rng.random() < 0.95 else None
         ways = tuple(decision_of(decode, pieces, repeat, beside=beside) for beside in (True, False))
-        differs, beside_us, turn_us = compared(executor, model, ways, inputs)
+        compared, us = bench.compare(ways, inputs, timed=step % WATCHED == 0)
+        under_way.append((f"block {number}, step {step}, {decode}, {pieces}, x{repeat}", compared))
         cell["steps"] += 1
         cell["rows"] += numbers.num_decodes + numbers.num_prefills
         cell["eager_halves"] += pieces is None
         label = f"{name} x{repeat}"
         cell["ways"][label] = cell["ways"].get(label, 0) + 1
-        cell["us"][0] += beside_us
-        cell["us"][1] += turn_us
-        if differs:
-            cell["differences"].append(f"block {number}, step {step}, {decode}, {pieces}, x{repeat}: {differs}")
+        for way, taken in enumerate(us):
+            cell["timed_us"][way] += taken
+        cell["differences"] += _read(under_way, AHEAD)
+    cell["differences"] += _read(under_way, 0)
     faulthandler.cancel_dump_traceback_later()
     return cell
+
+
+def _read(under_way: deque[tuple[str, Compared]], left: int) -> list[str]:
+    """What differs in the steps under way but for the last ones, so many of which are left."""
+    found = []
+    while len(under_way) > left:
+        step, compared = under_way.popleft()
+        if differs := compared.differs():
+            found.append(f"{step}: {differs}")
+    return found
 
 
 def totals(cells: dict[str, Any]) -> dict[str, Any]:
@@ -156,8 +216,10 @@ def totals(cells: dict[str, Any]) -> dict[str, Any]:
         total["differences"] += cell["differences"]
         for way, count in cell["ways"].items():
             total["ways"][way] = total["ways"].get(way, 0) + count
-    beside, turn = (sum(cell["us"][i] for cell in cells.values()) for i in (0, 1))
-    return total | {"beside_over_in_turn": round(beside / turn, 4) if turn else None}
+    timed = [cell["timed_us"] for cell in cells.values() if "timed_us" in cell]
+    beside, turn = (sum(us[i] for us in timed) for i in (0, 1))
+    total["beside_over_in_turn"] = round(beside / turn, 4) if turn else None
+    return total | {"steps_by_commit": steps_by_commit(cells.values())}
 
 
 def merge(files: list[Path], out: Path) -> int:
@@ -185,8 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         options = parser.parse_args(argv)
         return merge(options.merge, options.out)
     add_options(parser, seconds=420.0)
-    parser.add_argument("--first", type=int, default=0, help="the first step's number, a multiple of 250")
-    parser.add_argument("--count", type=int, default=100_000)
+    add_slice_options(parser, block=BLOCK, count=100_000)
     options = parser.parse_args(argv)
 
     import torch
@@ -205,10 +266,12 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     results = Results(options.out, header(options, "overlap", argv) | {"watchdog_s": HANG_S})
     with torch.no_grad():
+        kv = one_kv(model)
         executor, keys = graphs(model, sizes)
         print(f"{model!r}: ready after {results.elapsed():.0f} s", flush=True)
+        bench = Bench(executor, model, kv)
         with frozen_heap():
-            _blocks(results, options, lambda first, count: run_block(first, count, executor, model, keys, limits))
+            _blocks(results, options, lambda first, count: run_block(first, count, bench, keys, limits))
     results.data["total"] = totals(results.cells)
     results.write()
     print(json.dumps(results.data["total"]), flush=True)
@@ -223,7 +286,8 @@ def _blocks(results: Results, options: argparse.Namespace, run: Callable[[int, i
             continue
         if results.elapsed() > options.seconds:
             return
-        cell = results.cells[str(first)] = run(first, min(BLOCK, options.first + options.count - first))
+        cell = run(first, min(BLOCK, options.first + options.count - first)) | {"commit": options.commit}
+        results.cells[str(first)] = cell
         if time.monotonic() - said > 5 or cell["differences"]:
             said = time.monotonic()
             results.write()

@@ -19,9 +19,9 @@ from tests.executors_launcher import checker
 @pytest.mark.parametrize("last", [False, True])
 def test_a_stray_write_of_the_eager_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool) -> None:
     """It shows in the step behind it, whose message leaves open whose it is, or at the block's end."""
-    part, run, steps = checker.eager_part, correct.Bench.differs, 0
+    part, run, steps = checker.eager_part, correct.Bench.compare, 0
 
-    def differs(self: Any, decision: Any, inputs: Any) -> str:
+    def compare(self: Any, decision: Any, inputs: Any) -> Any:
         nonlocal steps
         steps += 1
         return run(self, decision, inputs)
@@ -34,7 +34,7 @@ def test_a_stray_write_of_the_eager_part(tmp_path: Path, monkeypatch: pytest.Mon
             model.kv_caches()[0][slot] += 1
         return made
 
-    monkeypatch.setattr(correct.Bench, "differs", differs)
+    monkeypatch.setattr(correct.Bench, "compare", compare)
     monkeypatch.setattr(checker, "eager_part", stray)
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     out = tmp_path / "c.json"

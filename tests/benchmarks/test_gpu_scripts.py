@@ -82,19 +82,18 @@ def test_overlap_sees_a_difference(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, what: str, named: str
 ) -> None:
     """Where the halves in turn compute something else, the step is named and the exit code is 1."""
-    run, calls = overlap.ran, 0
+    run, calls = overlap.launched, 0
 
     def wrong(executor: Any, decision: Any, inputs: Any) -> Any:
         nonlocal calls
         calls += 1
-        us, outputs = run(executor, decision, inputs)
+        logits, sampled, outputs = run(executor, decision, inputs)
         if calls == 4:
             with torch.inference_mode():
-                changed = overlap.logits_of(outputs) if what == "logits" else overlap.sampled_of(outputs)
-                changed[-1].add_(1)
-        return us, outputs
+                (logits if what == "logits" else sampled)[-1].add_(1)
+        return logits, sampled, outputs
 
-    monkeypatch.setattr(overlap, "ran", wrong)
+    monkeypatch.setattr(overlap, "launched", wrong)
     assert overlap.main([*arguments, "--count", "5"]) == 1
     (difference,) = read(arguments)["total"]["differences"]
     assert difference.startswith("block 0, step 1")
@@ -123,14 +122,15 @@ def test_correct_where_no_row_is_wanted(arguments: list[str]) -> None:
 
 def test_correct_sees_a_stray_write(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that changes KV of no row of its own is named, once: later steps are held to the KV as it is then."""
-    eager_part, calls = correct.logits_of, 0
+    run, calls = correct.launched, 0
 
-    def stray(outputs: Any) -> Any:
+    def stray(*given: Any) -> Any:
         nonlocal calls
         calls += 1
+        ran = run(*given)
         if calls == 2:
             bench.model.kv_caches()[0][bench.model.num_slots - 1] += 1
-        return eager_part(outputs)
+        return ran
 
     made = correct.Bench.__init__
 
@@ -141,7 +141,7 @@ def test_correct_sees_a_stray_write(arguments: list[str], monkeypatch: pytest.Mo
 
     bench: Any = None
     monkeypatch.setattr(correct.Bench, "__init__", init)
-    monkeypatch.setattr(correct, "logits_of", stray)
+    monkeypatch.setattr(correct, "launched", stray)
     assert correct.main([*arguments, "--count", "5", "--part", "bits"]) == 1
     (difference,) = read(arguments)["total"]["differences"]
     assert difference.startswith("block 0, step 1")

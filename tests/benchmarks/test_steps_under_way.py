@@ -1,0 +1,170 @@
+"""What benchmarks.gpu.correct and overlap find out about steps that the host doesn't wait for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from benchmarks.gpu import common, correct, overlap  # noqa: E402
+from tests.benchmarks.test_gpu_scripts import QWEN  # noqa: E402
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """A dry run's options; the result goes to out.json."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    return ["--config", str(tmp_path), "--device", "cpu", "--tiny", "--out", str(tmp_path / "out.json")]
+
+
+def differences(arguments: list[str]) -> list[str]:
+    found: list[str] = json.loads(Path(arguments[-1]).read_text())["total"]["differences"]
+    return found
+
+
+def changing(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Let `change(call, executor, logits)` spoil what a step did, before anything is compared; calls count from 1."""
+    run, calls = common.launched, 0
+
+    def spoiled(executor: Any, decision: Any, inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        ran = run(executor, decision, inputs)
+        change(calls, executor, ran[0])
+        return ran
+
+    for module in (correct, overlap):
+        monkeypatch.setattr(module, "launched", spoiled)
+
+
+def test_stray_kv_is_said_of_one_step_and_other_faults_of_each(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps launched before a stray write is read meet the same KV and aren't blamed; their wrong logits are told."""
+
+    def change(call: int, executor: Any, logits: list[Any]) -> None:
+        if call == 2:
+            model = executor.launcher.model
+            model.kv_caches()[0][model.num_slots - 1] += 1
+        if call == 3:
+            logits[0].add_(2)
+
+    changing(monkeypatch, change)
+    assert correct.main([*arguments, "--part", "bits", "--count", "12"]) == 1
+    stray, wrong = differences(arguments)
+    assert stray.startswith("block 0, step 1,")
+    assert "which no row has" in stray
+    assert wrong.startswith("block 0, step 2,")
+    assert wrong.endswith("logits by 2")
+
+
+@pytest.mark.parametrize("benchmark", [correct, overlap])
+def test_the_last_step_is_read(benchmark: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block ends with no step unread: what its last one computed wrongly is told."""
+    last = 6 if benchmark is correct else 11
+
+    def change(call: int, executor: Any, logits: list[Any]) -> None:
+        del executor
+        if call == last:
+            logits[-1].add_(1)
+
+    changing(monkeypatch, change)
+    part = ["--part", "bits"] if benchmark is correct else []
+    assert benchmark.main([*arguments, *part, "--count", "6"]) == 1
+    (difference,) = differences(arguments)
+    assert "step 5," in difference
+    assert difference.endswith("logits by 1")
+
+
+def test_the_sign_of_a_zero_is_a_bit(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV is compared to the bit: a zero that turned negative shows."""
+    slot = -2
+
+    def change(call: int, executor: Any, logits: list[Any]) -> None:
+        del logits
+        if call == 2:
+            executor.launcher.model.kv_caches()[0][slot] = -0.0
+
+    made = correct.Bench.note_kv
+
+    def zero(bench: Any) -> None:
+        bench.model.kv_caches()[0][slot] = 0.0
+        made(bench)
+
+    monkeypatch.setattr(correct.Bench, "note_kv", zero)
+    changing(monkeypatch, change)
+    assert correct.main([*arguments, "--part", "bits", "--count", "3"]) == 1
+    assert "step 1," in differences(arguments)[0]
+
+
+@pytest.mark.parametrize("benchmark", [correct, overlap])
+def test_a_step_that_fails_ends_the_run(benchmark: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step's event raises is raised where the step is read."""
+
+    class Failed:
+        def done(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            raise RuntimeError("the half beside failed")
+
+    run = common.launched
+
+    def failing(*given: Any) -> Any:
+        logits, sampled, outputs = run(*given)
+        return logits, sampled, outputs._replace(ready=(Failed(),))
+
+    monkeypatch.setattr(benchmark, "launched", failing)
+    with pytest.raises(RuntimeError, match="the half beside failed"):
+        benchmark.main([*arguments, *(["--part", "bits"] if benchmark is correct else []), "--count", "2"])
+
+
+@pytest.mark.parametrize("benchmark", [correct, overlap])
+def test_each_block_notes_its_commit(benchmark: Any, arguments: list[str], tmp_path: Path) -> None:
+    """A run that goes on at another commit says how many steps each has; so do slices that are added up."""
+    part, block = (["--part", "bits"], 100) if benchmark is correct else ([], 250)
+    assert benchmark.main([*arguments, *part, "--count", "3", "--commit", "before"]) == 0
+    assert benchmark.main([*arguments, *part, "--count", str(block + 2), "--commit", "now"]) == 0
+    first = Path(arguments[-1])
+    assert json.loads(first.read_text())["total"]["steps_by_commit"] == {"before": 3, "now": 2}
+    old = json.loads(first.read_text())
+    for cell in old["cells"].values():
+        del cell["commit"]
+    (tmp_path / "old.json").write_text(json.dumps({**old, "cells": {"7000": old["cells"]["0"]}}))
+    out = tmp_path / "merged.json"
+    assert benchmark.main(["--merge", str(first), str(tmp_path / "old.json"), "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["total"]["steps_by_commit"] == {"before": 3, "now": 2, "unstated": 3}
+
+
+def test_one_kv() -> None:
+    """Layers' caches become parts of one tensor a shape, with what was in them."""
+
+    class Layer:
+        def __init__(self, fill: float) -> None:
+            self.caches = torch.full((3, 2), fill), torch.full((3, 4), fill + 1)
+
+    class Model:
+        layers = (Layer(1), Layer(5))
+
+        def kv_caches(self) -> list[Any]:
+            return [cache for layer in self.layers for cache in layer.caches]
+
+    model = Model()
+    narrow, wide = common.one_kv(model)
+    assert (narrow[:, 0, 0].tolist(), wide[:, 0, 0].tolist()) == ([1, 5], [2, 6])
+    wide[1, 2] = 9
+    assert model.layers[1].caches[1][2].tolist() == [9] * 4
+
+
+@pytest.mark.parametrize(("width", "words"), [(8, 2), (6, 3), (3, 3)])
+def test_bits_of(width: int, words: int) -> None:
+    """Rows are read as numbers that are as wide as they allow, and NaN equals itself."""
+    values = torch.full((2, width), float("nan"), dtype=torch.bfloat16)
+    bits = common.bits_of(values)
+    assert bits.shape == (2, words)
+    assert torch.equal(bits, common.bits_of(values.clone()))
