@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from json import loads as parse_json
 from pathlib import Path
@@ -29,6 +30,10 @@ __all__ = ["calibrate_command"]
 
 DEVICES = ("auto", "cpu", "cuda")
 SECONDS = 60.0
+_LEAST_ROUNDS = 2
+"""Samples of every step, from which all figures are measured"""
+_BEYOND_S = 1.0
+"""Seconds beyond what was asked that aren't told"""
 _TOTALS = ("profile", "device", "model", "graphs", "capture_s", "not_captured")
 """What is said of a calibration beside its table"""
 
@@ -41,7 +46,10 @@ def calibrate_command(
         str, Parameter(help="cpu or cuda (cuda:1 is the second one). auto takes a GPU where there is one.")
     ] = "auto",
     seconds: Annotated[
-        float, Parameter(help="Seconds to spend on measuring, after capture. The smallest batches come first.")
+        float,
+        Parameter(
+            help="Seconds to spend on measuring, after capture; more where measuring everything twice takes more."
+        ),
     ] = SECONDS,
     ladder: Annotated[
         str | None,
@@ -174,10 +182,12 @@ def _calibrate(
         with progress_bar("", quiet=json) as shown:
             capture(engine, device, shown)
             task = shown.add_task("measuring what launches take", total=100, unit="%")
+            begun_s = time.perf_counter()
             costs = calibrate(
-                engine.executor, engine.registry, model, settings, allowance_s=seconds,
+                engine.executor, engine.registry, model, settings, allowance_s=seconds, least_rounds=_LEAST_ROUNDS,
                 progress=lambda share: shown.update(task, completed=100 * share),
             )  # fmt: skip
+            took_s = time.perf_counter() - begun_s
         save_profile(out, costs, model, shlex.join(["kpolicy", *COMMAND.get()]))
         captured = engine.registry.captured()
         failed = {str(key): why for key, why in getattr(engine.executor, "capture_errors", {}).items()}
@@ -190,6 +200,8 @@ def _calibrate(
         print_json({**totals, **_summary(costs)})
     else:
         _render(totals, costs)
+    if took_s > seconds + _BEYOND_S:
+        sys.stderr.write(f"kpolicy: measuring everything twice took {took_s:.1f} s, beyond --seconds {seconds:g}\n")
     for key, why in list(failed.items())[:3]:
         sys.stderr.write(f"kpolicy: {key} has no graph and wasn't measured: {why}\n")
     return 0

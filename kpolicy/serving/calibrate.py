@@ -27,16 +27,26 @@ __all__ = ["calibrate", "check_profile", "device_name", "model_name", "save_prof
 
 
 SLICE_S = 0.5
-"""Seconds of measuring between two tells of progress"""
+"""Seconds of measuring between two tells of progress, and beyond the allowance"""
+_NEARLY = 0.99
+"""The share that is told beyond it"""
 
 
 def calibrate(
     executor: Any, registry: GraphRegistry, model: LoadedModel, settings: Settings, *, allowance_s: float = 10.0,
-    progress: Callable[[float], object] | None = None,
+    least_rounds: int = 0, progress: Callable[[float], object] | None = None,
 ) -> CostTable:  # fmt: skip
     """Measure what launches take; see `kpolicy.executors.calibrate.calibrate`.
 
-    `progress` is told now and then which share of the allowance is spent.
+    Args:
+        executor: as there.
+        registry: as there.
+        model: as there.
+        settings: as there.
+        allowance_s: as there.
+        least_rounds: samples that every step has whatever the allowance. From two on all figures of a table are
+            measured; what it doesn't come to has its default, as if padding took what rows take.
+        progress: told now and then which share of the allowance is spent.
     """
     begun = time.perf_counter()
     # What a size's first use costs is then what a server's does, which has its kernels loaded.
@@ -46,11 +56,12 @@ def calibrate(
         done, left = False, allowance_s - (time.perf_counter() - begun)
         with calibration.undisturbed():
             while not done:
-                done = calibration.measure(left if progress is None else min(left, SLICE_S))
+                beyond = left <= 0 and least_rounds > 0
+                done = calibration.measure(SLICE_S if beyond or (progress is not None and left > SLICE_S) else left)
                 left = allowance_s - (time.perf_counter() - begun)
-                done = done or left <= 0
+                done = done or (left <= 0 and calibration.rounds >= least_rounds)
                 if progress is not None:
-                    progress(1.0 if done else 1.0 - left / allowance_s)
+                    progress(1.0 if done else min(1.0 - left / allowance_s, _NEARLY))
         return calibration.table(_version(model))
     finally:
         calibration.end()

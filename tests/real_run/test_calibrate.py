@@ -94,3 +94,28 @@ def test_progress_is_told(model: Any) -> None:
     calibrate(engine.executor, engine.registry, model, SETTINGS, allowance_s=0.01, progress=shorter.append)
     assert all(0 < share <= 1 for share in shorter)
     engine.release()
+
+
+def test_least_rounds_go_beyond_the_allowance(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allowance that ends within the first case leaves nothing out where every case must have samples."""
+    from kpolicy.executors.calibrate import Calibration
+
+    rounds: list[int] = []
+    ended = Calibration.end
+
+    def noted(self: Calibration) -> None:
+        rounds.append(self.rounds)
+        ended(self)
+
+    monkeypatch.setattr(Calibration, "end", noted)
+    engine = Serving(model=model, settings=SETTINGS).engine("eager")
+    told: list[float] = []
+    given = (engine.executor, engine.registry, model, SETTINGS)
+    short = calibrate(*given, allowance_s=1e-6)
+    all_of_it = calibrate(*given, allowance_s=1e-6, least_rounds=2, progress=told.append)
+    assert short.eager.sizes[-1] < SETTINGS.max_num_tokens == all_of_it.eager.sizes[-1]
+    assert rounds[0] == 0
+    assert rounds[1] >= 2
+    assert told[-1] == 1.0
+    assert max(told[:-1], default=0.0) < 1.0
+    engine.release()
