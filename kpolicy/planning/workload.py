@@ -232,7 +232,7 @@ class Workload:
             parts.append(self._part(name, others, sizes, sizes, layout.others, smoothing))
         for each in self._query_lens:
             rows = self._decodes(each)
-            rows = attrs.evolve(rows, sizes=rows.sizes * each)
+            rows = attrs.evolve(rows, sizes=rows.sizes * each, per_size=1)
             own = layout.captures(each)
             share = Part.FULL if own else layout.others
             parts.append(self._part(name, rows, sizes, sizes, share, smoothing, most=most, counted=own))
@@ -319,12 +319,14 @@ class _Rows:
         steps: how many steps, or how much they weigh.
         means: of a step: the sums of `Sums` but the steps `[num_sizes, 8]`.
         query_len: of decode batches; 0 for others.
+        per_size: tokens that a size counts: `query_len` where it is requests, 1 where it is tokens.
     """
 
     sizes: Vector
     steps: Vector
     means: Vector
     query_len: int
+    per_size: int
 
     @classmethod
     def of(cls, table: Mapping[int, Sums], query_len: int) -> _Rows:
@@ -333,7 +335,8 @@ class _Rows:
         sizes = sorted(table)
         sums = np.array([table[size] for size in sizes], float).reshape(len(sizes), 9)
         steps = sums[:, 0]
-        return cls(np.array(sizes, np.int64), steps, sums[:, 1:] / np.maximum(steps, _TINY)[:, None], query_len)
+        means = sums[:, 1:] / np.maximum(steps, _TINY)[:, None]
+        return cls(np.array(sizes, np.int64), steps, means, query_len, max(query_len, 1))
 
     def smoothed(self, share: float, most: int) -> _Rows:
         """With a share of its steps spread evenly over every size up to `most`, of average attention."""
@@ -353,7 +356,7 @@ class _Rows:
         usual = average[None, :] * scale[:, None]
         usual[:, -2:] = np.minimum(average[-2:], 1)
         means = (seen * steps[:, None] + usual * weight[:, None]) / np.maximum(steps + weight, _TINY)[:, None]
-        return _Rows(sizes, steps + weight, means, self.query_len)
+        return _Rows(sizes, steps + weight, means, self.query_len, self.per_size)
 
     def usual(self, steps: float, most: int) -> _Rows:
         """So many decode steps without context, spread evenly over every size up to `most`."""
@@ -363,7 +366,7 @@ class _Rows:
             return self
         sizes, nothing, once = np.arange(1, most + 1), np.zeros(most), np.ones(most)
         means = np.array([sizes, nothing, nothing, nothing, nothing, sizes, once, nothing], float).T
-        return _Rows(sizes, once * (steps / most), means, self.query_len)
+        return _Rows(sizes, once * (steps / most), means, self.query_len, self.per_size)
 
     def _time(self, costs: CostTable, dense: Any, host: HostCost, both_us: float = 0.0) -> Vector:
         import numpy as np
@@ -388,8 +391,7 @@ class _Rows:
 
     def escape_us(self, costs: CostTable) -> Vector:
         """All steps of each size together, run eagerly at their true size."""
-        per = max(self.query_len, 1)
-        dense = _at(costs.eager, (self.sizes * per).tolist())
+        dense = _at(costs.eager, (self.sizes * self.per_size).tolist())
         return self._time(costs, dense, costs.host_eager) * self.steps
 
 

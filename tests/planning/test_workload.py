@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kpolicy.attention.support import Claims
-from kpolicy.costs import CostTable, Curve
+from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.errors import ConfigError, LadderError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Part
@@ -52,6 +52,19 @@ def test_time_is_the_simulators(policy: str, num_drafts: int, table: CostTable) 
     # With drafts SGLang runs some batches eagerly whatever their size, which isn't planned for.
     inexact = num_drafts and policy == "sglang"
     assert planned.time_us(sizes) == pytest.approx(result.step_us, rel=0.01 if inexact else 1e-9)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("policy", ["vllm", "sglang"])
+def test_time_without_graphs_is_the_simulators(policy: str, num_drafts: int) -> None:
+    """Decode rows of several tokens run eagerly at their own tokens, whether a list counts requests or tokens."""
+    host, table = server(num_speculative_tokens=num_drafts), costs(host_eager=HostCost(40.0))
+    result = simulate(trace(), "eager", server=host, costs=table, attention=CLAIMS)
+    nothing = CaptureSizes((), (), ())
+    steps = replayed(trace(), "eager", nothing, server=host, costs=table, attention=CLAIMS)
+    layout = layout_of(get_policy(policy), CLAIMS, host.settings)
+    planned = Workload(histogram=steps, costs=table, settings=host.settings, layout=layout)
+    assert planned.time_us(nothing) == pytest.approx(result.step_us, rel=1e-9)
 
 
 def test_auto_is_close_to_the_simulator() -> None:
