@@ -23,9 +23,9 @@ from benchmarks.student import student
 
 __all__ = [
     "LADDER", "VLLM_SIZES", "Check", "Checks", "Results", "add_options", "add_slice_options", "bits_of", "config_of",
-    "free", "header", "host_noise", "interval_of_mean", "launched", "load_model", "logits_checks", "logits_of", "on_device",
-    "one_kv", "open_engines", "opened", "ran", "random_shape", "sampled_of", "steady", "steps_by_commit", "synchronise",
-    "versions", "with_tokens",
+    "free", "header", "host_noise", "interval_of_mean", "launched", "load_model", "logits_checks", "logits_of",
+    "on_device", "one_kv", "open_engines", "opened", "ran", "random_shape", "sampled_of", "steady", "steps_by_commit",
+    "synchronise", "versions", "with_tokens",
 ]  # fmt: skip
 
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
