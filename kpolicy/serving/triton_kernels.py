@@ -55,7 +55,7 @@ class TritonKernels:
 
     def __init__(self, device: torch.device, *, flash: bool = False) -> None:
         # Imported here: Triton isn't there for every device, and starts a compiler.
-        from kpolicy.serving.gpu import latent, paged
+        from kpolicy.serving.gpu import latent, paged, splits
 
         self.device = device
         self.name = "flash" if flash else "triton"
@@ -64,6 +64,7 @@ class TritonKernels:
         self._flash = flash
         self._paged = paged
         self._latent = latent
+        self._splits = splits
 
     def support(self, *, latent: bool) -> AttentionSupport:
         # Prompts of MLA are expanded over as much memory as their KV needs, which only the host can provide.
@@ -90,9 +91,9 @@ class TritonKernels:
             if prompts and self._takes_prompts(query, spec):
                 return self._mixed(step, spec, query, rows, *caches)
             options |= {"decodes": decodes, "prefills": prompts}
-        else:
-            options["few"] = True
-        return self._paged.paged_attention(query, caches[0], caches[1], rows, spec.scale, **options)
+        return self._paged.paged_attention(
+            query, caches[0], caches[1], rows, spec.scale, self._arrivals(step), **options
+        )  # fmt: skip
 
     def _takes_prompts(self, query: torch.Tensor, spec: LayerSpec) -> bool:
         """Whether prompt rows of a layer have kernels of their own where the host knows lengths."""
@@ -133,8 +134,8 @@ class TritonKernels:
                 rows.block_table[:decodes], rows.kv_lens[:decodes], rows.query_starts[: decodes + 1], rows.block_size
             )
             out[:decodes] = self._paged.paged_attention(
-                query[:decodes], caches[0], caches[1], front, spec.scale, window=spec.window, softcap=spec.softcap,
-                prefills=False,
+                query[:decodes], caches[0], caches[1], front, spec.scale, self._arrivals(step), window=spec.window,
+                softcap=spec.softcap, prefills=False,
             )  # fmt: skip
         out[decodes:end] = self._prompt_rows(step, spec, query[decodes:end], rows, at, *caches)
         return out
@@ -150,7 +151,7 @@ class TritonKernels:
     ) -> torch.Tensor:  # fmt: skip
         up = kv_b.view(spec.num_heads, -1, kv_b.shape[1])
         if step.uniform_query_len:
-            return self._absorbed(query, up, rows, cache, spec, step.uniform_query_len)
+            return self._absorbed(query, up, rows, cache, spec, self._arrivals(step), step.uniform_query_len)
         if step.layout is None:
             # Nothing says how much KV there is: the plain kernels ask the device.
             return attention.mla_attention(query, cache, kv_b, rows, spec.scale, 1)
@@ -161,11 +162,13 @@ class TritonKernels:
             front = RowTensors(
                 rows.block_table[:decodes], rows.kv_lens[:decodes], rows.query_starts[: decodes + 1], rows.block_size
             )
-            out[:decodes] = self._absorbed(query[:decodes], up, front, cache, spec, 1)
+            out[:decodes] = self._absorbed(query[:decodes], up, front, cache, spec, self._arrivals(step), 1)
         if end > decodes:
             crossover = self.crossover
             if crossover is not None and all(crossover.absorbs(*lengths) for lengths in at.lengths):
-                out[decodes:end] = self._absorbed_chunks(query[decodes:end], up, rows, cache, at, spec)
+                out[decodes:end] = self._absorbed_chunks(
+                    query[decodes:end], up, rows, cache, at, spec, self._arrivals(step)
+                )  # fmt: skip
             else:
                 out[decodes:end] = _expanded(query[decodes:end], up, cache, at, spec)
         return out
@@ -180,6 +183,7 @@ class TritonKernels:
         (cache,), spec = layer.caches, layer.spec
         up = layer.kv_b.view(spec.num_heads, -1, layer.kv_b.shape[1])
         whole: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
+        arrivals = self._splits.new_arrivals(self.device)
 
         def one_row(query_len: int, kv_len: int) -> tuple[torch.Tensor, RowTensors, Prompts]:
             blocks = torch.arange(-(-kv_len // layer.block_size), **whole)[None]
@@ -193,7 +197,7 @@ class TritonKernels:
 
         def absorbed(query_len: int, kv_len: int) -> Callable[[], torch.Tensor]:
             query, rows, at = one_row(query_len, kv_len)
-            return lambda: self._absorbed_chunks(query, up, rows, cache, at, spec)
+            return lambda: self._absorbed_chunks(query, up, rows, cache, at, spec, arrivals)
 
         def expanded(query_len: int, kv_len: int) -> Callable[[], torch.Tensor]:
             query, _, at = one_row(query_len, kv_len)
@@ -201,9 +205,16 @@ class TritonKernels:
 
         self.crossover = measured(absorbed, expanded, self.device, most_kv)
 
+    def _arrivals(self, step: StepContext) -> torch.Tensor:
+        """The step's own counters: steps run beside each other, its layers don't. A captured step clears them anew."""
+        found: torch.Tensor | None = step.memo.get("arrivals")
+        if found is None:
+            found = step.memo["arrivals"] = self._splits.new_arrivals(self.device)
+        return found
+
     def _absorbed_chunks(
         self, query: torch.Tensor, up: torch.Tensor, rows: RowTensors, cache: torch.Tensor, at: Prompts,
-        spec: LayerSpec,
+        spec: LayerSpec, arrivals: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """[num_tokens, num_heads, value_dim] of prompt rows of at most `ABSORBED_LENS` tokens each."""
         first, count = at.num_decodes, len(at.lengths)
@@ -213,15 +224,15 @@ class TritonKernels:
         )  # fmt: skip
         longest = max(query_len for query_len, _ in at.lengths)
         decode_len = next(length for length in ABSORBED_LENS if length >= longest)
-        return self._absorbed(query, up, back, cache, spec, decode_len)
+        return self._absorbed(query, up, back, cache, spec, arrivals, decode_len)
 
     def _absorbed(
         self, query: torch.Tensor, up: torch.Tensor, rows: RowTensors, cache: torch.Tensor, spec: LayerSpec,
-        decode_len: int,
+        arrivals: torch.Tensor, decode_len: int,
     ) -> torch.Tensor:  # fmt: skip
         """[num_tokens, num_heads, value_dim] of rows of at most `decode_len` tokens."""
         latent_query, rope_query = absorbed(query, up, spec.value_dim)
-        mixed = self._latent.latent_attention(latent_query, rope_query, cache, rows, spec.scale, decode_len)
+        mixed = self._latent.latent_attention(latent_query, rope_query, cache, rows, spec.scale, arrivals, decode_len)
         return unabsorbed(mixed, up, spec.value_dim)
 
 

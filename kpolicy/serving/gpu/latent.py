@@ -11,7 +11,17 @@ import triton
 import triton.language as tl
 
 from kpolicy.serving.gpu.launch import launch
-from kpolicy.serving.gpu.paged import LOG2_E, decode_splits
+from kpolicy.serving.gpu.paged import LOG2_E
+from kpolicy.serving.gpu.splits import (
+    Scratch,
+    clear_padding,
+    finish,
+    kept_rows,
+    plan_splits,
+    share_of,
+    split_count,
+    tile_of,
+)
 from kpolicy.serving.rows import RowTensors
 
 __all__ = ["latent_attention", "write_latents"]
@@ -49,22 +59,31 @@ def write_latents(slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
     )  # fmt: skip
 
 
-@triton.jit
-def _attend(out_ptr, mid_ptr, max_ptr, sum_ptr, latent_q_ptr, rope_q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr,
-            scale, latent_q_stride_t, latent_q_stride_h, rope_q_stride_t, rope_q_stride_h, cache_stride, table_stride,
+@triton.jit(do_not_specialize=["num_reqs", "cleared"])
+def _attend(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, latent_q_ptr, rope_q_ptr, cache_ptr, table_ptr, lens_ptr,
+            starts_ptr, scale, latent_q_stride_t, latent_q_stride_h, rope_q_stride_t, rope_q_stride_h, cache_stride,
+            table_stride, num_reqs, cleared,
             NUM_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-            RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    split = tl.program_id(2)
+            RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr,
+            PROGRAMS: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0)
+    num_rows = kept_rows(starts_ptr, lens_ptr, num_reqs, QUERY_LEN)
+    splits = split_count(num_rows, tl.num_programs(1), PROGRAMS, MOST)
+    clear_padding(out_ptr, starts_ptr, num_rows, cleared, QUERY_LEN, NUM_HEADS, TILES, RANK, RANK_PAD, BLOCK_M)
+    row = (program // splits).to(tl.int64)
+    split = program % splits
+    if row >= num_rows:
+        return
     start = tl.load(starts_ptr + row)
     query_len = tl.load(starts_ptr + row + 1) - start
     if (query_len == 0) | (query_len > QUERY_LEN):
         return
     kv_len = tl.load(lens_ptr + row)
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    t, head = m // NUM_HEADS, m % NUM_HEADS
+    share, parts = share_of(kv_len, splits, BLOCK_N)
+    if split >= tl.maximum(parts, 1):
+        return
+    t, head = tile_of(NUM_HEADS, TILES, BLOCK_M, BLOCK_M)
     m_ok = t < query_len
     token = (start + t).to(tl.int64)
     r, p = tl.arange(0, RANK_PAD), tl.arange(0, ROPE_PAD)
@@ -78,7 +97,6 @@ def _attend(out_ptr, mid_ptr, max_ptr, sum_ptr, latent_q_ptr, rope_q_ptr, cache_
         mask=m_ok[:, None] & p_ok[None, :], other=0.0,
     )  # fmt: skip
     at = kv_len - query_len + t
-    share = tl.cdiv(tl.cdiv(kv_len, BLOCK_N), SPLITS) * BLOCK_N
     begin = split * share
     end = tl.minimum(begin + share, kv_len)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -102,54 +120,15 @@ def _attend(out_ptr, mid_ptr, max_ptr, sum_ptr, latent_q_ptr, rope_q_ptr, cache_
         total = total * kept + tl.sum(weights, 1)
         acc = acc * kept[:, None] + tl.dot(weights.to(latent.dtype), latent, input_precision=PRECISION)
         best = higher
-    if SPLITS == 1:
-        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(
-            out_ptr + (token[:, None] * NUM_HEADS + head[:, None]) * RANK + r[None, :],
-            out.to(out_ptr.dtype.element_ty), mask=m_ok[:, None] & r_ok[None, :],
-        )  # fmt: skip
-    else:
-        place = ((row * tl.num_programs(1) + tile) * SPLITS + split) * BLOCK_M + tl.arange(0, BLOCK_M)
-        tl.store(max_ptr + place, best)
-        tl.store(sum_ptr + place, total)
-        tl.store(mid_ptr + place[:, None] * RANK_PAD + r[None, :], acc)
-
-
-@triton.jit
-def _combine(out_ptr, mid_ptr, max_ptr, sum_ptr, starts_ptr, NUM_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr,
-             RANK: tl.constexpr, RANK_PAD: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    start = tl.load(starts_ptr + row)
-    query_len = tl.load(starts_ptr + row + 1) - start
-    if (query_len == 0) | (query_len > QUERY_LEN):
-        return
-    place = tl.arange(0, BLOCK_M)
-    m = tile * BLOCK_M + place
-    t, head = m // NUM_HEADS, m % NUM_HEADS
-    r = tl.arange(0, RANK_PAD)
-    first = (row * tl.num_programs(1) + tile) * SPLITS * BLOCK_M + place
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for split in range(SPLITS):
-        best = tl.maximum(best, tl.load(max_ptr + first + split * BLOCK_M))
-    safe = tl.where(best == float("-inf"), 0.0, best)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, RANK_PAD], tl.float32)
-    for split in range(SPLITS):
-        weight = tl.exp2(tl.load(max_ptr + first + split * BLOCK_M) - safe)
-        total += weight * tl.load(sum_ptr + first + split * BLOCK_M)
-        acc += weight[:, None] * tl.load(mid_ptr + (first + split * BLOCK_M)[:, None] * RANK_PAD + r[None, :])
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    token = (start + t).to(tl.int64)
-    tl.store(
-        out_ptr + (token[:, None] * NUM_HEADS + head[:, None]) * RANK + r[None, :],
-        out.to(out_ptr.dtype.element_ty), mask=(t < query_len)[:, None] & (r < RANK)[None, :],
+    finish(
+        out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, acc, best, total, row, split, splits, parts, start, query_len,
+        NUM_HEADS, TILES, RANK, RANK_PAD, BLOCK_M, BLOCK_M, MOST,
     )  # fmt: skip
 
 
 def latent_attention(
     latent_query: torch.Tensor, rope_query: torch.Tensor, cache: torch.Tensor, rows: RowTensors, scale: float,
-    decode_len: int,
+    arrivals: torch.Tensor, decode_len: int,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of decode rows over latents, as one KV head that all query heads share.
 
@@ -159,37 +138,29 @@ def latent_attention(
         cache: [num_slots + 1, rank + rope_dim], contiguous.
         rows: rows of at most `decode_len` query tokens; longer ones are left out.
         scale: multiplies scores.
+        arrivals: of `new_arrivals`; launches that may run beside each other have each their own.
         decode_len: query tokens of a row, at most.
 
     Returns:
-        [num_tokens, num_heads, rank]; zeros for rows without KV, undefined for tokens of rows left out and of no row.
+        [num_tokens, num_heads, rank]; zeros for rows without KV and for what is behind the last row that has some,
+        undefined for rows left out before it.
     """
     num_tokens, num_heads, rank = latent_query.shape
     rope_dim = rope_query.shape[2]
     num_reqs, table = rows.kv_lens.shape[0], rows.block_table
     out = torch.empty(num_tokens, num_heads, rank, dtype=latent_query.dtype, device=latent_query.device)
     tiles = triton.cdiv(num_heads * decode_len, BLOCK_M)
-    splits = decode_splits(num_reqs, tiles, table.shape[1] * rows.block_size, latent_query.device)
+    splits = plan_splits(num_reqs, tiles, table.shape[1] * rows.block_size, latent_query.device)
     # A matrix product takes at least 16.
     rank_pad, rope_pad = (max(16, triton.next_power_of_2(each)) for each in (rank, rope_dim))
     precision = "ieee" if latent_query.dtype == torch.float32 else "tf32"
-    mid = most = total = out
-    if splits > 1:
-        count = num_reqs * tiles * splits * BLOCK_M
-        scratch = torch.empty(count * (rank_pad + 2), dtype=torch.float32, device=out.device)
-        mid, most, total = scratch.split((count * rank_pad, count, count))
     launch(
-        _attend, (num_reqs, tiles, splits),
-        (out, mid, most, total, latent_query, rope_query, cache, table, rows.kv_lens, rows.query_starts,
-         scale * LOG2_E, latent_query.stride(0), latent_query.stride(1), rope_query.stride(0), rope_query.stride(1),
-         cache.stride(0), table.stride(0)),
-        (num_heads, decode_len, rank, rope_dim, rank_pad, rope_pad, rows.block_size, splits, BLOCK_M, BLOCK_N,
-         precision),
-        num_warps=4, num_stages=2,
+        _attend, (max(splits.grid, triton.cdiv(num_tokens, decode_len)), tiles, 1),
+        (out, *Scratch.of(splits, tiles, BLOCK_M, rank_pad, out.device), arrivals, latent_query, rope_query, cache,
+         table, rows.kv_lens, rows.query_starts, scale * LOG2_E, latent_query.stride(0), latent_query.stride(1),
+         rope_query.stride(0), rope_query.stride(1), cache.stride(0), table.stride(0)),
+        (num_heads, decode_len, rank, rope_dim, rank_pad, rope_pad, rows.block_size, tiles, splits.programs,
+         splits.most, BLOCK_M, BLOCK_N, precision),
+        (num_reqs, num_tokens), num_warps=4, num_stages=2,
     )  # fmt: skip
-    if splits > 1:
-        launch(
-            _combine, (num_reqs, tiles, 1), (out, mid, most, total, rows.query_starts),
-            (num_heads, decode_len, rank, rank_pad, splits, BLOCK_M), num_warps=4,
-        )  # fmt: skip
     return out

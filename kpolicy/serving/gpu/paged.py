@@ -17,35 +17,24 @@ import triton
 import triton.language as tl
 
 from kpolicy.serving.gpu.launch import launch
+from kpolicy.serving.gpu.splits import (
+    Scratch,
+    Splits,
+    clear_padding,
+    finish,
+    kept_rows,
+    plan_splits,
+    processors,
+    share_of,
+    split_count,
+    tile_of,
+)  # fmt: skip
 from kpolicy.serving.rows import RowTensors
 
-__all__ = ["decode_splits", "paged_attention", "write_kv"]
+__all__ = ["paged_attention", "write_kv"]
 
 LOG2_E = 1.4426950408889634
 DECODE_BLOCK_N = 64
-MOST_SPLITS = 32
-FEW_ROWS = 8
-"""Decode rows that a mixed batch is expected to have, where the host doesn't say"""
-MOST_SCRATCH = 64 << 20
-"""Bytes of partial results for more splits than the padded rows ask for"""
-
-
-@functools.lru_cache(maxsize=8)
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
-
-
-def decode_splits(num_reqs: int, num_heads: int, most_kv: int, device: torch.device) -> int:
-    """How many programs share a row's KV: as many as fill the device at least twice, a power of two.
-
-    A function of the padded shape, so that a replay and EAGER at the same shape divide alike.
-    """
-    wanted = -(-2 * _processors(device) // max(1, num_reqs * num_heads))
-    most = max(1, min(MOST_SPLITS, most_kv // (2 * DECODE_BLOCK_N)))
-    splits = 1
-    while splits < min(wanted, most):
-        splits *= 2
-    return splits
 
 
 @triton.jit
@@ -102,44 +91,41 @@ def _softcapped(scores, softcap):
     return softcap * (1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
 
 
-@triton.jit
-def _tokens_of(starts_ptr, row, num_reqs, QUERY_LEN: tl.constexpr):
-    """(first token, tokens) of a row. Rows after the last are the padding's, which follows rows of `QUERY_LEN` each."""
-    real = row < num_reqs
-    start = tl.load(starts_ptr + row, mask=real, other=0)
-    query_len = tl.load(starts_ptr + row + 1, mask=real, other=QUERY_LEN) - start
-    return tl.where(real, start, row * QUERY_LEN), query_len
-
-
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
-def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr,
-            scale, softcap, q_stride_t, q_stride_h, k_stride, v_stride, table_stride, num_reqs, num_tokens,
-            NUM_KV_HEADS: tl.constexpr, SHARE: tl.constexpr, QUERY_LEN: tl.constexpr, HEAD_DIM: tl.constexpr,
-            VALUE_DIM: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
-            WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
-            BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["num_reqs", "cleared"])
+def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr,
+            scale, softcap, q_stride_t, q_stride_h, k_stride, v_stride, table_stride, num_reqs, cleared,
+            SHARE: tl.constexpr, QUERY_LEN: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+            D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+            SOFTCAP: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
+            COUNT: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    start, query_len = _tokens_of(starts_ptr, row, num_reqs, QUERY_LEN)
+    num_rows = kept_rows(starts_ptr, lens_ptr, num_reqs, QUERY_LEN)
+    splits = split_count(num_rows, tl.num_programs(1), PROGRAMS, MOST)
+    clear_padding(out_ptr, starts_ptr, num_rows, cleared, QUERY_LEN, SHARE, 1, VALUE_DIM, DV_PAD, BLOCK_M)
+    row = (program // splits).to(tl.int64)
+    split = program % splits
+    if row >= num_rows:
+        return
+    start = tl.load(starts_ptr + row)
+    query_len = tl.load(starts_ptr + row + 1) - start
     if (query_len == 0) | (query_len > QUERY_LEN):
         return
-    kv_len = tl.load(lens_ptr + row, mask=row < num_reqs, other=0)
-    m = tl.arange(0, BLOCK_M)
-    t = m // SHARE
-    head = kv_head * SHARE + m % SHARE
-    token = (start + t).to(tl.int64)
-    m_ok = (t < query_len) & (token < num_tokens)
-    d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
-    q = tl.load(
-        q_ptr + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d[None, :],
-        mask=m_ok[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
-    )  # fmt: skip
-    at = kv_len - query_len + t
+    kv_len = tl.load(lens_ptr + row)
     low = 0
     if WINDOW > 0:
         low = tl.maximum(kv_len - query_len - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    share = tl.cdiv(tl.cdiv(kv_len - low, BLOCK_N), SPLITS) * BLOCK_N
+    share, parts = share_of(kv_len - low, splits, BLOCK_N)
+    if split >= tl.maximum(parts, 1):
+        return
+    t, head = tile_of(SHARE, 1, BLOCK_M, BLOCK_M)
+    token = (start + t).to(tl.int64)
+    d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+    q = tl.load(
+        q_ptr + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d[None, :],
+        mask=(t < query_len)[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    at = kv_len - query_len + t
     begin = low + split * share
     end = tl.minimum(begin + share, kv_len)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -172,51 +158,9 @@ def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, q_ptr, k_ptr, v_ptr, table_ptr, 
         )  # fmt: skip
         acc = acc * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         best = higher
-    if SPLITS == 1:
-        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(
-            out_ptr + (token[:, None] * (NUM_KV_HEADS * SHARE) + head[:, None]) * VALUE_DIM + dv[None, :],
-            out.to(out_ptr.dtype.element_ty), mask=m_ok[:, None] & (dv < VALUE_DIM)[None, :],
-        )  # fmt: skip
-    else:
-        place = ((row * NUM_KV_HEADS + kv_head) * SPLITS + split) * BLOCK_M + m
-        tl.store(max_ptr + place, best)
-        tl.store(sum_ptr + place, total)
-        tl.store(mid_ptr + place[:, None] * DV_PAD + dv[None, :], acc)
-
-
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
-def _combine(out_ptr, mid_ptr, max_ptr, sum_ptr, starts_ptr, num_reqs, num_tokens,
-             NUM_KV_HEADS: tl.constexpr, SHARE: tl.constexpr, QUERY_LEN: tl.constexpr, VALUE_DIM: tl.constexpr,
-             DV_PAD: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    real = row < num_reqs
-    start, query_len = _tokens_of(starts_ptr, row, num_reqs, QUERY_LEN)
-    if (query_len == 0) | (query_len > QUERY_LEN):
-        return
-    m = tl.arange(0, BLOCK_M)
-    t = m // SHARE
-    dv = tl.arange(0, DV_PAD)
-    first = (row * NUM_KV_HEADS + kv_head) * SPLITS * BLOCK_M + m
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for split in range(SPLITS):
-        best = tl.maximum(best, tl.load(max_ptr + first + split * BLOCK_M, mask=real, other=float("-inf")))
-    safe = tl.where(best == float("-inf"), 0.0, best)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-    for split in range(SPLITS):
-        place = first + split * BLOCK_M
-        weight = tl.exp2(tl.load(max_ptr + place, mask=real, other=0.0) - safe)
-        total += weight * tl.load(sum_ptr + place, mask=real, other=0.0)
-        acc += weight[:, None] * tl.load(mid_ptr + place[:, None] * DV_PAD + dv[None, :], mask=real, other=0.0)
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    token = (start + t).to(tl.int64)
-    m_ok = (t < query_len) & (token < num_tokens)
-    head = kv_head * SHARE + m % SHARE
-    tl.store(
-        out_ptr + (token[:, None] * (NUM_KV_HEADS * SHARE) + head[:, None]) * VALUE_DIM + dv[None, :],
-        out.to(out_ptr.dtype.element_ty), mask=m_ok[:, None] & (dv < VALUE_DIM)[None, :],
+    finish(
+        out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, acc, best, total, row, split, splits, parts, start, query_len,
+        SHARE, 1, VALUE_DIM, DV_PAD, BLOCK_M, COUNT, MOST,
     )  # fmt: skip
 
 
@@ -335,13 +279,13 @@ def paged_attention(
     v_cache: torch.Tensor,
     rows: RowTensors,
     scale: float,
+    arrivals: torch.Tensor,
     *,
     window: int = 0,
     softcap: float = 0.0,
     decode_len: int = 1,
     decodes: bool = True,
     prefills: bool = True,
-    few: bool = False,
 ) -> torch.Tensor:
     """Causal attention of the step's tokens over their requests' KV.
 
@@ -351,13 +295,12 @@ def paged_attention(
         v_cache: [num_slots + 1, num_kv_heads, value_dim], contiguous.
         rows: the step's rows.
         scale: multiplies scores.
+        arrivals: of `new_arrivals`; launches that may run beside each other have each their own.
         window: tokens a query sees, itself included; 0 for all before it.
         softcap: c in ``c * tanh(score / c)``; 0 for none.
         decode_len: rows of at most this many query tokens go to the decode kernel, longer ones to the prefill kernel.
         decodes: whether there may be rows for the decode kernel.
         prefills: whether there may be rows for the prefill kernel; without, every row has `decode_len` query tokens.
-        few: few of the padded rows are likely decodes, as in a mixed batch whose rows the host doesn't know. Their KV
-            is shared out among more programs than would fill the device if all were.
 
     Returns:
         [num_tokens, num_heads, value_dim]; zeros for tokens of no row and of rows without KV.
@@ -379,27 +322,14 @@ def paged_attention(
         num_heads, num_kv_heads, head_dim, value_dim, rows.block_size, window, softcap > 0, query.dtype, query.device
     )  # fmt: skip
     if decodes:
-        splits, block_m, constants = _decode_plan(model, num_reqs, decode_len, table.shape[1], few)
-        written = num_reqs if prefills else triton.cdiv(num_tokens, decode_len)
-        mid = most = total = out
-        if splits > 1:
-            # One allocation: sums of values, then maxima and sums of weights.
-            dv_pad = model.padded[1]
-            count = num_reqs * num_kv_heads * splits * block_m
-            scratch = torch.empty(count * (dv_pad + 2), dtype=torch.float32, device=query.device)
-            mid, most, total = scratch.split((count * dv_pad, count, count))
+        splits, places, constants = _decode_plan(model, num_reqs, decode_len, table.shape[1])
+        cleared = 0 if prefills else num_tokens
         launch(
-            _decode, (written if splits == 1 else num_reqs, num_kv_heads, splits),
-            (out, mid, most, total, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, log2_scale, cap,
-             *strides),
-            constants, (num_reqs, num_tokens), num_warps=4, num_stages=2,
+            _decode, (max(splits.grid, triton.cdiv(cleared, decode_len)), num_kv_heads, 1),
+            (out, *Scratch.of(splits, num_kv_heads, places, model.padded[1], query.device), arrivals, query, k_cache,
+             v_cache, table, rows.kv_lens, rows.query_starts, log2_scale, cap, *strides),
+            constants, (num_reqs, cleared), num_warps=4, num_stages=2,
         )  # fmt: skip
-        if splits > 1:
-            launch(
-                _combine, (written, num_kv_heads, 1), (out, mid, most, total, rows.query_starts),
-                (num_kv_heads, num_heads // num_kv_heads, decode_len, value_dim, model.padded[1], splits, block_m),
-                (num_reqs, num_tokens), num_warps=4,
-            )  # fmt: skip
     if prefills:
         block_m, num_warps, constants = _prefill_plan(model, decode_len + 1 if decodes else 1, num_tokens)
         launch(
@@ -440,30 +370,25 @@ class _Heads(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _decode_plan(
-    model: _Heads, num_reqs: int, decode_len: int, table_width: int, few: bool
-) -> tuple[int, int, tuple[Any, ...]]:  # fmt: skip
-    """(splits, rows of a tile, compile-time arguments) of the decode kernel."""
+    model: _Heads, num_reqs: int, decode_len: int, table_width: int
+) -> tuple[Splits, int, tuple[Any, ...]]:  # fmt: skip
+    """(how KV may be shared out, places of a tile, compile-time arguments) of the decode kernel."""
     share = model.num_heads // model.num_kv_heads
-    block_m = max(16, triton.next_power_of_2(share * decode_len))
-    splits = decode_splits(num_reqs, model.num_kv_heads, table_width * model.page, model.device)
-    if few:
-        alone = decode_splits(FEW_ROWS, model.num_kv_heads, table_width * model.page, model.device)
-        split_bytes = 4 * num_reqs * model.num_kv_heads * block_m * (model.padded[1] + 2)
-        while splits < alone and 2 * splits * split_bytes <= MOST_SCRATCH:
-            splits *= 2
+    places = triton.next_power_of_2(share * decode_len)
+    splits = plan_splits(num_reqs, model.num_kv_heads, table_width * model.page, model.device)
     block_n = DECODE_BLOCK_N // 2 if model.wide else DECODE_BLOCK_N
     constants = (
-        model.num_kv_heads, share, decode_len, model.head_dim, model.value_dim, *model.padded, model.page,
-        model.window, model.capped, splits, block_m, block_n, model.precision,
+        share, decode_len, model.head_dim, model.value_dim, *model.padded, model.page, model.window, model.capped,
+        splits.programs, splits.most, max(16, places), places, block_n, model.precision,
     )  # fmt: skip
-    return splits, block_m, constants
+    return splits, places, constants
 
 
 @functools.lru_cache(maxsize=1024)
 def _prefill_plan(model: _Heads, least: int, num_tokens: int) -> tuple[int, int, tuple[Any, ...]]:
     """(query tokens of a tile, warps, compile-time arguments) of the prefill kernel."""
     block_m, block_n = (32, 32) if model.wide else (128, 64)
-    if not model.wide and num_tokens // block_m * model.num_heads < 2 * _processors(model.device):
+    if not model.wide and num_tokens // block_m * model.num_heads < 2 * processors(model.device):
         # Large tiles of a short prompt would leave most of the device idle.
         block_m = 64
     constants = (

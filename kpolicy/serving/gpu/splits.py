@@ -1,0 +1,204 @@
+"""How decode rows' KV is shared out among programs, and how their results come together: what both decode kernels do.
+
+A row's KV goes to as many programs as the rows there are leave for it, which the kernel counts on the device. So it
+doesn't depend on the padded shape: a row is computed alike, bit for bit, in every graph and mode, and padding costs
+programs that end at once. Programs of a row leave partial results in memory; the last one to arrive, told by a counter,
+brings them together, in the order of the KV whoever is last.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = [
+    "Scratch",
+    "Splits",
+    "clear_padding",
+    "finish",
+    "kept_rows",
+    "new_arrivals",
+    "plan_splits",
+    "share_of",
+    "split_count",
+]
+
+MOST_SPLITS = 32
+AT_ONCE = tl.constexpr(4096)
+"""Values of parts that are read together"""
+LEAST_KV = 128
+"""KV tokens a program has at least, where rows are as long as they can be"""
+
+
+@functools.lru_cache(maxsize=8)
+def processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+@triton.jit
+def split_count(num_rows, groups, programs, most):
+    """Programs that share the KV of each row and group of heads: a power of two, doubled until all are `programs`."""
+    splits = 1
+    while (splits < most) & (num_rows * groups * splits < programs):
+        splits *= 2
+    return splits
+
+
+class Splits(NamedTuple):
+    """What a launch needs for any number of rows up to its own."""
+
+    programs: int
+    """That the device should have at least: two on each processor"""
+    most: int
+    """Programs of one row and group of heads, at most"""
+    grid: int
+    """Programs of a group of heads"""
+    partial: int
+    """How many of these may leave partial results: the first ones"""
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_splits(num_reqs: int, groups: int, most_kv: int, device: torch.device) -> Splits:
+    """For so many rows at most, whose heads are so many groups, a program each."""
+    programs = 2 * processors(device)
+    most = triton.next_power_of_2(max(1, min(MOST_SPLITS, most_kv // LEAST_KV)))
+    counts = [(rows, split_count.fn(rows, groups, programs, most)) for rows in range(1, num_reqs + 1)]
+    partial = max((rows * splits for rows, splits in counts if splits > 1), default=0)
+    return Splits(programs, most, max(num_reqs, partial), partial)
+
+
+def new_arrivals(device: torch.device) -> torch.Tensor:
+    """[as many as a launch may need] int32, counters that every launch finds at 0 and leaves at 0.
+
+    Rows have several programs only while one for each row and group is less than two on each processor.
+    """
+    return torch.zeros(2 * processors(device), dtype=torch.int32, device=device)
+
+
+class Scratch(NamedTuple):
+    """Partial results: sums of values, maxima, and sums of weights, float32."""
+
+    mid: torch.Tensor
+    most: torch.Tensor
+    total: torch.Tensor
+
+    @classmethod
+    def of(cls, splits: Splits, groups: int, places: int, width: int, device: torch.device) -> Scratch:
+        """In one allocation, of so many places of a tile."""
+        count = splits.partial * groups * places
+        whole = torch.empty(count * (width + 2), dtype=torch.float32, device=device)
+        return cls(*whole.split((count * width, count, count)))
+
+
+@triton.jit
+def kept_rows(starts_ptr, lens_ptr, num_reqs, QUERY_LEN: tl.constexpr):
+    """Rows up to the last one with KV and at most `QUERY_LEN` tokens: behind it are prompts and padding."""
+    last = 0
+    for first in range(0, num_reqs, 256):
+        row = first + tl.arange(0, 256)
+        ok = row < num_reqs
+        query_len = tl.load(starts_ptr + row + 1, mask=ok, other=0) - tl.load(starts_ptr + row, mask=ok, other=0)
+        kept = (tl.load(lens_ptr + row, mask=ok, other=0) > 0) & (query_len > 0) & (query_len <= QUERY_LEN)
+        last = tl.maximum(last, tl.max(tl.where(kept, row + 1, 0), 0))
+    return last
+
+
+@triton.jit
+def share_of(num_keys, splits, BLOCK_N: tl.constexpr):
+    """(keys of a program, programs that have any)."""
+    blocks = tl.cdiv(num_keys, BLOCK_N)
+    share = tl.maximum(tl.cdiv(blocks, splits), 1)
+    return share * BLOCK_N, tl.cdiv(blocks, share)
+
+
+@triton.jit
+def tile_of(SHARE: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, COUNT: tl.constexpr):
+    """(token of a row, query head) of the first `COUNT` places in a program's tile of `BLOCK_M`.
+
+    A KV head's places are its queries' heads, `SHARE`, token by token, in so many tiles.
+    """
+    group = tl.program_id(1)
+    m = group % TILES * BLOCK_M + tl.arange(0, COUNT)
+    return m // SHARE, group // TILES * SHARE + m % SHARE
+
+
+@triton.jit
+def _store(out_ptr, token, head, ok, acc, total, SHARE: tl.constexpr, TILES: tl.constexpr, VALUE_DIM: tl.constexpr,
+           WIDTH: tl.constexpr):  # fmt: skip
+    """A tile's results: sums of values over sums of weights, which are 0 where there is no KV."""
+    width = tl.arange(0, WIDTH)
+    at = token.to(tl.int64) * (tl.num_programs(1) // TILES * SHARE) + head
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(
+        out_ptr + at[:, None] * VALUE_DIM + width[None, :], out.to(out_ptr.dtype.element_ty),
+        mask=ok[:, None] & (width < VALUE_DIM)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def clear_padding(out_ptr, starts_ptr, num_rows, cleared, QUERY_LEN: tl.constexpr, SHARE: tl.constexpr,
+                  TILES: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                  BLOCK_M: tl.constexpr):  # fmt: skip
+    """Zero what tokens behind the rows' own have as output, of the first `cleared`: `QUERY_LEN` tokens a program."""
+    first = tl.program_id(0) * QUERY_LEN
+    padding = tl.load(starts_ptr + num_rows)
+    if (first < cleared) & (first + QUERY_LEN > padding):
+        t, head = tile_of(SHARE, TILES, BLOCK_M, BLOCK_M)
+        token = first + t
+        ok = (t < QUERY_LEN) & (token >= padding) & (token < cleared)
+        nothing = tl.zeros([BLOCK_M], tl.float32)
+        _store(
+            out_ptr, token, head, ok, tl.zeros([BLOCK_M, WIDTH], tl.float32), nothing, SHARE, TILES, VALUE_DIM, WIDTH
+        )  # fmt: skip
+
+
+@triton.jit
+def finish(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, acc, best, total, row, split, splits, parts, start,
+           query_len, SHARE: tl.constexpr, TILES: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+           BLOCK_M: tl.constexpr, COUNT: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
+    """Store a program's result: the row's where it is the only one, else a part, of which the last to arrive makes it.
+
+    What one program stores another reads: its barrier, and the release and acquire of the counter, order the two, and
+    parts are read past the first cache. `COUNT` places of a tile can be in use.
+    """
+    t, head = tile_of(SHARE, TILES, BLOCK_M, BLOCK_M)
+    if parts <= 1:
+        _store(out_ptr, start + t, head, t < query_len, acc, total, SHARE, TILES, VALUE_DIM, WIDTH)
+    else:
+        group, groups = tl.program_id(1), tl.num_programs(1)
+        m, width = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
+        first, step = (row * splits * groups + group) * COUNT, groups * COUNT
+        place = first + split * step + m
+        tl.store(max_ptr + place, best, mask=t < query_len)
+        tl.store(sum_ptr + place, total, mask=t < query_len)
+        tl.store(mid_ptr + place[:, None] * WIDTH + width[None, :], acc, mask=(t < query_len)[:, None])
+        tl.debug_barrier()
+        counter = arrivals_ptr + row * groups + group
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
+            own_t, own_head = tile_of(SHARE, TILES, BLOCK_M, COUNT)
+            own = own_t < query_len
+            each = tl.arange(0, MOST)[:, None]
+            ok, at = (each < parts) & own[None, :], first + each * step + tl.arange(0, COUNT)[None, :]
+            maxima = tl.load(max_ptr + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
+            highest = tl.max(maxima, 0)
+            highest = tl.where(highest == float("-inf"), 0.0, highest)
+            sums = tl.load(sum_ptr + at, mask=ok, other=0.0, cache_modifier=".cg")
+            all_total = tl.sum(tl.exp2(maxima - highest[None, :]) * sums, 0)
+            all_acc = tl.zeros([COUNT, WIDTH], tl.float32)
+            # Some at a time, so that they are read together; what isn't there adds 0.
+            at_once: tl.constexpr = max(1, min(MOST, AT_ONCE // (COUNT * WIDTH)))
+            for begin in range(0, parts, at_once):
+                part = begin + tl.arange(0, at_once)[:, None]
+                part_ok, part_at = (part < parts) & own[None, :], first + part * step + tl.arange(0, COUNT)[None, :]
+                weights = tl.load(max_ptr + part_at, mask=part_ok, other=float("-inf"), cache_modifier=".cg")
+                values = tl.load(
+                    mid_ptr + part_at[:, :, None] * WIDTH + width[None, None, :], mask=part_ok[:, :, None], other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                all_acc += tl.sum(tl.exp2(weights - highest[None, :])[:, :, None] * values, 0)
+            _store(out_ptr, start + own_t, own_head, own, all_acc, all_total, SHARE, TILES, VALUE_DIM, WIDTH)
+            tl.store(counter, 0)
