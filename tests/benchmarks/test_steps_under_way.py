@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from benchmarks.gpu import common, correct, overlap  # noqa: E402
+from kpolicy.executors import parts  # noqa: E402
 from tests.benchmarks.test_gpu_scripts import QWEN  # noqa: E402
 
 
@@ -168,3 +169,31 @@ def test_bits_of(width: int, words: int) -> None:
     bits = common.bits_of(values)
     assert bits.shape == (2, words)
     assert torch.equal(bits, common.bits_of(values.clone()))
+
+
+@pytest.mark.parametrize("benchmark", [correct, overlap])
+def test_steps_are_launched_before_one_is_read(
+    benchmark: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for no step before `AHEAD` further ones are launched, until a block ends."""
+    run, first, launches, read = common.launched, common.Checks.first, 0, []
+    a_step = 1 if benchmark is correct else 2
+
+    def counted(*given: Any) -> Any:
+        nonlocal launches
+        launches += 1
+        return run(*given)
+
+    def noted(checks: Any, but: Any = ()) -> Any:
+        read.append(launches // a_step)
+        return first(checks, but)
+
+    def unasked(part: Any) -> Any:
+        raise AssertionError(f"{part} was waited for")
+
+    monkeypatch.setattr(benchmark, "launched", counted)
+    monkeypatch.setattr(common.Checks, "first", noted)
+    monkeypatch.setattr(parts.OutputRows, "tensor", property(unasked))
+    assert benchmark.main([*arguments, *(["--part", "bits"] if benchmark is correct else []), "--count", "7"]) == 0
+    ahead = benchmark.AHEAD
+    assert read == [*range(ahead + 1, 8), *[7] * ahead]
