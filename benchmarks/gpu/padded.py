@@ -1,0 +1,280 @@
+"""What padding costs attention: the same decode rows in graphs of more and more rows, a layer's microseconds.
+
+A graph is of a model's attention calls alone, one after the other over KV of their own, captured over padding and
+replayed over the rows. Graphs take turns round by round. Ratios are to the smallest graph that the rows fit in, 1 where
+padding is free. Whether all graphs give the same bits is looked at first.
+
+With ``--before`` kernels of an earlier version, from a folder that has its ``kpolicy/serving/gpu``, take turns with
+them; `after` is today's time over theirs, in the same graph.
+
+Run: ``python -m benchmarks.gpu.padded --out FILE [--before FOLDER]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from benchmarks.gpu.common import Results, header, steady, synchronise
+from benchmarks.pairs import interval
+
+PAGE, MAX_MODEL_LEN = 32, 8192
+REPLAYS = 4
+"""Of a graph, for one sample"""
+
+
+class Heads(NamedTuple):
+    """A model's attention: for MLA one KV head, of `rope` more than values."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    dim: int
+    rope: int = 0
+
+
+MODELS = {
+    "0.5B": Heads(24, 14, 2, 64), "1B": Heads(16, 32, 8, 64), "8B": Heads(32, 32, 8, 128),
+    "dsv2lite": Heads(27, 16, 1, 512, 64),
+}  # fmt: skip
+ROWS, KV, GRAPHS = (8, 16), (1000, 4000), (8, 16, 32, 80, 160)
+
+
+def kernels_of(folder: Path | None) -> dict[str, ModuleType]:
+    """The modules `paged` and `latent` of kernels, of an earlier version where a folder of it is given."""
+    if folder is None:
+        return {name: importlib.import_module(f"kpolicy.serving.gpu.{name}") for name in ("paged", "latent")}
+    found: dict[str, ModuleType] = {}
+    ours = {f"kpolicy.serving.gpu.{name}" for name in ("paged", "latent", "splits", "launch")}
+    kept = {name: sys.modules.pop(name) for name in ours & sys.modules.keys()}
+    try:
+        # An earlier version's modules import each other by the names that they had.
+        for name in ("launch", "splits", "paged", "latent"):
+            path = folder / "kpolicy" / "serving" / "gpu" / f"{name}.py"
+            if path.exists():
+                whole = f"kpolicy.serving.gpu.{name}"
+                spec = importlib.util.spec_from_file_location(whole, path)
+                assert spec is not None and spec.loader is not None  # noqa: PT018 - it exists
+                found[name] = sys.modules[whole] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(found[name])
+    finally:
+        for name in ours:
+            sys.modules.pop(name, None)
+        sys.modules.update(kept)
+    if not {"paged", "latent"} <= found.keys():
+        sys.exit(f"{folder} has no kpolicy/serving/gpu/paged.py and latent.py; give a checkout of an earlier commit.")
+    return found
+
+
+def calls_of(kernels: dict[str, ModuleType], heads: Heads, rows: Any, query: Any, caches: Any) -> Callable[[], Any]:
+    """All layers' attention over these rows, as a step makes its calls."""
+    import torch
+
+    paged = kernels["paged"].paged_attention
+    counted = "arrivals" in inspect.signature(paged).parameters
+
+    def run() -> Any:
+        more: tuple[Any, ...] = ()
+        if counted:
+            from kpolicy.serving.gpu.splits import new_arrivals
+
+            more = (new_arrivals(query.device),)
+        for layer in caches:
+            if heads.rope:
+                parts = query.split((heads.dim, heads.rope), -1)
+                out = kernels["latent"].latent_attention(*parts, *layer, rows, 0.1, *more, 1)
+            else:
+                out = paged(query, *layer, rows, heads.dim**-0.5, *more, prefills=False)
+        return out
+
+    with torch.no_grad():
+        run()
+    return run
+
+
+def plain(heads: Heads, rows: Any, query: Any, caches: Any) -> Callable[[], Any]:
+    """The same by torch's operators, for a dry run."""
+    from kpolicy.serving import attention
+
+    def run() -> Any:
+        for layer in caches:
+            out = attention.paged_attention(query, *layer, rows, heads.dim**-0.5, 0, 0.0)
+        return out
+
+    return run
+
+
+class Graph:
+    """The calls captured over padding, and their result; without a GPU they just run."""
+
+    def __init__(self, run: Callable[[], Any], rows: Any, kv_lens: Any) -> None:
+        import torch
+
+        self.replay: Callable[[], Any] = run
+        rows.kv_lens.zero_()
+        if rows.kv_lens.is_cuda:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._out = run()
+            self.replay = graph.replay
+        rows.kv_lens[: len(kv_lens)] = kv_lens
+
+    def out(self) -> Any:
+        """Of one replay."""
+        made = self.replay()
+        return (self._out if made is None else made).clone()
+
+    def us(self) -> float:
+        """Of one replay, without the host's time on a GPU."""
+        import torch
+
+        if not torch.cuda.is_available():
+            start = time.perf_counter()
+            self.replay()
+            return (time.perf_counter() - start) * 1e6
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(400_000)
+        begin.record()
+        for _ in range(REPLAYS):
+            self.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / REPLAYS
+
+
+def made_caches(heads: Heads, tokens: int, device: Any, dtype: Any) -> list[tuple[Any, ...]]:
+    """Each layer's KV."""
+    import torch
+
+    def cache(*shape: int) -> Any:
+        return torch.randn(tokens + 1, *shape, device=device, dtype=dtype)
+
+    if heads.rope:
+        return [(cache(heads.dim + heads.rope),) for _ in range(heads.layers)]
+    return [tuple(cache(heads.kv_heads, heads.dim) for _ in "kv") for _ in range(heads.layers)]
+
+
+def measure(
+    versions: dict[str, Any], heads: Heads, caches: Any, count: int, kv: int, graphs: tuple[int, ...], rounds: int
+) -> dict[str, Any]:
+    """One cell: the same rows in every graph that they fit in."""
+    import torch
+
+    from kpolicy.serving.rows import RowTensors
+
+    like = caches[0][0]
+    whole: dict[str, Any] = {"dtype": torch.int32, "device": like.device}
+    each = -(-kv // PAGE)
+    generator = torch.Generator().manual_seed(0)
+    own = torch.randperm(count * each, generator=generator).view(count, each).to(**whole)
+    # Lengths about the mean, as requests have them.
+    kv_lens = torch.linspace(0.9 * kv, kv, count).to(**whole)
+    queries = torch.randn(max(graphs), heads.heads, heads.dim + heads.rope, generator=generator).to(like)
+    made: dict[tuple[str, int], Graph] = {}
+    for size in (size for size in graphs if size >= count):
+        table = torch.zeros(size, MAX_MODEL_LEN // PAGE, **whole)
+        table[:count, :each] = own
+        for name, kernels in versions.items():
+            rows = RowTensors(table, torch.zeros(size, **whole), torch.arange(size + 1, **whole), PAGE)
+            rows.kv_lens[:count] = kv_lens
+            query = queries[:size].clone()
+            run = (
+                plain(heads, rows, query, caches) if kernels is None else calls_of(kernels, heads, rows, query, caches)
+            )  # fmt: skip
+            made[name, size] = Graph(run, rows, kv_lens)
+    outs = {at: graph.out()[:count] for at, graph in made.items()}
+    sizes = sorted({size for _, size in made})
+    times: dict[tuple[str, int], list[float]] = {at: [] for at in made}
+    for i in range(rounds + 2):
+        for at in sorted(made, reverse=bool(i % 2)):
+            us = made[at].us() / heads.layers
+            if i > 1:
+                times[at].append(us)
+
+    def ratio(over: tuple[str, int], under: tuple[str, int]) -> list[float]:
+        return [round(x, 3) for x in interval([a / b for a, b in zip(times[over], times[under], strict=True)])]
+
+    found: dict[str, Any] = {
+        name: {
+            "layer_us": {size: steady(times[name, size]) for size in sizes},
+            "padding": {size: ratio((name, size), (name, sizes[0])) for size in sizes[1:]},
+            "same_bits": all(torch.equal(outs[name, size], outs[name, sizes[0]]) for size in sizes),
+        }
+        for name in versions
+    }
+    if "before" in versions:
+        found["after"] = {size: ratio(("now", size), ("before", size)) for size in sizes}
+        first, other = outs["now", sizes[0]].float(), outs["before", sizes[0]].float()
+        found["relative_difference"] = round(float((first - other).norm() / other.norm()), 5)
+    return found
+
+
+def table_of(cells: dict[str, Any]) -> list[str]:
+    """A line a cell and version: microseconds and ratio by graph."""
+    lines = []
+    for cell, found in cells.items():
+        for name in [name for name in ("now", "before") if name in found]:
+            padding = {size: f" ({ratio[0]:.2f})" for size, ratio in found[name]["padding"].items()}
+            us = [f"{size}: {us:.1f}{padding.get(size, '')}" for size, us in found[name]["layer_us"].items()]
+            lines.append(f"{cell:24} {name:6} {'   '.join(us)}")
+        after = [f"{size}: {ratio[0]:.2f}" for size, ratio in found.get("after", {}).items()]
+        lines += [f"{'':24} after  {'   '.join(after)}"] if after else []
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure the cells that the file doesn't have; 1 where a graph gives other bits, or other results than before."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--before", type=Path, help="a folder with an earlier version's kpolicy/serving/gpu")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=["1B", "0.5B"])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--tiny", action="store_true", help="two layers, few rows, plain kernels: a dry run")
+    parser.add_argument("--date", default="unstated")
+    parser.add_argument("--seconds", type=float, default=60.0, help="begin nothing new after so many")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(argv)
+    options.model, options.layers = "attention over padding", 0
+
+    import torch
+
+    device = torch.device(options.device)
+    versions: dict[str, Any] = {"now": None if options.tiny else kernels_of(None)}
+    if options.before and not options.tiny:
+        versions["before"] = kernels_of(options.before)
+    models = {"toy": Heads(2, 4, 2, 16)} if options.tiny else {name: MODELS[name] for name in options.models}
+    counts, kvs, graphs = ((2,), (40,), (2, 4)) if options.tiny else (ROWS, KV, GRAPHS)
+    results = Results(options.out, header(options, "padded", argv))
+    with torch.no_grad():
+        for model, heads in models.items():
+            missing = [
+                (count, kv) for kv in kvs for count in counts if f"{model}/{count} x {kv}" not in results.cells
+            ]  # fmt: skip
+            if not missing or results.elapsed() > options.seconds:
+                continue
+            tokens = max(counts) * -(-max(kvs) // PAGE) * PAGE
+            caches = made_caches(heads, tokens, device, torch.float32 if options.tiny else torch.bfloat16)
+            for count, kv in missing:
+                if results.elapsed() < options.seconds:
+                    cell = f"{model}/{count} x {kv}"
+                    results.put(cell, measure(versions, heads, caches, count, kv, graphs, options.rounds))
+                    print(*table_of({cell: results.cells[cell]}), f"{results.elapsed():.0f} s", sep="\n", flush=True)
+            del caches
+            synchronise(device.type)
+    wrong = [
+        cell for cell, found in results.cells.items()
+        if not found["now"]["same_bits"] or found.get("relative_difference", 0.0) > 0.02
+    ]  # fmt: skip
+    print(f"{len(results.cells)} cells, {wrong or 'none'} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
