@@ -56,8 +56,9 @@ from benchmarks.gpu.common import (
 from kpolicy.heap import frozen_heap
 
 BLOCK = 100
-AHEAD = 3
-"""Steps that are launched before one is read: staging waits for the fifth launch before it in any case"""
+AHEAD = 2
+"""Steps that are launched before one is read. With more, staging would wait first, which keeps a core busy: it has room
+for five launches ahead, and a step may stage twice into the same buffers."""
 LIMIT = 2.0
 POLICIES = {
     "auto": "throughput", "auto, for latency": "latency", "full": "throughput", "piecewise": "throughput",

@@ -52,10 +52,11 @@ BLOCK = 250
 HANG_S = 60.0
 WATCHED = 25
 """Steps that one start of the watchdog is for: each start makes a thread. Of so many one is waited for and timed"""
-AHEAD = 3
-"""Steps that are launched before one is read"""
+AHEAD = 2
+"""Steps that are launched before one is read: staging has room for five launches, and a step is two of each half"""
 STEPS_AHEAD = 8
-WAYS = (("beside", 1), ("decodes beside", 2), ("decodes beside", 4), ("decodes beside", 8))
+WAYS = {("beside", 1): 3, ("decodes beside", 2): 3, ("decodes beside", 4): 1, ("decodes beside", 8): 1}
+"""Form and decode steps, with how often: of many decode steps the last have nothing beside them any more"""
 
 
 def graphs(model: Any, sizes: dict[str, tuple[int, ...]]) -> tuple[Any, dict[str, list[Any]]]:
@@ -177,7 +178,7 @@ def run_block(number: int, count: int, bench: Bench, keys: dict[str, list[Any]],
             faulthandler.dump_traceback_later(HANG_S, exit=True)
         inputs = rng.choice(batches)
         numbers = inputs.numbers
-        name, repeat = rng.choice(WAYS)
+        ((name, repeat),) = rng.choices(list(WAYS), list(WAYS.values()))
         decode = rng.choice([key for key in keys["full"] if key.num_tokens >= numbers.num_decodes])
         fitting = [key for key in keys["piecewise"] if key.num_tokens >= numbers.num_prefill_tokens]
         pieces = rng.choice(fitting) if rng.random() < 0.95 else None
