@@ -7,7 +7,8 @@ tokens and class of decodes beside them (`classes`), filled at start-up.
 KV lengths are left out on purpose. Attention on the real KV is the same in every way to run a whole batch, so it can
 tip the choice only where two ways differ by less than their padding, and counts are what every rank and both runners
 have. What the policy says is checked before it is kept: a graph that isn't captured or doesn't hold the step is
-refused, counted, and vLLM's own rule answers instead.
+refused, counted, and vLLM's own rule answers instead. At sizes that vLLM by itself has graphs of, `auto` takes more
+launches than vLLM would only for a gain that the costs are sure of (`kpolicy_vllm.doubt`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from kpolicy.decision import Decision
 from kpolicy.errors import NoLegalModeError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
+from kpolicy.policies import get_policy
 from kpolicy.shapes import BatchNumbers
-from kpolicy_vllm.state import State
+from kpolicy_vllm.doubt import surely_cheaper
+from kpolicy_vllm.state import Select, State
 from kpolicy_vllm.steps import Entry, Step, classes, numbers_of
 
-__all__ = ["OWN_RULE", "Chooser"]
+__all__ = ["OWN_RULE", "WITHIN_DOUBT", "Chooser"]
 
 OWN_RULE = "vllm_rule"
 """The reason in counters where vLLM's own rule decided."""
+WITHIN_DOUBT = "within_doubt"
+"""The same where the costs aren't sure that more launches are cheaper."""
 _MOST_ENTRIES = 1 << 18
 _MOST_ABOVE = 1 << 14
 _MODE_OF = {Part.FULL: Mode.FULL, Part.PIECEWISE: Mode.PIECEWISE}
@@ -59,6 +64,7 @@ class Chooser:
         self.entries: dict[Step, Entry] = {}
         self.forced: Any = None
         self._own: tuple[GraphKey, ...] = ()
+        self._vllm_largest = max(get_policy("vllm").sizes(state.settings).piecewise, default=0)
         self._captured: frozenset[GraphKey] = frozenset()
         self.largest = 0
         self.class_of, self._decodes_of = classes(state.settings.max_num_reqs)
@@ -150,11 +156,12 @@ class Chooser:
             return self._by_own_rule(step, OWN_RULE)
         numbers = numbers_of(step, self.query_len)
         try:
-            decision = select(*numbers)
+            asked = select(*numbers)
+            decision = self._surer(asked, select, numbers)
             wrong = self._wrong(decision, numbers, step)
             if not wrong:
                 key = decision.launches[0].key if decision.launches else None
-                return self._entry(step, key, decision, decision.reason.value)
+                return self._entry(step, key, decision, asked.reason.value if decision is asked else WITHIN_DOUBT)
             # What isn't made as a decision can't be said either.
             decided = str(decision)
         except NoLegalModeError:
@@ -172,6 +179,29 @@ class Chooser:
             "vLLM's own rule decides this batch.",
         )
         return self._by_own_rule(step, "illegal_decision")
+
+    def _surer(self, decision: Decision, select: Select, numbers: BatchNumbers) -> Decision:
+        """The decision, or the best of fewer launches where it has more than vLLM's would and isn't surely cheaper.
+
+        Of batches that its own sizes hold, vLLM runs decodes in a FULL graph and others in pieces.
+        """
+        costs = self.state.weighed
+        if costs is None or numbers.total_tokens > self._vllm_largest:
+            return decision
+        more = (Mode.EAGER,) if numbers.num_prefills else (Mode.EAGER, Mode.PIECEWISE)
+        forbidden = numbers.forbidden
+        for mode in more:
+            forbidden |= mode.bit
+            if decision.mode is mode:
+                try:
+                    fewer = select(*numbers._replace(forbidden=forbidden))
+                except NoLegalModeError:
+                    break
+                ours, theirs = (each.launches[0].key for each in (decision, fewer))
+                if surely_cheaper(costs, ours, theirs, numbers):
+                    break
+                decision = fewer
+        return decision
 
     def _entry(self, step: Step, key: GraphKey | None, decision: Decision | None, reason: str) -> Entry:
         if key is None:

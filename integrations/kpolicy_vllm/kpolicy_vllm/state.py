@@ -132,6 +132,11 @@ class State:
         return self.captured and not self.broken and (self.costs is not None or not self.policy.reads_costs)
 
     @property
+    def weighed(self) -> CostTable | None:
+        """The costs that `auto` weighs ways by; None for policies with rules of their own."""
+        return self.costs if isinstance(self.policy, AutoPolicy) else None
+
+    @property
     def ladder(self) -> CaptureLadder:
         """The model's own graphs that may be replayed; drafters and encoders choose theirs themselves."""
         return self.registry.view()

@@ -1,0 +1,140 @@
+"""Where `auto` takes more launches than vLLM would: not for gains that two seconds' timing can't be sure of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from benchmarks.vllm.simulated import LIMITS, scaled
+from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
+from kpolicy.decision import Launch
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Mode, Part, Rows
+from kpolicy.schemas import read_profile
+from kpolicy_vllm import dispatch
+from kpolicy_vllm.dispatch import Chooser
+from kpolicy_vllm.doubt import SLOWER_HOST
+from kpolicy_vllm.steps import Step, numbers_of
+from tests.integrations.vllm.test_dispatch import chooser
+
+H200 = Path(dispatch.__file__).parents[3] / "benchmarks" / "results" / "h200" / "vllm_costs_qwen05b.json"
+
+
+def made_for(device_us: float, host_us: float) -> Chooser:
+    """A chooser whose graphs take 1 ms of the device and no more of the host, and EAGER so much."""
+    made, graphs = chooser("auto", LIMITS), Curve((1, 8192), (1000.0, 1000.0))
+    free = HostCost(50.0)
+    costs = attrs.evolve(
+        made.state.costs, measured=True, step_us=0.0, full=graphs, mixed=graphs, piecewise=graphs,
+        eager=Curve((1, 8192), (device_us, device_us)), host_full=free, host_piecewise=free,
+        host_eager=HostCost(host_us), decode_attention=AttentionCost(), prefill_attention=AttentionCost(),
+    )  # fmt: skip
+    made.state.install_costs(costs)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("device_us", "host_us", "reason"),
+    [
+        (990.0, 100.0, "within_doubt"),  # 1% less, of which the next timing may say the opposite
+        (900.0, 100.0, "eager_is_cheaper"),
+        (900.0, 0.99 * 1000.0 / SLOWER_HOST, "eager_is_cheaper"),
+        (900.0, 1.01 * 1000.0 / SLOWER_HOST, "within_doubt"),  # on a slow core it would wait for its launches
+        (1010.0, 100.0, "cheapest_measured"),
+    ],
+)
+def test_a_graph_is_given_up_where_eager_is_surely_cheaper(device_us: float, host_us: float, reason: str) -> None:
+    """By more than noise, and on a slow host no later than the graph: decodes, and prompts beside them."""
+    made, eager = made_for(device_us, host_us), reason == "eager_is_cheaper"
+    for entry in (made.cell(500, 3), made.entry(Step(500, 500, 500, 1, 1))):
+        assert entry.label == ("eager" if eager else "full", reason)
+        assert (entry.key is None) is eager
+
+
+def test_above_vllm_s_own_sizes_costs_alone_decide() -> None:
+    """There vLLM itself is eager, so nothing is lost against it."""
+    made = made_for(990.0, 900.0)
+    assert made.cell(512, 0).label == ("full", "within_doubt")
+    assert made.cell(513, 0).label == ("eager", "eager_is_cheaper")
+
+
+def test_the_graph_is_the_cheapest_and_the_log_has_the_policy_s_decision() -> None:
+    made = made_for(990.0, 900.0)
+    dear = attrs.evolve(made.state.costs, mixed=Curve((1, 8192), (1500.0, 1500.0)))
+    made.state.install_costs(dear)
+    entry = made.cell(500, 3)
+    assert entry.key == GraphKey(Part.PIECEWISE, 512)
+    assert entry.decision is not None
+    assert entry.decision.launches[0].key == entry.key
+
+
+@pytest.mark.parametrize("host_us", [400.0, 900.0])
+def test_decodes_leave_their_whole_graph_for_pieces_only_where_those_are_surely_cheaper(host_us: float) -> None:
+    """And prompts, which vLLM runs in pieces, where they are cheaper."""
+    made = made_for(2000.0, 2000.0)
+    cheap = Curve((1, 8192), (900.0, 900.0))
+    made.state.install_costs(attrs.evolve(made.state.costs, piecewise=cheap, host_piecewise=HostCost(host_us)))
+    wanted = ("full", "within_doubt") if host_us > 1000.0 / SLOWER_HOST else ("piecewise", "cheapest_measured")
+    assert made.entry(Step(500, 500, 500, 1, 1)).label == wanted
+    assert made.cell(500, 3).label == ("piecewise", "cheapest_measured")
+
+
+def test_eager_decodes_may_be_doubted_down_to_their_whole_graph() -> None:
+    """Pieces are cheaper than that graph, and EAGER than pieces, by as little each."""
+    made = made_for(980.0, 900.0)
+    cheap = Curve((1, 8192), (990.0, 990.0))
+    made.state.install_costs(attrs.evolve(made.state.costs, piecewise=cheap, host_piecewise=HostCost(900.0)))
+    entry = made.entry(Step(500, 500, 500, 1, 1))
+    assert entry.label == ("full", "within_doubt")
+    assert made.entry(Step(500, 500, 500, 1, 1, forbidden=Mode.FULL.bit)).label == ("piecewise", "within_doubt")
+
+
+def test_a_policy_with_a_rule_of_its_own_isn_t_doubted() -> None:
+    made = chooser("eager", LIMITS)
+    made.state.install_costs(made_for(990.0, 900.0).state.costs)
+    assert made.cell(500, 3).key is None
+
+
+def steps() -> Iterator[Step]:
+    for rows in range(1, 513, 3):
+        yield Step(rows, rows, rows, 1, 1)
+    for decodes in (0, 48, 300):
+        for tokens in range(decodes + 1, 513, 7):
+            yield Step(tokens, decodes + 1, decodes)
+
+
+def on_host(costs: CostTable, share: float) -> CostTable:
+    """The costs with the host's times so much longer or shorter."""
+    names = ("host_full", "host_piecewise", "host_eager")
+    return attrs.evolve(costs, **{name: scaled(getattr(costs, name), share) for name in names})
+
+
+def over_the_rule(made: Chooser, true: CostTable) -> list[float]:
+    """What the decisions take, over what vLLM's rule does in the modes of its own: FULL for decodes, else pieces."""
+
+    def cycle_us(key: GraphKey | None, step: Step) -> float:
+        return true.cost((Launch(Rows.ALL, key),), numbers_of(step, 1)).cycle_us
+
+    def by_rule(step: Step) -> GraphKey | None:
+        return made.agreed(step if step.query_len else step._replace(forbidden=Mode.FULL.bit)).key
+
+    return [cycle_us(made.entry(step).key, step) / cycle_us(by_rule(step), step) for step in steps()]
+
+
+def test_costs_timed_while_the_host_was_quick_make_no_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the costs of an H200, with the host in a third of its time when they were timed, and slow since.
+
+    No step takes longer than by vLLM's rule on the same graphs, where some took half as long again.
+    """
+    measured = read_profile(H200).costs
+    quick = on_host(attrs.evolve(measured, mixed=measured.piecewise), 0.35)
+    slow = on_host(quick, SLOWER_HOST)
+    made = chooser("auto", LIMITS)
+    made.state.install_costs(quick)
+    assert max(over_the_rule(made, slow)) < 1.005
+    monkeypatch.setattr(dispatch, "surely_cheaper", lambda *_: True)
+    made.refresh()
+    assert max(over_the_rule(made, slow)) > 1.5
