@@ -1,8 +1,8 @@
 """From the folders that GPU calls left, what `benchmarks/results/h200` keeps of vLLM, and a table for the docs.
 
 Of a row measured in several folders the last is taken. What was published before stays, with its date, but for loads
-and models that were measured again. Each row names its device and versions, and of several nothing is written: another
-GPU's or vLLM's results go into a folder of their own.
+and models that all its sides have served again. Each row names its device and versions, and of several nothing is
+written: another GPU's or vLLM's results go into a folder of their own.
 
 Run: ``python -m benchmarks.vllm.publish FOLDER... --date D [--results FOLDER]``.
 """
@@ -44,7 +44,7 @@ def gathered(folders: Iterable[Path]) -> list[dict[str, Any]]:
         ]
         found = [json.loads(line) for line in lines]
         for row in _named(found, next(iter(machines(found)), {})):
-            rows[row["model"], row["load"], row.get("requests"), row["side"], row["repeat"]] = row
+            rows[(*_call(row), row.get("requests"), row["side"], row["repeat"])] = row
     return list(rows.values())
 
 
@@ -65,20 +65,34 @@ def checks(folders: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def kept(rows: Sequence[dict[str, Any]], target: Path) -> list[dict[str, Any]]:
-    """The rows published before whose load none of the new ones is of, each with its date, device and versions."""
+    """The rows published before, each with its date, device and versions, but for calls whose sides all served again.
+
+    A call that had a side which none of the new rows of a load is of still has the only pairs with that side.
+    """
     if not target.exists():
         return []
     published = json.loads(target.read_text())
-    again = {(row["model"], row["load"]) for row in rows}
     about = machine({"gpu": published["device"], **published["versions"]})
-    rest = [row for row in published["rows"] if (row["model"], row["load"]) not in again]
+    new, before = _sides(rows), _sides(published["rows"])
+
+    def stays(call: tuple[Any, ...]) -> bool:
+        again = {side for other, sides in new.items() if other[:2] == call[:2] for side in sides}
+        return call not in new and not before[call] <= again
+
+    rest = [row for row in published["rows"] if stays(_call(row))]
     return [{"date": published["date"], **row} for row in _named(rest, about)]
 
 
-def dated(found: dict[str, list[dict[str, Any]]], rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Each comparison with the date of the rows that it is from: a load's are of one call."""
-    dates = {(row["model"], row["load"]): row["date"] for row in rows}
-    return {pair: [{**row, "date": dates[row["model"], row["load"]]} for row in each] for pair, each in found.items()}
+def _sides(rows: Iterable[dict[str, Any]]) -> dict[tuple[Any, ...], set[str]]:
+    """The sides that served, by load and call."""
+    found: dict[tuple[Any, ...], set[str]] = {}
+    for row in rows:
+        found.setdefault(_call(row), set()).add(row["side"])
+    return found
+
+
+def _call(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row["load"], row.get("call")
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -128,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raw.parent.mkdir(parents=True, exist_ok=True)
     if rows:
         rows = [*earlier_rows, *({**row, "date": options.date} for row in rows)]
-        found = dated(compared(rows), rows)
+        found = compared(rows)
         for line in table(found):
             say(line)
         write(options.results / "vllm_stock_vs_kpolicy.json", found.pop("stock kpolicy", []))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,6 +103,9 @@ class Measurement:
         options.out.mkdir(parents=True, exist_ok=True)
         self.rows = Rows(options.out / rows, options.done)
         self._log = (options.out / log).open("a")
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+        self.call: str = next((row["call"] for row in reversed(self.rows.all) if "call" in row), now)
+        """When the call began, or the one that this goes on with: pairs are of one call"""
 
     def left_s(self) -> float:
         """Seconds of the budget that are left."""

@@ -95,7 +95,7 @@ class Starts(Measurement):
             row = self._started(side, f"{model} {name} #{repeat}")
             side.end()
             if row:
-                self.rows.keep(model=model, load="start", side=name, repeat=repeat, **row)
+                self.rows.keep(model=model, load="start", side=name, repeat=repeat, call=self.call, **row)
                 self.write()
         if following is not None:
             following.end()

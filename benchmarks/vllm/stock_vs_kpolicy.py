@@ -112,7 +112,7 @@ class Run(Measurement):
                 continue
             self._machine = machine(row)
             # Cold, and beside others: `benchmarks.vllm.starts` measures what a start takes.
-            self.rows.keep(model=model, load="cold start", side=name, repeat=0, cold=row)
+            self.rows.keep(model=model, load="cold start", side=name, repeat=0, call=self.call, cold=row)
             say(
                 f"{model} {name}: ready after {time.monotonic() - started:.0f} s, {row['graphs']}, KV "
                 f"{row['kv_tokens']}, {row['mode']}, {row['runner']}, {row['scheduler']}"
@@ -184,6 +184,7 @@ class Run(Measurement):
                     side=name,
                     repeat=repeat,
                     requests=len(load.requests),
+                    call=self.call,
                     **row,
                     **self._machine,
                 )

@@ -31,8 +31,10 @@ def ratio_interval(ratios: Sequence[float]) -> tuple[float, float | None, float 
 def summarise(rows: Iterable[dict[str, Any]], base: str = "stock", side: str = "kpolicy") -> list[dict[str, Any]]:
     """Rows of {model, load, figure, `base`, `side`, ratio, low, high, repeats}; a ratio above 1: `side` is better.
 
-    Where raw rows say how many requests a load had, so do these, and other numbers are another load. Where all of a
-    row's turns tell the host's speed, ``host`` is the ratio of that: above 1 the side had the quicker host.
+    Where raw rows say how many requests a load had, so do these, and other numbers are another load. Pairs are of one
+    call; of a load that several have served with both sides, the last one's count, with its ``date`` where rows tell
+    it. Where all of a row's turns tell the host's speed, ``host`` is the ratio of that: above 1 the side had the
+    quicker host.
 
     Args:
         rows: raw rows, each with ``model``, ``side``, ``load`` (``start`` for start-up) and ``repeat``. Pairs are
@@ -40,13 +42,18 @@ def summarise(rows: Iterable[dict[str, Any]], base: str = "stock", side: str = "
         base: the side that is compared with.
         side: the side that is compared.
     """
-    grouped: dict[tuple[str, str, int | None], dict[str, dict[int, dict[str, Any]]]] = {}
+    calls: dict[tuple[str, str, int | None], dict[str, dict[str, dict[int, dict[str, Any]]]]] = {}
     for row in rows:
-        sides = grouped.setdefault((row["model"], row["load"], row.get("requests")), {})
+        sides = calls.setdefault((row["model"], row["load"], row.get("requests")), {}).setdefault(
+            row.get("call", ""), {}
+        )
         sides.setdefault(row["side"], {})[row["repeat"]] = row
     found = []
-    for (model, load, requests), sides in grouped.items():
-        bases, others = sides.get(base, {}), sides.get(side, {})
+    for (model, load, requests), by_call in calls.items():
+        both = [call for call, sides in by_call.items() if base in sides and side in sides]
+        if not both:
+            continue
+        bases, others = (by_call[max(both)][name] for name in (base, side))
         repeats = sorted(bases.keys() & others.keys())
         for figure in (*BETTER_HIGH, *BETTER_LOW):
             pairs = [
@@ -63,6 +70,7 @@ def summarise(rows: Iterable[dict[str, Any]], base: str = "stock", side: str = "
                 "ratio": round(ratio, 4), "low": low and round(low, 4), "high": high and round(high, 4),
                 "repeats": len(pairs), **({} if requests is None else {"requests": requests}),
                 **_host([(bases[i], others[i]) for i in repeats]),
+                **({"date": bases[repeats[-1]]["date"]} if "date" in bases[repeats[-1]] else {}),
             })  # fmt: skip
     return found
 

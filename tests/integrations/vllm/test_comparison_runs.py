@@ -342,7 +342,7 @@ def test_folders_of_several_calls_are_published_together(tmp_path: Path, capsys:
     rows = json.loads((results / "vllm_stock_vs_kpolicy.json").read_text())
     assert ratios(rows)["capture_s"] == 2
     assert set(json.loads((results / "vllm_sides.json").read_text())["pairs"]) == {"wide kpolicy", "stock wide"}
-    assert len(json.loads((results / "raw" / "vllm_stock_vs_kpolicy.json").read_text())["rows"]) == 6
+    assert len(json.loads((results / "raw" / "vllm_stock_vs_kpolicy.json").read_text())["rows"]) == 10
     assert json.loads((results / "vllm_correct.json").read_text())["results"][0]["date"] == "then"
     assert publish.main([str(tmp_path / "nowhere"), "--date", "today", "--results", str(tmp_path / "no")]) == 2
     assert not (tmp_path / "no").exists()
@@ -373,6 +373,41 @@ def test_what_was_published_before_stays_unless_it_was_measured_again(tmp_path: 
     ]  # fmt: skip
     checks = json.loads((results / "vllm_correct.json").read_text())["results"]
     assert [(each["model"], each["date"]) for each in checks] == [("a", "then"), ("b", "later")]
+
+
+def test_pairs_are_of_one_call_the_last_with_both_sides(tmp_path: Path) -> None:
+    """A later call with fewer sides replaces what it measured, and leaves the pairs that only the earlier one has."""
+
+    def rows_of(call: str, date: str, **rates: float) -> list[dict[str, Any]]:
+        about = {"model": "m", "load": "chat", "repeat": 0, "call": call, "date": date}
+        return [{**about, "side": side, "requests_per_s": rate} for side, rate in rates.items()]
+
+    results = tmp_path / "results"
+
+    def publish_rows(date: str, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        (tmp_path / date).mkdir()
+        (tmp_path / date / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert publish.main([str(tmp_path / date), "--date", date, "--results", str(results)]) == 0
+        found = json.loads((results / "vllm_stock_vs_kpolicy.json").read_text())
+        pairs = json.loads((results / "vllm_sides.json").read_text())["pairs"]
+        return found, {name: (each[0]["ratio"], each[0]["date"]) for name, each in pairs.items()}
+
+    publish_rows("then", rows_of("1", "then", stock=1.0, kpolicy=2.0, wide=4.0))
+    (found,), pairs = publish_rows("now", rows_of("2", "now", stock=10.0, kpolicy=30.0))
+    assert (found["ratio"], found["date"]) == (3.0, "now")
+    assert pairs == {"wide kpolicy": (0.5, "then"), "stock wide": (4.0, "then")}
+    (found,), pairs = publish_rows("last", rows_of("3", "last", stock=1.0, kpolicy=1.0, wide=5.0))
+    assert (found["ratio"], pairs["stock wide"]) == (1.0, (5.0, "last"))
+    raw = json.loads((results / "raw" / "vllm_stock_vs_kpolicy.json").read_text())["rows"]
+    assert {row["call"] for row in raw} == {"3"}
+
+
+def test_a_call_that_goes_on_with_another_s_rows_is_one_with_it(tmp_path: Path) -> None:
+    rows = served(tmp_path, "--repeats", "1", "--loads", "decode-4")
+    more = served(tmp_path, "--repeats", "2", "--loads", "decode-4")
+    assert len({row["call"] for row in more}) == 1 == len({row["call"] for row in rows})
+    written = json.loads((tmp_path / "vllm_stock_vs_kpolicy.json").read_text())["rows"]
+    assert {row["repeats"] for row in written} == {2}
 
 
 def call(folder: Path, load: str, *abouts: dict[str, str]) -> Path:
