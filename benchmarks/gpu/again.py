@@ -173,7 +173,10 @@ class Again:
                     i, entry.shape, outputs.decision, cycle_us=outputs.cycle_us, start_us=entry.start_us,
                     host_work_us=host_work_us() if self.notes_speed else None,
                 )  # fmt: skip
-                others += not ran_alike(ran, entry)
+                if not ran_alike(ran, entry):
+                    # Other steps of decodes beside would leave other batches after it.
+                    outputs = not_run(entry)
+                    others += 1
                 found.append(ran)
             batcher.complete(batch, outputs, lambda _: 1)
             now_us = start_us + (entry.start_us or 0.0) + (entry.cycle_us or 0.0)

@@ -109,6 +109,15 @@ def test_steps_decided_otherwise_are_told(tmp_path: Path) -> None:
     assert made.once()[1] == len(made.log.entries) - eager > 0
 
 
+def test_decode_steps_decided_otherwise_leave_the_runs_batches(tmp_path: Path) -> None:
+    """Several decode steps ran beside a prompt, and in the pass one: what comes after is the run's all the same."""
+    made = attrs.evolve(again(tmp_path, "split:form=decodes_beside"), engine=engine("eager"))
+    assert any(each.decode_steps > 1 for each in made.log.entries)
+    found, others = made.once()
+    assert others > 0
+    assert [each.shape for each in found] == [each.shape for each in made.log.entries]
+
+
 def test_another_trace_is_refused(tmp_path: Path) -> None:
     later = attrs.evolve(TRACE, requests=TRACE.requests[1:])
     with pytest.raises(ConfigError, match="another batch than in the run"):
