@@ -44,7 +44,8 @@ MODELS = {
     "0.5B": Heads(24, 14, 2, 64), "1B": Heads(16, 32, 8, 64), "8B": Heads(32, 32, 8, 128),
     "dsv2lite": Heads(27, 16, 1, 512, 64),
 }  # fmt: skip
-ROWS, KV, GRAPHS = (8, 16), (1000, 4000), (8, 16, 32, 80, 160)
+CELLS, GRAPHS = ((8, 1000), (16, 1000), (8, 4000), (16, 4000), (160, 1000)), (8, 16, 32, 80, 160)
+"""(rows, KV tokens of each), and rows of graphs"""
 
 
 def kernels_of(folder: Path | None) -> dict[str, ModuleType]:
@@ -250,16 +251,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.before and not options.tiny:
         versions["before"] = kernels_of(options.before)
     models = {"toy": Heads(2, 4, 2, 16)} if options.tiny else {name: MODELS[name] for name in options.models}
-    counts, kvs, graphs = ((2,), (40,), (2, 4)) if options.tiny else (ROWS, KV, GRAPHS)
+    cells, graphs = (((2, 40),), (2, 4)) if options.tiny else (CELLS, GRAPHS)
     results = Results(options.out, header(options, "padded", argv))
     with torch.no_grad():
         for model, heads in models.items():
-            missing = [
-                (count, kv) for kv in kvs for count in counts if f"{model}/{count} x {kv}" not in results.cells
-            ]  # fmt: skip
+            missing = [(count, kv) for count, kv in cells if f"{model}/{count} x {kv}" not in results.cells]
             if not missing or results.elapsed() > options.seconds:
                 continue
-            tokens = max(counts) * -(-max(kvs) // PAGE) * PAGE
+            tokens = max(count * -(-kv // PAGE) * PAGE for count, kv in cells)
             caches = made_caches(heads, tokens, device, torch.float32 if options.tiny else torch.bfloat16)
             for count, kv in missing:
                 if results.elapsed() < options.seconds:
