@@ -183,7 +183,7 @@ def run_block(number: int, count: int, bench: Bench, keys: dict[str, list[Any]],
         fitting = [key for key in keys["piecewise"] if key.num_tokens >= numbers.num_prefill_tokens]
         pieces = rng.choice(fitting) if rng.random() < 0.95 else None
         ways = tuple(decision_of(decode, pieces, repeat, beside=beside) for beside in (True, False))
-        compared, us = bench.compare(ways, inputs, timed=step % WATCHED == 0)
+        compared, us = bench.compare(ways, inputs, timed=step % WATCHED == 1)
         under_way.append((f"block {number}, step {step}, {decode}, {pieces}, x{repeat}", compared))
         cell["steps"] += 1
         cell["rows"] += numbers.num_decodes + numbers.num_prefills

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ pytest.importorskip("transformers")
 
 from benchmarks.gpu import common, correct, overlap  # noqa: E402
 from kpolicy.executors import parts  # noqa: E402
+from kpolicy.serving.rows import RowGroup  # noqa: E402
 from tests.benchmarks.test_gpu_scripts import QWEN  # noqa: E402
+from tests.executors_launcher.checker import leaking  # noqa: E402
 
 
 @pytest.fixture
@@ -175,7 +178,7 @@ def test_bits_of(width: int, words: int) -> None:
 def test_steps_are_launched_before_one_is_read(
     benchmark: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits for no step before `AHEAD` further ones are launched, until a block ends."""
+    """The host waits for no step before two further ones are launched, until a block ends."""
     run, first, launches, read = common.launched, common.Checks.first, 0, []
     a_step = 1 if benchmark is correct else 2
 
@@ -195,5 +198,39 @@ def test_steps_are_launched_before_one_is_read(
     monkeypatch.setattr(common.Checks, "first", noted)
     monkeypatch.setattr(parts.OutputRows, "tensor", property(unasked))
     assert benchmark.main([*arguments, *(["--part", "bits"] if benchmark is correct else []), "--count", "7"]) == 0
-    ahead = benchmark.AHEAD
-    assert read == [*range(ahead + 1, 8), *[7] * ahead]
+    assert read == [3, 4, 5, 6, 7, 7, 7]
+
+
+def test_attention_that_reads_the_reserved_slot_shows(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs are NaN, in both runs of a step alike, and that is told."""
+    opened = common.opened
+
+    def leaky(model: Any, **given: Any) -> Any:
+        # Not before: a model isn't loaded with such attention.
+        monkeypatch.setattr(RowGroup, "slots", leaking(RowGroup.slots, model.pad_slot))
+        return opened(model, **given)
+
+    monkeypatch.setattr(correct, "opened", leaky)
+    assert correct.main([*arguments, "--part", "bits", "--count", "2"]) == 1
+    found = differences(arguments)
+    assert len(found) == 2
+    assert all(each.endswith("an output isn't finite") for each in found)
+
+
+def test_poison(tmp_path: Path) -> None:
+    """The reserved slot, and no other, holds NaN in every layer before a step."""
+    options = Namespace(
+        config=tmp_path / "config.json", model=None, device="cpu", kernels="auto", tiny=True, layers=0
+    )  # fmt: skip
+    options.config.write_text(json.dumps(QWEN))
+    model = common.load_model(
+        common.config_of(options), options, kv_tokens=128, block_size=16, max_model_len=96, max_num_reqs=6
+    )  # fmt: skip
+    bench = correct.Bench(model, correct.TOY)
+    for cache in bench.kv:
+        cache.zero_()
+    bench.poison()
+    for cache in model.kv_caches():
+        assert bool(cache[model.pad_slot].isnan().all())
+        assert not bool(cache[: model.num_slots].isnan().any())
+    bench.executor.release()
