@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: every cell and every latency of the last fidelity runs is there, as its result has it."""
+"""docs/fidelity.md: every cell and every latency of the last fidelity runs is there, as its result has it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from typing import Any
 import pytest
 
 from benchmarks.fidelity import RESULT
-from kpolicy.middle_profile import launching_us, middle
+from kpolicy.middle_profile import middle
 from kpolicy.schemas import Profile, read_profile
 
-DOC = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
-RUNS = {
-    "rate-2-ninth": ("ninth, {mode}, {regime}", "0.5B, ninth"),
-    "rate-2-tenth": ("tenth, {mode}, {regime}", "0.5B, tenth"),
-    "dsv2lite-fourth": ("{mode}, {regime}", "DeepSeek-V2-Lite, fourth"),
-    "small24-seventh": ("seventh, {regime}", "small, seventh"),
-    "small24-eighth": ("eighth, {regime}", "small, eighth"),
-}  # fmt: skip
-"""Of each result: what its rows of cells begin with, and its name in the table of latencies."""
-TABLES = (("rate-2-ninth", "rate-2-tenth"), ("dsv2lite-fourth",), ("small24-seventh", "small24-eighth"))
-"""The results of each table of cells"""
+DOC = (Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encoding="utf-8").splitlines()
+LAST = ("rate-2-eleventh", "dsv2lite-sixth", "small24-ninth")
+"""The last run of each model, with a table of its own"""
+BEFORE = ("rate-2-ninth", "rate-2-tenth", "dsv2lite-fourth", "dsv2lite-fifth", "small24-seventh", "small24-eighth")
+"""The runs before, in one table"""
+MODELS = {"rate": "0.5B", "dsv2lite": "DeepSeek-V2-Lite", "small24": "small"}
 TAKEN = {"rate-2-ninth": 2, "rate-2-tenth": 3, "small24-sixth": 1, "small24-seventh": 2, "small24-eighth": 3}
 """Which of three calibrations a run took"""
 EARLIER = ("rate-2-seventh", "rate-2-eighth", "small24-fifth", "small24-sixth")
@@ -101,26 +96,38 @@ def read(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("names", TABLES)
+def label(name: str) -> str:
+    return f"{MODELS[name.split('-')[0]]}, {name.rsplit('-', 1)[1]}"
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in LAST), BEFORE])
 def test_runs_are_told_as_their_results_have_them(names: tuple[str, ...]) -> None:
     """A table has every cell and no other, those over the line bold, and whether it holds by the page's rule."""
-    results = {name: read(name) for name in names}
-    for name in names:
-        assert any(f"-{name.split('-', 1)[1]}.json`" in line or f"-{name}.json`" in line for line in DOC)
-    begin = RUNS[names[0]][0]
-    row = next(row for row in results[names[0]]["policies"]["all policies"] if row["regime"] != "all")
-    columns, rows = table_of(f"| {begin.format(mode=row['mode'].split('/')[0], regime=row['regime'])} |")
-    assert rows == [line for name in names for line in cells(results[name], RUNS[name][0], columns)]
+    last = len(names) == 1
+    assert all(any(f"fidelity-h200-{name}.json`" in line for line in DOC) for name in names if last)
+    begins = {name: "{mode}, {regime}" if last else f"{label(name)}, {{mode}}, {{regime}}" for name in names}
+    expected = [line for name in names for line in cells(read(name), begins[name], 11)]
+    columns, rows = table_of(expected[0])
+    assert (columns, rows) == (11, expected)
 
 
-def test_latencies_are_told_as_the_results_have_them() -> None:
+@pytest.mark.parametrize("names", [LAST, BEFORE])
+def test_latencies_are_told_as_the_results_have_them(names: tuple[str, ...]) -> None:
     """Every run's policies and no others, each run named once."""
     expected = []
-    for name, (_, label) in RUNS.items():
+    for name in names:
         for i, (policy, found) in enumerate(read(name)["served"]["policies"].items()):
             told = [latency(found["ttft_p50_ms"], 1), latency(found["gap_p50_ms"], 2)]
-            expected.append(line_of(["" if i else label, f"`{policy}`", *told]))
-    assert table_of(f"| {RUNS['rate-2-ninth'][1]} | `")[1] == expected
+            expected.append(line_of(["" if i else label(name), f"`{policy}`", *told]))
+    assert table_of(expected[0])[1] == expected
+
+
+@pytest.mark.parametrize("name", [*LAST, "dsv2lite-fifth"])
+def test_a_profile_is_the_middle_of_its_calibrations(name: str) -> None:
+    """Of the three that are published beside it, each figure's."""
+    found = [RESULT.with_name(f"fidelity-h200-{name}-profile{number}.json") for number in ("", "-1", "-2", "-3")]
+    served, *each = [read_profile(path) for path in found]
+    assert middle(each).costs == served.costs
 
 
 def calibrations(name: str) -> list[Profile]:
@@ -129,33 +136,11 @@ def calibrations(name: str) -> list[Profile]:
     return [read_profile(RESULT.with_name(f"fidelity-h200-{name}-profile{number}.json")) for number in numbers]
 
 
-@pytest.mark.parametrize(
-    ("name", "begin"),
-    [
-        ("rate-2-ninth", "ninth, EAGER"), ("rate-2-tenth", "tenth, EAGER"),
-        ("small24-seventh", "small, seventh, host-bound"), ("small24-eighth", "small, eighth, host-bound"),
-    ],
-)  # fmt: skip
-def test_what_launching_takes_is_that_of_the_profiles(name: str, begin: str) -> None:
-    """Of each calibration beside the one that the run took."""
-    us = [launching_us(profile.costs, 20.0) for profile in calibrations(name)]
-    at = next(i for i, line in enumerate(DOC) if line.startswith(f"| {begin} |") and line.count("|") == 5)
-    told = [line.split("|")[2].strip() for line in DOC[at : at + 3]]
-    taken = TAKEN[name] - 1
-    assert told == ["taken" if i == taken else f"{each / us[taken]:.2f}" for i, each in enumerate(us)]
-
-
 def test_figures_of_the_calibrations_are_those_of_the_profiles() -> None:
-    """What pieces in a row take and what a new size adds; of each run's three the middle can be made."""
-    effects = {name: [profile.costs.effects for profile in calibrations(name)] for name in TAKEN}
-    page = " ".join(DOC)
-    shares = [f"{each.warm_host_share[0]:.2f}" for each in effects["small24-eighth"]]
-    assert f"take {shares[2]} of what one alone does by it (`warm_host_share`), {shares[0]} and {shares[1]} by" in page
-    new = {name: [round(each.eager_new_us) for each in of] for name, of in effects.items()}
-    both = new["rate-2-ninth"] + new["rate-2-tenth"]
-    eighth = new["small24-eighth"]
-    assert f"was {min(both):,} to {max(both):,} us in the 0.5B's six tables" in page
-    assert f"{min(eighth):,} to {max(eighth):,} in the eighth's three" in page
+    """What pieces in a row take; of each run's three the middle can be made."""
+    shares = [f"{each.costs.effects.warm_host_share[0]:.2f}" for each in calibrations("small24-eighth")]
+    told = f"took {shares[2]} of what one alone does (`warm_host_share`), {shares[0]} and {shares[1]} by the other two"
+    assert told in " ".join(DOC)
     assert all(middle(calibrations(name)).costs.measured for name in TAKEN)
 
 
