@@ -177,21 +177,22 @@ def test_a_short_allowance_takes_what_is_compared_in_turns(monkeypatch: pytest.M
 
 
 def test_sizes_are_taken_together_up_to_the_next_power_of_two() -> None:
-    """Graphs of 16 and 24, then of 32, those for later after all of them; and on a device one after the other."""
+    """Graphs of 16 and 24, then of 32, those for later after all of them; and on a device wave by wave, as they are."""
     host = Host(lambda _now: 1.0)
     model: Any = SimpleNamespace(vocab=100, pad_slot=32_768, num_blocks=2048, block_size=16, max_model_len=4096)
 
     def order() -> list[list[int]]:
         timed = bench.Bench(host, model)
-        for size, later in ((32, False), (16, False), (24, True), (24, False), (20, True)):
-            timed.add([Launch(Rows.ALL, GraphKey(Part.PIECEWISE, size))], timed.rows(0, 0, size), later=later)
-            timed.add([Launch(Rows.ALL, None)], timed.rows(0, 0, size), later=later)
+        far, usual, finer, later = bench.Wave
+        for size, wave in ((32, far), (16, finer), (24, later), (24, usual), (20, later)):
+            timed.add([Launch(Rows.ALL, GraphKey(Part.PIECEWISE, size))], timed.rows(0, 0, size), wave=wave)
+            timed.add([Launch(Rows.ALL, None)], timed.rows(0, 0, size), wave=wave)
         return timed._smallest_first()
 
     # One that is to be timed later and sooner is one case, and comes sooner.
     assert order() == [[2, 3, 4, 5], [0, 1], [6, 7]]
     host.host_runs = False
-    assert order() == [[2], [3], [6], [7], [0], [1], [8], [9], [4], [5]]
+    assert order() == [[0, 1, 6, 7, 2, 3, 8, 9, 4, 5]]
 
 
 def test_what_is_measured_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:

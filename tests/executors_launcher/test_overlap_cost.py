@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kpolicy.costs import FEW_DECODES
+from kpolicy.executors.calibrate.bench import Wave
 from kpolicy.executors.calibrate.table import _Overlap
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, SplitForm
@@ -35,10 +36,10 @@ class Bench:
         return num_decodes, new
 
     def add(
-        self, launches: list[Any], rows: tuple[int, int], form: SplitForm | None = None, *, later: bool = False
+        self, launches: list[Any], rows: tuple[int, int], form: SplitForm | None = None, *, wave: Wave = Wave.USUAL
     ) -> int:
         num_decodes, new = rows
-        assert later == (num_decodes == 1)
+        assert (wave is Wave.LATER) == (num_decodes == 1)
         if form is None:
             self._us.append(PROMPT_US[new] if new else DECODE_US)
         else:

@@ -7,8 +7,9 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 from kpolicy.decision import Decision, Launch
@@ -20,7 +21,7 @@ from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.reasons import Reason
 from kpolicy.shapes import BatchShape
 
-__all__ = ["LONG_KV", "SHORT_KV", "Bench", "Measurable"]
+__all__ = ["LONG_KV", "SHORT_KV", "Bench", "Measurable", "Wave"]
 
 SHORT_KV, LONG_KV = 64, 1024
 """Tokens that decode rows attend to, for the two ends of the slope."""
@@ -39,6 +40,18 @@ _LIKE = 1.25
 _LEAST_US = 0.1
 _AHEAD = 1.5
 """Times the host's launching that the device is kept busy, to see its time alone."""
+
+
+class Wave(IntEnum):
+    """When a case is first run: a short allowance may end after any of them."""
+
+    FAR_APART = 0
+    """Few sizes of each mode, up to its largest: between them a curve is never far off, beyond them it may be"""
+    USUAL = 1
+    FINER = 2
+    """Sizes between those"""
+    LATER = 3
+    """Sizes between powers of two, and what decisions don't rest on"""
 
 
 class Measurable(Protocol):
@@ -103,14 +116,15 @@ class Bench:
         self._brought_of, self._error = -1, 0.0
         self._waited: dict[tuple[int, float], float] = {}
         self._beside: dict[tuple[int, Mode], float | None] = {}
-        self._later: set[int] = set()
+        self._waves: dict[int, Wave] = {}
         self._runs: Iterator[bool] | None = None
         self._stop_s = 0.0
         self.rounds = 0
 
     def add(
         self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None, *, often: int = 1,
-        own_kv: bool = False, others: Callable[[int], StepInputs] | None = None, later: bool = False,
+        own_kv: bool = False, others: Callable[[int], StepInputs] | None = None,
+        wave: Wave = Wave.USUAL,
     ) -> int:  # fmt: skip
         """A step to be timed.
 
@@ -122,7 +136,7 @@ class Bench:
                 are.
             own_kv: the rows are one prompt without context, which attends to its own KV where it can; see `own_kv`.
             others: rows of later samples, by their number, where they should differ by more than tokens; see `new_us`.
-            later: after all cases that aren't.
+            wave: when; cases of one wave come smallest first.
 
         Returns:
             The number that `us` takes.
@@ -133,15 +147,14 @@ class Bench:
             # One that is there already has its samples for both.
             for case, known in enumerate(self._cases):
                 if known == step and case not in self._others and (case in self._own) == own_kv:
-                    self._later = self._later if later else self._later - {case}
+                    self._waves[case] = min(self._waves[case], wave)
                     return case
         self._cases.append(step)
         self._times.append([])
         case = len(self._cases) - 1
         if often > 1:
             self._often[case] = often
-        if later:
-            self._later.add(case)
+        self._waves[case] = wave
         if own_kv:
             self._own.append(case)
         if others is not None:
@@ -149,7 +162,7 @@ class Bench:
         return case
 
     def measure(self, allowance_s: float) -> bool:
-        """Run the cases, smallest first and those for later last, then in rounds, until the allowance is spent.
+        """Run the cases, wave by wave and smallest first, then in rounds, until the allowance is spent.
 
         The first case always runs; which others did, `measured` says. Called again it goes on where it was.
 
@@ -204,18 +217,22 @@ class Bench:
     def _in_rounds(self) -> Iterator[bool]:
         """Run the cases one by one; whether the next one is expected to fit."""
         ran: list[int] = []
-        token_s = 0.0
+        token_s = {True: 0.0, False: 0.0}
         for alike in self._smallest_first():
-            for i in alike:
-                num_tokens = len(self._cases[i][1].token_ids)
-                # Twice the tokens take at most about twice the time.
-                if time.perf_counter() + token_s * num_tokens > self._stop_s and ran:
+            left = list(alike)
+            while left:
+                i = self._fitting(left, token_s)
+                if i is None and ran:
                     yield False
+                    i = self._fitting(left, token_s)
+                i = left[0] if i is None else i
+                left.remove(i)
                 begun_s = time.perf_counter()
                 self._first(i)
                 ran.append(i)
+                prompts, num_tokens = self._work(i)
                 if num_tokens >= _TELLING:
-                    token_s = (time.perf_counter() - begun_s) / num_tokens
+                    token_s[prompts] = (time.perf_counter() - begun_s) / num_tokens
                 yield True
             if self.host_runs:
                 for i in alike:
@@ -233,19 +250,40 @@ class Bench:
                     yield from self._run_new(i, [others(number + j) for j in range(1, 1 + _NEW)])
         self.rounds = MOST_ROUNDS
 
-    def _smallest_first(self) -> list[list[int]]:
-        """The cases, those for later last: one by one, or where the host runs them those of about one size together.
+    def _work(self, case: int) -> tuple[bool, int]:
+        """Whether a case has prompts, and its tokens."""
+        inputs = self._cases[case][1]
+        return inputs.numbers.num_prefills > 0, len(inputs.token_ids)
 
-        Then what slows a step slows the one that it is compared with too, and not all samples of either.
+    def _fitting(self, cases: Sequence[int], token_s: Mapping[bool, float]) -> int | None:
+        """The first case that is expected to end in time.
+
+        Args:
+            cases: to choose from.
+            token_s: what a token took lately, with prompts and without: twice as many take at most about twice as long.
         """
-        of_size: dict[tuple[bool, int], list[int]] = {}
+        left_s = self._stop_s - time.perf_counter()
+        for case in cases:
+            prompts, num_tokens = self._work(case)
+            if token_s[prompts] * num_tokens <= left_s:
+                return case
+        return None
+
+    def _smallest_first(self) -> list[list[int]]:
+        """The cases, wave by wave: where the host runs them those of about one size together, else all.
+
+        Then what slows a step slows the one that it is compared with too, and not all samples of either; what isn't for
+        later is one wave.
+        """
+        of_size: dict[tuple[Wave, int], list[int]] = {}
         for i, (_, inputs) in enumerate(self._cases):
-            of_size.setdefault((i in self._later, len(inputs.token_ids)), []).append(i)
+            wave = self._waves[i]
+            of_size.setdefault((max(wave, Wave.FINER) if self.host_runs else wave, len(inputs.token_ids)), []).append(i)
         if not self.host_runs:
-            return [[i] for size in sorted(of_size) for i in of_size[size]]
-        about: dict[tuple[bool, int], list[int]] = {}
-        for later, size in sorted(of_size):
-            about.setdefault((later, size.bit_length()), []).extend(of_size[later, size])
+            return [[i for size in sorted(of_size) for i in of_size[size]]]
+        about: dict[tuple[Wave, int], list[int]] = {}
+        for wave, size in sorted(of_size):
+            about.setdefault((wave, size.bit_length()), []).extend(of_size[wave, size])
         return list(about.values())
 
     def _first(self, case: int) -> None:
@@ -498,7 +536,7 @@ class Bench:
         work, place = self._note()
         times = self._once(decision, inputs)._replace(work=work, place=place)
         if again:
-            # Before the device is kept busy: right after that a launch takes longer (docs/benchmarks.md).
+            # Before the device is kept busy: right after that a launch takes longer (docs/fidelity.md).
             times = times._replace(again=self._once(decision, inputs).host)
         self._adapter.occupy(_AHEAD * times.host)
         outputs = self._executor.run(decision, inputs)

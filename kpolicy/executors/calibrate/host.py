@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kpolicy.costs import FEW_DECODES, HostCost
 from kpolicy.decision import Launch
@@ -73,11 +73,13 @@ class HostTimes:
             us += (again_us - beside_us) / self.again(step_us) - (bench.host_us(case) - beside_us)
         return us
 
-    def cost(self, step_us: float) -> HostCost:
+    def cost(self, step_us: float, others: Iterable[int] = ()) -> HostCost:
         """The host's times.
 
         Args:
             step_us: what overlaps nothing, in any mode.
+            others: other cases of the mode that were measured, whose least stands for all where time didn't come to
+                these.
 
         Returns:
             0 where nothing was timed; without steps of both kinds, whichever was timed for all rows alike.
@@ -88,7 +90,7 @@ class HostTimes:
             if self._bench.measured(case)
         }
         if not us:
-            return HostCost(0.0)
+            return HostCost(min((self._us(case, step_us) for case in others), default=0.0))
         decoding = {decodes: time for (decodes, new), time in us.items() if not new}
         alone = [time for (decodes, _), time in us.items() if not decodes]
         if not decoding:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kpolicy.costs import AttentionCost, Curve
 from kpolicy.decision import Launch
-from kpolicy.executors.calibrate.bench import Bench
+from kpolicy.executors.calibrate.bench import Bench, Wave
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Rows
 
@@ -39,7 +39,7 @@ class PaddedRows:
         # Where rows choose many experts each, larger graphs read them all anyway.
         for size, rows in fewest[:_CASES]:
             launches = [Launch(Rows.ALL, by_size[size])]
-            self._cases.append((bench.add(launches, bench.rows(rows, bench.dense_kv), later=True), size, rows))
+            self._cases.append((bench.add(launches, bench.rows(rows, bench.dense_kv), wave=Wave.LATER), size, rows))
 
     def share(self, curve: Curve | None, attention: AttentionCost, step_us: float) -> float:
         """Share of what further rows would take that padding takes; 1 where nothing tells that it takes less.

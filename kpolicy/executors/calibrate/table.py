@@ -29,7 +29,7 @@ from typing import Any
 from kpolicy.costs import FEW_DECODES, CostTable, Curve
 from kpolicy.decision import Launch
 from kpolicy.executors.calibrate.attention import Bases, DecodeSlope, PrefillSlope, holding
-from kpolicy.executors.calibrate.bench import Bench, Measurable
+from kpolicy.executors.calibrate.bench import Bench, Measurable, Wave
 from kpolicy.executors.calibrate.host import HostTimes, host_by_rows
 from kpolicy.executors.calibrate.padding import PaddedRows
 from kpolicy.executors.calibrate.ties import Point, between, settled
@@ -80,9 +80,9 @@ def calibrate(
         model: what the executor runs.
         settings: no larger batch is timed.
         version: names the table.
-        allowance_s: seconds to spend, the smallest batches first, and sizes between powers of two last: of sizes that
-            it doesn't come to those between others lie between their times, and those beyond go on as the last two
-            rise. The last case that it comes to may end beyond it.
+        allowance_s: seconds to spend, on few sizes of each mode first, its largest among them, and on sizes between
+            powers of two last: those that it doesn't come to lie between the others' times, and where it came to no
+            larger one they go on as the last two rise. The last case that it comes to may end beyond it.
     """
     calibration = Calibration(executor, registry, model, settings)
     try:
@@ -115,14 +115,19 @@ class Calibration:
         sizes = sorted({size for size in EAGER_SIZES if size < longest} | {longest})
         self._bench = bench = Bench(executor, model)
 
+        # Where pieces go over from decode rows to prompts a curve may bend.
+        prompts = [key for key in pieces if key.num_tokens > most_reqs and not key.num_tokens & (key.num_tokens - 1)]
+        ends = {max(each, key=_tokens) for each in (decode, mixed, pieces) if each} | {
+            *sorted(prompts, key=_tokens)[:1]
+        }
+
         def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:
             rows = bench.rows(0, 0, size) if prompt else bench.rows(size, bench.dense_kv)
             # Small sizes stand for decode rows too, whose tokens don't come from one prompt.
             return (
                 bench.add(
                     [Launch(Rows.ALL, key)], rows, own_kv=prompt and size > most_reqs,
-                    # Two sizes close to each other tell little of what is far beyond them.
-                    later=key is not None and size & (size - 1) > 0,
+                    wave=Wave.FAR_APART if key in ends or size in (1, longest) else _wave(key, size),
                 ),
                 size, prompt,
             )  # fmt: skip
@@ -168,14 +173,18 @@ class Calibration:
         """Let go of the executor."""
         self._bench.end()
 
+    def _measured(self, cases: Sequence[tuple[int, int, bool]]) -> list[int]:
+        """Those of a curve's cases that time came to."""
+        return [case for case, _, _ in cases if self._bench.measured(case)]
+
     def table(self, version: str) -> CostTable:
         """What was measured so far, as a table of that name."""
         bench = self._bench
         cases = (*self._full, *self._mixed, *self._pieces, *self._eager)
-        every = [case for case, _, _ in cases if bench.measured(case)]
+        every = self._measured(cases)
         # A decode step's graph leaves the host nothing to do: what is beyond the device's time there no mode overlaps.
         # Staging more rows takes more, which goes to their graphs' curve: what is left is that of the least.
-        whole = [case for case, _, _ in self._full if bench.measured(case)]
+        whole = self._measured(self._full)
         step_us = min(map(bench.rest_us, whole or every))
         decode_attention, prefill_attention, both_us = self._bases.added(
             self._decoding.cost(), self._prefilling.cost(), step_us
@@ -215,8 +224,8 @@ class Calibration:
             host_full=host_by_rows(
                 bench, [(case, 1 if prompt else size) for case, size, prompt in (*self._full, *self._mixed)], step_us
             ),
-            host_piecewise=self._host_piecewise.cost(step_us),
-            host_eager=self._host_eager.cost(step_us),
+            host_piecewise=self._host_piecewise.cost(step_us, self._measured(self._pieces)),
+            host_eager=self._host_eager.cost(step_us, self._measured(self._eager)),
             step_us=step_us,
             overlap_cost=self._overlap.share(),
             host_work_us=bench.host_work_us,
@@ -231,6 +240,20 @@ class Calibration:
             measured_with=self._model,
             **_captures(self._registry, self.keys),
         )
+
+
+def _tokens(key: GraphKey) -> int:
+    return key.num_tokens
+
+
+def _wave(key: GraphKey | None, size: int) -> Wave:
+    """When a size within a curve is timed; None is EAGER."""
+    if key is None:
+        return Wave.USUAL
+    if size & (size - 1):
+        return Wave.LATER
+    doublings = size.bit_length() - 1
+    return Wave.FINER if doublings % 2 else Wave.USUAL if doublings % 4 else Wave.FAR_APART
 
 
 def _curves(*modes: dict[int, Point], chance: bool) -> tuple[Curve | None, ...]:
@@ -325,16 +348,16 @@ class _Overlap:
         seconds = ((largest, 1, SplitForm.BESIDE), (middle, _SEVERAL, SplitForm.DECODES_BESIDE))
         prompts = [bench.add([Launch(Rows.ALL, key)], bench.rows(0, 0, key.num_tokens)) for key, _, _ in seconds]
         one = min(decode, key=lambda key: key.num_tokens)
-        graphs = [(first, self._few, False)]
+        graphs = [(first, self._few, Wave.USUAL)]
         if one.num_tokens == 1 and first.num_tokens == FEW_DECODES and not bench.host_runs:
-            graphs.append((one, self._one, True))
-        for graph, cases, later in graphs:
+            graphs.append((one, self._one, Wave.LATER))
+        for graph, cases, wave in graphs:
             rows = graph.num_tokens
-            decodes = bench.add([Launch(Rows.DECODE, graph)], bench.rows(rows, bench.short_kv), later=later)
+            decodes = bench.add([Launch(Rows.DECODE, graph)], bench.rows(rows, bench.short_kv), wave=wave)
             for (second, steps, form), prompt in zip(seconds, prompts, strict=True):
                 launches = [Launch(Rows.DECODE, graph, repeat=steps), Launch(Rows.PREFILL, second, 1)]
                 both = bench.rows(rows, bench.short_kv, second.num_tokens, steps=steps)
-                cases.append((bench.add(launches, both, form, later=later), decodes, prompt, steps))
+                cases.append((bench.add(launches, both, form, wave=wave), decodes, prompt, steps))
 
     def share(self) -> float:
         """With a few decode rows; 1 where nothing was timed."""
