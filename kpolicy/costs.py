@@ -5,6 +5,7 @@ The model of a step (docs/design.md, costs):
 - A launch keeps the device busy for ``dense(padded tokens) + attention(real KV)`` and the host for its launch time.
   The two overlap, so launches that follow each other take the larger of the two sums.
 - Rows of both kinds in one graph add `both_us`: the host prepares two attention kernels before the device begins.
+- A graph with rows of padding adds `padding_us` to both sides: nothing overlaps what an engine does for them first.
 - Halves that run beside each other on the device take ``longer + overlap_cost * shorter``.
 - `step_us` is the whole cycle, less what decode steps beyond the first take off the steps to come, so that equal work
   is compared. `gap_us` is the time until the same decode rows' next token.
@@ -217,6 +218,8 @@ class CostTable:
             overlap is free, 1 when nothing overlaps.
         both_us: more of device time where one launch of a graph has decode and prefill rows, by part: (FULL,
             PIECEWISE).
+        padding_us: more for a launch of a graph with any padding, whatever its size, which nothing overlaps, by part:
+            (FULL, PIECEWISE). An engine may clear buffers then that an exact size leaves alone.
         capture_us: seconds of capture a graph, in microseconds, by part: (FULL, PIECEWISE).
         graph_bytes: bytes a graph, by part.
         graph_pieces: device graphs that one key is made of, by part: one for FULL, one a piece for PIECEWISE.
@@ -244,6 +247,7 @@ class CostTable:
     overlap_cost: float = attrs.field(default=1.0)
     mixed: Curve | None = None
     both_us: tuple[float, float] = (0.0, 0.0)
+    padding_us: tuple[float, float] = (0.0, 0.0)
     capture_us: tuple[float, float] = (0.0, 0.0)
     graph_bytes: tuple[int, int] = (0, 0)
     graph_pieces: tuple[int, int] = (1, 1)
@@ -256,11 +260,11 @@ class CostTable:
 
     def __attrs_post_init__(self) -> None:
         others = (*self.capture_us, *self.graph_bytes, *self.graph_pieces, self.host_work_us)
-        times = (self.step_us, *self.both_us, *others)
+        times = (self.step_us, *self.both_us, *self.padding_us, *others)
         if not all(0 <= value < 1e15 for value in times):
             raise ProfileError(
-                f"step_us is {self.step_us}, both_us {self.both_us}, capture_us {self.capture_us}, "
-                f"graph_bytes {self.graph_bytes}, "
+                f"step_us is {self.step_us}, both_us {self.both_us}, padding_us {self.padding_us}, "
+                f"capture_us {self.capture_us}, graph_bytes {self.graph_bytes}, "
                 f"graph_pieces {self.graph_pieces} and host_work_us {self.host_work_us}; all are finite numbers "
                 "from 0 up."
             )
@@ -308,6 +312,12 @@ class CostTable:
             return self.piecewise
         return self.full if self.mixed is None or key.decode_only else self.mixed
 
+    def padding_of(self, key: GraphKey, num_tokens: int) -> float:
+        """`padding_us` of a graph where fewer tokens than it has replay; 0 where it is full."""
+        if num_tokens >= key.num_tokens:
+            return 0.0
+        return self.padding_us[0 if key.part is Part.FULL else 1]
+
     def spans(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> bool:
         """Whether each launch's size lies within the curve of its kind: elsewhere its dense work is extrapolated."""
         for launch in launches:
@@ -346,7 +356,7 @@ class CostTable:
         decode = self.decode_attention_us(numbers) if decodes else 0.0
         prefill = self.prefill_attention_us(numbers) if prefills else 0.0
         reqs = numbers.total_reqs if launch.rows is Rows.ALL else decodes or prefills
-        both = 0.0
+        both = padding = 0.0
         if launch.key is None:
             host = self.host_eager
             if dense_us is None:
@@ -358,8 +368,9 @@ class CostTable:
                 dense_us = self.curve_for(launch.key).at(launch.key.num_tokens)
             if decodes and prefills:
                 both = self.both_us[0 if full else 1]
+            padding = self.padding_of(launch.key, launch.num_tokens(numbers))
         base_us = host.base_for(decodes=decodes > 0, prefills=prefills > 0)
-        return dense_us + (decode + prefill) + both, base_us + host.req_us * reqs
+        return (dense_us + padding) + (decode + prefill) + both, base_us + host.req_us * reqs + padding
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes. The readable form; compiled policies inline it."""

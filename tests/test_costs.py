@@ -107,6 +107,7 @@ def test_curves_that_nobody_measured(sizes: Any, us: Any, match: str) -> None:
         lambda: attrs.evolve(TABLE, overlap_cost=-0.1),
         lambda: attrs.evolve(TABLE, overlap_cost=2.5),
         lambda: attrs.evolve(TABLE, both_us=(0.0, -1.0)),
+        lambda: attrs.evolve(TABLE, padding_us=(-1.0, 0.0)),
         lambda: attrs.evolve(LLAMA_8B, num_layers=0),
         lambda: attrs.evolve(LLAMA_8B, dense_params=0),
     ],
@@ -151,6 +152,23 @@ def test_rows_of_both_kinds_in_one_graph() -> None:
     assert costs.launch_us(Launch(Rows.ALL, None), MIXED) == TABLE.launch_us(Launch(Rows.ALL, None), MIXED)
     assert costs.cost(split(1), MIXED) == TABLE.cost(split(1), MIXED), "halves have one kind each"
     assert TABLE.curve_for(whole.key or FULL8) is TABLE.full, "where nothing else was measured"
+
+
+def test_any_padding_takes_what_nothing_overlaps() -> None:
+    """Both sides of a launch take `padding_us` of its part more where a graph isn't full; eagerly they don't."""
+    costs = attrs.evolve(TABLE, padding_us=(7.0, 45.0))
+    eight = BatchShape.decode(8, 6000).numbers
+    full, pieces = Launch(Rows.ALL, FULL8), Launch(Rows.ALL, PIECE64)
+    for numbers, more in ((DECODES, 7.0), (eight, 0.0)):
+        told, plain = costs.cost((full,), numbers), TABLE.cost((full,), numbers)
+        assert (told.device_us, told.host_us) == pytest.approx((plain.device_us + more, plain.host_us + more))
+        assert told.cycle_us == pytest.approx(plain.cycle_us + more)
+    assert costs.cost((pieces,), MIXED).cycle_us == pytest.approx(TABLE.cost((pieces,), MIXED).cycle_us + 45)
+    for eager in (Launch(Rows.ALL, None), Launch(Rows.ALL, None, padded_tokens=64)):
+        assert costs.cost((eager,), DECODES) == TABLE.cost((eager,), DECODES)
+    # Three padded decode steps in graphs of 8 and a prompt of 40 in one of 64.
+    halves, plain = costs.cost(split(0, 3), MIXED), TABLE.cost(split(0, 3), MIXED)
+    assert halves.cycle_us == pytest.approx(plain.cycle_us + 3 * 7 + 45)
 
 
 def split(stream: int, repeat: int = 1) -> tuple[Launch, Launch]:

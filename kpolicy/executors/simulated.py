@@ -470,9 +470,10 @@ class SimulatedDevice:
             dense_us = costs.curve_for(launches[0].key).at(launches[0].key.num_tokens)
             prepared = self._dense_us[launches[0]] = (dense_us, costs.host_full if full else costs.host_piecewise)
         dense_us, host = prepared
-        device_us = dense_us + costs.decode_attention_us(numbers)
+        padding_us = costs.padding_of(launches[0].key, numbers.total_tokens)
+        device_us = (dense_us + padding_us) + costs.decode_attention_us(numbers)
         host_us = host.base_for(decodes=numbers.num_decodes > 0, prefills=False) + host.req_us * numbers.total_reqs
-        return max(device_us, host_us) + costs.step_us
+        return max(device_us, host_us + padding_us) + costs.step_us
 
     # Faults
 

@@ -6,7 +6,9 @@ import bisect
 from typing import NamedTuple
 
 from kpolicy.costs import CostTable
+from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
+from kpolicy.modes import Part
 from kpolicy.planning.workload import DECODE, LIST, Workload
 from kpolicy.shapes import BatchNumbers
 
@@ -68,4 +70,5 @@ def _step_us(costs: CostTable, rows: BatchNumbers, size: int) -> float:
     dense_us = costs.full.at(size) if size else costs.eager.at(rows.total_tokens)
     host = costs.host_full if size else costs.host_eager
     host_us = host.base_for(decodes=True, prefills=False) + host.req_us * rows.num_decodes
-    return max(dense_us + costs.decode_attention_us(rows), host_us) + costs.step_us
+    padding_us = costs.padding_of(GraphKey(Part.FULL, size), rows.total_tokens) if size else 0.0
+    return max(dense_us + costs.decode_attention_us(rows), host_us) + padding_us + costs.step_us

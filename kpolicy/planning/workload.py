@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kpolicy.budgets import Usage
-from kpolicy.costs import CostTable, Curve, HostCost
+from kpolicy.costs import CostTable, HostCost
 from kpolicy.errors import ConfigError
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
@@ -385,17 +385,24 @@ class _Rows:
     def graph_us(self, costs: CostTable, part: Part, tokens: int) -> Vector:
         """One step of each size, replayed at that many tokens."""
         full = part is Part.FULL
-        curve = costs.curve_for(GraphKey(part, tokens, query_len=self.query_len or None))
+        key = GraphKey(part, tokens, query_len=self.query_len or None)
         host = costs.host_full if full else costs.host_piecewise
-        return self._time(costs, curve.at(tokens), host, costs.both_us[0 if full else 1])
+        time = self._time(costs, costs.curve_for(key).at(tokens), host, costs.both_us[0 if full else 1])
+        return time + _each(costs.padding_of(key, size) for size in self._tokens)
 
     def escape_us(self, costs: CostTable) -> Vector:
         """All steps of each size together, run eagerly at their true size."""
-        dense = _at(costs.eager, (self.sizes * self.per_size).tolist())
+        dense = _each(costs.eager.at(size) for size in self._tokens)
         return self._time(costs, dense, costs.host_eager) * self.steps
 
+    @property
+    def _tokens(self) -> list[int]:
+        """The true sizes in tokens."""
+        found: list[int] = (self.sizes * self.per_size).tolist()
+        return found
 
-def _at(curve: Curve, sizes: Iterable[int]) -> Vector:
+
+def _each(values: Iterable[float]) -> Vector:
     import numpy as np
 
-    return np.array([curve.at(size) for size in sizes])
+    return np.array(list(values))

@@ -81,16 +81,16 @@ class AutoPolicy:
         return AutoTables(self.forms, context)
 
 
-def rate(context: PolicyContext) -> Callable[[GraphKey], float]:
-    """Dense device time of a key: all that differs between sizes of one kind."""
-    curve_for = context.costs.curve_for
-    return lambda key: curve_for(key).at(key.num_tokens)
+def rate(context: PolicyContext) -> Callable[[GraphKey, int], float]:
+    """Dense device time of a key that replays so many tokens: all that differs between sizes of one kind."""
+    curve_for, padding_of = context.costs.curve_for, context.costs.padding_of
+    return lambda key, num_tokens: curve_for(key).at(key.num_tokens) + padding_of(key, num_tokens)
 
 
 def cheapest(context: PolicyContext) -> Pick:
     """The cheapest captured size; the smaller on ties."""
     rated = rate(context)
-    return lambda keys, _part: min(keys, key=rated)
+    return lambda keys, num_tokens: min(keys, key=lambda key: rated(key, num_tokens))
 
 
 def choose(

@@ -34,7 +34,8 @@ __all__ = ["AutoTables"]
 class Row(NamedTuple):
     """A uniform decode batch: the graph `uid` is the cheapest while device time is at most `limit_us`.
 
-    Above the limit the rivals' dense times tell; `piece_us` is infinite where no piecewise graph holds the batch.
+    Above the limit the rivals' dense times tell; `piece_us` is infinite where no piecewise graph holds the batch. Both
+    graphs' times have what padding takes, which comes to the host's too.
     """
 
     dense_us: float
@@ -42,6 +43,8 @@ class Row(NamedTuple):
     uid: int
     piece_us: float
     piece_uid: int
+    padding_us: float
+    piece_padding_us: float
 
 
 _DECODES, _PREFILLS = 1, 2
@@ -94,16 +97,16 @@ class AutoTables:
         numbers, times = ranks.reduced_numbers(reduced[:-NUM_TIMES]), self._times
         ways = self._ways(numbers)
         if len(ways) < 2 or (numbers.max_decode_steps > 1 and ways[-1].mode is Mode.SPLIT):
-            way, reason = choose(numbers, ways, self._context, lambda way: times.cost(way, largest))
+            way, reason = choose(numbers, ways, self._context, lambda way: times.cost(way, largest, numbers))
             return self._made(way, reason)
         # The shortest cycle, as `select` has it.
-        way = times.soonest(ways, largest)
+        way = times.soonest(ways, largest, numbers)
         return self._made(way, eager_reason(self._context) if way.mode is Mode.EAGER else self._reason)
 
     def _row_by_slowest(self, row: Row, largest: Voted) -> Decision:
         """The same for decode rows of one length, the usual step: their row has the graphs."""
-        uid, ns = row.uid, max(row.dense_us * 1e3 + largest.full, largest.full_host)
-        piece_ns = max(row.piece_us * 1e3 + largest.pieces, largest.pieces_host)
+        uid, ns = row.uid, max(row.dense_us * 1e3 + largest.full, largest.full_host + row.padding_us * 1e3)
+        piece_ns = max(row.piece_us * 1e3 + largest.pieces, largest.pieces_host + row.piece_padding_us * 1e3)
         if piece_ns < ns:
             uid, ns = row.piece_uid, piece_ns
         if max(largest.eager, largest.eager_host) < ns:
@@ -174,14 +177,14 @@ class AutoTables:
                 rows = uniform.get(query_len)
                 row = rows[num_decodes] if rows is not None and num_decodes < len(rows) else None
                 if row is not None:
-                    dense_us, limit_us, uid, piece_us, piece_uid = row
+                    dense_us, limit_us, uid, piece_us, piece_uid, padding_us, piece_padding_us = row
                     attention_us = base_us + row_us * num_decodes + unit_us * decode_kv_tokens
                     decision = wholes[uid] or whole(uid)
                     if dense_us + attention_us <= limit_us:
                         return decision
-                    device, host = dense_us + attention_us, full_base + full_req * num_decodes
+                    device, host = dense_us + attention_us, full_base + full_req * num_decodes + padding_us
                     cycle = (device if device >= host else host) + step_us
-                    device, host = piece_us + attention_us, piece_base + piece_req * num_decodes
+                    device, host = piece_us + attention_us, piece_base + piece_req * num_decodes + piece_padding_us
                     rival = (device if device >= host else host) + step_us
                     if rival < cycle:
                         cycle, decision = rival, wholes[piece_uid] or whole(piece_uid)
@@ -234,19 +237,20 @@ class AutoTables:
         dense = entry.rate
         eager = self._dense_eager(tokens)
         host = costs.host_full.base_for(decodes=True, prefills=False) + costs.host_full.req_us * num_reqs
+        host += entry.padding_us
         limit = _INFINITY
-        rivals = [(eager, costs.host_eager)]
+        rivals = [(eager, costs.host_eager, 0.0)]
         if piece is not None:
-            rivals.append((piece.rate, costs.host_piecewise))
-        for rival_dense, rival in rivals:
-            rival_host = rival.base_for(decodes=True, prefills=False) + rival.req_us * num_reqs
+            rivals.append((piece.rate, costs.host_piecewise, piece.padding_us))
+        for rival_dense, rival, padding_us in rivals:
+            rival_host = rival.base_for(decodes=True, prefills=False) + rival.req_us * num_reqs + padding_us
             if rival_host < host:
                 limit = -1.0
             elif rival_dense < dense:
                 # Below its host time the rival can't get; up to there the graph is at least as quick.
                 limit = min(limit, rival_host)
-        rate_us, uid = (_INFINITY, -1) if piece is None else (piece.rate, piece.uid)
-        return Row(dense, limit, entry.uid, rate_us, uid)
+        rate_us, uid, padding_us = (_INFINITY, -1, 0.0) if piece is None else (piece.rate, piece.uid, piece.padding_us)
+        return Row(dense, limit, entry.uid, rate_us, uid, entry.padding_us, padding_us)
 
     def _dense_eager(self, tokens: int) -> float:
         return self._eager_us[tokens] if tokens < len(self._eager_us) else self._context.costs.eager.at(tokens)
@@ -310,11 +314,13 @@ class AutoTables:
             if entry is not None:
                 if entry[2] < reqs:
                     return None
-                device, host = entry[1] + attention_us + full_more[kinds], full_bases[kinds] + full_req * reqs
+                device = entry[1] + attention_us + full_more[kinds]
+                host = full_bases[kinds] + full_req * reqs + entry[5]
                 least, chosen = (device if device >= host else host) + step_us, entry
             entry = pieces[tokens] if tokens < num_pieces else None
             if entry is not None:
-                device, host = entry[1] + attention_us + piece_more[kinds], piece_bases[kinds] + piece_req * reqs
+                device = entry[1] + attention_us + piece_more[kinds]
+                host = piece_bases[kinds] + piece_req * reqs + entry[5]
                 cycle = (device if device >= host else host) + step_us
                 if cycle < least:
                     least, chosen = cycle, entry
@@ -327,7 +333,7 @@ class AutoTables:
                 if not usual:
                     return None
                 # Beside takes no longer than in turn: where it can't be the shortest no form of one step can.
-                d_device, d_host = decode[1] + decode_us, decode_host + full_req * num_decodes
+                d_device, d_host = decode[1] + decode_us, decode_host + full_req * num_decodes + decode[5]
                 t_device = dense_eager[prefill_tokens] + prefill_us
                 device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
                 host = d_host + (eager_prompt + eager_req * num_prefills)
@@ -336,7 +342,7 @@ class AutoTables:
                 if piece is not None and not wins:
                     t_device = piece[1] + prefill_us
                     device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
-                    host = d_host + (piece_prompt + piece_req * num_prefills)
+                    host = d_host + (piece_prompt + piece_req * num_prefills + piece[5])
                     wins = (device if device >= host else host) + step_us < least
                 spared_us, tail_us = 0.0, _INFINITY
                 if max_decode_steps > most_unlooked:
@@ -384,7 +390,7 @@ class AutoTables:
         d_device, d_host, *_ = decode_us
         turns: list[tuple[Entry | None, float, float]] = []
         if piece is not None:
-            turns.append((piece, piece.rate + prefill_us, piece_host_us))
+            turns.append((piece, piece.rate + prefill_us, piece_host_us + piece.padding_us))
         turns.append((None, self._eager_us[prefill_tokens] + prefill_us, eager_host_us))
         form = tail = None
         for each, t_device, t_host in turns:

@@ -206,8 +206,8 @@ def piecewise_keys(numbers: BatchNumbers, ladder: CaptureLadder, rows: Rows = Ro
     return _of_case(ladder.piecewise, numbers.num_active_loras, lambda key: key.num_tokens >= tokens)
 
 
-Pick = Callable[[Sequence[GraphKey], Part], GraphKey]
-"""Which of the fitting keys to replay."""
+Pick = Callable[[Sequence[GraphKey], int], GraphKey]
+"""Which of the fitting keys to replay for so many tokens."""
 
 
 def legal_ways(
@@ -225,10 +225,10 @@ def legal_ways(
         return [Way(Mode.EAGER, ())] if may_eager else []
     whole = full_keys(numbers, ladder) if may_full else ()
     if whole:
-        ways.append(Way(Mode.FULL, (Launch(Rows.ALL, pick(whole, Part.FULL)),)))
+        ways.append(Way(Mode.FULL, (Launch(Rows.ALL, pick(whole, numbers.total_tokens)),)))
     pieces = piecewise_keys(numbers, ladder) if may_pieces else ()
     if pieces:
-        ways.append(Way(Mode.PIECEWISE, (Launch(Rows.ALL, pick(pieces, Part.PIECEWISE)),)))
+        ways.append(Way(Mode.PIECEWISE, (Launch(Rows.ALL, pick(pieces, numbers.total_tokens)),)))
     if may_eager:
         ways.append(Way(Mode.EAGER, (Launch(Rows.ALL, None),)))
     if numbers.num_decodes and numbers.num_prefills and may_full and not forbidden & Mode.SPLIT.bit:
@@ -243,9 +243,9 @@ def _split_ways(
     if not decode_keys:
         return []
     prefill_keys = piecewise_keys(numbers, context.ladder, Rows.PREFILL) if pieces else ()
-    piece = pick(prefill_keys, Part.PIECEWISE) if prefill_keys else None
+    piece = pick(prefill_keys, numbers.num_prefill_tokens) if prefill_keys else None
     tails = split_tails(piece, numbers, context)
-    decode = pick(decode_keys, Part.FULL)
+    decode = pick(decode_keys, numbers.decode_tokens)
     return [way for form in forms for way in split_way(decode, tails, form, numbers.max_decode_steps)]
 
 

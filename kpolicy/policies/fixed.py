@@ -31,7 +31,7 @@ from kpolicy.shapes import BatchNumbers, BatchShape
 __all__ = ["FixedPolicy", "downgrades"]
 
 
-def smallest(keys: Sequence[GraphKey], _part: Part) -> GraphKey:
+def smallest(keys: Sequence[GraphKey], _num_tokens: int) -> GraphKey:
     """The smallest captured size that holds the rows."""
     return keys[0]
 
@@ -126,7 +126,7 @@ class FixedTables:
     def __init__(self, policy: FixedPolicy, context: PolicyContext) -> None:
         self._policy = policy
         self._context = context
-        self._ways = PreparedWays(context, smallest, lambda _key: 0.0, (policy.form,))
+        self._ways = PreparedWays(context, smallest, lambda _key, _num_tokens: 0.0, (policy.form,))
         self._decisions: dict[tuple[Way, Reason], Decision] = {}
         self._misses: dict[tuple[bool, int], Decision] = {}
         self._splits: dict[tuple[int, int], Decision] = {}

@@ -6,7 +6,8 @@ every way, all but the graphs' dense work, which follows from what is agreed. Vo
 computes the same from what was reduced.
 
 The time that comes out is the slowest rank's own, but for several decode steps beside a prompt, where it is at most
-that of the slowest decode rows with the slowest step.
+that of the slowest decode rows with the slowest step. What padding takes more counts where every rank has some: that a
+rank with fewer rows has padding where the largest has none isn't known.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from kpolicy.costs import Cost, CostTable
 from kpolicy.decision import Launch
 from kpolicy.keys import GraphKey
-from kpolicy.modes import Mode
+from kpolicy.modes import Mode, Rows
 from kpolicy.policies.base import Way
 from kpolicy.shapes import BatchNumbers
 
@@ -76,6 +77,7 @@ class RankTimes:
         ]
         """What a launch takes the host, by kinds of rows (1 decode, 2 prompt, 3 both), and more for each request"""
         self._graph_ns: dict[GraphKey, float] = {}
+        self._pads = any(costs.padding_us)
 
     def vote(self, numbers: BatchNumbers) -> tuple[int, ...]:
         """This rank's times in nanoseconds, of which ranks take the largest."""
@@ -150,41 +152,55 @@ class RankTimes:
             return self._no_rows_us
         return self._eager_us[tokens] if tokens < len(self._eager_us) else self._costs.eager.at(tokens)
 
-    def soonest(self, ways: Sequence[Way], voted: Voted) -> Way:
+    def soonest(self, ways: Sequence[Way], voted: Voted, numbers: BatchNumbers) -> Way:
         """The way of the shortest cycle, where each decode row runs one step; the earlier on ties.
 
         What takes the host as long as the best so far takes both is looked at no further.
+
+        Args:
+            ways: the ways.
+            voted: the largest times of all ranks.
+            numbers: what holds every rank's rows.
         """
         found, least = ways[0], float("inf")
         for way in ways:
-            took = self._host(way, voted)
+            pads = self._padding(way, numbers) if self._pads else _NOTHING
+            took = self._host(way, voted, pads)
             if took < least:
-                took = max(took, self._device(way, voted))
+                took = max(took, self._device(way, voted, pads))
                 if took < least:
                     found, least = way, took
         return found
 
-    def _host(self, way: Way, voted: Voted) -> float:
-        """Nanoseconds that a way takes the host, on the rank where that is longest."""
+    def _padding(self, way: Way, numbers: BatchNumbers) -> tuple[float, float]:
+        """Nanoseconds that padding takes more in one repeat of a way's first launch, and in its second."""
+        first, second = (
+            0.0 if each.key is None else self._costs.padding_of(each.key, each.num_tokens(numbers)) * _NS
+            for each in (*way.launches, _NO_LAUNCH, _NO_LAUNCH)[:2]
+        )
+        return first, second
+
+    def _host(self, way: Way, voted: Voted, pads: tuple[float, float]) -> float:
+        """Nanoseconds that a way takes the host, on the rank where that is longest; `pads` is `_padding`."""
         mode = way.mode
         if mode is Mode.FULL:
-            return voted.full_host
+            return voted.full_host + pads[0]
         if mode is Mode.PIECEWISE:
-            return voted.pieces_host
+            return voted.pieces_host + pads[0]
         if mode is Mode.EAGER:
             return voted.eager_host
         decode, tail = way.launches
         host = voted.split_eager_host if tail.key is None else voted.split_pieces_host
-        return host + (decode.repeat - 1) * voted.decode_host
+        return host + (decode.repeat - 1) * voted.decode_host + decode.repeat * pads[0] + pads[1]
 
-    def _device(self, way: Way, voted: Voted) -> float:
-        """Nanoseconds that a way takes the device, on the rank where that is longest."""
+    def _device(self, way: Way, voted: Voted, pads: tuple[float, float]) -> float:
+        """Nanoseconds that a way takes the device, on the rank where that is longest; `pads` is `_padding`."""
         mode = way.mode
         if mode is Mode.EAGER:
             return voted.eager
         launches, graph_ns = way.launches, self._graph_ns
         decode = launches[0]
-        first = graph_ns.get(decode.key) or self._dense(decode)  # type: ignore[arg-type]  # None isn't kept
+        first = (graph_ns.get(decode.key) or self._dense(decode)) + pads[0]  # type: ignore[arg-type]  # None isn't kept
         if mode is Mode.FULL:
             return first + voted.full
         if mode is Mode.PIECEWISE:
@@ -192,7 +208,7 @@ class RankTimes:
         tail, overlap, second = launches[1], self._costs.overlap_cost, 0.0
         eager, more = tail.key is None, decode.repeat - 1
         if tail.key is not None:
-            second = graph_ns.get(tail.key) or self._dense(tail)
+            second = (graph_ns.get(tail.key) or self._dense(tail)) + pads[1]
         if tail.stream == decode.stream:
             return first + (voted.in_turn_eager if eager else second + voted.attention)
         # The longer and a share of the shorter: of the two sums the larger, where beside takes no longer.
@@ -203,18 +219,18 @@ class RankTimes:
             outer, inner = outer + later, inner + overlap * later
         return (max if overlap <= 1 else min)(outer, inner)
 
-    def cost(self, way: Way, voted: Voted) -> Cost:
-        """What a way that holds every rank's rows takes on the slowest rank."""
-        costs = self._costs
-        device, host = self._device(way, voted) / _NS, self._host(way, voted) / _NS
+    def cost(self, way: Way, voted: Voted, numbers: BatchNumbers) -> Cost:
+        """What a way takes on the slowest rank; its graphs and `numbers` hold every rank's rows."""
+        costs, pads = self._costs, self._padding(way, numbers)
+        device, host = self._device(way, voted, pads) / _NS, self._host(way, voted, pads) / _NS
         cycle = max(device, host) + costs.step_us
         steps = way.launches[0].repeat if way.launches else 1
         if steps == 1:
             return Cost(cycle, cycle, cycle, device, host)
         decode_us = voted.decode / _NS
         own_us = max(decode_us - costs.decode_attention.base_us, 0.0)
-        first_us = self._dense(way.launches[0]) / _NS
-        spared_us = costs.spared_us(first_us + decode_us, voted.decode_host / _NS, own_us, 1.0)
+        first_us = (self._dense(way.launches[0]) + pads[0]) / _NS
+        spared_us = costs.spared_us(first_us + decode_us, (voted.decode_host + pads[0]) / _NS, own_us, 1.0)
         return Cost(cycle - (steps - 1) * spared_us, cycle / steps, cycle, device, host)
 
     def _dense(self, launch: Launch) -> float:
@@ -229,6 +245,7 @@ class RankTimes:
 
 
 _BOTH = 3
+_NO_LAUNCH = Launch(Rows.ALL, None)
 _NOTHING = (0.0, 0.0)
 _MOST_GRAPHS = 4096
 """Graphs whose dense work is kept; above it the memo starts afresh."""

@@ -21,10 +21,11 @@ __all__ = ["EAGER_WAY", "MOST_DECISIONS", "Column", "Entry", "Group", "KeyTables
 
 
 class Entry(NamedTuple):
-    """One prepared graph.
+    """One prepared graph, full or with padding.
 
     `rate` is what the policy ranks sizes by, `num_reqs` and `max_query_len` what the graph holds at most, `uid` a
-    small number that tells entries apart.
+    small number that tells graphs apart, `padding_us` what the padding takes more (`CostTable.padding_us`), which
+    `rate` has too where it is a time.
     """
 
     key: GraphKey
@@ -32,6 +33,7 @@ class Entry(NamedTuple):
     num_reqs: int
     max_query_len: int
     uid: int
+    padding_us: float = 0.0
 
     @property
     def way(self) -> Way:
@@ -58,33 +60,46 @@ class KeyTables:
 
     Args:
         ladder: captured keys.
-        rate: what a key is ranked by; the lowest wins, the smaller size on ties.
+        rate: what a key is ranked by for so many tokens; the lowest wins, the smaller size on ties.
+        padding_of: microseconds more for a key with fewer tokens than it has.
     """
 
-    def __init__(self, ladder: CaptureLadder, rate: Callable[[GraphKey], float]) -> None:
+    def __init__(
+        self, ladder: CaptureLadder, rate: Callable[[GraphKey, int], float],
+        padding_of: Callable[[GraphKey, int], float],
+    ) -> None:  # fmt: skip
         self.entries = [
             Entry(
                 key,
-                rate(key),
+                rate(key, key.num_tokens),
                 _NO_LIMIT if key.num_reqs is None else key.num_reqs,
                 _NO_LIMIT if key.max_query_len is None else key.max_query_len,
                 uid,
             )
             for uid, key in enumerate(ladder.keys)
         ]
-        """By `uid`."""
+        """By `uid`; full."""
+        self._padded = [
+            entry._replace(rate=rate(entry.key, fewer), padding_us=padding_of(entry.key, fewer))
+            for entry in self.entries
+            for fewer in (entry.key.num_tokens - 1,)
+        ]
         self.largest = max((key.num_tokens for key in (*ladder.keys, *ladder.withdrawn)), default=0)
         """No graph, captured or withdrawn, has more tokens."""
         cases = sorted({key.lora_case for key in ladder.keys})
         self.by_loras: list[Group] = []
         """Indexed by active LoRAs; more than that many have no graph."""
-        by_key = dict(zip(ladder.keys, self.entries, strict=True))
+        by_key = dict(zip(ladder.keys, zip(self.entries, self._padded, strict=True), strict=True))
         for i, case in enumerate(cases):
             group = _group(ladder, by_key, cases[i:])
             self.by_loras += [group] * (case + 1 - len(self.by_loras))
 
 
-def _group(ladder: CaptureLadder, by_key: Mapping[GraphKey, Entry], cases: Sequence[int]) -> Group:
+_Both = tuple[Entry, Entry]
+"""A graph's entries where it is full and where it has padding"""
+
+
+def _group(ladder: CaptureLadder, by_key: Mapping[GraphKey, _Both], cases: Sequence[int]) -> Group:
     def column(keys: Iterable[GraphKey]) -> Column:
         filled: Column = []
         for case in cases:
@@ -100,18 +115,21 @@ def _group(ladder: CaptureLadder, by_key: Mapping[GraphKey, Entry], cases: Seque
     )
 
 
-def _by_tokens(entries: Sequence[Entry]) -> Column:
+def _by_tokens(entries: Sequence[_Both]) -> Column:
     """The entry of least rate for each token count; `entries` rise by size."""
     if not entries:
         return []
-    column: Column = [None] * (entries[-1].key.num_tokens + 1)
-    best = entries[-1]
+    best: Entry | None = None
+    column: Column = [None] * (entries[-1][0].key.num_tokens + 1)
     for i in range(len(entries) - 1, -1, -1):
-        if entries[i].rate <= best.rate:
-            best = entries[i]
-        low = entries[i - 1].key.num_tokens if i else 0
-        high = entries[i].key.num_tokens
-        column[low + 1 : high + 1] = [best] * (high - low)
+        full, padded = entries[i]
+        low, high = entries[i - 1][0].key.num_tokens if i else 0, full.key.num_tokens
+        # For as many tokens as it has, and no others, a graph is full; larger ones have padding.
+        rival = column[high] or best
+        column[high] = full if rival is None or full.rate <= rival.rate else rival
+        if best is None or padded.rate <= best.rate:
+            best = padded
+        column[low + 1 : high] = [best] * (high - 1 - low)
     return column
 
 
@@ -129,13 +147,13 @@ class PreparedWays:
         self,
         context: PolicyContext,
         pick: Pick,
-        rate: Callable[[GraphKey], float],
+        rate: Callable[[GraphKey, int], float],
         forms: Sequence[SplitForm],
     ) -> None:
         self._context = context
         self._pick = pick
         self._forms = tuple(forms)
-        self.tables = KeyTables(context.ladder, rate)
+        self.tables = KeyTables(context.ladder, rate, context.costs.padding_of)
         self._wholes: list[Way | None] = [None] * len(self.tables.entries)
         self._splits: dict[tuple[object, ...], list[Way]] = {}
 

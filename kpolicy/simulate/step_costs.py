@@ -98,7 +98,9 @@ class StepCosts:
         else:
             host = table.host_full if key.part is Part.FULL else table.host_piecewise
             dense_us = self._replay_us(key, num_rows)
-        return Sides(host.base_for(decodes=True, prefills=False) + host.req_us * num_rows, dense_us)
+        padding_us = 0.0 if key is None else table.padding_of(key, num_rows)
+        host_us = host.base_for(decodes=True, prefills=False) + host.req_us * num_rows
+        return Sides(host_us + padding_us, dense_us + padding_us)
 
     def _replay_us(self, key: GraphKey, decodes: int) -> float:
         """What the dense work of a graph takes the device, with its wait for the first pieces.

@@ -80,6 +80,7 @@ _COSTS = st.builds(
     overlap_cost=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
     mixed=st.none() | _CURVE,
     both_us=st.sampled_from([(0.0, 0.0), (0.0, 33.3), (1 / 3, 50.0)]),
+    padding_us=st.sampled_from([(0.0, 0.0), (0.0, 33.3), (1 / 3, 50.0), (700.0, 0.0)]),
 )
 _FACTS = st.sampled_from(
     [NO_FACTS, NO_FACTS, {WAITING_REQS: 1}, {WAITING_REQS: 40}, {GAP_TAIL_US: 0}, {GAP_TAIL_US: 300, WAITING_REQS: 3}]

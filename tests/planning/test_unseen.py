@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from kpolicy.attention.support import Claims
@@ -35,6 +36,10 @@ def test_it_pads_to_the_next_graph() -> None:
     assert found is not None
     assert found[:3] == (20, 25, 64)
     assert found.worse == pytest.approx(step_us(25, 64) / step_us(25) - 1)
+    pads = attrs.evolve(workload(20), costs=costs(padding_us=(170.0, 0.0)))
+    found = unseen(pads, CaptureSizes((8, 24, 64), (), ()))
+    assert found is not None
+    assert found.worse == pytest.approx((step_us(25, 64) + 170) / step_us(25) - 1)
 
 
 def test_it_is_eager_without_one() -> None:

@@ -23,6 +23,7 @@ from tests.planning.workloads import costs, server, trace
 
 CLAIMS = Claims.at_level("mixed")
 #: FULL graphs that hold prompts have a curve of their own, and rows of both kinds take the device longer.
+PADS = costs(padding_us=(170.0, 330.0))
 MIXED = costs(mixed=Curve((1, 4096), (1500.0, 1500.0 + 30.0 * 4095)), both_us=(400.0, 250.0))
 
 
@@ -39,7 +40,7 @@ def workload(policy: str = "vllm", table: CostTable | None = None, **changed: in
     ["vllm", "vllm:version=0.23,mode=FULL_DECODE_ONLY", "vllm:mode=PIECEWISE", "vllm:mode=FULL", "sglang", "nano_vllm"],
 )
 @pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("table", [costs(), MIXED], ids=["one_curve", "mixed"])
+@pytest.mark.parametrize("table", [costs(), MIXED, PADS], ids=["one_curve", "mixed", "padding"])
 def test_time_is_the_simulators(policy: str, num_drafts: int, table: CostTable) -> None:
     """The time of all steps that sizes are planned by is the time that the simulator takes for them."""
     if num_drafts and policy == "nano_vllm":

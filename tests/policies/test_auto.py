@@ -107,6 +107,24 @@ def test_graphs_that_hold_prompts_have_their_own_times():
     assert decide(both, costs=costs, sizes=sizes).mode is Mode.PIECEWISE
 
 
+def test_a_graph_that_is_full_wins_where_padding_takes_something():
+    """Five decodes take the quicker graph of 64, and eight their own where the other's padding takes 60 us."""
+    bumpy = attrs.evolve(COSTS, full=Curve((1, 4, 8, 16, 64), (20.0, 22.0, 90.0, 91.0, 40.0)))
+    for padding_us, size in ((0.0, 64), (49.0, 64), (60.0, 8)):
+        costs = attrs.evolve(bumpy, padding_us=(padding_us, 0.0))
+        assert decide(BatchShape.decode(8), costs=costs).keys[0].num_tokens == size
+        assert decide(BatchShape.decode(5), costs=costs).keys[0].num_tokens == 64
+    # 15 of 16 in pieces: FULL 64 at 64 us, PIECEWISE 16 at 100 (its launches); eager takes 1,000.
+    costs = attrs.evolve(COSTS, padding_us=(50.0, 0.0))
+    assert decide(BatchShape.decode(15), claims="uniform").mode is Mode.FULL
+    assert decide(BatchShape.decode(15), costs=costs, claims="uniform").mode is Mode.PIECEWISE
+    costs = attrs.evolve(COSTS, padding_us=(50.0, 30.0))
+    assert decide(BatchShape.decode(15), costs=costs, claims="uniform").mode is Mode.FULL
+    assert decide(BatchShape.decode(16), costs=costs, claims="uniform").mode is Mode.PIECEWISE
+    costs = attrs.evolve(COSTS, padding_us=(5000.0, 5000.0))
+    assert decide(BatchShape.decode(15), costs=costs, claims="uniform").mode is Mode.EAGER
+
+
 def test_split_wins_where_the_mixed_batch_leaves_graph_mode():
     """4 decodes and 1,022 tokens fit no graph together: eager takes 1,026; split in turn 4 + 1,024, beside 1,026."""
     shape = BatchShape(decodes=[(1, 4)], prefills=[(1022, 0)])

@@ -62,13 +62,17 @@ def voted(times, *ranks):
 @pytest.mark.parametrize("overlap", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("slow", [0.0, 400.0])
 @pytest.mark.parametrize("prepared", [False, True])
-def test_one_rank(overlap, slow, prepared):
+@pytest.mark.parametrize("padding_us", [(0.0, 0.0), (71.0, 83.0)])
+def test_one_rank(overlap, slow, prepared, padding_us):
     """What a rank votes alone is what its steps take, each side by itself: device, host, gap and score."""
-    table = attrs.evolve(TABLE, overlap_cost=overlap, eager=Curve((1, 64), (17.0 + slow, 59.0 + slow)))
+    table = attrs.evolve(
+        TABLE, overlap_cost=overlap, eager=Curve((1, 64), (17.0 + slow, 59.0 + slow)), padding_us=padding_us
+    )
     times = RankTimes(table, table.eager.upto(64) if prepared else ())
     for name, shape in RANKS.items():
         for way in ONE_STEP + (SEVERAL if shape.decodes and shape.prefills else []):
-            told, expected = times.cost(way, voted(times, shape.numbers)), table.cost(way.launches, shape.numbers)
+            numbers = shape.numbers
+            told, expected = times.cost(way, voted(times, numbers), numbers), table.cost(way.launches, numbers)
             assert told == pytest.approx(expected, abs=ROUNDED_US), f"{name}: {way}"
 
 
@@ -80,7 +84,7 @@ def test_each_side_is_the_slowest_ranks(overlap):
     for ranks in itertools.combinations([shape.numbers for shape in RANKS.values()], 2):
         largest = voted(times, *ranks)
         for way in ONE_STEP + SEVERAL:
-            told, own = times.cost(way, largest), [table.cost(way.launches, rank) for rank in ranks]
+            told, own = times.cost(way, largest, ranks[0]), [table.cost(way.launches, rank) for rank in ranks]
             device, host = max(each.device_us for each in own), max(each.host_us for each in own)
             if way in SEVERAL:
                 assert told.device_us >= device - ROUNDED_US
@@ -92,12 +96,13 @@ def test_each_side_is_the_slowest_ranks(overlap):
 def test_the_soonest_is_found_though_hosts_are_looked_at_first():
     """The way of the shortest cycle, the earlier on ties, whatever the order."""
     for overlap, full_host in itertools.product((0.0, 1.0), (1.0, 60.0, 900.0)):
-        times = RankTimes(attrs.evolve(TABLE, overlap_cost=overlap, host_full=HostCost(full_host)))
+        host_full = HostCost(full_host)
+        times = RankTimes(attrs.evolve(TABLE, overlap_cost=overlap, host_full=host_full, padding_us=(20.0, 2.0)))
         for shape in RANKS.values():
             largest = voted(times, shape.numbers)
             for ways in itertools.permutations(ONE_STEP, 3):
-                expected = min(ways, key=lambda way: times.cost(way, largest).cycle_us)
-                assert times.soonest(ways, largest) is expected
+                expected = min(ways, key=lambda way: times.cost(way, largest, shape.numbers).cycle_us)
+                assert times.soonest(ways, largest, shape.numbers) is expected
 
 
 def compiled(costs, objective=THROUGHPUT, sizes=(8, 16, 64)):

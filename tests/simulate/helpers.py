@@ -33,6 +33,7 @@ COSTS = CostTable(
     host_piecewise=HostCost(170.9, 1.3),
     host_eager=HostCost(290.1, 2.1),
     step_us=31.7,
+    padding_us=(13.7, 9.1),
     overlap_cost=0.4,
     capture_us=(1000.0, 3000.0),
     graph_bytes=(1000, 2000),

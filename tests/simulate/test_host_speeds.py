@@ -13,7 +13,7 @@ from kpolicy.simulate.host_state import HostSpeeds
 
 from .helpers import COSTS, SIZES, server, trace_of
 
-NOTED = attrs.evolve(COSTS, host_work_us=20.0)
+NOTED = attrs.evolve(COSTS, host_work_us=20.0, padding_us=(0.0, 0.0))
 BUSY = trace_of(*[(0.2 * i, 3 + 7 * i % 40, 1 + 5 * i % 17) for i in range(20)])
 
 

@@ -19,8 +19,9 @@ from kpolicy.simulate.host_state import HostState
 from kpolicy.simulate.step_costs import StepCosts
 from kpolicy.step_effects import StepEffects
 
-from .helpers import COSTS
+from . import helpers
 
+COSTS = attrs.evolve(helpers.COSTS, padding_us=(0.0, 0.0))
 SHOWN = attrs.evolve(COSTS, effects=StepEffects(warm_host_share=(0.5, 0.8), eager_new_us=40.0))
 EAGER, PIECES = (Launch(Rows.ALL, None),), (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, 8)),)
 FULL = (Launch(Rows.ALL, GraphKey(Part.FULL, 8, 8, query_len=1)),)
