@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,9 +36,12 @@ import torch
 import kpolicy
 from benchmarks.sglang.host_cycles import CYCLES, cycle, wrapped
 from kpolicy.settings import Objective
-from kpolicy_sglang import dispatch, padding
+from kpolicy_sglang import dispatch, hooks, padding
+from kpolicy_sglang.config import Config
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+from kpolicy_sglang.state import State
+from kpolicy_sglang.versions import KNOWN
 from tests.integrations.sglang.test_oracle import Older, _older_prefill
 from tests.integrations.sglang.test_oracle_padding import batch_of, buffers_of, runner_of
 from tests.oracle.sglang_real import Release, decode_runner, prefill_runner
@@ -45,35 +49,40 @@ from tests.oracle.sglang_real import Release, decode_runner, prefill_runner
 RESULT = Path(__file__).parents[1] / "results" / "sglang_host_cost.json"
 DECODES, PROMPTS, SCHEDULER = "decode 600, replays", "prefill 300, replays", "scheduler, "
 INPUTS, BATCHES = "inputs of a graph of 16, ", {"12 decodes": 12, "16 decodes": 16}
+_COPY = "_grouped_foreach_copy_"
 CALLS, TURNS, ROUNDS = 2_000, 15, 3
 
 
 def decode(release: Release, size: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A decode batch of 0.5.23."""
     sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768)
-    runner = decode_runner(release)()
-    runner.__dict__.update(
-        ragged_verify_mode=False, captured_req_width=1, require_mlp_tp_gather=False, require_mlp_sync=False,
-        enable_pdmux=False, disable_padding=False, backend=None, max_bs=768, is_encoder_decoder=False,
-        enable_two_batch_overlap=False, capture_hidden_mode=0,
-        model_runner=SimpleNamespace(spec_algorithm=SimpleNamespace(is_ngram=lambda: False)),
-    )  # fmt: skip
+    rule: Any = decode_runner(release)
+    stock, runner = rule(), _hooked(rule, can_run_graph=dispatch.decode_can_run)()
+    for each in (stock, runner):
+        each.__dict__.update(
+            ragged_verify_mode=False, captured_req_width=1, require_mlp_tp_gather=False, require_mlp_sync=False,
+            enable_pdmux=False, disable_padding=False, backend=None, max_bs=768, is_encoder_decoder=False,
+            enable_two_batch_overlap=False, capture_hidden_mode=0,
+            model_runner=SimpleNamespace(spec_algorithm=SimpleNamespace(is_ngram=lambda: False)),
+        )  # fmt: skip
     phase = Phase(DECODE, sizes, 768, full=True)
     phase.install("auto", table_of("bench", {each: 1500 + each for each in sizes}, {1: 11_000}), Objective())
-    setattr(runner, dispatch.ATTRIBUTE, phase)
+    hooks._attach(State(Config(), "0.5.23"), runner, phase)
     batch = SimpleNamespace(replace_embeds=None, spec_info=None, batch_size=size, global_num_tokens_cpu=None)
-    own = type(runner).can_run_graph
-    hooked = wrapped(own, dispatch.decode_can_run)
-    return lambda: own(runner, batch), lambda: hooked(runner, batch)
+    return lambda: stock.can_run_graph(batch), lambda: runner.can_run_graph(batch)
 
 
-def _prefill_phase(runner: Any) -> Phase:
+def _hooked(rule: type, **around: Any) -> type:
+    """A class of SGLang's with hooks on its methods."""
+    return type("Hooked", (rule,), {name: wrapped(getattr(rule, name), hook) for name, hook in around.items()})
+
+
+def _prefill_phase(runner: Any) -> None:
     sizes = (64, 96, 128, 256, 512, 576, 1024, 1536, 2048)
     runner.__dict__.update(max_num_tokens=2048, capture_num_tokens=list(sizes), capture_hidden_mode=0)
     phase = Phase(PREFILL, sizes, 8192, full=False)
     phase.install("auto", table_of("bench", {each: 4300 + each for each in sizes}, {1: 6_000}), Objective())
-    setattr(runner, dispatch.ATTRIBUTE, phase)
-    return phase
+    hooks._attach(State(Config(), "0.5.23"), runner, phase)
 
 
 def nothing(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,9 +94,7 @@ def prefill(release: Release, tokens: int, *, idle: bool = False) -> tuple[Calla
     """A prefill batch of 0.5.23: its whole rule, with the rank-local part hooked too; idle hooks do nothing."""
     asked, decided = (nothing, nothing) if idle else (dispatch.prefill_can_replay_locally, dispatch.prefill_can_run)
     rule: Any = prefill_runner(release, cuda=True, whole=True)
-    own_local, own = rule.can_replay_locally, rule.can_run_graph
-    ours = type("Hooked", (rule,), {"can_replay_locally": wrapped(own_local, asked)})
-    hooked = wrapped(own, decided)
+    ours = _hooked(rule, can_replay_locally=asked, can_run_graph=decided)
     batch = SimpleNamespace(
         batch_size=1, input_ids=torch.zeros(tokens, dtype=torch.int64), input_embeds=None, replace_embeds=None,
         extend_prefix_lens_cpu=[0], forward_mode=SimpleNamespace(is_target_verify=lambda: False),
@@ -95,7 +102,7 @@ def prefill(release: Release, tokens: int, *, idle: bool = False) -> tuple[Calla
     )  # fmt: skip
     stock, runner = _prefill_runner(rule), _prefill_runner(ours)
     _prefill_phase(runner)
-    return lambda: own(stock, batch), lambda: hooked(runner, batch)
+    return lambda: stock.can_run_graph(batch), lambda: runner.can_run_graph(batch)
 
 
 def _prefill_runner(rule: type) -> Any:
@@ -115,39 +122,45 @@ def _prefill_runner(rule: type) -> Any:
 
 def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A prefill batch of 0.5.16."""
-    runner = _older_prefill(release)()  # type: ignore[no-untyped-call]
-    runner.__dict__.update(
-        _is_full_backend=False, _capture_req_slots=1, prefill_backend_name="breakable", has_mha_companion_layers=False
-    )
-    _prefill_phase(runner)
+    rule = _older_prefill(release)  # type: ignore[no-untyped-call]
+    stock, runner = rule(), _hooked(rule, can_run_graph=dispatch.prefill_can_run_0_5_16)()
+    for each in (stock, runner):
+        each.__dict__.update(
+            _is_full_backend=False, _capture_req_slots=1, prefill_backend_name="breakable",
+            has_mha_companion_layers=False,
+        )  # fmt: skip
+        _prefill_phase(each)
     batch = SimpleNamespace(
         batch_size=1, input_embeds=None, replace_embeds=None, extend_prefix_lens_cpu=[0], capture_hidden_mode=0,
         forward_mode=SimpleNamespace(is_target_verify=lambda: False), global_num_tokens_cpu=None, return_logprob=False,
         input_ids=torch.zeros(tokens, dtype=torch.int64),
     )  # fmt: skip
-    own = type(runner).can_run_graph
-    hooked = wrapped(own, dispatch.prefill_can_run_0_5_16)
-    return lambda: own(runner, batch), lambda: hooked(runner, batch)
+    return lambda: stock.can_run_graph(batch), lambda: runner.can_run_graph(batch)
+
+
+def fill_from(registry: Any, batch: Any, **sizes: Any) -> None:  # noqa: ARG001
+    """SGLang's, as far as it finds the copy among the names of its module; nothing is copied."""
+    _grouped_foreach_copy_([], [])
+
+
+def _grouped_foreach_copy_(dsts: list[Any], srcs: list[Any]) -> None:
+    pass
 
 
 def inputs(rows: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The inputs of 0.5.16's graph of 16 decodes: nothing is copied, what a copy would take along is found."""
-
-    def copy(dsts: list[Any], srcs: list[Any]) -> None:
-        pass
-
-    def filled(copied: Callable[..., None], *_: Any, **__: Any) -> None:
-        copied([], [])
-
-    stock = partial(filled, copy)
-    hooked = wrapped(partial(filled, wrapped(copy, padding.grouped_copy)), padding.fill_from)
+    around = {hook.target.rpartition(".")[2]: hook.around for hook in KNOWN["0.5.16"].hooks}
+    if _COPY in around:
+        globals()[_COPY] = wrapped(globals()[_COPY], around[_COPY])
     sizes = {"raw_bs": rows, "padded_bs": 16, "raw_num_tokens": rows, "padded_num_tokens": 16}
     batch = batch_of(torch.Generator().manual_seed(1), rows, rows, kinds=False)  # type: ignore[no-untyped-call]
     with buffers_of("0.5.16") as module:
         registry = runner_of(module, "decode").buffer_registry  # type: ignore[no-untyped-call]
+        stock = copy(registry)
+        stock.__class__ = type("Registry", (type(registry),), {"fill_from": fill_from})
+        registry.__class__ = _hooked(type(stock), fill_from=around["fill_from"])
         padding.take_tails(SimpleNamespace(buffer_registry=registry, require_gathered_buffer=False), Failures())
-        hooked(registry, batch, **sizes)
-    return lambda: stock(registry, batch, **sizes), lambda: hooked(registry, batch, **sizes)
+    return lambda: stock.fill_from(batch, **sizes), lambda: registry.fill_from(batch, **sizes)
 
 
 def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> tuple[float, float]:

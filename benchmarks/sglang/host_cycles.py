@@ -123,6 +123,7 @@ class Request:
         self.origin_input_ids = array("q", range(tokens))
         if version == "0.5.16":
             self.prefix_indices = torch.zeros(done, dtype=torch.int64)
+            self.last_node = object() if done else None
         else:
             self.prefix_len = done
 
@@ -156,6 +157,10 @@ class Scheduler:
         self.asked = 0
         """The chunk of the last batch."""
 
+    def asks(self, question: Callable[[Any, Any], Any]) -> None:
+        """Have it look for its next batch by that method of its class."""
+        self.__class__ = type("Scheduler", (Scheduler,), {"get_new_batch_prefill": question})
+
 
 def cycle(name: str, version: str) -> tuple[Call, Call]:
     """A cycle without the hook and with it, by its name.
@@ -165,6 +170,7 @@ def cycle(name: str, version: str) -> tuple[Call, Call]:
     """
     given = CYCLES[name]
     scheduler, running = Scheduler(_runner(given, version), mixed=given.mixed), SimpleNamespace(reqs=[0] * DECODES)
+    plain = Scheduler(None, mixed=given.mixed)
     queues = [_queue(given, version) for _ in range(1 if given.known else 2)]
     if given.came:
         (waiting, cut), behind = queues[0], [Request(tokens, 0, version) for tokens in given.came]
@@ -185,21 +191,22 @@ def cycle(name: str, version: str) -> tuple[Call, Call]:
         scheduler.asked = scheduler.chunked_prefill_size
         return runs
 
-    hook = wrapped(own, hooks.new_batch_prefill)
+    plain.asks(own)
+    scheduler.asks(wrapped(own, hooks.new_batch_prefill))
 
     def stock() -> Any:
         advance()
-        return own(scheduler, running)
+        return plain.get_new_batch_prefill(running)
 
     def hooked() -> Any:
         advance()
-        return hook(scheduler, running)
+        return scheduler.get_new_batch_prefill(running)
 
     if given.known:
         # The decode step from which the queue is known.
         advance()
         split.turns.prefilled(CHUNK)
-        hook(scheduler, running)
+        scheduler.get_new_batch_prefill(running)
     _happens(name, given, [hooked() for _ in range(2)], scheduler.asked)
     return stock, hooked
 

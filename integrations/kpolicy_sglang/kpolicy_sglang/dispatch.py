@@ -5,20 +5,29 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
 from kpolicy.reasons import Reason
-from kpolicy_sglang.phase import Phase
+from kpolicy_sglang.bound import names_of, wrapped_by
+from kpolicy_sglang.phase import EAGER, REPLAYS, Phase
 from kpolicy_sglang.refused import why_refused
 
-__all__ = ["decode_can_run", "phase_of", "prefill_can_replay_locally", "prefill_can_run", "prefill_can_run_0_5_16"]
+__all__ = [
+    "attach",
+    "decode_can_run",
+    "detach",
+    "phase_of",
+    "prefill_can_replay_locally",
+    "prefill_can_run",
+    "prefill_can_run_0_5_16",
+]
 
 ATTRIBUTE = "_kpolicy_phase"
 _NO_LIMIT = 1 << 40
 _FACTOR = "_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"
-_QUESTION = "can_replay_locally"
+_RUNS, _QUESTION = "can_run_graph", "can_replay_locally"
 
 
 def phase_of(runner: Any) -> Phase | None:
@@ -26,11 +35,35 @@ def phase_of(runner: Any) -> Phase | None:
     return getattr(runner, ATTRIBUTE, None)
 
 
-def decode_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
+def attach(runner: Any, phase: Phase) -> None:
+    """Have a graph runner's steps decided by a phase."""
+    setattr(runner, ATTRIBUTE, phase)
+    for hook in (decode_can_run, prefill_can_run, prefill_can_run_0_5_16):
+        own = wrapped_by(runner, _RUNS, hook)
+        if own is not None:
+            setattr(runner, _RUNS, partial(inspect.unwrap(hook), phase, own, runner))
+
+
+def detach(runner: Any) -> None:
+    """Leave them to SGLang."""
+    for name in (ATTRIBUTE, _RUNS):
+        getattr(runner, "__dict__", {}).pop(name, None)
+
+
+def _hook(answer: Callable[[Phase, Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """AROUND a `can_run_graph`: the answer of a runner that has a phase, and SGLang's own without."""
+
+    @wraps(answer)
+    def around(original: Any, runner: Any, forward_batch: Any) -> Any:
+        phase: Phase | None = getattr(runner, ATTRIBUTE, None)
+        return original(runner, forward_batch) if phase is None else answer(phase, original, runner, forward_batch)
+
+    return around
+
+
+@_hook
+def decode_can_run(phase: Phase, original: Any, runner: Any, forward_batch: Any) -> Any:
     """AROUND `DecodeCudaGraphRunner.can_run_graph`."""
-    phase: Phase | None = getattr(runner, ATTRIBUTE, None)
-    if phase is None:
-        return original(runner, forward_batch)
     if phase.force is not None:
         return phase.force
     size = forward_batch.batch_size
@@ -38,7 +71,7 @@ def decode_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
         # The vote was taken when the step was scheduled; ranks that gather their rows pad to the most of any.
         most = max([size, *(forward_batch.global_num_tokens_cpu or ())])
         return _as_voted(phase, runner, forward_batch, original(runner, forward_batch), size, most)
-    if not phase.replays(size):
+    if phase.verdict(size) == EAGER:
         phase.ran(size, forward_batch)
         return False
     can_run = original(runner, forward_batch)
@@ -48,11 +81,9 @@ def decode_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
     return _refused(phase, runner, forward_batch, size)
 
 
-def prefill_can_run_0_5_16(original: Any, runner: Any, forward_batch: Any) -> Any:
+@_hook
+def prefill_can_run_0_5_16(phase: Phase, original: Any, runner: Any, forward_batch: Any) -> Any:
     """AROUND `PrefillCudaGraphRunner.can_run_graph` of 0.5.16, which has the limit on padding inside."""
-    phase: Phase | None = getattr(runner, ATTRIBUTE, None)
-    if phase is None:
-        return original(runner, forward_batch)
     if phase.force is not None:
         return phase.force
     if forward_batch.global_num_tokens_cpu is not None:
@@ -61,10 +92,12 @@ def prefill_can_run_0_5_16(original: Any, runner: Any, forward_batch: Any) -> An
         can_run = original(runner, forward_batch)
         return _as_voted(phase, runner, forward_batch, can_run, _own(forward_batch), most, own=False)
     size = forward_batch.input_ids.shape[0]
-    if not phase.replays(size):
+    verdict = phase.verdict(size)
+    if verdict == EAGER:
         phase.ran(size, forward_batch)
         return False
-    can_run = _without_limit(phase, original, runner, forward_batch)
+    ask = original if verdict == REPLAYS else partial(_without_limit, phase, original)
+    can_run = ask(runner, forward_batch)
     if can_run:
         phase.ran(size, forward_batch)
         return can_run
@@ -79,8 +112,10 @@ def _without_limit(phase: Phase, original: Any, runner: Any, forward_batch: Any)
         if not names:
             missing = LookupError(f"SGLang's rule has no {_FACTOR}")
             phase.failures.note("lifting SGLang's limit on padding", missing, then="the limit stays")
-        elif not phase.coupled:
-            _past_hook(runner)
+        else:
+            phase.limited(names[_FACTOR])
+            if not phase.coupled:
+                _past_hook(runner)
     limit = names.get(_FACTOR)
     names[_FACTOR] = _NO_LIMIT
     try:
@@ -92,21 +127,19 @@ def _without_limit(phase: Phase, original: Any, runner: Any, forward_batch: Any)
 def _names(runner: Any, rule: Any) -> dict[str, Any]:
     """The names among which SGLang's rule looks up its limit on padding; none where it isn't found."""
     module = sys.modules.get(type(runner).__module__)
-    for found in (getattr(inspect.unwrap(rule), "__globals__", {}), vars(module) if module is not None else {}):
+    for found in (names_of(rule), vars(module) if module is not None else {}):
         if _FACTOR in found:
             return found
     return {}
 
 
-def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
+@_hook
+def prefill_can_run(phase: Phase, original: Any, runner: Any, forward_batch: Any) -> Any:
     """AROUND `PrefillCudaGraphRunner.can_run_graph` of 0.5.23, which asks `can_replay_locally`, and ranks vote by that.
 
     Where nobody votes the size is decided here, and SGLang asks its own question without the limit on padding: kpolicy
     has nothing to add to it, and a further hook would take as long again.
     """
-    phase: Phase | None = getattr(runner, ATTRIBUTE, None)
-    if phase is None:
-        return original(runner, forward_batch)
     if phase.force is not None:
         return phase.force
     size = forward_batch.input_ids.shape[0]
@@ -118,10 +151,12 @@ def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
         finally:
             phase.agreed = False
         return _as_voted(phase, runner, forward_batch, can_run, _own(forward_batch), size)
-    if not phase.replays(size):
+    verdict = phase.verdict(size)
+    if verdict == EAGER:
         phase.ran(size, forward_batch)
         return False
-    can_run = _without_limit(phase, original, runner, forward_batch)
+    ask = original if verdict == REPLAYS else partial(_without_limit, phase, original)
+    can_run = ask(runner, forward_batch)
     if can_run:
         phase.ran(size, forward_batch)
         return can_run
@@ -129,9 +164,9 @@ def prefill_can_run(original: Any, runner: Any, forward_batch: Any) -> Any:
 
 
 def _past_hook(runner: Any) -> None:
-    """Have this runner ask SGLang's own `can_replay_locally`, where our hook is all that is around it."""
-    own = getattr(getattr(type(runner), _QUESTION, None), "__wrapped__", None)
-    if own is not None and not hasattr(own, "__wrapped__"):
+    """Have this runner ask what our hook on `can_replay_locally` is around."""
+    own = wrapped_by(runner, _QUESTION, prefill_can_replay_locally)
+    if own is not None:
         setattr(runner, _QUESTION, MethodType(own, runner))
 
 

@@ -11,16 +11,17 @@ from typing import Any
 import kpolicy_sglang
 from kpolicy.errors import KPolicyError
 from kpolicy.settings import Settings
+from kpolicy_sglang import dispatch
 from kpolicy_sglang.arguments import data_parallel_rank, rank, resolved
+from kpolicy_sglang.bound import wrapped_by
 from kpolicy_sglang.captures import collected_once, needs_one_warm_up
 from kpolicy_sglang.config import Config
-from kpolicy_sglang.dispatch import ATTRIBUTE
 from kpolicy_sglang.metrics import Metrics
 from kpolicy_sglang.mirror import mirror
 from kpolicy_sglang.padding import clear_in_graphs, leave_tails, leaves_attention_out, take_tails
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.ranks import Ranks
-from kpolicy_sglang.split import split_of
+from kpolicy_sglang.split import counted, split_of
 from kpolicy_sglang.state import State, attach, detach, state_of
 from kpolicy_sglang.votes import speak_for
 
@@ -40,6 +41,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 MLA_CHECKED = ("triton",)
 """Attention backends whose MLA prefill was checked on a GPU, graph against eager: benchmarks/sglang/check.py."""
+_NEW_BATCH = "get_new_batch_prefill"
 _now: dict[str, Any] = {"config": None, "version": "", "server_args": None, "own_largest": None, "said": set()}
 
 
@@ -282,7 +284,7 @@ def _take(state: State, runner: Any, phase: Phase) -> None:
 
 def _attach(state: State, runner: Any, phase: Phase) -> None:
     """Have a runner's steps decided by the phase, and its padding cleared the quicker way."""
-    setattr(runner, ATTRIBUTE, phase)
+    dispatch.attach(runner, phase)
     if _quick_padding(state):
         try:
             take_tails(runner, state.failures)
@@ -306,8 +308,7 @@ def _detach(model_runner: Any) -> None:
     speak_for(None)
     detach(model_runner)
     for runner in (model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner):
-        if hasattr(runner, ATTRIBUTE):
-            delattr(runner, ATTRIBUTE)
+        dispatch.detach(runner)
         leave_tails(runner)
 
 
@@ -380,31 +381,28 @@ def capture_prefill_graph(original: Any, *args: Any, **kwargs: Any) -> Any:
 def new_batch_prefill(original: Any, scheduler: Any, running_batch: Any) -> Any:
     """AROUND `Scheduler.get_new_batch_prefill`: whether decodes run beside the prompts or in a step of their own."""
     try:
-        state, step = scheduler._kpolicy_kept
+        step = scheduler._kpolicy_step
     except AttributeError:
-        state, step = _kept(scheduler)
-    if state is None:
-        return original(scheduler, running_batch)
-    try:
-        state.tick()
-    # Whatever of kpolicy raises, SGLang goes on scheduling.
-    except Exception as error:  # noqa: BLE001
-        state.failures.note("counting", error, then="SGLang goes on")
+        step = scheduler._kpolicy_step = _step(scheduler)
     return original(scheduler, running_batch) if step is None else step(original, running_batch)
 
 
-def _kept(scheduler: Any) -> tuple[State | None, Callable[[Any, Any], Any] | None]:
-    """What a step of this scheduler needs, found once: nothing without kpolicy, no step where all are SGLang's own."""
+def _step(scheduler: Any) -> Callable[[Any, Any], Any] | None:
+    """What each step of this scheduler goes through, found once; None without kpolicy."""
     state = state_of(scheduler.tp_worker.model_runner)
-    step = None
-    if state is not None:
-        try:
-            split = split_of(scheduler)
-            step = None if split is None else split.step
-        except Exception as error:  # noqa: BLE001  as above
-            state.failures.note("setting up SPLIT", error, then="SGLang goes on")
-    scheduler._kpolicy_kept = state, step
-    return state, step
+    if state is None:
+        return None
+    step: Callable[[Any, Any], Any] = partial(counted, state, scheduler)
+    try:
+        split = split_of(scheduler)
+        step = step if split is None else split.step
+    # Whatever of kpolicy raises, SGLang goes on scheduling.
+    except Exception as error:  # noqa: BLE001
+        state.failures.note("setting up SPLIT", error, then="SGLang goes on")
+    own = wrapped_by(scheduler, _NEW_BATCH, new_batch_prefill)
+    if own is not None:
+        setattr(scheduler, _NEW_BATCH, partial(step, own))
+    return step
 
 
 # What can't be had

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+from kpolicy_sglang.bound import names_of, wrapped_by
 from kpolicy_sglang.captures import no_memory, without_frames
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.ranks import Ranks
@@ -27,7 +28,6 @@ __all__ = [
     "clear_in_graphs",
     "fill_from",
     "first_empty",
-    "grouped_copy",
     "leave_tails",
     "leaves_attention_out",
     "take_tails",
@@ -40,8 +40,8 @@ _LEFT = frozenset({"global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"}
 """Slots with a step after the copy which does nothing where ranks don't gather their tokens."""
 _MULTIMODAL = "mrope_positions"
 """The slot of multimodal (mrope) positions. No graph of a model without them reads it."""
-_beside: list[tuple[list[Any], list[Any]]] = []
-"""The rows that the next copy of a fill takes along."""
+_FILL, _COPY = "fill_from", "_grouped_foreach_copy_"
+"""What brings a batch in, and by what name it calls the copy."""
 _clearing: list[int] = []
 """The first row that the graph which is captured now clears of attention's output."""
 
@@ -64,9 +64,12 @@ class Tails:
         import torch
 
         self.failures, self.off = failures, False
+        self.names = names_of(getattr(registry, _FILL))
+        if _COPY not in self.names:
+            raise LookupError(f"SGLang's {_FILL} has no {_COPY}")
         self.cleared_by_sglang: list[Any] = []
         self._buffers: dict[str, list[tuple[Any, Any]]] = {"bs": [], "tokens": []}
-        self._kept: dict[tuple[str, int, int], tuple[list[Any], list[Any]]] = {}
+        self._kept: dict[tuple[int, ...], tuple[list[Any], list[Any]]] = {}
         # What is copied from is made at once: a step may run on another stream than the one before.
         constants: dict[tuple[Any, ...], Any] = {}
         longest = max(registry.max_bs, registry.max_num_tokens)
@@ -86,22 +89,17 @@ class Tails:
                 constants[key] = torch.full((longest,), value, dtype=buffer.dtype, device=buffer.device)
             self._buffers[slot.axis].append((buffer, constants[key]))
 
-    def of(self, axis: str, raw: int, padded: int) -> tuple[list[Any], list[Any]]:
-        """The empty rows of each buffer of an axis, and what is copied into each.
-
-        Args:
-            axis: ``bs`` or ``tokens``, as slots have it.
-            raw: rows that the batch has.
-            padded: rows that the graph has.
-        """
-        key = (axis, raw, padded)
+    def of(self, rows: int, padded_rows: int, tokens: int, padded_tokens: int) -> tuple[list[Any], list[Any]]:
+        """The empty rows of each buffer, and what is copied into each: of a batch, and of the graph that it pads to."""
+        # A prompt has as many rows as its graph, however many those are.
+        key = (tokens, padded_tokens) if rows >= padded_rows else (tokens, padded_tokens, rows, padded_rows)
         found = self._kept.get(key)
         if found is None:
-            buffers = self._buffers[axis] if raw < padded else []
-            found = (
-                [buffer[raw:padded] for buffer, _ in buffers],
-                [constant[: padded - raw] for _, constant in buffers],
-            )
+            found = ([], [])
+            for axis, raw, padded in (("tokens", tokens, padded_tokens), ("bs", rows, padded_rows)):
+                for buffer, constant in self._buffers[axis] if raw < padded else ():
+                    found[0].append(buffer[raw:padded])
+                    found[1].append(constant[: padded - raw])
             if len(self._kept) < _KEPT:
                 self._kept[key] = found
         return found
@@ -114,34 +112,43 @@ def take_tails(runner: Any, failures: Failures) -> None:
         return
     after = {slot.name for slot in registry._slots.values() if slot.enabled and slot.post_fill is not None}
     if not after or (after <= _LEFT and not getattr(runner, "require_gathered_buffer", True)):
-        setattr(registry, _ATTRIBUTE, Tails(registry, failures))
+        tails = Tails(registry, failures)
+        setattr(registry, _ATTRIBUTE, tails)
+        own = wrapped_by(registry, _FILL, fill_from)
+        if own is not None:
+            setattr(registry, _FILL, partial(_filled, tails, own, registry))
 
 
 def leave_tails(runner: Any) -> None:
     """Leave them to SGLang. What is copied from stays: a copy on another stream may still read it."""
-    tails = getattr(getattr(runner, "buffer_registry", None), _ATTRIBUTE, None)
+    registry = getattr(runner, "buffer_registry", None)
+    tails = getattr(registry, _ATTRIBUTE, None)
     if tails is not None:
         tails.off = True
+        vars(registry).pop(_FILL, None)
 
 
 def fill_from(original: Any, registry: Any, forward_batch: Any, **sizes: Any) -> Any:
     """AROUND `CudaGraphBufferRegistry.fill_from`: of a padded batch as of one without padding, the rest beside it."""
     tails = registry.__dict__.get(_ATTRIBUTE)
+    if tails is None:
+        return original(registry, forward_batch, **sizes)
+    return _filled(tails, original, registry, forward_batch, **sizes)
+
+
+def _filled(tails: Tails, original: Any, registry: Any, forward_batch: Any, **sizes: Any) -> Any:
+    """See `fill_from`, of a registry that has tails."""
+    rows, padded_rows = sizes["raw_bs"], sizes["padded_bs"]
+    tokens, padded_tokens = sizes["raw_num_tokens"], sizes["padded_num_tokens"]
     if (
-        tails is None
-        or tails.off
-        or (sizes["raw_num_tokens"] >= sizes["padded_num_tokens"] and sizes["raw_bs"] >= sizes["padded_bs"])
+        tails.off
+        or (tokens >= padded_tokens and rows >= padded_rows)
         # Multimodal positions are copied one by one, and so would be all that is copied beside them.
         or getattr(forward_batch, _MULTIMODAL, None) is not None
     ):
         return original(registry, forward_batch, **sizes)
-    rows, padded_rows = sizes["raw_bs"], sizes["padded_bs"]
-    tokens, padded_tokens = sizes["raw_num_tokens"], sizes["padded_num_tokens"]
     try:
-        into, sources = tails.of("tokens", tokens, padded_tokens)
-        if rows < padded_rows:
-            of_rows = tails.of("bs", rows, padded_rows)
-            into, sources = into + of_rows[0], sources + of_rows[1]
+        into, sources = tails.of(rows, padded_rows, tokens, padded_tokens)
     # Whatever isn't as it is known to be, SGLang clears it by itself.
     except Exception as error:  # noqa: BLE001
         tails.off = True
@@ -150,23 +157,24 @@ def fill_from(original: Any, registry: Any, forward_batch: Any, **sizes: Any) ->
     for slot in tails.cleared_by_sglang:
         slot.reset_padding(slot._raw_n(rows, tokens), slot._padded_n(padded_rows, padded_tokens))
     sizes["padded_bs"], sizes["padded_num_tokens"] = rows, tokens
-    _beside.append((into, sources))
+    names, beside = tails.names, [(into, sources)]
+    copy, names[_COPY] = names[_COPY], partial(_copied_along, names[_COPY], beside)
     try:
         found = original(registry, forward_batch, **sizes)
-        if _beside:  # nothing was copied to the device
-            for tail, source in zip(into, sources, strict=True):
-                tail.copy_(source)
-        return found
     finally:
-        _beside.clear()
+        names[_COPY] = copy
+    if beside:  # nothing was copied to the device
+        for tail, source in zip(into, sources, strict=True):
+            tail.copy_(source)
+    return found
 
 
-def grouped_copy(original: Any, dsts: list[Any], srcs: list[Any]) -> None:
-    """AROUND `_grouped_foreach_copy_`: a padded batch's copy takes the rows that it leaves empty along."""
-    if _beside:
-        into, sources = _beside.pop()
+def _copied_along(copy: Any, beside: list[tuple[list[Any], list[Any]]], dsts: list[Any], srcs: list[Any]) -> None:
+    """A fill's copy to the device, the first of which takes along the rows that its batch leaves empty."""
+    if beside:
+        into, sources = beside.pop()
         dsts, srcs = [*dsts, *into], [*srcs, *sources]
-    original(dsts, srcs)
+    copy(dsts, srcs)
 
 
 # Attention's output

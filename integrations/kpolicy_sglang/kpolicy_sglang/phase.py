@@ -39,8 +39,20 @@ PADDING = 0.125
 an eager step of that size."""
 PROMPT_TOKENS = 1024
 """Most tokens of a prompt where steps are timed, but for long prompts themselves: a server's steps have several."""
-_YES, _NO = 1, 2
+EAGER, REPLAYS, BEYOND = 0, 1, 2
+"""Verdicts on a size: no graph, one, and one that pads it further than SGLang's own limit."""
 _HOST = HostCost(0.0)
+
+
+class _Verdicts(dict[int, int]):
+    """Verdicts by size, made as they are asked for."""
+
+    def __init__(self, decide: Callable[[int], int]) -> None:
+        super().__init__()
+        self._decide = decide
+
+    def __missing__(self, size: int) -> int:
+        return self._decide(size)
 
 
 class Phase:
@@ -90,7 +102,10 @@ class Phase:
             num_speculative_tokens=width - 1,
         )
         self._claims = Claims.at_level("mixed")
-        self._verdicts = bytearray()
+        self._limit = 0
+        self._verdicts = _Verdicts(self._decide)
+        self.verdict: Callable[[int], int] = self._verdicts.__getitem__
+        """`EAGER`, `REPLAYS` or `BEYOND`, of a batch of that size. Decided once; a look-up after that."""
         self._decisions: list[Decision | None] = []
         self._us: dict[int, float] = {}
         self._select: Any = None
@@ -117,7 +132,7 @@ class Phase:
         )  # fmt: skip
         self.policy = policy
         self._select = get_policy(policy).compile(context).select
-        self._verdicts = bytearray(len(self.steps))
+        self._verdicts.clear()
         self._decisions = [None] * len(self.steps)
         self._us = {}
 
@@ -125,19 +140,24 @@ class Phase:
 
     def replays(self, size: int) -> bool:
         """Whether a batch of that size is to replay the next larger graph."""
-        if size > self.largest:
-            return False
-        verdict = self._verdicts[size]
-        return (verdict or self._decide(size)) == _YES
+        return self.verdict(size) != EAGER
 
     def wants_eager(self, size: int) -> bool:
         """Whether the policy has a batch eager that a captured graph would hold. SGLang's rule has no such decode."""
         return size <= self.largest and not self.replays(size)
 
     def _decide(self, size: int) -> int:
-        decision = self.decision(size)
-        verdict = self._verdicts[size] = _NO if decision.mode is Mode.EAGER else _YES
-        return verdict
+        bucket = self.bucket(size)
+        if bucket is None:
+            return EAGER
+        found = EAGER if self.decision(size).mode is Mode.EAGER else BEYOND if bucket > self._limit * size else REPLAYS
+        self._verdicts[size] = found
+        return found
+
+    def limited(self, limit: int) -> None:
+        """Tell SGLang's limit on padding, in times the tokens: until then all graphs are beyond it."""
+        self._limit = limit
+        self._verdicts.clear()
 
     # What is asked besides.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kpolicy.errors import KPolicyError
 from kpolicy_sglang import hooks
+from kpolicy_sglang.bound import calls
 from kpolicy_sglang.config import Config
 
 __all__ = ["not_taken", "register"]
@@ -155,8 +156,7 @@ def not_taken(wanted: Iterable[Any], registry: Any) -> list[str]:
 def _calls(target: Any, around: Any) -> bool:
     """Whether a chain of wrappers has our hook in it."""
     while target is not None:
-        cells = getattr(target, "__closure__", None) or ()
-        if any(cell.cell_contents is around for cell in cells):
+        if calls(target, around):
             return True
         target = getattr(target, "__wrapped__", None)
     return False

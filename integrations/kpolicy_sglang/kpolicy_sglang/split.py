@@ -38,6 +38,14 @@ def split_of(scheduler: Any) -> Split | None:
     return found
 
 
+def counted(state: State, scheduler: Any, original: Any, running_batch: Any) -> Any:
+    """AROUND one `get_new_batch_prefill` that is SGLang's own."""
+    state.left -= 1
+    if not state.left:
+        state.tick()
+    return original(scheduler, running_batch)
+
+
 def _wanted(scheduler: Any, state: State) -> bool:
     if state.coupled:
         return False
@@ -97,6 +105,10 @@ class Split:
 
     def _in_turns_step(self, original: Any, running_batch: Any) -> Any:
         """A decode step, or SGLang's next batch of prompts, which may end before a long one."""
+        state = self._state
+        state.left -= 1
+        if not state.left:
+            state.tick()
         scheduler, turns = self._scheduler, self.turns
         queue, cut = scheduler.waiting_queue, scheduler.chunked_req
         if not queue and cut is None:
@@ -184,6 +196,10 @@ class Split:
 
     def _split_step(self, original: Any, running_batch: Any) -> Any:
         """SGLang's mixed batch, or one of its halves."""
+        state = self._state
+        state.left -= 1
+        if not state.left:
+            state.tick()
         scheduler = self._scheduler
         if not scheduler.waiting_queue and scheduler.chunked_req is None:
             return self._nothing_waits(original, running_batch)

@@ -60,7 +60,8 @@ class State:
         self.messages: list[str] = []
         self.metrics: Metrics | None = None
         self.decision_log: DecisionLog | None = None
-        self._ticks = 0
+        self.left = _TICKS
+        """Cycles of the scheduler until `tick` looks at the clock."""
         self._flushed_s = self._summed_s = time.monotonic()
 
     @property
@@ -78,10 +79,14 @@ class State:
             logger.warning("kpolicy: %s", message)
 
     def tick(self) -> None:
-        """Flush counters now and then; the scheduler calls it once an iteration."""
-        self._ticks += 1
-        if self._ticks % _TICKS:
-            return
+        """Flush counters now and then. Whatever of it raises, SGLang goes on scheduling."""
+        self.left = _TICKS
+        try:
+            self._flush()
+        except Exception as error:  # noqa: BLE001  as it says
+            self.failures.note("counting", error, then="SGLang goes on")
+
+    def _flush(self) -> None:
         now = time.monotonic()
         if now - self._flushed_s >= METRICS_S:
             self._flushed_s = now

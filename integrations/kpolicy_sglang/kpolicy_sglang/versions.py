@@ -70,7 +70,6 @@ KNOWN: Mapping[str, Version] = {
                 f"{_BUFFERS}.CudaGraphBufferRegistry.fill_from", padding.fill_from,
                 ("self", "forward_batch", "raw_bs", "padded_bs", "raw_num_tokens", "padded_num_tokens"),
             ),
-            Hook(f"{_BUFFERS}._grouped_foreach_copy_", padding.grouped_copy, ("dsts", "srcs")),
             Hook(
                 "sglang.srt.layers.radix_attention.breakable_unified_attention_with_output", padding.attention_0_5_16,
                 ("args", "kwargs"),

@@ -14,7 +14,6 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "CudaGraphBufferRegistry.fill_from": (
             "self, forward_batch, raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors"
         ),
-        "_grouped_foreach_copy_": "dsts, srcs",
         "breakable_unified_attention_with_output": "args, kwargs",
         "ServerArgs._generate_decode_cuda_graph_batch_sizes": "self, max_bs",
         "ServerArgs._generate_prefill_cuda_graph_batch_sizes": "self, max_bs",

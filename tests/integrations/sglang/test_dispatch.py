@@ -228,7 +228,8 @@ def test_policy_that_raises_serves_by_sglangs_rule(kind, caplog):
         raise RuntimeError("broken policy")
 
     phase = phase_of(kind.partition(" ")[0])
-    phase._select, phase._verdicts, phase._decisions = select, bytearray(len(phase.steps)), [None] * len(phase.steps)
+    phase._select, phase._decisions = select, [None] * len(phase.steps)
+    phase._verdicts.clear()
     for answer in (True, False):
         assert HOOKS[kind](always(answer), runner_of(phase), batch_of(50)) is answer
     assert len(caplog.records) == phase.failures.total <= 1

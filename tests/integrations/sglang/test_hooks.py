@@ -17,14 +17,14 @@ from kpolicy.reasons import Reason
 from kpolicy.schemas import LadderPlan, read_decision_log, write_plan
 from kpolicy.settings import Objective, Settings
 from kpolicy.simulate.recorded import replay
-from kpolicy_sglang import hooks, sizes
+from kpolicy_sglang import dispatch, hooks, sizes
 from kpolicy_sglang.arguments import own_sizes, running_per_rank
 from kpolicy_sglang.calibrate import cost_tables
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.counters import lines
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase, table_of
-from kpolicy_sglang.split import split_of
+from kpolicy_sglang.split import counted, split_of
 from kpolicy_sglang.state import State, state_of
 
 
@@ -378,7 +378,7 @@ def test_measuring_that_fails_leaves_sglangs_rule(caplog, monkeypatch):
     with caplog.at_level(logging.ERROR):
         start(runner, decode, None)
     assert "RuntimeError: no device. SGLang's own rule decides" in caplog.text
-    assert not hasattr(decode, hooks.ATTRIBUTE)
+    assert not hasattr(decode, dispatch.ATTRIBUTE)
 
 
 def test_what_kpolicy_itself_says_is_said_once(caplog, monkeypatch):
@@ -413,7 +413,7 @@ def test_failure_after_costs_are_known_turns_split_off_too(monkeypatch):
     monkeypatch.setattr(hooks, "_policies", fails)
     start(runner, decode, None)
     assert state_of(runner) is None
-    assert not hasattr(decode, hooks.ATTRIBUTE)
+    assert not hasattr(decode, dispatch.ATTRIBUTE)
     assert split_of(scheduler) is None
     assert kept[0].decode is None
     assert kept[0].mixed is None
@@ -440,7 +440,7 @@ def test_steps_of_measuring_are_not_counted(monkeypatch):
     hooks.configure(Config(), "0.5.16")
     hooks.init_cuda_graphs(original, runner)
     state = state_of(runner)
-    assert state.phases[DECODE] is getattr(decode, hooks.ATTRIBUTE)
+    assert state.phases[DECODE] is getattr(decode, dispatch.ATTRIBUTE)
     assert lines(state.decode) == []
     assert len(state.registry.unused()) == 1
     assert backend.replay(shape) == "replayed"
@@ -458,7 +458,7 @@ def test_counters_that_cannot_be_had_leave_the_decisions(monkeypatch, caplog):
     decode = graph_runner()
     with caplog.at_level(logging.WARNING):
         state = start(model_runner(server_args=arguments(enable_metrics=True)), decode, None)
-    assert state.phases[DECODE] is getattr(decode, hooks.ATTRIBUTE)
+    assert state.phases[DECODE] is getattr(decode, dispatch.ATTRIBUTE)
     assert state.metrics is None
     assert "Duplicated timeseries" in caplog.text
 
@@ -623,7 +623,6 @@ def test_log_of_a_deployment_that_0_5_23_resolves(tmp_path, monkeypatch):
     mode = SimpleNamespace(name="EXTEND")
     prompt = SimpleNamespace(batch_size=1, extend_seq_lens_cpu=[50], extend_prefix_lens_cpu=[0], forward_mode=mode)
     state.phases[PREFILL].ran_as_voted(50, 64, prompt)
-    monkeypatch.setattr("kpolicy_sglang.state._TICKS", 1)
     monkeypatch.setattr("kpolicy_sglang.state.METRICS_S", 0.0)
     state.tick()
     # What a killed server leaves.
@@ -749,7 +748,7 @@ def test_the_clock_is_read_now_and_then(monkeypatch):
     state.metrics = SimpleNamespace(flush=lambda *_: seen.append("flushed"))
     monkeypatch.setattr("kpolicy_sglang.state.METRICS_S", 0.0)
     for _ in range(2 * 128 - 1):
-        state.tick()
+        counted(state, None, lambda *_: None, None)
     assert seen == ["flushed"]
 
 

@@ -63,11 +63,10 @@ class OnADevice:
 
 @contextmanager
 def buffers_of(version, *, on_a_device=True):
-    """The module of SGLang's buffers, whose copies are kpolicy's."""
+    """The module of SGLang's buffers."""
     release = OnADevice(version) if on_a_device else release_of(version)
     with executing(release, (BUFFERS, "sglang.srt.model_executor.input_buffers"), ("sglang",)):
         module = import_module(BUFFERS)
-        module._grouped_foreach_copy_ = partial(padding.grouped_copy, module._grouped_foreach_copy_)
         yield module
 
 
@@ -139,7 +138,7 @@ def test_buffers_hold_what_sglang_leaves_in_them(version, kind, kinds):
                 # A model without multimodal positions has no graph that reads them.
                 if kinds or name != "mrope_positions":
                     assert torch.equal(buffer, buffers(ours)[name]), (name, sizes)
-            assert not padding._beside
+            assert not hasattr(module._grouped_foreach_copy_, "func")
 
 
 @pytest.mark.parametrize("version", HOOKED)
@@ -203,7 +202,7 @@ def test_a_slot_on_another_device_is_cleared_by_sglang():
             padding.take_tails(runner, Failures())
             tails = tails_of(runner)
             constants = {id(constant) for each in tails._buffers.values() for _, constant in each}
-            by_axis = [len(tails.of(axis, 12, 16)[0]) for axis in ("bs", "tokens")]
+            by_axis = [len(tails.of(*sizes)[0]) for sizes in ((12, 16, 12, 12), (12, 12, 12, 16))]
             found.append((len(constants), *by_axis, len(tails.cleared_by_sglang)))
     assert found == [(3, 5, 2, 0), (0, 0, 0, 7)]
 
@@ -273,18 +272,20 @@ def test_requests_alone_may_be_padded():
         assert not launches.found["zero_"]
 
 
-def test_views_are_kept_by_axis():
-    """Of a batch's rows whatever its tokens are, up to a number of sizes."""
+def test_views_are_kept():
+    """Of a prompt's tokens however many rows it has, of decodes by both, up to a number of sizes."""
     with buffers_of("0.5.16") as module:
         ours = runner_of(module, "decode")
         padding.take_tails(ours, Failures())
         tails = tails_of(ours)
-        assert tails.of("bs", 12, 16) is tails.of("bs", 12, 16)
-        assert tails.of("bs", 12, 16) is not tails.of("tokens", 12, 16)
+        assert tails.of(12, 16, 12, 16) is tails.of(12, 16, 12, 16)
+        assert tails.of(3, 3, 12, 16) is tails.of(4, 4, 12, 16)
+        assert tails.of(3, 3, 12, 16) is not tails.of(12, 16, 12, 16)
+        assert [len(each) for each in tails.of(3, 4, 9, 9)[0]] == [1] * 5
+        assert {len(each) for each in tails.of(3, 3, 9, 11)[0]} == {2}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(padding, "_KEPT", 2)
-            assert tails.of("bs", 3, 4) is not tails.of("bs", 3, 4)
-            assert [len(each) for each in tails.of("bs", 3, 4)[0]] == [1] * 5
+            assert tails.of(3, 4, 3, 4) is not tails.of(3, 4, 3, 4)
 
 
 def test_a_fill_that_fails_leaves_nothing_for_the_next():
@@ -299,7 +300,7 @@ def test_a_fill_that_fails_leaves_nothing_for_the_next():
         padding.take_tails(ours, Failures())
         with pytest.raises(RuntimeError, match="no memory"):
             padding.fill_from(fails, ours.buffer_registry, SimpleNamespace(), **sizes)
-    assert not padding._beside
+        assert not hasattr(module._grouped_foreach_copy_, "func")
 
 
 @pytest.mark.parametrize("version", HOOKED)

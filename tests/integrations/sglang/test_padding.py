@@ -23,6 +23,13 @@ class Buffers:
     def __init__(self, **slots):
         self._slots = slots
 
+    def fill_from(self, forward_batch, **sizes):
+        """Brings a batch in by the copy of this module."""
+
+
+def _grouped_foreach_copy_(dsts, srcs):
+    """What a fill calls by its name."""
+
 
 class BreakableCudaGraphBackend:
     """As much of one as is wrapped."""
@@ -84,6 +91,16 @@ def test_buffers_that_are_not_as_known_are_left_to_sglang():
     assert state.failures.total == 1
 
 
+def test_a_copy_by_another_name_leaves_buffers_to_sglang(monkeypatch):
+    """What is cleared goes with the copy, which is called by its name."""
+    monkeypatch.delitem(globals(), "_grouped_foreach_copy_")
+    hooks.configure(Config(calibrate=False), "0.5.16")
+    decode = graph_runner(buffer_registry=Buffers())
+    state = start(model_runner(), decode, None)
+    assert not taken(decode)
+    assert state.failures.total == 1
+
+
 def test_a_runner_made_anew_has_its_buffers_taken_too():
     """SGLang captures again after a change of weights."""
     hooks.configure(Config(calibrate=False), "0.5.16")
@@ -123,6 +140,6 @@ def test_prompts_graphs_alone_clear_rows(version, phase, on, ranks, made, cleare
 
 def test_inputs_are_hooked_on_one_version_alone():
     """0.5.23 brings a batch in by another copy, which rows beside it make dearer."""
-    wanted = {padding.fill_from, padding.grouped_copy, padding.attention_0_5_16}
+    wanted = {padding.fill_from, padding.attention_0_5_16}
     hooked = {name: wanted & {hook.around for hook in version.hooks} for name, version in KNOWN.items()}
     assert hooked == {"0.5.16": wanted, "0.5.23": set()}

@@ -214,7 +214,8 @@ def test_what_raises_leaves_the_batch_to_sglang(broken, caplog, monkeypatch):
     elif broken == "prompts":
         scheduler.waiting_queue[0] = SimpleNamespace()
     else:
-        monkeypatch.setattr(state, "tick", fails)
+        state.left = 1
+        monkeypatch.setattr(state, "_flush", fails)
 
     def own(scheduler, running):
         asked.append(scheduler.is_mixed_chunk)
@@ -231,7 +232,7 @@ def test_what_raises_leaves_the_batch_to_sglang(broken, caplog, monkeypatch):
     else:
         assert ran == ["decode", "extend", "decode", "extend"]
     assert len(caplog.records) == 1
-    assert state.failures.total == {"policy": 3, "prompts": 1, "tick": 4}[broken]
+    assert state.failures.total == {"policy": 3, "prompts": 1, "tick": 1}[broken]
 
 
 @given(st.lists(st.integers(1, 900), max_size=80), st.integers(1, 4000), st.sampled_from([None, (2000, 1500)]))

@@ -1,0 +1,127 @@
+"""Objects whose methods call kpolicy's hooks past the registry's wrapper."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kpolicy_sglang import dispatch, hooks, padding
+from kpolicy_sglang.config import Config
+from kpolicy_sglang.failures import Failures
+from kpolicy_sglang.phase import DECODE, PREFILL
+from kpolicy_sglang.state import State, attach
+from tests.integrations.sglang.test_dispatch import always, batch_of, phase_of, runner_of
+from tests.integrations.sglang.test_padding import Buffers
+
+QUESTIONS = {
+    "decode": (DECODE, dispatch.decode_can_run),
+    "prefill 0.5.16": (PREFILL, dispatch.prefill_can_run_0_5_16),
+    "prefill 0.5.23": (PREFILL, dispatch.prefill_can_run),
+}
+
+
+def around(original, hook, passed, *, told=True):
+    """An AROUND hook as SGLang's registry puts it, which notes that it was passed."""
+
+    def wrapper(*args, **kwargs):
+        passed.append(hook)
+        return hook(original, *args, **kwargs)
+
+    if told:
+        wrapper.__wrapped__ = original
+    return wrapper
+
+
+def another(original, *args, **kwargs):
+    """Someone else's hook."""
+    return original(*args, **kwargs)
+
+
+def hooked(name, *wrappers, base=SimpleNamespace):
+    return type("Hooked", (base,), {name: wrappers[-1]})
+
+
+@pytest.mark.parametrize("answer", [True, False])
+@pytest.mark.parametrize("kind", QUESTIONS)
+def test_a_runner_with_a_phase_is_asked_past_the_registry(kind, answer):
+    """With the same answer and the same counts, until kpolicy leaves it to SGLang again."""
+    (name, hook), passed = QUESTIONS[kind], []
+    question = around(always(answer), hook, passed)
+    runner = hooked("can_run_graph", question)(**vars(runner_of()))
+    phase = phase_of(name)
+    dispatch.attach(runner, phase)
+    assert runner.can_run_graph(batch_of(50)) is answer
+    assert not passed
+    assert (phase.steps[50], phase.refused.total()) == (int(answer), int(not answer))
+    dispatch.detach(runner)
+    assert runner.can_run_graph(batch_of(50)) is answer
+    assert passed == [hook]
+    assert phase.steps[50] + phase.refused.total() == 1
+
+
+def test_someone_elses_hooks_are_called():
+    """One inside ours is what we ask; where one is outside, or a wrapper doesn't tell, the registry's way stays."""
+    hook, passed = dispatch.decode_can_run, []
+    inside = around(always(True), another, passed)
+    outside = around(around(always(True), hook, passed), another, passed)
+    for question, wanted in (
+        (around(inside, hook, passed), [another]),
+        (outside, [another, hook]),
+        (around(always(True), hook, passed, told=False), [hook]),
+    ):
+        passed.clear()
+        runner, phase = hooked("can_run_graph", question)(**vars(runner_of())), phase_of(DECODE)
+        dispatch.attach(runner, phase)
+        assert runner.can_run_graph(batch_of(50)) is True
+        assert passed == wanted
+        assert phase.steps[50] == 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_scheduler_is_asked_past_the_registry(known):
+    """From its second cycle on; without kpolicy every cycle is the registry's. Cycles count either way."""
+    model, passed, asked = SimpleNamespace(), [], []
+    state = State(Config(), "0.5.16")
+    if known:
+        attach(model, state)
+    own = around(lambda _, running: asked.append(running), hooks.new_batch_prefill, passed)
+    scheduler = hooked("get_new_batch_prefill", own)(
+        tp_worker=SimpleNamespace(model_runner=model), chunked_prefill_size=64, waiting_queue=[], chunked_req=None,
+        is_mixed_chunk=False,
+    )  # fmt: skip
+    left = state.left
+    for running in range(3):
+        scheduler.get_new_batch_prefill(running)
+    assert asked == [0, 1, 2]
+    assert len(passed) == (1 if known else 3)
+    assert left - state.left == (3 if known else 0)
+
+
+def test_a_limit_that_would_not_refuse_is_not_lifted(monkeypatch):
+    """SGLang's on padding: a batch of 50 in a graph of 64 is within it, one of 3 isn't."""
+    seen = []
+    names = {"_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR": 2}
+    monkeypatch.setattr(dispatch, "_names", lambda *_: names)
+    phase = phase_of(PREFILL)
+
+    def original(*_):
+        seen.append(names["_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"] == 2)
+        return True
+
+    for size in (3, 50, 32, 31, 64, 3):
+        assert dispatch.prefill_can_run_0_5_16(original, runner_of(phase), batch_of(size))
+    assert seen == [False, True, True, False, True, False]
+    assert phase.steps[3] == 2
+
+
+def test_buffers_are_filled_past_the_registry():
+    """As long as kpolicy clears what a batch leaves empty."""
+    passed = []
+    buffers = hooked("fill_from", around(Buffers.fill_from, padding.fill_from, passed), base=Buffers)()
+    runner = SimpleNamespace(buffer_registry=buffers, require_gathered_buffer=False)
+    padding.take_tails(runner, Failures())
+    sizes = {"raw_bs": 3, "padded_bs": 4, "raw_num_tokens": 3, "padded_num_tokens": 4}
+    buffers.fill_from(SimpleNamespace(), **sizes)
+    assert not passed
+    padding.leave_tails(runner)
+    buffers.fill_from(SimpleNamespace(), **sizes)
+    assert passed == [padding.fill_from]
