@@ -3,10 +3,11 @@
 Captured sizes, all or as many as tell the curve, and EAGER at a few run each as a whole step of made-up rows through
 the runner's `execute_model` and `sample_tokens`, so that what the host does for a step is in the times. A step is
 timed twice: at once, for the host's time, and behind work that keeps the device busy meanwhile, for the device's
-alone. What attention costs is the slope of a step's time over KV; it is taken off the curves, which stand for dense
-work (kpolicy's docs/design.md, costs). So is what each decode row takes in every mode, whatever the step is padded to:
-the model's head gives every one of them logits, and a prompt chunk only its last token (1,000 rows of a 0.5B model:
-0.6 ms of 3.5). Rows needn't cost the same at every number of them: where a larger graph seems cheaper than a smaller
+alone. How fast the host is then is noted, and its times are brought to one speed (`kpolicy.host_speed`). What attention
+costs is the slope of a step's time over KV; it is taken off the curves, which stand for dense work (kpolicy's
+docs/design.md, costs). So is what each decode row takes in every mode, whatever the step is padded to: the model's head
+gives every one of them logits, and a prompt chunk only its last token (1,000 rows of a 0.5B model: 0.6 ms of 3.5).
+Rows needn't cost the same at every number of them: where a larger graph seems cheaper than a smaller
 one, it is timed with the smaller one's rows too, and is cheaper only if it is so with those.
 
 FULL graphs of mixed batches have attention of a fixed shape: they are timed with a chunk that fills them, and have a
@@ -103,7 +104,8 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
         "kpolicy: %d of %d steps timed, %.1f times each, in %.1f s",
         *plan.timed(), statistics.fmean([len(case.times) for case in plan.curves]), clock.now() - start,
     )  # fmt: skip
-    table: CostTable | None = state.broadcast(together(everywhere, plan.table, state.registry))
+    work_us = bench.at_one_speed()
+    table: CostTable | None = state.broadcast(together(everywhere, plan.table, state.registry, work_us))
     if table is None:
         kinds = ", ".join(plan.unmeasured())
         state.counters.warn_once(
@@ -248,8 +250,8 @@ class _Plan:
         missing = [part.value for part in (Part.FULL, Part.PIECEWISE) if part in self._parts - ran]
         return missing if any(case.times for case in self._eager) else [*missing, "eager"]
 
-    def table(self, registry: Any) -> CostTable | None:
-        """The table of what ran; None where a kind of launch that there is didn't."""
+    def table(self, registry: Any, host_work_us: float) -> CostTable | None:
+        """The table of what ran, at that speed of the host; None where a kind of launch that there is didn't."""
         if self.unmeasured():
             return None
         decode, chunks = self._attention()
@@ -282,8 +284,9 @@ class _Plan:
             prefill_attention=chunks,
             kv_span=self._kv_span(),
             host_full=_host(self._full),
-            host_piecewise=_host(self._piece_rows or self._pieces),
+            host_piecewise=_host([*self._pieces, *self._piece_rows]),
             host_eager=_host(self._eager),
+            host_work_us=host_work_us,
             step_us=max(0.0, statistics.median(each.wall - max(each.host, each.device) for each in ran)),
             capture_us=(_mean(by_part[0], "seconds", 1e6), _mean(by_part[1], "seconds", 1e6)),
             graph_bytes=(round(_mean(by_part[0], "bytes")), round(_mean(by_part[1], "bytes"))),

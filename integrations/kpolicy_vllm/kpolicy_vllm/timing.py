@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from kpolicy.costs import AttentionCost
+from kpolicy.host_speed import host_work_us, launching_takes, steadied
 from kpolicy.keys import GraphKey
 from kpolicy_vllm.synthetic import Rows, Steps
 
@@ -35,6 +36,9 @@ class Clock(Protocol):
     def now(self) -> float:
         """Seconds."""
 
+    def host_work_us(self) -> float:
+        """Microseconds that the host's fixed work takes now."""
+
     def wait(self) -> None:
         """Until the device has done all."""
 
@@ -58,6 +62,9 @@ class CudaClock:
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def host_work_us(self) -> float:
+        return host_work_us()
 
     def wait(self) -> None:
         self._torch.cuda.synchronize()
@@ -118,6 +125,12 @@ class Case:
         attention = decode.unit_us * best.decode_kv + chunks.unit_us * pairs
         return max(best.device - attention - decode.row_us * self.rows.decodes, LEAST_US)
 
+    def bring(self, visit: int, times: float) -> None:
+        """What that visit would have taken, had the host been so many times as quick."""
+        raw = self.times[visit]
+        host, rest = raw.host / times, (raw.wall - max(raw.host, raw.device)) / times
+        self.times[visit] = raw._replace(wall=max(host, raw.device) + rest, host=host)
+
     def host_us(self) -> float:
         """Median microseconds until the host had launched all."""
         return statistics.median(each.host for each in self.times)
@@ -156,6 +169,8 @@ class Bench:
         self._agree = agree
         self.clock = self._clock = clock
         self._ran_any = False
+        self._visits: list[tuple[Case, int, float]] = []
+        """Every visit so far: the case, which of its times, and what the host's fixed work took just before"""
         self._token_s = 0.0
         """Seconds a token that the largest case so far took, all its runs together"""
         self.steps = Steps(runner)
@@ -187,6 +202,20 @@ class Bench:
             quicker = (case.best().device < us * (1 - NOISE) for case, us in zip(ran, before, strict=True))
             if not self._agree(any(quicker)):
                 return
+
+    def at_one_speed(self) -> float:
+        """Bring the host's times of all visits so far to one speed; what the fixed work takes at it.
+
+        Steps are timed one after the other, each hardly more than once, and a core's speed changes within seconds: what
+        it was slow for would seem costly.
+        """
+        noted = steadied([work for _, _, work in self._visits])
+        usual = statistics.median(noted or [0.0])
+        for (case, visit, _), work in zip(self._visits, noted, strict=True):
+            if usual:
+                case.bring(visit, launching_takes(work / usual))
+        self._visits.clear()
+        return usual
 
     def warm(self, cases: Sequence[Case]) -> None:
         """Run some steps that aren't timed: kernels compile, and buffers are made."""
@@ -230,6 +259,7 @@ class Bench:
 
     def _visit(self, case: Case) -> None:
         self._make_room(case.rows)
+        self._visits.append((case, len(case.times), self._clock.host_work_us()))
         with self._forced(case.key, case.rows):
             self._run(case.rows)  # rows join the batch; kernels compile
             wall, host = self._run(case.rows)

@@ -15,6 +15,8 @@ from kpolicy.settings import Settings
 
 JOIN_US = 7.0
 """Host time of a row that wasn't in the last step"""
+HOST_WORK_US = 20.0
+"""Of the host's fixed work"""
 
 
 class SimulatedClock:
@@ -26,6 +28,9 @@ class SimulatedClock:
 
     def now(self) -> float:
         return self.time_us / 1e6
+
+    def host_work_us(self) -> float:
+        return HOST_WORK_US
 
     def wait(self) -> None:
         self.time_us = max(self.time_us, self.device_us)

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from kpolicy.host_speed import launching_takes
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part
 from kpolicy.settings import Settings
 from kpolicy_vllm.calibrate import MOST_FULL, MOST_MIXED, MOST_PIECES, calibrate, why_not
-from tests.integrations.vllm.fake_runner import JOIN_US, FakeRunner, FakeState, SimulatedClock, stand_ins
+from tests.integrations.vllm.fake_runner import HOST_WORK_US, JOIN_US, FakeRunner, FakeState, SimulatedClock, stand_ins
 
 SIZES = (1, 4, 16, 64)
 KEYS = [GraphKey(Part.FULL, n, n, query_len=1) for n in SIZES] + [
@@ -212,6 +213,45 @@ def test_a_slow_spell_of_the_host_is_not_its_cost(monkeypatch: Any) -> None:
     assert table is not None
     assert table.host_full.base_us == pytest.approx(320, rel=0.05)
     assert table.host_full.req_us == pytest.approx(2, rel=0.2)
+
+
+def test_a_host_that_changes_speed_is_taken_at_one(monkeypatch: Any) -> None:
+    """A third of a second slow, a third quick: what was timed while it was slow isn't taken for costly."""
+
+    class Spells(SimulatedClock):
+        def host_work_us(self) -> float:
+            return HOST_WORK_US * (1.7 if int(3 * self.now()) % 2 else 1.0)
+
+    clock = Spells()
+
+    def spelled(key: Any, *rest: Any) -> tuple[float, float]:
+        host, device = cost(key, *rest)
+        return host * launching_takes(clock.host_work_us() / HOST_WORK_US), device
+
+    state = FakeState(FakeRunner(clock, spelled), KEYS, Settings(max_num_reqs=64, max_num_tokens=2048), 20.0)
+    with stand_ins(monkeypatch):
+        table = calibrate(state.runner, state, clock)
+    assert table is not None
+    assert clock.now() > 1.0
+    usual = launching_takes(table.host_work_us / HOST_WORK_US)
+    took = [each.base_us / usual for each in (table.host_full, table.host_piecewise, table.host_eager)]
+    assert took == pytest.approx([320, 1520, 9020], rel=0.05)
+
+
+def test_a_slow_spell_that_no_note_tells_is_not_what_launching_pieces_costs(monkeypatch: Any) -> None:
+    """Two steps of decodes in pieces tell what rows take; what launching takes, all that ran in pieces."""
+    clock = SimulatedClock()
+
+    def spelled(key: Any, tokens: int, *rest: Any) -> tuple[float, float]:
+        host, device = cost(key, tokens, *rest)
+        late = isinstance(key, GraphKey) and key.part is Part.PIECEWISE and rest[-1]
+        return host + (2_000.0 if late else 0.0), device
+
+    state = FakeState(FakeRunner(clock, spelled), KEYS, Settings(max_num_reqs=64, max_num_tokens=2048), 20.0)
+    with stand_ins(monkeypatch):
+        table = calibrate(state.runner, state, clock)
+    assert table is not None
+    assert table.host_piecewise.base_us == pytest.approx(1520, rel=0.05)
 
 
 def test_what_rows_cost_that_join_again_is_measured(monkeypatch: Any) -> None:
