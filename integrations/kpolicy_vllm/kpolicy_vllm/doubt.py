@@ -19,7 +19,7 @@ __all__ = ["SLOWER_HOST", "surely_cheaper"]
 
 SLOWER_HOST = 1.78
 """The most that launching eager steps took on slow cores of H200s' hosts, over what it took in calibration
-(docs/benchmarks.md)"""
+(docs/fidelity.md)"""
 
 
 def surely_cheaper(costs: CostTable, key: GraphKey | None, than: GraphKey | None, numbers: BatchNumbers) -> bool:
