@@ -16,7 +16,7 @@ from benchmarks.gpu import common, correct, overlap  # noqa: E402
 from kpolicy.executors import parts  # noqa: E402
 from kpolicy.serving.rows import RowGroup  # noqa: E402
 from tests.benchmarks.test_gpu_scripts import QWEN  # noqa: E402
-from tests.executors_launcher.checker import leaking  # noqa: E402
+from tests.executors_launcher import checker  # noqa: E402
 
 
 @pytest.fixture
@@ -83,6 +83,61 @@ def test_the_last_step_is_read(benchmark: Any, arguments: list[str], monkeypatch
     (difference,) = differences(arguments)
     assert "step 5," in difference
     assert difference.endswith("logits by 1")
+
+
+@pytest.mark.parametrize("benchmark", [correct, overlap])
+@pytest.mark.parametrize(("what", "named"), [("tokens", "sampled tokens"), ("kv", "written KV")])
+def test_other_tokens_and_other_kv_show(
+    benchmark: Any, what: str, named: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that sampled other tokens than eagerly or in turn, or wrote other KV to slots of its own, is told."""
+    run, calls = common.launched, 0
+
+    def other(executor: Any, decision: Any, inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        ran = run(executor, decision, inputs)
+        if calls == 1:
+            if what == "tokens":
+                with torch.inference_mode():
+                    ran[1][0].add_(1)
+            else:
+                executor.launcher.model.kv_caches()[0][inputs.slot_mapping[0]] += 1
+        return ran
+
+    monkeypatch.setattr(benchmark, "launched", other)
+    part = ["--part", "bits"] if benchmark is correct else []
+    assert benchmark.main([*arguments, *part, "--count", "3"]) == 1
+    (difference,) = differences(arguments)
+    assert "step 0," in difference
+    assert difference.endswith(named)
+
+
+@pytest.mark.parametrize("benchmark", [correct, overlap])
+def test_a_second_run_that_writes_no_kv_shows(
+    benchmark: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds KV as it was before the first one, so that what that one wrote isn't taken for its own."""
+    where, name = (checker, "eager_part") if benchmark is correct else (overlap, "launched")
+    run, calls = getattr(where, name), 0
+
+    def writes_nothing(executor: Any, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        caches = executor.launcher.model.kv_caches()
+        before = [cache.clone() for cache in caches]
+        ran = run(executor, *given)
+        if calls % 2 == 0 or benchmark is correct:
+            for cache, kept in zip(caches, before, strict=True):
+                cache.copy_(kept)
+        return ran
+
+    monkeypatch.setattr(where, name, writes_nothing)
+    part = ["--part", "bits"] if benchmark is correct else []
+    assert benchmark.main([*arguments, *part, "--count", "3"]) == 1
+    found = differences(arguments)
+    assert len(found) == 3
+    assert all(each.endswith("written KV") for each in found)
 
 
 def test_the_sign_of_a_zero_is_a_bit(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +262,7 @@ def test_attention_that_reads_the_reserved_slot_shows(arguments: list[str], monk
 
     def leaky(model: Any, **given: Any) -> Any:
         # Not before: a model isn't loaded with such attention.
-        monkeypatch.setattr(RowGroup, "slots", leaking(RowGroup.slots, model.pad_slot))
+        monkeypatch.setattr(RowGroup, "slots", checker.leaking(RowGroup.slots, model.pad_slot))
         return opened(model, **given)
 
     monkeypatch.setattr(correct, "opened", leaky)
