@@ -256,7 +256,12 @@ def test_startup(arguments: list[str]) -> None:
     assert [row["graphs"] > 0 for row in cells["lists"]] == [True] * 3
     assert cells["lists"][-1]["graphs"] < cells["lists"][1]["graphs"]
     assert cells["first_step"]["pairs"] == 3
+    # Whichever list comes first loads kernels for the others.
+    assert [len(row["seconds_in_each_order"]) for row in cells["lists"][:2]] == [2, 2]
     assert cells["steady"]["lazy_graphs"] <= cells["steady"]["full_graphs"]
+    lazy, full = (cells["steady"]["costs"][which].partition(", corrected")[0] for which in ("lazy", "full"))
+    assert lazy == full != ""
+    assert cells["steady"]["settled"]
 
 
 def test_end_to_end(arguments: list[str], tmp_path: Path) -> None:
