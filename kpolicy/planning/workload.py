@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kpolicy.budgets import Usage
-from kpolicy.costs import CostTable, HostCost
+from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.errors import ConfigError
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
@@ -388,21 +388,21 @@ class _Rows:
         key = GraphKey(part, tokens, query_len=self.query_len or None)
         host = costs.host_full if full else costs.host_piecewise
         time = self._time(costs, costs.curve_for(key).at(tokens), host, costs.both_us[0 if full else 1])
-        return time + _each(costs.padding_of(key, size) for size in self._tokens)
+        # `CostTable.padding_of`, for all sizes at once.
+        return time + costs.padding_of(key, 0) * (self._tokens < tokens)
 
     def escape_us(self, costs: CostTable) -> Vector:
         """All steps of each size together, run eagerly at their true size."""
-        dense = _each(costs.eager.at(size) for size in self._tokens)
+        dense = _at(costs.eager, self._tokens.tolist())
         return self._time(costs, dense, costs.host_eager) * self.steps
 
     @property
-    def _tokens(self) -> list[int]:
+    def _tokens(self) -> Vector:
         """The true sizes in tokens."""
-        found: list[int] = (self.sizes * self.per_size).tolist()
-        return found
+        return self.sizes * self.per_size
 
 
-def _each(values: Iterable[float]) -> Vector:
+def _at(curve: Curve, sizes: Iterable[int]) -> Vector:
     import numpy as np
 
-    return np.array(list(values))
+    return np.array([curve.at(size) for size in sizes])
