@@ -389,7 +389,8 @@ class _Rows:
         host = costs.host_full if full else costs.host_piecewise
         time = self._time(costs, costs.curve_for(key).at(tokens), host, costs.both_us[0 if full else 1])
         # `CostTable.padding_of`, for all sizes at once.
-        return time + costs.padding_of(key, 0) * (self._tokens < tokens)
+        padded: Vector = time + costs.padding_of(key, 0) * (self._tokens < tokens)
+        return padded
 
     def escape_us(self, costs: CostTable) -> Vector:
         """All steps of each size together, run eagerly at their true size."""
