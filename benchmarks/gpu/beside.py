@@ -78,6 +78,11 @@ class Bench:
         ]
         return min(fitting, key=lambda key: key.num_tokens, default=None)
 
+    def has(self, kind: str, tokens: int) -> bool:
+        """Whether there is a graph of just that size."""
+        key = self.key(kind, tokens)
+        return key is not None and key.num_tokens == tokens
+
     def inputs(self, decodes: int, new: int, context: int, steps: int = 1) -> Any:
         from benchmarks.gpu.regret import inputs_of
 
@@ -171,8 +176,11 @@ class Bench:
 def measure(bench: Bench, prompt: int, decodes: int, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     """One cell: every way's point, and how the ways compare."""
     ways = [bench.mixed(kind, size, decodes, prompt) for kind in ("piecewise", "full") for size in sizes]
-    profile = []
-    for size in (each for each in sizes if each <= prompt):
+    profile: list[dict[str, float]] = []
+    # Sizes whose graph memory didn't hold are in the file's `failed`.
+    fitting = [each for each in sizes if each <= prompt] if bench.has("decode", decodes) else []
+    halves = [each for each in fitting if bench.has("piecewise", each)]
+    for size in halves:
         told = bench.alone(decodes, size, 1)
         fill = max(1, round(told["prompt_us"] / told["decode_us"]))
         profile.append(bench.alone(decodes, size, fill))
@@ -202,13 +210,18 @@ def measure(bench: Bench, prompt: int, decodes: int, sizes: Sequence[int], round
 
 
 def _hopeful(ways: list[Way], firsts: dict[str, list[float]], gaps: dict[str, list[float]]) -> list[Way]:
-    """Ways but those that another beats by far in both."""
+    """Ways but those that another beats by far in both.
+
+    Only a mixed one takes a mixed one's place: they are what the others are compared with.
+    """
     at = {way.label: (firsts[way.label][0], _p99(gaps[way.label])) for way in ways}
+    mixed = [at[way.label] for way in ways if way.name != "beside"]
     return [
         way
         for way in ways
         if not any(
-            first * HOPELESS < at[way.label][0] and gap * HOPELESS < at[way.label][1] for first, gap in at.values()
+            first * HOPELESS < at[way.label][0] and gap * HOPELESS < at[way.label][1]
+            for first, gap in (at.values() if way.name == "beside" else mixed)
         )
     ]
 
@@ -221,9 +234,11 @@ def _p99(values: Sequence[float]) -> float:
 def compare(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The most that a point beside wins in either over every mixed point that is as good in the other.
 
-    None where every way beside was given up, as another is far better in both.
+    None where every way beside was given up, as another is far better in both, or where there is nothing to compare.
     """
     mixed = [point for point in points if point["way"] != "beside"]
+    if not mixed:
+        return {"wins": None}
     best: dict[str, Any] = {}
     for mine, other in (("first_token_us", "gap_p99_us"), ("gap_p99_us", "first_token_us")):
         found = []

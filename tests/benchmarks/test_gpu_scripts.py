@@ -235,6 +235,22 @@ def test_beside(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert cell["alone"][2]["prompt_us"] == cell["alone"][2]["beside_us"] == 104.0
 
 
+@pytest.mark.parametrize("lacking", ["piecewise", "decode"])
+def test_beside_without_a_graph(arguments: list[str], lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that memory didn't hold cost the ways that need them, and no cell."""
+    key = beside.Bench.key
+
+    def without(bench: Any, kind: str, tokens: int) -> Any:
+        return None if kind == lacking and tokens in (4, 64) else key(bench, kind, tokens)
+
+    monkeypatch.setattr(beside.Bench, "key", without)
+    assert beside.main([*arguments, "--rounds", "2"]) == 0
+    cell = read(arguments)["cells"]["64/4"]
+    assert [each["size"] for each in cell["alone"]] == ([16, 32] if lacking == "piecewise" else [])
+    assert not any(name.startswith("beside 64") for name in cell["points"])
+    assert cell["points"]
+
+
 def test_the_frontier() -> None:
     """A win is over what is as good in the other figure; where nothing is, over the best there is."""
     points = [
@@ -247,6 +263,15 @@ def test_the_frontier() -> None:
     assert wins["first_token"] == {"ratio": 2.0, "beside": "4 x2", "as_good_in_the_other": True}
     assert wins["gap_p99"] == {"ratio": 2.0, "beside": "3 x2", "as_good_in_the_other": True}
     assert beside.compare(points[:2])["wins"] is None
+    assert beside.compare(points[2:])["wins"] is None
+
+
+def test_what_is_given_up() -> None:
+    """Ways that are far behind in both; the best chunk size stays, however far ahead a way beside is."""
+    ways = [beside.Way(name, size, 1, []) for name, size in (("full", 1), ("full", 2), ("beside", 3), ("beside", 4))]
+    times = dict(zip((way.label for way in ways), (100.0, 40.0, 10.0, 20.0), strict=True))
+    kept = beside._hopeful(ways, {name: [us] for name, us in times.items()}, {name: [us] for name, us in times.items()})
+    assert [way.size for way in kept] == [2, 3]
 
 
 def test_startup(arguments: list[str]) -> None:
