@@ -180,11 +180,12 @@ class TrackEventFile:
         except OSError as error:
             raise _refused(self.path, error) from None
         self._told = (len(self._tracks), len(self._interned))
-        self._trace.Clear()
+        # A message that is cleared keeps the memory of all that it ever had.
+        self._trace = self._protos.Trace()
 
     def abandon(self) -> None:
         """Forget the events since the last flush, with the tracks and texts that only they told of."""
-        self._trace.Clear()
+        self._trace = self._protos.Trace()
         num_tracks, num_texts = self._told
         while len(self._tracks) > num_tracks:
             self._tracks.popitem()

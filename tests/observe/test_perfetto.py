@@ -261,6 +261,23 @@ def test_texts_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / "t").read_bytes().count(b"kv_tokens") == 1
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads this process's memory as Linux tells it")
+def test_memory_doesnt_grow_with_the_steps(tmp_path: Path) -> None:
+    """8,000 steps leave nothing behind; messages that were only cleared kept 9 kB each."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    entry = entry_of(0)
+    with PerfettoWriter(tmp_path / "run.pftrace") as trace:
+        for _ in range(500):
+            trace.write(entry)
+        before = resident()
+        for _ in range(8000):
+            trace.write(entry)
+        assert resident() - before < 16 << 20
+
+
 def test_text_in_other_bytes_is_replaced(tmp_path: Path) -> None:
     """A command line that isn't UTF-8 doesn't keep the trace from being written."""
     with PerfettoWriter(tmp_path / "t", LogHeader(policy="p\udcff", command="run \udcff")):
