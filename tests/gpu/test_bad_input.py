@@ -1,6 +1,7 @@
 """What goes wrong around an Engine on a GPU: each costs graphs with a reason, and no step.
 
-Moved weights and swapped inputs are in tests/executors_launcher/test_addresses.py, which runs on GPUs too.
+Moved weights and swapped inputs under the debug mode are in tests/executors_launcher/test_addresses.py, which runs on
+GPUs too.
 """
 
 from __future__ import annotations
@@ -139,3 +140,36 @@ def test_memory_that_runs_out_half_way(model: Any, all_memory: None) -> None:
     engine.release()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < before
+
+
+def test_an_input_that_was_swapped_is_found_without_the_debug_mode(model: Any) -> None:
+    """Staging knows its own tensors: graphs that read the old one are withdrawn, and the step runs in another pool."""
+    engine = opened(model)
+    engine.capture()
+    sequences = Sequences(6)
+    inputs = sequences.inputs([sequences.chunk(sequences.start(), 5)])
+    (key,) = engine.step(inputs).decision.keys
+    buffers = engine.registry.record(key).handle.buffers
+    buffers.token_ids = torch.zeros_like(buffers.token_ids)
+    outputs = engine.step(inputs)
+    assert key not in outputs.decision.keys
+    assert engine.registry.record(key).reason is Reason.ADDRESS_CHANGED
+    wanted = engine.executor.run(EAGER, inputs)  # type: ignore[union-attr]
+    assert torch.allclose(outputs.outputs[0].float(), wanted.outputs[0].float(), atol=0.25, rtol=0.05)
+    engine.release()
+
+
+def test_a_weight_that_moved_is_found_without_the_debug_mode(model: Any) -> None:
+    """A look between steps withdraws every graph; captured anew they replay."""
+    engine = opened(model)
+    engine.capture()
+    weight = model.hf.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+    executor: Any = engine.executor
+    assert executor.look()
+    assert set(reasons(engine)) == {Reason.ADDRESS_CHANGED}
+    assert steps_are_right(engine, 7) == {"eager"}
+    engine.capture()
+    assert not executor.look()
+    assert steps_are_right(engine, 8) - {"eager"}
+    engine.release()
