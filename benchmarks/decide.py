@@ -213,8 +213,8 @@ def first_decision() -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--passes", type=int, default=PASSES)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--passes", type=int, default=PASSES, help="passes over all contestants")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     arguments = parser.parse_args()
     firsts = [first_decision()]

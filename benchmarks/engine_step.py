@@ -84,12 +84,12 @@ def measure(engine: Any, model: Any, num_reqs: int, least: int, most: int) -> di
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, and say whether the limit holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--date", default="unstated")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--date", default="unstated", help="written into the result")
+    parser.add_argument("--json", type=Path, help="where the result is written; printed only without it")
     parser.add_argument("--least", type=int, default=300, help="pairs of a size, at least")
     parser.add_argument("--most", type=int, default=3000, help="pairs of a size, at most")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES))
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads")
+    parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES), help="decode rows of a step")
     parser.add_argument("--profile", action="store_true", help="where the host's time goes, at the largest size")
     options = parser.parse_args(argv)
 

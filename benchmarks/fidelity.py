@@ -227,9 +227,9 @@ def keep_profile(profile: Profile, result: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--profile", type=Path, required=True)
-    parser.add_argument("--log", type=Path, action="append", required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", type=Path, required=True, help="the profile that the run saved, or another")
+    parser.add_argument("--log", type=Path, action="append", required=True, help="a policy's step log; again for each")
     parser.add_argument("--run", type=Path, help="what kpolicy run --json printed, for latencies; with --trace")
     parser.add_argument("--trace", type=Path, help="the trace that it served")
     parser.add_argument("--start", type=float, default=0.0, help="second of the trace that it started at")

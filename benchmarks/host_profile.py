@@ -180,10 +180,10 @@ def _named(file: str, line: int, name: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, and say whether the limit holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--date", default="unstated")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--date", default="unstated", help="written into the result")
+    parser.add_argument("--json", type=Path, help="where the result is written; printed only without it")
     parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="times that the run is timed")
     options = parser.parse_args(argv)
 
     import kpolicy

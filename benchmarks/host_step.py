@@ -260,10 +260,10 @@ def measure(engine: Any, model: Any, num_reqs: int) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--date", default="unstated")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 64, 256])
-    parser.add_argument("--policy", default="full")
+    parser.add_argument("--date", default="unstated", help="written into the result")
+    parser.add_argument("--json", type=Path, help="where the result is written; printed only without it")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 64, 256], help="decode rows of a step")
+    parser.add_argument("--policy", default="full", help="the policy that decides")
     parser.add_argument("--profile", action="store_true", help="where the host's time goes, at the first size")
     options = parser.parse_args(argv)
 

@@ -230,8 +230,8 @@ def replanned(most: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="the folder with the traces")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     parser.add_argument("--streams", type=int, default=2048, help="the most streams to plan anew under")
     arguments = parser.parse_args()

@@ -148,9 +148,9 @@ def tracing(repeats: int) -> dict[str, float]:
 
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--json", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=21, help="repeats, of which the best counts")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     found = measured(arguments.repeats) | optional(arguments.repeats)
     if arguments.json:

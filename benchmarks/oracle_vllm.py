@@ -21,9 +21,9 @@ RESULT = Path(__file__).parent / "results" / "oracle_vllm.json"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=20_000, help="random batches a runner")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the batches")
     parser.add_argument("--date", required=True, help="written into the result")
     arguments = parser.parse_args()
     folder = oracle_folder()

@@ -217,11 +217,13 @@ def table(written: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="the folder with the traces")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     parser.add_argument("--only", default="", help="a part of a trace's name")
     arguments = parser.parse_args()
+    if not any(arguments.only in name for name, _, _ in WORKLOADS):
+        parser.error(f"--only {arguments.only} is in no name of {', '.join(name for name, _, _ in WORKLOADS)}")
     tables = []
     measured = measured_costs()
     for costs in (rising_costs(), h200_costs(), analytic_costs(), *([measured] if measured else [])):

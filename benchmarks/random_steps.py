@@ -194,12 +194,12 @@ def told(result: dict[str, Any]) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run a shard, or merge shards; 1 where something differed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--date", default="unstated")
-    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--date", default="unstated", help="written into the result")
+    parser.add_argument("--steps", type=int, default=100_000, help="steps in all")
     parser.add_argument("--slice-steps", type=int, default=SLICE, help="steps of one slice")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no slice after so many")
     parser.add_argument("--shard", default="1/1", help="I/N: of N processes this is number I, from 1")
-    parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--result", type=Path, default=RESULT, help="the file that is begun, or gone on with")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="merge the shards' files into --result")
     options = parser.parse_args(argv)
     try:

@@ -55,8 +55,8 @@ def measure(executor: Any, key: Any, inputs: Any, least: int, most: int) -> dict
 def main(argv: list[str] | None = None) -> int:
     """Print the table; 1 where a replay wasn't the eager run to the bit, or wasn't faster."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--date", default="unstated")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--date", default="unstated", help="written into the result")
+    parser.add_argument("--json", type=Path, help="where the result is written; printed only without it")
     parser.add_argument("--least", type=int, default=300, help="pairs of a size, at least")
     parser.add_argument("--most", type=int, default=3000, help="pairs of a size, at most")
     options = parser.parse_args(argv)

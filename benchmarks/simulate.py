@@ -122,8 +122,8 @@ def in_a_process(trace: Path, policy: str, num_requests: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True, help="the trace that is simulated whole")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     parser.add_argument("--long", nargs=2, metavar=("POLICY", "REQUESTS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

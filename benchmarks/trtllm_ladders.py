@@ -118,7 +118,7 @@ def study(clients: Sequence[int], *, ranks: int = RANKS, laps: int = 4) -> list[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     parser.add_argument("--ranks", type=int, default=RANKS, help="ranks simulated; 1 stands for all by symmetry")
     arguments = parser.parse_args()

@@ -188,7 +188,7 @@ def best(runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--date", required=True, help="written into the result")
     parser.add_argument("--processes", type=int, default=5, help="where objects lie, which differs, changes times")
     parser.add_argument("--one", action="store_true", help="measure here and print JSON: what each process runs")

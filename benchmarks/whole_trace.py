@@ -45,8 +45,8 @@ def timed(trace: Path, policies: tuple[str, ...]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True, help="the trace that is served whole")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     arguments = parser.parse_args()
     runs = []
