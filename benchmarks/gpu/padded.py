@@ -119,6 +119,8 @@ class Graph:
         import torch
 
         self.replay: Callable[[], Any] = run
+        # What a graph reads of must live as long as it does.
+        self._read = run, rows
         rows.kv_lens.zero_()
         if rows.kv_lens.is_cuda:
             graph = torch.cuda.CUDAGraph()
