@@ -16,8 +16,11 @@ COMMANDS = sorted(path.stem for path in FOLDER.glob("*.py") if "ArgumentParser(d
 def calls(name: str, function: str) -> list[set[str | None]]:
     """The keywords of each call of a benchmark to that function or method."""
     nodes = ast.walk(ast.parse((FOLDER / f"{name}.py").read_text()))
-    found = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    return [{keyword.arg for keyword in node.keywords} for node in found if node.func.attr == function]
+    return [
+        {keyword.arg for keyword in node.keywords}
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == function
+    ]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
