@@ -87,6 +87,9 @@ class NoDevice(cuda.CudaAdapter):
     def __init__(self) -> None:
         with mock.patch.object(cuda, "_device", torch.device):
             super().__init__("cpu")
+        # A CUDA build of torch would look for a driver.
+        self._raw_stream = int
+        self._index = 0
 
     def session(self) -> AbstractContextManager[Any]:
         return cuda.inference()

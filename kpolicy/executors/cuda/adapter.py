@@ -106,6 +106,7 @@ class CudaAdapter:
         self._recording: tuple[CudaPool, Any, int] | None = None
         self._lost = False
         self._streams: dict[int, Any] = {}
+        self._raw_stream = _raw_stream
         self._spare: list[Any] = []
         self._spare_points: dict[int, list[Points]] = {}
         """By the handle of their stream"""
@@ -212,7 +213,7 @@ class CudaAdapter:
 
     def _current(self) -> Any:
         """The current stream; the object is looked up by its handle, which takes a tenth of the time."""
-        handle = _raw_stream(self._index)
+        handle = self._raw_stream(self._index)
         stream = self._streams.get(handle)
         if stream is None:
             stream = self._streams[handle] = torch.cuda.current_stream(self.device)
@@ -225,7 +226,7 @@ class CudaAdapter:
         return CudaEvent(point, spare)
 
     def span(self) -> Span:
-        handle = _raw_stream(self._index)
+        handle = self._raw_stream(self._index)
         spare = self._spare_points.get(handle)
         if spare is None:
             spare = self._spare_points[handle] = []
