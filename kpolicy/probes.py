@@ -69,6 +69,10 @@ def probe_all(
     return (*devices, *found, *_extras(), *_plugins(look))
 
 
+_OTHERS = "it runs on "
+"""How it is said of kernels that they are another kind of device's"""
+
+
 def _kernels(look: Look) -> ProbeReport:
     """Which kernels attention of a loaded model takes on each device here, and why not others."""
     answer = look.ask("kernels")
@@ -81,8 +85,16 @@ def _kernels(look: Look) -> ProbeReport:
             usable = [name for name, why in others.items() if why == "can run too"]
             pages = answer.facts.get("flash_pages", "")
             usable = [f"{name}, which {pages}" if name == "flash" and pages else name for name in usable]
-            also = f" (also {', '.join(usable)})" if usable else ""
-            lines.append(f"{kind}: {answer.facts[kind]}{also}")
+            # Those of other kinds of devices go without saying.
+            lacking = {
+                name: why for name, why in others.items() if why != "can run too" and not why.startswith(_OTHERS)
+            }
+            said = [f"also {', '.join(usable)}"] if usable else []
+            said += [
+                f"not {', '.join(name for name in lacking if lacking[name] == why)}: {why}"
+                for why in dict.fromkeys(lacking.values())
+            ]
+            lines.append(f"{kind}: {answer.facts[kind]}" + (f" ({'; '.join(said)})" if said else ""))
     return report(
         "attention kernels", ProbeStatus.USABLE, "; ".join(lines), facts={"kernels": json.dumps(answer.facts)}
     )

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from kpolicy import _probe_child, executors, policies
-from kpolicy._probe_devices import origin
+from kpolicy._probe_devices import Answer, Look, origin
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
-from kpolicy.probes import probe_all
+from kpolicy.probes import _kernels, probe_all
 
 USABLE, ABSENT, BROKEN, MASKED = ProbeStatus.USABLE, ProbeStatus.ABSENT, ProbeStatus.BROKEN, ProbeStatus.MASKED
 DEVICES = ["ascend", "kunlun", "xpu", "cuda", "cpu", "simulated"]
@@ -400,6 +400,31 @@ def test_one_child_tells_of_torch_and_of_its_device(fakes: Fakes, children: list
     found = fakes.probe()
     assert (found["extra torch"].status, found["device cuda"].status) == (USABLE, USABLE)
     assert children == [["torch,xpu,cuda", ""]]
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (
+            {"triton": "it runs on CUDA devices, and this is cpu", "flash": "it runs on CUDA devices, and this is cpu"},
+            "",
+        ),
+        (
+            {
+                "ascend": "it runs on Ascend NPUs, and this is cuda",
+                "flash": "can run too",
+                "flashinfer": "not there: get it",
+            },
+            " (also flash, which gathers keys; not flashinfer: not there: get it)",
+        ),
+        ({"triton": "too old", "flash": "too old"}, " (not triton, flash: too old)"),
+    ],
+)
+def test_kernels_that_a_device_could_have_say_why_not(others: dict[str, str], said: str) -> None:
+    """Those of other kinds of devices go without saying."""
+    facts = {"flash_pages": "gathers keys", "cuda": "first", "cuda_others": others}
+    report = _kernels(Look({}, 1.0, {"kernels": Answer(facts=facts, error=None)}))
+    assert report.reason == f"cuda: first{said}"
 
 
 def test_kernels_are_asked_of_that_child_too(children: list[list[str]]) -> None:
