@@ -46,7 +46,7 @@ def attach(runner: Any, phase: Phase) -> None:
 
 def detach(runner: Any) -> None:
     """Leave them to SGLang."""
-    for name in (ATTRIBUTE, _RUNS):
+    for name in (ATTRIBUTE, _RUNS, _QUESTION):
         getattr(runner, "__dict__", {}).pop(name, None)
 
 

@@ -17,7 +17,7 @@ from kpolicy_sglang.bound import wrapped_by
 from kpolicy_sglang.captures import collected_once, needs_one_warm_up
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.metrics import Metrics
-from kpolicy_sglang.mirror import mirror
+from kpolicy_sglang.mirror import leave, mirror
 from kpolicy_sglang.padding import clear_in_graphs, leave_tails, leaves_attention_out, take_tails
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.ranks import Ranks
@@ -285,6 +285,7 @@ def _take(state: State, runner: Any, phase: Phase) -> None:
 def _attach(state: State, runner: Any, phase: Phase) -> None:
     """Have a runner's steps decided by the phase, and its padding cleared the quicker way."""
     dispatch.attach(runner, phase)
+    state.held.setdefault(phase.name, {})["runner"] = runner
     if _quick_padding(state):
         try:
             take_tails(runner, state.failures)
@@ -326,6 +327,8 @@ def _mirrored(backend: Any, runner: Any, phase: str) -> Any:
     state = state_of(runner.model_runner)
     if state is None:
         return backend
+    _let_go(state, runner.model_runner, phase)
+    state.held[phase] = {"backend": backend}
     _captured_again(state, runner, phase)
     width = getattr(runner, "captured_req_width", 1) if phase == DECODE else 1
     device = getattr(runner, "device_module", None)
@@ -342,6 +345,20 @@ def _mirrored(backend: Any, runner: Any, phase: str) -> Any:
         backend, state.registry, phase, device=device, width=width, failures=state.failures, serving=state.serving,
         one_warm_up=one_warm_up, took=partial(state.savings.warm_up_s.__setitem__, phase), **clearing,
     )  # fmt: skip
+
+
+def _let_go(state: State, model_runner: Any, phase: str) -> None:
+    """Let go of graphs that SGLang has dropped to capture new ones, which need their memory.
+
+    Attributes that call kpolicy with the object that they are of keep it until Python collects cycles.
+    """
+    held = state.held.pop(phase, {})
+    runner = held.get("runner")
+    if runner is not None and runner is getattr(model_runner, f"{phase}_cuda_graph_runner", None):
+        return
+    leave(held.get("backend"))
+    dispatch.detach(runner)
+    leave_tails(runner)
 
 
 def _captured_again(state: State, runner: Any, name: str) -> None:

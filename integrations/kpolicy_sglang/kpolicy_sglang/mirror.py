@@ -19,7 +19,7 @@ from kpolicy_sglang.captures import OneWarmUp, no_memory
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import DECODE
 
-__all__ = ["key_of", "mirror", "pool_of"]
+__all__ = ["key_of", "leave", "mirror", "pool_of"]
 
 
 def key_of(shape: Any, phase: str, *, full: bool, width: int = 1) -> GraphKey:
@@ -121,6 +121,12 @@ def mirror(
 
     backend.capture_one, backend.replay, backend.cleanup = capture_one, replay_one, clean
     return backend
+
+
+def leave(backend: Any) -> None:
+    """Have a graph backend's methods be its own again."""
+    for name in ("capture_one", "replay", "cleanup"):
+        getattr(backend, "__dict__", {}).pop(name, None)
 
 
 def _free_bytes(device: Any) -> int:

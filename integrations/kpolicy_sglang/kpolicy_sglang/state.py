@@ -40,6 +40,8 @@ class State:
         self.version = version
         self.registry = GraphRegistry()
         self.phases: dict[str, Phase] = {}
+        self.held: dict[str, dict[str, Any]] = {}
+        """By phase SGLang's graph backend and runner, whose attributes call kpolicy."""
         self.mixed: MixedCost | None = None
         self.long: Curve | None = None
         """Microseconds of one prompt by its tokens, where prompt steps were timed as several."""
@@ -120,5 +122,6 @@ def detach(model_runner: Any) -> None:
     state = state_of(model_runner)
     if state is not None:
         state.phases.clear()
+        state.held.clear()
         state.mixed = state.long = state.metrics = None
         delattr(model_runner, _ATTRIBUTE)

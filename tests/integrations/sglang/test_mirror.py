@@ -1,5 +1,7 @@
 """SGLang's captures and replays in kpolicy's registry."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +10,15 @@ from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry, GraphState
-from kpolicy_sglang import dispatch, hooks
+from kpolicy_sglang import dispatch, hooks, padding
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.mirror import key_of, mirror
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.state import State, attach
+from tests.integrations.sglang.test_bound import around, hooked
+from tests.integrations.sglang.test_dispatch import always, runner_of
+from tests.integrations.sglang.test_padding import Buffers
 
 
 class FullCudaGraphBackend:
@@ -165,3 +170,47 @@ def test_a_runner_made_anew_while_serving(sizes, kept, caplog):
     hooks.decode_backend(lambda _: FullCudaGraphBackend(), runner)
     assert (dispatch.phase_of(runner) is state.phases[DECODE]) == kept
     assert ("of other sizes than before" in caplog.text) != kept
+
+
+class Runner(SimpleNamespace):
+    """A graph runner that can be asked whether it is still there."""
+
+    __slots__ = ("__weakref__",)
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_graphs_that_sglang_drops_are_gone_before_the_next_capture(dropped):
+    """It captures anew in their memory, and needs no collector for that; a runner that it keeps stays kpolicy's."""
+    state, passed = State(Config(), "0.5.16"), []
+    model_runner = SimpleNamespace(server_args=SimpleNamespace(tp_size=1), attn_backend=None)
+    attach(model_runner, state)
+
+    def made():
+        question = around(always(True), dispatch.decode_can_run, passed)
+        runner = hooked("can_run_graph", question, base=Runner)(**vars(runner_of()))
+        fill = around(Buffers.fill_from, padding.fill_from, passed)
+        buffers = hooked("fill_from", fill, base=Buffers)()
+        runner.__dict__.update(
+            model_runner=model_runner, capture_bs=[1, 8], buffer_registry=buffers, require_gathered_buffer=False
+        )
+        runner.backend = hooks.decode_backend(lambda _: FullCudaGraphBackend(), runner)
+        return runner
+
+    model_runner.decode_cuda_graph_runner = made()
+    hooks._take(state, model_runner.decode_cuda_graph_runner, Phase(DECODE, (1, 8), 8, full=True))
+    old = model_runner.decode_cuda_graph_runner
+    gone = [weakref.ref(each) for each in (old, old.backend, old.buffer_registry)]
+    assert {"can_run_graph"} <= vars(old).keys()
+    assert {"fill_from"} <= vars(old.buffer_registry).keys()
+    gc.disable()
+    try:
+        if dropped:
+            model_runner.decode_cuda_graph_runner = None
+            del old
+        new = made()
+        assert [each() is None for each in gone] == [dropped] * 3
+    finally:
+        gc.enable()
+    assert dispatch.phase_of(new) is state.phases[DECODE]
+    if not dropped:
+        assert dispatch.phase_of(old) is state.phases[DECODE]

@@ -163,9 +163,9 @@ def test_prefill_through_the_hooks_equals_the_real_rule():
         for _ in range(BATCHES // DEPLOYMENTS):
             shape, asked = prefill_batch(rng)
             wanted = type(runner).can_replay_locally(runner, **asked)
-            setattr(runner, dispatch.ATTRIBUTE, phase)
+            dispatch.attach(runner, phase)
             got = dispatch.prefill_can_replay_locally(type(runner).can_replay_locally, runner, **asked)
-            delattr(runner, dispatch.ATTRIBUTE)
+            dispatch.detach(runner)
             assert got == wanted, (shape, asked)
             outcomes[got] += 1
     assert sum(outcomes.values()) == BATCHES
@@ -179,7 +179,7 @@ def test_costs_replace_the_limit_on_padding_and_nothing_else():
         runner, phase = deployment(release, rng)
         costs = table_of("test", dict.fromkeys(phase.sizes, 1), {1: 10})
         phase.install("auto", costs, Objective())
-        setattr(runner, dispatch.ATTRIBUTE, phase)
+        dispatch.attach(runner, phase)
         for _ in range(200):
             _, asked = prefill_batch(rng)
             own = type(runner).can_replay_locally
@@ -207,7 +207,7 @@ def test_decode_through_the_hooks_equals_the_real_rule(version):
             capture_hidden_mode=0,
         )  # fmt: skip
         runner._max_dp_batch_size = lambda batch: max(batch.original_global_num_tokens_cpu)
-        setattr(runner, dispatch.ATTRIBUTE, phase)
+        dispatch.attach(runner, phase)
         for _ in range(BATCHES // DEPLOYMENTS):
             size = rng.randint(1, 220)
             batch = SimpleNamespace(
@@ -241,7 +241,7 @@ def test_real_votes_never_let_ranks_part():
             asked = [prefill_batch(rng)[1] for _ in phases]
             votes = []
             for phase, each in zip(phases, asked, strict=True):
-                setattr(runner, dispatch.ATTRIBUTE, phase)
+                dispatch.attach(runner, phase)
                 votes.append(dispatch.prefill_can_replay_locally(own, runner, **each))
             tokens = max(each["num_tokens"] for each in asked)
             agreed = all(votes)
@@ -255,7 +255,7 @@ def test_real_votes_never_let_ranks_part():
 
 
 def _forward(runner, own, phase, asked, padded, agreed):
-    setattr(runner, dispatch.ATTRIBUTE, phase)
+    dispatch.attach(runner, phase)
 
     def can_run_graph(runner, batch):
         """SGLang's: the group's verdict, then the local rule on the padded batch."""
@@ -389,7 +389,7 @@ def test_whole_rule_past_the_inner_hook(by_cost):
             phase = Phase(PREFILL, sizes, 6000, full=False)
             if by_cost:
                 phase.install("auto", table_of("test", dict.fromkeys(sizes, 1), {1: 10}), Objective())
-            setattr(runner, dispatch.ATTRIBUTE, phase)
+            dispatch.attach(runner, phase)
             runners.append(runner)
             phases.append(phase)
         for _ in range(BATCHES // DEPLOYMENTS):
@@ -421,7 +421,7 @@ def test_ranks_that_vote_keep_the_inner_hook():
         phase = Phase(PREFILL, (4096,), 6000, full=False)
         phase.install("auto", table_of("test", {4096: 1}, {1: 10}), Objective())
         phase.coupled = coupled
-        setattr(runner, dispatch.ATTRIBUTE, phase)
+        dispatch.attach(runner, phase)
         assert runner.can_run_graph(batch)
         assert ("can_replay_locally" in vars(runner)) != coupled
 
@@ -449,7 +449,7 @@ def test_reasons_of_0_5_23_are_in_its_own_order():
     for _ in range(DEPLOYMENTS):
         select, runner = prefill_pair(release, rng)
         phase = Phase(PREFILL, tuple(runner.capture_num_tokens), 6000, full=False)
-        setattr(runner, dispatch.ATTRIBUTE, phase)
+        dispatch.attach(runner, phase)
         phase.force = None
         phase.replays = lambda _size: True  # only what SGLang itself refuses is looked at
         for _ in range(BATCHES // DEPLOYMENTS):
@@ -476,7 +476,7 @@ def test_prefill_through_the_hooks_on_0_5_16():
             _is_full_backend=False, _capture_req_slots=4, prefill_backend_name="breakable", capture_hidden_mode=0,
             has_mha_companion_layers=rng.random() < 0.3, max_num_tokens=sizes[-1], capture_num_tokens=list(sizes),
         )  # fmt: skip
-        setattr(runner, dispatch.ATTRIBUTE, phase)
+        dispatch.attach(runner, phase)
         for _ in range(BATCHES // DEPLOYMENTS):
             batch = _older_batch(rng)
             wanted = bool(type(runner).can_run_graph(runner, batch))

@@ -53,7 +53,7 @@ def step(deployment: Deployment, ranks: list[Rank], phases: list[Phase]) -> tupl
     """Whether each busy rank replays its prompts, and whether all voted for it."""
     runner, tokens, votes = deployment.prefill, [rank.tokens for rank in ranks], []
     for rank, phase in zip(ranks, phases, strict=True):
-        setattr(runner, dispatch.ATTRIBUTE, phase)
+        dispatch.attach(runner, phase)
         votes.append(
             deployment.real.prefill_vote(
                 local_batch=rank.scheduled, num_tokens=rank.tokens, prefill_graph_runner=runner,
@@ -65,7 +65,7 @@ def step(deployment: Deployment, ranks: list[Rank], phases: list[Phase]) -> tupl
     for rank, phase in zip(ranks, phases, strict=True):
         converted = rank.kind == "DECODE" and voted and min(tokens) > 0
         if rank.kind in ("EXTEND", "MIXED") or converted:
-            setattr(runner, dispatch.ATTRIBUTE, phase)
+            dispatch.attach(runner, phase)
             found.append(deployment._extends(rank, tokens, voted, converted))
         elif rank.kind == "DECODE":
             found.append(False)  # SGLang's decode vote is a no beside prompts
