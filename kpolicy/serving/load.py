@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def load(
     kv = _kv_size(config, num_blocks, block_size, max_model_len, max_num_reqs)
     register()
     # The KV is written in place by steps, which inference tensors made here would forbid.
-    with torch.inference_mode(False):
+    with _current(at), torch.inference_mode(False):
         hf = _weights(config, folder, at, _dtype(dtype, config), seed)
         model = _over_kv(hf, kinds, kv, attention, folder)
         reads = verify(model)
@@ -181,6 +181,15 @@ def _device(device: str | torch.device) -> torch.device:
             "run `kpolicy doctor` to see why it's missing."
         ) from error
     return at
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one of its kind: kernels of Triton go to that, whatever their tensors are on."""
+    if device.type == "cpu" or device.index is None:
+        return nullcontext()
+    make: Callable[[torch.device], AbstractContextManager[Any]] | None
+    make = getattr(torch.get_device_module(device), "device", None)
+    return nullcontext() if make is None else make(device)
 
 
 def _first_device() -> torch.device:

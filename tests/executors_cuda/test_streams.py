@@ -184,3 +184,17 @@ def test_a_recording_is_this_threads_into_its_pool(adapter: CudaAdapter, monkeyp
     pool = adapter.new_pool()
     adapter._begun(pool)
     assert given == [{"pool": pool.handle, "capture_error_mode": "thread_local"}]
+
+
+def test_the_device_that_is_kept_busy_is_its_own(adapter: CudaAdapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is current: calibration of a second GPU would otherwise see the host's gaps as device time."""
+    entered: list[Any] = []
+
+    def device(which: Any) -> Any:
+        entered.append(which)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: entered.append("sleeps"), raising=False)
+    adapter.occupy(10.0)
+    assert entered == [torch.device("cuda", 0), "sleeps"]

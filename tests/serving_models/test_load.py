@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ pytest.importorskip("transformers")
 from kpolicy.attention import HostParams  # noqa: E402
 from kpolicy.errors import CheckpointError, ConfigError, SupportError, UnknownArchitectureError  # noqa: E402
 from kpolicy.executors.step_model import StepContext  # noqa: E402
+from kpolicy.serving import load as loading  # noqa: E402
 from kpolicy.serving.default_model import load_default  # noqa: E402
 from kpolicy.serving.load import load  # noqa: E402
 from tests.serving_models.driver import Driver, Row, run_mixed  # noqa: E402
@@ -63,6 +66,32 @@ def test_a_checkpoint_has_the_saved_weights_and_tokenizer(checkpoint: Path, sequ
     torch.testing.assert_close(logits, model.reference_logits(ids), atol=3e-4, rtol=0)
     assert model.tokenizer("a graph replays").input_ids == [1, 2, 3]
     assert model.tokenizer is model.tokenizer
+
+
+def test_what_load_runs_runs_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of Triton go to the current device: the second one is that while its model is held to its own forward."""
+    current, seen = [0], list[tuple[int, str]]()
+
+    @contextmanager
+    def device(which: Any) -> Iterator[None]:
+        before, current[0] = current[0], which.index
+        yield
+        current[0] = before
+
+    def noted(name: str) -> Callable[..., list[str]]:
+        return lambda *_: seen.append((current[0], name)) or []  # type: ignore[func-returns-value]
+
+    enter = loading._current
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device=device))
+    monkeypatch.setattr(loading, "_current", lambda _: enter(torch.device("cuda", 1)))
+    for name in ("verify", "_measure_crossover", "_try_pages"):
+        monkeypatch.setattr(loading, name, noted(name))
+    load(FAMILIES["llama"], **SMALL)
+    assert seen == [(1, "verify"), (1, "_measure_crossover"), (1, "_try_pages")]
+    assert current == [0]
+    for other in ("cpu", "cuda"):
+        with enter(torch.device(other)):
+            assert current == [0]
 
 
 def test_a_folder_without_weights_gets_random_ones(tmp_path: Path) -> None:

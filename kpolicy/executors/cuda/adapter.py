@@ -240,7 +240,8 @@ class CudaAdapter:
         event.hold(self._current())
 
     def occupy(self, us: float) -> None:
-        torch.cuda._sleep(int(us * _CYCLES_A_US))
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(int(us * _CYCLES_A_US))
 
     # Graphs
 
