@@ -84,7 +84,7 @@ def _usage(error: CycloptsError) -> str:
     command = " ".join(["kpolicy", *(error.command_chain or ())])
     if isinstance(error, UnusedCliTokensError):
         left = ", ".join(map(repr, error.unused_tokens or ()))
-        return f"{command} doesn't take {left}; every value follows its option. See {command} --help."
+        return f"{command} doesn't take {left}; any further value follows its option. See {command} --help."
     return f"{str(error).strip() or type(error).__name__} See {command} --help."
 
 

@@ -18,10 +18,11 @@ from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable
 from kpolicy.errors import ConfigError, SupportError
 from kpolicy.ladders import CaptureSizes
+from kpolicy.policies import get_policy
 from kpolicy.settings import LIMITS, Settings
 from kpolicy.shapes import LARGEST_COUNT
 
-__all__ = ["COMMAND", "Deployment", "Json", "at_least", "ladder_of", "pairs", "settings_of", "whole"]
+__all__ = ["COMMAND", "Deployment", "Json", "at_least", "ladder_of", "pairs", "settings_of", "specs_of", "whole"]
 
 COMMAND: ContextVar[tuple[str, ...]] = ContextVar("COMMAND", default=())
 """The arguments of the command that runs, for files that say what made them."""
@@ -182,6 +183,26 @@ class Deployment:
             if unsure:
                 sys.stderr.write(f"kpolicy: {unsure}\n")
         return profile.costs
+
+
+DEFAULT_POLICIES = ("auto", "vllm")
+
+
+def specs_of(policies: Sequence[str] | None) -> list[str]:
+    """The policies to compare, each once and known.
+
+    Raises:
+        ConfigError: one is given twice, isn't a policy, or is several joined by commas.
+    """
+    specs = list(policies or DEFAULT_POLICIES)
+    for i, spec in enumerate(specs):
+        if spec in specs[:i]:
+            raise ConfigError(f"--policy {spec} is given twice; both would do the same, so give it once.")
+        if "," in spec.partition(":")[0]:
+            each = " ".join(f"--policy {name}" for name in spec.split(","))
+            raise ConfigError(f"--policy {spec} has a comma, which is for arguments; for several give {each}.")
+        get_policy(spec)
+    return specs
 
 
 LEAST_RATE = 1e-6

@@ -247,5 +247,5 @@ def _loss(text: str | None) -> float | dict[str, float] | None:
 
 def _share(option: str, value: float) -> float:
     if not 0 <= value < 1:
-        raise ConfigError(f"{option} is {value:g}; it is a share of the steps from 0 to under 1.")
+        raise ConfigError(f"{option} is {value:g}; it is a share from 0 to under 1.")
     return value

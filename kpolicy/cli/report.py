@@ -13,12 +13,12 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy import __version__
-from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, whole
+from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, whole
 from kpolicy.cli.plan import DEFAULT_WINDOW_S, budget_of
 from kpolicy.cli.render import console, print_json, say
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles, SimTurn
-from kpolicy.cli.simulate import load_trace, setting_lines, specs_of
+from kpolicy.cli.simulate import load_trace, setting_lines
 from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_files, progress_bar
 from kpolicy.costs import CostTable
@@ -114,7 +114,7 @@ def report_command(
 
 
 def _pictures(folder: Path | None, num_traces: int) -> list[Path]:
-    """The files of the pictures where they may replace others; before anything runs, see that they can be drawn."""
+    """The pictures' files, or the folder where it is yet to be made; before anything runs, see that they can be."""
     if folder is None:
         return []
     from kpolicy.report.plots import check, files
@@ -127,7 +127,7 @@ def _pictures(folder: Path | None, num_traces: int) -> list[Path]:
         raise ConfigError(f"--plots {folder}: there is no folder {there}; make it, or give another one.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"--plots {folder} can't be written: Permission denied. Give another folder.")
-    return files(folder, num_traces) if folder.exists() else []
+    return files(folder, num_traces) if folder.exists() else [folder]
 
 
 def _observed(

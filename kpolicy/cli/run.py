@@ -15,7 +15,7 @@ from kpolicy import __version__
 from kpolicy._probe_devices import origin
 from kpolicy.attention.support import AttentionSupport
 from kpolicy.budgets import Budget
-from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, settings_of, whole
+from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, settings_of, specs_of, whole
 from kpolicy.cli.outside import Outside
 from kpolicy.cli.render import console, print_json, render_run
 from kpolicy.cli.turns import Files, Turn, capture, serve_in_turn
@@ -33,7 +33,6 @@ __all__ = ["run"]
 
 BLOCK_SIZE = 16
 DEVICES = ("cpu", "cuda", "simulated")
-DEFAULT_POLICIES = ("auto", "vllm")
 DEFAULT_WINDOW_S = 300.0
 MAX_NUM_TOKENS, KV_TOKENS = 2048, 400_000
 MODEL_CPU_TOKENS = 35_000
@@ -151,7 +150,7 @@ def run(
     files: Files = Files(),  # noqa: B008
 ) -> int:
     """Serve a request trace with each policy, and compare them on the same arrivals."""
-    specs = _specs(policy)
+    specs = specs_of(policy)
     asked = Asked(
         requests=requests, turns=files.turns(specs, deployment.reads([requests.trace], model)),
         device=_device(device, model), model=model, deployment=deployment,
@@ -217,14 +216,6 @@ def needs_torch(what: str) -> None:
         raise ConfigError(
             f"kpolicy {what} needs {', '.join(missing)}, not installed here. Run: pip install 'kpolicy[models]'.{hint}"
         )
-
-
-def _specs(policies: list[str] | None) -> list[str]:
-    specs = list(policies or DEFAULT_POLICIES)
-    twice = next((spec for i, spec in enumerate(specs) if spec in specs[:i]), None)
-    if twice is not None:
-        raise ConfigError(f"--policy {twice} is given twice; both would do the same, so give it once.")
-    return specs
 
 
 def _window(path: Path | None, start: float, window: float) -> Trace:

@@ -12,7 +12,7 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy import __version__
-from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, whole
+from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, specs_of, whole
 from kpolicy.cli.recorded import replay_command
 from kpolicy.cli.render import console, print_json
 from kpolicy.cli.render_simulation import render_simulation
@@ -20,14 +20,11 @@ from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles
 from kpolicy.cli.turns import progress_bar
 from kpolicy.errors import ConfigError, KPolicyError
-from kpolicy.policies import get_policy
 from kpolicy.scheduling.traces import Trace, default_trace, read_trace
 from kpolicy.simulate import Server, SimResult, simulate
 from kpolicy.simulate.cost_models import CostModel
 
-__all__ = ["load_trace", "setting_lines", "simulate_command", "specs_of"]
-
-DEFAULT_POLICIES = ("auto", "vllm")
+__all__ = ["load_trace", "setting_lines", "simulate_command"]
 
 
 def simulate_command(
@@ -135,20 +132,6 @@ def _only_decides(served: Served, deployment: Deployment, files: SimFiles, **giv
             f"{named[0]} has no say where --decisions gives the batches as they were scheduled; leave out "
             f"{', '.join(named)}, or give a trace. A log's batches are priced by --profile."
         )
-
-
-def specs_of(policies: Sequence[str] | None) -> list[str]:
-    """The policies to compare, each once and known.
-
-    Raises:
-        ConfigError: one is given twice, or isn't a policy.
-    """
-    specs = list(policies or DEFAULT_POLICIES)
-    for i, spec in enumerate(specs):
-        if spec in specs[:i]:
-            raise ConfigError(f"--policy {spec} is given twice; both would do the same, so give it once.")
-        get_policy(spec)
-    return specs
 
 
 def load_trace(path: Path | None, *, start: float = 0.0, window: float = 0.0, rate: float = 1.0) -> Trace:

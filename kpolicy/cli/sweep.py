@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 from cyclopts import Parameter
 
-from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, whole
+from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, specs_of, whole
 from kpolicy.cli.render import console, grid, print_json, say, show
 from kpolicy.cli.serving_options import Served
-from kpolicy.cli.simulate import load_trace, specs_of
+from kpolicy.cli.simulate import load_trace
 from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_files, progress_bar
 from kpolicy.errors import ConfigError, UnknownNameError

@@ -48,6 +48,8 @@ def refused(ended: Ended, *parts: str) -> None:
     ("arguments", "parts"),
     [
         ("run --policy autoo", ["unknown policy 'autoo'", "did you mean 'auto'?", "Known: ascend, auto, eager"]),
+        ("run --policy auto,vllm", ["--policy auto,vllm has a comma", "give --policy auto --policy vllm."]),
+        ("sweep --policy auto,vllm:runner=v2", ["for several give --policy auto --policy vllm:runner=v2."]),
         ("run --policy auto --policy vlm", ["unknown policy 'vlm'", "did you mean 'vllm'?"]),
         ("decide --decodes 4 --policy peicewise", ["did you mean 'piecewise'?"]),
         ("decide --decodes 4 --policy zzz", ["unknown policy 'zzz'.", "Known:"]),
@@ -182,7 +184,6 @@ def test_the_environments_folder(kpolicy: Command, tmp_path: Path, monkeypatch: 
         ("--step-log {tmp}", ["--step-log {tmp} is a folder", "name a file in it"]),
         ("--step-log {tmp}/no/steps.jsonl", ["there is no folder {tmp}/no", "make it"]),
         ("--step-log /dev/full/steps.jsonl", ["there is no folder /dev/full"]),
-        ("--policy vllm:runner=v2 --policy vllm-runner=v2 --step-log {tmp}/s", ["would share a file", "one by one"]),
         ("--profile {tmp}/none.json", ["can't read {tmp}/none.json", "No such file"]),
         ("--attention gqa --config {tmp}", ["--attention and --config", "give one of them"]),
         ("--trace {trace}", ["--trace", "multiple times"]),

@@ -156,6 +156,9 @@ def test_a_picture_isnt_written_over_what_is_read(kpolicy: Command, trace: Path,
     page = folder / "modes.png"
     refused(kpolicy("report", trace, *given[3:], "--out", page), f"--out and --plots both write {page}")
     assert [path.name for path in folder.iterdir()] == [name]
+    new = tmp_path / "new"
+    refused(kpolicy("report", trace, "--policy", "eager", *SMALL, "--plots", new, "--out", new), "both write")
+    assert not new.exists()
 
 
 def test_without_matplotlib_nothing_runs(

@@ -345,6 +345,12 @@ def test_contexts_beyond_a_profile_are_told(kpolicy: Command, tmp_path: Path) ->
     assert found["kv_span"] == {"decode_row": 512, "decode_step": 131_072, "prefill": 6144}
 
 
+def test_one_trace_twice_has_no_files_of_its_own(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Files are named by trace and policy, so a second run of both would write over the first."""
+    ended = kpolicy("simulate", trace, trace, "--policy", "eager", "--step-log", tmp_path / "s")
+    refused(ended, "would share a file", "one by one")
+
+
 def test_a_gzip_cut_short_is_an_error(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
     """Half a gzip file is said to be cut short."""
     whole = gzip.compress(trace.read_bytes())
