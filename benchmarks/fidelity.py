@@ -13,8 +13,8 @@ time of their own outside the executor, where the run tells it (``outside_prompt
 Where profile and log note the host's speed (`kpolicy.host_speed`), the host's times are brought to each step's, and in
 the simulation to what was noted at its time: virtual machines' cores change speed by half for seconds at a time.
 
-A profile's table needn't be the one that its run had: ``--table`` says how it came to be, and with ``--date`` the
-result names it and the profile is kept beside it.
+A profile's table needn't be the one that its run had: ``--table`` says how it came to be, where the table doesn't by
+itself (`kpolicy.middle_profile`), and with ``--date`` the result names it and the profile is kept beside it.
 
 To tell the step costs' errors from the simulated scheduler's, the logs' own step times are served too ("replayed"):
 with requests let in at the steps at which the run let them in, how many batches are the run's, and the latencies.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from collections import deque
@@ -56,6 +57,8 @@ RESULT = Path(__file__).parent / "results" / "fidelity.json"
 _COUNTS = BatchNumbers._fields.index("max_query_len")
 OWN_TABLE = "measured in the run itself, before its first request"
 """How a table came to be where nothing else is said."""
+MIDDLE = re.compile(r"(the middle of each figure of \d+): ")
+"""What the version of `kpolicy.middle_profile.middle`'s tables begins with"""
 
 
 def per_token_us(entries: tuple[StepEntry, ...], times: list[float]) -> float:
@@ -226,6 +229,12 @@ def keep_profile(profile: Profile, result: Path) -> str:
     return path.name
 
 
+def made_of(profile: Profile, said: str) -> str:
+    """How a profile's table came to be: as was said, or as its version tells."""
+    middle = MIDDLE.match(profile.costs.version)
+    return said or (f"{middle[1]} calibrations before the run" if middle else OWN_TABLE)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, required=True, help="the profile that the run saved, or another")
@@ -236,10 +245,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace that it served")
     parser.add_argument("--again", type=Path, action="append", default=[], help="steps of it that ran again")
     parser.add_argument("--name", default="", help="names the result file, fidelity-NAME.json, for another device")
-    parser.add_argument("--table", default=OWN_TABLE, help="how the profile's table came to be, for the result")
+    parser.add_argument("--table", default="", help="how the profile's table came to be, for the result")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     arguments = parser.parse_args(argv)
     profile = read_profile(arguments.profile)
+    if arguments.date and arguments.date < profile.measured_at[:10]:
+        parser.error(f"--date {arguments.date} is before the profile was measured, {profile.measured_at[:10]}")
     measured: dict[str, float] = {}
     expected: dict[str, float] = {}
     tables: dict[str, Any] = {}
@@ -292,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "versions": dict(profile.versions),
             "measured_at": profile.measured_at,
             "table": {
-                "made": arguments.table,
+                "made": made_of(profile, arguments.table),
                 "version": profile.costs.version,
                 "profile": keep_profile(profile, result),
             },

@@ -124,16 +124,27 @@ def test_speeds_are_in_the_order_of_time() -> None:
     assert fidelity.host_speeds(entries, [1.0] * len(entries)) is None
 
 
-@pytest.mark.parametrize(("given", "made"), [([], fidelity.OWN_TABLE), (["--table", "fitted again"], "fitted again")])
+MIDDLE = "the middle of each figure of 3"
+
+
+@pytest.mark.parametrize(
+    ("given", "version", "made"),
+    [
+        ([], "table 7", fidelity.OWN_TABLE), (["--table", "fitted again"], "table 7", "fitted again"),
+        ([], f"{MIDDLE}: table 7; table 8; table 9", f"{MIDDLE} calibrations before the run"),
+    ],
+)  # fmt: skip
 def test_a_result_says_which_table_it_is_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], made: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], version: str, made: str
 ) -> None:
     """It names the table and how it came to be; the profile lies beside it, with no folder of the machine."""
     monkeypatch.setattr(fidelity, "RESULT", tmp_path / "results" / "fidelity.json")
     (tmp_path / "results").mkdir()
-    costs = attrs.evolve(analytic_costs(), version="table 7")
+    costs = attrs.evolve(analytic_costs(), version=version)
     command = f"kpolicy run --model {tmp_path}/config.json --trace {tmp_path}/t.csv"
-    write_profile(tmp_path / "p.json", Profile(costs=costs, device="D", model="M", command=command))
+    measured_at = "2026-11-22T23:00:00+00:00"
+    profile = Profile(costs=costs, device="D", model="M", command=command, measured_at=measured_at)
+    write_profile(tmp_path / "p.json", profile)
     entries, _ = run()
     with StepLogWriter(tmp_path / "s.jsonl") as log:
         for entry in entries:
@@ -141,9 +152,12 @@ def test_a_result_says_which_table_it_is_of(
     read = ["--profile", str(tmp_path / "p.json"), "--log", str(tmp_path / "s.jsonl"), "--name", "x"]
     assert fidelity.main([*read, *given]) == 0
     assert not list((tmp_path / "results").iterdir()), "no date, nothing written"
+    with pytest.raises(SystemExit):
+        fidelity.main([*read, *given, "--date", "2026-11-21"])
+    assert not list((tmp_path / "results").iterdir()), "measured later than that"
     assert fidelity.main([*read, *given, "--date", "2026-11-22"]) == 0
     result = json.loads((tmp_path / "results" / "fidelity-x.json").read_text())
-    assert result["table"] == {"made": made, "version": "table 7", "profile": "fidelity-x-profile.json"}
+    assert result["table"] == {"made": made, "version": version, "profile": "fidelity-x-profile.json"}
     kept = read_profile(tmp_path / "results" / result["table"]["profile"])
     assert kept.costs == costs
     assert kept.command == f"kpolicy run --model {tmp_path.name}/config.json --trace t.csv"
