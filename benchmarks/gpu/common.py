@@ -215,10 +215,13 @@ def launched(executor: Any, decision: Any, inputs: Any) -> tuple[list[Any], list
     outputs = executor.run(decision, inputs)
     # As a step begins: the main stream waits for the halves beside it.
     executor.launcher.start(EAGER)
-    # A part without logits failed, and says how where it is waited for.
-    parts = [part for part in _parts_of(outputs) if len(part)]
-    logits = [(part.tensor if part.logits is None else part.logits).clone() for part in parts]
+    logits = [logits_in(part).clone() for part in _parts_of(outputs) if len(part)]
     return logits, sampled_of(outputs), outputs
+
+
+def logits_in(part: Any) -> Any:
+    """A part's logits, which nothing waits for; one without any failed, and says how where it is waited for."""
+    return part.tensor if part.logits is None else part.logits
 
 
 def _parts_of(outputs: Any) -> list[Any]:

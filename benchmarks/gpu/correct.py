@@ -45,6 +45,7 @@ from benchmarks.gpu.common import (
     launched,
     load_model,
     logits_checks,
+    logits_in,
     logits_of,
     on_device,
     one_kv,
@@ -215,7 +216,7 @@ class Bench:
             bits.index_copy_(1, slots, kept.index_select(1, slots))
         self.poison()
         parts = [eager_part(self.executor, launch, inputs) for launch in decision.launches]
-        wanted = [part.outputs.logits for part in parts if len(part.outputs)]
+        wanted = [logits_in(part.outputs) for part in parts if len(part.outputs)]
         others = [tokens for part in parts for tokens in _run_of(part)]
         again = [bits.index_select(1, slots) for bits in self._bits]
         for kept, now in zip(self._before, again, strict=True):

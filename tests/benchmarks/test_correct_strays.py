@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from benchmarks.gpu import correct
+from kpolicy.errors import KPolicyError
 from tests.benchmarks.test_gpu_scripts import QWEN
 from tests.executors_launcher import checker
 
@@ -44,3 +46,29 @@ def test_a_stray_write_of_the_eager_part(tmp_path: Path, monkeypatch: pytest.Mon
     assert difference.startswith("block 0, last step run eagerly" if last else "block 0, step 2")
     assert "which no row has" in difference
     assert last or difference.endswith("by this step, or by the one before run eagerly")
+
+
+def test_a_launch_of_the_eager_part_that_failed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no logits, and its own error is what ends the steps."""
+    part = checker.eager_part
+
+    def failed(executor: Any, launch: Any, inputs: Any) -> Any:
+        outputs = part(executor, launch, inputs).outputs
+
+        class Failed:
+            logits, tokens = None, outputs.tokens
+
+            def __len__(self) -> int:
+                return len(outputs)
+
+            @property
+            def tensor(self) -> Any:
+                raise KPolicyError("the launch failed")
+
+        return SimpleNamespace(outputs=Failed())
+
+    monkeypatch.setattr(checker, "eager_part", failed)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    given = ["--device", "cpu", "--tiny", "--config", str(tmp_path), "--out", str(tmp_path / "c.json")]
+    with pytest.raises(KPolicyError, match="the launch failed"):
+        correct.main([*given, "--count", "1", "--part", "bits"])
