@@ -89,6 +89,7 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
     bench, plan = together(everywhere, prepared)
     clock = bench.clock
     allowance_s = state.config.calibrate_seconds
+    rejoin = None
     try:
         bench.warm(plan.warm)
         start = clock.now()
@@ -97,7 +98,7 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
         doubts = state.broadcast(together(everywhere, plan.doubts))
         bench.measure(plan.checks(doubts), max(0.0, allowance_s - (clock.now() - start)))
         if state.config.split and plan.decodes is not None and plan.chunk is not None:
-            state.rejoin_us = state.broadcast(together(everywhere, bench.rejoin_us, plan.decodes, plan.chunk))
+            rejoin = together(everywhere, bench.rejoin, plan.decodes, plan.chunk)
     finally:
         bench.close()
     LOGGER.info(
@@ -105,6 +106,8 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
         *plan.timed(), statistics.fmean([len(case.times) for case in plan.curves]), clock.now() - start,
     )  # fmt: skip
     work_us = bench.at_one_speed()
+    if rejoin is not None:
+        state.rejoin_us = state.broadcast(rejoin.row_us())
     table: CostTable | None = state.broadcast(together(everywhere, plan.table, state.registry, work_us))
     if table is None:
         kinds = ", ".join(plan.unmeasured())

@@ -14,7 +14,7 @@ from kpolicy.host_speed import host_work_us, launching_takes, steadied
 from kpolicy.keys import GraphKey
 from kpolicy_vllm.synthetic import Rows, Steps
 
-__all__ = ["LEAST_US", "NOISE", "Bench", "Case", "Clock", "CudaClock", "Times", "together"]
+__all__ = ["LEAST_US", "NOISE", "Bench", "Case", "Clock", "CudaClock", "Rejoin", "Times", "together"]
 
 T = TypeVar("T")
 
@@ -136,6 +136,17 @@ class Case:
         return statistics.median(each.host for each in self.times)
 
 
+class Rejoin(NamedTuple):
+    """A step of decodes, timed after one with the same rows, and after one that left them out."""
+
+    steady: Case
+    after: Case
+
+    def row_us(self) -> float:
+        """Host microseconds that a decode row costs more in the latter."""
+        return max(0.0, self.after.host_us() - self.steady.host_us()) / self.after.rows.decodes
+
+
 def together(everywhere: Callable[[bool], bool], run: Callable[..., T], *args: Any) -> T:
     """Run it on every rank, and raise on all where it raises on one: else the others would wait for it for ever."""
     result, error = None, None
@@ -222,24 +233,24 @@ class Bench:
         for case in cases:
             together(self._all, self._warm, case)
 
-    def rejoin_us(self, case: Case, chunk: Case) -> float:
-        """Host microseconds that a decode row costs more in a step after one that left it out.
+    def rejoin(self, case: Case, chunk: Case) -> Rejoin:
+        """Time a step after one with the same rows, and after one that left them out.
 
         Args:
             case: a step of decodes.
             chunk: a step without them.
         """
-        steady, after = [], []
+        steady, after = Case(case.key, case.rows), Case(case.key, case.rows)
         for _ in range(REJOINS):
             self._make_room(case.rows)
             with self._forced(case.key, case.rows):
                 self._run(case.rows)
-                steady.append(self._run(case.rows)[1])
+                self._timed(steady)
             with self._forced(chunk.key, chunk.rows):
                 self._run(chunk.rows)
             with self._forced(case.key, case.rows):
-                after.append(self._run(case.rows)[1])
-        return max(0.0, statistics.median(after) - statistics.median(steady)) / case.rows.decodes
+                self._timed(after)
+        return Rejoin(steady, after)
 
     def close(self) -> None:
         """Leave none of the rows in the runner."""
@@ -259,12 +270,19 @@ class Bench:
 
     def _visit(self, case: Case) -> None:
         self._make_room(case.rows)
-        self._visits.append((case, len(case.times), self._clock.host_work_us()))
         with self._forced(case.key, case.rows):
-            self._run(case.rows)  # rows join the batch; kernels compile
-            wall, host = self._run(case.rows)
-            device = min(self._device_us(case.rows, host), wall)
-            case.times.append(Times(wall, host, device, self.steps.decode_kv))
+            self._run(case.rows)  # rows join the batch; kernels compile, for seconds
+            self._timed(case)
+            timed = case.times[-1]
+            device = min(self._device_us(case.rows, timed.host), timed.wall)
+            case.times[-1] = timed._replace(device=device, decode_kv=self.steps.decode_kv)
+
+    def _timed(self, case: Case) -> None:
+        """Run the step, and add what the host took, with its speed just before."""
+        work_us = self._clock.host_work_us()
+        wall, host = self._run(case.rows)
+        self._visits.append((case, len(case.times), work_us))
+        case.times.append(Times(wall, host, 0.0, self.steps.decode_kv))
 
     def _run(self, rows: Rows) -> tuple[float, float]:
         """(wall, host) microseconds of a step."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part
 from kpolicy.settings import Settings
 from kpolicy_vllm.calibrate import MOST_FULL, MOST_MIXED, MOST_PIECES, calibrate, why_not
+from kpolicy_vllm.synthetic import Rows
+from kpolicy_vllm.timing import Bench, Case, Times
 from tests.integrations.vllm.fake_runner import HOST_WORK_US, JOIN_US, FakeRunner, FakeState, SimulatedClock, stand_ins
 
 SIZES = (1, 4, 16, 64)
@@ -233,9 +236,61 @@ def test_a_host_that_changes_speed_is_taken_at_one(monkeypatch: Any) -> None:
         table = calibrate(state.runner, state, clock)
     assert table is not None
     assert clock.now() > 1.0
+    assert table.host_work_us in (HOST_WORK_US, 1.7 * HOST_WORK_US)
     usual = launching_takes(table.host_work_us / HOST_WORK_US)
     took = [each.base_us / usual for each in (table.host_full, table.host_piecewise, table.host_eager)]
     assert took == pytest.approx([320, 1520, 9020], rel=0.05)
+
+
+def test_the_host_s_speed_is_noted_beside_the_step_that_is_timed(monkeypatch: Any) -> None:
+    """Not before the one in which rows join and kernels compile, for seconds maybe."""
+
+    class Noting(SimulatedClock):
+        ran = 0
+
+        def host_work_us(self) -> float:
+            assert len(runner.ran) > self.ran
+            last, self.ran = runner.ran[-1], len(runner.ran)
+            noted.append((last, self.ran))
+            return HOST_WORK_US
+
+    noted: list[Any] = []
+    runner = FakeRunner(Noting(), cost)
+    state = FakeState(runner, KEYS, Settings(max_num_reqs=64, max_num_tokens=2048))
+    state.config.split = False
+    with stand_ins(monkeypatch):
+        assert calibrate(runner, state, runner.clock) is not None
+    assert len(noted) > len(KEYS)
+    for last, place in noted:
+        assert runner.ran[place] == last
+
+
+def test_what_was_timed_is_brought_to_the_usual_speed_once(monkeypatch: Any) -> None:
+    """The median of what was noted: the first was slow, and one in the middle was interrupted."""
+    clock = SimulatedClock()
+    runner, times = FakeRunner(clock, cost), launching_takes(1.5)
+    with stand_ins(monkeypatch):
+        bench = Bench(runner, lambda *_: nullcontext(), lambda said: said, clock)
+    case = Case(None, Rows(0, 0, 8))
+    slow, quick = Times(150.0 * times, 100.0 * times, 60.0, 0), Times(150.0, 100.0, 60.0, 0)
+    case.times = [slow] * 10 + [quick] * 20
+    works = [1.5 * HOST_WORK_US] * 10 + [HOST_WORK_US] * 20
+    works[20] *= 9
+    bench._visits = [(case, visit, work) for visit, work in enumerate(works)]
+    assert bench.at_one_speed() == HOST_WORK_US
+    for each in case.times:
+        assert each == pytest.approx(quick)
+    assert bench.at_one_speed() == 0.0
+    assert case.times[0] == pytest.approx(quick)
+
+
+def test_a_step_that_the_device_bounds_is_not_quicker_with_the_host() -> None:
+    """But what comes after both is the host's."""
+    case = Case(None, Rows(0, 0, 8))
+    case.times = [Times(250.0, 100.0, 200.0, 0), Times(130.0, 100.0, 60.0, 0)]
+    case.bring(0, 2.0)
+    case.bring(1, 2.0)
+    assert case.times == [Times(225.0, 50.0, 200.0, 0), Times(75.0, 50.0, 60.0, 0)]
 
 
 def test_a_slow_spell_that_no_note_tells_is_not_what_launching_pieces_costs(monkeypatch: Any) -> None:
@@ -256,6 +311,34 @@ def test_a_slow_spell_that_no_note_tells_is_not_what_launching_pieces_costs(monk
 
 def test_what_rows_cost_that_join_again_is_measured(monkeypatch: Any) -> None:
     _, _, state = calibrated(monkeypatch)
+    assert state.rejoin_us == pytest.approx(JOIN_US, rel=0.05)
+
+
+def test_what_rows_cost_that_join_again_is_of_the_table_s_speed(monkeypatch: Any) -> None:
+    """The host is half as slow again from when rows join again on."""
+    slow = False
+
+    class Slowing(SimulatedClock):
+        def host_work_us(self) -> float:
+            return HOST_WORK_US * (1.5 if slow else 1.0)
+
+        def launch(self, host_us: float, device_us: float) -> None:
+            super().launch(host_us * (launching_takes(1.5) if slow else 1.0), device_us)
+
+    rejoin = Bench.rejoin
+
+    def slowly(self: Bench, case: Case, chunk: Case) -> Any:
+        nonlocal slow
+        slow = True
+        return rejoin(self, case, chunk)
+
+    monkeypatch.setattr(Bench, "rejoin", slowly)
+    clock = Slowing()
+    state = FakeState(FakeRunner(clock, cost), KEYS, Settings(max_num_reqs=64, max_num_tokens=2048), 20.0)
+    with stand_ins(monkeypatch):
+        table = calibrate(state.runner, state, clock)
+    assert table is not None
+    assert table.host_work_us == HOST_WORK_US
     assert state.rejoin_us == pytest.approx(JOIN_US, rel=0.05)
 
 
