@@ -1,9 +1,9 @@
-"""Whether a way of more launches is surely cheaper than one of fewer, by costs that were timed within two seconds.
+"""Whether a way of more launches is cheaper than one of fewer beyond doubt, by costs of two seconds' timing.
 
 Two things are unsure. Times differ by some percent from one timing to the next. And the host's were taken at the speed
-that its core had then: where the core turns slow, for seconds at a time, launching takes up to `SLOWER_HOST` times as
-long. A step without a graph, or in pieces, waits for the launches that a graph spares, so that it is late by as much; a
-graph that is somewhat too large is never late by more than its padding.
+that its core had then: where the core turns slow, for seconds at a time, launching slows with it. A step without a
+graph, or in pieces, waits for the launches that a graph spares; a graph that is somewhat too large is never late by
+more than its padding. The doubt is of a core as slow as `SLOWER_HOST` says, and some steps on slow cores are slower.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from kpolicy_vllm.timing import NOISE
 __all__ = ["SLOWER_HOST", "surely_cheaper"]
 
 SLOWER_HOST = 1.78
-"""The most that launching eager steps took on slow cores of H200s' hosts, over what it took in calibration
-(docs/fidelity.md)"""
+"""Launching EAGER on slow cores of H200s' hosts, over what it took in calibration: the highest of five medians, each of
+steps beside which the host's fixed work took about as long, so that half of those took longer. That of pieces was 1.73
+(docs/fidelity.md)."""
 
 
 def surely_cheaper(costs: CostTable, key: GraphKey | None, than: GraphKey | None, numbers: BatchNumbers) -> bool:
-    """Whether a whole batch runs cheaper so by more than noise, and no dearer where the host turns slow.
+    """Whether a whole batch runs cheaper so by more than noise, and no dearer with a host `SLOWER_HOST` times as slow.
 
     Args:
         costs: what launches take.
