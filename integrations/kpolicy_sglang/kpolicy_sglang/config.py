@@ -133,6 +133,8 @@ class Config:
         return cls(**given)
 
 
+_READ = (("tuple", "whole numbers with commas between, for example 1,2,4"), ("bool", "1 or 0"), ("float", "a number"))
+"""What can be read as a setting, by how its type begins."""
 _KINDS: Mapping[str, str] = {name: str(field.type) for name, field in attrs.fields_dict(Config).items()}
 
 
@@ -152,4 +154,5 @@ def _parsed(name: str, text: str) -> Any:
             return text.strip().lower() in _TRUE
         return float(text) if kind.startswith("float") else text
     except ValueError:
-        raise ConfigError(f"{_PREFIX}{name.upper()} is {text!r}, which isn't a value of {name} ({kind}).") from None
+        told = next(words for begins, words in _READ if kind.startswith(begins))
+        raise ConfigError(f"{_PREFIX}{name.upper()} is {text!r}; it is {told}.") from None

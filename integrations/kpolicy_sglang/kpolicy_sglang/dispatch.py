@@ -42,6 +42,9 @@ def attach(runner: Any, phase: Phase) -> None:
         own = wrapped_by(runner, _RUNS, hook)
         if own is not None:
             setattr(runner, _RUNS, partial(inspect.unwrap(hook), phase, own, runner))
+    if phase.names and not phase.coupled:
+        # The runner before this one was asked so.
+        _past_hook(runner)
 
 
 def detach(runner: Any) -> None:

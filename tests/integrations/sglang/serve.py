@@ -90,7 +90,11 @@ def main() -> None:
     batches = _watched(trace)
     with torch.no_grad():
         served = trace.run(requests, 10)
-    said = {"tokens": tokens, "cycles": served["cycles"], "done": served["done"], "batches": batches}
+    past_registry = "get_new_batch_prefill" in vars(trace.scheduler)
+    said = {
+        "tokens": tokens, "cycles": served["cycles"], "done": served["done"], "batches": batches,
+        "past_registry": past_registry,
+    }  # fmt: skip
     print("SERVED " + json.dumps(said), flush=True)  # noqa: T201
 
 

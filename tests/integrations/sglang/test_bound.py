@@ -96,6 +96,18 @@ def test_a_scheduler_is_asked_past_the_registry(known):
     assert left - state.left == (3 if known else 0)
 
 
+@pytest.mark.parametrize(
+    ("found", "coupled", "past"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_runner_made_anew_has_the_inner_question_past_the_registry_too(found, coupled, past):
+    """0.5.23's, as the one before had it from its first step on; where ranks vote by it our hook stays."""
+    question = around(always(True), dispatch.prefill_can_replay_locally, [])
+    runner, phase = hooked("can_replay_locally", question)(**vars(runner_of())), phase_of(PREFILL)
+    phase.names, phase.coupled = {"a limit": 2} if found else None, coupled
+    dispatch.attach(runner, phase)
+    assert ("can_replay_locally" in vars(runner)) == past
+
+
 def test_a_limit_that_would_not_refuse_is_not_lifted(monkeypatch):
     """SGLang's on padding: a batch of 50 in a graph of 64 is within it, one of 3 isn't."""
     seen = []

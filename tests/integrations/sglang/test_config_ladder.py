@@ -63,6 +63,16 @@ def test_bad_values(name, value):
         Config.from_env({"KPOLICY_SGLANG": "1", name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [("SPLIT", "maybe", "1 or 0"), ("DECODE_SIZES", "1,x", "for example 1,2,4"), ("GAP_MS", "soon", "a number")],
+)
+def test_what_cannot_be_read_says_what_can(name, value, allowed):
+    """In words, and not as a type of Python's."""
+    with pytest.raises(KPolicyError, match=rf"^KPOLICY_{name} is '{value}'; it is .*{allowed}\.$"):
+        Config.from_env({"KPOLICY_SGLANG": "1", f"KPOLICY_{name}": value})
+
+
 STOCK_DECODE, STOCK_PREFILL = (1, 2, 4, 8, 12, 16, *range(24, 257, 8)), sglang_prefill_sizes(8192)
 
 

@@ -197,7 +197,10 @@ def test_split_changes_no_token(tmp_path):
         assert found[how]["done"] == 16
     for how in ("mixed", "split", "gap", "turns"):
         assert found[how]["tokens"] == found["stock"]["tokens"], how
+        # Its cycles don't go through the wrapper of SGLang's registry.
+        assert found[how]["past_registry"]
     assert found["stock"]["cycles"] is None
+    assert not found["stock"]["past_registry"]
     assert found["mixed"]["cycles"]["mixed"] > 5
     assert found["split"]["cycles"]["mixed"] == 0
     assert min(found["split"]["cycles"][order] for order in ("decode first", "extend first")) > 0
