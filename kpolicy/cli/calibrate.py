@@ -34,6 +34,11 @@ _LEAST_ROUNDS = 2
 """Samples of every step, from which all figures are measured"""
 _BEYOND_S = 1.0
 """Seconds beyond what was asked that aren't told"""
+_BOOT = (
+    "import sys; end = 2 + int(sys.argv[1]); sys.path[:] = sys.argv[2:end]; from kpolicy.cli import main; "
+    "main(sys.argv[end:])"
+)
+"""A repeat imports from where this process does, and not from the folder that it is in."""
 _TOTALS = ("profile", "device", "model", "graphs", "capture_s", "not_captured")
 """What is said of a calibration beside its table"""
 
@@ -146,7 +151,8 @@ def _repeat(out: Path, parts: Sequence[Path], given: Mapping[str, object], *, js
     for i, part in enumerate(parts):
         sys.stderr.write(f"kpolicy: calibration {i + 1} of {len(parts)}\n")
         sys.stderr.flush()
-        command = [sys.executable, "-m", "kpolicy", "calibrate", *options, "--out", str(part), "--json"]
+        paths = [str(len(sys.path)), *sys.path]
+        command = [sys.executable, "-c", _BOOT, *paths, "calibrate", *options, "--out", str(part), "--json"]
         ended = subprocess.run(command, stdout=subprocess.PIPE, check=False)  # noqa: S603 - our own interpreter, no shell
         if ended.returncode:
             return ended.returncode
@@ -266,5 +272,7 @@ def _render(totals: dict[str, Any], costs: CostTable) -> None:
         f"{costs.step_us:,.0f} us a step that nothing covers"
     )
     for part, us in totals.get("repeats_launching_us", {}).items():
+        if not us:
+            continue  # the host runs what it launches
         out.print(f"{part}: an eager prompt and a decode in pieces take {us:,.0f} us to launch")
     out.print(f"written to {totals['profile']}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,19 @@ def test_repeats_are_each_a_process_and_the_profile_their_middle(
     assert "--seed 3" in repeats[0].command, "a repeat has what was asked"
     assert ended.json["repeats_launching_us"].keys() == {str(part) for part in parts}
     assert ended.json["costs"] == made.costs.version
+
+
+def test_repeats_do_not_import_from_the_folder_they_are_in(
+    kpolicy: Command, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    """Nor does calibrating once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path not in {"", str(tmp_path)}])
+    for name in ("random.py", "json.py"):
+        (tmp_path / name).write_text("raise SystemExit(9)")
+    ended = kpolicy("calibrate", "--model", config, "--out", "p.json", "--repeats", 2, "--json", *SMALL)
+    assert ended.code == 0
+    assert (tmp_path / "p-2.json").exists()
 
 
 def test_a_repeat_that_fails_ends_it(kpolicy: Command, config: Path, tmp_path: Path) -> None:  # noqa: F811
