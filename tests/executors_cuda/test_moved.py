@@ -12,6 +12,7 @@ from benchmarks.engine_step import decode_inputs  # noqa: E402
 from benchmarks.host_step import NoModel, Point, opened  # noqa: E402
 from kpolicy.engine import COUNT_EVERY, LOOK_EVERY  # noqa: E402
 from kpolicy.executors.base import StepInputs  # noqa: E402
+from kpolicy.executors.cpu.faults import Faults  # noqa: E402
 from kpolicy.observe.events import GraphWithdrawn  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphState  # noqa: E402
@@ -146,3 +147,35 @@ def test_an_input_that_was_swapped_costs_the_graph_not_the_step(
     record = engine.registry.record(key)
     assert (record.state, record.reason) == (GraphState.WITHDRAWN, Reason.ADDRESS_CHANGED)
     assert engine.stats.replay_failures >= 1
+
+
+@pytest.mark.parametrize("what", ["temperature", "seed"])
+def test_a_sampling_input_that_was_swapped_costs_the_graph_not_the_step(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are staged where the rows are sampled, apart from the others."""
+    monkeypatch.setattr(torch.cuda, "Event", Point)
+    engine, model = opened()
+    inputs = decode_inputs(3, model.num_blocks)
+    inputs = inputs._replace(sampling={"temperature": [1.0] * 3, "seed": [1, 2, 3]})
+    (key,) = engine.step(inputs).decision.keys
+    buffers = engine.registry.record(key).handle.buffers
+    held = getattr(buffers, what)
+    setattr(buffers, what, torch.zeros(held.shape, dtype=held.dtype))
+    assert engine.step(inputs).decision.mode.value == "eager"
+    record = engine.registry.record(key)
+    assert (record.state, record.reason) == (GraphState.WITHDRAWN, Reason.ADDRESS_CHANGED)
+    assert engine.step(inputs).decision.mode.value == "eager"
+
+
+def test_a_run_with_faults_finds_swapped_inputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the adapter's own too, which could be staged."""
+    monkeypatch.setattr(torch.cuda, "Event", Point)
+    engine, model = opened()
+    engine.executor.adapter._faults = Faults(["staging_fails@1000000"])
+    inputs = decode_inputs(3, model.num_blocks)
+    (key,) = engine.step(inputs).decision.keys
+    buffers = engine.registry.record(key).handle.buffers
+    buffers.positions = engine.executor.adapter.alloc_static(tuple(buffers.positions.shape), "int64")
+    assert engine.step(inputs).decision.mode.value == "eager"
+    assert engine.registry.record(key).reason is Reason.ADDRESS_CHANGED

@@ -24,7 +24,7 @@ from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cuda.events import CudaEvent, Points, Recorder, first_line, new_span
 from kpolicy.executors.cuda.failures import classify
-from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of, swapped
+from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of
 from kpolicy.executors.cuda.streams import give_back, new_stream
 from kpolicy.executors.device import Failure, MemoryReport, Span
 from kpolicy.executors.simulated import Fault
@@ -162,9 +162,7 @@ class CudaAdapter:
 
     def stage(self, buffer: Any, values: Any, size: int, fill: float) -> None:
         if self._faults.planned:
-            self._check_lost()
-            if self._faults.due("staging_fails"):
-                raise RuntimeError("injected fault staging_fails")
+            self._check_staging()
         group, place = place_of(buffer)
         if not group.staged:
             self._dirty.append(group)
@@ -173,16 +171,18 @@ class CudaAdapter:
     def stage_all(self, jobs: Sequence[Job]) -> None:
         """`stage` for several buffers that `alloc_inputs` made together."""
         if self._faults.planned:
-            for job in jobs:
-                self.stage(*job)
-            return
-        try:
-            group, _ = place_of(jobs[0][0])
-        except ConfigError as error:
-            raise swapped(jobs[0][0]) from error
+            for _ in jobs:
+                self._check_staging()
+        group, _ = place_of(jobs[0][0])
         if group not in self._dirty:
             self._dirty.append(group)
         group.stage_all(jobs)
+
+    def _check_staging(self) -> None:
+        """Fail as planned."""
+        self._check_lost()
+        if self._faults.due("staging_fails"):
+            raise RuntimeError("injected fault staging_fails")
 
     def commit(self, until: Span | None = None) -> None:
         for group in self._dirty:

@@ -23,7 +23,7 @@ from kpolicy.executors.device import Span
 from kpolicy.executors.packing import FORMATS, PackedRows
 from kpolicy.reasons import Reason
 
-__all__ = ["BufferSpec", "Job", "StagedGroup", "place_of", "swapped"]
+__all__ = ["BufferSpec", "Job", "StagedGroup", "place_of"]
 
 TURNS = 5
 """Pieces of pinned memory: how many launches the host may be ahead of the device"""
@@ -156,7 +156,7 @@ class StagedGroup:
         for buffer, values, size, fill in jobs:
             place: _Place | None = getattr(buffer, _PLACE, None)
             if place is None or place.group is not self:
-                raise swapped(buffer)
+                raise _swapped(buffer)
             if type(values) in _PLAIN:
                 rows, offset, row_bytes, flat = places[place.buffer]
                 rows.put(values, size, fill, flat=flat)
@@ -234,7 +234,7 @@ class StagedGroup:
         return pieces
 
 
-def swapped(buffer: Any) -> GraphReplayError:
+def _swapped(buffer: Any) -> GraphReplayError:
     """What is wrong with a tensor in the place of a static input of a graph's."""
     return GraphReplayError(
         None,
@@ -248,9 +248,9 @@ def place_of(buffer: Any) -> tuple[StagedGroup, int]:
     """The group of a static buffer, and which of its buffers it is.
 
     Raises:
-        ConfigError: the tensor isn't a static buffer.
+        GraphReplayError: the tensor isn't a static buffer: somebody swapped one for it.
     """
     place: _Place | None = getattr(buffer, _PLACE, None)
     if place is None:
-        raise ConfigError("stage was given a tensor that alloc_static didn't make; only those have a fixed place.")
+        raise _swapped(buffer)
     return place
