@@ -5,9 +5,10 @@ replayed over the rows. Graphs take turns round by round. Ratios are to the smal
 padding is free. Whether all graphs give the same bits is looked at first.
 
 With ``--before`` kernels of an earlier version, from a folder that has its ``kpolicy/serving/gpu``, take turns with
-them; `after` is today's time over theirs, in the same graph.
+them; `after` is today's time over theirs, in the same graph. ``--beside`` does so with kernels to choose among, any
+number of them: `over_now` is their time over today's.
 
-Run: ``python -m benchmarks.gpu.padded --out FILE [--before FOLDER]``
+Run: ``python -m benchmarks.gpu.padded --out FILE [--before FOLDER] [--beside NAME=FOLDER ...]``
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from benchmarks.pairs import interval
 PAGE, MAX_MODEL_LEN = 32, 8192
 REPLAYS = 4
 """Of a graph, for one sample"""
+LARGEST_DIFFERENCE = 0.02
+"""Of two versions' results, relative; more is an error, not rounding"""
 
 
 class Heads(NamedTuple):
@@ -212,24 +215,54 @@ def measure(
         }
         for name in versions
     }
-    if "before" in versions:
-        found["after"] = {size: ratio(("now", size), ("before", size)) for size in sizes}
-        first, other = outs["now", sizes[0]].float(), outs["before", sizes[0]].float()
-        found["relative_difference"] = round(float((first - other).norm() / other.norm()), 5)
+    right = outs["now", sizes[0]].float()
+    for name in versions:
+        if name != "now":
+            difference = (outs[name, sizes[0]].float() - right).norm() / right.norm()
+            found[name]["relative_difference"] = round(float(difference), 5)
+        if name == "before":
+            found["after"] = {size: ratio(("now", size), (name, size)) for size in sizes}
+        elif name != "now":
+            found[name]["over_now"] = {size: ratio((name, size), ("now", size)) for size in sizes}
     return found
+
+
+def versions_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a cell has of each version."""
+    return {name: each for name, each in found.items() if isinstance(each, dict) and "layer_us" in each}
+
+
+def wrong(found: dict[str, Any]) -> bool:
+    """Whether a graph of a cell gives other bits than a smaller one, where it should not, or other results than now."""
+    return any(
+        (name != "before" and not each["same_bits"]) or not each.get("relative_difference", 0.0) <= LARGEST_DIFFERENCE
+        for name, each in versions_of(found).items()
+    )  # fmt: skip
 
 
 def table_of(cells: dict[str, Any]) -> list[str]:
     """A line a cell and version: microseconds and ratio by graph."""
     lines = []
     for cell, found in cells.items():
-        for name in [name for name in ("now", "before") if name in found]:
-            padding = {size: f" ({ratio[0]:.2f})" for size, ratio in found[name]["padding"].items()}
-            us = [f"{size}: {us:.1f}{padding.get(size, '')}" for size, us in found[name]["layer_us"].items()]
+        ratios = [("after", found.get("after", {}))]
+        for name, each in versions_of(found).items():
+            padding = {size: f" ({ratio[0]:.2f})" for size, ratio in each["padding"].items()}
+            us = [f"{size}: {us:.1f}{padding.get(size, '')}" for size, us in each["layer_us"].items()]
             lines.append(f"{cell:24} {name:6} {'   '.join(us)}")
-        after = [f"{size}: {ratio[0]:.2f}" for size, ratio in found.get("after", {}).items()]
-        lines += [f"{'':24} after  {'   '.join(after)}"] if after else []
+            ratios.append((f"{name} over now", each.get("over_now", {})))
+        for label, by_size in ratios:
+            after = [f"{size}: {ratio[0]:.2f}" for size, ratio in by_size.items()]
+            lines += [f"{'':24} {label:6} {'   '.join(after)}"] if after else []
     return lines
+
+
+def named_folder(text: str) -> tuple[str, Path]:
+    """``NAME=FOLDER`` in two."""
+    name, _, folder = text.partition("=")
+    if not name or not folder or name in ("now", "before", "after"):
+        message = f"{text!r}: give NAME=FOLDER, a name other than now, before and after"
+        raise argparse.ArgumentTypeError(message)
+    return name, Path(folder)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -237,6 +270,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--before", type=Path, help="a folder with an earlier version's kpolicy/serving/gpu")
+    parser.add_argument(
+        "--beside", nargs="*", type=named_folder, default=[], metavar="NAME=FOLDER",
+        help="folders with other kpolicy/serving/gpu, each under a name of its own",
+    )  # fmt: skip
     parser.add_argument("--models", nargs="*", choices=MODELS, default=["1B", "0.5B"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tiny", action="store_true", help="two layers, few rows, plain kernels: a dry run")
@@ -249,9 +286,10 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     device = torch.device(options.device)
-    versions: dict[str, Any] = {"now": None if options.tiny else kernels_of(None)}
-    if options.before and not options.tiny:
-        versions["before"] = kernels_of(options.before)
+    folders = {"now": None, **({"before": options.before} if options.before else {}), **dict(options.beside)}
+    if len(dict(options.beside)) < len(options.beside):
+        parser.error("--beside: two folders have one name")
+    versions = {name: None if options.tiny else kernels_of(folder) for name, folder in folders.items()}
     models = {"toy": Heads(2, 4, 2, 16)} if options.tiny else {name: MODELS[name] for name in options.models}
     cells, graphs = (((2, 40),), (2, 4)) if options.tiny else (CELLS, GRAPHS)
     results = Results(options.out, header(options, "padded", argv))
@@ -269,12 +307,9 @@ def main(argv: list[str] | None = None) -> int:
                     print(*table_of({cell: results.cells[cell]}), f"{results.elapsed():.0f} s", sep="\n", flush=True)
             del caches
             synchronise(device.type)
-    wrong = [
-        cell for cell, found in results.cells.items()
-        if not found["now"]["same_bits"] or found.get("relative_difference", 0.0) > 0.02
-    ]  # fmt: skip
-    print(f"{len(results.cells)} cells, {wrong or 'none'} wrong")
-    return 1 if wrong else 0
+    bad = [cell for cell, found in results.cells.items() if wrong(found)]
+    print(f"{len(results.cells)} cells, {bad or 'none'} wrong")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

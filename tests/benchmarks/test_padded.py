@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,33 @@ def test_it_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     before = out.read_text()
     assert padded.main([*ARGUMENTS, str(out)]) == 0
     assert json.loads(out.read_text())["cells"] == json.loads(before)["cells"]
+
+
+def test_kernels_to_choose_among_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has its times, its ratio to today's and its difference; two of one name, and today's name, are refused."""
+    out = tmp_path / "out.json"
+    beside = ["--beside", "one=here", "two=there"]
+    assert padded.main([*ARGUMENTS, str(out), "--before", "old", *beside]) == 0
+    (found,) = json.loads(out.read_text())["cells"].values()
+    assert list(found) == ["now", "before", "one", "two", "after"]
+    assert found["after"].keys() == found["two"]["over_now"].keys() == {"2", "4"}
+    assert found["one"]["relative_difference"] == 0.0
+    assert capsys.readouterr().out.count("over now") == 2
+    for refused in ("one=elsewhere", "now=here", "one", "=here", "one="):
+        with pytest.raises(SystemExit):
+            padded.main([*ARGUMENTS, str(out), *beside, refused])
+        assert "--beside" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("difference", [0.5, math.nan])
+@pytest.mark.parametrize("name", ["before", "one"])
+def test_other_results_are_told(name: str, difference: float) -> None:
+    """Of any version; an earlier one alone may give other bits in each graph."""
+    now = {"layer_us": {2: 1.0}, "same_bits": True}
+    assert not padded.wrong({"now": now, name: {**now, "relative_difference": 0.001}, "after": {2: [1.0]}})
+    assert padded.wrong({"now": now, name: {**now, "relative_difference": difference}})
+    other = {**now, "same_bits": False, "relative_difference": 0.001}
+    assert padded.wrong({"now": now, name: other}) is (name != "before")
 
 
 def test_other_bits_are_told(
