@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,13 @@ class Rows:
         """
         machines([*self.all, row])
 
-    def has(self, model: str, load: str, side: str, repeat: int, requests: int | None = None) -> bool:
-        """Whether that is measured, with as many requests where it has any."""
-        wanted = (model, load, side, repeat, requests)
-        return any(
-            (row["model"], row["load"], row["side"], row["repeat"], row.get("requests")) == wanted for row in self.all
-        )
+    def has(self, model: str, load: str, sides: Iterable[str], repeat: int, requests: int | None = None) -> bool:
+        """Whether one process measured that with all of these sides, with as many requests where it has any."""
+        wanted, by_process = (model, load, repeat, requests), defaultdict[str, set[str]](set)
+        for row in self.all:
+            if (row["model"], row["load"], row["repeat"], row.get("requests")) == wanted:
+                by_process[row.get("began", "")].add(row["side"])
+        return any(found.issuperset(sides) for found in by_process.values())
 
     def summary(self, target: Path, content: dict[str, Any]) -> None:
         """Write what the rows come to, whole or not at all."""
@@ -104,8 +106,9 @@ class Measurement:
         self.rows = Rows(options.out / rows, options.done)
         self._log = (options.out / log).open("a")
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-        self.call: str = next((row["call"] for row in reversed(self.rows.all) if "call" in row), now)
-        """When the call began, or the one that this goes on with: pairs are of one call"""
+        call = next((row["call"] for row in reversed(self.rows.all) if "call" in row), now)
+        self.about: dict[str, str] = {"call": call, "began": now}
+        """When the call began, or the one that this goes on with; when this process did: its turns are compared"""
 
     def left_s(self) -> float:
         """Seconds of the budget that are left."""

@@ -79,8 +79,8 @@ class Starts(Measurement):
         wanted = [
             (repeat, name)
             for repeat in range(options.starts)
+            if not self.rows.has(model, "start", options.sides, repeat)
             for name in rotated(options.sides, repeat)
-            if not self.rows.has(model, "start", name, repeat)
         ]
         if not options.warm and (wanted or not options.starts):
             self.warm()
@@ -95,7 +95,7 @@ class Starts(Measurement):
             row = self._started(side, f"{model} {name} #{repeat}")
             side.end()
             if row:
-                self.rows.keep(model=model, load="start", side=name, repeat=repeat, call=self.call, **row)
+                self.rows.keep(model=model, load="start", side=name, repeat=repeat, **self.about, **row)
                 self.write()
         if following is not None:
             following.end()

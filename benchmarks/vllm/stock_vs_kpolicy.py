@@ -112,7 +112,7 @@ class Run(Measurement):
                 continue
             self._machine = machine(row)
             # Cold, and beside others: `benchmarks.vllm.starts` measures what a start takes.
-            self.rows.keep(model=model, load="cold start", side=name, repeat=0, call=self.call, cold=row)
+            self.rows.keep(model=model, load="cold start", side=name, repeat=0, cold=row, **self.about)
             say(
                 f"{model} {name}: ready after {time.monotonic() - started:.0f} s, {row['graphs']}, KV "
                 f"{row['kv_tokens']}, {row['mode']}, {row['runner']}, {row['scheduler']}"
@@ -143,10 +143,7 @@ class Run(Measurement):
             for round_ in range(options.repeats)
             for load in loads
             for repeat in self._repeats(load, round_)
-            if not all(
-                self.rows.has(model, load, name, repeat, len(made[load].requests))
-                for name in self._of(load, options.sides)
-            )
+            if not self.rows.has(model, load, self._of(load, options.sides), repeat, len(made[load].requests))
         ]
         if not wanted or self.left_s() < 90:
             return
@@ -184,7 +181,7 @@ class Run(Measurement):
                     side=name,
                     repeat=repeat,
                     requests=len(load.requests),
-                    call=self.call,
+                    **self.about,
                     **row,
                     **self._machine,
                 )

@@ -32,25 +32,25 @@ def summarise(rows: Iterable[dict[str, Any]], base: str = "stock", side: str = "
     """Rows of {model, load, figure, `base`, `side`, ratio, low, high, repeats}; a ratio above 1: `side` is better.
 
     Where raw rows say how many requests a load had, so do these, and other numbers are another load. Pairs are of one
-    call; of a load that several have served with both sides, the last one's count, with its ``date`` where rows tell
-    it. Where all of a row's turns tell the host's speed, ``host`` is the ratio of that: above 1 the side had the
-    quicker host.
+    process (``began``). Several may have gone on with a call; of the calls the last with pairs counts, with its
+    ``date`` where rows tell it. Where all of a row's turns tell the host's speed, ``host`` is the ratio of that: above
+    1 the side had the quicker host.
 
     Args:
         rows: raw rows, each with ``model``, ``side``, ``load`` (``start`` for start-up) and ``repeat``. Pairs are
-            formed by repeat; a repeat that one side lacks is left out.
+            formed by process and repeat; a repeat that one side lacks there is left out.
         base: the side that is compared with.
         side: the side that is compared.
     """
-    calls: dict[tuple[str, str, int | None], dict[str, dict[str, dict[int, dict[str, Any]]]]] = {}
+    calls: dict[tuple[str, str, int | None], dict[str, dict[str, dict[tuple[str, int], dict[str, Any]]]]] = {}
     for row in rows:
         sides = calls.setdefault((row["model"], row["load"], row.get("requests")), {}).setdefault(
             row.get("call", ""), {}
         )
-        sides.setdefault(row["side"], {})[row["repeat"]] = row
+        sides.setdefault(row["side"], {})[row.get("began", ""), row["repeat"]] = row
     found = []
     for (model, load, requests), by_call in calls.items():
-        both = [call for call, sides in by_call.items() if base in sides and side in sides]
+        both = [call for call, sides in by_call.items() if sides.get(base, {}).keys() & sides.get(side, {}).keys()]
         if not both:
             continue
         bases, others = (by_call[max(both)][name] for name in (base, side))

@@ -41,6 +41,23 @@ def test_pairs_are_of_one_repeat() -> None:
     assert (found["ratio"], found["low"], found["repeats"]) == (1.0, None, 1)
 
 
+def test_pairs_are_of_one_process() -> None:
+    """A later one that goes on with its rows has another host; repeats of the same numbers are turns of their own."""
+    first = [row(side, 0, requests_per_s=rate, call="1", began="1") for side, rate in (("stock", 1.0), ("wide", 3.0))]
+    later = [row(side, 0, requests_per_s=rate, call="1", began="2") for side, rate in (("kpolicy", 8.0), ("wide", 4.0))]
+    assert summarise([*first, *later]) == []
+    (found,) = summarise([*first, *later], "wide", "kpolicy")
+    assert (found["ratio"], found["repeats"]) == (2.0, 1)
+    more = [row(side, 0, requests_per_s=rate, call="1", began="3") for side, rate in (("stock", 1.0), ("wide", 12.0))]
+    (found,) = summarise([*first, *later, *more], "stock", "wide")
+    assert (found["ratio"], found["repeats"]) == (6.0, 2)
+    # A call without a pair leaves the earlier one's.
+    apart = [row("stock", 0, requests_per_s=1.0, call="4", began="4")]
+    apart += [row("wide", 0, requests_per_s=1.0, call="4", began="5")]
+    (found,) = summarise([*first, *apart], "stock", "wide")
+    assert found["ratio"] == 3.0
+
+
 def test_the_interval_is_student_s_over_logarithms() -> None:
     mean, low, high = ratio_interval([1.0, 2.0, 4.0])
     assert mean == pytest.approx(2.0)

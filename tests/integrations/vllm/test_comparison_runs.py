@@ -64,14 +64,16 @@ def test_a_call_of_starts_that_would_do_nothing_is_refused(
 
 
 def test_starts_on_record_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """But for a repeat that was cut, which is made again with all its sides: one process's alone are compared."""
     start(tmp_path, "--sides", "stock", "kpolicy")
     raw = tmp_path / "starts.jsonl"
     lines = raw.read_text().splitlines()
     raw.write_text("\n".join(lines[:-1]) + "\n")
     capsys.readouterr()
-    assert start(tmp_path, "--sides", "stock", "kpolicy") == 0
-    assert len(raw.read_text().splitlines()) == len(lines)
-    assert "#0" not in capsys.readouterr().out
+    for _ in range(2):
+        assert start(tmp_path, "--sides", "stock", "kpolicy") == 0
+        assert len(raw.read_text().splitlines()) == len(lines) + 1
+        assert "#0" not in capsys.readouterr().out
 
 
 def test_a_side_that_cannot_start_leaves_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -406,8 +408,18 @@ def test_a_call_that_goes_on_with_another_s_rows_is_one_with_it(tmp_path: Path) 
     rows = served(tmp_path, "--repeats", "1", "--loads", "decode-4")
     more = served(tmp_path, "--repeats", "2", "--loads", "decode-4")
     assert len({row["call"] for row in more}) == 1 == len({row["call"] for row in rows})
+    assert [len({row["began"] for row in each}) for each in (rows, more)] == [1, 2]
     written = json.loads((tmp_path / "vllm_stock_vs_kpolicy.json").read_text())["rows"]
     assert {row["repeats"] for row in written} == {2}
+
+
+def test_a_repeat_that_was_cut_is_measured_again_with_all_its_sides(tmp_path: Path) -> None:
+    """What a side had in another process isn't compared with."""
+    rows = served(tmp_path, "--repeats", "1", "--loads", "decode-4", "--sides", "stock", "kpolicy")
+    kept = [row for row in rows if row["side"] == "stock"]
+    (tmp_path / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    more = served(tmp_path, "--repeats", "1", "--loads", "decode-4", "--sides", "stock", "kpolicy")[len(kept) :]
+    assert {row["side"] for row in more if row["load"] == "decode-4"} == {"stock", "kpolicy"}
 
 
 def call(folder: Path, load: str, *abouts: dict[str, str]) -> Path:
