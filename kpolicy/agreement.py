@@ -1,15 +1,16 @@
 """What ranks make equal before they decide: costs, and the set of graphs that may be replayed.
 
 Rank 0's cost table and planned keys are broadcast with the policy and settings they belong to. Every rank says whether
-it runs on the device that the table was measured on: one that doesn't would be decided for by another device's times,
-and then so would all others, which wait for it. Then every rank votes which planned keys it lacks, and a key that any
-rank lacks is withdrawn on all. After that the captured sets are equal, and every decision is made from reduced votes,
-so ranks can't disagree.
+it runs on the device and the model that the table was measured on and with: one that doesn't would be decided for by
+another's times, and then so would all others, which wait for it. Then every rank votes which planned keys it lacks,
+and a key that any rank lacks is withdrawn on all. After that the captured sets are equal, and every decision is made
+from reduced votes, so ranks can't disagree.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kpolicy.costs import CostTable, analytic_costs
@@ -36,7 +37,7 @@ def other_device(costs: CostTable, executor: Executor | None) -> str:
 def other_model(costs: CostTable, executor: Executor | None) -> str:
     """The executor's model where measured costs are of another one and both say which; otherwise empty.
 
-    Ranks don't compare models: a rank's share of one has a name of its own.
+    A rank's share of a model says so by having no name (`StepModel`), and so takes rank 0's costs.
     """
     if not costs.measured or not costs.measured_with:
         return ""
@@ -54,23 +55,23 @@ def synchronise(engine: Engine, communicator: Communicator, *, own: bool) -> tup
         own: the Engine has measured its costs itself.
 
     Returns:
-        (rank 0's costs, empty). Where rank 0 has measured them itself and another rank runs on another device, analytic
-        ones, and why.
+        (rank 0's costs, empty). Where rank 0 has measured them itself and another rank runs on another device or
+        another model, analytic ones, and why.
 
     Raises:
         RankError: a rank has another policy, other settings or other planned keys than rank 0, or runs on another
-            device than the costs that rank 0 was given were measured on.
+            device or another model than the costs that rank 0 was given are of.
     """
     from kpolicy.schemas import Profile, dumps, loads
 
     mine = _terms(engine)
-    profile = dumps(Profile(costs=engine.costs, device=engine.costs.measured_on, model=""))
+    profile = dumps(Profile(costs=engine.costs, device=engine.costs.measured_on, model=engine.costs.measured_with))
     told = json.loads(communicator.broadcast(json.dumps({"terms": mine, "profile": profile, "own": own})))
     different = [name for name in mine if mine[name] != told["terms"].get(name)]
     costs = loads(told["profile"], Profile).costs
-    here = other_device(costs, engine.executor)
+    here = [other_device(costs, engine.executor), other_model(costs, engine.executor)]
     # Everyone learns of a disagreement, so that no rank waits for one that has raised.
-    bad, apart = communicator.all_reduce_max([int(bool(different)), int(bool(here))])
+    bad, *apart = communicator.all_reduce_max([int(bool(each)) for each in (different, *here)])
     if different:
         name = different[0]
         raise RankError(
@@ -80,15 +81,11 @@ def synchronise(engine: Engine, communicator: Communicator, *, own: bool) -> tup
     if bad:
         raise RankError(f"rank {communicator.rank} agrees with rank 0, but another rank doesn't; its error says what.")
     why = ""
-    if apart:
-        measured = f"costs {costs.version!r}, by which all ranks decide, were measured on {costs.measured_on}, and "
-        measured += f"rank {communicator.rank} runs on {here}" if here else "another rank runs on another device"
+    if any(apart):
+        why, remedy = _other(costs, here, communicator.rank, device=apart[0] > 0)
         if not told["own"]:
-            raise RankError(
-                f"{measured}. Start all ranks on one kind of device, or leave costs out on every rank; with "
-                "measured_on='' costs are taken as is."
-            )
-        costs, why = analytic_costs(), f"{measured}: ranks decide by analytic costs"
+            raise RankError(f"{why}. {remedy}")
+        costs, why = analytic_costs(), f"{why}: ranks decide by analytic costs"
     view = engine.registry.view(assumed=engine.executor is None)
     keys = sorted(engine.keys, key=str)
     missing = communicator.all_reduce_max([int(key not in view) for key in keys]) if keys else []
@@ -96,6 +93,31 @@ def synchronise(engine: Engine, communicator: Communicator, *, own: bool) -> tup
         if lacking and key in view:
             engine.registry.withdraw(key, Reason.RANK_NEEDS_LESS)
     return costs, why
+
+
+def _other(costs: CostTable, here: Sequence[str], rank: int, *, device: bool) -> tuple[str, str]:
+    """What is wrong with costs of another device or model than a rank's, and what to do.
+
+    Args:
+        costs: rank 0's.
+        here: this rank's device and model, empty where the costs are of it.
+        rank: this rank.
+        device: a rank is on another device; otherwise one has another model.
+    """
+    by = f"costs {costs.version!r}, by which all ranks decide, were measured "
+    leave = "or leave costs out on every rank; with"
+    if device:
+        runs = f"rank {rank} runs on {here[0]}" if here[0] else "another rank runs on another device"
+        return (
+            f"{by}on {costs.measured_on}, and {runs}",
+            f"Start all ranks on one kind of device, {leave} measured_on='' costs are taken as is.",
+        )
+    runs = f"rank {rank} runs {here[1]}" if here[1] else "another rank runs another model"
+    return (
+        f"{by}with {costs.measured_with}, and {runs}",
+        f"Start all ranks with one model, {leave} measured_with='', or a model without a full_name such as a rank's "
+        "share, costs are taken as is.",
+    )
 
 
 def _terms(engine: Engine) -> dict[str, Any]:

@@ -110,7 +110,8 @@ class Engine:
         ConfigError: an argument can't be used; subclasses say which.
         BudgetRefused: the ladder has more graphs than the budget admits.
         ProfileError: the costs were measured on another device, or with another model.
-        RankError: of several ranks, one was started otherwise, or runs on another device than rank 0's costs are of.
+        RankError: of several ranks, one was started otherwise, or runs on another device or another model than rank
+            0's costs are of.
     """
 
     def __init__(
@@ -352,8 +353,8 @@ class Engine:
         """Make ranks equal: rank 0's costs for all, and only graphs that every rank has. Called by every rank.
 
         Raises:
-            RankError: ranks have other policies, settings or planned graphs, or another device than the costs that
-                rank 0 was given were measured on.
+            RankError: ranks have other policies, settings or planned graphs, or another device or model than the costs
+                that rank 0 was given are of.
         """
         if self._communicator is not None:
             from kpolicy.agreement import synchronise

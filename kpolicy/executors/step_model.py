@@ -95,7 +95,8 @@ class StepModel(Protocol):
 
     Optional: `static_tensors()`, what graphs read besides their inputs, by name, for checks of addresses;
     `give_back()`, called when an executor is released, frees what the model keeps for steps to come; `full_name`, what
-    the model calls itself, by which costs that were measured with another one are told.
+    the model calls itself, by which costs that were measured with another one are told. A rank's share of a model has
+    none, since all ranks decide by rank 0's costs.
     """
 
     @property

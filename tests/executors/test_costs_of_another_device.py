@@ -212,3 +212,51 @@ def test_what_ranks_measure_themselves_costs_no_start(apart: bool, monkeypatch: 
         assert engine.costs.measured is not apart
         assert ("ranks decide by analytic costs" in engine.calibration_error) is apart
         assert (HERE in engine.calibration_error) is apart
+
+
+OTHER = "Qwen2ForCausalLM of 494.0 M parameters, bfloat16"
+
+
+def of_models(communicator: ThreadCommunicator, *names: str, costs: Any = None) -> Engine:
+    """One rank's Engine, captured and made equal twice, with the model of its place."""
+    engine = Engine(costs=costs, executor=OfModel(names[communicator.rank]), communicator=communicator, ladder=[4])
+    engine.capture()
+    engine.sync()
+    return engine
+
+
+@pytest.mark.parametrize("names", [(OTHER, Named.full_name), (Named.full_name, OTHER), (OTHER, OTHER)])
+def test_ranks_refuse_costs_of_another_model_together(names: tuple[str, str]) -> None:
+    """Rank 0 like any other; whoever runs another model names both, and what to do."""
+    costs = with_model(Named.full_name)
+    for name, error in zip(
+        names, run_ranks(2, lambda rank: of_models(rank, *names, costs=costs), timeout_s=20), strict=True
+    ):
+        assert isinstance(error, RankError)
+        assert f"measured with {Named.full_name}, and" in str(error)
+        assert "Start all ranks with one model" in str(error)
+        assert (f"runs {OTHER}" if name == OTHER else "another rank runs another model") in str(error)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_ranks_keep_which_model_costs_are_of(share: bool) -> None:
+    """However often they become equal; a rank's share of a model has no name, and takes the costs."""
+    names = Named.full_name, "" if share else Named.full_name
+    costs = with_model(Named.full_name)
+    for engine in run_ranks(2, lambda rank: of_models(rank, *names, costs=costs), timeout_s=20):
+        assert isinstance(engine, Engine)
+        assert (engine.costs.version, engine.costs.measured_with) == ("t1", Named.full_name)
+        assert engine.calibration_error == ""
+
+
+def test_ranks_of_two_models_decide_by_analytic_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rank 0 measured its own."""
+    from kpolicy.executors import calibrate
+
+    monkeypatch.setattr(calibrate, "can_measure", lambda _executor: True)
+    monkeypatch.setattr(calibrate, "measure", lambda executor, *_, **__: with_model(executor.model.full_name))
+    for engine in run_ranks(2, lambda rank: of_models(rank, Named.full_name, OTHER), timeout_s=20):
+        assert isinstance(engine, Engine)
+        assert not engine.costs.measured
+        assert f"measured with {Named.full_name}, and" in engine.calibration_error
+        assert "ranks decide by analytic costs" in engine.calibration_error
