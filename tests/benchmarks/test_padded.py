@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -70,6 +74,86 @@ def test_other_bits_are_told(
     monkeypatch.setattr(padded, "plain", wrong)
     assert padded.main([*ARGUMENTS, str(tmp_path / "out.json")]) == 1
     assert "['toy/2 x 40'] wrong" in capsys.readouterr().out
+
+
+PACKAGE = "kpolicy.serving.gpu"
+KERNELS = """
+from kpolicy.serving import attention
+from kpolicy.serving.gpu.launch import NAME
+from kpolicy.serving.gpu.splits import FACTOR
+
+def paged_attention(query, key, value, rows, scale, {arrivals}prefills):
+    return attention.paged_attention(query, key, value, rows, scale, 0, 0.0) * FACTOR
+"""
+
+
+def kernels_in(folder: Path, factor: float, *, arrivals: bool) -> Path:
+    """A version's modules, which import each other and give so many times the result."""
+    inside = folder / "kpolicy" / "serving" / "gpu"
+    inside.mkdir(parents=True)
+    (inside / "launch.py").write_text(f"NAME = {folder.name!r}\n")
+    (inside / "splits.py").write_text(f"FACTOR = {factor}\ndef new_arrivals(device):\n    return []\n")
+    (inside / "paged.py").write_text(KERNELS.format(arrivals="arrivals, " if arrivals else ""))
+    (inside / "latent.py").write_text("from kpolicy.serving.gpu.paged import FACTOR, NAME\n")
+    return folder
+
+
+@pytest.fixture
+def today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """Today's modules, none of which needs a GPU here."""
+    inside = kernels_in(tmp_path / "today", 1.0, arrivals=True) / "kpolicy" / "serving" / "gpu"
+    made = {}
+    for name in ("launch", "splits", "paged", "latent"):
+        spec = importlib.util.spec_from_file_location(f"{PACKAGE}.{name}", inside / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        made[name] = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, f"{PACKAGE}.{name}", made[name])
+        spec.loader.exec_module(made[name])
+    return made
+
+
+def test_an_earlier_version_s_kernels_are_its_own(tmp_path: Path, today: dict[str, ModuleType]) -> None:
+    """With the modules that they import, each folder's; today's stay what they were."""
+    folders = [kernels_in(tmp_path / name, factor, arrivals=False) for name, factor in (("old", 2.0), ("older", 3.0))]
+    found = [padded.kernels_of(each) for each in (None, *folders)]
+    told = [[(each[name].NAME, each[name].FACTOR) for name in ("paged", "latent")] for each in found]
+    assert told == [[("today", 1.0)] * 2, [("old", 2.0)] * 2, [("older", 3.0)] * 2]
+    for name, module in today.items():
+        assert sys.modules[f"{PACKAGE}.{name}"] is module
+    assert found[0] == {name: today[name] for name in ("paged", "latent")}
+
+
+def test_an_earlier_version_is_timed_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, today: dict[str, ModuleType]
+) -> None:
+    """`after` is today's time over its; results that are not today's are told."""
+    del today
+    monkeypatch.setattr(padded, "MODELS", {"toy": padded.Heads(2, 4, 2, 16)})
+    monkeypatch.setattr(padded, "CELLS", ((2, 40),))
+    monkeypatch.setattr(padded, "GRAPHS", (2, 4))
+    made = padded.calls_of
+
+    class Timed(padded.Graph):
+        """The earlier version takes four times as long."""
+
+        def us(self) -> float:
+            return 2.0 if self._read[0].old else 0.5  # type: ignore[attr-defined]
+
+    def calls_of(kernels: dict[str, ModuleType], *more: Any) -> Any:
+        run = made(kernels, *more)
+        run.old = kernels["paged"].NAME != "today"  # type: ignore[attr-defined]
+        return run
+
+    monkeypatch.setattr(padded, "calls_of", calls_of)
+    monkeypatch.setattr(padded, "Graph", Timed)
+    for name, factor, status in (("old", 1.01, 0), ("bad", 1.5, 1)):
+        folder, out = kernels_in(tmp_path / name, factor, arrivals=False), tmp_path / f"{name}.json"
+        given = ["--device", "cpu", "--models", "toy", "--rounds", "2", "--before", str(folder), "--out", str(out)]
+        assert padded.main(given) == status
+        (found,) = json.loads(out.read_text())["cells"].values()
+        assert {size: ratio[0] for size, ratio in found["after"].items()} == {"2": 0.25, "4": 0.25}
+        assert found["before"]["relative_difference"] == pytest.approx(factor - 1, rel=0.3)
 
 
 def test_a_folder_without_kernels_is_refused(tmp_path: Path) -> None:
