@@ -349,16 +349,29 @@ def test_profile_is_of_runs_alike(what, where, value, run):
         profile(found, [15, 16])
 
 
-def test_published_plan_is_what_was_run():
-    """The committed plan rests on the committed profile, and its sizes and drawn.json's are those that run 21 had."""
+@pytest.mark.parametrize(
+    ("run", "plan", "costs"),
+    [
+        (21, "plan_sglang_qwen05b", "profile_sglang_qwen05b"),
+        (28, "plan_sglang_qwen05b_60", "profile_sglang_qwen05b_mean"),
+    ],
+)
+def test_published_plan_is_what_was_run(run, plan, costs):
+    """A committed plan rests on its committed profile, and its sizes are those that its run had."""
     found = json.loads(RESULTS.read_text())
-    plan = read_plan(RESULTS.with_name("plan_sglang_qwen05b.json"))
-    assert plan.costs_version == read_profile(RESULTS.with_name("profile_sglang_qwen05b.json")).costs.version
-    starts = [each for each in found["starts"] if (each["run"], each["side"]) == (21, "planned")]
+    plan = read_plan(RESULTS.with_name(f"{plan}.json"))
+    assert plan.costs_version == read_profile(RESULTS.with_name(f"{costs}.json")).costs.version
+    starts = [each for each in found["starts"] if (each["run"], each["side"]) == (run, "planned")]
     assert starts
     for each in starts:
         assert each["decode_sizes"] == list(plan.sizes.decode)
         assert each["prefill_sizes"] == list(plan.sizes.piecewise)
+
+
+@pytest.mark.parametrize("run", [28, 30])
+def test_published_drawn_sizes_are_the_file_s(run):
+    """The sizes that were drawn are drawn.json's, with a plan and by kpolicy's own list."""
+    found = json.loads(RESULTS.read_text())
     loads = [f"{kind} {size} of" for _, kind, size in loads_of(BENCHMARKS / "sglang" / "drawn.json")]
-    measured = [row["load"] for row in found["rows"] if row["run"] == 21 and "steps" not in row["load"]]
+    measured = [row["load"] for row in found["rows"] if row["run"] == run and "steps" not in row["load"]]
     assert sorted(loads) == sorted(f"{load.partition(' of ')[0]} of" for load in measured if " of " in load)
