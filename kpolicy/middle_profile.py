@@ -7,8 +7,9 @@ writes the median of every figure, once all tables are brought to the middle one
 docs/fidelity.md shows.
 
 Curves are taken at every size that one of them has and all of them span. Of the host's times to launch, the median is
-that of steps of decodes, of a prompt and of both, which were measured; their parts, which weren't, are made of it. What
-some tables lack is the middle of those that have it.
+that of steps of decodes, of a prompt and of both, which were measured; their parts, which weren't, are made of it.
+Attention's parts are one fit, in which one may stand for another: where their medians together are above or below all
+tables, it is one table's whole. What some tables lack is the middle of those that have it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from typing import Any
 
 import attrs
 
-from kpolicy.costs import CostTable, Curve, HostCost
+from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.errors import ProfileError
 from kpolicy.kv_span import KvSpan
 from kpolicy.schemas import Profile
 
 __all__ = ["launching_us", "middle"]
+
+_ROWS_AND_KV = ((1, 64), (1, 4096), (8, 1024), (64, 64), (64, 1024), (512, 512), (512, 4096))
+"""Decode rows and the KV tokens of each, or tokens of a prompt's chunk and those that it attends to"""
+_BEYOND = 0.01
+"""Share of a time by which it may be outside all tables'"""
 
 
 def launching_us(costs: CostTable, work_us: float) -> float:
@@ -42,6 +48,8 @@ def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
         ProfileError: they aren't of one model, device and split, were measured by other versions or another fixed work,
             note their host's speed in part only, or have curves without a size in common.
     """
+    if not profiles:
+        raise ProfileError("there is no profile to take the middle of; give one or more.")
     first = profiles[0]
     for i, profile in enumerate(profiles):
         for name in ("device", "model", "tensor_parallel_size", "versions"):
@@ -75,6 +83,8 @@ def _middle(values: Sequence[Any], name: str) -> Any:
         return _curve(known, name)
     if isinstance(first, HostCost):
         return _host(known)
+    if isinstance(first, AttentionCost):
+        return _attention(known)
     if isinstance(first, KvSpan):
         # What not all of them were timed at is outside.
         return KvSpan(*map(min, zip(*map(attrs.astuple, known), strict=True)))
@@ -100,6 +110,23 @@ def _curve(curves: Sequence[Curve], name: str) -> Curve:
         spans = "; ".join(f"{curve.sizes[0]} to {curve.sizes[-1]}" for curve in curves)
         raise ProfileError(f"the curves of {name} have no size in common: {spans}. Calibrate each for as long.")
     return Curve(sizes, [statistics.median(curve.at(size) for curve in curves) for size in sizes])
+
+
+def _attention(costs: Sequence[AttentionCost]) -> AttentionCost:
+    """The middle of each part, if at usual rows and KV it lies among the tables; else the table's in the middle."""
+
+    def us(cost: AttentionCost) -> list[float]:
+        return [
+            cost.base_us + cost.row_us * rows + cost.unit_us * rows * kv + cost.kv_us * kv
+            for rows, kv in _ROWS_AND_KV
+        ]  # fmt: skip
+
+    parts = zip(*map(attrs.astuple, costs), strict=True)
+    found = AttentionCost(*(statistics.median(part) for part in parts))
+    among = zip(us(found), *map(us, costs), strict=True)
+    if all(min(each) * (1 - _BEYOND) <= at <= max(each) * (1 + _BEYOND) for at, *each in among):
+        return found
+    return sorted(costs, key=lambda cost: sum(us(cost)))[(len(costs) - 1) // 2]
 
 
 def _host(costs: Sequence[HostCost]) -> HostCost:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from json import loads as parse_json
 from pathlib import Path
+from signal import Signals
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -32,6 +33,8 @@ DEVICES = ("auto", "cpu", "cuda")
 SECONDS = 60.0
 _LEAST_ROUNDS = 2
 """Samples of every step, from which all figures are measured"""
+_SIGNAL = 128
+"""And a signal's number: a shell's code of what it ended"""
 _BEYOND_S = 1.0
 """Seconds beyond what was asked that aren't told"""
 _BOOT = (
@@ -154,9 +157,14 @@ def _repeat(out: Path, parts: Sequence[Path], given: Mapping[str, object], *, js
         paths = [str(len(sys.path)), *sys.path]
         command = [sys.executable, "-c", _BOOT, *paths, "calibrate", *options, "--out", str(part), "--json"]
         ended = subprocess.run(command, stdout=subprocess.PIPE, check=False)  # noqa: S603 - our own interpreter, no shell
+        if ended.returncode < 0:
+            name = Signals(-ended.returncode).name
+            sys.stderr.write(f"kpolicy: calibration {i + 1} of {len(parts)} was ended by {name}\n")
+            return _SIGNAL - ended.returncode
         if ended.returncode:
             return ended.returncode
-        said.append(parse_json(ended.stdout))
+        # A library may have written before.
+        said.append(parse_json(ended.stdout[ended.stdout.index(b"{\n") :]))
     profiles = [read_profile(part) for part in parts]
     made = middle(profiles, shlex.join(["kpolicy", *COMMAND.get()]))
     write_profile(out, made)
@@ -207,7 +215,7 @@ def _calibrate(
     else:
         _render(totals, costs)
     if took_s > seconds + _BEYOND_S:
-        sys.stderr.write(f"kpolicy: measuring everything twice took {took_s:.1f} s, beyond --seconds {seconds:g}\n")
+        sys.stderr.write(f"kpolicy: it took {took_s:.1f} s to measure every step twice, beyond --seconds {seconds:g}\n")
     for key, why in list(failed.items())[:3]:
         sys.stderr.write(f"kpolicy: {key} has no graph and wasn't measured: {why}\n")
     return 0

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import pytest
 
+import kpolicy.middle_profile
 from benchmarks import middle_profile
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs
+from kpolicy.errors import ProfileError
 from kpolicy.kv_span import KvSpan
 from kpolicy.schemas import Profile, read_profile, write_profile
 from kpolicy.step_effects import StepEffects
@@ -60,6 +62,23 @@ def test_each_figure_is_the_middle_ones(tmp_path: Path) -> None:
     assert found.mixed is None
 
 
+def test_attention_is_never_outside_the_tables(tmp_path: Path) -> None:
+    """Medians of parts that stand for one another would say 40 us of 8 rows, of which the tables say 80, 80 and 120."""
+    costs = [AttentionCost(0.0, 10.0, 0.0), AttentionCost(80.0, 0.0, 0.0), AttentionCost(40.0, 0.0, 0.1)]
+    found = middle(tmp_path, *(table(decode_attention=each) for each in costs)).decode_attention
+    assert found in costs
+    prefill = [
+        AttentionCost(*each) for each in ((100.0, 0.0, 0.001, 1.5), (110.0, 0.0, 0.002, 1.4), (90.0, 0, 0.003, 1.6))
+    ]
+    found = middle(tmp_path, *(table(prefill_attention=each) for each in prefill)).prefill_attention
+    assert found == AttentionCost(100.0, 0.0, 0.002, 1.5), "within them each part has its own middle"
+
+
+def test_no_profile_has_no_middle() -> None:
+    with pytest.raises(ProfileError, match="no profile"):
+        kpolicy.middle_profile.middle([])
+
+
 def test_curves_are_taken_where_all_of_them_are(tmp_path: Path) -> None:
     """At sizes of any, between those of the others; beyond where one ends they go on as they rose."""
     curves = [Curve([1, 4, 16], [100.0, 130.0, 250.0]), Curve([1, 16], [90.0, 240.0]), Curve([2, 8], [120.0, 150.0])]
@@ -74,7 +93,8 @@ def test_launching_is_the_middle_of_what_was_measured(tmp_path: Path) -> None:
     found = middle(tmp_path, *(table(host_eager=each) for each in costs)).host_eager
     ways = ((True, False), (False, True), (True, True))
     times = [found.base_for(decodes=decodes, prefills=prefills) for decodes, prefills in ways]
-    assert (times, found.req_us) == (pytest.approx([1400.0, 1100.0, 1500.0]), 2.0)
+    assert times == pytest.approx([1400.0, 1100.0, 1500.0])
+    assert found.req_us == 2.0
 
 
 def test_tables_are_brought_to_one_host_speed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

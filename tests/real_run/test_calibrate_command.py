@@ -90,6 +90,38 @@ def test_repeats_do_not_import_from_the_folder_they_are_in(
     assert (tmp_path / "p-2.json").exists()
 
 
+def test_time_beyond_what_was_asked_is_told(
+    kpolicy: Command, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    """In one line; within it nothing is said."""
+    out, *others = tmp_path / "p.json", *SMALL[:-2]
+    monkeypatch.setattr("kpolicy.cli.calibrate._BEYOND_S", 0.0)
+    ended = kpolicy("calibrate", "--model", config, "--out", out, *others, "--seconds", 1e-3)
+    assert ended.code == 0
+    told = [line for line in ended.err.splitlines() if line.startswith("kpolicy: it took ")]
+    assert len(told) == 1
+    assert told[0].endswith(" s to measure every step twice, beyond --seconds 0.001")
+    monkeypatch.setattr("kpolicy.cli.calibrate._BEYOND_S", 1e6)
+    ended = kpolicy("calibrate", "--model", config, "--out", out, *others, "--seconds", 1e-3)
+    assert "it took" not in ended.err
+
+
+def test_a_repeat_that_a_signal_ends_is_told(
+    kpolicy: Command, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    """With a shell's code; what was written before stays, and what a library prints before the result is no result."""
+    import kpolicy.cli.calibrate as command
+
+    monkeypatch.setattr(command, "_BOOT", f"print('a library says {{this}}'); {command._BOOT}")
+    ended = kpolicy("calibrate", "--model", config, "--out", tmp_path / "p.json", "--repeats", 2, *SMALL)
+    assert ended.code == 0, ended.err
+    monkeypatch.setattr(command, "_BOOT", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    ended = kpolicy("calibrate", "--model", config, "--out", tmp_path / "q.json", "--repeats", 2, *SMALL)
+    assert ended.code == 128 + 9
+    assert "calibration 1 of 2 was ended by SIGKILL" in ended.err
+    assert not (tmp_path / "q.json").exists()
+
+
 def test_a_repeat_that_fails_ends_it(kpolicy: Command, config: Path, tmp_path: Path) -> None:  # noqa: F811
     """With its code, and no profile; a repeat may be no file that is read."""
     config.write_text(json.dumps({**TINY, "num_attention_heads": 3}))
