@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -395,17 +394,9 @@ class Engine:
 
         if not self._can_measure():
             return
-        stop_s, self._calibrate_s = time.perf_counter() + self._calibrate_s, 0.0
+        allowance_s, self._calibrate_s = self._calibrate_s, 0.0
         try:
-            while self._measured is None:
-                left_s = stop_s - time.perf_counter()
-                try:
-                    self._measured = measure(self.executor, self.registry, self.settings, allowance_s=left_s)
-                except GraphReplayError as error:
-                    # Without that graph once more: the others' costs are still this model's on this device.
-                    reason = error.reason or Reason.REPLAY_FAILED
-                    if error.key is None or not self.registry.withdraw(error.key, reason):
-                        raise
+            self._measured = measure(self.executor, self.registry, self.settings, allowance_s=allowance_s)
             self.take_costs(self._measured)
             if self._lazy is not None:
                 self._lazy.all_measured()

@@ -65,15 +65,62 @@ def test_a_graph_that_fails_over_and_over_ends_the_measuring(model: Any, monkeyp
     for key in (GraphKey(Part.FULL, 4, 4, query_len=1), None):
         engine = Engine("auto", executor=CpuExecutor(model), ladder=[4], settings=SETTINGS)
 
-        def failing(*_: Any, key: Any = key, **__: Any) -> Any:
+        def failing(*_: Any, key: Any = key) -> Any:
             raise GraphReplayError(key, "failed on purpose")
 
-        monkeypatch.setattr(calibrate, "measure", failing)
+        monkeypatch.setattr(Calibration, "measure", failing)
         engine.capture()
         assert not engine.costs.measured
         assert engine.calibration_error == "GraphReplayError: failed on purpose"
         lost = [record.key for record in engine.registry.records() if record.state is GraphState.WITHDRAWN]
         assert lost == [key] * (key is not None)
+
+
+def lost_late(model: Any, num_tokens: int, rounds: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An Engine that lost a decode graph after so many rounds, at the end of its allowance."""
+    engine = Engine("auto", executor=CpuExecutor(model), ladder=[1, 2, 4], settings=SETTINGS)
+    run, measured, calls = Bench._run, Calibration.measure, list[Calibration]()
+
+    def fails(bench: Bench, decision: Any, inputs: Any, again: bool) -> Any:
+        key = decision.launches[0].key
+        if bench.rounds == rounds and key == GraphKey(Part.FULL, num_tokens, num_tokens, query_len=1):
+            raise GraphReplayError(key, "failed late")
+        return run(bench, decision, inputs, again)
+
+    def measure(calibration: Calibration, _allowance_s: float) -> bool:
+        calls.append(calibration)
+        return len(calls) == 1 and measured(calibration, 600.0)
+
+    monkeypatch.setattr(Bench, "_run", fails)
+    monkeypatch.setattr(Calibration, "measure", measure)
+    engine.capture()
+    return engine
+
+
+def test_what_was_measured_before_a_graph_failed_stays(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the allowance too: curves have all sizes but its own, and attention its slope."""
+    engine = lost_late(model, 2, 3, monkeypatch)
+    assert engine.calibration_error == ""
+    assert engine.costs.measured
+    assert engine.costs.full.sizes == (1, 4)
+    assert engine.costs.piecewise.sizes == (1, 2, 4)
+    assert engine.costs.eager.sizes == (1, 4, 16)
+    assert engine.costs.kv_span is not None
+    assert engine.costs.kv_span.decode_step > 0
+
+
+@pytest.mark.parametrize(("num_tokens", "rounds", "words"), [
+    (4, 3, "attention of decode rows wasn't"),
+    (1, 0, "0 of 2 sizes of FULL decodes were measured"),
+])  # fmt: skip
+def test_a_table_of_too_little_is_none(
+    model: Any, num_tokens: int, rounds: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a graph failed and no time is left for what tells of its mode, costs stay analytic, and that is said."""
+    engine = lost_late(model, num_tokens, rounds, monkeypatch)
+    assert not engine.costs.measured
+    assert "failed late; in the rest of 1 s" in engine.calibration_error
+    assert words in engine.calibration_error
 
 
 def test_garbage_is_not_collected_within_the_allowance(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,12 +95,13 @@ class Bench:
     Args:
         executor: with graphs captured.
         model: what it runs.
+        earlier: one that ended, of the same two: cases that it has too begin with its samples.
 
     Attributes:
         rounds: samples of every case, so far.
     """
 
-    def __init__(self, executor: Any, model: Measurable) -> None:
+    def __init__(self, executor: Any, model: Measurable, earlier: Bench | None = None) -> None:
         self._executor = executor
         self._model = model
         self._adapter = executor.launcher.adapter
@@ -110,7 +111,10 @@ class Bench:
         self._times: list[list[_Times]] = []
         self._new: dict[int, list[_Times]] = {}
         self._often: dict[int, int] = {}
-        self._noted: list[float] = []
+        self._earlier = earlier
+        self._taken: set[int] = set()
+        """Of the earlier one's cases, those whose samples are here"""
+        self._noted: list[float] = [] if earlier is None else earlier._noted.copy()
         self._steady: list[float] = []
         self._brought: list[list[float]] = []
         self._brought_of, self._error = -1, 0.0
@@ -159,7 +163,22 @@ class Bench:
             self._own.append(case)
         if others is not None:
             self._others[case] = others
+        self._take(case)
         return case
+
+    def _take(self, case: int) -> None:
+        """Begin with the samples of the earlier one's same case, where there are any."""
+        earlier = self._earlier
+        if earlier is None:
+            return
+        for other, step in enumerate(earlier._cases):
+            alike = (other in earlier._own) == (case in self._own) and (other in earlier._others) == self.differs(case)
+            if other not in self._taken and earlier._times[other] and alike and step == self._cases[case]:
+                self._taken.add(other)
+                self._times[case] = earlier._times[other].copy()
+                if other in earlier._new:
+                    self._new[case] = earlier._new[other].copy()
+                return
 
     def measure(self, allowance_s: float) -> bool:
         """Run the cases, wave by wave and smallest first, then in rounds, until the allowance is spent.
@@ -219,7 +238,8 @@ class Bench:
         ran: list[int] = []
         token_s = {True: 0.0, False: 0.0}
         for alike in self._smallest_first():
-            left = list(alike)
+            left = [i for i in alike if not self._times[i]]
+            ran += [i for i in alike if self._times[i]]
             while left:
                 i = self._fitting(left, token_s)
                 if i is None and ran:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -28,6 +29,7 @@ from typing import Any
 
 from kpolicy.costs import FEW_DECODES, CostTable, Curve
 from kpolicy.decision import Launch
+from kpolicy.errors import GraphReplayError
 from kpolicy.executors.calibrate.attention import Bases, DecodeSlope, PrefillSlope, holding
 from kpolicy.executors.calibrate.bench import Bench, Measurable, Wave
 from kpolicy.executors.calibrate.host import HostTimes, host_by_rows
@@ -37,6 +39,7 @@ from kpolicy.heap import frozen_heap
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows, SplitForm
+from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Settings
 from kpolicy.step_effects import StepEffects
@@ -47,6 +50,8 @@ EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
 NOISE = 0.02
 """Of a time: what is within it of another is as good. Where the host runs the launches, samples tell; see `settled`."""
 _LEAST_US = 0.1
+_LEAST_SIZES = 2
+"""Sizes that say how a curve goes"""
 _SEVERAL = 4
 """Decode steps beside a prompt, where several are timed."""
 _WAYS = 2
@@ -61,10 +66,39 @@ def can_measure(executor: Any) -> bool:
 
 
 def measure(executor: Any, registry: GraphRegistry, settings: Settings, *, allowance_s: float) -> CostTable:
-    """`calibrate` for the model that the executor runs; see `can_measure`."""
+    """`calibrate` for the model that the executor runs, without graphs that fail meanwhile; see `can_measure`.
+
+    Those are withdrawn. What was measured of others stays, and what is left of the allowance goes to them.
+
+    Raises:
+        GraphReplayError: a graph failed that isn't named or was withdrawn before, or so late that a curve which should
+            have several sizes has fewer than two, or that decode rows' attention isn't known.
+    """
+    stop_s = time.perf_counter() + allowance_s
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    version = f"measured {at} on {executor.name}"
-    return calibrate(executor, registry, executor.model, settings, version=version, allowance_s=allowance_s)
+    calibration, failed = Calibration(executor, registry, executor.model, settings), None
+    try:
+        while True:
+            try:
+                with calibration.undisturbed():
+                    calibration.measure(stop_s - time.perf_counter())
+                break
+            except GraphReplayError as error:
+                if error.key is None or not registry.withdraw(error.key, error.reason or Reason.REPLAY_FAILED):
+                    raise
+                failed = error
+            calibration.end()
+            calibration = Calibration(executor, registry, executor.model, settings, earlier=calibration)
+        lacking = "" if failed is None else calibration.lacking()
+        if failed is not None and lacking:
+            raise GraphReplayError(
+                failed.key,
+                f"{failed}; in the rest of {allowance_s:g} s {lacking}. Give calibrate= more.",
+                failed.reason,
+            )
+        return calibration.table(f"measured {at} on {executor.name}")
+    finally:
+        calibration.end()
 
 
 def calibrate(
@@ -98,9 +132,13 @@ class Calibration:
 
     Args:
         executor, registry, model, settings: as `calibrate` takes them. Graphs that are captured later aren't timed.
+        earlier: one that ended, of the same: what it measured of graphs that are still there is kept.
     """
 
-    def __init__(self, executor: Any, registry: GraphRegistry, model: Measurable, settings: Settings) -> None:
+    def __init__(
+        self, executor: Any, registry: GraphRegistry, model: Measurable, settings: Settings,
+        earlier: Calibration | None = None,
+    ) -> None:  # fmt: skip
         self._registry = registry
         self._device: str = getattr(executor, "device_name", "")
         self._model: str = getattr(model, "full_name", "")
@@ -113,7 +151,7 @@ class Calibration:
         pieces = [key for key in keys if key.part is Part.PIECEWISE and key.num_tokens <= longest]
         most_reqs = min(settings.max_num_reqs, settings.max_num_tokens)
         sizes = sorted({size for size in EAGER_SIZES if size < longest} | {longest})
-        self._bench = bench = Bench(executor, model)
+        self._bench = bench = Bench(executor, model, None if earlier is None else earlier._bench)
 
         # Where pieces go over from decode rows to prompts a curve may bend.
         prompts = [key for key in pieces if key.num_tokens > most_reqs and not key.num_tokens & (key.num_tokens - 1)]
@@ -176,6 +214,21 @@ class Calibration:
     def _measured(self, cases: Sequence[tuple[int, int, bool]]) -> list[int]:
         """Those of a curve's cases that time came to."""
         return [case for case, _, _ in cases if self._bench.measured(case)]
+
+    def lacking(self) -> str:
+        """What was measured of too few sizes, in words; empty where a table says of each mode how it goes by size."""
+        curves = {
+            "EAGER": self._eager, "FULL decodes": self._full, "FULL graphs that hold prompts": self._mixed,
+            "PIECEWISE": self._pieces,
+        }  # fmt: skip
+        found = [
+            f"{len(self._measured(cases))} of {len(cases)} sizes of {name} were measured"
+            for name, cases in curves.items()
+            if len(self._measured(cases)) < min(_LEAST_SIZES, len(cases))
+        ]
+        if self._decoding.timed() == (0, 0):
+            found.append("attention of decode rows wasn't")
+        return ", ".join(found)
 
     def table(self, version: str) -> CostTable:
         """What was measured so far, as a table of that name."""
