@@ -16,6 +16,7 @@ from kpolicy.decision import Launch
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
 from kpolicy.schemas import read_profile
+from kpolicy.settings import Settings
 from kpolicy_vllm import dispatch
 from kpolicy_vllm.dispatch import Chooser
 from kpolicy_vllm.doubt import SLOWER_HOST
@@ -25,9 +26,9 @@ from tests.integrations.vllm.test_dispatch import chooser
 H200 = Path(dispatch.__file__).parents[3] / "benchmarks" / "results" / "h200" / "vllm_costs_qwen05b.json"
 
 
-def made_for(device_us: float, host_us: float) -> Chooser:
+def made_for(device_us: float, host_us: float, limits: Settings = LIMITS) -> Chooser:
     """A chooser whose graphs take 1 ms of the device and no more of the host, and EAGER so much."""
-    made, graphs = chooser("auto", LIMITS), Curve((1, 8192), (1000.0, 1000.0))
+    made, graphs = chooser("auto", limits), Curve((1, 8192), (1000.0, 1000.0))
     free = HostCost(50.0)
     costs = attrs.evolve(
         made.state.costs, measured=True, step_us=0.0, full=graphs, mixed=graphs, piecewise=graphs,
@@ -61,6 +62,10 @@ def test_above_vllm_s_own_sizes_costs_alone_decide() -> None:
     made = made_for(990.0, 900.0)
     assert made.cell(512, 0).label == ("full", "within_doubt")
     assert made.cell(513, 0).label == ("eager", "eager_is_cheaper")
+    # With fewer requests vLLM's own sizes end sooner.
+    made = made_for(990.0, 900.0, Settings(max_num_reqs=100, max_num_tokens=2048))
+    assert made.cell(200, 0).label == ("full", "within_doubt")
+    assert made.cell(201, 0).label == ("eager", "eager_is_cheaper")
 
 
 def test_the_graph_is_the_cheapest_and_the_log_has_the_policy_s_decision() -> None:
