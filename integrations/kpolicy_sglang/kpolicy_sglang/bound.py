@@ -1,16 +1,45 @@
 """Hooks that one object's method is bound to, past the registry's wrapper, which takes longer to call than most hooks.
 
 SGLang's registry puts the hooks on classes. Once one of them has an object in hand that is kpolicy's, the object's own
-attribute calls the same hook with what it wraps. Where the wrapper isn't ours alone, the registry's way stays.
+attribute calls the same hook with what it wraps. Where the wrapper isn't ours alone, the registry's way stays, and
+where the class's method is another one later, `leave_hooked` has it called again.
 """
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["calls", "names_of", "wrapped_by"]
+__all__ = ["bind", "calls", "leave_hooked", "names_of", "wrapped_by"]
+
+_bound: list[tuple[weakref.ref[Any], str, Any]] = []
+"""Objects, the method that each has an attribute of its own for, and their class's."""
+
+
+def bind(owner: object, name: str, own: Callable[..., Any]) -> None:
+    """Give an object its own attribute for a method of its class, unless it couldn't be left again."""
+    try:
+        known = weakref.ref(owner)
+    except TypeError:
+        return
+    setattr(owner, name, own)
+    _bound.append((known, name, getattr(type(owner), name)))
+
+
+def leave_hooked() -> None:
+    """Take away the attributes for methods that someone has replaced on the class since: theirs is to be called."""
+    kept = []
+    for known, name, method in _bound:
+        owner = known()
+        if owner is None or name not in vars(owner):
+            continue
+        if getattr(type(owner), name, None) is method:
+            kept.append((known, name, method))
+        else:
+            delattr(owner, name)
+    _bound[:] = kept
 
 
 def wrapped_by(owner: object, name: str, around: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -21,7 +50,15 @@ def wrapped_by(owner: object, name: str, around: Callable[..., Any]) -> Callable
 
 def calls(wrapper: object, around: Callable[..., Any]) -> bool:
     """Whether a wrapper of the registry's calls that hook."""
-    return any(cell.cell_contents is around for cell in getattr(wrapper, "__closure__", None) or ())
+    return any(_holds(cell, around) for cell in getattr(wrapper, "__closure__", None) or ())
+
+
+def _holds(cell: Any, around: Callable[..., Any]) -> bool:
+    """Whether a name of a closure is that hook; one that isn't set yet is none."""
+    try:
+        return cell.cell_contents is around
+    except ValueError:
+        return False
 
 
 def names_of(function: object) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any
 
 from kpolicy.reasons import Reason
-from kpolicy_sglang.bound import names_of, wrapped_by
+from kpolicy_sglang.bound import bind, names_of, wrapped_by
 from kpolicy_sglang.phase import EAGER, REPLAYS, Phase
 from kpolicy_sglang.refused import why_refused
 
@@ -41,7 +41,7 @@ def attach(runner: Any, phase: Phase) -> None:
     for hook in (decode_can_run, prefill_can_run, prefill_can_run_0_5_16):
         own = wrapped_by(runner, _RUNS, hook)
         if own is not None:
-            setattr(runner, _RUNS, partial(inspect.unwrap(hook), phase, own, runner))
+            bind(runner, _RUNS, partial(inspect.unwrap(hook), phase, own, runner))
     if phase.names and not phase.coupled:
         # The runner before this one was asked so.
         _past_hook(runner)
@@ -170,7 +170,7 @@ def _past_hook(runner: Any) -> None:
     """Have this runner ask what our hook on `can_replay_locally` is around."""
     own = wrapped_by(runner, _QUESTION, prefill_can_replay_locally)
     if own is not None:
-        setattr(runner, _QUESTION, MethodType(own, runner))
+        bind(runner, _QUESTION, MethodType(own, runner))
 
 
 def _asked_by_hook(original: Any, runner: Any, forward_batch: Any) -> None:

@@ -13,7 +13,7 @@ from kpolicy.errors import KPolicyError
 from kpolicy.settings import Settings
 from kpolicy_sglang import dispatch
 from kpolicy_sglang.arguments import data_parallel_rank, rank, resolved
-from kpolicy_sglang.bound import wrapped_by
+from kpolicy_sglang.bound import bind, wrapped_by
 from kpolicy_sglang.captures import collected_once, needs_one_warm_up
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.metrics import Metrics
@@ -418,7 +418,7 @@ def _step(scheduler: Any) -> Callable[[Any, Any], Any] | None:
         state.failures.note("setting up SPLIT", error, then="SGLang goes on")
     own = wrapped_by(scheduler, _NEW_BATCH, new_batch_prefill)
     if own is not None:
-        setattr(scheduler, _NEW_BATCH, partial(step, own))
+        bind(scheduler, _NEW_BATCH, partial(step, own))
     return step
 
 

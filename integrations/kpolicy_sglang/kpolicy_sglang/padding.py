@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
-from kpolicy_sglang.bound import names_of, wrapped_by
+from kpolicy_sglang.bound import bind, names_of, wrapped_by
 from kpolicy_sglang.captures import no_memory, without_frames
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.ranks import Ranks
@@ -116,7 +116,7 @@ def take_tails(runner: Any, failures: Failures) -> None:
         setattr(registry, _ATTRIBUTE, tails)
         own = wrapped_by(registry, _FILL, fill_from)
         if own is not None:
-            setattr(registry, _FILL, partial(_filled, tails, own, registry))
+            bind(registry, _FILL, partial(_filled, tails, own, registry))
 
 
 def leave_tails(runner: Any) -> None:
@@ -158,7 +158,8 @@ def _filled(tails: Tails, original: Any, registry: Any, forward_batch: Any, **si
         slot.reset_padding(slot._raw_n(rows, tokens), slot._padded_n(padded_rows, padded_tokens))
     sizes["padded_bs"], sizes["padded_num_tokens"] = rows, tokens
     names, beside = tails.names, [(into, sources)]
-    copy, names[_COPY] = names[_COPY], partial(_copied_along, names[_COPY], beside)
+    copy = _sglangs(names[_COPY])
+    names[_COPY] = partial(_copied_along, copy, beside)
     try:
         found = original(registry, forward_batch, **sizes)
     finally:
@@ -167,6 +168,11 @@ def _filled(tails: Tails, original: Any, registry: Any, forward_batch: Any, **si
         for tail, source in zip(into, sources, strict=True):
             tail.copy_(source)
     return found
+
+
+def _sglangs(copy: Any) -> Any:
+    """SGLang's copy, also while another fill has put ours in its place."""
+    return copy.args[0] if isinstance(copy, partial) and copy.func is _copied_along else copy
 
 
 def _copied_along(copy: Any, beside: list[tuple[list[Any], list[Any]]], dsts: list[Any], srcs: list[Any]) -> None:

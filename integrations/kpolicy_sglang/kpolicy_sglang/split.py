@@ -41,7 +41,7 @@ def split_of(scheduler: Any) -> Split | None:
 def counted(state: State, scheduler: Any, original: Any, running_batch: Any) -> Any:
     """AROUND one `get_new_batch_prefill` that is SGLang's own."""
     state.left -= 1
-    if not state.left:
+    if state.left <= 0:
         state.tick()
     return original(scheduler, running_batch)
 
@@ -107,7 +107,7 @@ class Split:
         """A decode step, or SGLang's next batch of prompts, which may end before a long one."""
         state = self._state
         state.left -= 1
-        if not state.left:
+        if state.left <= 0:
             state.tick()
         scheduler, turns = self._scheduler, self.turns
         queue, cut = scheduler.waiting_queue, scheduler.chunked_req
@@ -198,7 +198,7 @@ class Split:
         """SGLang's mixed batch, or one of its halves."""
         state = self._state
         state.left -= 1
-        if not state.left:
+        if state.left <= 0:
             state.tick()
         scheduler = self._scheduler
         if not scheduler.waiting_queue and scheduler.chunked_req is None:

@@ -10,6 +10,7 @@ from typing import Any
 from kpolicy.costs import Curve
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Objective
+from kpolicy_sglang.bound import leave_hooked
 from kpolicy_sglang.captures import Savings
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.counters import summary
@@ -81,9 +82,10 @@ class State:
             logger.warning("kpolicy: %s", message)
 
     def tick(self) -> None:
-        """Flush counters now and then. Whatever of it raises, SGLang goes on scheduling."""
+        """Flush counters now and then, and look for later hooks. Whatever of it raises, SGLang goes on scheduling."""
         self.left = _TICKS
         try:
+            leave_hooked()
             self._flush()
         except Exception as error:  # noqa: BLE001  as it says
             self.failures.note("counting", error, then="SGLang goes on")

@@ -1,13 +1,16 @@
 """Objects whose methods call kpolicy's hooks past the registry's wrapper."""
 
+import gc
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from kpolicy_sglang import dispatch, hooks, padding
+from kpolicy_sglang import bound, dispatch, hooks, padding
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import DECODE, PREFILL
+from kpolicy_sglang.split import Split, counted
 from kpolicy_sglang.state import State, attach
 from tests.integrations.sglang.test_dispatch import always, batch_of, phase_of, runner_of
 from tests.integrations.sglang.test_padding import Buffers
@@ -74,6 +77,72 @@ def test_someone_elses_hooks_are_called():
         assert runner.can_run_graph(batch_of(50)) is True
         assert passed == wanted
         assert phase.steps[50] == 1
+
+
+def ticked():
+    """A state's look at the clock, every 128 cycles."""
+    State(Config(summary_seconds=0), "0.5.16").tick()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_hook_that_comes_later_is_called(late):
+    """From the next look at the clock on, around ours; where none came the attribute stays."""
+    hook, passed = dispatch.decode_can_run, []
+    cls = hooked("can_run_graph", around(always(True), hook, passed))
+    runner, phase = cls(**vars(runner_of())), phase_of(DECODE)
+    dispatch.attach(runner, phase)
+    if late:
+        cls.can_run_graph = around(cls.can_run_graph, another, passed)
+    for _ in range(2):
+        ticked()
+        assert runner.can_run_graph(batch_of(50)) is True
+    assert passed == [another, hook] * 2 * late
+    assert phase.steps[50] == 2
+
+
+def test_what_is_bound_keeps_no_object():
+    """A runner that SGLang drops is gone, and one that can't be left again has no attribute."""
+    cls = hooked("can_run_graph", around(always(True), dispatch.decode_can_run, []))
+    runner = cls(**vars(runner_of()))
+    dispatch.attach(runner, phase_of(DECODE))
+    (known,) = [known for known, *_ in bound._bound if known() is runner]
+    del runner
+    gc.collect()
+    assert known() is None
+    ticked()
+    assert all(each is not known for each, *_ in bound._bound)
+    owner = SimpleNamespace(repeat=None)
+    bound.bind(owner, "__repr__", str)
+    assert vars(owner) == {"repeat": None}
+
+
+def test_a_wrapper_with_a_name_that_is_not_set_is_not_ours():
+    """It wraps a question that isn't kpolicy's, and is no reason to raise."""
+
+    def wrapper(*args):
+        return later(*args)
+
+    wrapper.__wrapped__ = always(True)
+    runner, phase = hooked("can_run_graph", wrapper)(**vars(runner_of())), phase_of(DECODE)
+    dispatch.attach(runner, phase)
+    assert "can_run_graph" not in vars(runner)
+    later = always(True)
+    assert runner.can_run_graph(batch_of(50)) is True
+
+
+def test_cycles_counted_down_too_far_look_at_the_clock(monkeypatch):
+    """Whatever else counted meanwhile: one less than none is none too."""
+    state, ticks = State(Config(), "0.5.16"), []
+    monkeypatch.setattr(state, "tick", partial(ticks.append, 1))
+    state.left = 0
+    scheduler = SimpleNamespace(
+        chunked_prefill_size=64, waiting_queue=[], chunked_req=None, is_mixed_chunk=False, max_running_requests=8
+    )
+    steps = [partial(counted, state, scheduler)]
+    split = Split(scheduler, state)
+    for step in (*steps, split._in_turns_step, split._split_step):
+        step(lambda *_: None, SimpleNamespace(reqs=[]))
+    assert ticks == [1, 1, 1]
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -1,5 +1,6 @@
 """Who clears what a batch leaves empty, over pretended buffers; test_oracle_padding.py has the real ones."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +117,75 @@ def test_a_runner_without_buffers_is_left_alone():
     padding.take_tails(runner, Failures())
     padding.leave_tails(runner)
     assert not vars(runner)
+
+
+class Filled(Buffers):
+    """Buffers of one slot, whose fill copies three rows by SGLang's name for it."""
+
+    def __init__(self, wait=lambda: None):
+        import torch
+
+        policy = SimpleNamespace(name="ZERO")
+        self.rows = torch.full((8,), 7)
+        super().__init__(ids=SimpleNamespace(
+            name="ids", axis="tokens", buffer=self.rows, padding_policy=policy, enabled=True, slice_fn=None,
+            post_fill=None,
+        ))  # fmt: skip
+        self.wait, self.failures = wait, Failures()
+        padding.take_tails(SimpleNamespace(buffer_registry=self, require_gathered_buffer=False), self.failures)
+
+    def fill_from(self, forward_batch, **sizes):
+        self.wait()
+        _grouped_foreach_copy_([self.rows[: sizes["raw_num_tokens"]]], [forward_batch.ids])
+
+    def filled(self):
+        """The rows after a batch of three of a graph of four."""
+        import torch
+
+        sizes = {"raw_bs": 3, "padded_bs": 4, "raw_num_tokens": 3, "padded_num_tokens": 4}
+        padding.fill_from(Filled.fill_from, self, SimpleNamespace(ids=torch.arange(1, 4)), **sizes)
+        return self.rows.tolist()
+
+
+def _copy_each(dsts, srcs):
+    for into, source in zip(dsts, srcs, strict=True):
+        into.copy_(source)
+
+
+def test_a_fill_takes_empty_rows_along_and_leaves_sglangs_copy(monkeypatch):
+    """One launch for both, and the copy by SGLang's name is SGLang's again."""
+    copied = []
+
+    def copy(dsts, srcs):
+        copied.append(len(dsts))
+        _copy_each(dsts, srcs)
+
+    monkeypatch.setitem(globals(), "_grouped_foreach_copy_", copy)
+    buffers = Filled()
+    assert buffers.filled() == [1, 2, 3, 0, 7, 7, 7, 7]
+    assert copied == [2]
+    assert _grouped_foreach_copy_ is copy
+
+
+def test_fills_that_overlap_leave_sglangs_copy(monkeypatch):
+    """One begins within another and ends after it: both are padded, and nothing of kpolicy's stays."""
+    monkeypatch.setitem(globals(), "_grouped_foreach_copy_", _copy_each)
+    inside, rows = threading.Event(), {}
+    first = Filled(wait=lambda: inside.wait(10))
+    thread = threading.Thread(target=lambda: rows.update(first=first.filled()))
+
+    def second_inside():
+        inside.set()
+        thread.join(10)
+
+    second = Filled(wait=second_inside)
+    thread.start()
+    while _grouped_foreach_copy_ is _copy_each and thread.is_alive():
+        pass
+    rows["second"] = second.filled()
+    assert rows["first"] == rows["second"] == [1, 2, 3, 0, 7, 7, 7, 7]
+    assert _grouped_foreach_copy_ is _copy_each
+    assert not first.failures.total + second.failures.total
 
 
 @pytest.mark.parametrize(("version", "phase", "on", "ranks", "made", "cleared"), [
