@@ -82,15 +82,31 @@ class AutoPolicy:
 
 
 def rate(context: PolicyContext) -> Callable[[GraphKey, int], float]:
-    """Dense device time of a key that replays so many tokens: all that differs between sizes of one kind."""
+    """Dense device time of a key that replays so many tokens, what padding takes included.
+
+    All that differs between sizes of one kind, but where padding takes something: then a full graph spares the host it.
+    """
     curve_for, padding_of = context.costs.curve_for, context.costs.padding_of
     return lambda key, num_tokens: curve_for(key).at(key.num_tokens) + padding_of(key, num_tokens)
 
 
 def cheapest(context: PolicyContext) -> Pick:
-    """The cheapest captured size; the smaller on ties."""
-    rated = rate(context)
-    return lambda keys, num_tokens: min(keys, key=lambda key: rated(key, num_tokens))
+    """The cheapest captured size; the smaller on ties.
+
+    Where a size with padding is quicker on the device than the exact one, and padding takes something, both: where the
+    host bounds the step, it is the exact one that takes less.
+    """
+    rated, padding_of = rate(context), context.costs.padding_of
+
+    def pick(keys: Sequence[GraphKey], num_tokens: int) -> Sequence[GraphKey]:
+        best = min(keys, key=lambda key: rated(key, num_tokens))
+        if padding_of(best, num_tokens):
+            exact = [key for key in keys if key.num_tokens == num_tokens]
+            if exact:
+                return exact[0], best
+        return (best,)
+
+    return pick
 
 
 def choose(

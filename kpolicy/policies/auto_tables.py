@@ -5,7 +5,8 @@ every other way keeps the host busy for longer than that. Other batches are scor
 `legal_ways` in their order and with the arithmetic of `CostTable.cost`, so that `select` equals `AutoPolicy.decide` to
 the last bit. Where each decode row runs one step, the gap is the cycle, so the shortest cycle has the least score
 whatever the weights. Steps with LoRA or with forbidden modes get tables of their own at first use. What is left (eager
-forbidden, row limits that token counts can't tell) goes through prepared ways.
+forbidden, row limits that token counts can't tell, two sizes of which the whole batch tells the cheaper) goes through
+prepared ways.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class AutoTables:
         step_us, eager, wholes, whole = costs.step_us, self._eager, self._wholes, self._whole
         dense_eager = self._dense_eager
         general, select_for = self._general, self._select_for
-        others = self._prepare_others(group, loras, forbidden_here)
+        others = _telling(self._prepare_others(group, loras, forbidden_here), group.open)
         most_loras = len(self._ways.tables.by_loras)
         alike = self._alike(loras)
         serves = frozenset(n for n in range(most_loras) if self._alike(n) == alike) | {loras}
@@ -224,7 +225,9 @@ class AutoTables:
         pieces = group.pieces
         return {
             q: [
-                self._row(at(column, num_reqs * q), at(pieces, num_reqs * q), num_reqs, num_reqs * q)
+                None
+                if num_reqs * q in group.open
+                else self._row(at(column, num_reqs * q), at(pieces, num_reqs * q), num_reqs, num_reqs * q)
                 for num_reqs in range((len(column) - 1) // q + 1)
             ]
             for q, column in group.uniform.items()
@@ -501,8 +504,28 @@ def _bases(host: HostCost) -> tuple[float, ...]:
     return tuple(host.base_for(decodes=bool(kinds & _DECODES), prefills=bool(kinds & _PREFILLS)) for kinds in range(4))
 
 
+def _telling(others: Callable[..., Decision | None], left_open: frozenset[int]) -> Callable[..., Decision | None]:
+    """`others`, and None where columns don't tell which graph is the cheapest; see `Group.open`."""
+    if not left_open:
+        return others
+
+    def told(
+        num_decodes: int, query_len: int, decode_kv: int, decode_tokens: int, num_prefills: int, prefill_tokens: int,
+        prefill_kv: int, prefill_pairs: int, max_decode_steps: int, num_tokens: int, *rest: Any,
+    ) -> Decision | None:  # fmt: skip
+        tokens = decode_tokens + prefill_tokens if num_tokens < 0 else num_tokens
+        if not left_open.isdisjoint((tokens, decode_tokens, prefill_tokens)):
+            return None
+        return others(
+            num_decodes, query_len, decode_kv, decode_tokens, num_prefills, prefill_tokens, prefill_kv, prefill_pairs,
+            max_decode_steps, num_tokens, *rest,
+        )  # fmt: skip
+
+    return told
+
+
 def _allowed(group: Group, forbidden: int) -> Group:
     """The group without the columns of forbidden modes."""
     if forbidden & Mode.FULL.bit:
-        group = Group({}, [], [], group.pieces)
+        group = Group({}, [], [], group.pieces, group.open)
     return group._replace(pieces=[]) if forbidden & Mode.PIECEWISE.bit else group

@@ -206,14 +206,14 @@ def piecewise_keys(numbers: BatchNumbers, ladder: CaptureLadder, rows: Rows = Ro
     return _of_case(ladder.piecewise, numbers.num_active_loras, lambda key: key.num_tokens >= tokens)
 
 
-Pick = Callable[[Sequence[GraphKey], int], GraphKey]
-"""Which of the fitting keys to replay for so many tokens."""
+Pick = Callable[[Sequence[GraphKey], int], Sequence[GraphKey]]
+"""Which of the fitting keys may be the one to replay for so many tokens: one, or more where the whole batch tells."""
 
 
 def legal_ways(
     numbers: BatchNumbers, context: PolicyContext, pick: Pick, *, forms: Iterable[SplitForm] = tuple(SplitForm)
 ) -> list[Way]:
-    """Every legal way to run the batch, one captured size each as `pick` takes it.
+    """Every legal way to run the batch, with captured sizes as `pick` takes them.
 
     Whole batches come before divided ones, and graphs before eager: on ties the earlier wins. A forbidden FULL,
     PIECEWISE or EAGER forbids every launch of that kind, halves of a SPLIT included.
@@ -225,10 +225,10 @@ def legal_ways(
         return [Way(Mode.EAGER, ())] if may_eager else []
     whole = full_keys(numbers, ladder) if may_full else ()
     if whole:
-        ways.append(Way(Mode.FULL, (Launch(Rows.ALL, pick(whole, numbers.total_tokens)),)))
+        ways += [Way(Mode.FULL, (Launch(Rows.ALL, key),)) for key in pick(whole, numbers.total_tokens)]
     pieces = piecewise_keys(numbers, ladder) if may_pieces else ()
     if pieces:
-        ways.append(Way(Mode.PIECEWISE, (Launch(Rows.ALL, pick(pieces, numbers.total_tokens)),)))
+        ways += [Way(Mode.PIECEWISE, (Launch(Rows.ALL, key),)) for key in pick(pieces, numbers.total_tokens)]
     if may_eager:
         ways.append(Way(Mode.EAGER, (Launch(Rows.ALL, None),)))
     if numbers.num_decodes and numbers.num_prefills and may_full and not forbidden & Mode.SPLIT.bit:
@@ -243,10 +243,14 @@ def _split_ways(
     if not decode_keys:
         return []
     prefill_keys = piecewise_keys(numbers, context.ladder, Rows.PREFILL) if pieces else ()
-    piece = pick(prefill_keys, numbers.num_prefill_tokens) if prefill_keys else None
-    tails = split_tails(piece, numbers, context)
-    decode = pick(decode_keys, numbers.decode_tokens)
-    return [way for form in forms for way in split_way(decode, tails, form, numbers.max_decode_steps)]
+    *first, piece = pick(prefill_keys, numbers.num_prefill_tokens) if prefill_keys else (None,)
+    tails = (*((key, None) for key in first), *split_tails(piece, numbers, context))
+    return [
+        way
+        for form in forms
+        for decode in pick(decode_keys, numbers.decode_tokens)
+        for way in split_way(decode, tails, form, numbers.max_decode_steps)
+    ]
 
 
 Tails = tuple[tuple["GraphKey | None", "Reason | None"], ...]

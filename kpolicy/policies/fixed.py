@@ -31,9 +31,9 @@ from kpolicy.shapes import BatchNumbers, BatchShape
 __all__ = ["FixedPolicy", "downgrades"]
 
 
-def smallest(keys: Sequence[GraphKey], _num_tokens: int) -> GraphKey:
+def smallest(keys: Sequence[GraphKey], _num_tokens: int) -> Sequence[GraphKey]:
     """The smallest captured size that holds the rows."""
-    return keys[0]
+    return keys[:1]
 
 
 @attrs.frozen

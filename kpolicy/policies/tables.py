@@ -25,7 +25,8 @@ class Entry(NamedTuple):
 
     `rate` is what the policy ranks sizes by, `num_reqs` and `max_query_len` what the graph holds at most, `uid` a
     small number that tells graphs apart, `padding_us` what the padding takes more (`CostTable.padding_us`), which
-    `rate` has too where it is a time.
+    `rate` has too where it is a time. `exact` is the graph without padding where that may be the cheaper one all the
+    same: the whole batch tells (`kpolicy.policies.auto.cheapest`).
     """
 
     key: GraphKey
@@ -34,6 +35,7 @@ class Entry(NamedTuple):
     max_query_len: int
     uid: int
     padding_us: float = 0.0
+    exact: Entry | None = None
 
     @property
     def way(self) -> Way:
@@ -53,6 +55,8 @@ class Group(NamedTuple):
     varlen: Column
     mixed: Column
     pieces: Column
+    open: frozenset[int] = frozenset()
+    """Tokens for which a column has an entry with an `exact` one"""
 
 
 class KeyTables:
@@ -100,19 +104,23 @@ _Both = tuple[Entry, Entry]
 
 
 def _group(ladder: CaptureLadder, by_key: Mapping[GraphKey, _Both], cases: Sequence[int]) -> Group:
+    left: set[int] = set()
+
     def column(keys: Iterable[GraphKey]) -> Column:
         filled: Column = []
         for case in cases:
             # The smallest case that holds the rows wins; a larger one only serves sizes the smaller lacks.
             filled += _by_tokens([by_key[key] for key in keys if key.lora_case == case])[len(filled) :]
+        left.update(tokens for tokens, entry in enumerate(filled) if entry is not None and entry.exact is not None)
         return filled
 
-    return Group(
+    columns = (
         {q: column(keys) for q, keys in ladder.uniform.items()},
         column(ladder.varlen),
         column(ladder.mixed),
         column(ladder.piecewise),
     )
+    return Group(*columns, frozenset(left))
 
 
 def _by_tokens(entries: Sequence[_Both]) -> Column:
@@ -126,7 +134,10 @@ def _by_tokens(entries: Sequence[_Both]) -> Column:
         low, high = entries[i - 1][0].key.num_tokens if i else 0, full.key.num_tokens
         # For as many tokens as it has, and no others, a graph is full; larger ones have padding.
         rival = column[high] or best
-        column[high] = full if rival is None or full.rate <= rival.rate else rival
+        if rival is None or full.rate <= rival.rate:
+            column[high] = full
+        else:
+            column[high] = rival._replace(exact=full) if rival.padding_us else rival
         if best is None or padded.rate <= best.rate:
             best = padded
         column[low + 1 : high] = [best] * (high - 1 - low)
@@ -177,11 +188,11 @@ class PreparedWays:
             if entry is not None:
                 if _overflows(entry, numbers.total_reqs, numbers.longest_decode):
                     return self.scan(numbers)
-                ways.append(self.whole(entry))
+                ways += map(self.whole, _both(entry))
         if not forbidden & _PIECES:
             entry = at(group.pieces, tokens)
             if entry is not None:
-                ways.append(self.whole(entry))
+                ways += map(self.whole, _both(entry))
         if not forbidden & _EAGER:
             ways.append(EAGER_WAY)
         if numbers.num_decodes and numbers.num_prefills and not forbidden & (_FULL | _SPLIT):
@@ -200,11 +211,18 @@ class PreparedWays:
         forbidden = numbers.forbidden
         piece = None if forbidden & _PIECES else at(group.pieces, numbers.num_prefill_tokens)
         tails = split_tails(piece and piece.key, numbers, self._context)
-        key = (decode.uid, tails, numbers.max_decode_steps)
+        if piece is not None and piece.exact is not None:
+            tails = ((piece.exact.key, None), *tails)
+        key = (decode.uid, decode.exact and decode.exact.uid, tails, numbers.max_decode_steps)
         ways = self._splits.get(key)
         if ways is None:
             steps = numbers.max_decode_steps
-            ways = [way for form in self._forms for way in split_way(decode.key, tails, form, steps)]
+            ways = [
+                way
+                for form in self._forms
+                for graph in _both(decode)
+                for way in split_way(graph.key, tails, form, steps)
+            ]
             if len(self._splits) >= _MOST_SPLITS:
                 self._splits.clear()
             self._splits[key] = ways
@@ -232,5 +250,11 @@ def decode_graph(group: Group, query_len: int, tokens: int) -> Entry | None:
     return at(group.varlen, tokens) or at(group.mixed, tokens)
 
 
+def _both(entry: Entry) -> tuple[Entry, ...]:
+    return (entry,) if entry.exact is None else (entry.exact, entry)
+
+
 def _overflows(entry: Entry, num_reqs: int, longest: int) -> bool:
-    return entry.num_reqs < num_reqs or entry.max_query_len < longest
+    if entry.num_reqs < num_reqs or entry.max_query_len < longest:
+        return True
+    return entry.exact is not None and _overflows(entry.exact, num_reqs, longest)

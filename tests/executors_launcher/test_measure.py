@@ -12,7 +12,6 @@ pytest.importorskip("transformers")
 
 from kpolicy.engine import Engine  # noqa: E402
 from kpolicy.errors import ConfigError, GraphReplayError, StickyDeviceError  # noqa: E402
-from kpolicy.executors import calibrate  # noqa: E402
 from kpolicy.executors.calibrate import Calibration  # noqa: E402
 from kpolicy.executors.calibrate.bench import Bench  # noqa: E402
 from kpolicy.executors.cpu import CpuExecutor  # noqa: E402

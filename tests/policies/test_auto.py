@@ -3,6 +3,7 @@
 import math
 
 import attrs
+import hypothesis
 import pytest
 
 from kpolicy.attention.support import Claims
@@ -11,10 +12,12 @@ from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.policies import PolicyContext, get_policy
+from kpolicy.policies.base import legal_ways
 from kpolicy.profiles import load_profile
 from kpolicy.reasons import Basis, Reason
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import GAP_TAIL_US, WAITING_REQS, BatchShape
+from kpolicy.testing.strategies import contexts, shapes
 
 SETTINGS = Settings(max_num_reqs=64)
 # A token is a microsecond of dense work, in every mode; attention is free unless a test says otherwise.
@@ -123,6 +126,38 @@ def test_a_graph_that_is_full_wins_where_padding_takes_something():
     assert decide(BatchShape.decode(16), costs=costs, claims="uniform").mode is Mode.PIECEWISE
     costs = attrs.evolve(COSTS, padding_us=(5000.0, 5000.0))
     assert decide(BatchShape.decode(15), costs=costs, claims="uniform").mode is Mode.EAGER
+
+
+def test_a_graph_that_is_full_wins_where_the_host_bounds_the_step():
+    """The larger graph is quicker on the device, which nobody waits for: its padding comes to the host's time."""
+    curve = Curve((8, 16), (1000.0, 900.0))
+    host = HostCost(2000.0)
+    costs = attrs.evolve(
+        COSTS, full=curve, mixed=curve, piecewise=curve, host_full=host, host_piecewise=host, padding_us=(50.0, 50.0)
+    )
+    for shape, claims in (
+        (BatchShape.decode(8), "mixed"),
+        (BatchShape(decodes=[(1, 4)], prefills=[(4, 0)]), "mixed"),
+        (BatchShape(decodes=[(1, 4)], prefills=[(4, 0)]), "uniform"),
+    ):
+        for host_us, size in ((2000.0, 8), (0.0, 16)):
+            host = HostCost(host_us)
+            bound = attrs.evolve(costs, host_full=host, host_piecewise=host, host_eager=HostCost(9000.0))
+            sizes = CaptureSizes.of([8, 16], SETTINGS)
+            assert decide(shape, costs=bound, claims=claims, sizes=sizes).keys[0].num_tokens == size
+
+
+@hypothesis.given(contexts(get_policy("auto:forms=in_turn+beside")), shapes())
+@hypothesis.settings(max_examples=200, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+def test_no_captured_size_would_be_cheaper(context, shape):
+    """Of all sizes that hold the rows or their halves, whatever padding takes and whichever side bounds the step."""
+    policy, numbers = get_policy("auto:forms=in_turn+beside"), shape.numbers
+    every = legal_ways(numbers, context, lambda keys, _num_tokens: keys, forms=policy.forms)
+    hypothesis.assume(every)
+    least_us = min(context.costs.cost(way.launches, numbers).cycle_us for way in every)
+    decision = policy.decide(shape, context)
+    assert context.costs.cost(decision.launches, numbers).cycle_us == pytest.approx(least_us, rel=1e-9)
+    assert policy.compile(context).select(*numbers) == decision
 
 
 def test_split_wins_where_the_mixed_batch_leaves_graph_mode():

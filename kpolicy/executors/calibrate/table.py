@@ -151,7 +151,8 @@ class Calibration:
         pieces = [key for key in keys if key.part is Part.PIECEWISE and key.num_tokens <= longest]
         most_reqs = min(settings.max_num_reqs, settings.max_num_tokens)
         sizes = sorted({size for size in EAGER_SIZES if size < longest} | {longest})
-        self._bench = bench = Bench(executor, model, None if earlier is None else earlier._bench)
+        bench = Bench(executor, model, None if earlier is None else earlier._bench)
+        self._bench: Bench = bench
 
         # Where pieces go over from decode rows to prompts a curve may bend.
         prompts = [key for key in pieces if key.num_tokens > most_reqs and not key.num_tokens & (key.num_tokens - 1)]
