@@ -47,7 +47,7 @@ class Account:
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
     def delay(self, us: float) -> None:
-        """Count a request that came so much later than the trace says, for want of a free client."""
+        """Count a request that is served and came so much later than the trace says, for want of a free client."""
         self.delayed += 1
         self.most_delayed_us = max(self.most_delayed_us, us)
 

@@ -56,7 +56,8 @@ class SimResult:
         kv_span: the contexts that its attention was timed at; None where that isn't recorded.
         served: requests that got all their tokens.
         refused: requests that weren't, by reason.
-        delayed: requests that came later than the trace says, for want of a free client (`Server.concurrency`).
+        delayed: requests that came later than the trace says, for want of a free client (`Server.concurrency`); none
+            that was refused.
         most_delayed_s: by how much at most.
         tokens: tokens generated.
         ttft, gap, e2e: time to first token, between a request's tokens, and from arrival to last token.
@@ -94,8 +95,8 @@ class SimResult:
     kv_span: KvSpan | None
     served: int
     refused: Mapping[str, int]
-    delayed: int
-    most_delayed_s: float
+    delayed: int = 0
+    most_delayed_s: float = 0.0
     tokens: int
     ttft: Spread
     gap: Spread
@@ -166,9 +167,11 @@ class SimResult:
         """How far clients were too few for the trace's arrivals, in words; "" where they weren't."""
         if not self.delayed:
             return ""
+        ms = self.most_delayed_s * 1e3
+        most = f"{ms:.3g} ms" if ms < 999 else f"{self.most_delayed_s:,.1f} s"
         return (
-            f"{self.delayed_share:.1%} of the requests came up to {self.most_delayed_s:,.1f} s later than the trace "
-            "says, when a client was free: quicker arrivals change nothing for these"
+            f"{self.delayed_share:.1%} of the requests came up to {most} later than the trace says, when a client "
+            "was free: quicker arrivals change nothing for these"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -205,7 +205,6 @@ class _Simulation:
             came_us = self.next_us
             if self.free_clients <= 0 and came_us < self.now_us:
                 # Its client had its last answer in the step that just ended, and sends it now.
-                self.account.delay(self.now_us - came_us)
                 came_us = self.now_us
             request = Request(self.upcoming, came_us)
             queue = self.queues[0]
@@ -214,6 +213,8 @@ class _Simulation:
             if queue.fits(request):
                 queue.add(request)
                 self.free_clients -= 1
+                if came_us > self.next_us:
+                    self.account.delay(came_us - self.next_us)
             else:
                 self.account.refuse("over_kv_capacity")
             self._look_ahead()

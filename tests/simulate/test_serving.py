@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import groupby
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import settings as run_settings
@@ -14,7 +15,7 @@ from kpolicy.budgets import Budget
 from kpolicy.errors import ConfigError
 from kpolicy.scheduling.traces import TraceRequest
 from kpolicy.settings import Settings
-from kpolicy.simulate import Drafts, Server, ServiceLevel, SimStep, simulate
+from kpolicy.simulate import Drafts, Server, ServiceLevel, SimResult, SimStep, simulate
 from kpolicy.simulate.drafts import drawn
 from kpolicy.simulate.queue import Queue
 from kpolicy.simulate.requests import Request
@@ -228,13 +229,41 @@ def test_clients_who_are_free_ask_when_the_trace_says():
     one, _ = run(trace_of((0, 8, 5), (0.5, 8, 5), (5, 8, 5)), "eager", of=server(concurrency=1))
     assert one.e2e.p50 == pytest.approx(one.e2e.max)
     assert (one.delayed, one.most_delayed_s) == (1, pytest.approx(one.e2e.max / 1e6 - 0.0005))
-    assert one.delays.startswith("33.3% of the requests came up to 0.0 s later than the trace says")
+    said = "33.3% of the requests came up to {} later than the trace says"
+    assert one.delays.startswith(said.format(f"{one.most_delayed_s * 1e3:.3g} ms"))
+    assert attrs.evolve(one, most_delayed_s=0.000012).delays.startswith(said.format("0.012 ms"))
+    assert attrs.evolve(one, most_delayed_s=1234.56).delays.startswith(said.format("1,234.6 s"))
+
+
+def test_a_client_who_was_free_before_the_answer_takes_the_first_of_two():
+    """Of two that come while a step ends the only other request, one is in time and one waits for that answer."""
+    result, steps = run(trace_of((0, 30, 1), (0.1, 4, 2), (0.2, 4, 2)), "eager", of=server(concurrency=2))
+    assert steps[0].cycle_us > 200
+    assert (result.delayed, result.most_delayed_s) == (1, pytest.approx((steps[0].cycle_us - 200) / 1e6))
+
+
+def test_the_longest_delay_is_told_whichever_it_is():
+    """The second request waits for a long answer, the third for the end of a short one."""
+    long, _ = run(trace_of((0, 8, 12)), "eager")
+    almost_ms = long.e2e.max / 1e3 - 0.01
+    result, _ = run(trace_of((0, 8, 12), (0.1, 8, 3), (almost_ms, 8, 3)), "eager", of=server(concurrency=1))
+    assert (result.delayed, result.most_delayed_s) == (2, pytest.approx(long.e2e.max / 1e6 - 0.0001))
+
+
+def test_a_result_is_made_without_saying_what_came_late():
+    """As before there were clients."""
+    result, _ = run(trace_of((0, 8, 2)), "eager")
+    given = attrs.asdict(result, recurse=False)
+    del given["delayed"], given["most_delayed_s"]
+    assert SimResult(**given) == result
 
 
 def test_a_request_that_is_refused_keeps_no_client():
     """One that no KV holds lets the next one ask at its own time."""
     result, _ = run(trace_of((0, 4, 2), (0.1, 5000, 2), (0.2, 4, 2)), "eager", of=server(concurrency=2))
     assert (result.refused, result.delayed) == ({"over_kv_capacity": 1}, 0)
+    result, _ = run(trace_of((0, 8, 50), (0.1, 5000, 2)), "eager", of=server(concurrency=1))
+    assert (result.refused, result.delayed, result.delays) == ({"over_kv_capacity": 1}, 0, "")
 
 
 def test_a_budget_bounds_captures():
