@@ -14,7 +14,7 @@ from kpolicy.budgets import Budget, Usage, amount
 from kpolicy.cli.options import COMMAND
 from kpolicy.cli.render import console, counted, grid, say, show, some
 from kpolicy.engine_flags import Emitted, emit
-from kpolicy.planning.plan import WORTH
+from kpolicy.planning.plan import least_worth
 from kpolicy.planning.workload import DECODE
 from kpolicy.trace_plan import Score, TracePlan
 
@@ -121,7 +121,7 @@ def render(
         f"setting  {found.policy}, at most {settings.max_num_reqs:,} requests and {settings.max_num_tokens:,} tokens a "
         "step" + (f", {settings.num_speculative_tokens} drafts" if settings.num_speculative_tokens else ""),
         f"costs    {found.costs.version}" + ("" if found.costs.measured else " (analytic, not measured)"),
-        f"budget   {_budget(_limits(budget, most_sizes), worth)}",
+        f"budget   {_budget(budget, most_sizes, worth)}",
         "",
     ]
     lines += [f"{name:8s} {_list(name, sizes)}" for name, sizes in planned.lists.items()]
@@ -138,10 +138,11 @@ def render(
         say(made, line)
 
 
-def _budget(limits: dict[str, Any], worth: float | None) -> str:
+def _budget(budget: Budget | None, most_sizes: int | None, worth: float | None) -> str:
     """What may be captured, and where sizes end before that."""
+    limits = _limits(budget, most_sizes)
     said = [some(value, "size") if name == "sizes" else amount(name, value) for name, value in limits.items()]
-    least = (0.0 if limits else WORTH) if worth is None else worth
+    least = least_worth(budget, most_sizes) if worth is None else worth
     ends = f"sizes while one more takes {100 * least:g}% off the mean step" if least else ""
     return ", ".join([*said, *filter(None, [ends])]) if said else f"none: {ends or 'sizes while one more helps'}"
 

@@ -17,7 +17,7 @@ from kpolicy.planning.ladder import Ladder
 from kpolicy.planning.workload import Workload
 from kpolicy.reasons import Reason
 
-__all__ = ["SMOOTHING", "WORTH", "Plan", "Replayed", "Round", "fixed_point", "plan"]
+__all__ = ["SMOOTHING", "WORTH", "Plan", "Replayed", "Round", "fixed_point", "least_worth", "plan"]
 
 SMOOTHING = 0.1
 """Share of the steps that is spread over sizes that weren't seen. A plan without it is best for the steps it was made
@@ -86,8 +86,7 @@ def plan(
         most_sizes: the most sizes, over all lists.
         largest: the size that a list must end with, by the list's name.
         smoothing: see `SMOOTHING`.
-        worth: sizes are added only while one more takes this share off the mean step; by default `WORTH` without any
-            limit, and 0 with one.
+        worth: sizes are added only while one more takes this share off the mean step; see `least_worth`.
         most_loss: no step may take longer than in a graph of its own size by more than this share, of all lists or by
             list: with `smoothing` no size that a step may have, else none that was seen.
         against: sizes that another list has: with `most_loss` a step is compared with the graph that it has there, if
@@ -101,9 +100,8 @@ def plan(
     steps = workload.steps
     if not steps:
         raise ConfigError("the histogram has no steps, so there is nothing to plan for. Replay a trace with requests.")
-    unlimited = (budget is None or budget == Budget()) and most_sizes is None
     if worth is None:
-        worth = WORTH if unlimited else 0.0
+        worth = least_worth(budget, most_sizes)
     if not 0 <= worth < 1:
         raise ConfigError(f"worth is {worth}; it is a share of the mean step from 0 to under 1.")
     theirs = workload.lists_of(against) if against is not None else {}
@@ -112,7 +110,7 @@ def plan(
     curve = joint_curve(frontiers(ladders, most, largest=largest), most)
     curve[curve >= penalty_us] = math.inf
     curve += workload.rest_us
-    limits = None if unlimited else allowed(budget, most_sizes)
+    limits = None if _unlimited(budget, most_sizes) else allowed(budget, most_sizes)
     if not math.isfinite(curve[-1]) and penalty_us < math.inf:
         raise _too_few(ladders, penalty_us, limits, largest)
     if worth:
@@ -125,6 +123,15 @@ def plan(
     if choice.us >= penalty_us:
         raise _too_few(ladders, penalty_us, limits, largest)
     return _plan(workload, choice, curve.tolist())
+
+
+def least_worth(budget: Budget | None, most_sizes: int | None) -> float:
+    """The default of `plan`'s `worth`: `WORTH` without any limit, and 0 with one."""
+    return WORTH if _unlimited(budget, most_sizes) else 0.0
+
+
+def _unlimited(budget: Budget | None, most_sizes: int | None) -> bool:
+    return (budget is None or budget == Budget()) and most_sizes is None
 
 
 def _bounded(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def test_where_sizes_end_is_told_as_it_was_asked(
     """By the budget, by --worth, or by what that is where neither was given."""
     ended = kpolicy("plan", trace, "--max-num-reqs", 16, *options)
     assert f"budget   {said}\n" in ended.out
+
+
+def test_the_share_that_is_told_is_the_one_that_sizes_ended_by(
+    kpolicy: Command, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One place has the default: with another there, both the sizes and what is printed are another."""
+    asked = kpolicy("plan", trace, "--max-num-reqs", 16, "--worth", 0.05).out
+    monkeypatch.setattr(import_module("kpolicy.planning.plan"), "WORTH", 0.05)
+    assert kpolicy("plan", trace, "--max-num-reqs", 16).out == asked
+    assert "5% off the mean step" in asked
 
 
 def test_what_more_sizes_than_the_budget_would_save_is_told_as_far_as_it_is_known(
