@@ -233,6 +233,27 @@ def test_cached_tokens_do_not_wait(name):
     assert waiting(split, 300) == (1, 8192, (8192,))
 
 
+class Slots:
+    """Slots of cached tokens as 0.5.16 keeps them, without a length that is had quickly."""
+
+    def __init__(self, count):
+        self.numel = lambda: count
+
+
+def test_cached_tokens_are_asked_for_where_sglang_has_looked():
+    """On 0.5.16 these have a node of the cache; the others have nothing that is asked."""
+    looked, not_yet = (
+        SimpleNamespace(origin_input_ids=range(tokens), prefix_indices=slots, last_node=node)
+        for tokens, slots, node in ((9000, Slots(8900), object()), (4000, SimpleNamespace(numel=None), None))
+    )
+    scheduler = Prompts([], decodes=300)
+    scheduler.waiting_queue = [looked] * 3
+    split = split_of(scheduler)
+    assert waiting(split, 300) == (3, 300, [9000] * 3)
+    scheduler.waiting_queue = [looked, not_yet]
+    assert waiting(split, 300) == (2, 4100, [9000, 4000])
+
+
 @pytest.mark.parametrize(("tokens", "cached"), [(8000, 7000), (9000, 8000)])
 def test_many_prompts_are_counted_beyond_what_is_cached(tokens, cached):
     """Of prompts longer than a chunk that are mostly cached the first stand for the others too."""
