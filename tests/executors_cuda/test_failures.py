@@ -75,9 +75,13 @@ CASES = {
     "cuDNN without memory": (
         RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), "oom", False,
     ),
-    "cuBLAS without a kernel": (
-        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmul`"), "missing", False,
+    "cuBLAS for another device": (
+        RuntimeError("CUDA error: CUBLAS_STATUS_ARCH_MISMATCH when calling `cublasGemmEx`"), "missing", False,
     ),
+    "cuBLAS that takes no such types or strides": (
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmul`"), "failed", False,
+    ),
+    "cuDNN likewise": (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), "failed", False),
     "a model's own gap": (NotImplementedError("forward"), "failed", False),
     "lost, by name": (StickyDeviceError("gone"), "lost", True),
     "an illegal address, by code": (Coded(700), "lost", True),

@@ -56,7 +56,7 @@ _OF_TORCH = (
     ("cannot open shared object file", Reason.BACKEND_MISSING),
     ("_status_alloc_failed", Reason.CAPTURE_OUT_OF_MEMORY),
     ("_device_allocation_failed", Reason.CAPTURE_OUT_OF_MEMORY),
-    ("_status_arch_mismatch", Reason.BACKEND_MISSING), ("cublas_status_not_supported", Reason.BACKEND_MISSING),
+    ("_status_arch_mismatch", Reason.BACKEND_MISSING),
 )  # fmt: skip
 """What torch, the loader of libraries, cuBLAS and cuDNN refuse themselves: CUDA has no code for it"""
 _CODE = re.compile(r"cuda error(?: code)?[:=]? *(\d+)\b", re.IGNORECASE)
