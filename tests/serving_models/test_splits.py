@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+    pytest.skip("Triton before 3.6, whose interpreter fails on newer numpy's scalars (3.2)", allow_module_level=True)
 
 from kpolicy.executors.step_model import RowLayout, StepContext, StepTensors  # noqa: E402
 from kpolicy.serving import attention  # noqa: E402
@@ -188,7 +190,7 @@ def test_a_launch_has_room_for_any_number_of_its_rows(
 
 @interpreted
 @pytest.mark.usefixtures("processors")
-def test_a_decode_row_is_computed_alike_in_every_mode() -> None:
+def test_a_decode_row_is_computed_alike_beside_other_prompts() -> None:
     """By itself, as SPLIT's half, beside prompts that the host knows of, and where it doesn't, as in a FULL graph."""
     from kpolicy.serving.triton_kernels import TritonKernels
 

@@ -1,9 +1,9 @@
 """How decode rows' KV is shared out among programs, and how their results come together: what both decode kernels do.
 
 A row's KV goes to as many programs as the rows there are leave for it, which the kernel counts on the device. So it
-doesn't depend on the padded shape: a row is computed alike, bit for bit, in every graph and mode, and padding costs
-programs that end at once. Programs of a row leave partial results in memory; the last one to arrive, told by a counter,
-brings them together, in the order of the KV whoever is last.
+doesn't depend on the padded shape: a row is computed alike, bit for bit, beside the same rows in every graph and mode
+that takes this kernel for them, and padding costs programs that end at once. Programs of a row leave partial results
+in memory; the last one to arrive, told by a counter, brings them together, in the order of the KV whoever is last.
 """
 
 from __future__ import annotations
