@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     import kpolicy
-    from kpolicy.serving.calibrate import device_name, model_name, versions
+    from kpolicy.serving.calibrate import device_name, versions
 
     trace, engine, serving, rate = ready_to_serve(options.window)
     runs = []
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         "date": options.date,
         "versions": {"kpolicy": kpolicy.__version__, "python": platform.python_version(), **versions()},
         "device": {"name": device_name(), "machine": platform.machine(), "cores": os.cpu_count()},
-        "model": model_name(serving.model),
+        "model": serving.model.full_name,
         "policy": POLICY,
         "trace": {"source": Path(trace.source).name, "window_s": options.window, "requests": len(trace), "rate": rate},
         "limit": LIMIT,

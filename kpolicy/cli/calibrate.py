@@ -182,7 +182,7 @@ def _calibrate(
     source: Path, out: Path, *, device: str, settings: Settings, sizes: CaptureSizes, kv_tokens: int, block_size: int,
     seconds: float, seed: int, json: bool,
 ) -> int:  # fmt: skip
-    from kpolicy.serving.calibrate import calibrate, device_name, model_name, save_profile
+    from kpolicy.serving.calibrate import calibrate, device_name, save_profile
     from kpolicy.serving.real_run import open_model, quiet_transformers, share_cores
 
     if device == "cpu":
@@ -206,7 +206,7 @@ def _calibrate(
         captured = engine.registry.captured()
         failed = {str(key): why for key, why in getattr(engine.executor, "capture_errors", {}).items()}
         capture_s = sum(engine.registry.record(key).seconds for key in captured)
-        told = (str(out), device_name(model.device), model_name(model), len(captured), capture_s, failed)
+        told = (str(out), device_name(model.device), model.full_name, len(captured), capture_s, failed)
         totals = dict(zip(_TOTALS, told, strict=True))
     finally:
         engine.release()

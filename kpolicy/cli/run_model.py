@@ -261,15 +261,15 @@ def _serve(job: _Job, asked: Asked) -> list[RunResult]:
 
 
 def _runs_on(model: Any) -> RunsOn:
-    from kpolicy.serving.calibrate import device_name, model_name, versions
+    from kpolicy.serving.calibrate import device_name, versions
 
-    return RunsOn(f"{model.device.type}: {device_name(model.device)}", model_name(model), versions())
+    return RunsOn(f"{model.device.type}: {device_name(model.device)}", model.full_name, versions())
 
 
 def _setting(job: _Job) -> list[str]:
     serving, model = job.serving, job.serving.model
     settings = serving.settings
-    from kpolicy.serving.calibrate import device_name, model_name
+    from kpolicy.serving.calibrate import device_name
 
     budget = "" if serving.budget is None else f", budget {serving.budget}"
     spaced = f"arrivals at {job.rate:.3g} times the trace's rate"
@@ -278,7 +278,7 @@ def _setting(job: _Job) -> list[str]:
     costs = "" if serving.costs is None else serving.costs.version
     measured = "costs measured here" if serving.costs and serving.costs.version.startswith("measured ") else costs
     return [
-        f"{model_name(model)}, {'random' if model.folder is None else 'its own'} weights",
+        f"{model.full_name}, {'random' if model.folder is None else 'its own'} weights",
         f"{model.device.type}: {device_name(model.device)}; {measured}",
         f"attention {model.support}, objective {serving.objective}{budget}",
         f"{model.num_slots:,} KV tokens, at most {settings.max_num_reqs:,} requests and {settings.max_num_tokens:,} "
@@ -289,13 +289,13 @@ def _setting(job: _Job) -> list[str]:
 
 def _as_dict(job: _Job, asked: Asked) -> dict[str, Any]:
     from kpolicy.cli.run import limits
-    from kpolicy.serving.calibrate import device_name, model_name
+    from kpolicy.serving.calibrate import device_name
 
     serving, model = job.serving, job.serving.model
     return {
         "executor": model.device.type,
         "device": device_name(model.device),
-        "model": model_name(model),
+        "model": model.full_name,
         "attention": str(model.support),
         "costs": "" if serving.costs is None else serving.costs.version,
         "objective": serving.objective,

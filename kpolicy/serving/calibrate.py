@@ -23,7 +23,7 @@ from kpolicy.settings import Settings
 if TYPE_CHECKING:
     from kpolicy.serving.hf_model import LoadedModel
 
-__all__ = ["calibrate", "check_profile", "device_name", "model_name", "save_profile", "versions"]
+__all__ = ["calibrate", "check_profile", "device_name", "save_profile", "versions"]
 
 
 SLICE_S = 0.5
@@ -56,8 +56,8 @@ def calibrate(
         done, left = False, allowance_s - (time.perf_counter() - begun)
         with calibration.undisturbed():
             while not done:
-                beyond = left <= 0 and least_rounds > 0
-                done = calibration.measure(SLICE_S if beyond or (progress is not None and left > SLICE_S) else left)
+                slice_s = left if progress is None else min(left, SLICE_S)
+                done = calibration.measure(SLICE_S if left <= 0 < least_rounds else slice_s)
                 left = allowance_s - (time.perf_counter() - begun)
                 done = done or (left <= 0 and calibration.rounds >= least_rounds)
                 if progress is not None:
@@ -77,11 +77,6 @@ def device_name(device: torch.device | None = None) -> str:
     return cpu_name()
 
 
-def model_name(model: LoadedModel) -> str:
-    """The architecture and its size."""
-    return model.full_name
-
-
 def versions() -> dict[str, str]:
     """Versions of the libraries that run the model."""
     import transformers
@@ -91,7 +86,7 @@ def versions() -> dict[str, str]:
 
 def _version(model: LoadedModel) -> str:
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return f"measured {at} on {device_name(model.device)}, {model_name(model)}"
+    return f"measured {at} on {device_name(model.device)}, {model.full_name}"
 
 
 def check_profile(profile: Profile, model: LoadedModel, name: str) -> None:
@@ -108,7 +103,7 @@ def check_profile(profile: Profile, model: LoadedModel, name: str) -> None:
     if not profile.costs.measured:
         return
     for what, theirs, here in (
-        ("on", profile.device, device_name(model.device)), ("with", profile.model, model_name(model))
+        ("on", profile.device, device_name(model.device)), ("with", profile.model, model.full_name)
     ):  # fmt: skip
         if theirs and theirs != here:
             raise ProfileError(
@@ -129,7 +124,7 @@ def save_profile(path: Path, costs: CostTable, model: LoadedModel, command: str)
     write_profile(
         path,
         Profile(
-            costs=costs, device=device_name(model.device), model=model_name(model),
+            costs=costs, device=device_name(model.device), model=model.full_name,
             versions={"kpolicy": __version__, **versions()},
             measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"), command=command,
             tensor_parallel_size=1,
