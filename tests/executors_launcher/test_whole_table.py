@@ -347,23 +347,44 @@ def test_a_second_is_enough_to_decide_by(model: str, monkeypatch: pytest.MonkeyP
         assert mine.cycle_us <= 1.02 * best.cycle_us, shape
 
 
-def test_a_short_time_takes_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large case that isn't expected to end in time leaves what there is to smaller ones, and comes when it fits."""
+def timing(monkeypatch: pytest.MonkeyPatch) -> tuple[bench.Bench, Machine]:
+    """A bench of the machine, without cases."""
     machine, model = Machine(keys()), SimpleNamespace(
         vocab=100, pad_slot=65_536, num_blocks=4096, block_size=16, max_model_len=LONGEST
     )  # fmt: skip
     monkeypatch.setattr(bench, "time", machine)
     monkeypatch.setattr(bench, "host_work_us", machine.host_work_us)
-    timed = bench.Bench(machine, model)
+    return bench.Bench(machine, model), machine
+
+
+def test_a_short_time_takes_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large case that isn't expected to end in time leaves what there is to smaller ones, and comes when it fits."""
+    timed, _ = timing(monkeypatch)
     large, small = (
         timed.add([Launch(Rows.ALL, None)], timed.rows(0, 0, size), wave=wave)
         for size, wave in ((512, bench.Wave.FAR_APART), (65, bench.Wave.USUAL))
     )
     first = timed.add([Launch(Rows.ALL, None)], timed.rows(0, 0, 64), wave=bench.Wave.FAR_APART)
-    timed.measure(0.12)
+    timed.measure(0.08)
     assert [timed.measured(case) for case in (first, small, large)] == [True, True, False]
     timed.measure(0.12)
     assert timed.measured(large)
+
+
+@pytest.mark.parametrize(
+    ("cases", "allowance_s"),
+    [([(64, None), (512, GraphKey(Part.PIECEWISE, 512))], 0.08), ([(1, None), (64, None), (512, None)], 0.12)],
+    ids=["of another mode", "eagerly"],
+)
+def test_what_a_step_takes_whatever_its_tokens_keeps_no_larger_one_out(
+    cases: list[tuple[int, GraphKey | None]], allowance_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host takes 33 ms for the runs of an eager case of any size: 8 times the tokens aren't 8 times that."""
+    timed, machine = timing(monkeypatch)
+    added = [timed.add([Launch(Rows.ALL, key)], timed.rows(0, 0, size)) for size, key in cases]
+    timed.measure(allowance_s)
+    assert all(timed.measured(case) for case in added)
+    assert machine.perf_counter() < allowance_s + 0.05
 
 
 def test_the_hosts_time_is_some_of_the_modes_where_its_own_cases_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

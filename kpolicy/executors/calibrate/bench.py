@@ -43,7 +43,10 @@ _AHEAD = 1.5
 
 
 class Wave(IntEnum):
-    """When a case is first run: a short allowance may end after any of them."""
+    """When a case is first run: a short allowance may end after any of them.
+
+    Where the host runs what it launches, all but the last are one wave.
+    """
 
     FAR_APART = 0
     """Few sizes of each mode, up to its largest: between them a curve is never far off, beyond them it may be"""
@@ -87,6 +90,32 @@ class _Times(NamedTuple):
     """`host`, of the same step once more at once; 0 where that wasn't run"""
     place: int = -1
     """Of the sample among all that were taken, in their order; -1 where it stands alone"""
+
+
+class _Pace:
+    """What first runs of a mode's cases take by their tokens: as the last one, and as that lies above the smallest."""
+
+    def __init__(self) -> None:
+        self._smallest: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """A case of so many tokens took so long."""
+        if self._smallest is None or num_tokens < self._smallest[0]:
+            self._smallest = num_tokens, seconds
+        if num_tokens >= _TELLING:
+            self._last = num_tokens, seconds
+
+    def expected_s(self, num_tokens: int) -> float:
+        """Seconds that a case of so many tokens takes; 0 where nothing tells.
+
+        Of one size alone nobody knows what it took whatever its tokens: then twice as many take twice as long.
+        """
+        if self._last is None or self._smallest is None:
+            return 0.0
+        (tokens, seconds), (least_tokens, least_s) = self._last, self._smallest
+        token_s = max(seconds - least_s, 0.0) / (tokens - least_tokens) if tokens > least_tokens else seconds / tokens
+        return max(seconds + token_s * (num_tokens - tokens), 0.0)
 
 
 class Bench:
@@ -236,23 +265,22 @@ class Bench:
     def _in_rounds(self) -> Iterator[bool]:
         """Run the cases one by one; whether the next one is expected to fit."""
         ran: list[int] = []
-        token_s = {True: 0.0, False: 0.0}
+        paces: dict[tuple[Mode, bool], _Pace] = {}
         for alike in self._smallest_first():
             left = [i for i in alike if not self._times[i]]
             ran += [i for i in alike if self._times[i]]
             while left:
-                i = self._fitting(left, token_s)
+                i = self._fitting(left, paces)
                 if i is None and ran:
                     yield False
-                    i = self._fitting(left, token_s)
+                    i = self._fitting(left, paces)
                 i = left[0] if i is None else i
                 left.remove(i)
                 begun_s = time.perf_counter()
                 self._first(i)
                 ran.append(i)
-                prompts, num_tokens = self._work(i)
-                if num_tokens >= _TELLING:
-                    token_s[prompts] = (time.perf_counter() - begun_s) / num_tokens
+                kind, num_tokens = self._work(i)
+                paces.setdefault(kind, _Pace()).add(num_tokens, time.perf_counter() - begun_s)
                 yield True
             if self.host_runs:
                 for i in alike:
@@ -270,22 +298,22 @@ class Bench:
                     yield from self._run_new(i, [others(number + j) for j in range(1, 1 + _NEW)])
         self.rounds = MOST_ROUNDS
 
-    def _work(self, case: int) -> tuple[bool, int]:
-        """Whether a case has prompts, and its tokens."""
-        inputs = self._cases[case][1]
-        return inputs.numbers.num_prefills > 0, len(inputs.token_ids)
+    def _work(self, case: int) -> tuple[tuple[Mode, bool], int]:
+        """A case's mode and whether it has prompts, and its tokens."""
+        decision, inputs = self._cases[case]
+        return (decision.mode, inputs.numbers.num_prefills > 0), len(inputs.token_ids)
 
-    def _fitting(self, cases: Sequence[int], token_s: Mapping[bool, float]) -> int | None:
+    def _fitting(self, cases: Sequence[int], paces: Mapping[tuple[Mode, bool], _Pace]) -> int | None:
         """The first case that is expected to end in time.
 
         Args:
             cases: to choose from.
-            token_s: what a token took lately, with prompts and without: twice as many take at most about twice as long.
+            paces: what first runs took, of each mode with prompts and without.
         """
         left_s = self._stop_s - time.perf_counter()
         for case in cases:
-            prompts, num_tokens = self._work(case)
-            if token_s[prompts] * num_tokens <= left_s:
+            kind, num_tokens = self._work(case)
+            if (paces[kind].expected_s(num_tokens) if kind in paces else 0.0) <= left_s:
                 return case
         return None
 

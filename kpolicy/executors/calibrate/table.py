@@ -116,7 +116,8 @@ def calibrate(
         version: names the table.
         allowance_s: seconds to spend, on few sizes of each mode first, its largest among them, and on sizes between
             powers of two last: those that it doesn't come to lie between the others' times, and where it came to no
-            larger one they go on as the last two rise. The last case that it comes to may end beyond it.
+            larger one they go on as the last two rise. Where the host runs what it launches, smallest first but for
+            these last. The last case that it comes to may end beyond it.
     """
     calibration = Calibration(executor, registry, model, settings)
     try:
