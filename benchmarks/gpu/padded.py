@@ -81,8 +81,8 @@ def calls_of(kernels: dict[str, ModuleType], heads: Heads, rows: Any, query: Any
     """All layers' attention over these rows, as a step makes its calls."""
     import torch
 
-    paged = kernels["paged"].paged_attention
-    counted = "arrivals" in inspect.signature(paged).parameters
+    attend = kernels["latent"].latent_attention if heads.rope else kernels["paged"].paged_attention
+    counted = "arrivals" in inspect.signature(attend).parameters
 
     def run() -> Any:
         more: tuple[Any, ...] = ()
@@ -93,9 +93,9 @@ def calls_of(kernels: dict[str, ModuleType], heads: Heads, rows: Any, query: Any
         for layer in caches:
             if heads.rope:
                 parts = query.split((heads.dim, heads.rope), -1)
-                out = kernels["latent"].latent_attention(*parts, *layer, rows, 0.1, *more, 1)
+                out = attend(*parts, *layer, rows, 0.1, *more, 1)
             else:
-                out = paged(query, *layer, rows, heads.dim**-0.5, *more, prefills=False)
+                out = attend(query, *layer, rows, heads.dim**-0.5, *more, prefills=False)
         return out
 
     with torch.no_grad():

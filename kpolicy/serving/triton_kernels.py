@@ -151,7 +151,7 @@ class TritonKernels:
     ) -> torch.Tensor:  # fmt: skip
         up = kv_b.view(spec.num_heads, -1, kv_b.shape[1])
         if step.uniform_query_len:
-            return self._absorbed(query, up, rows, cache, spec, self._arrivals(step), step.uniform_query_len)
+            return self._absorbed(query, up, rows, cache, spec, step.uniform_query_len)
         if step.layout is None:
             # Nothing says how much KV there is: the plain kernels ask the device.
             return attention.mla_attention(query, cache, kv_b, rows, spec.scale, 1)
@@ -162,13 +162,11 @@ class TritonKernels:
             front = RowTensors(
                 rows.block_table[:decodes], rows.kv_lens[:decodes], rows.query_starts[: decodes + 1], rows.block_size
             )
-            out[:decodes] = self._absorbed(query[:decodes], up, front, cache, spec, self._arrivals(step), 1)
+            out[:decodes] = self._absorbed(query[:decodes], up, front, cache, spec, 1)
         if end > decodes:
             crossover = self.crossover
             if crossover is not None and all(crossover.absorbs(*lengths) for lengths in at.lengths):
-                out[decodes:end] = self._absorbed_chunks(
-                    query[decodes:end], up, rows, cache, at, spec, self._arrivals(step)
-                )  # fmt: skip
+                out[decodes:end] = self._absorbed_chunks(query[decodes:end], up, rows, cache, at, spec)
             else:
                 out[decodes:end] = _expanded(query[decodes:end], up, cache, at, spec)
         return out
@@ -183,7 +181,6 @@ class TritonKernels:
         (cache,), spec = layer.caches, layer.spec
         up = layer.kv_b.view(spec.num_heads, -1, layer.kv_b.shape[1])
         whole: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
-        arrivals = self._splits.new_arrivals(self.device)
 
         def one_row(query_len: int, kv_len: int) -> tuple[torch.Tensor, RowTensors, Prompts]:
             blocks = torch.arange(-(-kv_len // layer.block_size), **whole)[None]
@@ -197,7 +194,7 @@ class TritonKernels:
 
         def absorbed(query_len: int, kv_len: int) -> Callable[[], torch.Tensor]:
             query, rows, at = one_row(query_len, kv_len)
-            return lambda: self._absorbed_chunks(query, up, rows, cache, at, spec, arrivals)
+            return lambda: self._absorbed_chunks(query, up, rows, cache, at, spec)
 
         def expanded(query_len: int, kv_len: int) -> Callable[[], torch.Tensor]:
             query, _, at = one_row(query_len, kv_len)
@@ -214,7 +211,7 @@ class TritonKernels:
 
     def _absorbed_chunks(
         self, query: torch.Tensor, up: torch.Tensor, rows: RowTensors, cache: torch.Tensor, at: Prompts,
-        spec: LayerSpec, arrivals: torch.Tensor,
+        spec: LayerSpec,
     ) -> torch.Tensor:  # fmt: skip
         """[num_tokens, num_heads, value_dim] of prompt rows of at most `ABSORBED_LENS` tokens each."""
         first, count = at.num_decodes, len(at.lengths)
@@ -224,15 +221,15 @@ class TritonKernels:
         )  # fmt: skip
         longest = max(query_len for query_len, _ in at.lengths)
         decode_len = next(length for length in ABSORBED_LENS if length >= longest)
-        return self._absorbed(query, up, back, cache, spec, arrivals, decode_len)
+        return self._absorbed(query, up, back, cache, spec, decode_len)
 
     def _absorbed(
         self, query: torch.Tensor, up: torch.Tensor, rows: RowTensors, cache: torch.Tensor, spec: LayerSpec,
-        arrivals: torch.Tensor, decode_len: int,
+        decode_len: int,
     ) -> torch.Tensor:  # fmt: skip
         """[num_tokens, num_heads, value_dim] of rows of at most `decode_len` tokens."""
         latent_query, rope_query = absorbed(query, up, spec.value_dim)
-        mixed = self._latent.latent_attention(latent_query, rope_query, cache, rows, spec.scale, arrivals, decode_len)
+        mixed = self._latent.latent_attention(latent_query, rope_query, cache, rows, spec.scale, decode_len)
         return unabsorbed(mixed, up, spec.value_dim)
 
 

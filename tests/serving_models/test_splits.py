@@ -120,10 +120,9 @@ def test_a_row_is_computed_alike_whatever_it_is_padded_to(
 @pytest.mark.parametrize("heads", [2, 8])
 def test_latents_likewise(name: str, heads: int) -> None:
     """MLA, in one tile and in several."""
-    from kpolicy.serving.gpu import latent, splits
+    from kpolicy.serving.gpu import latent
 
     uniform, outs, rank, rope = BATCHES[name][2] or 1, [], 24, 8
-    arrivals = splits.new_arrivals(torch.device("cpu"))
     for padded in (len(BATCHES[name][0]), 8, 30):
         rows, slots, real, num_tokens = _rows(name, padded)
         generator = torch.Generator().manual_seed(0)
@@ -131,10 +130,7 @@ def test_latents_likewise(name: str, heads: int) -> None:
         cache[-1] = math.nan
         query = torch.full((num_tokens, heads, rank + rope), math.nan)
         query[:real] = torch.randn(real, heads, rank + rope, generator=generator)
-        outs.append(
-            latent.latent_attention(query[..., :rank], query[..., rank:], cache, rows, 0.2, arrivals, uniform)
-        )  # fmt: skip
-        assert not arrivals.any()
+        outs.append(latent.latent_attention(query[..., :rank], query[..., rank:], cache, rows, 0.2, uniform))
     keys = cache[:, None]
     right = attention.paged_attention(query[:real].contiguous(), keys, keys[..., :rank].contiguous(), rows, 0.2, 0, 0.0)
     _held(outs, right, real)
@@ -183,8 +179,9 @@ def test_a_launch_has_room_for_any_number_of_its_rows(
         for rows in range(1, num_reqs + 1):
             shared = splits.split_count.fn(rows, groups, plan.programs, plan.most)
             needed.append(rows * shared)
-            assert shared == 1 or (rows * shared <= plan.partial and rows * groups <= counters)
+            assert shared == 1 or (rows <= plan.shared and rows * shared <= plan.partial and rows * groups <= counters)
         assert plan.grid == max(needed)
+        assert plan.shared == sum(count > rows for rows, count in enumerate(needed, 1))
     splits.plan_splits.cache_clear()
 
 

@@ -14,13 +14,16 @@ from kpolicy.serving.gpu.launch import launch
 from kpolicy.serving.gpu.paged import LOG2_E
 from kpolicy.serving.gpu.splits import (
     Scratch,
+    at_once,
     clear_padding,
-    finish,
     kept_rows,
+    leave,
     plan_splits,
     share_of,
     split_count,
+    store,
     tile_of,
+    together,
 )
 from kpolicy.serving.rows import RowTensors
 
@@ -28,6 +31,10 @@ __all__ = ["latent_attention", "write_latents"]
 
 BLOCK_M = 16
 BLOCK_N = 32
+CHUNK = 64
+"""Of a latent's values, that a program brings together"""
+READ_TOGETHER = 8192
+"""Values of parts whose reads are under way together"""
 
 
 @triton.jit
@@ -60,16 +67,16 @@ def write_latents(slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
 
 
 @triton.jit(do_not_specialize=["num_reqs", "cleared"])
-def _attend(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, latent_q_ptr, rope_q_ptr, cache_ptr, table_ptr, lens_ptr,
-            starts_ptr, scale, latent_q_stride_t, latent_q_stride_h, rope_q_stride_t, rope_q_stride_h, cache_stride,
-            table_stride, num_reqs, cleared,
+def _attend(out_ptr, mid_ptr, max_ptr, sum_ptr, latent_q_ptr, rope_q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr,
+            scale, latent_q_stride_t, latent_q_stride_h, rope_q_stride_t, rope_q_stride_h, cache_stride, table_stride,
+            num_reqs, cleared,
             NUM_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
             RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr,
             PROGRAMS: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
-    program = tl.program_id(0)
+    program = tl.program_id(1)
     num_rows = kept_rows(starts_ptr, lens_ptr, num_reqs, QUERY_LEN)
-    splits = split_count(num_rows, tl.num_programs(1), PROGRAMS, MOST)
+    splits = split_count(num_rows, tl.num_programs(0), PROGRAMS, MOST)
     clear_padding(out_ptr, starts_ptr, num_rows, cleared, QUERY_LEN, NUM_HEADS, TILES, RANK, RANK_PAD, BLOCK_M)
     row = (program // splits).to(tl.int64)
     split = program % splits
@@ -120,15 +127,39 @@ def _attend(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, latent_q_ptr, rope
         total = total * kept + tl.sum(weights, 1)
         acc = acc * kept[:, None] + tl.dot(weights.to(latent.dtype), latent, input_precision=PRECISION)
         best = higher
-    finish(
-        out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, acc, best, total, row, split, splits, parts, start, query_len,
-        NUM_HEADS, TILES, RANK, RANK_PAD, BLOCK_M, BLOCK_M, MOST,
+    leave(
+        out_ptr, mid_ptr, max_ptr, sum_ptr, acc, best, total, row, split, splits, parts, start, query_len, NUM_HEADS,
+        TILES, RANK, RANK_PAD, BLOCK_M, BLOCK_M,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def _combine(out_ptr, mid_ptr, max_ptr, sum_ptr, lens_ptr, starts_ptr, num_reqs,
+             NUM_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
+             TILES: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
+    """Bring a row's parts together: a program a row, tile and `CHUNK` of the values, since a tile has 32 KiB a part."""
+    row = tl.program_id(1).to(tl.int64)
+    num_rows = kept_rows(starts_ptr, lens_ptr, num_reqs, QUERY_LEN)
+    splits = split_count(num_rows, tl.num_programs(0), PROGRAMS, MOST)
+    if (splits == 1) | (row >= num_rows):
+        return
+    start = tl.load(starts_ptr + row)
+    query_len = tl.load(starts_ptr + row + 1) - start
+    _, parts = share_of(tl.load(lens_ptr + row), splits, BLOCK_N)
+    if (query_len == 0) | (query_len > QUERY_LEN) | (parts <= 1):
+        return
+    t, head = tile_of(NUM_HEADS, TILES, BLOCK_M, BLOCK_M)
+    width = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    acc, total = together(
+        mid_ptr, max_ptr, sum_ptr, row, splits, parts, t < query_len, width, BLOCK_M, CHUNK, RANK_PAD, AT_ONCE
+    )  # fmt: skip
+    store(out_ptr, start + t, head, t < query_len, acc, total, width, NUM_HEADS, TILES, RANK)
 
 
 def latent_attention(
     latent_query: torch.Tensor, rope_query: torch.Tensor, cache: torch.Tensor, rows: RowTensors, scale: float,
-    arrivals: torch.Tensor, decode_len: int,
+    decode_len: int,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of decode rows over latents, as one KV head that all query heads share.
 
@@ -138,7 +169,6 @@ def latent_attention(
         cache: [num_slots + 1, rank + rope_dim], contiguous.
         rows: rows of at most `decode_len` query tokens; longer ones are left out.
         scale: multiplies scores.
-        arrivals: of `new_arrivals`; launches that may run beside each other have each their own.
         decode_len: query tokens of a row, at most.
 
     Returns:
@@ -154,13 +184,22 @@ def latent_attention(
     # A matrix product takes at least 16.
     rank_pad, rope_pad = (max(16, triton.next_power_of_2(each)) for each in (rank, rope_dim))
     precision = "ieee" if latent_query.dtype == torch.float32 else "tf32"
+    scratch = Scratch.of(splits, tiles, BLOCK_M, rank_pad, out.device)
     launch(
-        _attend, (max(splits.grid, triton.cdiv(num_tokens, decode_len)), tiles, 1),
-        (out, *Scratch.of(splits, tiles, BLOCK_M, rank_pad, out.device), arrivals, latent_query, rope_query, cache,
-         table, rows.kv_lens, rows.query_starts, scale * LOG2_E, latent_query.stride(0), latent_query.stride(1),
-         rope_query.stride(0), rope_query.stride(1), cache.stride(0), table.stride(0)),
+        _attend, (tiles, max(splits.grid, triton.cdiv(num_tokens, decode_len)), 1),
+        (out, *scratch, latent_query, rope_query, cache, table, rows.kv_lens, rows.query_starts, scale * LOG2_E,
+         latent_query.stride(0), latent_query.stride(1), rope_query.stride(0), rope_query.stride(1), cache.stride(0),
+         table.stride(0)),
         (num_heads, decode_len, rank, rope_dim, rank_pad, rope_pad, rows.block_size, tiles, splits.programs,
          splits.most, BLOCK_M, BLOCK_N, precision),
         (num_reqs, num_tokens), num_warps=4, num_stages=2,
     )  # fmt: skip
+    if splits.shared:
+        chunk = min(rank_pad, CHUNK)
+        launch(
+            _combine, (tiles, splits.shared, rank_pad // chunk), (out, *scratch, rows.kv_lens, rows.query_starts),
+            (num_heads, decode_len, rank, rank_pad, tiles, splits.programs, splits.most, BLOCK_M, BLOCK_N, chunk,
+             at_once(READ_TOGETHER, splits.most, BLOCK_M * chunk)),
+            (num_reqs,), num_warps=4,
+        )  # fmt: skip
     return out

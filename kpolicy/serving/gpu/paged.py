@@ -20,14 +20,17 @@ from kpolicy.serving.gpu.launch import launch
 from kpolicy.serving.gpu.splits import (
     Scratch,
     Splits,
+    at_once,
     clear_padding,
-    finish,
     kept_rows,
+    leave,
     plan_splits,
     processors,
     share_of,
     split_count,
+    store,
     tile_of,
+    together,
 )  # fmt: skip
 from kpolicy.serving.rows import RowTensors
 
@@ -35,6 +38,8 @@ __all__ = ["paged_attention", "write_kv"]
 
 LOG2_E = 1.4426950408889634
 DECODE_BLOCK_N = 64
+READ_TOGETHER = 4096
+"""Values of parts whose reads are under way together"""
 
 
 @triton.jit
@@ -97,11 +102,13 @@ def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, q_ptr, k_ptr, v_pt
             SHARE: tl.constexpr, QUERY_LEN: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
             D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
             SOFTCAP: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
-            COUNT: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    program = tl.program_id(0)
-    kv_head = tl.program_id(1)
+            COUNT: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_N: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    # Rows' own programs begin before those that end at once.
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1)
     num_rows = kept_rows(starts_ptr, lens_ptr, num_reqs, QUERY_LEN)
-    splits = split_count(num_rows, tl.num_programs(1), PROGRAMS, MOST)
+    splits = split_count(num_rows, tl.num_programs(0), PROGRAMS, MOST)
     clear_padding(out_ptr, starts_ptr, num_rows, cleared, QUERY_LEN, SHARE, 1, VALUE_DIM, DV_PAD, BLOCK_M)
     row = (program // splits).to(tl.int64)
     split = program % splits
@@ -158,10 +165,22 @@ def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, q_ptr, k_ptr, v_pt
         )  # fmt: skip
         acc = acc * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         best = higher
-    finish(
-        out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, acc, best, total, row, split, splits, parts, start, query_len,
-        SHARE, 1, VALUE_DIM, DV_PAD, BLOCK_M, COUNT, MOST,
+    leave(
+        out_ptr, mid_ptr, max_ptr, sum_ptr, acc, best, total, row, split, splits, parts, start, query_len, SHARE, 1,
+        VALUE_DIM, DV_PAD, BLOCK_M, COUNT,
     )  # fmt: skip
+    if parts > 1:
+        # What other programs stored is read: a program's barrier, and release and acquire of the counter, order both.
+        tl.debug_barrier()
+        counter = arrivals_ptr + row * tl.num_programs(0) + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
+            own_t, own_head = tile_of(SHARE, 1, BLOCK_M, COUNT)
+            own = own_t < query_len
+            all_acc, all_total = together(
+                mid_ptr, max_ptr, sum_ptr, row, splits, parts, own, dv, COUNT, DV_PAD, DV_PAD, AT_ONCE
+            )  # fmt: skip
+            store(out_ptr, start + own_t, own_head, own, all_acc, all_total, dv, SHARE, 1, VALUE_DIM)
+            tl.store(counter, 0)
 
 
 @triton.jit
@@ -325,7 +344,7 @@ def paged_attention(
         splits, places, constants = _decode_plan(model, num_reqs, decode_len, table.shape[1])
         cleared = 0 if prefills else num_tokens
         launch(
-            _decode, (max(splits.grid, triton.cdiv(cleared, decode_len)), num_kv_heads, 1),
+            _decode, (num_kv_heads, max(splits.grid, triton.cdiv(cleared, decode_len)), 1),
             (out, *Scratch.of(splits, num_kv_heads, places, model.padded[1], query.device), arrivals, query, k_cache,
              v_cache, table, rows.kv_lens, rows.query_starts, log2_scale, cap, *strides),
             constants, (num_reqs, cleared), num_warps=4, num_stages=2,
@@ -379,7 +398,8 @@ def _decode_plan(
     block_n = DECODE_BLOCK_N // 2 if model.wide else DECODE_BLOCK_N
     constants = (
         share, decode_len, model.head_dim, model.value_dim, *model.padded, model.page, model.window, model.capped,
-        splits.programs, splits.most, max(16, places), places, block_n, model.precision,
+        splits.programs, splits.most, max(16, places), places,
+        at_once(READ_TOGETHER, splits.most, places * model.padded[1]), block_n, model.precision,
     )  # fmt: skip
     return splits, places, constants
 

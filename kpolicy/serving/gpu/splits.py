@@ -3,7 +3,8 @@
 A row's KV goes to as many programs as the rows there are leave for it, which the kernel counts on the device. So it
 doesn't depend on the padded shape: a row is computed alike, bit for bit, beside the same rows in every graph and mode
 that takes this kernel for them, and padding costs programs that end at once. Programs of a row leave partial results
-in memory; the last one to arrive, told by a counter, brings them together, in the order of the KV whoever is last.
+in memory, which are brought together in the order of the KV: by the last program to arrive, whoever it is, or by a
+kernel of its own, whichever is quicker for the size of what there is to read.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ import triton.language as tl
 __all__ = [
     "Scratch",
     "Splits",
+    "at_once",
     "clear_padding",
-    "finish",
     "kept_rows",
+    "leave",
     "new_arrivals",
     "plan_splits",
     "share_of",
     "split_count",
+    "store",
+    "tile_of",
+    "together",
 ]
 
 MOST_SPLITS = 32
-AT_ONCE = tl.constexpr(4096)
-"""Values of parts that are read together"""
 LEAST_KV = 128
 """KV tokens a program has at least, where rows are as long as they can be"""
 
@@ -59,6 +62,8 @@ class Splits(NamedTuple):
     """Programs of a group of heads"""
     partial: int
     """How many of these may leave partial results: the first ones"""
+    shared: int
+    """Rows that may have several programs of a group: the first ones"""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -67,8 +72,14 @@ def plan_splits(num_reqs: int, groups: int, most_kv: int, device: torch.device) 
     programs = 2 * processors(device)
     most = triton.next_power_of_2(max(1, min(MOST_SPLITS, most_kv // LEAST_KV)))
     counts = [(rows, split_count.fn(rows, groups, programs, most)) for rows in range(1, num_reqs + 1)]
-    partial = max((rows * splits for rows, splits in counts if splits > 1), default=0)
-    return Splits(programs, most, max(num_reqs, partial), partial)
+    shared = [(rows, splits) for rows, splits in counts if splits > 1]
+    partial = max((rows * splits for rows, splits in shared), default=0)
+    return Splits(programs, most, max(num_reqs, partial), partial, max((rows for rows, _ in shared), default=0))
+
+
+def at_once(values: int, most: int, tile: int) -> int:
+    """Parts that are read together, of so many there may be: what has so many values, of so many in a tile."""
+    return max(2, min(16, most, values // tile))
 
 
 def new_arrivals(device: torch.device) -> torch.Tensor:
@@ -121,17 +132,16 @@ def tile_of(SHARE: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, COU
 
     A KV head's places are its queries' heads, `SHARE`, token by token, in so many tiles.
     """
-    group = tl.program_id(1)
+    group = tl.program_id(0)
     m = group % TILES * BLOCK_M + tl.arange(0, COUNT)
     return m // SHARE, group // TILES * SHARE + m % SHARE
 
 
 @triton.jit
-def _store(out_ptr, token, head, ok, acc, total, SHARE: tl.constexpr, TILES: tl.constexpr, VALUE_DIM: tl.constexpr,
-           WIDTH: tl.constexpr):  # fmt: skip
-    """A tile's results: sums of values over sums of weights, which are 0 where there is no KV."""
-    width = tl.arange(0, WIDTH)
-    at = token.to(tl.int64) * (tl.num_programs(1) // TILES * SHARE) + head
+def store(out_ptr, token, head, ok, acc, total, width, SHARE: tl.constexpr, TILES: tl.constexpr,
+          VALUE_DIM: tl.constexpr):  # fmt: skip
+    """These of a tile's results: sums of values over sums of weights, which are 0 where there is no KV."""
+    at = token.to(tl.int64) * (tl.num_programs(0) // TILES * SHARE) + head
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
         out_ptr + at[:, None] * VALUE_DIM + width[None, :], out.to(out_ptr.dtype.element_ty),
@@ -144,61 +154,64 @@ def clear_padding(out_ptr, starts_ptr, num_rows, cleared, QUERY_LEN: tl.constexp
                   TILES: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
                   BLOCK_M: tl.constexpr):  # fmt: skip
     """Zero what tokens behind the rows' own have as output, of the first `cleared`: `QUERY_LEN` tokens a program."""
-    first = tl.program_id(0) * QUERY_LEN
+    first = tl.program_id(1) * QUERY_LEN
     padding = tl.load(starts_ptr + num_rows)
     if (first < cleared) & (first + QUERY_LEN > padding):
         t, head = tile_of(SHARE, TILES, BLOCK_M, BLOCK_M)
         token = first + t
         ok = (t < QUERY_LEN) & (token >= padding) & (token < cleared)
         nothing = tl.zeros([BLOCK_M], tl.float32)
-        _store(
-            out_ptr, token, head, ok, tl.zeros([BLOCK_M, WIDTH], tl.float32), nothing, SHARE, TILES, VALUE_DIM, WIDTH
-        )  # fmt: skip
+        acc, width = tl.zeros([BLOCK_M, WIDTH], tl.float32), tl.arange(0, WIDTH)
+        store(out_ptr, token, head, ok, acc, nothing, width, SHARE, TILES, VALUE_DIM)
 
 
 @triton.jit
-def finish(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, acc, best, total, row, split, splits, parts, start,
-           query_len, SHARE: tl.constexpr, TILES: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
-           BLOCK_M: tl.constexpr, COUNT: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
-    """Store a program's result: the row's where it is the only one, else a part, of which the last to arrive makes it.
-
-    What one program stores another reads: its barrier, and the release and acquire of the counter, order the two, and
-    parts are read past the first cache. `COUNT` places of a tile can be in use.
-    """
+def leave(out_ptr, mid_ptr, max_ptr, sum_ptr, acc, best, total, row, split, splits, parts, start, query_len,
+          SHARE: tl.constexpr, TILES: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+          BLOCK_M: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
+    """Store a program's result: the row's where it is the only one, else a part. `COUNT` places can be in use."""
     t, head = tile_of(SHARE, TILES, BLOCK_M, BLOCK_M)
     if parts <= 1:
-        _store(out_ptr, start + t, head, t < query_len, acc, total, SHARE, TILES, VALUE_DIM, WIDTH)
+        store(out_ptr, start + t, head, t < query_len, acc, total, tl.arange(0, WIDTH), SHARE, TILES, VALUE_DIM)
     else:
-        group, groups = tl.program_id(1), tl.num_programs(1)
-        m, width = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
-        first, step = (row * splits * groups + group) * COUNT, groups * COUNT
-        place = first + split * step + m
+        place = ((row * splits + split) * tl.num_programs(0) + tl.program_id(0)) * COUNT + tl.arange(0, BLOCK_M)
         tl.store(max_ptr + place, best, mask=t < query_len)
         tl.store(sum_ptr + place, total, mask=t < query_len)
-        tl.store(mid_ptr + place[:, None] * WIDTH + width[None, :], acc, mask=(t < query_len)[:, None])
-        tl.debug_barrier()
-        counter = arrivals_ptr + row * groups + group
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
-            own_t, own_head = tile_of(SHARE, TILES, BLOCK_M, COUNT)
-            own = own_t < query_len
-            each = tl.arange(0, MOST)[:, None]
-            ok, at = (each < parts) & own[None, :], first + each * step + tl.arange(0, COUNT)[None, :]
-            maxima = tl.load(max_ptr + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
-            highest = tl.max(maxima, 0)
-            highest = tl.where(highest == float("-inf"), 0.0, highest)
-            sums = tl.load(sum_ptr + at, mask=ok, other=0.0, cache_modifier=".cg")
-            all_total = tl.sum(tl.exp2(maxima - highest[None, :]) * sums, 0)
-            all_acc = tl.zeros([COUNT, WIDTH], tl.float32)
-            # Some at a time, so that they are read together; what isn't there adds 0.
-            at_once: tl.constexpr = max(1, min(MOST, AT_ONCE // (COUNT * WIDTH)))
-            for begin in range(0, parts, at_once):
-                part = begin + tl.arange(0, at_once)[:, None]
-                part_ok, part_at = (part < parts) & own[None, :], first + part * step + tl.arange(0, COUNT)[None, :]
-                weights = tl.load(max_ptr + part_at, mask=part_ok, other=float("-inf"), cache_modifier=".cg")
-                values = tl.load(
-                    mid_ptr + part_at[:, :, None] * WIDTH + width[None, None, :], mask=part_ok[:, :, None], other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
-                all_acc += tl.sum(tl.exp2(weights - highest[None, :])[:, :, None] * values, 0)
-            _store(out_ptr, start + own_t, own_head, own, all_acc, all_total, SHARE, TILES, VALUE_DIM, WIDTH)
-            tl.store(counter, 0)
+        tl.store(mid_ptr + place[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], acc, mask=(t < query_len)[:, None])
+
+
+@triton.jit
+def together(mid_ptr, max_ptr, sum_ptr, row, splits, parts, own, width, COUNT: tl.constexpr, CHUNK: tl.constexpr,
+             WIDTH: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
+    """(sums of values, sums of weights) of all parts, one after the other, for `CHUNK` of the values' `WIDTH`.
+
+    Each thread adds up values of its own: threads exchange nothing, and the reads of `AT_ONCE` parts are under way
+    together, past the first cache.
+    """
+    best = tl.full([COUNT], float("-inf"), tl.float32)
+    total = tl.zeros([COUNT], tl.float32)
+    acc = tl.zeros([COUNT, CHUNK], tl.float32)
+    step = tl.num_programs(0) * COUNT
+    first = (row * splits * tl.num_programs(0) + tl.program_id(0)) * COUNT + tl.arange(0, COUNT)
+    for begin in range(0, parts, AT_ONCE):
+        maxima, sums, values = (), (), ()
+        higher = best
+        for each in tl.static_range(AT_ONCE):
+            ok, place = own & (begin + each < parts), first + (begin + each) * step
+            most = tl.load(max_ptr + place, mask=ok, other=float("-inf"), cache_modifier=".cg")
+            higher = tl.maximum(higher, most)
+            summed = tl.load(sum_ptr + place, mask=ok, other=0.0, cache_modifier=".cg")
+            at = place[:, None] * WIDTH + width[None, :]
+            value = tl.load(mid_ptr + at, mask=ok[:, None], other=0.0, cache_modifier=".cg")
+            # Triton has no unpacking into a tuple.
+            maxima, sums = maxima + (most,), sums + (summed,)  # type: ignore[assignment]  # noqa: RUF005
+            values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp2(best - safe)
+        total, acc = total * kept, acc * kept[:, None]
+        for each in tl.static_range(AT_ONCE):
+            weight = tl.exp2(maxima[each] - safe)
+            total += weight * sums[each]
+            acc += weight[:, None] * values[each]
+        best = higher
+    return acc, total
