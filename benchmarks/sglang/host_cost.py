@@ -7,25 +7,31 @@ wrappers, and ``added_us`` the difference, what kpolicy takes. Steps whose eager
 Of the scheduler's rows ``rule_us`` is an empty function: see `benchmarks.sglang.host_cycles`. ``steps`` has both of a
 step together, what its cycle takes and its question, and that as a part of SGLang's own question of prompts. With
 ``--before FOLDER`` the kpolicy_sglang of another tree is measured in turns with this one, in ``before_us``. 0.5.16's
-hooks on a graph's inputs are around empty functions too; ``--add inputs`` measures those rows alone, and puts them into
-the result that is there.
+hooks on a graph's inputs are around empty functions too, and so is what counts a replay; ``--add inputs`` measures
+those rows alone, and puts them into the result that is there.
 
-Processor time, the least of many turns: what else runs on the machine only adds.
+Processor time, the least of many turns: what else runs on the machine only adds. So often in a row all that a call
+touches is in the processor's caches. Between two steps an engine touches more than they hold: ``--cold`` has 64 MiB
+written to between any two calls, takes the median of single calls, and puts the rows beside the others, as ``cold``.
+That is more than an engine touches, so that a step lies between the two.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +46,7 @@ from kpolicy_sglang import dispatch, hooks, padding
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
-from kpolicy_sglang.state import State
+from kpolicy_sglang.state import State, attach
 from kpolicy_sglang.versions import KNOWN
 from tests.integrations.sglang.test_oracle import Older, _older_prefill
 from tests.integrations.sglang.test_oracle_padding import batch_of, buffers_of, runner_of
@@ -49,8 +55,12 @@ from tests.oracle.sglang_real import Release, decode_runner, prefill_runner
 RESULT = Path(__file__).parents[1] / "results" / "sglang_host_cost.json"
 DECODES, PROMPTS, SCHEDULER = "decode 600, replays", "prefill 300, replays", "scheduler, "
 INPUTS, BATCHES = "inputs of a graph of 16, ", {"12 decodes": 12, "16 decodes": 16}
+REPLAY = "a decode graph's replay"
 _COPY = "_grouped_foreach_copy_"
 CALLS, TURNS, ROUNDS = 2_000, 15, 3
+COLD_CALLS, COLD_BYTES = 41, 64 << 20
+COLD_STEPS = (DECODES, PROMPTS, f"{SCHEDULER}decode, nothing waits", f"{SCHEDULER}decode, 4 wait", INPUTS, REPLAY)
+"""How the rows begin that are measured with cold caches: what steps have that nothing is decided in, and one turn."""
 
 
 def decode(release: Release, size: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -138,7 +148,10 @@ def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Cal
     return lambda: stock.can_run_graph(batch), lambda: runner.can_run_graph(batch)
 
 
-def fill_from(registry: Any, batch: Any, **sizes: Any) -> None:  # noqa: ARG001
+def fill_from(
+    self: Any, forward_batch: Any, *, raw_bs: int, padded_bs: int, raw_num_tokens: int,  # noqa: ARG001
+    padded_num_tokens: int, pp_proxy_tensors: Any = None,  # noqa: ARG001
+) -> None:  # fmt: skip
     """SGLang's, as far as it finds the copy among the names of its module; nothing is copied."""
     _grouped_foreach_copy_([], [])
 
@@ -152,7 +165,7 @@ def inputs(rows: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     around = {hook.target.rpartition(".")[2]: hook.around for hook in KNOWN["0.5.16"].hooks}
     if _COPY in around:
         globals()[_COPY] = wrapped(globals()[_COPY], around[_COPY])
-    sizes = {"raw_bs": rows, "padded_bs": 16, "raw_num_tokens": rows, "padded_num_tokens": 16}
+    sizes = {"raw_bs": rows, "padded_bs": 16, "raw_num_tokens": rows, "padded_num_tokens": 16, "pp_proxy_tensors": None}
     batch = batch_of(torch.Generator().manual_seed(1), rows, rows, kinds=False)  # type: ignore[no-untyped-call]
     with buffers_of("0.5.16") as module:
         registry = runner_of(module, "decode").buffer_registry  # type: ignore[no-untyped-call]
@@ -161,6 +174,65 @@ def inputs(rows: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
         registry.__class__ = _hooked(type(stock), fill_from=around["fill_from"])
         padding.take_tails(SimpleNamespace(buffer_registry=registry, require_gathered_buffer=False), Failures())
     return lambda: stock.fill_from(batch, **sizes), lambda: registry.fill_from(batch, **sizes)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What SGLang knows a graph by, of fields and a hash such as its own."""
+
+    size: int
+    stream_idx: int | None = None
+    variant_label: str | None = None
+
+
+class FullCudaGraphBackend:
+    """SGLang's backend, as far as it looks up what it replays."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[Shape, Any] = {}
+
+    def capture_one(self, shape: Shape, forward: Any) -> None:
+        self.graphs[shape] = forward
+
+    def replay(self, shape: Shape, batch: Any) -> Any:  # noqa: ARG002
+        return self.graphs[shape]
+
+    def cleanup(self) -> None:
+        self.graphs.clear()
+
+
+def replay() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A replay of a graph that is in the registry, while SGLang serves."""
+    state = State(Config(quick_capture=False), "0.5.16")
+    state.serving.append(True)
+    model_runner = SimpleNamespace()
+    attach(model_runner, state)
+    runner = SimpleNamespace(model_runner=model_runner, capture_bs=[16, 32], captured_req_width=1)
+    stock, ours = FullCudaGraphBackend(), hooks.decode_backend(lambda _: FullCudaGraphBackend(), runner)
+    for each in (stock, ours):
+        for size in runner.capture_bs:
+            each.capture_one(Shape(size), None)
+    return lambda: stock.replay(Shape(16), None), lambda: ours.replay(Shape(16), None)
+
+
+def cold(stock: Callable[[], Any], hooked: Callable[[], Any]) -> tuple[float, float]:
+    """Median microseconds of one call of each whose memory is in no cache, alternating."""
+    touched = torch.zeros(COLD_BYTES, dtype=torch.uint8)
+    found: tuple[list[int], list[int]] = [], []
+    for call in (stock, hooked) * CALLS:
+        call()
+    gc.disable()
+    try:
+        for turn in range(COLD_CALLS):
+            for which in (0, 1) if turn % 2 else (1, 0):
+                call = (stock, hooked)[which]
+                touched.add_(1)
+                started = time.perf_counter_ns()
+                call()
+                found[which].append(time.perf_counter_ns() - started)
+    finally:
+        gc.enable()
+    return statistics.median(found[0]) / 1e3, statistics.median(found[1]) / 1e3
 
 
 def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> tuple[float, float]:
@@ -176,8 +248,8 @@ def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> tuple[float,
     return least[0], least[1]
 
 
-def rows(only: str = "") -> list[dict[str, Any]]:
-    """Every case once, or those whose step begins so."""
+def rows(only: str = "", *, in_no_cache: bool = False) -> list[dict[str, Any]]:
+    """Every case once, or those whose step begins so; with cold caches those of `COLD_STEPS`."""
     folder = Path(os.environ["KPOLICY_ORACLE"])
     newest, older = Release(folder), Older(folder)
     cases: list[tuple[str, str, Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]]] = [
@@ -191,7 +263,14 @@ def rows(only: str = "") -> list[dict[str, Any]]:
     for version in ("0.5.23", "0.5.16"):
         cases += [(version, f"{SCHEDULER}{name}", partial(cycle, name, version)) for name in CYCLES]
     cases += [("0.5.16", f"{INPUTS}{name}", partial(inputs, count)) for name, count in BATCHES.items()]
-    return [_row(version, step, *made()) for version, step, made in cases if step.startswith(only)]
+    cases.append(("0.5.16", REPLAY, replay))
+    begins = COLD_STEPS if in_no_cache else ""
+    take = cold if in_no_cache else measure
+    return [
+        _row(version, step, *take(*made()))
+        for version, step, made in cases
+        if step.startswith(only) and step.startswith(begins)
+    ]
 
 
 def steps(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -212,9 +291,8 @@ def steps(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return listed
 
 
-def _row(version: str, step: str, stock: Callable[[], Any], hooked: Callable[[], Any]) -> dict[str, Any]:
+def _row(version: str, step: str, rule_us: float, hooked_us: float) -> dict[str, Any]:
     """What a step takes without the hooks and with them."""
-    rule_us, hooked_us = measure(stock, hooked)
     return {"sglang": version, "step": step, "rule_us": rule_us, "hooked_us": hooked_us}
 
 
@@ -230,15 +308,24 @@ def _least(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     ]
 
 
-def _of(tree: Path, only: str) -> list[dict[str, Any]]:
+def _of(tree: Path, only: str, *, in_no_cache: bool) -> list[dict[str, Any]]:
     """The rows by the kpolicy_sglang of a tree, in a process of its own: all, or those whose step begins so."""
     paths = [str(tree / "integrations" / "kpolicy_sglang"), str(Path.cwd())]
+    command = [sys.executable, "-m", "benchmarks.sglang.host_cost", "--rows", "--add", only]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.sglang.host_cost", "--rows", "--add", only], check=True,
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        [*command, *(["--cold"] if in_no_cache else [])], check=True, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
     listed: list[dict[str, Any]] = json.loads(done.stdout)
     return listed
+
+
+def _command(given: argparse.Namespace) -> str:
+    more = (" --cold" if given.cold else "") + (" --before FOLDER" if given.before else "")
+    return (
+        "KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.host_cost "
+        f"--date {given.date}{more}"
+    )
 
 
 def main() -> int:
@@ -246,10 +333,11 @@ def main() -> int:
     parser.add_argument("--date", help="written into the result")
     parser.add_argument("--before", type=Path, help="a tree of before, measured in turns with this one")
     parser.add_argument("--add", default="", help="only the rows that begin so, for the result that there is: inputs")
+    parser.add_argument("--cold", action="store_true", help="single calls whose memory is in no cache, as `cold`")
     parser.add_argument("--rows", action="store_true", help="only print the times of one round")
     given = parser.parse_args()
     if given.rows:
-        print(json.dumps(rows(given.add)))
+        print(json.dumps(rows(given.add, in_no_cache=given.cold)))
         return 0
     if given.date is None:
         parser.error("--date says when this was measured: give YYYY-MM-DD")
@@ -257,7 +345,7 @@ def main() -> int:
     found: list[list[list[dict[str, Any]]]] = [[] for _ in trees]
     for turn in range(ROUNDS):
         for which in sorted(range(len(trees)), reverse=bool(turn % 2)):
-            found[which].append(_of(trees[which], given.add))
+            found[which].append(_of(trees[which], given.add, in_no_cache=given.cold))
     ours = _least(found[0])
     before = _least(found[1]) if given.before else []
     written = []
@@ -266,6 +354,11 @@ def main() -> int:
         if old is not None:
             written[-1]["before_us"] = round(old["hooked_us"] - old["rule_us"], 3)
         print(*written[-1].values(), sep="\t", flush=True)
+    if given.cold:
+        result = json.loads(RESULT.read_text(encoding="utf-8"))
+        result["cold"] = {"date": given.date, "command": _command(given), "bytes_between": COLD_BYTES, "rows": written}
+        RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        return 0
     if given.add:
         result = json.loads(RESULT.read_text(encoding="utf-8"))
         kept = [row for row in result["rows"] if not row["step"].startswith(given.add)]
@@ -282,8 +375,7 @@ def main() -> int:
         "what": "host time of a step's decision: SGLang's own rule, alone and under kpolicy's hooks, on one CPU; "
         "the scheduler's rows have an empty function for a rule; steps are both together",
         "date": given.date,
-        "command": "KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.host_cost "
-        f"--date {given.date}" + (" --before FOLDER" if given.before else ""),
+        "command": _command(given),
         "versions": {"kpolicy": kpolicy.__version__, "python": platform.python_version(), "torch": torch.__version__},
         "cpu": platform.processor() or platform.machine(), "rows": written,
         "steps": listed,

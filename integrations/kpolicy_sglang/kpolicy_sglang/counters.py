@@ -60,8 +60,8 @@ def buckets(phase: Phase) -> Counter[int]:
     """Replays by captured size."""
     found: Counter[int] = Counter()
     for size, steps in enumerate(phase.steps):
-        bucket = phase.bucket(size)
-        if steps and bucket is not None and phase.replays(size):
+        bucket = phase.bucket(size) if steps else None
+        if bucket is not None and phase.replays(size):
             found[bucket] += steps
     for (_, captured), steps in phase.voted.items():
         found[captured] += steps

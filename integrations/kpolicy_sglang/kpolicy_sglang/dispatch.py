@@ -1,4 +1,8 @@
-"""The hooks that a step goes through: whether it replays. SGLang's own functions are called for all but the size."""
+"""The hooks that a step goes through: whether it replays. SGLang's own functions are called for all but the size.
+
+Between two steps an engine touches more memory than caches hold, so that what a hook costs goes by what it touches. A
+runner's own attribute is therefore a function by itself, which asks SGLang and counts, where no more is to be done.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,8 @@ def attach(runner: Any, phase: Phase) -> None:
     for hook in (decode_can_run, prefill_can_run, prefill_can_run_0_5_16):
         own = wrapped_by(runner, _RUNS, hook)
         if own is not None:
-            bind(runner, _RUNS, partial(inspect.unwrap(hook), phase, own, runner))
+            asked = _decode_asked if hook is decode_can_run else _prefill_asked
+            bind(runner, _RUNS, asked(phase, own, runner, inspect.unwrap(hook)))
     if phase.names and not phase.coupled:
         # The runner before this one was asked so.
         _past_hook(runner)
@@ -51,6 +56,38 @@ def detach(runner: Any) -> None:
     """Leave them to SGLang."""
     for name in (ATTRIBUTE, _RUNS, _QUESTION):
         getattr(runner, "__dict__", {}).pop(name, None)
+
+
+def _decode_asked(phase: Phase, own: Any, runner: Any, answer: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A decode runner's `can_run_graph`: SGLang's own yes of a size that is only counted, else the hook's answer."""
+    plain, steps = phase.plain, phase.steps
+
+    def can_run_graph(forward_batch: Any) -> Any:
+        size = forward_batch.batch_size
+        if size in plain:
+            can_run = own(runner, forward_batch)
+            if can_run:
+                steps[size] += 1
+                return can_run
+        return answer(phase, own, runner, forward_batch)
+
+    return can_run_graph
+
+
+def _prefill_asked(phase: Phase, own: Any, runner: Any, answer: Callable[..., Any]) -> Callable[[Any], Any]:
+    """The same of a prefill runner. Ranks that vote, which the batch tells, have no such size."""
+    plain, steps = phase.plain, phase.steps
+
+    def can_run_graph(forward_batch: Any) -> Any:
+        size = forward_batch.input_ids.shape[0]
+        if size in plain and forward_batch.global_num_tokens_cpu is None:
+            can_run = own(runner, forward_batch)
+            if can_run:
+                steps[size] += 1
+                return can_run
+        return answer(phase, own, runner, forward_batch)
+
+    return can_run_graph
 
 
 def _hook(answer: Callable[[Phase, Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
@@ -79,7 +116,7 @@ def decode_can_run(phase: Phase, original: Any, runner: Any, forward_batch: Any)
         return False
     can_run = original(runner, forward_batch)
     if can_run:
-        phase.ran(size, forward_batch)
+        phase.ran_plainly(size, forward_batch)
         return can_run
     return _refused(phase, runner, forward_batch, size)
 
@@ -99,10 +136,12 @@ def prefill_can_run_0_5_16(phase: Phase, original: Any, runner: Any, forward_bat
     if verdict == EAGER:
         phase.ran(size, forward_batch)
         return False
-    ask = original if verdict == REPLAYS else partial(_without_limit, phase, original)
+    ask, ran = original, phase.ran_plainly
+    if verdict != REPLAYS:
+        ask, ran = partial(_without_limit, phase, original), phase.ran
     can_run = ask(runner, forward_batch)
     if can_run:
-        phase.ran(size, forward_batch)
+        ran(size, forward_batch)
         return can_run
     return _refused(phase, runner, forward_batch, size)
 
@@ -158,10 +197,12 @@ def prefill_can_run(phase: Phase, original: Any, runner: Any, forward_batch: Any
     if verdict == EAGER:
         phase.ran(size, forward_batch)
         return False
-    ask = original if verdict == REPLAYS else partial(_without_limit, phase, original)
+    ask, ran = original, phase.ran_plainly
+    if verdict != REPLAYS:
+        ask, ran = partial(_without_limit, phase, original), phase.ran
     can_run = ask(runner, forward_batch)
     if can_run:
-        phase.ran(size, forward_batch)
+        ran(size, forward_batch)
         return can_run
     return _refused(phase, runner, forward_batch, size, again=partial(_asked_by_hook, original, runner, forward_batch))
 

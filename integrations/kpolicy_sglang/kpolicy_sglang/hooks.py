@@ -329,7 +329,7 @@ def _mirrored(backend: Any, runner: Any, phase: str) -> Any:
         return backend
     _let_go(state, runner.model_runner, phase)
     state.held[phase] = {"backend": backend}
-    _captured_again(state, runner, phase)
+    counted = _captured_again(state, runner, phase)
     width = getattr(runner, "captured_req_width", 1) if phase == DECODE else 1
     device = getattr(runner, "device_module", None)
     try:
@@ -341,9 +341,11 @@ def _mirrored(backend: Any, runner: Any, phase: str) -> Any:
         state.failures.note("looking at how graphs are captured", error, then="SGLang's own procedure captures them")
     sizes = tuple(getattr(runner, "capture_num_tokens", None) or ())
     clearing = {"clearing": partial(clear_in_graphs, sizes=sizes, failures=state.failures)} if cleared else {}
+    by_replay = partial(state.count_by_replay, phase) if counted and width == 1 else None
+    took = partial(state.savings.warm_up_s.__setitem__, phase)
     return mirror(
         backend, state.registry, phase, device=device, width=width, failures=state.failures, serving=state.serving,
-        one_warm_up=one_warm_up, took=partial(state.savings.warm_up_s.__setitem__, phase), **clearing,
+        by_replay=by_replay, one_warm_up=one_warm_up, took=took, **clearing,
     )  # fmt: skip
 
 
@@ -361,19 +363,24 @@ def _let_go(state: State, model_runner: Any, phase: str) -> None:
     leave_tails(runner)
 
 
-def _captured_again(state: State, runner: Any, name: str) -> None:
-    """A runner made anew while SGLang serves, after a change of weights, has the phase of the one before."""
+def _captured_again(state: State, runner: Any, name: str) -> bool:
+    """A runner made anew while SGLang serves, after a change of weights, has the phase of the one before.
+
+    Returns:
+        Whether a phase counts its steps, now or once all is captured.
+    """
     phase = state.phases.get(name)
     if phase is None:
-        return
+        return True
     sizes = getattr(runner, "capture_bs" if name == DECODE else "capture_num_tokens", None) or ()
     if tuple(sizes) == phase.sizes:
         _attach(state, runner, phase)
-        return
+        return True
     state.say(
         f"SGLang captures {name} graphs of other sizes than before; its own rule decides {name} steps from now on. "
         "Start it again to have kpolicy decide them"
     )
+    return False
 
 
 def capture_prefill_graph(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -410,6 +417,7 @@ def _step(scheduler: Any) -> Callable[[Any, Any], Any] | None:
     if state is None:
         return None
     step: Callable[[Any, Any], Any] = partial(counted, state, scheduler)
+    split = None
     try:
         split = split_of(scheduler)
         step = step if split is None else split.step
@@ -418,7 +426,7 @@ def _step(scheduler: Any) -> Callable[[Any, Any], Any] | None:
         state.failures.note("setting up SPLIT", error, then="SGLang goes on")
     own = wrapped_by(scheduler, _NEW_BATCH, new_batch_prefill)
     if own is not None:
-        bind(scheduler, _NEW_BATCH, partial(step, own))
+        bind(scheduler, _NEW_BATCH, partial(step, own) if split is None else split.asked(own))
     return step
 
 

@@ -50,7 +50,8 @@ def pool_of(phase: str) -> str:
 
 def mirror(
     backend: Any, registry: GraphRegistry, phase: str, *, device: Any, width: int = 1, failures: Failures | None = None,
-    serving: list[bool] | None = None, one_warm_up: bool = False, took: Callable[[float], None] = lambda _: None,
+    serving: list[bool] | None = None, by_replay: Callable[[], None] | None = None, one_warm_up: bool = False,
+    took: Callable[[float], None] = lambda _: None,
     clearing: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda capture: capture,
 ) -> Any:  # fmt: skip
     """Enter every capture and replay of a graph backend into the registry, and return the backend.
@@ -62,6 +63,8 @@ def mirror(
         device: the device's module of torch, which tells free memory; None where there is none to ask.
         width: tokens of a decode row.
         serving: has an entry once replays are a server's; those before aren't hits. By default all are.
+        by_replay: where a phase's steps tell the hits, called once a graph is captured that they don't tell from
+            another of its size: from then on replays are counted one by one. Without it they are from the first.
         failures: where a graph that can't be entered is noted; SGLang captures it all the same.
         one_warm_up: capture with one warm-up where that is enough, see `kpolicy_sglang.captures`.
         took: told the seconds of a second warm-up then.
@@ -90,6 +93,9 @@ def mirror(
     def capture_one(shape: Any, *args: Any, **kwargs: Any) -> Any:
         with entered():
             key = keys[shape] = key_of(shape, phase, full=full, width=width)
+            if by_replay is not None and (key.lora_case or key.variant) and backend.replay is not replay_one:
+                by_replay()
+                backend.replay = replay_one
             registry.plan([key])
         started, free = time.perf_counter(), _free_bytes(device)
         try:
@@ -119,7 +125,9 @@ def mirror(
             registry.evict_generation(pool_of(phase))
         return cleanup()
 
-    backend.capture_one, backend.replay, backend.cleanup = capture_one, replay_one, clean
+    backend.capture_one, backend.cleanup = capture_one, clean
+    if by_replay is None:
+        backend.replay = replay_one
     return backend
 
 

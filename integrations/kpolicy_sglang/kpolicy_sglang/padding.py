@@ -12,6 +12,7 @@ same, to the same values, but by launches that there are anyway:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -42,6 +43,10 @@ _MULTIMODAL = "mrope_positions"
 """The slot of multimodal (mrope) positions. No graph of a model without them reads it."""
 _FILL, _COPY = "fill_from", "_grouped_foreach_copy_"
 """What brings a batch in, and by what name it calls the copy."""
+_TAKES = (
+    "self", "forward_batch", "raw_bs", "padded_bs", "raw_num_tokens", "padded_num_tokens", "pp_proxy_tensors",
+)  # fmt: skip
+"""All that it takes."""
 _clearing: list[int] = []
 """The first row that the graph which is captured now clears of attention's output."""
 
@@ -116,7 +121,32 @@ def take_tails(runner: Any, failures: Failures) -> None:
         setattr(registry, _ATTRIBUTE, tails)
         own = wrapped_by(registry, _FILL, fill_from)
         if own is not None:
-            bind(registry, _FILL, partial(_filled, tails, own, registry))
+            bind(registry, _FILL, _asked(tails, own, registry))
+
+
+def _asked(tails: Tails, own: Any, registry: Any) -> Callable[..., Any]:
+    """A registry's own `fill_from`: of a batch without padding SGLang's, each argument by its name.
+
+    Handing on what else a fill might take costs as much again, and more where it isn't in a cache.
+    """
+    if tuple(inspect.signature(own).parameters) != _TAKES:
+        return partial(_filled, tails, own, registry)
+
+    def fill_from(
+        forward_batch: Any, *, raw_bs: int, padded_bs: int, raw_num_tokens: int, padded_num_tokens: int,
+        pp_proxy_tensors: Any = None,
+    ) -> Any:  # fmt: skip
+        if raw_num_tokens >= padded_num_tokens and raw_bs >= padded_bs:
+            return own(
+                registry, forward_batch, raw_bs=raw_bs, padded_bs=padded_bs, raw_num_tokens=raw_num_tokens,
+                padded_num_tokens=padded_num_tokens, pp_proxy_tensors=pp_proxy_tensors,
+            )  # fmt: skip
+        return _filled(
+            tails, own, registry, forward_batch, raw_bs=raw_bs, padded_bs=padded_bs, raw_num_tokens=raw_num_tokens,
+            padded_num_tokens=padded_num_tokens, pp_proxy_tensors=pp_proxy_tensors,
+        )  # fmt: skip
+
+    return fill_from
 
 
 def leave_tails(runner: Any) -> None:

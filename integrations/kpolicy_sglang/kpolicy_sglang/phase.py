@@ -71,8 +71,9 @@ class Phase:
         self.sizes = tuple(sizes)
         self.largest = self.sizes[-1]
         self.width = width
-        self.force: bool | None = None
-        """What every question is answered with while costs are measured."""
+        self.plain: set[int] = set()
+        """Sizes of which a step that SGLang says yes to is only counted, see `kpolicy_sglang.dispatch`."""
+        self._force: bool | None = None
         self.coupled = False
         """Whether ranks take each step together, so that they vote."""
         self.agreed = False
@@ -90,8 +91,7 @@ class Phase:
         """Steps by size and captured size that replayed because ranks agreed on it, whatever the policy says."""
         self.names: dict[str, Any] | None = None
         """Names of the runner's module, where 0.5.16 looks up its limit on padding."""
-        self.log: Callable[[Phase, Any, int, Reason | None, int | None], None] | None = None
-        """Called with each step: its size, why SGLang refused it, and the captured size that ranks agreed on."""
+        self._log: Callable[[Phase, Any, int, Reason | None, int | None], None] | None = None
         self.failures = Failures()
         self._most = len(self.steps) - 2
         self.keys = tuple(self._key(size, full) for size in self.sizes)
@@ -111,6 +111,26 @@ class Phase:
         self._select: Any = None
         self._compile(self.rule, analytic_costs(), Objective())
         self._by_own_rule: Any = self._select
+
+    @property
+    def force(self) -> bool | None:
+        """What every question is answered with while costs are measured."""
+        return self._force
+
+    @force.setter
+    def force(self, answer: bool | None) -> None:
+        self._force = answer
+        self.plain.clear()
+
+    @property
+    def log(self) -> Callable[[Phase, Any, int, Reason | None, int | None], None] | None:
+        """Called with each step: its size, why SGLang refused it, and the captured size that ranks agreed on."""
+        return self._log
+
+    @log.setter
+    def log(self, write: Callable[[Phase, Any, int, Reason | None, int | None], None] | None) -> None:
+        self._log = write
+        self.plain.clear()
 
     def _key(self, size: int, full: bool) -> GraphKey:
         if self.name == DECODE:
@@ -133,6 +153,7 @@ class Phase:
         self.policy = policy
         self._select = get_policy(policy).compile(context).select
         self._verdicts.clear()
+        self.plain.clear()
         self._decisions = [None] * len(self.steps)
         self._us = {}
 
@@ -229,27 +250,33 @@ class Phase:
 
     def forget_steps(self) -> None:
         """Count from nothing: what ran so far was no request's."""
-        self.steps = [0] * len(self.steps)
+        self.steps[:] = [0] * len(self.steps)
         self.refused.clear()
         self.voted.clear()
 
     def ran(self, size: int, batch: Any) -> None:
         """Count a step that runs as decided."""
         self.steps[size if size <= self._most else self._most + 1] += 1
-        if self.log is not None:
-            self.log(self, batch, size, None, None)
+        if self._log is not None:
+            self._log(self, batch, size, None, None)
+
+    def ran_plainly(self, size: int, batch: Any) -> None:
+        """The same of one that replays as others of its size do: those have to be counted, and no more."""
+        self.ran(size, batch)
+        if self._log is None and self._force is None and not self.coupled:
+            self.plain.add(size)
 
     def ran_as_voted(self, size: int, captured: int, batch: Any) -> None:
         """Count a step that replays a graph of that size because ranks agreed on it."""
         self.voted[size, captured] += 1
-        if self.log is not None:
-            self.log(self, batch, size, None, captured)
+        if self._log is not None:
+            self._log(self, batch, size, None, captured)
 
     def was_refused(self, size: int, batch: Any, reason: Reason) -> None:
         """Count a step that SGLang refused the graph which the policy wanted."""
         self.refused[reason, size] += 1
-        if self.log is not None:
-            self.log(self, batch, size, reason, None)
+        if self._log is not None:
+            self._log(self, batch, size, reason, None)
 
 
 @attrs.frozen

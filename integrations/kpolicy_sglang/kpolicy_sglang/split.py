@@ -88,14 +88,33 @@ class Split:
         self._waits = Waiting(self.turns.chunk, self.turns.burst)
         self._long = False
         """Whether a prompt of those is long."""
+        self._idle = False
+        """Whether nothing waited at the last look, and all of this knows it."""
         self._in_turns = self.turns.on and scheduler is not None and not scheduler.is_mixed_chunk
         self.cycles = {"mixed": 0, "decode first": 0, "extend first": 0, "in turns": 0}
         self.step: Callable[[Any, Any], Any] = self._in_turns_step if self._in_turns else self._split_step
         """AROUND one `get_new_batch_prefill`: SGLang's own, once and as it is, where kpolicy's part raises."""
 
+    def asked(self, own: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+        """A scheduler's own `get_new_batch_prefill`: while nothing waits SGLang's, else a step of this.
+
+        Args:
+            own: SGLang's.
+        """
+        scheduler, state, step = self._scheduler, self._state, self.step
+
+        def get_new_batch_prefill(running_batch: Any) -> Any:
+            left = state.left - 1
+            if self._idle and left > 0 and not scheduler.waiting_queue and scheduler.chunked_req is None:
+                state.left = left
+                return own(scheduler, running_batch)
+            return step(own, running_batch)
+
+        return get_new_batch_prefill
+
     def _nothing_waits(self, original: Any, running_batch: Any) -> Any:
         """SGLang's own cycle without prompts."""
-        self._owed = ""
+        self._idle, self._owed = True, ""
         self.turns.decoded()
         if self._waits.holds:
             self._waits.forget()
@@ -113,6 +132,7 @@ class Split:
         queue, cut = scheduler.waiting_queue, scheduler.chunked_req
         if not queue and cut is None:
             return self._nothing_waits(original, running_batch)
+        self._idle = False
         decodes = len(running_batch.reqs)
         if not decodes:
             turns.decoded()
@@ -203,6 +223,7 @@ class Split:
         scheduler = self._scheduler
         if not scheduler.waiting_queue and scheduler.chunked_req is None:
             return self._nothing_waits(original, running_batch)
+        self._idle = False
         try:
             turn = self._turn(running_batch)
             if turn == "decode":

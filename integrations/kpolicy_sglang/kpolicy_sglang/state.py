@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from kpolicy.costs import Curve
+from kpolicy.errors import RegistryError
+from kpolicy.keys import GraphKey
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Objective
 from kpolicy_sglang.bound import leave_hooked
 from kpolicy_sglang.captures import Savings
 from kpolicy_sglang.config import Config
-from kpolicy_sglang.counters import summary
+from kpolicy_sglang.counters import buckets, summary
 from kpolicy_sglang.decision_log import DecisionLog
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.metrics import Metrics
@@ -39,8 +42,12 @@ class State:
     def __init__(self, config: Config, version: str) -> None:
         self.config = config
         self.version = version
-        self.registry = GraphRegistry()
+        self.graphs = GraphRegistry()
+        """The registry, whose hits are those that were last asked for."""
         self.phases: dict[str, Phase] = {}
+        self.by_replay: set[str] = set()
+        """Phases whose replays are counted one by one: their steps don't tell which graph was replayed."""
+        self._hits: Counter[GraphKey] = Counter()
         self.held: dict[str, dict[str, Any]] = {}
         """By phase SGLang's graph backend and runner, whose attributes call kpolicy."""
         self.mixed: MixedCost | None = None
@@ -66,6 +73,29 @@ class State:
         self.left = _TICKS
         """Cycles of the scheduler until `tick` looks at the clock."""
         self._flushed_s = self._summed_s = time.monotonic()
+
+    @property
+    def registry(self) -> GraphRegistry:
+        """SGLang's graphs, with the hits of all steps so far."""
+        self.count_hits()
+        return self.graphs
+
+    def count_hits(self) -> None:
+        """Enter the replays that steps tell of and that weren't entered before."""
+        for phase in self.phases.values() if self.serving else ():
+            for size, replays in buckets(phase).items() if phase.name not in self.by_replay else ():
+                key = phase.keys[phase.sizes.index(size)]
+                more, self._hits[key] = replays - self._hits[key], replays
+                try:
+                    if more:
+                        self.graphs.hit(key, more)
+                except RegistryError as error:
+                    self.failures.note("counting replays", error, then="the graph isn't in the registry")
+
+    def count_by_replay(self, name: str) -> None:
+        """From now on what replays a phase's graphs counts them."""
+        self.count_hits()
+        self.by_replay.add(name)
 
     @property
     def decode(self) -> Phase | None:

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from kpolicy.costs import Curve
+from kpolicy.reasons import Reason
+from kpolicy.settings import Objective
 from kpolicy_sglang import bound, dispatch, hooks, padding
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.failures import Failures
-from kpolicy_sglang.phase import DECODE, PREFILL
-from kpolicy_sglang.split import Split, counted
+from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, table_of
+from kpolicy_sglang.split import Split, counted, split_of
 from kpolicy_sglang.state import State, attach
 from tests.integrations.sglang.test_dispatch import always, batch_of, phase_of, runner_of
 from tests.integrations.sglang.test_padding import Buffers
@@ -61,6 +64,60 @@ def test_a_runner_with_a_phase_is_asked_past_the_registry(kind, answer):
     assert phase.steps[50] + phase.refused.total() == 1
 
 
+@pytest.mark.parametrize("kind", QUESTIONS)
+def test_a_size_that_replays_is_only_counted(kind):
+    """From its second step on only SGLang is asked, until more is to be done with a step than that."""
+    (name, hook), written = QUESTIONS[kind], []
+
+    def question(runner, batch):
+        return not getattr(batch, "replace_embeds", None)
+
+    runner = hooked("can_run_graph", around(question, hook, []))(**vars(runner_of()))
+    phase = phase_of(name)
+    phase.limited(2)
+    dispatch.attach(runner, phase)
+
+    def ask(**fields):
+        return runner.can_run_graph(batch_of(50, **fields))
+
+    verdict = phase.verdict
+    for steps in (1, 2, 3):
+        assert ask() is True
+        assert phase.steps[50] == steps
+        phase.verdict = None
+    phase.verdict = verdict
+    assert ask(replace_embeds=[1]) is False
+    assert (phase.steps[50], phase.refused) == (3, {(Reason.REPLACED_EMBEDDINGS, 50): 1})
+    phase.log = lambda *told: written.append(told)
+    assert [ask(), ask(), len(written)] == [True, True, 2]
+    phase.log = None
+    assert [ask(), ask(), len(written)] == [True, True, 2]
+    phase.force = False
+    assert ask() is False
+    phase.force = None
+    assert ask() is True
+    phase.forget_steps()
+    assert ask() is True
+    assert phase.steps[50] == 1
+    if name == PREFILL:
+        assert ask(global_num_tokens_cpu=[50, 50]) is True
+        assert (phase.steps[50], phase.voted) == (1, {(50, 64): 1})
+    phase.install("auto", table_of("test", {64: 2000, 128: 2000}, {1: 1000}), Objective())
+    assert ask() is False
+
+
+def test_ranks_that_vote_have_each_step_looked_at():
+    """None of their sizes is only counted."""
+    runner = hooked("can_run_graph", around(always(True), dispatch.decode_can_run, []))(**vars(runner_of()))
+    phase = phase_of(DECODE)
+    phase.coupled = True
+    dispatch.attach(runner, phase)
+    assert runner.can_run_graph(batch_of(50))
+    runner.require_mlp_sync = True
+    assert runner.can_run_graph(batch_of(50, global_num_tokens_cpu=[50, 60]))
+    assert (phase.steps[50], phase.voted) == (1, {(50, 64): 1})
+
+
 def test_someone_elses_hooks_are_called():
     """One inside ours is what we ask; where one is outside, or a wrapper doesn't tell, the registry's way stays."""
     hook, passed = dispatch.decode_can_run, []
@@ -77,6 +134,15 @@ def test_someone_elses_hooks_are_called():
         assert runner.can_run_graph(batch_of(50)) is True
         assert passed == wanted
         assert phase.steps[50] == 1
+
+
+def state_with_costs():
+    """A state whose schedulers have a split."""
+    state = State(Config(summary_seconds=0), "0.5.16")
+    state.phases = {name: phase_of(name) for name in (DECODE, PREFILL)}
+    curve = Curve((64, 128), (9e6, 9e6))
+    state.mixed = MixedCost(curve, curve, 2, 32)
+    return state
 
 
 def ticked():
@@ -143,6 +209,34 @@ def test_cycles_counted_down_too_far_look_at_the_clock(monkeypatch):
     for step in (*steps, split._in_turns_step, split._split_step):
         step(lambda *_: None, SimpleNamespace(reqs=[]))
     assert ticks == [1, 1, 1]
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_cycles_in_which_nothing_waits_are_only_counted(mixed, monkeypatch):
+    """From the second on, until a prompt waits; the clock is looked at as often."""
+    model, asked, ticks, plan = SimpleNamespace(), [], [], SimpleNamespace(batch_to_run=None)
+    state = state_with_costs()
+    monkeypatch.setattr(state, "tick", lambda: (ticks.append(1), setattr(state, "left", 128)))
+    attach(model, state)
+    own = around(lambda _, running: asked.append(running) or plan, hooks.new_batch_prefill, [])
+    scheduler = hooked("get_new_batch_prefill", own)(
+        tp_worker=SimpleNamespace(model_runner=model), chunked_prefill_size=64, waiting_queue=[], chunked_req=None,
+        is_mixed_chunk=mixed, max_running_requests=8,
+    )  # fmt: skip
+    running = SimpleNamespace(reqs=[])
+    for _ in range(2):
+        scheduler.get_new_batch_prefill(running)
+    split, looked = split_of(scheduler), []
+    monkeypatch.setattr(split.turns, "decoded", lambda: looked.append(1))
+    for _ in range(300):
+        scheduler.get_new_batch_prefill(running)
+    # Where the clock is looked at the rest is too.
+    assert (len(asked), len(ticks), len(looked)) == (302, 2, 2)
+    for waiting in ([SimpleNamespace(origin_input_ids=[1, 2])], []):
+        scheduler.waiting_queue = waiting
+        scheduler.get_new_batch_prefill(running)
+        assert split._idle == (not waiting)
+    assert len(looked) == 4 - mixed
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -443,8 +443,9 @@ def test_steps_of_measuring_are_not_counted(monkeypatch):
     assert state.phases[DECODE] is getattr(decode, dispatch.ATTRIBUTE)
     assert lines(state.decode) == []
     assert len(state.registry.unused()) == 1
+    assert dispatch.decode_can_run(lambda *_: True, decode, SimpleNamespace(batch_size=3))
     assert backend.replay(shape) == "replayed"
-    assert state.registry.unused() == ()
+    assert [(record.key.num_tokens, record.hits) for record in state.registry.records()] == [(8, 1)]
 
 
 def test_counters_that_cannot_be_had_leave_the_decisions(monkeypatch, caplog):

@@ -17,7 +17,7 @@ from kpolicy_sglang.mirror import key_of, mirror
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase
 from kpolicy_sglang.state import State, attach
 from tests.integrations.sglang.test_bound import around, hooked
-from tests.integrations.sglang.test_dispatch import always, runner_of
+from tests.integrations.sglang.test_dispatch import always, batch_of, runner_of
 from tests.integrations.sglang.test_padding import Buffers
 
 
@@ -83,6 +83,55 @@ def test_captures_and_replays_are_entered():
     assert (record.state, record.hits, record.bytes) == (GraphState.CAPTURED, 2, 1 << 20)
     assert record.seconds > 0
     assert registry.unused() == (GraphKey(Part.PIECEWISE, 128),)
+
+
+def serving(*, width=1):
+    """A state whose decode graphs of 1 and 8 are captured while SGLang serves, their backend, and the runner."""
+    state = State(Config(quick_capture=False, quick_padding=False), "0.5.16")
+    model_runner = SimpleNamespace(server_args=SimpleNamespace(tp_size=1), attn_backend=None)
+    attach(model_runner, state)
+    runner = runner_of(model_runner=model_runner, capture_bs=[1, 8], captured_req_width=width)
+    backend = hooks.decode_backend(lambda _: FullCudaGraphBackend(), runner)
+    hooks._take(state, runner, Phase(DECODE, (1, 8), 8, full=True))
+    state.serving.append(True)
+    return state, backend, runner
+
+
+def hits(state):
+    return {(record.key.num_reqs, record.key.lora_case): record.hits for record in state.registry.records()}
+
+
+def test_steps_tell_the_hits():
+    """So that nothing of kpolicy's is called at a replay; a graph that isn't in the registry is noted."""
+    state, backend, runner = serving()
+    backend.capture_one(Frozen(8), lambda: 1)
+    assert "replay" not in vars(backend)
+    for size, found in ((3, 1), (8, 2), (3, 3)):
+        assert dispatch.decode_can_run(always(True), runner, batch_of(size)) is True
+        assert hits(state) == {(8, 0): found}
+    dispatch.decode_can_run(always(False), runner, batch_of(3))
+    dispatch.decode_can_run(always(True), runner, batch_of(1))
+    assert hits(state) == {(8, 0): 3}
+    assert state.failures.counts == {"counting replays": 1}
+
+
+def test_graphs_of_one_size_are_told_apart_as_they_replay():
+    """Those with and without LoRA; what steps told of before stays, and isn't counted twice."""
+    state, backend, runner = serving()
+    backend.capture_one(Frozen(8, "nolora"), lambda: 1)
+    dispatch.decode_can_run(always(True), runner, batch_of(3))
+    for size in (8, 1):
+        backend.capture_one(Frozen(size, "lora"), lambda: 2)
+    for label in ("lora", "lora", "nolora"):
+        dispatch.decode_can_run(always(True), runner, batch_of(3))
+        backend.replay(Frozen(8, label), "batch")
+    assert hits(state) == {(8, 0): 2, (8, 1): 2, (1, 1): 0}
+
+
+def test_drafts_are_counted_as_they_replay():
+    """kpolicy decides no step of theirs."""
+    _, backend, _ = serving(width=4)
+    assert "replay" in vars(backend)
 
 
 def test_backend_keeps_its_type():
@@ -167,8 +216,10 @@ def test_a_runner_made_anew_while_serving(sizes, kept, caplog):
     model_runner = SimpleNamespace(server_args=SimpleNamespace(tp_size=1), attn_backend=None)
     attach(model_runner, state)
     runner = SimpleNamespace(model_runner=model_runner, capture_bs=sizes, captured_req_width=1)
-    hooks.decode_backend(lambda _: FullCudaGraphBackend(), runner)
+    backend = hooks.decode_backend(lambda _: FullCudaGraphBackend(), runner)
     assert (dispatch.phase_of(runner) is state.phases[DECODE]) == kept
+    # Steps that no phase counts are counted as they replay.
+    assert ("replay" in vars(backend)) != kept
     assert ("of other sizes than before" in caplog.text) != kept
 
 

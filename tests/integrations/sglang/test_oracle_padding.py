@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.sglang import check
 from benchmarks.sglang.check import looked_at, unlike, write_over
+from benchmarks.sglang.host_cycles import wrapped
 from kpolicy_sglang import padding
 from kpolicy_sglang.captures import OneWarmUp
 from kpolicy_sglang.failures import Failures
@@ -108,17 +109,26 @@ def tails_of(runner):
     return getattr(runner.buffer_registry, padding._ATTRIBUTE, None)
 
 
+@pytest.mark.parametrize("past", [False, True])
 @pytest.mark.parametrize("kinds", [False, True])
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 @pytest.mark.parametrize("version", HOOKED)
-def test_buffers_hold_what_sglang_leaves_in_them(version, kind, kinds):
-    """Whatever was in them, and whatever batches came before: bit for bit, padded by any size or not at all."""
+def test_buffers_hold_what_sglang_leaves_in_them(version, kind, kinds, past):
+    """Whatever was in them, and whatever batches came before: bit for bit, padded by any size or not at all.
+
+    The same by the buffers' own attribute, past the registry of hooks, which hands SGLang's arguments on by name.
+    """
     draw, numbers = random.Random(3), torch.Generator().manual_seed(3)  # noqa: S311  not for secrets
     with buffers_of(version) as module:
         stock, ours = (runner_of(module, kind) for _ in range(2))
+        fill = module.CudaGraphBufferRegistry.fill_from
+        if past:
+            question = {"fill_from": wrapped(fill, padding.fill_from)}
+            ours.buffer_registry.__class__ = type("Hooked", (module.CudaGraphBufferRegistry,), question)
         padding.take_tails(ours, Failures())
         assert tails_of(ours) is not None
-        fill = module.CudaGraphBufferRegistry.fill_from
+        own = vars(ours.buffer_registry).get("fill_from", partial(padding.fill_from, fill, ours.buffer_registry))
+        assert isinstance(own, partial) != past
         for _ in range(300):
             rows = draw.randint(1, 32)
             tokens = rows if kind == "decode" else draw.randint(rows, 128)
@@ -133,7 +143,7 @@ def test_buffers_hold_what_sglang_leaves_in_them(version, kind, kinds):
                 buffer.copy_(garbage)
                 buffers(ours)[name].copy_(garbage)
             fill(stock.buffer_registry, batch, **sizes)
-            padding.fill_from(fill, ours.buffer_registry, batch, **sizes)
+            own(batch, **sizes)
             for name, buffer in buffers(stock).items():
                 # A model without multimodal positions has no graph that reads them.
                 if kinds or name != "mrope_positions":

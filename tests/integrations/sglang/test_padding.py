@@ -16,6 +16,9 @@ from tests.integrations.sglang.test_hooks import graph_runner, model_runner, sta
 pytest.importorskip("torch")
 
 
+EXACT = {"raw_bs": 4, "padded_bs": 4, "raw_num_tokens": 4, "padded_num_tokens": 4}
+
+
 class Buffers:
     """A registry of buffers without any."""
 
@@ -90,6 +93,19 @@ def test_buffers_that_are_not_as_known_are_left_to_sglang():
     assert set(state.phases) == {DECODE}
     assert not taken(decode)
     assert state.failures.total == 1
+
+
+def test_buffers_that_take_more_than_is_known_have_it_handed_on():
+    """By whatever name it is given; what SGLang 0.5.16 takes is handed on one by one."""
+    found = []
+
+    class More(Buffers):
+        def fill_from(self, forward_batch, **sizes):
+            found.append((forward_batch, sizes))
+
+    registry = More()
+    padding._asked(padding.Tails(registry, Failures()), More.fill_from, registry)("batch", **EXACT, more=1)
+    assert found == [("batch", {**EXACT, "more": 1})]
 
 
 def test_a_copy_by_another_name_leaves_buffers_to_sglang(monkeypatch):
