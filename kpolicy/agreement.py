@@ -16,34 +16,24 @@ from typing import TYPE_CHECKING, Any
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.errors import RankError
 from kpolicy.reasons import Reason
+from kpolicy.what_runs import WhatRuns
 
 if TYPE_CHECKING:
     from kpolicy.engine import Communicator, Engine
     from kpolicy.executors.base import Executor
     from kpolicy.policies.base import Policy
 
-__all__ = ["other_device", "other_model", "synchronise"]
+__all__ = ["running", "synchronise"]
 
 
-def other_device(costs: CostTable, executor: Executor | None) -> str:
-    """The executor's device where measured costs are of another one and both say which; otherwise empty."""
-    if not costs.measured or not costs.measured_on:
-        return ""
-    # Optional for an executor.
-    here: str = getattr(executor, "device_name", "")
-    return "" if here == costs.measured_on else here
+def running(executor: Executor | None) -> WhatRuns:
+    """What an executor says that it runs, all of which is optional for it and for its model.
 
-
-def other_model(costs: CostTable, executor: Executor | None) -> str:
-    """The executor's model where measured costs are of another one and both say which; otherwise empty.
-
-    A rank's share of a model says so by having no name (`StepModel`), and so takes rank 0's costs.
+    A rank's share of a model says so by having no name (`StepModel`), and so takes rank 0's costs; a model with one is
+    whole.
     """
-    if not costs.measured or not costs.measured_with:
-        return ""
-    # Optional for an executor, and for its model.
-    here: str = getattr(getattr(executor, "model", None), "full_name", "")
-    return "" if here == costs.measured_with else here
+    model: str = getattr(getattr(executor, "model", None), "full_name", "")
+    return WhatRuns(getattr(executor, "device_name", ""), model, 1 if model else None)
 
 
 def synchronise(engine: Engine, communicator: Communicator, *, own: bool) -> tuple[CostTable, str]:
@@ -60,18 +50,19 @@ def synchronise(engine: Engine, communicator: Communicator, *, own: bool) -> tup
 
     Raises:
         RankError: a rank has another policy, other settings or other planned keys than rank 0, or runs on another
-            device or another model than the costs that rank 0 was given are of.
+            device or another model than the costs that rank 0 was given are of, or one that is split otherwise.
     """
     from kpolicy.schemas import Profile, dumps, loads
 
     mine = _terms(engine)
-    profile = dumps(Profile(costs=engine.costs, device=engine.costs.measured_on, model=engine.costs.measured_with))
+    device, model, split = engine.costs.measured_of
+    profile = dumps(Profile(costs=engine.costs, device=device, model=model, tensor_parallel_size=split))
     told = json.loads(communicator.broadcast(json.dumps({"terms": mine, "profile": profile, "own": own})))
     different = [name for name in mine if mine[name] != told["terms"].get(name)]
     costs = loads(told["profile"], Profile).costs
-    here = [other_device(costs, engine.executor), other_model(costs, engine.executor)]
+    unlike = costs.unlike(running(engine.executor))
     # Everyone learns of a disagreement, so that no rank waits for one that has raised.
-    bad, *apart = communicator.all_reduce_max([int(bool(each)) for each in (different, *here)])
+    bad, *apart = communicator.all_reduce_max([int(bool(each)) for each in (different, *unlike)])
     if different:
         name = different[0]
         raise RankError(
@@ -82,7 +73,7 @@ def synchronise(engine: Engine, communicator: Communicator, *, own: bool) -> tup
         raise RankError(f"rank {communicator.rank} agrees with rank 0, but another rank doesn't; its error says what.")
     why = ""
     if any(apart):
-        why, remedy = _other(costs, here, communicator.rank, device=apart[0] > 0)
+        why, remedy = _apart(costs, unlike, communicator.rank, apart.index(1))
         if not told["own"]:
             raise RankError(f"{why}. {remedy}")
         costs, why = analytic_costs(), f"{why}: ranks decide by analytic costs"
@@ -95,29 +86,29 @@ def synchronise(engine: Engine, communicator: Communicator, *, own: bool) -> tup
     return costs, why
 
 
-def _other(costs: CostTable, here: Sequence[str], rank: int, *, device: bool) -> tuple[str, str]:
-    """What is wrong with costs of another device or model than a rank's, and what to do.
+def _apart(costs: CostTable, unlike: Sequence[str], rank: int, part: int) -> tuple[str, str]:
+    """What is wrong with costs of something else than what a rank runs, and what to do.
 
     Args:
         costs: rank 0's.
-        here: this rank's device and model, empty where the costs are of it.
+        unlike: how what this rank runs isn't what they were measured of; see `WhatRuns.unlike`.
         rank: this rank.
-        device: a rank is on another device; otherwise one has another model.
+        part: of these, the first that is so on any rank.
     """
-    by = f"costs {costs.version!r}, by which all ranks decide, were measured "
-    leave = "or leave costs out on every rank; with"
-    if device:
-        runs = f"rank {rank} runs on {here[0]}" if here[0] else "another rank runs on another device"
-        return (
-            f"{by}on {costs.measured_on}, and {runs}",
-            f"Start all ranks on one kind of device, {leave} measured_on='' costs are taken as is.",
-        )
-    runs = f"rank {rank} runs {here[1]}" if here[1] else "another rank runs another model"
+    what, remedy, taken = _PARTS[part]
+    differs = unlike[part] or f"{costs.measured_of.measured()[part]}, and another rank {what}"
     return (
-        f"{by}with {costs.measured_with}, and {runs}",
-        f"Start all ranks with one model, {leave} measured_with='', or a model without a full_name such as a rank's "
-        "share, costs are taken as is.",
+        f"rank {rank}: costs {costs.version!r}, by which all ranks decide, were {differs}",
+        f"Start all ranks {remedy}, or leave costs out on every rank; with {taken}, costs are taken as is.",
     )
+
+
+_PARTS = (
+    ("runs on another device", "on one kind of device", "measured_on=''"),
+    ("runs another model", "with one model", "measured_with='', or a model without a full_name such as a rank's share"),
+    ("runs a model that is split otherwise", "with costs of what they run", "measured_over=None"),
+)
+"""For each of `WhatRuns`: what another rank does, how ranks are to be started, and which costs aren't looked at"""
 
 
 def _terms(engine: Engine) -> dict[str, Any]:

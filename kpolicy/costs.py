@@ -29,6 +29,7 @@ from kpolicy.modes import Part, Rows
 from kpolicy.settings import Objective
 from kpolicy.shapes import BatchNumbers
 from kpolicy.step_effects import StepEffects
+from kpolicy.what_runs import WhatRuns
 
 __all__ = [
     "FEW_DECODES",
@@ -231,6 +232,7 @@ class CostTable:
         measured_on: the full name of the device that it was measured on; empty where nobody said. Files have it in the
             profile, and two tables that differ in nothing else are equal.
         measured_with: likewise the model, as it calls itself.
+        measured_over: likewise how many devices each layer was split over; None where nobody said.
     """
 
     version: str
@@ -257,6 +259,7 @@ class CostTable:
     kv_span: KvSpan | None = None
     measured_on: str = attrs.field(default="", eq=False)
     measured_with: str = attrs.field(default="", eq=False)
+    measured_over: int | None = attrs.field(default=None, eq=False)
 
     def __attrs_post_init__(self) -> None:
         others = (*self.capture_us, *self.graph_bytes, *self.graph_pieces, self.host_work_us)
@@ -311,6 +314,15 @@ class CostTable:
         if key.part is not Part.FULL:
             return self.piecewise
         return self.full if self.mixed is None or key.decode_only else self.mixed
+
+    @property
+    def measured_of(self) -> WhatRuns:
+        """What it was measured of, as far as anyone said."""
+        return WhatRuns(self.measured_on, self.measured_with, self.measured_over)
+
+    def unlike(self, here: WhatRuns) -> tuple[str, str, str]:
+        """How what runs here isn't what was measured: see `WhatRuns.unlike`. All empty where nothing was measured."""
+        return self.measured_of.unlike(here) if self.measured else ("", "", "")
 
     def padding_of(self, key: GraphKey, num_tokens: int) -> float:
         """`padding_us` of a graph where fewer tokens than it has replay; 0 where it is full."""

@@ -81,7 +81,8 @@ class Engine:
         ladder: capture sizes; one list for all graphs, or `CaptureSizes`. The policy's own by default.
         settings: the deployment's limits.
         costs: what launches take; the analytic table by default. A measured one that says where and with which model
-            must be of the device and the model that the executor says it runs.
+            must be of the device and the model that the executor says it runs, and of one that isn't split over several
+            devices.
         objective: ``"throughput"``, ``"latency"``, weights, or an `Objective`.
         executor: an executor or its name; None decides only.
         model: a step model to run, for example of `kpolicy.load`.
@@ -108,7 +109,7 @@ class Engine:
     Raises:
         ConfigError: an argument can't be used; subclasses say which.
         BudgetRefused: the ladder has more graphs than the budget admits.
-        ProfileError: the costs were measured on another device, or with another model.
+        ProfileError: the costs were measured on another device, with another model, or with one that was split.
         RankError: of several ranks, one was started otherwise, or runs on another device or another model than rank
             0's costs are of.
     """
@@ -205,7 +206,7 @@ class Engine:
         """Decide by that table from now on.
 
         Raises:
-            ProfileError: it was measured on another device or with another model.
+            ProfileError: it was measured on another device, with another model, or with one that was split.
         """
         _check_measured(costs, self.executor)
         self.costs = costs
@@ -708,22 +709,21 @@ def _undecided(*_numbers: Any) -> Decision:
 
 
 def _check_measured(costs: CostTable, executor: Executor | None) -> None:
-    """Refuse costs of another device or model than the executor's, where both say which."""
+    """Refuse costs of another device or model than the executor's, where both say which, or of one split otherwise."""
     if not costs.measured:
         return
-    from kpolicy.agreement import other_device, other_model
+    from kpolicy.agreement import running
 
-    device, model = other_device(costs, executor), other_model(costs, executor)
-    if not device and not model:
-        return
-    if device:
-        differs, field = f"on {costs.measured_on}, and this Engine runs on {device}", "measured_on"
-    else:
-        differs, field = f"with {costs.measured_with}, and this Engine runs {model}", "measured_with"
-    raise ProfileError(
-        f"costs {costs.version!r} were measured {differs}. Leave costs out to measure at capture, or run kpolicy "
-        f"calibrate here; with {field}='' costs are taken as is."
-    )
+    for differs, unsaid in zip(costs.unlike(running(executor)), _UNSAID, strict=True):
+        if differs:
+            raise ProfileError(
+                f"costs {costs.version!r} were {differs}. Leave costs out to measure at capture, or run kpolicy "
+                f"calibrate here; with {unsaid} costs are taken as is."
+            )
+
+
+_UNSAID = ("measured_on=''", "measured_with=''", "measured_over=None")
+"""Costs that don't say what they were measured of, for each of `WhatRuns`"""
 
 
 def _seconds(calibrate: float) -> float:

@@ -30,6 +30,7 @@ from kpolicy.reading import MOST_BYTES, MOST_LINES_BYTES, read_whole
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from kpolicy.step_effects import StepEffects
+from kpolicy.what_runs import WhatRuns
 
 if TYPE_CHECKING:
     from cattrs import Converter
@@ -72,7 +73,7 @@ class Profile:
     """What launches take on one device for one model, and how it was measured.
 
     Args:
-        costs: the cost table, every number of it. Measured ones are given the device's name too, and the model's.
+        costs: the cost table, every number of it. Measured ones are told device, model and tensor_parallel_size too.
         device: the device's full name.
         model: the model, or what its shape is.
         versions: versions by name: driver, torch, kpolicy, ...
@@ -97,18 +98,14 @@ class Profile:
         if self.tensor_parallel_size is not None and self.tensor_parallel_size < 1:
             raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; give 1 or more, or None.")
         if self.costs.measured:
-            named = attrs.evolve(self.costs, measured_on=self.device, measured_with=self.model)
+            over = self.tensor_parallel_size
+            named = attrs.evolve(self.costs, measured_on=self.device, measured_with=self.model, measured_over=over)
             object.__setattr__(self, "costs", named)
 
     def split_otherwise(self, tensor_parallel_size: int) -> str:
-        """How a model that is split over so many devices differs from this profile's, in words; empty if it doesn't.
-
-        A layer's share takes about as many times less, and ranks wait for each other, so costs of one are no other's.
-        """
-        measured = self.tensor_parallel_size
-        if measured is None or measured == tensor_parallel_size:
-            return ""
-        return f"measured with a tensor_parallel_size of {measured}, and this is {tensor_parallel_size}"
+        """How a model that is split over so many devices differs from this profile's, in words; empty if it doesn't."""
+        measured, here = (WhatRuns("", "", size) for size in (self.tensor_parallel_size, tensor_parallel_size))
+        return measured.unlike(here)[-1]
 
 
 @attrs.frozen(kw_only=True)
@@ -618,7 +615,7 @@ def _sparse() -> Converter:
     return _converter(sparse=True)
 
 
-_ELSEWHERE = ("extra", "measured_on", "measured_with")
+_ELSEWHERE = ("extra", "measured_on", "measured_with", "measured_over")
 """Fields that stand elsewhere in a file"""
 _BESIDE: dict[str, type] = {"effects": StepEffects}
 """Fields whose own fields stand beside the others in a file"""

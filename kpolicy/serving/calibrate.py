@@ -19,6 +19,7 @@ from kpolicy.registry import GraphRegistry
 from kpolicy.schemas import Profile, write_profile
 from kpolicy.serving.warm_up import warm_up
 from kpolicy.settings import Settings
+from kpolicy.what_runs import WhatRuns
 
 if TYPE_CHECKING:
     from kpolicy.serving.hf_model import LoadedModel
@@ -100,18 +101,8 @@ def check_profile(profile: Profile, model: LoadedModel, name: str) -> None:
     Raises:
         ProfileError: it is another model's or device's.
     """
-    if not profile.costs.measured:
-        return
-    for what, theirs, here in (
-        ("on", profile.device, device_name(model.device)), ("with", profile.model, model.full_name)
-    ):  # fmt: skip
-        if theirs and theirs != here:
-            raise ProfileError(
-                f"{name} was measured {what} {theirs}, and here it would be {here}. Leave it out to measure here, or "
-                "run kpolicy calibrate."
-            )
-    differs = profile.split_otherwise(1)
-    if differs:
+    here = WhatRuns(device_name(model.device), model.full_name, 1)
+    for differs in filter(None, profile.costs.unlike(here)):
         raise ProfileError(f"{name} was {differs}. Leave it out to measure here, or run kpolicy calibrate.")
 
 

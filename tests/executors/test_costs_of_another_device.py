@@ -30,7 +30,7 @@ def measured(device: str) -> CostTable:
 
 def test_costs_of_another_device_are_refused() -> None:
     """The error names the table, both devices and what to do."""
-    with pytest.raises(ProfileError, match=rf"costs 't1' were measured on {THERE}, .* runs on {HERE}\. Leave costs"):
+    with pytest.raises(ProfileError, match=rf"costs 't1' were measured on {THERE}, and this is {HERE}\. Leave costs"):
         Engine(costs=measured(THERE), executor=OnDevice())
 
 
@@ -100,7 +100,7 @@ def with_model(name: str) -> CostTable:
 def test_costs_of_another_model_are_refused() -> None:
     """When it is made and later: the error names the table, both models and what to do."""
     other = "Qwen2ForCausalLM of 494.0 M parameters, bfloat16"
-    words = rf"costs 't1' were measured with {other}, .* runs {Named.full_name}\. Leave costs .* measured_with=''"
+    words = rf"costs 't1' were measured with {other}, and this is {Named.full_name}\. Leave costs .* measured_with=''"
     with pytest.raises(ProfileError, match=words):
         Engine(costs=with_model(other), executor=OfModel())
     engine = Engine(costs=with_model(Named.full_name), executor=OfModel())
@@ -119,6 +119,40 @@ def test_a_model_without_a_name_takes_all() -> None:
     assert Engine(costs=with_model("m"), executor=OnDevice()).costs.measured_with == "m"
     assert Engine(costs=with_model("m"), executor=OfModel("")).costs.measured_with == "m"
     assert Engine(costs=with_model("m")).costs.measured_with == "m"
+
+
+# A model that was split over several devices.
+
+
+def split_over(size: int | None) -> CostTable:
+    costs = attrs.evolve(analytic_costs(), measured=True, version="t1")
+    return Profile(costs=costs, device=HERE, model=Named.full_name, tensor_parallel_size=size).costs
+
+
+def test_costs_of_a_split_model_are_refused_for_a_whole_one() -> None:
+    """Each device has a share of the work there; costs that don't say so are taken, and by a rank's share all are."""
+    words = "measured with a tensor_parallel_size of 2, and this is 1. Leave costs .* measured_over=None"
+    with pytest.raises(ProfileError, match=words):
+        Engine(costs=split_over(2), executor=OfModel())
+    for size in (1, None):
+        assert Engine(costs=split_over(size), executor=OfModel()).costs.measured_over == size
+    assert Engine(costs=split_over(2), executor=OfModel("")).costs.measured_over == 2
+    written = dumps(Profile(costs=split_over(2), device=HERE, model="m", tensor_parallel_size=2))
+    assert loads(written, Profile).costs.measured_over == 2
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_ranks_refuse_costs_of_a_split_model_together(whole: int) -> None:
+    """A share takes them, a whole model doesn't; whose it is says both sizes, and the other that one is whole."""
+    names = [Named.full_name if rank == whole else "" for rank in range(2)]
+    errors = run_ranks(2, lambda rank: of_models(rank, *names, costs=split_over(2)), timeout_s=20)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, RankError)
+        assert "tensor_parallel_size of 2, and" in str(error)
+        assert ("and this is 1" if rank == whole else "another rank runs a model that is split otherwise") in str(error)
+    for engine in run_ranks(2, lambda rank: of_models(rank, "", "", costs=split_over(2)), timeout_s=20):
+        assert isinstance(engine, Engine)
+        assert engine.costs.measured_over == 2
 
 
 # Ranks, which all decide by rank 0's costs.
@@ -147,7 +181,8 @@ def test_ranks_on_two_devices_all_refuse_costs_of_one() -> None:
         assert isinstance(error, RankError)
         assert f"measured on {HERE}, and" in str(error)
         assert "Start all ranks on one kind of device" in str(error)
-    assert f"rank 1 runs on {THERE}" in str(there)
+    assert f"rank 1: costs 't1', by which all ranks decide, were measured on {HERE}, and this is {THERE}" in str(there)
+    assert "rank 0" in str(here)
     assert "another rank runs on another device" in str(here)
 
 
@@ -155,7 +190,8 @@ def test_rank_0_is_refused_like_any_other() -> None:
     """Costs of a device that only another rank has are nobody's, as every rank would decide by them."""
     first, second = run_ranks(2, lambda rank: started(rank, Elsewhere, OnDevice, costs=measured(HERE)), timeout_s=20)
     assert isinstance(first, RankError)
-    assert f"rank 0 runs on {THERE}" in str(first)
+    assert str(first).startswith("rank 0: costs 't1'")
+    assert f"and this is {THERE}" in str(first)
     assert isinstance(second, RankError)
 
 
@@ -235,7 +271,7 @@ def test_ranks_refuse_costs_of_another_model_together(names: tuple[str, str]) ->
         assert isinstance(error, RankError)
         assert f"measured with {Named.full_name}, and" in str(error)
         assert "Start all ranks with one model" in str(error)
-        assert (f"runs {OTHER}" if name == OTHER else "another rank runs another model") in str(error)
+        assert (f"and this is {OTHER}" if name == OTHER else "another rank runs another model") in str(error)
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -158,7 +158,7 @@ def test_a_saved_profile_is_what_the_next_run_decides_by(
 @pytest.mark.parametrize(
     ("field", "said"),
     [
-        ({"device": "NVIDIA H200"}, "was measured on NVIDIA H200, and here it would be "),
+        ({"device": "NVIDIA H200"}, "was measured on NVIDIA H200, and this is "),
         ({"tensor_parallel_size": 8}, "was measured with a tensor_parallel_size of 8, and this is 1. Leave it out"),
         (
             {"model": "LlamaForCausalLM of 8030.3 M parameters, bfloat16"},

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kpolicy.errors import KPolicyError
+from kpolicy.what_runs import WhatRuns
 from kpolicy_vllm.ladder import plan_differs
 from kpolicy_vllm.mirror import enter_others
 from kpolicy_vllm.state import LOGGER, State
@@ -139,20 +140,13 @@ def _profile_costs(state: State, device: str) -> Any:
         state.counters.warn_once("bad_profile", f"{error} Costs are measured instead.")
         return None
     model = str(state.runner.vllm_config.model_config.model)
-    for event, theirs, here in (("other_device", profile.device, device), ("other_model", profile.model, model)):
-        if theirs != here:
+    unlike = profile.costs.unlike(WhatRuns(device, model, _tensor_parallel_size(state)))
+    for event, differs in zip(("other_device", "other_model", "other_tensor_parallel_size"), unlike, strict=True):
+        if differs:
             state.counters.warn_once(
-                event,
-                f"profile {state.config.profile} was measured with {theirs!r}, and this is {here!r}. "
-                "Costs are measured instead.",
+                event, f"profile {state.config.profile} was {differs}. Costs are measured instead."
             )
             return None
-    differs = profile.split_otherwise(_tensor_parallel_size(state))
-    if differs:
-        state.counters.warn_once(
-            "other_tensor_parallel_size", f"profile {state.config.profile} was {differs}. Costs are measured instead."
-        )
-        return None
     return profile.costs
 
 

@@ -293,6 +293,8 @@ class Calibration:
             kv_span=KvSpan(*self._decoding.timed(), self._prefilling.timed()),
             measured_on=self._device,
             measured_with=self._model,
+            # A model that says its name isn't a rank's share.
+            measured_over=1 if self._model else None,
             **_captures(self._registry, self.keys),
         )
 
