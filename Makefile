@@ -10,7 +10,7 @@ run: $(VENV)/run.stamp
 	$(BIN)/kpolicy run $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0 $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
