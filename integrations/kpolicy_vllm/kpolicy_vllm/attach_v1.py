@@ -8,10 +8,11 @@ from typing import Any
 from kpolicy.modes import Part
 from kpolicy_vllm.claims import claims_of, levels_of
 from kpolicy_vllm.runner_v1 import dispatcher_class
+from kpolicy_vllm.splits import Splits
 from kpolicy_vllm.started import after_capture, before_capture
 from kpolicy_vllm.state import State
 
-__all__ = ["NOT_RECORDED", "attach", "bound_splits"]
+__all__ = ["NOT_RECORDED", "attach"]
 
 NOT_RECORDED = ("not_recorded", "entering a graph into the registry", "the policy never takes that graph")
 
@@ -31,22 +32,25 @@ def attach(runner: Any, state: State, modules: Any) -> None:
     state.runner, state.dispatcher = runner, dispatcher
     state.broadcast, state.agree = modules.broadcast, getattr(modules, "agree", bool)
     runner.cudagraph_dispatcher = dispatcher
-    _note_facts(runner, dispatcher)
+    splits = Splits(runner, state)
+    _note_facts(runner, dispatcher, splits, modules.CUDAGraphMode.FULL)
     _learn_claims(runner, state, modules.CUDAGraphMode)
-    _record_captures(runner, state, dispatcher, modules)
+    _record_captures(runner, state, dispatcher, modules, splits)
 
 
-def _note_facts(runner: Any, dispatcher: Any) -> None:
-    """Before each dispatch, let the dispatcher see which rows the step has."""
+def _note_facts(runner: Any, dispatcher: Any, splits: Splits, full: Any) -> None:
+    """Before each dispatch, let the dispatcher see which rows the step has; then, attention what it runs in."""
     original = runner._determine_batch_execution_and_padding
 
     def determine(num_tokens: int, num_reqs: int, num_scheduled_tokens_np: Any, *rest: Any, **named: Any) -> Any:
         dispatcher.facts = (num_reqs, num_scheduled_tokens_np)
         try:
-            return original(num_tokens, num_reqs, num_scheduled_tokens_np, *rest, **named)
+            found = original(num_tokens, num_reqs, num_scheduled_tokens_np, *rest, **named)
         finally:
             # A step that had to run eagerly didn't ask; whoever asks next asks of something else.
             dispatcher.facts = None
+        splits.bound(found[0] is full)
+        return found
 
     runner._determine_batch_execution_and_padding = determine
 
@@ -69,7 +73,7 @@ def _learn_claims(runner: Any, state: State, modes: Any) -> None:
     runner._check_and_update_cudagraph_mode = check
 
 
-def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -> None:
+def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any, splits: Splits) -> None:
     """Capture exactly the graph that is asked for, and enter the ones that stay into the registry."""
     warm_up, capture = runner._warmup_and_capture, runner.capture_model
     kept = False
@@ -78,11 +82,11 @@ def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -
         mode = named["cudagraph_runtime_mode"] if "cudagraph_runtime_mode" in named else rest[0]
         before, started = 0, perf_counter()
         with state.guard(*NOT_RECORDED):
-            bound_splits(runner, state)
+            splits.found()
             before = modules.free_bytes()
         taken: list[int] = []
         for each in (desc, *(dispatcher.beside.get((mode, desc), ()) if dispatcher.sampling else ())):
-            with dispatcher.forcing(mode, each):
+            with dispatcher.forcing(mode, each), splits.capturing():
                 result = warm_up(each, *rest, **named)
             if dispatcher.sampling:
                 with state.guard(*NOT_RECORDED):
@@ -126,20 +130,3 @@ def _record_captures(runner: Any, state: State, dispatcher: Any, modules: Any) -
     runner._warmup_and_capture = warmup_and_capture
     runner.capture_model = capture_model
     runner.profile_cudagraph_memory = profile_cudagraph_memory
-
-
-def bound_splits(runner: Any, state: State) -> None:
-    """Let FlashAttention bound its splits for the sizes that a FULL graph has, and for no larger ones.
-
-    Its builder fixes the number of splits for every step up to the largest capture size, with buffers for that many.
-    Larger sizes of ours are PIECEWISE, where attention runs eagerly and may choose. With vLLM's own sizes nothing is
-    changed: splits decide the last bits of attention, and there every step's are stock's.
-    """
-    if state.sizes is None:
-        return
-    largest = max((key.num_tokens for key in state.dispatcher.desc_of if key.part is Part.FULL), default=0)
-    for groups in runner.attn_groups:
-        for group in groups:
-            for builder in getattr(group, "metadata_builders", ()):
-                if largest and getattr(builder, "max_cudagraph_size", None):
-                    builder.max_cudagraph_size = min(builder.max_cudagraph_size, largest)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kpolicy.modes import Part
 from kpolicy_vllm import two_forwards
-from kpolicy_vllm.attach_v1 import NOT_RECORDED, bound_splits
+from kpolicy_vllm.attach_v1 import NOT_RECORDED
 from kpolicy_vllm.claims import claims_of, levels_of
 from kpolicy_vllm.runner_v1 import GROUP
 from kpolicy_vllm.runner_v2 import manager_class, take_over
@@ -59,7 +59,7 @@ def attach(runner: Any, state: State, modules: Any, *, newest: bool) -> None:
         # 0.23 captures a mixed graph with rows of one token and bakes that length in; 0.33 takes the longest.
         state.claims = claims_of(levels_of(pairs, runner.vllm_config), piecewise=pieces, mixed=newest)
         take_over(manager, state, made)
-        bound_splits(runner, state)
+        manager.splits.found()
 
     def capture_model(*args: Any, **named: Any) -> Any:
         kept = not named.get("profile_only")

@@ -14,6 +14,7 @@ from typing import Any
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy_vllm.dispatch import Chooser
+from kpolicy_vllm.splits import Splits
 from kpolicy_vllm.state import State
 from kpolicy_vllm.steps import Step
 
@@ -77,12 +78,14 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
         chooser: Chooser
         deciding: bool
         last: Any
+        splits: Splits
 
         def take_over(self, state: State) -> None:
             """Choose the graphs to capture, from vLLM's own, and decide among them from now on."""
             self.state = state
             self.deciding = False
             self.last = None
+            self.splits = Splits(state.runner, state)
             self._decodes: list[Any] = []
             # Then decode graphs take rows of any lengths to 1 + k, and none are of one length.
             self._varlen = bool(getattr(self, "varlen_decode", False))
@@ -206,7 +209,18 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
             finally:
                 self.deciding = deciding
 
+        def capture(self, *args: Any, **named: Any) -> Any:
+            with self.splits.capturing():
+                return super().capture(*args, **named)
+
         def dispatch(
+            self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *rest: Any, **named: Any
+        ) -> Any:
+            found = self._answer(num_reqs, num_tokens, uniform_token_count, *rest, **named)
+            self.splits.bound(found.cg_mode is full)
+            return found
+
+        def _answer(
             self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *rest: Any, **named: Any
         ) -> Any:
             if rest or named:

@@ -147,7 +147,7 @@ class Runner:
         self.eager = False
 
     def _determine_batch_execution_and_padding(self, num_tokens: int, num_reqs: int, *rest: Any, **named: Any) -> Any:
-        return None if self.eager else self.cudagraph_dispatcher.dispatch(num_tokens=num_tokens)
+        return (Mode.NONE, None) if self.eager else self.cudagraph_dispatcher.dispatch(num_tokens=num_tokens)
 
     def _check_and_update_cudagraph_mode(self, attention_backends: Any, kv_cache_groups: Any) -> None:
         self.cudagraph_dispatcher.initialize_cudagraph_keys(self.compilation_config.cudagraph_mode, 1)

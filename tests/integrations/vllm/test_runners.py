@@ -2,6 +2,7 @@
 
 from enum import Enum
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -58,6 +59,13 @@ class Execution:
     uniform_token_count: int | None = None
 
 
+class Stock(NamedTuple):
+    """vLLM's own answer, and what it was asked."""
+
+    cg_mode: Mode
+    asked: tuple
+
+
 class Dispatcher:
     """vLLM's dispatcher: keys of every size, and an answer that tells that it was asked."""
 
@@ -111,7 +119,7 @@ class Manager:
         self._graphs_captured = True
 
     def dispatch(self, *asked):
-        return ("stock", *asked)
+        return Stock(Mode.NONE, asked)
 
 
 @pytest.fixture
@@ -246,7 +254,7 @@ def test_second_runner_s_ranks_likewise(state):
 def test_second_answers(state):
     """Before the capture vLLM answers; then the policy, by the counts that this runner has."""
     manager = second(state)
-    assert manager.dispatch(5, 5, 1) == ("stock", 5, 5, 1)
+    assert manager.dispatch(5, 5, 1) == Stock(Mode.NONE, (5, 5, 1))
     seen = []
     manager.on_capture = lambda desc, seconds: seen.append((desc, seconds))
     manager.capture(lambda *_, **__: None)
