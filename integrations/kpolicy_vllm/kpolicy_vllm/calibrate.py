@@ -42,6 +42,8 @@ FEW_DECODES = 8
 ALIKE = 0.05
 """Of a time: a whole graph runs the kernels of its pieces, but for attention of a fixed shape, so only what is above
 is a difference between them."""
+_PIECES = -1
+"""In place of a larger graph's place: the pieces of as many tokens"""
 SLOPES = 0.2
 """Share of the allowance for attention's slopes"""
 MOST_FULL, MOST_MIXED, MOST_PIECES = 12, 6, 8
@@ -176,7 +178,7 @@ class _Plan:
         pieces = sorted((key for key in keys if key.part is Part.PIECEWISE), key=lambda key: key.num_tokens)
         self._pieces = [chunk(key, key.num_tokens) for key in pieces if key.num_tokens <= most_chunk]
         # The smallest that holds all rows: what they take shows best there.
-        wide = [key for key in pieces if key.num_tokens >= q]
+        wide = self._wide = [key for key in pieces if key.num_tokens >= q]
         holds = next((key for key in wide if key.num_tokens >= most_rows * q), wide[-1] if wide else None)
         self._piece_rows = (
             [decode(holds, rows) for rows in sorted({min(each, most_rows, holds.num_tokens // q)
@@ -217,31 +219,66 @@ class _Plan:
         self._chunk_slope = [Case(None, Rows(0, 0, new, context)) for context in (0, before)]
         self._checked: list[tuple[Case, Case, Case]] = []
         """A graph, a larger one that seems cheaper, and that one with the rows of the first"""
+        self._apart: tuple[Case, Case] | None = None
+        """The largest whole graph that seems dearer than its pieces, and those with its rows"""
         pairs = (self._decode_slope, self._chunk_slope)
         self.slopes = [case for pair in pairs if all(steps.fits(each.rows) for each in pair) for case in pair]
 
     def doubts(self) -> list[tuple[int, int]]:
-        """Places of whole graphs of decodes that seem dearer than larger ones, each with the cheapest of those."""
+        """Places of whole graphs of decodes that seem dearer than larger ones, each with the cheapest of those.
+
+        And the place of the largest that seems dearer than its pieces, with `_PIECES`.
+        """
         decode, chunks = self._attention()
-        us = {
-            place: case.dense_us(decode, chunks)
-            for place, case in enumerate(self._full)
-            if case.times and case.rows.decodes
-        }
+
+        def timed(cases: Sequence[Case]) -> dict[int, float]:
+            return {place: case.dense_us(decode, chunks) for place, case in enumerate(cases) if case.times}
+
+        us = {place: each for place, each in timed(self._full).items() if self._full[place].rows.decodes}
         found = []
         for place in us:
             cheapest = min((each for each in us if each > place), key=us.__getitem__, default=place)
             if us[place] > us[cheapest] * (1 + NOISE):
                 found.append((place, cheapest))
-        return found
+        pieces = {_size(self._pieces[place]): each for place, each in timed(self._pieces).items()}
+        apart = _steady(pieces) if pieces else None
+        dearer = [place for place in us if self._holding(self._full[place]) is not None
+                  and _dearer(us[place], _size(self._full[place]), apart)]  # fmt: skip
+        return [*found, (max(dearer), _PIECES)] if dearer else found
 
     def checks(self, doubts: Sequence[tuple[int, int]]) -> list[Case]:
-        """The steps that settle `doubts`: the larger graph with the smaller one's rows, and the smaller one again."""
-        self._checked = [
-            (self._full[place], self._full[larger], Case(self._full[larger].key, self._full[place].rows))
-            for place, larger in doubts
-        ]
-        return [case for smaller, _, check in self._checked for case in (smaller, check)]
+        """The steps that settle `doubts`: the larger graph with the smaller one's rows, or pieces with them.
+
+        And the smaller one again.
+        """
+        self._checked = []
+        for place, larger in doubts:
+            case = self._full[place]
+            if larger == _PIECES:
+                check = Case(self._holding(case), case.rows)
+                self._apart = (case, check)
+            else:
+                check = Case(self._full[larger].key, case.rows)
+                self._checked.append((case, self._full[larger], check))
+        checked = [(case, check) for case, _, check in self._checked]
+        return [each for pair in (*checked, *([self._apart] if self._apart else [])) for each in pair]
+
+    def _holding(self, case: Case) -> GraphKey | None:
+        """The smallest pieces that hold the rows of a whole graph; None where they pad more than it does."""
+        holds = min((key for key in self._wide if key.num_tokens >= case.rows.num_tokens),
+                    key=lambda key: key.num_tokens, default=None)  # fmt: skip
+        return holds if holds is not None and holds.num_tokens <= _size(case) else None
+
+    def _of_rows(self) -> int:
+        """The largest size of whole graphs that only seem dearer than pieces, as those take as long with its rows.
+
+        Pieces are timed with one chunk, and rows that cost more where they are many show in whole graphs alone.
+        """
+        if self._apart is None:
+            return 0
+        whole, check = self._apart
+        alike = check.times and whole.best().device <= check.best().device * (1 + ALIKE)
+        return _size(whole) if alike else 0
 
     def timed(self) -> tuple[int, int]:
         """How many of the steps were timed, and of how many."""
@@ -267,7 +304,7 @@ class _Plan:
             for smaller, larger, check in self._checked if cases is self._full else ():
                 if check.times and check.best().device > smaller.best().device * (1 - NOISE):
                     us[_size(smaller)] = us[_size(larger)]  # its rows cost more, not its graph
-            return _steady(us, rival) if us else None
+            return _steady(us, rival, self._of_rows() if cases is self._full else 0) if us else None
 
         eager = curve(self._eager)
         assert eager is not None  # noqa: S101 - or it is among the unmeasured
@@ -380,16 +417,24 @@ def _host(cases: Sequence[Case]) -> HostCost:
     return HostCost(max(statistics.median(us - slope * rows for rows, us in points), 0.0), slope)
 
 
-def _steady(us: dict[int, float], rival: Curve | None = None) -> Curve:
+def _dearer(us: float, size: int, apart: Curve | None) -> bool:
+    """Whether a whole graph is clearly dearer than the same kernels launched apart."""
+    return apart is not None and apart.spans(size) and us > apart.at(size) * (1 + ALIKE)
+
+
+def _steady(us: dict[int, float], rival: Curve | None = None, of_rows: int = 0) -> Curve:
     """A curve as measured, but where a larger size seems cheaper by no more than noise, the smaller gets its time.
 
     Args:
         us: microseconds by size.
         rival: a curve of the same kernels, launched apart: what isn't clearly dearer than it isn't at all.
+        of_rows: sizes to this one aren't, however much dearer they seem.
     """
     for size in us if rival is not None else ():
-        apart = rival.at(size) if rival is not None and rival.spans(size) else us[size]
-        if apart < us[size] <= apart * (1 + ALIKE):
+        if rival is None or not rival.spans(size):
+            continue
+        apart = rival.at(size)
+        if apart < us[size] and (size <= of_rows or not _dearer(us[size], size, rival)):
             us[size] = apart
     sizes = sorted(us, reverse=True)
     for larger, size in itertools.pairwise(sizes):

@@ -25,7 +25,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
 from kpolicy.policies import get_policy
 from kpolicy.shapes import BatchNumbers
-from kpolicy_vllm.doubt import surely_cheaper
+from kpolicy_vllm.doubt import clearly_cheaper, surely_cheaper
 from kpolicy_vllm.state import Select, State
 from kpolicy_vllm.steps import Entry, Step, classes, numbers_of
 
@@ -37,6 +37,7 @@ WITHIN_DOUBT = "within_doubt"
 """The same where the costs aren't sure that more launches are cheaper."""
 _MOST_ENTRIES = 1 << 18
 _MOST_ABOVE = 1 << 14
+_MOST_PREPARED = 2048
 _MODE_OF = {Part.FULL: Mode.FULL, Part.PIECEWISE: Mode.PIECEWISE}
 
 
@@ -126,9 +127,12 @@ class Chooser:
         return entry
 
     def prepare(self) -> None:
-        """Fill the cells of steps with chunks, so that none of them costs a step of serving."""
+        """Fill the cells of steps with chunks, so that none of them costs a step of serving.
+
+        Of large steps each is filled when it first comes: that takes a hundredth of such a step.
+        """
         for row, decodes in zip(self._cells, self._decodes_of, strict=True):
-            for tokens in range(1, self.largest + 1):
+            for tokens in range(1, min(self.largest, _MOST_PREPARED) + 1):
                 self._fill(row, tokens, decodes)
         for tokens in range(self.largest + 1, min(self.state.settings.max_num_tokens, _MOST_ABOVE) + 1):
             self._fill_above(tokens)
@@ -183,11 +187,14 @@ class Chooser:
     def _surer(self, decision: Decision, select: Select, numbers: BatchNumbers) -> Decision:
         """The decision, or the best of fewer launches where it has more than vLLM's would and isn't surely cheaper.
 
-        Of batches that its own sizes hold, vLLM runs decodes in a FULL graph and others in pieces.
+        Of batches that its own sizes hold, vLLM runs decodes in a FULL graph and others in pieces. Larger ones it runs
+        eagerly: there only what is within noise isn't sure, and of two ways as quick the one with fewer launches is
+        taken, as the host has more to do for many requests than launching.
         """
         costs = self.state.weighed
-        if costs is None or numbers.total_tokens > self._vllm_largest:
+        if costs is None or numbers.total_tokens > self.largest:
             return decision
+        sure = surely_cheaper if numbers.total_tokens <= self._vllm_largest else clearly_cheaper
         more = (Mode.EAGER,) if numbers.num_prefills else (Mode.EAGER, Mode.PIECEWISE)
         forbidden = numbers.forbidden
         for mode in more:
@@ -198,7 +205,7 @@ class Chooser:
                 except NoLegalModeError:
                     break
                 ours, theirs = (each.launches[0].key for each in (decision, fewer))
-                if surely_cheaper(costs, ours, theirs, numbers):
+                if sure(costs, ours, theirs, numbers):
                     break
                 decision = fewer
         return decision

@@ -8,19 +8,25 @@ more than its padding. The doubt is of a core as slow as `SLOWER_HOST` says, and
 
 from __future__ import annotations
 
-from kpolicy.costs import CostTable
+from kpolicy.costs import Cost, CostTable
 from kpolicy.decision import Launch
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Rows
 from kpolicy.shapes import BatchNumbers
 from kpolicy_vllm.timing import NOISE
 
-__all__ = ["SLOWER_HOST", "surely_cheaper"]
+__all__ = ["SLOWER_HOST", "clearly_cheaper", "surely_cheaper"]
 
 SLOWER_HOST = 1.78
 """Launching EAGER on slow cores of H200s' hosts, over what it took in calibration: the highest of five medians, each of
 steps beside which the host's fixed work took about as long, so that half of those took longer. That of pieces was 1.73
 (docs/fidelity.md)."""
+
+
+def clearly_cheaper(costs: CostTable, key: GraphKey | None, than: GraphKey | None, numbers: BatchNumbers) -> bool:
+    """Whether a whole batch runs cheaper so by more than noise; arguments as `surely_cheaper` takes them."""
+    ours, theirs = _both(costs, key, than, numbers)
+    return ours.cycle_us * (1 + NOISE) < theirs.cycle_us
 
 
 def surely_cheaper(costs: CostTable, key: GraphKey | None, than: GraphKey | None, numbers: BatchNumbers) -> bool:
@@ -32,6 +38,11 @@ def surely_cheaper(costs: CostTable, key: GraphKey | None, than: GraphKey | None
         than: the other.
         numbers: the batch.
     """
-    ours, theirs = (costs.cost((Launch(Rows.ALL, of),), numbers) for of in (key, than))
+    ours, theirs = _both(costs, key, than, numbers)
     our_slow_us, their_slow_us = (max(each.device_us, SLOWER_HOST * each.host_us) for each in (ours, theirs))
     return ours.cycle_us * (1 + NOISE) < theirs.cycle_us and our_slow_us <= their_slow_us
+
+
+def _both(costs: CostTable, key: GraphKey | None, than: GraphKey | None, numbers: BatchNumbers) -> tuple[Cost, Cost]:
+    ours, theirs = (costs.cost((Launch(Rows.ALL, of),), numbers) for of in (key, than))
+    return ours, theirs

@@ -127,8 +127,27 @@ def test_a_larger_graph_is_cheaper_only_with_the_smaller_one_s_rows(monkeypatch:
     assert KEYS[2].num_tokens == 16
     assert table.full.at(64) == pytest.approx(400 + 3 * 64, rel=0.03)
     assert (table.full.at(16) > table.full.at(64)) is not of_rows
-    assert [each for each in state.broadcasts if isinstance(each, list)] == [[(2, 3)]]
+    assert [each for each in state.broadcasts if isinstance(each, list)] == [[(2, 3), (2, -1)]]
     assert (KEYS[3], 16, 16) in state.runner.ran
+    assert (KEYS[len(SIZES) + 2], 16, 16) in state.runner.ran
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_pieces_are_cheaper_than_a_whole_graph_only_with_its_rows(monkeypatch: Any, of_rows: bool) -> None:
+    """Pieces are timed with a chunk: what several rows cost in every mode shows in whole graphs alone."""
+    clock = SimulatedClock()
+
+    def steep(key: Any, tokens: int, kv: int, chunk: int, context: int, decodes: int) -> tuple[float, float]:
+        host, device = cost(key, tokens, kv, chunk, context, decodes)
+        dear = 4 <= decodes <= 16 and (of_rows or (isinstance(key, GraphKey) and key.part is Part.FULL))
+        return host, device + (500.0 if dear else 0.0)
+
+    state = FakeState(FakeRunner(clock, steep), KEYS, Settings(max_num_reqs=64, max_num_tokens=2048), 20.0)
+    with stand_ins(monkeypatch):
+        table = calibrate(state.runner, state, clock)
+    assert table is not None
+    for size in (4, 16):
+        assert (table.full.at(size) > table.piecewise.at(size)) is not of_rows
 
 
 MIXED = [GraphKey(Part.FULL, n, n) for n in (16, 64, 256)]

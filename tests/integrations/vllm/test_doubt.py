@@ -57,13 +57,18 @@ def test_a_graph_is_given_up_where_eager_is_surely_cheaper(device_us: float, hos
         assert (entry.key is None) is eager
 
 
-def test_above_vllm_s_own_sizes_costs_alone_decide() -> None:
-    """There vLLM itself is eager, so nothing is lost against it."""
-    made = made_for(990.0, 900.0)
-    assert made.cell(512, 0).label == ("full", "within_doubt")
-    assert made.cell(513, 0).label == ("eager", "eager_is_cheaper")
+def test_above_vllm_s_own_sizes_a_slow_host_gives_nothing_up() -> None:
+    """There vLLM itself is eager: what is cheaper by more than noise is taken, and of ways as quick fewer launches."""
+    near, clear = made_for(990.0, 900.0), made_for(970.0, 900.0)
+    for made in (near, clear):
+        assert made.cell(512, 0).label == ("full", "within_doubt")
+    assert near.cell(513, 0).label == ("piecewise", "within_doubt")
+    assert near.entry(Step(513, 513, 513, 1, 1)).label == ("full", "within_doubt")
+    assert clear.cell(513, 0).label == clear.entry(Step(513, 513, 513, 1, 1)).label == ("eager", "eager_is_cheaper")
+    # Above all graphs there is nothing to doubt.
+    assert near.cell(near.largest + 1, 0).label == ("eager", "above_largest_size")
     # With fewer requests vLLM's own sizes end sooner.
-    made = made_for(990.0, 900.0, Settings(max_num_reqs=100, max_num_tokens=2048))
+    made = made_for(970.0, 900.0, Settings(max_num_reqs=100, max_num_tokens=2048))
     assert made.cell(200, 0).label == ("full", "within_doubt")
     assert made.cell(201, 0).label == ("eager", "eager_is_cheaper")
 
