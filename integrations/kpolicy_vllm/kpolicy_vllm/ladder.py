@@ -18,17 +18,22 @@ from kpolicy.policies.vllm_policy import VllmPolicy
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
 
-__all__ = ["default_sizes", "describe", "geometric", "one_list", "plan_differs", "sizes_of"]
+__all__ = ["default_sizes", "describe", "geometric", "one_list", "plan_differs", "sizes_of", "wide_layers"]
 
-LARGEST_PIECEWISE = 2048
-"""Above this a step is device-bound on the models measured, and a graph no longer pays for its memory."""
+LARGEST_PIECEWISE = 4096
+"""For steps that hold a long prompt: a 0.5B model's 4,350 tokens took an H200 8.7 ms, launching them eagerly 10.3, and
+launching a model of experts 51."""
+WIDE_LAYER = 100_000_000
+"""Weights of a layer that a token is multiplied with, from which a step of a few hundred tokens is bound by the device
+also in pieces: launching a layer's pieces takes some 0.2 ms, in which an H200 multiplies 512 tokens with as many. There
+what a step is padded by takes time, and pieces have vLLM's own sizes from `DENSE_FROM` to its limit."""
+DENSE_FROM = 128
 LARGEST_MIXED = 512
 """Above this, attention of a whole graph's fixed shape is work that its rows may not need; pieces have none of it."""
 
-PACED_PIECEWISE, PACED_MIXED = 4096, 1024
-"""The same where steps are bounded: a bound is worth having up to half of vLLM's own limit, and a whole graph's host
-time lets a bounded step be bound by the device. Whole graphs of no more tokens than the largest of decodes take no
-further buffers for attention's splits."""
+PACED_MIXED = 1024
+"""The same where steps are bounded: a whole graph's host time lets a bounded step be bound by the device. Whole graphs
+of no more tokens than the largest of decodes take no further buffers for attention's splits."""
 
 
 def geometric(largest: int) -> tuple[int, ...]:
@@ -43,24 +48,47 @@ def geometric(largest: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < largest), largest)
 
 
-def default_sizes(settings: Settings, *, paced: bool = False) -> CaptureSizes:
-    """The sizes that are captured when the user gives none; more of those with prompts where steps are bounded.
+def wide_layers(config: Any, ranks: int = 1) -> bool:
+    """Whether a model has at least `WIDE_LAYER` weights in a layer for each token.
+
+    Args:
+        config: the model's, as Hugging Face has it; what it doesn't say is taken for a thin layer.
+        ranks: tensor-parallel ranks that share a layer.
+    """
+    hidden = getattr(config, "hidden_size", None) or 0
+    inner = getattr(config, "intermediate_size", None) or 0
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    if experts:
+        shared = getattr(config, "n_shared_experts", None) or 0
+        inner = (getattr(config, "moe_intermediate_size", None) or inner) * (experts + shared)
+    return bool((4 * hidden + 3 * inner) * hidden >= WIDE_LAYER * ranks)
+
+
+def default_sizes(settings: Settings, *, paced: bool = False, wide: bool = False) -> CaptureSizes:
+    """The sizes that are captured when the user gives none.
 
     Decodes go to the most requests there can be. Small batches share sizes further apart: there a step's time is that
     of reading the weights, whatever its tokens.
+
+    Args:
+        settings: the deployment's limits.
+        paced: whether steps are bounded, which has more whole graphs with prompts.
+        wide: whether the model has `wide_layers`.
     """
     tokens, q = settings.max_num_tokens, settings.query_len
     decode = tuple(size * q for size in geometric(min(settings.max_num_reqs, tokens // q)))
-    every = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096)
-    largest = min(tokens, PACED_PIECEWISE if paced else LARGEST_PIECEWISE)
+    every = {16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096}
+    if wide:
+        every |= {96, *(size for size in get_policy("vllm").sizes(settings).piecewise if size >= DENSE_FROM)}
+    largest = min(tokens, LARGEST_PIECEWISE)
     whole = min(tokens, max(LARGEST_MIXED, min(decode[-1], PACED_MIXED)) if paced else LARGEST_MIXED)
-    pieces = [size for size in every if size < largest]
+    pieces = sorted(size for size in every if size < largest)
     mixed = [size for size in (64, 128, 256, 512, 640, 768, 1024) if size < whole]
     return CaptureSizes(decode, (*mixed, whole), (*pieces, largest))
 
 
 def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = None, ranks: int = 1,
-             multiple_of: int = 1, paced: bool | None = None) -> CaptureSizes | None:  # fmt: skip
+             multiple_of: int = 1, paced: bool | None = None, wide: bool = False) -> CaptureSizes | None:  # fmt: skip
     """The sizes to capture; None where vLLM's own list stays as it is.
 
     Args:
@@ -71,6 +99,7 @@ def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = N
             size is there in pieces, and FULL graphs are of decodes only.
         multiple_of: what every size is rounded up to (tensor parallel ranks under sequence parallelism).
         paced: whether steps can be bounded, `kpolicy_vllm.scheduler.may_pace`; None where only the settings say.
+        wide: whether the model has `wide_layers`.
 
     Raises:
         ConfigError: a size can't be used, or the plan is of another deployment.
@@ -85,7 +114,7 @@ def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = N
         sizes = CaptureSizes([n for n in listed if n % q == 0 and n <= q * settings.max_num_reqs],
                              [n for n in listed if n <= LARGEST_MIXED], listed)  # fmt: skip
     elif isinstance(policy, (AutoPolicy, FixedPolicy)):
-        sizes = default_sizes(settings, paced=config.paces if paced is None else paced)
+        sizes = default_sizes(settings, paced=config.paces if paced is None else paced, wide=wide)
     else:
         sizes = policy.sizes(settings)
     q, rounded = settings.query_len, []

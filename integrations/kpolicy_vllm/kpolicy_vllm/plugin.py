@@ -12,9 +12,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from kpolicy.errors import KPolicyError
+from kpolicy.ladders import CaptureSizes
+from kpolicy.settings import Settings
 from kpolicy_vllm import kunlun
 from kpolicy_vllm.config import SECTION, Config
-from kpolicy_vllm.ladder import describe, one_list, sizes_of
+from kpolicy_vllm.ladder import describe, one_list, sizes_of, wide_layers
 from kpolicy_vllm.metrics import announce
 from kpolicy_vllm.state import LISTED, LOGGER, PROCESS, State, held_by, settings_of, state_of
 from kpolicy_vllm.versions import Adapter, UnsupportedError, adapter
@@ -78,26 +80,19 @@ def _sizes_set(original: Callable[..., Any], vllm_config: Any) -> None:
 
 
 def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> None:
-    compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
+    compilation = vllm_config.compilation_config
     if not compilation.cudagraph_capture_sizes:
         why = "there is nothing to decide: CUDA graphs are off (enforce_eager, or cudagraph_mode NONE)."
         _refused(vllm_config, "graphs_off", why)
         return
     from kpolicy.schemas import read_plan
-    from kpolicy_vllm.scheduler import may_pace, qualname
+    from kpolicy_vllm.scheduler import qualname
 
     model = getattr(vllm_config.model_config, "hf_config", None)
     if config.plan is not None and model is not None:
         read_plan(config.plan, model)
     listed = _remember(vllm_config, config, listed)
-    sizes = sizes_of(
-        config,
-        settings_of(vllm_config),
-        listed=listed,
-        ranks=parallel.data_parallel_size,
-        multiple_of=parallel.tensor_parallel_size if compilation.pass_config.enable_sp else 1,
-        paced=may_pace(vllm_config, config),
-    )
+    sizes = _sizes_for(vllm_config, config, settings_of(vllm_config), listed)
     if sizes is not None:
         ours = one_list(sizes)
         # vLLM starts only if no size it compiles for would be padded.
@@ -116,6 +111,23 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
         elif scheduler.scheduler_cls != cls:
             event = "not_split" if config.split else "not_paced"
             PROCESS.warn_once(event, f"what a step holds is left to {scheduler.scheduler_cls}, the scheduler given.")
+
+
+def _sizes_for(vllm_config: Any, config: Config, settings: Settings, listed: list[int] | None) -> CaptureSizes | None:
+    """The sizes to capture, the same where vLLM is configured and in each worker."""
+    from kpolicy_vllm.scheduler import may_pace
+
+    parallel, ranks = vllm_config.parallel_config, vllm_config.parallel_config.tensor_parallel_size
+    model = vllm_config.model_config
+    return sizes_of(
+        config,
+        settings,
+        listed=listed,
+        ranks=parallel.data_parallel_size,
+        multiple_of=ranks if vllm_config.compilation_config.pass_config.enable_sp else 1,
+        paced=may_pace(vllm_config, config),
+        wide=wide_layers(getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None), ranks),
+    )
 
 
 def _remember(vllm_config: Any, config: Config, listed: list[int] | None) -> list[int] | None:
@@ -186,19 +198,10 @@ def _agreed(vllm_config: Any, ok: bool) -> bool:
 
 def _attach(found: Adapter, wrapper: Any, state: State) -> None:
     runner = wrapper.worker.model_runner
-    compilation, parallel = wrapper.vllm_config.compilation_config, wrapper.vllm_config.parallel_config
-    if not compilation.cudagraph_capture_sizes:
+    if not wrapper.vllm_config.compilation_config.cudagraph_capture_sizes:
         return
-    from kpolicy_vllm.scheduler import may_pace
-
-    state.sizes = sizes_of(
-        state.config,
-        state.settings,
-        listed=_remember(wrapper.vllm_config, state.config, None),
-        ranks=parallel.data_parallel_size,
-        multiple_of=parallel.tensor_parallel_size if compilation.pass_config.enable_sp else 1,
-        paced=may_pace(wrapper.vllm_config, state.config),
-    )
+    listed = _remember(wrapper.vllm_config, state.config, None)
+    state.sizes = _sizes_for(wrapper.vllm_config, state.config, state.settings, listed)
     state.vllm_version = found.version
     found.check("v2" if hasattr(runner, "cudagraph_manager") else "v1")
     found.attach(runner, state)

@@ -74,7 +74,7 @@ def test_ladder_and_dispatch_are_ours(vllm: Loaded) -> None:
     made = brought_up(vllm, max_num_seqs=600, max_num_batched_tokens=4096)
     ladder = made.state.ladder
     assert ladder.uniform[1][-1].num_tokens == 600
-    assert ladder.piecewise[-1].num_tokens == 2048
+    assert ladder.piecewise[-1].num_tokens == 4096
     assert not ladder.mixed
     captured = {(mode.name, desc) for mode, desc in made.runner.ran if mode.name != "NONE"}
     assert len(captured) == len(ladder) == len(made.state.registry.captured())

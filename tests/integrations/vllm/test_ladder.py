@@ -1,6 +1,7 @@
 """The capture sizes: what the defaults reach, and how users', plans' and ranks' sizes come out."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from kpolicy.policies import get_policy
 from kpolicy.schemas import LadderPlan, write_plan
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
-from kpolicy_vllm.ladder import default_sizes, describe, geometric, one_list, sizes_of
+from kpolicy_vllm.ladder import DENSE_FROM, default_sizes, describe, geometric, one_list, sizes_of, wide_layers
 from kpolicy_vllm.state import State
 
 
@@ -41,7 +42,30 @@ def test_fewer_graphs_than_vllm():
     """By default at most half as many graphs are captured as by vLLM, with larger sizes among them."""
     sizes = default_sizes(Settings(max_num_reqs=1024))
     assert len(sizes.decode) + len(sizes.mixed) + len(sizes.piecewise) <= (51 + 51) // 2
-    assert (sizes.decode[-1], sizes.piecewise[-1]) == (1024, 2048)
+    assert (sizes.decode[-1], sizes.piecewise[-1]) == (1024, 4096)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "wide"),
+    [
+        ({"hidden_size": 896, "intermediate_size": 4864}, 1, False),
+        ({"hidden_size": 4096, "intermediate_size": 14336}, 1, True),
+        ({"hidden_size": 4096, "intermediate_size": 14336}, 4, False),
+        ({"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_experts_per_tok": 6,
+          "n_shared_experts": 2}, 1, False),
+        ({"hidden_size": 4096, "intermediate_size": 14336, "num_experts_per_tok": 2}, 1, True),
+        ({}, 1, False),
+    ],
+)  # fmt: skip
+def test_where_the_device_bounds_a_layer_s_pieces_they_have_vllm_s_own_sizes(config, ranks, wide):
+    """So that no step that vLLM would run in pieces is padded by more than there."""
+    assert wide_layers(SimpleNamespace(**config), ranks) is wide
+    settings = Settings(max_num_reqs=1024)
+    pieces, vllm = (each.piecewise for each in (default_sizes(settings, wide=wide), get_policy("vllm").sizes(settings)))
+    for tokens in range(DENSE_FROM, 513):
+        ours, theirs = (next(size for size in each if size >= tokens) for each in (pieces, vllm))
+        assert not wide or ours == theirs
+    assert (set(vllm) - set(pieces) == {*range(1, 16), *range(16, 128, 8)} & set(vllm) - {16, 32, 64, 96}) is wide
 
 
 def test_replica_has_no_sizes_of_its_own():

@@ -125,7 +125,7 @@ def test_taken_over(release):
     assert set(manager.graphs) == {desc for mode, desc in manager.desc_of.values() if mode.name == "FULL"}
     assert ask(runner, 600, 600, 1) == ("FULL", 600, 600)
     assert ask(runner, 1, 2000, None) == ("PIECEWISE", 2048, None)
-    assert ask(runner, 3, 3000, None) == ("NONE", 3000, 3)
+    assert ask(runner, 3, 3000, None) == ("PIECEWISE", 3072, None)
     assert all(record.seconds > 0 for record in state.registry.records())
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kpolicy_vllm import plugin
-from kpolicy_vllm.state import PROCESS, state_of
+from kpolicy_vllm.config import Config
+from kpolicy_vllm.state import PROCESS, settings_of, state_of
 from tests.integrations.vllm import test_oracle_runner
 from tests.integrations.vllm.real_runner import sized, vllm_config, vllm_of
 from tests.integrations.vllm.test_oracle_runner import VERSIONS, pytestmark
@@ -36,25 +37,34 @@ def configured(modules: Any, given: Any, scheduler: Any = None) -> Any:
     return config
 
 
+def largest_mixed(config: Any) -> int:
+    """Tokens of the largest whole graph of mixed batches that is captured for that vLLM."""
+    loaded = Config.load(config.additional_config)
+    assert loaded is not None
+    sizes = plugin._sizes_for(config, loaded, settings_of(config), None)
+    assert sizes is not None
+    return sizes.mixed[-1]
+
+
 @BOTH
 @pytest.mark.parametrize(
     ("given", "cls", "largest"),
     [
-        ({}, None, 2048),
-        ({"objective": "latency"}, CLASS, 4096),
-        ({"objective": "1:1", "pace": False}, None, 2048),
-        ({"pace": True}, CLASS, 4096),
-        ({"split": True}, CLASS, 2048),
+        ({}, None, 512),
+        ({"objective": "latency"}, CLASS, 1024),
+        ({"objective": "1:1", "pace": False}, None, 512),
+        ({"pace": True}, CLASS, 1024),
+        ({"split": True}, CLASS, 512),
         ({"objective": "1:1", "piecewise_sizes": [64, 512]}, CLASS, 1024),
     ],
 )
 def test_the_scheduler_and_the_sizes_follow_the_objective(version: str, given: Any, cls: Any, largest: int) -> None:
-    """Where the gap is weighed vLLM gets our scheduler, and graphs for the sizes that steps are bounded to."""
+    """Where the gap is weighed vLLM gets our scheduler, and whole graphs for the sizes that steps are bounded to."""
     with vllm_of(version) as modules:
         plugin.register()
         config = configured(modules, given)
         assert config.scheduler_config.scheduler_cls == cls
-        assert config.compilation_config.cudagraph_capture_sizes[-1] == largest
+        assert largest_mixed(config) == largest
         assert not PROCESS.counts
 
 
@@ -72,18 +82,18 @@ def test_where_steps_can_never_be_bounded_no_graphs_are_captured_for_it(version:
             for name, value in changed.items():
                 setattr(getattr(config, part), name, value)
             sized(modules, config)
-            return int(config.compilation_config.cudagraph_capture_sizes[-1])
+            return largest_mixed(config)
 
-        assert largest({}) == 4096
-        assert largest({}, scheduler=CLASS) == 4096
-        assert largest({}, scheduler="mine.Scheduler") == 2048
-        assert largest({}, "parallel_config", distributed_executor_backend="mp") == 2048
-        assert largest({}, "scheduler_config", enable_chunked_prefill=False) == 2048
-        assert largest({}, "scheduler_config", long_prefill_token_threshold=512) == 2048
-        assert largest({"policy": "full"}) == 2048
-        assert largest({"split": True}, "parallel_config", pipeline_parallel_size=1) == 2048
+        assert largest({}) == 1024
+        assert largest({}, scheduler=CLASS) == 1024
+        assert largest({}, scheduler="mine.Scheduler") == 512
+        assert largest({}, "parallel_config", distributed_executor_backend="mp") == 512
+        assert largest({}, "scheduler_config", enable_chunked_prefill=False) == 512
+        assert largest({}, "scheduler_config", long_prefill_token_threshold=512) == 512
+        assert largest({"policy": "full_and_piecewise"}) == 512
+        assert largest({"split": True}, "parallel_config", pipeline_parallel_size=1) == 512
         # SPLIT isn't to be had with pipeline stages, so that steps are bounded.
-        assert largest({"split": True}, "parallel_config", pipeline_parallel_size=2) == 4096
+        assert largest({"split": True}, "parallel_config", pipeline_parallel_size=2) == 1024
 
 
 @BOTH

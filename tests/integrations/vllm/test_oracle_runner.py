@@ -99,7 +99,7 @@ def test_ladders_are_captured(vllm):
     state = state_of(runner.vllm_config)
     ladder = state.ladder
     assert ladder.uniform[1][-1].num_tokens == 600
-    assert ladder.piecewise[-1].num_tokens == 2048
+    assert ladder.piecewise[-1].num_tokens == 4096
     assert ladder.mixed[-1].num_tokens == 512
     assert len(ladder.piecewise) < len(ladder.uniform[1])
     captured = {(mode.name, desc) for mode, desc in runner.ran if mode.name != "NONE"}
@@ -111,7 +111,7 @@ def test_vllm_rule_until_costs(vllm):
     """Without costs the next graph of the best kind replays; with costs the cheapest way is taken."""
     runner = served(vllm, max_num_seqs=600, max_num_batched_tokens=4096, kpolicy={"calibrate": False})
     assert [ask_v1(runner, new)[0] for new in ([1] * 600, [1] * 9 + [100], [700], [3000])] == [
-        "FULL", "FULL", "PIECEWISE", "NONE",
+        "FULL", "FULL", "PIECEWISE", "PIECEWISE",
     ]  # fmt: skip
     state = state_of(runner.vllm_config)
     assert not state.ready
