@@ -498,6 +498,10 @@ def test_counted_hits(vllm):
     assert (record.key.num_tokens, record.hits) == (8, 4)
 
 
+def measured_costs():
+    return attrs.evolve(analytic_costs(), measured=True)
+
+
 @pytest.mark.parametrize(
     ("device", "model", "event"), [("another", "a-model", "other_device"), ("cpu", "another", "other_model")]
 )
@@ -506,7 +510,7 @@ def test_profile_of_another(vllm, tmp_path, caplog, device, model, event):
     from kpolicy.schemas import Profile, write_profile
 
     path = tmp_path / "profile.json"
-    write_profile(path, Profile(costs=analytic_costs(), device=device, model=model))
+    write_profile(path, Profile(costs=measured_costs(), device=device, model=model))
     with caplog.at_level(logging.WARNING):
         runner = served(vllm, kpolicy={"profile": str(path), "calibrate": False})
     state = state_of(runner.vllm_config)
@@ -521,7 +525,8 @@ def test_profile_of_another_tensor_parallel_size(vllm, tmp_path, caplog, size):
     from kpolicy.schemas import Profile, write_profile
 
     path = tmp_path / "profile.json"
-    write_profile(path, Profile(costs=analytic_costs(), device="cpu", model="a-model", tensor_parallel_size=size))
+    made = Profile(costs=measured_costs(), device="cpu", model="a-model", tensor_parallel_size=size)
+    write_profile(path, made)
     with caplog.at_level(logging.WARNING):
         runner = served(vllm, kpolicy={"profile": str(path), "calibrate": False})
     state = state_of(runner.vllm_config)
