@@ -109,6 +109,21 @@ def cheapest(context: PolicyContext) -> Pick:
     return pick
 
 
+def cheapest_of_unlike(context: PolicyContext) -> Pick:
+    """`cheapest` for ranks that have unlike many tokens: also what it would be if padding took nothing more.
+
+    Whatever the size, those with fewer tokens have padding in it.
+    """
+    alone, curve_for = cheapest(context), context.costs.curve_for
+
+    def pick(keys: Sequence[GraphKey], num_tokens: int) -> Sequence[GraphKey]:
+        found = alone(keys, num_tokens)
+        best = min(keys, key=lambda key: curve_for(key).at(key.num_tokens))
+        return found if best in found else (*found, best)
+
+    return pick
+
+
 def choose(
     numbers: BatchNumbers, ways: Sequence[Way], context: PolicyContext, cost: Callable[[Way], Cost] | None = None
 ) -> tuple[Way, Reason]:

@@ -22,8 +22,8 @@ from kpolicy.costs import CostTable, HostCost
 from kpolicy.decision import Decision
 from kpolicy.modes import Mode, SplitForm
 from kpolicy.policies import ranks
-from kpolicy.policies.auto import cheapest, choose, rate
-from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails, split_way
+from kpolicy.policies.auto import cheapest, cheapest_of_unlike, choose, rate
+from kpolicy.policies.base import PolicyContext, Way, eager_reason, legal_ways, split_tails, split_way
 from kpolicy.policies.rank_times import NUM_TIMES, RankTimes, Voted
 from kpolicy.policies.tables import EAGER_WAY, MOST_DECISIONS, Entry, Group, PreparedWays, at
 from kpolicy.reasons import Reason
@@ -91,17 +91,21 @@ class AutoTables:
         """The way that takes the slowest rank the least, of those that hold every rank's rows."""
         largest = Voted._make(reduced[-NUM_TIMES:])
         num_decodes, query_len = ranks.plain_decodes(reduced)
-        rows = self._usual.get(query_len)
+        rows, times = self._usual.get(query_len), self._times
         row = rows[num_decodes] if rows is not None and num_decodes < len(rows) else None
-        if row is not None:
+        # Where padding takes something, a row's times are those of ranks that have as many.
+        if row is not None and not (times.pads and -largest.fewest != num_decodes * query_len):
             return self._row_by_slowest(row, largest)
-        numbers, times = ranks.reduced_numbers(reduced[:-NUM_TIMES]), self._times
-        ways = self._ways(numbers)
+        numbers = ranks.reduced_numbers(reduced[:-NUM_TIMES])
+        if times.pads and largest.unlike(numbers):
+            ways = legal_ways(numbers, self._context, cheapest_of_unlike(self._context), forms=self._forms)
+        else:
+            ways = self._ways(numbers)
         if len(ways) < 2 or (numbers.max_decode_steps > 1 and ways[-1].mode is Mode.SPLIT):
-            way, reason = choose(numbers, ways, self._context, lambda way: times.cost(way, largest, numbers))
+            way, reason = choose(numbers, ways, self._context, lambda way: times.cost(way, largest))
             return self._made(way, reason)
         # The shortest cycle, as `select` has it.
-        way = times.soonest(ways, largest, numbers)
+        way = times.soonest(ways, largest)
         return self._made(way, eager_reason(self._context) if way.mode is Mode.EAGER else self._reason)
 
     def _row_by_slowest(self, row: Row, largest: Voted) -> Decision:

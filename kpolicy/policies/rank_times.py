@@ -6,8 +6,8 @@ every way, all but the graphs' dense work, which follows from what is agreed. Vo
 computes the same from what was reduced.
 
 The time that comes out is the slowest rank's own, but for several decode steps beside a prompt, where it is at most
-that of the slowest decode rows with the slowest step. What padding takes more counts where every rank has some: that a
-rank with fewer rows has padding where the largest has none isn't known.
+that of the slowest decode rows with the slowest step. What padding takes more counts where any rank has some, as all
+have in a graph of the largest one's size whose rows are fewer: whether the slowest is among them isn't known.
 """
 
 from __future__ import annotations
@@ -53,10 +53,25 @@ class Voted(NamedTuple):
     decode_in_pieces: int
     eager_in_decode: int
     decode_in_eager: int
+    fewest: int = 0
+    """Tokens of the rank that has the fewest, negated so that a maximum finds them; no time"""
+    fewest_decode: int = 0
+    fewest_prefill: int = 0
+
+    def fewest_of(self, rows: Rows) -> int:
+        """Tokens of these rows, of the rank that has the fewest."""
+        if rows is Rows.ALL:
+            return -self.fewest
+        return -(self.fewest_decode if rows is Rows.DECODE else self.fewest_prefill)
+
+    def unlike(self, numbers: BatchNumbers) -> bool:
+        """Whether ranks have unlike many tokens; `numbers` has as many of each kind as any."""
+        most = -numbers.total_tokens, -numbers.decode_tokens, -numbers.num_prefill_tokens
+        return most != (self.fewest, self.fewest_decode, self.fewest_prefill)
 
 
 NUM_TIMES = len(Voted._fields)
-"""Times that a rank votes."""
+"""Values that a rank votes."""
 
 
 class RankTimes:
@@ -77,7 +92,8 @@ class RankTimes:
         ]
         """What a launch takes the host, by kinds of rows (1 decode, 2 prompt, 3 both), and more for each request"""
         self._graph_ns: dict[GraphKey, float] = {}
-        self._pads = any(costs.padding_us)
+        self.pads = any(costs.padding_us)
+        """Whether padding takes more than its dense work"""
 
     def vote(self, numbers: BatchNumbers) -> tuple[int, ...]:
         """This rank's times in nanoseconds, of which ranks take the largest."""
@@ -88,7 +104,9 @@ class RankTimes:
         else:
             times = self._of_any(numbers, dense)
         votes = tuple([int(time * _NS) for time in times])
-        return votes if max(votes) <= _MOST else tuple(min(vote, _MOST) for vote in votes)
+        if max(votes) > _MOST:
+            votes = tuple(min(vote, _MOST) for vote in votes)
+        return (*votes, -tokens, -numbers.decode_tokens, -numbers.num_prefill_tokens)
 
     def _of_decodes(self, decode: float, decodes: int, dense: float) -> tuple[float, ...]:
         """The times of decode rows alone: `_of_any` without what needs prompts."""
@@ -152,7 +170,7 @@ class RankTimes:
             return self._no_rows_us
         return self._eager_us[tokens] if tokens < len(self._eager_us) else self._costs.eager.at(tokens)
 
-    def soonest(self, ways: Sequence[Way], voted: Voted, numbers: BatchNumbers) -> Way:
+    def soonest(self, ways: Sequence[Way], voted: Voted) -> Way:
         """The way of the shortest cycle, where each decode row runs one step; the earlier on ties.
 
         What takes the host as long as the best so far takes both is looked at no further.
@@ -160,11 +178,10 @@ class RankTimes:
         Args:
             ways: the ways.
             voted: the largest times of all ranks.
-            numbers: what holds every rank's rows.
         """
         found, least = ways[0], float("inf")
         for way in ways:
-            pads = self._padding(way, numbers) if self._pads else _NOTHING
+            pads = self._padding(way, voted) if self.pads else _NOTHING
             took = self._host(way, voted, pads)
             if took < least:
                 took = max(took, self._device(way, voted, pads))
@@ -172,10 +189,10 @@ class RankTimes:
                     found, least = way, took
         return found
 
-    def _padding(self, way: Way, numbers: BatchNumbers) -> tuple[float, float]:
+    def _padding(self, way: Way, voted: Voted) -> tuple[float, float]:
         """Nanoseconds that padding takes more in one repeat of a way's first launch, and in its second."""
         first, second = (
-            0.0 if each.key is None else self._costs.padding_of(each.key, each.num_tokens(numbers)) * _NS
+            0.0 if each.key is None else self._costs.padding_of(each.key, voted.fewest_of(each.rows)) * _NS
             for each in (*way.launches, _NO_LAUNCH, _NO_LAUNCH)[:2]
         )
         return first, second
@@ -219,9 +236,9 @@ class RankTimes:
             outer, inner = outer + later, inner + overlap * later
         return (max if overlap <= 1 else min)(outer, inner)
 
-    def cost(self, way: Way, voted: Voted, numbers: BatchNumbers) -> Cost:
-        """What a way takes on the slowest rank; its graphs and `numbers` hold every rank's rows."""
-        costs, pads = self._costs, self._padding(way, numbers)
+    def cost(self, way: Way, voted: Voted) -> Cost:
+        """What a way takes on the slowest rank; its graphs hold every rank's rows."""
+        costs, pads = self._costs, self._padding(way, voted)
         device, host = self._device(way, voted, pads) / _NS, self._host(way, voted, pads) / _NS
         cycle = max(device, host) + costs.step_us
         steps = way.launches[0].repeat if way.launches else 1

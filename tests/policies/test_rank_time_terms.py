@@ -72,7 +72,7 @@ def test_one_rank(overlap, slow, prepared, padding_us):
     for name, shape in RANKS.items():
         for way in ONE_STEP + (SEVERAL if shape.decodes and shape.prefills else []):
             numbers = shape.numbers
-            told, expected = times.cost(way, voted(times, numbers), numbers), table.cost(way.launches, numbers)
+            told, expected = times.cost(way, voted(times, numbers)), table.cost(way.launches, numbers)
             assert told == pytest.approx(expected, abs=ROUNDED_US), f"{name}: {way}"
 
 
@@ -84,7 +84,7 @@ def test_each_side_is_the_slowest_ranks(overlap):
     for ranks in itertools.combinations([shape.numbers for shape in RANKS.values()], 2):
         largest = voted(times, *ranks)
         for way in ONE_STEP + SEVERAL:
-            told, own = times.cost(way, largest, ranks[0]), [table.cost(way.launches, rank) for rank in ranks]
+            told, own = times.cost(way, largest), [table.cost(way.launches, rank) for rank in ranks]
             device, host = max(each.device_us for each in own), max(each.host_us for each in own)
             if way in SEVERAL:
                 assert told.device_us >= device - ROUNDED_US
@@ -101,8 +101,8 @@ def test_the_soonest_is_found_though_hosts_are_looked_at_first():
         for shape in RANKS.values():
             largest = voted(times, shape.numbers)
             for ways in itertools.permutations(ONE_STEP, 3):
-                expected = min(ways, key=lambda way: times.cost(way, largest, shape.numbers).cycle_us)
-                assert times.soonest(ways, largest, shape.numbers) is expected
+                expected = min(ways, key=lambda way: times.cost(way, largest).cycle_us)
+                assert times.soonest(ways, largest) is expected
 
 
 def compiled(costs, objective=THROUGHPUT, sizes=(8, 16, 64)):
