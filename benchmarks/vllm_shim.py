@@ -213,7 +213,9 @@ def main() -> int:
         "cpu": platform.processor() or platform.machine(),
         "rows": rows,
     }
-    RESULT.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    # What `vllm.pace_cost` measured stands in the same file.
+    kept = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    RESULT.write_text(json.dumps(kept | written, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -49,7 +49,9 @@ def _note_facts(runner: Any, dispatcher: Any, splits: Splits, full: Any) -> None
         finally:
             # A step that had to run eagerly didn't ask; whoever asks next asks of something else.
             dispatcher.facts = None
-        splits.bound(found[0] is full)
+        whole = found[0] is full
+        if whole is not splits.bounded:
+            splits.bound(whole)
         return found
 
     runner._determine_batch_execution_and_padding = determine

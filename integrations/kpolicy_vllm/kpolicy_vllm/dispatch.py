@@ -37,7 +37,8 @@ WITHIN_DOUBT = "within_doubt"
 """The same where the costs aren't sure that more launches are cheaper."""
 _MOST_ENTRIES = 1 << 18
 _MOST_ABOVE = 1 << 14
-_MOST_PREPARED = 2048
+_MOST_CLASSED = 2048
+"""Tokens up to which decodes beside a chunk are told apart by their number"""
 _MODE_OF = {Part.FULL: Mode.FULL, Part.PIECEWISE: Mode.PIECEWISE}
 
 
@@ -108,12 +109,13 @@ class Chooser:
     def cell(self, num_tokens: int, num_decodes: int) -> Entry:
         """The prepared answer for a step with prompt chunks beside that many decodes.
 
-        The decodes are taken as those of their class: how many there are hardly tells one way from another.
+        The decodes are taken as those of their class: how many there are hardly tells one way from another, and beside
+        a long chunk not at all.
         """
         if num_tokens > self.largest:
             # No graph is that large, whatever is in the step.
             return self._above.get(num_tokens) or self._fill_above(num_tokens)
-        number = self.class_of[num_decodes]
+        number = self.class_of[num_decodes] if num_tokens <= _MOST_CLASSED else 0
         row = self._cells[number]
         return row[num_tokens] or self._fill(row, num_tokens, self._decodes_of[number])
 
@@ -127,12 +129,9 @@ class Chooser:
         return entry
 
     def prepare(self) -> None:
-        """Fill the cells of steps with chunks, so that none of them costs a step of serving.
-
-        Of large steps each is filled when it first comes: that takes a hundredth of such a step.
-        """
+        """Fill the cells of steps with chunks, so that none of them costs a step of serving."""
         for row, decodes in zip(self._cells, self._decodes_of, strict=True):
-            for tokens in range(1, min(self.largest, _MOST_PREPARED) + 1):
+            for tokens in range(1, (self.largest if row is self._cells[0] else min(self.largest, _MOST_CLASSED)) + 1):
                 self._fill(row, tokens, decodes)
         for tokens in range(self.largest + 1, min(self.state.settings.max_num_tokens, _MOST_ABOVE) + 1):
             self._fill_above(tokens)

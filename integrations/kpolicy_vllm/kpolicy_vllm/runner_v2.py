@@ -216,13 +216,6 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
         def dispatch(
             self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *rest: Any, **named: Any
         ) -> Any:
-            found = self._answer(num_reqs, num_tokens, uniform_token_count, *rest, **named)
-            self.splits.bound(found.cg_mode is full)
-            return found
-
-        def _answer(
-            self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *rest: Any, **named: Any
-        ) -> Any:
             if rest or named:
                 return self._dispatch_more(num_reqs, num_tokens, uniform_token_count, *rest, **named)
             if not self.deciding or not num_tokens or not self._graphs_captured:
@@ -248,7 +241,9 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
 
         def _stock(self, *asked: Any) -> Any:
             forced = self.chooser.forced
-            return super().dispatch(*asked) if forced is None else forced
+            found = super().dispatch(*asked) if forced is None else forced
+            self.splits.bound(found.cg_mode is full)
+            return found
 
         def _decided(self, num_reqs: int, num_tokens: int, uniform: int | None, loras: int, longest: int) -> Any:
             q = self.decode_query_len
@@ -266,6 +261,8 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
                 entry = self.chooser.entry(self._step(num_reqs, num_tokens, uniform, loras, longest))
             entry.count += 1
             self.last = entry
+            if entry.whole is not self.splits.bounded:
+                self.splits.bound(entry.whole)
             if entry.key is None:
                 return self._no_graph(num_tokens, num_reqs, loras)
             return entry.result

@@ -28,7 +28,8 @@ class Splits:
     def __init__(self, runner: Any, state: State) -> None:
         self._runner = runner
         self._state = state
-        self._bounded = True
+        self.bounded = True
+        """Whether they do; to be looked at before `bound`, which costs more"""
         self._captures = False
         self._builders: list[tuple[Any, int]] = []
         """Each with the tokens of the largest FULL graph"""
@@ -67,7 +68,7 @@ class Splits:
         Args:
             whole: whether it runs in a FULL graph.
         """
-        if whole is not self._bounded and not self._captures:
-            self._bounded = whole
+        if whole is not self.bounded and not self._captures:
+            self.bounded = whole
             for builder, largest in self._builders:
                 builder.max_cudagraph_size = largest if whole else 0

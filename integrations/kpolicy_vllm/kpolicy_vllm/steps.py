@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from kpolicy.decision import Decision
 from kpolicy.keys import GraphKey
-from kpolicy.modes import Mode
+from kpolicy.modes import Mode, Part
 from kpolicy.shapes import BatchNumbers
 
 __all__ = ["Entry", "Step", "classes", "numbers_of"]
@@ -41,12 +41,13 @@ class Entry:
         reason: why.
     """
 
-    __slots__ = ("count", "decision", "key", "label", "padding", "result", "step")
+    __slots__ = ("count", "decision", "key", "label", "padding", "result", "step", "whole")
 
     def __init__(self, step: Step, result: Any, key: GraphKey | None, decision: Decision | None, reason: str) -> None:
         self.step = step
         self.result = result
         self.key = key
+        self.whole = key is not None and key.part is Part.FULL
         self.decision = decision
         self.label = ("eager" if key is None else key.part.value, reason)
         self.padding = 0 if key is None else key.num_tokens - step.num_tokens

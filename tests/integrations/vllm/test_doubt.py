@@ -73,6 +73,19 @@ def test_above_vllm_s_own_sizes_a_slow_host_gives_nothing_up() -> None:
     assert made.cell(201, 0).label == ("eager", "eager_is_cheaper")
 
 
+def test_beside_a_long_chunk_decodes_are_not_counted() -> None:
+    """Every answer to a step with a chunk is there from the start, and those are half of them otherwise."""
+    made = made_for(990.0, 900.0)
+    assert made.cell(2048, 5) is not made.cell(2048, 700)
+    made.prepare()
+    known = dict(made.entries)
+    assert made.cell(2049, 5) is made.cell(2049, 700)
+    for tokens in (1, 600, 2048, 2049, 3000, 4096, 5000):
+        for decodes in (0, 5, 700):
+            made.cell(tokens, min(decodes, tokens - 1))
+    assert made.entries == known
+
+
 def test_the_graph_is_the_cheapest_and_the_log_has_the_policy_s_decision() -> None:
     made = made_for(990.0, 900.0)
     dear = attrs.evolve(made.state.costs, mixed=Curve((1, 8192), (1500.0, 1500.0)))
