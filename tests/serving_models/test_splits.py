@@ -5,6 +5,7 @@ The interpreter must be chosen before Triton is imported, so these tests run in 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -88,7 +89,7 @@ def processors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "value_dim", "window", "softcap"),
-    [(4, 2, 32, 0, 0.0), (2, 2, 20, 0, 0.0), (4, 1, 32, 100, 3.0)],
+    [(4, 2, 32, 0, 0.0), (2, 2, 20, 0, 0.0), (4, 1, 32, 100, 3.0), (4, 4, 32, 0, 0.0)],
 )
 def test_a_row_is_computed_alike_whatever_it_is_padded_to(
     name: str, heads: int, kv_heads: int, value_dim: int, window: int, softcap: float
@@ -112,6 +113,31 @@ def test_a_row_is_computed_alike_whatever_it_is_padded_to(
         assert not arrivals.any()
     right = attention.paged_attention(query[:real].contiguous(), k, v, _rows(name, padded)[0], 0.2, window, softcap)
     _held(outs, right, real)
+
+
+@interpreted
+@pytest.mark.usefixtures("processors")
+def test_one_buffer_and_two_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large heads have one, whose pages are read when they are needed, and others two."""
+    from kpolicy.serving.gpu import paged, splits
+
+    outs, stages = [], []
+    launch, arrivals = paged.launch, splits.new_arrivals(torch.device("cpu"))
+
+    def watched(*given: Any, **options: Any) -> None:
+        stages.append(options["num_stages"])
+        launch(*given, **options)
+
+    monkeypatch.setattr(paged, "launch", watched)
+    rows, slots, real, num_tokens = _rows("decodes", 8)
+    k, v, query = torch.randn(slots + 1, 2, 32), torch.randn(slots + 1, 2, 32), torch.randn(num_tokens, 4, 32)
+    for most_bytes in (0, paged.TWICE_BYTES):
+        monkeypatch.setattr(paged, "TWICE_BYTES", most_bytes)
+        paged._decode_plan.cache_clear()
+        outs.append(paged.paged_attention(query, k, v, rows, 0.2, arrivals, prefills=False))
+    paged._decode_plan.cache_clear()
+    assert stages == [2, 3]
+    _held(outs, attention.paged_attention(query[:real].contiguous(), k, v, rows, 0.2, 0, 0.0), real)
 
 
 @interpreted
@@ -173,12 +199,13 @@ def test_a_launch_has_room_for_any_number_of_its_rows(
     splits.plan_splits.cache_clear()
     device = torch.device("cpu")
     counters = len(splits.new_arrivals(device))
-    for num_reqs in (1, 7, 80, 512):
-        plan = splits.plan_splits(num_reqs, groups, most_kv, device)
+    for num_reqs, each in itertools.product((1, 7, 80, 512), (2, splits.MOST_EACH)):
+        plan = splits.plan_splits(num_reqs, groups, most_kv, device, each)
         needed = []
         for rows in range(1, num_reqs + 1):
             shared = splits.split_count.fn(rows, groups, plan.programs, plan.most)
             needed.append(rows * shared)
+            assert shared == 1 or rows * shared * groups <= plan.programs == count * each
             assert shared == 1 or (rows <= plan.shared and rows * shared <= plan.partial and rows * groups <= counters)
         assert plan.grid == max(needed)
         assert plan.shared == sum(count > rows for rows, count in enumerate(needed, 1))

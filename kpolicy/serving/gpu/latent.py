@@ -109,11 +109,15 @@ def _attend(out_ptr, mid_ptr, max_ptr, sum_ptr, latent_q_ptr, rope_q_ptr, cache_
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, RANK_PAD], tl.float32)
+    # With two buffers a block's latents are on their way while the last are used: its pages are known by then.
+    pages_ptr = table_ptr + row * table_stride
+    ahead = begin + tl.arange(0, BLOCK_N)
+    page = tl.load(pages_ptr + ahead // PAGE, mask=ahead < end, other=0)
     for n in range(begin, end, BLOCK_N):
         pos = n + tl.arange(0, BLOCK_N)
         ok = pos < end
-        page = tl.load(table_ptr + row * table_stride + pos // PAGE, mask=ok, other=0)
         slot = page.to(tl.int64) * PAGE + pos % PAGE
+        page = tl.load(pages_ptr + (pos + BLOCK_N) // PAGE, mask=pos + BLOCK_N < end, other=0)
         first = cache_ptr + slot * cache_stride
         latent = tl.load(first[:, None] + r[None, :], mask=ok[:, None] & r_ok[None, :], other=0.0)
         rope = tl.load(first[None, :] + RANK + p[:, None], mask=ok[None, :] & p_ok[:, None], other=0.0)
@@ -139,7 +143,8 @@ def _combine(out_ptr, mid_ptr, max_ptr, sum_ptr, lens_ptr, starts_ptr, num_reqs,
              TILES: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
              BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
     """Bring a row's parts together: a program a row, tile and `CHUNK` of the values, since a tile has 32 KiB a part."""
-    row = tl.program_id(1).to(tl.int64)
+    # Rows' own programs are next to each other, so that they begin on processors of their own.
+    row = tl.program_id(2).to(tl.int64)
     num_rows = kept_rows(starts_ptr, lens_ptr, num_reqs, QUERY_LEN)
     splits = split_count(num_rows, tl.num_programs(0), PROGRAMS, MOST)
     if (splits == 1) | (row >= num_rows):
@@ -150,7 +155,7 @@ def _combine(out_ptr, mid_ptr, max_ptr, sum_ptr, lens_ptr, starts_ptr, num_reqs,
     if (query_len == 0) | (query_len > QUERY_LEN) | (parts <= 1):
         return
     t, head = tile_of(NUM_HEADS, TILES, BLOCK_M, BLOCK_M)
-    width = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    width = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     acc, total = together(
         mid_ptr, max_ptr, sum_ptr, row, splits, parts, t < query_len, width, BLOCK_M, CHUNK, RANK_PAD, AT_ONCE
     )  # fmt: skip
@@ -180,7 +185,7 @@ def latent_attention(
     num_reqs, table = rows.kv_lens.shape[0], rows.block_table
     out = torch.empty(num_tokens, num_heads, rank, dtype=latent_query.dtype, device=latent_query.device)
     tiles = triton.cdiv(num_heads * decode_len, BLOCK_M)
-    splits = plan_splits(num_reqs, tiles, table.shape[1] * rows.block_size, latent_query.device)
+    splits = plan_splits(num_reqs, tiles, table.shape[1] * rows.block_size, latent_query.device, 2)
     # A matrix product takes at least 16.
     rank_pad, rope_pad = (max(16, triton.next_power_of_2(each)) for each in (rank, rope_dim))
     precision = "ieee" if latent_query.dtype == torch.float32 else "tf32"
@@ -192,12 +197,12 @@ def latent_attention(
          table.stride(0)),
         (num_heads, decode_len, rank, rope_dim, rank_pad, rope_pad, rows.block_size, tiles, splits.programs,
          splits.most, BLOCK_M, BLOCK_N, precision),
-        (num_reqs, num_tokens), num_warps=4, num_stages=2,
+        (num_reqs, num_tokens), num_warps=4, num_stages=2 if out.dtype == torch.float32 else 3,
     )  # fmt: skip
     if splits.shared:
         chunk = min(rank_pad, CHUNK)
         launch(
-            _combine, (tiles, splits.shared, rank_pad // chunk), (out, *scratch, rows.kv_lens, rows.query_starts),
+            _combine, (tiles, rank_pad // chunk, splits.shared), (out, *scratch, rows.kv_lens, rows.query_starts),
             (num_heads, decode_len, rank, rank_pad, tiles, splits.programs, splits.most, BLOCK_M, BLOCK_N, chunk,
              at_once(READ_TOGETHER, splits.most, BLOCK_M * chunk)),
             (num_reqs,), num_warps=4,

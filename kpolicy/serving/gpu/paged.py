@@ -40,6 +40,10 @@ LOG2_E = 1.4426950408889634
 DECODE_BLOCK_N = 64
 READ_TOGETHER = 4096
 """Values of parts whose reads are under way together"""
+TWICE_BYTES = 16384
+"""Of a block's keys and values, that have two buffers; with larger ones too few programs fit a processor"""
+FEW_KV_HEADS = 2
+"""With so few a row has many parts, and half as many programs a processor are quicker"""
 
 
 @triton.jit
@@ -102,7 +106,7 @@ def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, q_ptr, k_ptr, v_pt
             SHARE: tl.constexpr, QUERY_LEN: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
             D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
             SOFTCAP: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
-            COUNT: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_N: tl.constexpr,
+            COUNT: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_N: tl.constexpr, TWICE: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
     # Rows' own programs begin before those that end at once.
     kv_head = tl.program_id(0)
@@ -138,11 +142,18 @@ def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, q_ptr, k_ptr, v_pt
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+    # With two buffers a block's keys and values are on their way while the last are used: its pages are known by then.
+    pages_ptr = table_ptr + row * table_stride
+    ahead = begin + tl.arange(0, BLOCK_N)
+    page = tl.load(pages_ptr + ahead // PAGE, mask=ahead < end, other=0)
     for n in range(begin, end, BLOCK_N):
         pos = n + tl.arange(0, BLOCK_N)
         ok = pos < end
-        page = tl.load(table_ptr + row * table_stride + pos // PAGE, mask=ok, other=0)
+        if not TWICE:
+            page = tl.load(pages_ptr + pos // PAGE, mask=ok, other=0)
         slot = page.to(tl.int64) * PAGE + pos % PAGE
+        if TWICE:
+            page = tl.load(pages_ptr + (pos + BLOCK_N) // PAGE, mask=pos + BLOCK_N < end, other=0)
         k = tl.load(
             k_ptr + slot[None, :] * k_stride + kv_head * HEAD_DIM + d[:, None],
             mask=ok[None, :] & (d < HEAD_DIM)[:, None], other=0.0,
@@ -341,13 +352,13 @@ def paged_attention(
         num_heads, num_kv_heads, head_dim, value_dim, rows.block_size, window, softcap > 0, query.dtype, query.device
     )  # fmt: skip
     if decodes:
-        splits, places, constants = _decode_plan(model, num_reqs, decode_len, table.shape[1])
+        splits, places, stages, constants = _decode_plan(model, num_reqs, decode_len, table.shape[1])
         cleared = 0 if prefills else num_tokens
         launch(
             _decode, (num_kv_heads, max(splits.grid, triton.cdiv(cleared, decode_len)), 1),
             (out, *Scratch.of(splits, num_kv_heads, places, model.padded[1], query.device), arrivals, query, k_cache,
              v_cache, table, rows.kv_lens, rows.query_starts, log2_scale, cap, *strides),
-            constants, (num_reqs, cleared), num_warps=4, num_stages=2,
+            constants, (num_reqs, cleared), num_warps=4, num_stages=stages,
         )  # fmt: skip
     if prefills:
         block_m, num_warps, constants = _prefill_plan(model, decode_len + 1 if decodes else 1, num_tokens)
@@ -390,18 +401,20 @@ class _Heads(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _decode_plan(
     model: _Heads, num_reqs: int, decode_len: int, table_width: int
-) -> tuple[Splits, int, tuple[Any, ...]]:  # fmt: skip
-    """(how KV may be shared out, places of a tile, compile-time arguments) of the decode kernel."""
+) -> tuple[Splits, int, int, tuple[Any, ...]]:  # fmt: skip
+    """(how KV may be shared out, places of a tile, stages of the loop, compile-time arguments) of the decode kernel."""
     share = model.num_heads // model.num_kv_heads
     places = triton.next_power_of_2(share * decode_len)
-    splits = plan_splits(num_reqs, model.num_kv_heads, table_width * model.page, model.device)
+    each = 2 if model.num_kv_heads <= FEW_KV_HEADS else 4
+    splits = plan_splits(num_reqs, model.num_kv_heads, table_width * model.page, model.device, each)
     block_n = DECODE_BLOCK_N // 2 if model.wide else DECODE_BLOCK_N
+    twice = block_n * sum(model.padded) * model.dtype.itemsize <= TWICE_BYTES
     constants = (
         share, decode_len, model.head_dim, model.value_dim, *model.padded, model.page, model.window, model.capped,
         splits.programs, splits.most, max(16, places), places,
-        at_once(READ_TOGETHER, splits.most, places * model.padded[1]), block_n, model.precision,
+        at_once(READ_TOGETHER, splits.most, places * model.padded[1]), block_n, twice, model.precision,
     )  # fmt: skip
-    return splits, places, constants
+    return splits, places, 3 if twice else 2, constants
 
 
 @functools.lru_cache(maxsize=1024)

@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 MOST_SPLITS = 32
+MOST_EACH = 4
+"""Programs on a processor, of rows that are shared out"""
 LEAST_KV = 128
 """KV tokens a program has at least, where rows are as long as they can be"""
 
@@ -44,18 +46,15 @@ def processors(device: torch.device) -> int:
 
 @triton.jit
 def split_count(num_rows, groups, programs, most):
-    """Programs that share the KV of each row and group of heads: a power of two, doubled until all are `programs`."""
-    splits = 1
-    while (splits < most) & (num_rows * groups * splits < programs):
-        splits *= 2
-    return splits
+    """Programs that share the KV of each row and group of heads: as many as leave all of them within `programs`."""
+    return max(1, min(most, programs // max(1, num_rows * groups)))
 
 
 class Splits(NamedTuple):
     """What a launch needs for any number of rows up to its own."""
 
     programs: int
-    """That the device should have at least: two on each processor"""
+    """That rows which are shared out have at most, all of them"""
     most: int
     """Programs of one row and group of heads, at most"""
     grid: int
@@ -67,9 +66,9 @@ class Splits(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_splits(num_reqs: int, groups: int, most_kv: int, device: torch.device) -> Splits:
-    """For so many rows at most, whose heads are so many groups, a program each."""
-    programs = 2 * processors(device)
+def plan_splits(num_reqs: int, groups: int, most_kv: int, device: torch.device, each: int) -> Splits:
+    """For so many rows at most, whose heads are so many groups, a program each; `each` programs a processor."""
+    programs = each * processors(device)
     most = triton.next_power_of_2(max(1, min(MOST_SPLITS, most_kv // LEAST_KV)))
     counts = [(rows, split_count.fn(rows, groups, programs, most)) for rows in range(1, num_reqs + 1)]
     shared = [(rows, splits) for rows, splits in counts if splits > 1]
@@ -79,15 +78,15 @@ def plan_splits(num_reqs: int, groups: int, most_kv: int, device: torch.device) 
 
 def at_once(values: int, most: int, tile: int) -> int:
     """Parts that are read together, of so many there may be: what has so many values, of so many in a tile."""
-    return max(2, min(16, most, values // tile))
+    return max(2, min(8, most, values // tile))
 
 
 def new_arrivals(device: torch.device) -> torch.Tensor:
     """[as many as a launch may need] int32, counters that every launch finds at 0 and leaves at 0.
 
-    Rows have several programs only while one for each row and group is less than two on each processor.
+    Rows have several programs only while one for each row and group is at most half of all there may be.
     """
-    return torch.zeros(2 * processors(device), dtype=torch.int32, device=device)
+    return torch.zeros(MOST_EACH // 2 * processors(device), dtype=torch.int32, device=device)
 
 
 class Scratch(NamedTuple):
