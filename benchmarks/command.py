@@ -8,7 +8,62 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
-__all__ = ["command_line", "traces_and_date", "without_folders"]
+__all__ = [
+    "command_line",
+    "input_file",
+    "input_folder",
+    "input_path",
+    "output_file",
+    "profile",
+    "traces_and_date",
+    "without_folders",
+]
+
+
+def input_path(text: str) -> Path:
+    """An option's file or folder, which is there: `argparse` tells of one that isn't, before anything is measured."""
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text} isn't there (the current folder is {Path.cwd()})")
+    return path
+
+
+def input_file(text: str) -> Path:
+    """An option's file, which is there; a pipe is one too."""
+    path = input_path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    return path
+
+
+def input_folder(text: str) -> Path:
+    """An option's folder, which is there."""
+    path = input_path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file; name a folder")
+    return path
+
+
+def output_file(text: str) -> Path:
+    """An option's file that is written, or gone on with, in a folder that is there."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} can't be written: {path.parent} is no folder")
+    return path
+
+
+def profile(text: str) -> str:
+    """An option's profile, a file or a name that ships, which can be read."""
+    from kpolicy.errors import KPolicyError
+    from kpolicy.profiles import load_profile
+
+    try:
+        load_profile(text)
+    except KPolicyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def command_line(module: str, argv: Sequence[str] | None = None) -> str:
@@ -37,6 +92,6 @@ def _told(argument: str) -> str:
 def traces_and_date(description: str | None) -> argparse.Namespace:
     """What this process was given, of a benchmark that takes a folder of traces (`traces`) and a date (`date`)."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True, help="folder with the traces")
+    parser.add_argument("--traces", type=input_folder, required=True, help="folder with the traces")
     parser.add_argument("--date", required=True, help="written into the result")
     return parser.parse_args()

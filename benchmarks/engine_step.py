@@ -21,9 +21,9 @@ import random
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from benchmarks.command import output_file
 from benchmarks.pairs import HALF_WIDTH, measure_pairs
 
 LIMIT = 1.05
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, print, and say whether the limit holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--date", default="unstated", help="written into the result")
-    parser.add_argument("--json", type=Path, help="where the result is written; printed only without it")
+    parser.add_argument("--json", type=output_file, help="where the result is written; printed only without it")
     parser.add_argument("--least", type=int, default=300, help="pairs of a size, at least")
     parser.add_argument("--most", type=int, default=3000, help="pairs of a size, at most")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")

@@ -37,7 +37,7 @@ from typing import Any
 import attrs
 
 import kpolicy
-from benchmarks.command import command_line, without_folders
+from benchmarks.command import command_line, input_file, without_folders
 from benchmarks.fidelity_again import POOLED, check_probe, measured_again, shown_again, side_by_side
 from kpolicy.attention import Claims
 from kpolicy.costs import CostTable
@@ -237,13 +237,15 @@ def made_of(profile: Profile, said: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", type=Path, required=True, help="the profile that the run saved, or another")
-    parser.add_argument("--log", type=Path, action="append", required=True, help="a policy's step log; again for each")
-    parser.add_argument("--run", type=Path, help="what kpolicy run --json printed, for latencies; with --trace")
-    parser.add_argument("--trace", type=Path, help="the trace that it served")
+    parser.add_argument("--profile", type=input_file, required=True, help="the profile that the run saved, or another")
+    parser.add_argument(
+        "--log", type=input_file, action="append", required=True, help="a policy's step log; again for each"
+    )
+    parser.add_argument("--run", type=input_file, help="what kpolicy run --json printed, for latencies; with --trace")
+    parser.add_argument("--trace", type=input_file, help="the trace that it served")
     parser.add_argument("--start", type=float, default=0.0, help="second of the trace that it started at")
     parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace that it served")
-    parser.add_argument("--again", type=Path, action="append", default=[], help="steps of it that ran again")
+    parser.add_argument("--again", type=input_file, action="append", default=[], help="steps of it that ran again")
     parser.add_argument("--name", default="", help="names the result file, fidelity-NAME.json, for another device")
     parser.add_argument("--table", default="", help="how the profile's table came to be, for the result")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")

@@ -28,6 +28,8 @@ from typing import Any
 
 import attrs
 
+from benchmarks.command import output_file
+
 LIMIT = 0.05
 BLOCK_SIZE, KV_TOKENS, MAX_NUM_REQS, MAX_NUM_TOKENS = 16, 32_768, 32, 256
 UTILISATION, CALIBRATION_S = 0.7, 10.0
@@ -181,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, print, and say whether the limit holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--date", default="unstated", help="written into the result")
-    parser.add_argument("--json", type=Path, help="where the result is written; printed only without it")
+    parser.add_argument("--json", type=output_file, help="where the result is written; printed only without it")
     parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace")
     parser.add_argument("--repeats", type=int, default=3, help="times that the run is timed")
     options = parser.parse_args(argv)

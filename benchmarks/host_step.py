@@ -22,13 +22,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 
-from benchmarks.command import command_line
+from benchmarks.command import command_line, output_file
 from benchmarks.engine_step import decode_inputs
 from kpolicy.attention import parse_attention
 from kpolicy.engine import Engine
@@ -264,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--date", default="unstated", help="written into the result")
-    parser.add_argument("--json", type=Path, help="where the result is written; printed only without it")
+    parser.add_argument("--json", type=output_file, help="where the result is written; printed only without it")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 64, 256], help="decode rows of a step")
     parser.add_argument("--policy", default="full", help="the policy that decides")
     parser.add_argument("--profile", action="store_true", help="where the host's time goes, at the first size")

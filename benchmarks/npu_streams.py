@@ -27,6 +27,7 @@ from typing import Any
 import attrs
 
 import kpolicy
+from benchmarks.command import input_folder
 from kpolicy.attention import AttentionSupport
 from kpolicy.attention.support import Claims, HostParams
 from kpolicy.budget_models import AscendParallel, BudgetModel, ModelShape, ascend_stream_budget
@@ -231,7 +232,7 @@ def replanned(most: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="the folder with the traces")
+    parser.add_argument("--traces", type=input_folder, default="../shared/traces", help="the folder with the traces")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     parser.add_argument("--streams", type=int, default=2048, help="the most streams to plan anew under")
     arguments = parser.parse_args()

@@ -30,6 +30,7 @@ import attrs
 import numpy as np
 
 import kpolicy
+from benchmarks.command import input_folder
 from kpolicy.attention.support import parse_attention
 from kpolicy.budgets import Budget
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs
@@ -218,7 +219,7 @@ def table(written: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="the folder with the traces")
+    parser.add_argument("--traces", type=input_folder, default="../shared/traces", help="the folder with the traces")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     parser.add_argument("--only", default="", help="a part of a trace's name")
     arguments = parser.parse_args()

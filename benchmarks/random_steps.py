@@ -29,6 +29,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import input_file, output_file
+
 RESULT = Path(__file__).parent / "results" / "random_steps.json"
 SLICE = 250
 SAME = ("asked_steps", "slice_steps", "versions", "device", "date")
@@ -199,8 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--slice-steps", type=int, default=SLICE, help="steps of one slice")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no slice after so many")
     parser.add_argument("--shard", default="1/1", help="I/N: of N processes this is number I, from 1")
-    parser.add_argument("--result", type=Path, default=RESULT, help="the file that is begun, or gone on with")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="merge the shards' files into --result")
+    parser.add_argument("--result", type=output_file, default=RESULT, help="the file that is begun, or gone on with")
+    parser.add_argument("--merge", type=input_file, nargs="+", metavar="FILE", help="merge shards' files into --result")
     options = parser.parse_args(argv)
     try:
         if options.merge:

@@ -20,9 +20,9 @@ import os
 import platform
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from benchmarks.command import output_file
 from benchmarks.engine_step import BLOCK_SIZE, CONTEXT, decode_inputs
 from benchmarks.pairs import HALF_WIDTH, measure_pairs
 
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print the table; 1 where a replay wasn't the eager run to the bit, or wasn't faster."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--date", default="unstated", help="written into the result")
-    parser.add_argument("--json", type=Path, help="where the result is written; printed only without it")
+    parser.add_argument("--json", type=output_file, help="where the result is written; printed only without it")
     parser.add_argument("--least", type=int, default=300, help="pairs of a size, at least")
     parser.add_argument("--most", type=int, default=3000, help="pairs of a size, at most")
     options = parser.parse_args(argv)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import kpolicy
+from benchmarks.command import input_file
 from kpolicy.policies import OWN
 from kpolicy.scheduling.traces import Trace, TraceRequest, read_trace
 from kpolicy.settings import Settings
@@ -123,7 +124,7 @@ def in_a_process(trace: Path, policy: str, num_requests: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="the trace that is simulated whole")
+    parser.add_argument("--trace", type=input_file, required=True, help="the trace that is simulated whole")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     parser.add_argument("--long", nargs=2, metavar=("POLICY", "REQUESTS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import kpolicy
+from benchmarks.command import input_folder
 from kpolicy.scheduling.traces import Trace, read_trace
 from kpolicy.simulate import Server, SimResult, simulate
 
@@ -64,7 +65,7 @@ def compared(name: str, ranks: int, trace: Trace) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True, help="the folder with the traces")
+    parser.add_argument("--traces", type=input_folder, required=True, help="the folder with the traces")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     arguments = parser.parse_args()
     rows = [compared(*load) for load in loads(arguments.traces)]

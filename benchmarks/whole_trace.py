@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import kpolicy
+from benchmarks.command import input_file
 
 RESULT = Path(__file__).parent / "results" / "whole_trace.json"
 RUNS = (("auto",), ("vllm",), ("auto", "vllm"))
@@ -46,7 +47,7 @@ def timed(trace: Path, policies: tuple[str, ...]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="the trace that is served whole")
+    parser.add_argument("--trace", type=input_file, required=True, help="the trace that is served whole")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     arguments = parser.parse_args()
     runs = []

@@ -34,7 +34,7 @@ from typing import Any
 import attrs
 import torch
 
-from benchmarks.command import command_line
+from benchmarks.command import command_line, input_file, input_path
 from benchmarks.fidelity import requests_of
 from benchmarks.quiet import Turns, go_first
 from kpolicy.cli.step_log import files_of
@@ -232,14 +232,14 @@ def open_again(arguments: argparse.Namespace, opened: ExitStack) -> dict[str, Ag
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="the model's folder or config.json; the default model's without")
+    parser.add_argument("--config", type=input_path, help="the model's folder or config.json; the default model's")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--profile", type=Path, required=True, help="the run's own")
-    parser.add_argument("--run", type=Path, required=True, help="what kpolicy run --json printed")
-    parser.add_argument("--trace", type=Path, required=True, help="the trace that it served")
+    parser.add_argument("--profile", type=input_file, required=True, help="the run's own")
+    parser.add_argument("--run", type=input_file, required=True, help="what kpolicy run --json printed")
+    parser.add_argument("--trace", type=input_file, required=True, help="the trace that it served")
     parser.add_argument("--start", type=float, default=0.0, help="second of the trace that it started at")
     parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace that it served")
-    parser.add_argument("--log", type=Path, action="append", required=True, help="a policy's step log")
+    parser.add_argument("--log", type=input_file, action="append", required=True, help="a policy's step log")
     parser.add_argument("--all", action="store_true", help="all steps, not only those that the host bounds")
     parser.add_argument("--most", type=int, help="at most so many of each policy and mode, evenly over the run")
     parser.add_argument(

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.command import command_line
+from benchmarks.command import command_line, input_path
 from benchmarks.student import student
 
 __all__ = [
@@ -35,7 +35,7 @@ LADDER = (*VLLM_SIZES, 640, 768, 1024, 1280, 1536, 1792, 2048)
 
 def add_options(parser: argparse.ArgumentParser, *, seconds: float) -> None:
     """Options that every benchmark takes."""
-    parser.add_argument("--config", type=Path, required=True, help="a model's config.json, or its folder")
+    parser.add_argument("--config", type=input_path, required=True, help="a model's config.json, or its folder")
     parser.add_argument("--model", help="what results call it; the config's folder by default")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kernels", default="auto")

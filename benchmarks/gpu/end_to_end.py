@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import input_file, input_folder, output_file, profile
 from benchmarks.gpu.common import (
     Results,
     add_options,
@@ -207,20 +208,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     argv = sys.argv[1:] if argv is None else argv
     if "--summary" in argv:
-        parser.add_argument("--summary", type=Path, nargs="+", required=True)
-        parser.add_argument("--json", type=Path, required=True)
+        parser.add_argument("--summary", type=input_file, nargs="+", required=True)
+        parser.add_argument("--json", type=output_file, required=True)
         options = parser.parse_args(argv)
         rows = [row for file in options.summary for row in summarise(json.loads(file.read_text()))]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
         return 0
     add_options(parser, seconds=400.0)
-    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
+    parser.add_argument("--traces", type=input_folder, default="../shared/traces")
     parser.add_argument("--loads", nargs="+", default=["code saturated", "conversation saturated"])
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--calibrate", type=float, default=8.0, help="seconds to measure costs")
-    parser.add_argument("--profile", help="costs that auto decides by, a file or a name; measured here by default")
+    parser.add_argument("--profile", type=profile, help="costs that auto decides by, a file or a name; else measured")
     parser.add_argument("--no-correct", action="store_true", help="auto keeps its table whatever steps take")
     return collect(parser.parse_args(argv), argv)
 

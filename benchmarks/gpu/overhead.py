@@ -39,11 +39,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.command import command_line
+from benchmarks.command import command_line, input_path, output_file
 from benchmarks.engine_step import decode_inputs
 from benchmarks.host_step import bare_step
 from kpolicy.executors.full_step import FullStep
@@ -278,14 +277,14 @@ def _keep_to(core: int | None) -> int | None:
 def main(argv: list[str] | None = None) -> int:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--config", type=input_path, required=True)
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument("--pairs", type=int, default=300, help="pairs of a size in each of the two surroundings")
     parser.add_argument("--slices", type=int, default=0, help="measure at each of so many lines on standard input")
     parser.add_argument("--no-parts", action="store_true", help="rows alone, without the parts of a step")
     parser.add_argument("--core", type=int, help="the processor's core to keep to; by default the highest")
     parser.add_argument("--date", default="unstated")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=output_file, required=True)
     options = parser.parse_args(argv)
 
     import torch

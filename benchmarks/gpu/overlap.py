@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.command import input_file
 from benchmarks.gpu.common import (
     Check,
     Checks,
@@ -243,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         argv = sys.argv[1:]
     if "--merge" in argv:
-        parser.add_argument("--merge", type=Path, nargs="+", required=True)
+        parser.add_argument("--merge", type=input_file, nargs="+", required=True)
         parser.add_argument("--out", type=Path, required=True)
         options = parser.parse_args(argv)
         return merge(options.merge, options.out)

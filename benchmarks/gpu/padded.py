@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from benchmarks.command import input_folder
 from benchmarks.gpu.common import Results, header, steady, synchronise
 from benchmarks.pairs import interval
 
@@ -269,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure the cells that the file doesn't have; 1 where a graph gives other bits, or other results than before."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--before", type=Path, help="a folder with an earlier version's kpolicy/serving/gpu")
+    parser.add_argument("--before", type=input_folder, help="a folder with an earlier version's kpolicy/serving/gpu")
     parser.add_argument(
         "--beside", nargs="*", type=named_folder, default=[], metavar="NAME=FOLDER",
         help="folders with other kpolicy/serving/gpu, each under a name of its own",

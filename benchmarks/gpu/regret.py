@@ -42,7 +42,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command_line
+from benchmarks.command import command_line, input_file, input_path, output_file, profile
 from benchmarks.gpu.shapes import BLOCK_SIZE, KV_TOKENS, LONGEST, MAX_NUM_REQS, MAX_NUM_TOKENS
 
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -574,26 +574,28 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, or summarise what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--shapes", type=Path)
+    parser.add_argument("--config", type=input_path)
+    parser.add_argument("--shapes", type=input_file)
     parser.add_argument("--shapes-a-load", type=int, default=40)
     parser.add_argument("--loads", nargs="+", help="of the shapes, in this order; all by default")
-    parser.add_argument("--save-profile", type=Path, help="the table that auto decides by, as a profile")
+    parser.add_argument("--save-profile", type=output_file, help="the table that auto decides by, as a profile")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a toy of the same architecture: a dry run")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=output_file)
     parser.add_argument("--date", default="unstated")
     parser.add_argument("--seconds", type=float, default=400.0)
-    parser.add_argument("--summary", type=Path, nargs="*")
-    parser.add_argument("--rescore", type=Path, help="a profile: the table as its picks would have made it")
+    parser.add_argument("--summary", type=input_file, nargs="*")
+    parser.add_argument("--rescore", type=profile, help="a profile: the table as its picks would have made it")
     parser.add_argument(
         "--own-graphs", action="store_true", help="fixed policies and replicas pick anew, each among its own graphs"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     options = parser.parse_args(argv)
     options.layers = 0
     if not options.summary:
+        if not (options.config and options.shapes and options.out):
+            parser.error("give --config, --shapes and --out to measure, or --summary with the files that were")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         return collect(options, argv)
     from kpolicy.profiles import load_profile

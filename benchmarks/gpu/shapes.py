@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.command import input_folder, output_file
+
 LOADS: dict[str, tuple[str, float]] = {
     "conversation x1": ("azure_llm_2023_conv.csv", 1.0),
     "conversation x3": ("azure_llm_2023_conv.csv", 3.0),
@@ -108,12 +110,12 @@ def replay(trace: Path, rate: float, config: dict[str, Any], count: int, seed: i
 def main(argv: list[str] | None = None) -> int:
     """Replay every load of every model and write the shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True)
-    parser.add_argument("--configs", type=Path, required=True)
+    parser.add_argument("--traces", type=input_folder, required=True)
+    parser.add_argument("--configs", type=input_folder, required=True)
     parser.add_argument("--models", nargs="*")
     parser.add_argument("--count", type=int, default=44)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=output_file, required=True)
     options = parser.parse_args(argv)
     found: dict[str, dict[str, Any]] = {}
     for folder in sorted(options.configs.iterdir()):

@@ -29,9 +29,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from benchmarks.command import input_file, profile
 from benchmarks.gpu.common import Results, add_options, config_of, free, header, host_noise, load_model, synchronise
 from benchmarks.pairs import interval
 from kpolicy.heap import frozen_heap
@@ -293,8 +293,8 @@ def main(argv: list[str] | None = None) -> int:
     """Measure the parts that the file doesn't have, and the lazy Engine that hadn't settled."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, seconds=300.0)
-    parser.add_argument("--plan", type=Path, help="a ladder plan of kpolicy plan")
-    parser.add_argument("--profile", help="costs to decide by; measured by each Engine itself by default")
+    parser.add_argument("--plan", type=input_file, help="a ladder plan of kpolicy plan")
+    parser.add_argument("--profile", type=profile, help="costs to decide by; measured by each Engine itself by default")
     parser.add_argument("--calibrate", type=float, default=8.0, help="seconds that the captured Engine measures costs")
     parser.add_argument("--own-tables", action="store_true", help="the lazy Engine measures its costs itself")
     parser.add_argument("--warm", type=float, default=60.0, help="seconds that the lazy Engine may take to settle")

@@ -32,6 +32,7 @@ from typing import Any
 
 import attrs
 
+from benchmarks.command import input_folder
 from kpolicy.attention.support import Claims
 from kpolicy.schemas import read_profile
 from kpolicy_vllm import scheduler as ours
@@ -220,7 +221,7 @@ def main() -> int:
     """Measure, print, and write beside what `benchmarks.vllm_shim` wrote."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--date", help="written into the result; without it nothing is written")
-    parser.add_argument("--beside", type=Path, help="another tree of the project, measured in turn")
+    parser.add_argument("--beside", type=input_folder, help="another tree of the project, measured in turn")
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--one", action="store_true", help="measure here and print JSON: what each process runs")
     given = parser.parse_args()

@@ -25,6 +25,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import input_file, input_folder
 from benchmarks.vllm.cores import OneCore
 from benchmarks.vllm.ladders import PACED, SIDES, arguments_of
 from benchmarks.vllm.loads import LOADS, TURNS, Load, make_load
@@ -270,8 +271,10 @@ def _check(parser: argparse.ArgumentParser, option: str, names: list[str], known
 def main(argv: list[str] | None = None) -> int:
     """Measure model by model, and write after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, required=True, help="folder with a folder and config.json a model")
-    parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument(
+        "--models", type=input_folder, required=True, help="has a folder with config.json for each model"
+    )
+    parser.add_argument("--traces", type=input_folder, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--done", type=Path, action="append", default=[], help="raw rows of an earlier call")
     parser.add_argument("--only", nargs="*", default=NAMES, help="models, in order")
@@ -288,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--one-core", action="store_true", help="the side at work has its main thread on one quick core, each the same"
     )
-    parser.add_argument("--plan", type=Path, help="plan file of the side planned")
+    parser.add_argument("--plan", type=input_file, help="plan file of the side planned")
     parser.add_argument("--paced", default=json.dumps(PACED), help="JSON with the shim's settings for the side paced")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each load's requests, for a quick look")
     parser.add_argument("--budget", type=float, default=420.0, help="seconds for all")

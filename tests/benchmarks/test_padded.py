@@ -38,7 +38,7 @@ def test_kernels_to_choose_among_take_turns(tmp_path: Path, capsys: pytest.Captu
     """Each has its times, its ratio to today's and its difference; two of one name, and today's name, are refused."""
     out = tmp_path / "out.json"
     beside = ["--beside", "one=here", "two=there"]
-    assert padded.main([*ARGUMENTS, str(out), "--before", "old", *beside]) == 0
+    assert padded.main([*ARGUMENTS, str(out), "--before", str(tmp_path), *beside]) == 0
     (found,) = json.loads(out.read_text())["cells"].values()
     assert list(found) == ["now", "before", "one", "two", "after"]
     assert found["after"].keys() == found["two"]["over_now"].keys() == {"2", "4"}

@@ -19,6 +19,8 @@ from kpolicy.errors import ConfigError
 from kpolicy.settings import Settings
 from kpolicy_vllm.ladder import default_sizes, one_list
 
+HERE = str(Path(__file__).parent)
+"""A folder: that of models and traces, which the fakes don't read"""
 FAKE = ["--module", "tests.benchmarks.fake_vllm_child", "--date", "today"]
 
 
@@ -27,7 +29,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def start(out: Path, *more: str) -> int:
-    return starts.main(["--model", "m", "--out", str(out), "--starts", "2", *FAKE, *more])
+    return starts.main(["--model", HERE, "--out", str(out), "--starts", "2", *FAKE, *more])
 
 
 def test_starts_are_compared_by_side(tmp_path: Path) -> None:
@@ -48,7 +50,7 @@ def test_caches_are_filled_first_unless_they_are_full(
 
 
 def test_caches_may_be_filled_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert starts.main(["--model", "m", "--out", str(tmp_path), "--starts", "0", "--sides", "stock", *FAKE]) == 0
+    assert starts.main(["--model", HERE, "--out", str(tmp_path), "--starts", "0", "--sides", "stock", *FAKE]) == 0
     assert "stock, to warm" in capsys.readouterr().out
     assert not (tmp_path / "starts.jsonl").exists()
     assert not (tmp_path / "vllm_starts.json").exists()
@@ -59,7 +61,7 @@ def test_a_call_of_starts_that_would_do_nothing_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        starts.main(["--model", "m", "--out", str(tmp_path), *options, *FAKE])
+        starts.main(["--model", HERE, "--out", str(tmp_path), *options, *FAKE])
     assert f"{' '.join(options)} does nothing" in capsys.readouterr().err
 
 
@@ -85,7 +87,7 @@ def test_a_side_that_cannot_start_leaves_the_others(tmp_path: Path, capsys: pyte
 
 def test_loads_are_served_by_every_side(tmp_path: Path) -> None:
     command = [
-        "--models", "none", "--traces", "none", "--out", str(tmp_path), "--only", "qwen05b", "--repeats", "2",
+        "--models", HERE, "--traces", HERE, "--out", str(tmp_path), "--only", "qwen05b", "--repeats", "2",
         "--loads", "decode-4", "--sides", "stock", "kpolicy", "wide", "--scale", "0.1", *FAKE,
     ]  # fmt: skip
     assert stock_vs_kpolicy.main(command) == 0
@@ -103,7 +105,7 @@ def test_loads_are_served_by_every_side(tmp_path: Path) -> None:
 
 def served(tmp_path: Path, *more: str) -> list[dict[str, Any]]:
     command = [
-        "--models", "none", "--traces", "none", "--out", str(tmp_path), "--only", "qwen05b", "--scale", "0.1",
+        "--models", HERE, "--traces", HERE, "--out", str(tmp_path), "--only", "qwen05b", "--scale", "0.1",
         *more, *FAKE,
     ]  # fmt: skip
     assert stock_vs_kpolicy.main(command) == 0
@@ -227,7 +229,7 @@ def test_rows_of_another_device_are_not_gone_on_with(tmp_path: Path, capsys: pyt
     }
     earlier.write_text(json.dumps(row) + "\n")
     command = [
-        "--models", "none", "--traces", "none", "--out", str(tmp_path), "--only", "qwen05b", "--loads", "decode-4",
+        "--models", HERE, "--traces", HERE, "--out", str(tmp_path), "--only", "qwen05b", "--loads", "decode-4",
         "--repeats", "2", "--scale", "0.1", "--done", str(earlier), *FAKE,
     ]  # fmt: skip
     assert stock_vs_kpolicy.main(command) == 1
@@ -271,7 +273,7 @@ def test_a_side_that_fails_leaves_the_others_to_be_compared(
 ) -> None:
     """At its start, or in the middle of a load."""
     command = [
-        "--models", "none", "--traces", "none", "--out", str(tmp_path), "--only", "qwen05b", "--loads", "decode-4",
+        "--models", HERE, "--traces", HERE, "--out", str(tmp_path), "--only", "qwen05b", "--loads", "decode-4",
         "--sides", "kpolicy", "stock", "wide", "--repeats", "2", "--kpolicy", shim, *FAKE,
     ]  # fmt: skip
     assert stock_vs_kpolicy.main(command) == 1
@@ -282,7 +284,7 @@ def test_a_side_that_fails_leaves_the_others_to_be_compared(
 
 def test_with_nothing_left_to_compare_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [
-        "--models", "none", "--traces", "none", "--out", str(tmp_path), "--only", "qwen05b", "--loads", "decode-4",
+        "--models", HERE, "--traces", HERE, "--out", str(tmp_path), "--only", "qwen05b", "--loads", "decode-4",
         "--kpolicy", '{"fails": 1}', *FAKE,
     ]  # fmt: skip
     assert stock_vs_kpolicy.main(command) == 1
@@ -314,6 +316,7 @@ def test_shims_time_graphs_one_at_a_time_once_all_are_there(tmp_path: Path, monk
 
     monkeypatch.setattr(stock_vs_kpolicy, "Side", Told)
     plan = tmp_path / "plan.json"
+    plan.touch()
     served(
         tmp_path, "--repeats", "1", "--loads", "decode-4", "--sides", "stock", "kpolicy", "planned",
         "--plan", str(plan), "--only-for", "planned=none",
@@ -340,7 +343,7 @@ def test_folders_of_several_calls_are_published_together(tmp_path: Path, capsys:
     results = tmp_path / "results"
     capsys.readouterr()
     assert publish.main([*map(str, calls), "--date", "today", "--results", str(results)]) == 0
-    assert "| m | start | capture_s | 2 | 1 | 2.00 | 2.00 to 2.00 | 2 |  | today |" in capsys.readouterr().out
+    assert "| vllm | start | capture_s | 2 | 1 | 2.00 | 2.00 to 2.00 | 2 |  | today |" in capsys.readouterr().out
     rows = json.loads((results / "vllm_stock_vs_kpolicy.json").read_text())
     assert ratios(rows)["capture_s"] == 2
     assert set(json.loads((results / "vllm_sides.json").read_text())["pairs"]) == {"wide kpolicy", "stock wide"}

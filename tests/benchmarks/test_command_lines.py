@@ -1,0 +1,81 @@
+"""What benchmarks are given: a file that isn't there is one line that says so, before anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.command import input_file, input_folder, input_path, output_file, profile
+
+ROOT = Path(__file__).parents[2]
+MADE_OR_MISSED = {"--out", "--results", "--done", "--work", "folders", "profiles"}
+"""Options whose file or folder is made where it isn't there, left out, or told of by what reads it"""
+
+
+@pytest.mark.parametrize(
+    ("module", "given"),
+    [
+        ("simulate", "--trace"), ("whole_trace", "--trace"), ("simulated_ranks", "--traces"),
+        ("plan_worth", "--traces"), ("npu_streams", "--traces"), ("fidelity", "--profile"), ("random_steps", "--merge"),
+        ("gpu.shapes", "--configs"), ("vllm.starts", "--model"), ("vllm.stock_vs_kpolicy", "--models"),
+    ],
+)  # fmt: skip
+def test_a_missing_file_is_one_line(
+    module: str, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing" / "there"
+    monkeypatch.setattr(sys, "argv", [module, given, str(missing)])
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"benchmarks.{module}").main()
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {given}: {missing} isn't there" in last
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        (input_path, "nowhere", "nowhere isn't there"), (input_file, "nowhere", "nowhere isn't there"),
+        (input_file, ".", ". is a folder"), (input_folder, "file", "file is a file"),
+        (output_file, ".", ". is a folder"), (output_file, "nowhere/x", "nowhere is no folder"),
+        (profile, "qwen", "unknown profile 'qwen'"), (profile, "file", "Is it another kind of file"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_path_is_said(
+    kind: Callable[[str], Any], text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("{}")
+    with pytest.raises(argparse.ArgumentTypeError, match=told):
+        kind(text)
+
+
+def test_what_is_there_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is written needn't be there; a profile is a name too."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert [input_path("file"), input_path("."), input_file("file"), input_folder("."), output_file("new")] == [
+        Path("file"), Path(), Path("file"), Path(), Path("new")
+    ]  # fmt: skip
+    assert profile("qwen2.5-0.5b-h200") == "qwen2.5-0.5b-h200"
+
+
+def test_every_benchmark_looks_at_its_files_first() -> None:
+    """No option takes a path as it comes, but for `MADE_OR_MISSED`."""
+    found = set()
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        if "sglang" in path.parts:
+            continue
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
+                types = [each.value for each in call.keywords if each.arg == "type"]
+                if any(isinstance(each, ast.Name) and each.id == "Path" for each in types):
+                    found.add((path.relative_to(ROOT).as_posix(), ast.literal_eval(call.args[0])))
+    assert {name for _, name in found} <= MADE_OR_MISSED, found
