@@ -72,6 +72,9 @@ class Tails:
         self.names = names_of(getattr(registry, _FILL))
         if _COPY not in self.names:
             raise LookupError(f"SGLang's {_FILL} has no {_COPY}")
+        takes = tuple(inspect.signature(inspect.unwrap(getattr(type(registry), _FILL))).parameters)
+        if takes != _TAKES:
+            raise LookupError(f"SGLang's {_FILL} takes {', '.join(takes)}, and {', '.join(_TAKES)} are known")
         self.cleared_by_sglang: list[Any] = []
         self._buffers: dict[str, list[tuple[Any, Any]]] = {"bs": [], "tokens": []}
         self._kept: dict[tuple[int, ...], tuple[list[Any], list[Any]]] = {}
@@ -93,6 +96,21 @@ class Tails:
             if key not in constants:
                 constants[key] = torch.full((longest,), value, dtype=buffer.dtype, device=buffer.device)
             self._buffers[slot.axis].append((buffer, constants[key]))
+
+    def rest(
+        self, forward_batch: Any, rows: int, padded_rows: int, tokens: int, padded_tokens: int
+    ) -> tuple[list[Any], list[Any]] | None:
+        """See `of`; None where SGLang clears it by itself."""
+        # Multimodal positions are copied one by one, and so would be all that is copied beside them.
+        if self.off or getattr(forward_batch, _MULTIMODAL, None) is not None:
+            return None
+        try:
+            return self.of(rows, padded_rows, tokens, padded_tokens)
+        # Whatever isn't as it is known to be, SGLang clears it by itself.
+        except Exception as error:  # noqa: BLE001
+            self.off = True
+            self.failures.note("clearing what a batch leaves empty", error, then="SGLang clears it by itself")
+            return None
 
     def of(self, rows: int, padded_rows: int, tokens: int, padded_tokens: int) -> tuple[list[Any], list[Any]]:
         """The empty rows of each buffer, and what is copied into each: of a batch, and of the graph that it pads to."""
@@ -125,26 +143,37 @@ def take_tails(runner: Any, failures: Failures) -> None:
 
 
 def _asked(tails: Tails, own: Any, registry: Any) -> Callable[..., Any]:
-    """A registry's own `fill_from`: of a batch without padding SGLang's, each argument by its name.
+    """A registry's own `fill_from`: SGLang's, of a padded batch as of one without padding, the rest beside it.
 
-    Handing on what else a fill might take costs as much again, and more where it isn't in a cache.
+    One function that hands each argument on by its name: what else it touched, or made, would cost as much again.
     """
-    if tuple(inspect.signature(own).parameters) != _TAKES:
-        return partial(_filled, tails, own, registry)
 
     def fill_from(
         forward_batch: Any, *, raw_bs: int, padded_bs: int, raw_num_tokens: int, padded_num_tokens: int,
         pp_proxy_tensors: Any = None,
     ) -> Any:  # fmt: skip
-        if raw_num_tokens >= padded_num_tokens and raw_bs >= padded_bs:
-            return own(
+        rest = None
+        if raw_num_tokens < padded_num_tokens or raw_bs < padded_bs:
+            rest = tails.rest(forward_batch, raw_bs, padded_bs, raw_num_tokens, padded_num_tokens)
+        if rest is not None:
+            for slot in tails.cleared_by_sglang:
+                slot.reset_padding(slot._raw_n(raw_bs, raw_num_tokens), slot._padded_n(padded_bs, padded_num_tokens))
+            padded_bs, padded_num_tokens = raw_bs, raw_num_tokens
+            names, beside = tails.names, [rest]
+            copy = _sglangs(names[_COPY])
+            names[_COPY] = partial(_copied_along, copy, beside)
+        try:
+            found = own(
                 registry, forward_batch, raw_bs=raw_bs, padded_bs=padded_bs, raw_num_tokens=raw_num_tokens,
                 padded_num_tokens=padded_num_tokens, pp_proxy_tensors=pp_proxy_tensors,
             )  # fmt: skip
-        return _filled(
-            tails, own, registry, forward_batch, raw_bs=raw_bs, padded_bs=padded_bs, raw_num_tokens=raw_num_tokens,
-            padded_num_tokens=padded_num_tokens, pp_proxy_tensors=pp_proxy_tensors,
-        )  # fmt: skip
+        finally:
+            if rest is not None:
+                names[_COPY] = copy
+        if rest is not None and beside:  # nothing was copied to the device
+            for tail, source in zip(*rest, strict=True):
+                tail.copy_(source)
+        return found
 
     return fill_from
 
@@ -163,41 +192,7 @@ def fill_from(original: Any, registry: Any, forward_batch: Any, **sizes: Any) ->
     tails = registry.__dict__.get(_ATTRIBUTE)
     if tails is None:
         return original(registry, forward_batch, **sizes)
-    return _filled(tails, original, registry, forward_batch, **sizes)
-
-
-def _filled(tails: Tails, original: Any, registry: Any, forward_batch: Any, **sizes: Any) -> Any:
-    """See `fill_from`, of a registry that has tails."""
-    rows, padded_rows = sizes["raw_bs"], sizes["padded_bs"]
-    tokens, padded_tokens = sizes["raw_num_tokens"], sizes["padded_num_tokens"]
-    if (
-        tails.off
-        or (tokens >= padded_tokens and rows >= padded_rows)
-        # Multimodal positions are copied one by one, and so would be all that is copied beside them.
-        or getattr(forward_batch, _MULTIMODAL, None) is not None
-    ):
-        return original(registry, forward_batch, **sizes)
-    try:
-        into, sources = tails.of(rows, padded_rows, tokens, padded_tokens)
-    # Whatever isn't as it is known to be, SGLang clears it by itself.
-    except Exception as error:  # noqa: BLE001
-        tails.off = True
-        tails.failures.note("clearing what a batch leaves empty", error, then="SGLang clears it by itself")
-        return original(registry, forward_batch, **sizes)
-    for slot in tails.cleared_by_sglang:
-        slot.reset_padding(slot._raw_n(rows, tokens), slot._padded_n(padded_rows, padded_tokens))
-    sizes["padded_bs"], sizes["padded_num_tokens"] = rows, tokens
-    names, beside = tails.names, [(into, sources)]
-    copy = _sglangs(names[_COPY])
-    names[_COPY] = partial(_copied_along, copy, beside)
-    try:
-        found = original(registry, forward_batch, **sizes)
-    finally:
-        names[_COPY] = copy
-    if beside:  # nothing was copied to the device
-        for tail, source in zip(into, sources, strict=True):
-            tail.copy_(source)
-    return found
+    return _asked(tails, original, registry)(forward_batch, **sizes)
 
 
 def _sglangs(copy: Any) -> Any:

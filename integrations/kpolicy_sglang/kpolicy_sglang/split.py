@@ -104,10 +104,11 @@ class Split:
         scheduler, state, step = self._scheduler, self._state, self.step
 
         def get_new_batch_prefill(running_batch: Any) -> Any:
-            left = state.left - 1
-            if self._idle and left > 0 and not scheduler.waiting_queue and scheduler.chunked_req is None:
-                state.left = left
-                return own(scheduler, running_batch)
+            if self._idle and not scheduler.waiting_queue and scheduler.chunked_req is None:
+                left = state.left - 1
+                if left > 0:
+                    state.left = left
+                    return own(scheduler, running_batch)
             return step(own, running_batch)
 
         return get_new_batch_prefill

@@ -16,9 +16,6 @@ from tests.integrations.sglang.test_hooks import graph_runner, model_runner, sta
 pytest.importorskip("torch")
 
 
-EXACT = {"raw_bs": 4, "padded_bs": 4, "raw_num_tokens": 4, "padded_num_tokens": 4}
-
-
 class Buffers:
     """A registry of buffers without any."""
 
@@ -27,7 +24,7 @@ class Buffers:
     def __init__(self, **slots):
         self._slots = slots
 
-    def fill_from(self, forward_batch, **sizes):
+    def fill_from(self, forward_batch, *, raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors=None):
         """Brings a batch in by the copy of this module."""
 
 
@@ -95,17 +92,19 @@ def test_buffers_that_are_not_as_known_are_left_to_sglang():
     assert state.failures.total == 1
 
 
-def test_buffers_that_take_more_than_is_known_have_it_handed_on():
-    """By whatever name it is given; what SGLang 0.5.16 takes is handed on one by one."""
-    found = []
+def test_a_fill_that_takes_something_else_is_left_to_sglang(caplog):
+    """Its arguments are handed on one by one, so that each has to be known."""
 
     class More(Buffers):
-        def fill_from(self, forward_batch, **sizes):
-            found.append((forward_batch, sizes))
+        def fill_from(self, forward_batch, *, rows):
+            """Of another version."""
 
-    registry = More()
-    padding._asked(padding.Tails(registry, Failures()), More.fill_from, registry)("batch", **EXACT, more=1)
-    assert found == [("batch", {**EXACT, "more": 1})]
+    hooks.configure(Config(calibrate=False), "0.5.16")
+    decode = graph_runner(buffer_registry=More())
+    state = start(model_runner(), decode, None)
+    assert not taken(decode)
+    assert state.failures.total == 1
+    assert "takes self, forward_batch, rows" in caplog.text
 
 
 def test_a_copy_by_another_name_leaves_buffers_to_sglang(monkeypatch):
@@ -150,9 +149,12 @@ class Filled(Buffers):
         self.wait, self.failures = wait, Failures()
         padding.take_tails(SimpleNamespace(buffer_registry=self, require_gathered_buffer=False), self.failures)
 
-    def fill_from(self, forward_batch, **sizes):
+    def fill_from(
+        self, forward_batch, *, raw_bs, padded_bs, raw_num_tokens,  # noqa: ARG002
+        padded_num_tokens, pp_proxy_tensors=None,  # noqa: ARG002
+    ):  # fmt: skip
         self.wait()
-        _grouped_foreach_copy_([self.rows[: sizes["raw_num_tokens"]]], [forward_batch.ids])
+        _grouped_foreach_copy_([self.rows[:raw_num_tokens]], [forward_batch.ids])
 
     def filled(self):
         """The rows after a batch of three of a graph of four."""
