@@ -44,6 +44,8 @@ ALIKE = 0.05
 is a difference between them."""
 _PIECES = -1
 """In place of a larger graph's place: the pieces of as many tokens"""
+NEAREST = 1.2
+"""Times a size of pieces, for the next one that is timed"""
 SLOPES = 0.2
 """Share of the allowance for attention's slopes"""
 MOST_FULL, MOST_MIXED, MOST_PIECES = 12, 6, 8
@@ -190,7 +192,7 @@ class _Plan:
         ]
         for listed in (self._full, self._mixed, self._pieces, self._piece_rows, self._eager):
             listed[:] = [case for case in listed if steps.fits(case.rows)]
-        self._pieces, self._mixed = _spread(self._pieces, MOST_PIECES), _spread(self._mixed, MOST_MIXED)
+        self._pieces, self._mixed = _spread(_thin(self._pieces), MOST_PIECES), _spread(self._mixed, MOST_MIXED)
         # Where all whole graphs are of mixed batches, decodes run in those.
         self._full = _spread(self._full, MOST_FULL) or self._mixed
         rows_of = [case for case in self._eager if case.rows.decodes > FEW_DECODES]
@@ -385,6 +387,15 @@ def _spread(cases: list[Case], most: int) -> list[Case]:
     if len(cases) <= most:
         return cases
     return [cases[round(i * (len(cases) - 1) / (most - 1))] for i in range(most)]
+
+
+def _thin(cases: list[Case]) -> list[Case]:
+    """Those of the cases that are `NEAREST` from the next larger one, so that where sizes are dense few are timed."""
+    kept: list[Case] = []
+    for case in reversed(cases):
+        if not kept or _size(case) * NEAREST <= _size(kept[-1]):
+            kept.append(case)
+    return kept[::-1]
 
 
 def _mean(records: Sequence[Any], name: str, unit: float = 1.0) -> float:

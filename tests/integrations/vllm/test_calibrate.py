@@ -13,6 +13,7 @@ from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part
 from kpolicy.settings import Settings
 from kpolicy_vllm.calibrate import MOST_FULL, MOST_MIXED, MOST_PIECES, calibrate, why_not
+from kpolicy_vllm.ladder import default_sizes
 from kpolicy_vllm.synthetic import Rows
 from kpolicy_vllm.timing import Bench, Case, Times
 from tests.integrations.vllm.fake_runner import HOST_WORK_US, JOIN_US, FakeRunner, FakeState, SimulatedClock, stand_ins
@@ -219,6 +220,16 @@ def test_of_many_sizes_some_are_timed_the_ends_among_them(monkeypatch: Any) -> N
     for size in (2, 34, 61):
         assert table.full.at(size) == pytest.approx(400 + 3 * size, rel=0.03)
     assert table.piecewise.at(1000) == pytest.approx(450 + 3 * 1000, rel=0.03)
+
+
+def test_dense_sizes_of_pieces_are_not_timed_at_the_cost_of_others(monkeypatch: Any) -> None:
+    """A model with wide layers has most of its pieces between 128 and 512 tokens; the curve goes on above."""
+    pieces = default_sizes(Settings(max_num_reqs=64, max_num_tokens=8192), wide=True).piecewise
+    keys = [*KEYS[: len(SIZES)], *(GraphKey(Part.PIECEWISE, n) for n in pieces)]
+    _, runner, _ = calibrated(monkeypatch, keys=keys)
+    ran = {key.num_tokens for key, _, _ in runner.ran if isinstance(key, GraphKey) and key.part is Part.PIECEWISE}
+    assert len([size for size in ran if size > 512]) >= 3
+    assert len([size for size in ran if 128 <= size <= 512]) >= 2
 
 
 def test_a_slow_spell_of_the_host_is_not_its_cost(monkeypatch: Any) -> None:
