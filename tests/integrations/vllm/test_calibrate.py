@@ -224,7 +224,7 @@ def test_of_many_sizes_some_are_timed_the_ends_among_them(monkeypatch: Any) -> N
 
 def test_dense_sizes_of_pieces_are_not_timed_at_the_cost_of_others(monkeypatch: Any) -> None:
     """A model with wide layers has most of its pieces between 128 and 512 tokens; the curve goes on above."""
-    pieces = default_sizes(Settings(max_num_reqs=64, max_num_tokens=8192), wide=True).piecewise
+    pieces = default_sizes(Settings(max_num_reqs=1024, max_num_tokens=8192), wide=True).piecewise
     keys = [*KEYS[: len(SIZES)], *(GraphKey(Part.PIECEWISE, n) for n in pieces)]
     _, runner, _ = calibrated(monkeypatch, keys=keys)
     ran = {
