@@ -58,7 +58,7 @@ INPUTS, BATCHES = "inputs of a graph of 16, ", {"12 decodes": 12, "16 decodes": 
 REPLAY = "a decode graph's replay"
 _COPY = "_grouped_foreach_copy_"
 CALLS, TURNS, ROUNDS = 2_000, 15, 3
-COLD_CALLS, COLD_BYTES = 41, 64 << 20
+COLD_CALLS, COLD_BYTES = 101, 64 << 20
 COLD_STEPS = (DECODES, PROMPTS, f"{SCHEDULER}decode, nothing waits", f"{SCHEDULER}decode, 4 wait", INPUTS, REPLAY)
 """How the rows begin that are measured with cold caches: what steps have that nothing is decided in, and one turn."""
 

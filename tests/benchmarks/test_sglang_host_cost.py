@@ -40,7 +40,9 @@ def test_the_page_has_what_hooks_on_inputs_take():
 
 def test_how_many_kinds_of_steps_are_within_the_aim():
     """By one limit, now and before, and with a graph's inputs on 0.5.16, as the page and CHANGELOG tell."""
-    steps = json.loads((ROOT / "benchmarks" / "results" / "sglang_host_cost.json").read_text(encoding="utf-8"))["steps"]
+    found = json.loads((ROOT / "benchmarks" / "results" / "sglang_host_cost.json").read_text(encoding="utf-8"))
+    steps = found["steps"]
+    (padded,) = [row["added_us"] for row in found["rows"] if row["step"] == f"{host_cost.INPUTS}12 decodes"]
 
     def within(version, key, more=0.0):
         return sum(each[key] + more <= 4 for each in steps if each["sglang"] == version)
@@ -50,5 +52,91 @@ def test_how_many_kinds_of_steps_are_within_the_aim():
     now, *before = told
     assert [within(version, "us") for version in ("0.5.23", "0.5.16")] == [int(now)] * 2
     assert [within(version, "before_us") for version in ("0.5.23", "0.5.16")] == [int(each) for each in before]
-    (told,) = re.findall(r"with 0.5 (\d+) of 35 are at most 4, with 1.3 (\d+);", page)
-    assert [within("0.5.16", "us", more) for more in (0.5, 1.3)] == [int(each) for each in told]
+    (told,) = re.findall(r"inputs take ([\d.]+) more, in place of launches: with it (\d+) of 35 are at most 4;", page)
+    assert told == (f"{padded:.1f}", str(within("0.5.16", "us", padded)))
+
+
+KINDS = {
+    "decode step, nothing waits": ["decode, nothing waits"],
+    "decode step, its turn: 1, 4 wait": ["decode, 1 waits", "decode, 4 wait", "decode, 4 wait, one of 900 ran"],
+    "16 wait, or a limit on gaps": [
+        "decode, 16 wait", "decode, 16 wait, partly cached", "decode, 8 wait, a limit on gaps",
+    ],
+    "8 wait, one long; one of more than a chunk": [
+        "decode, 8 wait, one long", "decode, 8 wait, one long, a long one ran",
+        "decode, 3 wait, one of more than a chunk",
+    ],
+    "8 wait, one long, one under way": ["decode, 8 wait, one long, one under way"],
+    "prompt step: 1, 4, 16 wait, one of 900 among 16 or 128": [
+        "prompts, 1 waits", "prompts, 4 wait", "prompts, 16 wait", "prompts, 16 wait, one of 900",
+        "prompts, 128 wait, one of 900",
+    ],
+    "16 others wait than at the decode step": ["prompts, 16 wait, others than before"],
+    "weighed: 8 wait, one long in the middle, first, behind one, or partly cached": [
+        "prompts, 8 wait, one long in the middle", "prompts, 8 wait, one long first",
+        "prompts, 8 wait, one long behind one", "prompts, 8 wait, one long, partly cached",
+    ],
+    "weighed: all of 1,000 or 1,500, one under way, one of more than a chunk, or more came since": [
+        "prompts, 8 wait, all of 1,000", "prompts, 8 wait, all of 1,500", "prompts, 8 wait, one long, one under way",
+        "prompts, 3 wait, one of more than a chunk", "prompts, 8 wait, one long, 2 came since",
+    ],
+    "a second batch before the decode step": [
+        "prompts, 4 wait, some ran before", "prompts, 4 wait, some ran before, one of 900",
+    ],
+    "a burst is looked at, 80 and 300 wait": [
+        "prompts, 80 wait, a burst is looked at", "prompts, 300 wait, a burst is looked at",
+    ],
+    "looked at and weighed: 8 others than before, or a second batch of longer ones": [
+        "prompts, 8 wait, one long, others than before", "prompts, 5 wait, one of 1,400, some ran before",
+    ],
+    "prompt step under a limit on gaps": ["prompts, 8 wait, a limit on gaps"],
+    "mixed chunks split, 1 and 16 wait (mean of both steps)": [
+        "both, 1 waits, mixed chunks are split", "both, 16 wait, mixed chunks are split",
+    ],
+}  # fmt: skip
+"""Steps by the lines of the page's table."""
+CYCLE = host_cost.SCHEDULER + "decode, "
+COLD = {
+    "the scheduler's cycle, nothing waits, 0.5.16": [("0.5.16", f"{CYCLE}nothing waits")],
+    "a decode step's question, 0.5.23": [("0.5.23", host_cost.DECODES)],
+    "its graph's inputs, 0.5.16, of a captured size; padded": [
+        ("0.5.16", f"{host_cost.INPUTS}16 decodes"), ("0.5.16", f"{host_cost.INPUTS}12 decodes"),
+    ],
+    "its graph's replay": [("0.5.16", host_cost.REPLAY)],
+    "a prompt step's question, 0.5.23; 0.5.16": [("0.5.23", host_cost.PROMPTS), ("0.5.16", host_cost.PROMPTS)],
+    "the scheduler's cycle, 4 wait, the decodes' turn, 0.5.23; 0.5.16": [
+        ("0.5.23", f"{CYCLE}4 wait"), ("0.5.16", f"{CYCLE}4 wait"),
+    ],
+}  # fmt: skip
+"""Rows with cold caches, likewise."""
+
+
+def cells(label):
+    """What the page's line of that name tells."""
+    page = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| {label} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")[1:]]
+
+
+@pytest.mark.parametrize("label", KINDS)
+def test_the_page_has_what_whole_steps_take(label):
+    """From the least of a line's steps to the most, on either release."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "sglang_host_cost.json").read_text(encoding="utf-8"))
+    steps = {(each["sglang"], each["step"]): each for each in result["steps"]}
+    found = []
+    for version in ("0.5.23", "0.5.16"):
+        for name in ("us", "of_rule", "before_us"):
+            values = sorted(steps[version, step][name] for step in KINDS[label])
+            found.append(" to ".join(dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))))
+    assert cells(label) == found
+    assert {step for listed in KINDS.values() for step in listed} == {step for _, step in steps}
+
+
+@pytest.mark.parametrize("label", COLD)
+def test_the_page_has_what_cold_caches_cost(label):
+    """Before and now; what comes out below nothing is none."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "sglang_host_cost.json").read_text(encoding="utf-8"))
+    rows = {(each["sglang"], each["step"]): each for each in result["cold"]["rows"]}
+    assert cells(label) == [
+        "; ".join(f"{max(rows[each][name], 0):.1f}" for each in COLD[label]) for name in ("before_us", "added_us")
+    ]

@@ -117,18 +117,22 @@ def test_the_worst_is_told():
     told = cells(between("\nShort of what was aimed at:", "\n\nHost time"), "nothing below 0.99")[0]
     below = {(row["model"], row["load"].partition(" of ")[0]): row["ratio"] for row in FOUND["rows"]
              if row["run"] >= 26 and row["figure"] == STEP and row["ratio"] < 0.99}  # fmt: skip
-    small = [(QWEN, load) for load in ("decode 1", "decode 32", "32 decodes + extend 64")]
-    assert set(below) == {*small, (QWEN, "decode 80")}
-    now = [below[each] for each in small]
-    earlier = {row["load"]: row for row in FOUND["earlier"] if row["run"] == 32}
-    before = [earlier[load] for _, load in small]
+    assert set(below) == {(QWEN, "extend 64"), (QWEN, "decode 80")}
+    prompt = ROWS[QWEN, "extend 64", STEP]
+    words = re.search(r"a prompt of 64 ([\d.]+) \(run 35\), where stock's second process was ([\d.]+) of", told)
+    assert words
+    holds(" ".join(words.groups()), prompt["ratio"], prompt["again"]["ratio"])
+    small = ("decode 1", "decode 32", "32 decodes + extend 64")
+    earlier = {(row["run"], row["load"]): row["ratio"] for row in FOUND["earlier"] if row["figure"] == STEP}
     words = re.search(
-        r"1 decode ([\d.]+), 32 decodes ([\d.]+), with 64 tokens ([\d.]+) \(run 33; (.+?) in run 32", told
+        r"1 decode ([\d.]+), 32 decodes ([\d.]+), with 64 tokens ([\d.]+) there \((.+?) in run 33, and (.+?) in run 32",
+        told,
     )
     assert words
-    holds(" ".join(words.groups()), *now, *(row["ratio"] for row in before))
-    again = [row["again"]["ratio"] for row in (*before, *(ROWS[(*each, STEP)] for each in small))]
-    holds(re.search(r"second process was ([\d.]+ to [\d.]+)", told)[1], min(again), max(again))
+    holds(
+        " ".join(words.groups()), *(ROWS[QWEN, load, STEP]["ratio"] for load in small),
+        *(earlier[run, load] for run in (33, 32) for load in small),
+    )  # fmt: skip
     holds(re.search(r"80 decodes ([\d.]+) with 60", told)[1], below[QWEN, "decode 80"])
     drawn = [row for row in FOUND["rows"] if row["run"] in (28, 30) and " of " in row["load"]]
     sizes = {"decode 80", "decode steps", "extend steps"}
