@@ -1,5 +1,6 @@
 """What benchmarks.sglang.host_cost times at a graph's inputs, and what docs/sglang.md says of it."""
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -25,6 +26,25 @@ class TestTimed:
         stock, hooked = host_cost.inputs(rows)
         assert stock() is hooked() is None
         assert found == [0, taken]
+
+
+def test_a_replay_goes_through_no_hook():
+    """So that it takes as long as SGLang's own; its steps tell the hits."""
+    for call in host_cost.replay():
+        (backend,) = [each.cell_contents for each in call.__closure__]
+        assert "replay" not in vars(backend)
+        assert call() is None
+
+
+def test_cold_calls_alternate_and_python_collects_again(monkeypatch):
+    """As often of either after a few that load what they need, with so much written to between any two."""
+    for name, value in (("CALLS", 2), ("COLD_CALLS", 5), ("COLD_BYTES", 1 << 10)):
+        monkeypatch.setattr(host_cost, name, value)
+    called = []
+    times = host_cost.cold(lambda: called.append("stock"), lambda: called.append("ours"))
+    assert called[4:] == [*["ours", "stock", "stock", "ours"] * 2, "ours", "stock"]
+    assert all(us > 0 for us in times)
+    assert gc.isenabled()
 
 
 def test_the_page_has_what_hooks_on_inputs_take():
