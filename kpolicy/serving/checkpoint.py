@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kpolicy.attention.fields import Fields
 from kpolicy.errors import CheckpointError, ConfigError, SupportError, UnknownArchitectureError
 
 __all__ = ["check_keys", "has_weights", "load_tokenizer", "read_config", "read_weights"]
@@ -18,6 +19,11 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )  # fmt: skip
 _MOST_NAMED = 4
+_SIZES = (
+    ("vocab_size",), ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+)  # fmt: skip
+"""Sizes without which a config is no model's, by transformers' name and others"""
 
 
 def read_config(source: Any) -> tuple[Any, Path | None]:
@@ -26,13 +32,14 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
     Raises:
         CheckpointError: the folder or its config.json isn't there or can't be read.
         UnknownArchitectureError: transformers doesn't know the model type.
+        ConfigError: it makes no config, or leaves out main sizes without weights that tell them.
     """
     from transformers import PretrainedConfig
 
     if isinstance(source, PretrainedConfig):
         return copy.deepcopy(source), None  # classes write to their config
     if isinstance(source, Mapping):
-        return _config_of(dict(source), "the config given"), None
+        return _config_of(dict(source), "the config given", weights=False), None
     if not isinstance(source, (str, Path)):
         raise ConfigError(
             f"a model can't be loaded from {type(source).__name__}; give a folder with config.json, a config as a "
@@ -50,12 +57,14 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
         raise CheckpointError(f"{file} can't be read as JSON: {error}. Copy it from the model again.") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} holds {type(values).__name__}, not the fields of a config.")
-    return _config_of(values, str(file)), folder
+    return _config_of(values, str(file), weights=has_weights(folder)), folder
 
 
-def _config_of(values: dict[str, Any], where: str) -> Any:
+def _config_of(values: dict[str, Any], where: str, *, weights: bool) -> Any:
+    """The config object of these fields; `weights` is whether there are any that its sizes are held to."""
     from transformers import CONFIG_MAPPING
 
+    said = Fields(values.copy())
     model_type = values.pop("model_type", None)
     if model_type is None:
         raise ConfigError(f"{where} has no model_type; add the one of its architecture, for example llama.")
@@ -65,10 +74,28 @@ def _config_of(values: dict[str, Any], where: str) -> Any:
             "install the transformers that the model was made for; remote code isn't run."
         )
     try:
-        return CONFIG_MAPPING[model_type].from_dict(values)
+        config = CONFIG_MAPPING[model_type].from_dict(values)
     # Config classes check fields as they please.
     except Exception as error:
         raise ConfigError(f"{where} can't be used as a {model_type} config: {error}") from error
+    if not weights:
+        _check_sizes(config.get_text_config(), said, where)
+    return config
+
+
+def _check_sizes(config: Any, said: Fields, where: str) -> None:
+    """Refuse to make a model up of sizes that its config leaves to transformers, which has those of some model."""
+    unsaid = {
+        names[0]: getattr(config, names[0], None)
+        for names in _SIZES
+        if said.get(*names, getattr(config, "attribute_map", {}).get(names[0], names[0])) is None
+    }
+    taken = [f"{name} ({value})" for name, value in unsaid.items() if value is not None]
+    if taken:
+        raise ConfigError(
+            f"{where} doesn't say {', '.join(taken)}: in brackets is what transformers takes for {config.model_type} "
+            "then, and there are no weights to hold that to. Add what the model has."
+        )
 
 
 def has_weights(folder: Path) -> bool:

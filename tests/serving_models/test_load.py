@@ -20,6 +20,7 @@ from kpolicy.attention import HostParams  # noqa: E402
 from kpolicy.errors import CheckpointError, ConfigError, SupportError, UnknownArchitectureError  # noqa: E402
 from kpolicy.executors.step_model import StepContext  # noqa: E402
 from kpolicy.serving import load as loading  # noqa: E402
+from kpolicy.serving.checkpoint import read_config  # noqa: E402
 from kpolicy.serving.default_model import load_default  # noqa: E402
 from kpolicy.serving.load import load  # noqa: E402
 from tests.serving_models.driver import Driver, Row, run_mixed  # noqa: E402
@@ -251,6 +252,25 @@ def test_an_unknown_architecture_is_named() -> None:
         load({"model_type": "lama"})
     with pytest.raises(ConfigError, match="no model_type"):
         load({"hidden_size": 64})
+
+
+def test_sizes_that_a_config_leaves_out_are_none_of_transformers(copied: Path) -> None:
+    """Where weights don't tell them: a model of random weights would be some other one."""
+    with pytest.raises(ConfigError, match=r"doesn't say vocab_size \(32000\), hidden_size \(4096\), num_hidden_layers"):
+        load({"model_type": "llama"})
+    for family, name in (("qwen3", "num_attention_heads"), ("gpt2", "n_layer")):
+        fields = {each: value for each, value in FAMILIES[family].items() if each != name}
+        with pytest.raises(ConfigError, match=r"doesn't say num_\w+ \(\d+\): .* takes for"):
+            load(fields)
+    small = {name: FAMILIES["llama"][name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    with pytest.raises(ConfigError, match=r"doesn't say num_attention_heads \(8\)"):
+        read_config({"model_type": "gemma3", "text_config": small})
+    (copied / "config.json").write_text('{"model_type": "llama"}')
+    assert read_config(copied)[0].hidden_size == 4096
+    for file in copied.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=rf"{copied / 'config.json'} doesn't say"):
+        load(copied)
 
 
 def test_a_config_that_makes_no_model_is_an_error_of_ours() -> None:
