@@ -366,14 +366,15 @@ class Bench:
     def _more_of(self, ran: Sequence[int]) -> list[int]:
         """Cases that a round has once more, or several times.
 
-        Those that are `often`. Where the host runs what it launches, those that take little beside the mean of all: the
-        steps of decode rows alone, which serving mostly has, are among them.
+        Those that are `often`. Where the host runs what it launches, those too that take little beside the mean of all:
+        the steps of decode rows alone, which serving mostly has, are among them.
         """
-        if not self.host_runs:
-            return [i for i in ran for _ in range(1, self._often.get(i, 1))]
-        took = {i: min(each.device for each in self._times[i]) for i in ran}
-        mean_us = statistics.fmean(took.values())
-        return [i for i in ran for _ in range(1, min(_OFTEN, int(mean_us / max(took[i], _LEAST_US))))]
+        often = {i: self._often.get(i, 1) for i in ran}
+        if self.host_runs:
+            took = {i: min(each.device for each in self._times[i]) for i in ran}
+            mean_us = statistics.fmean(took.values())
+            often = {i: max(often[i], min(_OFTEN, int(mean_us / max(took[i], _LEAST_US)))) for i in ran}
+        return [i for i in ran for _ in range(1, often[i])]
 
     def _drawn(self, inputs: StepInputs, turn: int) -> StepInputs:
         """The same rows with other tokens: which experts they go to makes up to some percent."""
@@ -432,6 +433,14 @@ class Bench:
         if self.host_runs:
             return typical(self._at_one_speed()[case])
         return statistics.median(each.device for each in self._times[case])
+
+    def middle_us(self, case: int) -> float:
+        """`us`, but where the host runs what it launches the median of its samples at one speed, not the quicker ones.
+
+        Halves beside each other take two cores, of which others may want one: the quicker samples had both, and serving
+        pays for all.
+        """
+        return statistics.median(self._at_one_speed()[case]) if self.host_runs else self.us(case)
 
     def error(self, case: int) -> float:
         """Standard error of `us`, as a share of it, where the host runs what it launches."""

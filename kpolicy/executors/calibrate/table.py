@@ -6,7 +6,8 @@ off the curves, which stand for padded dense work alone (docs/design.md, costs).
 
 Where the host itself runs what it launches (a CPU), a launch's time is the host's, and the table's host costs are 0.
 Samples are then brought to one speed by what they say of each other, short steps have more of them, and what may be
-chance between two ways goes to the one with fewer tokens and launches (`one_speed`, `ties`).
+chance between two ways goes to the one with fewer tokens and launches (`one_speed`, `ties`; halves beside each other:
+`_Overlap`).
 
 Elsewhere each case is timed twice. Behind work that keeps the device busy while the host launches, device events tell
 the device's time alone; run at once, the clock tells the host's time to launch, and what neither covers: staging, hand-
@@ -20,9 +21,10 @@ there yet, prompts that stand for dense work write their own, which is gone agai
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
@@ -33,6 +35,7 @@ from kpolicy.errors import GraphReplayError
 from kpolicy.executors.calibrate.attention import Bases, DecodeSlope, PrefillSlope, holding
 from kpolicy.executors.calibrate.bench import Bench, Measurable, Wave
 from kpolicy.executors.calibrate.host import HostTimes, host_by_rows
+from kpolicy.executors.calibrate.one_speed import chance
 from kpolicy.executors.calibrate.padding import PaddedRows
 from kpolicy.executors.calibrate.ties import Point, between, settled
 from kpolicy.heap import frozen_heap
@@ -52,6 +55,8 @@ NOISE = 0.02
 _LEAST_US = 0.1
 _LEAST_SIZES = 2
 """Sizes that say how a curve goes"""
+_OFTEN = 3
+"""Samples a round of steps beside each other where the host runs them: two cores serve those, of all the others one"""
 _SEVERAL = 4
 """Decode steps beside a prompt, where several are timed."""
 _WAYS = 2
@@ -380,7 +385,10 @@ class _Overlap:
     """The share of the shorter half's time that running it beside the longer still costs; 1 where nothing can.
 
     The mean of two: a decode step beside a long prompt, where the prompt lasts longer, and several beside a shorter
-    one. What they share of the device isn't the same.
+    one. What they share of the device isn't the same. Where the host runs what it launches it is the share of both
+    together, whose longer halves tell more: of one decode step's few milliseconds, what prompts differ by from run to
+    run is as much again. Their rows attend to usual KV there, and they have more samples, as another core's other work
+    comes and goes. What they save by chance is nothing: a divided step launches more.
 
     Both are timed with a few decode rows, and with one where the host doesn't run them itself: a mixture of experts
     reads other weights for each. One is timed only where there is a graph of one token, since padding reads weights
@@ -404,39 +412,70 @@ class _Overlap:
         assert middle is not None  # noqa: S101 - the largest is among them
         seconds = ((largest, 1, SplitForm.BESIDE), (middle, _SEVERAL, SplitForm.DECODES_BESIDE))
         prompts = [bench.add([Launch(Rows.ALL, key)], bench.rows(0, 0, key.num_tokens)) for key, _, _ in seconds]
+        kv, often = (bench.usual_kv, _OFTEN) if bench.host_runs else (bench.short_kv, 1)
         one = min(decode, key=lambda key: key.num_tokens)
         graphs = [(first, self._few, Wave.USUAL)]
         if one.num_tokens == 1 and first.num_tokens == FEW_DECODES and not bench.host_runs:
             graphs.append((one, self._one, Wave.LATER))
         for graph, cases, wave in graphs:
             rows = graph.num_tokens
-            decodes = bench.add([Launch(Rows.DECODE, graph)], bench.rows(rows, bench.short_kv), wave=wave)
+            decodes = bench.add([Launch(Rows.DECODE, graph)], bench.rows(rows, kv), wave=wave)
             for (second, steps, form), prompt in zip(seconds, prompts, strict=True):
                 launches = [Launch(Rows.DECODE, graph, repeat=steps), Launch(Rows.PREFILL, second, 1)]
-                both = bench.rows(rows, bench.short_kv, second.num_tokens, steps=steps)
-                cases.append((bench.add(launches, both, form, wave=wave), decodes, prompt, steps))
+                both = bench.rows(rows, kv, second.num_tokens, steps=steps)
+                cases.append((bench.add(launches, both, form, often=often, wave=wave), decodes, prompt, steps))
 
     def share(self) -> float:
         """With a few decode rows; 1 where nothing was timed."""
-        shares = self._shares(self._few)
-        return _mean_share(shares) if shares else 1.0
+        paid = self._paid(self._few)
+        if not paid:
+            return 1.0
+        if not self._bench.host_runs:
+            return _mean_share(paid)
+        more, shorter = map(sum, zip(*paid, strict=True))
+        share = _believable(more / shorter)
+        return max(share, 1.0) if self._saves_by_chance() else share
+
+    def _saves_by_chance(self) -> bool:
+        """Whether the halves in turn take longer by no more than samples differ by."""
+        bench, timed = self._bench, self._timed(self._few)
+
+        def total(parts: Iterable[tuple[int, int]]) -> tuple[float, float]:
+            """Microseconds of all, and their standard error as a share."""
+            us = [(times * bench.middle_us(case), bench.error(case)) for case, times in parts]
+            whole = sum(each for each, _ in us)
+            return whole, math.hypot(*(each * error for each, error in us)) / whole
+
+        beside_us, error = total((both, 1) for both, *_ in timed)
+        halves = (
+            (half, times) for _, decodes, prompt, steps in timed for half, times in ((decodes, steps), (prompt, 1))
+        )
+        in_turn_us, other = total(halves)
+        return in_turn_us <= beside_us * (1 + chance(error, other))
 
     def one_row_share(self) -> float | None:
         """With one decode row; None where both steps weren't timed: a few rows' share, timed before, is of both."""
-        shares = self._shares(self._one)
-        return _mean_share(shares) if len(shares) == _WAYS else None
+        paid = self._paid(self._one)
+        return _mean_share(paid) if len(paid) == _WAYS else None
 
-    def _shares(self, cases: Sequence[tuple[int, int, int, int]]) -> list[float]:
-        us, shares = self._bench.us, []
-        for both, decodes, prompt, steps in cases:
-            if all(map(self._bench.measured, (both, decodes, prompt))):
-                halves = steps * us(decodes), us(prompt)
-                shares.append((us(both) - max(halves)) / min(halves))
-        return shares
+    def _paid(self, cases: Sequence[tuple[int, int, int, int]]) -> list[tuple[float, float]]:
+        """(beyond the longer half, the shorter half): microseconds of each step that was timed."""
+        us, paid = self._bench.middle_us, []
+        for both, decodes, prompt, steps in self._timed(cases):
+            halves = steps * us(decodes), us(prompt)
+            paid.append((us(both) - max(halves), min(halves)))
+        return paid
+
+    def _timed(self, cases: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+        return [each for each in cases if all(map(self._bench.measured, each[:3]))]
 
 
-def _mean_share(shares: Sequence[float]) -> float:
-    return min(max(statistics.fmean(shares), 0.0), 2.0)
+def _mean_share(paid: Sequence[tuple[float, float]]) -> float:
+    return _believable(statistics.fmean(more / shorter for more, shorter in paid))
+
+
+def _believable(share: float) -> float:
+    return min(max(share, 0.0), 2.0)
 
 
 def _captures(registry: GraphRegistry, keys: Sequence[GraphKey]) -> dict[str, Any]:
