@@ -10,6 +10,7 @@ import torch
 
 from kpolicy.errors import CaptureError, ConfigError, GraphReplayError, StickyDeviceError
 from kpolicy.executors.cuda import CudaAdapter
+from kpolicy.executors.cuda.second_context import second_context
 from kpolicy.reasons import Reason
 
 SIZE = 1 << 20
@@ -253,3 +254,19 @@ def test_injected_sticky(adapter: CudaAdapter) -> None:
     for _ in range(2):
         with pytest.raises(StickyDeviceError):
             adapter.replay(graph)
+
+
+def test_a_second_context_comes_and_goes(adapter: CudaAdapter) -> None:
+    """Graphs, tensors and the current context are as they were, and so is the device's memory."""
+    pool = adapter.new_pool()
+    weight = torch.ones(SIZE, device="cuda")
+    graph, out = captured(adapter, pool, lambda: weight * 2)
+    assert second_context(0) == ""
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    assert second_context(0) == ""
+    assert abs(torch.cuda.mem_get_info()[0] - free) <= 2**21
+    weight.fill_(3)
+    adapter.replay(graph)
+    assert bool((out == 6).all())
+    adapter.release(pool)
