@@ -21,6 +21,13 @@ def _device_name() -> str:
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
 
 
+def _second_context() -> str:
+    torch = import_module("torch")
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return str(import_module("kpolicy.executors.cuda.second_context").second_context(torch.cuda.current_device()))
+
+
 def _num_pieces(desc: Any) -> int:
     """Pieces that were captured for that descriptor's size, of either runner."""
     wrapper = import_module("vllm.compilation.cuda_graph").CUDAGraphWrapper
@@ -73,6 +80,8 @@ class Names:
     ModelCudaGraphManager: Any = None
     free_bytes: Callable[[], int] = _free_bytes
     device_name: Callable[[], str] = _device_name
+    second_context: Callable[[], str] = _second_context
+    """Makes one on the current device for a moment; why not, where it can't"""
     num_pieces: Callable[[Any], int] = _num_pieces
     broadcast: Callable[[Any], Any] = _broadcast
     agree: Callable[[bool], bool] = _agree
