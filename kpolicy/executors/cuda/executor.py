@@ -28,7 +28,8 @@ class CudaExecutor(ModeRunner):
         faults: faults to inject, as `Fault` or text such as ``"replay_fails@3"``.
         check: look before each replay whether weights and KV are where the graph was captured with them. It costs a
             look at each of them a replay.
-        second_context: make a second CUDA context for a moment once graphs are captured; see `second_context`.
+        second_context: make a second CUDA context for a moment once graphs are captured, so that they replay faster
+            until a second stream runs something; see the function of that name.
 
     Attributes:
         no_second_context: why there was none after the last captures; empty where there was, or none was wanted.
@@ -45,7 +46,7 @@ class CudaExecutor(ModeRunner):
         max_num_reqs: int | None = None,
         faults: Iterable[Fault | str] = (),
         check: bool = False,
-        second_context: bool = True,
+        second_context: bool = False,
     ) -> None:
         at = getattr(model, "device", "cuda") if device is None else device
         self.adapter = CudaAdapter(at, check=check, statics=getattr(model, "static_tensors", None), faults=faults)
@@ -56,6 +57,6 @@ class CudaExecutor(ModeRunner):
         super().__init__(GraphLauncher(self.adapter, model, max_num_reqs=most))
 
     def after_captures(self) -> None:
-        """Let the graphs that were captured replay as fast as they can. 0.2 s on an H200."""
+        """Make a second context for a moment, where that was asked for: 0.2 s on an H200."""
         if self._second_context:
             self.no_second_context = second_context(self.adapter.device.index)
