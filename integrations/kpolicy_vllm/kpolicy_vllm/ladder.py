@@ -6,6 +6,8 @@ each kind of graph really gets are chosen later, when attention has said what it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from kpolicy.attention.support import Claims
@@ -24,9 +26,10 @@ LARGEST_PIECEWISE = 4096
 """For steps that hold a long prompt: a 0.5B model's 4,350 tokens took an H200 8.7 ms, launching them eagerly 10.3, and
 launching a model of experts 51."""
 WIDE_LAYER = 100_000_000
-"""Weights of a layer that a token is multiplied with, from which a step of a few hundred tokens is bound by the device
-also in pieces: launching a layer's pieces takes some 0.2 ms, in which an H200 multiplies 512 tokens with as many. There
-what a step is padded by takes time, and pieces have vLLM's own sizes from `DENSE_FROM` to its limit."""
+"""Weights of a layer that a token is multiplied with, as `wide_layers` estimates them, from which a step of a few
+hundred tokens is taken to be bound by the device also in pieces: launching a layer's pieces takes some 0.2 ms, in which
+an H200 multiplies 512 tokens with as many. There what a step is padded by may take time, and pieces have vLLM's own
+sizes from `DENSE_FROM` to its limit."""
 DENSE_FROM = 128
 LARGEST_MIXED = 512
 """Above this, attention of a whole graph's fixed shape is work that its rows may not need; pieces have none of it."""
@@ -49,19 +52,30 @@ def geometric(largest: int) -> tuple[int, ...]:
 
 
 def wide_layers(config: Any, ranks: int = 1) -> bool:
-    """Whether a model has at least `WIDE_LAYER` weights in a layer for each token.
+    """Whether a model has at least `WIDE_LAYER` weights in a layer for each token, by 4 h^2 + 3 h i.
+
+    That counts keys and values as wide as queries: with fewer heads of those a layer has less.
 
     Args:
-        config: the model's, as Hugging Face has it; what it doesn't say is taken for a thin layer.
+        config: the model's, as Hugging Face has it; what it doesn't say is taken for a thin layer, and of what it says
+            by layer the greatest counts.
         ranks: tensor-parallel ranks that share a layer.
     """
-    hidden = getattr(config, "hidden_size", None) or 0
-    inner = getattr(config, "intermediate_size", None) or 0
-    experts = getattr(config, "num_experts_per_tok", None) or 0
+    hidden, inner = _greatest(config, "hidden_size"), _greatest(config, "intermediate_size")
+    experts = _greatest(config, "num_experts_per_tok") or _greatest(config, "moe_topk")
     if experts:
-        shared = getattr(config, "n_shared_experts", None) or 0
-        inner = (getattr(config, "moe_intermediate_size", None) or inner) * (experts + shared)
-    return bool((4 * hidden + 3 * inner) * hidden >= WIDE_LAYER * ranks)
+        expert = _greatest(config, "moe_intermediate_size") or inner
+        inner = expert * (experts + _greatest(config, "n_shared_experts"))
+        inner += _greatest(config, "shared_expert_intermediate_size")
+    return (4 * hidden + 3 * inner) * hidden >= WIDE_LAYER * ranks
+
+
+def _greatest(config: Any, name: str) -> int:
+    """That number of a config, the greatest where it has one for each layer; 0 where it doesn't say."""
+    found: Any = None
+    with suppress(Exception):  # configs by layer raise where one number for all is asked
+        found = getattr(config, name, None)
+    return max((n for n in (found if isinstance(found, (list, tuple)) else (found,)) if isinstance(n, int)), default=0)
 
 
 def default_sizes(settings: Settings, *, paced: bool = False, wide: bool = False) -> CaptureSizes:
@@ -88,7 +102,8 @@ def default_sizes(settings: Settings, *, paced: bool = False, wide: bool = False
 
 
 def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = None, ranks: int = 1,
-             multiple_of: int = 1, paced: bool | None = None, wide: bool = False) -> CaptureSizes | None:  # fmt: skip
+             multiple_of: int = 1, paced: bool | None = None,
+             wide: Callable[[], bool] = lambda: False) -> CaptureSizes | None:  # fmt: skip
     """The sizes to capture; None where vLLM's own list stays as it is.
 
     Args:
@@ -99,7 +114,7 @@ def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = N
             size is there in pieces, and FULL graphs are of decodes only.
         multiple_of: what every size is rounded up to (tensor parallel ranks under sequence parallelism).
         paced: whether steps can be bounded, `kpolicy_vllm.scheduler.may_pace`; None where only the settings say.
-        wide: whether the model has `wide_layers`.
+        wide: whether the model has `wide_layers`; asked only where the default sizes are taken.
 
     Raises:
         ConfigError: a size can't be used, or the plan is of another deployment.
@@ -114,7 +129,7 @@ def sizes_of(config: Config, settings: Settings, *, listed: list[int] | None = N
         sizes = CaptureSizes([n for n in listed if n % q == 0 and n <= q * settings.max_num_reqs],
                              [n for n in listed if n <= LARGEST_MIXED], listed)  # fmt: skip
     elif isinstance(policy, (AutoPolicy, FixedPolicy)):
-        sizes = default_sizes(settings, paced=config.paces if paced is None else paced, wide=wide)
+        sizes = default_sizes(settings, paced=config.paces if paced is None else paced, wide=wide())
     else:
         sizes = policy.sizes(settings)
     q, rounded = settings.query_len, []

@@ -126,7 +126,7 @@ def _sizes_for(vllm_config: Any, config: Config, settings: Settings, listed: lis
         ranks=parallel.data_parallel_size,
         multiple_of=ranks if vllm_config.compilation_config.pass_config.enable_sp else 1,
         paced=may_pace(vllm_config, config),
-        wide=wide_layers(getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None), ranks),
+        wide=lambda: wide_layers(getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None), ranks),
     )
 
 

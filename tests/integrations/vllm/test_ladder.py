@@ -54,6 +54,11 @@ def test_fewer_graphs_than_vllm():
         ({"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_experts_per_tok": 6,
           "n_shared_experts": 2}, 1, False),
         ({"hidden_size": 4096, "intermediate_size": 14336, "num_experts_per_tok": 2}, 1, True),
+        ({"hidden_size": 2048, "intermediate_size": [16384] * 35}, 1, True),
+        ({"hidden_size": 4096, "moe_topk": [2] * 4, "moe_intermediate_size": [3072] * 4}, 1, True),
+        ({"hidden_size": 4096, "num_experts_per_tok": 2, "moe_intermediate_size": 1024,
+          "shared_expert_intermediate_size": 2048}, 1, True),
+        ({"hidden_size": 4096, "intermediate_size": "of each layer"}, 1, False),
         ({}, 1, False),
     ],
 )  # fmt: skip
@@ -66,6 +71,34 @@ def test_where_the_device_bounds_a_layer_s_pieces_they_have_vllm_s_own_sizes(con
         ours, theirs = (next(size for size in each if size >= tokens) for each in (pieces, vllm))
         assert not wide or ours == theirs
     assert (set(vllm) - set(pieces) == {*range(1, 16), *range(16, 128, 8)} & set(vllm) - {16, 32, 64, 96}) is wide
+
+
+def test_configs_by_layer():
+    """Gemma 3n has a list of sizes; a config can raise where one number is asked for all layers, and counts as thin."""
+    transformers = pytest.importorskip("transformers")
+    assert wide_layers(transformers.Gemma3nTextConfig())
+    assert not wide_layers(Raising())
+
+
+class Raising:
+    """A config that has no one number for all layers, and says so."""
+
+    def __getattr__(self, name: str) -> int:
+        raise ValueError(name)
+
+
+def test_how_wide_a_model_is_is_asked_only_for_the_default_sizes(tmp_path):
+    """Nothing that a config holds can turn off sizes that don't depend on it."""
+
+    def wide() -> bool:
+        raise AssertionError("asked")
+
+    path = tmp_path / "plan.json"
+    plan_of(path)
+    for config, listed in ((Config(plan=str(path)), None), (Config(), [1, 8]), (Config(policy="vllm"), None)):
+        sizes_of(config, Settings(), listed=listed, wide=wide)
+    with pytest.raises(AssertionError, match="asked"):
+        sizes_of(Config(), Settings(), wide=wide)
 
 
 def test_replica_has_no_sizes_of_its_own():
