@@ -383,9 +383,6 @@ class Engine:
         except StickyDeviceError as error:
             self._lose(error)
             raise
-        after: Callable[[], None] | None = getattr(executor, "after_captures", None)
-        if after is not None and captured != set(self.registry.captured()):
-            after()
         if self._calibrate_s:
             self._measure()
         self.sync()

@@ -161,9 +161,8 @@ class Executor(Protocol):
     An Engine also reads these, where an executor has them: ``runs_behind``, whether a step is surely not over when
     `run` returns; ``captured``, the keys that it has graphs of where others share its registry; ``model``, the step
     model as the executor knows it, with what it found out about attention; ``device_name``, which measured costs of
-    another device are told by; ``after_captures()``, called once `Engine.capture` has captured graphs; ``look()``,
-    called now and then while the device is at work: it withdraws graphs that read memory which has moved, and says
-    whether there were any.
+    another device are told by; ``look()``, called now and then while the device is at work: it withdraws graphs that
+    read memory which has moved, and says whether there were any.
     """
 
     @property

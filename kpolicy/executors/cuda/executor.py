@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from kpolicy.executors.cuda.adapter import CudaAdapter
-from kpolicy.executors.cuda.second_context import second_context
 from kpolicy.executors.launcher import GraphLauncher
 from kpolicy.executors.runner import ModeRunner
 from kpolicy.executors.simulated import Fault
@@ -28,11 +27,6 @@ class CudaExecutor(ModeRunner):
         faults: faults to inject, as `Fault` or text such as ``"replay_fails@3"``.
         check: look before each replay whether weights and KV are where the graph was captured with them. It costs a
             look at each of them a replay.
-        second_context: make a second CUDA context for a moment once graphs are captured, so that they replay faster
-            until a second stream runs something; see the function of that name.
-
-    Attributes:
-        no_second_context: why there was none after the last captures; empty where there was, or none was wanted.
 
     Raises:
         ConfigError: the device isn't there, or an argument can't be used.
@@ -46,17 +40,9 @@ class CudaExecutor(ModeRunner):
         max_num_reqs: int | None = None,
         faults: Iterable[Fault | str] = (),
         check: bool = False,
-        second_context: bool = False,
     ) -> None:
         at = getattr(model, "device", "cuda") if device is None else device
         self.adapter = CudaAdapter(at, check=check, statics=getattr(model, "static_tensors", None), faults=faults)
         most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
         self.model = model
-        self.no_second_context = ""
-        self._second_context = second_context
         super().__init__(GraphLauncher(self.adapter, model, max_num_reqs=most))
-
-    def after_captures(self) -> None:
-        """Make a second context for a moment, where that was asked for: 0.2 s on an H200."""
-        if self._second_context:
-            self.no_second_context = second_context(self.adapter.device.index)

@@ -1,10 +1,9 @@
-"""A second CUDA context of this process, for a moment: graphs replay faster from then on.
+"""A second CUDA context of this process, for a moment: graphs that are there replay faster from then on.
 
-On an H200 (driver 580.159, torch 2.11) each kernel of a replayed graph takes some 0.35 us longer once graphs were
-captured or a second stream ran something, until any process makes a context, even on another device: DeepSeek-V2-Lite's
-decode step of 2,436 kernels 7.3 ms instead of 6.5. Steps beside each other make it so again, so it is off by default:
-what is measured before and after wouldn't be alike. What the driver changes isn't known; `docs/gpu.md` has the figures.
-The context needs device memory while it is there.
+On an H200 (driver 580.159, torch 2.11) each kernel of a replayed graph took some 0.35 us longer after captures, until
+any process made a context, even on another device: DeepSeek-V2-Lite's decode step of 2,436 kernels 7.3 ms instead of
+6.5. In one served run it was so again from its first step of decodes beside prompts on. What the driver changes isn't
+known; `docs/gpu.md` has what was tried. The context needs device memory while it is there.
 """
 
 from __future__ import annotations
