@@ -8,11 +8,12 @@ Rows are {model, load, figure, run, stock, kpolicy, ratio, low, high}: the ratio
 with a 95% interval over the repeats, null for a single one. A preparation of steps counts once, by the median of its
 pairs, since core, KV pages and graphs are the same in all of them. Each drawn size has a row (with the ratio of each
 turn and no interval where it was prepared once), and all have one whose interval is over the ``sizes`` it counts. The
-mean of repeats has Student's interval; six or more have their median and the sign test's. Where a side had more turns
-than the other those of both are compared, and are all that a row tells. ``run`` counts the starts of the script, whose
-code may differ: a load that was measured again has the later run's row, and those of traces before it are in
-``earlier``. Runs are put together only where that is asked for (``pooled``, over the pairs of all of them), and those
-of code that isn't what is there now are in ``apart``.
+ratio is the mean of the repeats' (of their logarithms, as the interval, which is Student's), however many there are;
+``preparations`` has that of each preparation where there are several. Where a side had more turns than the other those
+of both are compared, and are all that a row tells. ``run`` counts the starts of the script, whose code may differ: a
+load that was measured again has the later run's row, and those of traces before it are in ``earlier``. Runs are put
+together only where that is asked for (``pooled``, over the pairs of all of them), and those of code that isn't what is
+there now are in ``apart``.
 
 Where stock ran once more beside both (``--again``), ``again`` in a row is the same of stock against that process, whose
 ratio tells what two processes of the same differ by, and ``against_again`` is that process against kpolicy.
@@ -64,7 +65,6 @@ PAIRS = {"": ("stock", "kpolicy"), "again": ("stock", AGAIN), "against_again": (
 NONE_SHARED: Mapping[int, int] = {}
 SERVED = ("step", "trace", "check", "drawn", "log")
 """Kinds of answers that a slice is run for."""
-FEWEST_FOR_SIGNS = 6
 
 
 def by_run(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -195,6 +195,8 @@ def _told(
     for name, (stock, ours) in PAIRS.items():
         if sides.get(stock, {}).keys() & sides.get(ours, {}).keys():
             pair = _compared({"stock": sides[stock], "kpolicy": sides[ours]}, more=more, preparations=preparations)
+            if repeats == "sizes":
+                pair.pop("preparations", None)  # each size has a row
             words = {"stock": stock, "kpolicy": ours, "repeats": repeats}
             found[name] = {words.get(word, word): value for word, value in pair.items()}
     return found.pop("") | found
@@ -222,7 +224,7 @@ def _compared(
     medians = {
         name: round(statistics.median([sides[name][turn] for turn in turns]), 4) for name in ("stock", "kpolicy")
     }
-    middle, low, high = _middle(logs)
+    middle, low, high = _mean(logs)
     found: dict[str, Any] = {**medians, "ratio": round(math.exp(middle), 4), "repeats": len(logs)}
     found |= {
         "low": None if low is None else round(math.exp(low), 4),
@@ -232,21 +234,9 @@ def _compared(
         found["turns"] = [round(math.exp(each), 4) for each in next(iter(prepared.values()))]
     elif not preparations and len(logs) > 1:
         found["pairs"] = [round(math.exp(each), 4) for each in logs]
+    elif len(logs) > 1:
+        found["preparations"] = [round(math.exp(each), 4) for each in logs]
     return found
-
-
-def _middle(values: list[float]) -> tuple[float, float | None, float | None]:
-    """Middle and 95% interval: median and sign test from six values on, else mean and Student's."""
-    count = len(values)
-    if count < FEWEST_FOR_SIGNS:
-        return _mean(values)
-    ordered = sorted(values)
-    # The most values at either end that the median lies beyond with at most 2.5%.
-    beyond, chance = 0, 0.5**count
-    while chance <= 0.025:
-        beyond += 1
-        chance += math.comb(count, beyond) * 0.5**count
-    return statistics.median(ordered), ordered[beyond - 1], ordered[count - beyond]
 
 
 def _mean(values: list[float]) -> tuple[float, float | None, float | None]:

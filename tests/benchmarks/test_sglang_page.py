@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
@@ -77,6 +78,39 @@ def test_steps(model, begin, labels):
         holds(again, *(value for name in ("again", "against_again") if name in row for value in ratio(row[name])))
 
 
+@pytest.mark.parametrize("label", ["1 decode", "32", "prompt of 64", "32 decodes + 64"])
+def test_each_preparation_of_run_35(label):
+    """Six a row, whose mean is the row's ratio."""
+    row = ROWS[QWEN, LOADS[label], STEP]
+    of_stock, of_second = row["preparations"], row["against_again"]["preparations"]
+    holds(cells(PAGE, f"{label}, run 35")[0], *of_stock, *of_second)
+    for told, each in ((row, of_stock), (row["against_again"], of_second)):
+        assert told["ratio"] == pytest.approx(geometric_mean(each), abs=1e-4)
+
+
+README_ROWS = [
+    ("1 / 32 / 256 decodes", ["decode 1", "decode 32", "decode 256"]), ("a prompt of 64", ["extend 64"]),
+    ("32 decodes and a prompt of 64 / 2,048", ["32 decodes + extend 64", "32 decodes + extend 2048"]),
+    ("other decodes / prompts, drawn from a trace",
+     [f"{kind} steps of distinct sizes drawn from the trace, kpolicy's sizes" for kind in ("decode", "extend")]),
+    ("decodes / prompts of just the sizes that a plan of 55 lacks",
+     [f"{kind} steps of sizes that SGLang has graphs of and the plan hasn't, planned sizes"
+      for kind in ("decode", "extend")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("label", "loads"), README_ROWS)
+def test_the_readme_has_the_same_steps(label, loads):
+    """And has those below 0.99 in bold."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("| SGLang 0.5.16, Qwen2.5-0.5B |")[2]
+    line = next(line for line in text.splitlines() if line.startswith(f"| | {label} |"))
+    told = line.split("|")[4].split(" / ")
+    for each, load in zip(told, loads, strict=True):
+        row = ROWS[QWEN, load, STEP]
+        holds(each, *ratio(row))
+        assert ("**" in each) == (row["ratio"] < 0.99)
+
+
 def test_the_trace():
     """Run 29's, and run 15's that it replaced."""
     table = between("every token streamed: run 29", "\n\nLong prompts apart")
@@ -117,20 +151,22 @@ def test_the_worst_is_told():
     told = cells(between("\nShort of what was aimed at:", "\n\nHost time"), "nothing below 0.99")[0]
     below = {(row["model"], row["load"].partition(" of ")[0]): row["ratio"] for row in FOUND["rows"]
              if row["run"] >= 26 and row["figure"] == STEP and row["ratio"] < 0.99}  # fmt: skip
-    assert set(below) == {(QWEN, "extend 64"), (QWEN, "decode 80")}
-    prompt = ROWS[QWEN, "extend 64", STEP]
-    words = re.search(r"a prompt of 64 ([\d.]+) \(run 35\), where stock's second process was ([\d.]+) of", told)
+    assert set(below) == {(QWEN, "32 decodes + extend 64"), (QWEN, "decode 80")}
+    mixed, prompt = (ROWS[QWEN, load, STEP] for load in ("32 decodes + extend 64", "extend 64"))
+    words = re.search(r"32 decodes with 64 tokens (.+?; run) 35\), ([\d.]+) against stock's second process", told)
+    assert words
+    holds(" ".join(words.groups()), *ratio(mixed), mixed["against_again"]["ratio"])
+    words = re.search(r"a prompt of 64 ([\d.]+) \(run 35; stock's second process ([\d.]+) of its first\)", told)
     assert words
     holds(" ".join(words.groups()), prompt["ratio"], prompt["again"]["ratio"])
     small = ("decode 1", "decode 32", "32 decodes + extend 64")
     earlier = {(row["run"], row["load"]): row["ratio"] for row in FOUND["earlier"] if row["figure"] == STEP}
     words = re.search(
-        r"1 decode ([\d.]+), 32 decodes ([\d.]+), with 64 tokens ([\d.]+) there \((.+?) in run 33, and (.+?) in run 32",
-        told,
+        r"1 decode ([\d.]+), 32 decodes ([\d.]+), a prompt.+?tokens were (.+?) in run 33, and (.+?) in run 32", told
     )
     assert words
     holds(
-        " ".join(words.groups()), *(ROWS[QWEN, load, STEP]["ratio"] for load in small),
+        " ".join(words.groups()), *(ROWS[QWEN, load, STEP]["ratio"] for load in small[:2]),
         *(earlier[run, load] for run in (33, 32) for load in small),
     )  # fmt: skip
     holds(re.search(r"80 decodes ([\d.]+) with 60", told)[1], below[QWEN, "decode 80"])

@@ -66,7 +66,7 @@ def drawn(side, size, turn, ms, preparation=0):
 
 
 def test_a_drawn_size_that_loses_has_a_row():
-    """The median over sizes hides one that takes twice as long; its own row has each turn's ratio and no interval."""
+    """The mean over sizes hides one that takes twice as long; its own row has each turn's ratio and no interval."""
     lines = [about()]
     for size in (8, 16, 24):
         for turn in range(2):
@@ -137,6 +137,22 @@ def test_sizes_that_a_plan_lacks_are_loads_of_their_own():
         "decode 2 of sizes that SGLang has graphs of and the plan hasn't, planned sizes",
         "decode 3 of 1 to 256 requests alike, planned sizes",
     }
+
+
+def test_a_row_is_the_mean_however_many_preparations_it_has():
+    """One of six that took twice as long counts, which a median would leave out; each is told."""
+    found = []
+    for count in (5, 6):
+        lines = [about()]
+        for turn in range(count):
+            lines += [{**step(side, turn, ms), "preparation": turn}
+                      for side, ms in (("stock", 10.0), ("kpolicy", 10.0 if turn else 20.0))]  # fmt: skip
+        (row,) = rows(lines)
+        assert row["preparations"] == [0.5, *[1.0] * (count - 1)]
+        assert row["ratio"] == pytest.approx(0.5 ** (1 / count), abs=1e-4)
+        found.append(row)
+    assert found[0]["ratio"] < found[1]["ratio"] < 1
+    assert found[1]["low"] < found[1]["ratio"] < found[1]["high"]
 
 
 def test_turns_of_one_preparation_count_once():

@@ -72,7 +72,8 @@ def test_stock_runs_once_more(served):
     assert [row["load"] for row in rows] == ["decode 1", "extend 64"]
     for row in rows:
         assert (row["stock"], row["kpolicy"], row["ratio"], row["repeats"]) == (10.0, 5.0, 2.0, 2)
-        assert row["again"] == {"stock": 10.0, "again": 8.0, "ratio": 1.25, "repeats": 2, "low": 1.25, "high": 1.25}
+        assert row["again"] == {"stock": 10.0, "again": 8.0, "ratio": 1.25, "repeats": 2, "low": 1.25, "high": 1.25,
+                                "preparations": [1.25, 1.25]}  # fmt: skip
         assert (row["against_again"]["again"], row["against_again"]["ratio"]) == (8.0, 1.6)
 
 
