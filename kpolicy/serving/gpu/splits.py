@@ -200,7 +200,9 @@ def together(mid_ptr, max_ptr, sum_ptr, row, splits, parts, own, width, COUNT: t
         maxima, sums, values = (), (), ()
         higher = best
         for each in tl.static_range(AT_ONCE):
-            ok, place = own & (begin + each < parts), first + (begin + each) * step
+            # Compared as a tensor: Triton 3.9's interpreter makes int32 of a scalar condition that it broadcasts.
+            ok = own & (tl.full([COUNT], begin + each, tl.int32) < parts)
+            place = first + (begin + each) * step
             most = tl.load(max_ptr + place, mask=ok, other=float("-inf"), cache_modifier=".cg")
             higher = tl.maximum(higher, most)
             summed = tl.load(sum_ptr + place, mask=ok, other=0.0, cache_modifier=".cg")
