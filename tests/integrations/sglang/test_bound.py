@@ -288,6 +288,24 @@ def test_a_limit_that_would_not_refuse_is_not_lifted(monkeypatch):
     assert phase.steps[3] == 2
 
 
+def test_a_size_beyond_the_limit_is_never_only_counted(monkeypatch):
+    """A runner that is asked past the registry has the limit lifted at each step of it, and not for others."""
+    seen, names = [], {"_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR": 2}
+    monkeypatch.setattr(dispatch, "_names", lambda *_: names)
+
+    def question(*_):
+        seen.append(names["_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"] == 2)
+        return True
+
+    hook, phase = dispatch.prefill_can_run_0_5_16, phase_of(PREFILL)
+    runner = hooked("can_run_graph", around(question, hook, []))(**vars(runner_of()))
+    dispatch.attach(runner, phase)
+    for size in (3, 3, 50, 50, 3):
+        assert runner.can_run_graph(batch_of(size))
+    assert seen == [False, False, True, True, False]
+    assert (phase.steps[3], phase.plain) == (3, {50})
+
+
 def test_buffers_are_filled_past_the_registry():
     """As long as kpolicy clears what a batch leaves empty."""
     passed = []

@@ -185,6 +185,42 @@ def test_a_fill_takes_empty_rows_along_and_leaves_sglangs_copy(monkeypatch):
     assert _grouped_foreach_copy_ is copy
 
 
+class Noted(Buffers):
+    """Buffers with a slot that SGLang clears, and what a fill was given."""
+
+    def __init__(self):
+        import torch
+
+        self.given, self.reset = [], []
+        super().__init__(wide=SimpleNamespace(
+            name="wide", axis="tokens", buffer=torch.zeros((8, 2)), padding_policy=SimpleNamespace(name="ZERO"),
+            enabled=True, slice_fn=None, post_fill=None, reset_padding=lambda *rows: self.reset.append(rows),
+            _raw_n=lambda _, tokens: tokens, _padded_n=lambda _, tokens: tokens,
+        ))  # fmt: skip
+        padding.take_tails(SimpleNamespace(buffer_registry=self, require_gathered_buffer=False), Failures())
+
+    def fill_from(
+        self, forward_batch, *, raw_bs, padded_bs, raw_num_tokens,  # noqa: ARG002
+        padded_num_tokens, pp_proxy_tensors=None,
+    ):  # fmt: skip
+        self.given.append((raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors))
+        _grouped_foreach_copy_([], [])
+        return "filled"
+
+
+def test_sglang_is_given_a_padded_batch_as_one_without_padding():
+    """Else it would clear all of it again; what kpolicy doesn't clear is told it, and a stage's tensors get there."""
+    buffers, tensors = Noted(), object()
+    asked = padding._asked(getattr(buffers, padding._ATTRIBUTE), Noted.fill_from, buffers)
+    for tokens, padded in ((3, 4), (4, 4)):
+        sizes = {"raw_bs": 2, "padded_bs": 2, "raw_num_tokens": tokens, "padded_num_tokens": padded}
+        assert asked(SimpleNamespace(), **sizes, pp_proxy_tensors=tensors) == "filled"
+    assert buffers.given == [(2, 2, 3, 3, tensors), (2, 2, 4, 4, tensors)]
+    assert buffers.reset == [(3, 4)]
+    asked(SimpleNamespace(), raw_bs=3, padded_bs=4, raw_num_tokens=3, padded_num_tokens=4)
+    assert buffers.given[-1] == (3, 3, 3, 3, None)
+
+
 def test_fills_that_overlap_leave_sglangs_copy(monkeypatch):
     """One begins within another and ends after it: both are padded, and nothing of kpolicy's stays."""
     monkeypatch.setitem(globals(), "_grouped_foreach_copy_", _copy_each)
