@@ -2,7 +2,7 @@
 
 Of a row measured in several folders the last is taken. What was published before stays, with its date, but for loads
 and models that all its sides have served again. Each row names its device and versions, and of several nothing is
-written: another GPU's or vLLM's results go into a folder of their own.
+written: another GPU's or vLLM's results go into a folder of their own. How each call was made is kept beside its rows.
 
 Run: ``python -m benchmarks.vllm.publish FOLDER... --date D [--results FOLDER]``.
 """
@@ -62,6 +62,30 @@ def checks(folders: Iterable[Path]) -> list[dict[str, Any]]:
             written = json.loads(path.read_text())
             found |= {result["model"]: {"date": written["date"], **result} for result in written["results"]}
     return list(found.values())
+
+
+def calls(folders: Iterable[Path], rows: Sequence[dict[str, Any]], target: Path) -> list[dict[str, Any]]:
+    """How each call that rows are of was made, as it told: command, commit, what was cut, and its sides' cost tables.
+
+    Args:
+        folders: of the calls.
+        rows: all that are published.
+        target: the file with the calls that were published before.
+    """
+    before = json.loads(target.read_text()).get("calls", []) if target.exists() else []
+    found = {each["call"]: each for each in before}
+    for folder in folders:
+        path = folder / "vllm_stock_vs_kpolicy.json"
+        told = json.loads(path.read_text()) if path.exists() else {}
+        if "call" in told:
+            costs = {
+                file.stem.removeprefix("shim_"): json.loads(file.read_text()).get("costs", "")
+                for file in sorted(folder.glob("shim_*.json"))
+            }
+            about = {name: told[name] for name in ("call", "command", "commit", "cut_by_the_budget")}
+            found[told["call"]] = {**about, "costs": costs}
+    wanted = {row.get("call") for row in rows}
+    return [each for name, each in sorted(found.items()) if name in wanted]
 
 
 def kept(rows: Sequence[dict[str, Any]], target: Path) -> list[dict[str, Any]]:
@@ -145,9 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = compared(rows)
         for line in table(found):
             say(line)
+        made = calls(options.folders, rows, raw)
         write(options.results / "vllm_stock_vs_kpolicy.json", found.pop("stock kpolicy", []))
         write(options.results / "vllm_sides.json", {**head, "pairs": found})
-        write(raw, {**head, "rows": rows})
+        write(raw, {**head, "calls": made, "rows": rows})
     if checked:
         command, target = "python -m benchmarks.vllm.correct --out OUT", options.results / "vllm_correct.json"
         models = {result["model"] for result in checked}

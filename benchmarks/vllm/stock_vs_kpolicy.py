@@ -25,7 +25,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import input_file, input_folder
+from benchmarks.command import command_line, input_file, input_folder, made_folder
 from benchmarks.vllm.cores import OneCore
 from benchmarks.vllm.ladders import PACED, SIDES, arguments_of
 from benchmarks.vllm.loads import LOADS, TURNS, Load, make_load
@@ -61,6 +61,8 @@ class Run(Measurement):
         self._core: OneCore | None = None
         self.failed = 0
         """Sides that were lost"""
+        self._cut: list[str] = []
+        """Models whose loads the budget cut"""
 
     def ahead(self, model: str) -> None:
         """Have all sides of a model import what they need, while others start."""
@@ -146,6 +148,8 @@ class Run(Measurement):
             for repeat in self._repeats(load, round_)
             if not self.rows.has(model, load, self._of(load, options.sides), repeat, len(made[load].requests))
         ]
+        if wanted and self.left_s() < 90:
+            self._cut.append(model)
         if not wanted or self.left_s() < 90:
             return
         sides: dict[str, Side] = {}
@@ -164,6 +168,7 @@ class Run(Measurement):
             for repeat, load in wanted:
                 if self.left_s() < LAST_S * len(self._of(load, sides)):
                     say(f"{model}: the budget is spent")
+                    self._cut.append(model)
                     break
                 self._turns(model, made[load], repeat, sides)
             self._keep_statistics(model, sides)
@@ -224,7 +229,8 @@ class Run(Measurement):
         self.rows.summary(
             options.out / "vllm_stock_vs_kpolicy.json",
             {
-                "command": "python -m benchmarks.vllm.stock_vs_kpolicy --models FOLDER --traces FOLDER --out OUT",
+                "call": self.about["call"], "command": options.command,
+                "commit": os.environ.get("KPOLICY_COMMIT", ""), "cut_by_the_budget": self._cut,
                 "date": options.date, "device": first.get("gpu"), "options": {
                     "llm": json.loads(options.llm), "kpolicy": json.loads(options.kpolicy), "child": options.child,
                     "paced": json.loads(options.paced), "one_core": options.one_core,
@@ -275,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
         "--models", type=input_folder, required=True, help="has a folder with config.json for each model"
     )
     parser.add_argument("--traces", type=input_folder, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=made_folder, required=True)
     parser.add_argument("--done", type=Path, action="append", default=[], help="raw rows of an earlier call")
     parser.add_argument("--only", nargs="*", default=NAMES, help="models, in order")
     parser.add_argument("--loads", nargs="*", default=list(LOADS))
@@ -303,6 +309,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--module", default="benchmarks.vllm.child", help="what runs in the children")
     parser.add_argument("--date", default="unstated")
     options, options.child = parser.parse_known_args(argv)
+    options.command = command_line("benchmarks.vllm.stock_vs_kpolicy", argv)
     if options.one_core and not hasattr(os, "sched_setaffinity"):
         parser.error("--one-core: this system doesn't let a process choose its cores; Linux does.")
     _check(parser, "--turns", [load for load, _ in options.turns], options.loads)

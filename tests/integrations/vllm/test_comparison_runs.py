@@ -298,6 +298,7 @@ def test_what_the_shim_counted_is_kept_where_the_budget_ends(
     rows = served(tmp_path, "--loads", "decode-4")
     assert {row["load"] for row in rows} == {"cold start"}
     assert "the budget is spent" in capsys.readouterr().out
+    assert json.loads((tmp_path / "vllm_stock_vs_kpolicy.json").read_text())["cut_by_the_budget"] == ["qwen05b"]
     assert json.loads((tmp_path / "shim_qwen05b_kpolicy.json").read_text())["kind"] == "statistics"
 
 
@@ -449,6 +450,29 @@ def test_results_of_one_device_and_its_versions_are_published_with_them_and_thei
     assert [machine(row) for row in written["rows"]] == [on("H200")] * 5
     rows = json.loads((results / "vllm_stock_vs_kpolicy.json").read_text())
     assert [(row["load"], row["date"]) for row in rows] == [("chat", "then"), ("burst", "now")]
+
+
+def test_how_each_call_was_made_is_published_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command as it was given, the commit, what the budget cut, and costs; those of rows that go, go too."""
+    monkeypatch.setenv("KPOLICY_COMMIT", "abc1234")
+    results = tmp_path / "results"
+
+    def published(folder: str) -> list[dict[str, Any]]:
+        made = tmp_path / folder
+        served(made, "--repeats", "1", "--loads", "decode-4", "--sides", "stock", "kpolicy")
+        (made / "shim_m_kpolicy.json").write_text(json.dumps({"costs": f"of {folder}"}))
+        assert publish.main([str(made), "--date", folder, "--results", str(results)]) == 0
+        found: list[dict[str, Any]] = json.loads((results / "raw" / "vllm_stock_vs_kpolicy.json").read_text())["calls"]
+        return found
+
+    (first,) = published("one")
+    assert first["command"].startswith("python -m benchmarks.vllm.stock_vs_kpolicy ")
+    assert "--loads decode-4" in first["command"]
+    assert str(tmp_path) not in first["command"]
+    assert (first["commit"], first["cut_by_the_budget"]) == ("abc1234", [])
+    assert first["costs"]["m_kpolicy"] == "of one"
+    (second,) = published("two")
+    assert (second["costs"]["m_kpolicy"], second["call"] > first["call"]) == ("of two", True)
 
 
 @pytest.mark.parametrize("other", [on("H100"), {**on("H200"), "vllm": "0.33.0"}, {**on("H200"), "torch": "3"}])

@@ -80,3 +80,18 @@ def test_the_page_s_rows_are_those_of_the_results(rows: Any) -> None:
     """Every one, in order."""
     table = "\n".join(" ".join(row.split()) for row in rows())
     assert table in "\n".join(" ".join(line.split()) for line in PAGE.splitlines())
+
+
+def test_the_page_s_calls_and_launching_costs_are_published() -> None:
+    """Each call's command and commit, and what launching an eager step took by its calibration."""
+    raw = json.loads((RESULTS / "h200" / "raw" / "vllm_stock_vs_kpolicy.json").read_text())
+    rows = {row["call"] for row in raw["rows"] if row.get("core_looks")}
+    assert rows == {call["call"] for call in raw["calls"]}
+    launching = {}
+    for call in raw["calls"]:
+        assert " --one-core " in call["command"]
+        assert f"kpolicy at {call['commit']} " in PAGE
+        for name, costs in call["costs"].items():
+            launching[name] = float(costs.partition("host_eager=HostCost(base_us=")[2].partition(",")[0]) / 1e3
+    told = "launching an eager step took {qwen05b_kpolicy:.0f} ms on the 0.5B, {dsv2lite_kpolicy:.0f} on DeepSeek and "
+    assert (told + "{llama8b_kpolicy:.0f} on Llama").format(**launching) in " ".join(PAGE.split())
