@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kpolicy.attention.fields import Fields
+from kpolicy.attention.hf import layer_kinds
 from kpolicy.errors import CheckpointError, ConfigError, SupportError, UnknownArchitectureError
 
 __all__ = ["check_keys", "has_weights", "load_tokenizer", "read_config", "read_weights"]
@@ -23,7 +25,7 @@ _SIZES = (
     ("vocab_size",), ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     ("num_attention_heads", "n_head", "num_heads", "n_heads"),
 )  # fmt: skip
-"""Sizes without which a config is no model's, by transformers' name and others"""
+"""Sizes that a config without weights should say, by transformers' name and others"""
 
 
 def read_config(source: Any) -> tuple[Any, Path | None]:
@@ -31,8 +33,9 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
 
     Raises:
         CheckpointError: the folder or its config.json isn't there or can't be read.
-        UnknownArchitectureError: transformers doesn't know the model type.
-        ConfigError: it makes no config, or leaves out main sizes without weights that tell them.
+        UnknownArchitectureError: transformers doesn't know the model type, or nobody declared the architecture.
+        SupportError: the config contradicts itself.
+        ConfigError: it makes no config, or says none of its main sizes without weights that tell them.
     """
     from transformers import PretrainedConfig
 
@@ -64,7 +67,7 @@ def _config_of(values: dict[str, Any], where: str, *, weights: bool) -> Any:
     """The config object of these fields; `weights` is whether there are any that its sizes are held to."""
     from transformers import CONFIG_MAPPING
 
-    said = Fields(values.copy())
+    given = values.copy()
     model_type = values.pop("model_type", None)
     if model_type is None:
         raise ConfigError(f"{where} has no model_type; add the one of its architecture, for example llama.")
@@ -78,23 +81,50 @@ def _config_of(values: dict[str, Any], where: str, *, weights: bool) -> Any:
     # Config classes check fields as they please.
     except Exception as error:
         raise ConfigError(f"{where} can't be used as a {model_type} config: {error}") from error
+    # One that isn't known has its sizes where nobody looks, and may have no one language model.
+    layer_kinds(config)
+    try:
+        text = config.get_text_config()
+    except ValueError as error:
+        raise ConfigError(f"{where} can't be used as a {model_type} config: {error}") from error
     if not weights:
-        _check_sizes(config.get_text_config(), said, where)
+        _check_sizes(config, text, given, where)
     return config
 
 
-def _check_sizes(config: Any, said: Fields, where: str) -> None:
-    """Refuse to make a model up of sizes that its config leaves to transformers, which has those of some model."""
+def _check_sizes(config: Any, text: Any, values: Mapping[str, Any], where: str) -> None:
+    """Tell of sizes that a config leaves to transformers, which has those of some model; refuse one of these alone.
+
+    Args:
+        config: transformers' config object.
+        text: its language model's.
+        values: the fields that it was made of.
+        where: what messages call it.
+
+    Raises:
+        ConfigError: it says none of its main sizes, nor anything of another part, such as a vision model.
+    """
+    said = Fields(values)
     unsaid = {
-        names[0]: getattr(config, names[0], None)
+        names[0]: getattr(text, names[0], None)
         for names in _SIZES
-        if said.get(*names, getattr(config, "attribute_map", {}).get(names[0], names[0])) is None
+        if said.get(*names, getattr(text, "attribute_map", {}).get(names[0], names[0])) is None
+        # A property is made of what is said, such as a pattern of layers.
+        and not isinstance(getattr(type(text), names[0], None), property)
     }
-    taken = [f"{name} ({value})" for name, value in unsaid.items() if value is not None]
-    if taken:
+    taken = ", ".join(f"{name} ({value})" for name, value in unsaid.items() if value is not None)
+    others = [name for name in config.sub_configs if getattr(config, name, None) is not text and values.get(name)]
+    if len(unsaid) == len(_SIZES) and not others:
         raise ConfigError(
-            f"{where} doesn't say {', '.join(taken)}: in brackets is what transformers takes for {config.model_type} "
-            "then, and there are no weights to hold that to. Add what the model has."
+            f"{where} says none of its main sizes, so it is {text.model_type}'s family and no model: transformers' "
+            f"defaults would be {taken}. Add what the model has."
+        )
+    if taken:
+        warnings.warn(
+            f"{where} doesn't say {taken}: in brackets is transformers' default for {text.model_type}, which is taken. "
+            "Add what the model has where that is something else.",
+            UserWarning,
+            stacklevel=1,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from kpolicy.attention import HostParams  # noqa: E402
+from kpolicy.attention import HostParams, hf  # noqa: E402
 from kpolicy.errors import CheckpointError, ConfigError, SupportError, UnknownArchitectureError  # noqa: E402
 from kpolicy.executors.step_model import StepContext  # noqa: E402
 from kpolicy.serving import load as loading  # noqa: E402
@@ -254,23 +255,76 @@ def test_an_unknown_architecture_is_named() -> None:
         load({"hidden_size": 64})
 
 
-def test_sizes_that_a_config_leaves_out_are_none_of_transformers(copied: Path) -> None:
-    """Where weights don't tell them: a model of random weights would be some other one."""
-    with pytest.raises(ConfigError, match=r"doesn't say vocab_size \(32000\), hidden_size \(4096\), num_hidden_layers"):
-        load({"model_type": "llama"})
-    for family, name in (("qwen3", "num_attention_heads"), ("gpt2", "n_layer")):
-        fields = {each: value for each, value in FAMILIES[family].items() if each != name}
-        with pytest.raises(ConfigError, match=r"doesn't say num_\w+ \(\d+\): .* takes for"):
-            load(fields)
-    small = {name: FAMILIES["llama"][name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
-    with pytest.raises(ConfigError, match=r"doesn't say num_attention_heads \(8\)"):
-        read_config({"model_type": "gemma3", "text_config": small})
+def test_a_family_alone_is_no_model(copied: Path) -> None:
+    """Where weights don't tell its sizes: a model of random weights would be some other one."""
+    bare = (
+        r"says none of its main sizes, so it is llama's family .* vocab_size \(32000\), hidden_size \(4096\), num_hid"
+    )
+    for config in (
+        {"model_type": "llama"}, {"model_type": "llama", "rope_theta": 5e5, "max_position_embeddings": 64},
+        {"model_type": "llava", "text_config": {"model_type": "llama"}},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=bare):
+            load(config)
     (copied / "config.json").write_text('{"model_type": "llama"}')
-    assert read_config(copied)[0].hidden_size == 4096
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert read_config(copied)[0].hidden_size == 4096
     for file in copied.glob("*.safetensors*"):
         file.unlink()
-    with pytest.raises(ConfigError, match=rf"{copied / 'config.json'} doesn't say"):
+    with pytest.raises(ConfigError, match=rf"{copied / 'config.json'} {bare}"):
         load(copied)
+
+
+@pytest.mark.parametrize(
+    ("config", "note", "sizes"),
+    [
+        # As they are published: Gemma 3 4B, LLaVA 1.5 7B and LLaVA with a text_config that says its type alone.
+        (
+            {"model_type": "gemma3", "text_config": {"hidden_size": 2560, "num_hidden_layers": 34}},
+            r"say vocab_size \(262208\), num_attention_heads \(8\): .* default for gemma3_text", (2560, 34, 8),
+        ),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}},
+            r"say hidden_size \(4096\), num_hidden_layers \(32\), num_attention_heads \(32\): ", (4096, 32, 32),
+        ),
+        (
+            {
+                "model_type": "llava", "text_config": {"model_type": "llama"},
+                "vision_config": {"model_type": "clip_vision_model", "hidden_size": 1024, "num_attention_heads": 16},
+            },
+            r"say vocab_size \(32000\), hidden_size \(4096\), ", (4096, 32, 32),
+        ),
+    ],
+)  # fmt: skip
+def test_sizes_that_are_left_to_transformers_are_told(
+    config: dict[str, Any], note: str, sizes: tuple[int, ...]
+) -> None:
+    """Published configs leave out those that are their class's defaults."""
+    with pytest.warns(UserWarning, match=note) as told:
+        text = read_config(config)[0].get_text_config()
+    assert (text.hidden_size, text.num_hidden_layers, text.num_attention_heads) == sizes
+    assert len(told) == 1
+
+
+def test_sizes_are_looked_at_after_the_architecture() -> None:
+    """Neither encoder-decoders, nor configs of several language models, nor patterns of layers get a wrong reason."""
+    for name in ("musicgen", "t5", "funnel", "prophetnet"):
+        with pytest.raises(UnknownArchitectureError, match=f"{name!r}"):
+            load({"model_type": name})
+    pattern = {"model_type": "nemotron_h", "hidden_size": 64, "vocab_size": 256, "num_attention_heads": 4}
+    pattern["num_key_value_heads"] = 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with pytest.raises(SupportError, match="mamba"):
+            load({**pattern, "layers_block_type": ["mamba", "attention"]}, **SMALL)
+
+
+def test_a_config_of_several_language_models_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its architecture was declared, too."""
+    monkeypatch.setitem(hf._registered, "musicgen", lambda _: ["mha"])
+    with pytest.raises(ConfigError, match=r"as a musicgen config: .*ambiguous"):
+        load({"model_type": "musicgen"})
 
 
 def test_a_config_that_makes_no_model_is_an_error_of_ours() -> None:
