@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ __all__ = [
     "input_file",
     "input_folder",
     "input_path",
+    "made_file",
+    "made_folder",
     "output_file",
     "profile",
     "traces_and_date",
@@ -47,11 +50,38 @@ def input_folder(text: str) -> Path:
 def output_file(text: str) -> Path:
     """An option's file that is written, or gone on with, in a folder that is there."""
     path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path) and not os.path.isdir(path.parent):
         raise argparse.ArgumentTypeError(f"{text} can't be written: {path.parent} is no folder")
+    return made_file(text)
+
+
+def made_file(text: str) -> Path:
+    """An option's file that is written, or gone on with; its folder is made where it isn't there."""
+    path = Path(text)
+    if os.path.isdir(path):
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    _check_writable(path)
     return path
+
+
+def made_folder(text: str) -> Path:
+    """An option's folder that files are written to, made where it isn't there."""
+    path = Path(text)
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise argparse.ArgumentTypeError(f"{text} is a file; name a folder")
+    _check_writable(path)
+    return path
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse what can't be written, or made in the nearest folder above that is there."""
+    found = Path(os.path.realpath(next(each for each in (path, *path.parents) if os.path.exists(each))))
+    if not os.path.isdir(found) and not os.path.exists(path):
+        raise argparse.ArgumentTypeError(f"{path} can't be written: {found} is no folder")
+    # A file is written beside its place, and put there.
+    for each in (found, found.parent) if os.path.isfile(found) else (found,):
+        if not os.access(each, os.W_OK | os.X_OK if os.path.isdir(each) else os.W_OK):
+            raise argparse.ArgumentTypeError(f"{path} can't be written: no write access to {each}")
 
 
 def profile(text: str) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.command import output_file
 from kpolicy.errors import KPolicyError
 from kpolicy.middle_profile import launching_us, middle
 from kpolicy.schemas import read_profile, write_profile
@@ -19,7 +20,7 @@ from kpolicy.schemas import read_profile, write_profile
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profiles", type=Path, nargs="+", help="profiles of one model, by `kpolicy calibrate`")
-    parser.add_argument("--out", type=Path, required=True, help="where the profile of the middle is written")
+    parser.add_argument("--out", type=output_file, required=True, help="where the profile of the middle is written")
     arguments = parser.parse_args(argv)
     if any(arguments.out.resolve() == path.resolve() for path in arguments.profiles):
         parser.error(f"--out {arguments.out} is one of the profiles, which would be lost; name another file")

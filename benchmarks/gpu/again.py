@@ -27,14 +27,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import attrs
 import torch
 
-from benchmarks.command import command_line, input_file, input_path
+from benchmarks.command import command_line, input_file, input_path, output_file
 from benchmarks.fidelity import requests_of
 from benchmarks.quiet import Turns, go_first
 from kpolicy.cli.step_log import files_of
@@ -248,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", action="store_true", help="every other pass on the slowest core, not the quickest")
     parser.add_argument("--passes", type=int, default=5, help="over all policies; of each kind with --turns")
     parser.add_argument("--seconds", type=float, default=120.0, help="no pass begins that wouldn't end within these")
-    parser.add_argument("--out", type=Path, required=True, help="step logs NAME-POLICY.jsonl")
+    parser.add_argument("--out", type=output_file, required=True, help="step logs NAME-POLICY.jsonl")
     arguments = parser.parse_args(argv)
     began, command = time.perf_counter(), command_line("benchmarks.gpu.again", argv)
     if arguments.turns and not hasattr(os, "sched_setaffinity"):

@@ -15,9 +15,9 @@ import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks.command import made_file
 from benchmarks.gpu.common import Results, header, steady, synchronise
 from benchmarks.pairs import interval
 
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="short prompts, plain kernels: a dry run")
     parser.add_argument("--date", default="unstated")
     parser.add_argument("--seconds", type=float, default=300.0, help="begin nothing new after so many")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=made_file, required=True)
     options = parser.parse_args(argv)
     options.model, options.layers = "attention", 0
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.command import command_line, input_path
+from benchmarks.command import command_line, input_path, made_file
 from benchmarks.student import student
 
 __all__ = [
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser, *, seconds: float) -> None:
     parser.add_argument("--layers", type=int, default=0, help="keep only so many layers, at their true width; 0 is all")
     parser.add_argument("--seconds", type=float, default=seconds, help="begin nothing new after so many")
     parser.add_argument("--date", default="unstated")
-    parser.add_argument("--out", type=Path, required=True, help="the result file; a run goes on where it ends")
+    parser.add_argument("--out", type=made_file, required=True, help="the result file; a run goes on where it ends")
 
 
 def add_slice_options(parser: argparse.ArgumentParser, *, block: int, count: int) -> None:

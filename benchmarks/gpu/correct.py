@@ -33,7 +33,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.command import input_file
+from benchmarks.command import input_file, made_file
 from benchmarks.gpu.common import (
     Check,
     Checks,
@@ -461,7 +461,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if "--merge" in argv:
         parser.add_argument("--merge", type=input_file, nargs="+", required=True)
-        parser.add_argument("--out", type=Path, required=True)
+        parser.add_argument("--out", type=made_file, required=True)
         options = parser.parse_args(argv)
         return merge(options.merge, options.out)
     add_options(parser, seconds=420.0)

@@ -12,9 +12,9 @@ import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks.command import made_file
 from benchmarks.gpu.common import Results, header, host_noise, load_model, logits_of, opened, ran, steady, synchronise
 from benchmarks.pairs import interval
 from kpolicy.heap import frozen_heap
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--date", default="unstated")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=made_file, required=True)
     options = parser.parse_args(argv)
     options.model, options.layers = "gpt2", 0
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.command import input_file
+from benchmarks.command import input_file, made_file
 from benchmarks.gpu.common import (
     Check,
     Checks,
@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:]
     if "--merge" in argv:
         parser.add_argument("--merge", type=input_file, nargs="+", required=True)
-        parser.add_argument("--out", type=Path, required=True)
+        parser.add_argument("--out", type=made_file, required=True)
         options = parser.parse_args(argv)
         return merge(options.merge, options.out)
     add_options(parser, seconds=420.0)

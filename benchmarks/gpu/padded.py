@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from benchmarks.command import input_folder
+from benchmarks.command import input_folder, made_file
 from benchmarks.gpu.common import Results, header, steady, synchronise
 from benchmarks.pairs import interval
 
@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="two layers, few rows, plain kernels: a dry run")
     parser.add_argument("--date", default="unstated")
     parser.add_argument("--seconds", type=float, default=60.0, help="begin nothing new after so many")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=made_file, required=True)
     options = parser.parse_args(argv)
     options.model, options.layers = "attention over padding", 0
 

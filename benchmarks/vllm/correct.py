@@ -34,6 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import made_folder
 from benchmarks.vllm.rows import say
 from benchmarks.vllm.sides import Side, SideError
 
@@ -355,7 +356,7 @@ def passes(result: dict[str, Any]) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Check both models, writing after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=made_folder, required=True)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "kpolicy-checkpoints"))
     parser.add_argument("--only", nargs="*", default=list(SHAPES))
     parser.add_argument("--llm", default="{}")

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import input_file, input_folder
+from benchmarks.command import input_file, input_folder, made_folder
 from benchmarks.vllm.ladders import SIDES, arguments_of
 from benchmarks.vllm.rows import Measurement, rotated, say
 from benchmarks.vllm.sides import Side, SideError
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure what isn't on record, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=input_folder, required=True, help="folder with a config.json")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=made_folder, required=True)
     parser.add_argument("--plan", type=input_file, help="plan file of the side planned")
     parser.add_argument("--done", type=Path, action="append", default=[], help="raw rows of an earlier call")
     parser.add_argument("--sides", nargs="*", default=None, help=f"of {', '.join(SIDES)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -12,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.command import input_file, input_folder, input_path, output_file, profile
+from benchmarks.command import input_file, input_folder, input_path, made_file, made_folder, output_file, profile
 
 ROOT = Path(__file__).parents[2]
-MADE_OR_MISSED = {"--out", "--results", "--done", "--work", "folders", "profiles"}
+MADE_OR_MISSED = {"--results", "--done", "--work", "folders", "profiles"}
 """Options whose file or folder is made where it isn't there, left out, or told of by what reads it"""
 
 
@@ -45,6 +46,9 @@ def test_a_missing_file_is_one_line(
         (input_path, "nowhere", "nowhere isn't there"), (input_file, "nowhere", "nowhere isn't there"),
         (input_file, ".", ". is a folder"), (input_folder, "file", "file is a file"),
         (output_file, ".", ". is a folder"), (output_file, "nowhere/x", "nowhere is no folder"),
+        (output_file, "file/x", "file is no folder"), (made_file, ".", ". is a folder"),
+        (made_file, "file/x/y", "file is no folder"), (made_folder, "file", "file is a file"),
+        (made_folder, "file/x", "file is no folder"),
         (profile, "qwen", "unknown profile 'qwen'"), (profile, "file", "Is it another kind of file"),
     ],
 )  # fmt: skip
@@ -57,12 +61,50 @@ def test_what_is_wrong_with_a_path_is_said(
         kind(text)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"), [(output_file, "file"), (output_file, "new"), (made_file, "new/x"), (made_folder, "new")]
+)
+@pytest.mark.parametrize("closed", [".", "file"])
+def test_no_write_access_is_said(
+    kind: Callable[[str], Any], text: str, closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is put in its folder's place, so it takes access to both."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    without = (tmp_path / closed).resolve()
+    # A superuser has access to whatever modes say.
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != without)
+    if closed == "." or text == closed:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{text} can't be written: no write access to"):
+            kind(text)
+    else:
+        assert kind(text) == Path(text)
+
+
+@pytest.mark.parametrize("name", ["attention", "gpt2", "padded", "correct", "overlap", "soak"])
+@pytest.mark.parametrize("out", ["file/x.json", "folder"])
+def test_a_gpu_benchmark_tells_at_once_where_it_cannot_write(
+    name: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("folder").mkdir()
+    pytest.importorskip("torch")
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"benchmarks.gpu.{name}").main(["--tiny", "--device", "cpu", "--config", "file", "--out", out])
+    assert ended.value.code == 2
+    assert f"argument --out: {out} " in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_what_is_there_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is written needn't be there; a profile is a name too."""
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     assert [input_path("file"), input_path("."), input_file("file"), input_folder("."), output_file("new")] == [
         Path("file"), Path(), Path("file"), Path(), Path("new")
+    ]  # fmt: skip
+    assert [made_file("new/folder/x"), made_folder("new/folder"), made_folder("."), made_file("/dev/null")] == [
+        Path("new/folder/x"), Path("new/folder"), Path(), Path("/dev/null")
     ]  # fmt: skip
     assert profile("qwen2.5-0.5b-h200") == "qwen2.5-0.5b-h200"
 
