@@ -23,7 +23,7 @@ from kpolicy.decision import Decision
 from kpolicy.modes import Mode, SplitForm
 from kpolicy.policies import ranks
 from kpolicy.policies.auto import cheapest, cheapest_of_unlike, choose, rate
-from kpolicy.policies.base import PolicyContext, Way, eager_reason, legal_ways, split_tails, split_way
+from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails, split_way
 from kpolicy.policies.rank_times import NUM_TIMES, RankTimes, Voted
 from kpolicy.policies.tables import EAGER_WAY, MOST_DECISIONS, Entry, Group, PreparedWays, at
 from kpolicy.reasons import Reason
@@ -70,6 +70,10 @@ class AutoTables:
         self._eager = EAGER_WAY.decided(eager_reason(context), context, costs=True)
         self._eager_us = array("d", context.costs.eager.upto(context.settings.max_num_tokens))
         self._times = RankTimes(context.costs, self._eager_us)
+        self._unlike = self._ways
+        """The ways of ranks that have unlike many tokens: others only where padding takes something"""
+        if self._times.pads:
+            self._unlike = PreparedWays(context, cheapest_of_unlike(context), rate(context), forms, unlike=True)
         self._agreed, self._reduced = self._eager, tuple[int, ...]()
         self._usual: dict[int, list[Row | None]] = {}
         """Rows of steps without LoRA in which nothing is forbidden"""
@@ -97,10 +101,7 @@ class AutoTables:
         if row is not None and not (times.pads and -largest.fewest != num_decodes * query_len):
             return self._row_by_slowest(row, largest)
         numbers = ranks.reduced_numbers(reduced[:-NUM_TIMES])
-        if times.pads and largest.unlike(numbers):
-            ways = legal_ways(numbers, self._context, cheapest_of_unlike(self._context), forms=self._forms)
-        else:
-            ways = self._ways(numbers)
+        ways = (self._unlike if times.pads and largest.unlike(numbers) else self._ways)(numbers)
         if len(ways) < 2 or (numbers.max_decode_steps > 1 and ways[-1].mode is Mode.SPLIT):
             way, reason = choose(numbers, ways, self._context, lambda way: times.cost(way, largest))
             return self._made(way, reason)

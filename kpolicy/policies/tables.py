@@ -26,7 +26,8 @@ class Entry(NamedTuple):
     `rate` is what the policy ranks sizes by, `num_reqs` and `max_query_len` what the graph holds at most, `uid` a
     small number that tells graphs apart, `padding_us` what the padding takes more (`CostTable.padding_us`), which
     `rate` has too where it is a time. `exact` is the graph without padding where that may be the cheaper one all the
-    same: the whole batch tells (`kpolicy.policies.auto.cheapest`).
+    same: the whole batch tells (`kpolicy.policies.auto.cheapest`). In tables for unlike ranks it is the graph ranked
+    before this one, which may have one before it.
     """
 
     key: GraphKey
@@ -66,11 +67,13 @@ class KeyTables:
         ladder: captured keys.
         rate: what a key is ranked by for so many tokens; the lowest wins, the smaller size on ties.
         padding_of: microseconds more for a key with fewer tokens than it has.
+        unlike: whether the graph that would be chosen if padding took nothing more comes too, as ranks that have unlike
+            many tokens need it (`kpolicy.policies.auto.cheapest_of_unlike`).
     """
 
     def __init__(
         self, ladder: CaptureLadder, rate: Callable[[GraphKey, int], float],
-        padding_of: Callable[[GraphKey, int], float],
+        padding_of: Callable[[GraphKey, int], float], *, unlike: bool = False,
     ) -> None:  # fmt: skip
         self.entries = [
             Entry(
@@ -95,7 +98,7 @@ class KeyTables:
         """Indexed by active LoRAs; more than that many have no graph."""
         by_key = dict(zip(ladder.keys, zip(self.entries, self._padded, strict=True), strict=True))
         for i, case in enumerate(cases):
-            group = _group(ladder, by_key, cases[i:])
+            group = _group(ladder, by_key, cases[i:], unlike)
             self.by_loras += [group] * (case + 1 - len(self.by_loras))
 
 
@@ -103,14 +106,16 @@ _Both = tuple[Entry, Entry]
 """A graph's entries where it is full and where it has padding"""
 
 
-def _group(ladder: CaptureLadder, by_key: Mapping[GraphKey, _Both], cases: Sequence[int]) -> Group:
+def _group(ladder: CaptureLadder, by_key: Mapping[GraphKey, _Both], cases: Sequence[int], unlike: bool) -> Group:
     left: set[int] = set()
 
     def column(keys: Iterable[GraphKey]) -> Column:
         filled: Column = []
         for case in cases:
             # The smallest case that holds the rows wins; a larger one only serves sizes the smaller lacks.
-            filled += _by_tokens([by_key[key] for key in keys if key.lora_case == case])[len(filled) :]
+            entries = [by_key[key] for key in keys if key.lora_case == case]
+            found = _by_tokens(entries)
+            filled += (_with_quickest(found, entries) if unlike else found)[len(filled) :]
         left.update(tokens for tokens, entry in enumerate(filled) if entry is not None and entry.exact is not None)
         return filled
 
@@ -144,6 +149,20 @@ def _by_tokens(entries: Sequence[_Both]) -> Column:
     return column
 
 
+def _with_quickest(column: Column, entries: Sequence[_Both]) -> Column:
+    """The column, with the graph of least rate where full behind each entry if another; `entries` rise by size."""
+    best: Entry | None = None
+    for i in range(len(entries) - 1, -1, -1):
+        full, low = entries[i][0], entries[i - 1][0].key.num_tokens if i else 0
+        if best is None or full.rate <= best.rate:
+            best = full
+        for tokens in range(low + 1, full.key.num_tokens + 1):
+            found = column[tokens]
+            if found is not None and best.uid not in _uids(found):
+                column[tokens] = best._replace(exact=found)
+    return column
+
+
 class PreparedWays:
     """`legal_ways` by look-up: equal to it for every batch, without its scans.
 
@@ -152,6 +171,7 @@ class PreparedWays:
         pick: the policy's rule among the keys that hold the rows.
         rate: the same rule as a number a key; see `KeyTables`.
         forms: the forms of SPLIT that the policy considers.
+        unlike: see `KeyTables`.
     """
 
     def __init__(
@@ -160,11 +180,13 @@ class PreparedWays:
         pick: Pick,
         rate: Callable[[GraphKey, int], float],
         forms: Sequence[SplitForm],
+        *,
+        unlike: bool = False,
     ) -> None:
         self._context = context
         self._pick = pick
         self._forms = tuple(forms)
-        self.tables = KeyTables(context.ladder, rate, context.costs.padding_of)
+        self.tables = KeyTables(context.ladder, rate, context.costs.padding_of, unlike=unlike)
         self._wholes: list[Way | None] = [None] * len(self.tables.entries)
         self._splits: dict[tuple[object, ...], list[Way]] = {}
 
@@ -188,11 +210,11 @@ class PreparedWays:
             if entry is not None:
                 if _overflows(entry, numbers.total_reqs, numbers.longest_decode):
                     return self.scan(numbers)
-                ways += map(self.whole, _both(entry))
+                ways += map(self.whole, _graphs(entry))
         if not forbidden & _PIECES:
             entry = at(group.pieces, tokens)
             if entry is not None:
-                ways += map(self.whole, _both(entry))
+                ways += map(self.whole, _graphs(entry))
         if not forbidden & _EAGER:
             ways.append(EAGER_WAY)
         if numbers.num_decodes and numbers.num_prefills and not forbidden & (_FULL | _SPLIT):
@@ -212,15 +234,15 @@ class PreparedWays:
         piece = None if forbidden & _PIECES else at(group.pieces, numbers.num_prefill_tokens)
         tails = split_tails(piece and piece.key, numbers, self._context)
         if piece is not None and piece.exact is not None:
-            tails = ((piece.exact.key, None), *tails)
-        key = (decode.uid, decode.exact and decode.exact.uid, tails, numbers.max_decode_steps)
+            tails = (*((graph.key, None) for graph in _graphs(piece.exact)), *tails)
+        key = (_uids(decode), tails, numbers.max_decode_steps)
         ways = self._splits.get(key)
         if ways is None:
             steps = numbers.max_decode_steps
             ways = [
                 way
                 for form in self._forms
-                for graph in _both(decode)
+                for graph in _graphs(decode)
                 for way in split_way(graph.key, tails, form, steps)
             ]
             if len(self._splits) >= _MOST_SPLITS:
@@ -250,8 +272,12 @@ def decode_graph(group: Group, query_len: int, tokens: int) -> Entry | None:
     return at(group.varlen, tokens) or at(group.mixed, tokens)
 
 
-def _both(entry: Entry) -> tuple[Entry, ...]:
-    return (entry,) if entry.exact is None else (entry.exact, entry)
+def _graphs(entry: Entry) -> tuple[Entry, ...]:
+    return (entry,) if entry.exact is None else (*_graphs(entry.exact), entry)
+
+
+def _uids(entry: Entry) -> tuple[int, ...]:
+    return (entry.uid,) if entry.exact is None else (*_uids(entry.exact), entry.uid)
 
 
 def _overflows(entry: Entry, num_reqs: int, longest: int) -> bool:

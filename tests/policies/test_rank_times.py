@@ -10,10 +10,11 @@ from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Part
 from kpolicy.policies import PolicyContext, get_policy
-from kpolicy.policies.auto import cheapest_of_unlike
+from kpolicy.policies.auto import cheapest_of_unlike, rate
 from kpolicy.policies.base import legal_ways
 from kpolicy.policies.rank_times import NUM_TIMES, RankTimes, Voted
 from kpolicy.policies.ranks import reduced_numbers
+from kpolicy.policies.tables import PreparedWays
 from kpolicy.reasons import Reason
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
@@ -124,6 +125,33 @@ def test_padding_counts_where_any_rank_has_some(rows, size, prompt):
     votes = reduced(compiled, ranks)
     (found,) = {compiled.agree(votes, rank).launches for rank in ranks}
     assert [(each.part, each.key.num_tokens) for each in found] == [(Part.FULL, size)]
+
+
+@ANY
+@hypothesis.given(contexts(get_policy("auto")), shapes())
+def test_prepared_ways_of_unlike_ranks_are_all_legal_ones(context, shape):
+    """In the same order, which tells on ties."""
+    pick, numbers, forms = cheapest_of_unlike(context), shape.numbers, get_policy("auto").forms
+    prepared = PreparedWays(context, pick, rate(context), forms, unlike=True)
+    assert prepared(numbers) == prepared.scan(numbers) == legal_ways(numbers, context, pick, forms=forms)
+
+
+@pytest.mark.parametrize("prompt", [0, 2])
+def test_unlike_ranks_agree_without_scans(prompt, monkeypatch):
+    """Where padding takes something their ways are looked up, as those of ranks that are alike."""
+    settings, claims = Settings(max_num_reqs=16), Claims.at_level("mixed")
+    keys = plan_keys(CaptureSizes((8, 16), (8, 16), (8, 16)), claims, settings)
+    costs = attrs.evolve(COSTS, full=Curve((8, 16), (10.0, 9.0)), padding_us=(5.0, 5.0))
+    compiled = get_policy("auto").compile(
+        PolicyContext(claims=claims, ladder=CaptureLadder(keys), costs=costs, settings=settings)
+    )
+    prefills = [(prompt, 0)] if prompt else []
+    ranks = [BatchShape(decodes=[(1, count)], prefills=prefills).numbers for count in (6, 3)]
+    votes = reduced(compiled, ranks)
+    scanned = []
+    monkeypatch.setattr("kpolicy.policies.base.full_keys", lambda *_: scanned.append(1) or ())
+    assert {compiled.agree(votes, rank).mode for rank in ranks} == {Mode.FULL}
+    assert not scanned
 
 
 def test_ranks_run_eagerly_where_the_largest_size_would_delay_the_slowest():
