@@ -13,6 +13,7 @@ from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
 from kpolicy.schemas import LadderPlan, write_plan
 from kpolicy.settings import Settings
+from kpolicy_vllm import plugin
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.ladder import DENSE_FROM, default_sizes, describe, geometric, one_list, sizes_of, wide_layers
 from kpolicy_vllm.state import State
@@ -85,6 +86,38 @@ class Raising:
 
     def __getattr__(self, name: str) -> int:
         raise ValueError(name)
+
+
+class Runner:
+    """What a worker's runner has of what is asked at its start."""
+
+
+@pytest.mark.parametrize("name", ["hf_text_config", "hf_config"])
+@pytest.mark.parametrize(("ranks", "wide"), [(1, True), (4, False)])
+def test_how_wide_a_model_is_reaches_the_sizes_of_the_engine_and_of_its_workers(name, ranks, wide):
+    """A Llama of 8B, and that shared by four ranks."""
+    model = SimpleNamespace(hidden_size=4096, intermediate_size=14336)
+    thin = SimpleNamespace(hidden_size=896, intermediate_size=4864)
+    compilation = SimpleNamespace(
+        cudagraph_capture_sizes=[1, 2, 4], max_cudagraph_capture_size=4, compile_sizes=None,
+        pass_config=SimpleNamespace(enable_sp=False), post_init_cudagraph_sizes=lambda: None,
+    )  # fmt: skip
+    vllm_config = SimpleNamespace(
+        additional_config={}, compilation_config=compilation, speculative_config=None, lora_config=None,
+        instance_id="1", model_config=SimpleNamespace(**{"hf_config": thin, name: model}),
+        parallel_config=SimpleNamespace(data_parallel_size=1, tensor_parallel_size=ranks),
+        scheduler_config=SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=2048, scheduler_cls=None),
+    )  # fmt: skip
+    config, settings = Config(metrics=False), Settings(max_num_reqs=64, max_num_tokens=2048)
+    wanted = default_sizes(settings, wide=wide)
+    assert wanted != default_sizes(settings, wide=not wide)
+    plugin._configure(vllm_config, config, None)
+    assert compilation.cudagraph_capture_sizes == one_list(wanted)
+    state = State(config, settings)
+    found = SimpleNamespace(version="0.23", check=lambda _: None, attach=lambda *_: None)
+    wrapper = SimpleNamespace(vllm_config=vllm_config, worker=SimpleNamespace(model_runner=Runner()))
+    plugin._attach(found, wrapper, state)
+    assert state.sizes == wanted
 
 
 def test_how_wide_a_model_is_is_asked_only_for_the_default_sizes(tmp_path):
