@@ -31,9 +31,9 @@ def test_every_option_is_explained(name: str) -> None:
     assert f"python -m benchmarks.{name}" in (FOLDER / f"{name}.py").read_text()
 
 
-def test_a_name_that_no_trace_has() -> None:
+def test_a_name_that_no_trace_has(tmp_path: Path) -> None:
     """It is said with those that there are; before, nothing was done."""
-    command = [sys.executable, "-m", "benchmarks.plan_worth", "--only", "zzz"]
+    command = [sys.executable, "-m", "benchmarks.plan_worth", "--traces", str(tmp_path), "--only", "zzz"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=FOLDER.parent)
     assert ended.returncode == 2
     assert "--only zzz is in no name of conversation" in ended.stderr
