@@ -1,4 +1,4 @@
-"""docs/gpu.md: the table of regret is that of its results; what a soak found is what it wrote itself."""
+"""docs/measured_gpu.md: the table of regret is that of its results; what a soak found is what it wrote itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.gpu import soak
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-DOC = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").splitlines()
+DOC = (ROOT / "docs" / "measured_gpu.md").read_text(encoding="utf-8").splitlines()
 POLICIES = ("auto", "full_and_piecewise", "piecewise", "split", "vllm", "tensorrt_llm", "eager")
 ALL_GRAPHS = ("qwen05b", "llama8b")
 """Models whose replicas had everybody's graphs, and are left out"""
