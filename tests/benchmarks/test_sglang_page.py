@@ -88,29 +88,6 @@ def test_each_preparation_of_run_35(label):
         assert told["ratio"] == pytest.approx(geometric_mean(each), abs=1e-4)
 
 
-README_ROWS = [
-    ("1 / 32 / 256 decodes", ["decode 1", "decode 32", "decode 256"]), ("a prompt of 64", ["extend 64"]),
-    ("32 decodes and a prompt of 64 / 2,048", ["32 decodes + extend 64", "32 decodes + extend 2048"]),
-    ("other decodes / prompts, drawn from a trace",
-     [f"{kind} steps of distinct sizes drawn from the trace, kpolicy's sizes" for kind in ("decode", "extend")]),
-    ("decodes / prompts of just the sizes that a plan of 55 lacks",
-     [f"{kind} steps of sizes that SGLang has graphs of and the plan hasn't, planned sizes"
-      for kind in ("decode", "extend")]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("label", "loads"), README_ROWS)
-def test_the_readme_has_the_same_steps(label, loads):
-    """And has those below 0.99 in bold."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("| SGLang 0.5.16, Qwen2.5-0.5B |")[2]
-    line = next(line for line in text.splitlines() if line.startswith(f"| | {label} |"))
-    told = line.split("|")[4].split(" / ")
-    for each, load in zip(told, loads, strict=True):
-        row = ROWS[QWEN, load, STEP]
-        holds(each, *ratio(row))
-        assert ("**" in each) == (row["ratio"] < 0.99)
-
-
 def test_the_trace():
     """Run 29's, and run 15's that it replaced."""
     table = between("every token streamed: run 29", "\n\nLong prompts apart")

@@ -1,0 +1,262 @@
+"""README: every row and sentence that quotes a result has the result's numbers, and names what there is."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from statistics import geometric_mean, stdev
+from typing import Any
+
+import pytest
+
+from benchmarks.sglang.rows import capture_s
+from kpolicy import executors, policies
+from kpolicy.cli import app
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+WORDS = " ".join(README.split())
+SHORT = 0.99
+"""A ratio below it is bold."""
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def told(ratio: float, low: float | None = None, high: float | None = None) -> str:
+    """A ratio with its interval; near 1 with three digits."""
+    near = 0.975 <= ratio <= 1.025
+    digits = 3 if near else 2 if ratio < 10 else 1
+    each = f"{ratio:.{digits}f}"
+    bounds = "" if low is None else f" ({low:.{digits}f} to {high:.{digits}f})"
+    return (f"**{each}**" if ratio < SHORT else each) + bounds
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    return "" if row is None else told(row["ratio"], row["low"], row["high"])
+
+
+def line(*cells: str) -> str:
+    return "".join(f"| {each} " if each else "| " for each in cells) + "|"
+
+
+VLLM = {"qwen05b": "Qwen2.5-0.5B", "dsv2lite": "DeepSeek-V2-Lite", "llama8b": "Llama-3.1-8B"}
+VLLM_LOADS = {
+    "code-2048": "Azure code trace, steps of 2,048 tokens", "code-8192": "Azure code trace, steps of 8,192",
+    "chat": "Azure conversation trace", "decode-768-64": "768 requests at once",
+    "decode-1000-64": "1,000 requests at once", "burst-768": "burst of 768 requests of 4 tokens",
+}  # fmt: skip
+VLLM_FIGURES = ("requests_per_s", "gap_p50_ms", "gap_p99_ms", "ttft_p50_ms", "ttft_p99_ms")
+WEIGHED = {"code-2048": "steps of 2,048, gaps weighed", "code-8192": "steps of 8,192, gaps weighed"}
+
+
+def vllm() -> list[str]:
+    """Stock against kpolicy by default; and of an earlier call, with the objective `1:1`."""
+    rows = {(row["model"], row["load"], row["figure"]): row for row in read("h200/vllm_stock_vs_kpolicy.json")}
+    lines = []
+    for model, name in VLLM.items():
+        loads = [load for load in VLLM_LOADS if (model, load, "requests_per_s") in rows]
+        for place, load in enumerate(loads):
+            cells = [cell(rows[model, load, figure]) for figure in VLLM_FIGURES]
+            lines.append(line("" if place else name, VLLM_LOADS[load], *cells))
+    weighed = {(row["load"], row["figure"]): row for row in read("h200/vllm_sides.json")["pairs"]["stock paced"]}
+    for place, (load, name) in enumerate(WEIGHED.items()):
+        cells = [cell(weighed[load, figure]) for figure in VLLM_FIGURES]
+        lines.append(line("" if place else f"{VLLM['qwen05b']}, an earlier call", name, *cells))
+    return lines
+
+
+SGLANG = ("Qwen2.5-0.5B", "DeepSeek-V2-Lite")
+FOUND = read("h200/sglang_stock_vs_kpolicy.json")
+SGLANG_ROWS = {(row["model"], row["load"], row["figure"]): row for row in FOUND["rows"]}
+STEPS = {
+    "1 decode": "decode 1", "32 decodes": "decode 32", "256 decodes": "decode 256", "512 decodes": "decode 512",
+    "768 decodes": "decode 768", "a prompt of 64": "extend 64", "of 256": "extend 256", "of 512": "extend 512",
+    "of 1,024": "extend 1024", "of 2,048": "extend 2048", "32 decodes and a prompt of 64": "32 decodes + extend 64",
+    "and of 512": "32 decodes + extend 512", "and of 2,048": "32 decodes + extend 2048",
+    "other decodes, drawn from a trace": "decode steps of distinct sizes drawn from the trace, kpolicy's sizes",
+    "other prompts, drawn from a trace": "extend steps of distinct sizes drawn from the trace, kpolicy's sizes",
+    "decodes of just the sizes that a plan of 55 lacks":
+        "decode steps of sizes that SGLang has graphs of and the plan hasn't, planned sizes",
+    "prompts of just the sizes that a plan of 55 lacks":
+        "extend steps of sizes that SGLang has graphs of and the plan hasn't, planned sizes",
+}  # fmt: skip
+SERVED = {
+    (SGLANG[0], "conversation trace, 600 requests at once"): "600 requests at once",
+    (SGLANG[0], "conversation trace, 64 requests at once, mixed chunks"): "with mixed chunks, 64 at once",
+    (SGLANG[1], "conversation trace, 48 requests at once, mixed chunks"): "with mixed chunks, 48 at once",
+}
+SGLANG_FIGURES = ("requests/s", "gap p50 ms", "gap p99 ms", "first token p50 ms", "first token p99 ms")
+STARTS = ("capture s", "start-up s", "graph MiB")
+PLANNED, DEFAULT = "SGLang's sizes against planned ones that end at the same", "SGLang's sizes against kpolicy's"
+
+
+def sglang_steps() -> list[str]:
+    return [
+        line(label, *(cell(SGLANG_ROWS.get((model, load, "step ms"))) for model in SGLANG))
+        for label, load in STEPS.items()
+    ]
+
+
+def sglang_served() -> list[str]:
+    return [
+        line(model, label, *(cell(SGLANG_ROWS[model, load, figure]) for figure in SGLANG_FIGURES))
+        for (model, load), label in SERVED.items()
+    ]
+
+
+def of_pairs(pairs: list[float]) -> str:
+    """The mean of three pairs with Student's interval."""
+    mean, most = geometric_mean(pairs), math.exp(4.303 * stdev(map(math.log, pairs)) / 3**0.5)
+    return told(mean, mean / most, mean * most)
+
+
+def default_starts() -> list[str]:
+    """Of run 16's three pairs, which the result file has as starts: captures, whole starts, memory."""
+    starts = [each for each in FOUND["starts"] if (each["run"], each["part"]) == (16, "capture")]
+    taken = {
+        side: sorted((each for each in starts if each["side"] == side), key=lambda each: each["turn"])
+        for side in ("stock", "kpolicy")
+    }
+    both = list(zip(taken["stock"], taken["kpolicy"], strict=True))
+    captures = [capture_s(stock) / capture_s(ours) for stock, ours in both]
+    mib = [sum(each[f"{kind}_mib"] for kind in ("decode", "prefill")) for each in both[0]]
+    return [of_pairs(captures), of_pairs([stock["init_s"] / ours["init_s"] for stock, ours in both]),
+            told(mib[0] / mib[1])]  # fmt: skip
+
+
+def of_sglang(model: str, load: str) -> list[str]:
+    *seconds, memory = (SGLANG_ROWS[model, load, figure] for figure in STARTS)
+    return [*map(cell, seconds), told(memory["ratio"])]
+
+
+def starts() -> list[str]:
+    """vLLM's, by an earlier ladder, and SGLang's; memory has no interval."""
+    of_vllm = {row["figure"]: row for row in read("h200/vllm_stock_vs_kpolicy.json") if row["load"] == "start"}
+    seconds = [cell(of_vllm[figure]) for figure in ("capture_s", "start_s")]
+    return [
+        line("vLLM, Qwen2.5-0.5B: 42 graphs for 102", *seconds, told(of_vllm["graph_mib"]["ratio"])),
+        line("SGLang, Qwen2.5-0.5B: 98 graphs for 94", *default_starts()),
+        line("the same, 60 planned sizes", *of_sglang(SGLANG[0], PLANNED)),
+        line("SGLang, DeepSeek-V2-Lite: 45 graphs for 36", *of_sglang(SGLANG[1], DEFAULT)),
+    ]
+
+
+DECIDED = {
+    "vLLM 0.33 v1 dispatcher": "vllm 0.33 v1 dispatcher", "vLLM 0.33 v2 manager": "vllm 0.33 v2 manager",
+    "`select`, `auto`": "select auto", "`select`, `full_and_piecewise`": "select full_and_piecewise",
+    "`select`, `vllm` replica (v2)": "select vllm",
+    "`decide`, `auto`, the shape made on the way": "decide auto, shape made",
+}  # fmt: skip
+
+
+def decided() -> list[str]:
+    us = read("decide.json")["us"]
+    return [
+        line(label, *(f"{us[batches][name]:.2f}" for batches in ("decode", "mixed", "mix")))
+        for label, name in DECIDED.items()
+    ]
+
+
+TABLES = (vllm, sglang_steps, sglang_served, starts, decided)
+
+
+def tables(section: str) -> list[list[str]]:
+    """The rows of each table under a heading, less its head."""
+    text = README.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return [block.splitlines()[2:] for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
+
+
+def test_every_table_of_results_is_that_of_the_results() -> None:
+    """Row by row and in order, with what is below 0.99 in bold; there is no table that isn't held."""
+    told_there = [*tables("Inside a serving engine"), *tables("Figures")]
+    assert told_there == [rows() for rows in TABLES]
+
+
+def test_what_other_batches_take_to_decide() -> None:
+    """The least and the most of them; a first decision, a large ladder."""
+    found = read("decide.json")
+    others = found["us_auto_other_batches"].values()
+    assert f"takes {min(others):.1f} to {max(others):.1f} µs" in WORDS
+    assert f"in a fresh interpreter takes {found['first_decision']['ms']:.0f} ms" in WORDS
+    compiled = found["compile"]
+    assert f"{compiled['keys']:,} keys compiles in {compiled['compile_ms']:.0f} ms" in WORDS
+    assert f"keeps {compiled['memory_kb']:.0f} kB" in WORDS
+
+
+def test_the_whole_trace() -> None:
+    """Requests, steps and seconds of each run."""
+    found = read("whole_trace.json")
+    seconds = {" ".join(run["policies"]): f"{run['seconds']:.0f} s" for run in found["runs"]}
+    first = found["runs"][0]
+    assert (
+        f"({first['requests'][0]:,} requests, {first['steps'][0]:,} steps) took {seconds['auto']} with `auto`" in WORDS
+    )
+    assert f"{seconds['vllm']} with the `vllm` replica and {seconds['auto vllm']} with both" in WORDS
+    assert all(wrong == 0 for run in found["runs"] for wrong in run["wrong"])
+
+
+def test_the_replica_agrees() -> None:
+    """On as many batches and runners as are told."""
+    runners = read("oracle_vllm.json")["runners"]
+    assert {each["mismatches"] for each in runners} == {0}
+    assert {each["batches"] for each in runners} == {20_000}
+    assert "20,000 random batches for each of four runners" in WORDS
+    assert len(runners) == 4
+
+
+def test_how_far_auto_is_from_the_best() -> None:
+    """The mean's most over a model's loads, p99's most on Llama-3.2-1B."""
+    rows = [row for row in read("h200/regret.json") if row["policy"] == "auto" and row["objective"] == "step_us"]
+
+    def most(model: str, figure: str = "mean_regret") -> str:
+        return f"{max(row[figure] for row in rows if row['model'] == model):.1%}"
+
+    assert f"within {most('qwen05b')} with Qwen2.5-0.5B's shape, {most('dsv2lite')} with DeepSeek-V2-Lite's" in WORDS
+    assert f"and {most('llama1b')} with Llama-3.2-1B's" in WORDS
+    assert f"single steps of the last take up to {most('llama1b', 'p99_regret')} longer" in WORDS
+
+
+FIDELITY = {"qwen": "rate-2-eleventh", "small": "small24-ninth", "deepseek": "dsv2lite-seventh"}
+
+
+def fidelity(name: str) -> tuple[dict[tuple[str, str], dict[str, Any]], dict[str, list[float]]]:
+    """A run's cells by mode and regime, and how far its policies' latencies are off."""
+    found = read(f"fidelity-h200-{FIDELITY[name]}.json")
+    cells = {(row["mode"], row["regime"]): row for row in found["policies"]["all policies"]}
+    served = found["served"]["policies"].values()
+    return cells, {what: [abs(each[what]["error"]) for each in served] for what in ("ttft_p50_ms", "gap_p50_ms")}
+
+
+def test_how_near_simulations_are() -> None:
+    """EAGER and host-bound PIECEWISE of Qwen2.5-0.5B singly and repeated, the small model, medians of latencies."""
+    cells, latencies = fidelity("qwen")
+    again = {
+        (row["mode"], row["regime"]): row
+        for row in read("fidelity-h200-rate-2-eleventh.json")["measured_again"]["all policies"]
+    }
+    eager, pieces = cells["eager", "host-bound"], cells["piecewise", "host-bound"]
+    repeated = again["eager", "host-bound in the run"]
+    assert f"EAGER: {repeated['error']:.1%} by the middle of four repeats, {eager['error']:.1%} singly" in WORDS
+    assert f"its {pieces['steps']} host-bound PIECEWISE steps are {pieces['error']:.1%} off singly" in WORDS
+    ttft, gap = (max(latencies[what]) for what in ("ttft_p50_ms", "gap_p50_ms"))
+    assert f"time to first token within {ttft:.1%} and of gaps within {gap:.1%}" in WORDS
+    assert all(row["error"] <= 0.05 for row in fidelity("small")[0].values())
+    assert max(map(max, fidelity("small")[1].values())) <= ttft
+    assert all(not pairs for pairs in read("fidelity-h200-rate-2-eleventh.json")["served"]["ranked_wrong"].values())
+
+
+@pytest.mark.parametrize("kind", ["command", "policy", "executor"])
+def test_what_there_is_is_all_there(kind: str) -> None:
+    """Each command, policy and executor has its place in a table."""
+    there = {
+        "command": [f"kpolicy {name}" for name in app if not name.startswith("-")],
+        "policy": list(policies.OWN), "executor": list(executors.OWN),
+    }[kind]  # fmt: skip
+    cells = " ".join(row.split("|")[1] for rows in tables("What there is") for row in rows)
+    assert there
+    assert [name for name in there if f"`{name}`" not in cells] == []
