@@ -221,8 +221,10 @@ def _plamo2(fields: Fields) -> Layers:
 
 def _recurrent_gemma(fields: Fields) -> Layers:
     blocks = fields.get("block_types", "_block_types") or ["recurrent", "recurrent", "attention"]
-    types = [blocks[index % len(blocks)] for index in range(fields.num_layers)]
-    return tuple((LayerKind.LINEAR,) if name == "recurrent" else (SLIDING,) for name in types)
+    kinds = {"recurrent": LayerKind.LINEAR, "attention": SLIDING}
+    if not isinstance(blocks, (list, tuple)) or not all(name in kinds for name in map(str, blocks)):
+        raise SupportError(f"block_types of {fields.name} is {blocks!r}; it lists 'recurrent' and 'attention'.")
+    return tuple((kinds[blocks[index % len(blocks)]],) for index in range(fields.num_layers))
 
 
 _FULL_ONLY = """

@@ -11,10 +11,12 @@ from typing import Any
 from kpolicy.errors import SupportError
 from kpolicy.reading import read_whole
 
-__all__ = ["Fields", "identity", "identity_differs", "read_config"]
+__all__ = ["LAYER_COUNTS", "Fields", "identity", "identity_differs", "read_config"]
 
 _NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
 """Where multimodal configs keep their language model."""
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+"""Where configs say how many layers there are"""
 _SIZES = (("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer"), ("vocab_size",))
 """What a model's size shows in, by its usual name and others"""
 
@@ -130,7 +132,7 @@ class Fields:
 
     @property
     def num_layers(self) -> int:
-        return self.count("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+        return self.count(*LAYER_COUNTS)
 
     def per_layer(self, name: str, num_layers: int | None = None) -> list[Any] | None:
         """A list with an entry a layer; None where the field is missing.

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kpolicy.attention.families import FAMILIES
-from kpolicy.attention.fields import Fields, read_config
+from kpolicy.attention.fields import LAYER_COUNTS, Fields, read_config
 from kpolicy.attention.layers import Layers
 from kpolicy.attention.support import AttentionSupport, LayerKind, reference_support
-from kpolicy.errors import PluginError, SupportError, UnknownArchitectureError, UnknownNameError
+from kpolicy.errors import ConfigError, PluginError, SupportError, UnknownArchitectureError, UnknownNameError
 
 __all__ = ["architectures", "from_hf_config", "layer_kinds", "register_architecture"]
 
-LayerKinds = Callable[[Mapping[str, Any]], Iterable["LayerKind | str"]]
+LayerKinds = Callable[[Mapping[str, Any]], Iterable["LayerKind | str | Iterable[LayerKind | str]"]]
 
 _registered: dict[str, LayerKinds] = {}
 
@@ -27,11 +27,18 @@ def register_architecture(model_type: str, layer_kinds: LayerKinds) -> None:
 
     Args:
         model_type: the config's `model_type`.
-        layer_kinds: from the language model's config, as a mapping, to a layer kind for each layer, first to last.
+        layer_kinds: from the language model's config, as a mapping, to a layer kind for each layer, first to last. A
+            layer that runs two gives both, as a tuple, and one of MLP or experts alone an empty one.
 
     Raises:
         PluginError: the `model_type` is known or registered already.
+        ConfigError: it is empty, or `layer_kinds` isn't a function.
     """
+    if not isinstance(model_type, str) or not model_type or not callable(layer_kinds):
+        raise ConfigError(
+            f"an architecture was registered as {model_type!r} with {layer_kinds!r}; give the config's model_type and "
+            "a function from the config to a kind for each layer."
+        )
     if model_type in FAMILIES or model_type in _registered:
         owner = "part of kpolicy" if model_type in FAMILIES else "registered already"
         raise PluginError(f"the architecture {model_type!r} is {owner}; register another model_type.")
@@ -85,10 +92,34 @@ def from_hf_config(
 def layers_of(fields: Fields) -> Layers:
     """The kinds in each layer, an entry a layer."""
     model_type = _known_type(fields)
-    if model_type in FAMILIES:
-        layers = FAMILIES[model_type](fields)
-    else:
-        layers = tuple((_kind(kind),) for kind in _registered[model_type](fields.values))
+    return FAMILIES[model_type](fields) if model_type in FAMILIES else _declared(model_type, fields)
+
+
+def _declared(model_type: str, fields: Fields) -> Layers:
+    """The layers of an architecture that was registered.
+
+    Raises:
+        SupportError: its function fails, or gives another number of layers than the config has.
+        UnknownNameError: it gives a kind that doesn't exist.
+    """
+    name = f"the function registered for {model_type!r}"
+    try:
+        given = _registered[model_type](fields.values)
+        entries = [given] if isinstance(given, str) else list(given)
+    # Whatever a function of the caller's raises.
+    except Exception as error:
+        raise SupportError(f"{name} fails with this config: {type(error).__name__}: {error}.") from error
+    layers = tuple(
+        tuple(map(_kind, entry)) if isinstance(entry, (list, tuple, frozenset, set)) else (_kind(entry),)
+        for entry in entries
+    )
+    # A layer left out would be taken to limit nothing.
+    count = fields.num_layers if any(map(fields.has, LAYER_COUNTS)) else len(layers)
+    if len(layers) != count:
+        raise SupportError(
+            f"{name} gives {len(layers)} layers and the config has {count}. Give a kind for each; an empty tuple for a "
+            "layer without attention, a tuple of both for one that runs two."
+        )
     return layers
 
 

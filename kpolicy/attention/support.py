@@ -80,6 +80,14 @@ class HostParams(str, Enum):
 _HOST_ORDER = (HostParams.NONE, HostParams.UPDATABLE, HostParams.FROZEN)
 
 
+def _host_params(value: HostParams | str) -> HostParams:
+    # Claims are compared by identity: a mere string would be told and not heeded.
+    try:
+        return HostParams(value)
+    except ValueError:
+        raise UnknownNameError("host_params", value, (known.value for known in HostParams)) from None
+
+
 @attrs.frozen
 class Claims:
     """What one graph may capture of attention. A greater support has the greater value in each claim.
@@ -99,12 +107,15 @@ class Claims:
     varlen_query_len: int = 0
     mixed: bool = False
     piecewise: bool = True
-    host_params: HostParams = HostParams.NONE
+    host_params: HostParams = attrs.field(default=HostParams.NONE, converter=_host_params)
     one_computation: bool = True
 
     def __attrs_post_init__(self) -> None:
-        if min(self.uniform_query_len, self.varlen_query_len) < 0:
-            raise SupportError(f"{self!r}: query length limits start at 0.")
+        limits = self.uniform_query_len, self.varlen_query_len
+        if any(type(limit) is not int or limit < 0 for limit in limits):
+            raise SupportError(f"{self!r}: query length limits are whole numbers from 0 on.")
+        if any(type(flag) is not bool for flag in (self.mixed, self.piecewise, self.one_computation)):
+            raise SupportError(f"{self!r}: mixed, piecewise and one_computation are true or false.")
         # A stronger claim brings the weaker with it, so that the meet, taken claim by claim, stays consistent.
         if self.mixed:
             object.__setattr__(self, "varlen_query_len", ANY_QUERY_LEN)
@@ -320,15 +331,15 @@ def parse_attention(text: str) -> AttentionSupport:
 
 
 def _parse_one(text: str) -> AttentionSupport:
-    name, _, backend = text.partition(":")
+    name, colon, backend = text.partition(":")
     kinds = {kind.value: kind for kind in LayerKind} | {"swa": LayerKind.SLIDING_WINDOW}
-    if name in kinds:
+    if name in kinds and (backend or not colon):
         if not backend:
             return reference_support(kinds[name])
         from kpolicy.attention.backends import backend_support
 
         return backend_support(backend, kind=kinds[name])
-    if not backend and name in {level.value for level in SupportLevel}:
+    if not colon and name in {level.value for level in SupportLevel}:
         return AttentionSupport.of(Claims.at_level(name), backend="stated", source="stated by the caller")
     raise UnknownNameError(
         "attention kind", text, [*kinds, *(level.value for level in SupportLevel)],

@@ -14,7 +14,7 @@ from kpolicy.attention import AttentionSupport, LayerKind, SupportLevel
 from kpolicy.attention import hf as hf_module
 from kpolicy.attention.hf import architectures, from_hf_config, layer_kinds, register_architecture
 from kpolicy.attention.support import reference_support
-from kpolicy.errors import PluginError, SupportError, UnknownArchitectureError, UnknownNameError
+from kpolicy.errors import ConfigError, PluginError, SupportError, UnknownArchitectureError, UnknownNameError
 
 SHORT = {LayerKind.SLIDING_WINDOW: "swa", LayerKind.CHUNKED_LOCAL: "local", LayerKind.SHORT_CONV: "conv"}
 """Shorter names for the tables below; other kinds have their own."""
@@ -330,6 +330,44 @@ def test_registering_twice_is_refused() -> None:
 @pytest.mark.usefixtures("no_registrations")
 def test_a_registered_kind_that_does_not_exist_is_named() -> None:
     """A misspelt kind in a declaration suggests the near miss."""
-    register_architecture("mine", lambda _: ["gqq"])
+    register_architecture("mine", lambda _: ["gqq", *["gqa"] * 3])
     with pytest.raises(UnknownNameError, match="unknown layer kind 'gqq'; did you mean 'gqa'"):
         layer_kinds(config("mine"))
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_a_registered_layer_may_run_two_kinds_or_none() -> None:
+    """As in the families of kpolicy's own: both for a recurrence beside attention, none for a layer of experts."""
+    register_architecture("mine", lambda _: [("mamba", "gqa"), (), "gqa", "gqa"])
+    assert layer_kinds(config("mine")) == (LayerKind.MAMBA, LayerKind.GQA, LayerKind.GQA, LayerKind.GQA)
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_a_registered_function_that_leaves_layers_out_is_refused() -> None:
+    """What isn't named would limit nothing: a forgotten layer of MLA would allow mixed graphs."""
+    register_architecture("mine", lambda _: ["gqa"])
+    with pytest.raises(SupportError, match="gives 1 layers and the config has 4"):
+        from_hf_config(config("mine"))
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_a_registered_function_that_fails_is_named() -> None:
+    """The error says whose function it was."""
+    register_architecture("mine", lambda values: ["gqa"] * values["depth"])
+    with pytest.raises(SupportError, match="registered for 'mine' fails with this config: KeyError: 'depth'"):
+        layer_kinds(config("mine"))
+
+
+@pytest.mark.usefixtures("no_registrations")
+@pytest.mark.parametrize(("model_type", "kinds"), [("", lambda _: ["mla"]), (None, lambda _: ["mla"]), ("mine", None)])
+def test_what_cannot_be_registered_is_refused(model_type: Any, kinds: Any) -> None:
+    """An empty name would be that of every config without a model_type."""
+    with pytest.raises(ConfigError, match="give the config's model_type and a function"):
+        register_architecture(model_type, kinds)
+
+
+@pytest.mark.parametrize("blocks", [["recurent", "attention"], "recurrent", [7]])
+def test_block_types_that_are_not_known_are_refused(blocks: object) -> None:
+    """Nothing is guessed: what isn't recurrent isn't therefore a sliding window."""
+    with pytest.raises(SupportError, match="it lists 'recurrent' and 'attention'"):
+        layer_kinds(config("recurrent_gemma", 3, 10, 1, block_types=blocks))

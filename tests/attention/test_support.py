@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import attrs
 import pytest
@@ -168,8 +169,40 @@ def test_limits_show_in_text() -> None:
 
 def test_negative_query_lengths_are_refused() -> None:
     """A limit under zero is an error, not "no support"."""
-    with pytest.raises(SupportError, match="start at 0"):
+    with pytest.raises(SupportError, match="from 0 on"):
         Claims(-1)
+
+
+@pytest.mark.parametrize("value", ["frozen", HostParams.FROZEN])
+def test_host_lengths_by_name_are_those_of_the_member(value: Any) -> None:
+    """A string isn't told and then not heeded: frozen host lengths allow no FULL graph, however they are given."""
+    claims = Claims(mixed=True, host_params=value)
+    assert claims.host_params is HostParams.FROZEN
+    assert claims.full == Claims(host_params=HostParams.FROZEN)
+
+
+def test_host_lengths_of_another_name_are_refused() -> None:
+    """The error has the names that there are."""
+    with pytest.raises(UnknownNameError, match="unknown host_params 'froze'; did you mean 'frozen'"):
+        Claims(mixed=True, host_params="froze")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"mixed": "false"}, {"piecewise": 0}, {"uniform_query_len": 1.5}, {"uniform_query_len": "4"},
+     {"varlen_query_len": True}],
+)  # fmt: skip
+def test_claims_of_another_type_are_refused(given: dict[str, Any]) -> None:
+    """A string that says false would be a claim, and so would 1.5 tokens."""
+    with pytest.raises(SupportError, match=r"whole numbers from 0 on|true or false"):
+        Claims(**given)
+
+
+@pytest.mark.parametrize("flag", ["gqa:", "uniform:", "gqa:+mla"])
+def test_a_colon_without_a_backend_is_refused(flag: str) -> None:
+    """A backend that was left out isn't taken for kpolicy's reference."""
+    with pytest.raises(UnknownNameError, match="unknown attention kind"):
+        parse_attention(flag)
 
 
 def test_a_model_without_layers_has_no_support() -> None:
