@@ -6,8 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
+import attrs
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -48,6 +49,13 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
+class _Console(Console):
+    """Leaves a reader that has gone to who handles it for all output; Rich would end the command with code 1."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console as wide as the terminal, or as $COLUMNS says; it honours $NO_COLOR.
 
@@ -55,7 +63,7 @@ def console(*, stderr: bool = False) -> Console:
     """
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
-    made = Console(stderr=stderr, width=width, markup=False, emoji=False)
+    made = _Console(stderr=stderr, width=width, markup=False, emoji=False)
     made.width = max(made.width, LEAST_WIDTH)
     return made
 
@@ -107,9 +115,12 @@ def render_run(
     made: Console, trace: Trace, results: Sequence[RunResult], setting: Sequence[str], engines: Mapping[str, Engine]
 ) -> None:
     """Print what a run did: the trace, a line a policy, time by mode, every reason, and the graphs."""
-    show_run(made, trace, setting, (_summary(results), modes_table(results), reasons_table(results)))
-    for result in results:
-        _notes(made, result, engines[result.policy])
+    named = [
+        each if each.repeat == 1 else attrs.evolve(each, policy=f"{each.policy} ({each.repeat})") for each in results
+    ]
+    show_run(made, trace, setting, (_summary(named), modes_table(named), reasons_table(named)))
+    for result, shown in zip(results, named, strict=True):
+        _notes(made, shown, engines[result.policy])
 
 
 def show_run(made: Console, trace: Trace, setting: Sequence[str], tables: Sequence[Table]) -> None:
