@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import attrs
 from cyclopts import Parameter
-from rich.table import Table
 
 from kpolicy.cli.options import Deployment, Json, ladder_of, whole
-from kpolicy.cli.render import console, print_json, render_explanation
+from kpolicy.cli.render import console, grid, print_json, render_explanation, show
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.kv_span import NOT_RECORDED
@@ -34,7 +34,7 @@ def vllm_explain(
     json: Json = False,
 ) -> None:
     """Say what a served log's steps did and why: modes, reasons, padding, and what kept steps from a graph."""
-    read = read_decision_log(log)
+    read = _read(log)
     if not read.entries:
         raise ConfigError(f"{log} has no decisions; serve some requests with it first.")
     if step is not None:
@@ -46,6 +46,7 @@ def vllm_explain(
         "device": read.header.device,
         "model": read.header.model,
         "steps": len(read.entries),
+        "cut_short": read.cut_short,
         "modes": rows,
         "eager": _eager(read),
     }
@@ -53,6 +54,17 @@ def vllm_explain(
         print_json(report)
         return
     _print(report)
+
+
+def _read(path: Path) -> Log[DecisionEntry]:
+    """The log; that it ends before its writer did is said."""
+    read = read_decision_log(path)
+    if read.cut_short:
+        sys.stderr.write(
+            f"kpolicy: {path} has no last line: who wrote it was cut short or is at it still, so steps after these "
+            f"{len(read.entries):,} are missing.\n"
+        )
+    return read
 
 
 def _explain_step(read: Log[DecisionEntry], step: int, deployment: Deployment, *, json: bool) -> None:
@@ -127,28 +139,30 @@ def _eager(read: Log[DecisionEntry]) -> list[dict[str, Any]]:
 
 def _print(report: dict[str, Any]) -> None:
     where = ", ".join(part for part in (report["model"], report["device"]) if part)
-    print(f"{report['steps']} steps by {report['policy'] or 'an unnamed policy'}{f' ({where})' if where else ''}")
-    table = Table("mode", "reason", "steps", "share", "padding", "why")
+    print(f"{report['steps']:,} steps by {report['policy'] or 'an unnamed policy'}{f' ({where})' if where else ''}")
+    names = ("steps", "share", "tokens", "padding")
+    table = grid("mode", "reason", *names, "why", numbers=names, words=("mode", "reason"))
     for row in report["modes"]:
         table.add_row(
-            row["mode"], row["reason"], str(row["steps"]), f"{row['steps'] / report['steps']:.1%}",
-            f"{row['padding'] / max(1, row['tokens'] + row['padding']):.1%}", row["why"],
+            row["mode"], row["reason"], f"{row['steps']:,}", f"{row['steps'] / report['steps']:.1%}",
+            f"{row['tokens']:,}", f"{row['padding']:,}", row["why"],
         )  # fmt: skip
-    console().print(table)
+    show(table, console())
     for row in report["eager"]:
         print(f"eager: {row['steps']} {row['kind']} steps of {row['tokens']} tokens; see --step {row['first_step']}")
 
 
 def replay_command(path: Path, policies: list[str], deployment: Deployment, *, json: bool) -> None:
     """`kpolicy simulate --decisions`: the log's batches by each policy, priced."""
-    read = read_decision_log(path)
+    read = _read(path)
     ladder = ladder_of(deployment.ladder, limits(read), config=deployment.config) if read.entries else None
     results = replay(
         read, policies, costs=deployment.profiled(), attention=deployment.support(), ladder=ladder,
         objective=deployment.objective,
     )  # fmt: skip
     if json:
-        print_json({"log": str(path), "policies": [attrs.asdict(result) for result in results]})
+        replayed = [attrs.asdict(result) for result in results]
+        print_json({"log": str(path), "cut_short": read.cut_short, "policies": replayed})
         return
     _print_replayed(path, results)
     if deployment.profile is not None:
@@ -160,15 +174,16 @@ def replay_command(path: Path, policies: list[str], deployment: Deployment, *, j
 
 def _print_replayed(path: Path, results: list[Recorded]) -> None:
     base = results[0].cycle_us
-    print(f"{results[0].steps} batches of {path}, as they were scheduled")
-    table = Table("policy", "time s", "against recorded", "same mode", "padding", "modes")
+    print(f"{results[0].steps:,} batches of {path}, as they were scheduled")
+    names = ("time s", "against recorded", "same mode", "padding")
+    table = grid("policy", *names, "modes", numbers=names)
     for each in results:
         modes = ", ".join(f"{mode} {count / each.steps:.1%}" for mode, count in Counter(each.modes).most_common())
         table.add_row(
             each.policy, f"{each.cycle_us / 1e6:.3f}", f"{base / each.cycle_us:.3f}x" if each.cycle_us else "",
-            f"{each.same / each.steps:.1%}", str(each.padding), modes,
+            f"{each.same / each.steps:.1%}", f"{each.padding:,}", modes,
         )  # fmt: skip
-    console().print(table)
+    show(table, console())
     for each in results:
         for count, what in ((each.outside_sizes, "size"), (each.outside_contexts, "context")):
             if count:

@@ -205,7 +205,10 @@ def _launches(entry: DecisionEntry) -> tuple[Launch, ...]:
         if found:
             num_reqs, query_len, longest = (int(each) if each else None for each in found.groups()[2:])
             key = GraphKey(Part(found[1].lower()), int(found[2]), num_reqs, query_len, longest)
-        launches.append(Launch(Rows(row["rows"]), key, row.get("stream", 0), row.get("repeat", 1)))
+        repeat, padding = row.get("repeat", 1), row.get("padding", 0)
+        # Ranks may run eagerly what others replay, at the same size.
+        padded = row["tokens"] + padding // repeat if key is None and padding else None
+        launches.append(Launch(Rows(row["rows"]), key, row.get("stream", 0), repeat, padded))
     return tuple(launches)
 
 

@@ -6,9 +6,12 @@ import attrs
 import pytest
 
 from kpolicy.costs import Curve, analytic_costs
+from kpolicy.decision import Decision, Launch
 from kpolicy.engine import Engine
 from kpolicy.kv_span import KvSpan
 from kpolicy.ladders import CaptureSizes
+from kpolicy.modes import Mode, Rows
+from kpolicy.reasons import Reason
 from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader, Profile, read_decision_log, write_profile
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
@@ -54,6 +57,41 @@ def test_explained_in_words(kpolicy: Command, log: Path) -> None:
     out = kpolicy("vllm-explain", log).out
     assert "8 steps by full_and_piecewise (a-model)" in out
     assert "--step 7" in out
+
+
+def test_a_log_that_was_cut_short_is_said(kpolicy: Command, log: Path) -> None:
+    """Its steps are told, and that there were more: on standard error, and in the JSON."""
+    whole = kpolicy("vllm-explain", log, "--json")
+    assert (whole.err, whole.json["cut_short"]) == ("", False)
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:4]) + lines[4][:20])
+    for arguments in (("vllm-explain", log), ("simulate", "--decisions", log)):
+        ended = kpolicy(*arguments)
+        assert (ended.code, ended.err.count("\n")) == (0, 1)
+        assert f"{log} has no last line" in ended.err
+        assert "these 3 are missing" in ended.err
+        assert kpolicy(*arguments, "--json").json["cut_short"] is True
+
+
+def test_numbers_stand_whole_at_any_width(kpolicy: Command, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the tables of other commands: no lines, and words fold for numbers' sake."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for arguments in (("vllm-explain", log), ("simulate", "--decisions", log)):
+        out = kpolicy(*arguments).out
+        assert not set("│┃━") & set(out)
+        assert max(map(len, out.splitlines()[1:])) <= 80
+    assert "  5,000  " in kpolicy("vllm-explain", log).out
+
+
+def test_an_eager_launch_that_was_padded_is_priced_with_its_padding(tmp_path: Path) -> None:
+    """As ranks run a graph's size eagerly where others replay it."""
+    path, shape = tmp_path / "padded.jsonl", BatchShape.decode(5)
+    decision = Decision(Mode.EAGER, (Launch(Rows.ALL, None, padded_tokens=4096),), Reason.RANK_NEEDS_EAGER)
+    with DecisionLogWriter(path, LogHeader()) as writer:
+        writer.write(DecisionEntry.of(shape, decision))
+    recorded = replay(read_decision_log(path), ["eager"])[0]
+    assert recorded.padding == 4091
+    assert recorded.cycle_us == analytic_costs().cost(decision.launches, shape.numbers).cycle_us
 
 
 def test_what_isnt_known_of_a_profile_is_said(kpolicy: Command, log: Path, tmp_path: Path) -> None:
