@@ -161,6 +161,7 @@ class RunResult:
 
     Args:
         policy: the policy's name, with its arguments.
+        repeat: which of its turns it was, where it has several (``kpolicy run --repeats``).
         served: requests that got all their tokens.
         refused: requests handed back, by reason; those that were cancelled too.
         tokens: tokens generated.
@@ -222,6 +223,7 @@ class RunResult:
     outside_sizes: int | None = None
     outside_contexts: int | None = None
     verified: Mapping[str, Checks] = attrs.field(factory=dict)
+    repeat: int = 1
 
     @property
     def steps(self) -> int:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NoReturn, Protocol
 
+import attrs
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -114,9 +115,12 @@ def render_run(
     made: Console, trace: Trace, results: Sequence[RunResult], setting: Sequence[str], engines: Mapping[str, Engine]
 ) -> None:
     """Print what a run did: the trace, a line a policy, time by mode, every reason, and the graphs."""
-    show_run(made, trace, setting, (_summary(results), modes_table(results), reasons_table(results)))
-    for result in results:
-        _notes(made, result, engines[result.policy])
+    named = [
+        each if each.repeat == 1 else attrs.evolve(each, policy=f"{each.policy} ({each.repeat})") for each in results
+    ]
+    show_run(made, trace, setting, (_summary(named), modes_table(named), reasons_table(named)))
+    for result, shown in zip(results, named, strict=True):
+        _notes(made, shown, engines[result.policy])
 
 
 def show_run(made: Console, trace: Trace, setting: Sequence[str], tables: Sequence[Table]) -> None:

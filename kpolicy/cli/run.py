@@ -35,6 +35,7 @@ BLOCK_SIZE = 16
 DEVICES = ("cpu", "cuda", "simulated")
 DEFAULT_WINDOW_S = 300.0
 MAX_NUM_TOKENS, KV_TOKENS = 2048, 400_000
+MOST_REPEATS = 100
 MODEL_CPU_TOKENS = 35_000
 """Where a CPU serves a model and no window is given: half a minute may hold minutes of its work, by how busy the trace
 is there."""
@@ -130,6 +131,15 @@ def run(
         ),
     ] = None,
     seed: Annotated[int, Parameter(converter=whole, help="Picks prompt tokens and random weights.")] = 0,
+    repeats: Annotated[
+        int,
+        Parameter(
+            converter=whole,
+            help="With a model: serve every policy so many times on the same arrivals, in the order given, then "
+            "backwards, and so on. What a policy's turns differ by is what differences between policies have to "
+            "exceed.",
+        ),
+    ] = 1,
     verify: Annotated[
         bool, Parameter(help="Hold outputs to the reference: tokens when simulated, logits and KV with a model.")
     ] = True,
@@ -150,10 +160,17 @@ def run(
     files: Files = Files(),  # noqa: B008
 ) -> int:
     """Serve a request trace with each policy, and compare them on the same arrivals."""
-    specs = specs_of(policy)
+    specs, device = specs_of(policy), _device(device, model)
+    if not 1 <= repeats <= MOST_REPEATS:
+        raise ConfigError(f"--repeats is {repeats}; it must be a whole number from 1 to {MOST_REPEATS}.")
+    if repeats > 1 and device == "simulated":
+        raise ConfigError(
+            f"--repeats {repeats} and --device simulated: its times are a cost table's, so it would do the same again. "
+            "Leave --repeats out, or give --device cpu."
+        )
     asked = Asked(
-        requests=requests, turns=files.turns(specs, deployment.reads([requests.trace], model)),
-        device=_device(device, model), model=model, deployment=deployment,
+        requests=requests, turns=files.turns(specs, deployment.reads([requests.trace], model), repeats=repeats),
+        device=device, model=model, deployment=deployment,
         max_num_tokens=max_num_tokens, kv_tokens=kv_tokens, seed=at_least("--seed", seed, 0), verify=verify,
         faults=tuple(fault or ()), check_addresses=check_addresses, json=json, files=files,
     )  # fmt: skip

@@ -254,7 +254,7 @@ def _serve(job: _Job, asked: Asked) -> list[RunResult]:
     try:
         return serve_in_turn(
             asked.turns, job.engines, len(job.trace), serve, files=asked.files, quiet=asked.json,
-            runs_on=_runs_on(model),
+            runs_on=_runs_on(model), anew=lambda spec: job.serving.engine(spec, like=job.engines[spec]),
         )  # fmt: skip
     finally:
         release(job.engines)

@@ -31,11 +31,12 @@ _OF_A_MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safe
 
 @attrs.frozen
 class Turn:
-    """One policy, and the files that it writes."""
+    """One policy, and the files that it writes; with ``--repeats`` which of its turns it is."""
 
     spec: str
     step_log: Path | None = None
     perfetto: Path | None = None
+    repeat: int = 1
 
 
 @Parameter(name="*")
@@ -60,16 +61,24 @@ class Files:
         Parameter(converter=whole, help="Serve Prometheus metrics on this port of this machine; 0 takes a free one."),
     ] = None
 
-    def turns(self, specs: Sequence[str], reads: Iterable[Path] = ()) -> list[Turn]:
+    def turns(self, specs: Sequence[str], reads: Iterable[Path] = (), *, repeats: int = 1) -> list[Turn]:
         """Each policy with its files, of which none may be one that is read.
+
+        Args:
+            specs: the policies.
+            reads: what the command reads.
+            repeats: how often each is served: in the order given, then backwards, and so on, so that what changes
+                evenly in the course of a run meets all of them alike.
 
         Raises:
             ConfigError: a file can't be written, or what it needs isn't installed; before anything has run.
         """
         log_level()
         _check_port(self.metrics_port)
-        logs = step_log_paths(self.step_log, specs)
-        traces = files_of("--perfetto", self.perfetto, specs, "run.pftrace")
+        served = [(spec, i) for i in range(1, repeats + 1) for spec in (specs if i % 2 else reversed(specs))]
+        names = [spec if i == 1 else f"{spec}-{i}" for spec, i in served]
+        logs = step_log_paths(self.step_log, names)
+        traces = files_of("--perfetto", self.perfetto, names, "run.pftrace")
         each = (("--step-log", logs), ("--perfetto", traces), ("--save-profile", [self.save_profile]))
         check_files([(option, path) for option, paths in each for path in paths], reads)
         if self.perfetto is not None:
@@ -77,7 +86,7 @@ class Files:
 
             load("perfetto.protos.perfetto.trace.perfetto_trace_pb2", extra="perfetto", package="perfetto",
                  what="--perfetto")  # fmt: skip
-        return [Turn(*each) for each in zip(specs, logs, traces, strict=True)]
+        return [Turn(spec, log, trace, i) for (spec, i), log, trace in zip(served, logs, traces, strict=True)]
 
 
 def _check_port(port: int | None) -> None:
@@ -148,20 +157,35 @@ Serve = Callable[[Turn, Engine, Any, Any, Progress], RunResult]
 
 def serve_in_turn(
     turns: Sequence[Turn],
-    engines: Mapping[str, Engine],
+    engines: dict[str, Engine],
     num_requests: int,
     serve: Serve,
     *,
     files: Files,
     quiet: bool,
     runs_on: RunsOn | None = None,
+    anew: Callable[[str], Engine] | None = None,
 ) -> list[RunResult]:
-    """Serve with each policy, until the first one that is interrupted from the keyboard."""
+    """Serve with each policy, until the first one that is interrupted from the keyboard.
+
+    Args:
+        turns: whose turn it is, in order.
+        engines: the policies' Engines; where a policy has another turn, its new one takes the place of the old.
+        num_requests: of the trace.
+        serve: serves one turn.
+        files: what is served besides.
+        quiet: without a progress bar.
+        runs_on: what step logs say of device and model.
+        anew: an Engine over the policy's graphs that has counted nothing yet and goes by the costs as they were given.
+    """
     results: list[RunResult] = []
     log_engines(engines.values())
     try:
         with _metrics(engines, files.metrics_port), progress_bar("requests", quiet=quiet) as shown:
             for turn in turns:
+                if turn.repeat > 1 and anew is not None:
+                    engines[turn.spec] = anew(turn.spec)
+                    log_engines([engines[turn.spec]])
                 engine = engines[turn.spec]
                 task = shown.add_task(turn.spec, total=num_requests)
 
@@ -169,7 +193,8 @@ def serve_in_turn(
                     shown.update(task, completed=done)
 
                 with StepLog(turn.step_log, turn.spec, engine, perfetto=turn.perfetto, runs_on=runs_on) as log:
-                    results.append(serve(turn, engine, log, advance, shown))
+                    result = serve(turn, engine, log, advance, shown)
+                    results.append(attrs.evolve(result, repeat=turn.repeat))
                 if results[-1].interrupted.startswith("interrupted"):
                     break
     except KeyboardInterrupt:

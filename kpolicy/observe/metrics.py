@@ -43,7 +43,8 @@ class EngineCollector:
     a graph registry, each reports all its graphs.
 
     Args:
-        engines: an Engine, or Engines by what the label ``policy`` says of them; the policy's name by default.
+        engines: an Engine, or Engines by what the label ``policy`` says of them, read anew each time: one may take
+            another's place. The policy's name by default.
 
     Raises:
         ConfigError: prometheus-client isn't installed.
@@ -51,7 +52,7 @@ class EngineCollector:
 
     def __init__(self, engines: Observed | Mapping[str, Observed]) -> None:
         self._families = _prometheus("prometheus_client.metrics_core")
-        self._engines = dict(engines) if isinstance(engines, Mapping) else {str(engines.policy.name): engines}
+        self._engines = engines if isinstance(engines, Mapping) else {str(engines.policy.name): engines}
 
     def describe(self) -> list[Any]:
         """Nothing: registering asks for names only, and every name begins with ``kpolicy_``."""

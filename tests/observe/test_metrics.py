@@ -136,6 +136,16 @@ def test_several_engines_share_a_server() -> None:
     assert steps == {"auto": 1, "vllm, 2nd": 2}
 
 
+def test_an_engine_that_takes_anothers_place_is_read() -> None:
+    """As where a policy has another turn."""
+    engines = {"auto": Engine("auto")}
+    with serve_metrics(engines, 0) as server:
+        assert value(samples_of(fetched(server.port)), "policy_compiles_total", policy="auto") == 0
+        engines["auto"] = Engine("auto")
+        engines["auto"].decide(BatchShape.decode(3))
+        assert value(samples_of(fetched(server.port)), "policy_compiles_total", policy="auto") == 1
+
+
 def test_keys_that_read_alike_share_a_series() -> None:
     """Two keys with one text don't make a scrape that Prometheus refuses: their hits are added."""
     registry = GraphRegistry(Budget())

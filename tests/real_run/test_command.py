@@ -269,6 +269,32 @@ def test_files_and_metrics(
         sys.modules["structlog"].reset_defaults()
 
 
+def test_repeats_are_served_forwards_and_backwards(
+    kpolicy: Command, config: Path, requests: Path, tmp_path: Path
+) -> None:
+    """Each turn has its own steps, counted from nothing, and its own log; a policy's turns have one set of graphs."""
+    options = (*SMALL, "--repeats", 2, "--no-verify", "--step-log", tmp_path / "s.jsonl", "--json")
+    report = kpolicy("run", "--model", config, "--trace", requests, *options).json
+    served = [(each["policy"], each["repeat"]) for each in report["policies"]]
+    assert served == [("auto", 1), ("vllm", 1), ("vllm", 2), ("auto", 2)]
+    for each in report["policies"]:
+        path = tmp_path / f"s-{each['policy']}{'-2' if each['repeat'] == 2 else ''}.jsonl"
+        log = read_step_log(path)
+        assert (log.header.policy, len(log.entries)) == (each["policy"], each["steps"])
+        assert (each["served"], each["tokens"]) == (11, report["policies"][0]["tokens"])
+    first, second = ([each for each in report["policies"] if each["repeat"] == i] for i in (1, 2))
+    assert [each["graphs"] for each in first] == [each["graphs"] for each in reversed(second)]
+    assert [each["capture_s"] for each in first] == [each["capture_s"] for each in reversed(second)]
+
+
+def test_repeats_in_text(kpolicy: Command, config: Path, requests: Path) -> None:
+    """The second turn has a row of its own, and a line of its own of what has no column."""
+    options = ("--policy", "vllm", "--repeats", 2, "--no-verify")
+    text = kpolicy("run", "--model", config, "--trace", requests, *SMALL, *options).out
+    assert re.search(r"^vllm +11 .*\n^vllm \(2\) +11 ", text, re.MULTILINE)
+    assert len(re.findall(r"^vllm(?: \(2\))?: .* graphs captured in ", text, re.MULTILINE)) == 2
+
+
 def test_a_given_rate_and_a_saved_profile(kpolicy: Command, config: Path, requests: Path) -> None:
     """--rate takes the place of --utilisation, and eager alone captures nothing."""
     options = ("--rate", 1000, "--policy", "eager", "--no-verify", "--json")
@@ -345,6 +371,9 @@ def test_a_cpu_serves_so_many_tokens_unless_a_window_is_given(
         ("--model {config} --utilisation 0", ["--utilisation is 0", "0.01 to 10"]),
         ("--device simulated --utilisation 0.5", ["--utilisation", "--rate"]),
         ("--device simulated --check-addresses", ["--check-addresses", "--device cpu"]),
+        ("--device simulated --repeats 2", ["--repeats 2 and --device simulated", "the same again", "--device cpu"]),
+        ("--model {config} --repeats 0", ["--repeats is 0", "from 1 to 100"]),
+        ("--model {config} --repeats 101", ["--repeats is 101", "from 1 to 100"]),
         ("--model {config} --policy autoo", ["unknown policy 'autoo'"]),
         ("--model {config} --step-log {tmp}", ["--step-log {tmp} is a folder"]),
         ("--model {config} --perfetto {tmp}/no/r.pftrace", ["there is no folder {tmp}/no"]),
