@@ -1,4 +1,4 @@
-"""docs/measured_gpu.md: the table of regret is that of its results; what a soak found is what it wrote itself."""
+"""docs/measured_gpu.md and docs/gpu.md: regret is that of its results; what a soak found is what it wrote itself."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks.gpu import soak
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 DOC = (ROOT / "docs" / "measured_gpu.md").read_text(encoding="utf-8").splitlines()
+GUIDE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 POLICIES = ("auto", "full_and_piecewise", "piecewise", "split", "vllm", "tensorrt_llm", "eager")
 ALL_GRAPHS = ("qwen05b", "llama8b")
 """Models whose replicas had everybody's graphs, and are left out"""
@@ -68,3 +69,46 @@ def test_the_soak_has_its_own_total(warm: int, name: str, monkeypatch: pytest.Mo
     assert found[name]["memory_flat"] is made["memory_flat"] is (name != "total")
     for held, grown in made["growth_bytes_after_warming_up"].items():
         assert found[name]["growth_bytes_after_warming_up"][held] == grown
+
+
+def in_short(begins: str) -> str:
+    """What the guide's short table found."""
+    (line,) = [line for line in GUIDE.splitlines() if line.startswith(f"| {begins}")]
+    return line.split("|")[3].strip()
+
+
+def test_the_guide_has_the_most_that_auto_loses() -> None:
+    """In the mean and at p99, what is over the limits in bold, and the model with few shapes."""
+    most = {
+        (row["model"], row["objective"], figure): max(
+            each[figure] for each in regret()
+            if all(each[key] == row[key] for key in ("model", "objective", "policy"))
+        )
+        for row in regret() if row["policy"] == "auto" for figure in ("mean_regret", "p99_regret")
+    }  # fmt: skip
+    models = ("qwen05b", "dsv2lite", "llama1b")
+    mean = max(most[model, "step_us", "mean_regret"] for model in models)
+    gap = most["qwen05b", "gap_us", "mean_regret"]
+    assert in_short("`auto`'s choice") == (
+        f"0.0 to {mean:.1%} of the step on three models; gaps **{gap:.1%}** on one load of Qwen2.5-0.5B"
+    )
+    llama, qwen = (most[model, "step_us", "p99_regret"] for model in ("llama1b", "qwen05b"))
+    assert in_short("the same, p99") == (
+        f"**missed** on two of six loads of Llama-3.2-1B (up to {llama:.1%}) and on Qwen2.5-0.5B (up to {qwen:.0%}, "
+        f"and {most['qwen05b', 'gap_us', 'p99_regret']:.0%} of gaps)"
+    )
+    step, gap = (most["llama8b", objective, "mean_regret"] for objective in ("step_us", "gap_us"))
+    assert in_short("the same, Llama-3.1-8B") == f"**{step:.0%}** of the step, **{gap:.0%}** of gaps; 8 shapes only"
+
+
+def test_the_guide_has_what_a_step_adds() -> None:
+    """Ratios at all sizes; host time at one row with its interval's end, and at more rows."""
+    rows = json.loads((RESULTS / "overhead.json").read_text(encoding="utf-8"))["rows"]
+    rows = [row["in_a_row"] for row in rows]
+    ratios = [f"{ratio:.3f}" for ratio in sorted(row["ratio"] for row in rows)]
+    assert in_short("`Engine.step` over") == f"{ratios[0]} to {ratios[-1]}"
+    one, *more = [row["host_beyond_us"] for row in rows]
+    assert in_short("host time beyond") == (
+        f"{one:.1f}, interval to **{rows[0]['host_beyond_interval'][1]:.1f}**; **{min(more):.0f} to {max(more):.0f}** "
+        "at 8 rows and more"
+    )
