@@ -117,16 +117,18 @@ def _sizes_for(vllm_config: Any, config: Config, settings: Settings, listed: lis
     """The sizes to capture, the same where vLLM is configured and in each worker."""
     from kpolicy_vllm.scheduler import may_pace
 
-    parallel, ranks = vllm_config.parallel_config, vllm_config.parallel_config.tensor_parallel_size
+    parallel, split_over = vllm_config.parallel_config, vllm_config.parallel_config.tensor_parallel_size
     model = vllm_config.model_config
     return sizes_of(
         config,
         settings,
         listed=listed,
         ranks=parallel.data_parallel_size,
-        multiple_of=ranks if vllm_config.compilation_config.pass_config.enable_sp else 1,
+        multiple_of=split_over if vllm_config.compilation_config.pass_config.enable_sp else 1,
         paced=may_pace(vllm_config, config),
-        wide=lambda: wide_layers(getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None), ranks),
+        wide=lambda: wide_layers(
+            getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None), split_over
+        ),
     )
 
 

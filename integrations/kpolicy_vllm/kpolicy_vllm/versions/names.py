@@ -28,6 +28,11 @@ def _second_context() -> str:
     return str(import_module("kpolicy.executors.cuda.second_context").second_context(torch.cuda.current_device()))
 
 
+def _work_beside() -> bool:
+    """Whether a layer asked for the stream on which eager steps run kernels beside others, as shared experts do."""
+    return getattr(import_module("vllm.utils.torch_utils"), "_aux_stream", None) is not None
+
+
 def _num_pieces(desc: Any) -> int:
     """Pieces that were captured for that descriptor's size, of either runner."""
     wrapper = import_module("vllm.compilation.cuda_graph").CUDAGraphWrapper
@@ -82,6 +87,8 @@ class Names:
     device_name: Callable[[], str] = _device_name
     second_context: Callable[[], str] = _second_context
     """Makes one on the current device for a moment; why not, where it can't"""
+    work_beside: Callable[[], bool] = _work_beside
+    """Whether eager steps of this model may run kernels on a second stream"""
     num_pieces: Callable[[Any], int] = _num_pieces
     broadcast: Callable[[Any], Any] = _broadcast
     agree: Callable[[bool], bool] = _agree
