@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from itertools import chain
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import attrs
@@ -69,11 +71,20 @@ class Cost(NamedTuple):
 
 
 def _ints(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
+    return tuple(int(value) for value in _numbers("curve sizes", values, Integral))
 
 
 def _floats(values: Iterable[float]) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)
+    return tuple(float(value) for value in _numbers("curve times", values, Real))
+
+
+def _numbers(what: str, values: Any, kind: type) -> tuple[Any, ...]:
+    """The numbers, of any library. Text, bools and numbers of another kind would be taken for something they aren't."""
+    found = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else (None,)
+    if not all(isinstance(value, kind) and not isinstance(value, bool) for value in found):
+        numbers = "whole numbers" if kind is Integral else "numbers"
+        raise ProfileError(f"{what} are {values!r:.80}; they are a sequence of {numbers}.")
+    return found
 
 
 @attrs.frozen
@@ -262,14 +273,18 @@ class CostTable:
     measured_over: int | None = attrs.field(default=None, eq=False)
 
     def __attrs_post_init__(self) -> None:
-        others = (*self.capture_us, *self.graph_bytes, *self.graph_pieces, self.host_work_us)
-        times = (self.step_us, *self.both_us, *self.padding_us, *others)
-        if not all(0 <= value < 1e15 for value in times):
+        by_part = (self.both_us, self.padding_us, self.capture_us, self.graph_bytes, self.graph_pieces)
+        try:
+            times = (*chain(*by_part), self.step_us, self.host_work_us)
+            fine = {len(pair) for pair in by_part} == {2} and all(0 <= value < 1e15 for value in times)
+        except TypeError:
+            fine = False
+        if not fine:
             raise ProfileError(
                 f"step_us is {self.step_us}, both_us {self.both_us}, padding_us {self.padding_us}, "
                 f"capture_us {self.capture_us}, graph_bytes {self.graph_bytes}, "
                 f"graph_pieces {self.graph_pieces} and host_work_us {self.host_work_us}; all are finite numbers "
-                "from 0 up."
+                "from 0 up, those by part two, for (FULL, PIECEWISE)."
             )
 
     @decode_attention.validator

@@ -88,6 +88,11 @@ def test_a_curve_stays_between_its_points(points: list[tuple[int, float]], size:
         ((1,), (-1.0,), "positive number"),
         ((1,), (float("nan"),), "positive number"),
         ((1,), (float("inf"),), "positive number"),
+        ((1.5, 2.5), (1.0, 2.0), "curve sizes are .*whole numbers"),
+        ((True, 2), (1.0, 2.0), "curve sizes are .*whole numbers"),
+        ("12", (1.0, 2.0), "curve sizes are '12'"),
+        ((1, 2), ("1", "2"), "curve times are .*numbers"),
+        (1, (1.0,), "curve sizes are 1"),
     ],
 )
 def test_curves_that_nobody_measured(sizes: Any, us: Any, match: str) -> None:
@@ -108,6 +113,10 @@ def test_curves_that_nobody_measured(sizes: Any, us: Any, match: str) -> None:
         lambda: attrs.evolve(TABLE, overlap_cost=2.5),
         lambda: attrs.evolve(TABLE, both_us=(0.0, -1.0)),
         lambda: attrs.evolve(TABLE, padding_us=(-1.0, 0.0)),
+        lambda: attrs.evolve(TABLE, both_us=(1.0,)),
+        lambda: attrs.evolve(TABLE, capture_us=(1.0, 2.0, 3.0)),
+        lambda: attrs.evolve(TABLE, graph_bytes="12"),
+        lambda: attrs.evolve(TABLE, padding_us=3.0),
         lambda: attrs.evolve(LLAMA_8B, num_layers=0),
         lambda: attrs.evolve(LLAMA_8B, dense_params=0),
     ],
