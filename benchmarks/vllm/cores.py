@@ -2,7 +2,7 @@
 
 A virtual machine's cores are slow by half for seconds at a time, each at other times, and a process tends to stay on
 its core. Of an earlier run's nine bursts, one side added the same requests in 63 to 116 ms and the other in 65 to 76
-(docs/vllm.md). So here all sides have one core in turn, and leave it together where it turns slow.
+(docs/measured_vllm.md). So here all sides have one core in turn, and leave it together where it turns slow.
 """
 
 from __future__ import annotations

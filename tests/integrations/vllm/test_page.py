@@ -1,4 +1,4 @@
-"""docs/vllm.md: its tables are those of the published results."""
+"""docs/measured_vllm.md: its tables are those of the published results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = (ROOT / "docs" / "vllm.md").read_text()
+PAGE = (ROOT / "docs" / "measured_vllm.md").read_text()
 MODELS = ("qwen05b", "dsv2lite", "llama8b")
 MEASURED = {
     "decode-768-64": "768 decodes at once",
