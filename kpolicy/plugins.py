@@ -6,12 +6,38 @@ neither touches the plugins beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kpolicy.errors import PluginError
+from kpolicy.errors import ConfigError, PluginError, near_miss
 
-__all__ = ["load_plugin", "plugin_names"]
+__all__ = ["check_names", "load_plugin", "plugin_names"]
+
+
+def check_names(what: str, factory: Callable[..., Any], arguments: Iterable[str], hint: str = "") -> None:
+    """Refuse arguments that a factory doesn't take.
+
+    Args:
+        what: what it makes, as errors call it.
+        factory: makes it; one that takes any name says itself which it knows.
+        arguments: their names.
+        hint: where to look, behind what it takes.
+
+    Raises:
+        ConfigError: it doesn't take one, with what it takes.
+    """
+    import inspect
+
+    parameters = inspect.signature(factory).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for argument in arguments:
+        if argument not in parameters:
+            near = near_miss(argument, tuple(parameters))
+            raise ConfigError(
+                f"{what} doesn't take {argument}{f'; did you mean {near}?' if near else '.'} It takes "
+                f"{', '.join(parameters) or 'no arguments'}{hint}."
+            )
 
 
 def _found(group: str, own: Mapping[str, str]) -> dict[str, list[tuple[str, Any]]]:

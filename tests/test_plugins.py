@@ -212,8 +212,32 @@ def test_argument_values_a_policy_does_not_take(spec: str) -> None:
 
 def test_arguments_an_executor_does_not_take() -> None:
     """An argument that an executor doesn't take is an error that names both."""
-    with pytest.raises(ConfigError, match="executor 'simulated' doesn't take colour"):
+    with pytest.raises(ConfigError, match=r"executor 'simulated' doesn't take colour. It takes costs, seed,"):
         get_executor("simulated", colour="red")
+
+
+def test_an_executor_that_lacks_an_argument_says_which() -> None:
+    """One that runs a model can't be had by its name alone, and the error shows how it can."""
+    pytest.importorskip("torch")
+    with pytest.raises(ConfigError, match=r"executor 'cpu' needs model.*Engine\(model=kpolicy.load"):
+        get_executor("cpu")
+
+
+def test_a_type_error_inside_an_executor_is_not_one_of_its_arguments() -> None:
+    """The value was wrong, or the executor is: neither is told as an argument that it doesn't take."""
+    with pytest.raises(TypeError, match="not supported between"):
+        get_executor("simulated", num_blocks="64")
+
+
+def test_a_plugin_whose_executor_raises_is_named(install: Install) -> None:
+    """Whatever it raises, with its cause; so is one that can't be called."""
+    install("fakeone", "[kpolicy.executors]\nodd = fake_one:make\nvalue = fake_one:VALUE\n",
+            fake_one="VALUE = 3\ndef make(): return len(None)\n")  # fmt: skip
+    with pytest.raises(PluginError, match="executor 'odd' raised when made: TypeError") as caught:
+        get_executor("odd")
+    assert isinstance(caught.value.__cause__, TypeError)
+    with pytest.raises(PluginError, match="executor 'value' is 3, which makes nothing"):
+        get_executor("value")
 
 
 def _names_of_arguments(name: str) -> list[str]:

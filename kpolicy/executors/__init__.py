@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from kpolicy.errors import ConfigError, PluginError, UnknownNameError
+from kpolicy.errors import ConfigError, KPolicyError, PluginError, UnknownNameError
 from kpolicy.executors.base import CaptureReport, Executor, ProbeReport, ProbeStatus, StepInputs, StepOutputs
 from kpolicy.executors.importing import import_torch
-from kpolicy.plugins import load_plugin, plugin_names
+from kpolicy.plugins import check_names, load_plugin, plugin_names
 from kpolicy.settings import Settings
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "executor_names",
     "first_executor",
     "get_executor",
-    "of_settings",
 ]
 
 GROUP = "kpolicy.executors"
@@ -61,8 +60,8 @@ def get_executor(name: str | Executor, **arguments: Any) -> Executor:
 
     Raises:
         UnknownNameError: nobody registered the name.
-        ConfigError: the executor doesn't take an argument.
-        PluginError: a plugin raises when loaded, or isn't an executor.
+        ConfigError: the executor doesn't take an argument, lacks one, or can't be had with these.
+        PluginError: a plugin raises when loaded or when it makes its executor, or isn't one.
     """
     if not isinstance(name, str):
         if not isinstance(name, Executor):
@@ -80,15 +79,40 @@ def get_executor(name: str | Executor, **arguments: Any) -> Executor:
         factory = load_plugin(GROUP, name, OWN)
     if factory is None:
         raise UnknownNameError("executor", name, executor_names())
+    if not callable(factory):
+        raise PluginError(f"executor {name!r} is {factory!r}, which makes nothing; it must be a class or a function.")
+    check_names(f"executor {name!r}", factory, arguments)
+    missing = _missing(factory, arguments)
+    if missing:
+        raise ConfigError(
+            f"executor {name!r} needs {', '.join(missing)}. An Engine makes one of its model: "
+            f"Engine(model=kpolicy.load(...), device={name!r})."
+        )
     try:
         executor = factory(**arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"executor {name!r} doesn't take {', '.join(arguments) or 'no arguments'}: {error}."
-        ) from None
+    except Exception as error:
+        if name in OWN or isinstance(error, KPolicyError):
+            raise
+        raise PluginError(
+            f"executor {name!r} raised when made: {type(error).__name__}: {error}. Update or uninstall the package it "
+            "comes from; `kpolicy doctor` names it."
+        ) from error
     if not isinstance(executor, Executor):
         raise PluginError(f"executor {name!r} made {executor!r}, which lacks part of the Executor protocol.")
     return executor
+
+
+def _missing(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments that a factory needs and wasn't given."""
+    import inspect
+
+    return [
+        parameter.name
+        for parameter in inspect.signature(factory).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.name not in arguments
+    ]
 
 
 def of_settings(name: str, settings: Settings | None) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from kpolicy.errors import ConfigError, KPolicyError, PluginError, UnknownNameError, near_miss
-from kpolicy.plugins import load_plugin, plugin_names
+from kpolicy.errors import ConfigError, KPolicyError, PluginError, UnknownNameError
+from kpolicy.plugins import check_names, load_plugin, plugin_names
 from kpolicy.policies.base import CompiledPolicy, Downgrade, Policy, PolicyContext
 
 __all__ = ["CompiledPolicy", "Downgrade", "Policy", "PolicyContext", "factory_of", "get_policy", "policy_names"]
@@ -108,16 +108,8 @@ def _check_arguments(name: str, factory: Callable[..., Any], arguments: dict[str
         return
     import inspect
 
-    parameters = inspect.signature(factory).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        for argument in arguments:
-            if argument not in parameters:
-                near = near_miss(argument, tuple(parameters))
-                raise ConfigError(
-                    f"policy {name!r} doesn't take {argument}{f'; did you mean {near}?' if near else '.'} It takes "
-                    f"{', '.join(parameters) or 'no arguments'}; `kpolicy policies` lists what each policy takes."
-                )
-    for parameter in parameters.values():
+    check_names(f"policy {name!r}", factory, arguments, "; `kpolicy policies` lists what each policy takes")
+    for parameter in inspect.signature(factory).parameters.values():
         value, default = arguments.get(parameter.name, parameter.default), parameter.default
         for kind, wanted in ((bool, "true or false"), (int, "a whole number")):
             # A switch is a whole number to Python, and 1 isn't a switch.
