@@ -1,4 +1,4 @@
-"""README: every row and sentence that quotes a result has the result's numbers, and names what there is."""
+"""README and the engines' guides: every row that quotes a result has its numbers; and what they name is there."""
 
 from __future__ import annotations
 
@@ -165,9 +165,9 @@ def decided() -> list[str]:
 TABLES = (vllm, sglang_steps, sglang_served, starts, decided)
 
 
-def tables(section: str) -> list[list[str]]:
+def tables(section: str, text: str = README) -> list[list[str]]:
     """The rows of each table under a heading, less its head."""
-    text = README.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     return [block.splitlines()[2:] for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
 
 
@@ -260,3 +260,32 @@ def test_what_there_is_is_all_there(kind: str) -> None:
     cells = " ".join(row.split("|")[1] for rows in tables("What there is") for row in rows)
     assert there
     assert [name for name in there if f"`{name}`" not in cells] == []
+
+
+def guide(page: str) -> str:
+    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+def test_the_engines_guides_have_the_same_rows() -> None:
+    """What was measured in short, and bounded steps."""
+    *served, at_2048, at_8192 = vllm()
+    assert tables("What was measured, in short", guide("vllm.md")) == [served]
+    paced = [f"| Azure code, {each[each.index('steps of') :]}" for each in (at_2048, at_8192)]
+    assert tables("How long a step is", guide("vllm.md")) == [[each.replace(", gaps weighed", "") for each in paced]]
+    assert tables("What was measured, in short", guide("sglang.md")) == [
+        sglang_steps(), sglang_served(), [row.replace("SGLang, ", "") for row in starts()[1:]]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("page", "package", "column"), [("vllm.md", "kpolicy_vllm", 3), ("sglang.md", "kpolicy_sglang", 2)]
+)
+def test_the_messages_that_a_guide_names_are_said(page: str, package: str, column: int) -> None:
+    """Each is in the package's code."""
+    code = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "integrations" / package / package).rglob("*.py")
+    )
+    (rows,) = tables("When something goes wrong", guide(page))
+    messages = [each for row in rows for each in re.findall(r"`([^`]+)`", row.split("|")[column])]
+    assert len(messages) > 10
+    assert [each for each in messages if each not in code] == []

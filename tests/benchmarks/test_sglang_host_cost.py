@@ -1,4 +1,4 @@
-"""What benchmarks.sglang.host_cost times at a graph's inputs, and what docs/sglang.md says of it."""
+"""What benchmarks.sglang.host_cost times at a graph's inputs, and what docs/measured_sglang.md says of it."""
 
 import gc
 import json
@@ -52,7 +52,7 @@ def test_the_page_has_what_hooks_on_inputs_take():
     rows = json.loads((ROOT / "benchmarks" / "results" / "sglang_host_cost.json").read_text(encoding="utf-8"))["rows"]
     added = {row["step"].removeprefix(host_cost.INPUTS): (row["sglang"], f"{row['added_us']:.1f}")
              for row in rows if row["step"].startswith(host_cost.INPUTS)}  # fmt: skip
-    text = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "measured_sglang.md").read_text(encoding="utf-8")
     (told,) = re.findall(r"they take a replay ([\d.]+) µs, and a padded one ([\d.]+) ", text)
     assert added == {"16 decodes": ("0.5.16", told[0]), "12 decodes": ("0.5.16", told[1])}
     assert sum(row["step"].startswith(host_cost.INPUTS) for row in rows) == 2
@@ -67,7 +67,7 @@ def test_how_many_kinds_of_steps_are_within_the_aim():
     def within(version, key, more=0.0):
         return sum(each[key] + more <= 4 for each in steps if each["sglang"] == version)
 
-    log, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "docs/sglang.md"))
+    log, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "docs/measured_sglang.md"))
     (told,) = re.findall(r"(\d+) of 35 kinds of steps take at most 4, where (\d+) did on 0.5.23 and (\d+) on", log)
     now, *before = told
     assert [within(version, "us") for version in ("0.5.23", "0.5.16")] == [int(now)] * 2
@@ -133,7 +133,7 @@ COLD = {
 
 def cells(label):
     """What the page's line of that name tells."""
-    page = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "measured_sglang.md").read_text(encoding="utf-8")
     (line,) = [line for line in page.splitlines() if line.startswith(f"| {label} |")]
     return [cell.strip() for cell in line.strip("|").split("|")[1:]]
 

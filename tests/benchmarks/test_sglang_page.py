@@ -1,4 +1,4 @@
-"""Tables and sentences of docs/sglang.md that tell what was measured on a GPU: the numbers are the result file's."""
+"""Tables and sentences of docs/measured_sglang.md: the numbers are the result file's."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from statistics import geometric_mean
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "measured_sglang.md").read_text(encoding="utf-8")
 FOUND = json.loads((ROOT / "benchmarks" / "results" / "h200" / "sglang_stock_vs_kpolicy.json").read_text())
 ROWS = {(row["model"], row["load"], row["figure"]): row for row in FOUND["rows"]}
 QWEN, DEEPSEEK, STEP = "Qwen2.5-0.5B", "DeepSeek-V2-Lite", "step ms"
@@ -63,13 +63,13 @@ def ratio(row):
 @pytest.mark.parametrize(
     ("model", "begin", "labels"),
     [
-        (QWEN, "\nQwen2.5-0.5B:\n", list(LOADS)),
-        (DEEPSEEK, "\nDeepSeek-V2-Lite (MLA, mixture of experts):\n", [each for each in LOADS if each != "768"]),
+        (QWEN, "\n### Qwen2.5-0.5B\n", list(LOADS)),
+        (DEEPSEEK, "\n### DeepSeek-V2-Lite (MLA, mixture of experts)\n", [each for each in LOADS if each != "768"]),
     ],
 )
 def test_steps(model, begin, labels):
     """Medians, ratio and, where stock was started twice, both ratios of its second process."""
-    table = between(begin, "\n\nRatios are of pairs" if model == QWEN else "\n\nPrompts, mixed")
+    table = between(begin, "\n\nRatios are of pairs" if model == QWEN else "\n\n- Prompts, mixed")
     for label in labels:
         row, (stock, kpolicy, whole, again) = ROWS[model, LOADS[label], STEP], cells(table, label)
         holds(stock, row["stock"])
@@ -90,7 +90,7 @@ def test_each_preparation_of_run_35(label):
 
 def test_the_trace():
     """Run 29's, and run 15's that it replaced."""
-    table = between("every token streamed: run 29", "\n\nLong prompts apart")
+    table = between("every token streamed: run 29", "\n\n- Long prompts apart")
     earlier = {row["figure"]: row for row in FOUND["earlier"] if (row["run"], row["load"]) == (15, TRACE)}
     for label, figure in SERVED.items():
         row, (medians, now, then, before) = ROWS[QWEN, TRACE, figure], cells(table, label)
@@ -103,7 +103,7 @@ def test_the_trace():
 
 def test_starts():
     """Seconds and memory, and each pair."""
-    table = between("\nCaptures, and whole starts", "\n\nMeasuring took")
+    table = between("\nCaptures, and whole starts", "\n\n- Measuring took")
     for label, key in STARTS.items():
         row, (stock, kpolicy, whole) = ROWS[key], cells(table, label)
         holds(stock, row["stock"])
@@ -125,7 +125,7 @@ def test_drawn_sizes(label, load, run, column):
 
 def test_the_worst_is_told():
     """What is below 0.99 of rows with today's code is named under *Short of what was aimed at*, the least of each."""
-    told = cells(between("\nShort of what was aimed at:", "\n\nHost time"), "nothing below 0.99")[0]
+    told = cells(between("\n## Short of what was aimed at\n", "\n## "), "nothing below 0.99")[0]
     below = {(row["model"], row["load"].partition(" of ")[0]): row["ratio"] for row in FOUND["rows"]
              if row["run"] >= 26 and row["figure"] == STEP and row["ratio"] < 0.99}  # fmt: skip
     assert set(below) == {(QWEN, "32 decodes + extend 64"), (QWEN, "decode 80")}
