@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from benchmarks.vllm.step_rows import Ended, step_rows
 from kpolicy.host_speed import host_work_us
 
 PHASES = (
@@ -30,6 +31,8 @@ PHASES = (
 )
 LOOKS = 20
 """Times that the host's speed is taken at a turn's start, and at its end"""
+MOST_FIRSTS = 256
+"""Requests of a load up to which each one's first token is told"""
 
 
 def emit(**row: Any) -> None:
@@ -143,7 +146,9 @@ class Engine:
         self.taken: list[tuple[str, int]] = []
         self.stats: list[tuple[Any, ...]] = []
         """Of each step, what vLLM's own ``--cudagraph-metrics`` notes"""
+        self._ended: list[Ended] = []
         self._count_modes()
+        self._note_ends()
         self._served = 0
         config = self.engine.vllm_config
         compilation = config.compilation_config
@@ -199,6 +204,17 @@ class Engine:
 
         self.runner._determine_batch_execution_and_padding = determined
 
+    def _note_ends(self) -> None:
+        """Note when each step's outputs came. The same wrapper on both sides."""
+        inner, ended, clock = self.scheduler.update_from_output, self._ended, time.perf_counter
+
+        def update_from_output(step: Any, *args: Any, **kwargs: Any) -> Any:
+            if step.total_num_scheduled_tokens:
+                ended.append(Ended(clock(), step.total_num_scheduled_tokens, len(step.num_scheduled_tokens)))
+            return inner(step, *args, **kwargs)
+
+        self.scheduler.update_from_output = update_from_output
+
     def serve(self, requests: list[list[float]], seed: str, step_tokens: int | None) -> dict[str, Any]:
         """Serve a load to its end; its figures.
 
@@ -233,6 +249,7 @@ class Engine:
         self._torch.cuda.synchronize()
         before = host_now()
         start = now = time.perf_counter()
+        self._ended[:] = [Ended(start)]
         while done < count:
             while added < count and begun[added] <= now - start:
                 engine.add_request(str(first_id + added), {"prompt_token_ids": prompts[added]}, params[added])
@@ -241,6 +258,7 @@ class Engine:
             if added == done:
                 time.sleep(max(0.0, begun[added] - (time.perf_counter() - start)))
                 now = time.perf_counter()
+                self._ended.append(Ended(now))
                 continue
             outputs = engine.step()
             now = time.perf_counter()
@@ -258,6 +276,8 @@ class Engine:
             # All come at once, and are added before the first step: no policy decides how long that takes.
             figures["added_ms"] = round(1e3 * added_s, 2)
             figures["ttft_after_p50_ms"] = round(figures["ttft_p50_ms"] - 1e3 * added_s, 4)
+        if count <= MOST_FIRSTS:
+            figures["ttft_ms"] = [round(1e3 * (each[0] - at), 2) for each, at in zip(times, begun, strict=True)]
         figures["first_steps_ms"] = [round(1e3 * (each - start), 2) for each in steps[:8]]
         return figures
 
@@ -284,6 +304,7 @@ class Engine:
             "gap_p50_ms": at(gaps, 0.5), "gap_p99_ms": at(gaps, 0.99),
             "step_p50_ms": at(cycles, 0.5), "step_p99_ms": at(cycles, 0.99),
             "wall_s": round(wall, 4), "steps": len(steps), "modes": modes, "wrong_lengths": wrong,
+            **step_rows(self._ended, self.taken),
         }  # fmt: skip
 
 

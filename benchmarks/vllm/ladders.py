@@ -5,6 +5,7 @@
 - ``wide``: stock vLLM, told by its own flag to capture every size of the shim's ladder.
 - ``planned``: the shim with a ladder of `kpolicy plan`.
 - ``paced``: the shim with steps bounded by what the gap between tokens is worth.
+- ``again``: stock vLLM in a process of its own once more: how far two that are the same lie apart.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kpolicy_vllm.ladder import default_sizes, one_list
 
 __all__ = ["PACED", "SIDES", "arguments_of"]
 
-SIDES = ("stock", "kpolicy", "wide", "planned", "paced")
+SIDES = ("stock", "kpolicy", "wide", "planned", "paced", "again")
 PACED = {"objective": "1:1"}
 """A weight of the gap at which code, decodes and chat are served as fast as by stock or faster in simulated time, but
 for 1% on the quickest host (`benchmarks.vllm.simulated`)"""
@@ -40,7 +41,7 @@ def arguments_of(name: str, shim: dict[str, Any], *, max_seqs: int, max_tokens: 
     Raises:
         ValueError: no such side, or ``planned`` without a plan.
     """
-    if name == "stock":
+    if name in ("stock", "again"):
         return {}
     if name == "kpolicy":
         return shim

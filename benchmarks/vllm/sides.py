@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 __all__ = ["WITHOUT", "Side", "SideError"]
 
-WITHOUT = ("stock", "wide")
+WITHOUT = ("stock", "wide", "again")
 """Sides that are vLLM alone"""
 
 

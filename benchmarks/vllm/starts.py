@@ -140,7 +140,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--starts {options.starts}{' --warm' * options.warm} does nothing: give --starts from 1 to "
                      "measure, or --starts 0 without --warm to fill the caches.")  # fmt: skip
     if options.sides is None:
-        options.sides = [name for name in SIDES if name != "planned" or options.plan is not None]
+        left_out = ("again",) if options.plan is not None else ("again", "planned")
+        options.sides = [name for name in SIDES if name not in left_out]
     starts = Starts(options)
     starts.run()
     if options.starts:

@@ -93,6 +93,8 @@ def compared(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
             ("stock", "wide"),
             ("stock", "paced"),
             ("kpolicy", "paced"),
+            ("stock", "again"),
+            ("again", "kpolicy"),
         )
     }
     return {name: each for name, each in found.items() if each}

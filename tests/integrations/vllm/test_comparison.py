@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from benchmarks.student import student
 from benchmarks.vllm import child
 from benchmarks.vllm.correct import LOGPROBS, MODULES, RUNNERS, beside, passes, replica_passes
 from benchmarks.vllm.loads import CHAT, CODE, RATES, make_load
+from benchmarks.vllm.step_rows import Ended, step_rows
 from benchmarks.vllm.summary import ratio_interval, summarise
 from kpolicy.errors import ConfigError
 from kpolicy.scheduling.traces import TRACES_VARIABLE
@@ -75,6 +78,38 @@ def test_a_turn_s_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert us == (child.LOOKS - 1) / 2
     (found,) = summarise([row("stock", 0, host_us=60.0), row("kpolicy", 0, host_us=90.0)])
     assert (found["figure"], found["ratio"]) == ("host_us", 0.6667)
+
+
+def test_each_step_with_prompts_has_a_row_and_the_others_one_a_kind() -> None:
+    """Times are since the step before; after a time with nothing under way, since that ended."""
+    ended = [
+        Ended(10.0), Ended(10.02, 400, 1), Ended(10.025, 1, 1), Ended(10.031, 1, 1),
+        Ended(11.0), Ended(11.011, 101, 2), Ended(11.018, 2, 2),
+    ]  # fmt: skip
+    taken = [("PIECEWISE", 448), ("FULL", 1), ("FULL", 1), ("FULL", 128), ("FULL", 2)]
+    assert step_rows(ended, taken) == {
+        "prompt_steps": [["PIECEWISE", 448, 400, 1, 20.0, True], ["FULL", 128, 101, 2, 11.0, True]],
+        "decode_steps": [["FULL", 1, 2, 5.5, 6.0], ["FULL", 2, 1, 7.0, 7.0]],
+    }
+    ended.insert(3, Ended(10.03, 201, 2))
+    taken.insert(2, ("PIECEWISE", 208))
+    assert step_rows(ended, taken)["prompt_steps"][1] == ["PIECEWISE", 208, 201, 2, 5.0, False]
+    assert step_rows(ended, taken[1:]) == {}
+
+
+def test_steps_are_noted_as_their_outputs_come() -> None:
+    """Those without tokens aren't: none of their modes is noted either."""
+    engine = object.__new__(child.Engine)
+    engine._ended = []
+    engine.scheduler = SimpleNamespace(update_from_output=lambda step, output: (step, output))
+    engine._note_ends()
+    before = time.perf_counter()
+    for tokens in (5, 0):
+        step = SimpleNamespace(total_num_scheduled_tokens=tokens, num_scheduled_tokens={"a": 4, "b": 1})
+        assert engine.scheduler.update_from_output(step, "out") == (step, "out")
+    ((at_s, *rest),) = engine._ended
+    assert rest == [5, 2]
+    assert before <= at_s <= time.perf_counter()
 
 
 def test_each_figure_has_the_host_s_speed_in_its_turns_beside_it() -> None:

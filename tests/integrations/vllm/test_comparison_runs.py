@@ -112,6 +112,15 @@ def served(tmp_path: Path, *more: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()]
 
 
+def test_stock_may_be_served_by_a_second_process(tmp_path: Path) -> None:
+    """How far apart two are that are the same tells what a ratio is worth."""
+    served(tmp_path, "--repeats", "2", "--loads", "decode-4-8", "--sides", "stock", "kpolicy", "again")
+    written = json.loads((tmp_path / "vllm_stock_vs_kpolicy.json").read_text())
+    assert ratios(written["beside"]["stock again"])["requests_per_s"] == 1.0
+    assert ratios(written["beside"]["again kpolicy"])["requests_per_s"] == 2.0
+    assert not (tmp_path / "shim_qwen05b_again.json").exists()
+
+
 def test_bursts_are_served_in_several_turns_a_repeat_and_sides_take_turns_to_be_first(tmp_path: Path) -> None:
     rows = served(tmp_path, "--repeats", "2", "--loads", "decode-4-8", "burst-3", "--sides", "stock", "kpolicy")
     turns = [(row["load"], row["repeat"], row["side"]) for row in rows if row["load"] != "cold start"]
