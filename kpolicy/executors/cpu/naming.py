@@ -12,13 +12,19 @@ __all__ = ["cpu_name"]
 
 def cpu_name() -> str:
     """What the processor calls itself, with the threads that operators use: times are of both."""
-    name = ""
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'s' if threads > 1 else ''} a stream"
+
+
+def _processor() -> str:
+    """Its model; that of ARM by the numbers that Linux has in place of a name, which tell one from another too."""
+    said: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
+            name, colon, value = line.partition(":")
+            if colon:
+                said.setdefault(name.strip(), value.strip())
     except OSError:
-        name = platform.processor()
-    threads = torch.get_num_threads()
-    return f"{name or 'CPU'}, {threads} thread{'s' if threads > 1 else ''} a stream"
+        pass
+    part = ", ".join(f"{name} {said[name]}" for name in ("CPU implementer", "CPU part", "CPU variant") if name in said)
+    return said.get("model name") or part or said.get("cpu") or platform.processor() or platform.machine() or "CPU"
