@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from statistics import geometric_mean, stdev
 from typing import Any
@@ -289,3 +292,23 @@ def test_the_messages_that_a_guide_names_are_said(page: str, package: str, colum
     messages = [each for row in rows for each in re.findall(r"`([^`]+)`", row.split("|")[column])]
     assert len(messages) > 10
     assert [each for each in messages if each not in code] == []
+
+
+def printed(*command: str) -> str:
+    """What a command prints on a wide terminal."""
+    ran = subprocess.run(
+        [sys.executable, *command], env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True, check=True
+    )
+    return ran.stdout.strip()
+
+
+def test_the_first_example_prints_what_is_shown() -> None:
+    """Run as it stands, in an interpreter of its own."""
+    code, shown = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", README, flags=re.DOTALL)[0]
+    assert printed("-c", code) == shown.strip()
+
+
+def test_explain_prints_what_is_shown() -> None:
+    """The table under the command that installs it."""
+    command, shown = re.findall(r"\nkpolicy (explain [^\n]*)\n```\n\n```\n(.*?)```", README, flags=re.DOTALL)[0]
+    assert printed("-m", "kpolicy", *command.split()) == shown.strip()
