@@ -34,7 +34,7 @@ import attrs
 import torch
 
 from benchmarks.command import command_line, input_file, input_path, output_file
-from benchmarks.fidelity import requests_of
+from benchmarks.fidelity_served import requests_of
 from benchmarks.quiet import Turns, go_first
 from kpolicy.cli.step_log import files_of
 from kpolicy.costs import CostTable

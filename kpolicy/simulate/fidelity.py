@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -17,7 +17,16 @@ from kpolicy.host_speed import steadied
 from kpolicy.schemas import StepEntry, StepLaunch
 from kpolicy.simulate.host_state import HostState
 
-__all__ = ["REGIMES", "REPEATS", "FidelityRow", "expected_cost", "expected_costs", "fidelity", "same_ranking"]
+__all__ = [
+    "REGIMES",
+    "REPEATS",
+    "FidelityRow",
+    "eager_sizes",
+    "expected_cost",
+    "expected_costs",
+    "fidelity",
+    "same_ranking",
+]
 
 REGIMES = ("host-bound", "middle", "saturated")
 """By the cost table: the host takes longer than the device; it doesn't; and dense work takes at least twice what one
@@ -83,13 +92,13 @@ def expected_cost(entry: StepEntry, costs: CostTable) -> Cost:
     return costs.at_host_speed(entry.host_work_us).cost(launches, entry.shape.numbers)
 
 
-def expected_costs(entries: Sequence[StepEntry], costs: CostTable) -> list[Cost]:
-    """What the table says that the steps of a log took, one after the other.
+def expected_costs(entries: Sequence[StepEntry], costs: CostTable, before: Sequence[StepEntry] = ()) -> list[Cost]:
+    """What the table says that the steps of a log took, one after the other, and after those `before` them.
 
     The host's speed at a step is what was noted around it (`steadied`). It must have been noted by the fixed work that
     the table names (`CostTable.host_probe`, and a log's header).
     """
-    return [each.cost for each in expected_steps(entries, costs)]
+    return [each.cost for each in _after(before, entries, costs)]
 
 
 class Expected(NamedTuple):
@@ -130,6 +139,11 @@ def expected_steps(entries: Sequence[StepEntry], costs: CostTable) -> Iterator[E
         yield Expected(cost, at_table, id(step), speed / usual if speed and usual else 1.0)
 
 
+def _after(before: Sequence[StepEntry], entries: Sequence[StepEntry], costs: CostTable) -> Iterator[Expected]:
+    """`expected_steps` of entries that ran after others."""
+    return islice(expected_steps([*before, *entries], costs), len(before), None)
+
+
 def _passes(entries: Sequence[StepEntry]) -> Iterator[Sequence[StepEntry]]:
     """The stretches of a log in which the steps' numbers rise."""
     first = 0
@@ -137,6 +151,12 @@ def _passes(entries: Sequence[StepEntry]) -> Iterator[Sequence[StepEntry]]:
         if i == len(entries) or entries[i].step <= entries[i - 1].step:
             yield entries[first:i]
             first = i
+
+
+def eager_sizes(entries: Iterable[StepEntry]) -> set[int]:
+    """Tokens of the eager launches of a log."""
+    launches = ((entry, _launch(entry, each)) for entry in entries for each in entry.launches)
+    return {launch.size(entry.shape.numbers) for entry, launch in launches if launch.key is None}
 
 
 def regime_of(entry: StepEntry, cost: Cost, costs: CostTable) -> str:
@@ -152,19 +172,22 @@ def _growth(entry: StepEntry, launch: Launch, costs: CostTable) -> float:
     return curve.at(launch.size(entry.shape.numbers)) / curve.at(1)
 
 
-def fidelity(entries: Sequence[StepEntry], costs: CostTable) -> list[FidelityRow]:
+def fidelity(
+    entries: Sequence[StepEntry], costs: CostTable, before: Sequence[StepEntry] = ()
+) -> list[FidelityRow]:  # fmt: skip
     """Rows for each mode and regime that has steps, then for all of each mode, then for all.
 
     Args:
         entries: a log's steps; those without a measured `cycle_us` are left out.
         costs: the table to hold to them.
+        before: steps that the process ran before them.
 
     Raises:
         ConfigError: no step has a measured time.
     """
     timed = [
         (entry, each.cost, entry.cycle_us, (_launched(entry), each.state), each.at_speed)
-        for entry, each in zip(entries, expected_steps(entries, costs), strict=True)
+        for entry, each in zip(entries, _after(before, entries, costs), strict=True)
         if entry.cycle_us
     ]
     alike: dict[Hashable, list[float]] = {}

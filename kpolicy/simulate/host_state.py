@@ -57,16 +57,17 @@ class HostState:
 
     Args:
         costs: a table. Where its effects tell nothing of what ran before, every step has the same.
+        eager_sizes: tokens of eager launches that ran before the first of them.
     """
 
-    def __init__(self, costs: CostTable) -> None:
+    def __init__(self, costs: CostTable, eager_sizes: Iterable[int] = ()) -> None:
         first, again = StepCosts.after_another(costs), StepCosts.in_a_row(costs)
         if again == first:
             again = first
         self._costs = (first, first.new_sizes()), (again, again.new_sizes())
         self._plain = first if again is first and not costs.effects.eager_new_us else None
         self._ran: Hashable = None
-        self._sizes: set[int] = set()
+        self._sizes = set(eager_sizes)
 
     def costs(self, mode: Hashable, launches: Sequence[Launch], numbers: BatchNumbers) -> StepCosts:
         """The costs of the next step, which then has run.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from kpolicy.attention.support import AttentionSupport, Claims
@@ -71,6 +71,7 @@ def simulate(
     on_step: OnStep | None = None,
     stepwise: bool = False,
     host_speed: HostSpeeds | None = None,
+    eager_sizes: Collection[int] = (),
 ) -> SimResult:
     """Serve a trace in simulated time.
 
@@ -90,6 +91,7 @@ def simulate(
             happen; the result is the same.
         host_speed: how fast the host was when, where that changed: each step's host times are those of its time
             (`CostTable.at_host_speed`), while decisions rest on `costs`, as in production. Steps then go one by one.
+        eager_sizes: tokens of eager launches that the process ran before: they take no `StepEffects.eager_new_us`.
 
     Raises:
         ConfigError: an argument can't be used, requests are out of order, or graphs leave no KV.
@@ -103,6 +105,7 @@ def simulate(
     engine.capture()
     run = _Simulation(trace.requests if isinstance(trace, Trace) else trace, engine, server, seed, on_step)
     run.host_speed = host_speed
+    run.hosts = [HostState(engine.costs, eager_sizes) for _ in run.hosts]
     interrupted = ""
     try:
         run.serve(progress, stepwise=stepwise or on_step is not None or host_speed is not None)

@@ -10,8 +10,8 @@ import attrs
 import pytest
 
 from benchmarks import fidelity
-from benchmarks.fidelity import outside, replayed
 from benchmarks.fidelity_again import check_probe
+from benchmarks.fidelity_served import host_speeds, latencies, outside, replayed
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.errors import ConfigError, ProfileError
 from kpolicy.scheduling.traces import Trace, TraceRequest
@@ -36,7 +36,9 @@ TRACE = Trace(
 STEP_US, PROMPT_US = 150.0, 420.0
 
 
-def run(costs: CostTable | None = None, speeds: HostSpeeds | None = None) -> tuple[list[StepEntry], dict[str, Any]]:
+def run(
+    costs: CostTable | None = None, speeds: HostSpeeds | None = None, policy: str = "auto"
+) -> tuple[list[StepEntry], dict[str, Any]]:  # fmt: skip
     """A log with the executor's times, and what was measured; the host's speed noted at the end of each step."""
     entries: list[StepEntry] = []
 
@@ -55,7 +57,7 @@ def run(costs: CostTable | None = None, speeds: HostSpeeds | None = None) -> tup
         settings=Settings(max_num_reqs=16, max_num_tokens=512), kv_tokens=8192, block_size=16, warm=True,
         kv_bytes_per_token=None, reuse_prefixes=False, scheduler_us=STEP_US, scheduler_prompt_us=PROMPT_US,
     )  # fmt: skip
-    result = simulate(TRACE, "auto", server=server, costs=costs, on_step=keep, host_speed=speeds)
+    result = simulate(TRACE, policy, server=server, costs=costs, on_step=keep, host_speed=speeds)
     prompts = sum(bool(entry.shape.prefills) for entry in entries)
     served = {
         "steps": len(entries), "prompt_steps": prompts, "outside_prompts_us": (STEP_US + PROMPT_US) * prompts,
@@ -105,7 +107,7 @@ def test_a_host_that_was_slow_for_a_while_is_simulated_so() -> None:
     printed: dict[str, Any] = {"setting": setting, "policies": [figures]}
 
     def errors(log: list[StepEntry]) -> list[float]:
-        found = fidelity.latencies(printed, TRACE, costs, {"auto": tuple(log)})["auto"]
+        found = latencies(printed, TRACE, costs, {"auto": [log]})["auto"]
         return [abs(found[name]["error"]) for name in ("ttft_p50_ms", "gap_p50_ms", "busy_ms")]
 
     assert max(errors(entries)) < 0.01
@@ -118,10 +120,10 @@ def test_speeds_are_in_the_order_of_time() -> None:
     """A clock that is set back, and steps whose speed wasn't noted."""
     entries, _ = run()
     noted = [attrs.evolve(each, host_work_us=work) for each, work in zip(entries, (20.0, None, 40.0), strict=False)]
-    speeds = fidelity.host_speeds(noted, [100.0, 90.0, 80.0])
+    speeds = host_speeds(noted, [100.0, 90.0, 80.0])
     assert speeds is not None
     assert [speeds.at(us) for us in (0.0, 99.0, 100.0)] == [20.0, 20.0, 40.0]
-    assert fidelity.host_speeds(entries, [1.0] * len(entries)) is None
+    assert host_speeds(entries, [1.0] * len(entries)) is None
 
 
 MIDDLE = "the middle of each figure of 3"

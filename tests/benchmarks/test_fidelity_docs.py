@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fidelity import RESULT
+from benchmarks.fidelity_turns import figure
 from kpolicy.middle_profile import middle
 from kpolicy.schemas import Profile, read_profile
 
@@ -101,8 +102,10 @@ def table_of(begin: str) -> tuple[int, list[str]]:
 
 
 def latency(found: dict[str, float], digits: int) -> str:
+    """Both sides and the error, and what a policy's turns differ by where it had several."""
     error = f"**{found['error']:+.1%}**" if abs(found["error"]) > MOST_LATENCY else f"{found['error']:+.0%}"
-    return f"{found['measured']:.{digits}f} / {found['simulated']:.{digits}f} ({error})"
+    apart = f"; {found['apart']:.1%} apart" if "apart" in found else ""
+    return f"{found['measured']:.{digits}f} / {found['simulated']:.{digits}f} ({error}{apart})"
 
 
 def read(name: str) -> dict[str, Any]:
@@ -134,6 +137,12 @@ def test_latencies_are_told_as_the_results_have_them(names: tuple[str, ...]) -> 
             told = [latency(found["ttft_p50_ms"], 1), latency(found["gap_p50_ms"], 2)]
             expected.append(line_of(["" if i else label(name), f"`{policy}`", *told]))
     assert table_of(expected[0])[1] == expected
+
+
+def test_a_row_of_several_turns_says_what_they_differ_by() -> None:
+    """Means, and by how much the measured ones are apart."""
+    assert latency(figure([13.2, 13.4], [13.5, 13.7]), 2) == "13.30 / 13.60 (+2%; 1.5% apart)"
+    assert latency(figure([13.2], [13.5]), 2) == "13.20 / 13.50 (+2%)"
 
 
 @pytest.mark.parametrize("name", LAST)

@@ -13,8 +13,10 @@ from kpolicy.errors import ConfigError
 from kpolicy.host_speed import launching_takes
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
+from kpolicy.scheduling.traces import TraceRequest
 from kpolicy.schemas import Profile
 from kpolicy.shapes import BatchShape
+from kpolicy.simulate import simulate
 from kpolicy.simulate.host_state import HostState
 from kpolicy.simulate.step_costs import StepCosts
 from kpolicy.step_effects import StepEffects
@@ -113,6 +115,20 @@ def test_steps_that_take_alike_are_told_as_one_kind() -> None:
     state = HostState(attrs.evolve(COSTS, effects=StepEffects(eager_new_us=40.0)))
     new, again, after = (state.costs(mode, EAGER, numbers) for mode in (Mode.EAGER, Mode.EAGER, Mode.FULL))
     assert new is not again is after
+
+
+def test_sizes_that_the_process_ran_before_arent_new() -> None:
+    """Neither to a state nor to a simulation that is told of them."""
+    costs = attrs.evolve(COSTS, effects=StepEffects(eager_new_us=40.0))
+    numbers = BatchShape.decode(4).numbers
+    told = HostState(costs, {4})
+    assert told.costs(Mode.EAGER, EAGER, numbers) is told.costs(Mode.EAGER, EAGER, numbers)
+    requests = [TraceRequest(i, 0.0, 30, 20, ()) for i in range(3)]
+    plain, none_new, all_new = (
+        simulate(requests, "eager", costs=table, eager_sizes=sizes, stepwise=True).step_us
+        for table, sizes in ((COSTS, ()), (costs, range(200)), (costs, ()))
+    )
+    assert none_new == plain < all_new
 
 
 def test_a_simulation_tells_rows_of_padding_from_others() -> None:

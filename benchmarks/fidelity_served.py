@@ -1,0 +1,185 @@
+"""What a run measured of its requests beside what simulating its arrivals gives: `benchmarks.fidelity --run`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.fidelity_turns import figure, of_turns
+from kpolicy.attention import Claims
+from kpolicy.costs import CostTable
+from kpolicy.errors import ConfigError
+from kpolicy.scheduling.traces import Trace, read_trace
+from kpolicy.schemas import StepEntry
+from kpolicy.settings import Settings
+from kpolicy.shapes import GAP_TAIL_US, BatchNumbers
+from kpolicy.simulate import Server, simulate
+from kpolicy.simulate.fidelity import eager_sizes
+from kpolicy.simulate.host_state import HostSpeeds
+from kpolicy.simulate.percentiles import Percentiles
+from kpolicy.simulate.queue import Queue
+from kpolicy.simulate.requests import Request, in_order
+
+Turns = Mapping[str, Sequence[Sequence[StepEntry]]]
+"""By policy, the steps of each of its turns"""
+_COUNTS = BatchNumbers._fields.index("max_query_len")
+
+
+def outside(each: dict[str, Any]) -> tuple[float, float]:
+    """What the run's scheduler took a step, and what a step with prompts took besides; 0 where the run doesn't tell."""
+    prompts = each.get("prompt_steps", 0)
+    decodes = each["steps"] - prompts
+    if not prompts or not decodes:
+        return each["outside_us"] / each["steps"], 0.0
+    plain = (each["outside_us"] - each["outside_prompts_us"]) / decodes
+    return plain, max(each["outside_prompts_us"] / prompts - plain, 0.0)
+
+
+def requests_of(run: dict[str, Any], trace: Path, start_s: float, window_s: float) -> Trace:
+    """The requests that the run served."""
+    setting = run["setting"]
+    return read_trace(trace).window(start_s, window_s).limited(setting["max_model_len"]).scaled(setting["rate"])
+
+
+def replayed(
+    entries: Sequence[StepEntry], setting: dict[str, Any], served: dict[str, Any], trace: Trace
+) -> tuple[dict[str, Any], list[float]]:
+    """The log's step times in the simulator's queue, with requests let in at the steps at which the run let them in.
+
+    Args:
+        entries: a policy's step log.
+        setting: the run's.
+        served: what the run measured for the policy.
+        trace: what it served.
+
+    Returns:
+        How many batches are the run's, and the latencies; the end of each step, in microseconds from the first arrival.
+    """
+    queue = Queue(
+        Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"]),
+        num_blocks=setting["kv_tokens"] // setting["block_size"], block_size=setting["block_size"], prefix_block=0,
+    )  # fmt: skip
+    step_us, prompt_us = outside(served)
+    coming = deque(in_order(trace.requests))
+    start_us = now_us = coming[0].arrival_s * 1e6
+    ends: list[float] = []
+    ttft, gap, same = Percentiles(), Percentiles(), 0
+    for entry in entries:
+        if queue.idle and coming:
+            now_us = max(now_us, coming[0].arrival_s * 1e6)
+        inside = (entry.queue.waiting + entry.queue.running) if entry.queue else 0
+        while coming and queue.num_running + len(queue.waiting) < inside:
+            arrived = coming.popleft()
+            queue.add(Request(arrived, arrived.arrival_s * 1e6))
+            now_us = max(now_us, arrived.arrival_s * 1e6)
+        if coming:
+            # It hadn't come yet. Time outside the executor varies, and who was let in tells what the clock was.
+            now_us = min(now_us, coming[0].arrival_s * 1e6)
+        step = queue.next_step(now_us)
+        if step is None:
+            break
+        same += step.numbers[:_COUNTS] == entry.shape.numbers[:_COUNTS]
+        us = (entry.cycle_us or 0.0) + step_us + (prompt_us if step.chunks else 0.0)
+        now_us += us
+        ends.append(now_us - start_us)
+        if step.numbers.num_decodes:
+            gap.add(us / entry.decode_steps, step.numbers.num_decodes * entry.decode_steps)
+        for request in queue.complete(step, entry.decode_steps).first_tokens:
+            ttft.add(now_us - request.arrival_us)
+    found = {
+        "steps": len(entries), "same_batches": same,
+        "ttft_p50_ms": round(ttft.spread().p50 / 1e3, 3), "gap_p50_ms": round(gap.spread().p50 / 1e3, 3),
+    }  # fmt: skip
+    return found, ends
+
+
+def host_speeds(entries: Sequence[StepEntry], ends: Sequence[float]) -> HostSpeeds | None:
+    """How fast the host was when, as it was noted after a log's steps; None where it wasn't.
+
+    Every note as it is: a queue feels the slow moments that the middle of several leaves out.
+    """
+    # A request that came earlier than the time outside the executor says sets the clock back.
+    noted = [
+        (end, each.host_work_us) for each, end in zip(entries, accumulate(ends, max), strict=False) if each.host_work_us
+    ]
+    return HostSpeeds(noted) if noted else None
+
+
+def latencies(run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turns) -> dict[str, Any]:
+    """By policy, what the run measured and what simulating its arrivals gives; see `latencies_of` and `of_turns`.
+
+    Args:
+        run: what ``kpolicy run --json`` printed.
+        requests: what it served.
+        costs: the profile's.
+        logs: each policy's steps by turn, beside which the host's speed may be noted.
+
+    Raises:
+        ConfigError: a policy's logs aren't those of its turns.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in run["policies"]:
+        turns, policy = found.setdefault(each["policy"], []), each["policy"]
+        before, entries = [], None
+        if given := logs.get(policy):
+            of_it = [one["steps"] for one in run["policies"] if one["policy"] == policy]
+            if of_it != [len(entries) for entries in given]:
+                raise ConfigError(
+                    f"{policy}'s logs have {', '.join(f'{len(entries)}' for entries in given)} steps, and its turns in "
+                    f"the run {', '.join(map(str, of_it))}. Give the log of each turn, in the order of the turns."
+                )
+            before, entries = list(given[: len(turns)]), given[len(turns)]
+        turns.append(latencies_of(run["setting"], each, requests, costs, entries, before))
+    return {policy: of_turns(turns) for policy, turns in found.items()}
+
+
+def latencies_of(
+    setting: dict[str, Any], each: dict[str, Any], requests: Trace, costs: CostTable,
+    entries: Sequence[StepEntry] | None, before: Sequence[Sequence[StepEntry]] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """What a policy's turn measured and what simulating its arrivals gives: milliseconds and their error; steps.
+
+    Args:
+        setting: the run's.
+        each: what the run measured.
+        requests: what it served.
+        costs: the profile's.
+        entries: the turn's steps; None where there is no log of it.
+        before: those of the policy's turns before.
+
+    With a log also "replayed", and the mean of the fixed work's times that it notes, "host_work_us".
+    """
+    claims = Claims.at_level(setting["attention"].partition(",")[0])
+    settings = Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"])
+    scheduler_us, scheduler_prompt_us = outside(each)
+    # Runs before the fact was told were decided without it.
+    tail = any(GAP_TAIL_US in entry.shape.facts for entry in entries or ())
+    server = Server(
+        settings=settings, kv_tokens=setting["kv_tokens"], block_size=setting["block_size"], warm=True,
+        kv_bytes_per_token=None, scheduler_us=scheduler_us, scheduler_prompt_us=scheduler_prompt_us, gap_tail=tail,
+    )  # fmt: skip
+    speeds = None
+    told: dict[str, Any] = {}
+    if entries is not None:
+        told["replayed"], ends = replayed(entries, setting, each, requests)
+        speeds = host_speeds(entries, ends)
+        noted = [entry.host_work_us for entry in entries if entry.host_work_us]
+        if noted:
+            told["host_work_us"] = round(fmean(noted), 3)
+    simulated = simulate(
+        requests, each["policy"], server=server, costs=costs, attention=claims, host_speed=speeds,
+        eager_sizes=eager_sizes(chain(*before)),
+    )  # fmt: skip
+    # Both sides have the scheduler's own time, a step's and the run's.
+    pairs = {
+        "ttft_p50_ms": (each["ttft_us"][0], simulated.ttft.p50),
+        "gap_p50_ms": (each["gap_us"][0], simulated.gap.p50),
+        "busy_ms": (each["step_us"] + each["outside_us"], simulated.step_us),
+        "span_ms": (each["span_s"] * 1e6, simulated.span_s * 1e6),
+    }
+    figures = {name: figure([measured / 1e3], [expected / 1e3]) for name, (measured, expected) in pairs.items()}
+    return figures | {"steps": {"measured": each["steps"], "simulated": simulated.steps}} | told

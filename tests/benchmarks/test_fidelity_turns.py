@@ -1,0 +1,123 @@
+"""Policies with several turns on the same arrivals: means, ties by what turns of one policy differ by, whose logs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from benchmarks import fidelity
+from benchmarks.fidelity_served import latencies
+from benchmarks.fidelity_turns import TIE, figure, of_turns, ranked_wrong, ranking, tie_of
+from kpolicy.costs import analytic_costs
+from kpolicy.errors import ConfigError
+from kpolicy.schemas import LogHeader, Profile, StepEntry, StepLogWriter, write_profile
+from tests.benchmarks.test_fidelity import SETTING, TRACE, run
+
+NEW_US = 50_000.0
+SLOWER = 1.1
+
+
+def test_a_figure_is_the_mean_of_turns() -> None:
+    """With how far the measured ones are apart; a single turn says nothing of that."""
+    assert figure([10.0, 11.0], [12.0, 10.0]) == {"measured": 10.5, "simulated": 11.0, "error": 0.0476, "apart": 0.1}
+    assert figure([10.0], [12.0]) == {"measured": 10.0, "simulated": 12.0, "error": 0.2}
+
+
+def test_policies_no_further_apart_than_turns_of_one_are_a_tie() -> None:
+    """Of whichever policy's turns differ most; beyond that a wrong ranking counts."""
+    figures = {"a": figure([10.0, 10.4], [10.5, 10.5]), "b": figure([10.4, 10.5], [10.3, 10.3])}
+    assert tie_of(figures) == pytest.approx(0.04)
+    assert ranked_wrong(figures) == []
+    figures["a"] = figure([10.0, 10.1], [10.5, 10.5])
+    assert ranked_wrong(figures) == [("a", "b")]
+    assert ranked_wrong({"a": figures["a"], "b": figure([10.4, 10.5], [10.6, 10.6])}) == []
+
+
+def test_single_turns_have_the_tie_that_runs_had_before() -> None:
+    """2%, as nothing is known of what turns differ by."""
+    assert tie_of({"a": figure([10.0], [10.0]), "b": figure([10.1], [10.0])}) == TIE == 0.02
+    assert ranked_wrong({"a": figure([10.0], [11.0]), "b": figure([10.19], [10.0])}) == []
+    assert ranked_wrong({"a": figure([10.0], [11.0]), "b": figure([10.21], [10.0])}) == [("a", "b")]
+
+
+def test_each_figure_has_its_own_tie() -> None:
+    """A policy's turns are kept beside its means."""
+    turns = [{"ttft_p50_ms": figure([x], [10.0]), "gap_p50_ms": figure([5.0], [5.0]), "steps": {}} for x in (10, 11)]
+    found = {"a": of_turns(turns), "b": of_turns(turns)}
+    assert ranking(found) == {
+        "ranked_wrong": {"ttft_p50_ms": [], "gap_p50_ms": []}, "tie": {"ttft_p50_ms": 0.1, "gap_p50_ms": 0.0}
+    }  # fmt: skip
+    assert found["a"]["turns"] == turns
+    assert of_turns(turns[:1]) is turns[0]
+
+
+def printed(turns: list[list[StepEntry]], served: dict[str, Any], policy: str = "auto") -> dict[str, Any]:
+    """What ``kpolicy run --repeats`` prints of one policy."""
+    times = [sum(each.cycle_us or 0.0 for each in entries) for entries in turns]
+    each = served | {"policy": policy, "gap_us": [served["gap"]], "span_s": served["span"]}
+    policies = [
+        each | {"repeat": i + 1, "steps": len(entries), "step_us": us, "ttft_us": [served["ttft"] * us / times[0]]}
+        for i, (entries, us) in enumerate(zip(turns, times, strict=True))
+    ]
+    return {"setting": SETTING | {"attention": "mixed", "max_model_len": 2000, "rate": 1.0}, "policies": policies}
+
+
+def slower(entries: list[StepEntry]) -> list[StepEntry]:
+    return [attrs.evolve(each, cycle_us=SLOWER * (each.cycle_us or 0.0)) for each in entries]
+
+
+def test_turns_are_simulated_each_by_its_own_log() -> None:
+    """Each with its own steps' times; a policy's logs are those of its turns, in their order."""
+    entries, served = run()
+    told = printed([entries, slower(entries)], served)
+    found = latencies(told, TRACE, analytic_costs(), {"auto": [entries, slower(entries)]})["auto"]
+    assert found["turns"][0]["replayed"]["same_batches"] == len(entries)
+    first, second = (each["ttft_p50_ms"] for each in found["turns"])
+    assert second["measured"] == pytest.approx(SLOWER * first["measured"], rel=1e-4)
+    assert found["ttft_p50_ms"]["apart"] == pytest.approx(SLOWER - 1, abs=1e-3)
+    assert found["ttft_p50_ms"]["measured"] == pytest.approx((first["measured"] + second["measured"]) / 2, abs=1e-3)
+    with pytest.raises(ConfigError, match=r"auto's logs have .* Give the log of each turn"):
+        latencies(told, TRACE, analytic_costs(), {"auto": [entries]})
+    with pytest.raises(ConfigError, match=r"auto's logs have .* Give the log of each turn"):
+        latencies(told, TRACE, analytic_costs(), {"auto": [entries, entries[:-1]]})
+
+
+def test_eager_sizes_of_the_turn_before_arent_new() -> None:
+    """A process runs a size for the first time once."""
+    costs = analytic_costs()
+    costs = attrs.evolve(costs, effects=attrs.evolve(costs.effects, eager_new_us=NEW_US))
+    entries, served = run(costs, policy="eager")
+    told = printed([entries, entries], served, "eager")
+    found = latencies(told, TRACE, costs, {"eager": [entries, entries]})["eager"]
+    first, second = found["turns"]
+    assert first["busy_ms"]["error"] == pytest.approx(0.0, abs=0.01)
+    # Batches are others where steps are quicker, so a few sizes are new still.
+    assert second["busy_ms"]["simulated"] < 0.9 * first["busy_ms"]["simulated"]
+    rows = fidelity.fidelity(entries, costs, entries)
+    assert [row.bias for row in fidelity.fidelity(entries, costs) if row.mode == "all"] == [pytest.approx(0.0)]
+    assert [row.bias < -0.3 for row in rows if row.mode == "all"] == [True]
+
+
+def test_cells_are_of_first_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later turns' are told beside, and time a token is the mean of all."""
+    monkeypatch.setattr(fidelity, "RESULT", tmp_path / "fidelity.json")
+    entries, _ = run()
+    write_profile(tmp_path / "p.json", Profile(costs=analytic_costs(), device="d", model="m"))
+    given = ["--profile", str(tmp_path / "p.json")]
+    for name, turn in (("s", entries), ("s-2", slower(entries))):
+        with StepLogWriter(tmp_path / f"{name}.jsonl", LogHeader(policy="auto")) as writer:
+            for entry in turn:
+                writer.write(entry)
+        given += ["--log", str(tmp_path / f"{name}.jsonl")]
+    fidelity.main([*given, "--date", "D"])
+    result = json.loads((tmp_path / "fidelity.json").read_text())
+    [cells] = [row for row in result["policies"]["auto"] if row["mode"] == "all"]
+    assert (cells["steps"], cells["error"]) == (len(entries), 0.0)
+    [later] = [row for row in result["later_turns"] if row["mode"] == "all"]
+    assert later["error"] == pytest.approx(1 - 1 / SLOWER, abs=1e-3)
+    assert result["tie"] == pytest.approx(SLOWER - 1, abs=1e-3)
+    assert result["us_per_token"]["auto"]["error"] == pytest.approx(2 / (1 + SLOWER) - 1, abs=1e-3)
