@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from numbers import Real
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import attrs
 
 from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
+from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.decision import Decision
 from kpolicy.errors import ConfigError, GraphReplayError, ProfileError, StickyDeviceError, SupportError
@@ -25,7 +27,6 @@ from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchNumbers, BatchShape
 
 if TYPE_CHECKING:
-    from kpolicy.budgets import Budget
     from kpolicy.corrections import Correction
     from kpolicy.executors.base import CaptureReport, Executor, ReadyEvent, StepInputs, StepOutputs
     from kpolicy.executors.lazy import LazyCapture
@@ -134,17 +135,19 @@ class Engine:
         calibrate: float = 1.0,
         correct: bool = True,
     ) -> None:
+        _check_kinds(settings=settings, costs=costs, registry=registry, budget=budget)
         self.policy = get_policy(policy)
         self.settings = settings or _settings_of(model)
-        self.objective = Objective.parse(objective)
-        self.costs = costs or analytic_costs()
+        self._objective = Objective.parse(objective)
+        self._costs = costs or analytic_costs()
         self.calibration_error = ""
         self._correct = correct and self.policy.reads_costs
         self._correction: Correction | None = None
         self._corrected: CostTable | None = None
         self._measured: CostTable | None = None
         """What `capture` measured"""
-        self._calibrate_s = _seconds(calibrate) if costs is None and self.policy.reads_costs else 0.0
+        calibrate_s = _seconds("calibrate", calibrate)
+        self._calibrate_s = calibrate_s if costs is None and self.policy.reads_costs else 0.0
         self.sizes = self._sizes(ladder)
         self._stats = Stats()
         if budget is not None and registry is not None:
@@ -195,12 +198,23 @@ class Engine:
 
         ranks = 1 if self._communicator is None else self._communicator.world_size
         measures = bool(self._calibrate_s) and self.executor is not None and self._can_measure()
-        return LazyCapture(self, 0.0 if lazy is True else lazy, num_ranks=ranks, measures=measures)
+        allowance_s = 0.0 if lazy is True else _seconds("lazy", lazy)
+        return LazyCapture(self, allowance_s, num_ranks=ranks, measures=measures)
 
     def _can_measure(self) -> bool:
         from kpolicy.executors.calibrate import can_measure
 
         return can_measure(self.executor)
+
+    @property
+    def objective(self) -> Objective:
+        """What `auto` minimises."""
+        return self._objective
+
+    @property
+    def costs(self) -> CostTable:
+        """The table that is decided by; `take_costs` takes another one."""
+        return self._costs
 
     def take_costs(self, costs: CostTable) -> None:
         """Decide by that table from now on.
@@ -208,8 +222,10 @@ class Engine:
         Raises:
             ProfileError: it was measured on another device, with another model, or with one that was split.
         """
+        _check_kinds(costs=costs)
         _check_measured(costs, self.executor)
-        self.costs = costs
+        # In this order: see `_prepared`.
+        self._costs = costs
         self._compiled, self._path = None, self._no_path
 
     def _check_budget(self, budget: Budget, *, whole: bool) -> None:
@@ -302,12 +318,18 @@ class Engine:
     @property
     def compiled(self) -> CompiledPolicy:
         """The policy prepared for the graphs captured now; prepared anew when the registry changes."""
-        version = self.registry.version
-        if self._compiled is None or version != self._compiled_version:
-            self._compiled = self.policy.compile(self.context)
+        compiled = self._compiled
+        return self._prepared() if compiled is None or self.registry.version != self._compiled_version else compiled
+
+    def _prepared(self) -> CompiledPolicy:
+        """The policy, prepared; once more where the thread that reads `stats` took other costs meanwhile."""
+        while True:
+            version, costs = self.registry.version, self._costs
+            compiled = self._compiled = self.policy.compile(self.context)
             self._compiled_version = version
             self._stats.recompiles += 1
-        return self._compiled
+            if costs is self._costs:
+                return compiled
 
     @property
     def select(self) -> Callable[..., Decision]:
@@ -360,7 +382,7 @@ class Engine:
             from kpolicy.agreement import synchronise
 
             own = self._measured is not None and self.costs == self._measured
-            self.costs, why = synchronise(self, self._communicator, own=own)
+            self._costs, why = synchronise(self, self._communicator, own=own)
             self.calibration_error = why or self.calibration_error
             self._compiled, self._path = None, self._no_path
             self._synced_version = self.registry.version
@@ -449,7 +471,8 @@ class Engine:
             found = outputs.decision
         # Asking a device that runs behind the host takes longer than to note the step, and it isn't over.
         if not behind and self._all_done(ready):
-            self._count(ready, found, decision, wanted, numbers)
+            with self._counting:
+                self._count(ready, found, decision, wanted, numbers)
         else:
             running = self._running
             running.append((ready, found, decision, wanted, numbers))
@@ -525,7 +548,7 @@ class Engine:
 
     def _hold_costs(self, ran: Decision, numbers: BatchNumbers, cycle_us: float) -> None:
         """Hold measured costs to a step that is over."""
-        costs = self.costs
+        costs = self._costs
         if costs is not self._corrected:
             # Costs that are new here: those that were given, or measured anew.
             from kpolicy.corrections import Correction
@@ -604,7 +627,11 @@ class Engine:
             for launch in decision.launches:
                 if launch.key is not None:
                     self.registry.hit(launch.key, launch.repeat * len(steps))
-        if self._correct and self._communicator is None and (self.costs.measured or self.costs is not self._corrected):
+        if (
+            self._correct
+            and self._communicator is None
+            and (self._costs.measured or self._costs is not self._corrected)
+        ):
             for numbers, us in steps:
                 self._hold_costs(decision, numbers, us)
 
@@ -726,10 +753,26 @@ _UNSAID = ("measured_on=''", "measured_with=''", "measured_over=None")
 """Costs that don't say what they were measured of, for each of `WhatRuns`"""
 
 
-def _seconds(calibrate: float) -> float:
-    if not 0 <= calibrate < float("inf"):
-        raise ConfigError(f"calibrate is {calibrate!r}; give seconds of at least 0, such as 1.0.")
-    return calibrate
+_REMEDIES = {
+    "settings": (Settings, "kpolicy.Settings(max_num_reqs=256)"),
+    "costs": (CostTable, "kpolicy.profiles.load_profile(FILE or NAME).costs"),
+    "registry": (GraphRegistry, "kpolicy.GraphRegistry()"),
+    "budget": (Budget, "kpolicy.Budget(graphs=1000)"),
+}
+"""Arguments by name: of which class they are, and what makes one"""
+
+
+def _check_kinds(**arguments: object) -> None:
+    for name, value in arguments.items():
+        kind, example = _REMEDIES[name]
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{name} is {value!r:.80}; it takes a {kind.__name__}, such as {example}.")
+
+
+def _seconds(name: str, value: object) -> float:
+    if not isinstance(value, Real) or not 0 <= float(value) < float("inf"):
+        raise ConfigError(f"{name} is {value!r:.80}; it takes seconds of at least 0, such as 1.0.")
+    return float(value)
 
 
 def _done(event: ReadyEvent) -> bool:

@@ -10,6 +10,12 @@ from kpolicy.shapes import BatchNumbers
 
 __all__ = ["GraphKey"]
 
+_COUNTS = (
+    ("num_tokens", 1, False), ("num_reqs", 1, True), ("query_len", 1, True), ("max_query_len", 1, True),
+    ("lora_case", 0, False),
+)  # fmt: skip
+"""Fields that are counts: the least each may be, and whether None stands for any"""
+
 
 @attrs.frozen(cache_hash=True, order=False)
 class GraphKey:
@@ -36,8 +42,12 @@ class GraphKey:
     variant: str = ""
 
     def __attrs_post_init__(self) -> None:
-        if self.num_tokens < 1 or (self.num_reqs is not None and self.num_reqs < 1) or self.lora_case < 0:
-            raise ConfigError(f"{self!r}: num_tokens and num_reqs start at 1, lora_case at 0.")
+        if type(self.part) is not Part:
+            raise ConfigError(f"part is {self.part!r:.80}; it is Part.FULL or Part.PIECEWISE. Part('full') makes one.")
+        for name, least, optional in _COUNTS:
+            value = getattr(self, name)
+            if not (optional and value is None) and (type(value) is not int or value < least):
+                raise ConfigError(f"{name} of a graph key is {value!r:.80}; it is a whole number from {least} up.")
         if self.query_len is not None and self.max_query_len is not None:
             raise ConfigError(f"{self!r}: a graph is of one query length or of varying ones; give one of the two.")
 

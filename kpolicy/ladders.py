@@ -16,8 +16,9 @@ __all__ = ["CaptureLadder", "CaptureSizes", "check_sizes", "default_sizes", "pla
 
 
 def check_sizes(
-    name: str, sizes: Iterable[int], *, largest: int | None = None, multiple_of: int = 1
-) -> tuple[int, ...]:
+    name: str, sizes: Iterable[int], *, largest: int | None = None, multiple_of: int = 1,
+    over: str = "tokens one step may have",
+) -> tuple[int, ...]:  # fmt: skip
     """The sizes as a tuple, checked.
 
     Args:
@@ -25,11 +26,12 @@ def check_sizes(
         sizes: capture sizes in tokens.
         largest: no size may be over this.
         multiple_of: each size must be a multiple of this.
+        over: what `largest` is, in words.
 
     Raises:
         LadderError: the list is empty, unsorted, repeats a size, or a size is out of range or misaligned.
     """
-    checked = tuple(sizes)
+    checked = _sizes(sizes)
     if not checked:
         raise LadderError(f"{name} is empty; give at least one capture size, or use the policy 'eager'.")
     before = 0
@@ -37,7 +39,7 @@ def check_sizes(
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise LadderError(f"{name} has the size {size!r}; sizes are whole numbers of tokens from 1 up.")
         if size <= before:
-            fixed = ",".join(str(each) for each in sorted(set(checked)))
+            fixed = ",".join(str(each) for each in sorted({each for each in checked if isinstance(each, int)}))
             raise LadderError(f"{name} has {size} after {before}; sizes rise without repeats. Sorted: {fixed}.")
         if size % multiple_of:
             near = sorted({max(1, -(-each // multiple_of)) * multiple_of for each in checked if isinstance(each, int)})
@@ -47,7 +49,7 @@ def check_sizes(
             )
         before = size
     if largest is not None and before > largest:
-        raise LadderError(f"{name} ends at {before}, over the {largest} tokens one step may have; drop larger sizes.")
+        raise LadderError(f"{name} ends at {before}, over the {largest} {over}; drop larger sizes.")
     return checked
 
 
@@ -65,7 +67,10 @@ def default_sizes(largest: int) -> tuple[int, ...]:
 
 
 def _sizes(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
+    try:
+        return tuple(values)
+    except TypeError:
+        raise LadderError(f"capture sizes are {values!r:.80}; give a list of whole numbers of tokens.") from None
 
 
 @attrs.frozen
@@ -111,7 +116,10 @@ class CaptureSizes:
         if not (self.decode or self.mixed or self.piecewise):
             check_sizes("the ladder", ())
         if self.decode:
-            check_sizes("decode sizes", self.decode, largest=settings.max_num_reqs * q, multiple_of=q)
+            check_sizes(
+                "decode sizes", self.decode, largest=settings.max_num_reqs * q, multiple_of=q,
+                over=f"decode tokens that max_num_reqs {settings.max_num_reqs} allows ({q} each)",
+            )  # fmt: skip
         for name, sizes in (("mixed sizes", self.mixed), ("piecewise sizes", self.piecewise)):
             if sizes:
                 check_sizes(name, sizes, largest=settings.max_num_tokens)

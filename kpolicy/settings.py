@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 
 import attrs
 
@@ -83,6 +84,10 @@ class Objective:
 
     def __attrs_post_init__(self) -> None:
         weights = (self.step_weight, self.gap_weight)
+        for name in ("step_weight", "gap_weight", "first_token_limit"):
+            value = getattr(self, name)
+            if not isinstance(value, Real):
+                raise ConfigError(f"{name} is {value!r:.80}; it is a number.")
         # NaN fails both comparisons.
         if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
             raise ConfigError(
@@ -101,6 +106,10 @@ class Objective:
         """
         if isinstance(value, Objective):
             return value
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"objective is {value!r:.80}; give an Objective, or text such as 'throughput' or '0.7:0.3'."
+            )
         if value == "throughput":
             return cls()
         if value == "latency":

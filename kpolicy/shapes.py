@@ -111,11 +111,12 @@ class BatchNumbers(NamedTuple):
 
 
 def _modes(value: Iterable[Mode]) -> frozenset[Mode]:
-    modes = tuple(value) if isinstance(value, Iterable) else (value,)
+    # A Mode is text too, which would be gone through letter by letter.
+    modes: tuple[Any, ...] = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     for mode in modes:
         if not isinstance(mode, Mode):
             raise ShapeError(
-                f"forbidden has {mode!r}; it takes a list of Mode members. Mode('full') makes one of a name."
+                f"forbidden has {mode!r:.80}; it takes a list of Mode members. Mode('full') makes one of a name."
             )
     return frozenset(modes)
 
@@ -203,6 +204,8 @@ class BatchShape:
         ):
             self._convert_counts()
         if self.facts:
+            if not isinstance(self.facts, Mapping):
+                raise ShapeError(f"facts is {self.facts!r:.80}; it is a mapping of values by name.")
             for name in _COUNTED:
                 if _count(f"the fact {name}", self.facts.get(name, 0)) < 0:
                     raise ShapeError(f"the fact {name} is {self.facts[name]}; it starts at 0.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import settings as run_settings
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from kpolicy.attention import Claims
 from kpolicy.attention.support import AttentionSupport, parse_attention
 from kpolicy.budgets import Budget
-from kpolicy.costs import analytic_costs
+from kpolicy.costs import HostCost, analytic_costs
 from kpolicy.engine import Engine
 from kpolicy.errors import (
     BudgetRefused,
@@ -25,10 +27,12 @@ from kpolicy.errors import (
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Mode
-from kpolicy.policies import OWN
+from kpolicy.policies import OWN, PolicyContext
+from kpolicy.policies.auto import AutoPolicy
+from kpolicy.policies.auto_tables import AutoTables
 from kpolicy.reasons import Basis, Reason
 from kpolicy.registry import GraphRegistry, GraphState
-from kpolicy.settings import Settings
+from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchShape
 from kpolicy.testing.sequences import Sequences
 from kpolicy.testing.strategies import cost_tables, shapes
@@ -54,6 +58,14 @@ def test_an_engine_without_a_model_says_what_it_assumes(policy: str) -> None:
     assert "the stated attention support" in decision.why
     assert (Basis.COSTS_ANALYTIC in decision.basis) == engine.policy.reads_costs
     assert engine.stats.basis == decision.basis
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("policy", OWN)
+def test_every_policys_own_sizes_go_with_drafts(policy: str, num_drafts: int) -> None:
+    """Nobody gave them, so nobody is told to change them."""
+    engine = Engine(policy, settings=Settings(num_speculative_tokens=num_drafts))
+    assert bool(engine.keys) == (policy != "eager")
 
 
 def test_measured_costs_are_not_called_analytic() -> None:
@@ -250,6 +262,16 @@ def test_attention_is_text_claims_or_support(attention: Any) -> None:
         ({"ladder": [4, 2]}, LadderError, "Sorted: 2,4"),
         ({"ladder": [4, 99_999]}, LadderError, "over the 8192 tokens"),
         ({"ladder": CaptureSizes((), (), ())}, LadderError, "empty"),
+        ({"ladder": 5}, LadderError, "capture sizes are 5; give a list"),
+        ({"ladder": [4, 2, "a"]}, LadderError, "Sorted: 2,4"),
+        ({"settings": {"max_num_reqs": 3}}, ConfigError, "settings is .*it takes a Settings"),
+        ({"costs": "qwen2.5-0.5b-h200"}, ConfigError, "costs is .*load_profile"),
+        ({"objective": 0.5}, ConfigError, "objective is 0.5; give an Objective, or text"),
+        ({"budget": 5}, ConfigError, "budget is 5; it takes a Budget"),
+        ({"registry": 5}, ConfigError, "registry is 5; it takes a GraphRegistry"),
+        ({"calibrate": "x"}, ConfigError, "calibrate is 'x'; it takes seconds"),
+        ({"calibrate": None, "policy": "eager"}, ConfigError, "calibrate is None; it takes seconds"),
+        ({"lazy": "x", "executor": "simulated"}, ConfigError, "lazy is 'x'; it takes seconds"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -286,3 +308,49 @@ def test_a_lone_communicator_is_not_asked() -> None:
 
     engine = Engine(communicator=Alone())  # type: ignore[arg-type]
     assert engine.decide(BatchShape.decode(1)) == Engine().decide(BatchShape.decode(1))
+
+
+def test_what_decisions_are_made_from_is_not_set_by_assignment() -> None:
+    """Assigned costs and objectives would be those of `explain` and not of `decide`, which was prepared before."""
+    engine, shape = Engine(), BatchShape.decode(5)
+    assert engine.decide(shape).mode is Mode.FULL
+    slow = attrs.evolve(engine.costs, host_full=HostCost(1e6), host_piecewise=HostCost(1e6), host_eager=HostCost(1.0))
+    for name, value in (("costs", slow), ("objective", Objective(0.0, 1.0))):
+        with pytest.raises(AttributeError, match=name):
+            setattr(engine, name, value)
+    engine.take_costs(slow)
+    assert engine.decide(shape).mode is engine.explain(shape).decision.mode is Mode.EAGER
+
+
+def test_costs_that_are_taken_while_the_policy_is_prepared_are_decided_by() -> None:
+    """Whoever reads `stats` on another thread may take corrected ones just then."""
+    engine = Engine()
+    slow = attrs.evolve(engine.costs, host_full=HostCost(1e6), host_piecewise=HostCost(1e6), host_eager=HostCost(1.0))
+
+    class Interrupted(AutoPolicy):
+        def compile(self, context: PolicyContext) -> AutoTables:
+            made = super().compile(context)
+            if engine.costs is not slow:
+                engine.take_costs(slow)
+            return made
+
+    engine.policy = Interrupted()
+    assert engine.compiled.select(5).mode is Mode.EAGER
+    assert engine.compiled is engine.compiled
+
+
+def test_steps_are_counted_by_one_thread_at_a_time() -> None:
+    """A step that is over at once is counted under the lock that readers of `stats` hold while they count others."""
+    engine = simulated()
+    held = []
+    add = engine.stats.add
+
+    def noted(*arguments: Any) -> None:
+        other = Thread(target=lambda: held.append(not engine._counting.acquire(blocking=False)))
+        other.start()
+        other.join()
+        add(*arguments)
+
+    engine.stats.add = noted  # type: ignore[method-assign]
+    engine.step(one_step())
+    assert held == [True]

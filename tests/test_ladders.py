@@ -112,7 +112,10 @@ def test_one_list_for_every_kind() -> None:
     [
         (CaptureSizes(()), "the ladder is empty"),
         (CaptureSizes((3,)), "decode sizes has the size 3, not a multiple of 2"),
-        (CaptureSizes((18,)), "decode sizes ends at 18, over the 16"),
+        (
+            CaptureSizes((18,)),
+            "decode sizes ends at 18, over the 16 decode tokens that max_num_reqs 8 allows \\(2 each\\)",
+        ),
         (CaptureSizes((), (8, 4)), "mixed sizes has 4 after 8"),
         (CaptureSizes((), (), (4, 65)), "piecewise sizes ends at 65, over the 64"),
     ],
@@ -193,15 +196,20 @@ def test_the_view_sorts_keys_by_kind_and_size() -> None:
     ("arguments", "match"),
     [
         ({"num_tokens": 0}, "num_tokens"),
-        ({"num_tokens": 4, "num_reqs": 0}, "num_reqs start at 1"),
-        ({"num_tokens": 4, "lora_case": -1}, "lora_case at 0"),
+        ({"num_tokens": 4, "num_reqs": 0}, "num_reqs of a graph key is 0; it is a whole number from 1 up"),
+        ({"num_tokens": 7.5}, "num_tokens of a graph key is 7.5"),
+        ({"num_tokens": 4, "query_len": 0}, "query_len of a graph key is 0"),
+        ({"num_tokens": 4, "max_query_len": -1}, "max_query_len of a graph key is -1"),
+        ({"num_tokens": 4, "lora_case": None}, "lora_case of a graph key is None"),
+        ({"num_tokens": 4, "part": "full"}, r"part is 'full'; it is Part.FULL or Part.PIECEWISE"),
+        ({"num_tokens": 4, "lora_case": -1}, "lora_case of a graph key is -1; it is a whole number from 0 up"),
         ({"num_tokens": 4, "query_len": 1, "max_query_len": 2}, "one query length or of varying ones"),
     ],
 )
 def test_keys_that_no_graph_has(arguments: dict[str, Any], match: str) -> None:
     """A key without tokens or rows, or of two kinds at once, is an error."""
     with pytest.raises(ConfigError, match=match):
-        GraphKey(Part.FULL, **arguments)
+        GraphKey(**{"part": Part.FULL, **arguments})
 
 
 @pytest.mark.parametrize(

@@ -160,3 +160,16 @@ def test_forbidden_takes_modes_only(forbidden: object) -> None:
     """A name or a number where a mode belongs is a ShapeError that says how to make a mode."""
     with pytest.raises(ShapeError, match=r"forbidden has .*Mode"):
         BatchShape(forbidden=forbidden)
+
+
+def test_one_forbidden_mode_is_a_mode() -> None:
+    """A mode is text too, and isn't taken for its letters; nor is a name."""
+    assert BatchShape(forbidden=Mode.FULL).forbidden == {Mode.FULL}  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="forbidden has 'full'"):
+        BatchShape(forbidden="full")  # type: ignore[arg-type]
+
+
+def test_facts_are_a_mapping() -> None:
+    """Anything else is a ShapeError of its name."""
+    with pytest.raises(ShapeError, match="facts is 3; it is a mapping"):
+        BatchShape.decode(4, facts=3)

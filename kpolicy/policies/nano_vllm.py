@@ -59,7 +59,8 @@ class NanoVllmPolicy:
     reads_costs = False
 
     def sizes(self, settings: Settings) -> CaptureSizes:
-        return CaptureSizes(decode_sizes(min(settings.max_num_reqs, settings.max_num_tokens)))
+        rows = decode_sizes(min(settings.max_num_reqs, settings.max_num_tokens))
+        return CaptureSizes(tuple(size * settings.query_len for size in rows))
 
     def plan(self, sizes: CaptureSizes, claims: Claims, settings: Settings) -> tuple[GraphKey, ...]:
         sizes.check(settings)

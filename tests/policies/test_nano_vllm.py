@@ -34,6 +34,13 @@ def test_plan_is_decode_only():
     assert NanoVllmPolicy(enforce_eager=True).plan(policy.sizes(deployment), ATTENTION["mixed"], deployment) == ()
 
 
+def test_drafts_leave_its_graphs_as_they_are():
+    """It drafts nothing: its own sizes, told in tokens of 1 + k a row, stand for the same graphs."""
+    policy, deployment = NanoVllmPolicy(), Settings(max_num_reqs=100, num_speculative_tokens=2)
+    keys = policy.plan(policy.sizes(deployment), ATTENTION["mixed"], deployment)
+    assert keys == policy.plan(policy.sizes(Settings(max_num_reqs=100)), ATTENTION["mixed"], Settings(max_num_reqs=100))
+
+
 def test_downgrades():
     """Attention without capture is a downgrade, and so are drafts, which nano-vllm doesn't know."""
     found = NanoVllmPolicy().resolve(ATTENTION["none"], Settings(num_speculative_tokens=1))
