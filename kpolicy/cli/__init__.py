@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
-from cyclopts.exceptions import UnusedCliTokensError
+from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 
 from kpolicy import __version__
 from kpolicy.cli.calibrate import calibrate_command
@@ -85,6 +85,9 @@ def _usage(error: CycloptsError) -> str:
     if isinstance(error, UnusedCliTokensError):
         left = ", ".join(map(repr, error.unused_tokens or ()))
         return f"{command} doesn't take {left}; any further value follows its option. See {command} --help."
+    if isinstance(error, UnknownOptionError) and "--trace" in (error.token.keyword, error.token.value):
+        # It is an option of `run` alone, which has one trace.
+        return f"{command} takes its traces without an option, such as {command} conv.csv. See {command} --help."
     return f"{str(error).strip() or type(error).__name__} See {command} --help."
 
 

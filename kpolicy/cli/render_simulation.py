@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["render_simulation"]
+__all__ = ["COLD", "render_simulation"]
+
+COLD = "(--warm: graphs are there when it comes)"
+"""What is said where requests waited for captures"""
 
 
 def render_simulation(
@@ -68,6 +71,8 @@ def _notes(made: Console, result: SimResult) -> None:
         f"{result.policy}: {result.graphs} graphs captured in {result.capture_s:.1f} s, "
         f"{result.graph_bytes / 2**20:,.1f} MiB, which leave {result.kv_tokens:,} KV tokens"
     )
+    if result.started_after_s:
+        text += f"; the first request waited for that, and others behind it {COLD}"
     if result.not_captured:
         text += "; not captured: " + counted(result.not_captured)
     text += "".join(f"; {each}" for each in result.extrapolated)

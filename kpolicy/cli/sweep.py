@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, specs_of, whole
 from kpolicy.cli.render import console, grid, print_json, say, show
+from kpolicy.cli.render_simulation import COLD
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.simulate import load_trace
 from kpolicy.cli.step_log import files_of
@@ -151,6 +152,9 @@ def sweep_command(
         made = console()
         show(_table(lines, {id(point.line) for point in points if point.on_front}), made)
         say(made, f"* nothing else of its trace, rate and costs has less graph memory and a lower {METRICS[metric][0]}")
+        waited = max((line["result"]["started_after_s"] for line in lines if "result" in line), default=0.0)
+        if waited:
+            say(made, f"the first request waited up to {waited:,.1f} s for captures, and others behind it {COLD}")
         fewer = sum(point.fewer for point in points)
         if fewer:
             say(
@@ -252,7 +256,7 @@ def _table(lines: Sequence[dict[str, Any]], front: set[int]) -> Table:
     varied = [
         name for name in ("trace", "rate", "costs", "ladder") if len({str(line["case"][name]) for line in lines}) > 1
     ]
-    numbers = ("TTFT ms\np50 / p99", "gap ms\np50 / p99", "whole s\np50", "good /s", "graphs", "MiB", "start s")
+    numbers = ("TTFT ms\np50 / p99", "gap ms\np50 / p99", "whole s\np50", "good /s", "graphs", "MiB", "capture s")
     table = grid("policy", *varied, *numbers, numbers=numbers, words=("policy", *varied))
     for line in lines:
         case, result = line["case"], line.get("result")

@@ -47,6 +47,10 @@ def refused(ended: Ended, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
+        (
+            "simulate --trace x.csv",
+            ["kpolicy simulate takes its traces without an option", "kpolicy simulate conv.csv"],
+        ),
         ("run --policy autoo", ["unknown policy 'autoo'", "did you mean 'auto'?", "Known: ascend, auto, eager"]),
         ("run --policy auto,vllm", ["--policy auto,vllm has a comma", "give --policy auto --policy vllm."]),
         ("sweep --policy auto,vllm:runner=v2", ["for several give --policy auto --policy vllm:runner=v2."]),

@@ -67,6 +67,17 @@ def test_json_is_the_library_result(kpolicy: Command, trace: Path) -> None:
     assert ended.json["setting"]["measured"] is False
 
 
+def test_waiting_for_captures_is_told(kpolicy: Command, trace: Path) -> None:
+    """Times to first tokens are otherwise taken for the policy's; of a warm server nothing is said."""
+    for command in ("simulate", "sweep"):
+        found = []
+        for more in ((), ("--warm",)):
+            ended = kpolicy(command, trace, "--policy", "vllm", *more)
+            assert ended.code == 0, ended.err
+            found.append("the first request waited" in ended.out and "(--warm: graphs are there" in ended.out)
+        assert found == [True, False], command
+
+
 def test_clients_that_are_too_few_for_the_rate_are_told(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
     """By whatever command simulates; for those who come with an answer another rate says nothing."""
     page = tmp_path / "r.html"
