@@ -285,13 +285,41 @@ def test_the_engines_guides_have_the_same_rows() -> None:
 )
 def test_the_messages_that_a_guide_names_are_said(page: str, package: str, column: int) -> None:
     """Each is in the package's code."""
-    code = "".join(
-        path.read_text(encoding="utf-8") for path in (ROOT / "integrations" / package / package).rglob("*.py")
-    )
+    code = "".join(code_of(package).values())
     (rows,) = tables("When something goes wrong", guide(page))
     messages = [each for row in rows for each in re.findall(r"`([^`]+)`", row.split("|")[column])]
     assert len(messages) > 10
     assert [each for each in messages if each not in code] == []
+
+
+def code_of(package: str) -> dict[str, str]:
+    """A plugin's modules by name."""
+    return {
+        path.name: path.read_text(encoding="utf-8")
+        for path in (ROOT / "integrations" / package / package).rglob("*.py")
+    }
+
+
+@pytest.mark.parametrize(
+    ("page", "package", "named"),
+    [("vllm.md", "kpolicy_vllm", "`{}`"), ("sglang.md", "kpolicy_sglang", "`KPOLICY_{}`")],
+)
+def test_a_guide_has_every_setting(page: str, package: str, named: str) -> None:
+    """In its table, by the names that a user writes."""
+    fields = re.findall(r"^    (\w+): .+ = .+$", code_of(package)["config.py"], flags=re.MULTILINE)
+    names = [named.format(name.upper() if "KPOLICY" in named else name) for name in fields]
+    cells = " ".join(row.split("|")[1] for rows in tables("Settings", guide(page)) for row in rows)
+    assert len(names) > 15
+    assert [name for name in names if name not in cells] == []
+
+
+def test_the_guide_of_vllm_has_every_event() -> None:
+    """What is said once and counted, but of vLLM-Ascend and vLLM-Kunlun, which have pages of their own."""
+    code = [text for name, text in code_of("kpolicy_vllm").items() if not name.startswith(("ascend", "kunlun"))]
+    events = {each for text in code for each in re.findall(r'(?:warn_once|guard|together)\(\s*"(\w+)"', text)}
+    page = guide("vllm.md")
+    assert len(events) > 15
+    assert [each for each in sorted(events) if f"`{each}`" not in page] == []
 
 
 def printed(*command: str) -> str:
