@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_middle = launching_us(made.costs, work_us)
     for path, profile in zip(arguments.profiles, profiles, strict=True):
         us = launching_us(profile.costs, work_us)
-        print(f"{path}: {us:,.0f} us, {us / of_middle:.2f} of the middle")
+        # A host that runs what it launches takes nothing to launch.
+        beside = f", {us / of_middle:.2f} of the middle" if of_middle else ""
+        print(f"{path}: {us:,.0f} us{beside}")
     return 0
 
 

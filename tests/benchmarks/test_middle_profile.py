@@ -112,6 +112,13 @@ def test_tables_are_brought_to_one_host_speed_first(tmp_path: Path, capsys: pyte
     ]  # fmt: skip
 
 
+def test_a_host_that_takes_nothing_to_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a CPU, which runs what it launches: there is no middle to divide by."""
+    nothing = {"host_eager": HostCost(0.0), "host_piecewise": HostCost(0.0)}
+    middle(tmp_path, *(table(**nothing) for _ in range(3)))
+    assert capsys.readouterr().out.splitlines() == [f"{tmp_path / f'{i}.json'}: 0 us" for i in range(3)]
+
+
 def test_the_profile_says_what_it_was_made_of(tmp_path: Path) -> None:
     paths = [
         written(
