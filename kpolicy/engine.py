@@ -695,7 +695,7 @@ class Engine:
 
     def _without(self, failure: GraphReplayError, decision: Decision, numbers: BatchNumbers) -> Decision:
         """The decision after a graph failed before its launch."""
-        key, reason = failure.key, failure.reason or Reason.REPLAY_FAILED
+        key, reason = failure.key, failure.reason
         self.registry.withdraw(key, reason)
         self._stats.replay_failures += 1
         if self._communicator is None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from kpolicy.reasons import Reason
+
 __all__ = [
     "BudgetRefused",
     "CaptureError",
@@ -144,13 +146,13 @@ class OutOfMemoryError(KPolicyError):
 class GraphReplayError(KPolicyError):
     """A graph that failed before anything was launched, so the step can run in a lesser mode.
 
-    `key` is the graph's `GraphKey`; the Engine withdraws it. `reason` is the `Reason` for that; None is
-    ``replay_failed``.
+    `key` is the graph's `GraphKey`; the Engine withdraws it. `reason` is the `Reason` for that; anything else, as None,
+    is ``replay_failed``.
     """
 
-    def __init__(self, key: Any, message: str, reason: Any = None) -> None:
+    def __init__(self, key: Any, message: str, reason: object = None) -> None:
         self.key = key
-        self.reason = reason
+        self.reason = reason if isinstance(reason, Reason) else Reason.REPLAY_FAILED
         super().__init__(message)
 
 

@@ -226,9 +226,10 @@ class GraphRegistry:
         """A capture failed after that many seconds; the planned key becomes failed.
 
         Raises:
-            RegistryError: the key isn't planned.
+            RegistryError: the key isn't planned, or the reason isn't a `Reason`.
         """
         spent = Usage(seconds=seconds)
+        _check_reason(reason)
         with self._changing() as changed:
             record = self._expect(key, "failed", GraphState.PLANNED)
             self._seconds += spent.seconds
@@ -243,8 +244,9 @@ class GraphRegistry:
             Whether this call withdrew it: False where it had failed or was withdrawn before, and nothing changes.
 
         Raises:
-            RegistryError: the key was never planned.
+            RegistryError: the key was never planned, or the reason isn't a `Reason`.
         """
+        _check_reason(reason)
         with self._changing() as changed:
             record = self._expect(key, "withdrawn", *GraphState)
             if record.state in (GraphState.FAILED, GraphState.WITHDRAWN):
@@ -284,8 +286,10 @@ class GraphRegistry:
         """Count replays of a key. A hit that arrives after its key was withdrawn counts: its replay was under way.
 
         Raises:
-            RegistryError: the key was never captured.
+            RegistryError: the key was never captured, or there are fewer than 0 replays.
         """
+        if times < 0:
+            raise RegistryError(f"{times} replays of {key} can't be counted; it is a whole number from 0 up.")
         try:
             pending = self._pending[key]
         except KeyError:
@@ -363,7 +367,13 @@ class GraphRegistry:
         Args:
             stages: the stages whose keys to show.
             assumed: take planned keys as captured (an Engine without a model).
+
+        Raises:
+            RegistryError: one stage's name in place of several.
         """
+        if isinstance(stages, str):
+            # Its letters would be stages that have no keys.
+            raise RegistryError(f"stages is {stages!r}; it is a sequence of names. Give ({stages!r},).")
         asked = (tuple(stages), assumed)
         with self._lock:
             view = self._views.get(asked)
@@ -454,7 +464,9 @@ class GraphRegistry:
     def _expect(self, key: GraphKey, to_be: str, *states: GraphState) -> GraphRecord:
         record = self._records.get(key)
         if record is None or record.state not in states:
-            raise RegistryError(f"{key} can't be {to_be}: {self._standing(key)}. Plan it first.")
+            captured = record is not None and record.state is GraphState.CAPTURED
+            step = "Withdraw it or evict its pool, then plan it." if captured else "Plan it first."
+            raise RegistryError(f"{key} can't be {to_be}: {self._standing(key)}. {step}")
         return record
 
     def _standing(self, key: GraphKey) -> str:
@@ -507,6 +519,11 @@ class GraphRegistry:
         for record in tuple(self._records.values()):
             state = GraphState.PLANNED if record.state is GraphState.CAPTURED else record.state
             self._records[record.key] = GraphRecord(key=record.key, state=state, reason=record.reason)
+
+
+def _check_reason(reason: object) -> None:
+    if not isinstance(reason, Reason):
+        raise RegistryError(f"reason is {reason!r:.80}; it is a member of Reason, such as Reason.CAPTURE_FAILED.")
 
 
 def _order(key: GraphKey) -> tuple[Any, ...]:

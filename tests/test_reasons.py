@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from kpolicy.errors import GraphReplayError
 from kpolicy.reasons import Basis, Reason
 
 ROOT = Path(__file__).parent.parent
@@ -38,3 +39,10 @@ def test_basis_says_what_it_stands_for():
     assert basis.names == ("ladder_assumed", "costs_analytic")
     assert basis.text == "assuming the planned ladder captured and analytic costs"
     assert Basis.NOTHING.text == ""
+
+
+def test_a_replay_fails_for_a_reason_that_is_one():
+    """A plugin's text isn't a reason: it would stand in the registry, where snapshots can't write it."""
+    assert GraphReplayError(None, "gone", Reason.ADDRESS_CHANGED).reason is Reason.ADDRESS_CHANGED
+    assert GraphReplayError(None, "gone", "my reason").reason is Reason.REPLAY_FAILED
+    assert GraphReplayError(None, "gone").reason is Reason.REPLAY_FAILED

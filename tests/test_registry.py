@@ -56,6 +56,26 @@ def test_a_key_goes_from_planned_to_captured_to_withdrawn() -> None:
     assert (found.state, found.reason, found.handle) == (GraphState.WITHDRAWN, Reason.REPLAY_FAILED, None)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda registry: registry.capture(A, bytes=1, seconds=0.1), "it is captured. Withdraw it or evict its pool"),
+        (lambda registry: registry.withdraw(A, "replay_failed"), "reason is 'replay_failed'; it is a member of Reason"),
+        (lambda registry: registry.fail(B, None), "reason is None; it is a member of Reason"),
+        (lambda registry: registry.hit(A, -3), "-3 replays of .* can't be counted"),
+        (lambda registry: registry.view("main"), r"stages is 'main'; .* Give \('main',\)"),
+    ],
+)
+def test_a_wrong_call_is_named_and_changes_nothing(wrong: Any, said: str) -> None:
+    """A captured key isn't to be planned, a reason is no text, hits aren't taken back, and a name isn't its letters."""
+    registry = captured(A)
+    registry.plan([B])
+    before = registry.snapshot()
+    with pytest.raises(RegistryError, match=said):
+        wrong(registry)
+    assert registry.snapshot() == before
+
+
 def test_planning_keeps_what_stands_and_renews_what_was_lost() -> None:
     """Planning again changes nothing for planned and captured keys; failed and withdrawn ones become planned."""
     registry = captured(A)

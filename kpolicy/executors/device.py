@@ -38,7 +38,7 @@ def known(error: BaseException) -> Failure | None:
     if isinstance(error, CaptureError):
         return Failure(error.reason, False)
     if isinstance(error, GraphReplayError):
-        return Failure(error.reason or Reason.REPLAY_FAILED, False)
+        return Failure(error.reason, False)
     if isinstance(error, MemoryError):
         return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
     if isinstance(error, ImportError):

@@ -10,7 +10,6 @@ import attrs
 
 from kpolicy.errors import ConfigError, GraphReplayError, StickyDeviceError
 from kpolicy.keys import GraphKey
-from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry, GraphState
 from kpolicy.shapes import BatchNumbers
 
@@ -202,7 +201,7 @@ class LazyCapture:
             # The costs stay as they are, and the graphs that are there aren't tried again.
             self._finish(captured)
             if isinstance(error, GraphReplayError) and error.key is not None:
-                self._engine.registry.withdraw(error.key, error.reason or Reason.REPLAY_FAILED)
+                self._engine.registry.withdraw(error.key, error.reason)
             return
         finally:
             self._saved_s -= time.perf_counter() - start

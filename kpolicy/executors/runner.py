@@ -328,7 +328,7 @@ class ModeRunner:
         found = moved()
         if found is None:
             return False
-        withdrawn = [key for key in self._handles if self.registry.withdraw(key, found.reason or Reason.REPLAY_FAILED)]
+        withdrawn = [key for key in self._handles if self.registry.withdraw(key, found.reason)]
         self.capture_errors |= dict.fromkeys(withdrawn, str(found))
         return bool(withdrawn)
 
@@ -373,9 +373,8 @@ class ModeRunner:
             except GraphReplayError as failure:
                 if i == 0:
                     raise
-                reason = failure.reason or Reason.REPLAY_FAILED
-                self.registry.withdraw(launch.key, reason)
-                ran = without_graph(ran, i, reason)
+                self.registry.withdraw(launch.key, failure.reason)
+                ran = without_graph(ran, i, failure.reason)
                 parts.append(self.launcher.eager(rows, ran.launches[i]))
         ready = self.launcher.ready(ran, inputs.numbers)
         outputs = joined([part.outputs for part in parts])

@@ -94,3 +94,11 @@ def test_modules_have_docstrings_and_sorted_exports():
         if not path.read_text().lstrip().startswith(('"""', 'r"""'))
     ]
     assert missing == []
+
+
+def test_the_design_page_lists_the_layers_that_are_held():
+    """docs/design.md's list of layers is pyproject.toml's, line by line."""
+    tomllib = pytest.importorskip("tomllib")  # in the standard library from 3.11 on
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = "\n".join(next(each["layers"] for each in contracts if each["type"] == "layers"))
+    assert f"```\n{layers}\n```" in (ROOT / "docs/design.md").read_text()

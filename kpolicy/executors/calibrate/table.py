@@ -42,7 +42,6 @@ from kpolicy.heap import frozen_heap
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows, SplitForm
-from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Settings
 from kpolicy.step_effects import StepEffects
@@ -89,7 +88,7 @@ def measure(executor: Any, registry: GraphRegistry, settings: Settings, *, allow
                     calibration.measure(stop_s - time.perf_counter())
                 break
             except GraphReplayError as error:
-                if error.key is None or not registry.withdraw(error.key, error.reason or Reason.REPLAY_FAILED):
+                if error.key is None or not registry.withdraw(error.key, error.reason):
                     raise
                 failed = error
             calibration.end()
