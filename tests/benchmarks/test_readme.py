@@ -322,6 +322,20 @@ def test_the_guide_of_vllm_has_every_event() -> None:
     assert [each for each in sorted(events) if f"`{each}`" not in page] == []
 
 
+def test_the_guide_of_sglang_has_what_hooks_take() -> None:
+    """By how many kinds of steps are within the aim of 4 µs, and how far the others are beyond it."""
+    taken: dict[str, list[float]] = {}
+    for step in read("sglang_host_cost.json")["steps"]:
+        taken.setdefault(step["step"], []).append(step["us"])
+    within = [us for us in taken.values() if max(us) <= 4]
+    others = [us for us in taken.values() if max(us) > 4]
+    words = f"of {len(within)} of {len(taken)} kinds of steps the hooks take {min(map(min, within)):.1f} to "
+    words += f"{max(map(max, within)):.1f} µs"
+    if others:
+        words += f", of the other {len(others)} up to **{max(map(max, others)):.1f}**"
+    assert f"- **Host time**: {words} ([host time]" in guide("sglang.md")
+
+
 def printed(*command: str) -> str:
     """What a command prints on a wide terminal."""
     ran = subprocess.run(
