@@ -6,16 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.executors.base import StepInputs
 from kpolicy.executors.device import DeviceAdapter, Span
-from kpolicy.executors.launch_rows import slots_ahead
+from kpolicy.executors.launch_rows import slots_ahead, unlike
 from kpolicy.executors.step_model import StepModel, StepTensors
 
 __all__ = ["PaddedShape", "StepBuffers", "extra_inputs"]
 
 Tensor = Any
 
+_SAMPLING = ("temperature", "seed")
+"""What a device sampler reads"""
 STEPS_AHEAD = 16
 """Decode steps beyond the first that a launch's slots are reserved for without allocating: twice what the batcher
 offers."""
@@ -123,20 +125,31 @@ class StepBuffers:
             Whether sampling inputs are among them; False where every row is greedy, so that no noise is needed.
 
         Raises:
-            ConfigError: the rows bring other extra inputs than the model has, or the launch repeats and they can't.
+            ConfigError: the rows have unlike numbers of inputs by token or by row, or bring other extra or sampling
+                inputs than are read, or the launch repeats and they can't.
         """
         tokens, reqs, query_len = shape
+        _, query_lens, token_ids, positions, slots, table, kv_lens, wanted_rows, _, sampling, extra = rows
+        # What lacks a token or a row would be padded like a smaller launch, and compute something else.
+        if len(positions) != (count := len(token_ids)) or len(slots) != count:
+            raise unlike(rows)
+        if len(kv_lens) != (count := len(query_lens)) or len(table) != count:
+            raise unlike(rows)
         jobs: list[Any] = [
-            (self.token_ids, rows.token_ids, tokens, 0), (self.positions, rows.positions, tokens, 0),
-            (self.slot_mapping, rows.slot_mapping, tokens, self._pad_slot),
-            (self.block_table, rows.block_table, reqs, 0), (self.kv_lens, rows.kv_lens, reqs, 0),
+            (self.token_ids, token_ids, tokens, 0), (self.positions, positions, tokens, 0),
+            (self.slot_mapping, slots, tokens, self._pad_slot), (self.block_table, table, reqs, 0),
+            (self.kv_lens, kv_lens, reqs, 0),
         ]  # fmt: skip
         if query_len is None:
-            starts = [0, *accumulate(rows.query_lens)]
+            starts = [0, *accumulate(query_lens)]
+            if starts[-1] != len(token_ids):
+                raise unlike(rows)
             jobs.append((self.query_starts, starts, reqs + 1, starts[-1]))
+        elif query_len * count != len(token_ids):
+            raise unlike(rows)
         if wanted:
-            jobs.append((self.wanted, rows.wanted, max(reqs, len(rows.wanted)), 0))
-        if self.extra or rows.extra:
+            jobs.append((self.wanted, wanted_rows, max(reqs, len(wanted_rows)), 0))
+        if self.extra or extra:
             jobs += self._extra_jobs(rows, tokens)
         adapter = self._adapter
         try:
@@ -147,7 +160,7 @@ class StepBuffers:
             else:
                 for job in jobs:
                     adapter.stage(*job)
-            sampled = bool(rows.sampling) and self._stage_sampling(rows)
+            sampled = bool(sampling) and self._stage_sampling(rows)
         except BaseException:
             adapter.drop_staged()
             raise
@@ -160,12 +173,18 @@ class StepBuffers:
                 f"the step brings the extra inputs {sorted(rows.extra)} and the model takes {sorted(self.extra)}; give "
                 "those, and state in the model's `extra_inputs` what it takes."
             )
+        for name, values in rows.extra.items():
+            _check_count(f"extra input {name}", len(values), len(rows.token_ids), "tokens")
         return [(buffer, rows.extra[name], num_tokens, 0) for name, buffer in self.extra.items()]
 
     def _stage_sampling(self, rows: StepInputs) -> bool:
         """Copy what sampling reads; False where every row is greedy."""
-        temperature = rows.sampling.get("temperature")
         num_wanted = len(rows.wanted)
+        for name, values in rows.sampling.items():
+            if name not in _SAMPLING:
+                raise UnknownNameError("sampling input", name, _SAMPLING)
+            _check_count(f"sampling input {name}", len(values), num_wanted, "wanted rows")
+        temperature = rows.sampling.get("temperature")
         if temperature is None or not num_wanted or (isinstance(temperature, list | tuple) and not any(temperature)):
             return False
         self._adapter.stage(self.temperature, temperature, num_wanted, 0)
@@ -204,3 +223,8 @@ class StepBuffers:
         stage(self.wanted, (), reqs, 0)
         for buffer in self.extra.values():
             stage(buffer, (), tokens, 0)
+
+
+def _check_count(name: str, count: int, wanted: int, of: str) -> None:
+    if count != wanted:
+        raise ConfigError(f"{name} has {count} values for {wanted} {of}; give one for each.")

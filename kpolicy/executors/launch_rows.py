@@ -12,7 +12,7 @@ from kpolicy.executors.base import StepInputs
 from kpolicy.executors.step_model import RowLayout
 from kpolicy.modes import Rows
 
-__all__ = ["LaunchRows", "decode_places", "launch_rows", "slots_ahead", "uniform_query_len"]
+__all__ = ["LaunchRows", "decode_places", "launch_rows", "slots_ahead", "uniform_query_len", "unlike"]
 
 
 class LaunchRows(NamedTuple):
@@ -75,3 +75,17 @@ def decode_places(rows: StepInputs) -> Sequence[int]:
         return range(num_decodes)
     place = {token: i for i, token in enumerate(rows.wanted)}
     return [place[end - 1] for end in accumulate(rows.query_lens[:num_decodes])]
+
+
+def unlike(rows: StepInputs) -> ConfigError:
+    """What is wrong with rows whose inputs are of unlike numbers of tokens or rows."""
+    tokens = {name: len(getattr(rows, name)) for name in ("token_ids", "positions", "slot_mapping")}
+    reqs = {name: len(getattr(rows, name)) for name in ("query_lens", "kv_lens", "block_table")}
+
+    def said(found: dict[str, int]) -> str:
+        return ", ".join(f"{name} {count}" for name, count in found.items())
+
+    return ConfigError(
+        f"a launch's inputs don't fit each other: by token {said(tokens)}; by row {said(reqs)}; query_lens come to "
+        f"{sum(rows.query_lens)} tokens. Give one of each a token, and one of each a row."
+    )

@@ -45,6 +45,9 @@ def replay_error(adapter: DeviceAdapter, key: GraphKey, error: Exception) -> Exc
         return error if error.key is not None else GraphReplayError(key, f"replaying {key}: {error}", error.reason)
     if isinstance(error, KPolicyError) and not isinstance(error, OutOfMemoryError):
         return error
+    if adapter.host_runs and isinstance(error, IndexError):
+        # A token, slot or row of the inputs that isn't there: every way to run the step raises it.
+        return error
     if adapter.classify(error).sticky:
         return StickyDeviceError(f"replaying {key}: {error}. The device is lost to this process; start a new one.")
     return GraphReplayError(key, f"replaying {key}: {type(error).__name__}: {error}")

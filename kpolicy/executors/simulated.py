@@ -34,6 +34,7 @@ from kpolicy.errors import (
     UnknownNameError,
 )
 from kpolicy.executors.base import CaptureReport, ProbeReport, ProbeStatus, StepInputs
+from kpolicy.executors.launch_rows import unlike
 from kpolicy.executors.runner import ModeRunner, PartOutputs
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
@@ -282,6 +283,11 @@ class SimulatedDevice:
 
     def _steps(self, run: Callable[[StepInputs], list[int]], rows: StepInputs, launch: Launch) -> PartOutputs:
         """Run the rows as often as the launch says, each time with the tokens sampled the time before."""
+        if not (
+            len(rows.token_ids) == len(rows.positions) == len(rows.slot_mapping)
+            and len(rows.query_lens) == len(rows.kv_lens) == len(rows.block_table)
+        ):
+            raise unlike(rows)
         outputs = run(rows)
         if launch.rows is _PREFILL:
             return PartOutputs(outputs, [])

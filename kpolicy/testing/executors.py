@@ -292,6 +292,20 @@ def an_uncaptured_graph_is_an_error(make: MakeExecutor, close: Close = operator.
     assert not registry.captured()
 
 
+def inputs_that_do_not_fit_are_an_error(make: MakeExecutor, close: Close = operator.eq) -> None:
+    """A token or a row that an input lacks is a named error in every mode, and never padding; the executor goes on."""
+    bench = _Bench(make, close)
+    (started,) = bench.prefill(5)
+    rows = [bench.sequences.decode(started), bench.sequences.chunk(bench.sequences.start(), 7)]
+    inputs = bench.sequences.inputs(rows)
+    for decision in all_decisions(inputs.numbers, bench.captured):
+        for name in ("positions", "slot_mapping", "block_table", "kv_lens"):
+            short = inputs._replace(**{name: getattr(inputs, name)[:-1]})
+            _expect_error(bench.executor, decision, short, f"{name} is one short")
+        bench.same(bench.run(decision, rows).outputs, bench.eagerly(rows).outputs, f"{decision} after such errors")
+    assert bench.registry.captured() == bench.captured, "inputs that don't fit must cost no graph"
+
+
 def keys_hold_what_they_say(make: MakeExecutor, close: Close = operator.eq) -> None:
     """What `GraphKey.holds` lets into a graph runs as it does eagerly; more tokens or rows are a named error.
 
@@ -335,14 +349,16 @@ def _borders(key: GraphKey, sequences: Sequences, started: Sequence[Any]) -> Ite
     yield [sequences.decode(started[0], length), sequences.decode(started[1], length + 1)], 0
 
 
-def _expect_error(executor: Executor, decision: Decision, inputs: StepInputs) -> None:
+def _expect_error(
+    executor: Executor, decision: Decision, inputs: StepInputs, although: str = "its graph isn't captured"
+) -> None:
     try:
         executor.run(decision, inputs)
     except StickyDeviceError:
-        raise AssertionError(f"{decision}: the device must survive a graph that isn't captured") from None
+        raise AssertionError(f"{decision}: {although}, which the device must survive") from None
     except KPolicyError:
         return
-    raise AssertionError(f"{decision} ran, although its graph isn't captured")
+    raise AssertionError(f"{decision} ran, although {although}")
 
 
 def a_failed_replay_leaves_the_batch_runnable(
@@ -469,6 +485,7 @@ EXECUTOR_CHECKS = (
     a_budget_refuses_the_rest,
     release_gives_everything_back,
     an_uncaptured_graph_is_an_error,
+    inputs_that_do_not_fit_are_an_error,
     keys_hold_what_they_say,
     a_failed_replay_leaves_the_batch_runnable,
     a_failed_second_half_runs_eagerly,
