@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks.engine_step import decode_inputs  # noqa: E402
-from benchmarks.host_step import Point, bare_step, opened  # noqa: E402
+from benchmarks.host_step import NoDevice, Point, bare_step, opened  # noqa: E402
 from kpolicy.executors.cuda.staging import TURNS, StagedGroup, place_of  # noqa: E402
 
 
@@ -109,3 +109,15 @@ def test_a_step_that_fails_behind_its_copy_ends_all_the_same(fails: str, monkeyp
         executor.run(decision, inputs)
     assert order == ["point", "copy", "fails", "point"]
     assert [turn.wait is not None for turn in group.turns].count(True) == 1
+
+
+def test_a_copy_that_fails_is_forgotten() -> None:
+    """It fails its own launch: what the next one stages comes over, and nothing of the one before."""
+    adapter = NoDevice()
+    tokens, positions = adapter.alloc_inputs([((4,), "int64", 0), ((4,), "int64", 0)])
+    adapter.stage(tokens, torch.empty(4, dtype=torch.int64, device="meta"), 4, 0)  # has nothing to copy
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        adapter.commit()
+    adapter.stage(positions, [1, 2, 3, 4], 4, 0)
+    adapter.commit()
+    assert positions.tolist() == [1, 2, 3, 4]

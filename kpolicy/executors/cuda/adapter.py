@@ -185,8 +185,13 @@ class CudaAdapter:
             raise RuntimeError("injected fault staging_fails")
 
     def commit(self, until: Span | None = None) -> None:
-        for group in self._dirty:
-            group.commit(self._current, until)
+        try:
+            for group in self._dirty:
+                group.commit(self._current, until)
+        except BaseException:
+            # Left there, it would fail with every later launch too.
+            self.drop_staged()
+            raise
         self._dirty.clear()
 
     def drop_staged(self) -> None:
