@@ -35,6 +35,7 @@ class _Engine(Protocol):
     policy: Any
     settings: Any
     keys: tuple[GraphKey, ...]
+    calibration_error: str
 
     @property
     def context(self) -> Any: ...
@@ -199,6 +200,7 @@ class LazyCapture:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a launch of the model raised
             # The costs stay as they are, and the graphs that are there aren't tried again.
+            self._engine.calibration_error = f"{type(error).__name__}: {error}"
             self._finish(captured)
             if isinstance(error, GraphReplayError) and error.key is not None:
                 self._engine.registry.withdraw(error.key, error.reason)
@@ -207,6 +209,7 @@ class LazyCapture:
             self._saved_s -= time.perf_counter() - start
         if costs is not None:
             self._engine.take_costs(costs)
+            self._engine.calibration_error = ""
         self._rounds = rounds
         if rounds >= enough:
             self._finish(captured)

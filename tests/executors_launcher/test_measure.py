@@ -269,6 +269,18 @@ def test_whatever_measuring_raises_the_step_runs(model: Any, name: str, monkeypa
     assert calls == 1
     assert engine.registry.captured()
     assert not engine.costs.measured
+    assert engine.calibration_error == "ValueError: no table"
+    engine.release()
+
+
+def test_a_later_measuring_that_does_well_takes_the_error_back(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says why there are no measured costs, and then there are."""
+    monkeypatch.setattr(Calibration, "measure", a_round)
+    engine = Engine("auto", model=model, settings=SETTINGS, ladder=[4, 16], lazy=1e6)
+    engine.calibration_error = "an earlier one"
+    prompts(engine, Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE), 30)
+    assert engine.costs.measured
+    assert engine.calibration_error == ""
     engine.release()
 
 
