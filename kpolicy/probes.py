@@ -66,7 +66,8 @@ def probe_all(
     if kernels and torch.status is ProbeStatus.USABLE:
         # A model is loaded in the environment as it is, whatever torch alone needed.
         found.append(_kernels(attrs.evolve(look, answered=torch_look.answered)))
-    return (*devices, *found, *_extras(), *_plugins(look))
+    lacking = {each.name.partition(" ")[2]: each.status for each in devices if each.status is not ProbeStatus.USABLE}
+    return (*devices, *found, *_extras(), *_plugins(look, lacking))
 
 
 _OTHERS = "it runs on "
@@ -129,13 +130,14 @@ def _version(distribution: str) -> str | None:
 # Plugins
 
 
-def _plugins(look: Look) -> Iterator[ProbeReport]:
+def _plugins(look: Look, lacking: Mapping[str, ProbeStatus]) -> Iterator[ProbeReport]:
+    """Policies and executors, ours first; `lacking` are devices that can't be used, by what an executor is called."""
     for kind, group, own in (
         ("policy", policies.GROUP, policies.OWN),
         ("executor", executors.GROUP, executors.OWN),
     ):
         for name, target in own.items():
-            yield _own(f"{kind} {name}", target)
+            yield _own(f"{kind} {name}", target, lacking.get(name) if kind == "executor" else None)
         try:
             yield from _shadowed(kind, group, own)
             others = {name: source for name, source in plugin_names(group, own).items() if name not in own}
@@ -147,14 +149,19 @@ def _plugins(look: Look) -> Iterator[ProbeReport]:
             yield _outside(f"{kind} {name}", group, name, source, look)
 
 
-def _own(name: str, target: str) -> ProbeReport:
+def _own(name: str, target: str, without: ProbeStatus | None) -> ProbeReport:
     module, _, attribute = target.partition(":")
     facts = {"origin": "kpolicy", "target": target}
     if module in executors.NEED_TORCH:
         # Importing it would import torch, which the doctor leaves to child processes.
         if origin("torch") is None:
             return report(name, ProbeStatus.ABSENT, "needs torch", "pip install 'kpolicy[models]'", facts=facts)
-        caveat = UNVERIFIED if name.partition(" ")[2] in executors.UNVERIFIED else ""
+        device = name.partition(" ")[2]
+        caveat = UNVERIFIED if device in executors.UNVERIFIED else ""
+        if without is not None:
+            return report(
+                name, without, f"kpolicy's own; its device is {without}, see device {device}", caveat, facts=facts
+            )
         return report(name, ProbeStatus.USABLE, "kpolicy's own; needs torch, see extra torch", caveat, facts=facts)
     try:
         getattr(import_module(module), attribute)

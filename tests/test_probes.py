@@ -965,3 +965,14 @@ def test_own_executors_that_need_torch_are_usable_with_it(fakes: Fakes) -> None:
     """With torch there, the cpu executor is usable."""
     fakes.torch()
     assert fakes.probe()["executor cpu"].status is ProbeStatus.USABLE
+
+
+def test_an_executor_is_as_usable_as_its_device(fakes: Fakes) -> None:
+    """One of a device that isn't there, or is another vendor's, isn't usable, whatever is installed."""
+    fakes.torch(cuda="13.0", devices=1)
+    found = fakes.probe()
+    assert found["device cuda"].status is found["executor cuda"].status is USABLE
+    assert found["device kunlun"].status is found["executor kunlun"].status is ABSENT
+    assert "its device is absent, see device kunlun" in found["executor kunlun"].reason
+    found = fakes.probe(CUDA_VISIBLE_DEVICES="-1")
+    assert found["device cuda"].status is found["executor cuda"].status is MASKED
