@@ -157,7 +157,7 @@ def _prefill(
     q = query[tokens].view(row.query_len, num_kv_heads, share, head_dim).permute(1, 2, 0, 3)
     k = SCRATCH.gather("k", k_cache, slots[0]).transpose(0, 1)[:, None].expand(-1, share, -1, -1)
     v = SCRATCH.gather("v", v_cache, slots[0]).transpose(0, 1)[:, None].expand(-1, share, -1, -1)
-    result = attend(q, k, v, seen, scale, softcap)
+    result = attend(q, k, v, seen[:, None], scale, softcap)
     out[tokens] = result.permute(2, 0, 1, 3).reshape(row.query_len, query.shape[1], -1)
 
 
@@ -170,7 +170,8 @@ def attend(
         q: [batch, heads, queries, head_dim].
         k: [batch, heads, keys, head_dim].
         v: [batch, heads, keys, value_dim].
-        seen: bool, broadcast to [batch, heads, queries, keys].
+        seen: bool, [1 or batch, 1 or heads, queries, keys]. With fewer dimensions torch's fused kernel for CPUs isn't
+            taken: scores of a chunk of 256 tokens are written out then, tens of MB that come from the system anew.
         scale: multiplies scores.
         softcap: 0 for none.
     """

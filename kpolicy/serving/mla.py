@@ -90,7 +90,7 @@ def expanded_row(
     k = torch.cat((expanded[..., :nope_dim], shared), dim=-1)
     q = query[row.starts[0] : row.starts[0] + row.query_len].transpose(0, 1)
     v = expanded[..., nope_dim:]
-    return attend(q[None], k[None], v[None], seen, scale)[0].transpose(0, 1)
+    return attend(q[None], k[None], v[None], seen[:, None], scale)[0].transpose(0, 1)
 
 
 def _mla_shape(query: torch.Tensor, cache: torch.Tensor, kv_b: torch.Tensor, *_: object) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,6 +116,44 @@ def test_which_rows_are_absorbed_is_the_callers() -> None:
     for group in groups:
         assert torch.equal(absorbed_rows(query, cache, up, group, host, 0.2), both[1][group.tokens(query.device)])
     assert not torch.equal(*both)
+
+
+def _prompt_of(layer: str, query_len: int, kv_len: int) -> Callable[[], Any]:
+    """Attention of one chunk of a prompt, by an operator that is called `layer`."""
+    at = _rows([query_len], [kv_len])
+    num_slots = at.block_table.numel() * BLOCK + 1
+    if layer == "paged":
+        query, k = torch.randn(query_len, 8, 32), torch.randn(num_slots, 2, 32)
+        return lambda: paged_attention(query, k, k, at, 0.2)
+    query, cache, kv_b = torch.randn(query_len, 8, 24), torch.randn(num_slots, 32), torch.randn(8 * 28, 24)
+    return lambda: mla_attention(query, cache, kv_b, at, 0.2)
+
+
+@pytest.mark.parametrize("layer", ["paged", "latent"])
+def test_a_prompt_takes_the_fused_kernel(layer: str) -> None:
+    """A chunk of a prompt, behind a context or not, is one call of torch's fused kernel, and no scores are made."""
+    for kv_len in (12, 40):
+        run = _prompt_of(layer, 12, kv_len)
+        with torch.inference_mode(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            run()
+        names = [event.name for event in seen.events()]
+        assert names.count("aten::_scaled_dot_product_flash_attention_for_cpu") == 1
+        assert not [name for name in names if "softmax" in name]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the pages that Linux gives a process")
+def test_prompts_take_no_new_memory_each_time() -> None:
+    """Chunks over a long context run again in memory that is there: scores of 34 MB came from the system each time."""
+    import resource
+
+    run = _prompt_of("paged", 256, 4096)
+    with torch.inference_mode():
+        for _ in range(3):
+            run()
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for _ in range(5):
+            run()
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 4096
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 40])
