@@ -61,6 +61,70 @@ def measured() -> Iterator[str]:
             yield f"| {'' if place else title} | {name} | {' | '.join(cells)} |"
 
 
+def ratio(row: dict[str, Any], short: float = SHORT) -> str:
+    """A ratio with its interval, bold below what is short."""
+    told = f"{row['ratio']:.2f}"
+    return f"{f'**{told}**' if row['ratio'] < short else told} ({row['low']:.2f} to {row['high']:.2f})"
+
+
+def of_sides(pair: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Rows of two of the call's five sides, by load and figure."""
+    pairs = json.loads((RESULTS / "h200" / "vllm_sides.json").read_text())["pairs"]
+    return {(row["load"], row["figure"]): row for row in pairs[pair]}
+
+
+def ladder_alone() -> Iterator[str]:
+    """Stock with the shim's sizes, and the shim against that."""
+    wide, policy = of_sides("stock wide"), of_sides("wide kpolicy")
+    titles = {"decode-768-64": "768 decodes", "decode-1000-64": "1,000 decodes", "code-2048": "code, steps of 2,048"}
+    for load, title in titles.items():
+        figures = ("requests_per_s", "gap_p99_ms", "ttft_p50_ms") if load == "code-2048" else ("requests_per_s",)
+        for place, figure in enumerate(figures):
+            name = FIGURES[figure].removesuffix(" ms")
+            yield f"| {'' if place else title} | {name} | {ratio(wide[load, figure])} | {ratio(policy[load, figure], 0)} |"
+
+
+def bounded() -> Iterator[str]:
+    """Bounded steps beside what the simulator had said of them."""
+    stock, shim = of_sides("stock paced"), of_sides("kpolicy paced")
+    said: dict[tuple[str, str], list[float]] = {}
+    for row in json.loads((RESULTS / "vllm_simulated.json").read_text())["rows"]:
+        if row["side"] == "paced 1:1":
+            said.setdefault((row["load"], row["figure"]), []).append(row["ratio"])
+    for load in ("code-2048", "code-8192"):
+        for place, (figure, shown) in enumerate(zip(FIGURES, SHOWN, strict=True)):
+            row, of_shim, ratios = stock[load, figure], shim[load, figure], said[load, shown]
+            digits = 1 if figure.startswith("gap") else 0
+            cells = [f"{row[side]:,.{digits}f}" for side in ("stock", "paced")]
+            cells += [ratio(row), f"{min(ratios):.2f} to {max(ratios):.2f}", ratio(of_shim)]
+            yield f"| {'' if place else MEASURED[load]} | {FIGURES[figure]} | {' | '.join(cells)} |"
+
+
+def starts() -> Iterator[str]:
+    """Seconds, memory and KV of four sides, and two ratios."""
+    whole = json.loads((RESULTS / "h200" / "vllm_stock_vs_kpolicy.json").read_text())
+    kpolicy = {row["figure"]: row for row in whole if row["load"] == "start"}
+    planned, wide = (
+        {figure: row for (load, figure), row in of_sides(f"stock {side}").items() if load == "start"}
+        for side in ("planned", "wide")
+    )
+    names = {"capture_s": "capture s", "graph_mib": "graph memory MiB", "kv_tokens": "KV tokens", "start_s": "start s"}
+    for figure, name in names.items():
+        digits = {"capture_s": 2, "start_s": 1}.get(figure, 0)
+        values = [
+            kpolicy[figure]["stock"],
+            kpolicy[figure]["kpolicy"],
+            planned[figure]["planned"],
+            wide[figure]["wide"],
+        ]
+        ratios = [kpolicy[figure], planned[figure]]
+        told = [
+            f"{row['ratio']:.3f}" if figure == "kv_tokens" else f"{row['ratio']:.2f}" if figure == "graph_mib"
+            else ratio(row, 0) for row in ratios
+        ]  # fmt: skip
+        yield f"| {name} | {' | '.join(f'{value:,.{digits}f}' for value in values)} | {' | '.join(told)} |"
+
+
 def simulated() -> Iterator[str]:
     rows = json.loads((RESULTS / "vllm_simulated.json").read_text())["rows"]
     for load, title in SIMULATED.items():
@@ -75,7 +139,7 @@ def simulated() -> Iterator[str]:
             yield f"| {title if side == 'kpolicy' else ''} | {name} | {' | '.join(cells)} |"
 
 
-@pytest.mark.parametrize("rows", [measured, simulated])
+@pytest.mark.parametrize("rows", [measured, ladder_alone, bounded, simulated, starts])
 def test_the_page_s_rows_are_those_of_the_results(rows: Any) -> None:
     """Every one, in order."""
     table = "\n".join(" ".join(row.split()) for row in rows())
