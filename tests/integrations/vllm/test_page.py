@@ -81,7 +81,8 @@ def ladder_alone() -> Iterator[str]:
         figures = ("requests_per_s", "gap_p99_ms", "ttft_p50_ms") if load == "code-2048" else ("requests_per_s",)
         for place, figure in enumerate(figures):
             name = FIGURES[figure].removesuffix(" ms")
-            yield f"| {'' if place else title} | {name} | {ratio(wide[load, figure])} | {ratio(policy[load, figure], 0)} |"
+            cells = f"{ratio(wide[load, figure])} | {ratio(policy[load, figure], 0)}"
+            yield f"| {'' if place else title} | {name} | {cells} |"
 
 
 def bounded() -> Iterator[str]:
