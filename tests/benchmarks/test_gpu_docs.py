@@ -71,6 +71,51 @@ def test_the_soak_has_its_own_total(warm: int, name: str, monkeypatch: pytest.Mo
         assert found[name]["growth_bytes_after_warming_up"][held] == grown
 
 
+HEADS = {"0.5B": "Qwen2.5-0.5B", "1B": "Llama-3.2-1B", "8B": "Llama-3.1-8B", "dsv2lite": "DeepSeek-V2-Lite"}
+ATTENDED = ("8 x 1000", "16 x 1000", "8 x 4000", "16 x 4000", "160 x 1000")
+
+
+def test_decode_attention_is_told_as_its_results_have_it() -> None:
+    """Of every cell the smallest graph's and the largest's, before, at 6ac0a63 and now."""
+    now = json.loads((RESULTS / "attention_padded.json").read_text(encoding="utf-8"))["cells"]
+    at_6ac0a63 = json.loads((RESULTS / "raw" / "attention_variants.json").read_text(encoding="utf-8"))["cells"]
+    rows = []
+    for heads, name in HEADS.items():
+        for what in ATTENDED:
+            cell = f"{heads}/{what}"
+            kinds = [now[cell]["before"], at_6ac0a63.get(cell, {}).get("now"), now[cell]["now"]]
+            smallest, largest = what.split(" ")[0], "160"
+            parts = [f"{name}, {what.replace('000', ',000')}"]
+            parts += ["" if kind is None else f"{kind['layer_us'][smallest]:.1f}" for kind in kinds]
+            parts += [
+                "" if kind is None or smallest == largest else f"{kind['layer_us'][largest]:.1f}" for kind in kinds
+            ]
+            rows.append([part.strip() for part in parts])
+            assert now[cell]["now"]["same_bits"] is True
+    start = next(i for i, line in enumerate(DOC) if line.startswith("| heads, rows x mean KV |")) + 2
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in DOC[start : start + len(rows)]] == rows
+    assert not DOC[start + len(rows)].startswith("|")
+
+
+def test_host_time_of_a_step_is_told_as_its_results_have_it() -> None:
+    """Ratios and microseconds by rows, in a row and in turn, now and before."""
+    now, before = (
+        json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"]
+        for name in ("overhead.json", "raw/overhead_before.json")
+    )
+    start = next(i for i, line in enumerate(DOC) if line.startswith("| decode rows | step over bare")) + 2
+    for line, row, earlier in zip(DOC[start : start + len(now)], now, before, strict=True):
+        in_a_row = row["in_a_row"]
+        low, high = in_a_row["interval"]
+        parts = [str(row["num_reqs"]), f"{in_a_row['ratio']:.3f}" + f" [{low:.3f}, {high:.3f}]" * (row is now[0])]
+        for how in ("in_a_row", "in_turn"):
+            for each in (row[how], earlier[how]):
+                low, high = each["host_beyond_interval"]
+                parts.append(f"{each['host_beyond_us']:.1f} [{low:.1f}, {high:.1f}]")
+        parts.append(f"{in_a_row['engine_step_host_us']:.0f}, {in_a_row['bare_step_host_us']:.0f}")
+        assert [cell.strip() for cell in line.split("|")[1:-1]] == parts
+
+
 def in_short(begins: str) -> str:
     """What the guide's short table found."""
     (line,) = [line for line in GUIDE.splitlines() if line.startswith(f"| {begins}")]
