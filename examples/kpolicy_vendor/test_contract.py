@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from kpolicy_vendor import stand_in
+from kpolicy_vendor import meaning, stand_in
 
 from kpolicy import Engine, load
 from kpolicy.budgets import Budget
+from kpolicy.errors import GraphReplayError, StickyDeviceError
 from kpolicy.executors import executor_names, get_executor
 from kpolicy.reasons import Reason
 from kpolicy.testing import EXECUTOR_CHECKS, Sequences
@@ -99,3 +100,13 @@ def test_what_was_compiled_once_is_not_compiled_again(full_after: Callable[[int]
     engine = served(ladder=[1, 2, 4, 8])
     assert set(stand_in.CachedGraph.compiled) == known
     engine.release()
+
+
+def test_what_errors_of_all_devices_mean_is_kept() -> None:
+    """A graph whose weights moved says so; only what is the vendor's own is read from words."""
+    moved = GraphReplayError(None, "weights moved", Reason.ADDRESS_CHANGED)
+    assert meaning(moved) == (Reason.ADDRESS_CHANGED, False)
+    assert meaning(StickyDeviceError("gone")) == (Reason.DEVICE_LOST, True)
+    assert meaning(RuntimeError("vendor: device lost")) == (Reason.DEVICE_LOST, True)
+    assert meaning(RuntimeError("vendor: out of memory")) == (Reason.CAPTURE_OUT_OF_MEMORY, False)
+    assert meaning(RuntimeError("?")) == (Reason.CAPTURE_FAILED, False)

@@ -63,7 +63,7 @@ def test_it_is_what_the_docs_show() -> None:
     """docs/plugin.md names the files and the calls that the example has."""
     text = (ROOT / "docs" / "plugin.md").read_text(encoding="utf-8")
     code = (SOURCE / "kpolicy_vendor" / "__init__.py").read_text(encoding="utf-8")
-    for name in ("StreamAdapter", "StreamExecutor", "begin=begin", "classify=meaning", "report=prove("):
+    for name in ("StreamAdapter", "StreamExecutor", "begin=begin", "classify=meaning", "report=prove(", "known"):
         assert name in text, name
         assert name in code, name
     assert "examples/kpolicy_vendor" in text

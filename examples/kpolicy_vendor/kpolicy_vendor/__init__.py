@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from kpolicy.errors import CaptureError, ConfigError, GraphReplayError, StickyDeviceError
+from kpolicy.errors import ConfigError
 from kpolicy.executors import ProbeReport, ProbeStatus
-from kpolicy.executors.device import Failure
+from kpolicy.executors.device import Failure, known
 from kpolicy.executors.xpu import StreamAdapter, StreamExecutor
 from kpolicy.reasons import Reason
 
@@ -75,16 +75,14 @@ def begin(handle: Any) -> Any:
 
 def meaning(error: BaseException) -> Failure:
     """What an error costs: a capture or a replay (it is run another way), or the device (True: everything stops)."""
-    if isinstance(error, StickyDeviceError):
-        return Failure(Reason.REPLAY_FAILED, True)
-    if isinstance(error, CaptureError):
-        return Failure(error.reason, False)
-    if isinstance(error, GraphReplayError):
-        return Failure(Reason.REPLAY_FAILED, False)
+    meant = known(error)
+    if meant is not None:
+        return meant
     words = str(error).lower()
-    if isinstance(error, MemoryError) or "out of memory" in words:
+    if "out of memory" in words:
         return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
-    return Failure(Reason.CAPTURE_FAILED, "device lost" in words)
+    lost = "device lost" in words
+    return Failure(Reason.DEVICE_LOST if lost else Reason.CAPTURE_FAILED, lost)
 
 
 def prove(vendor: Any, device: torch.device) -> ProbeReport:
