@@ -56,6 +56,10 @@ from kpolicy.shapes import BatchNumbers
 
 __all__ = ["GraphLauncher", "LauncherPool"]
 
+MAX_NUM_REQS = 256
+"""Rows of a launch where neither the caller nor the model says"""
+_NEEDED = ("forward", "head", "sample", "max_blocks", "pad_slot")
+"""What no launch goes without"""
 _CHECKED = ("token_ids", "positions", "slot_mapping", "block_table", "kv_lens")
 WARM_UPS = 3
 """Eager runs before a pool's first graph, which is its largest; each later one has one.
@@ -85,18 +89,28 @@ class GraphLauncher:
     Args:
         adapter: the device.
         model: the model.
-        max_num_reqs: most rows of a launch that replays.
+        max_num_reqs: most rows of a launch that replays; the model's own by default.
 
     Attributes:
         late_failure: called, on the stream's thread, with the key of a graph that failed on a stream beside.
+
+    Raises:
+        ConfigError: the model isn't a `StepModel`, or `max_num_reqs` isn't at least 1.
     """
 
-    def __init__(self, adapter: DeviceAdapter, model: StepModel, *, max_num_reqs: int) -> None:
-        if max_num_reqs < 1:
-            raise ConfigError(f"max_num_reqs is {max_num_reqs}; it starts at 1.")
+    def __init__(self, adapter: DeviceAdapter, model: StepModel, *, max_num_reqs: int | None = None) -> None:
+        lacks = [name for name in _NEEDED if not hasattr(model, name)]
+        if lacks:
+            raise ConfigError(
+                f"a {type(model).__name__} isn't a step model: it lacks {', '.join(lacks)}. kpolicy.load makes one of "
+                "a folder or a config; kpolicy.executors.step_model.StepModel says what one of your own has."
+            )
+        most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
+        if most < 1:
+            raise ConfigError(f"max_num_reqs is {most}; it starts at 1.")
         self.adapter = adapter
         self.model = model
-        self.max_num_reqs = max_num_reqs
+        self.max_num_reqs = most
         self.late_failure: Callable[[GraphKey], None] = _unheard
         self._eager: dict[int, StepBuffers] = {}
         self._streams: dict[int, Any] = {}

@@ -23,6 +23,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.executors import first_executor
 from kpolicy.executors.cuda.adapter import CudaAdapter
 from kpolicy.executors.kunlun.proof import kunlun_behind_cuda
+from kpolicy.executors.simulated import SimulatedExecutor
 
 NVIDIA = "NVIDIA H200", (9, 0)
 DISGUISED = "GPU", (8, 6)
@@ -128,9 +129,25 @@ def test_autoload_that_is_off_stays_off(tmp_path: Path) -> None:
     assert python(code, tmp_path) == [True, True]
 
 
+class Stepped:
+    """All that a launch asks of a model."""
+
+    device: Any = torch.device("cpu")
+    max_blocks, pad_slot = 4, 64
+    forward = head = sample = staticmethod(lambda *_: None)
+
+
+class Anywhere(SimulatedExecutor):
+    """An executor that takes a model wherever it is."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+
 def test_a_model_on_the_cpu_runs_there() -> None:
     """Without a device the model's own decides."""
-    model = SimpleNamespace(device=torch.device("cpu"))
+    model = Stepped()
     executor, passed_over = first_executor(model)
     assert executor.name == "cpu"
     assert not passed_over
@@ -142,10 +159,10 @@ def test_the_next_device_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(**arguments: Any) -> Any:
         raise ConfigError("torch_xmlir isn't installed")
 
-    monkeypatch.setitem(executors.OWN, "cuda", "kpolicy.executors.cpu:CpuExecutor")
+    monkeypatch.setitem(executors.OWN, "cuda", f"{__name__}:Anywhere")
     model = SimpleNamespace(device="cuda:0")
     executor, passed_over = first_executor(model)
-    assert executor.name == "cpu"
+    assert isinstance(executor, Anywhere)
     assert list(passed_over) == ["kunlun"]
     monkeypatch.undo()
     if not torch.cuda.is_available():
@@ -206,16 +223,39 @@ def test_the_cuda_executor_refuses_a_kunlun_card(monkeypatch: pytest.MonkeyPatch
 
 def test_a_plugin_named_like_the_device_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """An executor that a package registers as ``musa`` runs models on musa; without one all that was tried is said."""
-    from kpolicy.executors.cpu import CpuExecutor
-
     model = SimpleNamespace(device="musa:0")
     with pytest.raises(ConfigError, match=r"no executor runs a model on 'musa' \(accelerator: "):
         first_executor(model)
     monkeypatch.setattr(executors, "executor_names", lambda: {"musa": "torch-musa-kpolicy"})
-    monkeypatch.setattr(executors, "load_plugin", lambda _group, name, _own: {"musa": CpuExecutor}.get(name))
+    monkeypatch.setattr(executors, "load_plugin", lambda _group, name, _own: {"musa": Anywhere}.get(name))
     executor, passed_over = first_executor(model)
-    assert isinstance(executor, CpuExecutor)
+    assert isinstance(executor, Anywhere)
+    assert executor.model is model
     assert not passed_over
+
+
+def test_what_is_no_step_model_is_named() -> None:
+    """A config or a model of transformers: what it lacks, and what makes one of it."""
+    with pytest.raises(ConfigError, match=r"a dict isn't a step model: it lacks forward, head, .* kpolicy.load makes"):
+        Engine(model={"model_type": "llama"}, device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a Linear isn't a step model: it lacks head, sample, max_blocks, pad_slot"):
+        first_executor(torch.nn.Linear(2, 2))
+
+
+def test_the_cpu_executor_takes_models_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its static inputs are on the CPU: a model elsewhere would fail at its first step."""
+    executors.get_executor("cpu", model=Stepped())
+    monkeypatch.setattr(Stepped, "device", "cuda:0")
+    with pytest.raises(ConfigError, match="the model is on 'cuda:0', and the CPU executor runs those on the CPU"):
+        executors.get_executor("cpu", model=Stepped())
+
+
+def test_rows_of_a_launch_are_the_models_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else 256."""
+    rows = lambda **given: executors.get_executor("cpu", model=Stepped(), **given).launcher.max_num_reqs  # noqa: E731
+    assert rows() == 256
+    monkeypatch.setattr(Stepped, "max_num_reqs", 7, raising=False)
+    assert (rows(), rows(max_num_reqs=9)) == (7, 9)
 
 
 def test_without_torch_the_next_step_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,6 @@ from kpolicy.registry import GraphState
 
 __all__ = ["AscendExecutor", "Replan"]
 
-MAX_NUM_REQS = 256
-"""Rows of a launch where neither the caller nor the model says."""
 
 Progress = Callable[[GraphKey, CaptureReport | None], None]
 
@@ -127,8 +125,7 @@ class AscendExecutor(ModeRunner):
             self.units = budget
         else:
             self.units = self._advice(0)
-        most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
-        super().__init__(AscendLauncher(self.adapter, model, max_num_reqs=most, units=self.units))
+        super().__init__(AscendLauncher(self.adapter, model, max_num_reqs=max_num_reqs, units=self.units))
 
     @property
     def stack(self) -> AscendStack:

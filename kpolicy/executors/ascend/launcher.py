@@ -58,13 +58,15 @@ class AscendLauncher(GraphLauncher):
     Args:
         adapter: the device.
         model: the model.
-        max_num_reqs: most rows of a launch that replays.
+        max_num_reqs: most rows of a launch that replays; the model's own where None.
         units: what graphs take of the device, for estimates and for the registry's books.
     """
 
     adapter: AscendAdapter
 
-    def __init__(self, adapter: AscendAdapter, model: StepModel, *, max_num_reqs: int, units: BudgetModel) -> None:
+    def __init__(
+        self, adapter: AscendAdapter, model: StepModel, *, max_num_reqs: int | None, units: BudgetModel
+    ) -> None:  # fmt: skip
         super().__init__(adapter, model, max_num_reqs=max_num_reqs)
         self.units = units
 

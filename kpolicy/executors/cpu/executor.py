@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kpolicy.errors import ConfigError
 from kpolicy.executors.cpu.adapter import CpuAdapter
 from kpolicy.executors.launcher import GraphLauncher
 from kpolicy.executors.runner import ModeRunner
@@ -11,9 +12,6 @@ from kpolicy.executors.simulated import Fault
 from kpolicy.executors.step_model import StepModel
 
 __all__ = ["CpuExecutor"]
-
-MAX_NUM_REQS = 256
-"""Rows of a launch where neither the caller nor the model says."""
 
 
 class CpuExecutor(ModeRunner):
@@ -25,6 +23,9 @@ class CpuExecutor(ModeRunner):
         faults: faults to inject, as `Fault` or text such as ``"before_launch@3"``; see `CPU_FAULTS`.
         check: look before each replay whether memory from outside is still where it was recorded.
         memory_bytes: what static buffers and graphs may take in all; None is without a limit of ours.
+
+    Raises:
+        ConfigError: the model isn't on the CPU, or an argument can't be used.
     """
 
     def __init__(
@@ -36,7 +37,12 @@ class CpuExecutor(ModeRunner):
         check: bool = False,
         memory_bytes: int | None = None,
     ) -> None:
+        at = str(getattr(model, "device", "cpu"))
+        if at.partition(":")[0] != "cpu":
+            raise ConfigError(
+                f"the model is on {at!r}, and the CPU executor runs those on the CPU. Load it with device='cpu', or "
+                "name the executor of its device."
+            )
         self.adapter = CpuAdapter(memory_bytes=memory_bytes, check=check, faults=faults)
-        most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
         self.model = model
-        super().__init__(GraphLauncher(self.adapter, model, max_num_reqs=most))
+        super().__init__(GraphLauncher(self.adapter, model, max_num_reqs=max_num_reqs))

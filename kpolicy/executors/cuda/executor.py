@@ -13,9 +13,6 @@ from kpolicy.executors.step_model import StepModel
 
 __all__ = ["CudaExecutor"]
 
-MAX_NUM_REQS = 256
-"""Rows of a launch where neither the caller nor the model says."""
-
 
 class CudaExecutor(ModeRunner):
     """A step model on a CUDA device.
@@ -43,6 +40,5 @@ class CudaExecutor(ModeRunner):
     ) -> None:
         at = getattr(model, "device", "cuda") if device is None else device
         self.adapter = CudaAdapter(at, check=check, statics=getattr(model, "static_tensors", None), faults=faults)
-        most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
         self.model = model
-        super().__init__(GraphLauncher(self.adapter, model, max_num_reqs=most))
+        super().__init__(GraphLauncher(self.adapter, model, max_num_reqs=max_num_reqs))

@@ -21,9 +21,6 @@ from kpolicy.executors.xpu.launcher import LiveLengthsLauncher
 
 __all__ = ["LibraryExecutor", "StreamExecutor", "XpuAdapter", "XpuExecutor"]
 
-MAX_NUM_REQS = 256
-"""Rows of a launch where neither the caller nor the model says."""
-
 
 class XpuAdapter(StreamAdapter):
     """The primitives of one Intel GPU: `torch.xpu.XPUGraph`s, which have no capture error mode.
@@ -79,10 +76,9 @@ class StreamExecutor(ModeRunner):
     """
 
     def __init__(self, model: StepModel, adapter: StreamAdapter, *, max_num_reqs: int | None = None) -> None:
-        most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
         self.model = model
         self.adapter = adapter
-        super().__init__(LiveLengthsLauncher(adapter, model, max_num_reqs=most))
+        super().__init__(LiveLengthsLauncher(adapter, model, max_num_reqs=max_num_reqs))
 
 
 class LibraryExecutor(StreamExecutor):
