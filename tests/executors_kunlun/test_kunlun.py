@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from kpolicy.attention import AttentionSupport, Claims, HostParams  # noqa: E402
 from kpolicy.engine import Engine  # noqa: E402
-from kpolicy.errors import ConfigError  # noqa: E402
+from kpolicy.errors import ConfigError, StickyDeviceError  # noqa: E402
 from kpolicy.executors import OF_TENSORS  # noqa: E402
 from kpolicy.executors.kunlun import KunlunAdapter, KunlunExecutor, Trial, proven  # noqa: E402
 from kpolicy.executors.kunlun.trial import try_kind  # noqa: E402
@@ -152,6 +152,20 @@ def test_attention_that_keeps_its_lengths_fails_the_trial(family: str, query_len
     trial = try_kind(KunlunAdapter("cpu", **options), model, query_len)
     assert not trial.passed
     assert "shorter rows isn't what eager computes" in trial.problem
+
+
+def test_a_device_that_is_lost_in_a_trial_is_named() -> None:
+    """It isn't taken for attention that can't be captured, which every later step would then run into."""
+    model, options = on_kunlun(load_family("llama"), frozen=False)
+    with pytest.raises(StickyDeviceError, match=r"trying FULL graphs of decodes of 1 tokens: .*device is lost"):
+        KunlunExecutor(model, faults=["sticky@1"], **options)
+
+
+def test_decode_rows_of_no_tokens_are_not_tried() -> None:
+    """They would fail their trial, and with it every FULL graph."""
+    model, options = on_kunlun(load_family("llama"), frozen=False)
+    with pytest.raises(ConfigError, match="query_len is -3; decode rows have at least 1 token"):
+        KunlunExecutor(model, query_len=-3, **options)
 
 
 def test_a_model_that_cannot_be_tried_is_not_proven() -> None:

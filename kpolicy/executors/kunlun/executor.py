@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from kpolicy.attention import AttentionSupport, HostParams
-from kpolicy.errors import CaptureError
+from kpolicy.errors import CaptureError, ConfigError
 from kpolicy.executors.base import CaptureReport
 from kpolicy.executors.kunlun.adapter import KunlunAdapter
 from kpolicy.executors.kunlun.trial import Trial, try_kind
@@ -29,8 +29,6 @@ from kpolicy.reasons import Reason
 
 __all__ = ["KunlunExecutor", "proven"]
 
-MAX_NUM_REQS = 256
-"""Rows of a launch where neither the caller nor the model says."""
 MOST_TRIED = 4
 """Tokens of the longest decode row that is tried, where nobody says"""
 _MIXED = None
@@ -39,7 +37,7 @@ _MIXED = None
 class _Launcher(GraphLauncher):
     """`GraphLauncher` that captures no FULL graph which a trial hasn't proved, where one is needed."""
 
-    def __init__(self, adapter: KunlunAdapter, model: StepModel, *, max_num_reqs: int) -> None:
+    def __init__(self, adapter: KunlunAdapter, model: StepModel, *, max_num_reqs: int | None) -> None:
         super().__init__(adapter, model, max_num_reqs=max_num_reqs)
         self.trials: dict[int | None, Trial] = dict(getattr(model, "trials", {}))
 
@@ -97,9 +95,8 @@ class KunlunExecutor(ModeRunner):
             at, xmlir=xmlir, library=library, environ=environ, check=check,
             statics=getattr(model, "static_tensors", None), faults=faults,
         )  # fmt: skip
-        most: int = getattr(model, "max_num_reqs", MAX_NUM_REQS) if max_num_reqs is None else max_num_reqs
         self.model = model if isinstance(model, _Proven) else proven(model, self.adapter, query_len=query_len)
-        self._kunlun = _Launcher(self.adapter, self.model, max_num_reqs=most)
+        self._kunlun = _Launcher(self.adapter, self.model, max_num_reqs=max_num_reqs)
         super().__init__(self._kunlun)
 
     @property
@@ -135,7 +132,13 @@ def proven(model: Any, adapter: KunlunAdapter | None = None, *, query_len: int =
         model: the model, before an Engine gets it; nothing may be running on it.
         adapter: the device; the model's own by default.
         query_len: tokens of a decode row when drafts are verified, 1 without drafts.
+
+    Raises:
+        ConfigError: `query_len` isn't at least 1.
+        StickyDeviceError: the device was lost in a trial.
     """
+    if query_len < 1:
+        raise ConfigError(f"query_len is {query_len}; decode rows have at least 1 token, 1 + k with drafts.")
     support: AttentionSupport = model.support
     claims = support.claims
     if claims.host_params is HostParams.NONE:

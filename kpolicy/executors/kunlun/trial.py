@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 import torch
 
+from kpolicy.errors import StickyDeviceError
 from kpolicy.executors.ascend.lengths import HostRows, running_rows
 from kpolicy.executors.base import StepInputs
 from kpolicy.executors.buffers import PaddedShape, StepBuffers
@@ -116,6 +117,9 @@ def try_kind(adapter: DeviceAdapter, model: Any, query_len: int | None) -> Trial
         adapter: the device; nothing may be running on it.
         model: the step model; `block_size` says how many tokens are in a block.
         query_len: that of every row; None for rows of different lengths, prompts among them.
+
+    Raises:
+        StickyDeviceError: the device was lost meanwhile, and what the trial used of the KV with it.
     """
     kind = f"FULL graphs of {f'decodes of {query_len} tokens' if query_len else 'mixed batches'}"
     query_lens = [query_len] * ROWS if query_len else [1, 4, 2]
@@ -132,7 +136,7 @@ def try_kind(adapter: DeviceAdapter, model: Any, query_len: int | None) -> Trial
     used = size * (1 + max(block for case in cases for table in rows.blocks(case) for block in table))
     kept = [cache[:used].clone() for cache in caches]
     pool = adapter.new_pool()
-    replays = 0
+    replays, lost = 0, False
     try:
         for cache in caches:
             cache[:used].copy_(torch.randn(cache[:used].shape, generator=torch.Generator().manual_seed(1)).to(cache))
@@ -145,15 +149,20 @@ def try_kind(adapter: DeviceAdapter, model: Any, query_len: int | None) -> Trial
                 if problem:
                     return Trial(kind, replays, f"a replay over {case.name} isn't what eager computes: {problem}")
                 replays += 1
-    # Whatever a capture raises, the attention isn't proven.
-    except Exception as error:  # noqa: BLE001
+    # Whatever else a capture raises, the attention isn't proven.
+    except Exception as error:
         adapter.abort()
         line = (str(error).splitlines() or [type(error).__name__])[0]
+        lost = adapter.classify(error).sticky
+        if lost:
+            raise StickyDeviceError(f"trying {kind}: {line}. The device is lost to this process.") from error
         return Trial(kind, replays, f"it can't be captured and replayed: {line}")
     finally:
         adapter.release(pool)
-        for cache, old in zip(caches, kept, strict=True):
-            cache[:used].copy_(old)
+        # Of a lost device it would fail too, and hide that error.
+        if not lost:
+            for cache, old in zip(caches, kept, strict=True):
+                cache[:used].copy_(old)
     return Trial(kind, replays)
 
 
