@@ -290,6 +290,16 @@ def test_the_engines_guides_have_the_same_rows() -> None:
     ]  # fmt: skip
 
 
+def test_the_guide_of_vllm_has_what_eager_decodes_take() -> None:
+    """Medians of gaps at 768 requests."""
+    rows = read("h200/vllm_stock_vs_kpolicy.json")
+    (row,) = [
+        row for row in rows
+        if (row["model"], row["load"], row["figure"]) == ("qwen05b", "decode-768-64", "gap_p50_ms")
+    ]  # fmt: skip
+    assert f"gaps of {row['stock']:.1f} ms at 768, {row['kpolicy']:.1f} with a graph" in guide("vllm.md")
+
+
 @pytest.mark.parametrize(
     ("page", "package", "column"), [("vllm.md", "kpolicy_vllm", 3), ("sglang.md", "kpolicy_sglang", 2)]
 )
