@@ -105,14 +105,12 @@ def _declared(model_type: str, fields: Fields) -> Layers:
     name = f"the function registered for {model_type!r}"
     try:
         given = _registered[model_type](fields.values)
-        entries = [given] if isinstance(given, str) else list(given)
+        entries: list[Any] = [given] if isinstance(given, str) else list(given)
     # Whatever a function of the caller's raises.
     except Exception as error:
         raise SupportError(f"{name} fails with this config: {type(error).__name__}: {error}.") from error
-    layers = tuple(
-        tuple(map(_kind, entry)) if isinstance(entry, (list, tuple, frozenset, set)) else (_kind(entry),)
-        for entry in entries
-    )
+    both: tuple[type[Any], ...] = (list, tuple, set, frozenset)
+    layers = tuple(tuple(map(_kind, each)) if isinstance(each, both) else (_kind(each),) for each in entries)
     # A layer left out would be taken to limit nothing.
     count = fields.num_layers if any(map(fields.has, LAYER_COUNTS)) else len(layers)
     if len(layers) != count:
