@@ -93,10 +93,20 @@ class StepContext:
 class StepModel(Protocol):
     """A model whose steps can be captured. `kpolicy.load` makes one of a Hugging Face model.
 
-    Optional: `static_tensors()`, what graphs read besides their inputs, by name, for checks of addresses;
-    `give_back()`, called when an executor is released, frees what the model keeps for steps to come; `full_name`, what
-    the model calls itself, by which costs that were measured with another one are told. A rank's share of a model has
-    none, since all ranks decide by rank 0's costs.
+    Optional, each with what is done without it:
+
+    - ``device``: where its tensors are; the CPU.
+    - ``max_num_reqs``: rows of a launch that replays, at most; 256.
+    - `extra_inputs`: more inputs, (shape of one token's, dtype) by name; none.
+    - ``static_tensors()``: what graphs read besides their inputs, by name; whether it moved isn't looked at.
+    - ``watching(step)``: a context around a PIECEWISE capture that finds attention without its mark; only reads of the
+      step's lengths, slots and block table are found.
+    - ``num_blocks``, ``block_size`` and ``max_model_len``: its costs aren't measured, and `Engine` decides by analytic
+      ones. With ``kv_untouched(slots)`` and ``clear_kv(slots)`` prompts attend to their own KV while they are timed.
+    - ``full_name``: what the model calls itself, by which costs that were measured with another one are told. A rank's
+      share of a model has none, since all ranks decide by rank 0's costs.
+    - ``give_back()``: called when an executor is released, frees what the model keeps for steps to come.
+    - ``layers`` and ``config``: on Ascend, how many streams a graph takes; its KV tensors are counted.
     """
 
     @property

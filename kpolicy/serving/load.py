@@ -45,7 +45,8 @@ def load(
 
     Args:
         source: a folder with config.json, a config as a mapping, or a config object of transformers.
-        device: where weights and KV live; ``"auto"`` for the first device that works: an NPU, a GPU, the CPU.
+        device: where weights and KV live; ``"auto"`` for the first that memory can be had on: an NPU, a GPU, an
+            XPU, the CPU.
         dtype: of weights and KV; the config's where None, float32 where it has none.
         num_blocks: KV blocks.
         block_size: tokens in a block.
