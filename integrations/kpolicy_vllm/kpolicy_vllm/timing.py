@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from kpolicy.costs import AttentionCost
 from kpolicy.host_speed import host_work_us, launching_takes, steadied
 from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
 from kpolicy_vllm.synthetic import Rows, Steps
 
 __all__ = ["LEAST_US", "NOISE", "Bench", "Case", "Clock", "CudaClock", "Rejoin", "Times", "together"]
@@ -26,8 +27,6 @@ MOST_ROUNDS, REJOINS = 9, 3
 AGAIN = 0.5
 """Share of an allowance after which nothing is timed again: the whole is for what is slow to be timed once"""
 _AHEAD, _CYCLES_A_US = 2.0, 2000
-_TELLING = 256
-"""Tokens from which a step's time tells what more of them take"""
 
 
 class Clock(Protocol):
@@ -159,6 +158,11 @@ def together(everywhere: Callable[[bool], bool], run: Callable[..., T], *args: A
     raise error or RuntimeError("another rank couldn't run that step")
 
 
+def _kind(case: Case) -> Part | None:
+    """The part of the model that its graphs hold; None for EAGER."""
+    return None if case.key is None else case.key.part
+
+
 class Bench:
     """Runs and times steps.
 
@@ -182,28 +186,27 @@ class Bench:
         self._ran_any = False
         self._visits: list[tuple[Case, int, float]] = []
         """Every visit so far: the case, which of its times, and what the host's fixed work took just before"""
-        self._token_s = 0.0
-        """Seconds a token that the largest case so far took, all its runs together"""
+        self._last: dict[Part | None, tuple[Case, float]] = {}
+        """The last case so far of each kind of launch, and seconds that its visit took"""
         self.steps = Steps(runner)
 
     def measure(self, cases: Sequence[Case], allowance_s: float) -> None:
         """Time the cases, those with the fewest tokens first, then in rounds over those that ran.
 
-        The very first case always runs; which others did, their `times` say. A round in which none was quicker than
-        before ends it, and so does `AGAIN` of the allowance.
+        The very first case always runs, and others where there is time for them; which did, their `times` say. A round
+        in which none was quicker than before ends it, and so does `AGAIN` of the allowance.
         """
         clock = self._clock
         again_s, stop_s = clock.now() + AGAIN * allowance_s, clock.now() + allowance_s
         ran: list[Case] = []
         for case in sorted(cases, key=lambda each: each.rows.num_tokens):
             begun_s = clock.now()
-            if not self._agree(not self._ran_any or begun_s + self._token_s * case.rows.num_tokens <= stop_s):
-                break
+            if not self._agree(not self._ran_any or begun_s + self._expected_s(case) <= stop_s):
+                continue  # one of another kind may be quicker
             together(self._all, self._visit, case)
             ran.append(case)
             self._ran_any = True
-            if case.rows.num_tokens >= _TELLING:
-                self._token_s = (clock.now() - begun_s) / case.rows.num_tokens
+            self._last[_kind(case)] = case, clock.now() - begun_s
         for turn in range(1, MOST_ROUNDS):
             before = [case.best().device for case in ran]
             for case in random.Random(turn).sample(ran, len(ran)):  # noqa: S311
@@ -213,6 +216,14 @@ class Bench:
             quicker = (case.best().device < us * (1 - NOISE) for case, us in zip(ran, before, strict=True))
             if not self._agree(any(quicker)):
                 return
+
+    def _expected_s(self, case: Case) -> float:
+        """Seconds that a visit takes by the last of its kind: more tokens are more for the device, not for the host."""
+        if _kind(case) not in self._last:
+            return 0.0
+        last, took_s = self._last[_kind(case)]
+        once, more = last.times[-1], case.rows.num_tokens / last.rows.num_tokens
+        return took_s * max(once.host, once.device * more) / max(once.host, once.device)
 
     def at_one_speed(self) -> float:
         """Bring the host's times of all visits so far to one speed; what the fixed work takes at it.

@@ -393,6 +393,23 @@ def test_the_allowance_holds_and_small_sizes_go_first(monkeypatch: Any) -> None:
     assert not any(value is False for value in state.broadcasts[:1])
 
 
+def test_eager_steps_that_the_host_bounds_dont_end_the_timing_of_graphs(monkeypatch: Any) -> None:
+    """Launching thousands of kernels takes as long for more tokens, and graphs don't take that."""
+    clock = SimulatedClock()
+
+    def slow_to_launch(key: Any, *rest: Any) -> tuple[float, float]:
+        host, device = cost(key, *rest)
+        return (70_000.0 if key is None else host), device
+
+    state = FakeState(FakeRunner(clock, slow_to_launch), KEYS, Settings(max_num_reqs=64, max_num_tokens=2048))
+    with stand_ins(monkeypatch):
+        table = calibrate(state.runner, state, clock)
+    assert table is not None
+    assert table.piecewise.sizes[-1] == 1024
+    assert table.eager.sizes[-1] < 2048
+    assert clock.now() < 3.5
+
+
 def test_rows_share_blocks_where_the_cache_is_small(monkeypatch: Any) -> None:
     table, _, _ = calibrated(monkeypatch, num_blocks=40)
     assert table.full.at(64) == pytest.approx(400 + 3 * 64, rel=0.03)
