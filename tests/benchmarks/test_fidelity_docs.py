@@ -216,6 +216,52 @@ def test_figures_in_the_text() -> None:
     assert f"(repeated {again['error']:.1%}, but {share:.0%} of the repeats were host-bound)" in page
 
 
+def latencies_off(*names: str) -> tuple[float, float]:
+    """By how much the medians of TTFT and gaps are off at most."""
+    policies = [found for name in names for found in read(name)["served"]["policies"].values()]
+    ttft, gap = (max(abs(each[key]["error"]) for each in policies) for key in ("ttft_p50_ms", "gap_p50_ms"))
+    return ttft, gap
+
+
+def test_the_simulators_page_tells_the_same_runs() -> None:
+    """docs/simulate.md, in short: errors of cells and latencies, and pairs that are ranked wrongly."""
+    page = " ".join((Path(__file__).parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8").split())
+    eleventh, small = read("rate-2-eleventh"), read("small24-ninth")
+    rows = {(row["mode"], row["regime"]): row for row in eleventh["policies"]["all policies"]}
+    eager, pieces = (rows[mode, "host-bound"] for mode in ("eager", "piecewise"))
+    middles = [(repeated(eleventh, mode, "host-bound") or {})["error"] for mode in ("eager", "piecewise")]
+    singly = f"{eager['error'] * 100:.1f} and {pieces['error']:.1%} off singly"
+    again = f"{middles[0] * 100:.1f} and {middles[1]:.1%} in the middle of their repeats"
+    assert f"EAGER and {pieces['steps']} host-bound PIECEWISE steps, which are {singly} and {again}" in page
+    ttft, gap = latencies_off("rate-2-eleventh")
+    assert f"TTFT within {ttft:.1%}, gaps within {gap:.1%}, ranked as measured" in page
+    assert not any(eleventh["served"]["ranked_wrong"].values())
+    errors = [row["error"] for row in small["policies"]["all policies"] if row["regime"] != "all"]
+    ttft, _ = latencies_off("small24-ninth")
+    assert f"one run: {errors[0] * 100:.1f} and {errors[1]:.1%}, TTFT within {ttft:.1%}" in page
+    names = [f"dsv2lite-{number}" for number in ("fifth", "sixth", "seventh", "eighth", "ninth")]
+    ttft, gap = latencies_off(*names)
+    assert f"TTFT within {ttft:.1%}, gaps within {gap:.1%}. In each run" in page
+    off = [
+        row["error"]
+        for row in read("dsv2lite-ninth")["policies"]["all policies"]
+        if row["mode"] in ("full", "piecewise") and row["regime"] != "all"
+    ]
+    assert f"FULL and PIECEWISE cells are up to {max(off):.1%} off" in page
+    apart = [apart for name in names for apart in wrongly_ranked(read(name))]
+    assert f"{min(apart) * 100:.1f} to {max(apart):.1%} apart, is ranked wrongly" in page
+    assert all(any(wrongly_ranked(read(name))) for name in names)
+
+
+def wrongly_ranked(result: dict[str, Any]) -> list[float]:
+    """By how much the pairs that are ranked wrongly are apart, measured."""
+    served = result["served"]
+    found = [(served["policies"], name, pair) for name, pairs in served["ranked_wrong"].items() for pair in pairs]
+    measured = [[policies[policy][name]["measured"] for policy in pair] for policies, name, pair in found]
+    measured += [[result["us_per_token"][policy]["measured"] for policy in pair] for pair in result["ranked_wrong"]]
+    return [max(pair) / min(pair) - 1 for pair in measured]
+
+
 def test_no_result_is_of_a_table_that_was_made_otherwise() -> None:
     """How a table came to be is said as its version has it."""
     for path in RESULT.parent.glob("fidelity-*.json"):
