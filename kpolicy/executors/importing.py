@@ -19,7 +19,7 @@ from importlib.util import find_spec
 
 from kpolicy.errors import ConfigError
 
-__all__ = ["import_torch", "why_broken"]
+__all__ = ["first_line", "import_torch", "why_broken"]
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _LOADED_ANYWAY = ("torch_npu",)
@@ -62,7 +62,7 @@ def import_torch(*, for_transformers: bool = False) -> dict[str, str]:
         except ModuleNotFoundError:
             raise
         except (ImportError, OSError, RuntimeError) as error:
-            raise ConfigError(f"torch doesn't import: {_line(error)}. `kpolicy doctor` says more.") from error
+            raise ConfigError(f"torch doesn't import: {first_line(error)}. `kpolicy doctor` says more.") from error
         finally:
             if before is None:
                 os.environ.pop(AUTOLOAD, None)
@@ -98,7 +98,7 @@ def _try(module: str, point: EntryPoint | None) -> None:
         else:
             point.load()()
     except Exception as error:  # noqa: BLE001 - whatever a vendor's library raises
-        _broken[module] = f"{type(error).__name__}: {_line(error)}"
+        _broken[module] = f"{type(error).__name__}: {first_line(error)}"
         # As Python marks what can't be imported.
         sys.modules[module] = None  # type: ignore[assignment]
         warnings.warn(
@@ -109,5 +109,6 @@ def _try(module: str, point: EntryPoint | None) -> None:
         )
 
 
-def _line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; its type where it says nothing."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

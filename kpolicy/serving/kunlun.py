@@ -22,6 +22,7 @@ from kpolicy.attention import AttentionSupport, Claims, HostParams, SupportLevel
 from kpolicy.errors import ConfigError, SupportError
 from kpolicy.executors.ascend.lengths import TokenLengths, host_rows
 from kpolicy.executors.buffers import PaddedShape
+from kpolicy.executors.importing import first_line
 from kpolicy.executors.step_model import StepContext
 from kpolicy.serving.attention import mla_attention
 from kpolicy.serving.latents import absorbed, unabsorbed
@@ -43,7 +44,7 @@ def load_operators() -> Any:
     try:
         return import_module("kunlun_ops")
     except (ImportError, OSError, RuntimeError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise ConfigError(
             f"kunlun_ops doesn't import: {line}. Install the vendor's wheels for this torch, or use kernels='plain'."
         ) from error

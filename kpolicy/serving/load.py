@@ -13,6 +13,7 @@ import torch
 from kpolicy.attention import AttentionSupport, Claims, LayerKind
 from kpolicy.attention.hf import from_hf_config, layer_kinds
 from kpolicy.errors import ConfigError, SupportError
+from kpolicy.executors.importing import first_line
 from kpolicy.serving.checkpoint import has_weights, read_config, read_weights
 from kpolicy.serving.hf_model import KvSize, LoadedModel
 from kpolicy.serving.kernels import Kernels, choose_kernels
@@ -176,7 +177,7 @@ def _device(device: str | torch.device) -> torch.device:
         torch.empty(1, device=at)
     # Each device's library has errors of its own.
     except Exception as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         raise ConfigError(
             f"device {str(device)!r} isn't there: {first}. Devices here: {', '.join(_devices())}. Give one of them, or "
             "run `kpolicy doctor` to see why it's missing."

@@ -26,7 +26,7 @@ from kpolicy.executors.ascend.updates import TIMEOUT_S, UpdateOrder, Updater
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.adapter import CudaGraph, Statics
 from kpolicy.executors.device import Failure
-from kpolicy.executors.importing import why_broken
+from kpolicy.executors.importing import first_line, why_broken
 from kpolicy.executors.simulated import Fault
 from kpolicy.executors.xpu.adapter import StreamAdapter
 from kpolicy.keys import GraphKey
@@ -58,7 +58,7 @@ def load_library() -> Any:
             "torch_npu isn't installed; on an Ascend NPU, install the one made for this torch."
         ) from error
     except (ImportError, OSError, RuntimeError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise ConfigError(f"torch_npu doesn't import: {line}. {_NEXT}") from error
 
 
@@ -321,6 +321,6 @@ def _device(device: Any, library: Any, *, any_type: bool) -> torch.device:
             return at if at.type != "npu" or at.index is not None else torch.device("npu", library.current_device())
     # The library has errors of its own.
     except Exception as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise ConfigError(f"device {str(device)!r} isn't there: {line}. `kpolicy doctor` says what is.") from error
     raise ConfigError(f"device is {device!r}; the Ascend adapter takes 'npu' or 'npu:N'.")

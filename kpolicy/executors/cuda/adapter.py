@@ -22,11 +22,12 @@ from kpolicy.errors import CaptureError, ConfigError, GraphReplayError, Registry
 from kpolicy.executors.addresses import Address, addresses_of, check_moved
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.faults import Faults
-from kpolicy.executors.cuda.events import CudaEvent, Points, Recorder, first_line, new_span
+from kpolicy.executors.cuda.events import CudaEvent, Points, Recorder, new_span
 from kpolicy.executors.cuda.failures import classify
 from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of
 from kpolicy.executors.cuda.streams import give_back, new_stream
 from kpolicy.executors.device import Failure, MemoryReport, Span
+from kpolicy.executors.importing import first_line
 from kpolicy.executors.simulated import Fault
 from kpolicy.reasons import Reason
 

@@ -10,8 +10,9 @@ import torch
 
 from kpolicy.errors import StickyDeviceError
 from kpolicy.executors.cuda.failures import classify
+from kpolicy.executors.importing import first_line
 
-__all__ = ["MOST_SPARE", "CudaEvent", "CudaSpan", "Points", "Recorder", "first_line", "new_span"]
+__all__ = ["MOST_SPARE", "CudaEvent", "CudaSpan", "Points", "Recorder", "new_span"]
 
 MOST_SPARE = 64
 """Events that are kept to be used again"""
@@ -162,7 +163,3 @@ def _meant(error: RuntimeError) -> Exception:
     if classify(error).sticky:
         return StickyDeviceError(f"{first_line(error)}. The device is lost to this process; start a new one.")
     return error
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kpolicy.errors import ConfigError
+from kpolicy.executors.importing import first_line
 
 __all__ = ["count_devices", "installed", "kunlun_behind_cuda", "kunlun_cards", "load_xmlir"]
 
@@ -34,7 +35,7 @@ def load_xmlir() -> Any:
             "torch_xmlir isn't installed; a Kunlun card needs the vendor's xpytorch over the torch it is made for."
         ) from error
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise ConfigError(f"torch_xmlir doesn't import: {line}. `kpolicy doctor` says more.") from error
 
 

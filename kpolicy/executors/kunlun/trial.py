@@ -23,6 +23,7 @@ from kpolicy.executors.ascend.lengths import HostRows, running_rows
 from kpolicy.executors.base import StepInputs
 from kpolicy.executors.buffers import PaddedShape, StepBuffers
 from kpolicy.executors.device import DeviceAdapter
+from kpolicy.executors.importing import first_line
 from kpolicy.executors.launch_rows import LaunchRows
 from kpolicy.executors.segments import FullGraph, ModelRun, capture_full, head_rows
 from kpolicy.executors.step_model import RowLayout
@@ -152,7 +153,7 @@ def try_kind(adapter: DeviceAdapter, model: Any, query_len: int | None) -> Trial
     # Whatever else a capture raises, the attention isn't proven.
     except Exception as error:
         adapter.abort()
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         lost = adapter.classify(error).sticky
         if lost:
             raise StickyDeviceError(f"trying {kind}: {line}. The device is lost to this process.") from error

@@ -15,6 +15,7 @@ import torch
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.adapter import Statics
+from kpolicy.executors.importing import first_line
 from kpolicy.executors.simulated import Fault
 from kpolicy.executors.xpu.adapter import StreamAdapter
 from kpolicy.executors.xpu.executor import LibraryExecutor
@@ -112,7 +113,7 @@ def _device(device: Any) -> torch.device:
         torch.empty(1, device=at)
     # Each library has errors of its own.
     except Exception as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise ConfigError(f"device {str(device)!r} isn't there: {line}. `kpolicy doctor` says what is.") from error
     if at.type != current.type:
         raise ConfigError(f"device is {str(device)!r}; the accelerator of this torch is {current.type!r}.")

@@ -20,6 +20,7 @@ from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cuda.adapter import CudaAdapter, CudaGraph, Statics
 from kpolicy.executors.cuda.staging import StagedGroup
 from kpolicy.executors.device import Failure, MemoryReport, Span
+from kpolicy.executors.importing import first_line
 from kpolicy.executors.parts import EventSpan
 from kpolicy.executors.simulated import Fault
 from kpolicy.executors.xpu.failures import classify
@@ -69,7 +70,7 @@ class StreamEvent:
     def _meant(self, error: RuntimeError) -> Exception:
         if not self._adapter.classify(error).sticky:
             return error
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         return StickyDeviceError(f"{line}. The device is lost to this process; start a new one.")
 
     def hold(self, stream: Any) -> None:
