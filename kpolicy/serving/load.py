@@ -24,6 +24,8 @@ from kpolicy.serving.weights import randomise
 
 __all__ = ["load"]
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What weights and KV may be; float64 is for checks of the others"""
 _HELD = frozenset({LayerKind.MHA, LayerKind.GQA, LayerKind.MQA, LayerKind.SLIDING_WINDOW, LayerKind.MLA})
 
 
@@ -65,6 +67,8 @@ def load(
         ConfigError: the KV is too small for one request, the device isn't there, or an argument is out of range.
     """
     at = _device(device)
+    if at.type == "meta":
+        raise ConfigError("device 'meta' holds no values, so no step runs there; give a device that does.")
     config, folder = read_config(source)
     attention, kinds = choose_kernels(at, kernels), layer_kinds(config)
     if hasattr(attention, "block_size"):
@@ -216,8 +220,8 @@ def _dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
     if dtype is None:
         return getattr(config, "dtype", None) or torch.float32
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"dtype is {dtype!r}; give float32, bfloat16 or float16.")
+    if found not in _DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; give {', '.join(str(each)[6:] for each in _DTYPES)}.")
     return found
 
 
@@ -236,9 +240,11 @@ def _check_kinds(config: Any, kinds: tuple[LayerKind, ...]) -> None:
 
 
 def _kv_size(config: Any, num_blocks: int, block_size: int, max_model_len: int | None, max_num_reqs: int) -> KvSize:
-    for name, value in (("num_blocks", num_blocks), ("block_size", block_size), ("max_num_reqs", max_num_reqs)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1.")
+    counts = {"num_blocks": num_blocks, "block_size": block_size, "max_num_reqs": max_num_reqs}
+    counts |= {} if max_model_len is None else {"max_model_len": max_model_len}
+    for name, value in counts.items():
+        if type(value) is not int or (value < 1 and name != "max_model_len"):
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1.")
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     slots = num_blocks * block_size
     length = min(slots, positions or slots) if max_model_len is None else max_model_len
