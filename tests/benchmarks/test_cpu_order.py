@@ -1,0 +1,38 @@
+"""What docs/models.md tells of policies served in turn on a CPU is its result's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE = " ".join((ROOT / "docs" / "models.md").read_text(encoding="utf-8").split())
+RESULT: Any = json.loads((ROOT / "benchmarks" / "results" / "cpu_order.json").read_text(encoding="utf-8"))
+
+
+def told(values: list[Any]) -> str:
+    """Figures as a sentence lists them."""
+    written = [f"{value:,}" for value in values]
+    return ", ".join(written[:-1]) + f" and {written[-1]}"
+
+
+def test_page_faults_in_the_order_of_serving() -> None:
+    """Faults before and after are told in the order served, and what the first serve took beyond the third."""
+    before, after = (
+        next(run["serves"] for run in RESULT["in_order"] if run["code"] == code) for code in ("before", "after")
+    )
+    assert told([serve["minor_faults"] for serve in before]) in PAGE
+    assert told([serve["minor_faults"] for serve in after]) in PAGE
+    more = round(before[0]["processor_s"] - before[2]["processor_s"], 2)
+    assert f"the first {more} s more of {before[0]['processor_s']} s" in PAGE
+    assert before[0]["system_s"] - before[2]["system_s"] >= more
+
+
+def test_turns_and_attention() -> None:
+    """Busy times of the four turns, and a layer's attention by the mask's dimensions."""
+    for serve in RESULT["in_turns"]["serves"]:
+        assert f"{serve['busy_s']:.2f}" in PAGE
+    longest, middle = RESULT["attention_ms"][2], RESULT["attention_ms"][1]
+    assert f"takes {longest['mask_of_4']:.0f} ms of a core instead of {longest['mask_of_3']:.0f}" in PAGE
+    assert f"over 1,000 {middle['mask_of_4']:.1f} instead of {middle['mask_of_3']:.1f}" in PAGE
