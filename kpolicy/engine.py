@@ -21,7 +21,7 @@ from kpolicy.ladders import CaptureLadder, CaptureSizes
 from kpolicy.modes import Mode
 from kpolicy.observe import Stats
 from kpolicy.policies import CompiledPolicy, Downgrade, Policy, PolicyContext, get_policy
-from kpolicy.reasons import Basis, Reason
+from kpolicy.reasons import Basis
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchNumbers, BatchShape
@@ -198,6 +198,8 @@ class Engine:
 
         ranks = 1 if self._communicator is None else self._communicator.world_size
         measures = bool(self._calibrate_s) and self.executor is not None and self._can_measure()
+        if self._calibrate_s and not measures:
+            self.calibration_error = _UNMEASURED
         allowance_s = 0.0 if lazy is True else _seconds("lazy", lazy)
         return LazyCapture(self, allowance_s, num_ranks=ranks, measures=measures)
 
@@ -416,6 +418,7 @@ class Engine:
         from kpolicy.executors.calibrate import measure
 
         if not self._can_measure():
+            self.calibration_error = _UNMEASURED
             return
         allowance_s, self._calibrate_s = self._calibrate_s, 0.0
         try:
@@ -729,6 +732,12 @@ class Engine:
                 self._lazy.end()
             if self.executor is not None:
                 self.executor.release()
+
+
+_UNMEASURED = (
+    "nothing to measure: it takes an executor over a device's primitives, and a model that says vocab, pad_slot, "
+    "num_blocks, block_size and max_model_len"
+)
 
 
 def _undecided(*_numbers: Any) -> Decision:

@@ -354,3 +354,11 @@ def test_steps_are_counted_by_one_thread_at_a_time() -> None:
     engine.stats.add = noted  # type: ignore[method-assign]
     engine.step(one_step())
     assert held == [True]
+
+
+def test_an_engine_that_cant_measure_says_so() -> None:
+    """Its costs stay analytic, and `calibration_error` has why; where nothing was to be measured it is empty."""
+    assert simulated("auto").calibration_error.startswith("nothing to measure: it takes an executor over")
+    assert simulated("auto", lazy=True).calibration_error.startswith("nothing to measure")
+    for arguments in ({"calibrate": 0}, {"costs": analytic_costs()}, {"policy": "full"}):
+        assert simulated(**{"policy": "auto", **arguments}).calibration_error == ""
