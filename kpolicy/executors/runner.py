@@ -233,12 +233,22 @@ class ModeRunner:
             RegistryError: a key is captured already.
             StickyDeviceError: the device is lost.
         """
+        self._capture_until(keys, progress)
+
+    def _capture_until(
+        self, keys: Iterable[GraphKey], progress: Callable[[GraphKey, CaptureReport | None], None] | None,
+        ends: Callable[[GraphKey], bool] | None = None,
+    ) -> GraphKey | None:  # fmt: skip
+        """Capture keys, largest first, up to the first that `ends` it, of which progress isn't told; that key."""
         left = sorted(keys, key=lambda key: (key.part.value, -key.num_tokens, -key.lora_case))
         self.registry.plan(left)
         for i, key in enumerate(left):
             report = self._capture_one(key, left[i:])
+            if ends is not None and ends(key):
+                return key
             if progress is not None:
                 progress(key, report)
+        return None
 
     def _capture_one(self, key: GraphKey, left: Sequence[GraphKey]) -> CaptureReport | None:
         registry, estimate = self.registry, self.launcher.estimate(key)
@@ -386,14 +396,18 @@ class ModeRunner:
 
     def release(self) -> None:
         """Give back every pool; the registry forgets their graphs generation by generation."""
+        self._release_pools()
+        if self._async is not None:
+            self._async.close()
+
+    def _release_pools(self) -> None:
+        """Every pool with its graphs; the eager launches' buffers stay."""
         for pool in self._pools:
             self.registry.evict_generation(pool.name)
             self.launcher.release(pool.memory)
         self._pools.clear()
         self._handles.clear()
         self._prepared.clear()
-        if self._async is not None:
-            self._async.close()
 
 
 def _nothing() -> None:

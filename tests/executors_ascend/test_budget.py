@@ -95,13 +95,13 @@ def test_streams_taken_by_another_process_are_found_late() -> None:
     executor, registry = AscendExecutor(model, library=library), GraphRegistry()
     registry.plan(KEYS)
     executor.open(registry)
-    give_back = executor._give_back
+    give_back = executor._release_pools
 
     def robbed() -> None:
         give_back()
         chip.streams = max(5, chip.streams - 6)
 
-    executor._give_back = robbed  # type: ignore[method-assign]
+    executor._release_pools = robbed  # type: ignore[method-assign]
     executor.capture(KEYS)
     assert len(executor.replans) > 1
     assert 0 < chip.taken <= 5

@@ -155,7 +155,7 @@ class AscendExecutor(ModeRunner):
             self._launcher.units = self.units
         kept = self._fitting(wanted, self._room)
         self._withdraw([key for key in asked if key not in kept and key not in held], progress)
-        failed = self._capture_until([key for key in asked if key in kept], progress)
+        failed = self._capture_until([key for key in asked if key in kept], progress, self._found_no_streams)
         while failed is not None:
             failed = self._replanned(failed, wanted, progress)
 
@@ -194,18 +194,9 @@ class AscendExecutor(ModeRunner):
             if progress is not None:
                 progress(key, None)
 
-    def _capture_until(self, keys: Sequence[GraphKey], progress: Progress | None) -> GraphKey | None:
-        """Capture keys up to the first that finds no streams; that key."""
-        left = sorted(keys, key=lambda key: (key.part.value, -key.num_tokens, -key.lora_case))
-        self.registry.plan(left)
-        for i, key in enumerate(left):
-            report = self._capture_one(key, left[i:])
-            record = self.registry.record(key)
-            if record.state is GraphState.FAILED and record.reason is Reason.CAPTURE_OUT_OF_STREAMS:
-                return key
-            if progress is not None:
-                progress(key, report)
-        return None
+    def _found_no_streams(self, key: GraphKey) -> bool:
+        record = self.registry.record(key)
+        return record.state is GraphState.FAILED and record.reason is Reason.CAPTURE_OUT_OF_STREAMS
 
     def _replanned(self, failed: GraphKey, keys: Sequence[GraphKey], progress: Progress | None) -> GraphKey | None:
         """Give all graphs back, plan what fits, and capture that; the next key that finds no streams."""
@@ -214,25 +205,16 @@ class AscendExecutor(ModeRunner):
             # Each round plans for less, so the rounds end.
             used = min(used, self._limit - max(1, self._limit // 8))
         self._limit = max(0, used)
-        self._give_back()
+        self._release_pools()
         able = [key for key in dict.fromkeys(keys) if self._may_succeed(key)]
         chosen = self._fitting(able, self._room)
         kept, dropped = [key for key in able if key in chosen], [key for key in able if key not in chosen]
         why = self.capture_errors.get(failed, "")
         self.replans.append(Replan(failed, self._limit, tuple(kept), tuple(dropped), why))
         self._withdraw(dropped, progress, Reason.CAPTURE_OUT_OF_STREAMS)
-        return self._capture_until(kept, progress)
+        return self._capture_until(kept, progress, self._found_no_streams)
 
     def _may_succeed(self, key: GraphKey) -> bool:
         """Whether a key hasn't failed for a reason of its own."""
         record = self.registry.record(key)
         return record.state is not GraphState.FAILED or record.reason is Reason.CAPTURE_OUT_OF_STREAMS
-
-    def _give_back(self) -> None:
-        """Every pool with its graphs; the eager launches' buffers stay."""
-        for pool in self._pools:
-            self.registry.evict_generation(pool.name)
-            self.launcher.release(pool.memory)
-        self._pools.clear()
-        self._handles.clear()
-        self.forget_prepared()
