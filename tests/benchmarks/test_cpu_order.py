@@ -29,10 +29,25 @@ def test_page_faults_in_the_order_of_serving() -> None:
     assert before[0]["system_s"] - before[2]["system_s"] >= more
 
 
-def test_turns_and_attention() -> None:
-    """Busy times of the four turns, and a layer's attention by the mask's dimensions."""
-    for serve in RESULT["in_turns"]["serves"]:
+def test_turns_and_shares() -> None:
+    """Busy times of the four turns; shares of halves beside each other; both policies where both cores are free."""
+    for serve in (*RESULT["in_turns"]["serves"], *RESULT["both_cores_free"]["serves"]):
         assert f"{serve['busy_s']:.2f}" in PAGE
+    shares = RESULT["overlap_cost"]
+    free, placed = shares["both cores free"], shares["else"]
+    assert f"had shares of {told(placed['after'])}." in PAGE
+    assert f"shares are {told(free['after'])}, and {told(free['before'])} by the code before" in PAGE
+    p50, p99, gaps = (
+        [serve[name][at] for serve in RESULT["both_cores_free"]["serves"]]
+        for name, at in (("ttft_ms", 0), ("ttft_ms", 1), ("gap_ms", 1))
+    )
+    assert f"gaps of {told([round(gap) for gap in gaps])} ms at p99" in PAGE
+    assert f"after {told([round(each) for each in p50])} ms in the median" in PAGE
+    assert f"{told([round(each / 1e3, 2) for each in p99])} s at p99. The paragraph" in PAGE
+
+
+def test_attention() -> None:
+    """A layer's attention by the mask's dimensions."""
     longest, middle = RESULT["attention_ms"][2], RESULT["attention_ms"][1]
     assert f"takes {longest['mask_of_4']:.0f} ms of a core instead of {longest['mask_of_3']:.0f}" in PAGE
     assert f"over 1,000 {middle['mask_of_4']:.1f} instead of {middle['mask_of_3']:.1f}" in PAGE
