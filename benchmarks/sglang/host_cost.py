@@ -63,23 +63,37 @@ COLD_STEPS = (DECODES, PROMPTS, f"{SCHEDULER}decode, nothing waits", f"{SCHEDULE
 """How the rows begin that are measured with cold caches: what steps have that nothing is decided in, and one turn."""
 
 
+DECODE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768)
+PROMPT_SIZES = (64, 96, 128, 256, 512, 576, 1024, 1536, 2048)
+
+
 def decode(release: Release, size: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A decode batch of 0.5.23."""
-    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768)
+    phase = Phase(DECODE, DECODE_SIZES, 768, full=True)
+    phase.install("auto", table_of("bench", {each: 1500 + each for each in DECODE_SIZES}, {1: 11_000}), Objective())
+    stock, runner = decode_runners(release, phase)
+    batch = decode_batch(size)
+    return lambda: stock.can_run_graph(batch), lambda: runner.can_run_graph(batch)
+
+
+def decode_batch(size: int) -> Any:
+    """What both releases' runners are asked of so many decodes."""
+    return SimpleNamespace(replace_embeds=None, spec_info=None, batch_size=size, global_num_tokens_cpu=None)
+
+
+def decode_runners(release: Release, phase: Phase) -> tuple[Any, Any]:
+    """0.5.23's runner of decodes, and one that asks a phase first."""
     rule: Any = decode_runner(release)
     stock, runner = rule(), _hooked(rule, can_run_graph=dispatch.decode_can_run)()
     for each in (stock, runner):
         each.__dict__.update(
             ragged_verify_mode=False, captured_req_width=1, require_mlp_tp_gather=False, require_mlp_sync=False,
-            enable_pdmux=False, disable_padding=False, backend=None, max_bs=768, is_encoder_decoder=False,
+            enable_pdmux=False, disable_padding=False, backend=None, max_bs=phase.largest, is_encoder_decoder=False,
             enable_two_batch_overlap=False, capture_hidden_mode=0,
             model_runner=SimpleNamespace(spec_algorithm=SimpleNamespace(is_ngram=lambda: False)),
         )  # fmt: skip
-    phase = Phase(DECODE, sizes, 768, full=True)
-    phase.install("auto", table_of("bench", {each: 1500 + each for each in sizes}, {1: 11_000}), Objective())
     hooks._attach(State(Config(), "0.5.23"), runner, phase)
-    batch = SimpleNamespace(replace_embeds=None, spec_info=None, batch_size=size, global_num_tokens_cpu=None)
-    return lambda: stock.can_run_graph(batch), lambda: runner.can_run_graph(batch)
+    return stock, runner
 
 
 def _hooked(rule: type, **around: Any) -> type:
@@ -87,12 +101,10 @@ def _hooked(rule: type, **around: Any) -> type:
     return type("Hooked", (rule,), {name: wrapped(getattr(rule, name), hook) for name, hook in around.items()})
 
 
-def _prefill_phase(runner: Any) -> None:
-    sizes = (64, 96, 128, 256, 512, 576, 1024, 1536, 2048)
-    runner.__dict__.update(max_num_tokens=2048, capture_num_tokens=list(sizes), capture_hidden_mode=0)
-    phase = Phase(PREFILL, sizes, 8192, full=False)
-    phase.install("auto", table_of("bench", {each: 4300 + each for each in sizes}, {1: 6_000}), Objective())
-    hooks._attach(State(Config(), "0.5.23"), runner, phase)
+def _prompt_phase() -> Phase:
+    phase = Phase(PREFILL, PROMPT_SIZES, 8192, full=False)
+    phase.install("auto", table_of("bench", {each: 4300 + each for each in PROMPT_SIZES}, {1: 6_000}), Objective())
+    return phase
 
 
 def nothing(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,36 +114,46 @@ def nothing(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def prefill(release: Release, tokens: int, *, idle: bool = False) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A prefill batch of 0.5.23: its whole rule, with the rank-local part hooked too; idle hooks do nothing."""
-    asked, decided = (nothing, nothing) if idle else (dispatch.prefill_can_replay_locally, dispatch.prefill_can_run)
-    rule: Any = prefill_runner(release, cuda=True, whole=True)
-    ours = _hooked(rule, can_replay_locally=asked, can_run_graph=decided)
-    batch = SimpleNamespace(
+    stock, runner = prompt_runners(release, _prompt_phase(), idle=idle)
+    batch = prompt_batch(tokens)
+    return lambda: stock.can_run_graph(batch), lambda: runner.can_run_graph(batch)
+
+
+def prompt_batch(tokens: int) -> Any:
+    """What either release's runner is asked of so many prompt tokens."""
+    return SimpleNamespace(
         batch_size=1, input_ids=torch.zeros(tokens, dtype=torch.int64), input_embeds=None, replace_embeds=None,
         extend_prefix_lens_cpu=[0], forward_mode=SimpleNamespace(is_target_verify=lambda: False),
         capture_hidden_mode=0, return_logprob=False, contains_mm_inputs=lambda: False, global_num_tokens_cpu=None,
     )  # fmt: skip
-    stock, runner = _prefill_runner(rule), _prefill_runner(ours)
-    _prefill_phase(runner)
-    return lambda: stock.can_run_graph(batch), lambda: runner.can_run_graph(batch)
 
 
-def _prefill_runner(rule: type) -> Any:
-    runner = rule()
-    runner.__dict__.update(
-        _qwen_bcg_hc_sidechannel=False, _qwen_bcg_mtp_draft=False, _is_full_backend=False, _fa4_prefill=False,
-        _capture_req_slots=1, _captured_attn_metadata_max_bs=None, prefer_eager_mixed_prefill=False,
-        prefill_backend_name="breakable", has_mha_companion_layers=False, _attn_backend_is_dsa=False,
-        _capture_chunked_prefix=False, max_context_size=None, max_seq_len=None,
-    )  # fmt: skip
-    runner.__dict__.update(
-        max_num_tokens=2048, capture_num_tokens=[64, 96, 128, 256, 512, 576, 1024, 1536, 2048], capture_hidden_mode=0,
-        enable_lora=False, _backend_can_run_prefill_cuda_graph=None,
-    )  # fmt: skip
-    return runner
+def prompt_runners(release: Release, phase: Phase, *, idle: bool = False) -> tuple[Any, Any]:
+    """0.5.23's runner of prompts, and one that asks a phase first."""
+    asked, decided = (nothing, nothing) if idle else (dispatch.prefill_can_replay_locally, dispatch.prefill_can_run)
+    rule: Any = prefill_runner(release, cuda=True, whole=True)
+    ours = _hooked(rule, can_replay_locally=asked, can_run_graph=decided)
+    stock, runner = rule(), ours()
+    for each in (stock, runner):
+        each.__dict__.update(
+            _qwen_bcg_hc_sidechannel=False, _qwen_bcg_mtp_draft=False, _is_full_backend=False, _fa4_prefill=False,
+            _capture_req_slots=1, _captured_attn_metadata_max_bs=None, prefer_eager_mixed_prefill=False,
+            prefill_backend_name="breakable", has_mha_companion_layers=False, _attn_backend_is_dsa=False,
+            _capture_chunked_prefix=False, max_context_size=None, max_seq_len=None, enable_lora=False,
+            _backend_can_run_prefill_cuda_graph=None,
+        )  # fmt: skip
+    return _attached(phase, stock, runner)
 
 
 def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A prefill batch of 0.5.16."""
+    stock, runner = older_prompt_runners(release, _prompt_phase())
+    batch = prompt_batch(tokens)
+    return lambda: stock.can_run_graph(batch), lambda: runner.can_run_graph(batch)
+
+
+def older_prompt_runners(release: Release, phase: Phase) -> tuple[Any, Any]:
+    """The same of 0.5.16."""
     rule = _older_prefill(release)  # type: ignore[no-untyped-call]
     stock, runner = rule(), _hooked(rule, can_run_graph=dispatch.prefill_can_run_0_5_16)()
     for each in (stock, runner):
@@ -139,13 +161,15 @@ def older_prefill(release: Release, tokens: int) -> tuple[Callable[[], Any], Cal
             _is_full_backend=False, _capture_req_slots=1, prefill_backend_name="breakable",
             has_mha_companion_layers=False,
         )  # fmt: skip
-        _prefill_phase(each)
-    batch = SimpleNamespace(
-        batch_size=1, input_embeds=None, replace_embeds=None, extend_prefix_lens_cpu=[0], capture_hidden_mode=0,
-        forward_mode=SimpleNamespace(is_target_verify=lambda: False), global_num_tokens_cpu=None, return_logprob=False,
-        input_ids=torch.zeros(tokens, dtype=torch.int64),
-    )  # fmt: skip
-    return lambda: stock.can_run_graph(batch), lambda: runner.can_run_graph(batch)
+    return _attached(phase, stock, runner)
+
+
+def _attached(phase: Phase, stock: Any, runner: Any) -> tuple[Any, Any]:
+    """Both with a phase's sizes, one of them with the phase."""
+    for each in (stock, runner):
+        each.__dict__.update(max_num_tokens=phase.largest, capture_num_tokens=list(phase.sizes), capture_hidden_mode=0)
+    hooks._attach(State(Config(), "0.5.23"), runner, phase)
+    return stock, runner
 
 
 def fill_from(
@@ -380,6 +404,9 @@ def main() -> int:
         "cpu": platform.processor() or platform.machine(), "rows": written,
         "steps": listed,
     }  # fmt: skip
+    # Measured by themselves, each with its date.
+    there = json.loads(RESULT.read_text(encoding="utf-8"))
+    result.update({name: there[name] for name in ("cold", "served") if name in there})
     RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 

@@ -157,6 +157,14 @@ class Phase:
         self._decisions = [None] * len(self.steps)
         self._us = {}
 
+    def decide_all(self) -> None:
+        """Decide every size and cost it: the first step of each would wait for it. One that raises ends it."""
+        for size in range(1, self._most + 1):
+            self.verdict(size)
+            self.us(size)
+            if self.failures.counts:
+                return
+
     # What a step asks.
 
     def replays(self, size: int) -> bool:

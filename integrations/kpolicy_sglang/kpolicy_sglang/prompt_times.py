@@ -48,7 +48,7 @@ class PromptTimes:
         alone = _from_usual(long, prefill.us(PROMPT_TOKENS)) if long is not None else prefill.us
         at_most = zip(self.sizes, self.usual_us, strict=True)
         self.long_us: list[float] = [max(us, alone(size)) if size > PROMPT_TOKENS else us for size, us in at_most]
-        self._chunk, self._shares = chunk, _shares(beside)
+        self._chunk, self._shares, self._most_longer = chunk, _shares(beside), max(1.0, 2 * beside)
         self._by_tokens = self._listed()
         self.bounds: list[tuple[float, float]] = [
             (us, us + (_FURTHEST * more_us if more > 0 else 0.0)) for us, more_us, more in self._by_tokens
@@ -80,6 +80,10 @@ class PromptTimes:
             return us
         times = (length - PROMPT_TOKENS) / more
         return us + more_us * (times if times < _FURTHEST else _FURTHEST)
+
+    def most_us(self, tokens: int, longest: int) -> float:
+        """The most microseconds that a batch can take of which nothing is in KV, by its longest prompt's tokens."""
+        return self.us(tokens, longest * self._most_longer)
 
     def length(self, new: Sequence[int], before: Sequence[int] = ()) -> float:
         """`length_of` by this kernel; 0 where all are so short that it makes no difference."""
@@ -113,7 +117,9 @@ class PromptTimes:
             found.append(tokens)
         return found
 
-    def first(self, new: Sequence[int], before: int, most_us: float, guess: int) -> tuple[int, int, float, float]:
+    def first(
+        self, new: Sequence[int], before: int, tokens: int, longest: int, most_us: float, guess: int
+    ) -> tuple[int, int, float, float]:
         """How many of a batch's prompts, in their order and at least one, take no longer than that.
 
         A further prompt is taken to make no batch shorter.
@@ -121,59 +127,77 @@ class PromptTimes:
         Args:
             new: tokens of each; the batch has a chunk of them at most, and cuts the last one.
             before: tokens that the first one has in KV.
+            tokens: of all these prompts.
+            longest: tokens of the longest.
             most_us: microseconds.
-            guess: their tokens, about.
+            guess: tokens of those that fit, about; a chunk at most.
 
         Returns:
             tuple: their number, their tokens, the microseconds that they take, and those of more of them that take too
                 long, of one more where that was costed; 0.0 where all fit.
         """
-        (own, longests, in_kv), by_tokens, chunk = self._shares, self._by_tokens, self._chunk
-        cached, over = in_kv * before * (new[0] if new[0] < chunk else chunk), len(new) + 1
-        count = tokens = squares = longest = 0
-        for each in new:
-            if tokens + each > guess and count:
-                break
-            count, tokens, squares = count + 1, tokens + each, squares + each * each
-            if each > longest:
-                longest = each
-        if tokens > chunk:
-            # The first is cut.
-            over, tokens, squares, longest = 2, chunk, chunk * chunk, chunk
-        fits, fit_tokens, fit_us, more_us = 0, 0, 0.0, 0.0
-        # One prompt more each time until it is too many, or one less until it isn't.
-        while count < over:
-            us, longer_us, longer = by_tokens[tokens]
-            length = (own * squares + longests * longest * (tokens + before) + cached) / tokens
-            if length > PROMPT_TOKENS and longer > 0:
-                # As `us` has it, which would take as long to call.
-                times = (length - PROMPT_TOKENS) / longer
-                us += longer_us * (times if times < _FURTHEST else _FURTHEST)
-            if us <= most_us:
-                fits, fit_tokens, fit_us = count, tokens, us
-                if count + 1 == over:
+        by_tokens, chunk = self._by_tokens, self._chunk
+        own, longests, in_kv = self._shares
+        over = len(new) + 1
+        if before:
+            short, cached = 0, in_kv * before * (new[0] if new[0] < chunk else chunk)
+        else:
+            short, cached = self._short, 0.0
+        if tokens <= guess:
+            count = over - 1
+            squares = sum(map(mul, new, new))
+        else:
+            count = tokens = squares = longest = 0
+            for each in new:
+                after = tokens + each
+                if after > guess:
                     break
-                each = new[count]
-                if tokens + each > chunk:
-                    if tokens == chunk:
-                        break
-                    # The last one is cut.
-                    over, each = count + 2, chunk - tokens
-                count, tokens, squares = count + 1, tokens + each, squares + each * each
+                tokens = after
+                count += 1
+                squares += each * each
                 if each > longest:
                     longest = each
+            if not count:
+                count, tokens, longest = 1, each, each
+                if tokens > chunk:
+                    # It is cut.
+                    over, tokens, longest = 2, chunk, chunk
+                squares = longest * longest
+        fits, fit_tokens, fit_us, more_us = 0, 0, 0.0, 0.0
+        # One prompt more each time until it is too many, or one less until it isn't.
+        while True:
+            us, longer_us, longer = by_tokens[tokens]
+            if longest > short and longer > 0:
+                # As `us` has it, which would take as long to call.
+                length = (own * squares + longests * longest * (tokens + before) + cached) / tokens
+                if length > PROMPT_TOKENS:
+                    times = (length - PROMPT_TOKENS) / longer
+                    us += longer_us * (times if times < _FURTHEST else _FURTHEST)
+            if us <= most_us:
+                if count + 1 == over or tokens == chunk:
+                    return count, tokens, us, more_us
+                fits, fit_tokens, fit_us = count, tokens, us
+                each = new[count]
+                count += 1
+                tokens += each
+                if tokens > chunk:
+                    # The last one is cut.
+                    over = count + 1
+                    each -= tokens - chunk
+                    tokens = chunk
+                squares += each * each
+                if each > longest:
+                    longest = each
+            elif fits:
+                return fits, fit_tokens, fit_us, us
+            elif count == 1:
+                return 1, tokens, us, us
             else:
-                over, more_us = count, us
-                if fits:
-                    break
-                if count == 1:
-                    return 1, tokens, us, us
-                count -= 1
+                over, more_us, count = count, us, count - 1
                 each = new[count]
                 tokens, squares = tokens - each, squares - each * each
                 if each == longest:
                     longest = max(new[:count])
-        return fits, fit_tokens, fit_us, more_us
 
     def batch_us(self, new: Sequence[int], before: int = 0) -> float:
         """Microseconds of a batch of prompts, of which the first has so many tokens in KV."""

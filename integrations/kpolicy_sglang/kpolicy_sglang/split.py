@@ -125,11 +125,10 @@ class Split:
 
     def _in_turns_step(self, original: Any, running_batch: Any) -> Any:
         """A decode step, or SGLang's next batch of prompts, which may end before a long one."""
-        state = self._state
-        state.left -= 1
-        if state.left <= 0:
+        state, scheduler, turns = self._state, self._scheduler, self.turns
+        left = state.left = state.left - 1
+        if left <= 0:
             state.tick()
-        scheduler, turns = self._scheduler, self.turns
         queue, cut = scheduler.waiting_queue, scheduler.chunked_req
         if not queue and cut is None:
             return self._nothing_waits(original, running_batch)
@@ -149,7 +148,17 @@ class Split:
         except Exception as error:  # noqa: BLE001
             self._failed(error)
             return original(scheduler, running_batch)
-        plan = original(scheduler, running_batch) if most == turns.chunk else self._cut(original, running_batch, most)
+        if most == turns.chunk:
+            plan = original(scheduler, running_batch)
+        else:
+            chunk, scheduler.chunked_prefill_size = scheduler.chunked_prefill_size, most
+            try:
+                plan = original(scheduler, running_batch)
+            finally:
+                scheduler.chunked_prefill_size = chunk
+            if scheduler.chunked_req is not None and most < turns.limit:
+                # It was to end between two prompts: what runs isn't what was seen to wait.
+                self._as_sglang = _MISSED
         batch = plan.batch_to_run
         if batch is None:
             turns.decoded()
@@ -166,13 +175,15 @@ class Split:
         # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
         just = turns.fresh and waiting < decodes
         if not (just and waits.is_of(could, queue, cut)):
-            waits.look(could, queue, cut)
-            self._long = waits.longest > turns.long or (cut is not None and len(cut.origin_input_ids) > turns.long)
+            long = waits.look(could, queue, cut) > turns.long
+            if cut is not None and not long:
+                long = len(cut.origin_input_ids) > turns.long
+            self._long = long
             # Before the first prompts only a burst can be seen.
-            if not just or (self._long and waits.at_most() > turns.burst):
+            if not just or (long and waits.at_most > turns.burst):
                 prompts, tokens, new = waits.counts()
                 if turns.decode_goes_first(decodes, prompts, tokens, new):
-                    if self._long:
+                    if long:
                         # For the batch after the decode step.
                         waits.batch()
                     return 0
@@ -187,19 +198,6 @@ class Split:
             new, before, tokens, longest = waits.batch()
             return turns.most(decodes, could if cut is None else could + 1, new, before, tokens, longest)
         return turns.limit
-
-    def _cut(self, original: Any, running_batch: Any, most: int) -> Any:
-        """SGLang's own batch of no more prompt tokens than that."""
-        scheduler = self._scheduler
-        chunk, scheduler.chunked_prefill_size = scheduler.chunked_prefill_size, most
-        try:
-            plan = original(scheduler, running_batch)
-        finally:
-            scheduler.chunked_prefill_size = chunk
-        if most < self.turns.limit and scheduler.chunked_req is not None:
-            # It was to end between two prompts: what runs isn't what was seen to wait.
-            self._as_sglang = _MISSED
-        return plan
 
     def _ran(self, batch: Any) -> None:
         """A batch of prompts runs: what it keeps decodes waiting for."""

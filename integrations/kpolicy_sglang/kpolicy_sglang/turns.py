@@ -88,8 +88,6 @@ class Turns:
                 # Also where no prompt of a chunk is too long: one that is cut counts with what it has in KV.
                 self._guesses = self.times.beside_longest(least_us)
         self._chunk_us = self.times.usual_us[-1] if self.times is not None else 0.0
-        self._weighed: tuple[Sequence[int], int, float] = [], 0, 0.0
-        """The prompts that were last weighed and run, what the first has in KV, and what they take."""
         self._ran: list[tuple[int, Sequence[int], Sequence[int]]] = []
         """Batches since the last decode step, of which nobody has asked yet what they take: of most nobody does.
         SGLang's own lists, which 0.5.16 and 0.5.23 replace and never change."""
@@ -153,7 +151,7 @@ class Turns:
             return True
         if furthest_waited_us + furthest_us <= most_us:
             return False
-        if furthest_waited_us + times.us(tokens, max(new, default=0)) <= most_us:
+        if furthest_waited_us + times.us(tokens, max(new) if new else 0) <= most_us:
             return False
         return self.waited_us() + times.us(tokens, mean_length(new)) > most_us
 
@@ -170,21 +168,17 @@ class Turns:
             tokens: of all these prompts.
             longest: tokens of the longest.
         """
-        times = self.times
-        if times is None or not new:
-            return self.limit
         if longest + before <= self.long or (tokens <= self._short and not before):
             return self.limit
-        found = self._apart.get(decodes)
-        if found is None:
-            late_us = self.decode_us(decodes) + self._start_us
-            found = self._apart[decodes] = self._chunk_us + late_us, late_us
-        most_us, late_us = found
+        times = self.times
+        assert times is not None  # noqa: S101
+        most_us, late_us = self._apart.get(decodes) or self._apart_us(decodes)
         guess = self._guesses[longest // LONGEST if longest < self.chunk else -1]
-        count, kept_tokens, us, more_us = times.first(new, before, most_us, guess)
+        # Most often all fit however long they make each other, which takes less to see than what they take.
+        if tokens <= guess and not before and times.most_us(tokens, longest) <= most_us:
+            return self.limit
+        count, kept_tokens, us, more_us = times.first(new, before, tokens, longest, most_us, guess)
         if not more_us:
-            if tokens <= self.chunk:
-                self._weighed = new, before, us
             return self.limit
         # What running decodes gain against what those behind it lose: often one more prompt tells.
         lost_us = (waiting - count) * late_us
@@ -192,12 +186,16 @@ class Turns:
             whole = _within(new, tokens, self.chunk) if tokens > self.chunk else new
             if count == len(whole) or decodes * (times.batch_us(whole, before) - us) <= lost_us:
                 return self.limit
-        kept = new[:count]
-        self._weighed = kept, before, us
         if self._align > 1:
             # SGLang takes whole pages off what is left for each prompt.
-            kept_tokens = sum([-(-each // self._align) * self._align for each in kept])
+            kept_tokens = sum([-(-each // self._align) * self._align for each in new[:count]])
         return kept_tokens if kept_tokens < self.limit else self.limit
+
+    def _apart_us(self, decodes: int) -> tuple[float, float]:
+        """See `_apart`, where this is kept."""
+        late_us = self.decode_us(decodes) + self._start_us
+        found = self._apart[decodes] = self._chunk_us + late_us, late_us
+        return found
 
     def cut(self, mixed_decodes: int) -> int:
         """The chunk to give SGLang for a step of `limit` prompt tokens: it takes the decodes of a mixed batch off."""
@@ -218,12 +216,10 @@ class Turns:
 
     def waited_us(self) -> float:
         """Microseconds of the prompts since the last decode step."""
+        times = self.times
+        assert times is not None  # noqa: S101
         for tokens, new, before in self._ran:
-            weighed, in_kv, us = self._weighed
-            if new != weighed or (before[0] if before else 0) != in_kv or sum(before) != in_kv:
-                times = self.times
-                us = times.us(tokens, times.length(new, before)) if times is not None else 0.0
-            self._settled_us += us
+            self._settled_us += times.us(tokens, times.length(new, before))
         self._ran.clear()
         return self._settled_us
 

@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["Waiting", "done"]
 
 _LOOKED = 8
+_NONE = (0,) * _LOOKED
 
 
 class Waiting:
@@ -27,10 +28,14 @@ class Waiting:
         self._chunk, self._burst = chunk, burst
         self._in_cache: Callable[[Sequence[Any]], list[int]] = self._first_in_cache
         """Tokens of each request that SGLang has found in its cache, or that are in KV already."""
+        self._whole: Callable[[Sequence[Any]], list[int]] = self._first_whole
+        """Tokens of each request of which it has found none."""
         self.holds = False
         """Whether requests are referenced."""
         self.longest = 0
         """Most tokens of a prompt that was looked at."""
+        self.at_most = 0
+        """Tokens that `counts` counts no more than."""
         self._could = -1
         self._cut: Any = None
         self._done = self._left = 0
@@ -39,8 +44,10 @@ class Waiting:
         self._lengths: list[int] = []
         self._tokens = 0
         """Of all that were looked at."""
-        self._cached: list[int] | None = None
+        self._cached: Sequence[int] | None = None
         """Tokens of each that SGLang has found in its cache; None where that has to be looked at."""
+        self._in_kv = 0
+        """Of all of those."""
         self._batch: tuple[list[int], int, int, int] | None = None
 
     def forget(self) -> None:
@@ -59,41 +66,45 @@ class Waiting:
             if len(looked) < _LOOKED or could < _LOOKED or self._could < 0:
                 return False
             self._could = could
-            if self.at_most() > self._burst:
+            # As many as are looked at or more, before and now.
+            self.at_most = self._tokens * could // _LOOKED + (0 if cut is None else self._chunk)
+            if self.at_most > self._burst:
                 return False
         # One that left from among them has another come after it.
         return not looked or (queue[0] is looked[0] and queue[len(looked) - 1] is looked[-1])
 
-    def look(self, could: int, queue: Sequence[Any], cut: Any) -> None:
-        """Look at what waits.
+    def look(self, could: int, queue: Sequence[Any], cut: Any) -> int:
+        """Look at what waits: tokens of the longest prompt of it, but for the one under way.
 
         Args:
             could: how many of the queue could run.
             queue: SGLang's.
             cut: the prompt under way, if there is one.
         """
-        self.holds, self._could, self._cut = True, -1, cut
-        self._looked = looked = queue[: could if could < _LOOKED else _LOOKED]
-        self._lengths = lengths = [len(each.origin_input_ids) for each in looked]
-        self.longest = max(lengths) if lengths else 0
-        self._tokens = sum(lengths)
-        if cut is not None:
-            self._done = done(cut)
+        looked = queue[: could if could < _LOOKED else _LOOKED]
+        # Most often SGLang has found nothing of any, which takes less to see than how much of each.
+        lengths = self._whole(looked) if looked else []
+        whole = len(lengths) == len(looked)
+        if not whole:
+            lengths = [len(each.origin_input_ids) for each in looked]
+        tokens, longest = sum(lengths), max(lengths) if lengths else 0
+        self.at_most = tokens if could <= _LOOKED else tokens * could // _LOOKED
+        if cut is None:
+            self._batch = (lengths, 0, tokens, longest) if whole else None
+        else:
+            self._batch, self._done = None, done(cut)
             self._left = len(cut.origin_input_ids) - self._done
-        self._cached = self._batch = None
-        self._could = could
+            self.at_most += self._chunk
+        self._lengths, self._tokens, self.longest = lengths, tokens, longest
+        self._cached, self._in_kv = _NONE if whole else None, 0
+        self.holds, self._could, self._cut, self._looked = True, could, cut, looked
+        return longest
 
     def asked(self) -> None:
         """SGLang was asked for a batch and had none, and may have found more in its cache."""
         self._cached = self._batch = None
         if self._cut is not None:
             self._could = -1
-
-    def at_most(self) -> int:
-        """Tokens that `counts` counts no more than."""
-        could, looked = self._could, len(self._lengths)
-        found = self._tokens if could == looked else self._tokens * could // looked
-        return found if self._cut is None else found + self._chunk
 
     def counts(self) -> tuple[int, int, Sequence[int]]:
         """(prompts, their tokens near enough, those of the first prompts) that wait and could run.
@@ -109,13 +120,13 @@ class Waiting:
                 return 1, chunk, (chunk,)
         if not lengths:
             return before, tokens, ()
-        cached = self._cached = self._in_cache(self._looked)
+        cached = self._found() if self._cached is None else self._cached
         looked = len(lengths)
         if self.longest <= chunk:
-            found = self._tokens - sum(cached)
+            found = self._tokens - self._in_kv
         else:
             found = 0
-            for each, (length, in_kv) in enumerate(zip(lengths, cached, strict=True)):
+            for each, (length, in_kv) in enumerate(zip(lengths, cached, strict=False)):
                 left = length - in_kv
                 if left > chunk:
                     return max(before + each, 1), max(tokens + found, chunk), (chunk,)
@@ -129,10 +140,9 @@ class Waiting:
         """
         if self._batch is None:
             new, before, tokens, longest = self._lengths, 0, self._tokens, self.longest
-            if self._cached is None:
-                self._cached = self._in_cache(self._looked)
-            if any(self._cached):
-                new = [length - cached for length, cached in zip(new, self._cached, strict=True)]
+            cached = self._found() if self._cached is None else self._cached
+            if self._in_kv:
+                new = [length - in_kv for length, in_kv in zip(new, cached, strict=False)]
                 tokens, longest = sum(new), max(new)
             if self._cut is not None:
                 before, left = self._done, self._left
@@ -140,11 +150,21 @@ class Waiting:
             self._batch = new, before, tokens, longest
         return self._batch
 
+    def _found(self) -> Sequence[int]:
+        """Look at what SGLang has found in its cache."""
+        self._cached = found = self._in_cache(self._looked)
+        self._in_kv = sum(found)
+        return found
+
     def _first_in_cache(self, requests: Sequence[Any]) -> list[int]:
         if not requests:
             return []
         self._in_cache = _in_cache(requests[0])
         return self._in_cache(requests)
+
+    def _first_whole(self, requests: Sequence[Any]) -> list[int]:
+        self._whole = _whole(requests[0])
+        return self._whole(requests)
 
 
 def done(request: Any) -> int:
@@ -165,3 +185,18 @@ def _in_cache(request: Any) -> Callable[[Sequence[Any]], list[int]]:
         # Where SGLang hasn't looked yet there is no node, which is asked in a third of the time.
         return lambda requests: [each.prefix_indices.numel() if each.last_node is not None else 0 for each in requests]
     return lambda requests: [len(each.prefix_indices) for each in requests]
+
+
+def _whole(request: Any) -> Callable[[Sequence[Any]], list[int]]:
+    """Likewise the tokens of each request of which none are; of no request where the first has some."""
+    if hasattr(request, "prefix_len"):
+        return lambda requests: (
+            [] if requests[0].prefix_len else [len(each.origin_input_ids) for each in requests if not each.prefix_len]
+        )
+    if hasattr(request, "last_node"):
+        return lambda requests: (
+            [len(each.origin_input_ids) for each in requests if each.last_node is None]
+            if requests[0].last_node is None
+            else []
+        )
+    return lambda _: []

@@ -159,3 +159,24 @@ def test_little_padding_keeps_the_graph():
     assert not level.replays(2048)
     absorbed.install("auto", table_of("test", {4096: 19_000, 4608: 22_000}, eager_us), Objective())
     assert not any(absorbed.replays(size) for size in (4000, 4095, 4200, 4608))
+
+
+def test_all_sizes_are_decided_at_once():
+    """And costed, so that no step waits for either; the decisions are those of the steps."""
+    phase, asked = Phase(PREFILL, (64, 1024), 2048, full=False), []
+    phase.install("auto", table_of("test", {64: 100, 1024: 300}, {1: 200, 1024: 400}), Objective())
+    select = phase._select
+    phase._select = lambda *numbers: asked.append(numbers) or select(*numbers)
+    phase.decide_all()
+    assert len(asked) == 2048
+    assert [phase.replays(size) for size in (1, 64, 1000, 1025)] == [True, True, True, False]
+    assert phase.us(64) == 100
+    assert len(asked) == 2048
+
+
+def test_a_policy_that_raises_is_not_asked_of_all_sizes():
+    """It is of each as it comes, as ever."""
+    phase = Phase(PREFILL, (64, 1024), 2048, full=False)
+    phase._select = lambda *_: 1 / 0
+    phase.decide_all()
+    assert phase.failures.total == 1

@@ -88,7 +88,7 @@ def test_beside_is_a_share(new, us, long_us, beside):
 
 def first(found, new, before, most_us, guess=4000):
     """How many prompts fit, what they take, and what more of them take."""
-    count, tokens, us, more_us = found.first(new, before, most_us, guess)
+    count, tokens, us, more_us = found.first(new, before, sum(new), max(new), most_us, guess)
     assert tokens == sum(new[:count])
     return count, us, more_us
 
@@ -176,7 +176,7 @@ def test_shorter_prompts_make_no_chunk_too_long(beside, us, new):
 def test_a_first_prompt_that_is_cut_takes_what_its_chunk_takes(beside):
     """What it has in KV counts for the tokens of the chunk, not for those of a later one."""
     found = times(beside)
-    count, tokens, us, more_us = found.first([20_000, 400], 3000, 1e9, 4000)
+    count, tokens, us, more_us = found.first([20_000, 400], 3000, 20_400, 20_000, 1e9, 4000)
     assert (count, tokens, more_us) == (1, 8192, 0.0)
     assert us == pytest.approx(found.batch_us([8192], 3000))
 
@@ -305,11 +305,10 @@ def test_the_rest_of_a_prompt_is_as_long_as_all_of_it():
 
 @pytest.mark.parametrize("weighed", [0, 1000])
 @pytest.mark.parametrize("before", [(0, 0), (1000, 0), (0, 1000), (1000, 1000), (400, 600)])
-def test_a_batch_is_what_was_weighed_only_with_the_same_in_kv(weighed, before):
-    """The same prompts with other tokens in KV than they were weighed with, or with them elsewhere, are costed anew."""
+def test_a_batch_takes_what_it_has_in_kv(weighed, before):
+    """With other tokens in KV than its prompts were weighed with, or with them elsewhere, too."""
     turns, new = split_of(Cut([], decodes=300, beside=0.5)).turns, [3500, 3000]
     most_of(turns, 300, 2, new, weighed)
-    assert turns._weighed[:2] == (new, weighed)
     turns.decoded()
     turns.prefilled(6500, new, list(before))
     assert turns.waited_us() == pytest.approx(turns.times.us(6500, length_of(new, before, 0.5)))
@@ -611,3 +610,56 @@ def test_means_and_profiles():
     turns = Turns(state, 8192)
     assert turns.times is None
     assert most_of(turns, 8, 2, [5000, 5000]) == 8192
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9000), st.sampled_from([0, 0, 0, 100])), min_size=1, max_size=12),
+    st.sampled_from(["prefix_len", "prefix_indices", "last_node"]), st.integers(1, 12), st.booleans(),
+)  # fmt: skip
+def test_what_is_in_the_cache_is_counted_whatever_the_first_has(found, name, could, under_way):
+    """On either release, where SGLang has found tokens of none, of the first, or of others only."""
+    queue = [waits_with(tokens, min(cached, tokens - 1), name) for tokens, cached in found]
+    could = min(could, len(queue))
+    cut = request(6000, 2000) if under_way else None
+    waits = Waiting(8192, 4 * 8192)
+    waits.look(could, queue, cut)
+    lengths = [tokens for tokens, _ in found[: min(could, 8)]]
+    left = [tokens - min(cached, tokens - 1) for tokens, cached in found[: min(could, 8)]]
+    most = sum(lengths) * could // len(lengths) + (8192 if under_way else 0)
+    assert (waits.longest, waits.at_most) == (max(lengths), most)
+    if max(left) <= 8192:
+        seen = sum(left) * could // len(left) + (4000 if under_way else 0)
+        assert waits.counts() == (could + under_way, seen, lengths)
+    new = [4000, *left] if under_way else left
+    assert waits.batch() == (new, 2000 if under_way else 0, sum(new), max(new))
+
+
+def waits_with(tokens, cached, name):
+    """A request that waits, as either release has it, or without what tells that SGLang has looked."""
+    if name != "last_node":
+        return request(tokens, cached, name)
+    slots = SimpleNamespace(numel=lambda: cached)
+    return SimpleNamespace(origin_input_ids=range(tokens), prefix_indices=slots, last_node=slots if cached else None)
+
+
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=12), st.floats(0, 1))
+def test_a_batch_takes_no_longer_than_as_its_longest(new, beside):
+    """By which a batch that fits needs no more to be worked out; alone a prompt takes that."""
+    found = times(beside)
+    assume(sum(new) <= 8192)
+    assert found.batch_us(new) <= found.most_us(sum(new), max(new)) + 1e-6
+    if beside <= 0.5:
+        assert found.batch_us(new[:1]) == pytest.approx(found.most_us(new[0], new[0]))
+
+
+def test_a_batch_that_fits_whatever_its_prompts_do_is_not_costed():
+    """Nor is it ended; one that may not fit is, and so is one with tokens in KV."""
+    turns = split_of(Cut([], decodes=300)).turns
+    turns.times.first = lambda *given: asked.append(given) or (1, 1, 0.0, 0.0)
+    fits = [1700, *[1000] * 5]
+    for new, before, costed in ((fits, 0, 0), ([5000, 500, 1000], 0, 1), (fits, 4000, 1)):
+        asked = []
+        assert turns.long < max(new) + before
+        assert turns._short < sum(new)
+        assert most_of(turns, 300, len(new), new, before) == 8192
+        assert len(asked) == costed

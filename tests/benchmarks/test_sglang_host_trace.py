@@ -1,0 +1,89 @@
+"""What benchmarks.sglang.host_trace serves and sums, and what the page says of it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+from benchmarks.sglang import host_trace
+from kpolicy.scheduling.traces import TraceRequest
+from tests.oracle.sglang_real import MARKS
+
+ROOT = Path(__file__).parents[2]
+TURN = "decode, its turn"
+
+
+class TestServed:
+    pytestmark = MARKS
+
+    @pytest.mark.parametrize("version", ["0.5.23", "0.5.16"])
+    @pytest.mark.parametrize("at_once", [True, False])
+    def test_every_token_of_a_trace_is_served_alike_each_time(self, version, at_once):
+        """Prompts run whole, each request gets its tokens, and a second pass has the same steps."""
+        requests = [TraceRequest(i, i * 0.01, 50 + 700 * (i % 7), 1 + i % 5) for i in range(40)]
+        passes = [host_trace.served(requests, at_once=at_once, version=version, turn=turn) for turn in range(2)]
+        first, again = ([each[:3] for each in one] for one in passes)
+        assert first == again
+        prompts, decodes = (
+            sum(size for kind, size, *_ in passes[0] if kind.startswith(begins)) for begins in ("prompts", "decode")
+        )
+        assert prompts == sum(each.prompt_tokens for each in requests)
+        assert decodes == sum(each.output_tokens - 1 for each in requests)
+        kinds = {"prompts", "decode, nothing waits"} if at_once else {"prompts", "decode, nothing waits", TURN}
+        assert {kind for kind, *_ in passes[0]} == kinds
+        assert host_trace.figures(passes, 0)["steps"] == len(passes[0])
+
+
+def test_of_a_steps_times_the_least_counts():
+    """In microseconds, less what the clock takes; a cycle that asked SGLang less an empty one that did."""
+    first = [("prompts", 5, True, 2400, 400, 2100, 2600), (TURN, 9, False, 1100, 300, 600, 700)]
+    second = [("prompts", 5, True, 2500, 300, 2200, 2500), (TURN, 9, False, 1000, 500, 700, 800)]
+    found = host_trace.figures([first, second], 100)
+    assert (found["rule_us"], found["added_us"]) == (1.25, 1.75)
+    assert (found["of_rule"], found["most_us"], found["above_4_us"]) == (1.4, 2.5, 0)
+    assert found["kinds"]["prompts"] == {"steps": 1, "rule_us": 2.0, "added_us": 2.5}
+    assert found["kinds"][TURN] == {"steps": 1, "rule_us": 0.5, "added_us": 1.0}
+    with pytest.raises(RuntimeError, match="other steps"):
+        host_trace.figures([first, first[:1]], 100)
+
+
+def page():
+    """Its lines by load."""
+    text = (ROOT / "docs" / "measured_sglang.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| ((?:conversation|code), [^|]+), (0\.5\.\d\d) \|(.*)\|$", text, flags=re.MULTILINE)
+
+
+def test_the_page_has_what_served_traces_take():
+    """Of each load on either release: steps, means, ratio, percentile, and each kind's share and mean."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "sglang_host_cost.json").read_text(encoding="utf-8"))
+    rows = {(row["load"], row["sglang"]): row for row in found["served"]["rows"]}
+    told = {(load, version): [cell.strip() for cell in cells.split("|")] for load, version, cells in page()}
+    assert told.keys() == rows.keys()
+    for key, row in rows.items():
+        kinds = [row["kinds"][kind] for kind in ("decode, nothing waits", TURN, "prompts")]
+        assert told[key] == [
+            f"{row['steps']:,}", f"{row['rule_us']:.2f}", f"{row['added_us']:.2f}", f"{row['of_rule']:.2f}",
+            f"{row['p50_us']:.2f}; {row['p99_us']:.1f}", f"{row['above_4_us'] / row['steps']:.1%}",
+            *(f"{kind['steps'] / row['steps']:.1%}: {kind['added_us']:.2f}" for kind in kinds),
+        ]  # fmt: skip
+
+
+def test_the_page_has_what_a_step_takes_in_the_mean():
+    """From the least of the loads to the most, as a time and of SGLang's rule; and of the kind beyond the aim."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "sglang_host_cost.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "measured_sglang.md").read_text(encoding="utf-8")
+    times, parts = (sorted(row[name] for row in result["served"]["rows"]) for name in ("added_us", "of_rule"))
+    mean = f"{times[0]:.2f} to {times[-1]:.2f} µs of kpolicy, {parts[0]:.2f} to {parts[-1]:.2f} times SGLang's own rule"
+    assert f"In the mean a step of a served trace takes {mean}" in text
+    mean = f"{times[0]:.1f} to {times[-1]:.1f} in the mean, {parts[0]:.1f} to {parts[-1]:.1f} of SGLang's rule"
+    assert f"over a served trace {mean} over the same steps" in text
+    within, beyond = [], []
+    for version in ("0.5.23", "0.5.16"):
+        taken = sorted(each["us"] for each in result["steps"] if each["sglang"] == version)
+        within.append([f"{us:.1f}" for us in (taken[0], taken[-2])])
+        beyond.append(f"{taken[-1]:.1f}")
+    (newest, older), (most, least) = within, beyond
+    assert f"| {newest[0]} to {newest[1]} on 0.5.23 and {older[0]} to {older[1]} on 0.5.16 for 34 of 35" in text
+    assert f"{most} and {least} for the one that looks at 8 others than before and weighs them" in text
