@@ -334,6 +334,17 @@ def start(runner, decode, prefill):
     return state_of(runner)
 
 
+def test_every_size_is_decided_as_sglang_starts():
+    """No step waits for its size's decision, of any size that SGLang may run."""
+    hooks.configure(Config(calibrate=False), "0.5.23")
+    state = start(model_runner(), graph_runner(), graph_runner())
+    for phase in (state.decode, state.prefill):
+        phase._select = None
+        most = len(phase.steps) - 2
+        assert [phase.replays(size) for size in (phase.largest, most)] == [True, most == phase.largest]
+        assert phase.failures.total == 0
+
+
 def test_requests_of_a_rank_are_rounded_up():
     """Of ten requests over four ranks of data-parallel attention one has three."""
     args = arguments(max_running_requests=10, dp_size=4, enable_dp_attention=True)
