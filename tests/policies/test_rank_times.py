@@ -1,12 +1,14 @@
 """`auto` with several ranks: of the ways that hold every rank's rows it takes the one whose slowest rank ends first."""
 
+from pathlib import Path
+
 import attrs
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 from kpolicy.attention.support import Claims
-from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
+from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs
 from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Part
 from kpolicy.policies import PolicyContext, get_policy
@@ -187,3 +189,12 @@ def test_votes_fit_64_bits():
     )  # fmt: skip
     votes = get_policy("auto").compile(context).vote(BatchShape(prefills=[(1 << 20, 1 << 29)]).numbers)
     assert max(votes) == 1 << 62
+
+
+def test_the_pages_count_of_votes():
+    """docs/design.md says how many integers ranks reduce, by `auto` and by policies that go by counts alone."""
+    context = PolicyContext(claims=Claims.at_level("mixed"), ladder=CaptureLadder(()), costs=analytic_costs())
+    numbers = BatchShape.decode(3).numbers
+    auto, counts = (len(get_policy(name).compile(context).vote(numbers)) for name in ("auto", "full"))
+    said = (Path(__file__).parents[2] / "docs/design.md").read_text()
+    assert f"That is {auto} integers to reduce instead of {counts}, three of them" in said
