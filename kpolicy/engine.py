@@ -442,7 +442,8 @@ class Engine:
         then the registry's `hits` lack it too. Steps that weren't counted when the device is lost may never be.
 
         Raises:
-            ConfigError: the Engine has no executor.
+            ConfigError: the Engine has no executor, or the inputs don't fit each other.
+            IndexError: the inputs name a token, slot or row that isn't there, and the host computes; it costs no graph.
             StickyDeviceError: the device is lost; the step's requests are the caller's again.
         """
         if self._several:
@@ -495,9 +496,16 @@ class Engine:
             if failure.key not in decision.keys:
                 # Withdrawing it would change nothing, and the step would fail like this for ever.
                 raise failure
-            decision = self._without(failure, decision, inputs.numbers)
+            maybe_inputs = failure.maybe_inputs
+            if maybe_inputs:
+                # Without the graph alone, before it goes: such inputs fail in every graph, and would cost them all.
+                decision = _same_work(failure, decision)
+            else:
+                decision = self._without(failure, decision, inputs.numbers)
             try:
                 outputs = executor.run(decision, inputs)
+                if maybe_inputs:
+                    self._withdraw(failure)
                 break
             except GraphReplayError as again:
                 failure = again
@@ -698,18 +706,13 @@ class Engine:
 
     def _without(self, failure: GraphReplayError, decision: Decision, numbers: BatchNumbers) -> Decision:
         """The decision after a graph failed before its launch."""
-        key, reason = failure.key, failure.reason
-        self.registry.withdraw(key, reason)
+        self._withdraw(failure)
+        # The other ranks replay now, so this one runs the same padded work.
+        return self.compiled.select(*numbers) if self._communicator is None else _same_work(failure, decision)
+
+    def _withdraw(self, failure: GraphReplayError) -> None:
+        self.registry.withdraw(failure.key, failure.reason)
         self._stats.replay_failures += 1
-        if self._communicator is None:
-            return self.compiled.select(*numbers)
-        # The other ranks replay now, so this one runs the same padded work, launch by launch, without the graph.
-        launches = tuple(
-            attrs.evolve(launch, key=None, padded_tokens=key.num_tokens, reason=reason) if launch.key == key else launch
-            for launch in decision.launches
-        )
-        mode = decision.mode if len(launches) > 1 else Mode.EAGER
-        return attrs.evolve(decision, mode=mode, launches=launches, reason=reason)
 
     def _need_executor(self, what: str) -> Executor:
         if self._lost is not None:
@@ -738,6 +741,17 @@ _UNMEASURED = (
     "nothing to measure: it takes an executor over a device's primitives, and a model that says vocab, pad_slot, "
     "num_blocks, block_size and max_model_len"
 )
+
+
+def _same_work(failure: GraphReplayError, decision: Decision) -> Decision:
+    """The decision's padded work, launch by launch, without the graph that failed."""
+    key, reason = failure.key, failure.reason
+    launches = tuple(
+        attrs.evolve(launch, key=None, padded_tokens=key.num_tokens, reason=reason) if launch.key == key else launch
+        for launch in decision.launches
+    )
+    mode = decision.mode if len(launches) > 1 else Mode.EAGER
+    return attrs.evolve(decision, mode=mode, launches=launches, reason=reason)
 
 
 def _undecided(*_numbers: Any) -> Decision:

@@ -147,11 +147,13 @@ class GraphReplayError(KPolicyError):
     """A graph that failed before anything was launched, so the step can run in a lesser mode.
 
     `key` is the graph's `GraphKey`; the Engine withdraws it. `reason` is the `Reason` for that; anything else, as None,
-    is ``replay_failed``.
+    is ``replay_failed``. Where it is `maybe_inputs`, the step's inputs may be to blame, such as a token that isn't
+    there: the graph is withdrawn only where its launch runs without it.
     """
 
-    def __init__(self, key: Any, message: str, reason: object = None) -> None:
+    def __init__(self, key: Any, message: str, reason: object = None, *, maybe_inputs: bool = False) -> None:
         self.key = key
+        self.maybe_inputs = maybe_inputs
         self.reason = reason if isinstance(reason, Reason) else Reason.REPLAY_FAILED
         super().__init__(message)
 

@@ -45,12 +45,11 @@ def replay_error(adapter: DeviceAdapter, key: GraphKey, error: Exception) -> Exc
         return error if error.key is not None else GraphReplayError(key, f"replaying {key}: {error}", error.reason)
     if isinstance(error, KPolicyError) and not isinstance(error, OutOfMemoryError):
         return error
-    if adapter.host_runs and isinstance(error, IndexError):
-        # A token, slot or row of the inputs that isn't there: every way to run the step raises it.
-        return error
     if adapter.classify(error).sticky:
         return StickyDeviceError(f"replaying {key}: {error}. The device is lost to this process; start a new one.")
-    return GraphReplayError(key, f"replaying {key}: {type(error).__name__}: {error}")
+    # A token, slot or row of the inputs that isn't there; or one that the graph, captured with other weights, lacks.
+    maybe_inputs = isinstance(error, IndexError)
+    return GraphReplayError(key, f"replaying {key}: {type(error).__name__}: {error}", maybe_inputs=maybe_inputs)
 
 
 def raise_lost(adapter: DeviceAdapter, error: Exception) -> None:
@@ -220,8 +219,11 @@ class PartRun:
                     meant = replay_error(self._adapter, key, error)
                     if fallback is None or not isinstance(meant, GraphReplayError):
                         raise meant from error
-                    program, key, fallback, into.failed_key = fallback(), None, None, key
+                    program, failed, key, fallback = fallback(), key, None, None
+                    if not meant.maybe_inputs:
+                        into.failed_key = failed
                     logits = program.logits(rows, step == last)
+                    into.failed_key = failed
                 if logits is not None:
                     tokens.append(self._model.sample(logits, sampling_inputs(program.buffers, rows) if sampled else {}))
             into.logits = logits

@@ -383,9 +383,11 @@ class ModeRunner:
             except GraphReplayError as failure:
                 if i == 0:
                     raise
-                self.registry.withdraw(launch.key, failure.reason)
+                if not failure.maybe_inputs:
+                    self.registry.withdraw(launch.key, failure.reason)
                 ran = without_graph(ran, i, failure.reason)
                 parts.append(self.launcher.eager(rows, ran.launches[i]))
+                self.registry.withdraw(launch.key, failure.reason)
         ready = self.launcher.ready(ran, inputs.numbers)
         outputs = joined([part.outputs for part in parts])
         first_tokens = joined([part.first_tokens for part in parts])

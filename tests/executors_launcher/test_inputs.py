@@ -70,6 +70,64 @@ def test_a_token_that_is_not_there_costs_no_graph(stepped: tuple[Engine, Any], w
     engine.step(inputs)
 
 
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_token_that_is_not_there_costs_no_half_its_graph(row: int, small: Callable[..., Any]) -> None:
+    """Neither the half that is launched first nor the one beside it."""
+    engine = Engine("split", model=small(), ladder=[2, 4, 8, 16], calibrate=0)
+    engine.capture()
+    sequences = Sequences(1)
+    started = sequences.start()
+    rows = [sequences.chunk(started, 3)]
+    engine.step(sequences.inputs(rows))
+    sequences.advance(rows)
+    inputs = sequences.inputs([sequences.decode(started), sequences.chunk(sequences.start(), 4)])
+    before, failures = engine.registry.captured(), engine.stats.replay_failures
+    assert len(engine.compiled.select(*inputs.numbers).keys) == 2
+    tokens = list(inputs.token_ids)
+    tokens[row] = 1000
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            list(engine.step(inputs._replace(token_ids=tokens)).outputs)
+    assert engine.stats.replay_failures == failures
+    assert engine.registry.captured() == before
+    engine.step(inputs)
+
+
+@pytest.mark.parametrize("policy", ["full", "piecewise", "split"])
+def test_a_token_that_only_the_graph_lacks_costs_the_graph(policy: str, small: Callable[..., Any]) -> None:
+    """A graph keeps the weights it was captured with. A vocabulary that grew since then costs it, never the step."""
+    model = small()
+    engine = Engine(policy, model=model, ladder=[2, 4, 8, 16], calibrate=0)
+    engine.capture()
+    (embedding,) = {
+        each
+        for part in vars(model).values()
+        if isinstance(part, torch.nn.Module)
+        for each in part.modules()
+        if isinstance(each, torch.nn.Embedding)
+    }
+    vocab = embedding.weight.shape[0]
+    longer = torch.cat([embedding.weight, embedding.weight]).clone()
+    embedding.weight = torch.nn.Parameter(longer, requires_grad=False)
+    sequences = Sequences(1)
+    started = sequences.start()
+    engine.step(sequences.inputs([sequences.chunk(started, 3)]))
+    sequences.advance([sequences.chunk(started, 3)])
+    rows = [sequences.decode(started), sequences.chunk(sequences.start(), 4)]
+    inputs = sequences.inputs(rows)
+    inputs = inputs._replace(token_ids=[token + vocab for token in inputs.token_ids])
+    before, failures = engine.registry.captured(), engine.stats.replay_failures
+    replayed = engine.compiled.select(*inputs.numbers).keys
+    assert replayed
+
+    outputs = engine.step(inputs)
+    wanted = Engine("eager", model=model, calibrate=0).step(inputs).outputs
+    assert torch.allclose(torch.stack(list(outputs.outputs)), torch.stack(list(wanted)), atol=1e-5)
+    assert not outputs.decision.keys
+    assert set(before) - set(engine.registry.captured()) == set(replayed)
+    assert engine.stats.replay_failures > failures
+
+
 def test_extra_inputs_are_of_every_token(small: Callable[..., Any]) -> None:
     """One that is short would be zeros for the tokens beyond."""
     model = small()
