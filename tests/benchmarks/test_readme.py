@@ -49,16 +49,17 @@ def line(*cells: str) -> str:
 
 VLLM = {"qwen05b": "Qwen2.5-0.5B", "dsv2lite": "DeepSeek-V2-Lite", "llama8b": "Llama-3.1-8B"}
 VLLM_LOADS = {
-    "code-2048": "Azure code trace, steps of 2,048 tokens", "code-8192": "Azure code trace, steps of 8,192",
-    "chat": "Azure conversation trace", "decode-768-64": "768 requests at once",
-    "decode-1000-64": "1,000 requests at once", "burst-768": "burst of 768 requests of 4 tokens",
+    "code-2048": "Azure code trace, saturated, steps of 2,048",
+    "code-8192": "Azure code trace, saturated, steps of 8,192",
+    "chat": "Azure conversation trace", "decode-768-64": "768 requests of 64 tokens at once",
+    "decode-1000-64": "1,000 requests of 64 tokens at once", "burst-768": "burst of 768 requests of 4 tokens",
 }  # fmt: skip
 VLLM_FIGURES = ("requests_per_s", "gap_p50_ms", "gap_p99_ms", "ttft_p50_ms", "ttft_p99_ms")
-WEIGHED = {"code-2048": "steps of 2,048, gaps weighed", "code-8192": "steps of 8,192, gaps weighed"}
+NAMES = ("requests/s", "gap p50", "gap p99", "first token p50", "first token p99")
 
 
 def vllm() -> list[str]:
-    """Stock against kpolicy by default; and of an earlier call, with the objective `1:1`."""
+    """Stock against kpolicy by default."""
     rows = {(row["model"], row["load"], row["figure"]): row for row in read("h200/vllm_stock_vs_kpolicy.json")}
     lines = []
     for model, name in VLLM.items():
@@ -66,10 +67,33 @@ def vllm() -> list[str]:
         for place, load in enumerate(loads):
             cells = [cell(rows[model, load, figure]) for figure in VLLM_FIGURES]
             lines.append(line("" if place else name, VLLM_LOADS[load], *cells))
-    weighed = {(row["load"], row["figure"]): row for row in read("h200/vllm_sides.json")["pairs"]["stock paced"]}
-    for place, (load, name) in enumerate(WEIGHED.items()):
-        cells = [cell(weighed[load, figure]) for figure in VLLM_FIGURES]
-        lines.append(line("" if place else f"{VLLM['qwen05b']}, an earlier call", name, *cells))
+    return lines
+
+
+def weighed() -> list[str]:
+    """Of an earlier call, with the objective `1:1`."""
+    rows = {(row["load"], row["figure"]): row for row in read("h200/vllm_sides.json")["pairs"]["stock paced"]}
+    return [
+        line(VLLM_LOADS[load], *(cell(rows[load, figure]) for figure in VLLM_FIGURES))
+        for load in ("code-2048", "code-8192")
+    ]
+
+
+def of_one(name: str, count: int, cells: list[tuple[dict[str, Any], str]], *more: str) -> str:
+    """A model's row of the README: its loads or steps, and the most and the least of all figures, with their names."""
+    most, least = (pick(cells, key=lambda each: each[0]["ratio"]) for pick in (max, min))
+    return line(name, str(count), *more, *(f"{cell(row)}: {what}" for row, what in (most, least)))
+
+
+def vllm_short() -> list[str]:
+    """A row a model."""
+    rows, lines = read("h200/vllm_stock_vs_kpolicy.json"), []
+    for model, name in VLLM.items():
+        found = [row for row in rows if row["model"] == model and row["load"] in VLLM_LOADS]
+        named = dict(zip(VLLM_FIGURES, NAMES, strict=True))
+        cells = [(row, f"{named[row['figure']]}, {VLLM_LOADS[row['load']]}") for row in found if row["figure"] in named]
+        per_s = [row["ratio"] for row in found if row["figure"] == "requests_per_s"]
+        lines.append(of_one(name, len(per_s), cells, f"{told(min(per_s))} to {told(max(per_s))}"))
     return lines
 
 
@@ -78,9 +102,12 @@ FOUND = read("h200/sglang_stock_vs_kpolicy.json")
 SGLANG_ROWS = {(row["model"], row["load"], row["figure"]): row for row in FOUND["rows"]}
 STEPS = {
     "1 decode": "decode 1", "32 decodes": "decode 32", "256 decodes": "decode 256", "512 decodes": "decode 512",
-    "768 decodes": "decode 768", "a prompt of 64": "extend 64", "of 256": "extend 256", "of 512": "extend 512",
-    "of 1,024": "extend 1024", "of 2,048": "extend 2048", "32 decodes and a prompt of 64": "32 decodes + extend 64",
-    "and of 512": "32 decodes + extend 512", "and of 2,048": "32 decodes + extend 2048",
+    "768 decodes": "decode 768", "a prompt of 64": "extend 64", "a prompt of 256": "extend 256",
+    "a prompt of 512": "extend 512",
+    "a prompt of 1,024": "extend 1024", "a prompt of 2,048": "extend 2048",
+    "32 decodes and a prompt of 64": "32 decodes + extend 64",
+    "32 decodes and a prompt of 512": "32 decodes + extend 512",
+    "32 decodes and a prompt of 2,048": "32 decodes + extend 2048",
     "other decodes, drawn from a trace": "decode steps of distinct sizes drawn from the trace, kpolicy's sizes",
     "other prompts, drawn from a trace": "extend steps of distinct sizes drawn from the trace, kpolicy's sizes",
     "decodes of just the sizes that a plan of 55 lacks":
@@ -103,6 +130,16 @@ def sglang_steps() -> list[str]:
         line(label, *(cell(SGLANG_ROWS.get((model, load, "step ms"))) for model in SGLANG))
         for label, load in STEPS.items()
     ]
+
+
+def sglang_short() -> list[str]:
+    """A row a model."""
+    found = [
+        [(SGLANG_ROWS[model, load, "step ms"], label) for label, load in STEPS.items()
+         if (model, load, "step ms") in SGLANG_ROWS]
+        for model in SGLANG
+    ]  # fmt: skip
+    return [of_one(model, len(cells), cells) for model, cells in zip(SGLANG, found, strict=True)]
 
 
 def sglang_served() -> list[str]:
@@ -165,7 +202,7 @@ def decided() -> list[str]:
     ]
 
 
-TABLES = (vllm, sglang_steps, sglang_served, starts, decided)
+TABLES = (vllm_short, sglang_short, sglang_served, starts, decided)
 
 
 def tables(section: str, text: str = README) -> list[list[str]]:
@@ -178,6 +215,25 @@ def test_every_table_of_results_is_that_of_the_results() -> None:
     """Row by row and in order, with what is below 0.99 in bold; there is no table that isn't held."""
     told_there = [*tables("Inside a serving engine"), *tables("Figures")]
     assert told_there == [rows() for rows in TABLES]
+
+
+def test_where_gaps_are_weighed() -> None:
+    """The median gap that is worse."""
+    rows = {(row["load"], row["figure"]): row for row in read("h200/vllm_sides.json")["pairs"]["stock paced"]}
+    told_there = "the median gap of the code trace at steps of 8,192 is " + cell(rows["code-8192", "gap_p50_ms"])
+    assert told_there in WORDS
+
+
+def test_sglang_s_settings_are_told() -> None:
+    """Those of the server that was measured, in the README and the guide."""
+    from benchmarks.sglang.server import ARGS
+
+    assert ARGS["disable_radix_cache"]
+    for text in (WORDS, " ".join(guide("sglang.md").split())):
+        for name in ("attention_backend", "sampling_backend"):
+            assert f"`--{name.replace('_', '-')} {ARGS[name]}`" in text
+        assert "`--disable-radix-cache`" in text
+        assert "no other attention backend was measured" in text
 
 
 def test_what_other_batches_take_to_decide() -> None:
@@ -281,10 +337,8 @@ def guide(page: str) -> str:
 
 def test_the_engines_guides_have_the_same_rows() -> None:
     """What was measured in short, and bounded steps."""
-    *served, at_2048, at_8192 = vllm()
-    assert tables("What was measured, in short", guide("vllm.md")) == [served]
-    paced = [f"| Azure code, {each[each.index('steps of') :]}" for each in (at_2048, at_8192)]
-    assert tables("How long a step is", guide("vllm.md")) == [[each.replace(", gaps weighed", "") for each in paced]]
+    assert tables("What was measured, in short", guide("vllm.md")) == [vllm()]
+    assert tables("How long a step is", guide("vllm.md")) == [weighed()]
     assert tables("What was measured, in short", guide("sglang.md")) == [
         sglang_steps(), sglang_served(), [row.replace("SGLang, ", "") for row in starts()[1:]]
     ]  # fmt: skip

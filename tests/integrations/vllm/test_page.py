@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 
+from benchmarks.vllm.loads import BURST_OUTPUTS, RATES
+from benchmarks.vllm.stock_vs_kpolicy import KV_BYTES
+from tests.benchmarks.test_readme import VLLM_LOADS, told
+
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = (ROOT / "docs" / "measured_vllm.md").read_text()
 MODELS = ("qwen05b", "dsv2lite", "llama8b")
-MEASURED = {
-    "decode-768-64": "768 decodes at once",
-    "decode-1000-64": "1,000 decodes at once",
-    "burst-768": "Burst of 768 requests of 4 tokens",
-    "code-2048": "Azure code, steps of 2,048",
-    "code-8192": "Azure code, steps of 8,192",
-    "chat": "Azure chat",
-}
+MEASURED = VLLM_LOADS
 FIGURES = {
     "requests_per_s": "requests/s", "gap_p50_ms": "gap p50 ms", "gap_p99_ms": "gap p99 ms",
     "ttft_p50_ms": "first token p50 ms", "ttft_p99_ms": "first token p99 ms",
@@ -45,11 +42,7 @@ def number(value: float) -> str:
 
 def cell(row: dict[str, Any]) -> str:
     """Medians of both sides, and the ratio with its interval, which one pair hasn't."""
-    bounds = "" if row["low"] is None else f" ({row['low']:.2f} to {row['high']:.2f})"
-    ratio = f"{row['ratio']:.2f}"
-    return (
-        f"{number(row['stock'])}, {number(row['kpolicy'])}: {f'**{ratio}**' if row['ratio'] < SHORT else ratio}{bounds}"
-    )
+    return f"{number(row['stock'])}, {number(row['kpolicy'])}: {told(row['ratio'], row['low'], row['high'])}"
 
 
 def measured() -> Iterator[str]:
@@ -59,6 +52,30 @@ def measured() -> Iterator[str]:
         for place, (figure, name) in enumerate(FIGURES.items()):
             cells = [cell(by[model, load, figure]) if (model, load, figure) in by else "" for model in MODELS]
             yield f"| {'' if place else title} | {name} | {' | '.join(cells)} |"
+
+
+def loads() -> Iterator[str]:
+    """Requests of a turn and their rate, and seconds that turns took, on both sides."""
+    raw = json.loads((RESULTS / "h200" / "raw" / "vllm_stock_vs_kpolicy.json").read_text())["rows"]
+    for load, title in MEASURED.items():
+        cells = []
+        for model in MODELS:
+            turns = [row for row in raw if row.get("core_looks") and (row["model"], row["load"]) == (model, load)]
+            if not turns:
+                cells.append("")
+                continue
+            (requests,) = {row["requests"] for row in turns}
+            seconds = sorted({f"{row['wall_s']:.1f}" for row in turns}, key=float)
+            told_s = f"{seconds[0]} s" if len(seconds) == 1 else f"{seconds[0]} to {seconds[-1]} s"
+            if load.startswith("code"):
+                assert requests == RATES[model].code_requests
+                cells.append(f"{requests} at {RATES[model].code_rate:.0f} a second; {told_s}")
+            elif load == "chat":
+                assert requests == RATES[model].chat_requests
+                cells.append(f"{requests} at {RATES[model].chat_rate:.0f} a second; {told_s}")
+            else:
+                cells.append(told_s)
+        yield f"| {title} | {' | '.join(cells)} |"
 
 
 def ratio(row: dict[str, Any], short: float = SHORT) -> str:
@@ -140,7 +157,7 @@ def simulated() -> Iterator[str]:
             yield f"| {title if side == 'kpolicy' else ''} | {name} | {' | '.join(cells)} |"
 
 
-@pytest.mark.parametrize("rows", [measured, ladder_alone, bounded, simulated, starts])
+@pytest.mark.parametrize("rows", [loads, measured, ladder_alone, bounded, simulated, starts])
 def test_the_page_s_rows_are_those_of_the_results(rows: Any) -> None:
     """Every one, in order."""
     table = "\n".join(" ".join(row.split()) for row in rows())
@@ -160,3 +177,14 @@ def test_the_page_s_calls_and_launching_costs_are_published() -> None:
             launching[name] = float(costs.partition("host_eager=HostCost(base_us=")[2].partition(",")[0]) / 1e3
     told = "launching an eager step took {qwen05b_kpolicy:.0f} ms on the 0.5B, {dsv2lite_kpolicy:.0f} on DeepSeek and "
     assert (told + "{llama8b_kpolicy:.0f} on Llama").format(**launching) in " ".join(PAGE.split())
+
+
+def test_the_page_tells_what_the_loads_are() -> None:
+    """KV of both sides, tokens of a burst, and requests of the conversation trace beside the short table."""
+    gib = {model: KV_BYTES[model] >> 30 for model in MODELS}
+    words = " ".join(PAGE.split())
+    assert "the same KV on both sides: {qwen05b}, {dsv2lite} and {llama8b} GiB".format(**gib) in words
+    assert f"burst of 768 requests of {BURST_OUTPUTS} tokens" in words
+    guide = " ".join((ROOT / "docs" / "vllm.md").read_text().split())
+    chat = {rates.chat_requests for rates in RATES.values()}
+    assert f"The conversation trace is {min(chat)} requests a turn ({max(chat)} for Qwen2.5-0.5B)" in guide
