@@ -7,11 +7,24 @@ neither touches the plugins beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kpolicy.errors import ConfigError, PluginError, near_miss
 
-__all__ = ["check_names", "load_plugin", "plugin_names"]
+if TYPE_CHECKING:
+    from inspect import Parameter
+
+__all__ = ["check_names", "load_plugin", "parameters_of", "plugin_names"]
+
+
+def parameters_of(factory: Callable[..., Any]) -> Mapping[str, Parameter] | None:
+    """What a factory takes; None where nobody can tell, as of classes that are written in C."""
+    import inspect
+
+    try:
+        return inspect.signature(factory).parameters
+    except ValueError:
+        return None
 
 
 def check_names(what: str, factory: Callable[..., Any], arguments: Iterable[str], hint: str = "") -> None:
@@ -19,17 +32,15 @@ def check_names(what: str, factory: Callable[..., Any], arguments: Iterable[str]
 
     Args:
         what: what it makes, as errors call it.
-        factory: makes it; one that takes any name says itself which it knows.
+        factory: makes it; one that takes any name, or doesn't say which, says itself which it knows.
         arguments: their names.
         hint: where to look, behind what it takes.
 
     Raises:
         ConfigError: it doesn't take one, with what it takes.
     """
-    import inspect
-
-    parameters = inspect.signature(factory).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    parameters = parameters_of(factory)
+    if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for argument in arguments:
         if argument not in parameters:

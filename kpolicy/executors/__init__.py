@@ -9,7 +9,7 @@ from typing import Any
 from kpolicy.errors import ConfigError, KPolicyError, PluginError, UnknownNameError
 from kpolicy.executors.base import CaptureReport, Executor, ProbeReport, ProbeStatus, StepInputs, StepOutputs
 from kpolicy.executors.importing import import_torch
-from kpolicy.plugins import check_names, load_plugin, plugin_names
+from kpolicy.plugins import check_names, load_plugin, parameters_of, plugin_names
 from kpolicy.settings import Settings
 
 __all__ = [
@@ -69,6 +69,17 @@ def get_executor(name: str | Executor, **arguments: Any) -> Executor:
                 f"{name!r} isn't an executor: it lacks part of the Executor protocol. See docs/design.md."
             )
         return name
+    return _made(name, _factory(name), arguments)
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    """What makes the executor of that name.
+
+    Raises:
+        UnknownNameError: nobody registered the name.
+        ConfigError: torch isn't installed and it needs it.
+        PluginError: a plugin raises when loaded, or makes nothing.
+    """
     factory: Callable[..., Any] | None
     if name in OWN:
         module, _, attribute = OWN[name].partition(":")
@@ -81,21 +92,29 @@ def get_executor(name: str | Executor, **arguments: Any) -> Executor:
         raise UnknownNameError("executor", name, executor_names())
     if not callable(factory):
         raise PluginError(f"executor {name!r} is {factory!r}, which makes nothing; it must be a class or a function.")
+    return factory
+
+
+def _made(name: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> Executor:
+    """The executor.
+
+    Raises:
+        ConfigError: it doesn't take an argument, lacks one, or can't be had with these.
+        PluginError: a plugin raises anything else, or makes something else.
+    """
     check_names(f"executor {name!r}", factory, arguments)
     missing = _missing(factory, arguments)
     if missing:
-        raise ConfigError(
-            f"executor {name!r} needs {', '.join(missing)}. An Engine makes one of its model: "
-            f"Engine(model=kpolicy.load(...), device={name!r})."
-        )
+        of_model = f" An Engine makes one of its model: Engine(model=kpolicy.load(...), device={name!r})."
+        raise ConfigError(f"executor {name!r} needs {', '.join(missing)}.{of_model if 'model' in missing else ''}")
     try:
         executor = factory(**arguments)
     except Exception as error:
         if name in OWN or isinstance(error, KPolicyError):
             raise
         raise PluginError(
-            f"executor {name!r} raised when made: {type(error).__name__}: {error}. Update or uninstall the package it "
-            "comes from; `kpolicy doctor` names it."
+            f"executor {name!r} raised when made: {type(error).__name__}: {error}. `kpolicy doctor` names the package "
+            "it comes from."
         ) from error
     if not isinstance(executor, Executor):
         raise PluginError(f"executor {name!r} made {executor!r}, which lacks part of the Executor protocol.")
@@ -104,11 +123,9 @@ def get_executor(name: str | Executor, **arguments: Any) -> Executor:
 
 def _missing(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
     """Arguments that a factory needs and wasn't given."""
-    import inspect
-
     return [
         parameter.name
-        for parameter in inspect.signature(factory).parameters.values()
+        for parameter in (parameters_of(factory) or {}).values()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         and parameter.name not in arguments
@@ -142,6 +159,7 @@ def first_executor(model: Any, settings: Settings | None = None, **arguments: An
 
     Raises:
         ConfigError: none can, with every reason; or the executor doesn't take an argument.
+        PluginError: a plugin raised when it made its executor: who installed it means it to run here.
     """
     kind = str(getattr(model, "device", "cpu")).partition(":")[0]
     own = OF_TENSORS.get(kind, ("accelerator",))
@@ -149,8 +167,13 @@ def first_executor(model: Any, settings: Settings | None = None, **arguments: An
     refused: dict[str, str] = {}
     for name in names:
         try:
-            return get_executor(name, model=model, **arguments, **of_settings(name, settings)), refused
-        except (ConfigError, PluginError) as error:  # noqa: PERF203 - a few names, once
+            factory = _factory(name)
+        except (ConfigError, PluginError) as error:
+            refused[name] = str(error)
+            continue
+        try:
+            return _made(name, factory, {"model": model, **arguments, **of_settings(name, settings)}), refused
+        except ConfigError as error:
             refused[name] = str(error)
     why = (
         "; ".join(f"{name}: {words}" for name, words in refused.items()) or f"installed: {', '.join(executor_names())}"

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from kpolicy.errors import ConfigError, KPolicyError, PluginError, UnknownNameError
-from kpolicy.plugins import check_names, load_plugin, plugin_names
+from kpolicy.plugins import check_names, load_plugin, parameters_of, plugin_names
 from kpolicy.policies.base import CompiledPolicy, Downgrade, Policy, PolicyContext
 
 __all__ = ["CompiledPolicy", "Downgrade", "Policy", "PolicyContext", "factory_of", "get_policy", "policy_names"]
@@ -106,10 +106,8 @@ def _check_arguments(name: str, factory: Callable[..., Any], arguments: dict[str
     """
     if not arguments:
         return
-    import inspect
-
     check_names(f"policy {name!r}", factory, arguments, "; `kpolicy policies` lists what each policy takes")
-    for parameter in inspect.signature(factory).parameters.values():
+    for parameter in (parameters_of(factory) or {}).values():
         value, default = arguments.get(parameter.name, parameter.default), parameter.default
         for kind, wanted in ((bool, "true or false"), (int, "a whole number")):
             # A switch is a whole number to Python, and 1 isn't a switch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ import torch
 
 from kpolicy import executors
 from kpolicy.engine import Engine
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, PluginError
 from kpolicy.executors import first_executor
 from kpolicy.executors.cuda.adapter import CudaAdapter
 from kpolicy.executors.kunlun.proof import kunlun_behind_cuda
@@ -59,7 +60,7 @@ with warnings.catch_warnings(record=True) as caught:
 import torch
 from importlib.util import find_spec
 from kpolicy.executors import get_executor
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, PluginError
 try:
     get_executor("ascend", model=None)
     asked = "made"
@@ -232,6 +233,56 @@ def test_a_plugin_named_like_the_device_comes_first(monkeypatch: pytest.MonkeyPa
     assert isinstance(executor, Anywhere)
     assert executor.model is model
     assert not passed_over
+
+
+def _plugins(monkeypatch: pytest.MonkeyPatch, **made: Any) -> None:
+    monkeypatch.setattr(executors, "executor_names", lambda: dict.fromkeys(made, "some-kpolicy"))
+    monkeypatch.setattr(executors, "load_plugin", lambda _group, name, _own: made.get(name))
+
+
+def test_a_plugin_that_raises_when_made_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever installed it would be served by another executor, and not hear of it; one that refuses is passed over."""
+
+    def broken(model: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    def refuses(model: Any) -> Any:
+        raise ConfigError("no card")
+
+    monkeypatch.setitem(executors.OWN, "accelerator", f"{__name__}:Anywhere")
+    model = SimpleNamespace(device="musa:0")
+    _plugins(monkeypatch, musa=broken)
+    with pytest.raises(PluginError, match="executor 'musa' raised when made: RuntimeError: out of memory"):
+        first_executor(model)
+    _plugins(monkeypatch, musa=refuses)
+    assert first_executor(model)[1] == {"musa": "no card"}
+    _plugins(monkeypatch, musa=3)
+    assert "which makes nothing" in first_executor(model)[1]["musa"]
+
+
+def test_what_a_plugin_lacks_and_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How an Engine gives a model is told where that lacks; a value that it doesn't take isn't the package's fault."""
+
+    def needs(model: Any, host: str, rows: int = 1) -> Any:
+        raise ValueError("rows must be positive")
+
+    _plugins(monkeypatch, odd=needs)
+    with pytest.raises(ConfigError, match=r"executor 'odd' needs model\. An Engine makes one of its model"):
+        executors.get_executor("odd", host="here")
+    with pytest.raises(ConfigError, match=r"executor 'odd' needs host\.$"):
+        executors.get_executor("odd", model=1)
+    with pytest.raises(PluginError, match="ValueError: rows must be positive") as caught:
+        executors.get_executor("odd", model=1, host="here", rows=-1)
+    assert "ninstall" not in str(caught.value)
+
+
+def test_a_plugin_of_c_code_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a class may not say what it takes; then it says so itself when it is made."""
+    with pytest.raises(ValueError, match="no signature"):
+        inspect.signature(dict)
+    _plugins(monkeypatch, odd=dict)
+    with pytest.raises(PluginError, match=r"executor 'odd' made \{'rows': 1\}, which lacks part of the Executor"):
+        executors.get_executor("odd", rows=1)
 
 
 def test_what_is_no_step_model_is_named() -> None:
