@@ -199,8 +199,6 @@ def take_up(model_runner: Any, state: State) -> None:
         except Exception as error:  # noqa: BLE001
             state.metrics = None
             state.say(f"there are no counters or no log: {type(error).__name__}: {error}")
-        for phase in state.phases.values():
-            phase.decide_all()
     state.serving.append(True)
 
 

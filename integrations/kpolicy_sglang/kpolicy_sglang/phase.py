@@ -201,13 +201,16 @@ class Phase:
         return found
 
     def _made(self, size: int) -> Decision:
-        """What the policy decides; SGLang's own rule where it raises."""
+        """What the policy decides; SGLang's own rule where it raises, or decides what can't be costed."""
         numbers = self.numbers(size)
         try:
             found = self._select(*numbers)
             if not isinstance(found, Decision):
                 raise TypeError(f"it decided {found!r}, which isn't a Decision")
-            return self._kept_in_graph(found, size, numbers)
+            found = self._kept_in_graph(found, size, numbers)
+            if self.costs is not None and size:
+                self._us[size] = self.costs.cost(found.launches, numbers).cycle_us
+            return found
         # A policy is anyone's code, and serving goes on without it.
         except Exception as error:  # noqa: BLE001
             self.failures.note(f"policy {self.policy!r} ({self.name})", error)

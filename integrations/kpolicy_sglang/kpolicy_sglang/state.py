@@ -133,10 +133,11 @@ class State:
             logger.info("kpolicy: %s", summary(self.phases, self.failures))
 
     def install(self, tables: Mapping[str, Any]) -> None:
-        """Decide by the policy of the settings, with these cost tables by phase."""
+        """Decide by the policy of the settings, with these cost tables by phase: every size, before a step asks."""
         objective = Objective.parse(self.config.objective)
         for name, phase in self.phases.items():
             phase.install(self.config.policy, tables.get(name), objective)
+            phase.decide_all()
 
 
 def state_of(model_runner: Any) -> State | None:

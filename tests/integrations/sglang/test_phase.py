@@ -1,5 +1,6 @@
 """A phase: what replays by size, what it costs, and what was counted."""
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -172,6 +173,21 @@ def test_all_sizes_are_decided_at_once():
     assert [phase.replays(size) for size in (1, 64, 1000, 1025)] == [True, True, True, False]
     assert phase.us(64) == 100
     assert len(asked) == 2048
+
+
+def test_a_decision_that_cannot_be_costed_is_left_to_sglang():
+    """Of its size alone: what waits asks for its cost, and SGLang starts."""
+    phase = Phase(PREFILL, (64, 1024), 2048, full=False)
+    phase.install("auto", table_of("test", {64: 100, 1024: 300}, {1: 200, 1024: 400}), Objective())
+    select = phase._select
+    phase._select = lambda *numbers: (
+        attrs.evolve(select(*numbers), launches=("x",)) if numbers[5] == 64 else select(*numbers)
+    )
+    phase.decide_all()
+    assert phase.failures.total == 1
+    assert (phase.decision(64).reason, phase.us(64)) == (phase._by_own_rule(*phase.numbers(64)).reason, 100)
+    phase.decide_all()
+    assert (phase.us(63), phase.us(1000)) == (100, 300)
 
 
 def test_a_policy_that_raises_is_not_asked_of_all_sizes():
