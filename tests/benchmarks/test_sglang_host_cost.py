@@ -59,7 +59,7 @@ def test_the_page_has_what_hooks_on_inputs_take():
 
 
 def test_how_many_kinds_of_steps_are_within_the_aim():
-    """By one limit, now and before, and with a graph's inputs on 0.5.16, as the page and CHANGELOG tell."""
+    """By one limit, and with a graph's inputs on 0.5.16, as the page and CHANGELOG tell."""
     found = json.loads((ROOT / "benchmarks" / "results" / "sglang_host_cost.json").read_text(encoding="utf-8"))
     steps = found["steps"]
     (padded,) = [row["added_us"] for row in found["rows"] if row["step"] == f"{host_cost.INPUTS}12 decodes"]
@@ -68,12 +68,38 @@ def test_how_many_kinds_of_steps_are_within_the_aim():
         return sum(each[key] + more <= 4 for each in steps if each["sglang"] == version)
 
     log, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "docs/measured_sglang.md"))
-    (told,) = re.findall(r"(\d+) of 35 kinds of steps take at most 4, where (\d+) did on 0.5.23 and (\d+) on", log)
-    now, *before = told
+    (now,) = re.findall(r"Of 35 kinds of steps (\d+) take at most 4 µs", log)
     assert [within(version, "us") for version in ("0.5.23", "0.5.16")] == [int(now)] * 2
-    assert [within(version, "before_us") for version in ("0.5.23", "0.5.16")] == [int(each) for each in before]
     (told,) = re.findall(r"inputs take ([\d.]+) more, in place of launches: with it (\d+) of 35 are at most 4;", page)
     assert told == (f"{padded:.1f}", str(within("0.5.16", "us", padded)))
+
+
+def test_what_a_look_once_takes_more_and_less():
+    """By one run of the commits before and with it: the page's table, both counts, and what CHANGELOG tells."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "sglang_host_cost_looks.json").read_text(encoding="utf-8"))
+    log, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "docs/measured_sglang.md"))
+    steps = {(each["sglang"], each["step"]): (each["before_us"], each["us"]) for each in found["steps"]}
+    section = page.partition(f"({found['before']} and it in turns")[2]
+    rows = [
+        line.strip("|").split(" | ") for line in section.splitlines() if line.startswith(("| prompts,", "| decode,"))
+    ]
+    for step, *shown in ([cell.strip() for cell in row] for row in rows):
+        before, now = zip(*(steps[version, step] for version in ("0.5.23", "0.5.16")), strict=True)
+        slower = now[0] > before[0] + 0.1
+        now = [f"**{us:.1f}**" if slower else f"{us:.1f}" for us in now]
+        assert shown == [", ".join(f"{us:.1f}" for us in before), ", ".join(now)]
+    less = [before - now for before, now in steps.values() if before - now > 0.1]
+    more = {(version, step): now - before for (version, step), (before, now) in steps.items() if now - before > 0.1}
+    counts = [
+        sum(before - now > 0.1 for (of, _), (before, now) in steps.items() if of == version)
+        for version in ("0.5.23", "0.5.16")
+    ]
+    assert {step for _, step in more} == {row[0].strip() for row in rows if "**" in row[2]}
+    assert len(more) == 4
+    assert f"**Quicker** are {counts[0]} and {counts[1]} of 35 kinds by over 0.1 µs" in page
+    told = f"{counts[0]} and {counts[1]} kinds (0.5.23, 0.5.16) take {min(less):.1f} to {max(less):.1f} µs less for it"
+    assert told in log
+    assert f"{min(more.values()):.1f} to {max(more.values()):.1f} more" in log
 
 
 KINDS = {
