@@ -240,7 +240,8 @@ def _serve(job: _Job, asked: Asked) -> list[RunResult]:
     prompts = Prompts(asked.seed, vocab=model.vocab)
 
     def serve(turn: Turn, engine: Engine, on_step: Any, progress: Any, shown: Any) -> RunResult:
-        if not engine.registry.captured():
+        # Graphs that were lost in an earlier turn too: this one would be another experiment without them.
+        if not set(engine.registry.captured()).issuperset(engine.keys):
             capture(engine, turn.spec, shown)
         if not asked.faults:
             # Faults are for what is served.

@@ -204,9 +204,10 @@ def serve_in_turn(
 
 
 def capture(engine: Engine, label: str, shown: Progress) -> None:
-    """Capture an Engine's graphs, with a bar that says how many, how large and how long."""
+    """Capture the graphs that an Engine lacks, with a bar that says how many, how large and how long."""
     held, seconds = 0, 0.0
-    task = shown.add_task(f"capture {label}", total=len(engine.keys), unit="graphs")
+    lacking = set(engine.keys).difference(engine.registry.captured())
+    task = shown.add_task(f"capture {label}", total=len(lacking), unit="graphs")
 
     def advance(_key: Any, report: Any) -> None:
         nonlocal held, seconds

@@ -117,6 +117,8 @@ def test_what_is_measured_comes_after_a_warm_up(
         warmed.append((bool(registry.captured()), steps, settings.max_num_tokens))
         return 0
 
+    # Calibrating warms up by itself: it must have the function from before.
+    import_module("kpolicy.serving.calibrate")
     monkeypatch.setattr("kpolicy.serving.warm_up.warm_up", noted)
     given = ("--policy", "full", "--policy", "vllm", *faults)
     ended = kpolicy("run", "--model", config, "--trace", requests, "--json", *given, *SMALL)
@@ -285,6 +287,16 @@ def test_repeats_are_served_forwards_and_backwards(
     first, second = ([each for each in report["policies"] if each["repeat"] == i] for i in (1, 2))
     assert [each["graphs"] for each in first] == [each["graphs"] for each in reversed(second)]
     assert [each["capture_s"] for each in first] == [each["capture_s"] for each in reversed(second)]
+
+
+def test_graphs_that_a_turn_lost_are_there_for_the_next(kpolicy: Command, config: Path, requests: Path) -> None:
+    """Without them it would be another experiment, of which nothing says that it is one."""
+    options = (*SMALL, "--repeats", 2, "--no-verify", "--policy", "vllm", "--fault", "replay_fails@4x2", "--json")
+    first, second = kpolicy("run", "--model", config, "--trace", requests, *options).json["policies"]
+    assert first["not_captured"] == {"replay_failed": first["replay_failures"]}
+    assert first["replay_failures"]
+    assert second["not_captured"] == {}
+    assert second["graphs"] == first["graphs"] + first["replay_failures"]
 
 
 def test_repeats_in_text(kpolicy: Command, config: Path, requests: Path) -> None:
