@@ -79,13 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+_TAKE_TRACES = ("simulate", "sweep", "plan", "report")
+"""Commands that read traces, whose first argument is one"""
+
+
 def _usage(error: CycloptsError) -> str:
     """The error of a command line that can't be read, and where to look."""
     command = " ".join(["kpolicy", *(error.command_chain or ())])
     if isinstance(error, UnusedCliTokensError):
         left = ", ".join(map(repr, error.unused_tokens or ()))
         return f"{command} doesn't take {left}; any further value follows its option. See {command} --help."
-    if isinstance(error, UnknownOptionError) and "--trace" in (error.token.keyword, error.token.value):
+    traced = bool(error.command_chain) and error.command_chain[0] in _TAKE_TRACES
+    if traced and isinstance(error, UnknownOptionError) and "--trace" in (error.token.keyword, error.token.value):
         # It is an option of `run` alone, which has one trace.
         return f"{command} takes its traces without an option, such as {command} conv.csv. See {command} --help."
     return f"{str(error).strip() or type(error).__name__} See {command} --help."

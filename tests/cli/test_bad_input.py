@@ -43,6 +43,8 @@ def refused(ended: Ended, *parts: str) -> None:
 
 # Names
 
+TAKE_NO_TRACE = ("decide --decodes 4", "explain --decodes 4", "doctor", "policies", "vllm-explain")
+
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
@@ -51,6 +53,10 @@ def refused(ended: Ended, *parts: str) -> None:
             "simulate --trace x.csv",
             ["kpolicy simulate takes its traces without an option", "kpolicy simulate conv.csv"],
         ),
+        ("sweep --trace x.csv", ["kpolicy sweep takes its traces without an option"]),
+        ("plan --trace x.csv", ["kpolicy plan takes its traces without an option"]),
+        ("report --trace x.csv", ["kpolicy report takes its traces without an option"]),
+        *((f"{command} --trace x.csv", ["Unknown option: --trace.", " See kpolicy"]) for command in TAKE_NO_TRACE),
         ("run --policy autoo", ["unknown policy 'autoo'", "did you mean 'auto'?", "Known: ascend, auto, eager"]),
         ("run --policy auto,vllm", ["--policy auto,vllm has a comma", "give --policy auto --policy vllm."]),
         ("sweep --policy auto,vllm:runner=v2", ["for several give --policy auto --policy vllm:runner=v2."]),
