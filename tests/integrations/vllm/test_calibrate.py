@@ -410,6 +410,46 @@ def test_eager_steps_that_the_host_bounds_dont_end_the_timing_of_graphs(monkeypa
     assert clock.now() < 3.5
 
 
+def timed_tokens(monkeypatch: Any, allowance_s: float, *steps: tuple[Part | None, int, float, float]) -> list[int]:
+    """Tokens of the steps that are timed, of which a visit takes the longer of its host and device seconds.
+
+    Args:
+        monkeypatch: pytest's.
+        allowance_s: for all.
+        steps: the part that is captured, tokens, and seconds of host and device.
+    """
+    clock, took = SimulatedClock(), {tokens: (host_s, device_s) for _, tokens, host_s, device_s in steps}
+
+    def visit(self: Bench, case: Case) -> None:
+        host_us, device_us = (1e6 * each for each in took[case.rows.num_tokens])
+        clock.time_us += max(host_us, device_us)
+        case.times.append(Times(max(host_us, device_us), host_us, device_us, 0))
+
+    monkeypatch.setattr(Bench, "_visit", visit)
+    monkeypatch.setattr("kpolicy_vllm.timing.Steps", lambda _: None)
+    cases = [Case(None if part is None else GraphKey(part, tokens), Rows(0, 0, tokens)) for part, tokens, _, _ in steps]
+    Bench(None, nullcontext, lambda said: said, clock).measure(cases, allowance_s)
+    return [case.rows.num_tokens for case in cases if case.times]
+
+
+def test_where_a_step_takes_too_long_those_of_another_kind_are_still_timed(monkeypatch: Any) -> None:
+    """The second eager one would end after the allowance; a larger graph is quick, and runs after it."""
+    steps = (None, 64, 0.5, 0.1), (Part.PIECEWISE, 65, 0.01, 0.01), (None, 128, 0.5, 0.1)
+    assert timed_tokens(monkeypatch, 0.8, *steps, (Part.PIECEWISE, 256, 0.01, 0.01)) == [64, 65, 256]
+
+
+def test_a_step_that_the_host_bounds_is_not_expected_to_grow_with_its_tokens(monkeypatch: Any) -> None:
+    """Launching 2,048 tokens takes as long as 64, and that is timed; a step that the device bounds isn't."""
+    assert timed_tokens(monkeypatch, 1.0, (None, 64, 0.2, 0.001), (None, 2048, 0.2, 0.03)) == [64, 2048]
+    assert timed_tokens(monkeypatch, 1.0, (None, 64, 0.001, 0.2), (None, 2048, 0.001, 6.4)) == [64]
+
+
+def test_graphs_are_not_expected_to_take_what_an_eager_step_took(monkeypatch: Any) -> None:
+    """Nor pieces what a whole graph took: the first of each kind is timed."""
+    steps = (None, 64, 0.3, 0.1), (Part.PIECEWISE, 128, 0.3, 0.01), (Part.FULL, 256, 0.3, 0.01)
+    assert timed_tokens(monkeypatch, 0.7, *steps) == [64, 128, 256]
+
+
 def test_rows_share_blocks_where_the_cache_is_small(monkeypatch: Any) -> None:
     table, _, _ = calibrated(monkeypatch, num_blocks=40)
     assert table.full.at(64) == pytest.approx(400 + 3 * 64, rel=0.03)
