@@ -157,3 +157,18 @@ def test_the_guide_has_what_a_step_adds() -> None:
         f"{one:.1f}, interval to **{rows[0]['host_beyond_interval'][1]:.1f}**; **{min(more):.0f} to {max(more):.0f}** "
         "at 8 rows and more"
     )
+
+
+def test_the_guide_says_of_what_code_its_figures_are() -> None:
+    """With the steps that its runs had, fewer than wanted, in bold; and which kernel passed no test on a GPU."""
+    words = " ".join(GUIDE.split())
+    overlap = json.loads((RESULTS / "overlap.json").read_text(encoding="utf-8"))["total"]
+    assert f"| no bit differs, **{overlap['steps']:,}** steps |" in words
+    assert not overlap["differences"]
+    random = [json.loads(path.read_text(encoding="utf-8"))["total"] for path in RESULTS.glob("correct-*.json")]
+    steps = [each["steps"] for each in random]
+    assert f"| no bit differs, **{min(steps):,} to {max(steps):,}** steps |" in words
+    assert not any(each["differences"] for each in random)
+    assert "All of the table is of code before 6ac0a63" in words
+    assert "(7cd4573) **passed no test of `tests/gpu`**" in words
+    assert "at d1da435, before decode attention changed" in words
