@@ -188,3 +188,30 @@ def test_the_page_tells_what_the_loads_are() -> None:
     guide = " ".join((ROOT / "docs" / "vllm.md").read_text().split())
     chat = {rates.chat_requests for rates in RATES.values()}
     assert f"The conversation trace is {min(chat)} requests a turn ({max(chat)} for Qwen2.5-0.5B)" in guide
+
+
+def test_the_page_has_how_large_chat_s_pieces_are() -> None:
+    """Tokens with their padding, by step: DeepSeek's and Llama's; and in how many looks a core was slow."""
+    rows = json.loads((RESULTS / "h200" / "raw" / "vllm_stock_vs_kpolicy.json").read_text())["rows"]
+
+    def of(model: str, side: str) -> list[dict[str, Any]]:
+        turns = [row for row in rows if row.get("core_looks") and (row["model"], row["load"]) == (model, "chat")]
+        return sorted((row for row in turns if row["side"] == side), key=lambda row: row["repeat"])
+
+    def pieces(model: str, side: str) -> list[tuple[int, int]]:
+        counts = [row["modes"]["PIECEWISE"] for row in of(model, side)]
+        return list(dict.fromkeys((steps, round(tokens / steps)) for steps, tokens in counts))
+
+    words = " ".join(PAGE.split())
+    ((stock, of_stock),), ((ours, of_ours),) = pieces("dsv2lite", "stock"), pieces("dsv2lite", "kpolicy")
+    assert f"{ours} steps of {of_ours} tokens on average, where stock has {stock} of {of_stock}" in words
+    (_, one), (_, two) = pieces("llama8b", "kpolicy")
+    ((_, of_stock),) = pieces("llama8b", "stock")
+    assert f"{one} and {two} tokens on average in the two pairs, where stock has {of_stock}" in words
+    for side, between in (("stock", " of some 72 looks the core was slow, and the figure "), ("kpolicy", " looks, ")):
+        slow, *_ = zip(*sorted((row["core_slow"], row["gap_p99_ms"]) for row in of("dsv2lite", side)), strict=True)
+        _, gaps = zip(*sorted((row["core_slow"], row["gap_p99_ms"]) for row in of("dsv2lite", side)), strict=True)
+        told_slow, told_gaps = (
+            f"{one}, {two} and {three}" for one, two, three in (slow, [f"{gap:.1f}" for gap in gaps])
+        )
+        assert f"{told_slow}{between}{told_gaps} ms in {side}".replace(" ms in stock", " ms, in stock") in words
