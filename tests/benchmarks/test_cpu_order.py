@@ -19,9 +19,14 @@ def told(values: list[Any]) -> str:
 
 def test_page_faults_in_the_order_of_serving() -> None:
     """Faults before and after are told in the order served, and what the first serve took beyond the third."""
-    before, after = (
-        next(run["serves"] for run in RESULT["in_order"] if run["code"] == code) for code in ("before", "after")
-    )
+    runs = [
+        next(run for run in RESULT["in_order"] if run["code"] == code and run["verified"])
+        for code in ("before", "after")
+    ]
+    before, after = (run["serves"] for run in runs)
+    costs, loads = ([run[name] for run in runs] for name in ("overlap_cost", "load"))
+    assert f"cost {costs[1]} by that table, where it was {costs[0]}" in PAGE
+    assert f"(load {loads[1]}, {loads[0]} before)" in PAGE
     assert told([serve["minor_faults"] for serve in before]) in PAGE
     assert told([serve["minor_faults"] for serve in after]) in PAGE
     more = round(before[0]["processor_s"] - before[2]["processor_s"], 2)
