@@ -18,7 +18,7 @@ itself (`kpolicy.middle_profile`), and with ``--date`` the result names it and t
 
 Of a run with several turns a policy (``kpolicy run --repeats``) give each turn's log, in the order of the turns: cells
 are of the first turns, latencies and the ranking of the means of all, and what a policy's own turns differ by is what
-a wrong ranking has to exceed (`benchmarks.fidelity_turns`). ``--again`` takes steps of first turns.
+a wrong ranking has to exceed, up to 5% (`benchmarks.fidelity_turns`). ``--again`` takes steps of first turns.
 
 To tell the step costs' errors from the simulated scheduler's, the logs' own step times are served too ("replayed"):
 with requests let in at the steps at which the run let them in, how many batches are the run's, and the latencies.
@@ -40,9 +40,18 @@ import attrs
 
 import kpolicy
 from benchmarks.command import command_line, input_file, without_folders
-from benchmarks.fidelity_again import POOLED, check_probe, measured_again, shown_again, side_by_side
+from benchmarks.fidelity_again import (
+    POOLED,
+    Cell,
+    cells_again,
+    check_probe,
+    measured_again,
+    shown_again,
+    side_by_side,
+    steps_again,
+)
 from benchmarks.fidelity_served import Turns, latencies, requests_of
-from benchmarks.fidelity_turns import figure, figures_of, ranked_wrong, ranking, tie_of
+from benchmarks.fidelity_turns import figure, figures_of, ranked_wrong, ranking, shows_ranking, tie_of
 from kpolicy.costs import CostTable
 from kpolicy.schemas import Profile, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.simulate.fidelity import FidelityRow, expected_costs, fidelity
@@ -74,7 +83,7 @@ def us_per_token(logs: Turns, costs: CostTable) -> dict[str, dict[str, Any]]:
     return found
 
 
-def rounded(row: FidelityRow | RepeatRow) -> dict[str, Any]:
+def rounded(row: FidelityRow | RepeatRow | Cell) -> dict[str, Any]:
     """The row as it is written."""
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in attrs.asdict(row).items()}
 
@@ -144,14 +153,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     later_rows = fidelity(later, profile.costs, steps) if later else []
     if later:
         shown(f"{POOLED}, later turns", later_rows)
-    again = measured_again(arguments.again, first, profile)
+    ran_again = steps_again(arguments.again, first, profile)
+    again = measured_again(ran_again, first, profile)
+    cells = cells_again(ran_again, first, profile) if again else []
     for policy, repeats in again.items():
         shown_again(policy, repeats)
     if again:
         print(f"{POOLED}, side by side", *side_by_side(pooled, again[POOLED]), sep="\n  ")
+        print(f"{POOLED}, how many of the run's steps in a cell ran again", *map(str, cells), sep="\n  ")
     per_token = us_per_token(logs, profile.costs)
-    wrong, tie = ranked_wrong(per_token), tie_of(per_token)
-    print(f"ranking by time a token, {tie:.1%} being a tie:", wrong or "the same")
+    wrong, tie, shown_by_token = ranked_wrong(per_token), tie_of(per_token), shows_ranking(per_token)
+    print(f"ranking by time a token, {tie:.1%} being a tie:", (wrong or "the same") if shown_by_token else "not shown")
     served: dict[str, Any] = {}
     if arguments.run is not None:
         run = json.loads(arguments.run.read_text())
@@ -166,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                       for name in figures_of(part)),
                     part.get("replayed", ""),
                 )  # fmt: skip
-        print("ranking by latency:", served["ranked_wrong"], "ties:", served["tie"])
+        print("ranking by latency:", *(f"{key} {served[key]}" for key in ("ranked_wrong", "not_shown", "tie")))
     if arguments.date:
         result = RESULT.with_stem(f"{RESULT.stem}-{arguments.name}") if arguments.name else RESULT
         written = {
@@ -187,10 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "host_probe": profile.costs.host_probe,
             "policies": tables,
             "measured_again": {policy: [rounded(row) for row in repeats] for policy, repeats in again.items()},
+            "cells_again": [rounded(cell) for cell in cells],
             "later_turns": [rounded(row) for row in later_rows],
             "us_per_token": per_token,
             "ranked_wrong": wrong,
             "tie": tie,
+            "not_shown": not shown_by_token,
             "served": served,
         }
         result.write_text(json.dumps(written, indent=2) + "\n")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 
 import attrs
 
 from kpolicy.errors import ConfigError, ProfileError
 from kpolicy.schemas import Log, Profile, StepEntry, read_step_log
-from kpolicy.simulate.fidelity import FidelityRow
-from kpolicy.simulate.repeats import RepeatRow, repeated
+from kpolicy.simulate.fidelity import FidelityRow, expected_steps, regime_of
+from kpolicy.simulate.repeats import LEAST_REPEATS, RepeatRow, ran_alike, repeated
 
 POOLED = "all policies"
 
@@ -29,30 +30,89 @@ def check_probe(log: Log[StepEntry], profile: Profile, name: Path) -> None:
         )
 
 
-def measured_again(
+@attrs.frozen(kw_only=True)
+class Cell:
+    """What ran again of the steps that a run has in one mode and regime, whatever regime the repeats have.
+
+    Args:
+        mode: the mode, with the form of a split.
+        regime: that of the steps in the run.
+        steps: the run's with a measured time.
+        again: those of them that ran again `LEAST_REPEATS` times or more.
+        error: the mean over these of the error of the middle of each one's repeats; 0 without any.
+    """
+
+    mode: str
+    regime: str
+    steps: int
+    again: int
+    error: float
+
+
+def pooled(
+    logs: Mapping[str, Sequence[StepEntry]], again: Mapping[str, Sequence[StepEntry]]
+) -> tuple[list[StepEntry], list[StepEntry]]:
+    """All policies' steps, and those that ran again, numbered by their places among them."""
+    run: list[StepEntry] = []
+    repeats: list[StepEntry] = []
+    for policy, entries in again.items():
+        # The last policy's first, so that the numbers fall where another policy's passes begin.
+        repeats = [*(attrs.evolve(entry, step=entry.step + len(run)) for entry in entries), *repeats]
+        run += logs[policy]
+    return run, repeats
+
+
+def steps_again(
     paths: Sequence[Path], logs: Mapping[str, Sequence[StepEntry]], profile: Profile
+) -> dict[str, tuple[StepEntry, ...]]:
+    """By policy, the steps that ran again.
+
+    Raises:
+        ConfigError: they are of a policy without a log.
+        ProfileError: see `check_probe`.
+    """
+    found: dict[str, tuple[StepEntry, ...]] = {}
+    for path in paths:
+        log = read_step_log(path)
+        check_probe(log, profile, path)
+        if log.header.policy not in logs:
+            raise ConfigError(f"{path} is of {log.header.policy}; give the run's --log of that policy too.")
+        found[log.header.policy] = (*found.get(log.header.policy, ()), *log.entries)
+    return found
+
+
+def measured_again(
+    again: Mapping[str, Sequence[StepEntry]], logs: Mapping[str, Sequence[StepEntry]], profile: Profile
 ) -> dict[str, list[RepeatRow]]:
     """By policy and for all together, the steps that `benchmarks.gpu.again` ran again.
 
     Raises:
-        ConfigError: they are of a policy without a log, or see `repeated`.
-        ProfileError: see `check_probe`.
+        ConfigError: see `repeated`.
     """
-    found: dict[str, list[RepeatRow]] = {}
-    run: list[StepEntry] = []
-    again: list[StepEntry] = []
-    for path in paths:
-        log = read_step_log(path)
-        check_probe(log, profile, path)
-        ours = logs.get(log.header.policy)
-        if ours is None:
-            raise ConfigError(f"{path} is of {log.header.policy}; give the run's --log of that policy too.")
-        found[log.header.policy] = repeated(ours, log.entries, profile.costs)
-        # The last policy's first, so that the numbers fall where another policy's passes begin.
-        again = [*(attrs.evolve(entry, step=entry.step + len(run)) for entry in log.entries), *again]
-        run += ours
+    found = {policy: repeated(logs[policy], entries, profile.costs) for policy, entries in again.items()}
     if found:
-        found[POOLED] = repeated(run, again, profile.costs)
+        found[POOLED] = repeated(*pooled(logs, again), profile.costs)
+    return found
+
+
+def cells_again(
+    again: Mapping[str, Sequence[StepEntry]], logs: Mapping[str, Sequence[StepEntry]], profile: Profile
+) -> list[Cell]:
+    """Of all policies that ran again or not, how many of each cell's steps did."""
+    run, repeats = pooled(logs, {policy: again.get(policy, ()) for policy in logs})
+    ratios: dict[int, list[float]] = {}
+    for entry, each in zip(repeats, expected_steps(repeats, profile.costs), strict=True):
+        if entry.cycle_us and ran_alike(entry, run[entry.step]):
+            ratios.setdefault(entry.step, []).append(each.cost.cycle_us / entry.cycle_us)
+    cells: dict[tuple[str, str], list[list[float]]] = {}
+    for i, (entry, each) in enumerate(zip(run, expected_steps(run, profile.costs), strict=True)):
+        if entry.cycle_us:
+            key = entry.mode, regime_of(entry, each.cost, profile.costs)
+            cells.setdefault(key, []).append(ratios.get(i, []))
+    found = []
+    for (mode, regime), steps in sorted(cells.items()):
+        off = [abs(median(kept) - 1) for kept in steps if len(kept) >= LEAST_REPEATS]
+        found.append(Cell(mode=mode, regime=regime, steps=len(steps), again=len(off), error=fmean(off) if off else 0.0))
     return found
 
 

@@ -1,8 +1,9 @@
 """What `benchmarks.fidelity` makes of policies that had several turns on the same arrivals (`kpolicy run --repeats`).
 
 A figure is then the mean of a policy's turns, measured and simulated, and two policies are a tie by it where their
-measured means are no further apart than the turns of one policy are, of whichever these are furthest apart. Of runs
-with one turn each nothing is known of that, and `TIE` stands for it.
+measured means are no further apart than the turns of one policy are, of whichever these are furthest apart. Of a policy
+with one turn nothing is known of that, and `TIE` stands for it. A figure by which turns of a policy
+are over `MOST_APART` apart ranks nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 from kpolicy.simulate.fidelity import same_ranking
 
 TIE = 0.02
-"""Share of the measured figure, where every policy had one turn"""
+"""Share of the measured figure, of a policy that had one turn"""
+MOST_APART = 0.05
+"""Share by which turns of a policy may differ for policies to be ranked by that figure"""
 SIDES = ("measured", "simulated")
 Figure = dict[str, Any]
 """A figure of a policy: `SIDES`, the error, and of several turns by how much the measured ones are apart."""
@@ -46,7 +49,12 @@ def figures_of(found: Mapping[str, Any]) -> list[str]:
 
 def tie_of(figures: Mapping[str, Figure]) -> float:
     """By what share two policies' measured means may differ and rank equal; see this module."""
-    return max((each["apart"] for each in figures.values() if "apart" in each), default=TIE)
+    return max((each.get("apart", TIE) for each in figures.values()), default=TIE)
+
+
+def shows_ranking(figures: Mapping[str, Figure]) -> bool:
+    """Whether turns of one policy are near enough for the figure to rank policies."""
+    return tie_of(figures) <= MOST_APART
 
 
 def ranked_wrong(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
@@ -56,11 +64,12 @@ def ranked_wrong(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
 
 
 def ranking(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """By figure, the pairs of policies that are ranked wrongly, and the tie."""
+    """By figure, the pairs of policies that are ranked wrongly, and the tie; and which figures rank nothing."""
     by_figure = {
         name: {policy: each[name] for policy, each in found.items()} for name in figures_of(next(iter(found.values())))
     }
     return {
         "ranked_wrong": {name: ranked_wrong(figures) for name, figures in by_figure.items()},
         "tie": {name: tie_of(figures) for name, figures in by_figure.items()},
+        "not_shown": [name for name, figures in by_figure.items() if not shows_ranking(figures)],
     }

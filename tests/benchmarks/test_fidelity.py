@@ -10,9 +10,9 @@ import attrs
 import pytest
 
 from benchmarks import fidelity
-from benchmarks.fidelity_again import check_probe
+from benchmarks.fidelity_again import cells_again, check_probe, measured_again
 from benchmarks.fidelity_served import host_speeds, latencies, outside, replayed
-from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.costs import CostTable, HostCost, analytic_costs
 from kpolicy.errors import ConfigError, ProfileError
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.schemas import (
@@ -27,6 +27,7 @@ from kpolicy.schemas import (
 )
 from kpolicy.settings import Settings
 from kpolicy.simulate import Server, SimStep, simulate
+from kpolicy.simulate.fidelity import REGIMES
 from kpolicy.simulate.host_state import HostSpeeds
 
 SETTING = {"max_num_reqs": 16, "max_num_tokens": 512, "kv_tokens": 8192, "block_size": 16}
@@ -34,6 +35,7 @@ TRACE = Trace(
     "drawn", "drawn", [TraceRequest(i, 0.011 * i, 40 + 131 * i % 900, 3 + 5 * i % 17, ()) for i in range(60)]
 )  # fmt: skip
 STEP_US, PROMPT_US = 150.0, 420.0
+WORK_US, SLOW = 20.0, 20
 
 
 def run(
@@ -229,3 +231,22 @@ def test_steps_that_ran_again_stand_beside_the_runs(
         writer.write(entries[0])
     with pytest.raises(ConfigError, match="of vllm; give the run's --log"):
         fidelity.main([*given, "--again", str(tmp_path / "a.jsonl")])
+
+
+def test_a_cells_own_steps_are_counted_whatever_regime_their_repeats_have() -> None:
+    """Steps that the host bounded in the run, and the device when they ran again, don't show the latter's cell."""
+    quick = [attrs.evolve(each, host_work_us=WORK_US) for each in run()[0]]
+    costs = attrs.evolve(
+        analytic_costs(), host_work_us=WORK_US, host_full=HostCost(10.0), host_piecewise=HostCost(10.0),
+        host_eager=HostCost(10.0),
+    )  # fmt: skip
+    profile = Profile(costs=costs, device="d", model="m")
+    entries = [*(attrs.evolve(each, host_work_us=1e4 * WORK_US) for each in quick[:SLOW]), *quick[SLOW:]]
+    ran = 10
+    again = {"auto": 3 * quick[:ran]}
+    assert all(row.regime != "host-bound" for row in measured_again(again, {"auto": entries}, profile)["auto"]
+               if row.regime in REGIMES)  # fmt: skip
+    counts = [(cell.regime, cell.steps, cell.again) for cell in cells_again(again, {"auto": entries}, profile)]
+    assert sum(steps for _, steps, _ in counts) == len(entries)
+    assert sum(found for regime, _, found in counts if regime == "host-bound") == ran
+    assert sum(found for regime, _, found in counts if regime != "host-bound") == 0

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from benchmarks.fidelity import RESULT
-from benchmarks.fidelity_turns import figure
+from benchmarks.fidelity_turns import SIDES, figure
 from kpolicy.middle_profile import middle
 from kpolicy.schemas import Profile, read_profile
 
 DOC = (Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encoding="utf-8").splitlines()
 LAST = (
     "rate-2-eleventh", "dsv2lite-fifth", "dsv2lite-sixth", "dsv2lite-seventh", "dsv2lite-eighth", "dsv2lite-ninth",
-    "small24-ninth",
+    "dsv2lite-tenth", "small24-ninth",
 )  # fmt: skip
 """The runs by the middle of three calibrations, with a table each"""
 BEFORE = ("rate-2-ninth", "rate-2-tenth", "dsv2lite-fourth", "small24-seventh", "small24-eighth")
@@ -59,11 +59,17 @@ def repeated(result: dict[str, Any], mode: str, regime: str) -> dict[str, Any] |
     return found
 
 
-def holds(row: dict[str, Any], again: dict[str, Any] | None) -> str:
+def ran_again(result: dict[str, Any], mode: str, regime: str) -> float:
+    """The share of a cell's steps in the run that ran again so often that their middle is looked at."""
+    cells = {(each["mode"], each["regime"]): each for each in result["cells_again"]}
+    return cells[mode, regime]["again"] / cells[mode, regime]["steps"] if cells else 0.0
+
+
+def holds(row: dict[str, Any], again: dict[str, Any] | None, share_again: float) -> str:
     """Whether a cell is within the line, by the rule that the page gives; a single error over it needs repeats."""
     error = row["error"]
     if row["noise"] >= NOISY:
-        if again is None or again["steps"] < AGAIN_SHARE * row["steps"] or again["repeats"] < AGAIN_TIMES:
+        if again is None or share_again < AGAIN_SHARE or again["repeats"] < AGAIN_TIMES:
             return "not shown" if row["error"] <= MOST else "no"
         error = again["error"]
         if error <= MOST and row["regime"] == "host-bound" and again["host_bound_share"] < MOSTLY:
@@ -71,11 +77,14 @@ def holds(row: dict[str, Any], again: dict[str, Any] | None) -> str:
     return "yes" if error <= MOST else "no"
 
 
-def cell(row: dict[str, Any], begin: str, again: dict[str, Any] | None, columns: int) -> str:
+def cell(row: dict[str, Any], begin: str, result: dict[str, Any], columns: int) -> str:
     """A row of the page; repeats of five steps or fewer aren't told."""
+    key = row["mode"], row["regime"]
+    again = repeated(result, *key)
     mode = "split" if row["mode"].startswith("split") else row["mode"]
     kinds = f"{share(row['kind_error'])} of {row['kind_steps']:,}" if row["kind_steps"] else ""
-    parts = [begin.format(mode=mode, regime=row["regime"]), holds(row, again), f"{row['steps']:,}"]
+    held = holds(row, again, ran_again(result, *key))
+    parts = [begin.format(mode=mode, regime=row["regime"]), held, f"{row['steps']:,}"]
     parts += [share(row["error"]), f"{row['bias']:+.1%}", share(row["noise"]), kinds]
     if again is not None and again["steps"] > 5:
         times = f"{again['steps']:,} x {again['repeats']:g}"
@@ -90,7 +99,7 @@ def line_of(parts: list[str]) -> str:
 def cells(result: dict[str, Any], begin: str, columns: int) -> list[str]:
     """All rows of the page that a result has, in its order."""
     rows = [row for row in result["policies"]["all policies"] if row["regime"] != "all"]
-    return [cell(row, begin, repeated(result, row["mode"], row["regime"]), columns) for row in rows]
+    return [cell(row, begin, result, columns) for row in rows]
 
 
 def table_of(begin: str) -> tuple[int, list[str]]:
@@ -147,8 +156,9 @@ def test_a_row_of_several_turns_says_what_they_differ_by() -> None:
 
 @pytest.mark.parametrize("name", LAST)
 def test_a_profile_is_the_middle_of_its_calibrations(name: str) -> None:
-    """Of the three that are published beside it, each figure's."""
-    found = [RESULT.with_name(f"fidelity-h200-{name}-profile{number}.json") for number in ("", "-1", "-2", "-3")]
+    """Of the three that are published beside it, each figure's; of the tenth's the first was cut off."""
+    numbers = ("", "-2", "-3") if name == "dsv2lite-tenth" else ("", "-1", "-2", "-3")
+    found = [RESULT.with_name(f"fidelity-h200-{name}-profile{number}.json") for number in numbers]
     served, *each = [read_profile(path) for path in found]
     assert middle(each).costs == served.costs
 
@@ -209,11 +219,36 @@ def test_figures_in_the_text() -> None:
     fifth = read("dsv2lite-fifth")["us_per_token"]
     apart = fifth["vllm"]["measured"] / fifth["piecewise"]["measured"] - 1
     assert f"Time a token ranks `vllm` before `piecewise`, {apart:.1%} apart, wrongly" in page
+    tenth = read("dsv2lite-tenth")
+    assert ranked_as_measured(tenth)
+    assert (tenth["not_shown"], tenth["served"]["not_shown"]) == (False, ["ttft_p50_ms"])
+    assert f"`vllm`'s two turns are {tenth['served']['tie']['ttft_p50_ms']:.1%} apart" in page
+    [cell] = [each for each in tenth["cells_again"] if (each["mode"], each["regime"]) == ("eager", "saturated")]
+    told = f"of its {cell['steps']} steps only {cell['again']} ran again, {cell['again'] / cell['steps']:.0%}"
+    assert f"{told} for the four fifths" in page
+    assert f"Their middle is {cell['error']:.1%} off" in page
+    bound = repeated(tenth, "eager", "host-bound")
+    assert bound is not None
+    assert f"to the letter only, as {bound['host_bound_share']:.0%} of the repeats were host-bound" in page
+    ttft, gap = latencies_off("dsv2lite-tenth")
+    assert f"TTFT p50 is within {ttft:.1%}, gaps within {gap:.1%}" in page
+    ttfts = [tenth["served"]["policies"][name]["ttft_p50_ms"]["measured"] for name in ("vllm", "auto", "piecewise")]
+    over = [ttfts[0] / each - 1 for each in ttfts[1:]]
+    assert f"`vllm` {over[0] * 100:.0f} and {over[1]:.0%} above the others" in page
     eleventh = read("rate-2-eleventh")
     again = repeated(eleventh, "piecewise", "host-bound")
     assert again is not None
     share = again["host_bound_share"]
     assert f"(repeated {again['error']:.1%}, but {share:.0%} of the repeats were host-bound)" in page
+
+
+def ranked_as_measured(result: dict[str, Any]) -> bool:
+    """By every figure, with no tie at all."""
+    policies = result["served"]["policies"]
+    figures = [result["us_per_token"]]
+    figures += [{policy: each[name] for policy, each in policies.items()} for name in result["served"]["tie"]]
+    orders = [[sorted(each, key=lambda x: each[x][side]) for side in SIDES] for each in figures]
+    return all(measured == simulated for measured, simulated in orders)
 
 
 def latencies_off(*names: str) -> tuple[float, float]:
@@ -240,8 +275,8 @@ def test_the_simulators_page_tells_the_same_runs() -> None:
     ttft, _ = latencies_off("small24-ninth")
     assert f"one run: {errors[0] * 100:.1f} and {errors[1]:.1%}, TTFT within {ttft:.1%}" in page
     names = [f"dsv2lite-{number}" for number in ("fifth", "sixth", "seventh", "eighth", "ninth")]
-    ttft, gap = latencies_off(*names)
-    assert f"TTFT within {ttft:.1%}, gaps within {gap:.1%}. In each run" in page
+    ttft, gap = latencies_off(*names, "dsv2lite-tenth")
+    assert f"TTFT within {ttft:.1%}, gaps within {gap:.1%}. In each run but the last" in page
     off = [
         row["error"]
         for row in read("dsv2lite-ninth")["policies"]["all policies"]
@@ -251,6 +286,13 @@ def test_the_simulators_page_tells_the_same_runs() -> None:
     apart = [apart for name in names for apart in wrongly_ranked(read(name))]
     assert f"{min(apart) * 100:.1f} to {max(apart):.1%} apart, is ranked wrongly" in page
     assert all(any(wrongly_ranked(read(name))) for name in names)
+    tenth = read("dsv2lite-tenth")
+    assert not wrongly_ranked(tenth)
+    [cell] = [each for each in tenth["cells_again"] if (each["mode"], each["regime"]) == ("eager", "saturated")]
+    [row] = [r for r in tenth["policies"]["all policies"] if (r["mode"], r["regime"]) == ("eager", "saturated")]
+    singly = f"{row['steps']} saturated EAGER steps are {row['error']:.1%} off singly"
+    assert f"{singly}, of which {cell['again'] / cell['steps']:.0%} ran again" in page
+    assert f"one policy's turns are {tenth['served']['tie']['ttft_p50_ms']:.1%} apart" in page
 
 
 def wrongly_ranked(result: dict[str, Any]) -> list[float]:
@@ -267,4 +309,4 @@ def test_no_result_is_of_a_table_that_was_made_otherwise() -> None:
     for path in RESULT.parent.glob("fidelity-*.json"):
         table = json.loads(path.read_text(encoding="utf-8")).get("table")
         if table is not None and table["version"].startswith("the middle of each figure"):
-            assert table["made"].startswith("the middle of each figure of 3 calibrations")
+            assert table["made"].startswith(f"{table['version'].partition(':')[0]} calibrations")

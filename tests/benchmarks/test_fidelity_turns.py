@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import fidelity
 from benchmarks.fidelity_served import latencies
-from benchmarks.fidelity_turns import TIE, figure, of_turns, ranked_wrong, ranking, tie_of
+from benchmarks.fidelity_turns import MOST_APART, TIE, figure, of_turns, ranked_wrong, ranking, shows_ranking, tie_of
 from kpolicy.costs import analytic_costs
 from kpolicy.errors import ConfigError
 from kpolicy.schemas import LogHeader, Profile, StepEntry, StepLogWriter, write_profile
@@ -44,12 +44,27 @@ def test_single_turns_have_the_tie_that_runs_had_before() -> None:
     assert ranked_wrong({"a": figure([10.0], [11.0]), "b": figure([10.21], [10.0])}) == [("a", "b")]
 
 
+def test_a_figure_whose_turns_lie_far_apart_ranks_nothing() -> None:
+    """Else the more turns differ, the fewer pairs could be wrong."""
+    noisy = {"a": figure([10.0, 13.0], [13.0, 13.0]), "b": figure([12.0, 12.1], [9.0, 9.0])}
+    assert (ranked_wrong(noisy), shows_ranking(noisy)) == ([], False)
+    assert ranking({policy: {"busy_ms": each} for policy, each in noisy.items()})["not_shown"] == ["busy_ms"]
+    assert shows_ranking({"a": figure([10.0, 10.0 * (1 + MOST_APART)], [10.0, 10.0])})
+    assert shows_ranking({"a": figure([10.0], [10.0])})
+
+
+def test_a_policy_with_one_turn_has_its_own_tie() -> None:
+    """Beside one whose turns lie closer."""
+    assert tie_of({"a": figure([10.0, 10.1], [10.0, 10.0]), "b": figure([10.0], [10.0])}) == TIE
+
+
 def test_each_figure_has_its_own_tie() -> None:
     """A policy's turns are kept beside its means."""
     turns = [{"ttft_p50_ms": figure([x], [10.0]), "gap_p50_ms": figure([5.0], [5.0]), "steps": {}} for x in (10, 11)]
     found = {"a": of_turns(turns), "b": of_turns(turns)}
     assert ranking(found) == {
-        "ranked_wrong": {"ttft_p50_ms": [], "gap_p50_ms": []}, "tie": {"ttft_p50_ms": 0.1, "gap_p50_ms": 0.0}
+        "ranked_wrong": {"ttft_p50_ms": [], "gap_p50_ms": []}, "tie": {"ttft_p50_ms": 0.1, "gap_p50_ms": 0.0},
+        "not_shown": ["ttft_p50_ms"],
     }  # fmt: skip
     assert found["a"]["turns"] == turns
     assert of_turns(turns[:1]) is turns[0]
@@ -120,4 +135,5 @@ def test_cells_are_of_first_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [later] = [row for row in result["later_turns"] if row["mode"] == "all"]
     assert later["error"] == pytest.approx(1 - 1 / SLOWER, abs=1e-3)
     assert result["tie"] == pytest.approx(SLOWER - 1, abs=1e-3)
+    assert result["not_shown"] is True
     assert result["us_per_token"]["auto"]["error"] == pytest.approx(2 / (1 + SLOWER) - 1, abs=1e-3)

@@ -317,6 +317,13 @@ def test_what_deepseek_is_short_of() -> None:
     assert figure == "gap_p50_ms"
     gaps = sorted(served["policies"][policy][figure]["measured"] for policy in (one, other))
     assert f"ranks one pair, {gaps[1] / gaps[0] - 1:.1%} apart, wrongly by the gap" in WORDS
+    tenth = read("fidelity-h200-dsv2lite-tenth.json")
+    assert not any((tenth["ranked_wrong"], *tenth["served"]["ranked_wrong"].values()))
+    assert tenth["served"]["not_shown"] == ["ttft_p50_ms"]
+    assert f"one policy's turns lie {tenth['served']['tie']['ttft_p50_ms']:.1%} apart" in WORDS
+    rows = {(row["mode"], row["regime"]): row for row in tenth["policies"]["all policies"]}
+    short = rows["eager", "saturated"]
+    assert f"{short['steps']} EAGER steps are {short['error']:.1%} off singly and too few" in WORDS
 
 
 @pytest.mark.parametrize("kind", ["command", "policy", "executor"])
