@@ -6,18 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.executors.base import StepInputs
 from kpolicy.executors.device import DeviceAdapter, Span
-from kpolicy.executors.launch_rows import slots_ahead, unlike
+from kpolicy.executors.launch_rows import check_extra, check_fit, check_sampling, slots_ahead
 from kpolicy.executors.step_model import StepModel, StepTensors
 
 __all__ = ["PaddedShape", "StepBuffers", "extra_inputs"]
 
 Tensor = Any
 
-_SAMPLING = ("temperature", "seed")
-"""What a device sampler reads"""
 STEPS_AHEAD = 16
 """Decode steps beyond the first that a launch's slots are reserved for without allocating: twice what the batcher
 offers."""
@@ -130,11 +127,7 @@ class StepBuffers:
         """
         tokens, reqs, query_len = shape
         _, query_lens, token_ids, positions, slots, table, kv_lens, wanted_rows, _, sampling, extra = rows
-        # What lacks a token or a row would be padded like a smaller launch, and compute something else.
-        if len(positions) != (count := len(token_ids)) or len(slots) != count:
-            raise unlike(rows)
-        if len(kv_lens) != (count := len(query_lens)) or len(table) != count:
-            raise unlike(rows)
+        check_fit(rows, query_len)
         jobs: list[Any] = [
             (self.token_ids, token_ids, tokens, 0), (self.positions, positions, tokens, 0),
             (self.slot_mapping, slots, tokens, self._pad_slot), (self.block_table, table, reqs, 0),
@@ -142,11 +135,7 @@ class StepBuffers:
         ]  # fmt: skip
         if query_len is None:
             starts = [0, *accumulate(query_lens)]
-            if starts[-1] != len(token_ids):
-                raise unlike(rows)
             jobs.append((self.query_starts, starts, reqs + 1, starts[-1]))
-        elif query_len * count != len(token_ids):
-            raise unlike(rows)
         if wanted:
             jobs.append((self.wanted, wanted_rows, max(reqs, len(wanted_rows)), 0))
         if self.extra or extra:
@@ -168,22 +157,13 @@ class StepBuffers:
         return sampled
 
     def _extra_jobs(self, rows: StepInputs, num_tokens: int) -> list[Any]:
-        if rows.extra.keys() != self.extra.keys():
-            raise ConfigError(
-                f"the step brings the extra inputs {sorted(rows.extra)} and the model takes {sorted(self.extra)}; give "
-                "those, and state in the model's `extra_inputs` what it takes."
-            )
-        for name, values in rows.extra.items():
-            _check_count(f"extra input {name}", len(values), len(rows.token_ids), "tokens")
+        check_extra(rows, self.extra)
         return [(buffer, rows.extra[name], num_tokens, 0) for name, buffer in self.extra.items()]
 
     def _stage_sampling(self, rows: StepInputs) -> bool:
         """Copy what sampling reads; False where every row is greedy."""
+        check_sampling(rows)
         num_wanted = len(rows.wanted)
-        for name, values in rows.sampling.items():
-            if name not in _SAMPLING:
-                raise UnknownNameError("sampling input", name, _SAMPLING)
-            _check_count(f"sampling input {name}", len(values), num_wanted, "wanted rows")
         temperature = rows.sampling.get("temperature")
         if temperature is None or not num_wanted or (isinstance(temperature, list | tuple) and not any(temperature)):
             return False
@@ -223,8 +203,3 @@ class StepBuffers:
         stage(self.wanted, (), reqs, 0)
         for buffer in self.extra.values():
             stage(buffer, (), tokens, 0)
-
-
-def _check_count(name: str, count: int, wanted: int, of: str) -> None:
-    if count != wanted:
-        raise ConfigError(f"{name} has {count} values for {wanted} {of}; give one for each.")

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.executors.base import StepInputs
 from kpolicy.executors.step_model import RowLayout
 from kpolicy.modes import Rows
 
-__all__ = ["LaunchRows", "decode_places", "launch_rows", "slots_ahead", "uniform_query_len", "unlike"]
+__all__ = [
+    "LaunchRows",
+    "check_extra",
+    "check_fit",
+    "check_sampling",
+    "decode_places",
+    "launch_rows",
+    "slots_ahead",
+    "uniform_query_len",
+]
+
+SAMPLING = ("temperature", "seed")
+"""What a device sampler reads"""
 
 
 class LaunchRows(NamedTuple):
@@ -77,7 +89,61 @@ def decode_places(rows: StepInputs) -> Sequence[int]:
     return [place[end - 1] for end in accumulate(rows.query_lens[:num_decodes])]
 
 
-def unlike(rows: StepInputs) -> ConfigError:
+def check_fit(rows: StepInputs, query_len: int | None = None) -> None:
+    """Refuse inputs that lack a token or a row: padded like a smaller launch they would compute something else.
+
+    Args:
+        rows: the launch's.
+        query_len: the one query length of its rows; None where they vary.
+
+    Raises:
+        ConfigError: with how many there are of each.
+    """
+    _, query_lens, token_ids, positions, slots, table, kv_lens, _, _, _, _ = rows
+    if (
+        len(positions) != (num_tokens := len(token_ids))
+        or len(slots) != num_tokens
+        or len(kv_lens) != (num_reqs := len(query_lens))
+        or len(table) != num_reqs
+        or (sum(query_lens) if query_len is None else query_len * num_reqs) != num_tokens
+    ):
+        raise _unlike(rows)
+
+
+def check_sampling(rows: StepInputs) -> None:
+    """Refuse sampling inputs that no sampler reads, and those that aren't one for each wanted row.
+
+    Raises:
+        UnknownNameError: nobody reads one.
+        ConfigError: there are too few or too many values.
+    """
+    for name, values in rows.sampling.items():
+        if name not in SAMPLING:
+            raise UnknownNameError("sampling input", name, SAMPLING)
+        _check_count(f"sampling input {name}", len(values), len(rows.wanted), "wanted rows")
+
+
+def check_extra(rows: StepInputs, taken: Collection[str]) -> None:
+    """Refuse other extra inputs than are taken, and those that aren't one for each token.
+
+    Raises:
+        ConfigError: which.
+    """
+    if rows.extra.keys() != set(taken):
+        raise ConfigError(
+            f"the step brings the extra inputs {sorted(rows.extra)} and the model takes {sorted(taken)}; give "
+            "those, and state in the model's `extra_inputs` what it takes."
+        )
+    for name, values in rows.extra.items():
+        _check_count(f"extra input {name}", len(values), len(rows.token_ids), "tokens")
+
+
+def _check_count(name: str, count: int, wanted: int, of: str) -> None:
+    if count != wanted:
+        raise ConfigError(f"{name} has {count} values for {wanted} {of}; give one for each.")
+
+
+def _unlike(rows: StepInputs) -> ConfigError:
     """What is wrong with rows whose inputs are of unlike numbers of tokens or rows."""
     tokens = {name: len(getattr(rows, name)) for name in ("token_ids", "positions", "slot_mapping")}
     reqs = {name: len(getattr(rows, name)) for name in ("query_lens", "kv_lens", "block_table")}

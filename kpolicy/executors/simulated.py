@@ -34,7 +34,7 @@ from kpolicy.errors import (
     UnknownNameError,
 )
 from kpolicy.executors.base import CaptureReport, ProbeReport, ProbeStatus, StepInputs
-from kpolicy.executors.launch_rows import unlike
+from kpolicy.executors.launch_rows import check_extra, check_fit, check_sampling
 from kpolicy.executors.runner import ModeRunner, PartOutputs
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
@@ -283,11 +283,11 @@ class SimulatedDevice:
 
     def _steps(self, run: Callable[[StepInputs], list[int]], rows: StepInputs, launch: Launch) -> PartOutputs:
         """Run the rows as often as the launch says, each time with the tokens sampled the time before."""
-        if not (
-            len(rows.token_ids) == len(rows.positions) == len(rows.slot_mapping)
-            and len(rows.query_lens) == len(rows.kv_lens) == len(rows.block_table)
-        ):
-            raise unlike(rows)
+        check_fit(rows)
+        if rows.sampling:
+            check_sampling(rows)
+        if rows.extra:
+            check_extra(rows, ())
         outputs = run(rows)
         if launch.rows is _PREFILL:
             return PartOutputs(outputs, [])

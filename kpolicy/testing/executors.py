@@ -302,6 +302,10 @@ def inputs_that_do_not_fit_are_an_error(make: MakeExecutor, close: Close = opera
         for name in ("positions", "slot_mapping", "block_table", "kv_lens"):
             short = inputs._replace(**{name: getattr(inputs, name)[:-1]})
             _expect_error(bench.executor, decision, short, f"{name} is one short")
+        for more in (-1, 1):
+            lengths = [*inputs.query_lens[:-1], inputs.query_lens[-1] + more]
+            wrong = inputs._replace(query_lens=lengths)
+            _expect_error(bench.executor, decision, wrong, f"query_lens come to {more:+} tokens")
         bench.same(bench.run(decision, rows).outputs, bench.eagerly(rows).outputs, f"{decision} after such errors")
     assert bench.registry.captured() == bench.captured, "inputs that don't fit must cost no graph"
 

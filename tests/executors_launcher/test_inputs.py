@@ -20,24 +20,41 @@ MODES = ("full", "piecewise", "eager")
 @pytest.fixture(params=MODES)
 def stepped(request: pytest.FixtureRequest, small: Callable[..., Any]) -> tuple[Engine, Any]:
     """An Engine that runs all in one mode, and the inputs of two prompts."""
-    engine = Engine(request.param, model=small(), ladder=[2, 4, 8, 16], calibrate=0)
+    return _stepped(Engine(request.param, model=small(), ladder=[2, 4, 8, 16], calibrate=0), request.param)
+
+
+@pytest.fixture(params=MODES)
+def simulated(request: pytest.FixtureRequest) -> tuple[Engine, Any]:
+    """The same on the simulated device."""
+    executor = "simulated"
+    engine = Engine(request.param, attention="gqa", executor=executor, ladder=[2, 4, 8, 16], calibrate=0)
+    return _stepped(engine, request.param)
+
+
+def _stepped(engine: Engine, mode: str) -> tuple[Engine, Any]:
     engine.capture()
     sequences = Sequences(1)
     inputs = sequences.inputs([sequences.chunk(sequences.start(), 3), sequences.chunk(sequences.start(), 5)])
-    assert engine.step(inputs).decision.mode.value == request.param
+    assert engine.step(inputs).decision.mode.value == mode
     return engine, inputs
 
 
-@pytest.mark.parametrize(
+WRONG = pytest.mark.parametrize(
     ("wrong", "words"),
     [
         ({"positions": [0, 1]}, "token_ids 8, positions 2, slot_mapping 8"),
         ({"kv_lens": [3]}, "query_lens 2, kv_lens 1, block_table 2"),
         ({"query_lens": [3, 4]}, "query_lens come to 7 tokens"),
+        ({"query_lens": [3, 9]}, "query_lens come to 12 tokens"),
         ({"sampling": {"temperature": [0.5]}}, "sampling input temperature has 1 values for 2 wanted rows"),
         ({"sampling": {"temperature": [0.5, 0.5], "seed": [1]}}, "sampling input seed has 1 values for 2 wanted rows"),
+        ({"sampling": {"top_p": [0.9, 0.9]}}, "unknown sampling input 'top_p'"),
+        ({"extra": {"scale": [1.0] * 8}}, "brings the extra inputs .'scale'. and the model takes"),
     ],
 )
+
+
+@WRONG
 def test_inputs_that_do_not_fit_each_other_are_named(
     stepped: tuple[Engine, Any], wrong: dict[str, Any], words: str
 ) -> None:
@@ -48,6 +65,12 @@ def test_inputs_that_do_not_fit_each_other_are_named(
         engine.step(inputs._replace(**wrong))
     assert engine.registry.captured() == before
     engine.step(inputs)
+
+
+@WRONG
+def test_the_simulated_device_names_them_too(simulated: tuple[Engine, Any], wrong: dict[str, Any], words: str) -> None:
+    """A test on it would pass for inputs that no device takes."""
+    test_inputs_that_do_not_fit_each_other_are_named(simulated, wrong, words)
 
 
 def test_a_sampling_input_that_nobody_reads_is_refused(stepped: tuple[Engine, Any]) -> None:
