@@ -33,6 +33,7 @@ __all__ = [
     "UnknownArchitectureError",
     "UnknownNameError",
     "UpdateStallError",
+    "misspelt",
     "near_miss",
 ]
 
@@ -187,10 +188,17 @@ def _listed(names: tuple[str, ...]) -> str:
     return f"{text} and {more} more" if more > 0 else text
 
 
-def near_miss(name: object, allowed: tuple[str, ...]) -> str | None:
-    """The allowed name that is nearest to the one given, if any is near."""
+def near_miss(name: object, allowed: tuple[str, ...], cutoff: float = 0.6) -> str | None:
+    """The allowed name that is nearest to the one given, if any is as near as `cutoff`, of 1."""
     import difflib
 
     folded = {each.lower(): each for each in reversed(allowed)}
-    close = difflib.get_close_matches(str(name).lower(), folded, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(name).lower(), folded, n=1, cutoff=cutoff)
     return folded[close[0]] if close else None
+
+
+def misspelt(environ: Iterable[str], prefix: str, known: Iterable[str]) -> list[tuple[str, str]]:
+    """Variables with that prefix that aren't known, each with the one meant; others may be of another program."""
+    allowed = tuple(known)
+    others = sorted(name for name in environ if name.startswith(prefix) and name not in allowed)
+    return [(name, near) for name in others if (near := near_miss(name, allowed, cutoff=0.9))]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, misspelt
 from kpolicy.policies import get_policy
 from kpolicy.settings import Objective
 
@@ -111,10 +110,7 @@ class Config:
     @classmethod
     def misspelt(cls, environ: Mapping[str, str]) -> list[tuple[str, str]]:
         """Variables that aren't settings, each with the one that was meant; others may be of another program."""
-        known = [ON, *(_PREFIX + name.upper() for name in attrs.fields_dict(cls))]
-        others = [name for name in environ if name.startswith(_PREFIX) and name not in known]
-        near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.9) for name in sorted(others)}
-        return [(name, found[0]) for name, found in near.items() if found]
+        return misspelt(environ, _PREFIX, [ON, *(_PREFIX + name.upper() for name in attrs.fields_dict(cls))])
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kpolicy.errors import ConfigError, UnknownNameError
+from kpolicy.errors import ConfigError, UnknownNameError, misspelt
 from kpolicy.settings import Objective
 
 __all__ = ["ON", "SECTION", "Config"]
@@ -144,6 +144,11 @@ class Config:
         values = {name: _parsed(name, text) for name in fields if (text := environ.get(_PREFIX + name.upper()))}
         values.update({name: _checked(name, value) for name, value in given.items()})
         return cls(**values)
+
+    @classmethod
+    def misspelt(cls, environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+        """Variables that aren't settings, each with the one that was meant; others may be of another program."""
+        return misspelt(environ, _PREFIX, [ON, *(_PREFIX + name.upper() for name in attrs.fields_dict(cls))])
 
     def as_section(self) -> dict[str, Any]:
         """The settings that differ from the defaults, as plain JSON values that `load` reads."""

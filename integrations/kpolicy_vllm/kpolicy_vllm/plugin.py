@@ -39,6 +39,7 @@ def register() -> None:
     except Exception as error:  # noqa: BLE001 - vLLM calls this in every process, on or off, and catches nothing
         what = str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
         PROCESS.warn_once("other_vllm", f"it is off, and vLLM runs as if it weren't installed: {what}")
+        announce("")
 
 
 def _wrap(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
@@ -91,6 +92,10 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
     model = getattr(vllm_config.model_config, "hf_config", None)
     if config.plan is not None and model is not None:
         read_plan(config.plan, model)
+    if LISTED not in (vllm_config.additional_config or ()):
+        wrong = [f"{name} isn't a setting and changes nothing; {meant} is" for name, meant in Config.misspelt()]
+        if wrong:
+            PROCESS.warn_once("misspelt", ". ".join(wrong))
     listed = _remember(vllm_config, config, listed)
     sizes = _sizes_for(vllm_config, config, settings_of(vllm_config), listed)
     if sizes is not None:

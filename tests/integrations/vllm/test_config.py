@@ -34,6 +34,12 @@ def test_the_environment_switches_off():
     assert Config.load({"kpolicy": {}}, {"KPOLICY_VLLM": "0"}) is None
 
 
+def test_misspelt_variables():
+    """Each with the one that was meant; another program's isn't mentioned."""
+    environ = {"KPOLICY_OBJECTVE": "latency", "KPOLICY_VLM": "1", "KPOLICY_ORACLE": "x", "KPOLICY_LAZY": "1"}
+    assert Config.misspelt(environ) == [("KPOLICY_OBJECTVE", "KPOLICY_OBJECTIVE"), ("KPOLICY_VLM", "KPOLICY_VLLM")]
+
+
 def test_values_of_the_environment():
     """Every kind of value is read; what the flag says goes first."""
     environ = {

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kpolicy_vllm import metrics
+from kpolicy_vllm import metrics, plugin
+from kpolicy_vllm.state import Counters
 from kpolicy_vllm.steps import Step
+from kpolicy_vllm.versions import UnsupportedError
 from kpolicy_vllm.watch import Watch
 from tests.integrations.vllm.test_dispatch import chooser
 
@@ -152,3 +154,20 @@ def test_sums_hold_while_answers_are_dropped(state):
     thread.join()
     assert told == sorted(told)
     assert sum(count for count, *_ in chooser.tallies().values()) == before + 2000
+
+
+def test_another_vllm_is_on_the_page(monkeypatch):
+    """Nothing of it is touched, and an operator who looks sees why."""
+    client = pytest.importorskip("prometheus_client")
+    registry, counts = client.CollectorRegistry(), Counters()
+    monkeypatch.setattr(client, "REGISTRY", registry)
+    monkeypatch.setattr(metrics, "_COLLECTOR", [])
+    for module in (metrics, plugin):
+        monkeypatch.setattr(module, "PROCESS", counts)
+
+    def unknown():
+        raise UnsupportedError("this is vLLM 0.34.0")
+
+    monkeypatch.setattr(plugin, "adapter", unknown)
+    plugin.register()
+    assert b'kpolicy_vllm_events_total{event="other_vllm",policy=""} 1.0' in client.generate_latest(registry)

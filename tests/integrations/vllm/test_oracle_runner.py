@@ -343,6 +343,17 @@ def test_bad_setting(vllm, setting, caplog):
     assert PROCESS.counts["bad_setting"] == 1
 
 
+def test_misspelt_variable(vllm, monkeypatch, caplog):
+    """A variable that is nearly a setting changes nothing, and that is said once and counted."""
+    monkeypatch.setenv("KPOLICY_OBJECTVE", "latency")
+    with caplog.at_level(logging.WARNING):
+        served(vllm, kpolicy={"policy": "vllm"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "kpolicy: KPOLICY_OBJECTVE isn't a setting and changes nothing; KPOLICY_OBJECTIVE is"
+    ]
+    assert PROCESS.counts["misspelt"] == 1
+
+
 def test_plan_of_another_deployment(vllm, tmp_path, caplog):
     """A plan for other speculation leaves all to vLLM, with one warning that says what differs."""
     path = tmp_path / "plan.json"
