@@ -14,7 +14,7 @@ The model of a step (docs/design.md, costs):
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from itertools import chain
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -70,6 +70,10 @@ class Cost(NamedTuple):
         return "host" if self.host_us > self.device_us else "device"
 
 
+_PLAIN: Mapping[type, Set[type]] = {Integral: {int}, Real: {int, float}}
+"""Python's own numbers of each kind"""
+
+
 def _ints(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(int(value) for value in _numbers("curve sizes", values, Integral))
 
@@ -79,9 +83,15 @@ def _floats(values: Iterable[float]) -> tuple[float, ...]:
 
 
 def _numbers(what: str, values: Any, kind: type) -> tuple[Any, ...]:
-    """The numbers, of any library. Text, bools and numbers of another kind would be taken for something they aren't."""
+    """The numbers: Python's, or another library's that say of which kind they are, as numpy's do.
+
+    Text, bools and numbers of another kind would be taken for something they aren't.
+    """
     found = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else (None,)
-    if not all(isinstance(value, kind) and not isinstance(value, bool) for value in found):
+    # Curves are made while steps run, and to ask each value for an abstract class takes most of making one.
+    if not {*map(type, found)} <= _PLAIN[kind] and not all(
+        isinstance(value, kind) and not isinstance(value, bool) for value in found
+    ):
         numbers = "whole numbers" if kind is Integral else "numbers"
         raise ProfileError(f"{what} are {values!r:.80}; they are a sequence of {numbers}.")
     return found

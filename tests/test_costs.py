@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import Any
 
 import attrs
@@ -99,6 +100,24 @@ def test_curves_that_nobody_measured(sizes: Any, us: Any, match: str) -> None:
     """A curve without points, with sizes that don't rise, or with a time that is no time is an error."""
     with pytest.raises(ProfileError, match=match):
         Curve(sizes, us)
+
+
+def test_plain_numbers_of_a_curve_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Corrected costs are made while steps run; numbers of other libraries are looked at, and become plain ones."""
+    np = pytest.importorskip("numpy")
+    asked = []
+
+    def counting(value: object, kind: Any) -> bool:
+        if kind in (Integral, Real):
+            asked.append(value)
+        return isinstance(value, kind)
+
+    monkeypatch.setattr("kpolicy.costs.isinstance", counting, raising=False)
+    Curve((1, 2), (1.0, 2))
+    assert not asked
+    curve = Curve(np.array([1, 2]), np.array([1.0, 2.0]))
+    assert len(asked) == 4
+    assert [type(value) for value in (*curve.sizes, *curve.us)] == [int, int, float, float]
 
 
 @pytest.mark.parametrize(
