@@ -224,7 +224,7 @@ class Engine:
         Raises:
             ProfileError: it was measured on another device, with another model, or with one that was split.
         """
-        _check_kinds(costs=costs)
+        _check_kinds(optional=False, costs=costs)
         _check_measured(costs, self.executor)
         # In this order: see `_prepared`.
         self._costs = costs
@@ -785,10 +785,10 @@ _REMEDIES = {
 """Arguments by name: of which class they are, and what makes one"""
 
 
-def _check_kinds(**arguments: object) -> None:
+def _check_kinds(*, optional: bool = True, **arguments: object) -> None:
     for name, value in arguments.items():
         kind, example = _REMEDIES[name]
-        if value is not None and not isinstance(value, kind):
+        if not (optional and value is None) and not isinstance(value, kind):
             raise ConfigError(f"{name} is {value!r:.80}; it takes a {kind.__name__}, such as {example}.")
 
 

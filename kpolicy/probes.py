@@ -66,8 +66,8 @@ def probe_all(
     if kernels and torch.status is ProbeStatus.USABLE:
         # A model is loaded in the environment as it is, whatever torch alone needed.
         found.append(_kernels(attrs.evolve(look, answered=torch_look.answered)))
-    lacking = {each.name.partition(" ")[2]: each.status for each in devices if each.status is not ProbeStatus.USABLE}
-    return (*devices, *found, *_extras(), *_plugins(look, lacking))
+    seen = {each.name.partition(" ")[2]: each.status for each in devices}
+    return (*devices, *found, *_extras(), *_plugins(look, seen))
 
 
 _OTHERS = "it runs on "
@@ -130,14 +130,14 @@ def _version(distribution: str) -> str | None:
 # Plugins
 
 
-def _plugins(look: Look, lacking: Mapping[str, ProbeStatus]) -> Iterator[ProbeReport]:
-    """Policies and executors, ours first; `lacking` are devices that can't be used, by what an executor is called."""
+def _plugins(look: Look, devices: Mapping[str, ProbeStatus]) -> Iterator[ProbeReport]:
+    """Policies and executors, ours first; `devices` are those that were looked at, by what an executor is called."""
     for kind, group, own in (
         ("policy", policies.GROUP, policies.OWN),
         ("executor", executors.GROUP, executors.OWN),
     ):
         for name, target in own.items():
-            yield _own(f"{kind} {name}", target, lacking.get(name) if kind == "executor" else None)
+            yield _own(f"{kind} {name}", target, devices if kind == "executor" else {})
         try:
             yield from _shadowed(kind, group, own)
             others = {name: source for name, source in plugin_names(group, own).items() if name not in own}
@@ -149,7 +149,7 @@ def _plugins(look: Look, lacking: Mapping[str, ProbeStatus]) -> Iterator[ProbeRe
             yield _outside(f"{kind} {name}", group, name, source, look)
 
 
-def _own(name: str, target: str, without: ProbeStatus | None) -> ProbeReport:
+def _own(name: str, target: str, devices: Mapping[str, ProbeStatus]) -> ProbeReport:
     module, _, attribute = target.partition(":")
     facts = {"origin": "kpolicy", "target": target}
     if module in executors.NEED_TORCH:
@@ -158,10 +158,13 @@ def _own(name: str, target: str, without: ProbeStatus | None) -> ProbeReport:
             return report(name, ProbeStatus.ABSENT, "needs torch", "pip install 'kpolicy[models]'", facts=facts)
         device = name.partition(" ")[2]
         caveat = UNVERIFIED if device in executors.UNVERIFIED else ""
-        if without is not None:
-            return report(
-                name, without, f"kpolicy's own; its device is {without}, see device {device}", caveat, facts=facts
-            )
+        status = devices.get(device)
+        if status is None:
+            why = "kpolicy's own; needs torch, see extra torch; the device that it finds there isn't looked at"
+            return report(name, ProbeStatus.USABLE, why, caveat, facts=facts)
+        if status is not ProbeStatus.USABLE:
+            why = f"kpolicy's own; its device is {status}, see device {device}"
+            return report(name, status, why, caveat, facts=facts)
         return report(name, ProbeStatus.USABLE, "kpolicy's own; needs torch, see extra torch", caveat, facts=facts)
     try:
         getattr(import_module(module), attribute)

@@ -318,6 +318,8 @@ def test_what_decisions_are_made_from_is_not_set_by_assignment() -> None:
     for name, value in (("costs", slow), ("objective", Objective(0.0, 1.0))):
         with pytest.raises(AttributeError, match=name):
             setattr(engine, name, value)
+    with pytest.raises(ConfigError, match="costs is None; it takes a CostTable"):
+        engine.take_costs(None)  # type: ignore[arg-type]
     engine.take_costs(slow)
     assert engine.decide(shape).mode is engine.explain(shape).decision.mode is Mode.EAGER
 

@@ -974,5 +974,8 @@ def test_an_executor_is_as_usable_as_its_device(fakes: Fakes) -> None:
     assert found["device cuda"].status is found["executor cuda"].status is USABLE
     assert found["device kunlun"].status is found["executor kunlun"].status is ABSENT
     assert "its device is absent, see device kunlun" in found["executor kunlun"].reason
+    # No device is called like this one.
+    assert "the device that it finds there isn't looked at" in found["executor accelerator"].reason
+    assert "looked at" not in found["executor cuda"].reason
     found = fakes.probe(CUDA_VISIBLE_DEVICES="-1")
     assert found["device cuda"].status is found["executor cuda"].status is MASKED

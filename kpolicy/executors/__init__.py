@@ -161,7 +161,7 @@ def first_executor(model: Any, settings: Settings | None = None, **arguments: An
         ConfigError: none can, with every reason; or the executor doesn't take an argument.
         PluginError: a plugin raised when it made its executor: who installed it means it to run here.
     """
-    kind = str(getattr(model, "device", "cpu")).partition(":")[0]
+    kind = str(getattr(model, "device", None) or "cpu").partition(":")[0]
     own = OF_TENSORS.get(kind, ("accelerator",))
     names = [*([kind] if kind not in OWN and kind in executor_names() else []), *own]
     refused: dict[str, str] = {}

@@ -152,6 +152,9 @@ def test_a_model_on_the_cpu_runs_there() -> None:
     executor, passed_over = first_executor(model)
     assert executor.name == "cpu"
     assert not passed_over
+    # One that doesn't say is there, too.
+    model.device = None
+    assert first_executor(model)[0].name == "cpu"
 
 
 def test_the_next_device_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

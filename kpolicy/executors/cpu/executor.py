@@ -37,7 +37,7 @@ class CpuExecutor(ModeRunner):
         check: bool = False,
         memory_bytes: int | None = None,
     ) -> None:
-        at = str(getattr(model, "device", "cpu"))
+        at = str(getattr(model, "device", None) or "cpu")
         if at.partition(":")[0] != "cpu":
             raise ConfigError(
                 f"the model is on {at!r}, and the CPU executor runs those on the CPU. Load it with device='cpu', or "
