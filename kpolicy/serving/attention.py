@@ -170,13 +170,15 @@ def attend(
         q: [batch, heads, queries, head_dim].
         k: [batch, heads, keys, head_dim].
         v: [batch, heads, keys, value_dim].
-        seen: bool, [1 or batch, 1 or heads, queries, keys]. With fewer dimensions torch's fused kernel for CPUs isn't
-            taken: scores of a chunk of 256 tokens are written out then, tens of MB that come from the system anew.
+        seen: bool, [1 or batch, 1 or heads, queries, keys]; the first two may be left out.
         scale: multiplies scores.
         softcap: 0 for none.
     """
     # On a GPU (torch 2.11, H200) the fused kernel gave wrong results for the last of 129 queries under a mask.
     if not softcap and q.device.type == "cpu":
+        # Of a mask of three dimensions its fused kernel isn't taken: scores of a chunk of 256 tokens are written out
+        # then, tens of MB that come from the system anew.
+        seen = seen[(None,) * (4 - seen.dim())]
         # torch's fused kernel wants equal head sizes; zeros beyond a value change nothing.
         missing = q.shape[-1] - v.shape[-1]
         if missing > 0:

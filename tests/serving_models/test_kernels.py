@@ -11,7 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kpolicy.serving.attention import mla_attention, paged_attention  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
+from kpolicy.serving.attention import attend, mla_attention, paged_attention  # noqa: E402
 from kpolicy.serving.mla import absorbed_rows, expanded_row  # noqa: E402
 from kpolicy.serving.rows import HostRows, RowTensors, divide, padded_blocks  # noqa: E402
 
@@ -191,3 +193,18 @@ def test_a_recorder_sees_one_operator() -> None:
     with Watch():
         paged_attention(torch.randn(11, 4, 8), cache, cache, at, 1.0)
     assert [each for each in seen if each[0] != "aten::randn"] == [("kpolicy::paged_attention", False)]
+
+
+@pytest.mark.parametrize("dimensions", [2, 3, 4])
+def test_the_fused_kernel_is_taken_whatever_the_mask_leaves_out(dimensions: int) -> None:
+    """Of a mask of three dimensions torch takes it not, and writes all scores out."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(1, 8, 16, 32, generator=generator)
+    k, v = (torch.randn(1, 8, 64, 32, generator=generator) for _ in range(2))
+    seen = torch.ones(16, 64, dtype=torch.bool).tril(48)
+    given = seen[(None,) * (dimensions - 2)]
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU]) as profiled:
+        found = attend(q, k, v, given, 0.1)
+    assert any("flash" in event.name for event in profiled.events())
+    scores = (q.double() @ k.double().transpose(-1, -2) * 0.1).masked_fill(~seen, -math.inf)
+    assert torch.allclose(found.double(), scores.softmax(-1) @ v.double(), atol=1e-5)
