@@ -24,14 +24,9 @@ FIGURES = {
 }  # fmt: skip
 SHORT = 0.99
 """A ratio below it is bold"""
-SIMULATED = {
-    "code-2048": "Azure code, steps of 2,048",
-    "code-8192": "Azure code, steps of 8,192, vLLM's default here",
-    "chat": "Azure chat, 40 requests/s",
-    "decode-768-64": "768 decodes at once",
-    "decode-1000-64": "1,000 decodes at once",
-    "burst-768": "Burst of 768 short prompts",
-}
+SIMULATED = VLLM_LOADS | {
+    "code-8192": f"{VLLM_LOADS['code-8192']}, vLLM's default here", "chat": f"{VLLM_LOADS['chat']}, 40 requests/s",
+}  # fmt: skip
 SIDES = {"kpolicy": "as it is", "paced 1:1": "`1:1`", "paced latency": "`latency`"}
 SHOWN = ("requests/s", "gap p50 ms", "gap p99 ms", "ttft p50 ms", "ttft p99 ms")
 
@@ -93,13 +88,12 @@ def of_sides(pair: str) -> dict[tuple[str, str], dict[str, Any]]:
 def ladder_alone() -> Iterator[str]:
     """Stock with the shim's sizes, and the shim against that."""
     wide, policy = of_sides("stock wide"), of_sides("wide kpolicy")
-    titles = {"decode-768-64": "768 decodes", "decode-1000-64": "1,000 decodes", "code-2048": "code, steps of 2,048"}
-    for load, title in titles.items():
+    for load in ("decode-768-64", "decode-1000-64", "code-2048"):
         figures = ("requests_per_s", "gap_p99_ms", "ttft_p50_ms") if load == "code-2048" else ("requests_per_s",)
         for place, figure in enumerate(figures):
             name = FIGURES[figure].removesuffix(" ms")
             cells = f"{ratio(wide[load, figure])} | {ratio(policy[load, figure], 0)}"
-            yield f"| {'' if place else title} | {name} | {cells} |"
+            yield f"| {'' if place else MEASURED[load]} | {name} | {cells} |"
 
 
 def bounded() -> Iterator[str]:
