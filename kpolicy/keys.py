@@ -6,7 +6,7 @@ import attrs
 
 from kpolicy.errors import ConfigError
 from kpolicy.modes import Part
-from kpolicy.shapes import BatchNumbers
+from kpolicy.shapes import BatchNumbers, plain_int
 
 __all__ = ["GraphKey"]
 
@@ -46,6 +46,9 @@ class GraphKey:
             raise ConfigError(f"part is {self.part!r:.80}; it is Part.FULL or Part.PIECEWISE. Part('full') makes one.")
         for name, least, optional in _COUNTS:
             value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                value = plain_int(value)
+                object.__setattr__(self, name, value)
             if not (optional and value is None) and (type(value) is not int or value < least):
                 raise ConfigError(f"{name} of a graph key is {value!r:.80}; it is a whole number from {least} up.")
         if self.query_len is not None and self.max_query_len is not None:

@@ -11,6 +11,7 @@ from kpolicy.errors import LadderError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.settings import Settings
+from kpolicy.shapes import plain_int
 
 __all__ = ["CaptureLadder", "CaptureSizes", "check_sizes", "default_sizes", "plan_keys"]
 
@@ -68,7 +69,7 @@ def default_sizes(largest: int) -> tuple[int, ...]:
 
 def _sizes(values: Iterable[int]) -> tuple[int, ...]:
     try:
-        return tuple(values)
+        return tuple(map(plain_int, values))
     except TypeError:
         raise LadderError(f"capture sizes are {values!r:.80}; give a list of whole numbers of tokens.") from None
 

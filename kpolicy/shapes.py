@@ -16,7 +16,7 @@ import attrs
 from kpolicy.errors import ShapeError
 from kpolicy.modes import Mode, forbidden_mask
 
-__all__ = ["GAP_TAIL_US", "LARGEST_COUNT", "NO_FACTS", "WAITING_REQS", "BatchNumbers", "BatchShape"]
+__all__ = ["GAP_TAIL_US", "LARGEST_COUNT", "NO_FACTS", "WAITING_REQS", "BatchNumbers", "BatchShape", "plain_int"]
 
 LARGEST_COUNT = 2**31 - 1
 """No count of a batch may be larger: device kernels index rows and slots with 32 bits."""
@@ -142,16 +142,22 @@ def _pairs(name: str, parts: str, value: Any) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
+def plain_int(value: Any) -> Any:
+    """A whole number of any library as an int. Anything else as it is, for whoever refuses it: floats, text, bools."""
+    if type(value) is int or isinstance(value, bool):
+        return value
+    try:
+        return int(index(value))
+    except TypeError:
+        return value
+
+
 def _count(name: str, value: Any) -> int:
     """The count as an int. Integers of other libraries are counts; floats, text and bools aren't."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return index(value)
-    except TypeError:
-        raise ShapeError(
-            f"{name} is {value!r:.80}; counts are whole numbers, at most {LARGEST_COUNT}. Give an int."
-        ) from None
+    count = plain_int(value)
+    if type(count) is not int:
+        raise ShapeError(f"{name} is {value!r:.80}; counts are whole numbers, at most {LARGEST_COUNT}. Give an int.")
+    return count
 
 
 _OPTIONAL_COUNTS = ("decode_kv_tokens", "max_kv_len")

@@ -212,6 +212,20 @@ def test_keys_that_no_graph_has(arguments: dict[str, Any], match: str) -> None:
         GraphKey(**{"part": Part.FULL, **arguments})
 
 
+def test_sizes_of_numpy_are_sizes() -> None:
+    """Keys, capture sizes and claims hold them as plain whole numbers, which JSON takes too; true isn't one."""
+    np = pytest.importorskip("numpy")
+    key = GraphKey(Part.FULL, np.int64(8), np.int32(8), query_len=np.int64(1), lora_case=np.int64(0))
+    assert key == GraphKey(Part.FULL, 8, 8, query_len=1)
+    assert hash(key) == hash(GraphKey(Part.FULL, 8, 8, query_len=1))
+    sizes = CaptureSizes(tuple(np.arange(1, 4)))
+    claims = Claims(uniform_query_len=np.int64(4))
+    for value in (key.num_tokens, key.num_reqs, key.query_len, key.lora_case, *sizes.decode, claims.uniform_query_len):
+        assert type(value) is int
+    with pytest.raises(ConfigError, match="num_tokens of a graph key is True"):
+        GraphKey(Part.FULL, True)
+
+
 @pytest.mark.parametrize(
     ("key", "text"),
     [

@@ -14,7 +14,7 @@ from enum import Enum
 import attrs
 
 from kpolicy.errors import SupportError, UnknownNameError
-from kpolicy.shapes import LARGEST_COUNT
+from kpolicy.shapes import LARGEST_COUNT, plain_int
 
 __all__ = [
     "ANY_QUERY_LEN",
@@ -103,8 +103,8 @@ class Claims:
             absorbed and prefill expanded, so that a graph of one can't stand in for the other.
     """
 
-    uniform_query_len: int = 0
-    varlen_query_len: int = 0
+    uniform_query_len: int = attrs.field(default=0, converter=plain_int)
+    varlen_query_len: int = attrs.field(default=0, converter=plain_int)
     mixed: bool = False
     piecewise: bool = True
     host_params: HostParams = attrs.field(default=HostParams.NONE, converter=_host_params)
