@@ -85,12 +85,13 @@ _TAKE_TRACES = ("simulate", "sweep", "plan", "report")
 
 def _usage(error: CycloptsError) -> str:
     """The error of a command line that can't be read, and where to look."""
-    command = " ".join(["kpolicy", *(error.command_chain or ())])
+    chain = tuple(error.command_chain or ())
+    command = " ".join(("kpolicy", *chain))
     if isinstance(error, UnusedCliTokensError):
         left = ", ".join(map(repr, error.unused_tokens or ()))
         return f"{command} doesn't take {left}; any further value follows its option. See {command} --help."
-    traced = bool(error.command_chain) and error.command_chain[0] in _TAKE_TRACES
-    if traced and isinstance(error, UnknownOptionError) and "--trace" in (error.token.keyword, error.token.value):
+    traced = isinstance(error, UnknownOptionError) and "--trace" in (error.token.keyword, error.token.value)
+    if traced and chain and chain[0] in _TAKE_TRACES:
         # It is an option of `run` alone, which has one trace.
         return f"{command} takes its traces without an option, such as {command} conv.csv. See {command} --help."
     return f"{str(error).strip() or type(error).__name__} See {command} --help."
