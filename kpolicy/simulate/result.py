@@ -176,7 +176,8 @@ class SimResult:
 
     def as_dict(self) -> dict[str, Any]:
         """The result as plain JSON values. It holds no time of this machine, so equal runs give equal bytes."""
-        left_out = ("modes", "bound", "basis", "decode_steps")
+        # `curve` is each spread's, for plots.
+        left_out = ("modes", "bound", "basis", "decode_steps", "curve")
         values = attrs.asdict(self, filter=lambda attribute, _value: attribute.name not in left_out)
         values["modes"] = {mode: attrs.asdict(stats) for mode, stats in self.modes.items()}
         values["bound"] = {side: attrs.asdict(each) for side, each in self.bound.items()}
