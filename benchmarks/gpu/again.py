@@ -25,7 +25,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from statistics import median
 from typing import Any
@@ -45,7 +45,7 @@ from kpolicy.heap import frozen_heap
 from kpolicy.host_speed import INTERPRETER, host_work_us
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
-from kpolicy.modes import Part
+from kpolicy.modes import Mode, Part
 from kpolicy.scheduling.batching import Batcher, Generation
 from kpolicy.scheduling.traces import Trace
 from kpolicy.schemas import Log, StepEntry, StepLogWriter, read_profile, read_step_log
@@ -86,7 +86,9 @@ def thinned(places: Sequence[int], most: int) -> list[int]:
     return [places[i * len(places) // most] for i in range(most)]
 
 
-def wanted(log: Log[StepEntry], costs: CostTable, *, most: int | None, slower: float) -> set[int]:
+def wanted(
+    log: Log[StepEntry], costs: CostTable, *, most: int | None, slower: float, modes: Collection[str] = ()
+) -> set[int]:
     """Places of the steps that are measured again: those that the host bounds; see `host_bound`.
 
     Args:
@@ -94,16 +96,19 @@ def wanted(log: Log[StepEntry], costs: CostTable, *, most: int | None, slower: f
         costs: the run's own.
         most: of each mode; those that the host bounds without being slower come first. None for all of them.
         slower: with those that it bounds where it takes so many times as long.
+        modes: with every step of these, whatever bounds it.
     """
     first = host_bound(log.entries, costs)
-    others = sorted({*host_bound(log.entries, costs, slower=slower)} - {*first}) if slower > 1 else []
+    more = {i for i, entry in enumerate(log.entries) if entry.mode.partition("/")[0] in modes}
+    if slower > 1:
+        more |= {*host_bound(log.entries, costs, slower=slower)}
+    others = sorted(more - {*first})
     if most is None:
         return {*first, *others}
     found: set[int] = set()
     for mode in {log.entries[i].mode for i in (*first, *others)}:
         kept = thinned([i for i in first if log.entries[i].mode == mode], most)
-        more = thinned([i for i in others if log.entries[i].mode == mode], most - len(kept))
-        found |= {*kept, *more}
+        found |= {*kept, *thinned([i for i in others if log.entries[i].mode == mode], most - len(kept))}
     return found
 
 
@@ -204,7 +209,7 @@ def open_again(arguments: argparse.Namespace, opened: ExitStack) -> dict[str, Ag
             raise ConfigError(f"{path} doesn't say when its steps began; run kpolicy run --step-log again.")
         steps = set(range(len(log.entries)))
         if not arguments.all:
-            steps = wanted(log, profile.costs, most=arguments.most, slower=arguments.slower)
+            steps = wanted(log, profile.costs, most=arguments.most, slower=arguments.slower, modes=arguments.mode or ())
         # With the step before each: what ran before is in the host's caches.
         runs = {max(i + back, 0) for i in steps for back in (-1, 0)}
         if not runs:
@@ -240,6 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace that it served")
     parser.add_argument("--log", type=input_file, action="append", required=True, help="a policy's step log")
     parser.add_argument("--all", action="store_true", help="all steps, not only those that the host bounds")
+    parser.add_argument(
+        "--mode", action="append", choices=[*map(str, Mode)], help="every step of this mode too, whatever bounds it"
+    )
     parser.add_argument("--most", type=int, help="at most so many of each policy and mode, evenly over the run")
     parser.add_argument(
         "--slower", type=float, default=1.0, help="also steps that a host bounds which takes so many times as long (1)"

@@ -146,12 +146,26 @@ def test_steps_are_thinned_evenly_and_those_that_the_host_bounds_come_first(tmp_
     costs = attrs.evolve(analytic_costs(), host_full=HostCost(1.0), host_eager=HostCost(1e8))
     assert wanted(log, costs, most=None, slower=1.0) == bound
     assert wanted(log, costs, most=None, slower=1e9) == set(range(len(log.entries))) > bound
+    full = {i for i, each in enumerate(log.entries) if each.mode == "full"}
+    assert wanted(log, costs, most=None, slower=1.0, modes=["full"]) == bound | full > bound
     fewer = wanted(log, costs, most=20, slower=1e9)
     assert len(fewer & bound) == len(fewer - bound) == 20
     costs = attrs.evolve(costs, host_eager=analytic_costs().host_eager)
     mixed = wanted(log, costs, most=len(log.entries), slower=1e9)
     assert mixed == set(range(len(log.entries)))
     assert host_bound(log.entries, costs)[0] in wanted(log, costs, most=1, slower=1e9)
+
+
+def test_every_step_of_a_mode_whatever_its_form(tmp_path: Path) -> None:
+    """The host bounds none of these."""
+    log: Log[StepEntry] = again(tmp_path, "split:form=decodes_beside").log
+    costs = attrs.evolve(
+        analytic_costs(), host_full=HostCost(1.0), host_eager=HostCost(1.0), host_piecewise=HostCost(1.0)
+    )
+    split = {i for i, each in enumerate(log.entries) if each.mode == "split/decodes_beside"}
+    assert split
+    assert wanted(log, costs, most=None, slower=1.0) == set()
+    assert wanted(log, costs, most=None, slower=1.0, modes=["split"]) == split
 
 
 @pytest.mark.parametrize("passes", [["--passes", "2"], ["--passes", "1", "--turns"]], ids=["here", "in turns"])
