@@ -18,7 +18,7 @@ itself (`kpolicy.middle_profile`), and with ``--date`` the result names it and t
 
 Of a run with several turns a policy (``kpolicy run --repeats``) give each turn's log, in the order of the turns: cells
 are of the first turns, latencies and the ranking of the means of all, and what a policy's own turns differ by is what
-a wrong ranking has to exceed, up to 5% (`benchmarks.fidelity_turns`). ``--again`` takes steps of first turns.
+two policies have to be apart to be ranked (`benchmarks.fidelity_turns`). ``--again`` takes steps of first turns.
 
 To tell the step costs' errors from the simulated scheduler's, the logs' own step times are served too ("replayed"):
 with requests let in at the steps at which the run let them in, how many batches are the run's, and the latencies.
@@ -51,7 +51,7 @@ from benchmarks.fidelity_again import (
     steps_again,
 )
 from benchmarks.fidelity_served import Turns, latencies, requests_of
-from benchmarks.fidelity_turns import figure, figures_of, ranked_wrong, ranking, shows_ranking, tie_of
+from benchmarks.fidelity_turns import figure, figures_of, not_shown, ranked_wrong, ranking, ties
 from kpolicy.costs import CostTable
 from kpolicy.schemas import Profile, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.simulate.fidelity import FidelityRow, expected_costs, fidelity
@@ -162,8 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{POOLED}, side by side", *side_by_side(pooled, again[POOLED]), sep="\n  ")
         print(f"{POOLED}, how many of the run's steps in a cell ran again", *map(str, cells), sep="\n  ")
     per_token = us_per_token(logs, profile.costs)
-    wrong, tie, shown_by_token = ranked_wrong(per_token), tie_of(per_token), shows_ranking(per_token)
-    print(f"ranking by time a token, {tie:.1%} being a tie:", (wrong or "the same") if shown_by_token else "not shown")
+    wrong, unsure = ranked_wrong(per_token), not_shown(per_token)
+    print("ranking by time a token:", wrong or "as measured", *(f", {each} not shown" for each in unsure))
     served: dict[str, Any] = {}
     if arguments.run is not None:
         run = json.loads(arguments.run.read_text())
@@ -203,8 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "later_turns": [rounded(row) for row in later_rows],
             "us_per_token": per_token,
             "ranked_wrong": wrong,
-            "tie": tie,
-            "not_shown": not shown_by_token,
+            "tie": ties(per_token),
+            "not_shown": unsure,
             "served": served,
         }
         result.write_text(json.dumps(written, indent=2) + "\n")

@@ -1,14 +1,14 @@
 """What `benchmarks.fidelity` makes of policies that had several turns on the same arrivals (`kpolicy run --repeats`).
 
 A figure is then the mean of a policy's turns, measured and simulated, and two policies are a tie by it where their
-measured means are no further apart than the turns of one policy are, of whichever these are furthest apart. Of a policy
-with one turn nothing is known of that, and `TIE` stands for it. A figure by which turns of a policy
-are over `MOST_APART` apart ranks nothing.
+measured means are no further apart than the turns of either of them are. Of a policy with one turn nothing is known of
+that, and `TIE` stands for it. A tie of over `MOST_APART` isn't one: the ranking of these two isn't shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +17,7 @@ from kpolicy.simulate.fidelity import same_ranking
 TIE = 0.02
 """Share of the measured figure, of a policy that had one turn"""
 MOST_APART = 0.05
-"""Share by which turns of a policy may differ for policies to be ranked by that figure"""
+"""Share by which turns may differ for policies that are nearer than that to be a tie"""
 SIDES = ("measured", "simulated")
 Figure = dict[str, Any]
 """A figure of a policy: `SIDES`, the error, and of several turns by how much the measured ones are apart."""
@@ -47,29 +47,44 @@ def figures_of(found: Mapping[str, Any]) -> list[str]:
     return [name for name in found if name.endswith("_ms")]
 
 
-def tie_of(figures: Mapping[str, Figure]) -> float:
+def tie_of(one: Figure, other: Figure) -> float:
     """By what share two policies' measured means may differ and rank equal; see this module."""
-    return max((each.get("apart", TIE) for each in figures.values()), default=TIE)
+    return max(one.get("apart", TIE), other.get("apart", TIE))
 
 
-def shows_ranking(figures: Mapping[str, Figure]) -> bool:
-    """Whether turns of one policy are near enough for the figure to rank policies."""
-    return tie_of(figures) <= MOST_APART
+def pairs_of(figures: Mapping[str, Figure]) -> Iterator[tuple[tuple[str, str], float, float]]:
+    """Each two policies, by what share the measured means of the slower lie above the quicker's, and their tie."""
+    for one, other in combinations(figures, 2):
+        means = sorted(figures[policy]["measured"] for policy in (one, other))
+        yield (one, other), means[1] / means[0] - 1, tie_of(figures[one], figures[other])
+
+
+def not_shown(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
+    """Pairs of policies whose turns lie too far apart to say which of them is quicker by that figure."""
+    return [pair for pair, apart, tie in pairs_of(figures) if apart <= tie and tie > MOST_APART]
 
 
 def ranked_wrong(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
     """Pairs of policies that simulation ranks the other way round by that figure, ties left out."""
-    measured, simulated = ({policy: each[side] for policy, each in figures.items()} for side in SIDES)
-    return same_ranking(measured, simulated, tie=tie_of(figures))
+    wrong: list[tuple[str, str]] = []
+    for pair, _, tie in pairs_of(figures):
+        measured, simulated = ({policy: figures[policy][side] for policy in pair} for side in SIDES)
+        wrong += same_ranking(measured, simulated, tie=tie)
+    return wrong
+
+
+def ties(figures: Mapping[str, Figure]) -> dict[str, float]:
+    """By two policies, their tie."""
+    return {" and ".join(pair): tie for pair, _, tie in pairs_of(figures)}
 
 
 def ranking(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """By figure, the pairs of policies that are ranked wrongly, and the tie; and which figures rank nothing."""
+    """By figure, the pairs of policies that are ranked wrongly, their ties, and those whose ranking isn't shown."""
     by_figure = {
         name: {policy: each[name] for policy, each in found.items()} for name in figures_of(next(iter(found.values())))
     }
     return {
         "ranked_wrong": {name: ranked_wrong(figures) for name, figures in by_figure.items()},
-        "tie": {name: tie_of(figures) for name, figures in by_figure.items()},
-        "not_shown": [name for name, figures in by_figure.items() if not shows_ranking(figures)],
+        "tie": {name: ties(figures) for name, figures in by_figure.items()},
+        "not_shown": {name: not_shown(figures) for name, figures in by_figure.items()},
     }

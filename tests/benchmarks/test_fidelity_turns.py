@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import fidelity
 from benchmarks.fidelity_served import latencies
-from benchmarks.fidelity_turns import MOST_APART, TIE, figure, of_turns, ranked_wrong, ranking, shows_ranking, tie_of
+from benchmarks.fidelity_turns import MOST_APART, TIE, figure, not_shown, of_turns, ranked_wrong, ranking, tie_of, ties
 from kpolicy.costs import analytic_costs
 from kpolicy.errors import ConfigError
 from kpolicy.schemas import LogHeader, Profile, StepEntry, StepLogWriter, write_profile
@@ -27,35 +27,48 @@ def test_a_figure_is_the_mean_of_turns() -> None:
     assert figure([10.0], [12.0]) == {"measured": 10.0, "simulated": 12.0, "error": 0.2}
 
 
-def test_policies_no_further_apart_than_turns_of_one_are_a_tie() -> None:
-    """Of whichever policy's turns differ most; beyond that a wrong ranking counts."""
+def test_policies_no_further_apart_than_turns_of_either_are_a_tie() -> None:
+    """Of the two whose turns differ more; beyond that a wrong ranking counts."""
     figures = {"a": figure([10.0, 10.4], [10.5, 10.5]), "b": figure([10.4, 10.5], [10.3, 10.3])}
-    assert tie_of(figures) == pytest.approx(0.04)
-    assert ranked_wrong(figures) == []
+    assert tie_of(figures["a"], figures["b"]) == pytest.approx(0.04)
+    assert ranked_wrong(figures) == not_shown(figures) == []
     figures["a"] = figure([10.0, 10.1], [10.5, 10.5])
     assert ranked_wrong(figures) == [("a", "b")]
     assert ranked_wrong({"a": figures["a"], "b": figure([10.4, 10.5], [10.6, 10.6])}) == []
 
 
+def test_a_third_policys_turns_excuse_nothing() -> None:
+    """However far apart they are, the other two's ranking counts."""
+    steady = {"a": figure([10.0, 10.1], [10.5, 10.5]), "b": figure([10.4, 10.5], [10.3, 10.3])}
+    noisy = {**steady, "c": figure([13.0, 14.0], [14.0, 14.0])}
+    assert ranked_wrong(noisy) == [("a", "b")]
+    assert not_shown(noisy) == []
+    assert ties(noisy) == {"a and b": 0.01, "a and c": 0.0769, "b and c": 0.0769}
+
+
 def test_single_turns_have_the_tie_that_runs_had_before() -> None:
     """2%, as nothing is known of what turns differ by."""
-    assert tie_of({"a": figure([10.0], [10.0]), "b": figure([10.1], [10.0])}) == TIE == 0.02
+    assert tie_of(figure([10.0], [10.0]), figure([10.1], [10.0])) == TIE == 0.02
     assert ranked_wrong({"a": figure([10.0], [11.0]), "b": figure([10.19], [10.0])}) == []
     assert ranked_wrong({"a": figure([10.0], [11.0]), "b": figure([10.21], [10.0])}) == [("a", "b")]
 
 
-def test_a_figure_whose_turns_lie_far_apart_ranks_nothing() -> None:
-    """Else the more turns differ, the fewer pairs could be wrong."""
+def test_policies_whose_turns_lie_far_apart_arent_ranked() -> None:
+    """Unless they are further apart than that. Else the more turns differ, the fewer pairs could be wrong."""
     noisy = {"a": figure([10.0, 13.0], [13.0, 13.0]), "b": figure([12.0, 12.1], [9.0, 9.0])}
-    assert (ranked_wrong(noisy), shows_ranking(noisy)) == ([], False)
-    assert ranking({policy: {"busy_ms": each} for policy, each in noisy.items()})["not_shown"] == ["busy_ms"]
-    assert shows_ranking({"a": figure([10.0, 10.0 * (1 + MOST_APART)], [10.0, 10.0])})
-    assert shows_ranking({"a": figure([10.0], [10.0])})
+    assert (ranked_wrong(noisy), not_shown(noisy)) == ([], [("a", "b")])
+    assert ranking({policy: {"busy_ms": each} for policy, each in noisy.items()})["not_shown"] == {
+        "busy_ms": [("a", "b")]
+    }
+    far = {**noisy, "b": figure([16.0, 16.1], [9.0, 9.0])}
+    assert (ranked_wrong(far), not_shown(far)) == ([("a", "b")], [])
+    near = figure([10.0, 10.0 * (1 + MOST_APART)], [10.0, 10.0])
+    assert not_shown({"a": near, "b": near}) == []
 
 
 def test_a_policy_with_one_turn_has_its_own_tie() -> None:
     """Beside one whose turns lie closer."""
-    assert tie_of({"a": figure([10.0, 10.1], [10.0, 10.0]), "b": figure([10.0], [10.0])}) == TIE
+    assert tie_of(figure([10.0, 10.1], [10.0, 10.0]), figure([10.0], [10.0])) == TIE
 
 
 def test_each_figure_has_its_own_tie() -> None:
@@ -63,9 +76,10 @@ def test_each_figure_has_its_own_tie() -> None:
     turns = [{"ttft_p50_ms": figure([x], [10.0]), "gap_p50_ms": figure([5.0], [5.0]), "steps": {}} for x in (10, 11)]
     found = {"a": of_turns(turns), "b": of_turns(turns)}
     assert ranking(found) == {
-        "ranked_wrong": {"ttft_p50_ms": [], "gap_p50_ms": []}, "tie": {"ttft_p50_ms": 0.1, "gap_p50_ms": 0.0},
-        "not_shown": ["ttft_p50_ms"],
-    }  # fmt: skip
+        "ranked_wrong": {"ttft_p50_ms": [], "gap_p50_ms": []},
+        "tie": {"ttft_p50_ms": {"a and b": 0.1}, "gap_p50_ms": {"a and b": 0.0}},
+        "not_shown": {"ttft_p50_ms": [("a", "b")], "gap_p50_ms": []},
+    }
     assert found["a"]["turns"] == turns
     assert of_turns(turns[:1]) is turns[0]
 
@@ -134,6 +148,6 @@ def test_cells_are_of_first_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (cells["steps"], cells["error"]) == (len(entries), 0.0)
     [later] = [row for row in result["later_turns"] if row["mode"] == "all"]
     assert later["error"] == pytest.approx(1 - 1 / SLOWER, abs=1e-3)
-    assert result["tie"] == pytest.approx(SLOWER - 1, abs=1e-3)
-    assert result["not_shown"] is True
+    assert result["us_per_token"]["auto"]["apart"] == pytest.approx(SLOWER - 1, abs=1e-3)
+    assert result["tie"] == {}
     assert result["us_per_token"]["auto"]["error"] == pytest.approx(2 / (1 + SLOWER) - 1, abs=1e-3)
