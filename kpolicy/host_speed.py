@@ -6,7 +6,7 @@ with it. Noted while costs are measured and beside each step of a log, it tells 
 Launching a step goes with it for the most part: see `launching_takes`.
 
 The work is a loop of the interpreter. Times of other work say nothing of it, so a table names what its times rest on:
-small copies to the device were tried, and took 13% longer in calibration than in a run (docs/fidelity.md).
+small copies to the device were tried, and took 13% longer in calibration than in a run (docs/measured_fidelity.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AROUND = 4
 """Times on either side of one that tell with it how fast the host was: one alone may be late"""
 _LOOPS, _RUNS = 600, 3
 _SLOWS = 0.85
-"""Share of the host's time for launching that is taken to go with the work; see docs/fidelity.md."""
+"""Share of the host's time for launching that is taken to go with the work; see docs/measured_fidelity.md."""
 
 
 def host_work_us() -> float:

@@ -4,7 +4,7 @@ A virtual machine's host is slow or quick for as long as a calibration takes, an
 sample (`kpolicy.host_speed`) doesn't tell all of it; a single figure may be off besides, such as how much quicker
 pieces in a row are. So ``kpolicy calibrate --repeats 3`` calibrates several times, in processes of their own, and
 writes the median of every figure, once all tables are brought to the middle one's host speed. What it is worth,
-docs/fidelity.md shows.
+docs/measured_fidelity.md shows.
 
 Curves are taken at every size that one of them has and all of them span. Of the host's times to launch, the median is
 that of steps of decodes, of a prompt and of both, which were measured; their parts, which weren't, are made of it.

@@ -1,4 +1,4 @@
-"""docs/fidelity.md: every cell and every latency of the last fidelity runs is there, as its result has it."""
+"""docs/measured_fidelity.md has every cell and latency as its result has it; docs/fidelity.md the latest in short."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from benchmarks.fidelity_turns import SIDES, figure
 from kpolicy.middle_profile import middle
 from kpolicy.schemas import Profile, read_profile
 
-DOC = (Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encoding="utf-8").splitlines()
+DOCS = Path(__file__).parents[2] / "docs"
+DOC = (DOCS / "measured_fidelity.md").read_text(encoding="utf-8").splitlines()
+SHORT = (DOCS / "fidelity.md").read_text(encoding="utf-8").splitlines()
 LAST = (
     "rate-2-eleventh", "dsv2lite-fifth", "dsv2lite-sixth", "dsv2lite-seventh", "dsv2lite-eighth", "dsv2lite-ninth",
     "dsv2lite-tenth", "small24-ninth",
@@ -22,6 +24,11 @@ LAST = (
 BEFORE = ("rate-2-ninth", "rate-2-tenth", "dsv2lite-fourth", "small24-seventh", "small24-eighth")
 """The runs before, in one table"""
 MODELS = {"rate": "0.5B", "dsv2lite": "DeepSeek-V2-Lite", "small24": "small"}
+LATEST = {name.split("-")[0]: name for name in LAST}
+"""By model, the last one named"""
+FIGURES = {"ttft_p50_ms": "TTFT p50", "gap_p50_ms": "gap p50", "busy_ms": "all steps", "span_ms": "span"}
+"""What policies are ranked by beside the time a token, in the page's words"""
+VERDICTS = ("yes", "to the letter", "not shown", "no")
 TAKEN = {"rate-2-ninth": 2, "rate-2-tenth": 3, "small24-sixth": 1, "small24-seventh": 2, "small24-eighth": 3}
 """Which of three calibrations a run took"""
 COLUMNS = {
@@ -65,26 +72,29 @@ def ran_again(result: dict[str, Any], mode: str, regime: str) -> float:
     return cells[mode, regime]["again"] / cells[mode, regime]["steps"] if cells else 0.0
 
 
-def holds(row: dict[str, Any], again: dict[str, Any] | None, share_again: float) -> str:
-    """Whether a cell is within the line, by the rule that the page gives; a single error over it needs repeats."""
-    error = row["error"]
+def judged(row: dict[str, Any], result: dict[str, Any]) -> tuple[str, float]:
+    """(whether a cell is within the line by the rule that the page gives, the error that says so)."""
+    error: float = row["error"]
     if row["noise"] >= NOISY:
+        again, share_again = repeated(result, *key_of(row)), ran_again(result, *key_of(row))
         if again is None or share_again < AGAIN_SHARE or again["repeats"] < AGAIN_TIMES:
-            return "not shown" if row["error"] <= MOST else "no"
+            return "not shown" if error <= MOST else "no", error
         error = again["error"]
         if error <= MOST and row["regime"] == "host-bound" and again["host_bound_share"] < MOSTLY:
-            return "to the letter"
-    return "yes" if error <= MOST else "no"
+            return "to the letter", error
+    return "yes" if error <= MOST else "no", error
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, str]:
+    return row["mode"], row["regime"]
 
 
 def cell(row: dict[str, Any], begin: str, result: dict[str, Any], columns: int) -> str:
     """A row of the page; repeats of five steps or fewer aren't told."""
-    key = row["mode"], row["regime"]
-    again = repeated(result, *key)
+    again = repeated(result, *key_of(row))
     mode = "split" if row["mode"].startswith("split") else row["mode"]
     kinds = f"{share(row['kind_error'])} of {row['kind_steps']:,}" if row["kind_steps"] else ""
-    held = holds(row, again, ran_again(result, *key))
-    parts = [begin.format(mode=mode, regime=row["regime"]), held, f"{row['steps']:,}"]
+    parts = [begin.format(mode=mode, regime=row["regime"]), judged(row, result)[0], f"{row['steps']:,}"]
     parts += [share(row["error"]), f"{row['bias']:+.1%}", share(row["noise"]), kinds]
     if again is not None and again["steps"] > 5:
         times = f"{again['steps']:,} x {again['repeats']:g}"
@@ -102,12 +112,12 @@ def cells(result: dict[str, Any], begin: str, columns: int) -> list[str]:
     return [cell(row, begin, result, columns) for row in rows]
 
 
-def table_of(begin: str) -> tuple[int, list[str]]:
+def table_of(begin: str, page: list[str] = DOC) -> tuple[int, list[str]]:
     """(how many columns the table has in which a line begins so, its rows)."""
-    at = next(i for i, line in enumerate(DOC) if line.startswith(begin))
-    first = next(i for i in range(at, 0, -1) if DOC[i].startswith("|---")) + 1
-    last = next(i for i in range(at, len(DOC)) if not DOC[i].startswith("|"))
-    return DOC[first - 1].count("---"), DOC[first:last]
+    at = next(i for i, line in enumerate(page) if line.startswith(begin))
+    first = next(i for i in range(at, 0, -1) if page[i].startswith("|---")) + 1
+    last = next(i for i in range(at, len(page)) if not page[i].startswith("|"))
+    return page[first - 1].count("---"), page[first:last]
 
 
 def latency(found: dict[str, float], digits: int) -> str:
@@ -124,6 +134,97 @@ def read(name: str) -> dict[str, Any]:
 
 def label(name: str) -> str:
     return f"{MODELS[name.split('-')[0]]}, {name.rsplit('-', 1)[1]}"
+
+
+def rows_of(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """A run's cells, of all policies together; every split is decodes beside."""
+    rows = read(name)["policies"]["all policies"]
+    return {(row["mode"].split("/")[0], row["regime"]): row for row in rows if row["regime"] != "all"}
+
+
+def short_cell(name: str, key: tuple[str, str]) -> str:
+    """The error that decides, single steps' beside it where that is another, and the verdict but for a yes."""
+    row = rows_of(name).get(key)
+    if row is None:
+        return ""
+    held, error = judged(row, read(name))
+    singly = f" ({row['error']:.1%})" if error != row["error"] else ""
+    verdict = {"yes": "", "no": "; over the line"}.get(held, f"; {held}")
+    return f"{share(error)}{singly}{verdict}"
+
+
+def most(name: str, key: str) -> str:
+    """The largest error of any policy's median."""
+    off = max(abs(each[key]["error"]) for each in read(name)["served"]["policies"].values())
+    return f"**{off:.1%}**" if off > MOST_LATENCY else f"{off:.1%}"
+
+
+def ranked(name: str) -> str:
+    """By what a pair is ranked wrongly, and by what ranking isn't shown."""
+    result = read(name)
+    served = result["served"]
+    if len(served["policies"]) == 1:
+        return "one policy"
+    wrong = ["time a token"] * bool(result["ranked_wrong"])
+    wrong += [words for key, words in FIGURES.items() if served["ranked_wrong"][key]]
+    unshown = ["time a token"] * bool(result.get("not_shown"))
+    unshown += [words for key, words in FIGURES.items() if key in served.get("not_shown", ())]
+    told = f"wrongly by {', '.join(wrong)}" if wrong else "as measured"
+    return f"{told}; {', '.join(unshown)} not shown" if unshown else told
+
+
+def latest() -> list[str]:
+    """The table of each model's latest run: its cells, latencies and ranking side by side."""
+    names = tuple(LATEST.values())
+    keys = sorted({key for name in names for key in rows_of(name)})
+    lines = [[f"{mode}, {regime}", *(short_cell(name, (mode, regime)) for name in names)] for mode, regime in keys]
+    lines += [[FIGURES[key], *(most(name, key) for name in names)] for key in ("ttft_p50_ms", "gap_p50_ms")]
+    return [line_of(line) for line in [*lines, ["ranked", *map(ranked, names)]]]
+
+
+def in_short(name: str) -> str:
+    """A run's row in the table of all: cells by verdict, errors of latencies, ranking."""
+    counts = [str(verdicts(name).count(verdict) or "") for verdict in VERDICTS]
+    return line_of([label(name), *counts, most(name, "ttft_p50_ms"), most(name, "gap_p50_ms"), ranked(name)])
+
+
+def test_the_short_page_has_the_latest_runs_and_all_in_a_row_each() -> None:
+    """In the order that the runs are named."""
+    assert table_of("| eager, host-bound", SHORT) == (1 + len(LATEST), latest())
+    assert table_of(f"| {label(LAST[0])}", SHORT) == (8, [in_short(name) for name in LAST])
+
+
+def verdicts(name: str) -> list[str]:
+    """Of each cell of a run."""
+    return [judged(row, read(name))[0] for row in rows_of(name).values()]
+
+
+def test_what_the_short_page_says_first_is_so() -> None:
+    """How many runs hold, how far off latencies are, and which pairs are ranked wrongly."""
+    page = " ".join(" ".join(SHORT).split())
+    others = [name for name in LAST if not name.startswith("dsv2lite")]
+    assert {verdict for name in others for verdict in verdicts(name)} == {"yes", "to the letter"}
+    assert max(latencies_off(*others)) <= MOST
+    assert {ranked(name) for name in others} == {"as measured", "one policy"}
+    runs = [name for name in LAST if name.startswith("dsv2lite")]
+    holding = [name for name in runs if set(verdicts(name)) == {"yes"}]
+    assert [ranked(name).split(";")[0] for name in runs].count("as measured") == 1
+    counts = {1: "one", 6: "six"}
+    told = f"Of {counts[len(runs)]} runs {counts[len(holding)]} holds in every cell, and another ranks every pair"
+    assert told in page
+    assert max(latencies_off(*runs)) <= MOST_LATENCY
+    apart = [apart for name in LAST for apart in wrongly_ranked(read(name))]
+    assert f"always of near policies**, {min(apart) * 100:.1f} to {max(apart):.1%} apart in the figure" in page
+    tenth = read("dsv2lite-tenth")
+    row = rows_of("dsv2lite-tenth")["eager", "saturated"]
+    [cell] = [each for each in tenth["cells_again"] if key_of(each) == key_of(row)]
+    told = f"{row['error']:.1%} singly where the machine itself differs by {row['noise']:.1%}, and only "
+    told += f"{cell['again'] / cell['steps']:.0%} of its {cell['steps']} steps ran again"
+    assert f"{told}, too few for their middle ({cell['error']:.1%}) to decide" in page
+    before = [(judged(row, read(name)), name) for name in BEFORE for row in rows_of(name).values()]
+    off, name = max((error, name) for (held, error), name in before if held == "no")
+    assert name.startswith("small24")
+    assert f"steps by up to {off:.1%}, one median of TTFT by {latencies_off(*BEFORE)[0]:.1%}" in page
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in LAST), BEFORE])
@@ -260,7 +361,7 @@ def latencies_off(*names: str) -> tuple[float, float]:
 
 def test_the_simulators_page_tells_the_same_runs() -> None:
     """docs/simulate.md, in short: errors of cells and latencies, and pairs that are ranked wrongly."""
-    page = " ".join((Path(__file__).parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8").split())
+    page = " ".join((DOCS / "simulate.md").read_text(encoding="utf-8").split())
     eleventh, small = read("rate-2-eleventh"), read("small24-ninth")
     rows = {(row["mode"], row["regime"]): row for row in eleventh["policies"]["all policies"]}
     eager, pieces = (rows[mode, "host-bound"] for mode in ("eager", "piecewise"))

@@ -20,7 +20,7 @@ __all__ = ["SLOWER_HOST", "clearly_cheaper", "surely_cheaper"]
 SLOWER_HOST = 1.78
 """Launching EAGER on slow cores of H200s' hosts, over what it took in calibration: the highest of five medians, each of
 steps beside which the host's fixed work took about as long, so that half of those took longer. That of pieces was 1.73
-(docs/fidelity.md)."""
+(docs/measured_fidelity.md)."""
 
 
 def clearly_cheaper(costs: CostTable, key: GraphKey | None, than: GraphKey | None, numbers: BatchNumbers) -> bool:

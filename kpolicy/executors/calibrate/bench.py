@@ -593,7 +593,7 @@ class Bench:
         work, place = self._note()
         times = self._once(decision, inputs)._replace(work=work, place=place)
         if again:
-            # Before the device is kept busy: right after that a launch takes longer (docs/fidelity.md).
+            # Before the device is kept busy: right after that a launch takes longer (docs/measured_fidelity.md).
             times = times._replace(again=self._once(decision, inputs).host)
         self._adapter.occupy(_AHEAD * times.host)
         outputs = self._executor.run(decision, inputs)
