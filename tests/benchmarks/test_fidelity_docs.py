@@ -66,20 +66,22 @@ def repeated(result: dict[str, Any], mode: str, regime: str) -> dict[str, Any] |
     return found
 
 
-def ran_again(result: dict[str, Any], mode: str, regime: str) -> float:
-    """The share of a cell's steps in the run that ran again so often that their middle is looked at."""
-    cells = {(each["mode"], each["regime"]): each for each in result["cells_again"]}
-    return cells[mode, regime]["again"] / cells[mode, regime]["steps"] if cells else 0.0
+def ran_again(result: dict[str, Any], mode: str, regime: str) -> tuple[float, float]:
+    """Of a cell's own steps: (the share that ran again so often that their middle is looked at, its error)."""
+    cells = {key_of(each): each for each in result["cells_again"]}
+    own = cells.get((mode, regime), {"again": 0, "steps": 1, "error": 0.0})
+    return own["again"] / own["steps"], own["error"]
 
 
 def judged(row: dict[str, Any], result: dict[str, Any]) -> tuple[str, float]:
     """(whether a cell is within the line by the rule that the page gives, the error that says so)."""
     error: float = row["error"]
     if row["noise"] >= NOISY:
-        again, share_again = repeated(result, *key_of(row)), ran_again(result, *key_of(row))
+        again = repeated(result, *key_of(row))
+        share_again, middle_error = ran_again(result, *key_of(row))
         if again is None or share_again < AGAIN_SHARE or again["repeats"] < AGAIN_TIMES:
             return "not shown" if error <= MOST else "no", error
-        error = again["error"]
+        error = middle_error
         if error <= MOST and row["regime"] == "host-bound" and again["host_bound_share"] < MOSTLY:
             return "to the letter", error
     return "yes" if error <= MOST else "no", error
@@ -159,6 +161,13 @@ def most(name: str, key: str) -> str:
     return f"**{off:.1%}**" if off > MOST_LATENCY else f"{off:.1%}"
 
 
+def unshown_by(words: str, pairs: list[list[str]] | bool | None) -> list[str]:
+    """Which policies a figure doesn't rank; until the tenth run it ranked all or none."""
+    if isinstance(pairs, list):
+        return [f"{words} of `{one}` and `{other}`" for one, other in pairs]
+    return [words] if pairs else []
+
+
 def ranked(name: str) -> str:
     """By what a pair is ranked wrongly, and by what ranking isn't shown."""
     result = read(name)
@@ -167,8 +176,10 @@ def ranked(name: str) -> str:
         return "one policy"
     wrong = ["time a token"] * bool(result["ranked_wrong"])
     wrong += [words for key, words in FIGURES.items() if served["ranked_wrong"][key]]
-    unshown = ["time a token"] * bool(result.get("not_shown"))
-    unshown += [words for key, words in FIGURES.items() if key in served.get("not_shown", ())]
+    unshown = unshown_by("time a token", result.get("not_shown"))
+    by_figure = served.get("not_shown", {})
+    for key, words in FIGURES.items():
+        unshown += unshown_by(words, by_figure.get(key) if isinstance(by_figure, dict) else key in by_figure)
     told = f"wrongly by {', '.join(wrong)}" if wrong else "as measured"
     return f"{told}; {', '.join(unshown)} not shown" if unshown else told
 
@@ -249,6 +260,13 @@ def test_latencies_are_told_as_the_results_have_them(names: tuple[str, ...]) -> 
     assert table_of(expected[0])[1] == expected
 
 
+def test_which_policies_a_figure_does_not_rank() -> None:
+    """By pair, as results have it since the eleventh run, and by figure."""
+    assert unshown_by("gap p50", [["auto", "vllm"]]) == ["gap p50 of `auto` and `vllm`"]
+    assert unshown_by("gap p50", True) == ["gap p50"]
+    assert unshown_by("gap p50", []) == unshown_by("gap p50", False) == unshown_by("gap p50", None) == []
+
+
 def test_a_row_of_several_turns_says_what_they_differ_by() -> None:
     """Means, and by how much the measured ones are apart."""
     assert latency(figure([13.2, 13.4], [13.5, 13.7]), 2) == "13.30 / 13.60 (+2%; 1.5% apart)"
@@ -320,6 +338,10 @@ def test_figures_in_the_text() -> None:
     fifth = read("dsv2lite-fifth")["us_per_token"]
     apart = fifth["vllm"]["measured"] / fifth["piecewise"]["measured"] - 1
     assert f"Time a token ranks `vllm` before `piecewise`, {apart:.1%} apart, wrongly" in page
+    row = rows_of("dsv2lite-fifth")["eager", "middle"]
+    [cell] = [each for each in read("dsv2lite-fifth")["cells_again"] if key_of(each) == key_of(row)]
+    told = f"Of {cell['steps']} EAGER steps that the device bounds ({row['error']:.1%}) only {cell['again']} ran again"
+    assert f"{told}, {cell['again'] / cell['steps']:.0%} (their middle {cell['error']:.1%} off)" in page
     tenth = read("dsv2lite-tenth")
     assert ranked_as_measured(tenth)
     assert (tenth["not_shown"], tenth["served"]["not_shown"]) == (False, ["ttft_p50_ms"])
