@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from benchmarks.vllm.profiled import profiled
 from benchmarks.vllm.step_rows import Ended, step_rows
 from kpolicy.host_speed import host_work_us
 
@@ -146,7 +147,7 @@ class Engine:
         self.taken: list[tuple[str, int]] = []
         self.stats: list[tuple[Any, ...]] = []
         """Of each step, what vLLM's own ``--cudagraph-metrics`` notes"""
-        self._ended: list[Ended] = []
+        self.ended: list[Ended] = []
         self._count_modes()
         self._note_ends()
         self._served = 0
@@ -206,7 +207,7 @@ class Engine:
 
     def _note_ends(self) -> None:
         """Note when each step's outputs came. The same wrapper on both sides."""
-        inner, ended, clock = self.scheduler.update_from_output, self._ended, time.perf_counter
+        inner, ended, clock = self.scheduler.update_from_output, self.ended, time.perf_counter
 
         def update_from_output(step: Any, *args: Any, **kwargs: Any) -> Any:
             if step.total_num_scheduled_tokens:
@@ -249,7 +250,7 @@ class Engine:
         self._torch.cuda.synchronize()
         before = host_now()
         start = now = time.perf_counter()
-        self._ended[:] = [Ended(start)]
+        self.ended[:] = [Ended(start)]
         while done < count:
             while added < count and begun[added] <= now - start:
                 engine.add_request(str(first_id + added), {"prompt_token_ids": prompts[added]}, params[added])
@@ -258,7 +259,7 @@ class Engine:
             if added == done:
                 time.sleep(max(0.0, begun[added] - (time.perf_counter() - start)))
                 now = time.perf_counter()
-                self._ended.append(Ended(now))
+                self.ended.append(Ended(now))
                 continue
             outputs = engine.step()
             now = time.perf_counter()
@@ -304,7 +305,7 @@ class Engine:
             "gap_p50_ms": at(gaps, 0.5), "gap_p99_ms": at(gaps, 0.99),
             "step_p50_ms": at(cycles, 0.5), "step_p99_ms": at(cycles, 0.99),
             "wall_s": round(wall, 4), "steps": len(steps), "modes": modes, "wrong_lengths": wrong,
-            **step_rows(self._ended, self.taken),
+            **step_rows(self.ended, self.taken),
         }  # fmt: skip
 
 
@@ -368,6 +369,8 @@ def main() -> None:
         order = json.loads(line)
         if order.get("statistics"):
             emit(kind="statistics", **shim_statistics(engine))
+        elif order.get("profile"):
+            emit(kind="profile", **profiled(engine, order))
         elif "prompts" in order:
             emit(kind="generated", **generate(engine, order["prompts"], order["outputs"], order["every"]))
         else:

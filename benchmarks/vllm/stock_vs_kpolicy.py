@@ -38,6 +38,8 @@ NAMES = ("qwen05b", "llama8b", "dsv2lite")
 START_S, RUN_S, LAST_S = 170.0, 60.0, 6.0
 """Most seconds for a start and for one run of a load; for a side's turn, what must be left of the budget"""
 WARM_SCALE = 0.1
+PROFILE_S, PROFILE_SCALE = 7.0, 0.5
+"""Seconds that are left for one side's profile of a load, and the share of the load's requests in it"""
 UTIL = 0.2
 """Share of the device that must be free when an engine starts; `KV_BYTES` says what it takes"""
 MAX_SEQS, MAX_TOKENS = 1024, 8192
@@ -166,12 +168,13 @@ class Run(Measurement):
                 for name in self._of(load, sides):
                     self._served(model, sides, name, warm, f"{load} warm")
             for repeat, load in wanted:
-                if self.left_s() < LAST_S * len(self._of(load, sides)):
+                if self.left_s() < LAST_S * len(self._of(load, sides)) + self._profiles_s(sides):
                     say(f"{model}: the budget is spent")
                     self._cut.append(model)
                     break
                 self._turns(model, made[load], repeat, sides)
             self._keep_statistics(model, sides)
+            self._profile(model, sides)
         finally:
             for side in sides.values():
                 side.end()
@@ -219,6 +222,28 @@ class Run(Measurement):
             if name not in WITHOUT:
                 row = side.ask(RUN_S, statistics=True)
                 (self._options.out / f"shim_{model}_{name}.json").write_text(json.dumps(row, indent=1))
+
+    def _profiles_s(self, sides: dict[str, Side]) -> float:
+        return PROFILE_S * sum(len(self._of(load, sides)) for load in self._options.profile)
+
+    def _profile(self, model: str, sides: dict[str, Side]) -> None:
+        """What bounds each side's steps: loads once more, in part, under the profiler."""
+        options = self._options
+        found: dict[str, dict[str, Any]] = {}
+        for name in options.profile:
+            load = make_load(name, model, options.traces, scale=PROFILE_SCALE * options.scale)
+            for side in self._of(name, sides):
+                order = {"requests": load.requests, "seed": f"{name} profile", "step_tokens": load.step_tokens}
+                try:
+                    with nullcontext({}) if self._core is None else self._core.held_by(sides[side].pid) as host:
+                        row = sides[side].ask(RUN_S, profile=True, **order)
+                except SideError as error:
+                    self.failed += 1
+                    say(f"{model} {side}: no profile of {name}: {error}")
+                    return
+                found.setdefault(name, {})[side] = {**row, **host}
+                (options.out / f"profile_{model}.json").write_text(json.dumps({**self.about, "loads": found}))
+                say(f"{model} {name} {side}: profiled, {len(row['steps'])} steps, {row['spans']} spans")
 
     def write(self) -> None:
         """The summary, as it stands."""
@@ -295,6 +320,10 @@ def main(argv: list[str] | None = None) -> int:
         "--turns", nargs="*", default=[], type=_turns, metavar="LOAD=N", help="turns of that load in a repeat"
     )
     parser.add_argument(
+        "--profile", nargs="*", default=[], metavar="LOAD",
+        help="loads that are served once more at the end, in part, under torch's profiler: profile_MODEL.json",
+    )  # fmt: skip
+    parser.add_argument(
         "--one-core", action="store_true", help="the side at work has its main thread on one quick core, each the same"
     )
     parser.add_argument("--plan", type=input_file, help="plan file of the side planned")
@@ -313,6 +342,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.one_core and not hasattr(os, "sched_setaffinity"):
         parser.error("--one-core: this system doesn't let a process choose its cores; Linux does.")
     _check(parser, "--turns", [load for load, _ in options.turns], options.loads)
+    _check(parser, "--profile", options.profile, options.loads)
     _check(parser, "--only-for", [side for side, _ in options.only_for], options.sides)
     run = Run(options)
     for model, following in zip(options.only, [*options.only[1:], None], strict=True):

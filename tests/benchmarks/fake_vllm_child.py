@@ -36,6 +36,8 @@ def main() -> None:
         order = json.loads(line)
         if order.get("statistics"):
             answer(kind="statistics", counters={})
+        elif order.get("profile"):
+            answer(kind="profile", steps=[], spans=len(order["requests"]))
         elif "prompts" in order:
             answer(
                 kind="generated", tokens=[[1] * count for count in order["outputs"]], steps=[["FULL", 8]], stats=[],

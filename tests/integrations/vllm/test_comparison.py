@@ -9,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.student import student
 from benchmarks.vllm import child
+from benchmarks.vllm import profiled as module_of_profiles
 from benchmarks.vllm.correct import LOGPROBS, MODULES, RUNNERS, beside, passes, replica_passes
 from benchmarks.vllm.loads import CHAT, CODE, RATES, make_load
+from benchmarks.vllm.profiled import Span, spans_by_step
 from benchmarks.vllm.step_rows import Ended, step_rows
 from benchmarks.vllm.summary import ratio_interval, summarise
 from kpolicy.errors import ConfigError
@@ -100,14 +103,14 @@ def test_each_step_with_prompts_has_a_row_and_the_others_one_a_kind() -> None:
 def test_steps_are_noted_as_their_outputs_come() -> None:
     """Those without tokens aren't: none of their modes is noted either."""
     engine = object.__new__(child.Engine)
-    engine._ended = []
+    engine.ended = []
     engine.scheduler = SimpleNamespace(update_from_output=lambda step, output: (step, output))
     engine._note_ends()
     before = time.perf_counter()
     for tokens in (5, 0):
         step = SimpleNamespace(total_num_scheduled_tokens=tokens, num_scheduled_tokens={"a": 4, "b": 1})
         assert engine.scheduler.update_from_output(step, "out") == (step, "out")
-    ((at_s, *rest),) = engine._ended
+    ((at_s, *rest),) = engine.ended
     assert rest == [5, 2]
     assert before <= at_s <= time.perf_counter()
 
@@ -179,3 +182,50 @@ def test_a_model_counts_only_on_the_runner_it_is_there_for(model: str) -> None:
         assert passes({**checked, "started": started}) is (runner == RUNNERS[model])
     assert not passes({**checked, "started": {"stock": {"runner": next(iter(MODULES))}, "auto": {"runner": None}}})
     assert set(LOGPROBS) == set(MODULES.values())
+
+
+def test_a_profile_tells_how_long_the_device_was_at_work_in_each_step() -> None:
+    ended = [Ended(1.0), Ended(1.010, 200, 1), Ended(1.014, 2, 2), Ended(2.0), Ended(2.003, 2, 2)]
+    taken = [("PIECEWISE", 208), ("FULL", 2), ("FULL", 2)]
+    spans = [
+        Span("early", 0.9, 0.95, True), Span("gemm", 1.001, 1.004, True), Span("side", 1.003, 1.005, True),
+        Span("gemm", 1.009, 1.012, True), Span("sample", 1.013, 1.014, True),
+        Span("cudaLaunchKernel", 1.000, 1.002, False), Span("cudaGraphLaunch", 1.011, 1.0115, False),
+    ]  # fmt: skip
+    found = spans_by_step(ended, taken, spans)
+    # The third step came after the profiler's end: nothing of it was seen.
+    assert found["steps"] == [["PIECEWISE", 208, 200, 1, 10.0, 5.0, 3], ["FULL", 2, 2, 2, 4.0, 3.0, 1]]
+    assert found["kernels"] == [[True, "gemm", 2, 6.0], [True, "side", 1, 2.0], [False, "sample", 1, 1.0]]
+    assert found["calls"] == [[True, "cudaLaunchKernel", 1, 2.0], [False, "cudaGraphLaunch", 1, 0.5]]
+
+
+def test_a_profile_is_of_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own profiler, of the host alone; the core's step is its own again afterwards."""
+    inner = torch.profiler.profile
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: inner(activities=[torch.profiler.ProfilerActivity.CPU]))
+    monkeypatch.setattr(module_of_profiles, "MOST_STEPS", 2)
+    calls: list[str] = []
+
+    class Core:
+        def step(self) -> None:
+            calls.append("step")
+            torch.ones(2).add_(1)
+            ended.append(Ended(time.perf_counter(), 1, 1))
+
+    ended = [Ended(time.perf_counter())]
+
+    class Engine:
+        engine, taken = Core(), [("NONE", 1)] * 4
+
+        def serve(self, requests: Any, seed: str, _: Any) -> dict[str, Any]:
+            for _ in requests:
+                self.engine.step()
+            return {"seed": seed}
+
+    engine: Any = Engine()
+    engine.ended = ended
+    for requests in ([1], [1, 2, 3]):
+        row = module_of_profiles.profiled(engine, {"requests": requests, "seed": "s"})
+        assert (row["figures"], row["steps"], "step" in vars(engine.engine)) == ({"seed": "s"}, [], False)
+        assert "aten::add_" in {name for _, name, *_ in row["calls"]}
+    assert len(calls) == 4

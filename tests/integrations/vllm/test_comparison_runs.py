@@ -121,6 +121,17 @@ def test_stock_may_be_served_by_a_second_process(tmp_path: Path) -> None:
     assert not (tmp_path / "shim_qwen05b_again.json").exists()
 
 
+def test_loads_are_profiled_at_the_end_by_the_sides_that_serve_them(tmp_path: Path) -> None:
+    sides = ["--sides", "stock", "kpolicy", "paced", "--only-for", "paced=decode-4-8"]
+    served(tmp_path, "--repeats", "1", "--loads", "decode-4-8", "decode-5-8", *sides,
+           "--profile", "decode-5-8", "decode-4-8")  # fmt: skip
+    loads = json.loads((tmp_path / "profile_qwen05b.json").read_text())["loads"]
+    assert {load: list(found) for load, found in loads.items()} == {
+        "decode-5-8": ["stock", "kpolicy"], "decode-4-8": ["stock", "kpolicy", "paced"],
+    }  # fmt: skip
+    assert loads["decode-5-8"]["stock"]["spans"] == 5
+
+
 def test_bursts_are_served_in_several_turns_a_repeat_and_sides_take_turns_to_be_first(tmp_path: Path) -> None:
     rows = served(tmp_path, "--repeats", "2", "--loads", "decode-4-8", "burst-3", "--sides", "stock", "kpolicy")
     turns = [(row["load"], row["repeat"], row["side"]) for row in rows if row["load"] != "cold start"]
@@ -202,6 +213,7 @@ def test_the_core_that_one_side_was_moved_to_is_the_next_one_s(monkeypatch: pyte
         ("--turns decod-4=2", "--turns: 'decod-4' isn't served; this call has decode-4, burst-3."),
         ("--turns burst-3=2 burst-3=1", "--turns: 'burst-3' comes twice; this call has decode-4, burst-3."),
         ("--only-for wide", "'wide' isn't SIDE=LOAD,LOAD"),
+        ("--profile chat", "--profile: 'chat' isn't served; this call has decode-4, burst-3."),
         ("--only-for widest=burst-3", "--only-for: 'widest' isn't served; this call has stock, wide."),
     ],
 )
