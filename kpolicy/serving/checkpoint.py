@@ -13,7 +13,7 @@ from kpolicy.attention.fields import Fields
 from kpolicy.attention.hf import layer_kinds
 from kpolicy.errors import CheckpointError, ConfigError, SupportError, UnknownArchitectureError
 
-__all__ = ["check_keys", "has_weights", "load_tokenizer", "read_config", "read_weights"]
+__all__ = ["check_keys", "has_weights", "load_tokenizer", "longest_request", "read_config", "read_weights"]
 
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = (
@@ -90,6 +90,31 @@ def _config_of(values: dict[str, Any], where: str, *, weights: bool) -> Any:
     if not weights:
         _check_sizes(config, text, given, where)
     return config
+
+
+def longest_request(config: Any) -> tuple[int | None, str]:
+    """Tokens of the longest request that a model runs as its class does alone, None without an end, and what ends it.
+
+    LongRoPE's frequencies go with the longest request of a step: a shorter one beside it would get others than alone,
+    and another result. So a request ends where they first change.
+
+    Raises:
+        ConfigError: the config says less than one.
+    """
+    text = config.get_text_config()
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    if positions is not None and positions < 1:
+        raise ConfigError(f"max_position_embeddings of {config.model_type} is {positions}; it must be at least 1.")
+    given: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    # Where layers differ there is one of each kind.
+    ropes = [given, *(each for each in given.values() if isinstance(each, Mapping))]
+    shorter = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
+    if shorter and (positions is None or min(shorter) < positions):
+        return min(shorter), (
+            f"{config.model_type} has longrope, whose frequencies change for all of a step where one request is longer "
+            f"than {min(shorter)} tokens"
+        )
+    return positions, f"{config.model_type} has {positions} positions"
 
 
 def _check_sizes(config: Any, text: Any, values: Mapping[str, Any], where: str) -> None:

@@ -14,7 +14,7 @@ from kpolicy.attention import AttentionSupport, Claims, LayerKind
 from kpolicy.attention.hf import from_hf_config, layer_kinds
 from kpolicy.errors import ConfigError, SupportError
 from kpolicy.executors.importing import first_line
-from kpolicy.serving.checkpoint import has_weights, read_config, read_weights
+from kpolicy.serving.checkpoint import has_weights, longest_request, read_config, read_weights
 from kpolicy.serving.hf_model import KvSize, LoadedModel
 from kpolicy.serving.kernels import Kernels, choose_kernels
 from kpolicy.serving.kv_cache import LatentLayer, PagedLayer, layer_cache
@@ -53,7 +53,8 @@ def load(
         dtype: of weights and KV; the config's where None, float32 where it has none.
         num_blocks: KV blocks.
         block_size: tokens in a block.
-        max_model_len: tokens of the longest request; where None, as many as the model has positions and the KV holds.
+        max_model_len: tokens of the longest request; where None, as many as the model has positions and the KV holds,
+            and of one with longrope as its shorter frequencies are for.
         max_num_reqs: requests in a step, at most.
         seed: of random weights.
         kernels: what attention runs on: ``"triton"``, ``"flash"``, ``"flashinfer"``, ``"plain"``, or ``"auto"`` for
@@ -245,13 +246,11 @@ def _kv_size(config: Any, num_blocks: int, block_size: int, max_model_len: int |
     for name, value in counts.items():
         if type(value) is not int or (value < 1 and name != "max_model_len"):
             raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1.")
-    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest, why = longest_request(config)
     slots = num_blocks * block_size
-    length = min(slots, positions or slots) if max_model_len is None else max_model_len
-    if length < 1 or (positions is not None and length > positions):
-        raise ConfigError(
-            f"max_model_len is {length}; {config.model_type} has {positions} positions, so give 1 to {positions}."
-        )
+    length = min(slots, longest or slots) if max_model_len is None else max_model_len
+    if length < 1 or (longest is not None and length > longest):
+        raise ConfigError(f"max_model_len is {length}; {why}, so give 1 to {longest}.")
     size = KvSize(num_blocks, block_size, length, max_num_reqs)
     if size.max_blocks > num_blocks:
         raise ConfigError(

@@ -26,7 +26,7 @@ from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.batching import Batch, Batcher, Generation
 from kpolicy.scheduling.traces import Trace
-from kpolicy.serving.checkpoint import read_config
+from kpolicy.serving import checkpoint
 from kpolicy.serving.default_model import load_default
 from kpolicy.serving.hf_model import LoadedModel
 from kpolicy.serving.load import load
@@ -127,9 +127,9 @@ def open_model(
 
 def longest_request(source: Path | Mapping[str, Any], kv_tokens: int) -> int:
     """Tokens of the longest request that a GPU is asked to serve: as the model and the KV have room, within bounds."""
-    config, _ = read_config(source)
-    positions: int = getattr(config.get_text_config(), "max_position_embeddings", None) or MAX_GPU_LEN
-    return min(positions, kv_tokens, MAX_GPU_LEN)
+    config, _ = checkpoint.read_config(source)
+    longest, _ = checkpoint.longest_request(config)
+    return min(longest or MAX_GPU_LEN, kv_tokens, MAX_GPU_LEN)
 
 
 def _config(file: Path) -> dict[str, Any]:

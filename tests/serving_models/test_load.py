@@ -21,7 +21,7 @@ from kpolicy.attention import HostParams, hf  # noqa: E402
 from kpolicy.errors import CheckpointError, ConfigError, SupportError, UnknownArchitectureError  # noqa: E402
 from kpolicy.executors.step_model import StepContext  # noqa: E402
 from kpolicy.serving import load as loading  # noqa: E402
-from kpolicy.serving.checkpoint import read_config  # noqa: E402
+from kpolicy.serving.checkpoint import longest_request, read_config  # noqa: E402
 from kpolicy.serving.default_model import load_default  # noqa: E402
 from kpolicy.serving.load import load  # noqa: E402
 from tests.serving_models.driver import Driver, Row, run_mixed  # noqa: E402
@@ -226,6 +226,31 @@ def test_a_forward_that_reads_the_host_can_not_be_captured() -> None:
     assert not support.claims.piecewise
     assert support.claims.uniform_query_len == 0
     assert any("reads the host" in limit for limit in support.limits)
+
+
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+}  # fmt: skip
+
+
+def test_longrope_has_requests_as_long_as_its_shorter_frequencies(sequences: list[list[int]]) -> None:
+    """LongRoPE's frequencies change for a whole step with its longest request, so none is longer than where they do."""
+    config = {**FAMILIES["llama"], "rope_parameters": _LONGROPE}
+    with pytest.raises(ConfigError, match=r"max_model_len is 65; llama has longrope.* longer than 64 .* give 1 to 64"):
+        load(config, max_model_len=65)
+    model = load(config)
+    assert model.max_model_len == 64
+    wanted = [ids[:64] for ids in sequences]
+    for ids, logits in zip(wanted, run_mixed(Driver(model), wanted, seed=2), strict=True):
+        torch.testing.assert_close(logits, model.reference_logits(ids), atol=3e-4, rtol=0)
+
+
+def test_longrope_is_found_where_layers_differ() -> None:
+    """Of a config with rotary parameters by kind of layer, one with longrope bounds requests."""
+    ropes = {"full_attention": _LONGROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    config, _ = read_config({**FAMILIES["gemma3"], "rope_parameters": ropes})
+    assert longest_request(config)[0] == 64
 
 
 # Bad input.
