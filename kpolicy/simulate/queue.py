@@ -144,7 +144,9 @@ class Queue:
         self._enter_blocks()
         num_decodes = len(self.rows.rows)
         budget = self.settings.max_num_tokens - num_decodes * self.rows.query_len
-        if self.pace is not None and num_decodes and (self.prefilling or self.waiting):
+        # As in serving engines, not where no prompt can run: an answer stands for some steps of those that one can.
+        some = self.prefilling or (self.waiting and self.num_running < self.most_reqs)
+        if self.pace is not None and num_decodes and some:
             budget = min(budget, self._paced(self.pace, num_decodes, budget))
         # What was preempted for want of blocks doesn't come back in the same step.
         chunks = self._chunks(budget, admit=self.num_preemptions == before) if self.prefilling or self.waiting else []

@@ -21,7 +21,7 @@ from kpolicy.simulate import Server, SimStep, simulate
 from kpolicy.simulate.queue import Queue
 from kpolicy.simulate.requests import Request
 
-from .helpers import COSTS, LIMITS, SIZES, trace_of, traces
+from .helpers import COSTS, LIMITS, SIZES, server, trace_of, traces
 
 SLOW_EAGER = CostTable(
     version="made up", measured=True, full=Curve((1, 4096), (1002.0, 9192.0)),
@@ -99,7 +99,19 @@ def test_prompts_in_line_have_a_place():
         queue.complete(step, 1)
     # 64 of the first two prompts' 80 tokens ran, and the third has the one place left; then all places are taken.
     pairs = 16 * 24 + 16 * 17 // 2 + 40 * 41 // 2
-    assert asked == [(1, (2, 56, 2, pairs, 41)), (3, (0, 0, 2, 0, 42 + 41 + 41))]
+    assert asked == [(1, (2, 56, 2, pairs, 41))]
+
+
+def test_an_answer_stands_while_all_places_decode():
+    """Steps that no prompt can enter use up nothing of an answer, whether they go through the scheduler or not."""
+    load = trace_of(*[(0.4 * i, 90, 3 + i % 7) for i in range(40)])
+    limits = attrs.evolve(LIMITS, max_num_reqs=3, max_num_tokens=64)
+    of = server(300, settings=limits, pace="vllm")
+    results = [
+        simulate(load, "piecewise", server=of, costs=COSTS, objective="1:1", stepwise=each).as_dict()
+        for each in (False, True)
+    ]
+    assert results[0] == results[1]
 
 
 def test_throughput_fills_steps():

@@ -46,6 +46,8 @@ def attach(runner: Any, phase: Phase) -> None:
         own = wrapped_by(runner, _RUNS, hook)
         if own is not None:
             asked = _decode_asked if hook is decode_can_run else _prefill_asked
+            if asked is _prefill_asked:
+                _find_limit(phase, own, runner)
             bind(runner, _RUNS, asked(phase, own, runner, inspect.unwrap(hook)))
     if phase.names and not phase.coupled:
         # The runner before this one was asked so.
@@ -60,11 +62,11 @@ def detach(runner: Any) -> None:
 
 def _decode_asked(phase: Phase, own: Any, runner: Any, answer: Callable[..., Any]) -> Callable[[Any], Any]:
     """A decode runner's `can_run_graph`: SGLang's own yes of a size that is only counted, else the hook's answer."""
-    plain, steps = phase.plain, phase.steps
+    plain, steps, most = phase.plain, phase.steps, phase.largest
 
     def can_run_graph(forward_batch: Any) -> Any:
         size = forward_batch.batch_size
-        if size in plain:
+        if size <= most and plain[size]:
             can_run = own(runner, forward_batch)
             if can_run:
                 steps[size] += 1
@@ -76,11 +78,11 @@ def _decode_asked(phase: Phase, own: Any, runner: Any, answer: Callable[..., Any
 
 def _prefill_asked(phase: Phase, own: Any, runner: Any, answer: Callable[..., Any]) -> Callable[[Any], Any]:
     """The same of a prefill runner. Ranks that vote, which the batch tells, have no such size."""
-    plain, steps = phase.plain, phase.steps
+    plain, steps, most = phase.plain, phase.steps, phase.largest
 
     def can_run_graph(forward_batch: Any) -> Any:
         size = forward_batch.input_ids.shape[0]
-        if size in plain and forward_batch.global_num_tokens_cpu is None:
+        if size <= most and plain[size] and forward_batch.global_num_tokens_cpu is None:
             can_run = own(runner, forward_batch)
             if can_run:
                 steps[size] += 1
@@ -147,23 +149,29 @@ def prefill_can_run_0_5_16(phase: Phase, original: Any, runner: Any, forward_bat
 
 
 def _without_limit(phase: Phase, original: Any, runner: Any, forward_batch: Any) -> Any:
-    """SGLang's answer without its limit on padding, which is looked for once; a limit that isn't found stays."""
-    names = phase.names
-    if names is None:
-        names = phase.names = _names(runner, original)
-        if not names:
+    """SGLang's answer without its limit on padding; a limit that isn't found stays."""
+    if phase.names is None:
+        _find_limit(phase, original, runner)
+        if phase.names is None:
+            phase.names = {}
             missing = LookupError(f"SGLang's rule has no {_FACTOR}")
             phase.failures.note("lifting SGLang's limit on padding", missing, then="the limit stays")
-        else:
-            phase.limited(names[_FACTOR])
-            if not phase.coupled:
-                _past_hook(runner)
+        elif not phase.coupled:
+            _past_hook(runner)
+    names = phase.names
     limit = names.get(_FACTOR)
     names[_FACTOR] = _NO_LIMIT
     try:
         return original(runner, forward_batch)
     finally:
         names[_FACTOR] = limit
+
+
+def _find_limit(phase: Phase, rule: Any, runner: Any) -> None:
+    """Look for SGLang's limit on padding once: what is within it is told by size before a step asks."""
+    if phase.names is None and (names := _names(runner, rule)):
+        phase.names = names
+        phase.limited(names[_FACTOR])
 
 
 def _names(runner: Any, rule: Any) -> dict[str, Any]:

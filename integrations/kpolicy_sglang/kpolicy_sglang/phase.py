@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import attrs
@@ -71,8 +72,6 @@ class Phase:
         self.sizes = tuple(sizes)
         self.largest = self.sizes[-1]
         self.width = width
-        self.plain: set[int] = set()
-        """Sizes of which a step that SGLang says yes to is only counted, see `kpolicy_sglang.dispatch`."""
         self._force: bool | None = None
         self.coupled = False
         """Whether ranks take each step together, so that they vote."""
@@ -85,6 +84,8 @@ class Phase:
         self.costs: CostTable | None = None
         self.steps = [0] * (max(most, self.largest) + 2)
         """Steps by size that ran as decided; the last is for larger ones."""
+        self.plain = bytearray(len(self.steps))
+        """1 for each size of which a step that SGLang says yes to is only counted, see `kpolicy_sglang.dispatch`."""
         self.refused: Counter[tuple[Reason, int]] = Counter()
         """Steps by reason and size that would have replayed, but for what SGLang itself refused."""
         self.voted: Counter[tuple[int, int]] = Counter()
@@ -102,7 +103,7 @@ class Phase:
             num_speculative_tokens=width - 1,
         )
         self._claims = Claims.at_level("mixed")
-        self._limit = 0
+        self._limit = inf if name == DECODE else 0.0
         self._verdicts = _Verdicts(self._decide)
         self.verdict: Callable[[int], int] = self._verdicts.__getitem__
         """`EAGER`, `REPLAYS` or `BEYOND`, of a batch of that size. Decided once; a look-up after that."""
@@ -120,7 +121,7 @@ class Phase:
     @force.setter
     def force(self, answer: bool | None) -> None:
         self._force = answer
-        self.plain.clear()
+        self._list_plain()
 
     @property
     def log(self) -> Callable[[Phase, Any, int, Reason | None, int | None], None] | None:
@@ -130,7 +131,7 @@ class Phase:
     @log.setter
     def log(self, write: Callable[[Phase, Any, int, Reason | None, int | None], None] | None) -> None:
         self._log = write
-        self.plain.clear()
+        self._list_plain()
 
     def _key(self, size: int, full: bool) -> GraphKey:
         if self.name == DECODE:
@@ -153,7 +154,7 @@ class Phase:
         self.policy = policy
         self._select = get_policy(policy).compile(context).select
         self._verdicts.clear()
-        self.plain.clear()
+        self._list_plain()
         self._decisions = [None] * len(self.steps)
         self._us = {}
 
@@ -181,12 +182,28 @@ class Phase:
             return EAGER
         found = EAGER if self.decision(size).mode is Mode.EAGER else BEYOND if bucket > self._limit * size else REPLAYS
         self._verdicts[size] = found
+        self.plain[size] = found == REPLAYS and self._only_counts()
         return found
 
     def limited(self, limit: int) -> None:
-        """Tell SGLang's limit on padding, in times the tokens: until then all graphs are beyond it."""
+        """Tell SGLang's limit on padding of prompts, in times the tokens: until then all graphs are beyond it."""
         self._limit = limit
+        known = list(self._verdicts)
         self._verdicts.clear()
+        self._list_plain()
+        for size in known:
+            self.verdict(size)
+
+    def _only_counts(self) -> bool:
+        """Whether nothing is to be done but to count where a size replays as others do."""
+        return self._log is None and self._force is None and not self.coupled
+
+    def _list_plain(self) -> None:
+        """Set up `plain` for the sizes that are decided."""
+        self.plain[:] = bytes(len(self.plain))
+        if self._only_counts():
+            for size, verdict in self._verdicts.items():
+                self.plain[size] = verdict == REPLAYS
 
     # What is asked besides.
 
@@ -274,8 +291,7 @@ class Phase:
     def ran_plainly(self, size: int, batch: Any) -> None:
         """The same of one that replays as others of its size do: those have to be counted, and no more."""
         self.ran(size, batch)
-        if self._log is None and self._force is None and not self.coupled:
-            self.plain.add(size)
+        self.plain[size] = self._only_counts()
 
     def ran_as_voted(self, size: int, captured: int, batch: Any) -> None:
         """Count a step that replays a graph of that size because ranks agreed on it."""
@@ -284,8 +300,10 @@ class Phase:
             self._log(self, batch, size, None, captured)
 
     def was_refused(self, size: int, batch: Any, reason: Reason) -> None:
-        """Count a step that SGLang refused the graph which the policy wanted."""
+        """Count a step that SGLang refused the graph which the policy wanted. Of the next one it is asked once."""
         self.refused[reason, size] += 1
+        if size <= self._most:
+            self.plain[size] = 0
         if self._log is not None:
             self._log(self, batch, size, reason, None)
 

@@ -303,7 +303,7 @@ def test_a_size_beyond_the_limit_is_never_only_counted(monkeypatch):
     for size in (3, 3, 50, 50, 3):
         assert runner.can_run_graph(batch_of(size))
     assert seen == [False, False, True, True, False]
-    assert (phase.steps[3], phase.plain) == (3, {50})
+    assert (phase.steps[3], phase.plain[3], phase.plain[50]) == (3, 0, 1)
 
 
 def test_buffers_are_filled_past_the_registry():
