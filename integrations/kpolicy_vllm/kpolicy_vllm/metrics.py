@@ -144,20 +144,21 @@ class Collector:
             state = reference() if reference is not None else None
             if reference is not None and state is None:
                 continue
-            told = [published(state)] if state is not None else _read(instance)
-            for rank, each in enumerate(told):
+            told = {0: published(state)} if state is not None else _read(instance)
+            for rank, each in told.items():
                 label = each["policy"] + (f" dp{rank}" if rank else "") + (f" #{number}" if number else "")
                 yield label, _Worker(each)
 
 
-def _read(instance: str) -> list[dict[str, Any]]:
+def _read(instance: str) -> dict[int, dict[str, Any]]:
     """What the workers of a vLLM have left, by rank."""
+    before, after = f"{instance}.dp", ".json"
     try:
-        paths = sorted(folder().glob(f"{instance}.dp*.json"))
-    except OSError:
-        return []
-    told = (_told(path) for path in paths)
-    return [each for each in told if each is not None]
+        paths = {int(path.name[len(before) : -len(after)]): path for path in folder().glob(f"{before}*{after}")}
+    except (OSError, ValueError):
+        return {}
+    told = ((rank, _told(path)) for rank, path in sorted(paths.items()))
+    return {rank: each for rank, each in told if each is not None}
 
 
 def _told(path: Path) -> dict[str, Any] | None:

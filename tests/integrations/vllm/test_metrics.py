@@ -77,6 +77,13 @@ def test_ranks_apart(state):
     collector.states["one"] = None
     labels = {dict(labels)["policy"] for (_, *labels) in samples(collector)}
     assert labels == {"full_and_piecewise", "full_and_piecewise dp1"}
+    for rank in range(12):
+        metrics.Publisher(state, "one", rank)()
+    ranks = [label.partition(" dp")[2] for label, _ in collector._workers()]
+    assert ranks == ["", *map(str, range(1, 12))]
+    (metrics.folder() / "one.dp0.json").unlink()
+    (metrics.folder() / "one.dp3.json").write_text("{")
+    assert {label.partition(" dp")[2] for label, _ in collector._workers()} == {*map(str, range(1, 12))} - {"3"}
 
 
 def test_nothing_yet(state):
