@@ -8,6 +8,7 @@ from numbers import Real
 import attrs
 
 from kpolicy.errors import ConfigError
+from kpolicy.shapes import plain_int
 
 __all__ = ["LIMITS", "Objective", "Settings"]
 
@@ -35,10 +36,10 @@ class Settings:
         ConfigError: a limit is out of range.
     """
 
-    max_num_reqs: int = 256
-    max_num_tokens: int = 8192
-    num_speculative_tokens: int = 0
-    max_loras: int = 0
+    max_num_reqs: int = attrs.field(default=256, converter=plain_int)
+    max_num_tokens: int = attrs.field(default=8192, converter=plain_int)
+    num_speculative_tokens: int = attrs.field(default=0, converter=plain_int)
+    max_loras: int = attrs.field(default=0, converter=plain_int)
 
     def __attrs_post_init__(self) -> None:
         for name, (least, most) in LIMITS.items():

@@ -28,6 +28,18 @@ def test_limits_out_of_range_are_named(arguments: dict[str, Any], match: str) ->
         Settings(**arguments)
 
 
+def test_whole_numbers_of_other_libraries_are_limits() -> None:
+    """NumPy's integers are limits, kept as Python's own; its floats and bools aren't."""
+    np = pytest.importorskip("numpy")
+    settings = Settings(max_num_reqs=np.int64(4), max_num_tokens=np.uint16(64))
+    assert settings == Settings(max_num_reqs=4, max_num_tokens=64)
+    assert type(settings.max_num_reqs) is int
+    with pytest.raises(ConfigError, match="max_loras is np"):
+        Settings(max_loras=np.float64(2))
+    with pytest.raises(ConfigError, match="max_loras is True"):
+        Settings(max_loras=True)
+
+
 @pytest.mark.parametrize(("drafts", "query_len", "lengths"), [(0, 1, (1,)), (3, 4, (1, 4))])
 def test_decode_rows_come_in_these_lengths(drafts: int, query_len: int, lengths: tuple[int, ...]) -> None:
     """With k drafts decode rows have 1 + k tokens, or 1 in a step without drafts."""

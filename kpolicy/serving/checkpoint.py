@@ -87,6 +87,10 @@ def _config_of(values: dict[str, Any], where: str, *, weights: bool) -> Any:
         text = config.get_text_config()
     except ValueError as error:
         raise ConfigError(f"{where} can't be used as a {model_type} config: {error}") from error
+    for name, *_ in _SIZES:
+        size = getattr(text, name, None)
+        if isinstance(size, int) and size < 1:
+            raise ConfigError(f"{name} of {where} is {size}; it must be at least 1.")
     if not weights:
         _check_sizes(config, text, given, where)
     return config

@@ -21,11 +21,14 @@ from kpolicy.serving.kv_cache import LatentLayer, PagedLayer, layer_cache
 from kpolicy.serving.marks import ATTENTION_NAME, register, watch_latents
 from kpolicy.serving.trial import probe_layers, verify
 from kpolicy.serving.weights import randomise
+from kpolicy.shapes import LARGEST_COUNT, plain_int
 
 __all__ = ["load"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What weights and KV may be; float64 is for checks of the others"""
+_SEEDS = range(-(1 << 63), 1 << 64)
+"""What torch takes"""
 _HELD = frozenset({LayerKind.MHA, LayerKind.GQA, LayerKind.MQA, LayerKind.SLIDING_WINDOW, LayerKind.MLA})
 
 
@@ -67,7 +70,9 @@ def load(
             the device.
         ConfigError: the KV is too small for one request, the device isn't there, or an argument is out of range.
     """
-    at = _device(device)
+    at, seed = _device(device), plain_int(seed)
+    if type(seed) is not int or seed not in _SEEDS:
+        raise ConfigError(f"seed is {seed!r:.80}; it must be a whole number of at most 64 bits, such as 0.")
     if at.type == "meta":
         raise ConfigError("device 'meta' holds no values, so no step runs there; give a device that does.")
     config, folder = read_config(source)
@@ -108,10 +113,16 @@ def _over_kv(
     specs = probe_layers(hf, len(kinds))
     watch_latents([modules[index] for index, wanted in enumerate(latent) if wanted])
     like = hf.get_input_embeddings().weight.detach()
-    layers = [
-        layer_cache(spec, kernels, modules.get(index), latent[index], kv.num_slots, kv.block_size, like)
-        for index, spec in enumerate(specs)
-    ]
+    try:
+        layers = [
+            layer_cache(spec, kernels, modules.get(index), latent[index], kv.num_slots, kv.block_size, like)
+            for index, spec in enumerate(specs)
+        ]
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"there is no room on {like.device} for the KV of {len(specs)} layers in {kv.num_blocks} blocks of "
+            f"{kv.block_size} tokens: {first_line(error)}. Give fewer blocks, or less of --kv-tokens."
+        ) from error
     support = from_hf_config(hf.config).meet(kernels.support(latent=any(latent)))
     return LoadedModel(hf, layers, support, kv, folder)
 
@@ -241,15 +252,16 @@ def _check_kinds(config: Any, kinds: tuple[LayerKind, ...]) -> None:
 
 
 def _kv_size(config: Any, num_blocks: int, block_size: int, max_model_len: int | None, max_num_reqs: int) -> KvSize:
-    counts = {"num_blocks": num_blocks, "block_size": block_size, "max_num_reqs": max_num_reqs}
-    counts |= {} if max_model_len is None else {"max_model_len": max_model_len}
-    for name, value in counts.items():
-        if type(value) is not int or (value < 1 and name != "max_model_len"):
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+    num_blocks, block_size = _count("num_blocks", num_blocks), _count("block_size", block_size)
+    max_num_reqs = _count("max_num_reqs", max_num_reqs)
     longest, why = longest_request(config)
     slots = num_blocks * block_size
-    length = min(slots, longest or slots) if max_model_len is None else max_model_len
-    if length < 1 or (longest is not None and length > longest):
+    if slots > LARGEST_COUNT:
+        raise ConfigError(
+            f"num_blocks is {num_blocks}; blocks of {block_size} may hold {LARGEST_COUNT} tokens together."
+        )
+    length = min(slots, longest or slots) if max_model_len is None else _count("max_model_len", max_model_len)
+    if longest is not None and length > longest:
         raise ConfigError(f"max_model_len is {length}; {why}, so give 1 to {longest}.")
     size = KvSize(num_blocks, block_size, length, max_num_reqs)
     if size.max_blocks > num_blocks:
@@ -259,6 +271,13 @@ def _kv_size(config: Any, num_blocks: int, block_size: int, max_model_len: int |
             f"{slots}."
         )
     return size
+
+
+def _count(name: str, value: Any) -> int:
+    count = plain_int(value)
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"{name} is {value!r:.80}; it must be a whole number of at least 1.")
+    return count
 
 
 def _eager_only(name: str, reads: list[str]) -> AttentionSupport:

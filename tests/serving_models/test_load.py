@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -461,6 +462,10 @@ def test_weights_of_another_format_are_an_error(tmp_path: Path) -> None:
         ({"num_blocks": 1.5}, r"num_blocks is 1\.5"),
         ({"max_model_len": 1.5}, r"max_model_len is 1\.5"),
         ({"max_num_reqs": True}, "max_num_reqs is True"),
+        ({"num_blocks": 10**30}, "num_blocks is 10+; blocks of 16 may hold 2147483647 tokens"),
+        ({"seed": 1.5}, r"seed is 1\.5; it must be a whole number"),
+        ({"seed": None}, "seed is None"),
+        ({"seed": 2**70}, "at most 64 bits"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; give float32, bfloat16, float16, float64"),
         ({"device": "meta"}, "device 'meta' holds no values"),
@@ -472,6 +477,38 @@ def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> 
     """Each option that can't be used is named with its value and what is allowed."""
     with pytest.raises(ConfigError, match=words):
         load(FAMILIES["llama"], **options)
+
+
+def test_whole_numbers_of_other_libraries_are_taken() -> None:
+    """Counts of NumPy are counts, as in a shape."""
+    model = load(FAMILIES["llama"], num_blocks=np.int64(16), block_size=np.int32(4), max_num_reqs=np.uint8(3))
+    assert (model.num_blocks, model.block_size, model.max_num_reqs) == (16, 4, 3)
+    assert type(model.num_slots) is int
+
+
+def test_kv_that_there_is_no_memory_for_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device refuses the KV, the error says how much of it was asked for and what to give less of."""
+
+    def refuse(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory\nmore of it")
+
+    monkeypatch.setattr(loading, "layer_cache", refuse)
+    with pytest.raises(ConfigError, match=r"no room on cpu for the KV of 3 layers in 16 blocks of 4 .*: out of .*Give"):
+        load(FAMILIES["llama"], **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": 0}, "hidden_size of the config given is 0; it must be at least 1"),
+        ({"vocab_size": -3}, "vocab_size of the config given is -3"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings of llama is 0"),
+    ],
+)
+def test_sizes_of_nothing_are_named(fields: dict[str, Any], words: str) -> None:
+    """A config with a size of zero is refused by that size, and not by what torch makes of it."""
+    with pytest.raises(ConfigError, match=words):
+        load({**FAMILIES["llama"], **fields}, **SMALL)
 
 
 def test_a_missing_tokenizer_is_an_error_only_where_text_is_asked_for(tmp_path: Path, loaded: Loaded) -> None:
