@@ -22,7 +22,7 @@ from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.figures import find_device
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.observe.extras import load
-from kpolicy.simulate.pareto import FEWER, METRICS, draw, points_of, short_ladder
+from kpolicy.simulate.pareto import FEWER, METRICS, check_panels, draw, points_of, short_ladder
 from kpolicy.simulate.sweep import Axes, Backend, Common, LocalBackend, sweep
 
 if TYPE_CHECKING:
@@ -125,6 +125,8 @@ def sweep_command(
     )
     axes = Axes(policies=specs_of(combined.policy), rates=_rates(combined.rate))
     common = _common(traces, combined, served, deployment, start=start, window=window, seed=at_least("--seed", seed, 0))
+    if plot is not None:
+        check_panels(len(common.traces) * len(axes.rates) * len(common.costs))
     backend = where.made()
     interrupted = False
     lines: list[dict[str, Any]] = []

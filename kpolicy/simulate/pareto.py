@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,9 @@ from kpolicy.errors import ConfigError
 from kpolicy.observe.extras import load
 from kpolicy.schemas import write_whole
 
-__all__ = ["FEWER", "METRICS", "Point", "draw", "plain_text", "points_of", "short_ladder"]
+__all__ = [
+    "FEWER", "METRICS", "MOST_PANELS", "Point", "check_panels", "draw", "plain_text", "points_of", "short_ladder",
+]  # fmt: skip
 
 METRICS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
@@ -32,6 +34,9 @@ METRICS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 FEWER = 0.005
 """A case that served fewer requests than another of its panel by more than this share is on no front: what it handed
 back would have been slow."""
+
+MOST_PANELS = 120
+"""Panels of a picture: these take half a minute to draw, and many more no PNG can be as high as."""
 
 _LEAST_SPAN = 0.05
 """The axis of latencies spans this share of the longest, so that what hardly differs isn't drawn far apart."""
@@ -79,31 +84,52 @@ def points_of(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
         for line in lines
         if (result := line.get("result")) is not None and result[spread]["count"]
     ]
-    most: dict[tuple[str, float, str], int] = {}
-    for point in found:
-        most[point.panel] = max(point.served, most.get(point.panel, 0))
-    found = [attrs.evolve(point, fewer=point.served < most[point.panel] * (1 - FEWER)) for point in found]
-    return [
-        attrs.evolve(point, on_front=not point.fewer and not any(_beats(other, point) for other in found))
-        for point in found
-    ]
+    panels: dict[tuple[str, float, str], list[int]] = {}
+    for i, point in enumerate(found):
+        panels.setdefault(point.panel, []).append(i)
+    for panel in panels.values():
+        most = max(found[i].served for i in panel)
+        for i in panel:
+            found[i] = attrs.evolve(found[i], fewer=found[i].served < most * (1 - FEWER))
+        for i in _front([i for i in panel if not found[i].fewer], found):
+            found[i] = attrs.evolve(found[i], on_front=True)
+    return found
 
 
-def _beats(other: Point, point: Point) -> bool:
-    """Whether the other is nowhere worse and somewhere better."""
-    if other.panel != point.panel or other.fewer:
-        return False
-    return (other.mib, other.ms) != (point.mib, point.ms) and other.mib <= point.mib and other.ms <= point.ms
+def _front(those: Sequence[int], points: Sequence[Point]) -> Iterator[int]:
+    """Those points that no other of them beats: that is nowhere worse and somewhere better."""
+    best: Point | None = None
+    # By memory, then latency: each later one is on the front where it is quicker than all with less memory.
+    for i in sorted(those, key=lambda i: (points[i].mib, points[i].ms)):
+        point = points[i]
+        if best is None or point.ms < best.ms or (point.mib, point.ms) == (best.mib, best.ms):
+            best = point
+            yield i
+
+
+def check_panels(num_panels: int) -> None:
+    """See that a picture can hold so many panels.
+
+    Raises:
+        ConfigError: they are more than `MOST_PANELS`.
+    """
+    if num_panels > MOST_PANELS:
+        raise ConfigError(
+            f"a picture with a panel for each trace, rate and costs would have {num_panels:,}, over {MOST_PANELS}. "
+            "Draw fewer at once; fronts are marked in the table and in JSON however many there are."
+        )
 
 
 def draw(points: Sequence[Point], metric: str, path: Path) -> None:
     """Draw a panel for each trace, rate and costs: latency against graph memory, and its front.
 
     Raises:
-        ConfigError: matplotlib isn't installed, there is nothing to draw, or the file can't be written.
+        ConfigError: matplotlib isn't installed, there is nothing to draw or more than one picture holds, or the file
+            can't be written.
     """
     if not points:
         raise ConfigError("no case of the sweep served a request, so there is nothing to draw.")
+    check_panels(len({point.panel for point in points}))
     matplotlib = load("matplotlib", extra="plots", package="matplotlib", what="--plot")
     figure_of = load("matplotlib.figure", extra="plots", package="matplotlib", what="--plot").Figure
     panels = [list(each) for _, each in groupby(sorted(points, key=lambda point: point.panel), key=lambda p: p.panel)]

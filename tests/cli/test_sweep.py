@@ -86,6 +86,13 @@ def test_what_cant_be_done_is_one_line(kpolicy: Command, trace: Path, arguments:
     refused(kpolicy("sweep", trace, *arguments.split()), *parts)
 
 
+def test_more_panels_than_a_picture_holds_are_refused(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Before anything runs, where the picture would come last."""
+    pytest.importorskip("matplotlib")
+    rates = [f"--rate={rate}" for rate in range(1, 122)]
+    refused(kpolicy("sweep", trace, *rates, "--plot", tmp_path / "p.svg"), "a panel for each", "would have 121")
+
+
 def test_two_traces_of_one_name_are_refused(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
     """Results couldn't tell them apart."""
     other = tmp_path / "other"

@@ -26,7 +26,7 @@ from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.generator import generate_trace
 from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import simulate
-from kpolicy.simulate.pareto import METRICS, _panel, draw, points_of
+from kpolicy.simulate.pareto import METRICS, MOST_PANELS, _panel, draw, points_of
 from kpolicy.simulate.sweep import Axes, Common, LocalBackend, SweepFile, sweep
 
 from .helpers import COSTS, SIZES, server, trace_of
@@ -285,6 +285,23 @@ def test_a_case_that_serves_fewer_isnt_compared() -> None:
     assert [point.on_front for point in points] == [False, True, True]
     points = points_of([line_of(1, 1, served=995), line_of(2, 9)], "gap-p50")
     assert [point.on_front for point in points] == [True, False]
+
+
+def test_a_fleets_fronts_take_seconds() -> None:
+    """Thousands of deployments: work grows with the cases, not with their square (which took minutes)."""
+    lines = [line_of(mib, 9 - mib, f"deployment {i}") for i in range(10_000) for mib in (1, 2, 3)]
+    start = time.process_time()
+    points = points_of(lines, "gap-p50")
+    assert all(point.on_front for point in points)
+    assert time.process_time() - start < 10
+
+
+def test_more_panels_than_a_picture_holds_are_refused(tmp_path: Path) -> None:
+    """They end in a named error; a PNG of a thousand panels is one of matplotlib's, after minutes."""
+    pytest.importorskip("matplotlib")
+    points = points_of([line_of(1, 1, f"deployment {i}") for i in range(MOST_PANELS + 1)], "gap-p50")
+    with pytest.raises(ConfigError, match=f"would have {MOST_PANELS + 1}, over {MOST_PANELS}"):
+        draw(points, "gap-p50", tmp_path / "p.png")
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
