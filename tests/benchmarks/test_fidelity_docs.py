@@ -18,7 +18,7 @@ DOC = (DOCS / "measured_fidelity.md").read_text(encoding="utf-8").splitlines()
 SHORT = (DOCS / "fidelity.md").read_text(encoding="utf-8").splitlines()
 LAST = (
     "rate-2-eleventh", "dsv2lite-fifth", "dsv2lite-sixth", "dsv2lite-seventh", "dsv2lite-eighth", "dsv2lite-ninth",
-    "dsv2lite-tenth", "small24-ninth",
+    "dsv2lite-tenth", "dsv2lite-eleventh", "small24-ninth",
 )  # fmt: skip
 """The runs by the middle of three calibrations, with a table each"""
 BEFORE = ("rate-2-ninth", "rate-2-tenth", "dsv2lite-fourth", "small24-seventh", "small24-eighth")
@@ -220,18 +220,18 @@ def test_what_the_short_page_says_first_is_so() -> None:
     runs = [name for name in LAST if name.startswith("dsv2lite")]
     holding = [name for name in runs if set(verdicts(name)) == {"yes"}]
     assert [ranked(name).split(";")[0] for name in runs].count("as measured") == 1
-    counts = {1: "one", 6: "six"}
+    counts = {1: "one", 7: "seven"}
     told = f"Of {counts[len(runs)]} runs {counts[len(holding)]} holds in every cell, and another ranks every pair"
     assert told in page
     assert max(latencies_off(*runs)) <= MOST_LATENCY
     apart = [apart for name in LAST for apart in wrongly_ranked(read(name))]
     assert f"always of near policies**, {min(apart) * 100:.1f} to {max(apart):.1%} apart in the figure" in page
-    tenth = read("dsv2lite-tenth")
-    row = rows_of("dsv2lite-tenth")["eager", "saturated"]
-    [cell] = [each for each in tenth["cells_again"] if key_of(each) == key_of(row)]
-    told = f"{row['error']:.1%} singly where the machine itself differs by {row['noise']:.1%}, and only "
-    told += f"{cell['again'] / cell['steps']:.0%} of its {cell['steps']} steps ran again"
-    assert f"{told}, too few for their middle ({cell['error']:.1%}) to decide" in page
+    rows = rows_of("dsv2lite-eleventh")
+    bound, middle = rows["eager", "host-bound"], rows["eager", "middle"]
+    off = [judged(row, read("dsv2lite-eleventh"))[1] for row in (bound, middle)]
+    told = f"the profile is too quick for the {bound['steps'] + middle['steps']} steps, by {off[0]:.1%} where the host "
+    assert f"{told}bounds them and {off[1]:.1%} in the middle, by the middle of their repeats" in page
+    assert f"differs by {middle['noise']:.1%}, so that {middle['error']:.1%} singly doesn't decide" in page
     before = [(judged(row, read(name)), name) for name in BEFORE for row in rows_of(name).values()]
     off, name = max((error, name) for (held, error), name in before if held == "no")
     assert name.startswith("small24")
@@ -358,6 +358,28 @@ def test_figures_in_the_text() -> None:
     ttfts = [tenth["served"]["policies"][name]["ttft_p50_ms"]["measured"] for name in ("vllm", "auto", "piecewise")]
     over = [ttfts[0] / each - 1 for each in ttfts[1:]]
     assert f"`vllm` {over[0] * 100:.0f} and {over[1]:.0%} above the others" in page
+    last = read("dsv2lite-eleventh")
+    assert [[*map(len, each)] for each in (last["ranked_wrong"], last["served"]["ranked_wrong"].values())] == [
+        [2], [0] * len(FIGURES),
+    ]  # fmt: skip
+    bound, middle = (repeated(last, "eager", regime) for regime in ("host-bound", "middle"))
+    assert bound is not None
+    assert middle is not None
+    own = ran_again(last, "eager", "middle")
+    row = rows_of("dsv2lite-eleventh")["eager", "middle"]
+    assert own[0] == 1.0
+    told = f"{row['steps']} EAGER steps that the device bounds are {row['error']:.1%} off singly, noise"
+    assert f"{told} {row['noise']:.1%}, and {own[1]:.1%} by the middle of four repeats of each" in page
+    assert f"it would hold, {middle['error']:.1%} over {middle['steps']}" in page
+    told = f"Host-bound EAGER is {rows_of('dsv2lite-eleventh')['eager', 'host-bound']['error']:.1%} off singly and "
+    assert f"{told}**{bound['error']:.1%} by the middle of four repeats** of all its {bound['steps']} steps" in page
+    ttft, gap = latencies_off("dsv2lite-eleventh")
+    assert f"TTFT p50 is within {ttft:.1%} and gaps within {gap:.1%}" in page
+    tokens = last["us_per_token"]
+    apart = tokens["vllm"]["measured"] / tokens["piecewise"]["measured"] - 1
+    other = tokens["piecewise"]["simulated"] / tokens["vllm"]["simulated"] - 1
+    told = f"`piecewise` and `vllm` are {apart:.1%} apart and simulated {other:.1%} apart the other way round"
+    assert f"{told}, where a tie is {last['tie']['piecewise and vllm']:.1%}" in page
     eleventh = read("rate-2-eleventh")
     again = repeated(eleventh, "piecewise", "host-bound")
     assert again is not None
@@ -397,9 +419,9 @@ def test_the_simulators_page_tells_the_same_runs() -> None:
     errors = [row["error"] for row in small["policies"]["all policies"] if row["regime"] != "all"]
     ttft, _ = latencies_off("small24-ninth")
     assert f"one run: {errors[0] * 100:.1f} and {errors[1]:.1%}, TTFT within {ttft:.1%}" in page
-    names = [f"dsv2lite-{number}" for number in ("fifth", "sixth", "seventh", "eighth", "ninth")]
+    names = [f"dsv2lite-{number}" for number in ("fifth", "sixth", "seventh", "eighth", "ninth", "eleventh")]
     ttft, gap = latencies_off(*names, "dsv2lite-tenth")
-    assert f"TTFT within {ttft:.1%}, gaps within {gap:.1%}. In each run but the last" in page
+    assert f"TTFT within {ttft:.1%}, gaps within {gap:.1%}. In each run but the tenth" in page
     off = [
         row["error"]
         for row in read("dsv2lite-ninth")["policies"]["all policies"]
@@ -416,6 +438,8 @@ def test_the_simulators_page_tells_the_same_runs() -> None:
     singly = f"{row['steps']} saturated EAGER steps are {row['error']:.1%} off singly"
     assert f"{singly}, of which {cell['again'] / cell['steps']:.0%} ran again" in page
     assert f"one policy's turns are {tenth['served']['tie']['ttft_p50_ms']:.1%} apart" in page
+    off = [ran_again(read("dsv2lite-eleventh"), "eager", regime)[1] for regime in ("host-bound", "middle")]
+    assert f"EAGER steps are {off[0] * 100:.1f} and {off[1]:.1%} off by the middle of their repeats" in page
 
 
 def wrongly_ranked(result: dict[str, Any]) -> list[float]:
