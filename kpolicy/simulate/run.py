@@ -103,9 +103,10 @@ def simulate(
         executor=counting_executor(costs), budget=budget,
     )  # fmt: skip
     engine.capture()
-    run = _Simulation(trace.requests if isinstance(trace, Trace) else trace, engine, server, seed, on_step)
-    run.host_speed = host_speed
-    run.hosts = [HostState(engine.costs, eager_sizes) for _ in run.hosts]
+    run = _Simulation(
+        trace.requests if isinstance(trace, Trace) else trace, engine, server,
+        seed=seed, on_step=on_step, host_speed=host_speed, eager_sizes=eager_sizes,
+    )  # fmt: skip
     interrupted = ""
     try:
         run.serve(progress, stepwise=stepwise or on_step is not None or host_speed is not None)
@@ -125,11 +126,12 @@ class _Simulation:
     """The state of one run."""
 
     def __init__(
-        self, requests: Iterable[TraceRequest], engine: Engine, server: Server, seed: int, on_step: OnStep | None
-    ) -> None:
+        self, requests: Iterable[TraceRequest], engine: Engine, server: Server, *, seed: int, on_step: OnStep | None,
+        host_speed: HostSpeeds | None, eager_sizes: Collection[int],
+    ) -> None:  # fmt: skip
         self.costs = engine.costs
-        self.hosts = [HostState(engine.costs) for _ in range(server.ranks)]
-        self.host_speed: HostSpeeds | None = None
+        self.hosts = [HostState(engine.costs, eager_sizes) for _ in range(server.ranks)]
+        self.host_speed = host_speed
         self.account = Account(engine, server)
         num_blocks = server.blocks(self.account.graph_bytes)
         drafts = server.drafts if server.settings.num_speculative_tokens else None

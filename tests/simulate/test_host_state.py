@@ -16,7 +16,8 @@ from kpolicy.modes import Mode, Part, Rows
 from kpolicy.scheduling.traces import TraceRequest
 from kpolicy.schemas import Profile
 from kpolicy.shapes import BatchShape
-from kpolicy.simulate import simulate
+from kpolicy.simulate import Server, simulate
+from kpolicy.simulate import run as simulate_run
 from kpolicy.simulate.host_state import HostState
 from kpolicy.simulate.step_costs import StepCosts
 from kpolicy.step_effects import StepEffects
@@ -129,6 +130,19 @@ def test_sizes_that_the_process_ran_before_arent_new() -> None:
         for table, sizes in ((COSTS, ()), (costs, range(200)), (costs, ()))
     )
     assert none_new == plain < all_new
+
+
+def test_a_simulation_has_one_state_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made once, with what it is told of: a second one would forget the first's steps."""
+    made: list[tuple[int, ...]] = []
+
+    def noted(costs: Any, eager_sizes: Any) -> HostState:
+        made.append(tuple(eager_sizes))
+        return HostState(costs, eager_sizes)
+
+    monkeypatch.setattr(simulate_run, "HostState", noted)
+    simulate([TraceRequest(0, 0.0, 30, 2, ())], "eager", costs=COSTS, server=Server(ranks=2), eager_sizes=(4, 8))
+    assert made == [(4, 8), (4, 8)]
 
 
 def test_a_simulation_tells_rows_of_padding_from_others() -> None:
