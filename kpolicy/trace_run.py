@@ -171,10 +171,11 @@ class RunResult:
         span_s: from the first arrival to the last token.
         ttft_us, gap_us: p50 and p99 of time to first token, and of the time between a request's tokens.
         graphs, graphs_used: captured graphs, and those that replayed at least once.
+        graphs_captured: of them, those that were captured for this turn; a later one has its first turn's.
         unused: the graphs that never replayed, in words.
         not_captured: planned graphs that couldn't be had, by reason.
         graph_bytes: what they take.
-        capture_s: seconds of capture.
+        capture_s: seconds of capture, for this turn.
         preemptions: requests that gave their KV back and were computed again.
         checked, wrong: requests whose tokens were compared with the reference, and those that differed.
         replay_failures: graphs that failed before launch; the steps ran all the same.
@@ -205,6 +206,7 @@ class RunResult:
     gap_us: tuple[float, float]
     graphs: int
     graphs_used: int
+    graphs_captured: int
     unused: tuple[str, ...]
     not_captured: Mapping[str, int]
     graph_bytes: int
@@ -497,6 +499,7 @@ def _result(label: str, run: _Run, checked: int, wrong: Sequence[int], wall_s: f
         gap_us=(weighted_percentile(gaps, 50), weighted_percentile(gaps, 99)),
         graphs=len(captured),
         graphs_used=len(captured) - len(unused),
+        graphs_captured=len(captured),
         unused=tuple(str(key) for key in unused),
         not_captured=lost,
         graph_bytes=registry.totals().bytes_live,

@@ -224,7 +224,7 @@ def _notes(made: Console, result: RunResult, engine: Engine) -> None:
     if result.verified:
         text += _verified(result) + "; "
     simulated = engine.executor is None or engine.executor.name == "simulated"
-    text += f"{result.graphs} graphs captured in {result.capture_s:.1f} s"
+    text += _graphs(result)
     text += " (simulated)" if simulated else f", {result.graph_bytes / 2**20:,.1f} MiB"
     text += f", {result.graphs_used} used, {result.graphs - result.graphs_used} never"
     if result.outside_us and result.steps:
@@ -248,6 +248,16 @@ def _notes(made: Console, result: RunResult, engine: Engine) -> None:
         say(made, f"  downgraded at start-up: {downgrade}")
     if result.interrupted:
         say(made, f"  ended early: {result.interrupted}")
+
+
+def _graphs(result: RunResult) -> str:
+    """How many graphs there were, and what capturing took in this turn."""
+    if result.graphs_captured == result.graphs:
+        return f"{result.graphs} graphs captured in {result.capture_s:.1f} s"
+    if result.graphs_captured:
+        return f"{result.graphs} graphs, {result.graphs_captured} of them captured now in {result.capture_s:.1f} s"
+    failed = f", {result.capture_s:.1f} s of captures that failed" if result.capture_s else ""
+    return f"{result.graphs} graphs of an earlier turn, none captured now{failed}"
 
 
 def _verified(result: RunResult) -> str:

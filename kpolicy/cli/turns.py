@@ -20,6 +20,7 @@ from kpolicy.cli.render import console
 from kpolicy.cli.step_log import RunsOn, StepLog, files_of, step_log_paths
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
+from kpolicy.keys import GraphKey
 from kpolicy.trace_run import RunResult
 
 __all__ = ["Files", "Turn", "capture", "check_files", "progress_bar", "serve_in_turn"]
@@ -187,6 +188,7 @@ def serve_in_turn(
                     engines[turn.spec] = anew(turn.spec)
                     log_engines([engines[turn.spec]])
                 engine = engines[turn.spec]
+                before = None if turn.repeat == 1 else _Captured.of(engine)
                 task = shown.add_task(turn.spec, total=num_requests)
 
                 def advance(done: int, _total: int, task: Any = task) -> None:
@@ -195,12 +197,32 @@ def serve_in_turn(
                 with StepLog(turn.step_log, turn.spec, engine, perfetto=turn.perfetto, runs_on=runs_on) as log:
                     result = serve(turn, engine, log, advance, shown)
                     results.append(attrs.evolve(result, repeat=turn.repeat))
+                if before is not None:
+                    results[-1] = before.left_out_of(results[-1], engine)
                 if results[-1].interrupted.startswith("interrupted"):
                     break
     except KeyboardInterrupt:
         # Between policies, or while outputs were compared: what is done is still told.
         pass
     return results
+
+
+@attrs.frozen
+class _Captured:
+    """What a policy's earlier turns captured."""
+
+    keys: frozenset[GraphKey]
+    seconds: float
+
+    @classmethod
+    def of(cls, engine: Engine) -> _Captured:
+        registry = engine.registry
+        return cls(frozenset(registry.captured()), sum(record.seconds for record in registry.records()))
+
+    def left_out_of(self, result: RunResult, engine: Engine) -> RunResult:
+        """The result of the turn that came after."""
+        now = _Captured.of(engine)
+        return attrs.evolve(result, graphs_captured=len(now.keys - self.keys), capture_s=now.seconds - self.seconds)
 
 
 def capture(engine: Engine, label: str, shown: Progress) -> None:
