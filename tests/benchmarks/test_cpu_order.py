@@ -1,4 +1,4 @@
-"""What docs/models.md tells of policies served in turn on a CPU is its result's."""
+"""What docs/benchmarks.md tells of policies served in turn on a CPU is its result's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGE = " ".join((ROOT / "docs" / "models.md").read_text(encoding="utf-8").split())
+PAGE = " ".join((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").split())
 RESULT: Any = json.loads((ROOT / "benchmarks" / "results" / "cpu_order.json").read_text(encoding="utf-8"))
 
 
@@ -48,7 +48,7 @@ def test_turns_and_shares() -> None:
     )
     assert f"gaps of {told([round(gap) for gap in gaps])} ms at p99" in PAGE
     assert f"after {told([round(each) for each in p50])} ms in the median" in PAGE
-    assert f"{told([round(each / 1e3, 2) for each in p99])} s at p99. The paragraph" in PAGE
+    assert f"{told([round(each / 1e3, 2) for each in p99])} s at p99." in PAGE
 
 
 def test_attention() -> None:
