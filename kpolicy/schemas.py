@@ -196,6 +196,35 @@ class DecisionEntry:
 
 
 @attrs.frozen(kw_only=True)
+class _DecidedLaunch:
+    """What must be right of a launch in `DecisionEntry.decision` where it is there."""
+
+    rows: Rows
+    graph: str | None = None
+    tokens: int = 0
+    padding: int = 0
+    stream: int = 0
+    repeat: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        if min(self.tokens, self.padding, self.stream) < 0 or self.repeat < 1:
+            raise SchemaError(
+                f"tokens are {self.tokens}, padding {self.padding}, stream {self.stream} and repeat {self.repeat}; "
+                "counts start at 0, repeat at 1."
+            )
+
+
+@attrs.frozen(kw_only=True)
+class _Decided:
+    """Likewise of a decision."""
+
+    mode: str
+    form: str | None = None
+    launches: tuple[_DecidedLaunch, ...] = ()
+    why: str = ""
+
+
+@attrs.frozen(kw_only=True)
 class StepLaunch:
     """One launch of a step: `kpolicy.decision.Launch`, with its padding over all repeats in tokens."""
 
@@ -509,7 +538,10 @@ def _read_log(data: bytes, label: str, kind: type[E], name: str) -> Log[E]:
                 )
             ended = True
         else:
-            entries.append(_structure(data_of_line, kind, where))
+            entry = _structure(data_of_line, kind, where)
+            if isinstance(entry, DecisionEntry):
+                _structure(dict(entry.decision), _Decided, f"{where}, decision")
+            entries.append(entry)
     if ended and rest:
         raise SchemaError(f"{name} goes on after its last line; two logs in one file can't be read.")
     return Log(header, tuple(entries), not ended)

@@ -65,12 +65,11 @@ def header_sizes(log: Log[DecisionEntry]) -> CaptureSizes | None:
     found = log.header.extra.get("sizes")
     if found is None:
         return None
-    try:
-        return CaptureSizes(**{name: tuple(int(size) for size in sizes) for name, sizes in found.items()})
-    except (AttributeError, TypeError, ValueError):
-        raise ConfigError(
-            f"the log's sizes are {found!r:.80}; they are lists of tokens by kind: decode, mixed, piecewise."
-        ) from None
+    kinds = tuple(attrs.fields_dict(CaptureSizes))
+    fine = isinstance(found, Mapping) and {"decode"} <= set(found) <= set(kinds)
+    if not fine or not all(isinstance(sizes, list) for sizes in found.values()):
+        raise ConfigError(f"the log's sizes are {found!r:.80}; they are lists of tokens by kind: {', '.join(kinds)}.")
+    return CaptureSizes(**found)
 
 
 def header_costs(log: Log[DecisionEntry]) -> dict[str, CostTable]:
@@ -125,7 +124,7 @@ def replay(
     by_phase = header_costs(log) if costs is None else {}
     rest = costs or next(iter(by_phase.values()), None) or analytic_costs()
     tables = [by_phase.get(phase_of(shape), rest) for shape in shapes]
-    taken = [_launches(entry) for entry in log.entries]
+    taken = [_launches(step, entry) for step, entry in enumerate(log.entries)]
     labels = [_label(entry) for entry in log.entries]
     results = [_priced(AS_RECORDED, zip(shapes, taken, labels, strict=True), labels, tables)]
     sizes = ladder if ladder is not None else header_sizes(log)
@@ -196,19 +195,37 @@ _GRAPH = re.compile(r"(FULL|PIECEWISE) (\d+)t(?:/(\d+)r)?(?: q=(\d+))?(?: q<=(\d
 """How `GraphKey` reads: part, tokens, requests, query length, longest query"""
 
 
-def _launches(entry: DecisionEntry) -> tuple[Launch, ...]:
-    """The recorded launches, as far as their costs depend on them."""
+def _launches(step: int, entry: DecisionEntry) -> tuple[Launch, ...]:
+    """The recorded launches, as far as their costs depend on them.
+
+    Raises:
+        ConfigError: what was launched isn't known, so it has no price.
+    """
     launches = []
-    for row in entry.decision.get("launches", ()):
-        found = _GRAPH.match(row.get("graph") or "")
+    rows = entry.decision.get("launches", ())
+    if len(rows) > 2 or (not rows and entry.shape.num_tokens):
+        raise ConfigError(
+            f"step {step} of the log has {len(rows)} launches for {entry.shape}; a step is one, or two halves of a "
+            "split. Record it again."
+        )
+    for row in rows:
+        graph = row.get("graph")
+        found = None if graph is None else _GRAPH.match(graph)
         key = None
+        if graph is not None and found is None:
+            raise ConfigError(
+                f"step {step} of the log replays {graph!r:.80}, which is no graph that can be priced; one reads as "
+                "'FULL 8t/8r q=1' or 'PIECEWISE 64t'. Record it again."
+            )
         if found:
             num_reqs, query_len, longest = (int(each) if each else None for each in found.groups()[2:])
             key = GraphKey(Part(found[1].lower()), int(found[2]), num_reqs, query_len, longest)
-        repeat, padding = row.get("repeat", 1), row.get("padding", 0)
-        # Ranks may run eagerly what others replay, at the same size.
-        padded = row["tokens"] + padding // repeat if key is None and padding else None
-        launches.append(Launch(Rows(row["rows"]), key, row.get("stream", 0), repeat, padded))
+        launch = Launch(Rows(row["rows"]), key, row.get("stream", 0), row.get("repeat", 1))
+        if key is None and row.get("padding"):
+            # Ranks may run eagerly what others replay, at the same size.
+            padded = launch.num_tokens(entry.shape.numbers) + row["padding"] // launch.repeat
+            launch = attrs.evolve(launch, padded_tokens=padded)
+        launches.append(launch)
     return tuple(launches)
 
 

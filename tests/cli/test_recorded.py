@@ -1,6 +1,9 @@
 """`kpolicy vllm-explain` and `kpolicy simulate --decisions`, on a log written here."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -17,6 +20,7 @@ from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from kpolicy.simulate.recorded import replay
 from tests.cli.conftest import Command
+from tests.cli.test_bad_input import refused
 
 SHAPES = [
     *[BatchShape.decode(9, 900)] * 6,
@@ -208,6 +212,59 @@ def test_sizes_that_are_none(kpolicy: Command, tmp_path: Path) -> None:
     result = kpolicy("simulate", "--decisions", path)
     assert result.code == 2
     assert "decode, mixed, piecewise" in result.err
+
+
+def changed(log: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The log with its first decision changed."""
+    lines = log.read_text().splitlines()
+    entry = json.loads(lines[1])
+    change(entry["decision"])
+    lines[1] = json.dumps(entry)
+    other = log.with_name("changed.jsonl")
+    other.write_text("\n".join(lines) + "\n")
+    return other
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda decision: decision.pop("mode"), "mode is missing; wanted text"),
+        (lambda decision: decision.update(launches=None), "launches is None; wanted a list"),
+        (lambda decision: decision["launches"][0].update(rows="some"), "wanted one of all, decode, prefill"),
+        (lambda decision: decision["launches"][0].update(graph=5), "launches[0].graph is 5; wanted text"),
+        (lambda decision: decision["launches"][0].update(repeat=0), "repeat 0; counts start at 0, repeat at 1"),
+    ],
+)
+@pytest.mark.parametrize("command", [("vllm-explain",), ("simulate", "--decisions")])
+def test_a_decision_that_is_none_is_a_named_error(
+    kpolicy: Command, log: Path, command: tuple[str, ...], change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    """Of every command that reads logs, with the line and the field."""
+    refused(kpolicy(*command, changed(log, change)), "changed.jsonl, line 2, decision", said)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda decision: decision["launches"][0].update(graph="WHOLE 8 rows"), "replays 'WHOLE 8 rows'"),
+        (lambda decision: decision.update(launches=[]), "step 0 of the log has 0 launches"),
+        (lambda decision: decision.update(launches=decision["launches"] * 3), "step 0 of the log has 3 launches"),
+    ],
+)
+def test_launches_without_a_price_are_refused(
+    kpolicy: Command, log: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    """A graph that can't be read isn't priced as an eager launch, nor is a step without launches free."""
+    refused(kpolicy("simulate", "--decisions", changed(log, change)), said)
+
+
+def test_sizes_are_lists(kpolicy: Command, tmp_path: Path) -> None:
+    """Text is no list of sizes: "12" isn't 1 and 2."""
+    path = tmp_path / "odd.jsonl"
+    with DecisionLogWriter(path, LogHeader(extra={"sizes": {"decode": "12"}})) as writer:
+        shape = BatchShape.decode(1)
+        writer.write(DecisionEntry.of(shape, Engine("eager").decide(shape)))
+    refused(kpolicy("simulate", "--decisions", path), "{'decode': '12'}", "lists of tokens by kind")
 
 
 def test_a_rank_without_rows_is_explained(kpolicy: Command, tmp_path: Path) -> None:
