@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from kpolicy.executors.cuda import adapter as cuda_adapter  # noqa: E402
 from kpolicy.executors.cuda import streams  # noqa: E402
-from kpolicy.executors.cuda.adapter import CudaAdapter, CudaPool  # noqa: E402
+from kpolicy.executors.cuda.adapter import CudaAdapter  # noqa: E402
 
 handles = count(1)
 
@@ -38,7 +38,10 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> CudaAdapter:
     monkeypatch.setattr(streams, "_spare", {})
     monkeypatch.setattr(streams, "_held", {})
     monkeypatch.setattr(cuda_adapter, "_device", lambda _: torch.device("cuda", 0))
-    return CudaAdapter()
+    made = CudaAdapter()
+    # A CUDA build of torch would look for a driver.
+    made._raw_stream = int
+    return made
 
 
 def test_pools_that_come_and_go_use_the_same_streams(adapter: CudaAdapter) -> None:
@@ -151,7 +154,7 @@ def test_a_broken_recording_lets_its_pool_go_once(
     adapter: CudaAdapter, monkeypatch: pytest.MonkeyPatch, end: str, recording: bool, holders: int
 ) -> None:
     """Where torch left it recording the graph that never came holds the pool; where it hadn't, it holds it no more."""
-    pool = CudaPool(Stream(None))
+    pool = adapter.new_pool()
     allocator = Allocator(pool.handle, recording=recording)
     for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
         monkeypatch.delattr(torch._C, name, raising=False)

@@ -24,11 +24,9 @@ from kpolicy.executors.ascend.lengths import NO_ROWS, HostRows
 from kpolicy.executors.ascend.tasks import GraphTasks, TaskStore, UpdateWay, recording_tasks
 from kpolicy.executors.ascend.updates import TIMEOUT_S, UpdateOrder, Updater
 from kpolicy.executors.base import ProbeReport, ProbeStatus
-from kpolicy.executors.cuda.adapter import CudaGraph, Statics
-from kpolicy.executors.device import Failure
+from kpolicy.executors.cuda.stream_adapter import CudaGraph, Statics, StreamAdapter
 from kpolicy.executors.importing import first_line, why_broken
 from kpolicy.executors.simulated import Fault
-from kpolicy.executors.xpu.adapter import StreamAdapter
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.reasons import Reason
@@ -88,7 +86,7 @@ class AscendAdapter(StreamAdapter):
         update_order: which comes first at a replay, and what keeps steps apart; see `UpdateOrder`.
         update_way: how host arguments are rewritten; the first that this torch_npu has where None.
         update_timeout_s: seconds after which a stream that isn't done counts as stalled; see `Updater.finish`.
-        check, statics, faults: as `CudaAdapter` has them.
+        check, statics, faults: as `StreamAdapter` has them.
 
     Attributes:
         store: the tasks of every graph, by full key.
@@ -108,7 +106,9 @@ class AscendAdapter(StreamAdapter):
         given = library is not None
         self.torch_npu = library if given else load_library()
         at = _device(device, self.torch_npu.npu, any_type=given)
-        super().__init__("ascend", self.torch_npu.npu, at, check=check, statics=statics, faults=faults)
+        super().__init__(
+            "ascend", self.torch_npu.npu, at, classify=classify, check=check, statics=statics, faults=faults
+        )
         self.way = _way(self.device_module, update_way)
         self.store = TaskStore()
         self.rows = NO_ROWS
@@ -247,9 +247,6 @@ class AscendAdapter(StreamAdapter):
         return owned
 
     # Errors
-
-    def classify(self, error: BaseException) -> Failure:
-        return classify(error)
 
     def capture_error(self, error: CaptureError) -> CaptureError:
         """The error with what to do about it."""

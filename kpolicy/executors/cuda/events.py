@@ -1,18 +1,22 @@
-"""Points on CUDA streams, and the spans between them that time a step. They are used again: making one takes long."""
+"""Points on streams, and the spans between them that time a step. CUDA's are used again: making one takes long."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from kpolicy.errors import StickyDeviceError
 from kpolicy.executors.cuda.failures import classify
+from kpolicy.executors.device import Failure
 from kpolicy.executors.importing import first_line
 
-__all__ = ["MOST_SPARE", "CudaEvent", "CudaSpan", "Points", "Recorder", "new_span"]
+if TYPE_CHECKING:
+    from kpolicy.executors.cuda.stream_adapter import StreamAdapter
+
+__all__ = ["MOST_SPARE", "CudaEvent", "CudaSpan", "Points", "Recorder", "StreamEvent", "meant", "new_span"]
 
 MOST_SPARE = 64
 """Events that are kept to be used again"""
@@ -69,7 +73,7 @@ class CudaSpan:
             try:
                 self._over = bool(self._points[3].query())
             except RuntimeError as error:
-                raise _meant(error) from error
+                raise meant(error, classify) from error
         return self._over
 
     def wait(self) -> None:
@@ -77,7 +81,7 @@ class CudaSpan:
             try:
                 self._points[3].synchronize()
             except RuntimeError as error:
-                raise _meant(error) from error
+                raise meant(error, classify) from error
             self._over = True
 
     @property
@@ -91,35 +95,25 @@ class CudaSpan:
             try:
                 return elapsed_ms() * 1e3
             except RuntimeError as error:
-                raise _meant(error) from error
+                raise meant(error, classify) from error
 
 
 new_span: Callable[[], CudaSpan] = partial(object.__new__, CudaSpan)
 
 
-class CudaEvent:
+class StreamEvent:
     """A point on a stream.
 
     Args:
-        point: the event that was recorded there.
-        spare: takes it when nobody looks at the point any more, to be used again: making one takes longer than all
-            else that a step asks of it.
+        adapter: the stream's device.
+        event: the library's event, recorded there.
     """
 
-    __slots__ = ("_point", "_spare")
+    __slots__ = ("_adapter", "_event")
 
-    def __init__(self, point: Recorder, spare: list[Recorder]) -> None:
-        self._point = point
-        self._spare = spare
-
-    @property
-    def _event(self) -> Any:
-        return self._point.event
-
-    def __del__(self) -> None:
-        # A stream that waits for the point took it over when it was told to.
-        if len(self._spare) < MOST_SPARE:
-            self._spare.append(self._point)
+    def __init__(self, adapter: StreamAdapter, event: Any) -> None:
+        self._adapter = adapter
+        self._event = event
 
     def done(self) -> bool:
         """Whether the stream has passed it.
@@ -130,36 +124,62 @@ class CudaEvent:
         try:
             return bool(self._event.query())
         except RuntimeError as error:
-            raise _meant(error) from error
+            raise meant(error, self._adapter.classify) from error
 
     def wait(self) -> None:
-        """Block the host until the stream has passed it.
-
-        Raises:
-            StickyDeviceError: the device was lost in the work before it.
-        """
+        """Block the host until the stream has passed it. Raises as `done`."""
         try:
-            self._event.synchronize()
+            self._adapter.finish(self._event)
         except RuntimeError as error:
-            raise _meant(error) from error
+            raise meant(error, self._adapter.classify) from error
 
     def hold(self, stream: Any) -> None:
         """Let a stream wait for the point."""
         self._event.wait(stream)
 
-    def us_since(self, earlier: CudaEvent) -> float:
+    def us_since(self, earlier: StreamEvent) -> float:
         """Microseconds on the device from that event to this one; waits for both."""
+        earlier.wait()
+        self.wait()
+        elapsed: float = earlier._event.elapsed_time(self._event) * 1e3
+        return elapsed
+
+
+class CudaEvent(StreamEvent):
+    """A point on a CUDA stream.
+
+    Args:
+        adapter: the stream's device.
+        point: the event that was recorded there.
+        spare: takes it when nobody looks at the point any more, to be used again: making one takes longer than all
+            else that a step asks of it.
+    """
+
+    __slots__ = ("_point", "_spare")
+
+    def __init__(self, adapter: StreamAdapter, point: Recorder, spare: list[Recorder]) -> None:
+        self._adapter = adapter
+        self._event = point.event
+        self._point = point
+        self._spare = spare
+
+    def __del__(self) -> None:
+        # A stream that waits for the point took it over when it was told to.
+        if len(self._spare) < MOST_SPARE:
+            self._spare.append(self._point)
+
+    def us_since(self, earlier: StreamEvent) -> float:
+        """Microseconds on the device from that event to this one; waits for those that aren't over."""
         try:
             elapsed: float = earlier._event.elapsed_time(self._event) * 1e3
         except RuntimeError:
             # One isn't over, or the device is lost, which waiting says.
-            earlier.wait()
-            self.wait()
-            elapsed = earlier._event.elapsed_time(self._event) * 1e3
+            elapsed = super().us_since(earlier)
         return elapsed
 
 
-def _meant(error: RuntimeError) -> Exception:
+def meant(error: RuntimeError, classify: Callable[[BaseException], Failure]) -> Exception:
+    """The error; what it means where it means that the device is lost."""
     if classify(error).sticky:
         return StickyDeviceError(f"{first_line(error)}. The device is lost to this process; start a new one.")
     return error

@@ -1,4 +1,4 @@
-"""What CUDA's errors mean: which cost a capture and why, and which the device.
+"""What errors of CUDA, and of devices behind torch's own names, mean: which cost a capture and why, which the device.
 
 Codes are those of ``cudaError_t`` (CUDA runtime API, "Error handling"). torch gives the code since 2.8
 (`torch.AcceleratorError.error_code`); before, only its words.
@@ -13,7 +13,7 @@ import torch
 from kpolicy.executors.device import Failure, known
 from kpolicy.reasons import Reason
 
-__all__ = ["classify", "error_code"]
+__all__ = ["classify", "classify_by_words", "error_code"]
 
 OUT_OF_MEMORY = 2
 STICKY = frozenset({46, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999})
@@ -59,6 +59,7 @@ _OF_TORCH = (
     ("_status_arch_mismatch", Reason.BACKEND_MISSING),
 )  # fmt: skip
 """What torch, the loader of libraries, cuBLAS and cuDNN refuse themselves: CUDA has no code for it"""
+_LOST = ("device_lost", "device lost", "ur_result_error_device_lost")
 _CODE = re.compile(r"cuda error(?: code)?[:=]? *(\d+)\b", re.IGNORECASE)
 
 
@@ -103,3 +104,15 @@ def _of_torch(error: BaseException) -> Reason:
         # An operator of torch's that has no kernel for the device.
         return Reason.BACKEND_MISSING
     return next((reason for words, reason in _OF_TORCH if words in text), Reason.CAPTURE_FAILED)
+
+
+def classify_by_words(error: BaseException) -> Failure:
+    """What an error of a device whose library's codes aren't known means: memory, and the words of a lost device."""
+    meant = known(error)
+    if meant is not None:
+        return meant
+    text = str(error).lower()
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
+        return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
+    lost = any(words in text for words in _LOST)
+    return Failure(Reason.DEVICE_LOST if lost else Reason.CAPTURE_FAILED, lost)

@@ -15,12 +15,10 @@ import torch
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
-from kpolicy.executors.cuda.adapter import Statics
 from kpolicy.executors.cuda.failures import classify
-from kpolicy.executors.device import Failure
+from kpolicy.executors.cuda.stream_adapter import Statics, StreamAdapter
 from kpolicy.executors.kunlun.proof import count_devices, installed, load_xmlir
 from kpolicy.executors.simulated import Fault
-from kpolicy.executors.xpu.adapter import StreamAdapter
 
 __all__ = ["KunlunAdapter", "environment_problems"]
 
@@ -52,7 +50,7 @@ class KunlunAdapter(StreamAdapter):
         xmlir: torch_xmlir, or what stands in for it.
         library: `torch.cuda`, or what stands in for it; with one, tensors may be on any device.
         environ: the variables to judge; this process's own by default.
-        check, statics, faults: as `CudaAdapter` has them.
+        check, statics, faults: as `StreamAdapter` has them.
 
     Raises:
         ConfigError: torch_xmlir can't be used, counts no card, or a variable keeps graphs from working.
@@ -77,8 +75,9 @@ class KunlunAdapter(StreamAdapter):
         if at.type == "cuda" and at.index is None:
             at = torch.device("cuda", torch.cuda.current_device())
         super().__init__(
-            "kunlun", torch.cuda if library is None else library, at, check=check, statics=statics, faults=faults
-        )
+            "kunlun", torch.cuda if library is None else library, at,
+            classify=classify, check=check, statics=statics, faults=faults,
+        )  # fmt: skip
 
     def probe(self) -> ProbeReport:
         _, notes = environment_problems(self._environ)
@@ -88,11 +87,3 @@ class KunlunAdapter(StreamAdapter):
         }  # fmt: skip
         words = "; ".join([f"proven by {self.proof}", *notes, "unverified on hardware"])
         return ProbeReport("kunlun", ProbeStatus.USABLE, words, facts=facts)
-
-    def _begun(self, pool: Any) -> Any:
-        graph = self.device_module.CUDAGraph()
-        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
-        return graph
-
-    def classify(self, error: BaseException) -> Failure:
-        return classify(error)

@@ -3,8 +3,8 @@
 `StreamAdapter` serves every device with `torch.cuda`'s names. Unverified on hardware.
 """
 
+from kpolicy.executors.cuda.stream_adapter import StreamAdapter
 from kpolicy.executors.xpu.accelerator import AcceleratorAdapter, AcceleratorExecutor
-from kpolicy.executors.xpu.adapter import StreamAdapter
 from kpolicy.executors.xpu.executor import StreamExecutor, XpuAdapter, XpuExecutor
 
 __all__ = ["AcceleratorAdapter", "AcceleratorExecutor", "StreamAdapter", "StreamExecutor", "XpuAdapter", "XpuExecutor"]

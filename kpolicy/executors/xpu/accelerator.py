@@ -14,10 +14,9 @@ import torch
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
-from kpolicy.executors.cuda.adapter import Statics
+from kpolicy.executors.cuda.stream_adapter import Statics, StreamAdapter
 from kpolicy.executors.importing import first_line
 from kpolicy.executors.simulated import Fault
-from kpolicy.executors.xpu.adapter import StreamAdapter
 from kpolicy.executors.xpu.executor import LibraryExecutor
 
 __all__ = ["AcceleratorAdapter", "AcceleratorExecutor", "TorchAccelerator"]
@@ -64,7 +63,7 @@ class AcceleratorAdapter(StreamAdapter):
     Args:
         device: the device, by torch's name for it; the current accelerator by default.
         library: what stands in for `TorchAccelerator`; with one, tensors may be on any device.
-        check, statics, faults: as `CudaAdapter` has them.
+        check, statics, faults: as `StreamAdapter` has them.
 
     Raises:
         ConfigError: there is no such device, or this torch has no graphs for all accelerators.

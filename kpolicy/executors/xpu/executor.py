@@ -12,11 +12,10 @@ import torch
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
-from kpolicy.executors.cuda.adapter import Statics
+from kpolicy.executors.cuda.stream_adapter import Statics, StreamAdapter
 from kpolicy.executors.runner import ModeRunner
 from kpolicy.executors.simulated import Fault
 from kpolicy.executors.step_model import StepModel
-from kpolicy.executors.xpu.adapter import StreamAdapter
 from kpolicy.executors.xpu.launcher import LiveLengthsLauncher
 
 __all__ = ["LibraryExecutor", "StreamExecutor", "XpuAdapter", "XpuExecutor"]
@@ -28,7 +27,7 @@ class XpuAdapter(StreamAdapter):
     Args:
         device: the device; the current one where it has no index.
         library: `torch.xpu`, or what stands in for it; with one, tensors may be on any device.
-        check, statics, faults: as `CudaAdapter` has them.
+        check, statics, faults: as `StreamAdapter` has them.
 
     Raises:
         ConfigError: there is no such device, or this torch has no graphs for it.
