@@ -15,7 +15,7 @@ from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
 from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.decision import Decision
-from kpolicy.errors import ConfigError, GraphReplayError, ProfileError, StickyDeviceError, SupportError
+from kpolicy.errors import ConfigError, GraphReplayError, ProfileError, ShapeError, StickyDeviceError, SupportError
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes
 from kpolicy.modes import Mode
@@ -157,7 +157,8 @@ class Engine:
         self.registry = GraphRegistry(budget) if registry is None else registry
         self.passed_over: dict[str, str] = {}
         self.executor = self._opened(executor, model, device)
-        if costs is not None and (communicator is None or communicator.world_size == 1):
+        self._communicator = _of_several(communicator)
+        if costs is not None and self._communicator is None:
             # Several ranks hear of it together, in `sync`: none waits for one that has raised.
             _check_measured(costs, self.executor)
         self._runs_behind = bool(getattr(self.executor, "runs_behind", False))
@@ -170,7 +171,6 @@ class Engine:
             # Without an executor nothing is captured as far as it goes: all that is planned is taken as captured.
             self._check_budget(budget, whole=ladder is not None or (executor is None and model is None))
         self.registry.plan(self.keys)
-        self._communicator = communicator if communicator is not None and communicator.world_size > 1 else None
         self._lost: StickyDeviceError | None = None
         self._events: Events | None = None
         self._synced_version = -1
@@ -219,7 +219,7 @@ class Engine:
         return self._costs
 
     def take_costs(self, costs: CostTable) -> None:
-        """Decide by that table from now on.
+        """Decide by that table from now on. Of several ranks all go on by rank 0's, and agree anew before they decide.
 
         Raises:
             ProfileError: it was measured on another device, with another model, or with one that was split.
@@ -229,6 +229,7 @@ class Engine:
         # In this order: see `_prepared`.
         self._costs = costs
         self._compiled, self._path = None, self._no_path
+        self._synced_version = -1
 
     def _check_budget(self, budget: Budget, *, whole: bool) -> None:
         """A ladder that is wanted whole and is above the budget is an error; others are captured as far as they go."""
@@ -343,9 +344,10 @@ class Engine:
 
         Raises:
             NoLegalModeError: every mode that could run the batch is forbidden.
+            ShapeError: it isn't a `BatchShape`.
             StickyDeviceError: the device was lost earlier.
         """
-        numbers = shape.numbers
+        numbers = _shape(shape).numbers
         decision = self._decide(numbers)
         self._stats.add(decision, numbers)
         return decision
@@ -369,7 +371,7 @@ class Engine:
         """All ways to run the batch, what each would cost, and why each lost. This rank alone; nothing is counted."""
         from kpolicy.explain import explain
 
-        return explain(self.policy, shape, self.context)
+        return explain(self.policy, _shape(shape), self.context)
 
     # Ranks
 
@@ -672,7 +674,7 @@ class Engine:
             How many graphs were captured.
 
         Raises:
-            ConfigError: the Engine isn't lazy.
+            ConfigError: the Engine isn't lazy, or the seconds can't be spent.
             StickyDeviceError: the device is lost.
         """
         self._need_executor("capture")
@@ -680,8 +682,9 @@ class Engine:
             raise ConfigError(
                 "this Engine captures all graphs at once; make it with lazy=True to capture them by need."
             )
+        allowance_s = _seconds("seconds", seconds)
         self._settle()
-        return self._with_device(lambda lazy: lazy.capture(seconds))
+        return self._with_device(lambda lazy: lazy.capture(allowance_s))
 
     @property
     def lazy_pending(self) -> bool:
@@ -796,6 +799,28 @@ def _seconds(name: str, value: object) -> float:
     if not isinstance(value, Real) or not 0 <= float(value) < float("inf"):
         raise ConfigError(f"{name} is {value!r:.80}; it takes seconds of at least 0, such as 1.0.")
     return float(value)
+
+
+def _shape(shape: object) -> BatchShape:
+    if not isinstance(shape, BatchShape):
+        raise ShapeError(
+            f"the batch is {shape!r:.80}; give a BatchShape, such as BatchShape.decode(9). `Engine.select` takes plain "
+            "numbers."
+        )
+    return shape
+
+
+def _of_several(communicator: Communicator | None) -> Communicator | None:
+    """The communicator where there are several ranks; with one there is nothing to agree on."""
+    if communicator is None:
+        return None
+    world_size = getattr(communicator, "world_size", None)
+    if type(world_size) is not int:
+        raise ConfigError(
+            f"communicator is {communicator!r:.80}; it takes a Communicator, such as "
+            "kpolicy.serving.torch_communicator.TorchCommunicator()."
+        )
+    return communicator if world_size > 1 else None
 
 
 def _done(event: ReadyEvent) -> bool:

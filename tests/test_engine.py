@@ -21,6 +21,7 @@ from kpolicy.errors import (
     ConfigError,
     LadderError,
     NoLegalModeError,
+    ShapeError,
     SupportError,
     UnknownNameError,
 )
@@ -272,12 +273,30 @@ def test_attention_is_text_claims_or_support(attention: Any) -> None:
         ({"calibrate": "x"}, ConfigError, "calibrate is 'x'; it takes seconds"),
         ({"calibrate": None, "policy": "eager"}, ConfigError, "calibrate is None; it takes seconds"),
         ({"lazy": "x", "executor": "simulated"}, ConfigError, "lazy is 'x'; it takes seconds"),
+        ({"communicator": 2}, ConfigError, "communicator is 2; it takes a Communicator"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
     """Each argument that can't be used is an error that names it, and the near miss where there is one."""
     with pytest.raises(error, match=match):
         Engine(**arguments)
+
+
+@pytest.mark.parametrize("shape", [4, BatchShape.decode(4).numbers, None])
+def test_a_batch_that_is_no_shape_is_named(shape: Any) -> None:
+    """Counts and plain numbers are for `select`; `decide` and `explain` say so."""
+    engine = Engine()
+    for ask in (engine.decide, engine.explain):
+        with pytest.raises(ShapeError, match=r"give a BatchShape.*Engine.select"):
+            ask(shape)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1, "1", float("inf")])
+def test_seconds_that_cant_be_spent_are_named(seconds: Any) -> None:
+    """What is left over is kept for later calls, so one that is no number would count for ever."""
+    engine = Engine(executor=SimulatedExecutor(num_blocks=8), ladder=[4], settings=LIMITS, lazy=True)
+    with pytest.raises(ConfigError, match=r"seconds is .*it takes seconds of at least 0"):
+        engine.capture_pending(seconds)
 
 
 def test_a_ladder_above_the_budget_is_an_error_that_says_what_to_keep() -> None:

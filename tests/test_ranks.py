@@ -271,6 +271,21 @@ def test_costs_of_rank_0_are_everyones() -> None:
     assert all(costs == results[0][0] for costs, _ in results)
 
 
+def test_costs_that_one_rank_takes_later_are_agreed_on() -> None:
+    """Whichever rank takes another table between steps, all decide the next one by rank 0's."""
+
+    def work(communicator: ThreadCommunicator) -> Any:
+        engine = make_engine(communicator)
+        taken = []
+        for taker in range(communicator.world_size):
+            if communicator.rank == taker:
+                engine.take_costs(attrs.evolve(engine.costs, version=f"taken by {taker}"))
+            taken.append(engine.decide(BatchShape.decode(4)).costs_version)
+        return taken
+
+    assert good(run_ranks(3, work)) == [["taken by 0"] * 3] * 3
+
+
 def test_ranks_with_different_graphs_keep_the_intersection() -> None:
     """Graphs that any rank couldn't capture are withdrawn on all, and the rest is used."""
 
