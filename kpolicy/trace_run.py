@@ -339,7 +339,7 @@ class _Run:
                 self.gaps[gap] = self.gaps.get(gap, 0) + 1
         self.served += done.finished
         if self.stop_tokens:
-            self._end_early(batch.decodes, len(outputs.tokens))
+            self._end_early(batch.decodes, steps)
             self._end_early(done.first_tokens, 1)
 
     def _end_early(self, requests: Sequence[Generation], num_new: int) -> None:

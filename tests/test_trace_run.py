@@ -305,6 +305,22 @@ def test_stop_tokens_end_requests_early() -> None:
     assert ended == [whole[: whole.index(whole[4]) + 1]]
 
 
+def test_a_stop_token_of_the_prompt_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is generated ends a request, also where the host samples and the device tells no tokens."""
+    executor = SimulatedExecutor(FLAT, num_blocks=16, block_size=4, vocab=VOCAB)
+    engine = Engine("eager", ladder=SIZES, settings=LIMITS, costs=FLAT, executor=executor)
+    batcher = Batcher(LIMITS, num_blocks=16, block_size=4, steps_ahead=1)
+    step, lengths = engine.step, list[int]()
+    monkeypatch.setattr(engine, "step", lambda inputs: step(inputs)._replace(tokens=[], first_tokens=[]))
+
+    def keep(request: Any) -> bool:
+        lengths.append(len(request.generated))
+        return True
+
+    serve_trace(trace((0, 9, 12)), engine, batcher, PROMPTS, check=keep, stop_tokens={PROMPTS.of(0, 9)[0]})
+    assert lengths == [12]
+
+
 def test_cancelled_requests_are_counted() -> None:
     """A request that a hook cancels is handed back, and the other one is served."""
 
