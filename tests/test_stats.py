@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from kpolicy.decision import Decision, Launch
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows, SplitForm
-from kpolicy.observe import ModeStats, Stats
+from kpolicy.observe import ModeStats, Stats, padding_per_token
 from kpolicy.reasons import Basis, Reason
 from kpolicy.shapes import BatchNumbers, BatchShape
 
@@ -25,6 +26,13 @@ SPLIT = Decision(
     SplitForm.DECODES_BESIDE,
 )
 MIXED = BatchShape(decodes=[(1, 6)], prefills=[(40, 0)]).numbers
+
+
+def test_padding_is_of_the_tokens_that_were_asked_for() -> None:
+    """Nine tokens in a graph of 16 are 7 more, 78%; nothing at all isn't padding, padding alone is without bound."""
+    assert padding_per_token(16 - 9, 9) == 7 / 9
+    assert padding_per_token(0, 0) == padding_per_token(0, 5) == 0.0
+    assert padding_per_token(8, 0) == math.inf
 
 
 def test_nothing_was_counted_yet() -> None:

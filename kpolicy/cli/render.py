@@ -17,7 +17,7 @@ from rich.text import Text
 from kpolicy.engine import Engine
 from kpolicy.explain import COLUMNS, Explanation
 from kpolicy.kv_span import outside_in_words
-from kpolicy.observe import ModeStats
+from kpolicy.observe import ModeStats, padding_per_token
 from kpolicy.policies import Downgrade
 from kpolicy.reasons import Reason
 from kpolicy.scheduling.traces import Trace
@@ -147,7 +147,6 @@ def _summary(results: Sequence[RunResult]) -> Table:
     names = ("served", "steps", "busy s", ttft, gap, "padding")
     table = grid("policy", *names, numbers=names)
     for result in results:
-        computed = result.tokens_computed
         table.add_row(
             result.policy,
             f"{result.served:,}",
@@ -155,7 +154,7 @@ def _summary(results: Sequence[RunResult]) -> Table:
             f"{result.step_us / 1e6:,.2f}",
             _pair(result.ttft_us),
             _pair(result.gap_us),
-            f"{result.padding / computed:.1%}" if computed else "0.0%",
+            f"{padding_per_token(result.padding, result.tokens_computed):.1%}",
         )
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from kpolicy.modes import Rows
 from kpolicy.reasons import Basis
 from kpolicy.shapes import BatchNumbers
 
-__all__ = ["TIME_BOUNDS_US", "ModeStats", "Stats", "StepTimes"]
+__all__ = ["TIME_BOUNDS_US", "ModeStats", "Stats", "StepTimes", "padding_per_token"]
 
 _ALL = Rows.ALL
 K = TypeVar("K", bound=str | tuple[str, str])
@@ -24,6 +25,19 @@ TIME_BOUNDS_US: tuple[float, ...] = (
 )
 """Upper bounds of the step-time buckets in microseconds, 100 us to 10 s: a decode step of a small model to a prefill
 that somebody should look at. Six a decade tell a step from one half as long again."""
+
+
+def padding_per_token(padding: int, tokens: int) -> float:
+    """Padding tokens for each token that was asked for: what padding in percent is, wherever kpolicy tells it.
+
+    Args:
+        padding: padding tokens.
+        tokens: tokens asked for, without padding; with none, as on a rank that only keeps others company, any padding
+            is infinitely much.
+    """
+    if tokens:
+        return padding / tokens
+    return math.inf if padding else 0.0
 
 
 @attrs.define

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from threading import Event, Thread
 
+from kpolicy.observe import padding_per_token
 from kpolicy_vllm.state import LOGGER, State
 
 __all__ = ["Watch", "summary"]
@@ -42,7 +43,8 @@ def summary(before: Tallies, now: Tallies, counts: Mapping[str, int], seconds: f
         return ""
     modes = ", ".join(f"{mode} {count / total:.1%}" for mode, count in steps.most_common() if count)
     whys = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(5) if count)
-    text = f"{total} steps in {seconds:.0f} s: {modes}; padding {padding / max(1, tokens + padding):.1%}; {whys}"
+    share = padding_per_token(padding, tokens)
+    text = f"{total} steps in {seconds:.0f} s: {modes}; padding {share:.1%}; {whys}"
     return text + "".join(f"; {name} {count}" for name, count in sorted(counts.items()))
 
 

@@ -103,7 +103,7 @@ def test_summary():
     before = {("full", "graph_fits"): (10, 100, 0)}
     now = {("full", "graph_fits"): (19, 190, 10), ("eager", "above_largest_size"): (1, 10, 0)}
     assert summary(before, now, {"policy_failed": 2}, 60.0) == (
-        "10 steps in 60 s: full 90.0%, eager 10.0%; padding 9.1%; graph_fits 9, above_largest_size 1; policy_failed 2"
+        "10 steps in 60 s: full 90.0%, eager 10.0%; padding 10.0%; graph_fits 9, above_largest_size 1; policy_failed 2"
     )
     assert summary(now, now, {}, 60.0) == ""
 
