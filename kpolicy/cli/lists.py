@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
 
 from kpolicy.cli.options import Json
 from kpolicy.cli.render import console, grid, print_json, show
-from kpolicy.errors import PluginError
+from kpolicy.errors import ConfigError, PluginError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
+from kpolicy.plugins import parameters_of
 from kpolicy.policies import OWN, factory_of, get_policy, policy_names
 
 __all__ = ["doctor", "policies"]
+
+_REQUIRED = "required"
 
 
 def policies(*, json: Json = False) -> None:
@@ -29,7 +32,9 @@ def policies(*, json: Json = False) -> None:
         text = Text(row["error"], "bold red") if row["error"] else Text(row["summary"])
         if row["from"] != "kpolicy":
             text.append(f" (from {row['from']})")
-        if row["arguments"]:
+        if row["arguments"] is None:
+            text.append("\nits arguments aren't known: what makes it doesn't tell", "dim")
+        elif row["arguments"]:
             text.append(
                 "\n" + ", ".join(f"{name}={_shown(value)}".rstrip("=") for name, value in row["arguments"].items()),
                 "dim",
@@ -52,19 +57,34 @@ def _policy(name: str, origin: str) -> dict[str, Any]:
         "policy": name, "from": origin, "status": "usable", "summary": "", "arguments": {}, "error": None
     }  # fmt: skip
     try:
-        parameters = inspect.signature(factory_of(name)).parameters.values()
-        row["arguments"] = {each.name: _value(each.default) for each in parameters}
-        if not any(each.default is each.empty and each.kind is not each.VAR_KEYWORD for each in parameters):
+        row["arguments"] = arguments = _arguments(parameters_of(factory_of(name)))
+        if arguments is None or _REQUIRED not in arguments.values():
             row["summary"] = get_policy(name).summary
+    except ConfigError as error:
+        # What doesn't tell its arguments may need some.
+        if row["arguments"] is not None:
+            row |= _broken(error)
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything, and the others are still listed
-        row |= {"status": "broken", "arguments": {}, "error": f"broken: {error}"}
+        row |= _broken(error)
     return row
+
+
+def _broken(error: Exception) -> dict[str, Any]:
+    return {"status": "broken", "arguments": {}, "error": f"broken: {error}"}
+
+
+def _arguments(parameters: Mapping[str, inspect.Parameter] | None) -> dict[str, Any] | None:
+    """The arguments that have a name, with their defaults; None where nobody can tell."""
+    if parameters is None:
+        return None
+    named = [each for each in parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return {each.name: _value(each.default) for each in named}
 
 
 def _value(default: Any) -> Any:
     """A default as a plain JSON value; tuples as they are written in a policy's arguments."""
     if default is inspect.Parameter.empty:
-        return "required"
+        return _REQUIRED
     if isinstance(default, tuple):
         return "+".join(map(str, default))
     return default if default is None or isinstance(default, bool | int | float | str) else str(default)
