@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     - 2: what was asked can't be done.
     - 130: interrupted.
     """
+    _have_streams()
     given = sys.argv[1:] if arguments is None else list(arguments)
     COMMAND.set(tuple(given))
     try:
@@ -79,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+_LAST_STREAM = 2
+"""The number of standard error"""
 _TAKE_TRACES = ("simulate", "sweep", "plan", "report")
 """Commands that read traces, whose first argument is one"""
 
@@ -95,6 +98,17 @@ def _usage(error: CycloptsError) -> str:
         # It is an option of `run` alone, which has one trace.
         return f"{command} takes its traces without an option, such as {command} conv.csv. See {command} --help."
     return f"{str(error).strip() or type(error).__name__} See {command} --help."
+
+
+def _have_streams() -> None:
+    """Drop what goes to standard output or error where that is closed; no file opened later is to take its number."""
+    if sys.stdout is not None and sys.stderr is not None:
+        return
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= _LAST_STREAM:
+        pass
+    os.close(spare)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
 
 
 def _drop_output() -> None:

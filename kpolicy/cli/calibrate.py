@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -92,8 +93,7 @@ def calibrate_command(
     Every graph is captured and timed: device time by padded size, host time by mode, attention by KV and rows, what
     halves that run beside each other cost each other, and what capture took.
     """
-    kind = device.partition(":")[0]
-    if kind not in DEVICES:
+    if device not in DEVICES and not re.fullmatch(r"cuda:[0-9]+", device):
         raise UnknownNameError("device", device, DEVICES, "`kpolicy doctor` says what is on this machine.")
     if not 0 < seconds < 1e6:
         raise ConfigError(f"--seconds is {seconds:g}; it takes seconds above 0, such as {SECONDS:g}.")

@@ -384,6 +384,20 @@ def test_a_full_disk_is_one_line(command: str) -> None:
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.skipif(not Path("/bin/sh").exists(), reason="needs /bin/sh")
+@pytest.mark.parametrize(("command", "code"), [("policies", 0), ("decide --decodes 4 --json", 0), ("decide", 2)])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_output_is_dropped(command: str, code: int, closed: str) -> None:
+    """A command that nobody listens to does its work and ends with its code."""
+    ran = subprocess.run(
+        ["/bin/sh", "-c", f'"$0" -m kpolicy {command} {closed}', sys.executable], cwd=ROOT, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == code, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert bool(ran.stdout) == (closed == "2>&-" and not code)
+
+
 def test_commands_need_no_torch(trace: Path) -> None:
     """With torch and structlog barred from import every command but the doctor's probes works."""
     code = (
