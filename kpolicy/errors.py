@@ -33,6 +33,7 @@ __all__ = [
     "UnknownArchitectureError",
     "UnknownNameError",
     "UpdateStallError",
+    "check_kind",
     "misspelt",
     "near_miss",
 ]
@@ -176,6 +177,24 @@ class UpdateStallError(StickyDeviceError):
 
 class RankError(KPolicyError):
     """Ranks disagree, or a rank was asked to decide before the ranks agreed on their data."""
+
+
+def check_kind(name: str, value: object, kind: type | tuple[type, ...], example: str) -> None:
+    """See that an argument is of a class.
+
+    Args:
+        name: the argument.
+        value: what was given.
+        kind: the class, or several; the first is named.
+        example: what makes one.
+
+    Raises:
+        ConfigError: it isn't.
+    """
+    if not isinstance(value, kind):
+        named = kind[0] if isinstance(kind, tuple) else kind
+        article = "an" if named.__name__[0] in "AEIOU" else "a"
+        raise ConfigError(f"{name} is {value!r:.80}; it takes {article} {named.__name__}, such as {example}.")
 
 
 MOST_LISTED = 24

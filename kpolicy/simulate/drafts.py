@@ -7,6 +7,7 @@ into arrays over the counter at once, and a step reads its place in them.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -38,10 +39,10 @@ class Drafts:
     draft_us: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        if not 0 <= self.acceptance <= 1:
-            raise ConfigError(f"acceptance is {self.acceptance}; it is a probability from 0 to 1.")
-        if not 0 <= self.draft_us < 1e9:
-            raise ConfigError(f"draft_us is {self.draft_us}; it is microseconds from 0 up.")
+        if not (isinstance(self.acceptance, Real) and 0 <= self.acceptance <= 1):
+            raise ConfigError(f"acceptance is {self.acceptance!r:.80}; it is a probability from 0 to 1.")
+        if not (isinstance(self.draft_us, Real) and 0 <= self.draft_us < 1e9):
+            raise ConfigError(f"draft_us is {self.draft_us!r:.80}; it is microseconds from 0 up.")
 
 
 def drawn(seed: int, request: Request, num_drafts: int, acceptance: float) -> Ints:

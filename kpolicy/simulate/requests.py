@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, check_kind
 from kpolicy.scheduling.traces import TraceRequest
-from kpolicy.shapes import LARGEST_COUNT
+from kpolicy.shapes import LARGEST_COUNT, plain_int
 
 __all__ = ["Request", "in_order"]
 
@@ -50,23 +51,43 @@ class Request:
         self.drafted: object = None
 
 
+LATEST_S = 2**53 / 1e6
+"""Arrivals are kept in microseconds, which are exact up to here."""
+
+
 def in_order(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-    """The requests, checked as they come.
+    """The requests, checked as they come; numbers of other libraries as Python's.
 
     Raises:
-        ConfigError: a time goes back or isn't finite, or a count isn't from 1 to `LARGEST_COUNT`.
+        ConfigError: one is no request, a time goes back, is too late or no number, or a count isn't from 1 to
+            `LARGEST_COUNT`.
     """
     before = 0.0
-    for one in requests:
-        if not before <= one.arrival_s < float("inf"):
+    for each in requests:
+        check_kind("a request", each, TraceRequest, "those of kpolicy.scheduling.traces.read_trace(FILE)")
+        one = _plain(each)
+        if not (isinstance(one.arrival_s, float) and before <= one.arrival_s < LATEST_S):
             raise ConfigError(
                 f"request {one.index} arrives at {one.arrival_s} s, after one at {before} s; arrivals must be finite, "
-                "not negative and in order. Sort the requests."
+                f"not negative, in order and under {LATEST_S:.0e} s. Sort the requests, and count from the first."
             )
-        if not (1 <= one.prompt_tokens <= LARGEST_COUNT and 1 <= one.output_tokens <= LARGEST_COUNT):
+        if not (_counts(one.prompt_tokens, 1) and _counts(one.output_tokens, 1) and _counts(one.index, 0)):
             raise ConfigError(
-                f"request {one.index} has {one.prompt_tokens} prompt and {one.output_tokens} output tokens; both must "
-                f"be 1 to {LARGEST_COUNT}. Leave such requests out."
+                f"request {one.index!r:.80} has {one.prompt_tokens!r:.80} prompt and {one.output_tokens!r:.80} output "
+                f"tokens; both must be 1 to {LARGEST_COUNT}, and its index from 0 up. Leave such requests out."
             )
         before = one.arrival_s
         yield one
+
+
+def _plain(one: TraceRequest) -> TraceRequest:
+    if type(one.arrival_s) is float and type(one.prompt_tokens) is type(one.output_tokens) is type(one.index) is int:
+        return one
+    arrival_s = float(one.arrival_s) if isinstance(one.arrival_s, Real) else one.arrival_s
+    return TraceRequest(
+        plain_int(one.index), arrival_s, plain_int(one.prompt_tokens), plain_int(one.output_tokens), one.hash_ids
+    )
+
+
+def _counts(value: object, least: int) -> bool:
+    return type(value) is int and least <= value <= LARGEST_COUNT

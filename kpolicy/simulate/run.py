@@ -10,14 +10,14 @@ from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.decision import Decision
 from kpolicy.engine import Engine
-from kpolicy.errors import RankError
+from kpolicy.errors import ConfigError, RankError, check_kind
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import Policy, get_policy
 from kpolicy.scheduling.gap_tail import GapTail
 from kpolicy.scheduling.pace import Pace, other_select
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.settings import Objective
-from kpolicy.shapes import NO_FACTS, BatchNumbers, BatchShape
+from kpolicy.shapes import LARGEST_COUNT, NO_FACTS, BatchNumbers, BatchShape
 from kpolicy.simulate.account import Account
 from kpolicy.simulate.graphs import counting_executor
 from kpolicy.simulate.host_state import HostSpeeds, HostState
@@ -25,7 +25,7 @@ from kpolicy.simulate.queue import Queue, Step
 from kpolicy.simulate.requests import Request, in_order
 from kpolicy.simulate.result import SimResult
 from kpolicy.simulate.rows import PlainRows
-from kpolicy.simulate.server import Server
+from kpolicy.simulate.server import Server, whole_number
 from kpolicy.simulate.tally import Tally
 
 __all__ = ["OnStep", "SimStep", "simulate"]
@@ -96,8 +96,16 @@ def simulate(
     Raises:
         ConfigError: an argument can't be used, requests are out of order, or graphs leave no KV.
     """
-    server = server or Server()
-    costs = costs or analytic_costs()
+    server = Server() if server is None else server
+    costs = analytic_costs() if costs is None else costs
+    check_kind("server", server, Server, "kpolicy.simulate.Server(warm=True)")
+    if isinstance(trace, str) or not isinstance(trace, Trace | Iterable):
+        raise ConfigError(
+            f"trace is {trace!r:.80}; it takes a Trace, as kpolicy.scheduling.traces.read_trace(FILE) is, or requests."
+        )
+    if host_speed is not None:
+        check_kind("host_speed", host_speed, HostSpeeds, "HostSpeeds([(us, work_us)])")
+    seed = whole_number("seed", seed, 0, LARGEST_COUNT)
     engine = Engine(
         policy, attention=attention, ladder=ladder, settings=server.settings, costs=costs, objective=objective,
         executor=counting_executor(costs), budget=budget,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import attrs
 
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, check_kind
 from kpolicy.scheduling.batching import MOST_STEPS_AHEAD
 from kpolicy.settings import Settings
-from kpolicy.shapes import LARGEST_COUNT
+from kpolicy.shapes import LARGEST_COUNT, plain_int
 from kpolicy.simulate.drafts import Drafts
 
 __all__ = ["Server", "ServiceLevel"]
@@ -16,6 +18,28 @@ LLAMA_8B_KV_BYTES = 131_072
 PREFIX_BLOCK = 512
 """Prompt tokens behind one hash id in Mooncake's traces, as its publishers say."""
 MOST_RANKS = 256
+LARGEST_BYTES = 1 << 40
+
+
+def whole_number(name: str, value: object, least: int, most: int) -> int:
+    """The value, of any library, as an int.
+
+    Raises:
+        ConfigError: it isn't a whole number, or out of range.
+    """
+    number = plain_int(value)
+    if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
+        raise ConfigError(f"{name} is {value!r:.80}; it must be a whole number from {least} to {most}.")
+    return number
+
+
+_COUNTS = {
+    "kv_tokens": LARGEST_COUNT, "block_size": LARGEST_COUNT, "steps_ahead": 64, "ranks": MOST_RANKS,
+    "prefix_block": LARGEST_COUNT, "concurrency": LARGEST_COUNT, "kv_bytes_per_token": LARGEST_BYTES,
+}  # fmt: skip
+"""Fields of `Server` that are whole numbers from 1, and the most of each"""
+_OPTIONAL = ("concurrency", "kv_bytes_per_token")
+"""Those of them that may be None"""
 
 
 @attrs.frozen(kw_only=True)
@@ -36,8 +60,8 @@ class ServiceLevel:
     def __attrs_post_init__(self) -> None:
         for name in ("ttft_ms", "gap_ms"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < 1e12:
-                raise ConfigError(f"{name} is {value}; a service level is milliseconds above 0.")
+            if value is not None and not (isinstance(value, Real) and 0 < value < 1e12):
+                raise ConfigError(f"{name} is {value!r:.80}; a service level is milliseconds above 0.")
 
 
 @attrs.frozen(kw_only=True)
@@ -90,20 +114,17 @@ class Server:
     service_level: ServiceLevel = attrs.field(factory=ServiceLevel)
 
     def __attrs_post_init__(self) -> None:
-        for name, least, most in (
-            ("kv_tokens", 1, LARGEST_COUNT), ("block_size", 1, LARGEST_COUNT), ("steps_ahead", 1, 64),
-            ("ranks", 1, MOST_RANKS), ("prefix_block", 1, LARGEST_COUNT),
-        ):  # fmt: skip
+        check_kind("settings", self.settings, Settings, "kpolicy.Settings(max_num_reqs=256)")
+        check_kind("drafts", self.drafts, Drafts, "Drafts(acceptance=0.7)")
+        check_kind("service_level", self.service_level, ServiceLevel, "ServiceLevel(ttft_ms=500)")
+        for name, most in _COUNTS.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number from {least} to {most}.")
-        if self.concurrency is not None and not 1 <= self.concurrency <= LARGEST_COUNT:
-            raise ConfigError(f"concurrency is {self.concurrency}; there is at least one client, None is no limit.")
+            if value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, whole_number(name, value, 1, most))
         for name in ("scheduler_us", "scheduler_prompt_us"):
-            if not 0 <= getattr(self, name) < 1e9:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it is microseconds from 0 up.")
-        if self.kv_bytes_per_token is not None and self.kv_bytes_per_token < 1:
-            raise ConfigError(f"kv_bytes_per_token is {self.kv_bytes_per_token}; it starts at 1, None is unknown.")
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and 0 <= value < 1e9):
+                raise ConfigError(f"{name} is {value!r:.80}; it is microseconds from 0 up.")
 
     def blocks(self, graph_bytes: int) -> int:
         """KV blocks of a rank beside graphs of so many bytes.

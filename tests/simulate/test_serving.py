@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import groupby
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as run_settings
@@ -317,6 +319,64 @@ def test_requests_out_of_order_are_refused_by_name():
         simulate(iter([TraceRequest(0, 1.0, 0, 5)]))
     with pytest.raises(ConfigError, match="must be finite"):
         simulate(iter([TraceRequest(0, math.nan, 5, 5)]))
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ((0, None, 5, 5), "arrives at None s"),
+        ((0, 1e12, 5, 5), r"arrives at 1000000000000\.0 s.*under 9e\+09 s"),
+        ((0, 0.0, 5.5, 5), r"request 0 has 5\.5 prompt"),
+        ((0, 0.0, "5", 5), "request 0 has '5' prompt"),
+        ((-1, 0.0, 5, 5), "its index from 0 up"),
+    ],
+)
+def test_requests_that_are_none_are_refused_by_name(request_, said):
+    """Numbers of another kind, and times at which microseconds are no longer told apart."""
+    with pytest.raises(ConfigError, match=said):
+        simulate([TraceRequest(*request_)])
+
+
+def test_numbers_of_another_library_are_pythons_in_the_result():
+    """A trace of numpy's numbers, as of a data frame's rows, gives the same bytes."""
+    plain = [(i, 0.1 * i, 5 + i, 3) for i in range(4)]
+    others = [(np.int64(i), np.float64(at), np.int32(prompt), np.int64(out)) for i, at, prompt, out in plain]
+    both = [simulate([TraceRequest(*each) for each in requests]).as_dict() for requests in (plain, others)]
+    assert json.dumps(both[0]) == json.dumps(both[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"trace": "trace.csv"}, r"trace is 'trace\.csv'; it takes a Trace"),
+        ({"trace": None}, "trace is None; it takes a Trace"),
+        ({"trace": [{"arrival_s": 0.0}]}, "it takes a TraceRequest"),
+        ({"server": {"kv_tokens": 4}}, "it takes a Server"),
+        ({"seed": -1}, "seed is -1; it must be a whole number"),
+        ({"seed": 0.5}, r"seed is 0\.5"),
+        ({"host_speed": [(0, 1.0)]}, "it takes a HostSpeeds"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        simulate(**({"trace": []} | arguments))
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [
+        {"kv_bytes_per_token": math.nan}, {"kv_bytes_per_token": 2.5}, {"concurrency": 1.5}, {"concurrency": True},
+        {"scheduler_us": "3"}, {"drafts": None}, {"service_level": None}, {"settings": None}, {"kv_tokens": "9"},
+    ],
+)  # fmt: skip
+def test_a_server_of_no_such_values_is_refused(given_):
+    """By the field's name. Bytes that are no number left no room for any request, and nobody said so."""
+    with pytest.raises(ConfigError, match=f"^{next(iter(given_))} is "):
+        Server(**given_)
+    with pytest.raises(ConfigError, match="acceptance is 'high'"):
+        Drafts(acceptance="high")
+    with pytest.raises(ConfigError, match="ttft_ms is '9'"):
+        ServiceLevel(ttft_ms="9")
 
 
 def test_a_prompt_of_a_million_tokens_is_served_in_chunks_or_refused():
