@@ -93,6 +93,15 @@ def _config_of(values: dict[str, Any], where: str, *, weights: bool) -> Any:
             raise ConfigError(f"{name} of {where} is {size}; it must be at least 1.")
     if not weights:
         _check_sizes(config, text, given, where)
+        quantized = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+        if quantized:
+            method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
+            warnings.warn(
+                f"{where} is of quantized weights ({method or 'quantization_config'}), and random weights are not: "
+                "steps take other times and memory than the model's own.",
+                UserWarning,
+                stacklevel=1,
+            )
     return config
 
 

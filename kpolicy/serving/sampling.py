@@ -15,6 +15,8 @@ __all__ = ["gumbel_noise", "sample"]
 
 _GOLDEN = 0x9E3779B9 - 2**32
 """2**32 over the golden ratio, as int32: spreads neighbouring token ids."""
+_COLDEST = 1e-30
+"""Colder rows are scaled as if by this: they take the likeliest token all the same, and logits stay finite"""
 
 
 def sample(logits: torch.Tensor, step: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -31,7 +33,7 @@ def sample(logits: torch.Tensor, step: Mapping[str, torch.Tensor]) -> torch.Tens
     logits = logits.float()
     warm = (temperature > 0)[:, None]
     noise = gumbel_noise(step["seed"], step["position"], logits.shape[1])
-    scaled = logits / torch.where(warm, temperature[:, None], 1.0)
+    scaled = logits / temperature.clamp(min=_COLDEST)[:, None]
     return torch.where(warm, scaled + noise, logits).argmax(-1)
 
 

@@ -333,6 +333,13 @@ def test_sizes_that_are_left_to_transformers_are_told(
     assert len(told) == 1
 
 
+def test_random_weights_of_a_quantized_model_are_told() -> None:
+    """Random weights have the config's dtype: what is measured with them isn't the quantized model."""
+    config = {**FAMILIES["llama"], "quantization_config": {"quant_method": "fp8"}}
+    with pytest.warns(UserWarning, match=r"of quantized weights \(fp8\), and random weights are not"):
+        assert load(config, **SMALL).dtype == torch.float32
+
+
 def test_sizes_are_looked_at_after_the_architecture() -> None:
     """Neither encoder-decoders, nor configs of several language models, nor patterns of layers get a wrong reason."""
     for name in ("musicgen", "t5", "funnel", "prophetnet"):

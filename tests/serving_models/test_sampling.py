@@ -33,6 +33,14 @@ def test_zero_temperature_is_greedy() -> None:
     assert torch.equal(sample(logits, {}), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-38, 1e-39, 1e-45])
+def test_the_coldest_temperatures_are_greedy(temperature: float) -> None:
+    """However cold, the likeliest token is taken; scaled logits would become infinite, and the first of them won."""
+    logits = 30 * torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
+    step = {"temperature": torch.full((8,), temperature), "seed": torch.arange(8), "position": torch.arange(8)}
+    assert torch.equal(sample(logits, step), logits.argmax(-1))
+
+
 def test_samples_follow_the_softmax() -> None:
     """Over many positions, tokens come as often as softmax(logits / temperature) says."""
     logits, count = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0]), 40_000
