@@ -15,7 +15,15 @@ from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
 from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.decision import Decision
-from kpolicy.errors import ConfigError, GraphReplayError, ProfileError, ShapeError, StickyDeviceError, SupportError
+from kpolicy.errors import (
+    ConfigError,
+    GraphReplayError,
+    ProfileError,
+    ShapeError,
+    StickyDeviceError,
+    SupportError,
+    check_kind,
+)
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes
 from kpolicy.modes import Mode
@@ -791,8 +799,8 @@ _REMEDIES = {
 def _check_kinds(*, optional: bool = True, **arguments: object) -> None:
     for name, value in arguments.items():
         kind, example = _REMEDIES[name]
-        if not (optional and value is None) and not isinstance(value, kind):
-            raise ConfigError(f"{name} is {value!r:.80}; it takes a {kind.__name__}, such as {example}.")
+        if not (optional and value is None):
+            check_kind(name, value, kind, example)
 
 
 def _seconds(name: str, value: object) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.modes import Mode
+from kpolicy.observe import padding_per_token
 from kpolicy.reasons import Reason
 from kpolicy.report.advice import Advice, has_level
 from kpolicy.report.html import bar, cell, count, ms, percent, seconds, table, text
@@ -49,7 +50,7 @@ def comparison(runs: Sequence[Run], best: Run | None) -> str:
     for i, run in enumerate(runs):
         made = run.result
         host = made.bound["host"].us / made.step_us if made.step_us else 0.0
-        pads = made.padding / made.tokens_computed if made.tokens_computed else 0.0
+        pads = padding_per_token(made.padding, made.tokens_computed)
         mark = ' <span class="best">advised</span>' if run is best else ""
         row = [cell(text(run.name) + mark, i, head=True)]
         row += [cell(ms(value), value) for value in (made.ttft.p50, made.ttft.p99, made.gap.p50, made.gap.p99)]
@@ -183,7 +184,7 @@ def _padding(base: Run, planned: Run | None) -> str:
             if each is None:
                 row += [cell("", 0), cell("", 0), cell("", 0)]
                 continue
-            share = each.padding / each.tokens if each.tokens else 0.0
+            share = padding_per_token(each.padding, each.tokens)
             graphs = each.graphs / max(each.graphs + each.eager, 1)
             row += [
                 cell(bar(each.padding / most, kind, count(each.padding)), each.padding), cell(percent(share), share),
