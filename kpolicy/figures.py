@@ -70,6 +70,12 @@ _WORKSPACE = 3 * 10**9
 """Bytes for activations and workspaces."""
 
 
+_ANOTHER = (
+    "These are published figures; for another device, this machine's too, measure a profile (`kpolicy calibrate`), and "
+    "give --profile."
+)
+
+
 def find_device(name: str) -> NamedDevice:
     """The device of that name, however it is spelt: ``h200``, ``ascend-910b``.
 
@@ -80,7 +86,7 @@ def find_device(name: str) -> NamedDevice:
     for known, device in DEVICES.items():
         if wanted == "".join(letter for letter in known.lower() if letter.isalnum()):
             return device
-    raise UnknownNameError("device", name, DEVICES, "For another one measure a profile, and give --profile.")
+    raise UnknownNameError("device", name, DEVICES, _ANOTHER)
 
 
 def config_costs(config: object, device: str = "H200") -> CostTable:

@@ -19,7 +19,7 @@ from kpolicy.cli.generate import generate
 from kpolicy.cli.lists import doctor, policies
 from kpolicy.cli.options import COMMAND
 from kpolicy.cli.plan import plan
-from kpolicy.cli.recorded import vllm_explain
+from kpolicy.cli.recorded import explain_log
 from kpolicy.cli.report import report_command
 from kpolicy.cli.run import run
 from kpolicy.cli.simulate import simulate_command
@@ -43,7 +43,8 @@ app.command(calibrate_command, name="calibrate")
 app.command(plan)
 app.command(decide)
 app.command(explain)
-app.command(vllm_explain)
+app.command(explain_log)
+app.command(explain_log, name="vllm-explain", show=False)
 app.command(policies)
 app.command(doctor)
 

@@ -15,14 +15,14 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from kpolicy.cli.options import COMMAND, MAX_NUM_REQS, Json, at_least, ladder_of, settings_of, whole
+from kpolicy.cli.options import COMMAND, MAX_NUM_REQS, Json, absent, at_least, ladder_of, settings_of, whole
 from kpolicy.cli.render import console, grid, print_json, show
 from kpolicy.cli.run import needs_torch
 from kpolicy.cli.run_model import SIZES
 from kpolicy.cli.turns import capture, check_files, progress_bar
 from kpolicy.costs import CostTable
 from kpolicy.engine import Engine
-from kpolicy.errors import ConfigError, UnknownNameError
+from kpolicy.errors import ConfigError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.middle_profile import launching_us, middle
 from kpolicy.schemas import read_profile, write_profile
@@ -94,7 +94,7 @@ def calibrate_command(
     halves that run beside each other cost each other, and what capture took.
     """
     if device not in DEVICES and not re.fullmatch(r"cuda:[0-9]+", device):
-        raise UnknownNameError("device", device, DEVICES, "`kpolicy doctor` says what is on this machine.")
+        raise absent(device, DEVICES)
     if not 0 < seconds < 1e6:
         raise ConfigError(f"--seconds is {seconds:g}; it takes seconds above 0, such as {SECONDS:g}.")
     parts = [] if at_least("--repeats", repeats, 1) == 1 else [_numbered(out, i + 1) for i in range(repeats)]

@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from kpolicy.attention.support import AttentionSupport, parse_attention
 from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable
-from kpolicy.errors import ConfigError, SupportError
+from kpolicy.errors import ConfigError, SupportError, UnknownNameError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
 from kpolicy.settings import LIMITS, Settings
@@ -230,6 +230,15 @@ def at_least(option: str, value: int, least: int) -> int:
     if not least <= value <= LARGEST_COUNT:
         raise ConfigError(f"{option} is {value}; it must be a whole number from {least} to {LARGEST_COUNT}.")
     return value
+
+
+def absent(device: str, known: Iterable[str]) -> UnknownNameError:
+    """The error of a ``--device`` of this machine that there isn't."""
+    hint = (
+        "`kpolicy doctor` says what is on this machine; devices by their published figures, such as H200, are those of "
+        "`kpolicy simulate`, plan, report and sweep."
+    )
+    return UnknownNameError("device", device, known, hint)
 
 
 def settings_of(**limits: tuple[str, int]) -> Settings:

@@ -1,4 +1,4 @@
-"""Decision logs at the command line: `kpolicy vllm-explain`, and `kpolicy simulate --decisions`."""
+"""Decision logs at the command line: `kpolicy explain-log`, and `kpolicy simulate --decisions`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kpolicy.reasons import Reason
 from kpolicy.schemas import DecisionEntry, Log, read_decision_log
 from kpolicy.simulate.recorded import Recorded, header_costs, header_sizes, limits, phase_of, replay
 
-__all__ = ["replay_command", "vllm_explain"]
+__all__ = ["explain_log", "replay_command"]
 
 
-def vllm_explain(
+def explain_log(
     log: Annotated[Path, Parameter(help="A decision log, as kpolicy-vllm and kpolicy-sglang write one.")],
     /,
     *,
@@ -33,7 +33,10 @@ def vllm_explain(
     deployment: Deployment = Deployment(),  # noqa: B008
     json: Json = False,
 ) -> None:
-    """Say what a served log's steps did and why: modes, reasons, padding, and what kept steps from a graph."""
+    """Say what a served log's steps did and why: modes, reasons, padding, and what kept steps from a graph.
+
+    `kpolicy vllm-explain` is the same command.
+    """
     read = _read(log)
     if not read.entries:
         raise ConfigError(f"{log} has no decisions; serve some requests with it first.")

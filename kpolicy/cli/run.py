@@ -15,13 +15,13 @@ from kpolicy import __version__
 from kpolicy._probe_devices import origin
 from kpolicy.attention.support import AttentionSupport
 from kpolicy.budgets import Budget
-from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, settings_of, specs_of, whole
+from kpolicy.cli.options import Deployment, Json, absent, at_least, check_rate, ladder_of, settings_of, specs_of, whole
 from kpolicy.cli.outside import Outside
 from kpolicy.cli.render import console, print_json, render_run
 from kpolicy.cli.turns import Files, Turn, capture, serve_in_turn
 from kpolicy.costs import CostTable
 from kpolicy.engine import Engine
-from kpolicy.errors import ConfigError, UnknownNameError
+from kpolicy.errors import ConfigError
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.batching import Batcher
@@ -209,7 +209,7 @@ def _device(device: str | None, model: Path | None) -> str:
     if device is None:
         device = "cpu" if model is not None or not missing_libraries() else "simulated"
     if device not in DEVICES:
-        raise UnknownNameError("device", device, DEVICES, "`kpolicy doctor` says what is on this machine.")
+        raise absent(device, DEVICES)
     if device == "simulated" and model is not None:
         raise ConfigError(
             f"--model {model} and --device simulated: a simulated device runs no model. Leave one out; --config says "

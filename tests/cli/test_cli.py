@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "cli.md").read_text()
 COMMANDS = (
     "run", "generate", "calibrate", "decide", "explain", "policies", "doctor", "plan", "simulate", "sweep", "report",
-    "vllm-explain",
+    "explain-log",
 )  # fmt: skip
 
 

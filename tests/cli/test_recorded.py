@@ -1,4 +1,4 @@
-"""`kpolicy vllm-explain` and `kpolicy simulate --decisions`, on a log written here."""
+"""`kpolicy explain-log` and `kpolicy simulate --decisions`, on a log written here."""
 
 import json
 from collections.abc import Callable
@@ -45,9 +45,16 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
+def test_the_name_for_vllm_is_the_same_command(kpolicy: Command, log: Path) -> None:
+    """A log is SGLang's too, so the command has a name without an engine, which is the one in the list."""
+    assert kpolicy("vllm-explain", log) == kpolicy("explain-log", log)
+    assert "kpolicy vllm-explain is the same command." in kpolicy("explain-log", "--help").out
+    assert "vllm-explain" not in kpolicy("--help").out
+
+
 def test_explained(kpolicy: Command, log: Path) -> None:
     """Steps are counted by mode and reason, with padding; eager batches are named."""
-    report = kpolicy("vllm-explain", log, "--json").json
+    report = kpolicy("explain-log", log, "--json").json
     assert report["steps"] == 8
     assert [(row["mode"], row["reason"], row["steps"], row["padding"]) for row in report["modes"]] == [
         ("full", "graph_fits", 7, 6 * 7 + 19),
@@ -58,18 +65,18 @@ def test_explained(kpolicy: Command, log: Path) -> None:
 
 def test_explained_in_words(kpolicy: Command, log: Path) -> None:
     """The table says why in words, and where to look."""
-    out = kpolicy("vllm-explain", log).out
+    out = kpolicy("explain-log", log).out
     assert "8 steps by full_and_piecewise (a-model)" in out
     assert "--step 7" in out
 
 
 def test_a_log_that_was_cut_short_is_said(kpolicy: Command, log: Path) -> None:
     """Its steps are told, and that there were more: on standard error, and in the JSON."""
-    whole = kpolicy("vllm-explain", log, "--json")
+    whole = kpolicy("explain-log", log, "--json")
     assert (whole.err, whole.json["cut_short"]) == ("", False)
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[:4]) + lines[4][:20])
-    for arguments in (("vllm-explain", log), ("simulate", "--decisions", log)):
+    for arguments in (("explain-log", log), ("simulate", "--decisions", log)):
         ended = kpolicy(*arguments)
         assert (ended.code, ended.err.count("\n")) == (0, 1)
         assert f"{log} has no last line" in ended.err
@@ -80,11 +87,11 @@ def test_a_log_that_was_cut_short_is_said(kpolicy: Command, log: Path) -> None:
 def test_numbers_stand_whole_at_any_width(kpolicy: Command, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the tables of other commands: no lines, and words fold for numbers' sake."""
     monkeypatch.setenv("COLUMNS", "80")
-    for arguments in (("vllm-explain", log), ("simulate", "--decisions", log)):
+    for arguments in (("explain-log", log), ("simulate", "--decisions", log)):
         out = kpolicy(*arguments).out
         assert not set("│┃━") & set(out)
         assert max(map(len, out.splitlines()[1:])) <= 80
-    assert "  5,000  " in kpolicy("vllm-explain", log).out
+    assert "  5,000  " in kpolicy("explain-log", log).out
 
 
 def test_an_eager_launch_that_was_padded_is_priced_with_its_padding(tmp_path: Path) -> None:
@@ -107,7 +114,7 @@ def test_what_isnt_known_of_a_profile_is_said(kpolicy: Command, log: Path, tmp_p
     profile = tmp_path / "p.json"
     write_profile(profile, Profile(costs=analytic_costs(), device="a device", model="some/name"))
     ended = kpolicy(
-        "vllm-explain", log, "--step", 6, "--profile", profile, "--config", tmp_path / "config.json", "--json"
+        "explain-log", log, "--step", 6, "--profile", profile, "--config", tmp_path / "config.json", "--json"
     )
     assert ended.code == 0
     assert ended.json["recorded"]["mode"] == "full"
@@ -117,7 +124,7 @@ def test_what_isnt_known_of_a_profile_is_said(kpolicy: Command, log: Path, tmp_p
 
 def test_one_step(kpolicy: Command, log: Path) -> None:
     """One step is explained over the log's own ladder: no FULL graph takes prompts there."""
-    explained = kpolicy("vllm-explain", log, "--step", 6, "--json").json
+    explained = kpolicy("explain-log", log, "--step", 6, "--json").json
     assert explained["recorded"]["mode"] == "full"
     ways = {each["way"]: each for each in explained["considered"]}
     assert ways["piecewise"]["launches"] == "all: PIECEWISE 128t"
@@ -127,7 +134,7 @@ def test_one_step(kpolicy: Command, log: Path) -> None:
 @pytest.mark.parametrize("step", [8, -1])
 def test_no_such_step(kpolicy: Command, log: Path, step: int) -> None:
     """A step that the log doesn't have is refused, with those it has."""
-    result = kpolicy("vllm-explain", log, f"--step={step}")
+    result = kpolicy("explain-log", log, f"--step={step}")
     assert result.code == 2
     assert "0 to 7" in result.err
 
@@ -199,7 +206,7 @@ def test_an_empty_log(kpolicy: Command, tmp_path: Path) -> None:
     """A log without decisions is refused by both."""
     path = tmp_path / "empty.jsonl"
     DecisionLogWriter(path).close()
-    for arguments in (("vllm-explain", path), ("simulate", "--decisions", path)):
+    for arguments in (("explain-log", path), ("simulate", "--decisions", path)):
         assert kpolicy(*arguments).code == 2
 
 
@@ -235,7 +242,7 @@ def changed(log: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         (lambda decision: decision["launches"][0].update(repeat=0), "repeat 0; counts start at 0, repeat at 1"),
     ],
 )
-@pytest.mark.parametrize("command", [("vllm-explain",), ("simulate", "--decisions")])
+@pytest.mark.parametrize("command", [("explain-log",), ("simulate", "--decisions")])
 def test_a_decision_that_is_none_is_a_named_error(
     kpolicy: Command, log: Path, command: tuple[str, ...], change: Callable[[dict[str, Any]], object], said: str
 ) -> None:
@@ -274,7 +281,7 @@ def test_a_rank_without_rows_is_explained(kpolicy: Command, tmp_path: Path) -> N
     with DecisionLogWriter(path) as writer:
         for shape in (BatchShape(), BatchShape(decodes=[(1, 2)], prefills=[(5, 0)])):
             writer.write(DecisionEntry.of(shape, engine.decide(shape)))
-    ended = kpolicy("vllm-explain", path, "--json")
+    ended = kpolicy("explain-log", path, "--json")
     assert ended.code == 0, ended.err
     assert {(each["tokens"], each["kind"]) for each in ended.json["eager"]} == {("0", "empty"), ("4 to 7", "mixed")}
 
