@@ -66,7 +66,7 @@ class Generation:
     )
 
     def __init__(self, index: int, prompt: Sequence[int], output_tokens: int) -> None:
-        if not prompt or output_tokens < 1:
+        if not len(prompt) or output_tokens < 1:  # an array of NumPy has no truth value
             raise ConfigError(
                 f"request {index} has {len(prompt)} prompt tokens and {output_tokens} to generate; both start at 1. "
                 "Drop such requests before they are batched, and count them."

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from kpolicy.errors import ConfigError
 from kpolicy.scheduling.traces import Trace, TraceRequest
+from kpolicy.shapes import plain_int
 
 __all__ = ["FITTED_DURATION_S", "FITTED_RATE", "LARGEST_TRACE", "generate_trace"]
 
@@ -112,7 +113,9 @@ def generate_trace(
         expected = _checked("duration_s", duration_s) * rate
         extent = f"{duration_s:g} s"
     else:
-        expected = num_requests
+        num_requests = expected = plain_int(num_requests)
+        if type(num_requests) is not int:
+            raise ConfigError(f"num_requests is {num_requests!r:.80}; it must be a whole number.")
         extent = f"{num_requests} requests"
     if not 0 <= expected <= LARGEST_TRACE:
         raise ConfigError(f"a trace of {extent} at {rate:g} requests/s can't be generated; 0 to {LARGEST_TRACE} can.")

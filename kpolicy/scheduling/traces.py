@@ -48,6 +48,8 @@ DROP_REASONS: Mapping[str, str] = MappingProxyType(
 )
 """Every name that `Trace.dropped` can hold, and what it means."""
 
+_PIECE = 1 << 16
+"""Bytes that are unzipped at once"""
 _GZIP_MAGIC = b"\x1f\x8b"
 _LATEST_TIME = 2**53  # larger times aren't exact as floats
 _BLOCK_TOKENS = 512  # prompt tokens behind one Mooncake hash id, as its publishers say
@@ -394,18 +396,25 @@ def _text(path: str) -> str:
 
 def _unzipped(path: str, data: bytes) -> bytes:
     """All members of a gzip file; zlib rather than gzip, because it hands back what came before a cut."""
-    text = b""
-    while data:
+    text, at, view = bytearray(), 0, memoryview(data)
+    while at < len(view):
+        # By pieces: what a member doesn't use is copied each time, and some files have a member for every 64 KiB.
         member = zlib.decompressobj(wbits=31)
-        try:
-            text += member.decompress(data)
-        except zlib.error as error:
-            raise TraceError(path, None, f"the gzip data is damaged ({error}); fetch the file again.") from None
+        while not member.eof and at < len(view):
+            piece = view[at : at + _PIECE]
+            try:
+                text += member.decompress(piece)
+            except zlib.error as error:
+                raise TraceError(path, None, f"the gzip data is damaged ({error}); fetch the file again.") from None
+            if len(text) > MOST_LINES_BYTES:
+                raise TraceError(path, None, f"it unzips to over {MOST_LINES_BYTES >> 20} MiB; no trace is so long.")
+            at += len(piece) - len(member.unused_data)
         if not member.eof:
             line = text.count(b"\n") + 1
             raise TraceError(path, line, "the gzip data is cut short here; fetch the file again.")
-        data = member.unused_data.lstrip(b"\0")
-    return text
+        while at < len(view) and not view[at]:
+            at += 1
+    return bytes(text)
 
 
 def _count(path: str, line: int, column: str, value: Any) -> int:

@@ -351,6 +351,14 @@ def test_requests_without_tokens_are_refused(tokens: list[int], output: int) -> 
         Generation(3, tokens, output)
 
 
+def test_a_prompt_may_be_an_array() -> None:
+    """Tokenizers give arrays of NumPy too, which have no truth value."""
+    np = pytest.importorskip("numpy")
+    assert Generation(3, np.array([5, 6]), 1).tokens.tolist() == [5, 6]
+    with pytest.raises(ConfigError, match="request 3 has 0 prompt tokens"):
+        Generation(3, np.array([], dtype=np.int64), 1)
+
+
 @pytest.mark.parametrize(
     "arguments", [{"num_blocks": 0}, {"num_blocks": 1, "block_size": 0}, {"num_blocks": 1, "steps_ahead": 0}]
 )

@@ -88,6 +88,7 @@ def test_no_requests_is_an_empty_trace():
         ({"duration_s": -1}, "duration_s is -1"),
         ({"duration_s": math.nan}, "duration_s is nan"),
         ({"num_requests": -1}, "-1 requests"),
+        ({"num_requests": 2.5}, r"num_requests is 2\.5; it must be a whole number"),
         ({"num_requests": LARGEST_TRACE + 1}, f"0 to {LARGEST_TRACE} can"),
         ({"duration_s": 1e9}, f"0 to {LARGEST_TRACE} can"),
         ({"num_requests": 5, "rate": 5e-324}, "arrives at inf"),

@@ -5,12 +5,14 @@ import json
 import math
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kpolicy.errors import ConfigError, TraceError
+from kpolicy.scheduling import traces as traces_module
 from kpolicy.scheduling.traces import (
     DEFAULT_FILE,
     DROP_REASONS,
@@ -252,6 +254,33 @@ def test_unsorted_times_are_refused(tmp_path, content, line, times, how):
     assert f"{times[0]} to " in str(caught.value)
     assert f"{times[1]}. Sort" in str(caught.value)
     assert how in str(caught.value)
+
+
+def test_gzip_is_unzipped_in_pieces_up_to_a_bound(tmp_path, monkeypatch):
+    """Each piece is handed over once however many members there are, and a small file can't take all memory."""
+    rows = [f"{at},1,1,\n".encode() for at in range(300)]
+    file = written(tmp_path, gzip.compress(MOONCAKE.encode()) + b"".join(map(gzip.compress, rows)) + b"\0" * 5)
+    fed = []
+
+    class Counted:
+        def __init__(self, wbits):
+            self.real = zlib.decompressobj(wbits=wbits)
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+        def decompress(self, piece):
+            fed.append(len(piece))
+            return self.real.decompress(piece)
+
+    monkeypatch.setattr(traces_module, "_PIECE", 64)
+    monkeypatch.setattr(traces_module, "zlib", SimpleNamespace(decompressobj=Counted, error=zlib.error))
+    assert len(read_trace(file)) == 300
+    assert max(fed) == 64
+    monkeypatch.setattr(traces_module, "MOST_LINES_BYTES", 1 << 20)
+    bomb = written(tmp_path, gzip.compress(MOONCAKE.encode() + b"0,1,1,\n" * (1 << 18)))
+    with pytest.raises(TraceError, match="it unzips to over 1 MiB"):
+        read_trace(bomb)
 
 
 def test_a_cut_gzip_names_the_line_it_was_cut_at(tmp_path):
