@@ -90,14 +90,15 @@ def thin(dispatcher: Any, state: State) -> None:
 
 def _only(dispatcher: Any, keys: set[GraphKey]) -> Callable[[], None]:
     """Let the runner see only these graphs when it captures; what is returned undoes it."""
-    wanted = {dispatcher.desc_of[key][1] for key in keys}
-    descs = getattr(dispatcher, "_capture_descs", None)
-    if descs is not None:
-        before = dict(descs)
-        dispatcher._capture_descs = {
-            mode: kept for mode, listed in descs.items() if (kept := [desc for desc in listed if desc in wanted])
-        }
+    if hasattr(dispatcher, "_capture_descs"):
+        before = dispatcher._capture_descs
+        # Of all that are planned: the list that is there may be short already.
+        dispatcher._capture_descs = descs = {}
+        for key in sorted(keys, key=lambda key: key.num_tokens, reverse=True):
+            mode, desc = dispatcher.desc_of[key]
+            descs.setdefault(mode, []).append(desc)
         return lambda: setattr(dispatcher, "_capture_descs", before)
+    wanted = {dispatcher.desc_of[key][1] for key in keys}
     listed = type(dispatcher).get_capture_descs
 
     def get_capture_descs() -> list[tuple[Any, list[Any]]]:
@@ -182,6 +183,8 @@ class Lazy:
         taken, failed = None, ""
         try:
             taken = self._capture()
+            if self._lacks(key):
+                failed = "vLLM captured nothing"
         except Exception as error:  # noqa: BLE001 - the graphs that are there go on serving
             failed = f"{type(error).__name__}: {error}"
         finally:
@@ -204,6 +207,11 @@ class Lazy:
         state.counters.add("lazy_captures")
         LOGGER.info("kpolicy: captured %s in %.2f s, after steps had asked for it", key, seconds)
         return True
+
+    def _lacks(self, key: GraphKey) -> bool:
+        """Whether the second runner's manager, which replays FULL graphs from a list of its own, hasn't that one."""
+        graphs = getattr(self._state.dispatcher, "graphs", None)
+        return graphs is not None and key.part is Part.FULL and self._state.dispatcher.desc_of[key][1] not in graphs
 
     def _select_of_all(self) -> Any:
         """The policy as if every planned graph were captured; None where it can't be prepared."""

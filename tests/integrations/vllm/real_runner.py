@@ -108,7 +108,11 @@ def vllm_config(
             async_scheduling=False,
         ),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, data_parallel_size=ranks, data_parallel_rank=0, use_ubatching=False
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=ranks,
+            data_parallel_rank=0,
+            use_ubatching=False,
         ),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         observability_config=SimpleNamespace(cudagraph_metrics=False),

@@ -1,13 +1,16 @@
 """Attaching to the second runner: vLLM's own manager, taken over where its runner lays out the KV cache."""
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from kpolicy.modes import Part
 from kpolicy.schemas import read_decision_log
 from kpolicy_vllm import plugin
+from kpolicy_vllm.lazy import Lazy
 from kpolicy_vllm.state import state_of
 from tests.integrations.vllm.real_runner import Backend, sized, vllm_config, vllm_of
 from tests.integrations.vllm.test_oracle_runner import attached
@@ -193,6 +196,39 @@ def test_released_graphs(release):
     runner.capture_model()
     assert ask(runner, 5, 5, 1)[0] == "FULL"
     assert len(state_of(runner.vllm_config).ladder) == len(manager.desc_of)
+
+
+def test_lazy(release):
+    """Few graphs at the start; one that steps ask for is captured by the manager, and the others stay."""
+    runner = served(release, kpolicy={"policy": "full_and_piecewise", "lazy": True, "lazy_graphs": 2})
+    manager, state = runner.cudagraph_manager, state_of(runner.vllm_config)
+    planned = len(manager.desc_of)
+    runner.capture_model()
+    assert len(state.ladder) == sum(map(len, manager._capture_descs.values())) < planned
+    assert not {key for key, (_, desc) in manager.desc_of.items() if desc in manager.graphs} - {*state.ladder.keys}
+    before, listed = set(manager.graphs), manager._capture_descs
+    lazy = Lazy(runner, state, partial(Runner.capture_model, runner), lambda: None)
+    for part in (Part.FULL, Part.PIECEWISE):
+        key = min((key for key in manager.desc_of if key.part is part), key=lambda key: key.num_tokens)
+        runner.forwards.clear()
+        assert lazy.add(key)
+        assert {desc for desc, _ in runner.forwards} == {manager.desc_of[key][1]}
+        assert key in state.ladder.keys
+    assert ask(runner, 1, 1, 1) == ("FULL", 1, 1)
+    assert set(manager.graphs) > before
+    assert manager._capture_descs is listed
+
+
+def test_lazy_takes_nothing_that_was_not_captured(release):
+    """A size that vLLM passed over would end the server at its first replay."""
+    runner = served(release, kpolicy={"policy": "full_and_piecewise", "lazy": True, "lazy_graphs": 2})
+    manager, state = runner.cudagraph_manager, state_of(runner.vllm_config)
+    runner.capture_model()
+    lazy = Lazy(runner, state, lambda: 0, lambda: None)
+    key = min((key for key in manager.desc_of if key.part is Part.FULL), key=lambda key: key.num_tokens)
+    assert not lazy.add(key)
+    assert key not in state.ladder.keys
+    assert state.counters.counts["lazy_capture_failed"] == 1
 
 
 def test_vllm_looks_up_our_ladders(release):
