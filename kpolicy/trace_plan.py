@@ -21,7 +21,7 @@ from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
 from kpolicy.budget_models import BudgetModel
 from kpolicy.budgets import Budget, Usage, amount
 from kpolicy.costs import CostTable, analytic_costs
-from kpolicy.errors import BudgetRefused, ConfigError, KPolicyError
+from kpolicy.errors import BudgetRefused, ConfigError, KPolicyError, check_kind
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Mode, Part
@@ -321,7 +321,15 @@ def plan_trace(
         ConfigError: an argument can't be used, or no request is served.
         BudgetRefused: no size fits the budget, or sizes that must be captured don't.
     """
-    server, costs = server or Server(warm=True), costs or analytic_costs()
+    server = Server(warm=True) if server is None else server
+    costs = analytic_costs() if costs is None else costs
+    check_kind("trace", trace, Trace, "kpolicy.scheduling.traces.read_trace(FILE)")
+    check_kind("server", server, Server, "kpolicy.simulate.Server(warm=True)")
+    if server.ranks > 1:
+        raise ConfigError(
+            f"{server.ranks} ranks were asked for; sizes are planned from the steps of one rank, and ranks that agree "
+            "run at the largest of theirs. Leave them out, and give the rate of arrivals that one rank gets."
+        )
     chosen, claims = get_policy(policy), _claims(attention)
     settings = server.settings
     layout = layout_of(chosen, claims, settings, multiple_of=multiple_of)

@@ -119,11 +119,6 @@ def plan(
     model = served.costs(deployment)
     # Planning is for a server that runs; what a start costs is what budgets are for.
     server = attrs.evolve(served.server(deployment, model), warm=True)
-    if server.ranks > 1:
-        raise ConfigError(
-            f"--ranks is {server.ranks}; sizes are planned from the steps of one rank, and ranks that agree run at the "
-            "largest of theirs. Leave it out, and give the rate that one rank gets."
-        )
     if served.warm:
         raise ConfigError(
             "--warm says nothing here: sizes are planned for a server whose graphs are there. Leave it out."

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kpolicy.budgets import Budget, Usage
-from kpolicy.errors import BudgetRefused, ConfigError
+from kpolicy.errors import BudgetRefused, ConfigError, check_kind
 from kpolicy.planning.ladder import Ladder
 from kpolicy.planning.solve import Frontier, Sums, cheapest_path, frontier
 from kpolicy.reasons import Reason
+from kpolicy.shapes import plain_int
 
 if TYPE_CHECKING:
     import numpy as np
 
     Vector = np.ndarray[Any, Any]
 
-__all__ = ["Choice", "allowed", "choose", "frontiers", "joint_curve"]
+__all__ = ["Choice", "allowed", "checked_most", "choose", "frontiers", "joint_curve"]
 
 _RESOURCES = ("graphs", "streams", "bytes", "seconds")
 _REASONS = {
@@ -75,6 +76,7 @@ def frontiers(
         ConfigError: two ladders share a name, or `largest` names none of them.
     """
     names = [each.name for each in ladders]
+    check_kind("largest", largest or {}, Mapping, "{'decode': 256}")
     for name in largest or {}:
         if name not in names:
             raise ConfigError(f"largest names the list {name!r}; there are {', '.join(names)}.")
@@ -109,8 +111,7 @@ def choose(
         BudgetRefused: nothing fits, though `largest` asks for something.
         ConfigError: a name is wrong, most_sizes is negative, or highspy is missing or would take too long.
     """
-    if most_sizes is not None and most_sizes < 0:
-        raise ConfigError(f"most_sizes is {most_sizes}; it is a whole number from 0 up.")
+    most_sizes = checked_most(most_sizes)
     limits = _Limits(budget or Budget(), most_sizes)
     fronts = frontiers(ladders, [limits.most_of(each) for each in ladders], largest=largest)
     if all(limits.one_price(each) for each in ladders):
@@ -127,6 +128,20 @@ def choose(
         return _choice(ladders, fronts, sizes, us, us)
     sizes, us, bound = _priced(ladders, limits, largest or {})
     return _choice(ladders, fronts, sizes, us, min(bound, us))
+
+
+def checked_most(most_sizes: int | None) -> int | None:
+    """The most sizes as an int; None for any number.
+
+    Raises:
+        ConfigError: it isn't a whole number from 0 up.
+    """
+    if most_sizes is None:
+        return None
+    most = plain_int(most_sizes)
+    if type(most) is not int or most < 0:
+        raise ConfigError(f"most_sizes is {most_sizes!r:.80}; it is a whole number from 0 up.")
+    return most
 
 
 def joint_curve(fronts: Sequence[Frontier], most: int | None = None) -> Vector:

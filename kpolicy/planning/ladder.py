@@ -31,7 +31,11 @@ _TINY_US = 1e-9
 def _ints(value: Any) -> Vector:
     import numpy as np
 
-    return np.ascontiguousarray(value, dtype=np.int64)
+    given = np.asarray(value)
+    # Without any it is of floats.
+    if given.size and given.dtype.kind not in "iu":
+        raise LadderError(f"sizes and demands of a ladder are whole numbers; these are {value!r:.80}.")
+    return np.ascontiguousarray(given, dtype=np.int64)
 
 
 def _floats(value: Any) -> Vector:
@@ -121,6 +125,8 @@ class Ladder:
         steps, escape = np.asarray(weights, float), np.asarray(escape_us, float)
         if steps.shape != escape.shape:
             raise LadderError(f"the ladder {name} has {len(steps)} weights and {len(escape)} escapes; one each a size.")
+        if len(graph_us) != len(sizes):
+            raise LadderError(f"the ladder {name} has {len(graph_us)} times for {len(sizes)} sizes; one time a size.")
         times = np.broadcast_to(np.asarray(graph_us, float)[:, None], (len(sizes), len(steps)))
         if escape_when_cheaper:
             times = np.minimum(times, escape)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 
 import attrs
 
 from kpolicy.budgets import Budget, Usage
-from kpolicy.errors import BudgetRefused, ConfigError
+from kpolicy.errors import BudgetRefused, ConfigError, check_kind
 from kpolicy.ladders import CaptureSizes
-from kpolicy.planning.choose import Choice, allowed, choose, frontiers, joint_curve
+from kpolicy.planning.choose import Choice, allowed, checked_most, choose, frontiers, joint_curve
 from kpolicy.planning.histogram import Histogram
 from kpolicy.planning.ladder import Ladder
 from kpolicy.planning.workload import Workload
@@ -97,13 +98,17 @@ def plan(
         BudgetRefused: sizes that must be captured don't fit, or `most_loss` takes more than there may be.
         ConfigError: there are no steps, or an argument is out of range.
     """
+    check_kind("workload", workload, Workload, "kpolicy.planning.Workload(histogram=...)")
+    if budget is not None:
+        check_kind("budget", budget, Budget, "kpolicy.Budget(graphs=1000)")
     steps = workload.steps
     if not steps:
         raise ConfigError("the histogram has no steps, so there is nothing to plan for. Replay a trace with requests.")
+    most_sizes = checked_most(most_sizes)
     if worth is None:
         worth = least_worth(budget, most_sizes)
-    if not 0 <= worth < 1:
-        raise ConfigError(f"worth is {worth}; it is a share of the mean step from 0 to under 1.")
+    if not (isinstance(worth, Real) and 0 <= worth < 1):
+        raise ConfigError(f"worth is {worth!r:.80}; it is a share of the mean step from 0 to under 1.")
     theirs = workload.lists_of(against) if against is not None else {}
     ladders, penalty_us = _bounded(workload.ladders(smoothing=smoothing), most_loss, theirs)
     most = MOST_LAYERS if most_sizes is None else most_sizes + 1
@@ -147,8 +152,8 @@ def _bounded(
     for name, loss in losses.items():
         if name not in names:
             raise ConfigError(f"most_loss names the list {name!r}; there are {', '.join(names)}.")
-        if not 0 <= loss < math.inf:
-            raise ConfigError(f"most_loss is {loss}; it is a share of a step's time from 0 up.")
+        if not (isinstance(loss, Real) and 0 <= loss < math.inf):
+            raise ConfigError(f"most_loss is {loss!r:.80}; it is a share of a step's time from 0 up, or one by list.")
     penalty_us = sum(each.most_us for each in ladders) + 1.0
     bounded = [
         each.bounded(losses[each.name], penalty_us, against.get(each.name, ())) if each.name in losses else each

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import lcm
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kpolicy.budgets import Usage
 from kpolicy.costs import CostTable, Curve, HostCost
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, check_kind
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Part
@@ -62,8 +63,9 @@ class Layout:
 
     def __attrs_post_init__(self) -> None:
         for name in ("multiple_of", "decode_multiple_of", "decode_keys", "other_keys"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it is a whole number from 1 up.")
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} is {value!r:.80}; it is a whole number from 1 up.")
 
     def captures(self, query_len: int) -> bool:
         """Whether decode batches of that query length have FULL graphs."""
@@ -117,6 +119,12 @@ class Workload:
     layout: Layout
     usage_of: Callable[[GraphKey], Usage] | None = None
 
+    def __attrs_post_init__(self) -> None:
+        check_kind("histogram", self.histogram, Histogram, "one that `Histogram.add` counted steps in")
+        check_kind("costs", self.costs, CostTable, "kpolicy.costs.analytic_costs()")
+        check_kind("settings", self.settings, Settings, "kpolicy.Settings(max_num_reqs=256)")
+        check_kind("layout", self.layout, Layout, "Layout(one_list=True)")
+
     @property
     def steps(self) -> float:
         return self.histogram.steps
@@ -133,11 +141,14 @@ class Workload:
             LadderError: no candidate has the alignment.
             ConfigError: smoothing isn't from 0 to under 1, or the layout captures nothing.
         """
-        if not 0 <= smoothing < 1:
-            raise ConfigError(f"smoothing is {smoothing}; it is a share of the steps from 0 to under 1.")
+        if not (isinstance(smoothing, Real) and 0 <= smoothing < 1):
+            raise ConfigError(f"smoothing is {smoothing!r:.80}; it is a share of the steps from 0 to under 1.")
         layout, found = self.layout, []
         if not layout.names:
             raise ConfigError("the policy captures nothing here, so there is nothing to plan. Choose another policy.")
+        for name in candidates or {}:
+            if name not in layout.names:
+                raise ConfigError(f"candidates names the list {name!r:.80}; there are {', '.join(layout.names)}.")
         for name in layout.names:
             given = (candidates or {}).get(name)
             sizes = self.candidates(name) if given is None else tuple(sorted(set(given)))

@@ -59,7 +59,7 @@ HEADER = "timestamp,input_length,output_length"
         ("--rate 0", ["--rate is 0"]),
         ("--max-num-tokens 0", ["--max-num-tokens is 0"]),
         ("--kv-tokens 0", ["--kv-tokens is 0"]),
-        ("--ranks 2", ["--ranks is 2", "the steps of one rank"]),
+        ("--ranks 2", ["2 ranks were asked for", "the steps of one rank"]),
         ("--warm", ["--warm says nothing here"]),
         ("--slo-ttft-ms 500", ["--slo-ttft-ms has no say", "`kpolicy report`"]),
         ("--slo-gap-ms 5", ["--slo-gap-ms has no say"]),

@@ -196,3 +196,34 @@ def test_one_replay_is_not_settled() -> None:
     found = settled(lambda _: MANY, most_rounds=1)
     assert not found.settled
     assert found.plan.num_sizes == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"most_sizes": -2}, "most_sizes is -2; it is a whole number"),
+        ({"most_sizes": 2.5}, r"most_sizes is 2\.5"),
+        ({"most_sizes": True}, "most_sizes is True"),
+        ({"budget": 20}, "budget is 20; it takes a Budget"),
+        ({"largest": 256}, "largest is 256; it takes a Mapping"),
+        ({"smoothing": "a tenth"}, "smoothing is 'a tenth'"),
+        ({"worth": "much"}, "worth is 'much'"),
+        ({"most_loss": "decode=0.1"}, "most_loss is 'decode=0.1'"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(given: dict[str, object], said: str) -> None:
+    """And numbers that are none: -2 sizes were an IndexError."""
+    with pytest.raises(ConfigError, match=said):
+        plan(workload(MANY), **given)  # type: ignore[arg-type]
+
+
+def test_a_workload_of_another_kind_is_named() -> None:
+    """Steps by size as a dict are what one would try first."""
+    with pytest.raises(ConfigError, match=r"histogram is \{1: 40\}; it takes a Histogram"):
+        workload({1: 40})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="costs is None; it takes a CostTable"):
+        attrs.evolve(workload(MANY), costs=None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="multiple_of is '2'"):
+        Layout(multiple_of="2")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="candidates names the list 'decodes'; there are decode, prefill"):
+        workload(MANY).ladders(candidates={"decodes": [1, 2]})

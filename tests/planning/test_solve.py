@@ -191,6 +191,7 @@ def test_alignment() -> None:
     ("change", "problem"),
     [
         ({"sizes": [2, 1]}, "must be whole numbers that rise"),
+        ({"sizes": [1.5, 2.5]}, r"whole numbers; these are \[1\.5, 2\.5\]"),
         ({"sizes": []}, "has no candidate size"),
         ({"demands": [0, 1]}, "demands of the ladder decode"),
         ({"escape_us": [1.0]}, "one cost a pair and one escape a demand"),
@@ -209,6 +210,8 @@ def test_bad_ladders(change: dict[str, Any], problem: str) -> None:
 
 def test_sizes_that_are_not_candidates() -> None:
     """Scoring a size without a cost, or ending with one, is an error."""
+    with pytest.raises(LadderError, match="1 times for 2 sizes; one time a size"):
+        Ladder.of("decode", weights=[1, 1], sizes=[1, 2], graph_us=[5], escape_us=[9, 9])
     ladder = Ladder.of("decode", weights=[1, 1], sizes=[2], graph_us=[5], escape_us=[9, 9])
     with pytest.raises(LadderError, match="3 isn't a candidate of the ladder decode"):
         ladder.time_us([2, 3])

@@ -216,3 +216,11 @@ def test_bad_input() -> None:
     nothing = attrs.evolve(trace(), requests=())
     with pytest.raises(ConfigError, match="has 0 of the two requests"):
         plan_trace(nothing, server=server())
+
+
+def test_a_plan_is_of_one_rank() -> None:
+    """The steps of several ranks, which run at the largest of theirs, aren't planned for as if they were one's."""
+    with pytest.raises(ConfigError, match="2 ranks were asked for; sizes are planned from the steps of one rank"):
+        plan_trace(trace(), server=attrs.evolve(server(), ranks=2))
+    with pytest.raises(ConfigError, match=r"trace is 'trace\.csv'; it takes a Trace"):
+        plan_trace("trace.csv")  # type: ignore[arg-type]
