@@ -192,6 +192,8 @@ class RunResult:
         outside_contexts: those with a context beyond its `kv_span`; None too where it was measured and doesn't record
             it.
         verified: what was compared with EAGER, by mode; empty where nothing was.
+        core_wait_s: where a model is served, seconds that this process's threads together waited for a core meanwhile;
+            None where that isn't known.
     """
 
     policy: str
@@ -225,6 +227,7 @@ class RunResult:
     outside_sizes: int | None = None
     outside_contexts: int | None = None
     verified: Mapping[str, Checks] = attrs.field(factory=dict)
+    core_wait_s: float | None = None
     repeat: int = 1
 
     @property

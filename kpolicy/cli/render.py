@@ -40,6 +40,8 @@ __all__ = [
 
 PIPED_WIDTH = 110
 """Columns where the output isn't a terminal and $COLUMNS isn't set."""
+WAITED = 0.1
+"""Share of the busy time that waiting for cores is told from"""
 LEAST_WIDTH = 80
 """Narrower terminals wrap the lines themselves."""
 
@@ -229,6 +231,8 @@ def _notes(made: Console, result: RunResult, engine: Engine) -> None:
     if result.outside_us and result.steps:
         spent = result.outside_us / (result.outside_us + result.step_us)
         text += f"; outside the executor {result.outside_us / result.steps:,.0f} us a step, {spent:.1%} of the time"
+    if (result.core_wait_s or 0) * 1e6 > WAITED * result.step_us:
+        text += f"; its threads waited {result.core_wait_s:,.1f} s for a core, so that its times are other work's too"
     if result.not_captured:
         text += "; not captured: " + counted(result.not_captured)
     if result.replay_failures:

@@ -19,6 +19,7 @@ import attrs
 import torch
 
 from kpolicy.budgets import Budget
+from kpolicy.core_wait import waited_s
 from kpolicy.costs import CostTable
 from kpolicy.engine import Engine
 from kpolicy.errors import CheckpointError, ConfigError
@@ -304,6 +305,7 @@ def serve_model(
         for each in told:
             each(*step)
 
+    waited_before_s = waited_s()
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         result = serve_trace(
@@ -311,6 +313,10 @@ def serve_model(
             on_step=tell if told else None, clock=WallClock(), sampling=sampling_of(temperature, seed),
             stop_tokens=stop_tokens, before_step=verifier.poison if verifier else None, most_checked=None,
         )  # fmt: skip
+    waited_after_s = waited_s()
+    if waited_before_s is not None and waited_after_s is not None:
+        # A thread that ended meanwhile takes what it waited along.
+        result = attrs.evolve(result, core_wait_s=max(waited_after_s - waited_before_s, 0.0))
     if verifier is None:
         return result, ()
     if not result.interrupted:

@@ -83,6 +83,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(("told", "waited"), [((1.0, 101.0), 100.0), ((1.0, 1.0), 0.0), ((None, None), None)])
+def test_waiting_for_cores_is_told(
+    kpolicy: Command, config: Path, requests: Path, monkeypatch: pytest.MonkeyPatch, told: Any, waited: float | None
+) -> None:
+    """Times of a policy whose threads waited for a core are marked; where nobody knows, nothing is said."""
+    for as_json in (True, False):
+        answers = iter(told)
+        monkeypatch.setattr(import_module("kpolicy.serving.real_run"), "waited_s", lambda each=answers: next(each))
+        given = ("--model", config, "--trace", requests, "--policy", "eager", "--no-verify", *SMALL)
+        ended = kpolicy("run", *given, *(("--json",) if as_json else ()))
+        assert ended.code == 0, ended
+        if as_json:
+            assert ended.json["policies"][0]["core_wait_s"] == waited
+        else:
+            assert ("its threads waited 100.0 s for a core" in ended.out) == bool(waited)
+
+
 def test_a_run_in_json(kpolicy: Command, config: Path, requests: Path) -> None:
     """Both default policies serve all that fits; modes, checks and the setting are in the JSON."""
     ended = kpolicy("run", "--model", config, "--trace", requests, "--json", *SMALL)
