@@ -10,7 +10,7 @@ import pytest
 from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import ProfileError
-from kpolicy.host_speed import host_work_us, launching_takes, steadied
+from kpolicy.host_speed import felt, host_work_us, launching_takes, steadied
 from kpolicy.modes import Mode, Rows
 from kpolicy.reasons import Reason
 from kpolicy.schemas import StepEntry
@@ -95,3 +95,9 @@ def test_late_notes_are_not_the_hosts_speed() -> None:
     assert steadied(late) == quick + slow
     assert steadied([]) == []
     assert steadied([20.0]) == [20.0]
+
+
+def test_what_is_felt_of_a_core_is_its_mean_speed() -> None:
+    assert felt([20.0, 20.0, 29.0], around=1) == pytest.approx([20.0, 23.0, 24.5])
+    assert felt(9 * [20.0] + 9 * [30.0])[4:14] == pytest.approx([20.0 + 10 * i / 9 for i in range(10)])
+    assert felt([]) == []

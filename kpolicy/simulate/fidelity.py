@@ -13,7 +13,7 @@ import attrs
 from kpolicy.costs import Cost, CostTable
 from kpolicy.decision import Launch
 from kpolicy.errors import ConfigError
-from kpolicy.host_speed import steadied
+from kpolicy.host_speed import felt
 from kpolicy.schemas import StepEntry, StepLaunch
 from kpolicy.simulate.host_state import HostState
 
@@ -95,7 +95,7 @@ def expected_cost(entry: StepEntry, costs: CostTable) -> Cost:
 def expected_costs(entries: Sequence[StepEntry], costs: CostTable, before: Sequence[StepEntry] = ()) -> list[Cost]:
     """What the table says that the steps of a log took, one after the other, and after those `before` them.
 
-    The host's speed at a step is what was noted around it (`steadied`). It must have been noted by the fixed work that
+    The host's speed at a step is what was noted around it (`felt`). It must have been noted by the fixed work that
     the table names (`CostTable.host_probe`, and a log's header).
     """
     return [each.cost for each in _after(before, entries, costs)]
@@ -126,14 +126,14 @@ def expected_steps(entries: Sequence[StepEntry], costs: CostTable) -> Iterator[E
     host's speed is taken from either side by itself: seconds and other cores may lie between.
     """
     state, usual = HostState(costs), costs.host_work_us
-    steady = chain.from_iterable(
-        steadied([entry.host_work_us for entry in stretch if entry.host_work_us]) for stretch in _passes(entries)
+    noted = chain.from_iterable(
+        felt([entry.host_work_us for entry in stretch if entry.host_work_us]) for stretch in _passes(entries)
     )
     for entry in entries:
         launches, numbers = tuple(_launch(entry, each) for each in entry.launches), entry.shape.numbers
         # As the simulator counts them: forms of a split, which the log's mode names, are one mode.
         step = state.costs(entry.mode.partition("/")[0], launches, numbers)
-        speed = next(steady) if entry.host_work_us else None
+        speed = next(noted) if entry.host_work_us else None
         at_table = step.cost(launches, numbers)
         cost = step.at_host_speed(speed).cost(launches, numbers) if speed else at_table
         yield Expected(cost, at_table, id(step), speed / usual if speed and usual else 1.0)

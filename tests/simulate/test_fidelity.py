@@ -81,26 +81,43 @@ def test_forms_of_a_split_are_one_mode(tmp_path: Path) -> None:
     assert expected_costs(entries, SHOWN)[1] == again != expected_cost(first, SHOWN)
 
 
-def test_the_hosts_speed_at_a_step_is_the_middle_of_what_is_noted_around_it(tmp_path: Path) -> None:
-    """Four steps on either side: one late note moves nothing, and a step without a note is at the table's speed."""
+def test_the_hosts_speed_at_a_step_is_the_mean_of_what_is_noted_around_it(tmp_path: Path) -> None:
+    """Four steps on either side; a step without a note is at the table's speed."""
     noted = (20.0, 20.0, 90.0, 20.0, 40.0, 40.0, 40.0, 40.0, 40.0, 40.0, None)
     entries = [attrs.evolve(each, host_work_us=work) for each, work in zip(
         logged(tmp_path / "s.jsonl", "eager")[:11], noted, strict=True
     )]  # fmt: skip
     costs = attrs.evolve(COSTS, host_work_us=20.0)
-    middles = (20.0, 30.0, 40.0, 40.0, 40.0, 40.0, 40.0, 40.0, 40.0, 40.0, None)
-    alone = [costs.at_host_speed(speed) for speed in middles]
-    assert expected_costs(entries, costs) == [
-        expected_cost(attrs.evolve(entry, host_work_us=None), table)
-        for entry, table in zip(entries, alone, strict=True)
-    ]
+    means = (190 / 5, 230 / 6, 270 / 7, 310 / 8, 350 / 9, 370 / 9, 350 / 8, 260 / 7, 40.0, 40.0, None)
+    alone = [costs.at_host_speed(speed) for speed in means]
+    assert [each.cycle_us for each in expected_costs(entries, costs)] == pytest.approx(
+        [
+            expected_cost(attrs.evolve(entry, host_work_us=None), table).cycle_us
+            for entry, table in zip(entries, alone, strict=True)
+        ]
+    )
+
+
+def test_a_core_that_is_slow_for_a_part_of_every_step_slows_it(tmp_path: Path) -> None:
+    """A third of the notes is 1.6 times as long; every step takes 1.2 times the work, and 1.17 times the launching."""
+    costs = attrs.evolve(COSTS, host_work_us=20.0, host_eager=COSTS.host_eager.times(20))
+    steps = []
+    for i, entry in enumerate(logged(tmp_path / "s.jsonl", "eager")[:60]):
+        slow = expected_cost(attrs.evolve(entry, host_work_us=24.0), costs)
+        assert slow.bound_by == "host"
+        steps.append(attrs.evolve(entry, host_work_us=20.0 if i % 3 else 32.0, cycle_us=slow.cycle_us))
+    assert fidelity(steps, costs)[-1].error < 0.01
 
 
 def test_steps_at_the_tables_host_speed_are_told_apart(tmp_path: Path) -> None:
     """Within a tenth; elsewhere the machine's speed changed, and with it what a table can say."""
     entries = logged(tmp_path / "s.jsonl", "eager")[:20]
     speeds = 10 * (21.9,) + 10 * (40.0,)
-    entries = tuple(attrs.evolve(each, host_work_us=speed) for each, speed in zip(entries, speeds, strict=True))
+    # Two passes over the same ten.
+    entries = tuple(
+        attrs.evolve(each, step=i % 10, host_work_us=speed)
+        for i, (each, speed) in enumerate(zip(entries, speeds, strict=True))
+    )
     costs = attrs.evolve(COSTS, host_work_us=20.0)
     expected = [each.cycle_us for each in expected_costs(entries, costs)]
     off = 5 * (1.25,) + 5 * (1.0,) + 5 * (2.0,) + 5 * (4.0,)
