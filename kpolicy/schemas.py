@@ -30,7 +30,6 @@ from kpolicy.reading import MOST_BYTES, MOST_LINES_BYTES, read_whole
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from kpolicy.step_effects import StepEffects
-from kpolicy.what_runs import WhatRuns
 
 if TYPE_CHECKING:
     from cattrs import Converter
@@ -101,11 +100,6 @@ class Profile:
             over = self.tensor_parallel_size
             named = attrs.evolve(self.costs, measured_on=self.device, measured_with=self.model, measured_over=over)
             object.__setattr__(self, "costs", named)
-
-    def split_otherwise(self, tensor_parallel_size: int) -> str:
-        """How a model that is split over so many devices differs from this profile's, in words; empty if it doesn't."""
-        measured, here = (WhatRuns("", "", size) for size in (self.tensor_parallel_size, tensor_parallel_size))
-        return measured.unlike(here)[-1]
 
 
 @attrs.frozen(kw_only=True)

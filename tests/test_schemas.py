@@ -643,11 +643,10 @@ def test_what_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("size", [None, 1, 8])
 def test_a_profile_says_how_a_model_was_split(size: int | None) -> None:
-    """Where it does, sizes that differ are told; an older file says nothing and fits all."""
+    """So do its costs, where it does; an older file says nothing."""
     profile = attrs.evolve(PROFILE, tensor_parallel_size=size)
     assert loads(dumps(profile), Profile) == profile
-    assert profile.split_otherwise(size or 4) == ""
-    assert bool(profile.split_otherwise(2)) is (size is not None)
+    assert attrs.evolve(profile, costs=attrs.evolve(profile.costs, measured=True)).costs.measured_over == size
     old = json.loads(dumps(profile))
     del old["tensor_parallel_size"]
     assert loads(json.dumps(old), Profile).tensor_parallel_size is None
@@ -691,3 +690,29 @@ def test_a_name_of_dev_is_added_to(tmp_path: Path) -> None:
         write_whole(f"/dev/fd/{file.fileno()}", "content\n")
         file.write(b"after\n")
     assert printed.read_text() == "before\ncontent\nafter\n"
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ('"cycle_us":-5', r"line 2: cycle_us is -5\.0; wanted microseconds from 0 up"),
+        ('"decode_steps":0', "decode_steps 0; wanted"),
+        ('"launches":[{"rows":"all","repeat":0}]', r"launches\[0\] has repeat 0"),
+        ('"launches":[{"rows":"all","padding":-3}]', "padding -3 and stream 0"),
+    ],
+)
+def test_steps_that_none_can_be_are_refused(tmp_path: Path, field: str, said: str) -> None:
+    """A time below nothing spoilt means without a word, a launch that never ran was a division by zero."""
+    path = tmp_path / "steps.jsonl"
+    header = '{"schema":"kpolicy/step_log","version":[1,0]}'
+    path.write_text(f'{header}\n{{"step":0,"shape":{{"decodes":[[1,3]]}},"mode":"full","reason":"r",{field}}}\n')
+    with pytest.raises(SchemaError, match=said):
+        read_step_log(path)
+
+
+def test_a_log_takes_entries_of_its_own_kind(tmp_path: Path) -> None:
+    """One of another kind would make the whole file unreadable."""
+    step = StepEntry(step=0, shape=BatchShape.decode(3), mode="full", reason="r")
+    with DecisionLogWriter(tmp_path / "d.jsonl") as writer:
+        with pytest.raises(ConfigError, match=r"entry 0 of .*d\.jsonl is StepEntry.*it takes a DecisionEntry"):
+            writer.write(step)  # type: ignore[arg-type]

@@ -67,6 +67,18 @@ DECODE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768)
 PROMPT_SIZES = (64, 96, 128, 256, 512, 576, 1024, 1536, 2048)
 
 
+def wheels() -> Path:
+    """The folder with SGLang's wheels.
+
+    Raises:
+        SystemExit: nobody says which it is.
+    """
+    folder = os.environ.get("KPOLICY_ORACLE")
+    if not folder:
+        raise SystemExit("KPOLICY_ORACLE isn't set: name the folder with SGLang's wheels, which make oracle downloads.")
+    return Path(folder)
+
+
 def decode(release: Release, size: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A decode batch of 0.5.23."""
     phase = Phase(DECODE, DECODE_SIZES, 768, full=True)
@@ -274,7 +286,7 @@ def measure(stock: Callable[[], Any], hooked: Callable[[], Any]) -> tuple[float,
 
 def rows(only: str = "", *, in_no_cache: bool = False) -> list[dict[str, Any]]:
     """Every case once, or those whose step begins so; with cold caches those of `COLD_STEPS`."""
-    folder = Path(os.environ["KPOLICY_ORACLE"])
+    folder = wheels()
     newest, older = Release(folder), Older(folder)
     cases: list[tuple[str, str, Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]]] = [
         ("0.5.23", DECODES, lambda: decode(newest, 600)),

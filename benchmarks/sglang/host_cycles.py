@@ -17,7 +17,15 @@ import torch
 
 from kpolicy.costs import Curve
 from kpolicy.settings import Objective
-from kpolicy_sglang import hooks
+
+try:
+    from kpolicy_sglang import hooks
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error}: what is timed here is SGLang's plugin. Install it (pip install ./integrations/kpolicy_sglang), or "
+        "put PYTHONPATH=integrations/kpolicy_sglang before the command.",
+        name=error.name,
+    ) from None
 from kpolicy_sglang.config import Config
 from kpolicy_sglang.phase import DECODE, PREFILL, MixedCost, Phase, table_of
 from kpolicy_sglang.split import Split, split_of

@@ -20,12 +20,10 @@ from __future__ import annotations
 import gc
 import heapq
 import json
-import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +37,7 @@ from benchmarks.sglang.host_cost import (
     older_prompt_runners,
     prompt_batch,
     prompt_runners,
+    wheels,
 )
 from benchmarks.sglang.host_cycles import CHUNK, Plan, Request, Scheduler, wrapped
 from kpolicy.costs import Curve
@@ -202,7 +201,7 @@ class Questions:
     """Both phases' runners, with kpolicy and without; batches by size, made once."""
 
     def __init__(self, version: str, state: State) -> None:
-        folder = Path(os.environ["KPOLICY_ORACLE"])
+        folder = wheels()
         newest = Release(folder)
         assert state.decode is not None
         assert state.prefill is not None

@@ -3,6 +3,8 @@
 import gc
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,24 @@ from benchmarks.sglang import host_cost
 from tests.oracle.sglang_real import MARKS
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("module", ["host_cost", "host_trace"])
+def test_without_the_plugin_the_error_says_what_to_install(module):
+    """And how to go without installing it."""
+    code = f"import sys; sys.modules['kpolicy_sglang'] = None; import benchmarks.sglang.{module}"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert "pip install ./integrations/kpolicy_sglang" in last
+    assert "PYTHONPATH=integrations/kpolicy_sglang" in last
+
+
+def test_wheels_that_nobody_names_are_told(monkeypatch):
+    """By the variable that names their folder."""
+    monkeypatch.delenv("KPOLICY_ORACLE", raising=False)
+    with pytest.raises(SystemExit, match="KPOLICY_ORACLE isn't set"):
+        host_cost.wheels()
 
 
 class TestTimed:

@@ -80,6 +80,14 @@ def data_parallel_rank(model_runner: Any) -> int | None:
     return rank(model_runner, "dp_rank") if (getattr(args, "dp_size", None) or 1) > 1 else None
 
 
+def device_name(model_runner: Any) -> str:
+    """What the device of a model runner calls itself; empty where its graph runners can't tell."""
+    runners = (model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner)
+    ask = next((found for each in runners if (found := getattr(each, "device_module", None))), None)
+    name = getattr(ask, "get_device_name", None)
+    return str(name()) if name is not None else ""
+
+
 def rank(model_runner: Any, name: str) -> int:
     """This process's rank of that name.
 

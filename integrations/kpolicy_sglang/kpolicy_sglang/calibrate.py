@@ -23,7 +23,8 @@ from typing import Any
 
 from kpolicy.costs import CostTable, Curve
 from kpolicy.errors import ProfileError
-from kpolicy_sglang.arguments import own_sizes, resolved
+from kpolicy.what_runs import WhatRuns
+from kpolicy_sglang.arguments import device_name, own_sizes, resolved
 from kpolicy_sglang.bench import LEAST_RUNS, Bench
 from kpolicy_sglang.mirror import pool_of
 from kpolicy_sglang.phase import DECODE, PREFILL, PROMPT_TOKENS, MixedCost, Phase, steady, table_of
@@ -53,11 +54,13 @@ def cost_tables(model_runner: Any, state: State, ranks: Ranks | None = None) -> 
     Raises:
         RankError: another rank can't read the profile, or failed to measure.
         SchemaError: the profile can't be read.
-        ProfileError: it was measured with another tensor_parallel_size.
+        ProfileError: it was measured on another device, or with another tensor_parallel_size.
     """
     config, ranks = state.config, ranks or Ranks(model_runner)
     if config.profile is not None:
-        return _of_profile(config.profile, state, ranks, int(model_runner.server_args.tp_size))
+        # SGLang knows its model by a path, which no profile has.
+        here = WhatRuns(device_name(model_runner), "", int(model_runner.server_args.tp_size))
+        return _of_profile(config.profile, state, ranks, here)
     if not config.calibrate or not _reads_costs(config.policy):
         return {}
     if state.coupled:
@@ -71,16 +74,15 @@ def cost_tables(model_runner: Any, state: State, ranks: Ranks | None = None) -> 
     return tables
 
 
-def _of_profile(path: str, state: State, ranks: Ranks, tp_size: int) -> dict[str, CostTable]:
+def _of_profile(path: str, state: State, ranks: Ranks, here: WhatRuns) -> dict[str, CostTable]:
     """Every phase's costs from a profile, which a rank on another machine may not have."""
     from kpolicy.schemas import read_profile
 
     def read() -> CostTable:
-        profile = read_profile(path)
-        differs = profile.split_otherwise(tp_size)
-        if differs:
-            raise ProfileError(f"{path} was {differs}. Give a profile of this size, or none to measure at start-up.")
-        return profile.costs
+        costs = read_profile(path).costs
+        for differs in filter(None, costs.unlike(here)):
+            raise ProfileError(f"{path} was {differs}. Give a profile of what runs here, or none to measure at start.")
+        return costs
 
     # Where ranks take each step together costs may differ between them: see `kpolicy_sglang.dispatch`.
     costs = ranks.first(ranks.together(read, f"reading {path}"))

@@ -12,7 +12,7 @@ import kpolicy_sglang
 from kpolicy.errors import KPolicyError
 from kpolicy.settings import Settings
 from kpolicy_sglang import dispatch
-from kpolicy_sglang.arguments import data_parallel_rank, rank, resolved
+from kpolicy_sglang.arguments import data_parallel_rank, device_name, rank, resolved
 from kpolicy_sglang.bound import bind, wrapped_by
 from kpolicy_sglang.captures import collected_once, needs_one_warm_up
 from kpolicy_sglang.config import Config
@@ -258,7 +258,7 @@ def _observe(model_runner: Any, state: State) -> None:
                 policy=config.policy,
                 settings=settings,
                 phases=state.phases,
-                device=_device_name(model_runner),
+                device=device_name(model_runner) or str(getattr(model_runner, "device", "")),
             )
         except KPolicyError as error:
             fail(f"no decision log: {error}")
@@ -266,14 +266,6 @@ def _observe(model_runner: Any, state: State) -> None:
         state.decision_log = log
         for phase in state.phases.values():
             phase.log = log.write
-
-
-def _device_name(model_runner: Any) -> str:
-    """The device's name, as far as it can be told."""
-    runners = (model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner)
-    ask = next((found for each in runners if (found := getattr(each, "device_module", None))), None)
-    name = getattr(ask, "get_device_name", None)
-    return str(name()) if name is not None else str(getattr(model_runner, "device", ""))
 
 
 def _take(state: State, runner: Any, phase: Phase) -> None:

@@ -3,6 +3,7 @@
 import itertools
 from types import SimpleNamespace
 
+import attrs
 import pytest
 
 from kpolicy.costs import analytic_costs
@@ -340,15 +341,22 @@ def test_what_measuring_may_take_can_be_given():
     assert calibrate._allowance_s(runner, started()) == 0.0
 
 
-@pytest.mark.parametrize("size", [None, 1, 8])
-def test_costs_of_another_tensor_parallel_size_are_not_taken(tmp_path, size):
-    """The error says both sizes; a profile that doesn't say its own is taken."""
+@pytest.mark.parametrize(
+    ("device", "size", "named", "differs"),
+    [("d", None, "d", ""), ("d", 1, "d", ""), ("d", 1, None, ""), ("", 1, "e", ""),
+     ("d", 8, "d", "tensor_parallel_size of 8, and this is 1"), ("d", 1, "e", "measured on d, and this is e")],
+)  # fmt: skip
+def test_costs_of_another_device_or_tensor_parallel_size_are_not_taken(tmp_path, device, size, named, differs):
+    """The error says both, as an Engine's does; what either doesn't say isn't held to it."""
     path = tmp_path / "profile.json"
-    write_profile(path, Profile(costs=analytic_costs(), device="d", model="m", tensor_parallel_size=size))
+    costs = attrs.evolve(analytic_costs(), measured=True)
+    write_profile(path, Profile(costs=costs, device=device, model="m", tensor_parallel_size=size))
     state = started(profile=str(path))
     runner = Clock(lambda *_: 1.0)
-    if size == 8:
-        with pytest.raises(ProfileError, match="tensor_parallel_size of 8, and this is 1"):
+    if named:
+        runner.decode_cuda_graph_runner.device_module = SimpleNamespace(get_device_name=lambda: named)
+    if differs:
+        with pytest.raises(ProfileError, match=differs):
             calibrate.cost_tables(runner, state)
     else:
         assert set(calibrate.cost_tables(runner, state)) == {DECODE, PREFILL}
