@@ -21,7 +21,7 @@ from kpolicy.attention.support import Claims
 from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable
 from kpolicy.decision import Decision
-from kpolicy.errors import ConfigError, SchemaError
+from kpolicy.errors import ConfigError, SchemaError, check_kind
 from kpolicy.host_speed import INTERPRETER
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
@@ -429,6 +429,7 @@ class _LogWriter(Generic[E]):
     """
 
     kind = ""
+    entry: type
 
     def __init__(self, path: PathLike, header: LogHeader | None = None) -> None:
         self.path = path
@@ -444,11 +445,12 @@ class _LogWriter(Generic[E]):
         """Append an entry.
 
         Raises:
-            ConfigError: the log is closed, or the file can't be written.
+            ConfigError: the log is closed, the entry is of another kind of log, or the file can't be written.
             SchemaError: a number is NaN or infinite, or a free field holds what JSON can't.
         """
         if self._file.closed:
             raise ConfigError(f"{self.path} is closed; write entries inside the writer's `with` block.")
+        check_kind(f"entry {self._count} of {self.path}", entry, self.entry, f"{self.entry.__name__}.of(...)")
         self._line(_encode(_sparse().unstructure(entry), f"entry {self._count} of {self.path}"))
         self._count += 1
 
@@ -485,12 +487,14 @@ class DecisionLogWriter(_LogWriter["DecisionEntry"]):
     """Writes a decision log."""
 
     kind = _DECISION_LOG
+    entry = DecisionEntry
 
 
 class StepLogWriter(_LogWriter["StepEntry"]):
     """Writes a step log."""
 
     kind = _STEP_LOG
+    entry = StepEntry
 
 
 def read_decision_log(path: PathLike) -> Log[DecisionEntry]:
@@ -535,10 +539,38 @@ def _read_log(data: bytes, label: str, kind: type[E], name: str) -> Log[E]:
             entry = _structure(data_of_line, kind, where)
             if isinstance(entry, DecisionEntry):
                 _structure(dict(entry.decision), _Decided, f"{where}, decision")
+            else:
+                _check_step(entry, where)
             entries.append(entry)
     if ended and rest:
         raise SchemaError(f"{name} goes on after its last line; two logs in one file can't be read.")
     return Log(header, tuple(entries), not ended)
+
+
+_TIMES = ("device_us", "host_us", "cycle_us", "host_work_us", "start_us")
+
+
+def _check_step(entry: StepEntry, where: str) -> None:
+    """See that what was measured is a time, and that launches ran as often as they can have.
+
+    Raises:
+        SchemaError: it isn't so.
+    """
+    for name in _TIMES:
+        value = getattr(entry, name)
+        if value is not None and value < 0:
+            raise SchemaError(f"{where}: {name} is {value}; wanted microseconds from 0 up.")
+    if entry.step < 0 or entry.decode_steps < 1:
+        raise SchemaError(
+            f"{where}: step is {entry.step} and decode_steps {entry.decode_steps}; wanted an index from 0 up and a "
+            "count from 1 up."
+        )
+    for i, launch in enumerate(entry.launches):
+        if launch.repeat < 1 or launch.padding < 0 or launch.stream < 0:
+            raise SchemaError(
+                f"{where}: launches[{i}] has repeat {launch.repeat}, padding {launch.padding} and stream "
+                f"{launch.stream}; wanted a count from 1 up and two from 0 up."
+            )
 
 
 # Between values and plain data.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Union
 import attrs
 
 from kpolicy.decision import Decision
+from kpolicy.errors import ConfigError
 from kpolicy.keys import GraphKey
 from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRecord, GraphRegistry, GraphState, PoolRecord
@@ -231,7 +232,12 @@ class Events:
 
         Returns:
             A function that ends the subscription, and no other of the same hook.
+
+        Raises:
+            ConfigError: it can't be called.
         """
+        if not callable(hook):
+            raise ConfigError(f"a hook for events is {hook!r:.80}; it takes a function of one event, such as print.")
 
         def subscription(event: Event) -> None:
             try:

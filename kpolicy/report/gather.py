@@ -12,7 +12,7 @@ from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
 from kpolicy.budgets import Budget, Usage
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.engine_flags import engine_of
-from kpolicy.errors import BudgetRefused, ConfigError, KPolicyError
+from kpolicy.errors import BudgetRefused, ConfigError, KPolicyError, check_kind
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
 from kpolicy.report.advice import Advice, advise, best_of
@@ -148,7 +148,7 @@ def gather(
     server: Server | None = None,
     costs: CostTable | None = None,
     attention: str | AttentionSupport | Claims | None = None,
-    ladder: CaptureSizes | None = None,
+    ladder: CaptureSizes | Sequence[int] | None = None,
     objective: str = "throughput",
     budget: Budget | None = None,
     plan_budget: Budget | None = None,
@@ -188,13 +188,22 @@ def gather(
         ConfigError: there is no trace or no policy, an argument can't be used, or no policy can be simulated.
         BudgetRefused: the budget doesn't hold what must be captured, or nothing.
     """
+    check_kind("traces", traces, (list, tuple), "[read_trace(FILE)]")
+    check_kind("policies", policies, (list, tuple), "['auto', 'vllm']")
     if not traces or not policies:
         raise ConfigError(f"a report needs a trace and a policy; there are {len(traces)} and {len(policies)}.")
+    for trace in traces:
+        check_kind("a trace", trace, Trace, "kpolicy.scheduling.traces.read_trace(FILE)")
+    for policy in policies:
+        check_kind("a policy", policy, str, "'auto'")
     support = _support(attention)
-    server = server or Server(warm=True)
+    server = Server(warm=True) if server is None else server
+    check_kind("server", server, Server, "kpolicy.simulate.Server(warm=True)")
+    if ladder is not None and not isinstance(ladder, CaptureSizes):
+        ladder = CaptureSizes.of(ladder, server.settings)
     asked = _Asked(
-        server=server, costs=costs or analytic_costs(), attention=support, ladder=ladder, objective=objective,
-        budget=budget, seed=seed,
+        server=server, costs=analytic_costs() if costs is None else costs, attention=support, ladder=ladder,
+        objective=objective, budget=budget, seed=seed,
     )  # fmt: skip
     plans = {"budget": plan_budget or budget, "most_sizes": most_sizes}
     tell = progress or (lambda _what, _total: lambda _done: None)

@@ -15,7 +15,7 @@ import pytest
 from kpolicy import Engine
 from kpolicy.budgets import Budget
 from kpolicy.decision import Decision, Launch
-from kpolicy.errors import BudgetRefused
+from kpolicy.errors import BudgetRefused, ConfigError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
 from kpolicy.observe import events as ev
@@ -241,3 +241,9 @@ print("structlog" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
+
+
+def test_a_hook_can_be_called(registry: GraphRegistry) -> None:
+    """What can't is named when it subscribes, not in the log at each event."""
+    with pytest.raises(ConfigError, match="a hook for events is None; it takes a function"):
+        ev.Events(registry).subscribe(None)  # type: ignore[arg-type]

@@ -10,7 +10,9 @@ from typing import Any
 import attrs
 import pytest
 
+from kpolicy.errors import ConfigError
 from kpolicy.kv_span import KvSpan
+from kpolicy.policies import get_policy
 from kpolicy.report import gather, page
 from kpolicy.report.sections import _outside
 from kpolicy.report.timeline import shares
@@ -203,3 +205,28 @@ def test_a_level_that_nobody_meets_isnt_what_counts() -> None:
     assert (missed.best.policy, missed.best.kind) == (met.best.policy, met.best.kind) != ("eager", "own")
     assert missed.sentence == f"No request meets the service level; r{met.sentence[1:]}"
     assert "mean time to the last token, because no request meets the service level" in missed.details[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"traces": generate_trace(num_requests=2)}, "traces is Trace.*it takes a list"),
+        ({"traces": [None]}, "a trace is None; it takes a Trace"),
+        ({"policies": "auto"}, "policies is 'auto'; it takes a list"),
+        ({"policies": [get_policy("vllm")]}, "it takes a str"),
+        ({"server": {}}, "server is {}; it takes a Server"),
+    ],
+)
+def test_what_a_report_takes_is_named(given: dict[str, Any], said: str) -> None:
+    """One trace, one policy's name, an empty server: each would be taken for something else."""
+    with pytest.raises(ConfigError, match=said):
+        gather(**({"traces": [generate_trace(num_requests=2)], "policies": ["eager"]} | given))
+
+
+def test_a_ladder_is_given_as_to_simulate() -> None:
+    """A list of sizes for every kind of graph, or sizes by kind."""
+    trace = generate_trace(num_requests=4, seed=1)
+    made = gather([trace], ["vllm"], server=SMALL, costs=COSTS, ladder=[1, 2, 4, 8]).traces[0].runs[0]
+    alone = simulate(trace, "vllm", server=SMALL, costs=COSTS, ladder=[1, 2, 4, 8])
+    assert (made.kind, made.sizes.piecewise) == ("given", (1, 2, 4, 8))
+    assert made.result.as_dict() == alone.as_dict()
