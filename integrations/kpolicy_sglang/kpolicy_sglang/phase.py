@@ -108,7 +108,8 @@ class Phase:
         self.verdict: Callable[[int], int] = self._verdicts.__getitem__
         """`EAGER`, `REPLAYS` or `BEYOND`, of a batch of that size. Decided once; a look-up after that."""
         self._decisions: list[Decision | None] = []
-        self._us: dict[int, float] = {}
+        self.known_us: dict[int, float] = {}
+        """`us` by size, of those that were costed: all that steps ask for, since every size is decided at start."""
         self._select: Any = None
         self._compile(self.rule, analytic_costs(), Objective())
         self._by_own_rule: Any = self._select
@@ -156,7 +157,7 @@ class Phase:
         self._verdicts.clear()
         self._list_plain()
         self._decisions = [None] * len(self.steps)
-        self._us = {}
+        self.known_us.clear()
 
     def decide_all(self) -> None:
         """Decide every size and cost it: the first step of each would wait for it. One that raises ends it."""
@@ -226,7 +227,7 @@ class Phase:
                 raise TypeError(f"it decided {found!r}, which isn't a Decision")
             found = self._kept_in_graph(found, size, numbers)
             if self.costs is not None and size:
-                self._us[size] = self.costs.cost(found.launches, numbers).cycle_us
+                self.known_us[size] = self.costs.cost(found.launches, numbers).cycle_us
             return found
         # A policy is anyone's code, and serving goes on without it.
         except Exception as error:  # noqa: BLE001
@@ -271,9 +272,9 @@ class Phase:
         """Microseconds of a batch of that size as it would be run; 0.0 while nothing is known."""
         if self.costs is None or not size:
             return 0.0
-        found = self._us.get(size)
+        found = self.known_us.get(size)
         if found is None:
-            found = self._us[size] = self.costs.cost(self.decision(size).launches, self.numbers(size)).cycle_us
+            found = self.known_us[size] = self.costs.cost(self.decision(size).launches, self.numbers(size)).cycle_us
         return found
 
     def forget_steps(self) -> None:

@@ -138,13 +138,13 @@ class PromptTimes:
         """
         by_tokens, chunk = self._by_tokens, self._chunk
         own, longests, in_kv = self._shares
-        over = len(new) + 1
+        last = len(new)
         if before:
             short, cached = 0, in_kv * before * (new[0] if new[0] < chunk else chunk)
         else:
             short, cached = self._short, 0.0
         if tokens <= guess:
-            count = over - 1
+            count = last
             squares = sum(map(mul, new, new))
         else:
             count = tokens = squares = longest = 0
@@ -161,7 +161,7 @@ class PromptTimes:
                 count, tokens, longest = 1, each, each
                 if tokens > chunk:
                     # It is cut.
-                    over, tokens, longest = 2, chunk, chunk
+                    last, tokens, longest = 1, chunk, chunk
                 squares = longest * longest
         fits, fit_tokens, fit_us, more_us = 0, 0, 0.0, 0.0
         # One prompt more each time until it is too many, or one less until it isn't.
@@ -174,7 +174,7 @@ class PromptTimes:
                     times = (length - PROMPT_TOKENS) / longer
                     us += longer_us * (times if times < _FURTHEST else _FURTHEST)
             if us <= most_us:
-                if count + 1 == over or tokens == chunk:
+                if count == last or tokens == chunk:
                     return count, tokens, us, more_us
                 fits, fit_tokens, fit_us = count, tokens, us
                 each = new[count]
@@ -182,7 +182,7 @@ class PromptTimes:
                 tokens += each
                 if tokens > chunk:
                     # The last one is cut.
-                    over = count + 1
+                    last = count
                     each -= tokens - chunk
                     tokens = chunk
                 squares += each * each
@@ -193,7 +193,8 @@ class PromptTimes:
             elif count == 1:
                 return 1, tokens, us, us
             else:
-                over, more_us, count = count, us, count - 1
+                last = count = count - 1
+                more_us = us
                 each = new[count]
                 tokens, squares = tokens - each, squares - each * each
                 if each == longest:

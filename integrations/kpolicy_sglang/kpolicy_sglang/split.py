@@ -117,8 +117,7 @@ class Split:
         """SGLang's own cycle without prompts."""
         self._idle, self._owed = True, ""
         self.turns.decoded()
-        if self._waits.holds:
-            self._waits.forget()
+        self._waits.forget()
         return original(self._scheduler, running_batch)
 
     # Decodes in turns with prompts
@@ -163,18 +162,28 @@ class Split:
         if batch is None:
             turns.decoded()
             self._waits.asked()
-        else:
-            self._ran(batch)
+            return plan
+        try:
+            tokens, new, before = batch.extend_num_tokens, batch.extend_lens, batch.prefix_lens
+        except AttributeError:
+            tokens, new, before = getattr(batch, "extend_num_tokens", None), None, None
+        turns.prefilled(tokens or turns.limit, new or (), before or ())
         return plan
 
     def _most(self, decodes: int, queue: Sequence[Any], cut: Any) -> int:
         """Most tokens of the next batch of prompts; 0 where the decode step comes first."""
         turns, waits = self.turns, self._waits
         waiting, room = len(queue), self._scheduler.max_running_requests - decodes
+        if waiting == 1 and cut is None and room > 0:
+            return self._most_alone(decodes, queue[0])
         could = waiting if waiting < room else max(room, 0)
         # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
         just = turns.fresh and waiting < decodes
-        if not (just and waits.is_of(could, queue, cut)):
+        if just and queue and queue[0] is waits.first and waits.is_of(could, queue, cut):
+            long = self._long
+            if not long and cut is None:
+                return turns.limit
+        else:
             long = waits.look(could, queue, cut) > turns.long
             if cut is not None and not long:
                 long = len(cut.origin_input_ids) > turns.long
@@ -183,33 +192,31 @@ class Split:
             if not just or (long and waits.at_most > turns.burst):
                 prompts, tokens, new = waits.counts()
                 if turns.decode_goes_first(decodes, prompts, tokens, new):
-                    if long:
+                    if long and waits.known is None:
                         # For the batch after the decode step.
                         waits.batch()
                     return 0
-            if turns.in_burst:
-                # Nobody asks before it is looked at anew: no request is held meanwhile.
-                waits.forget()
-        elif not self._long and cut is None:
-            return turns.limit
+                if turns.in_burst:
+                    # Nobody asks before it is looked at anew: no request is held meanwhile.
+                    waits.forget()
+                    long = False
         if self._as_sglang:
             self._as_sglang -= 1
-        elif self._long and not turns.in_burst:
-            new, before, tokens, longest = waits.batch()
+        elif long:
+            new, before, tokens, longest = waits.known or waits.batch()
             return turns.most(decodes, could if cut is None else could + 1, new, before, tokens, longest)
         return turns.limit
 
-    def _ran(self, batch: Any) -> None:
-        """A batch of prompts runs: what it keeps decodes waiting for."""
+    def _most_alone(self, decodes: int, request: Any) -> int:
+        """The same where one prompt waits: it makes no burst, and nothing behind it could be left to a next batch."""
         turns = self.turns
-        try:
-            tokens, new, before = batch.extend_num_tokens, batch.extend_lens, batch.prefix_lens
-        except AttributeError:
-            tokens, new, before = getattr(batch, "extend_num_tokens", None), None, None
-        if turns.busy or turns.times is None:
-            turns.prefilled_in_burst(tokens or turns.limit)
-        else:
-            turns.prefilled(tokens or turns.limit, new or (), before or ())
+        if not turns.fresh:
+            tokens, new = self._waits.alone(request)
+            if turns.decode_goes_first(decodes, 1, tokens, new):
+                return 0
+        if self._as_sglang:
+            self._as_sglang -= 1
+        return turns.limit
 
     # Mixed batches and their halves
 

@@ -25,7 +25,7 @@ that prompts have run is two or three chunks: those waves are the usual load, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, lcm
 
 from kpolicy_sglang.prompt_times import LONGEST, PromptTimes, mean_length
@@ -61,10 +61,7 @@ class Turns:
         self.on = self._gap_us is not None or bool(state.config.turns and by_cost and not own)
         """Whether decodes have turns."""
         self._decode = decode
-        self._decode_us: dict[int, float] = {}
-        self._most_us: dict[int, float] = {}
-        self._apart: dict[int, tuple[float, float]] = {}
-        """By decodes what a batch may take that ends before a long prompt's, and what those behind it wait for more."""
+        self._decode_us: Mapping[int, float] = decode.known_us if decode is not None else {}
         self._align = align
         self.times: PromptTimes | None = None
         """What batches of prompts take; None where nothing was measured."""
@@ -74,6 +71,7 @@ class Turns:
             self.times = PromptTimes(prefill, chunk, state.long, state.beside)
             if self._gap_us is not None:
                 self.limit = self._fitting(self._gap_us)
+        self._chunk_us = self.times.usual_us[-1] if self.times is not None else 0.0
         self._start_us = _STARTS * self.times.usual_us[0] if self.times is not None else 0.0
         """What a further batch costs the host"""
         self.long, self._short = inf, chunk
@@ -87,7 +85,6 @@ class Turns:
             if self.long < inf:
                 # Also where no prompt of a chunk is too long: one that is cut counts with what it has in KV.
                 self._guesses = self.times.beside_longest(least_us)
-        self._chunk_us = self.times.usual_us[-1] if self.times is not None else 0.0
         self._ran: list[tuple[int, Sequence[int], Sequence[int]]] = []
         """Batches since the last decode step, of which nobody has asked yet what they take: of most nobody does.
         SGLang's own lists, which 0.5.16 and 0.5.23 replace and never change."""
@@ -130,10 +127,7 @@ class Turns:
             return False
         if self.fresh:
             return False
-        most_us = self._most_us.get(decodes)
-        if most_us is None:
-            most_us = self._most_us[decodes] = self.most_us(decodes)
-        return self._too_long(tokens, new, most_us)
+        return self._too_long(tokens, new, self._chunk_us + (self._decode_us.get(decodes) or self.decode_us(decodes)))
 
     def _too_long(self, tokens: int, new: Sequence[int], most_us: float) -> bool:
         """Whether decodes would wait for longer with a batch of so many tokens of such prompts."""
@@ -172,7 +166,9 @@ class Turns:
             return self.limit
         times = self.times
         assert times is not None  # noqa: S101
-        most_us, late_us = self._apart.get(decodes) or self._apart_us(decodes)
+        # What those behind a batch that ends wait for more, and what that batch may take.
+        late_us = (self._decode_us.get(decodes) or self.decode_us(decodes)) + self._start_us
+        most_us = self._chunk_us + late_us
         guess = self._guesses[longest // LONGEST if longest < self.chunk else -1]
         # Most often all fit however long they make each other, which takes less to see than what they take.
         if tokens <= guess and not before and times.most_us(tokens, longest) <= most_us:
@@ -191,12 +187,6 @@ class Turns:
             kept_tokens = sum([-(-each // self._align) * self._align for each in new[:count]])
         return kept_tokens if kept_tokens < self.limit else self.limit
 
-    def _apart_us(self, decodes: int) -> tuple[float, float]:
-        """See `_apart`, where this is kept."""
-        late_us = self.decode_us(decodes) + self._start_us
-        found = self._apart[decodes] = self._chunk_us + late_us, late_us
-        return found
-
     def cut(self, mixed_decodes: int) -> int:
         """The chunk to give SGLang for a step of `limit` prompt tokens: it takes the decodes of a mixed batch off."""
         return min(self.limit + mixed_decodes, self.chunk)
@@ -209,9 +199,11 @@ class Turns:
             new: of each, where that is known.
             before: tokens that each has in KV; none where it is empty.
         """
+        if self.busy or self.times is None:
+            self.prefilled_in_burst(tokens)
+            return
         self.fresh = False
         self._taken += tokens
-        self.busy = self._taken < self._look_at
         self._ran.append((tokens, new, before))
 
     def waited_us(self) -> float:
@@ -239,16 +231,12 @@ class Turns:
 
     def most_us(self, decodes: int) -> float:
         """Microseconds that running decodes wait for, outside bursts: a chunk of usual prompts and a decode step."""
-        assert self.times is not None  # noqa: S101
-        return self.times.usual_us[-1] + self.decode_us(decodes)
+        return self._chunk_us + self.decode_us(decodes)
 
     def decode_us(self, decodes: int) -> float:
-        """Microseconds of a decode step, looked up once a number of rows."""
-        found = self._decode_us.get(decodes)
-        if found is None:
-            assert self._decode is not None  # noqa: S101
-            found = self._decode_us[decodes] = self._decode.us(decodes)
-        return found
+        """Microseconds of a decode step."""
+        assert self._decode is not None  # noqa: S101
+        return self._decode.us(decodes)
 
     def _fitting(self, us: float) -> int:
         """The most tokens that take no longer even as one prompt, in whole pages; the fewest that SGLang runs else."""

@@ -30,12 +30,12 @@ class Waiting:
         """Tokens of each request that SGLang has found in its cache, or that are in KV already."""
         self._whole: Callable[[Sequence[Any]], list[int]] = self._first_whole
         """Tokens of each request of which it has found none."""
-        self.holds = False
-        """Whether requests are referenced."""
         self.longest = 0
         """Most tokens of a prompt that was looked at."""
         self.at_most = 0
         """Tokens that `counts` counts no more than."""
+        self.first: Any = None
+        """The first request of the queue as it was looked at."""
         self._could = -1
         self._cut: Any = None
         self._done = self._left = 0
@@ -48,20 +48,21 @@ class Waiting:
         """Tokens of each that SGLang has found in its cache; None where that has to be looked at."""
         self._in_kv = 0
         """Of all of those."""
-        self._batch: tuple[list[int], int, int, int] | None = None
+        self.known: tuple[list[int], int, int, int] | None = None
+        """`batch`, where it was worked out."""
 
     def forget(self) -> None:
         """Hold no request any more."""
-        self.holds, self._could, self._cut, self._looked = False, -1, None, ()
+        self._could, self.first, self._cut, self._looked = -1, None, None, ()
 
     def is_of(self, could: int, queue: Sequence[Any], cut: Any) -> bool:
-        """Whether this is what waits: as many could run, the same one is under way, and no other of them has left.
+        """Whether this is what waits, if `first` is the first: as many could run, and of all these none has left.
 
         Where as many were looked at as ever are, some may have come behind them, or left there, if it makes no burst.
         """
+        looked = self._looked
         if cut is not self._cut:
             return False
-        looked = self._looked
         if could != self._could:
             if len(looked) < _LOOKED or could < _LOOKED or self._could < 0:
                 return False
@@ -71,7 +72,7 @@ class Waiting:
             if self.at_most > self._burst:
                 return False
         # One that left from among them has another come after it.
-        return not looked or (queue[0] is looked[0] and queue[len(looked) - 1] is looked[-1])
+        return not looked or queue[len(looked) - 1] is looked[-1]
 
     def look(self, could: int, queue: Sequence[Any], cut: Any) -> int:
         """Look at what waits: tokens of the longest prompt of it, but for the one under way.
@@ -90,19 +91,19 @@ class Waiting:
         tokens, longest = sum(lengths), max(lengths) if lengths else 0
         self.at_most = tokens if could <= _LOOKED else tokens * could // _LOOKED
         if cut is None:
-            self._batch = (lengths, 0, tokens, longest) if whole else None
+            self.known = (lengths, 0, tokens, longest) if whole else None
         else:
-            self._batch, self._done = None, done(cut)
+            self.known, self._done = None, done(cut)
             self._left = len(cut.origin_input_ids) - self._done
             self.at_most += self._chunk
         self._lengths, self._tokens, self.longest = lengths, tokens, longest
         self._cached, self._in_kv = _NONE if whole else None, 0
-        self.holds, self._could, self._cut, self._looked = True, could, cut, looked
+        self._could, self.first, self._cut, self._looked = could, queue[0] if queue else None, cut, looked
         return longest
 
     def asked(self) -> None:
         """SGLang was asked for a batch and had none, and may have found more in its cache."""
-        self._cached = self._batch = None
+        self._cached = self.known = None
         if self._cut is not None:
             self._could = -1
 
@@ -133,22 +134,27 @@ class Waiting:
                 found += left
         return before + could, tokens + (found if could == looked else found * could // looked), lengths
 
+    def alone(self, request: Any) -> tuple[int, Sequence[int]]:
+        """(tokens, length) of the only prompt that waits, which none is under way beside, as `counts` has them."""
+        length, chunk = len(request.origin_input_ids), self._chunk
+        left = length - self._in_cache((request,))[0]
+        return (chunk, (chunk,)) if left > chunk else (left, (length,))
+
     def batch(self) -> tuple[list[int], int, int, int]:
         """Of the first prompts of a batch of what waits: tokens of each, what the very first has in KV, all, the most.
 
-        Worked out once until it is looked at again.
+        `known` until it is looked at again.
         """
-        if self._batch is None:
-            new, before, tokens, longest = self._lengths, 0, self._tokens, self.longest
-            cached = self._found() if self._cached is None else self._cached
-            if self._in_kv:
-                new = [length - in_kv for length, in_kv in zip(new, cached, strict=False)]
-                tokens, longest = sum(new), max(new)
-            if self._cut is not None:
-                before, left = self._done, self._left
-                new, tokens, longest = [left, *new], tokens + left, max(left, longest)
-            self._batch = new, before, tokens, longest
-        return self._batch
+        new, before, tokens, longest = self._lengths, 0, self._tokens, self.longest
+        cached = self._found() if self._cached is None else self._cached
+        if self._in_kv:
+            new = [length - in_kv for length, in_kv in zip(new, cached, strict=False)]
+            tokens, longest = sum(new), max(new)
+        if self._cut is not None:
+            before, left = self._done, self._left
+            new, tokens, longest = [left, *new], tokens + left, max(left, longest)
+        self.known = new, before, tokens, longest
+        return self.known
 
     def _found(self) -> Sequence[int]:
         """Look at what SGLang has found in its cache."""

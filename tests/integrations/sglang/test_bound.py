@@ -106,6 +106,31 @@ def test_a_size_that_replays_is_only_counted(kind):
     assert ask() is False
 
 
+@pytest.mark.parametrize("kind", QUESTIONS)
+def test_a_size_that_was_decided_at_start_is_only_counted_from_its_first_step_on(kind, monkeypatch):
+    """SGLang's limit on padding is known by then. What it refused it isn't asked twice of the next time."""
+    (name, hook), asked = QUESTIONS[kind], []
+    monkeypatch.setattr(dispatch, "_names", lambda *_: {"_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR": 2})
+
+    def question(runner, batch):
+        asked.append(batch)
+        return not getattr(batch, "replace_embeds", None)
+
+    runner, phase = hooked("can_run_graph", around(question, hook, []))(**vars(runner_of())), phase_of(name)
+    dispatch.attach(runner, phase)
+    phase.decide_all()
+    verdict, phase.verdict = phase.verdict, None
+    assert runner.can_run_graph(batch_of(50)) is True
+    assert phase.steps[50] == 1
+    phase.verdict = verdict
+    for times in (2, 1):
+        asked.clear()
+        assert runner.can_run_graph(batch_of(50, replace_embeds=[1])) is False
+        assert len(asked) == times
+    assert [runner.can_run_graph(batch_of(50)) for _ in range(2)] == [True, True]
+    assert (phase.steps[50], phase.refused.total()) == (3, 2)
+
+
 def test_ranks_that_vote_have_each_step_looked_at():
     """None of their sizes is only counted."""
     runner = hooked("can_run_graph", around(always(True), dispatch.decode_can_run, []))(**vars(runner_of()))

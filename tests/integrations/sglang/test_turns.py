@@ -127,8 +127,31 @@ def test_a_step_that_ran_is_as_long_as_it_was_taken_for(before, us):
     scheduler.tp_worker.model_runner._kpolicy_state.long = Curve((1200, 2048, 8192), (14_000.0, 15_000.0, 60_000.0))
     batch = SimpleNamespace(extend_num_tokens=2048, extend_lens=[512], prefix_lens=before)
     turns = split_of(scheduler).turns
-    split_of(scheduler)._ran(batch)
+    scheduler.own = lambda *_: SimpleNamespace(batch_to_run=batch, running_batch=None)
+    assert scheduler.run(1) == [2048]
     assert turns.waited_us() == (7500 if us == 4000 else us)
+
+
+def test_one_prompt_that_waits_alone_is_not_looked_at():
+    """Right after a decode step it runs however long it is: nothing behind it could be left to a next batch."""
+    scheduler = Prompts([])
+    scheduler.waiting_queue = [object()]
+    batch = SimpleNamespace(extend_num_tokens=2048, extend_lens=[2048], prefix_lens=[0])
+    scheduler.own = lambda *_: SimpleNamespace(batch_to_run=batch, running_batch=None)
+    assert scheduler.run(1) == [2048]
+    assert not scheduler.tp_worker.model_runner._kpolicy_state.failures.counts
+
+
+@pytest.mark.parametrize("name", ["prefix_len", "prefix_indices"])
+@pytest.mark.parametrize(("tokens", "cached"), [(500, 0), (500, 100), (9000, 0), (9000, 4000), (20_000, 1)])
+def test_one_prompt_that_waits_alone_is_counted_as_among_others(tokens, cached, name):
+    """Its tokens that aren't in KV, a chunk at most, and how long it is."""
+    scheduler = Prompts([])
+    scheduler.waiting_queue = [request(tokens, cached, name)]
+    split = split_of(scheduler)
+    prompts, *counted = waiting(split, 8)
+    assert prompts == 1
+    assert [counted[0], tuple(counted[1])] == list(split._waits.alone(scheduler.waiting_queue[0]))
 
 
 def test_decodes_have_a_turn_after_a_whole_chunk():
