@@ -209,9 +209,11 @@ class Split:
 
     def _most_alone(self, decodes: int, request: Any) -> int:
         """The same where one prompt waits: it makes no burst, and nothing behind it could be left to a next batch."""
-        turns = self.turns
+        turns, waits = self.turns, self._waits
+        if waits.first is not None:
+            waits.forget()
         if not turns.fresh:
-            tokens, new = self._waits.alone(request)
+            tokens, new = waits.alone(request)
             if turns.decode_goes_first(decodes, 1, tokens, new):
                 return 0
         if self._as_sglang:

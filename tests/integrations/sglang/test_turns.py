@@ -138,8 +138,11 @@ def test_one_prompt_that_waits_alone_is_not_looked_at():
     scheduler.waiting_queue = [object()]
     batch = SimpleNamespace(extend_num_tokens=2048, extend_lens=[2048], prefix_lens=[0])
     scheduler.own = lambda *_: SimpleNamespace(batch_to_run=batch, running_batch=None)
+    waits = split_of(scheduler)._waits
+    waits.look(2, [request(64), request(64)], None)
     assert scheduler.run(1) == [2048]
     assert not scheduler.tp_worker.model_runner._kpolicy_state.failures.counts
+    assert not waits._looked
 
 
 @pytest.mark.parametrize("name", ["prefix_len", "prefix_indices"])
