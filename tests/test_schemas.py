@@ -713,6 +713,6 @@ def test_steps_that_none_can_be_are_refused(tmp_path: Path, field: str, said: st
 def test_a_log_takes_entries_of_its_own_kind(tmp_path: Path) -> None:
     """One of another kind would make the whole file unreadable."""
     step = StepEntry(step=0, shape=BatchShape.decode(3), mode="full", reason="r")
-    with DecisionLogWriter(tmp_path / "d.jsonl") as writer:
-        with pytest.raises(ConfigError, match=r"entry 0 of .*d\.jsonl is StepEntry.*it takes a DecisionEntry"):
-            writer.write(step)  # type: ignore[arg-type]
+    said = r"entry 0 of .*d\.jsonl is StepEntry.*it takes a DecisionEntry"
+    with DecisionLogWriter(tmp_path / "d.jsonl") as writer, pytest.raises(ConfigError, match=said):
+        writer.write(step)  # type: ignore[arg-type]

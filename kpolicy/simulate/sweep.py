@@ -6,6 +6,7 @@ where it ended.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,37 +38,39 @@ class SweepFile:
         common: what the cases share.
 
     Raises:
-        ConfigError: it can't be written, or was begun with other options.
+        ConfigError: it can't be written, another sweep writes it, or it was begun with other options.
         SchemaError: it isn't such a file.
     """
 
     def __init__(self, path: Path | None, common: Common) -> None:
         self.lines: dict[str, dict[str, Any]] = {}
         """Finished cases, by key."""
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         if path is None:
             return
         header = {"schema": _SCHEMA, "version": _VERSION, "made_with": common.fingerprint()}
-        whole = self._read(path, header)
         try:
-            self._file = path.open("r+" if whole else "w", encoding="utf-8", newline="\n")
-            if whole:
-                # A line that was cut when the sweep was killed is written again.
-                self._file.truncate(whole)
-                self._file.seek(whole)
-            else:
-                self._write(header)
-        except OSError as error:
-            raise ConfigError(f"can't write {path}: {error.strerror or error}. Give another path.") from None
+            self._file = path.open("ab+")
+            self._begin(self._file, path, header)
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, OSError):
+                raise ConfigError(f"can't write {path}: {error.strerror or error}. Give another path.") from None
+            raise
 
-    def _read(self, path: Path, header: Mapping[str, Any]) -> int:
-        """Bytes of whole lines there are; 0 for no file or an empty one."""
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            return 0
-        except OSError as error:
-            raise ConfigError(f"can't read {path}: {error.strerror or error}. Give another path.") from None
+    def _begin(self, file: IO[bytes], path: Path, header: Mapping[str, Any]) -> None:
+        """Go on after the whole lines that there are, or write the header where there are none."""
+        _lock(file, path)
+        file.seek(0)
+        whole = self._read(file.read(), path, header)
+        if whole:
+            # A line that was cut when the sweep was killed is written again.
+            file.truncate(whole)
+        else:
+            self._write(header)
+
+    def _read(self, data: bytes, path: Path, header: Mapping[str, Any]) -> int:
+        """Bytes of whole lines there are; 0 for an empty file."""
         whole = data.rfind(b"\n") + 1
         if not whole:
             if data:
@@ -99,7 +102,7 @@ class SweepFile:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n")
+            self._file.write(json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -109,6 +112,26 @@ class SweepFile:
     def __exit__(self, *failure: object) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    """Keep other sweeps off a file until this process ends or closes it: each would cut off what the other wrote.
+
+    Raises:
+        ConfigError: another sweep writes it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        # Not a Unix; nobody is kept off.
+        return
+    try:
+        # Not `flock`, which worker processes would hold on to after a kill.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # A file system without locks keeps nobody off either.
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise ConfigError(f"{path} is written by another sweep now. Wait for it, or give another path.") from None
 
 
 def _others(line: Mapping[str, Any], header: Mapping[str, Any]) -> str:

@@ -244,6 +244,27 @@ def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
         SweepFile(tmp_path / "no" / "s.jsonl", common())
 
 
+def test_two_sweeps_dont_write_one_file(tmp_path: Path) -> None:
+    """The second is refused while the first runs, and goes on once its process is gone, however it ended."""
+    pytest.importorskip("fcntl")
+    path = tmp_path / "s.jsonl"
+    with SweepFile(path, common()):
+        pass
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'ab'); fcntl.lockf(file, fcntl.LOCK_EX); print(1, flush=True)"
+    other = subprocess.Popen(
+        [sys.executable, "-c", f"{hold}; sys.stdin.read()", path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        before = path.read_bytes()
+        with pytest.raises(ConfigError, match=r"s\.jsonl is written by another sweep now"):
+            SweepFile(path, common())
+        assert path.read_bytes() == before
+        other.kill()
+    assert len(sweep(AXES, common(), path=path, backend=LocalBackend(1))) == 16
+
+
 def test_a_case_that_cant_run_is_a_line_and_the_others_run() -> None:
     """KV that graphs leave nothing of fails its own cases only."""
     small = server(num_blocks=20, kv_bytes_per_token=70)
