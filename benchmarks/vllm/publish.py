@@ -135,9 +135,13 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def write(target: Path, content: Any) -> None:
-    """A file, whole or not at all."""
-    target.with_suffix(".tmp").write_text(json.dumps(content, indent=1) + "\n")
+def write(target: Path, content: Any, rows: Sequence[dict[str, Any]] | None = None) -> None:
+    """A file, whole or not at all; `rows` come last in its object, a line each."""
+    text = json.dumps(content, indent=1)
+    if rows is not None:
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+        text = f'{text[:-2]},\n "rows": [\n{lines}\n ]\n}}'
+    target.with_suffix(".tmp").write_text(text + "\n")
     target.with_suffix(".tmp").replace(target)
 
 
@@ -172,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         made = calls(options.folders, rows, raw)
         write(options.results / "vllm_stock_vs_kpolicy.json", found.pop("stock kpolicy", []))
         write(options.results / "vllm_sides.json", {**head, "pairs": found})
-        write(raw, {**head, "calls": made, "rows": rows})
+        write(raw, {**head, "calls": made}, rows)
     if checked:
         command, target = "python -m benchmarks.vllm.correct --out OUT", options.results / "vllm_correct.json"
         models = {result["model"] for result in checked}

@@ -43,7 +43,7 @@ PROFILE_S, PROFILE_SCALE = 7.0, 0.5
 UTIL = 0.2
 """Share of the device that must be free when an engine starts; `KV_BYTES` says what it takes"""
 MAX_SEQS, MAX_TOKENS = 1024, 8192
-KV_BYTES = {"qwen05b": 16 << 30, "llama8b": 18 << 30, "dsv2lite": 14 << 30}
+KV_BYTES = {"qwen05b": 16 << 30, "llama8b": 25 << 29, "dsv2lite": 14 << 30}
 """Equal on all sides, enough for the loads, and little enough for five engines of the first and three of the second on
 one device; what is left for KV at a start `benchmarks.vllm.starts` measures"""
 

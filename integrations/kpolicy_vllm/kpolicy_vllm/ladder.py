@@ -28,9 +28,12 @@ launching a model of experts 51."""
 WIDE_LAYER = 100_000_000
 """Weights of a layer that a token is multiplied with, as `wide_layers` estimates them, from which a step of a few
 hundred tokens is taken to be bound by the device also in pieces: launching a layer's pieces takes some 0.2 ms, in which
-an H200 multiplies 512 tokens with as many. There what a step is padded by may take time, and pieces have vLLM's own
-sizes from `DENSE_FROM` to its limit."""
+an H200 multiplies 512 tokens with as many. There what a step is padded by may take time: pieces have vLLM's own sizes
+from `DENSE_FROM` to its limit, and above that, where vLLM pads nothing as it is eager, sizes `DENSE_STEP` apart."""
 DENSE_FROM = 128
+DENSE_STEP, DENSE_TO = 64, 1024
+"""Of a Llama-8B's steps those to 1,024 tokens took an H200 up to 22 ms, as long as launching them eagerly where the
+host was slow"""
 LARGEST_MIXED = 512
 """Above this, attention of a whole graph's fixed shape is work that its rows may not need; pieces have none of it."""
 
@@ -93,7 +96,9 @@ def default_sizes(settings: Settings, *, paced: bool = False, wide: bool = False
     decode = tuple(size * q for size in geometric(min(settings.max_num_reqs, tokens // q)))
     every = {16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096}
     if wide:
-        every |= {96, *(size for size in get_policy("vllm").sizes(settings).piecewise if size >= DENSE_FROM)}
+        own = get_policy("vllm").sizes(settings).piecewise
+        every |= {96, *(size for size in own if size >= DENSE_FROM)}
+        every |= {size for size in range(DENSE_FROM, DENSE_TO, DENSE_STEP) if size > own[-1]}
     largest = min(tokens, LARGEST_PIECEWISE)
     whole = min(tokens, max(LARGEST_MIXED, min(decode[-1], PACED_MIXED)) if paced else LARGEST_MIXED)
     pieces = sorted(size for size in every if size < largest)

@@ -19,7 +19,10 @@ from benchmarks.vllm.loads import CHAT, CODE, RATES, make_load
 from benchmarks.vllm.profiled import Span, spans_by_step
 from benchmarks.vllm.step_rows import Ended, step_rows
 from benchmarks.vllm.summary import ratio_interval, summarise
+from benchmarks.vllm.ways import keys_of
 from kpolicy.errors import ConfigError
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
 from kpolicy.scheduling.traces import TRACES_VARIABLE
 
 
@@ -229,3 +232,14 @@ def test_a_profile_is_of_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (row["figures"], row["steps"], "step" in vars(engine.engine)) == ({"seed": "s"}, [], False)
         assert "aten::add_" in {name for _, name, *_ in row["calls"]}
     assert len(calls) == 4
+
+
+def test_each_size_of_pieces_that_holds_a_prompt_is_timed_and_one_whole_graph() -> None:
+    """Of decodes one of each kind; EAGER always."""
+    pieces = [GraphKey(Part.PIECEWISE, size) for size in (384, 400, 448, 512, 1024)]
+    decodes, mixed = GraphKey(Part.FULL, 512, 512, query_len=1), GraphKey(Part.FULL, 512, 512)
+    keys = [*pieces, decodes, mixed]
+    assert keys_of(keys, 394, prompts=True) == [mixed, *pieces[1:4], None]
+    assert keys_of(keys, 600, prompts=True) == [pieces[4], None]
+    assert keys_of([*pieces, decodes], 500, prompts=False) == [decodes, pieces[3], None]
+    assert keys_of(keys, 2000, prompts=False) == [None]

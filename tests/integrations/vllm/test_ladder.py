@@ -15,7 +15,16 @@ from kpolicy.schemas import LadderPlan, write_plan
 from kpolicy.settings import Settings
 from kpolicy_vllm import plugin
 from kpolicy_vllm.config import Config
-from kpolicy_vllm.ladder import DENSE_FROM, default_sizes, describe, geometric, one_list, sizes_of, wide_layers
+from kpolicy_vllm.ladder import (
+    DENSE_FROM,
+    DENSE_STEP,
+    default_sizes,
+    describe,
+    geometric,
+    one_list,
+    sizes_of,
+    wide_layers,
+)
 from kpolicy_vllm.state import State
 
 
@@ -72,6 +81,10 @@ def test_where_the_device_bounds_a_layer_s_pieces_they_have_vllm_s_own_sizes(con
         ours, theirs = (next(size for size in each if size >= tokens) for each in (pieces, vllm))
         assert not wide or ours == theirs
     assert (set(vllm) - set(pieces) == {*range(1, 16), *range(16, 128, 8)} & set(vllm) - {16, 32, 64, 96}) is wide
+    for tokens in range(513, 1025):
+        padding = next(size for size in pieces if size >= tokens) - tokens
+        assert not wide or padding < DENSE_STEP
+    assert set(range(576, 1024, DENSE_STEP)).issubset(pieces) is wide
 
 
 def test_configs_by_layer():

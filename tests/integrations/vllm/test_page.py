@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,10 +81,10 @@ def ratio(row: dict[str, Any], short: float = SHORT) -> str:
     return f"{f'**{told}**' if row['ratio'] < short else told} ({row['low']:.2f} to {row['high']:.2f})"
 
 
-def of_sides(pair: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Rows of two of the call's five sides, by load and figure."""
+def of_sides(pair: str, model: str = "qwen05b") -> dict[tuple[str, str], dict[str, Any]]:
+    """A model's rows of two sides, by load and figure."""
     pairs = json.loads((RESULTS / "h200" / "vllm_sides.json").read_text())["pairs"]
-    return {(row["load"], row["figure"]): row for row in pairs[pair]}
+    return {(row["load"], row["figure"]): row for row in pairs[pair] if row["model"] == model}
 
 
 def ladder_alone() -> Iterator[str]:
@@ -175,7 +177,7 @@ def test_the_page_s_calls_and_launching_costs_are_published() -> None:
 
 def test_the_page_tells_what_the_loads_are() -> None:
     """KV of both sides, tokens of a burst, and requests of the conversation trace beside the short table."""
-    gib = {model: KV_BYTES[model] >> 30 for model in MODELS}
+    gib = {model: f"{KV_BYTES[model] / 2**30:g}" for model in MODELS}
     words = " ".join(PAGE.split())
     assert "the same KV on both sides: {qwen05b}, {dsv2lite} and {llama8b} GiB".format(**gib) in words
     assert f"burst of 768 requests of {BURST_OUTPUTS} tokens" in words
@@ -185,7 +187,7 @@ def test_the_page_tells_what_the_loads_are() -> None:
 
 
 def test_the_page_has_how_large_chat_s_pieces_are() -> None:
-    """Tokens with their padding, by step: DeepSeek's and Llama's; and in how many looks a core was slow."""
+    """DeepSeek's tokens with their padding, by step; and in how many looks a core was slow."""
     rows = json.loads((RESULTS / "h200" / "raw" / "vllm_stock_vs_kpolicy.json").read_text())["rows"]
 
     def of(model: str, side: str) -> list[dict[str, Any]]:
@@ -199,9 +201,6 @@ def test_the_page_has_how_large_chat_s_pieces_are() -> None:
     words = " ".join(PAGE.split())
     ((stock, of_stock),), ((ours, of_ours),) = pieces("dsv2lite", "stock"), pieces("dsv2lite", "kpolicy")
     assert f"{ours} steps of {of_ours} tokens on average, where stock has {stock} of {of_stock}" in words
-    (_, one), (_, two) = pieces("llama8b", "kpolicy")
-    ((_, of_stock),) = pieces("llama8b", "stock")
-    assert f"{one} and {two} tokens on average in the two pairs, where stock has {of_stock}" in words
     for side, between in (("stock", " of some 72 looks the core was slow, and the figure "), ("kpolicy", " looks, ")):
         slow, *_ = zip(*sorted((row["core_slow"], row["gap_p99_ms"]) for row in of("dsv2lite", side)), strict=True)
         _, gaps = zip(*sorted((row["core_slow"], row["gap_p99_ms"]) for row in of("dsv2lite", side)), strict=True)
@@ -209,3 +208,89 @@ def test_the_page_has_how_large_chat_s_pieces_are() -> None:
             f"{one}, {two} and {three}" for one, two, three in (slow, [f"{gap:.1f}" for gap in gaps])
         )
         assert f"{told_slow}{between}{told_gaps} ms in {side}".replace(" ms in stock", " ms, in stock") in words
+
+
+def raw_of(name: str) -> Any:
+    return json.loads((RESULTS / "h200" / "raw" / f"{name}.json").read_text())
+
+
+def paragraph(begins: str) -> str:
+    """What the page says from there to its next bullet, in one line."""
+    return re.split(r" - (?=\*\*|Captures)", " ".join(PAGE.split()).partition(begins)[2])[0]
+
+
+def test_the_page_tells_what_bounds_llama_s_code() -> None:
+    """By the profile: the device at work, matrix products and attention of that, and the power it drew."""
+    told_there, shares, at_work, lasted = paragraph("**The code trace is the device's"), [], [], []
+    found = raw_of("vllm_profile_llama8b")
+    for side in ("stock", "kpolicy"):
+        row = found["loads"]["code-2048"][side]
+        whole = [step for step in row["steps"] if step[2] == 2048]
+        shares.append(f"{sum(step[5] for step in whole) / sum(step[4] for step in whole):.0%}")
+        at_work.append(f"{statistics.median(step[5] for step in whole):.1f}")
+        lasted.append(f"{statistics.median(step[4] for step in whole):.1f}")
+    assert f"for {shares[0]} of the time on both sides" in told_there
+    assert shares[0] == shares[1]
+    assert f"{at_work[0]} and {at_work[1]} ms of {lasted[0]} and {lasted[1]}" in told_there
+    row = found["loads"]["code-2048"]["stock"]
+    busy = sum(step[5] for step in row["steps"] if step[2] > step[3])
+
+    def share(name: str) -> str:
+        return f"{sum(ms for prompts, kernel, _, ms in row['kernels'] if prompts and name in kernel) / busy:.0%}"
+
+    assert f"products are {share('nvjet')} of that in stock, attention {share('FlashAttn')}" in told_there
+    by_second = {row[0]: row for row in found["clocks"]["rows"]}
+    busiest = [
+        max((row for second, row in by_second.items() if first <= second <= last), key=lambda row: row[1])
+        for first, last in (("16:00:01", "16:00:09"), ("16:00:57", "16:01:05"), ("16:01:53", "16:02:01"))
+    ]
+    assert "it drew {}, {} and {} W".format(*(row[1] for row in busiest)) in told_there
+    assert {row[3] for row in busiest} == {1.0}
+    low, *_, high = sorted(row[2] / 1e3 for row in busiest)
+    assert f"at {low:.2f} to {high:.2f} GHz" in told_there
+
+
+def test_the_page_tells_why_llama_s_chat_was_late() -> None:
+    """What pieces of each size take for 394 tokens; the one step that differs; and stock's second process."""
+    took = {
+        row["key"]: statistics.median(row["device"]) / 1e3
+        for row in raw_of("vllm_ways_llama8b")["ways"]
+        if (row["decodes"], row["chunk"], row["bounded"]) == (3, 391, False)
+    }
+    one, *others = (f"{took[f'PIECEWISE {size}t']:.1f}" for size in (448, 400, 432, 464, 512))
+    assert f"the device {one} ms, those of 400 {{}}, of 432 {{}}, of 464 {{}} and of 512 {{}}".format(
+        *others
+    ) in paragraph("**Chat had its median")
+    turns = [
+        row for row in raw_of("vllm_stock_vs_kpolicy")["rows"] if (row["model"], row["load"]) == ("llama8b", "chat")
+    ]
+    padded = {row["side"]: [] for row in turns}
+    for row in turns:
+        padded[row["side"]].append([step[1] for step in row["prompt_steps"] if step[2] in (879, 880)])
+    assert padded["kpolicy"] == [[1024]] * 9
+    assert all(sizes in ([879], [880]) for sizes in padded["stock"])
+    now = paragraph("**Now it is")
+    by_request = {
+        side: statistics.median(
+            statistics.median(each)
+            for each in zip(*(row["ttft_ms"] for row in turns if row["side"] == side), strict=True)
+        )
+        for side in padded
+    }
+    assert (
+        "{stock:.1f} ms in stock, {again:.1f} in its second process and {kpolicy:.1f} in kpolicy".format(**by_request)
+        in now
+    )
+    assert "launching an eager step at 27 ms" in now
+    second = of_sides("stock again", "llama8b")
+    words = " ".join(PAGE.split())
+    for figure, before in (
+        ("requests_per_s", "requests/s at "), ("gap_p50_ms", "gaps at "), ("gap_p99_ms", "and "),
+        ("ttft_p50_ms", "first tokens at "),
+    ):  # fmt: skip
+        row = second["chat", figure]
+        assert f"{before}{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})" in words
+    for figure in ("requests_per_s", "gap_p99_ms"):
+        assert told(
+            *(of_sides("stock paced", "llama8b")["code-2048", figure][key] for key in ("ratio", "low", "high"))
+        ) in paragraph("**Shorter steps")
