@@ -493,8 +493,8 @@ class Engine:
             if not len(running) % COUNT_EVERY:
                 # Earlier ones are counted here, while the device is at work; not where another thread is at it.
                 self._settle(every=False, but=1, waits=False)
-            if self._since_look >= LOOK_EVERY:
-                self._look(executor)
+        if self._since_look >= LOOK_EVERY:
+            self._look(executor)
         return outputs
 
     def _run_without(
@@ -527,7 +527,7 @@ class Engine:
         return decision, outputs
 
     def _look(self, executor: Executor) -> None:
-        """Look whether what graphs read by address is still there, while the device is at work on the last step."""
+        """Look whether what graphs read by address is still there; where steps run behind the host, meanwhile."""
         self._since_look = 0
         # Optional for an executor; whether it withdrew graphs.
         look: Callable[[], bool] | None = getattr(executor, "look", None)

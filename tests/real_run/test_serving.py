@@ -10,11 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kpolicy.engine import LOOK_EVERY, Engine  # noqa: E402
 from kpolicy.policies import policy_names  # noqa: E402
-from kpolicy.scheduling.batching import Generation  # noqa: E402
+from kpolicy.reasons import Reason  # noqa: E402
+from kpolicy.scheduling.batching import Batcher, Generation  # noqa: E402
+from kpolicy.serving.load import load  # noqa: E402
 from kpolicy.serving.real_run import Serving, fitting, sampling_of, saturated_s, serve_model  # noqa: E402
 from kpolicy.trace_run import Prompts, RunResult  # noqa: E402
-from tests.real_run.helpers import SETTINGS, right, some, trace_of  # noqa: E402
+from tests.real_run.helpers import LADDER, SETTINGS, TINY, right, some, trace_of  # noqa: E402
 
 PROMPTS = Prompts(seed=5, vocab=97)
 
@@ -197,3 +200,32 @@ def test_saturated_time_grows_with_the_work(serving: Serving) -> None:
         saturated_s(some(n), engine, costs, num_blocks=32, block_size=4) for n in (40, 80)
     )  # fmt: skip
     assert 1.6 < twice / once < 2.4
+
+
+def test_a_weight_that_moved_is_found_on_a_cpu_too() -> None:
+    """Steps that are over at once are counted as others: within some hundred of them all graphs are withdrawn."""
+    model = load(TINY, num_blocks=16, max_num_reqs=4, max_model_len=64)
+    engine = Engine("full", model=model, ladder=LADDER, settings=SETTINGS, calibrate=0)
+    engine.capture()
+
+    def step() -> tuple[str, Any]:
+        batcher = Batcher(SETTINGS, num_blocks=16)
+        batcher.add(Generation(0, [3, 5, 7], 2))
+        outputs = engine.step(batcher.next_batch().inputs)  # type: ignore[union-attr]
+        return outputs.decision.label, torch.stack(list(outputs.outputs))
+
+    try:
+        before, _ = step()
+        module = model.hf.model.layers[0].mlp.down_proj
+        module.weight = torch.nn.Parameter(-module.weight, requires_grad=False)
+        modes = [step()[0] for _ in range(LOOK_EVERY + 1)]
+        assert (before, modes[-1]) == ("full", "eager")
+        wanted = model.reference_logits([3, 5, 7])[-1:]
+        torch.testing.assert_close(step()[1], wanted, atol=1e-4, rtol=0)
+        reasons = {record.reason for record in engine.registry.records()}
+        assert reasons == {Reason.ADDRESS_CHANGED}
+        engine.capture()
+        assert step()[0] == "full"
+        torch.testing.assert_close(step()[1], wanted, atol=1e-4, rtol=0)
+    finally:
+        engine.release()
