@@ -314,6 +314,7 @@ class _Plan:
         records = [record for record in registry.records() if record.key in {case.key for case in self.curves}]
         by_part = [[each for each in records if each.key.part is part] for part in (Part.FULL, Part.PIECEWISE)]
         ran = [each for case in self.curves for each in case.times]
+        host_full, host_piecewise, host_eager = _hosts(self._full, [*self._pieces, *self._piece_rows], self._eager)
         return CostTable(
             version="measured in vLLM at start-up",
             measured=True,
@@ -325,9 +326,9 @@ class _Plan:
             decode_attention=decode,
             prefill_attention=chunks,
             kv_span=self._kv_span(),
-            host_full=_host(self._full),
-            host_piecewise=_host([*self._pieces, *self._piece_rows]),
-            host_eager=_host(self._eager),
+            host_full=host_full,
+            host_piecewise=host_piecewise,
+            host_eager=host_eager,
             host_work_us=host_work_us,
             step_us=max(0.0, statistics.median(each.wall - max(each.host, each.device) for each in ran)),
             capture_us=(_mean(by_part[0], "seconds", 1e6), _mean(by_part[1], "seconds", 1e6)),
@@ -414,18 +415,32 @@ def _slope(cases: Sequence[Case]) -> AttentionCost:
     )
 
 
-def _host(cases: Sequence[Case]) -> HostCost:
-    """Host time by rows: the median of the slopes between every two cases, and of what is left without it.
+def _hosts(*kinds: Sequence[Case]) -> list[HostCost]:
+    """Host time of each kind of launch: what it takes to launch, and what a row takes besides.
 
-    Each case was visited few times, on a host that may be busy with other things: no single one decides.
+    A row is its request's inputs and sample, the same work whatever launches the step, so steps of all kinds tell what
+    it takes: the median slope between two steps of a kind, weighted by the rows between them, as steps with nearly as
+    many differ by what the host happened to do. Each case was visited few times: no single one decides.
     """
-    points = [(case.sampled, case.host_us()) for case in cases if case.times]
-    if not points:
-        return HostCost(0.0)
-    pairs = itertools.combinations(points, 2)
-    slopes = [(b - a) / (more - fewer) for (fewer, a), (more, b) in pairs if more != fewer]
-    slope = max(statistics.median(slopes), 0.0) if slopes else 0.0
-    return HostCost(max(statistics.median(us - slope * rows for rows, us in points), 0.0), slope)
+    points = [[(case.sampled, case.host_us()) for case in cases if case.times] for cases in kinds]
+    slopes = sorted(
+        ((b - a) / (more - fewer), more - fewer)
+        for found in points
+        for (fewer, a), (more, b) in itertools.combinations(sorted(found), 2)
+        if more != fewer
+    )
+    half, slope = sum(rows for _, rows in slopes) / 2, 0.0
+    for each, rows in slopes:
+        half -= rows
+        if half <= 0:
+            slope = max(each, 0.0)
+            break
+    return [
+        HostCost(max(statistics.median(us - slope * rows for rows, us in found), 0.0), slope)
+        if found
+        else HostCost(0.0)
+        for found in points
+    ]
 
 
 def _dearer(us: float, size: int, apart: Curve | None) -> bool:

@@ -252,6 +252,24 @@ def test_a_slow_spell_of_the_host_is_not_its_cost(monkeypatch: Any) -> None:
     assert table.host_full.req_us == pytest.approx(2, rel=0.2)
 
 
+def test_what_a_row_takes_the_host_is_of_no_mode(monkeypatch: Any) -> None:
+    """Of pieces a chunk and eight rows are timed: what one of the two was late by isn't what a row costs."""
+    clock = SimulatedClock()
+
+    def late(key: Any, tokens: int, kv: int, chunk: int, context: int, decodes: int) -> tuple[float, float]:
+        host, device = cost(key, tokens, kv, chunk, context, decodes)
+        pieces = isinstance(key, GraphKey) and key.part is Part.PIECEWISE
+        return host + (2000.0 if pieces and decodes else 0.0), device
+
+    keys = [*KEYS[: len(SIZES)], GraphKey(Part.PIECEWISE, 16)]
+    state = FakeState(FakeRunner(clock, late), keys, Settings(max_num_reqs=64, max_num_tokens=2048), 20.0)
+    with stand_ins(monkeypatch):
+        table = calibrate(state.runner, state, clock)
+    assert table is not None
+    hosts = (table.host_full, table.host_piecewise, table.host_eager)
+    assert [each.req_us for each in hosts] == pytest.approx([2.0] * 3, rel=0.05)
+
+
 def test_a_host_that_changes_speed_is_taken_at_one(monkeypatch: Any) -> None:
     """A third of a second slow, a third quick: what was timed while it was slow isn't taken for costly."""
 

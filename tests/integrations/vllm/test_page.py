@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterator
@@ -294,3 +295,24 @@ def test_the_page_tells_why_llama_s_chat_was_late() -> None:
         assert told(
             *(of_sides("stock paced", "llama8b")["code-2048", figure][key] for key in ("ratio", "low", "high"))
         ) in paragraph("**Shorter steps")
+
+
+def test_the_page_tells_what_rows_took_the_host() -> None:
+    """By each kind of launch, in the tables of the first two calls."""
+    costs = {name: text for call in raw_of("vllm_stock_vs_kpolicy")["calls"] for name, text in call["costs"].items()}
+
+    def host(model: str, kind: str) -> tuple[float, float]:
+        found = re.search(rf"host_{kind}=HostCost\(base_us=([\d.]+), req_us=([\d.]+)", costs[f"{model}_kpolicy"])
+        assert found is not None
+        return float(found[1]), float(found[2])
+
+    words = " ".join(PAGE.split())
+    (base, row), (eager, _), (_, whole) = (host("dsv2lite", kind) for kind in ("piecewise", "eager", "full"))
+    assert f"has {row:.0f} µs of the host for each row in pieces" in words
+    assert f"where whole graphs have {whole:.1f}: by it a step with {math.ceil((eager - base) / row)} requests" in words
+    assert (
+        "came to {:.1f}, {:.1f} and {:.1f} µs a row".format(
+            *(host("qwen05b", kind)[1] for kind in ("full", "piecewise", "eager"))
+        )
+        in words
+    )
