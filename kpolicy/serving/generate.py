@@ -26,7 +26,7 @@ class Completed:
         prompt: its text.
         prompt_tokens: its length.
         token_ids: generated ids; an end of text is the last of them.
-        text: these decoded, special tokens left out.
+        text: these decoded as they go on from the prompt, special tokens left out.
         ended: whether an end of text came before the token limit.
     """
 
@@ -137,5 +137,16 @@ def _completed(
     """The tokens up to the first end of text: steps that follow each other on the device run past it."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stops), None)
     kept = tokens if end is None else tokens[:end]
-    text = model.tokenizer.decode(kept, skip_special_tokens=True)
+    text = _behind(model.tokenizer, ids, kept)
     return Completed(prompt, len(ids), tuple(kept), text, end is not None)
+
+
+def _behind(tokenizer: Any, ids: Sequence[int], more: Sequence[int]) -> str:
+    """The text of more tokens behind others. Many tokenizers leave the first space of a text out."""
+    before = tokenizer.decode(list(ids), skip_special_tokens=True)
+    whole: str = tokenizer.decode([*ids, *more], skip_special_tokens=True)
+    if whole.startswith(before):
+        return whole[len(before) :]
+    # The prompt ends within a character that the next token completes.
+    alone: str = tokenizer.decode(list(more), skip_special_tokens=True)
+    return alone

@@ -461,10 +461,25 @@ def test_generate(kpolicy: Command, checkpoint: Path) -> None:
         tokens = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         expected = tokens[0, ids.shape[1] :].tolist()
         assert each["token_ids"] == expected
-        assert each["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+        # With the space between words, which the tokens alone are decoded without.
+        assert each["prompt"] + each["text"] == tokenizer.decode(tokens[0], skip_special_tokens=True)
         assert not each["ended"]
     text = kpolicy("generate", "--model", checkpoint, *words, "--max-tokens", 7).out
     assert f"{prompts[1]}{done[1]['text']}" in text
+
+
+def test_text_behind_a_prompt() -> None:
+    """It is what the prompt's text grows by; alone where the prompt ends within a character."""
+
+    class Bytes:
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+            assert skip_special_tokens
+            return bytes(ids).decode("utf-8", "replace").lstrip(" ")
+
+    behind = import_module("kpolicy.serving.generate")._behind
+    assert behind(Bytes(), list(b"one"), list(b" two")) == " two"
+    first, *rest = "\N{LATIN SMALL LETTER E WITH ACUTE}!".encode()
+    assert behind(Bytes(), [*b"a", first], rest) == "\N{REPLACEMENT CHARACTER}!"
 
 
 def test_generate_ends_at_an_end_of_text(kpolicy: Command, checkpoint: Path, tmp_path: Path) -> None:
