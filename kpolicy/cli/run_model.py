@@ -12,7 +12,7 @@ import attrs
 
 from kpolicy.cli.options import COMMAND, ladder_of, settings_of
 from kpolicy.cli.render import console, print_json, render_run
-from kpolicy.cli.run import MODEL_CPU_TOKENS
+from kpolicy.cli.run import MODEL_CPU_TOKENS, MOST_KV_TOKENS
 from kpolicy.cli.step_log import RunsOn
 from kpolicy.cli.turns import Turn, capture, progress_bar, serve_in_turn
 from kpolicy.costs import CostTable
@@ -192,9 +192,9 @@ def _limits(asked: Asked) -> tuple[Any, int, float]:
         )
     size = SIZES[asked.device]
     kv_tokens, block = size.kv_tokens if asked.kv_tokens is None else asked.kv_tokens, size.block_size
-    if not block <= kv_tokens <= 1 << 24:
+    if not block <= kv_tokens <= MOST_KV_TOKENS:
         raise ConfigError(
-            f"--kv-tokens is {kv_tokens}; KV comes in blocks of {block} tokens, so give {block} to {1 << 24}."
+            f"--kv-tokens is {kv_tokens}; KV comes in blocks of {block} tokens, so give {block} to {MOST_KV_TOKENS}."
         )
     tokens = size.max_num_tokens if asked.max_num_tokens is None else asked.max_num_tokens
     settings = settings_of(

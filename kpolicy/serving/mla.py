@@ -11,6 +11,7 @@ import torch
 from torch import library
 
 from kpolicy.serving.attention import LIBRARY, SCRATCH, attend
+from kpolicy.serving.latents import absorbed, unabsorbed
 from kpolicy.serving.rows import HostRows, RowGroup, RowTensors, divide
 
 __all__ = ["absorbed_rows", "expanded_row"]
@@ -28,7 +29,7 @@ def _mla_attention(
     absorbed_len: int,
 ) -> torch.Tensor:
     at = HostRows.read(RowTensors(block_table, kv_lens, query_starts, block_size))
-    up = _up_projection(query, cache, kv_b)
+    up = kv_b.view(query.shape[1], -1, kv_b.shape[1])
     out = query.new_zeros(query.shape[0], query.shape[1], up.shape[1] - _nope_dim(query, cache, kv_b))
     decodes, prefills = divide(at, absorbed_len, 0)
     for group in decodes:
@@ -41,11 +42,6 @@ def _mla_attention(
 def _nope_dim(query: torch.Tensor, cache: torch.Tensor, kv_b: torch.Tensor) -> int:
     size: int = query.shape[2] - (cache.shape[1] - kv_b.shape[1])
     return size
-
-
-def _up_projection(query: torch.Tensor, cache: torch.Tensor, kv_b: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-    """[num_heads, nope_dim + value_dim, rank]."""
-    return kv_b.view(query.shape[1], -1, kv_b.shape[1])
 
 
 def absorbed_rows(
@@ -62,18 +58,16 @@ def absorbed_rows(
         scale: multiplies scores.
     """
     rank = up.shape[2]
-    nope_dim = query.shape[2] - (cache.shape[1] - rank)
+    value_dim = up.shape[1] - (query.shape[2] - (cache.shape[1] - rank))
     num_rows, num_heads = len(group.rows), query.shape[1]
-    q = query.index_select(0, group.tokens(query.device))
-    latent_q = torch.bmm(q[..., :nope_dim].transpose(0, 1), up[:, :nope_dim]).transpose(0, 1)
-    q = torch.cat((latent_q, q[..., nope_dim:]), dim=-1).view(num_rows, group.query_len * num_heads, -1)
+    q = absorbed(query.index_select(0, group.tokens(query.device)), up, value_dim)
+    q = torch.cat(q, dim=-1).view(num_rows, group.query_len * num_heads, -1)
     slots, seen = group.slots(at, 0, query.device)
     latents = SCRATCH.gather("latents", cache, slots.flatten()).view(num_rows, slots.shape[1], -1)
     scores = torch.bmm(q, latents.transpose(1, 2)).mul_(scale).view(num_rows, group.query_len, num_heads, -1)
     weights = scores.masked_fill_(~seen[:, :, None], float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
     mixed = torch.bmm(weights.view(num_rows, group.query_len * num_heads, -1), latents[..., :rank])
-    mixed = mixed.view(num_rows * group.query_len, num_heads, rank).transpose(0, 1)
-    return torch.bmm(mixed, up[:, nope_dim:].transpose(1, 2)).transpose(0, 1)
+    return unabsorbed(mixed.view(num_rows * group.query_len, num_heads, rank), up, value_dim)
 
 
 def expanded_row(
