@@ -93,10 +93,11 @@ def _only(dispatcher: Any, keys: set[GraphKey]) -> Callable[[], None]:
     if hasattr(dispatcher, "_capture_descs"):
         before = dispatcher._capture_descs
         # Of all that are planned: the list that is there may be short already.
-        dispatcher._capture_descs = descs = {}
+        descs: dict[Any, list[Any]] = {}
         for key in sorted(keys, key=lambda key: key.num_tokens, reverse=True):
             mode, desc = dispatcher.desc_of[key]
             descs.setdefault(mode, []).append(desc)
+        dispatcher._capture_descs = descs
         return lambda: setattr(dispatcher, "_capture_descs", before)
     wanted = {dispatcher.desc_of[key][1] for key in keys}
     listed = type(dispatcher).get_capture_descs
