@@ -54,6 +54,7 @@ class Generation:
     """
 
     __slots__ = (
+        "added",
         "admitted",
         "blocks",
         "index",
@@ -81,6 +82,8 @@ class Generation:
         """Tokens to compute before it decodes: the prompt, or after a preemption all that was generated too."""
         self.num_computed = 0
         """How many of these are computed. A decode row has all of its tokens but the last one in KV."""
+        self.added = False
+        """Whether a Batcher has taken it: its state is that one's from then on"""
         self.admitted = 0
         """Its turn of admission; the latest gives way first."""
         self.blocks: list[int] = []
@@ -172,13 +175,18 @@ class Batcher:
         """Queue a request.
 
         Raises:
-            ConfigError: it can never fit into KV; hand it back to whoever sent it.
+            ConfigError: it can never fit into KV, hand it back to whoever sent it; or it was added before.
         """
+        if request.added:
+            raise ConfigError(
+                f"request {request.index} was added before, and would be in a step twice; make a new Generation of it."
+            )
         if not self.fits(request.num_prompt, request.output_tokens):
             raise ConfigError(
                 f"request {request.index} needs {request.num_prompt + request.output_tokens - 1} KV tokens and there "
                 f"are {self.capacity}; raise the KV capacity or refuse the request."
             )
+        request.added = True
         self.waiting.append(request)
 
     def cancel(self, index: int) -> bool:

@@ -351,6 +351,21 @@ def test_requests_without_tokens_are_refused(tokens: list[int], output: int) -> 
         Generation(3, tokens, output)
 
 
+def test_a_request_is_added_once() -> None:
+    """Twice in one step it would write its KV twice and take two tokens; one that was refused may come again."""
+    batcher, small = Batcher(Settings(), num_blocks=4, block_size=4), Batcher(Settings(), num_blocks=1, block_size=4)
+    request = Generation(5, [1, 2, 3], 3)
+    with pytest.raises(ConfigError, match="request 5 needs 5 KV tokens"):
+        small.add(request)
+    batcher.add(request)
+    for again in (batcher, Batcher(Settings(), num_blocks=4, block_size=4)):
+        with pytest.raises(ConfigError, match="request 5 was added before"):
+            again.add(request)
+    batch = batcher.next_batch()
+    assert batch is not None
+    assert len(batch.chunks) == 1
+
+
 def test_a_prompt_may_be_an_array() -> None:
     """Tokenizers give arrays of NumPy too, which have no truth value."""
     np = pytest.importorskip("numpy")
