@@ -19,7 +19,7 @@ import torch
 from minisgl.engine.graph import GraphRunner
 
 from kpolicy import BatchShape, CaptureSizes, CostTable, Engine, Mode, Settings
-from kpolicy.schemas import read_profile
+from kpolicy.profiles import load_profile
 
 SIZES = (1, 2, 4, *range(8, 257, 8), 384, 512, 768, 1024)
 """mini-sglang's own to its largest, so that no batch pads further, and those it has no graph for."""
@@ -77,8 +77,8 @@ def engine_over(sizes: list[int], costs: CostTable | None) -> Engine:
 
 
 def costs_from(profile: str | None) -> CostTable | None:
-    """Measured costs, where a profile is given; without one every batch that a graph holds replays it."""
-    return read_profile(profile).costs if profile else None
+    """Measured costs of a profile, by file or name; without one every batch that a graph holds replays it."""
+    return load_profile(profile).costs if profile else None
 
 
 def install() -> None:

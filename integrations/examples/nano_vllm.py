@@ -21,7 +21,7 @@ import torch
 from nanovllm.engine.model_runner import ModelRunner
 
 from kpolicy import BatchShape, CaptureSizes, CostTable, Engine, Mode, Settings
-from kpolicy.schemas import read_profile
+from kpolicy.profiles import load_profile
 
 
 class KPolicyModelRunner(ModelRunner):
@@ -68,8 +68,8 @@ def engine_over(sizes: list[int], most: int, costs: CostTable | None) -> Engine:
 
 
 def costs_from(profile: str | None) -> CostTable | None:
-    """Measured costs, where a profile is given; without one every batch that a graph holds replays it."""
-    return read_profile(profile).costs if profile else None
+    """Measured costs of a profile, by file or name; without one every batch that a graph holds replays it."""
+    return load_profile(profile).costs if profile else None
 
 
 def install() -> None:

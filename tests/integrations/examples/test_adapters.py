@@ -9,6 +9,7 @@ import pytest
 
 from kpolicy import CostTable
 from kpolicy.costs import Curve, HostCost
+from kpolicy.errors import UnknownNameError
 from kpolicy.schemas import Profile, write_profile
 
 EXAMPLES = Path(__file__).parents[3] / "integrations" / "examples"
@@ -202,3 +203,12 @@ def test_nano_vllm_by_measured_costs(adapter, monkeypatch, tmp_path):
     runner = sys.modules["nanovllm.engine.llm_engine"].ModelRunner(32)
     runner.run_model(SimpleNamespace(size=lambda _: 4), None, is_prefill=False)
     assert runner.ran == ["eager"]
+
+
+@pytest.mark.parametrize("name", ["mini_sglang", "nano_vllm"])
+def test_a_profile_is_named_as_elsewhere(adapter, name):
+    """By the file, or by the name of one that ships."""
+    module = adapter(name)
+    assert module.costs_from("qwen2.5-0.5b-h200").measured
+    with pytest.raises(UnknownNameError, match="unknown profile"):
+        module.costs_from("qwen9")
