@@ -17,7 +17,7 @@ two replayed pieces. Times come from a `CostTable`; faults are injected by name.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,15 +25,9 @@ import attrs
 
 from kpolicy.costs import CostTable, HostCost, analytic_costs
 from kpolicy.decision import Decision, Launch
-from kpolicy.errors import (
-    CaptureError,
-    ConfigError,
-    GraphReplayError,
-    RegistryError,
-    StickyDeviceError,
-    UnknownNameError,
-)
+from kpolicy.errors import CaptureError, ConfigError, RegistryError
 from kpolicy.executors.base import CaptureReport, ProbeReport, ProbeStatus, StepInputs
+from kpolicy.executors.faults import FAULTS, Fault, Faults
 from kpolicy.executors.launch_rows import check_extra, check_fit, check_sampling
 from kpolicy.executors.runner import ModeRunner, PartOutputs
 from kpolicy.keys import GraphKey
@@ -69,47 +63,6 @@ _PREFILL = Rows.PREFILL
 
 _POISON = 0x5EAD_BEEF
 """What the reserved KV slot and unwritten slots hold: reading it shows in the output."""
-
-FAULTS: Mapping[str, str] = {
-    "capture_fails": "the n-th capture is refused",
-    "capture_out_of_memory": "the n-th capture runs out of memory",
-    "capture_out_of_streams": "the n-th capture runs out of streams",
-    "replay_fails": "the n-th replay fails before anything is launched",
-    "sticky": "the n-th launch, eager or replayed, loses the device for good",
-    "late": "the n-th step takes a hundred times as long",
-}
-
-
-@attrs.frozen
-class Fault:
-    """A fault to inject: its name, at which occurrence of what it hits, and how many times in a row.
-
-    Raises:
-        UnknownNameError: no such fault.
-        ConfigError: `at` or `times` isn't at least 1.
-    """
-
-    name: str
-    at: int = 1
-    times: int = 1
-
-    def __attrs_post_init__(self) -> None:
-        if self.name not in FAULTS:
-            raise UnknownNameError("fault", self.name, FAULTS)
-        if self.at < 1 or self.times < 1:
-            raise ConfigError(f"fault {self.name} has at={self.at}, times={self.times}; both count from 1.")
-
-    @classmethod
-    def parse(cls, text: str) -> Fault:
-        """``NAME``, ``NAME@N`` or ``NAME@NxTIMES``, for example ``replay_fails@10x3``."""
-        name, placed, rest = text.partition("@")
-        at, repeated, times = rest.partition("x")
-        try:
-            return cls(name, int(at) if placed else 1, int(times) if repeated else 1)
-        except ValueError as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"fault {text!r} isn't NAME@N or NAME@NxTIMES, for example replay_fails@10x3.") from None
 
 
 class _Buffers:
@@ -205,9 +158,7 @@ class SimulatedDevice:
         self.pad_slot = num_blocks * block_size
         self.kv = array("q", [_POISON]) * (self.pad_slot + 1)
         self._kv_vector = _vector(self.kv)
-        self.lost = False
-        self._faults = [Fault.parse(fault) if isinstance(fault, str) else fault for fault in faults]
-        self._counts = dict.fromkeys(FAULTS, 0)
+        self._faults = Faults(faults, "simulated", FAULTS)
         self._used_bytes = self._used_streams = 0
         self._dense_us: dict[Launch, tuple[float, HostCost]] = {}
 
@@ -228,14 +179,8 @@ class SimulatedDevice:
         return _Buffers(largest.num_tokens, max(largest.num_tokens, largest.num_reqs or 0))
 
     def capture(self, key: GraphKey, pool: _Buffers) -> tuple[_Graph, CaptureReport]:
-        self._check_lost()
-        for fault, reason in (
-            ("capture_fails", Reason.CAPTURE_FAILED),
-            ("capture_out_of_memory", Reason.CAPTURE_OUT_OF_MEMORY),
-            ("capture_out_of_streams", Reason.CAPTURE_OUT_OF_STREAMS),
-        ):
-            if self._hits(fault):
-                raise CaptureError(reason, f"capturing {key}: injected fault {fault}")
+        self._faults.check_lost()
+        self._faults.check_capture(key)
         report = self.estimate(key)
         if self.memory_bytes is not None and self._used_bytes + report.bytes > self.memory_bytes:
             raise CaptureError(Reason.CAPTURE_OUT_OF_MEMORY, f"capturing {key}: {self.memory_bytes} bytes are used up")
@@ -264,19 +209,15 @@ class SimulatedDevice:
     # Running
 
     def replay(self, handle: _Graph, rows: StepInputs, launch: Launch) -> PartOutputs:
-        if self._faults:
-            self._check_lost()
-            if self._hits("replay_fails"):
-                raise GraphReplayError(handle.key, f"replaying {handle.key}: injected fault replay_fails")
-            self._maybe_lose()
+        if self._faults.planned:
+            self._faults.check_replay(handle.key)
         if rows.numbers.num_active_loras > handle.key.lora_case:
             return self._steps(partial(_without_adapters, handle), rows, launch)
         return self._steps(handle.run, rows, launch)
 
     def eager(self, rows: StepInputs, launch: Launch) -> PartOutputs:
-        if self._faults:
-            self._check_lost()
-            self._maybe_lose()
+        if self._faults.planned:
+            self._faults.check_launch()
         if launch.padded_tokens is not None:
             return self._steps(partial(self._run_padded, launch.padded_tokens), rows, launch)
         return self._steps(self._run_eagerly, rows, launch)
@@ -457,7 +398,7 @@ class SimulatedDevice:
 
     def ready(self, decision: Decision, numbers: BatchNumbers) -> tuple[ReadyAt, ...]:
         cycle_us = self._cycle_us(decision.launches, numbers)
-        if self._faults and self._hits("late"):
+        if self._faults.planned and self._faults.due("late"):
             cycle_us *= 100
         if decision.mode is not Mode.SPLIT:
             return (ReadyAt(cycle_us),)
@@ -480,24 +421,6 @@ class SimulatedDevice:
         device_us = (dense_us + padding_us) + costs.decode_attention_us(numbers)
         host_us = host.base_for(decodes=numbers.num_decodes > 0, prefills=False) + host.req_us * numbers.total_reqs
         return max(device_us, host_us + padding_us) + costs.step_us
-
-    # Faults
-
-    def _hits(self, name: str) -> bool:
-        if not self._faults:
-            return False
-        self._counts[name] += 1
-        count = self._counts[name]
-        return any(fault.name == name and fault.at <= count < fault.at + fault.times for fault in self._faults)
-
-    def _maybe_lose(self) -> None:
-        if self._faults and self._hits("sticky"):
-            self.lost = True
-            self._check_lost()
-
-    def _check_lost(self) -> None:
-        if self.lost:
-            raise StickyDeviceError("the simulated device is lost (injected fault sticky); start a new executor.")
 
 
 class SimulatedExecutor(ModeRunner):

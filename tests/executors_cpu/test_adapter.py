@@ -22,8 +22,8 @@ from kpolicy.errors import (  # noqa: E402
     UnknownNameError,
 )
 from kpolicy.executors.base import ProbeStatus  # noqa: E402
-from kpolicy.executors.cpu import CPU_FAULTS, CpuAdapter, Graph  # noqa: E402
-from kpolicy.executors.simulated import FAULTS, Fault  # noqa: E402
+from kpolicy.executors.cpu import CpuAdapter, Graph  # noqa: E402
+from kpolicy.executors.faults import DEVICE_FAULTS, FAULTS, Fault  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 
 
@@ -449,7 +449,7 @@ def test_a_late_replay_still_gives_its_result() -> None:
 
 def test_faults_are_named() -> None:
     """The simulated executor's faults are all known here, and an unknown one is refused with the list."""
-    assert set(FAULTS) < set(CPU_FAULTS)
+    assert set(FAULTS) < set(DEVICE_FAULTS)
     with pytest.raises(UnknownNameError, match="mid_segment"):
         CpuAdapter(faults=["mid_segmen"])
     with pytest.raises(ConfigError, match="memory_bytes is 0"):

@@ -12,7 +12,7 @@ from benchmarks.engine_step import decode_inputs  # noqa: E402
 from benchmarks.host_step import NoModel, Point, opened  # noqa: E402
 from kpolicy.engine import COUNT_EVERY, LOOK_EVERY  # noqa: E402
 from kpolicy.executors.base import StepInputs  # noqa: E402
-from kpolicy.executors.cpu.faults import Faults  # noqa: E402
+from kpolicy.executors.faults import Faults  # noqa: E402
 from kpolicy.observe.events import GraphWithdrawn  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphState  # noqa: E402
@@ -172,7 +172,7 @@ def test_a_run_with_faults_finds_swapped_inputs_too(monkeypatch: pytest.MonkeyPa
     """Of the adapter's own too, which could be staged."""
     monkeypatch.setattr(torch.cuda, "Event", Point)
     engine, model = opened()
-    engine.executor.adapter._faults = Faults(["staging_fails@1000000"])
+    engine.executor.adapter._faults = Faults(["staging_fails@1000000"], "CUDA")
     inputs = decode_inputs(3, model.num_blocks)
     (key,) = engine.step(inputs).decision.keys
     buffers = engine.registry.record(key).handle.buffers

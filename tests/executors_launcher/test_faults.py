@@ -339,7 +339,7 @@ def test_a_device_lost_in_capture_is_counted_on_its_key(small: Callable[..., Any
     """The key that lost it has failed for that reason, and the error is the caller's and every later step's."""
     executor = CpuExecutor(small())
     engine = Engine("full", executor=executor, settings=SETTINGS, ladder=[2, 4])
-    executor.adapter._lost = True
+    executor.adapter._faults.lost = True
     with pytest.raises(StickyDeviceError):
         engine.capture()
     lost = {record.key: record.reason for record in engine.registry.records() if record.reason is not None}

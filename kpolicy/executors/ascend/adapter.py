@@ -25,8 +25,8 @@ from kpolicy.executors.ascend.tasks import GraphTasks, TaskStore, UpdateWay, rec
 from kpolicy.executors.ascend.updates import TIMEOUT_S, UpdateOrder, Updater
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.stream_adapter import CudaGraph, Statics, StreamAdapter
+from kpolicy.executors.faults import Fault
 from kpolicy.executors.importing import first_line, why_broken
-from kpolicy.executors.simulated import Fault
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.reasons import Reason

@@ -26,8 +26,8 @@ from kpolicy.executors.ascend.replan import Demand, fitting
 from kpolicy.executors.ascend.stack import detect_parallel, detect_stack, model_shape, stack_budget
 from kpolicy.executors.ascend.updates import TIMEOUT_S, UpdateOrder
 from kpolicy.executors.base import CaptureReport
+from kpolicy.executors.faults import Fault
 from kpolicy.executors.runner import ModeRunner
-from kpolicy.executors.simulated import Fault
 from kpolicy.executors.step_model import StepModel
 from kpolicy.keys import GraphKey
 from kpolicy.reasons import Reason

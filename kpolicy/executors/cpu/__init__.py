@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from kpolicy.executors.cpu.adapter import CpuAdapter, CpuPool
 from kpolicy.executors.cpu.executor import CpuExecutor
-from kpolicy.executors.cpu.faults import CPU_FAULTS
 from kpolicy.executors.cpu.graph import Graph
 from kpolicy.executors.cpu.recorder import Recorder
 from kpolicy.executors.cpu.streams import CpuEvent, CpuStream
 
-__all__ = ["CPU_FAULTS", "CpuAdapter", "CpuEvent", "CpuExecutor", "CpuPool", "CpuStream", "Graph", "Recorder"]
+__all__ = ["CpuAdapter", "CpuEvent", "CpuExecutor", "CpuPool", "CpuStream", "Graph", "Recorder"]

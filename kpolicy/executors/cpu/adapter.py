@@ -18,21 +18,18 @@ import torch
 from kpolicy.errors import (
     CaptureError,
     ConfigError,
-    GraphReplayError,
     OutOfMemoryError,
     RegistryError,
-    StickyDeviceError,
 )
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.arena import Arena
-from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cpu.graph import Graph
 from kpolicy.executors.cpu.naming import cpu_name
 from kpolicy.executors.cpu.recorder import Recorder
 from kpolicy.executors.cpu.staging import new_buffer, stage_tensor_or_numbers
 from kpolicy.executors.cpu.streams import CpuEvent, CpuStream
 from kpolicy.executors.device import DeviceEvent, Failure, MemoryReport, Span, known
-from kpolicy.executors.simulated import Fault
+from kpolicy.executors.faults import Fault, Faults
 from kpolicy.reasons import Reason
 
 __all__ = ["CpuAdapter", "CpuPool"]
@@ -85,7 +82,7 @@ class CpuAdapter:
         memory_bytes: what static buffers and graphs may take in all; a buffer or a capture that would take more is
             refused as out of memory. None: no limit of ours, and `memory` tells the process's and the machine's memory.
         check: look before each replay whether memory from outside is still where it was recorded, and held.
-        faults: faults to inject, as `Fault` or text such as ``"mid_segment@3"``; see `CPU_FAULTS`.
+        faults: faults to inject, as `Fault` or text such as ``"mid_segment@3"``; see `DEVICE_FAULTS`.
 
     Raises:
         UnknownNameError: no fault has that name.
@@ -99,7 +96,7 @@ class CpuAdapter:
             raise ConfigError(f"memory_bytes is {memory_bytes}; it is at least 1, or None for no limit.")
         self._memory_bytes = memory_bytes
         self._check = check
-        self._faults = Faults(faults)
+        self._faults = Faults(faults, "CPU")
         self._pools: list[CpuPool] = []
         self._streams: weakref.WeakSet[CpuStream] = weakref.WeakSet()
         self._recording = threading.local()
@@ -107,7 +104,6 @@ class CpuAdapter:
         self._static_bytes = 0
         # Finalizers run anywhere, also where this thread holds the lock: they only append.
         self._freed: deque[int] = deque()
-        self._lost = False
 
     @property
     def name(self) -> str:
@@ -176,10 +172,8 @@ class CpuAdapter:
         return buffer
 
     def stage(self, buffer: Any, values: Any, size: int, fill: float) -> None:
-        if self._faults:
-            self._check_lost()
-            if self._faults.due("staging_fails"):
-                raise RuntimeError("injected fault staging_fails")
+        if self._faults.planned:
+            self._faults.check_staging()
         stage_tensor_or_numbers(buffer, values, size, fill)
 
     def commit(self, until: Span | None = None) -> None:
@@ -226,7 +220,7 @@ class CpuAdapter:
         return stream
 
     def submit(self, stream: CpuStream, work: Callable[[], None]) -> None:
-        self._check_lost()
+        self._faults.check_lost()
         stream.submit(work)
 
     def event(self, stream: CpuStream | None = None) -> CpuEvent:
@@ -252,7 +246,7 @@ class CpuAdapter:
         return nullcontext()
 
     def begin(self, pool: CpuPool) -> None:
-        self._check_lost()
+        self._faults.check_lost()
         self._faults.check_capture()
         if pool.released:
             raise RegistryError("a graph was to be captured into a pool that was released; make a new pool.")
@@ -301,17 +295,10 @@ class CpuAdapter:
     def replay(self, graph: Graph) -> None:
         if self._check:
             graph.check()
-        if not self._faults:
+        if not self._faults.planned:
             graph.replay()
             return
-        self._check_lost()
-        if self._faults.due("replay_fails"):
-            raise GraphReplayError(None, "injected fault replay_fails")
-        if self._faults.due("before_launch"):
-            raise RuntimeError("injected fault before_launch")
-        if self._faults.due("sticky"):
-            self._lost = True
-            self._check_lost()
+        self._faults.check_replay()
         start = time.perf_counter()
         graph.replay()
         if self._faults.due("late"):
@@ -337,10 +324,6 @@ class CpuAdapter:
         if meant is not None:
             return meant
         return Failure(Reason.CAPTURE_OUT_OF_MEMORY if _is_out_of_memory(error) else Reason.CAPTURE_FAILED, False)
-
-    def _check_lost(self) -> None:
-        if self._lost:
-            raise StickyDeviceError("the CPU device is lost (injected fault sticky); start a new executor.")
 
 
 def _fail_midway(place: int) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.cpu.adapter import CpuAdapter
+from kpolicy.executors.faults import Fault
 from kpolicy.executors.launcher import GraphLauncher
 from kpolicy.executors.runner import ModeRunner
-from kpolicy.executors.simulated import Fault
 from kpolicy.executors.step_model import StepModel
 
 __all__ = ["CpuExecutor"]
@@ -20,7 +20,7 @@ class CpuExecutor(ModeRunner):
     Args:
         model: the model, for example of `kpolicy.load`.
         max_num_reqs: most rows of a launch that replays; the model's own by default.
-        faults: faults to inject, as `Fault` or text such as ``"before_launch@3"``; see `CPU_FAULTS`.
+        faults: faults to inject, as `Fault` or text such as ``"before_launch@3"``; see `DEVICE_FAULTS`.
         check: look before each replay whether memory from outside is still where it was recorded.
         memory_bytes: what static buffers and graphs may take in all; None is without a limit of ours.
 

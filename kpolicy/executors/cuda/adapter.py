@@ -20,8 +20,8 @@ from kpolicy.executors.cuda.failures import classify
 from kpolicy.executors.cuda.stream_adapter import CudaGraph, Statics, StreamAdapter, StreamPool, inference
 from kpolicy.executors.cuda.streams import give_back, new_stream
 from kpolicy.executors.device import Span
+from kpolicy.executors.faults import Fault
 from kpolicy.executors.importing import first_line
-from kpolicy.executors.simulated import Fault
 
 __all__ = ["CudaAdapter", "CudaGraph", "inference"]
 

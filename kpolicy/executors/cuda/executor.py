@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kpolicy.executors.cuda.adapter import CudaAdapter
+from kpolicy.executors.faults import Fault
 from kpolicy.executors.launcher import GraphLauncher
 from kpolicy.executors.runner import ModeRunner
-from kpolicy.executors.simulated import Fault
 from kpolicy.executors.step_model import StepModel
 
 __all__ = ["CudaExecutor"]

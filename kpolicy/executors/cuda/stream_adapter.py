@@ -19,16 +19,15 @@ from typing import Any
 
 import torch
 
-from kpolicy.errors import CaptureError, GraphReplayError, RegistryError, StickyDeviceError
+from kpolicy.errors import CaptureError, RegistryError
 from kpolicy.executors.addresses import Address, addresses_of, check_moved
 from kpolicy.executors.base import ProbeReport, ProbeStatus
-from kpolicy.executors.cpu.faults import Faults
 from kpolicy.executors.cuda.events import StreamEvent
 from kpolicy.executors.cuda.failures import classify_by_words
 from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of
 from kpolicy.executors.device import Failure, MemoryReport, Span
+from kpolicy.executors.faults import Fault, Faults
 from kpolicy.executors.parts import EventSpan
-from kpolicy.executors.simulated import Fault
 from kpolicy.reasons import Reason
 
 __all__ = ["CudaGraph", "Statics", "StreamAdapter", "StreamPool", "inference"]
@@ -83,7 +82,7 @@ class StreamAdapter:
         report: what `probe` says.
         check: look before each replay whether what it reads is where it was captured.
         statics: what `check` looks at besides a launch's inputs.
-        faults: faults to inject, as `Fault` or text such as ``"replay_fails@3"``; see `CPU_FAULTS`.
+        faults: faults to inject, as `Fault` or text such as ``"replay_fails@3"``; see `DEVICE_FAULTS`.
 
     Raises:
         ConfigError: a fault's text can't be used.
@@ -103,11 +102,10 @@ class StreamAdapter:
         self.device = device
         self._check = check
         self._statics = statics
-        self._faults = Faults(faults)
+        self._faults = Faults(faults, name)
         self._pools: list[StreamPool] = []
         self._dirty: list[StagedGroup] = []
         self._recording: Any = None
-        self._lost = False
 
     @property
     def name(self) -> str:
@@ -153,7 +151,7 @@ class StreamAdapter:
 
     def stage(self, buffer: Any, values: Any, size: int, fill: float) -> None:
         if self._faults.planned:
-            self._check_staging()
+            self._faults.check_staging()
         group, place = place_of(buffer)
         if not group.staged:
             self._dirty.append(group)
@@ -163,17 +161,11 @@ class StreamAdapter:
         """`stage` for several buffers that `alloc_inputs` made together."""
         if self._faults.planned:
             for _ in jobs:
-                self._check_staging()
+                self._faults.check_staging()
         group, _ = place_of(jobs[0][0])
         if group not in self._dirty:
             self._dirty.append(group)
         group.stage_all(jobs)
-
-    def _check_staging(self) -> None:
-        """Fail as planned."""
-        self._check_lost()
-        if self._faults.due("staging_fails"):
-            raise RuntimeError("injected fault staging_fails")
 
     def commit(self, until: Span | None = None) -> None:
         try:
@@ -362,14 +354,7 @@ class StreamAdapter:
         if self._check:
             check_moved(None, graph.addresses, self._addresses())
         if self._faults.planned:
-            self._check_lost()
-            if self._faults.due("replay_fails"):
-                raise GraphReplayError(None, "injected fault replay_fails")
-            if self._faults.due("before_launch"):
-                raise RuntimeError("injected fault before_launch")
-            if self._faults.due("sticky"):
-                self._lost = True
-                self._check_lost()
+            self._faults.check_replay()
         graph.replay()
 
     def replayer(self, graph: CudaGraph) -> Callable[[], None]:
@@ -404,8 +389,7 @@ class StreamAdapter:
         return self._classify(error)
 
     def _check_lost(self) -> None:
-        if self._lost:
-            raise StickyDeviceError(f"the {self.name} device is lost (injected fault sticky); start a new executor.")
+        self._faults.check_lost()
 
 
 def _check_there(pool: StreamPool) -> None:

@@ -17,8 +17,8 @@ from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.failures import classify
 from kpolicy.executors.cuda.stream_adapter import Statics, StreamAdapter
+from kpolicy.executors.faults import Fault
 from kpolicy.executors.kunlun.proof import count_devices, installed, load_xmlir
-from kpolicy.executors.simulated import Fault
 
 __all__ = ["KunlunAdapter", "environment_problems"]
 

@@ -16,12 +16,12 @@ import attrs
 from kpolicy.attention import AttentionSupport, HostParams
 from kpolicy.errors import CaptureError, ConfigError
 from kpolicy.executors.base import CaptureReport
+from kpolicy.executors.faults import Fault
 from kpolicy.executors.kunlun.adapter import KunlunAdapter
 from kpolicy.executors.kunlun.trial import Trial, try_kind
 from kpolicy.executors.launcher import GraphLauncher, LauncherPool
 from kpolicy.executors.runner import ModeRunner
 from kpolicy.executors.segments import FullGraph, PieceGraph
-from kpolicy.executors.simulated import Fault
 from kpolicy.executors.step_model import StepModel
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part

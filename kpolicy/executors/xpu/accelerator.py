@@ -15,8 +15,8 @@ import torch
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.stream_adapter import Statics, StreamAdapter
+from kpolicy.executors.faults import Fault
 from kpolicy.executors.importing import first_line
-from kpolicy.executors.simulated import Fault
 from kpolicy.executors.xpu.executor import LibraryExecutor
 
 __all__ = ["AcceleratorAdapter", "AcceleratorExecutor", "TorchAccelerator"]

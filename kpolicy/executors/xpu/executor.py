@@ -13,8 +13,8 @@ import torch
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.stream_adapter import Statics, StreamAdapter
+from kpolicy.executors.faults import Fault
 from kpolicy.executors.runner import ModeRunner
-from kpolicy.executors.simulated import Fault
 from kpolicy.executors.step_model import StepModel
 from kpolicy.executors.xpu.launcher import LiveLengthsLauncher
 
