@@ -19,7 +19,7 @@ from importlib.util import find_spec
 
 from kpolicy.errors import ConfigError
 
-__all__ = ["first_line", "import_torch", "why_broken"]
+__all__ = ["first_line", "import_torch", "not_there", "why_broken"]
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _LOADED_ANYWAY = ("torch_npu",)
@@ -107,6 +107,11 @@ def _try(module: str, point: EntryPoint | None) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def not_there(device: object, error: Exception) -> ConfigError:
+    """What to say of a device that torch can't have, by what its library raised."""
+    return ConfigError(f"device {str(device)!r} isn't there: {first_line(error)}. `kpolicy doctor` says what is.")
 
 
 def first_line(error: BaseException) -> str:

@@ -458,6 +458,14 @@ def test_bad_faults_are_named(text: str) -> None:
         Fault.parse(text)
 
 
+@pytest.mark.parametrize("fault", ["before_launch@2", Fault("before_launch", 2), "nope"])
+def test_faults_of_recordings_are_not_the_simulated_devices(fault: Any) -> None:
+    """It has none, so such a fault would never come: refused with those that it can have."""
+    with pytest.raises(UnknownNameError, match="late") as caught:
+        SimulatedExecutor(faults=[fault])
+    assert set(caught.value.allowed) == set(FAULTS)
+
+
 def test_capture_errors_carry_their_reason() -> None:
     """The device's own refusal names the key and the reason."""
     device = simulated(streams=0).device

@@ -452,6 +452,9 @@ def test_faults_are_named() -> None:
     assert set(FAULTS) < set(DEVICE_FAULTS)
     with pytest.raises(UnknownNameError, match="mid_segment"):
         CpuAdapter(faults=["mid_segmen"])
+    # As an object too, not as text alone.
+    with pytest.raises(RuntimeError, match="injected fault staging_fails"):
+        CpuAdapter(faults=[Fault("staging_fails")]).stage(torch.zeros(4), [1], 4, 0)
     with pytest.raises(ConfigError, match="memory_bytes is 0"):
         CpuAdapter(memory_bytes=0)
 

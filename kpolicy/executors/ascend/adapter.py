@@ -26,7 +26,7 @@ from kpolicy.executors.ascend.updates import TIMEOUT_S, UpdateOrder, Updater
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.stream_adapter import CudaGraph, Statics, StreamAdapter
 from kpolicy.executors.faults import Fault
-from kpolicy.executors.importing import first_line, why_broken
+from kpolicy.executors.importing import first_line, not_there, why_broken
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 from kpolicy.reasons import Reason
@@ -318,6 +318,5 @@ def _device(device: Any, library: Any, *, any_type: bool) -> torch.device:
             return at if at.type != "npu" or at.index is not None else torch.device("npu", library.current_device())
     # The library has errors of its own.
     except Exception as error:
-        line = first_line(error)
-        raise ConfigError(f"device {str(device)!r} isn't there: {line}. `kpolicy doctor` says what is.") from error
+        raise not_there(device, error) from error
     raise ConfigError(f"device is {device!r}; the Ascend adapter takes 'npu' or 'npu:N'.")

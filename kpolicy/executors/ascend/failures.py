@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 
-import torch
-
-from kpolicy.executors.device import Failure, known
+from kpolicy.executors.cuda.failures import known_to_torch
+from kpolicy.executors.device import Failure
 from kpolicy.reasons import Reason
 
 __all__ = ["advice", "classify", "error_codes"]
@@ -40,11 +39,9 @@ def error_codes(error: BaseException) -> frozenset[int]:
 
 def classify(error: BaseException) -> Failure:
     """What an error means to a capture or a replay."""
-    meant = known(error)
+    meant = known_to_torch(error)
     if meant is not None:
         return meant
-    if isinstance(error, torch.OutOfMemoryError):
-        return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
     text, codes = str(error).lower(), error_codes(error)
     if any(words in text for words in _NO_STREAMS) or codes & NO_RESOURCE:
         return Failure(Reason.CAPTURE_OUT_OF_STREAMS, False)

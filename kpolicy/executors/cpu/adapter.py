@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 
-from kpolicy.errors import (
-    CaptureError,
-    ConfigError,
-    OutOfMemoryError,
-    RegistryError,
-)
+from kpolicy.errors import CaptureError, ConfigError, OutOfMemoryError, RegistryError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cpu.arena import Arena
 from kpolicy.executors.cpu.graph import Graph

@@ -21,7 +21,7 @@ from kpolicy.executors.cuda.stream_adapter import CudaGraph, Statics, StreamAdap
 from kpolicy.executors.cuda.streams import give_back, new_stream
 from kpolicy.executors.device import Span
 from kpolicy.executors.faults import Fault
-from kpolicy.executors.importing import first_line
+from kpolicy.executors.importing import not_there
 
 __all__ = ["CudaAdapter", "CudaGraph", "inference"]
 
@@ -178,9 +178,7 @@ def _device(device: Any) -> torch.device:
             at = torch.device("cuda", torch.cuda.current_device() if at.index is None else at.index)
     # The library has errors of its own.
     except Exception as error:
-        raise ConfigError(
-            f"device {str(device)!r} isn't there: {first_line(error)}. `kpolicy doctor` says what is."
-        ) from error
+        raise not_there(device, error) from error
     if at.type != "cuda":
         raise ConfigError(f"device is {device!r}; the CUDA adapter takes 'cuda' or 'cuda:N'.")
     # Imported here: that package stands on this module.

@@ -13,7 +13,7 @@ import torch
 from kpolicy.executors.device import Failure, known
 from kpolicy.reasons import Reason
 
-__all__ = ["classify", "classify_by_words", "error_code"]
+__all__ = ["classify", "classify_by_words", "error_code", "known_to_torch"]
 
 OUT_OF_MEMORY = 2
 STICKY = frozenset({46, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999})
@@ -76,13 +76,18 @@ def error_code(error: BaseException) -> int | None:
     return int(found[1]) if found else None
 
 
-def classify(error: BaseException) -> Failure:
-    """What an error means to a capture or a replay."""
-    meant = known(error)
-    if meant is not None:
-        return meant
+def known_to_torch(error: BaseException) -> Failure | None:
+    """What an error means on every device of torch's, as `known` says it, with torch's own error of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
+    return known(error)
+
+
+def classify(error: BaseException) -> Failure:
+    """What an error means to a capture or a replay."""
+    meant = known_to_torch(error)
+    if meant is not None:
+        return meant
     code = error_code(error)
     if code in STICKY:
         return Failure(Reason.DEVICE_LOST, True)
@@ -108,11 +113,11 @@ def _of_torch(error: BaseException) -> Reason:
 
 def classify_by_words(error: BaseException) -> Failure:
     """What an error of a device whose library's codes aren't known means: memory, and the words of a lost device."""
-    meant = known(error)
+    meant = known_to_torch(error)
     if meant is not None:
         return meant
     text = str(error).lower()
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
+    if "out of memory" in text:
         return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
     lost = any(words in text for words in _LOST)
     return Failure(Reason.DEVICE_LOST if lost else Reason.CAPTURE_FAILED, lost)

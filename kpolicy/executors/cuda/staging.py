@@ -102,9 +102,7 @@ class StagedGroup:
             return [self._view(index) for index in range(len(self._specs))]
 
     def _view(self, index: int) -> Any:
-        spec, offset = self._specs[index], self._offsets[index]
-        size = math.prod(spec.shape) * calcsize(FORMATS[spec.dtype])
-        view = self._memory[offset : offset + size].view(getattr(torch, spec.dtype)).view(*spec.shape)
+        view = self._place_in(self._memory, index)
         setattr(view, _PLACE, _Place(self, index))
         return view
 
@@ -136,7 +134,7 @@ class StagedGroup:
             return
         rows = turn.rows[index]
         if hasattr(values, "__array_interface__") or isinstance(values, torch.Tensor):
-            stage_tensor(self._pinned(turn, index), rows, torch.as_tensor(values), size, fill)
+            stage_tensor(self._place_in(turn.memory, index), rows, torch.as_tensor(values), size, fill)
         else:
             rows.put(values, size, fill, flat=buffer.dim() == 1)
         self._high = max(self._high, self._offsets[index] + size * rows.width * rows.itemsize)
@@ -168,11 +166,11 @@ class StagedGroup:
                 self.stage(buffer, place.buffer, values, size, fill)
                 high = self._high
 
-    def _pinned(self, turn: _Turn, index: int) -> torch.Tensor:
-        """A buffer's place in pinned memory, as a tensor."""
+    def _place_in(self, memory: torch.Tensor, index: int) -> torch.Tensor:
+        """A buffer's place in device memory or in a turn's pinned memory, as a tensor."""
         spec, offset = self._specs[index], self._offsets[index]
         size = math.prod(spec.shape) * calcsize(FORMATS[spec.dtype])
-        return turn.memory[offset : offset + size].view(getattr(torch, spec.dtype)).view(*spec.shape)
+        return memory[offset : offset + size].view(getattr(torch, spec.dtype)).view(*spec.shape)
 
     def drop(self) -> None:
         """Forget what was staged and not committed."""

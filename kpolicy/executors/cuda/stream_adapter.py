@@ -319,6 +319,10 @@ class StreamAdapter:
         """Free what a capture that failed took."""
         with suppress(RuntimeError):
             recorded.reset()
+        self._go_on(pool)
+
+    def _go_on(self, pool: StreamPool) -> None:
+        """Leave a pool as the next capture wants it, after some that failed: without graphs it is a new one."""
         if not pool.graphs:
             pool.handle = self.device_module.graph_pool_handle()
         self._trim()
@@ -346,9 +350,7 @@ class StreamAdapter:
         for graph in graphs:
             graph.graph.reset()
         pool.graphs = [graph for graph in pool.graphs if graph not in graphs]
-        if not pool.graphs:
-            pool.handle = self.device_module.graph_pool_handle()
-        self._trim()
+        self._go_on(pool)
 
     def replay(self, graph: CudaGraph) -> None:
         if self._check:

@@ -16,7 +16,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.stream_adapter import Statics, StreamAdapter
 from kpolicy.executors.faults import Fault
-from kpolicy.executors.importing import first_line
+from kpolicy.executors.importing import not_there
 from kpolicy.executors.xpu.executor import LibraryExecutor
 
 __all__ = ["AcceleratorAdapter", "AcceleratorExecutor", "TorchAccelerator"]
@@ -112,8 +112,7 @@ def _device(device: Any) -> torch.device:
         torch.empty(1, device=at)
     # Each library has errors of its own.
     except Exception as error:
-        line = first_line(error)
-        raise ConfigError(f"device {str(device)!r} isn't there: {line}. `kpolicy doctor` says what is.") from error
+        raise not_there(device, error) from error
     if at.type != current.type:
         raise ConfigError(f"device is {str(device)!r}; the accelerator of this torch is {current.type!r}.")
     return at if at.index is not None else torch.device(at.type, torch.accelerator.current_device_index())
