@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from numbers import Real
 
 import attrs
 
@@ -57,8 +58,8 @@ def probe_all(
     Raises:
         ConfigError: `timeout_s` isn't a positive number of seconds.
     """
-    if not (timeout_s > 0 and math.isfinite(timeout_s)):
-        raise ConfigError(f"timeout_s={timeout_s}: a probe needs a positive, finite number of seconds, such as 60.")
+    if not (isinstance(timeout_s, Real) and timeout_s > 0 and math.isfinite(timeout_s)):
+        raise ConfigError(f"timeout_s={timeout_s!r:.60}: a probe needs a positive, finite number of seconds, as 60.")
     look = Look(dict(os.environ if environ is None else environ), timeout_s)
     torch, torch_look = probe_torch(look, ("kernels",) if kernels else ())
     devices = tuple(probe_devices(torch, torch_look))

@@ -946,8 +946,8 @@ def test_reports_are_json(fakes: Fakes) -> None:
         assert json.loads(json.dumps(dict(report.facts))) == dict(report.facts)
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])
-def test_time_limits_that_mean_nothing(timeout_s: float) -> None:
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "5", None])
+def test_time_limits_that_mean_nothing(timeout_s: Any) -> None:
     """A time limit that isn't a positive, finite number of seconds is an error that says so."""
     with pytest.raises(ConfigError, match="positive, finite number of seconds"):
         probe_all(timeout_s=timeout_s)
