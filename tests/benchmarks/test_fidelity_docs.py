@@ -18,7 +18,7 @@ DOC = (DOCS / "measured_fidelity.md").read_text(encoding="utf-8").splitlines()
 SHORT = (DOCS / "fidelity.md").read_text(encoding="utf-8").splitlines()
 LAST = (
     "rate-2-eleventh", "dsv2lite-fifth", "dsv2lite-sixth", "dsv2lite-seventh", "dsv2lite-eighth", "dsv2lite-ninth",
-    "dsv2lite-tenth", "dsv2lite-eleventh", "small24-ninth",
+    "dsv2lite-tenth", "dsv2lite-eleventh", "dsv2lite-twelfth", "small24-ninth",
 )  # fmt: skip
 """The runs by the middle of three calibrations, with a table each"""
 BEFORE = ("rate-2-ninth", "rate-2-tenth", "dsv2lite-fourth", "small24-seventh", "small24-eighth")
@@ -219,9 +219,9 @@ def test_what_the_short_page_says_first_is_so() -> None:
     assert {ranked(name) for name in others} == {"as measured", "one policy"}
     runs = [name for name in LAST if name.startswith("dsv2lite")]
     holding = [name for name in runs if set(verdicts(name)) == {"yes"}]
-    assert [ranked(name).split(";")[0] for name in runs].count("as measured") == 1
-    counts = {1: "one", 7: "seven"}
-    told = f"Of {counts[len(runs)]} runs {counts[len(holding)]} holds in every cell, and another ranks every pair"
+    assert [ranked(name).split(";")[0] for name in runs].count("as measured") == 2
+    counts = {1: "one", 8: "eight"}
+    told = f"Of {counts[len(runs)]} runs {counts[len(holding)]} holds in every cell, and two others rank every pair"
     assert told in page
     assert max(latencies_off(*runs)) <= MOST_LATENCY
     apart = [apart for name in LAST for apart in wrongly_ranked(read(name))]
@@ -229,9 +229,14 @@ def test_what_the_short_page_says_first_is_so() -> None:
     rows = rows_of("dsv2lite-eleventh")
     bound, middle = rows["eager", "host-bound"], rows["eager", "middle"]
     off = [judged(row, read("dsv2lite-eleventh"))[1] for row in (bound, middle)]
-    told = f"the profile is too quick for the {bound['steps'] + middle['steps']} steps, by {off[0]:.1%} where the host "
-    assert f"{told}bounds them and {off[1]:.1%} in the middle, by the middle of their repeats" in page
-    assert f"differs by {middle['noise']:.1%}, so that {middle['error']:.1%} singly doesn't decide" in page
+    told = f"its profile was too quick for EAGER steps, by {off[0]:.1%} where the host bounds them and {off[1]:.1%} in"
+    assert f"{told} the middle, by the middle of their repeats" in page
+    slow = read("dsv2lite-twelfth")
+    speeds = [found["host_work_us"] for found in slow["served"]["policies"].values()]
+    told = f"took {min(speeds):.0f} to {max(speeds):.0f} us for the fixed work in the mean of a policy"
+    assert f"{told}, {slow['host_work_us']:.0f} in its calibrations" in page
+    off = [row["error"] for key, row in rows_of("dsv2lite-twelfth").items() if row["error"] > MOST]
+    assert f"{min(off) * 100:.1f} to {max(off):.1%} off in the cells that are over the line" in page
     before = [(judged(row, read(name)), name) for name in BEFORE for row in rows_of(name).values()]
     off, name = max((error, name) for (held, error), name in before if held == "no")
     assert name.startswith("small24")
@@ -358,6 +363,13 @@ def test_figures_in_the_text() -> None:
     ttfts = [tenth["served"]["policies"][name]["ttft_p50_ms"]["measured"] for name in ("vllm", "auto", "piecewise")]
     over = [ttfts[0] / each - 1 for each in ttfts[1:]]
     assert f"`vllm` {over[0] * 100:.0f} and {over[1]:.0%} above the others" in page
+    slow = rows_of("dsv2lite-twelfth")
+    pieces, eager = ([slow[mode, at]["error"] for at in ("host-bound", "middle")] for mode in ("piecewise", "eager"))
+    assert f"{pieces[0]:.1%} off where the host bounds them and {pieces[1]:.1%} in the middle" in page
+    assert f"Host-bound EAGER is {eager[0]:.1%} off singly" in page
+    assert f"The middle's is {eager[1]:.1%} and isn't shown" in page
+    ttft, gap = latencies_off("dsv2lite-twelfth")
+    assert f"TTFT p50 is within {ttft:.1%}, gaps within {gap:.1%}" in page
     last = read("dsv2lite-eleventh")
     assert [[*map(len, each)] for each in (last["ranked_wrong"], last["served"]["ranked_wrong"].values())] == [
         [2], [0] * len(FIGURES),
@@ -420,8 +432,9 @@ def test_the_simulators_page_tells_the_same_runs() -> None:
     ttft, _ = latencies_off("small24-ninth")
     assert f"one run: {errors[0] * 100:.1f} and {errors[1]:.1%}, TTFT within {ttft:.1%}" in page
     names = [f"dsv2lite-{number}" for number in ("fifth", "sixth", "seventh", "eighth", "ninth", "eleventh")]
-    ttft, gap = latencies_off(*names, "dsv2lite-tenth")
-    assert f"TTFT within {ttft:.1%}, gaps within {gap:.1%}. In each run but the tenth" in page
+    ttft, gap = latencies_off(*names, "dsv2lite-tenth", "dsv2lite-twelfth")
+    assert f"TTFT within {ttft:.1%}, gaps within {gap:.1%}. In each run but the tenth and the twelfth" in page
+    assert not wrongly_ranked(read("dsv2lite-twelfth"))
     off = [
         row["error"]
         for row in read("dsv2lite-ninth")["policies"]["all policies"]
@@ -440,6 +453,11 @@ def test_the_simulators_page_tells_the_same_runs() -> None:
     assert f"one policy's turns are {tenth['served']['tie']['ttft_p50_ms']:.1%} apart" in page
     off = [ran_again(read("dsv2lite-eleventh"), "eager", regime)[1] for regime in ("host-bound", "middle")]
     assert f"EAGER steps are {off[0] * 100:.1f} and {off[1]:.1%} off by the middle of their repeats" in page
+    slow = rows_of("dsv2lite-twelfth")
+    keys = ("eager", "host-bound"), ("piecewise", "host-bound"), ("piecewise", "middle")
+    eager_off, *pieces_off = [slow[key]["error"] for key in keys]
+    told = f"{eager_off:.1%} off in host-bound EAGER, {pieces_off[0] * 100:.1f} and {pieces_off[1]:.1%}"
+    assert f"{told} in host-bound and other PIECEWISE steps" in page
 
 
 def wrongly_ranked(result: dict[str, Any]) -> list[float]:

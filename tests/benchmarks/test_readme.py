@@ -339,6 +339,9 @@ def test_what_deepseek_is_short_of() -> None:
     cells = [row for row in last["policies"]["all policies"] if "all" not in (row["mode"], row["regime"])]
     others = max(row["error"] for row in cells if row["mode"] != "eager")
     assert f"EAGER steps are up to {again:.1%} off by the middle of four repeats, the others {others:.1%}" in WORDS
+    rows = read("fidelity-h200-dsv2lite-twelfth.json")["policies"]["all policies"]
+    off = max(row["error"] for row in rows if row["mode"] == "piecewise")
+    assert f"of a slow host and cut off, with PIECEWISE up to {off:.1%} off" in WORDS
 
 
 @pytest.mark.parametrize("kind", ["command", "policy", "executor"])
