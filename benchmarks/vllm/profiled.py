@@ -39,9 +39,9 @@ def spans_by_step(
     """``steps``, and ``kernels`` and ``calls`` of steps with prompts and of the others.
 
     A step lasts from the end of the one before to its own, as the engine sees them: where the host was busy, it sees an
-    end late, and the next step's first kernels count to the step before. ``steps`` has, for each, [mode, padded tokens, tokens,
-    requests, its milliseconds, those of it in which the device was at work, kernels that began in it]; ``kernels`` and
-    ``calls`` have [of steps with prompts or not, name, how many, milliseconds in all], longest first.
+    end late, and the next step's first kernels count to the step before. ``steps`` has, for each, [mode, padded tokens,
+    tokens, requests, its milliseconds, those of it in which the device was at work, kernels that began in it];
+    ``kernels`` and ``calls`` have [of steps with prompts or not, name, how many, milliseconds in all], longest first.
 
     Args:
         ended: steps in order, after a time in which nothing was under way.
