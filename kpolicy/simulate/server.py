@@ -60,7 +60,7 @@ class ServiceLevel:
     def __attrs_post_init__(self) -> None:
         for name in ("ttft_ms", "gap_ms"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Real) and 0 < value < 1e12):
+            if value is not None and not (isinstance(value, Real) and 0 < float(value) < 1e12):
                 raise ConfigError(f"{name} is {value!r:.80}; a service level is milliseconds above 0.")
 
 
@@ -123,7 +123,7 @@ class Server:
                 object.__setattr__(self, name, whole_number(name, value, 1, most))
         for name in ("scheduler_us", "scheduler_prompt_us"):
             value = getattr(self, name)
-            if not (isinstance(value, Real) and 0 <= value < 1e9):
+            if not (isinstance(value, Real) and 0 <= float(value) < 1e9):
                 raise ConfigError(f"{name} is {value!r:.80}; it is microseconds from 0 up.")
 
     def blocks(self, graph_bytes: int) -> int:
