@@ -300,7 +300,8 @@ class _Run:
         if prompts:
             self.prompt_steps += 1
             self.outside_prompts_us += outside_us
-        return self.now_us - self.start_us - min(cycle_us, passed)
+        # The first step's comes out a rounding below 0 at times.
+        return max(self.now_us - self.start_us - min(cycle_us, passed), 0.0)
 
     def admit(self) -> None:
         """Queue what has arrived by now; with nothing to run, go to the next arrival."""
