@@ -466,7 +466,7 @@ def test_the_document_has_every_json_field(kpolicy: Command, trace: Path, monkey
 
 def test_the_documents_examples_work(kpolicy: Command) -> None:
     """The examples of decide and explain in docs/cli.md run."""
-    examples = [line[2:] for line in DOCS.splitlines() if re.match(r"\$ kpolicy (decide|explain)", line)]
+    examples = [line[2:] for line in DOCS.splitlines() if re.match(r"\$ kpolicy (decide|explain) ", line)]
     assert len(examples) == 3
     for example in examples:
         assert kpolicy(*shlex.split(example)[1:]).code == 0
