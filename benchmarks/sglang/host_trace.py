@@ -55,6 +55,8 @@ from tests.integrations.sglang.test_oracle import Older
 from tests.oracle.sglang_real import Release
 
 RUNNING, REQUESTS, PASSES = 600, 1_000, 15
+LOOKED = 8
+"""Prompts in front of the queue that kpolicy looks at."""
 SGLANG_DECODES = 256
 """SGLang's largest decode graph on an H200."""
 LOADS = {
@@ -96,6 +98,7 @@ class Served:
         split = split_of(self.scheduler)
         assert split is not None
         split._plan = lambda **_: nothing
+        self._turns = split.turns
 
     def cycles(self) -> Iterator[None]:
         """Before each cycle: what has come waits."""
@@ -107,6 +110,20 @@ class Served:
                 self._us = max(self._us, self._coming[0].arrival_s * 1e6)
                 continue
             yield
+
+    def waits(self) -> str:
+        """What waits before a cycle, in words; nothing where nothing does."""
+        queue, turns = self.scheduler.waiting_queue, self._turns
+        if not queue and self.scheduler.chunked_req is None:
+            return ""
+        if not self.running.reqs:
+            return "no decode runs"
+        if turns.busy:
+            return "a burst"
+        if len(queue) == 1 and self.scheduler.chunked_req is None:
+            return "one"
+        long = any(len(each.origin_input_ids) > turns.long for each in queue[:LOOKED])
+        return "several, one long" if long else "several"
 
     def ran(self, plan: Plan) -> tuple[str, int]:
         """The step runs: what it was, and its size."""
@@ -250,13 +267,22 @@ def served(requests: Sequence[TraceRequest], *, at_once: bool, version: str, tur
     return found
 
 
+def waited(requests: Sequence[TraceRequest], *, at_once: bool, version: str) -> list[str]:
+    """What waits before each of these steps. Not of a timed pass, as a look at it brings it into caches."""
+    server, found = Served(requests, at_once=at_once, version=version), []
+    for _ in server.cycles():
+        found.append(server.waits())
+        server.ran(server.scheduler.get_new_batch_prefill(server.running))
+    return found
+
+
 def _clock_ns() -> int:
     """What two looks at the clock take, the least of many."""
     return min(-_clock() + _clock() for _ in range(20_000))
 
 
-def figures(passes: Sequence[Sequence[tuple[Any, ...]]], clock_ns: int) -> dict[str, Any]:
-    """Of the least of each step's times: means, what most steps take, and kinds of steps.
+def figures(passes: Sequence[Sequence[tuple[Any, ...]]], waits: Sequence[str], clock_ns: int) -> dict[str, Any]:
+    """Of the least of each step's times: means, what most steps take, kinds of steps, and these by what waits.
 
     Raises:
         RuntimeError: the passes aren't of the same steps.
@@ -264,14 +290,16 @@ def figures(passes: Sequence[Sequence[tuple[Any, ...]]], clock_ns: int) -> dict[
     steps = [[each[:3] for each in one] for one in passes]
     if any(one != steps[0] for one in steps):
         raise RuntimeError("two passes over a trace ran other steps")
-    rule, added, kinds = [], [], []
-    for times in zip(*passes, strict=True):
+    rule, added, kinds, ways = [], [], [], []
+    for before, *times in zip(waits, *passes, strict=True):
         kind, _, asked = times[0][:3]
         took, empty, own, hooked = (min(each[at] for each in times) for at in range(3, 7))
         # An empty cycle that asks SGLang looks at the clock twice more, as does one under the hooks.
         rule.append((own - clock_ns) / 1e3)
-        added.append((took - (empty if asked else clock_ns) + hooked - own) / 1e3)
+        cycle, question = took - (empty if asked else clock_ns), hooked - own
+        added.append((cycle + question) / 1e3)
         kinds.append(kind)
+        ways.append((kind, before, cycle / 1e3, question / 1e3))
     mean = statistics.fmean(added)
     return {
         "steps": len(added), "rule_us": round(statistics.fmean(rule), 3), "added_us": round(mean, 3),
@@ -288,6 +316,12 @@ def figures(passes: Sequence[Sequence[tuple[Any, ...]]], clock_ns: int) -> dict[
             }
             for kind in sorted(set(kinds))
         },
+        "ways": [
+            {"kind": kind, "waits": before, "steps": len(of), "cycle_us": round(statistics.fmean(c for c, _ in of), 3),
+             "question_us": round(statistics.fmean(q for _, q in of), 3)}
+            for kind, before in sorted({way[:2] for way in ways})
+            if (of := [way[2:] for way in ways if way[:2] == (kind, before)])
+        ],
     }  # fmt: skip
 
 
@@ -309,7 +343,8 @@ def main() -> int:
                     passes.append(served(requests, at_once=at_once, version=version, turn=turn))
                 finally:
                     gc.enable()
-            rows.append({"sglang": version, "load": load, "requests": len(requests), **figures(passes, _clock_ns())})
+            found = figures(passes, waited(requests, at_once=at_once, version=version), _clock_ns())
+            rows.append({"sglang": version, "load": load, "requests": len(requests), **found})
             print(json.dumps(rows[-1]), flush=True)
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     result["served"] = {

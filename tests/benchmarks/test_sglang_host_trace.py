@@ -13,6 +13,7 @@ from tests.oracle.sglang_real import MARKS
 
 ROOT = Path(__file__).parents[2]
 TURN = "decode, its turn"
+LOAD = "conversation, 600 at a time"
 
 
 class TestServed:
@@ -33,20 +34,26 @@ class TestServed:
         assert decodes == sum(each.output_tokens - 1 for each in requests)
         kinds = {"prompts", "decode, nothing waits"} if at_once else {"prompts", "decode, nothing waits", TURN}
         assert {kind for kind, *_ in passes[0]} == kinds
-        assert host_trace.figures(passes, 0)["steps"] == len(passes[0])
+        waits = host_trace.waited(requests, at_once=at_once, version=version)
+        assert [not each for each in waits] == [kind == "decode, nothing waits" for kind, *_ in first]
+        assert host_trace.figures(passes, waits, 0)["steps"] == len(passes[0])
 
 
 def test_of_a_steps_times_the_least_counts():
     """In microseconds, less what the clock takes; a cycle that asked SGLang less an empty one that did."""
     first = [("prompts", 5, True, 2400, 400, 2100, 2600), (TURN, 9, False, 1100, 300, 600, 700)]
     second = [("prompts", 5, True, 2500, 300, 2200, 2500), (TURN, 9, False, 1000, 500, 700, 800)]
-    found = host_trace.figures([first, second], 100)
+    found = host_trace.figures([first, second], ["several", "one"], 100)
     assert (found["rule_us"], found["added_us"]) == (1.25, 1.75)
     assert (found["of_rule"], found["most_us"], found["above_4_us"]) == (1.4, 2.5, 0)
     assert found["kinds"]["prompts"] == {"steps": 1, "rule_us": 2.0, "added_us": 2.5}
     assert found["kinds"][TURN] == {"steps": 1, "rule_us": 0.5, "added_us": 1.0}
+    assert found["ways"] == [
+        {"kind": TURN, "waits": "one", "steps": 1, "cycle_us": 0.9, "question_us": 0.1},
+        {"kind": "prompts", "waits": "several", "steps": 1, "cycle_us": 2.1, "question_us": 0.4},
+    ]
     with pytest.raises(RuntimeError, match="other steps"):
-        host_trace.figures([first, first[:1]], 100)
+        host_trace.figures([first, first[:1]], ["several", "one"], 100)
 
 
 def page():
@@ -68,6 +75,28 @@ def test_the_page_has_what_served_traces_take():
             f"{row['p50_us']:.2f}; {row['p99_us']:.1f}", f"{row['above_4_us'] / row['steps']:.1%}",
             *(f"{kind['steps'] / row['steps']:.1%}: {kind['added_us']:.2f}" for kind in kinds),
         ]  # fmt: skip
+
+
+def test_the_page_has_where_a_served_traces_time_goes():
+    """By what waits, on 0.5.23 with 600 requests at a time: the share, both parts, and what they make of the mean."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "sglang_host_cost.json").read_text(encoding="utf-8"))
+    (row,) = [each for each in result["served"]["rows"] if (each["sglang"], each["load"]) == ("0.5.23", LOAD)]
+    text = (ROOT / "docs" / "measured_sglang.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| ((?:decode|prompts)[^:|]*): ([^|]+) \| ([\d.]+%) \| (.*) \|$", text, flags=re.MULTILINE)
+    steps, ways = row["steps"], row["ways"]
+    assert sorted(told) == sorted(
+        (way["kind"].removesuffix(", nothing waits"), way["waits"] or "nothing", f"{way['steps'] / steps:.1%}",
+         f"{way['cycle_us']:.2f} | {way['question_us']:.2f} | "
+         f"{way['steps'] * (way['cycle_us'] + way['question_us']) / steps:.2f}")
+        for way in ways
+    )  # fmt: skip
+    undecided = [
+        way for way in ways if way["waits"].startswith("several") or (way["kind"], way["waits"]) == (TURN, "one")
+    ]
+    share = sum(way["steps"] for way in undecided) / steps
+    us = sum(way["steps"] * (way["cycle_us"] + way["question_us"]) for way in undecided) / steps
+    assert f"are {share:.0%} of all and take {us:.2f} of the {row['added_us']:.2f}.\n- All else takes" in text
+    assert f"All else takes {row['added_us'] - us:.2f}. For {row['rule_us']:.2f} in all" in text
 
 
 def test_the_page_has_what_a_step_takes_in_the_mean():
