@@ -61,7 +61,8 @@ def import_torch(*, for_transformers: bool = False) -> dict[str, str]:
             import_module("torch")
         except ModuleNotFoundError:
             raise
-        except (ImportError, OSError, RuntimeError) as error:
+        # A library may call sys.exit when imported.
+        except (ImportError, OSError, RuntimeError, SystemExit) as error:
             raise ConfigError(f"torch doesn't import: {first_line(error)}. `kpolicy doctor` says more.") from error
         finally:
             if before is None:
@@ -97,7 +98,7 @@ def _try(module: str, point: EntryPoint | None) -> None:
             import_module(module)
         else:
             point.load()()
-    except Exception as error:  # noqa: BLE001 - whatever a vendor's library raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a vendor's library raises
         _broken[module] = f"{type(error).__name__}: {first_line(error)}"
         # As Python marks what can't be imported.
         sys.modules[module] = None  # type: ignore[assignment]

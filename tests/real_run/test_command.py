@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -466,6 +468,17 @@ def test_generate(kpolicy: Command, checkpoint: Path) -> None:
         assert not each["ended"]
     text = kpolicy("generate", "--model", checkpoint, *words, "--max-tokens", 7).out
     assert f"{prompts[1]}{done[1]['text']}" in text
+
+
+def test_a_torch_that_ends_the_process_is_named(tmp_path: Path) -> None:
+    """A library that calls sys.exit when imported is an error with a word, not a silent end."""
+    (tmp_path / "torch.py").write_text("import sys; sys.exit(3)")
+    ran = subprocess.run(
+        [sys.executable, "-m", "kpolicy", "run", "--window", "1"], check=False, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))},
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "torch doesn't import" in ran.stderr
 
 
 def test_text_behind_a_prompt() -> None:
