@@ -166,7 +166,7 @@ class Trace:
         if not 0 < rate < math.inf:
             raise ConfigError(f"times can't be divided by a rate of {rate}; it must be above 0 and finite.")
         faster = (_moved(request, request.arrival_s / rate) for request in self.requests)
-        return self._but(f"times divided by {rate:g}", faster)
+        return self._but(f"arriving {rate:g} times as fast", faster)
 
     def limited(self, max_tokens: int) -> Trace:
         """The requests whose prompt and output together fit `max_tokens`; the others count as ``over_max_tokens``.

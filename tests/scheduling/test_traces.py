@@ -356,7 +356,7 @@ def test_a_trace_says_what_was_done_to_it():
     trace = Trace("here", "azure", [TraceRequest(0, 0.0, 1, 1), TraceRequest(1, 9.0, 1, 1)])
     assert (
         trace.window(0, 30).first(2).scaled(300).source
-        == "here, from 0 s for 30 s, first 2 requests, times divided by 300"
+        == "here, from 0 s for 30 s, first 2 requests, arriving 300 times as fast"
     )
     assert trace.window(5, math.inf).source == "here, from 5 s on"
     assert trace.window(5, math.inf).requests == (TraceRequest(1, 4.0, 1, 1),)
