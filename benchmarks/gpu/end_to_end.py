@@ -9,8 +9,9 @@ what the machine can do, by the measured table under `auto`.
 
 Figures: generated tokens a second; p50 and p99 of time to first token and of the gap between a request's tokens.
 `value`, `low` and `high` are the mean of the rounds and its 95% interval; `ratio_to_vllm_replica` is the mean of the
-rounds' own ratios, above 1 where the policy is better, with the interval from `ratio_low` to `ratio_high`. Runs are
-short and many, as hosts change their speed; a round that a run was cut off in is served again, whole.
+rounds' own ratios, above 1 where the policy is better, with the interval from `ratio_low` to `ratio_high`. `served` is
+the requests that every round served at least. Runs are short and many, as hosts change their speed; a round that a run
+was cut off in is served again, whole.
 
 Run: ``python -m benchmarks.gpu.end_to_end --config FILE --traces ../shared/traces --out FILE``; a run goes on where its
 file ends. ``--summary FILES... --json end_to_end.json`` makes the table.
@@ -190,13 +191,14 @@ def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
                 "load": load, "figure": figure, "policy": policy, "value": round(value, 1), "low": _rounded(low),
                 "high": _rounded(high), "ratio_to_vllm_replica": _rounded(ratio, 4), "ratio_low": _rounded(worst, 4),
                 "ratio_high": _rounded(best, 4), "repeats": len(rounds),
+                "served": min(cell["served"] for cell in rounds.values()),
             })  # fmt: skip
     return rows
 
 
 def _ratio(mine: float, other: float, up: bool) -> float:
     over, under = (mine, other) if up else (other, mine)
-    return over / under if under else 1.0
+    return over / under if under else math.nan
 
 
 def _rounded(value: float, digits: int = 1) -> float | None:

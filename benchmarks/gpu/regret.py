@@ -18,6 +18,10 @@ floor. A shape whose own is above 2% is measured for more rounds.
   whether the whole interval is below 0; `late` is the share of steps whose pick breaks the bound on time to first
   token, which `auto` keeps and a fixed policy needn't.
 
+Graphs of all policies are captured in one executor, and each policy picks among its own alone, `auto` too: of the
+ladder, not of a serving engine's list. Every way that is a policy's pick is run once before it is timed, however far
+off it should be.
+
 `auto` is calibrated on the model (`kpolicy.executors.calibrate`), not on these shapes; the tables are in the file, and
 what they were made of in FILE.calibration.json beside it. ``--rescore PROFILE --shapes FILE --summary FILES`` makes the
 table that another cost table's picks would have given on the same cells, as far as they were measured. Fixed policies
@@ -56,7 +60,7 @@ MOST_ROUNDS, UNSURE = 40, 0.02
 SURE_ROUNDS, SURER_ROUNDS = 8, 6
 """Rounds of a shape whose noise floor is within half of the limit, and of one where it is within a quarter"""
 FAR = 2.5
-"""Ways that should take so many times the cheapest aren't run once before they are timed"""
+"""Ways that should take so many times the cheapest, and that no policy picks, aren't run once before they are timed"""
 HOPELESS, QUITE_HOPELESS = 1.2, 1.8
 TOO_LATE = 1.15
 """Of the bound on time to first token: what takes longer can't be in time, whatever noise there is"""
@@ -235,8 +239,9 @@ def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[
 
     costs = {name: auto.costs.cost(decision.launches, numbers) for name, decision in cells.items()}
     hoped = FAR * min(cost.gap_us for cost in costs.values())
-    for name in jobs:  # what libraries do once for a shape; ways that are far off are given up after one run anyway
-        if name not in cells or costs[name].gap_us <= hoped:
+    # What libraries do once for a shape; ways that are far off are given up after one run, which picks are scored by.
+    for name in jobs:
+        if name not in cells or name in picks.values() or costs[name].gap_us <= hoped:
             once(name)
     for done in range(MOST_ROUNDS):
         if done >= SURER_ROUNDS and done % 2 == 0:
@@ -316,10 +321,17 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
     from kpolicy.serving.calibrate import device_name, save_profile
 
     noise = host_noise()
-    shapes = json.loads(options.shapes.read_text())[options.model]
+    of_models = json.loads(options.shapes.read_text())
+    if options.model not in of_models:
+        sys.exit(f"--model {options.model}: the shapes are of {', '.join(of_models)}")
+    shapes = of_models[options.model]
     if unknown := sorted({*(options.loads or ())} - shapes.keys()):
         sys.exit(f"--loads: {', '.join(unknown)}: the shapes are of {', '.join(shapes)}")
     at: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"cells": {}}
+    device = device_name(torch.device(options.device))
+    for name, mine in (("model", options.model), ("device", device)):
+        if at.get(name, mine) != mine:
+            sys.exit(f"{options.out} has {at[name]!r} and this run is of {mine!r}; give another --out.")
     begun = time.monotonic()
     model, engines, capture_s, samples = open_engines(options)
     auto = engines["auto"]
@@ -333,7 +345,7 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
     beside.write_text(json.dumps([*before, samples], separators=(",", ":")))
     at |= {
         "model": options.model, "date": options.date, "capture_s": round(capture_s, 1), "failed": failed,
-        "device": device_name(torch.device(options.device)), "kernels": options.kernels, "support": str(model.support),
+        "device": device, "kernels": options.kernels, "support": str(model.support),
         "versions": versions(), "host_noise": noise, "command": command_line("benchmarks.gpu.regret", argv),
         "too_long": {load: each["too_long"] for load, each in shapes.items()},
         "steps": {load: each["steps"] for load, each in shapes.items()},

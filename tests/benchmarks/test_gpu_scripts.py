@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -385,13 +386,19 @@ def test_the_command_is_the_one_that_ran(tmp_path: Path) -> None:
 
 def test_ratios_are_above_1_where_better() -> None:
     """More tokens a second are better, longer times are worse."""
+    times = list(end_to_end.BETTER_UP)[1:]
     cells = {
-        "code x1/0/auto": {"tokens_per_s": 20.0, **dict.fromkeys(list(end_to_end.BETTER_UP)[1:], 5.0)},
-        "code x1/0/vllm": {"tokens_per_s": 10.0, **dict.fromkeys(list(end_to_end.BETTER_UP)[1:], 10.0)},
+        "code x1/0/auto": {"tokens_per_s": 20.0, **dict.fromkeys(times, 5.0), "served": 9},
+        "code x1/0/vllm": {"tokens_per_s": 10.0, **dict.fromkeys(times, 10.0), "served": 8},
     }
-    rows = end_to_end.summarise({"cells": cells, "model": "m", "rates": {"code x1": 1.0}})
+    data = {"cells": cells, "model": "m", "rates": {"code x1": 1.0}}
+    rows = end_to_end.summarise(data)
     assert all(row["ratio_to_vllm_replica"] == 2 for row in rows if row["policy"] == "auto")
     assert all(row["low"] is None for row in rows), "one repeat has no interval"
+    assert {row["policy"]: row["served"] for row in rows} == {"auto": 9, "vllm": 8}
+    cells["code x1/0/vllm"]["tokens_per_s"] = 0.0
+    over_nothing = [row for row in end_to_end.summarise(data) if row["figure"] == "tokens_per_s"]
+    assert [row["ratio_to_vllm_replica"] for row in over_nothing] == [None, None]
 
 
 def test_regret_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +413,23 @@ def test_regret_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     engines["auto latency"] = engines["auto"]
     monkeypatch.setattr(regret, "ROUNDS", 1)
     monkeypatch.setattr(regret, "MOST_ROUNDS", 6)
+    # Nothing is near enough, so that only picks are run once before they are timed.
+    monkeypatch.setattr(regret, "FAR", 0.0)
+    ran: Counter[str] = Counter()
+    run = engines["auto"].executor.run
+
+    def counted(*step: Any) -> Any:
+        # A step that is prepared when it first runs calls it again.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engines["auto"].executor, "run", run)
+            ran[regret.name_of(step[0])] += 1
+            return run(*step)
+
+    monkeypatch.setattr(engines["auto"].executor, "run", counted)
     found = regret.measure({"decodes": [9, 5], "chunks": [(7, 0)], "steps": 2, "times": 3}, model, engines)
+    assert {name: ran[name] - len(cell["us"]) for name, cell in found["cells"].items()} == {
+        name: int(name in found["picks"].values()) for name in found["cells"]
+    }
     assert set(found["picks"]) == {*policies, "auto latency"}
     assert {name.partition(" ")[0] for name in found["cells"]} == {"full", "piecewise", "split", "eager"}
     assert found["alone_us"]
@@ -483,6 +506,27 @@ def test_regret_of_some_loads(
     assert regret.main([*given, "--loads", "code x1"]) == 0
     told = capsys.readouterr().out
     assert all(part in told for part in ("\n1 of 2 shapes, ", "\n2 of 2 shapes, ", "\n2 shapes, 0 left, ")), told
+    with pytest.raises(SystemExit, match="--model llama: the shapes are of qwen"):
+        regret.main(["--model", "llama", *given[2:]])
+    shapes.write_text(json.dumps({"llama": {"code x1": each}}))
+    with pytest.raises(SystemExit, match="has 'qwen' and this run is of 'llama'; give another --out"):
+        regret.main(["--model", "llama", *given[2:]])
+
+
+def test_each_policy_picks_among_its_own_graphs(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's list has a graph of just the batch's tokens, which nobody else's policy takes, `auto` as little."""
+    for name, value in (("OWN_SIZES", ("sglang",)), ("FIXED", ("full",)), ("TINY", (1, 16)), ("MAX_NUM_TOKENS", 16),
+                        ("MAX_NUM_REQS", 16), ("KV_TOKENS", 512), ("LONGEST", 96), ("CALIBRATION_S", 0.1)):  # fmt: skip
+        monkeypatch.setattr(regret, name, value)
+    shapes = tmp_path / "shapes.json"
+    shape = {"decodes": [9] * 12, "chunks": [], "steps": 1, "times": 3}
+    shapes.write_text(json.dumps({"qwen": {"code x1": {"shapes": [shape], "steps": 3, "too_long": 0}}}))
+    assert regret.main(["--model", "qwen", "--shapes", str(shapes), *arguments]) == 0
+    picks = read(arguments)["cells"]["code x1/0"]["picks"]
+    assert "FULL 12t/" in picks["sglang"]
+    assert all("FULL 16t/" in pick for name, pick in picks.items() if name != "sglang"), picks
 
 
 def test_gpt2(tmp_path: Path) -> None:
