@@ -23,7 +23,7 @@ import attrs
 
 from kpolicy.budgets import Usage
 from kpolicy.decision import Launch
-from kpolicy.errors import ProfileError
+from kpolicy.errors import ProfileError, check_kind
 from kpolicy.host_speed import INTERPRETER, launching_takes
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
@@ -222,6 +222,16 @@ class HostCost:
         return self.base_us + self.prefill_us if prefills else self.base_us
 
 
+_PARTS: tuple[tuple[type, tuple[str, ...], str], ...] = (
+    (Curve, ("full", "piecewise", "eager", "mixed"), "Curve((1, 512), (2000.0, 4000.0))"),
+    (AttentionCost, ("decode_attention", "prefill_attention"), "AttentionCost(unit_us=0.01)"),
+    (HostCost, ("host_full", "host_piecewise", "host_eager"), "HostCost(50.0)"),
+    (StepEffects, ("effects",), "StepEffects()"),
+    (KvSpan, ("kv_span",), "KvSpan(decode_row=1024, decode_step=8192, prefill=6144)"),
+)
+"""Fields of a `CostTable` that have parts of their own: of which class, and what makes one"""
+
+
 @attrs.frozen(kw_only=True)
 class CostTable:
     """What launches take on one device for one model.
@@ -261,7 +271,7 @@ class CostTable:
     full: Curve
     piecewise: Curve
     eager: Curve
-    decode_attention: AttentionCost = attrs.field(default=AttentionCost())
+    decode_attention: AttentionCost = AttentionCost()
     prefill_attention: AttentionCost = AttentionCost()
     host_full: HostCost
     host_piecewise: HostCost
@@ -283,6 +293,15 @@ class CostTable:
     measured_over: int | None = attrs.field(default=None, eq=False)
 
     def __attrs_post_init__(self) -> None:
+        for kind, names, example in _PARTS:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None or name not in ("mixed", "kv_span"):
+                    check_kind(name, value, kind, example)
+        if self.decode_attention.kv_us:
+            raise ProfileError(
+                f"decode_attention has kv_us {self.decode_attention.kv_us}; it takes unit_us: its units are KV tokens."
+            )
         by_part = (self.both_us, self.padding_us, self.capture_us, self.graph_bytes, self.graph_pieces)
         try:
             times = (*chain(*by_part), self.step_us, self.host_work_us)
@@ -295,13 +314,6 @@ class CostTable:
                 f"capture_us {self.capture_us}, graph_bytes {self.graph_bytes}, "
                 f"graph_pieces {self.graph_pieces} and host_work_us {self.host_work_us}; all are finite numbers "
                 "from 0 up, those by part two, for (FULL, PIECEWISE)."
-            )
-
-    @decode_attention.validator
-    def _check_decode(self, _: Any, value: AttentionCost) -> None:
-        if value.kv_us:
-            raise ProfileError(
-                f"decode_attention has kv_us {value.kv_us}; it takes unit_us, whose units are KV tokens."
             )
 
     @overlap_cost.validator

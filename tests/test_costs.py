@@ -22,7 +22,7 @@ from kpolicy.costs import (
     analytic_costs,
 )
 from kpolicy.decision import Launch
-from kpolicy.errors import ProfileError
+from kpolicy.errors import ConfigError, ProfileError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
 from kpolicy.settings import Objective
@@ -356,3 +356,17 @@ def test_prompt_attention_by_the_context_it_goes_through() -> None:
     costs = attrs.evolve(TABLE, prefill_attention=AttentionCost(20.0, 0.5, 0.001, 0.25))
     chunk = BatchNumbers(0, num_prefills=1, num_prefill_tokens=8, prefill_kv_tokens=1008, prefill_pairs=8036)
     assert costs.prefill_attention_us(chunk) == pytest.approx(20 + 4 + 8.036 + 252)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("full", ((1,), (2.0,)), "Curve"), ("eager", None, "Curve"), ("mixed", 3.0, "Curve"),
+        ("host_full", 50.0, "HostCost"), ("decode_attention", 0.1, "AttentionCost"), ("kv_span", 512, "KvSpan"),
+    ],
+)  # fmt: skip
+def test_a_table_of_other_parts_is_refused(field: str, value: object, kind: str) -> None:
+    """When it is made, and by the field's name."""
+    with pytest.raises(ConfigError, match=f"^{field} is .*it takes an? {kind}, such as"):
+        attrs.evolve(analytic_costs(), **{field: value})
+    attrs.evolve(analytic_costs(), mixed=None, kv_span=None)
