@@ -52,3 +52,16 @@ def test_every_pair_is_measured_in_both_surroundings(monkeypatch: pytest.MonkeyP
         for name in ("engine_step", "bare_step", "replay"):
             low, middle, high = row["host_quartiles_us"][name]
             assert 0 < low <= middle <= high
+
+
+def test_where_the_time_of_a_step_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is watched is there under its name, and a prepared step and a bare one each stage and replay once."""
+    monkeypatch.setattr(torch.cuda, "Event", Point)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    engine, model = opened()
+    inputs = overhead.decode_inputs(8, 8192)
+    found = overhead.inside(engine, model, inputs, count=4)
+    assert {"FullStep.run", "NoDevice.commit", "NoDevice.span", "FullGraph.launch"} <= found["engine_step"].keys()
+    assert {"NoDevice.commit", "NoDevice.stage_all", "_Empty.replay"} <= found["bare_step"].keys()
+    parts = overhead.parts_of(engine, model, inputs, count=4)
+    assert {"graph.replay", "stage and copy", "session", "event", "select"} <= parts.keys()
