@@ -7,10 +7,11 @@ One prompt arrives while some requests decode. Three ways serve both until the p
 - ``beside``: each step replays the decode graph several times on one stream while a chunk runs in pieces on another.
   Chunk sizes are tried, each with the decode steps that about fill its time, fewer and more.
 
-Each way is a point: time to first token, and p99 of the gaps between the decodes' tokens. In a step of several decode
-steps tokens come evenly until the decode half is ready (device events); the wait for the other half is in the next gap.
-A way beside is compared with every chunk size: `first_token` is the shortest first token of those with a gap as short
-(within 2%), over its own; `gap` likewise. 1.5 in one at no loss in the other is wanted.
+Each way is a point: time to first token, and p99 of the gaps between the decodes' tokens; `rounds` has both of each
+round. In a step of several decode steps tokens come evenly until the decode half is ready (device events); the wait for
+the other half is in the next gap. A way beside is compared with every chunk size: `first_token` is the shortest first
+token of those with a gap as short (within 2%), over its own; `gap` likewise. 1.5 in one at no loss in the other is
+wanted.
 
 `alone` says what the halves take alone and beside each other: what an overlap can win, and what prevents more.
 
@@ -191,18 +192,21 @@ def measure(bench: Bench, prompt: int, decodes: int, sizes: Sequence[int], round
     kept = [way for way in ways if way is not None]
     firsts: dict[str, list[float]] = {way.label: [] for way in kept}
     gaps: dict[str, list[float]] = {way.label: [] for way in kept}
+    singly: dict[str, list[list[float]]] = {way.label: [] for way in kept}
     for round_ in range(rounds):
         for way in kept:
             first, each = bench.serve(way)
             if round_:
                 firsts[way.label].append(first)
                 gaps[way.label] += each
+                singly[way.label].append([round(first, 1), round(_p99(each), 1)])
         if round_ == 1:
             kept = _hopeful(kept, firsts, gaps)
     points = {
         way.label: {
             "way": way.name, "size": way.size, "repeat": way.repeat, "steps": len(way.steps),
             "first_token_us": steady(firsts[way.label]), "gap_p99_us": round(_p99(gaps[way.label]), 1),
+            "rounds": singly[way.label],
         }
         for way in kept
     }  # fmt: skip

@@ -231,6 +231,7 @@ def test_beside(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert points["piecewise 64"] == points["full 64"] == (144.0, 100.0)
     assert points["beside 64 x10"] == (104.0, 14.0)
     assert points["beside 64 x4"] == (104.0, 74.0)
+    assert cell["points"]["beside 64 x4"]["rounds"] == [[104.0, 74.0]]
     assert [each["size"] for each in cell["alone"]] == [16, 32, 64]
     assert [each["repeat"] for each in cell["alone"]] == [6, 7, 10]
     assert cell["alone"][2]["prompt_us"] == cell["alone"][2]["beside_us"] == 104.0
