@@ -154,9 +154,11 @@ def _read(instance: str) -> dict[int, dict[str, Any]]:
     """What the workers of a vLLM have left, by rank."""
     before, after = f"{instance}.dp", ".json"
     try:
-        paths = {int(path.name[len(before) : -len(after)]): path for path in folder().glob(f"{before}*{after}")}
-    except (OSError, ValueError):
+        found = {path.name[len(before) : -len(after)]: path for path in folder().glob(f"{before}*{after}")}
+    except OSError:
         return {}
+    # A copy that somebody made of a file has no rank for a name.
+    paths = {int(rank): path for rank, path in found.items() if rank.isdecimal()}
     told = ((rank, _told(path)) for rank, path in sorted(paths.items()))
     return {rank: each for rank, each in told if each is not None}
 

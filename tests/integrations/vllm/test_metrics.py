@@ -81,6 +81,8 @@ def test_ranks_apart(state):
         metrics.Publisher(state, "one", rank)()
     ranks = [label.partition(" dp")[2] for label, _ in collector._workers()]
     assert ranks == ["", *map(str, range(1, 12))]
+    (metrics.folder() / "one.dp0 copy.json").write_bytes((metrics.folder() / "one.dp0.json").read_bytes())
+    assert [label.partition(" dp")[2] for label, _ in collector._workers()] == ranks
     (metrics.folder() / "one.dp0.json").unlink()
     (metrics.folder() / "one.dp3.json").write_text("{")
     assert {label.partition(" dp")[2] for label, _ in collector._workers()} == {*map(str, range(1, 12))} - {"3"}
