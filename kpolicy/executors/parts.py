@@ -115,7 +115,7 @@ class PartReady:
 
 
 class EventSpan(PartReady):
-    """A `Span` of two events, for adapters without one of their own."""
+    """A `Span` of two events, for adapters without one of their own. Once ended it keeps none of the adapter."""
 
     __slots__ = ("_adapter",)
 
@@ -125,6 +125,7 @@ class EventSpan(PartReady):
 
     def end(self) -> None:
         self.event = self._adapter.event()
+        del self._adapter
 
 
 class OutputRows(Sequence[Any]):

@@ -19,7 +19,7 @@ from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.testing import Sequences  # noqa: E402
 from tests.executors_ascend.helpers import on_ascend  # noqa: E402
 from tests.executors_ascend.test_orders import _NoSignal, _WrongStream  # noqa: E402
-from tests.executors_launcher.checker import BLOCK_SIZE, NUM_BLOCKS, load_family  # noqa: E402
+from tests.executors_launcher.checker import BLOCK_SIZE, NUM_BLOCKS, kept_by_outputs, load_family  # noqa: E402
 from tests.fakes.torch_npu import fake_torch_npu  # noqa: E402
 
 LIMIT_S = 0.2
@@ -180,3 +180,14 @@ def test_released_graphs_are_kept_by_nobody(way: str) -> None:
     del outputs
     gc.collect()
     assert [each() for each in held] == [None] * len(held)
+
+
+@pytest.mark.parametrize("policy", ["eager", "piecewise", "full"])
+def test_outputs_do_not_keep_the_model(policy: str) -> None:
+    """Who holds a step's outputs after release can still wait for them, and holds neither weights nor KV."""
+
+    def executor(model: Any) -> AscendExecutor:
+        model, library = on_ascend(model)
+        return AscendExecutor(model, library=library)
+
+    assert kept_by_outputs(executor, policy) == []

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from kpolicy.executors.cuda import CudaExecutor, streams  # noqa: E402
 from kpolicy.executors.cuda import adapter as cuda_adapter  # noqa: E402
 from kpolicy.registry import GraphRegistry  # noqa: E402
-from tests.executors_launcher.checker import Checker, batcher_steps, load_family, plan  # noqa: E402
+from tests.executors_launcher.checker import Checker, batcher_steps, kept_by_outputs, load_family, plan  # noqa: E402
 from tests.fakes.torch_npu import fake_torch_npu  # noqa: E402
 
 
@@ -74,3 +74,10 @@ def test_a_failed_capture_leaves_the_device_usable() -> None:
     executor.release()
     assert streams._spare
     assert not executor.adapter._pools
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("policy", ["eager", "piecewise", "full"])
+def test_outputs_do_not_keep_the_model(policy: str) -> None:
+    """Who holds a step's outputs after release holds neither weights nor KV: another model needs their memory."""
+    assert kept_by_outputs(lambda model: CudaExecutor(model, device="cpu"), policy) == []

@@ -5,14 +5,17 @@ Shared with `benchmarks/random_steps.py`.
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from kpolicy.decision import Decision, Launch
+from kpolicy.engine import Engine
 from kpolicy.executors.base import StepInputs, StepOutputs
 from kpolicy.executors.cpu import CpuExecutor
 from kpolicy.executors.runner import part_of
@@ -57,6 +60,37 @@ def opened(model: Any, keys: Sequence[GraphKey] | None = None, **options: Any) -
     executor.open(registry)
     executor.capture(keys)
     return executor, registry
+
+
+def kept_by_outputs(make: Callable[[Any], Any], policy: str, family: str = "llama") -> list[str]:
+    """What somebody who holds a step's outputs keeps, once the Engine is released and forgotten.
+
+    Args:
+        make: an executor for the model.
+        policy: of the Engine.
+        family: of the model.
+    """
+
+    def stepped() -> tuple[StepOutputs, dict[str, Any]]:
+        model = load_family(family)
+        executor, settings = make(model), Settings(max_num_reqs=4, max_num_tokens=32)
+        engine = Engine(policy, executor=executor, settings=settings, calibrate=0, ladder=[4, 8])
+        engine.capture()
+        batcher = Batcher(settings, num_blocks=8)
+        batcher.add(Generation(0, [3, 5, 7], 2))
+        batch = batcher.next_batch()
+        assert batch is not None
+        outputs = engine.step(batch.inputs)
+        outputs.outputs[0].tolist()
+        refs = {"model": weakref.ref(model), "adapter": weakref.ref(executor.adapter)}
+        engine.release()
+        return outputs, refs
+
+    outputs, refs = stepped()
+    gc.collect()
+    kept = [name for name, ref in refs.items() if ref() is not None]
+    assert outputs.ready[0].done()
+    return kept
 
 
 def eager_part(executor: CpuExecutor, launch: Launch, inputs: StepInputs) -> Any:

@@ -19,7 +19,7 @@ from kpolicy.modes import Part  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphRegistry  # noqa: E402
 from kpolicy.testing import EXECUTOR_CHECKS  # noqa: E402
-from tests.executors_launcher.checker import Checker, batcher_steps, load_family, plan  # noqa: E402
+from tests.executors_launcher.checker import Checker, batcher_steps, kept_by_outputs, load_family, plan  # noqa: E402
 from tests.executors_launcher.conftest import SMALL  # noqa: E402
 from tests.fakes.torch_xpu import fake_accelerator, fake_xpu  # noqa: E402
 
@@ -55,6 +55,13 @@ def test_a_failed_capture_leaves_the_device_usable(make: Any, library: Any) -> N
     assert len(registry.captured()) == len(keys) - 1
     executor.capture([key for key in keys if key not in registry.captured()])
     assert len(registry.captured()) == len(keys)
+
+
+@pytest.mark.parametrize("policy", ["eager", "piecewise", "full"])
+@pytest.mark.parametrize(("make", "library"), KINDS)
+def test_outputs_do_not_keep_the_model(make: Any, library: Any, policy: str) -> None:
+    """Who holds a step's outputs after release holds neither weights nor KV."""
+    assert kept_by_outputs(lambda model: make(model, library=library()), policy) == []
 
 
 def test_what_the_adapter_calls_is_torchs_own() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -25,7 +25,7 @@ from kpolicy.executors.ascend.tasks import GraphTasks, TaskStore, UpdateWay, rec
 from kpolicy.executors.ascend.updates import TIMEOUT_S, UpdateOrder, Updater
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.stream_adapter import CudaGraph, Statics, StreamAdapter
-from kpolicy.executors.faults import Fault
+from kpolicy.executors.faults import Fault, Faults
 from kpolicy.executors.importing import first_line, not_there, why_broken
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
@@ -116,7 +116,6 @@ class AscendAdapter(StreamAdapter):
         self._key: GraphKey | None = None
         self._tasks: GraphTasks | None = None
         self._noting: AbstractContextManager[None] | None = None
-        self._stall: tuple[tuple[GraphKey, ...], str] | None = None
 
     @property
     def order(self) -> UpdateOrder:
@@ -211,13 +210,10 @@ class AscendAdapter(StreamAdapter):
         Raises:
             UpdateStallError: it isn't, and graphs that wait for their updates may be why; also in every later call.
         """
-        self._check_lost()
-        try:
-            self._updater.finish(point)
-        except UpdateStallError as stall:
-            # In words: an error that is raised again and again holds the frames of every time.
-            self._stall = stall.keys, str(stall)
-            raise
+        self._finisher()(point)
+
+    def _finisher(self) -> Callable[[Any], None]:
+        return partial(_finish, self._updater, self._faults)
 
     def _synchronise(self) -> None:
         """Wait until nothing runs; a graph that waits for ever is found after the time limit, and let go."""
@@ -227,8 +223,7 @@ class AscendAdapter(StreamAdapter):
         super()._synchronise()
 
     def _check_lost(self) -> None:
-        if self._stall is not None:
-            raise UpdateStallError(*self._stall)
+        self._updater.check_stall()
         super()._check_lost()
 
     def discard(self, pool: Any, graphs: Sequence[Any]) -> None:
@@ -260,9 +255,14 @@ class AscendAdapter(StreamAdapter):
             UpdateStallError: an earlier step stalled. A replay after it would wait for ever too, with nobody to signal
                 it.
         """
-        if self._stall is not None:
-            self._check_lost()
+        self._updater.check_stall()
         self.rows = rows
+
+
+def _finish(updater: Updater, faults: Faults, point: Any) -> None:
+    updater.check_stall()
+    faults.check_lost()
+    updater.finish(point)
 
 
 def _check_records(recorded: Any, tasks: GraphTasks) -> None:

@@ -41,6 +41,7 @@ from typing import Any
 from kpolicy.errors import ConfigError, RegistryError, UpdateStallError
 from kpolicy.executors.ascend.lengths import HostRows
 from kpolicy.executors.ascend.tasks import GraphTasks, UpdateWay
+from kpolicy.keys import GraphKey
 
 __all__ = ["TIMEOUT_S", "UpdateOrder", "Updater"]
 
@@ -98,6 +99,7 @@ class Updater:
         self.order = order
         self.timeout_s = timeout_s
         self._recent: deque[tuple[Any, GraphTasks]] = deque(maxlen=_RECENT)
+        self._stall: tuple[tuple[GraphKey, ...], str] | None = None
 
     def replay(self, graph: Any, tasks: GraphTasks, rows: HostRows, stream: Any) -> None:
         """Replay a graph on the current stream with those rows' host arguments.
@@ -142,13 +144,19 @@ class Updater:
         kept = [each for each in self._recent if id(each[1]) not in gone]
         self._recent = deque(kept, maxlen=_RECENT)
 
+    def check_stall(self) -> None:
+        """Raise the UpdateStallError that there was, if any."""
+        if self._stall is not None:
+            raise UpdateStallError(*self._stall)
+
     def finish(self, point: Any) -> None:
         """Block the host until an event, or a stream, is done.
 
         Raises:
-            UpdateStallError: it isn't after the time limit, and graphs with tasks were replayed. They are signalled, so
-                that the device goes on; what they computed is worthless.
+            UpdateStallError: it isn't after the time limit, and graphs with tasks were replayed; also in every later
+                call. They are signalled, so that the device goes on; what they computed is worthless.
         """
+        self.check_stall()
         if not self._recent:
             point.synchronize()
             return
@@ -166,13 +174,15 @@ class Updater:
         self._free(recent)
         keys = list(dict.fromkeys(tasks.key for _, tasks in reversed(recent)))
         ways = ", ".join(dict.fromkeys(str(tasks.way) for _, tasks in recent))
-        return UpdateStallError(
-            keys,
+        said = (
             f"a stream isn't done after {waited:.3g} s (update_timeout_s={self.timeout_s:g}), so a graph likely waits "
             f"for host arguments that were never signalled. Replayed last: {', '.join(map(str, keys))}; order "
             f"{self.order}, way {ways}. The step's results are lost. Start a new process with another update_order "
-            f"(known: {', '.join(map(str, UpdateOrder))}), or raise update_timeout_s if steps may take so long.",
+            f"(known: {', '.join(map(str, UpdateOrder))}), or raise update_timeout_s if steps may take so long."
         )
+        # In words: an error that is raised again and again holds the frames of every time.
+        self._stall = tuple(keys), said
+        return UpdateStallError(*self._stall)
 
     def _free(self, recent: Sequence[tuple[Any, GraphTasks]]) -> None:
         """Signal every task of those replays, on a stream that waits for nothing."""

@@ -99,7 +99,7 @@ class CudaAdapter(StreamAdapter):
         spare = self._spare
         point = spare.pop() if spare else Recorder()
         point.record(self._current() if stream is None else stream)
-        return CudaEvent(self, point, spare)
+        return CudaEvent(point, spare)
 
     def span(self) -> Span:
         handle = self._raw_stream(self._index)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import methodcaller
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,13 +14,14 @@ from kpolicy.executors.cuda.failures import classify
 from kpolicy.executors.device import Failure
 from kpolicy.executors.importing import first_line
 
-if TYPE_CHECKING:
-    from kpolicy.executors.cuda.stream_adapter import StreamAdapter
-
-__all__ = ["MOST_SPARE", "CudaEvent", "CudaSpan", "Points", "Recorder", "StreamEvent", "meant", "new_span"]
+__all__ = [
+    "MOST_SPARE", "CudaEvent", "CudaSpan", "Points", "Recorder", "StreamEvent", "finish", "meant", "new_span",
+]  # fmt: skip
 
 MOST_SPARE = 64
 """Events that are kept to be used again"""
+finish: Callable[[Any], None] = methodcaller("synchronize")
+"""Blocks the host until the library's event is done"""
 
 
 class Recorder:
@@ -104,16 +106,22 @@ new_span: Callable[[], CudaSpan] = partial(object.__new__, CudaSpan)
 class StreamEvent:
     """A point on a stream.
 
+    It keeps nothing of its adapter, which has the model's weights: a step's outputs have it for as long as they live.
+
     Args:
-        adapter: the stream's device.
         event: the library's event, recorded there.
+        classify: what an error of the library means.
+        finish: blocks the host until that event is done.
     """
 
-    __slots__ = ("_adapter", "_event")
+    __slots__ = ("_classify", "_event", "_finish")
 
-    def __init__(self, adapter: StreamAdapter, event: Any) -> None:
-        self._adapter = adapter
+    def __init__(
+        self, event: Any, classify: Callable[[BaseException], Failure], finish: Callable[[Any], None]
+    ) -> None:  # fmt: skip
         self._event = event
+        self._classify = classify
+        self._finish = finish
 
     def done(self) -> bool:
         """Whether the stream has passed it.
@@ -124,14 +132,14 @@ class StreamEvent:
         try:
             return bool(self._event.query())
         except RuntimeError as error:
-            raise meant(error, self._adapter.classify) from error
+            raise meant(error, self._classify) from error
 
     def wait(self) -> None:
         """Block the host until the stream has passed it. Raises as `done`."""
         try:
-            self._adapter.finish(self._event)
+            self._finish(self._event)
         except RuntimeError as error:
-            raise meant(error, self._adapter.classify) from error
+            raise meant(error, self._classify) from error
 
     def hold(self, stream: Any) -> None:
         """Let a stream wait for the point."""
@@ -149,7 +157,6 @@ class CudaEvent(StreamEvent):
     """A point on a CUDA stream.
 
     Args:
-        adapter: the stream's device.
         point: the event that was recorded there.
         spare: takes it when nobody looks at the point any more, to be used again: making one takes longer than all
             else that a step asks of it.
@@ -157,9 +164,10 @@ class CudaEvent(StreamEvent):
 
     __slots__ = ("_point", "_spare")
 
-    def __init__(self, adapter: StreamAdapter, point: Recorder, spare: list[Recorder]) -> None:
-        self._adapter = adapter
+    def __init__(self, point: Recorder, spare: list[Recorder]) -> None:
         self._event = point.event
+        self._classify = classify
+        self._finish = finish
         self._point = point
         self._spare = spare
 

@@ -22,7 +22,7 @@ import torch
 from kpolicy.errors import CaptureError, RegistryError
 from kpolicy.executors.addresses import Address, addresses_of, check_moved
 from kpolicy.executors.base import ProbeReport, ProbeStatus
-from kpolicy.executors.cuda.events import StreamEvent
+from kpolicy.executors.cuda.events import StreamEvent, finish
 from kpolicy.executors.cuda.failures import classify_by_words
 from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of
 from kpolicy.executors.device import Failure, MemoryReport, Span
@@ -204,7 +204,7 @@ class StreamAdapter:
     def event(self, stream: Any = None) -> StreamEvent:
         point = self.device_module.Event(enable_timing=True)
         point.record(self._current() if stream is None else stream)
-        return StreamEvent(self, point)
+        return StreamEvent(point, self._classify, self._finisher())
 
     def span(self) -> Span:
         return EventSpan(self)
@@ -212,9 +212,9 @@ class StreamAdapter:
     def wait(self, event: Any) -> None:
         event.hold(self._current())
 
-    def finish(self, point: Any) -> None:
-        """Block the host until the library's event, or stream, is done."""
-        point.synchronize()
+    def _finisher(self) -> Callable[[Any], None]:
+        """What blocks the host until an event of the library is done, without keeping the adapter."""
+        return finish
 
     def occupy(self, us: float) -> None:
         """Nothing: no library but CUDA's is known to have work of a given length.
