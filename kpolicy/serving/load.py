@@ -13,7 +13,10 @@ import torch
 from kpolicy.attention import AttentionSupport, Claims, LayerKind
 from kpolicy.attention.hf import from_hf_config, layer_kinds
 from kpolicy.errors import ConfigError, SupportError
+from kpolicy.executors.cpu.adapter import is_out_of_memory
+from kpolicy.executors.cuda.failures import classify_by_words
 from kpolicy.executors.importing import first_line
+from kpolicy.reasons import Reason
 from kpolicy.serving.checkpoint import has_weights, longest_request, read_config, read_weights
 from kpolicy.serving.hf_model import KvSize, LoadedModel
 from kpolicy.serving.kernels import Kernels, choose_kernels
@@ -119,12 +122,19 @@ def _over_kv(
             for index, spec in enumerate(specs)
         ]
     except (RuntimeError, MemoryError) as error:
+        if not _no_memory(error):
+            raise
         raise ConfigError(
             f"there is no room on {like.device} for the KV of {len(specs)} layers in {kv.num_blocks} blocks of "
-            f"{kv.block_size} tokens: {first_line(error)}. Give fewer blocks, or less of --kv-tokens."
+            f"{kv.block_size} tokens: {first_line(error)}. Give fewer blocks."
         ) from error
     support = from_hf_config(hf.config).meet(kernels.support(latent=any(latent)))
     return LoadedModel(hf, layers, support, kv, folder)
+
+
+def _no_memory(error: Exception) -> bool:
+    """Whether the device has no memory for what was asked of it."""
+    return is_out_of_memory(error) or classify_by_words(error).reason is Reason.CAPTURE_OUT_OF_MEMORY
 
 
 def _measure_crossover(model: LoadedModel, kernels: Kernels) -> None:

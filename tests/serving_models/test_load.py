@@ -493,15 +493,44 @@ def test_whole_numbers_of_other_libraries_are_taken() -> None:
     assert type(model.num_slots) is int
 
 
-def test_kv_that_there_is_no_memory_for_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("out of memory\nmore of it"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Out of it: no"),
+        RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError("out of address space"),
+    ],
+)
+def test_kv_that_there_is_no_memory_for_is_an_error_of_ours(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device refuses the KV, the error says how much of it was asked for and what to give less of."""
 
     def refuse(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("out of memory\nmore of it")
+        raise error
 
     monkeypatch.setattr(loading, "layer_cache", refuse)
-    with pytest.raises(ConfigError, match=r"no room on cpu for the KV of 3 layers in 16 blocks of 4 .*: out of .*Give"):
+    words = r"no room on cpu for the KV of 3 layers in 16 blocks of 4 .*: .*[Oo]ut of .*Give fewer blocks\.$"
+    with pytest.raises(ConfigError, match=words):
         load(FAMILIES["llama"], **SMALL)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        NotImplementedError("Could not run 'aten::empty.memory_format' with arguments from the 'FOO' backend"),
+    ],
+)
+def test_an_error_of_kv_that_is_not_of_memory_goes_on(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that was lost, or has no such operator, isn't told as too many blocks."""
+
+    def refuse(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(loading, "layer_cache", refuse)
+    with pytest.raises(type(error)) as caught:
+        load(FAMILIES["llama"], **SMALL)
+    assert caught.value is error
 
 
 @pytest.mark.parametrize(

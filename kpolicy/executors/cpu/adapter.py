@@ -318,7 +318,7 @@ class CpuAdapter:
         meant = known(error)
         if meant is not None:
             return meant
-        return Failure(Reason.CAPTURE_OUT_OF_MEMORY if _is_out_of_memory(error) else Reason.CAPTURE_FAILED, False)
+        return Failure(Reason.CAPTURE_OUT_OF_MEMORY if is_out_of_memory(error) else Reason.CAPTURE_FAILED, False)
 
 
 def _fail_midway(place: int) -> None:
@@ -326,7 +326,7 @@ def _fail_midway(place: int) -> None:
         raise RuntimeError("injected fault mid_segment")
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host's memory ran out: torch's CPU allocator says so in words only (c10/core/impl/alloc_cpu.cpp)."""
     if isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError)):
         return True
