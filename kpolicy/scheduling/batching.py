@@ -175,11 +175,12 @@ class Batcher:
         """Queue a request.
 
         Raises:
-            ConfigError: it can never fit into KV, hand it back to whoever sent it; or it was added before.
+            ConfigError: it can never fit into KV, hand it back to whoever sent it; or it was added before. One that
+                was cancelled while it waited may come again.
         """
         if request.added:
             raise ConfigError(
-                f"request {request.index} was added before, and would be in a step twice; make a new Generation of it."
+                f"request {request.index} was added before, and what steps made of it stays; make a new Generation."
             )
         if not self.fits(request.num_prompt, request.output_tokens):
             raise ConfigError(
@@ -198,6 +199,8 @@ class Batcher:
         for request in self.waiting:
             if request.index == index:
                 self.waiting.remove(request)
+                # It has no blocks and is in no step, also where it was preempted: it may come again.
+                request.added = False
                 return True
         return False
 

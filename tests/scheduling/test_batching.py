@@ -351,6 +351,18 @@ def test_requests_without_tokens_are_refused(tokens: list[int], output: int) -> 
         Generation(3, tokens, output)
 
 
+def test_a_request_cancelled_while_it_waits_may_come_again() -> None:
+    """Nobody has it then; one whose step runs keeps what came of it, and its error says so."""
+    batcher, request = Batcher(Settings(), num_blocks=4, block_size=4), Generation(0, [1, 2], 2)
+    batcher.add(request)
+    assert batcher.cancel(0)
+    batcher.add(request)
+    assert batcher.next_batch() is not None
+    assert batcher.cancel(0)
+    with pytest.raises(ConfigError, match="request 0 was added before, and what steps made of it stays"):
+        batcher.add(request)
+
+
 def test_a_request_is_added_once() -> None:
     """Twice in one step it would write its KV twice and take two tokens; one that was refused may come again."""
     batcher, small = Batcher(Settings(), num_blocks=4, block_size=4), Batcher(Settings(), num_blocks=1, block_size=4)
