@@ -27,6 +27,7 @@ from kpolicy.policies.auto import AutoPolicy
 from kpolicy.reasons import Reason
 from kpolicy_vllm.state import LOGGER, State, workers_apart
 from kpolicy_vllm.steps import Step, numbers_of
+from kpolicy_vllm.versions.names import wrapped
 
 __all__ = ["Lazy", "attach", "first", "thin", "why_not"]
 
@@ -126,13 +127,18 @@ class Lazy:
         state: the integration's.
         capture: captures what the dispatcher lists, as vLLM does at start-up; bytes it took.
         wait: until the device has done all.
+        wrapped: whether each of vLLM's wrappers of a part has the graph of a descriptor.
     """
 
-    def __init__(self, runner: Any, state: State, capture: Callable[[], Any], wait: Callable[[], None]) -> None:
+    def __init__(
+        self, runner: Any, state: State, capture: Callable[[], Any], wait: Callable[[], None],
+        wrapped: Callable[[Any, Part], list[bool]],
+    ) -> None:  # fmt: skip
         self._runner = runner
         self._state = state
         self._capture = capture
         self._wait = wait
+        self._wrapped = wrapped
         self._steps = 0
         self._seen: dict[Step, int] = {}
         self._missed: Counter[GraphKey] = Counter()
@@ -210,9 +216,16 @@ class Lazy:
         return True
 
     def _lacks(self, key: GraphKey) -> bool:
-        """Whether the second runner's manager, which replays FULL graphs from a list of its own, hasn't that one."""
-        graphs = getattr(self._state.dispatcher, "graphs", None)
-        return graphs is not None and key.part is Part.FULL and self._state.dispatcher.desc_of[key][1] not in graphs
+        """Whether vLLM passed that size over: neither its wrappers have the graph, nor the second runner's manager.
+
+        Where no wrapper of vLLM's own has any graph of that part, nothing tells.
+        """
+        dispatcher = self._state.dispatcher
+        desc, graphs = dispatcher.desc_of[key][1], getattr(dispatcher, "graphs", None)
+        if key.part is Part.FULL and graphs is not None:
+            return desc not in graphs
+        found = self._wrapped(desc, key.part)
+        return bool(found) and not any(found)
 
     def _select_of_all(self) -> Any:
         """The policy as if every planned graph were captured; None where it can't be prepared."""
@@ -244,7 +257,7 @@ def attach(runner: Any, state: State) -> None:
         finally:
             monitor.set_cudagraph_capturing_enabled(False)
 
-    lazy = Lazy(runner, state, capture, torch.accelerator.synchronize)
+    lazy = Lazy(runner, state, capture, torch.accelerator.synchronize, wrapped)
     lazy.prepare()
     execute = runner.execute_model
 

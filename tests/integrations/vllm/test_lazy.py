@@ -13,6 +13,7 @@ from kpolicy.modes import Part
 from kpolicy.reasons import Reason
 from kpolicy.registry import GraphState
 from kpolicy.settings import Settings
+from kpolicy_vllm import lazy
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.dispatch import Chooser
 from kpolicy_vllm.lazy import LOOK, Lazy, attach, first, thin, why_not
@@ -63,6 +64,7 @@ class Server:
         self.fails = fails
         self.waited = 0
         self.captures: list[list[str]] = []
+        self.passed_over = ""
         thin(self.dispatcher, self.state)
         self.capture()
         for key in (DECODE[-1], PIECES[-1]):
@@ -75,10 +77,15 @@ class Server:
                 host_full=HostCost(10.0), host_piecewise=HostCost(50.0), host_eager=HostCost(5000.0),
             )
         )  # fmt: skip
-        self.lazy = Lazy(None, self.state, self.capture, self.wait)
+        self.lazy = Lazy(None, self.state, self.capture, self.wait, self.wrapped)
 
     def wait(self) -> None:
         self.waited += 1
+
+    def wrapped(self, desc: str, part: Part) -> list[bool]:
+        """As vLLM's wrappers have them: one of pieces, and one of whole graphs."""
+        own = {listed for each in self.captures for listed in each if listed.startswith(part.name)}
+        return [desc in own - {self.passed_over}] if own else []
 
     def capture(self) -> int:
         if self.fails and self.captures:
@@ -141,6 +148,18 @@ def test_a_failed_capture_is_said_once_and_not_repeated() -> None:
     assert (record.state, record.reason) == (GraphState.FAILED, Reason.CAPTURE_FAILED)
 
 
+@pytest.mark.parametrize("key", [DECODE[4], PIECES[1]])
+def test_a_size_that_vllm_passed_over_is_not_taken(key: GraphKey) -> None:
+    """Its first replay would be a capture, which vLLM's guard forbids: it would end the server."""
+    server = Server()
+    server.passed_over = str(key)
+    assert not server.lazy.add(key)
+    assert key not in server.state.ladder.keys
+    assert server.state.registry.record(key).state is GraphState.FAILED
+    other = DECODE[3] if key.part is Part.FULL else PIECES[0]
+    assert server.lazy.add(other)
+
+
 def test_what_another_rank_could_not_capture_none_takes() -> None:
     server = Server()
     server.state.agree = lambda _ok: False
@@ -192,6 +211,7 @@ def test_vllm_s_guard_against_captures_is_up_again_after_each(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, monitor.__name__, monitor)
     server = Server(fails=fails)
+    monkeypatch.setattr(lazy, "wrapped", server.wrapped)
 
     class Runner:
         """vLLM's runner, whose capture lets captures be, as vLLM's does."""

@@ -12,6 +12,7 @@ from kpolicy.schemas import read_decision_log
 from kpolicy_vllm import plugin
 from kpolicy_vllm.lazy import Lazy
 from kpolicy_vllm.state import state_of
+from kpolicy_vllm.versions.names import wrapped
 from tests.integrations.vllm.real_runner import Backend, sized, vllm_config, vllm_of
 from tests.integrations.vllm.test_oracle_runner import attached
 from tests.oracle.wheels import VLLM_WHEELS
@@ -111,6 +112,21 @@ def attached_without_check(modules, config, runner):
         Adapter.check = check
 
 
+@contextmanager
+def wrapper_of(modules, runner):
+    """What vLLM's wrapper of pieces has, of the sizes that are captured."""
+    kinds = runner.compilation.CUDAGraphMode
+    descriptor = modules.module("forward_context").BatchDescriptor
+    entries = {descriptor(key.num_tokens): None for key in state_of(runner.vllm_config).ladder.piecewise}
+    wrapper = SimpleNamespace(runtime_mode=kinds.PIECEWISE, concrete_cudagraph_entries=entries)
+    module = modules.module("compilation.cuda_graph")
+    stock, module.CUDAGraphWrapper = module.CUDAGraphWrapper, SimpleNamespace(_all_instances=[wrapper])
+    try:
+        yield entries
+    finally:
+        module.CUDAGraphWrapper = stock
+
+
 def ask(runner, reqs, tokens, uniform):
     more = {} if runner.version == "0.23" else {"num_active_loras": 0}
     desc = runner.cudagraph_manager.dispatch(reqs, tokens, uniform, **more)
@@ -207,7 +223,7 @@ def test_lazy(release):
     assert len(state.ladder) == sum(map(len, manager._capture_descs.values())) < planned
     assert not {key for key, (_, desc) in manager.desc_of.items() if desc in manager.graphs} - {*state.ladder.keys}
     before, listed = set(manager.graphs), manager._capture_descs
-    lazy = Lazy(runner, state, partial(Runner.capture_model, runner), lambda: None)
+    lazy = Lazy(runner, state, partial(Runner.capture_model, runner), lambda: None, wrapped)
     for part in (Part.FULL, Part.PIECEWISE):
         key = min((key for key in manager.desc_of if key.part is part), key=lambda key: key.num_tokens)
         runner.forwards.clear()
@@ -219,16 +235,22 @@ def test_lazy(release):
     assert manager._capture_descs is listed
 
 
-def test_lazy_takes_nothing_that_was_not_captured(release):
-    """A size that vLLM passed over would end the server at its first replay."""
+@pytest.mark.parametrize("part", [Part.FULL, Part.PIECEWISE])
+def test_lazy_takes_nothing_that_was_not_captured(release, part):
+    """A size that vLLM passed over would end the server: the manager's list tells it of graphs, wrappers of pieces."""
     runner = served(release, kpolicy={"policy": "full_and_piecewise", "lazy": True, "lazy_graphs": 2})
     manager, state = runner.cudagraph_manager, state_of(runner.vllm_config)
     runner.capture_model()
-    lazy = Lazy(runner, state, lambda: 0, lambda: None)
-    key = min((key for key in manager.desc_of if key.part is Part.FULL), key=lambda key: key.num_tokens)
-    assert not lazy.add(key)
-    assert key not in state.ladder.keys
-    assert state.counters.counts["lazy_capture_failed"] == 1
+    with wrapper_of(release[1], runner) as entries:
+        lazy = Lazy(runner, state, lambda: 0, lambda: None, wrapped)
+        keys = sorted((key for key in manager.desc_of if key.part is part), key=lambda key: key.num_tokens)
+        assert not lazy.add(keys[0])
+        assert keys[0] not in state.ladder.keys
+        assert state.counters.counts["lazy_capture_failed"] == 1
+        if part is Part.PIECEWISE:
+            desc = manager.desc_of[keys[1]][1]
+            entries[release[1].module("forward_context").BatchDescriptor(desc.num_tokens)] = None
+            assert lazy.add(keys[1])
 
 
 def test_vllm_looks_up_our_ladders(release):

@@ -8,6 +8,8 @@ from typing import Any
 
 import attrs
 
+from kpolicy.modes import Part
+
 __all__ = ["Names"]
 
 
@@ -33,15 +35,22 @@ def _work_beside() -> bool:
     return getattr(import_module("vllm.utils.torch_utils"), "_aux_stream", None) is not None
 
 
+def wrapped(desc: Any, part: Part) -> list[bool]:
+    """Of each of vLLM's own wrappers that has graphs of that part: has it that descriptor's, or piece of its size?
+
+    Nothing where none has any: the second runner's whole graphs are its manager's, and other wrappers aren't asked.
+    """
+    wrapper = import_module("vllm.compilation.cuda_graph").CUDAGraphWrapper
+    mode = import_module("vllm.config.compilation").CUDAGraphMode[part.name]
+    found = [each.concrete_cudagraph_entries for each in wrapper._all_instances if each.runtime_mode == mode]
+    if part is Part.FULL:
+        return [desc in entries for entries in found if entries]
+    return [any(entry.num_tokens == desc.num_tokens for entry in entries) for entries in found if entries]
+
+
 def _num_pieces(desc: Any) -> int:
     """Pieces that were captured for that descriptor's size, of either runner."""
-    wrapper = import_module("vllm.compilation.cuda_graph").CUDAGraphWrapper
-    modes = import_module("vllm.config.compilation").CUDAGraphMode
-    return sum(
-        any(entry.num_tokens == desc.num_tokens for entry in each.concrete_cudagraph_entries)
-        for each in wrapper._all_instances
-        if each.runtime_mode == modes.PIECEWISE
-    )
+    return sum(wrapped(desc, Part.PIECEWISE))
 
 
 def _broadcast(value: Any) -> Any:
