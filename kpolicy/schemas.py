@@ -538,13 +538,36 @@ def _read_log(data: bytes, label: str, kind: type[E], name: str) -> Log[E]:
         else:
             entry = _structure(data_of_line, kind, where)
             if isinstance(entry, DecisionEntry):
-                _structure(dict(entry.decision), _Decided, f"{where}, decision")
+                if not _well_decided(entry.decision):
+                    _structure(dict(entry.decision), _Decided, f"{where}, decision")
             else:
                 _check_step(entry, where)
             entries.append(entry)
     if ended and rest:
         raise SchemaError(f"{name} goes on after its last line; two logs in one file can't be read.")
     return Log(header, tuple(entries), not ended)
+
+
+_ROWS = frozenset(each.value for each in Rows)
+_TEXT_OR_NONE = (str, type(None))
+
+
+def _well_decided(decision: Mapping[str, Any]) -> bool:
+    """Whether `_Decided` takes a decision, in a tenth of the time; where this says no, that says why, or takes it."""
+    look = decision.get
+    mode, form, why, launches = look("mode"), look("form"), look("why", ""), look("launches", [])
+    if type(mode) is not str or type(why) is not str or type(form) not in _TEXT_OR_NONE or type(launches) is not list:
+        return False
+    for launch in launches:
+        if type(launch) is not dict:
+            return False
+        rows, look = launch.get("rows"), launch.get
+        if type(rows) is not str or rows not in _ROWS or type(look("graph")) not in _TEXT_OR_NONE:
+            return False
+        counts = look("tokens", 0), look("padding", 0), look("stream", 0), look("repeat", 1)
+        if any(type(count) is not int for count in counts) or min(counts) < 0 or counts[3] < 1:
+            return False
+    return True
 
 
 _TIMES = ("device_us", "host_us", "cycle_us", "host_work_us", "start_us")

@@ -716,3 +716,47 @@ def test_a_log_takes_entries_of_its_own_kind(tmp_path: Path) -> None:
     said = r"entry 0 of .*d\.jsonl is StepEntry.*it takes a DecisionEntry"
     with DecisionLogWriter(tmp_path / "d.jsonl") as writer, pytest.raises(ConfigError, match=said):
         writer.write(step)  # type: ignore[arg-type]
+
+
+_RIGHT = {
+    "mode": "split", "form": "in_turn", "why": "", "assumes": [],
+    "launches": [{"rows": "decode", "graph": None, "tokens": 1, "padding": 0, "stream": 0, "repeat": 1}],
+}  # fmt: skip
+_VALUES = ("all", "x", "", None, True, 1.0, -1, 0, 1, [], {}, [{}], [{"rows": "all"}], [[]], [None])
+
+
+def test_decisions_that_are_plainly_right_are_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a log makes each entry once: whose decision looks right isn't made a second time to see that."""
+    assert schemas._well_decided(_RIGHT)
+    with DecisionLogWriter(tmp_path / "log", LogHeader()) as log:
+        for _ in range(3):
+            log.write(DecisionEntry(shape=BatchShape.decode(1), decision=_RIGHT, reason="r"))
+    structured = schemas._structure
+    made: list[Any] = []
+    monkeypatch.setattr(schemas, "_structure", lambda *args: made.append(args[1]) or structured(*args))
+    assert len(read_decision_log(tmp_path / "log").entries) == 3
+    assert made.count(DecisionEntry) == 3
+    assert schemas._Decided not in made
+
+
+def test_what_looks_right_of_a_decision_is_right() -> None:
+    """The quick look takes nothing that is refused otherwise, whichever field holds what."""
+    launch = _RIGHT["launches"][0]
+    wrong = 0
+    for value in _VALUES:
+        decisions = [{**_RIGHT, name: value} for name in _RIGHT]
+        decisions += [{**_RIGHT, "launches": [launch, {**launch, name: value}]} for name in launch]
+        decisions += [{name: value for name in _RIGHT if name != left} for left in _RIGHT]
+        for decision in decisions:
+            if not _taken(decision):
+                wrong += 1
+                assert not schemas._well_decided(decision), decision
+    assert wrong > 50
+
+
+def _taken(decision: dict[str, Any]) -> bool:
+    try:
+        schemas._structure(decision, schemas._Decided, "a decision")
+    except SchemaError:
+        return False
+    return True
