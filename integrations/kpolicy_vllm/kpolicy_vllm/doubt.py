@@ -19,8 +19,8 @@ __all__ = ["SLOWER_HOST", "clearly_cheaper", "surely_cheaper"]
 
 SLOWER_HOST = 1.78
 """Launching EAGER on slow cores of H200s' hosts, over what it took in calibration: the highest of five medians, each of
-steps beside which the host's fixed work took about as long, so that half of those took longer. That of pieces was 1.73
-(docs/measured_fidelity.md)."""
+steps beside which the host's fixed work took about as long, so that half of those took longer. Pieces took up to 1.92
+times as long on the slowest of these hosts, where no EAGER step was told by classes (docs/measured_fidelity.md)."""
 
 
 def clearly_cheaper(costs: CostTable, key: GraphKey | None, than: GraphKey | None, numbers: BatchNumbers) -> bool:
