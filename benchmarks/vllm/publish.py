@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,6 +22,10 @@ from benchmarks.vllm.summary import compared
 from kpolicy.errors import ConfigError
 
 RAW = ("starts.jsonl", "raw.jsonl")
+ERROR = re.compile(r"(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: .*)?)$")
+"""The line of an error below its traceback"""
+FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:]+/)+")
+"""Of an absolute path"""
 COMMANDS = (
     "python -m benchmarks.vllm.starts --model FOLDER --plan FILE --out OUT",
     "python -m benchmarks.vllm.stock_vs_kpolicy --models FOLDER --traces FOLDER --plan FILE --sides SIDES --out OUT",
@@ -61,7 +66,20 @@ def checks(folders: Iterable[Path]) -> list[dict[str, Any]]:
         if path.exists():
             written = json.loads(path.read_text())
             found |= {result["model"]: {"date": written["date"], **result} for result in written["results"]}
-    return list(found.values())
+    return [in_short(result) for result in found.values()]
+
+
+def in_short(check: dict[str, Any]) -> dict[str, Any]:
+    """A check, of whose failures the first line and the error are kept, without folders of the machine."""
+    failed = {label: _error(text) for label, text in check.get("failed", {}).items()}
+    return {**check, "failed": failed} if failed else check
+
+
+def _error(text: str) -> str:
+    """Which engine ended how, and the last error that its output has; its last line where it has none."""
+    first, *rest = text.strip().splitlines() or [""]
+    errors = [found[1] for found in map(ERROR.match, rest) if found is not None]
+    return FOLDERS.sub("", " ".join([first, *(errors or rest)[-1:]]))
 
 
 def calls(folders: Iterable[Path], rows: Sequence[dict[str, Any]], target: Path) -> list[dict[str, Any]]:

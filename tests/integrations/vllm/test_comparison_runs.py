@@ -375,6 +375,21 @@ def test_folders_of_several_calls_are_published_together(tmp_path: Path, capsys:
     assert not (tmp_path / "no").exists()
 
 
+def test_a_published_failure_is_the_error_without_its_traceback() -> None:
+    """Folders of the machine aren't published; an address stays."""
+    frames = '[rank0]:   File "/tmp/site/vllm/serial_utils.py", line 5, in run\n[rank0]:     run()\n[rank0]:    ^^^'
+    error = "AssertionError: No cudagraph for Desc(n=16) in /opt/torch/lib/site-packages/vllm/graphs.py"
+    tail = "INFO 1 step\nWARNING: see https://pytorch.org/docs/stable/it.html"
+    told = f"llama kpolicy ended with 1:\n{frames}\n[rank0]: {error}\n{tail}"
+    check = {"model": "m", "failed": {"lazy": told, "twice": "m twice: no answer in 120 s", "paced": f"ended:\n{tail}"}}
+    assert publish.in_short(check)["failed"] == {
+        "lazy": "llama kpolicy ended with 1: AssertionError: No cudagraph for Desc(n=16) in graphs.py",
+        "twice": "m twice: no answer in 120 s",
+        "paced": "ended: WARNING: see https://pytorch.org/docs/stable/it.html",
+    }
+    assert publish.in_short({"model": "m"}) == {"model": "m"}
+
+
 def test_what_was_published_before_stays_unless_it_was_measured_again(tmp_path: Path) -> None:
     """Loads are kept or replaced whole, of any number of requests, so that no pair is of two calls; checks by model."""
     results = tmp_path / "results"
