@@ -418,9 +418,10 @@ def _slope(cases: Sequence[Case]) -> AttentionCost:
 def _hosts(*kinds: Sequence[Case]) -> list[HostCost]:
     """Host time of each kind of launch: what it takes to launch, and what a row takes besides.
 
-    A row is its request's inputs and sample, the same work whatever launches the step, so steps of all kinds tell what
-    it takes: the median slope between two steps of a kind, weighted by the rows between them, as steps with nearly as
-    many differ by what the host happened to do. Each case was visited few times: no single one decides.
+    A row is its request's inputs and sample, the same work whatever launches the step, so one number is taken for all
+    kinds: the median slope between two steps of a kind, weighted by the rows between them, as steps with nearly as many
+    differ by what the host happened to do. Each case was visited few times: no single one decides. That is mostly whole
+    graphs' slope, whose cases have the most rows between them; other kinds' decides where those tell none.
     """
     points = [[(case.sampled, case.host_us()) for case in cases if case.times] for cases in kinds]
     slopes = sorted(

@@ -32,8 +32,8 @@ an H200 multiplies 512 tokens with as many. There what a step is padded by may t
 from `DENSE_FROM` to its limit, and above that, where vLLM pads nothing as it is eager, sizes `DENSE_STEP` apart."""
 DENSE_FROM = 128
 DENSE_STEP, DENSE_TO = 64, 1024
-"""Of a Llama-8B's steps those to 1,024 tokens took an H200 up to 22 ms, as long as launching them eagerly where the
-host was slow"""
+"""Of a Llama-8B's steps those to 1,024 tokens took an H200 up to 22 ms. Launching one eagerly took 19 ms by one
+calibration and 27 by another, on a core that was slow then."""
 LARGEST_MIXED = 512
 """Above this, attention of a whole graph's fixed shape is work that its rows may not need; pieces have none of it."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import statistics
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ FIGURES = {
     "requests_per_s": "requests/s", "gap_p50_ms": "gap p50 ms", "gap_p99_ms": "gap p99 ms",
     "ttft_p50_ms": "first token p50 ms", "ttft_p99_ms": "first token p99 ms",
 }  # fmt: skip
+CODE = ("llama8b", "code-2048")
 SHORT = 0.99
 """A ratio below it is bold"""
 SIMULATED = VLLM_LOADS | {
@@ -240,15 +243,28 @@ def test_the_page_tells_what_bounds_llama_s_code() -> None:
         return f"{sum(ms for prompts, kernel, _, ms in row['kernels'] if prompts and name in kernel) / busy:.0%}"
 
     assert f"products are {share('nvjet')} of that in stock, attention {share('FlashAttn')}" in told_there
-    by_second = {row[0]: row for row in found["clocks"]["rows"]}
-    busiest = [
-        max((row for second, row in by_second.items() if first <= second <= last), key=lambda row: row[1])
-        for first, last in (("16:00:01", "16:00:09"), ("16:00:57", "16:01:05"), ("16:01:53", "16:02:01"))
-    ]
+    busiest = [max(each, key=lambda row: row[1]) for each in code_turns(found["clocks"]["rows"])]
     assert "it drew {}, {} and {} W".format(*(row[1] for row in busiest)) in told_there
     assert {row[3] for row in busiest} == {1.0}
     low, *_, high = sorted(row[2] / 1e3 for row in busiest)
     assert f"at {low:.2f} to {high:.2f} GHz" in told_there
+
+
+def code_turns(clocks: list[Any], busy_w: int = 600, idle_s: int = 30) -> list[list[Any]]:
+    """The seconds of each round's turns of the code trace, which are its first and last as long as their rows say.
+
+    A round begins with the first busy second after so many that aren't; so does the start, before the rounds.
+    """
+    turns = [row for row in raw_of("vllm_stock_vs_kpolicy")["rows"] if (row["model"], row["load"]) == CODE]
+    lasted = [sum(row["wall_s"] for row in turns if row["repeat"] == n) for n in sorted({t["repeat"] for t in turns})]
+    seconds = [(datetime.fromisoformat(f"2026-11-23T{row[0]}").timestamp(), row) for row in clocks]
+    busy = [at for at, row in seconds if row[1] > busy_w]
+    begins = [at for before, at in itertools.pairwise(busy) if at - before > idle_s]
+    assert len(begins) == len(lasted)
+    return [
+        [row for at, row in seconds if begin <= at <= begin + took]
+        for begin, took in zip(begins, lasted, strict=True)
+    ]  # fmt: skip
 
 
 def test_the_page_tells_why_llama_s_chat_was_late() -> None:
@@ -282,7 +298,23 @@ def test_the_page_tells_why_llama_s_chat_was_late() -> None:
         "{stock:.1f} ms in stock, {again:.1f} in its second process and {kpolicy:.1f} in kpolicy".format(**by_request)
         in now
     )
-    assert "launching an eager step at 27 ms" in now
+    (call,) = [each for each in raw_of("vllm_stock_vs_kpolicy")["calls"] if "llama8b_paced" in each["costs"]]
+    launching = {
+        side: float(call["costs"][f"llama8b_{side}"].partition("host_eager=HostCost(base_us=")[2].partition(",")[0])
+        for side in ("kpolicy", "paced")
+    }
+    assert f"its calibration had launching an eager step at {launching['kpolicy'] / 1e3:.0f} ms" in now
+    assert f"`paced`, calibrated three seconds later, has {launching['paced'] / 1e3:.0f} ms" in now
+    first = raw_of("vllm_llama8b_chat_first")["rows"]
+    ours, stock = (
+        [f"{row['ttft_p50_ms']:.1f}" for row in sorted(first, key=lambda row: row["repeat"]) if row["side"] == side]
+        for side in ("kpolicy", "stock")
+    )
+    earlier = paragraph("**Chat had its median")
+    assert f"medians were {' and '.join(ours)} ms for {' and '.join(stock)} in stock" in earlier
+    ratios = [float(theirs) / float(own) for theirs, own in zip(stock, ours, strict=True)]
+    assert earlier.startswith(f" first token at {statistics.geometric_mean(ratios):.2f} in the call before (d11ce8d)")
+    assert f"{float(one) - float(others[0]):.1f} ms more" in earlier
     second = of_sides("stock again", "llama8b")
     words = " ".join(PAGE.split())
     for figure, before in (
