@@ -32,7 +32,7 @@ from kpolicy.policies import CompiledPolicy, Downgrade, Policy, PolicyContext, g
 from kpolicy.reasons import Basis
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Objective, Settings
-from kpolicy.shapes import BatchNumbers, BatchShape
+from kpolicy.shapes import BatchNumbers, BatchShape, plain_int
 
 if TYPE_CHECKING:
     from kpolicy.corrections import Correction
@@ -822,7 +822,7 @@ def _of_several(communicator: Communicator | None) -> Communicator | None:
     """The communicator where there are several ranks; with one there is nothing to agree on."""
     if communicator is None:
         return None
-    world_size = getattr(communicator, "world_size", None)
+    world_size = plain_int(getattr(communicator, "world_size", None))
     if type(world_size) is not int:
         raise ConfigError(
             f"communicator is {communicator!r:.80}; it takes a Communicator, such as "

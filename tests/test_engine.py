@@ -6,6 +6,7 @@ from threading import Thread
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as run_settings
@@ -35,6 +36,7 @@ from kpolicy.reasons import Basis, Reason
 from kpolicy.registry import GraphRegistry, GraphState
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchShape
+from kpolicy.testing.ranks import ThreadCommunicator, ThreadWorld
 from kpolicy.testing.sequences import Sequences
 from kpolicy.testing.strategies import cost_tables, shapes
 
@@ -383,3 +385,10 @@ def test_an_engine_that_cant_measure_says_so() -> None:
     assert simulated("auto", lazy=True).calibration_error.startswith("nothing to measure")
     for arguments in ({"calibrate": 0}, {"costs": analytic_costs()}, {"policy": "full"}):
         assert simulated(**{"policy": "auto", **arguments}).calibration_error == ""
+
+
+def test_a_communicator_may_count_its_ranks_in_numpys_numbers() -> None:
+    """As counts elsewhere; one rank has nothing to agree on."""
+    communicator: Any = ThreadCommunicator(ThreadWorld(1), 0)
+    communicator.world_size = np.int64(1)
+    assert Engine("eager", communicator=communicator).decide(BatchShape.decode(2)).mode is Mode.EAGER

@@ -18,6 +18,7 @@ from kpolicy.modes import Part
 from kpolicy.planning.histogram import Histogram, Sums
 from kpolicy.planning.ladder import Ladder, aligned_sizes, tied
 from kpolicy.settings import Settings
+from kpolicy.shapes import plain_int
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,12 +55,12 @@ class Layout:
     decode: Part | None = Part.FULL
     others: Part | None = Part.PIECEWISE
     query_lens: tuple[int, ...] = ()
-    decode_keys: int = 1
-    other_keys: int = 1
+    decode_keys: int = attrs.field(default=1, converter=plain_int)
+    other_keys: int = attrs.field(default=1, converter=plain_int)
     escape_when_cheaper: bool = False
     most_padding: int = 0
-    multiple_of: int = 1
-    decode_multiple_of: int = 1
+    multiple_of: int = attrs.field(default=1, converter=plain_int)
+    decode_multiple_of: int = attrs.field(default=1, converter=plain_int)
 
     def __attrs_post_init__(self) -> None:
         for name in ("multiple_of", "decode_multiple_of", "decode_keys", "other_keys"):

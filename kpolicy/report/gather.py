@@ -142,8 +142,8 @@ class _Asked:
 
 
 def gather(
-    traces: Sequence[Trace],
-    policies: Sequence[str] = ("auto", "vllm"),
+    traces: list[Trace] | tuple[Trace, ...],
+    policies: list[str] | tuple[str, ...] = ("auto", "vllm"),
     *,
     server: Server | None = None,
     costs: CostTable | None = None,

@@ -206,3 +206,11 @@ def test_decode_sizes_of_drafts_are_aligned_in_tokens() -> None:
         settings = Settings(max_num_reqs=64, max_num_tokens=512, num_speculative_tokens=drafts)
         layout = layout_of(get_policy("auto"), CLAIMS, settings, multiple_of=4)
         assert layout.decode_multiple_of == wanted
+
+
+def test_whole_numbers_of_numpy_are_taken_for_multiples() -> None:
+    """As everywhere else; what isn't whole is named."""
+    layout = Layout(multiple_of=np.int64(8), decode_keys=np.uint8(2))
+    assert (layout, type(layout.multiple_of)) == (Layout(multiple_of=8, decode_keys=2), int)
+    with pytest.raises(ConfigError, match=r"multiple_of is 1\.5"):
+        Layout(multiple_of=1.5)  # type: ignore[arg-type]
