@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kpolicy.decision import Decision, Launch
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows, SplitForm
-from kpolicy.observe import ModeStats, Stats, padding_per_token
+from kpolicy.observe import ModeStats, Stats, padding_per_token, padding_text
 from kpolicy.reasons import Basis, Reason
 from kpolicy.shapes import BatchNumbers, BatchShape
 
@@ -33,6 +33,11 @@ def test_padding_is_of_the_tokens_that_were_asked_for() -> None:
     assert padding_per_token(16 - 9, 9) == 7 / 9
     assert padding_per_token(0, 0) == padding_per_token(0, 5) == 0.0
     assert padding_per_token(8, 0) == math.inf
+
+
+def test_padding_without_tokens_is_told_as_all() -> None:
+    """No table shows a percentage without bound."""
+    assert [padding_text(*each) for each in ((7, 9), (0, 0), (8, 0))] == ["77.8%", "0.0%", "all"]
 
 
 def test_nothing_was_counted_yet() -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 from kpolicy.engine import Engine
 from kpolicy.explain import COLUMNS, Explanation
 from kpolicy.kv_span import outside_in_words
-from kpolicy.observe import ModeStats, padding_per_token
+from kpolicy.observe import ModeStats, padding_text
 from kpolicy.policies import Downgrade
 from kpolicy.reasons import Reason
 from kpolicy.scheduling.traces import Trace
@@ -156,7 +156,7 @@ def _summary(results: Sequence[RunResult]) -> Table:
             f"{result.step_us / 1e6:,.2f}",
             _pair(result.ttft_us),
             _pair(result.gap_us),
-            f"{padding_per_token(result.padding, result.tokens_computed):.1%}",
+            padding_text(result.padding, result.tokens_computed),
         )
     return table
 

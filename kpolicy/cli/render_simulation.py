@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kpolicy.cli.render import counted, grid, modes_table, reasons_table, say, show_run
-from kpolicy.observe import padding_per_token
+from kpolicy.observe import padding_text
 from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import SimResult, Spread
 
@@ -59,7 +59,7 @@ def _steps(results: Sequence[SimResult]) -> Table:
         share = host.us / result.step_us if result.step_us else 0.0
         table.add_row(
             result.policy, f"{result.steps:,}", f"{result.step_us / 1e6:,.2f}",
-            f"{padding_per_token(result.padding, result.tokens_computed):.1%}",
+            padding_text(result.padding, result.tokens_computed),
             f"{1 - share:.1%}" if result.steps else "-", f"{share:.1%}" if result.steps else "-",
             f"{result.started_after_s:,.1f}", f"{result.graphs:,}", f"{result.graphs_used:,}",
         )  # fmt: skip

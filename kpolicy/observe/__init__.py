@@ -3,6 +3,6 @@
 `events`, `metrics` and `perfetto` are modules of their own, imported by those who want them; docs/observe.md.
 """
 
-from kpolicy.observe.stats import ModeStats, Stats, padding_per_token
+from kpolicy.observe.stats import ModeStats, Stats, padding_per_token, padding_text
 
-__all__ = ["ModeStats", "Stats", "padding_per_token"]
+__all__ = ["ModeStats", "Stats", "padding_per_token", "padding_text"]

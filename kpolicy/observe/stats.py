@@ -14,7 +14,7 @@ from kpolicy.modes import Rows
 from kpolicy.reasons import Basis
 from kpolicy.shapes import BatchNumbers
 
-__all__ = ["TIME_BOUNDS_US", "ModeStats", "Stats", "StepTimes", "padding_per_token"]
+__all__ = ["TIME_BOUNDS_US", "ModeStats", "Stats", "StepTimes", "padding_per_token", "padding_text"]
 
 _ALL = Rows.ALL
 K = TypeVar("K", bound=str | tuple[str, str])
@@ -38,6 +38,12 @@ def padding_per_token(padding: int, tokens: int) -> float:
     if tokens:
         return padding / tokens
     return math.inf if padding else 0.0
+
+
+def padding_text(padding: int, tokens: int) -> str:
+    """`padding_per_token` in percent; "all" where every token is padding."""
+    share = padding_per_token(padding, tokens)
+    return "all" if share == math.inf else f"{share:.1%}"
 
 
 @attrs.define

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -36,7 +37,8 @@ def percent(share: float) -> str:
 
 def cell(shown: str, key: float | None = None, *, head: bool = False) -> str:
     """A table's cell: HTML to show, and the number that it is sorted by; without one by its text."""
-    by = "" if key is None else f' data-key="{key:.9g}"'
+    # JavaScript calls what is infinite by its whole name.
+    by = "" if key is None else f' data-key="{"Infinity" if key == math.inf else f"{key:.9g}"}"'
     return f'<th scope="row"{by}>{shown}</th>' if head else f"<td{by}>{shown}</td>"
 
 

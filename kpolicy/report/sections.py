@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.modes import Mode
-from kpolicy.observe import padding_per_token
+from kpolicy.observe import padding_per_token, padding_text
 from kpolicy.reasons import Reason
 from kpolicy.report.advice import Advice, has_level
 from kpolicy.report.html import bar, cell, count, ms, percent, seconds, table, text
@@ -59,7 +59,8 @@ def comparison(runs: Sequence[Run], best: Run | None) -> str:
             row.append(cell(percent(made.goodput.share), made.goodput.share))
         row += [
             cell(count(made.served), made.served), cell(count(made.steps), made.steps),
-            cell(seconds(made.step_us), made.step_us), cell(percent(host), host), cell(percent(pads), pads),
+            cell(seconds(made.step_us), made.step_us), cell(percent(host), host),
+            cell(padding_text(made.padding, made.tokens_computed), pads),
             cell(count(made.graphs), made.graphs), cell(count(made.graphs_used), made.graphs_used),
             cell(count(made.graph_bytes / 2**20), made.graph_bytes), cell(f"{made.capture_s:,.1f}", made.capture_s),
         ]  # fmt: skip
@@ -187,7 +188,8 @@ def _padding(base: Run, planned: Run | None) -> str:
             share = padding_per_token(each.padding, each.tokens)
             graphs = each.graphs / max(each.graphs + each.eager, 1)
             row += [
-                cell(bar(each.padding / most, kind, count(each.padding)), each.padding), cell(percent(share), share),
+                cell(bar(each.padding / most, kind, count(each.padding)), each.padding),
+                cell(padding_text(each.padding, each.tokens), share),
                 cell(percent(graphs), graphs),
             ]  # fmt: skip
         rows.append(row)

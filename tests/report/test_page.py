@@ -14,6 +14,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.kv_span import KvSpan
 from kpolicy.policies import get_policy
 from kpolicy.report import gather, page
+from kpolicy.report.html import cell
 from kpolicy.report.sections import _outside
 from kpolicy.report.timeline import shares
 from kpolicy.scheduling.generator import generate_trace
@@ -230,3 +231,9 @@ def test_a_ladder_is_given_as_to_simulate() -> None:
     alone = simulate(trace, "vllm", server=SMALL, costs=COSTS, ladder=[1, 2, 4, 8])
     assert (made.kind, made.sizes.piecewise) == ("given", (1, 2, 4, 8))
     assert made.result.as_dict() == alone.as_dict()
+
+
+def test_what_is_without_bound_sorts_as_the_most() -> None:
+    """The page's script reads the key as a number, which JavaScript spells so."""
+    assert cell("all", float("inf")) == '<td data-key="Infinity">all</td>'
+    assert cell("7.5%", 0.075) == '<td data-key="0.075">7.5%</td>'

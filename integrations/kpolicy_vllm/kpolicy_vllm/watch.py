@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from threading import Event, Thread
 
-from kpolicy.observe import padding_per_token
+from kpolicy.observe import padding_text
 from kpolicy_vllm.state import LOGGER, State
 
 __all__ = ["Watch", "summary"]
@@ -43,8 +43,7 @@ def summary(before: Tallies, now: Tallies, counts: Mapping[str, int], seconds: f
         return ""
     modes = ", ".join(f"{mode} {count / total:.1%}" for mode, count in steps.most_common() if count)
     whys = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(5) if count)
-    share = padding_per_token(padding, tokens)
-    text = f"{total} steps in {seconds:.0f} s: {modes}; padding {share:.1%}; {whys}"
+    text = f"{total} steps in {seconds:.0f} s: {modes}; padding {padding_text(padding, tokens)}; {whys}"
     return text + "".join(f"; {name} {count}" for name, count in sorted(counts.items()))
 
 
