@@ -145,8 +145,10 @@ def _behind(tokenizer: Any, ids: Sequence[int], more: Sequence[int]) -> str:
     """The text of more tokens behind others. Many tokenizers leave the first space of a text out."""
     before = tokenizer.decode(list(ids), skip_special_tokens=True)
     whole: str = tokenizer.decode([*ids, *more], skip_special_tokens=True)
-    if whole.startswith(before):
-        return whole[len(before) :]
-    # The prompt ends within a character that the next token completes.
+    # Where the prompt ends within a character, that is told as a replacement, which the next token completes.
+    for behind in (before, before.rstrip("\ufffd")):
+        if whole.startswith(behind):
+            return whole[len(behind) :]
+    # The tokenizer's clean-up changed the prompt's last characters too.
     alone: str = tokenizer.decode(list(more), skip_special_tokens=True)
     return alone

@@ -482,7 +482,7 @@ def test_a_torch_that_ends_the_process_is_named(tmp_path: Path) -> None:
 
 
 def test_text_behind_a_prompt() -> None:
-    """It is what the prompt's text grows by; alone where the prompt ends within a character."""
+    """It is what the prompt's text grows by, with the whole of a character that the prompt ends within."""
 
     class Bytes:
         def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -492,7 +492,7 @@ def test_text_behind_a_prompt() -> None:
     behind = import_module("kpolicy.serving.generate")._behind
     assert behind(Bytes(), list(b"one"), list(b" two")) == " two"
     first, *rest = "\N{LATIN SMALL LETTER E WITH ACUTE}!".encode()
-    assert behind(Bytes(), [*b"a", first], rest) == "\N{REPLACEMENT CHARACTER}!"
+    assert behind(Bytes(), [*b"a", first], rest) == "\N{LATIN SMALL LETTER E WITH ACUTE}!"
 
 
 def test_generate_ends_at_an_end_of_text(kpolicy: Command, checkpoint: Path, tmp_path: Path) -> None:
