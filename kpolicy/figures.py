@@ -68,8 +68,6 @@ _KV_SHARE = 0.9
 """Share of device memory that serving engines take by default."""
 _WORKSPACE = 3 * 10**9
 """Bytes for activations and workspaces."""
-
-
 _ANOTHER = (
     "These are published figures; for another device, this machine's too, measure a profile (`kpolicy calibrate`), and "
     "give --profile."

@@ -51,6 +51,7 @@ DROP_REASONS: Mapping[str, str] = MappingProxyType(
 _PIECE = 1 << 16
 """Bytes that are unzipped at once"""
 _GZIP_MAGIC = b"\x1f\x8b"
+_ZEROS = re.compile(rb"\0*")
 _LATEST_TIME = 2**53  # larger times aren't exact as floats
 _BLOCK_TOKENS = 512  # prompt tokens behind one Mooncake hash id, as its publishers say
 
@@ -412,8 +413,8 @@ def _unzipped(path: str, data: bytes) -> bytes:
         if not member.eof:
             line = text.count(b"\n") + 1
             raise TraceError(path, line, "the gzip data is cut short here; fetch the file again.")
-        while at < len(view) and not view[at]:
-            at += 1
+        zeros = _ZEROS.match(view, at)
+        at = zeros.end() if zeros else at
     return bytes(text)
 
 
