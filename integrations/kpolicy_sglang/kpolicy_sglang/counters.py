@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from kpolicy.modes import Mode
+from kpolicy.observe import padding_text
 from kpolicy.reasons import Reason
 from kpolicy_sglang.failures import Failures
 from kpolicy_sglang.phase import Phase
@@ -73,7 +74,7 @@ def summary(phases: dict[str, Phase], failures: Failures | None = None) -> str:
     parts = []
     for phase in phases.values():
         for line in sorted(lines(phase), key=lambda line: -line.steps):
-            share = f", {100 * line.padding / (line.tokens + line.padding):.1f}% padding" if line.padding else ""
+            share = f", {padding_text(line.padding, line.tokens)} padding" if line.padding else ""
             parts.append(f"{line.phase} {line.mode} ({line.reason}): {line.steps} steps{share}")
     if failures is not None and failures.total:
         parts.append(f"kpolicy raised {failures.total} times")

@@ -174,12 +174,12 @@ class Split:
         """Most tokens of the next batch of prompts; 0 where the decode step comes first."""
         turns, waits = self.turns, self._waits
         waiting, room = len(queue), self._scheduler.max_running_requests - decodes
-        if waiting == 1 and cut is None and room > 0:
+        if waiting == 1 and cut is None and room > 0 and not self._as_sglang:
             return self._most_alone(decodes, queue[0])
         could = waiting if waiting < room else max(room, 0)
         # Decodes that have just run don't go first; what waits is counted for what it says of a burst.
         just = turns.fresh and waiting < decodes
-        if just and queue and queue[0] is waits.first and waits.is_of(could, queue, cut):
+        if just and (not could or queue[0] is waits.first) and waits.is_of(could, queue, cut):
             long = self._long
             if not long and cut is None:
                 return turns.limit
@@ -208,7 +208,10 @@ class Split:
         return turns.limit
 
     def _most_alone(self, decodes: int, request: Any) -> int:
-        """The same where one prompt waits: it makes no burst, and nothing behind it could be left to a next batch."""
+        """The same where one prompt waits: it makes no burst, and nothing behind it could be left to a next batch.
+
+        Not while looks are counted, which one at the same prompt right after a decode step isn't.
+        """
         turns, waits = self.turns, self._waits
         if waits.first is not None:
             waits.forget()
@@ -216,8 +219,6 @@ class Split:
             tokens, new = waits.alone(request)
             if turns.decode_goes_first(decodes, 1, tokens, new):
                 return 0
-        if self._as_sglang:
-            self._as_sglang -= 1
         return turns.limit
 
     # Mixed batches and their halves

@@ -35,7 +35,8 @@ class Waiting:
         self.at_most = 0
         """Tokens that `counts` counts no more than."""
         self.first: Any = None
-        """The first request of the queue as it was looked at."""
+        """The first request of the queue as it was looked at, or the one under way where it was empty; None where no
+        request is held."""
         self._could = -1
         self._cut: Any = None
         self._done = self._left = 0
@@ -56,7 +57,7 @@ class Waiting:
         self._could, self.first, self._cut, self._looked = -1, None, None, ()
 
     def is_of(self, could: int, queue: Sequence[Any], cut: Any) -> bool:
-        """Whether this is what waits, if `first` is the first: as many could run, and of all these none has left.
+        """Whether this is what waits, if `first` is the first that could: as many could, and of these none has left.
 
         Where as many were looked at as ever are, some may have come behind them, or left there, if it makes no burst.
         """
@@ -98,7 +99,7 @@ class Waiting:
             self.at_most += self._chunk
         self._lengths, self._tokens, self.longest = lengths, tokens, longest
         self._cached, self._in_kv = _NONE if whole else None, 0
-        self._could, self.first, self._cut, self._looked = could, queue[0] if queue else None, cut, looked
+        self._could, self.first, self._cut, self._looked = could, queue[0] if queue else cut, cut, looked
         return longest
 
     def asked(self) -> None:

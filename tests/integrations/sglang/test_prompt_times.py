@@ -369,6 +369,22 @@ def test_what_is_cached_unseen_stops_it():
     assert seen == [6000] + [8192] * 64 + [6000] + [8192] * 4
 
 
+@pytest.mark.parametrize("another_first", [False, True])
+@pytest.mark.parametrize(("prompts", "decodes", "room"), [([1000], 300, 100), ([1000] * 2, 300, 0)])
+def test_a_look_right_after_a_decode_step_is_not_counted_twice(prompts, decodes, room, another_first):
+    """Of those after a missed end: what waits, or that nothing has room, was seen before the decode step."""
+    scheduler = Cut(prompts, decodes=decodes, room=room)
+    scheduler.own = lambda *_: SimpleNamespace(batch_to_run=None, running_batch=None)
+    split = split_of(scheduler)
+    split._as_sglang = 64
+    assert scheduler.run(1) == [0]
+    counted = split._as_sglang
+    if another_first:
+        scheduler.waiting_queue[0] = request(1000)
+    assert scheduler.run(1) == [0]
+    assert counted - split._as_sglang == (1 if another_first and room else 0)
+
+
 def test_a_prompt_that_sglang_cuts_itself_stops_nothing():
     """Its own chunk ends within one: the next batch may end before a long prompt."""
     scheduler = Cut([4000, 1000, 1000, 1000, 1500], decodes=300, beside=0.0)

@@ -145,6 +145,17 @@ def test_one_prompt_that_waits_alone_is_not_looked_at():
     assert not waits._looked
 
 
+def test_a_prompt_under_way_is_not_held_once_one_waits_alone():
+    """Nothing waited behind it when the queue was looked at; it has ended since."""
+    scheduler = Prompts([8192])
+    scheduler.own = lambda *_: SimpleNamespace(batch_to_run=SimpleNamespace(extend_num_tokens=10), running_batch=None)
+    waits = split_of(scheduler)._waits
+    waits.look(0, [], request(9000))
+    assert waits._cut is not None
+    assert scheduler.run(1) == [10]
+    assert waits.first is waits._cut is None
+
+
 @pytest.mark.parametrize("name", ["prefix_len", "prefix_indices"])
 @pytest.mark.parametrize(("tokens", "cached"), [(500, 0), (500, 100), (9000, 0), (9000, 4000), (20_000, 1)])
 def test_one_prompt_that_waits_alone_is_counted_as_among_others(tokens, cached, name):
