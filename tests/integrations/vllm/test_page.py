@@ -333,8 +333,8 @@ def test_the_page_tells_what_rows_took_the_host() -> None:
     """By each kind of launch, in the tables of the first two calls."""
     costs = {name: text for call in raw_of("vllm_stock_vs_kpolicy")["calls"] for name, text in call["costs"].items()}
 
-    def host(model: str, kind: str) -> tuple[float, float]:
-        found = re.search(rf"host_{kind}=HostCost\(base_us=([\d.]+), req_us=([\d.]+)", costs[f"{model}_kpolicy"])
+    def host(model: str, kind: str, side: str = "kpolicy") -> tuple[float, float]:
+        found = re.search(rf"host_{kind}=HostCost\(base_us=([\d.]+), req_us=([\d.]+)", costs[f"{model}_{side}"])
         assert found is not None
         return float(found[1]), float(found[2])
 
@@ -348,3 +348,8 @@ def test_the_page_tells_what_rows_took_the_host() -> None:
         )
         in words
     )
+    paced, slow = (
+        [host("llama8b", kind, side)[1] for kind in ("full", "piecewise", "eager")] for side in ("paced", "kpolicy")
+    )
+    assert "`paced`, on a quick core, had {:.1f}, {:.1f} and {:.1f}".format(*paced) in words
+    assert "`kpolicy`, on a slow one, {:.1f}, {:.0f} and {:.0f}".format(*slow) in words
