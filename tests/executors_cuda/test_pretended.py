@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from kpolicy.executors.cuda import CudaExecutor, streams  # noqa: E402
 from kpolicy.executors.cuda import adapter as cuda_adapter  # noqa: E402
+from kpolicy.modes import Part  # noqa: E402
 from kpolicy.registry import GraphRegistry  # noqa: E402
 from tests.executors_launcher.checker import Checker, batcher_steps, kept_by_outputs, load_family, plan  # noqa: E402
 from tests.fakes.torch_npu import fake_torch_npu  # noqa: E402
@@ -81,3 +82,76 @@ def test_a_failed_capture_leaves_the_device_usable() -> None:
 def test_outputs_do_not_keep_the_model(policy: str) -> None:
     """Who holds a step's outputs after release holds neither weights nor KV: another model needs their memory."""
     assert kept_by_outputs(lambda model: CudaExecutor(model, device="cpu"), policy) == []
+
+
+def _again(executor: CudaExecutor, registry: GraphRegistry, keys: Any) -> None:
+    """Capture what isn't there yet."""
+    executor.capture([key for key in keys if key not in registry.captured()])
+    assert set(registry.captured()) == set(keys)
+
+
+@pytest.fixture
+def ended(library: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The device ends the first capture itself, with an error; what torch's allocator is told of pools then."""
+    told: list[Any] = []
+    graph, broken = library.NPUGraph, []
+
+    class Graph(graph):  # type: ignore[misc]
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+            told.append(("begin", pool))
+            super().capture_begin(pool, capture_error_mode)
+
+        def capture_end(self) -> None:
+            super().capture_end()
+            if not broken:
+                broken.append(self)
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda _, pool, name=name: told.append((name, pool)), raising=False)
+    return told
+
+
+@pytest.mark.parametrize("part", list(Part))
+def test_a_capture_that_the_device_ended_is_mended(part: Part, ended: list[Any]) -> None:
+    """torch's allocator is told that its pool is over, an empty capture ends well, and the next has a new pool."""
+    model = load_family("llama")
+    executor, registry = CudaExecutor(model, device="cpu"), GraphRegistry()
+    keys = [key for key in plan(model) if key.part is part]
+    registry.plan(keys)
+    executor.open(registry)
+    executor.capture(keys)
+    assert len(registry.captured()) == len(keys) - 1
+    (begun, first), *after = ended[:5]
+    assert begun == "begin"
+    assert after[:3] == [("_cuda_endAllocateToPool", first), ("_cuda_releasePool", first), ("begin", None)]
+    assert after[3][0] == "begin"
+    assert after[3][1] not in (None, first)
+    _again(executor, registry, keys)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_failed_capture_that_cannot_be_reset_tells_of_a_lost_device(
+    lost: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where freeing it fails too, a lost device is an error at once; otherwise it is said and the capture's tells."""
+    words = "an illegal memory access was encountered" if lost else "invalid argument"
+
+    def reset(_: Any) -> None:
+        raise RuntimeError(f"CUDA error: {words}")
+
+    adapter = CudaExecutor(load_family("llama"), device="cpu").adapter
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "reset", reset)
+
+    def fails(pool: Any) -> None:
+        with adapter.recording(pool):
+            adapter.begin(pool)
+            raise RuntimeError("the model's own")
+
+    with pytest.raises(RuntimeError) as caught:
+        fails(adapter.new_pool())
+    assert adapter.classify(caught.value).sticky is lost
+    assert (str(caught.value) == "the model's own") is not lost
+    assert ("may not be free: CUDA error: invalid argument" in caplog.text) is not lost

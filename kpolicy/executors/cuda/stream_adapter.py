@@ -12,6 +12,7 @@ The main stream is the caller's current one.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -317,8 +318,13 @@ class StreamAdapter:
 
     def _give_up(self, pool: StreamPool, recorded: Any) -> None:
         """Free what a capture that failed took."""
-        with suppress(RuntimeError):
+        try:
             recorded.reset()
+        except RuntimeError as error:
+            # What broke the capture says more, unless the device is lost; some libraries have nothing left to reset.
+            if self.classify(error).sticky:
+                raise
+            logging.getLogger("kpolicy").warning("A failed capture's memory may not be free: %s", error)
         self._go_on(pool)
 
     def _go_on(self, pool: StreamPool) -> None:
