@@ -99,12 +99,12 @@ class FullStep:
                 f"{self._handle.key} has {self._most_tokens} tokens in {self._most_reqs} rows and was given "
                 f"{num_tokens} in {num_reqs}; choose a graph that holds them, as GraphKey.holds says."
             )
-        if self._unfinished:
-            self._settle()
-        whole, places = count == num_tokens and self._heads_tokens, None
+        whole, places, span = count == num_tokens and self._heads_tokens, None, None
         with self._session():
-            span = self._span()
             try:
+                if self._unfinished:
+                    self._settle()
+                span = self._span()
                 try:
                     sampled = self._stage(rows, self._shape, not whole, 1, span)
                     if whole:
@@ -120,16 +120,15 @@ class FullStep:
                 if logits is None:
                     outputs.tokens = []
                 else:
-                    try:
-                        outputs.tokens = [self._model.sample(logits, self._sampling(rows) if sampled else {})]
-                    except Exception as error:
-                        raise_lost(self._adapter, error)
-                        raise
+                    outputs.tokens = [self._model.sample(logits, self._sampling(rows) if sampled else {})]
                 span.end()
-            except BaseException:
-                # The memory that inputs were copied out of is taken again only behind it.
-                with suppress(Exception):
-                    span.end()
+            except BaseException as error:
+                if span is not None:
+                    # The memory that inputs were copied out of is taken again only behind it.
+                    with suppress(Exception):
+                        span.end()
+                if isinstance(error, Exception):
+                    raise_lost(self._adapter, error)
                 raise
         prompts: Sequence[int] = ()
         # As `query_len` and `num_decodes`.

@@ -37,7 +37,15 @@ from kpolicy.executors.device import DeviceAdapter, DeviceEvent
 from kpolicy.executors.full_step import FullStep, sampled_of
 from kpolicy.executors.handover import PartOutputs
 from kpolicy.executors.launch_rows import LaunchRows, launch_rows, new_rows, uniform_query_len
-from kpolicy.executors.parts import OutputRows, PartReady, PartRun, Program, SampledTokens, replay_error
+from kpolicy.executors.parts import (
+    OutputRows,
+    PartReady,
+    PartRun,
+    Program,
+    SampledTokens,
+    raise_lost,
+    replay_error,
+)
 from kpolicy.executors.segments import (
     BreakBuffers,
     FullGraph,
@@ -150,6 +158,8 @@ class GraphLauncher:
     def new_pool(self, part: Part, largest: GraphKey) -> LauncherPool:
         num_reqs = largest.num_reqs or min(self.max_num_reqs, largest.num_tokens)
         try:
+            # Eager buffers that grow give back what a launch beside may still read.
+            self._settle()
             # Rows that wait for a stream are seldom many; its thread or handle is made before a step asks for it.
             for stream in (0, 1):
                 self._stream(stream)
@@ -217,12 +227,17 @@ class GraphLauncher:
 
     def start(self, decision: Decision) -> None:
         """A step begins: it waits for the one before, and its parts' times count from here."""
-        if self._unfinished:
-            self._settle()
         self._ready = []
         launches = decision.launches
         self._beside = len(launches) > 1 and self.adapter.host_runs and any(launch.stream for launch in launches)
-        self._started = self.adapter.event()
+        try:
+            if self._unfinished:
+                self._settle()
+            self._started = self.adapter.event()
+        except Exception as error:
+            # What the step before ended in, the next call may be the first to say.
+            raise_lost(self.adapter, error)
+            raise
 
     def _settle(self) -> None:
         """Let the main stream wait for what other streams still do."""
@@ -383,17 +398,21 @@ class GraphLauncher:
         adapter, started, run, count = self.adapter, self._started, self._part_run, live.num_wanted
         ready, beside = PartReady(None, started, self._behind), bool(launch.stream or self._beside)
         outputs = OutputRows(count, ready)
-        if beside:
-            stream = self._stream(launch.stream)
-            adapter.submit(stream, partial(
-                run.run_beside, outputs, program, live, launch.repeat, sampled, launch.key, fallback, started,
-                self.late_failure,
-            ))  # fmt: skip
-            ready.event = adapter.event(stream)
-            self._unfinished.append(ready.event)
-        else:
-            run.run(outputs, program, live, launch.repeat, sampled, launch.key)
-            ready.event = adapter.event()
+        try:
+            if beside:
+                stream = self._stream(launch.stream)
+                adapter.submit(stream, partial(
+                    run.run_beside, outputs, program, live, launch.repeat, sampled, launch.key, fallback, started,
+                    self.late_failure,
+                ))  # fmt: skip
+                ready.event = adapter.event(stream)
+                self._unfinished.append(ready.event)
+            else:
+                run.run(outputs, program, live, launch.repeat, sampled, launch.key)
+                ready.event = adapter.event()
+        except Exception as error:
+            raise_lost(adapter, error)
+            raise
         self._ready.append(ready)
         found: Sequence[Any] = outputs if count else ()
         if launch.rows is Rows.PREFILL:
@@ -414,14 +433,22 @@ class GraphLauncher:
 
     # The end
 
+    def _drain(self) -> None:
+        """`_settle`, for who gives memory back: nobody waits for what a lost device still had."""
+        try:
+            self._settle()
+        except Exception as error:
+            if not self.adapter.classify(error).sticky:
+                raise
+
     def release(self, pool: LauncherPool) -> None:
-        self._settle()
+        self._drain()
         del pool.buffers, pool.breaks
         self.adapter.release(pool.memory)
 
     def close(self) -> None:
         """Give back the buffers of eager launches and the streams; a later launch makes them anew."""
-        self._settle()
+        self._drain()
         self._ready = []
         self._places = {}
         self._eager.clear()
