@@ -95,8 +95,9 @@ class Engine:
         objective: ``"throughput"``, ``"latency"``, weights, or an `Objective`.
         executor: an executor or its name; None decides only.
         model: a step model to run, for example of `kpolicy.load`.
-        device: the executor's name that runs the model; ``"auto"``, the default, is the first that can where the
-            model's tensors are, vendors before CUDA.
+        device: what runs the model, as `kpolicy.load` takes it: the executor's name, or torch's, also of one of several
+            (``"cuda:1"``), which the model has to be on; ``"auto"``, the default, is the first executor that can where
+            the model's tensors are, vendors before CUDA.
         registry: the record of captured graphs, to share with other Engines, so that nothing is captured twice. Each
             decides among the graphs of its own policy and ladder, whatever others captured.
         budget: what captured graphs may take, where no registry is given.
@@ -255,14 +256,12 @@ class Engine:
         if executor is None and model is None and device is None:
             return None
         # Imported here: an Engine that only decides needs none of it.
-        from kpolicy.executors import first_executor, get_executor, of_settings
+        from kpolicy.executors import get_executor
+        from kpolicy.executors.of_device import executor_on
 
         if model is not None and executor is None:
             most = self.settings.max_num_reqs
-            if device in (None, "auto"):
-                opened, self.passed_over = first_executor(model, self.settings, max_num_reqs=most)
-            else:
-                opened = get_executor(device, model=model, max_num_reqs=most, **of_settings(device, self.settings))
+            opened, self.passed_over = executor_on(model, device, self.settings, max_num_reqs=most)
         elif executor is not None and model is None and device is None:
             opened = get_executor(executor)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -15,12 +14,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from kpolicy.cli.options import COMMAND, MAX_NUM_REQS, Json, absent, at_least, ladder_of, settings_of, whole
+from kpolicy.cli.options import COMMAND, MAX_NUM_REQS, Json, at_least, device_here, ladder_of, settings_of, whole
 from kpolicy.cli.render import console, grid, print_json, show
-from kpolicy.cli.run import needs_torch
-from kpolicy.cli.run_model import SIZES
+from kpolicy.cli.run import found, needs_torch
+from kpolicy.cli.run_model import size_on
 from kpolicy.cli.turns import capture, check_files, progress_bar
 from kpolicy.costs import CostTable
+from kpolicy.device_names import DeviceName
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.ladders import CaptureSizes
@@ -30,7 +30,6 @@ from kpolicy.settings import Settings
 
 __all__ = ["calibrate_command"]
 
-DEVICES = ("auto", "cpu", "cuda")
 SECONDS = 60.0
 _LEAST_ROUNDS = 2
 """Samples of every step, from which all figures are measured"""
@@ -52,7 +51,11 @@ def calibrate_command(
     model: Annotated[Path, Parameter(help="A model's folder, or a config.json for random weights.")],
     out: Annotated[Path, Parameter(help="The profile to write; it is written whole, at the end.")],
     device: Annotated[
-        str, Parameter(help="cpu or cuda (cuda:1 is the second one). auto takes a GPU where there is one.")
+        str,
+        Parameter(
+            help="cpu, cuda (cuda:1 is the second one), ascend, kunlun or xpu. auto takes the first that is there: an "
+            "NPU, a GPU, an XPU, the CPU."
+        ),
     ] = "auto",
     seconds: Annotated[
         float,
@@ -93,22 +96,21 @@ def calibrate_command(
     Every graph is captured and timed: device time by padded size, host time by mode, attention by KV and rows, what
     halves that run beside each other cost each other, and what capture took.
     """
-    if device not in DEVICES and not re.fullmatch(r"cuda:[0-9]+", device):
-        raise absent(device, DEVICES)
+    name = device_here(device)
     if not 0 < seconds < 1e6:
         raise ConfigError(f"--seconds is {seconds:g}; it takes seconds above 0, such as {SECONDS:g}.")
     parts = [] if at_least("--repeats", repeats, 1) == 1 else [_numbered(out, i + 1) for i in range(repeats)]
     written = [("--out", out), *(("--repeats", part) for part in parts)]
     check_files(written, [model, *([] if ladder is None else [Path(ladder)])])
     needs_torch("calibrate")
-    device = _found() if device == "auto" else device
-    size = SIZES[device.partition(":")[0]]
+    at = found(name)
+    size = size_on(at.kind)
     settings = settings_of(
         max_num_reqs=("--max-num-reqs", size.max_num_reqs if max_num_reqs is None else max_num_reqs),
         max_num_tokens=("--max-num-tokens", size.max_num_tokens if max_num_tokens is None else max_num_tokens),
     )
     kv = at_least("--kv-tokens", size.kv_tokens if kv_tokens is None else kv_tokens, size.block_size)
-    sizes = ladder_of(ladder, settings, config=model) or _sizes(settings, device)
+    sizes = ladder_of(ladder, settings, config=model) or _sizes(settings, at)
     if parts:
         given = {
             "--model": model, "--device": device, "--seconds": seconds, "--max-num-reqs": settings.max_num_reqs,
@@ -117,21 +119,14 @@ def calibrate_command(
         }  # fmt: skip
         return _repeat(out, parts, given, json=json)
     return _calibrate(
-        model, out, device=device, settings=settings, sizes=sizes, kv_tokens=kv, block_size=size.block_size,
+        model, out, at=at, settings=settings, sizes=sizes, kv_tokens=kv, block_size=size.block_size,
         seconds=seconds, seed=at_least("--seed", seed, 0), json=json,
     )  # fmt: skip
 
 
-def _found() -> str:
-    """The best device here that a model can be measured on."""
-    from kpolicy.serving.kernels import cuda_here
-
-    return "cuda" if cuda_here() else "cpu"
-
-
-def _sizes(settings: Settings, device: str) -> CaptureSizes:
+def _sizes(settings: Settings, at: DeviceName) -> CaptureSizes:
     """The sizes to measure: those that policies have, and beyond."""
-    if device == "cpu":
+    if at.kind == "cpu":
         from kpolicy.serving.real_run import small_ladder
 
         return small_ladder(settings)
@@ -179,22 +174,20 @@ def _repeat(out: Path, parts: Sequence[Path], given: Mapping[str, object], *, js
 
 
 def _calibrate(
-    source: Path, out: Path, *, device: str, settings: Settings, sizes: CaptureSizes, kv_tokens: int, block_size: int,
-    seconds: float, seed: int, json: bool,
+    source: Path, out: Path, *, at: DeviceName, settings: Settings, sizes: CaptureSizes, kv_tokens: int,
+    block_size: int, seconds: float, seed: int, json: bool,
 ) -> int:  # fmt: skip
     from kpolicy.serving.calibrate import calibrate, device_name, save_profile
     from kpolicy.serving.real_run import open_model, quiet_transformers, share_cores
 
-    if device == "cpu":
+    if at.kind == "cpu":
         share_cores()
     quiet_transformers()
-    model = open_model(source, settings, kv_tokens=kv_tokens, block_size=block_size, seed=seed, device=device)
-    engine = Engine(
-        "auto", model=model, device=model.device.type, ladder=sizes, settings=settings, calibrate=0
-    )  # fmt: skip
+    model = open_model(source, settings, kv_tokens=kv_tokens, block_size=block_size, seed=seed, device=at.torch)
+    engine = Engine("auto", model=model, device=at.executor, ladder=sizes, settings=settings, calibrate=0)
     try:
         with progress_bar("", quiet=json) as shown:
-            capture(engine, device, shown)
+            capture(engine, at.torch, shown)
             task = shown.add_task("measuring what launches take", total=100, unit="%")
             begun_s = time.perf_counter()
             costs = calibrate(

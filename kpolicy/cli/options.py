@@ -16,13 +16,26 @@ from cyclopts import Parameter
 from kpolicy.attention.support import AttentionSupport, parse_attention
 from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable
+from kpolicy.device_names import DeviceName, read_device
 from kpolicy.errors import ConfigError, SupportError, UnknownNameError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
 from kpolicy.settings import LIMITS, Settings
 from kpolicy.shapes import LARGEST_COUNT
 
-__all__ = ["COMMAND", "Deployment", "Json", "at_least", "ladder_of", "pairs", "settings_of", "specs_of", "whole"]
+__all__ = [
+    "COMMAND",
+    "SIMULATED",
+    "Deployment",
+    "Json",
+    "at_least",
+    "device_here",
+    "ladder_of",
+    "pairs",
+    "settings_of",
+    "specs_of",
+    "whole",
+]
 
 COMMAND: ContextVar[tuple[str, ...]] = ContextVar("COMMAND", default=())
 """The arguments of the command that runs, for files that say what made them."""
@@ -42,6 +55,8 @@ Json = Annotated[
 
 _OF_DEPLOYMENT = "Deployment"
 MAX_NUM_REQS = 256
+SIMULATED = "simulated"
+"""The executor that runs no model"""
 
 
 @Parameter(name="*")
@@ -232,13 +247,27 @@ def at_least(option: str, value: int, least: int) -> int:
     return value
 
 
-def absent(device: str, known: Iterable[str]) -> UnknownNameError:
-    """The error of a ``--device`` of this machine that there isn't."""
-    hint = (
-        "`kpolicy doctor` says what is on this machine; devices by their published figures, such as H200, are those of "
-        "`kpolicy simulate`, plan, report and sweep."
-    )
-    return UnknownNameError("device", device, known, hint)
+def device_here(device: str, *, more: tuple[str, ...] = ()) -> DeviceName:
+    """``--device`` of the commands that run on this machine, whether or not there is such a device.
+
+    Args:
+        device: the value: ``auto``, an executor's name or torch's, also of one of several (``cuda:1``).
+        more: what the command takes besides.
+
+    Raises:
+        UnknownNameError: no executor is called so.
+    """
+    from kpolicy.executors import executor_names
+
+    name = read_device(device)
+    known = ("auto", *(each for each in executor_names() if each != SIMULATED), *more)
+    if name.executor not in known or (name.index is not None and name.kind in ("cpu", SIMULATED)):
+        hint = (
+            "`kpolicy doctor` says what is on this machine; devices by their published figures, such as H200, are "
+            "those of `kpolicy simulate`, plan, report and sweep."
+        )
+        raise UnknownNameError("device", device, known, hint)
+    return name
 
 
 def settings_of(**limits: tuple[str, int]) -> Settings:

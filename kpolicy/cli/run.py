@@ -15,11 +15,23 @@ from kpolicy import __version__
 from kpolicy._probe_devices import origin
 from kpolicy.attention.support import AttentionSupport
 from kpolicy.budgets import Budget
-from kpolicy.cli.options import Deployment, Json, absent, at_least, check_rate, ladder_of, settings_of, specs_of, whole
+from kpolicy.cli.options import (
+    SIMULATED,
+    Deployment,
+    Json,
+    at_least,
+    check_rate,
+    device_here,
+    ladder_of,
+    settings_of,
+    specs_of,
+    whole,
+)
 from kpolicy.cli.outside import Outside
 from kpolicy.cli.render import console, print_json, render_run
 from kpolicy.cli.turns import Files, Turn, capture, serve_in_turn
 from kpolicy.costs import CostTable
+from kpolicy.device_names import DeviceName
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.simulated import SimulatedExecutor
@@ -32,7 +44,6 @@ from kpolicy.trace_run import Prompts, RunResult, reference_check, serve_trace
 __all__ = ["run"]
 
 BLOCK_SIZE = 16
-DEVICES = ("cpu", "cuda", "simulated")
 DEFAULT_WINDOW_S = 300.0
 MAX_NUM_TOKENS, KV_TOKENS = 2048, 400_000
 MOST_REPEATS = 100
@@ -104,8 +115,9 @@ def run(
     device: Annotated[
         str | None,
         Parameter(
-            help="cpu or cuda serves a model on this machine, simulated takes times from a cost table. By default cpu "
-            "where torch and transformers are installed."
+            help="What serves a model on this machine: cpu, cuda (cuda:1 is the second one), ascend, kunlun, xpu, or "
+            "auto for the first that is there; or simulated, which takes times from a cost table. By default cpu where "
+            "torch and transformers are installed."
         ),
     ] = None,
     model: Annotated[
@@ -160,21 +172,21 @@ def run(
     files: Files = Files(),  # noqa: B008
 ) -> int:
     """Serve a request trace with each policy, and compare them on the same arrivals."""
-    specs, device = specs_of(policy), _device(device, model)
+    specs, at = specs_of(policy), _device(device, model)
     if not 1 <= repeats <= MOST_REPEATS:
         raise ConfigError(f"--repeats is {repeats}; it must be a whole number from 1 to {MOST_REPEATS}.")
-    if repeats > 1 and device == "simulated":
+    if repeats > 1 and at.kind == SIMULATED:
         raise ConfigError(
             f"--repeats {repeats} and --device simulated: its times are a cost table's, so it would do the same again. "
             "Leave --repeats out, or give --device cpu."
         )
     asked = Asked(
         requests=requests, turns=files.turns(specs, deployment.reads([requests.trace], model), repeats=repeats),
-        device=device, model=model, deployment=deployment,
+        device=at, model=model, deployment=deployment,
         max_num_tokens=max_num_tokens, kv_tokens=kv_tokens, seed=at_least("--seed", seed, 0), verify=verify,
         faults=tuple(fault or ()), check_addresses=check_addresses, json=json, files=files,
     )  # fmt: skip
-    if asked.device != "simulated":
+    if asked.device.kind != SIMULATED:
         from kpolicy.cli.run_model import run_model
 
         return run_model(asked)
@@ -187,7 +199,7 @@ class Asked:
 
     requests: Requests
     turns: Sequence[Turn]
-    device: str
+    device: DeviceName
     model: Path | None
     deployment: Deployment
     max_num_tokens: int | None
@@ -200,24 +212,33 @@ class Asked:
     files: Files
 
 
-def _device(device: str | None, model: Path | None) -> str:
+def _device(device: str | None, model: Path | None) -> DeviceName:
     """The device to serve on.
 
     Raises:
         ConfigError: it isn't known, or what it needs isn't installed.
     """
     if device is None:
-        device = "cpu" if model is not None or not missing_libraries() else "simulated"
-    if device not in DEVICES:
-        raise absent(device, DEVICES)
-    if device == "simulated" and model is not None:
+        device = "cpu" if model is not None or not missing_libraries() else SIMULATED
+    name = device_here(device, more=(SIMULATED,))
+    if name.kind == SIMULATED and model is not None:
         raise ConfigError(
             f"--model {model} and --device simulated: a simulated device runs no model. Leave one out; --config says "
             "what a model's attention supports."
         )
-    if device != "simulated":
+    if name.kind != SIMULATED:
         needs_torch("run with a model")
-    return device
+        name = found(name)
+    return name
+
+
+def found(name: DeviceName) -> DeviceName:
+    """The device, where it is left open the first that is there."""
+    if name.kind != "auto":
+        return name
+    from kpolicy.serving.load import first_device
+
+    return attrs.evolve(name, kind=first_device().type)
 
 
 def missing_libraries() -> list[str]:

@@ -27,12 +27,10 @@ if TYPE_CHECKING:
     from kpolicy.serving.hf_model import LoadedModel
     from kpolicy.serving.real_run import Serving
 
-__all__ = ["SIZES", "run_model"]
+__all__ = ["run_model", "size_on"]
 
 DEFAULT_WINDOW_S = 30.0
 UTILISATION = 0.7
-CALIBRATION_S = {"cpu": 10.0, "cuda": 30.0}
-"""Seconds for measuring costs, beyond a few times of each launch: a GPU has some 150 graphs to time."""
 
 
 @attrs.frozen
@@ -45,9 +43,17 @@ class _Size:
     kv_tokens: int
     most_tokens: int | None
     """Tokens of all requests."""
+    calibration_s: float
+    """Seconds for measuring costs, beyond a few times of each launch: a GPU has some 150 graphs to time."""
 
 
-SIZES = {"cpu": _Size(16, 32, 256, 32_768, MODEL_CPU_TOKENS), "cuda": _Size(32, 256, 2048, 262_144, None)}
+CPU_SIZE = _Size(16, 32, 256, 32_768, MODEL_CPU_TOKENS, 10.0)
+GPU_SIZE = _Size(32, 256, 2048, 262_144, None, 30.0)
+
+
+def size_on(kind: str) -> _Size:
+    """What a kind of device, as torch calls it, serves with."""
+    return CPU_SIZE if kind == "cpu" else GPU_SIZE
 
 
 @attrs.define
@@ -96,22 +102,22 @@ def _prepare(asked: Asked) -> _Job:
     trace = asked.requests.read(DEFAULT_WINDOW_S)
     costs = asked.deployment.costs()
     ladder = ladder_of(asked.deployment.ladder, settings, config=asked.model)
-    block_size = SIZES[asked.device].block_size
-    if asked.device == "cpu":
+    size, at = size_on(asked.device.kind), asked.device
+    if at.kind == "cpu":
         ladder = ladder or small_ladder(settings)
         share_cores()
     quiet_transformers()
     model = open_model(
-        asked.model, settings, kv_tokens=kv_tokens, block_size=block_size, seed=asked.seed, device=asked.device
+        asked.model, settings, kv_tokens=kv_tokens, block_size=size.block_size, seed=asked.seed, device=at.torch
     )  # fmt: skip
     _check_profile(asked, model)
     serving = Serving(
         model=model, settings=settings, ladder=ladder, costs=costs, objective=asked.deployment.objective,
         budget=asked.deployment.budget(), faults=asked.faults, verify=asked.verify,
-        check=asked.check_addresses,
+        check=asked.check_addresses, device=at.executor,
     )  # fmt: skip
     # Whoever names a window gets all of it.
-    most_tokens = SIZES[asked.device].most_tokens if asked.requests.window is None else None
+    most_tokens = size.most_tokens if asked.requests.window is None else None
     trace = fitting(trace, model, most_tokens=most_tokens)
     # One that reads costs has graphs of every kind, where there is one.
     first = next((spec for spec in specs if policies[spec].reads_costs), specs[0])
@@ -190,7 +196,7 @@ def _limits(asked: Asked) -> tuple[Any, int, float]:
         raise ConfigError(
             f"--utilisation is {utilisation:g}; it is a share of what the machine can do, 0.01 to 10, such as 0.7."
         )
-    size = SIZES[asked.device]
+    size = size_on(asked.device.kind)
     kv_tokens, block = size.kv_tokens if asked.kv_tokens is None else asked.kv_tokens, size.block_size
     if not block <= kv_tokens <= MOST_KV_TOKENS:
         raise ConfigError(
@@ -209,7 +215,7 @@ def _measured(spec: str, engines: Mapping[str, Engine], serving: Serving, *, qui
 
     # Faults are for what is served.
     engine = attrs.evolve(serving, faults=()).engine(spec) if serving.faults else engines[spec]
-    allowance_s = CALIBRATION_S[serving.model.device.type]
+    allowance_s = size_on(serving.model.device.type).calibration_s
     try:
         with progress_bar("", quiet=quiet) as shown:
             capture(engine, spec, shown)

@@ -196,6 +196,10 @@ class LoadedModel:
     def kv_caches(self) -> Sequence[torch.Tensor]:
         return [cache for layer in self.layers for cache in layer.caches]
 
+    def kv_at(self, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every KV tensor, seen so that an index gives rows of it, and the rows that hold those slots."""
+        return [each for layer in self.layers for each in layer.at(slots)]
+
     def give_back(self) -> None:
         """Free what kernels keep for steps to come, such as workspaces; weights and KV stay."""
         for kernels in {id(layer.kernels): layer.kernels for layer in self.layers}.values():

@@ -29,7 +29,6 @@ __all__ = [
     "PlainKernels",
     "TritonKernels",
     "choose_kernels",
-    "cuda_here",
     "kernels_chosen",
     "kernels_here",
 ]
@@ -63,11 +62,6 @@ def _behind_cuda(device: torch.device) -> str:
     if not installed():
         return ""
     return kunlun_behind_cuda(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
-
-
-def cuda_here() -> bool:
-    """Whether there is a CUDA device that is NVIDIA's, with kernels that a graph may hold."""
-    return torch.cuda.is_available() and not kernels_here(torch.device("cuda"))["triton"]
 
 
 def kernels_chosen() -> dict[str, tuple[str, dict[str, str]]]:

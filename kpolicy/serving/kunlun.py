@@ -82,14 +82,18 @@ class KunlunKernels(IndexCopied):
     # Keys and values
 
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *caches: torch.Tensor) -> None:
-        num_slots, heads = caches[0].shape[0] - 1, caches[0].shape[1]
+        rows = self.kv_rows(slots, caches[0])
+        for cache, given in zip(caches, (key, value), strict=True):
+            cache.view(-1, cache.shape[2]).index_copy_(0, rows, given.reshape(-1, given.shape[2]))
+
+    def kv_rows(self, slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        """[len(slots) * num_kv_heads] rows of `cache` seen as [rows, dim] that hold those slots."""
+        num_slots, heads = cache.shape[0] - 1, cache.shape[1]
         size, head = self.block_size, torch.arange(heads, device=slots.device)
         at = slots[:, None]
         inside = ((at // size) * heads + head) * size + at % size
         # The reserved slot is behind all blocks.
-        rows = torch.where(at == num_slots, num_slots * heads + head, inside).flatten()
-        for cache, given in zip(caches, (key, value), strict=True):
-            cache.view(-1, cache.shape[2]).index_copy_(0, rows, given.reshape(-1, given.shape[2]))
+        return torch.where(at == num_slots, num_slots * heads + head, inside).flatten()
 
     def attend(
         self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, *caches: torch.Tensor

@@ -1,7 +1,8 @@
 """The paged KV cache, a layer at a time: its tensors, what is written to them, and the marked call that reads them.
 
 KV tensors are indexed by slot first: slot = block * block_size + offset. One more slot, the last, is reserved for
-padding: padding writes there and nothing reads it.
+padding: padding writes there and nothing reads it. Kernels with ``kv_rows`` lay keys and values out otherwise within a
+block.
 """
 
 from __future__ import annotations
@@ -89,6 +90,14 @@ class PagedLayer:
             _poison(k_cache, v_cache)
         return self.kernels.attend(step, self.spec, query, _rows(step, self.block_size), k_cache, v_cache)
 
+    def at(self, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each KV tensor, and which of its rows hold those slots."""
+        kv_rows = getattr(self.kernels, "kv_rows", None)
+        if kv_rows is None:
+            return [(cache, slots) for cache in self.caches]
+        rows = kv_rows(slots, self.caches[0])
+        return [(cache.view(-1, cache.shape[2]), rows) for cache in self.caches]
+
 
 class LatentLayer:
     """Latents of one MLA layer. Calling it is that layer's marked attention call.
@@ -137,6 +146,10 @@ class LatentLayer:
         return self.kernels.attend_latents(
             step, self.spec, query, _rows(step, self.block_size), cache, self.kv_b
         )  # fmt: skip
+
+    def at(self, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The KV tensor, and which of its rows hold those slots."""
+        return [(cache, slots) for cache in self.caches]
 
 
 def _poison(*caches: torch.Tensor) -> None:

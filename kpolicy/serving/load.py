@@ -12,6 +12,7 @@ import torch
 
 from kpolicy.attention import AttentionSupport, Claims, LayerKind
 from kpolicy.attention.hf import from_hf_config, layer_kinds
+from kpolicy.device_names import read_device
 from kpolicy.errors import ConfigError, SupportError
 from kpolicy.executors.cpu.adapter import is_out_of_memory
 from kpolicy.executors.cuda.failures import classify_by_words
@@ -26,7 +27,7 @@ from kpolicy.serving.trial import probe_layers, verify
 from kpolicy.serving.weights import randomise
 from kpolicy.shapes import LARGEST_COUNT, plain_int
 
-__all__ = ["load"]
+__all__ = ["first_device", "load"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What weights and KV may be; float64 is for checks of the others"""
@@ -54,8 +55,8 @@ def load(
 
     Args:
         source: a folder with config.json, a config as a mapping, or a config object of transformers.
-        device: where weights and KV live; ``"auto"`` for the first that memory can be had on: an NPU, a GPU, an
-            XPU, the CPU.
+        device: where weights and KV live, as torch or its executor is called: ``"cuda:1"``, ``"npu"`` or
+            ``"ascend"``; ``"auto"`` for the first that memory can be had on: an NPU, a GPU, an XPU, the CPU.
         dtype: of weights and KV; the config's where None, float32 where it has none.
         num_blocks: KV blocks.
         block_size: tokens in a block.
@@ -196,10 +197,11 @@ def _weights(config: Any, folder: Path | None, device: torch.device, dtype: torc
 
 
 def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        return _first_device()
+    name = read_device(device)
+    if name.torch == "auto":
+        return first_device()
     try:
-        at = torch.device(device)
+        at = torch.device(name.torch) if name.kind != "accelerator" else _accelerator(name.index)
         torch.empty(1, device=at)
     # Each device's library has errors of its own.
     except Exception as error:
@@ -220,7 +222,15 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if make is None else make(device)
 
 
-def _first_device() -> torch.device:
+def _accelerator(index: int | None) -> torch.device:
+    """The device that torch finds, or one of several."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        raise RuntimeError("torch.accelerator finds none")
+    return torch.device(found.type, index) if index is not None else torch.device(found.type)
+
+
+def first_device() -> torch.device:
     """The first of an NPU, a GPU, an XPU and the CPU that memory can be had on."""
     for kind in ("npu", "cuda", "xpu"):
         # Each library has errors of its own for a device that isn't there or doesn't work.

@@ -228,6 +228,7 @@ class Serving:
         calibrate: seconds that capturing may take to measure costs, where none are given.
         verify: hold steps to EAGER, with NaN in the pad slot whenever attention reads.
         check: look before each replay whether what its graph reads is where it was captured: the debug mode.
+        device: the executor, as an Engine takes it; the first that can run the model by default.
     """
 
     model: LoadedModel
@@ -240,6 +241,7 @@ class Serving:
     verify: bool = True
     calibrate: float = 0.0
     check: bool = False
+    device: str = "auto"
 
     def engine(self, spec: str, *, like: Engine | None = None) -> Engine:
         """An Engine over the model, with an executor of its own or with another's graphs.
@@ -248,14 +250,16 @@ class Serving:
             spec: the policy.
             like: an Engine of the same policy whose executor and graphs it takes over.
         """
-        from kpolicy.executors import get_executor
+        from kpolicy.executors.of_device import executor_on
 
         if like is None:
             self.model.poison_padding(self.verify)
-        executor = like.executor if like is not None else get_executor(
-            self.model.device.type, model=self.model, max_num_reqs=self.settings.max_num_reqs, faults=self.faults,
-            check=self.check,
-        )  # fmt: skip
+        # A vendor's own executor needn't know faults, nor what to check.
+        debugging = {"faults": self.faults, "check": self.check}
+        asked = {name: value for name, value in debugging.items() if value}
+        executor = like.executor if like is not None else executor_on(
+            self.model, self.device, self.settings, max_num_reqs=self.settings.max_num_reqs, **asked
+        )[0]  # fmt: skip
         return Engine(
             spec, attention=self.model.support, ladder=self.ladder, settings=self.settings, costs=self.costs,
             objective=self.objective, executor=executor, registry=None if like is None else like.registry,

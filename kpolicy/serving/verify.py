@@ -125,8 +125,8 @@ class Verifier:
         own = {slot for launch, rows in _launches(inputs, outputs) for slot in _slots(rows, launch.repeat)}
         slots = torch.as_tensor(sorted(own), dtype=torch.int64, device=self.model.device)
         with torch.inference_mode(False):
-            for cache, expected in zip(self.model.kv_caches(), self._expected, strict=True):
-                expected[slots] = cache[slots]
+            for (cache, at), expected in zip(self.model.kv_at(slots), self._expected, strict=True):
+                expected.view_as(cache)[at] = cache[at]
 
     def _check_others(self, step: int, mode: str, outputs: StepOutputs) -> None:
         """Compare all KV but the pad slot with what steps may have written; what differs is expected from now on."""
@@ -155,12 +155,12 @@ class Verifier:
     ) -> list[tuple[str, float]]:  # fmt: skip
         """(what differs, by how much); `failed` is the graph that the rows ran in place of, behind the host."""
         slots = torch.as_tensor(_slots(rows, launch.repeat), dtype=torch.int64, device=self.model.device)
-        caches = self.model.kv_caches()
+        places = self.model.kv_at(slots)
         sampled = [list(each) for each in tokens] if launch.rows is not Rows.PREFILL else []
         with torch.inference_mode(False), torch.no_grad():
-            written = [cache[slots] for cache in caches]
-            for cache in caches:
-                cache[slots] = float("nan")
+            written = [cache[at] for cache, at in places]
+            for cache, at in places:
+                cache[at] = float("nan")
             self.poison()
             # Any other eager launch is padded, and told its rows, as a PIECEWISE replay is.
             key = launch.key or failed or GraphKey(Part.PIECEWISE, launch.padded_tokens or len(rows.token_ids))
@@ -170,9 +170,9 @@ class Verifier:
                 found["logits"] = _largest(torch.stack(logits), torch.stack(list(expected.outputs)))
             if sampled and sampled != [list(each) for each in expected.tokens]:
                 found["tokens"] = 1.0
-            found["kv"] = largest_of((kv, cache[slots]) for kv, cache in zip(written, caches, strict=True))
-            for cache, kv in zip(caches, written, strict=True):
-                cache[slots] = kv
+            found["kv"] = largest_of((kv, cache[at]) for kv, (cache, at) in zip(written, places, strict=True))
+            for (cache, at), kv in zip(places, written, strict=True):
+                cache[at] = kv
             self.poison()
         return [(what, largest) for what, largest in found.items() if largest != 0]
 

@@ -57,8 +57,17 @@ TAKE_NO_TRACE = ("decide --decodes 4", "explain --decodes 4", "doctor", "policie
         ("plan --trace x.csv", ["kpolicy plan takes its traces without an option"]),
         ("report --trace x.csv", ["kpolicy report takes its traces without an option"]),
         *((f"{command} --trace x.csv", ["Unknown option: --trace.", " See kpolicy"]) for command in TAKE_NO_TRACE),
-        ("run --device H100", ["Known: cpu, cuda, simulated.", "figures, such as H200, are those of `kpolicy sim"]),
-        ("calibrate --model x --out y --device H100", ["Known: auto, cpu, cuda.", "published figures"]),
+        (
+            "run --device H100",
+            [
+                "Known: accelerator, ascend, auto, cpu, cuda, kunlun, simulated, xpu.",
+                "figures, such as H200, are those of `kpolicy sim",
+            ],
+        ),
+        (
+            "calibrate --model x --out y --device H100",
+            ["Known: accelerator, ascend, auto, cpu, cuda, kunlun, xpu.", "published figures"],
+        ),
         ("simulate --device cuda", ["Known: A100,", "published figures", "this machine's too", "`kpolicy calibrate`"]),
         ("run --policy autoo", ["unknown policy 'autoo'", "did you mean 'auto'?", "Known: ascend, auto, eager"]),
         ("run --policy auto,vllm", ["--policy auto,vllm has a comma", "give --policy auto --policy vllm."]),

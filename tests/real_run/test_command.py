@@ -45,7 +45,8 @@ def kpolicy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     for variable in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "KPOLICY_LOG"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(import_module("kpolicy.cli.run_model"), "CALIBRATION_S", {"cpu": 0.3})
+    run_model = import_module("kpolicy.cli.run_model")
+    monkeypatch.setattr(run_model, "CPU_SIZE", attrs.evolve(run_model.CPU_SIZE, calibration_s=0.3))
 
     def run(*arguments: object) -> Ended:
         with pytest.raises(SystemExit) as ended:
@@ -377,10 +378,10 @@ def test_a_cpu_serves_so_many_tokens_unless_a_window_is_given(
     kpolicy: Command, config: Path, requests: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By default the work is bounded however busy the trace is; a window that is named is served whole."""
-    sizes = import_module("kpolicy.cli.run_model").SIZES
-    assert sizes["cpu"].most_tokens == 35_000
-    assert sizes["cuda"].most_tokens is None
-    monkeypatch.setitem(sizes, "cpu", attrs.evolve(sizes["cpu"], most_tokens=33))
+    run_model = import_module("kpolicy.cli.run_model")
+    assert run_model.size_on("cpu").most_tokens == 35_000
+    assert run_model.size_on("cuda").most_tokens is None
+    monkeypatch.setattr(run_model, "CPU_SIZE", attrs.evolve(run_model.CPU_SIZE, most_tokens=33))
     command = ("run", "--model", config, "--trace", requests, "--policy", "eager", "--no-verify", "--json", *SMALL)
     traces = [kpolicy(*command, *more).json["trace"] for more in ((), ("--window", 0))]
     assert [trace["requests"] for trace in traces] == [3, 11]
@@ -390,12 +391,15 @@ def test_a_cpu_serves_so_many_tokens_unless_a_window_is_given(
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ("--device tpu", ["unknown device 'tpu'", "cpu, cuda, simulated", "kpolicy doctor"]),
+        ("--device tpu", ["unknown device 'tpu'", "auto, cpu, cuda, kunlun, simulated, xpu", "kpolicy doctor"]),
         pytest.param(
             "--device cuda",
             ["device 'cuda' isn't there", "Devices here: cpu", "kpolicy doctor"],
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
+        ("--device cuda:x", ["unknown device 'cuda:x'"]),
+        ("--device auto:1", ["unknown device 'auto:1'"]),
+        ("--device simulated:0", ["unknown device 'simulated:0'"]),
         ("--device simulated --model {config}", ["--device simulated", "runs no model"]),
         ("--model {tmp}/none", ["{tmp}/none isn't there"]),
         ("--model {tmp}", ["config.json"]),
