@@ -282,3 +282,32 @@ def test_serving_goes_on_in_the_modes_that_are_left(streams: int, modes: set[Mod
         assert outputs.decision.reason is wanted
         sequences.advance(rows)
     assert seen == modes
+
+
+def test_a_graph_that_failed_is_captured_again() -> None:
+    """Its key was withdrawn when its replay failed; asked for again it is tried again, and counts among what fits."""
+    model, library = device(10_000)
+    executor, registry = AscendExecutor(model, library=library), GraphRegistry()
+    registry.plan(KEYS)
+    executor.open(registry)
+    executor.capture(KEYS)
+    failed = KEYS[0]
+    registry.withdraw(failed, Reason.REPLAY_FAILED)
+    executor.capture([failed])
+    assert failed in registry.captured()
+    assert not executor.replans
+
+
+def test_graphs_that_failed_count_among_what_the_device_held() -> None:
+    """They keep their streams until their pool goes, so they tell how many there are."""
+    model, library = device(40)
+    executor, registry = AscendExecutor(model, library=library, budget=None), GraphRegistry()
+    registry.plan(KEYS)
+    executor.open(registry)
+    executor.capture([KEYS[0], KEYS[1]])
+    for key in KEYS[:2]:
+        registry.withdraw(key, Reason.REPLAY_FAILED)
+    library.chip.streams = library.chip.taken
+    executor.capture([KEYS[2]])
+    assert executor.replans[0].limit == 2
+    assert KEYS[2] in registry.captured()

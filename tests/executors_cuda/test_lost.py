@@ -18,6 +18,11 @@ def raising(*_: Any) -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
+def step_thrice(engine: Any, inputs: Any) -> None:
+    for _ in range(3):
+        engine.step(inputs)
+
+
 @pytest.mark.parametrize("policy", ["full", "piecewise", "eager"])
 @pytest.mark.parametrize("after", range(4))
 def test_a_point_that_cannot_be_recorded_tells_of_a_lost_device(
@@ -40,8 +45,7 @@ def test_a_point_that_cannot_be_recorded_tells_of_a_lost_device(
     monkeypatch.setattr(Point, "record", fails)
     for _ in range(2):
         with pytest.raises(StickyDeviceError, match="illegal memory access"):
-            for _ in range(3):
-                engine.step(inputs)
+            step_thrice(engine, inputs)
 
 
 @pytest.mark.parametrize("policy", ["full", "piecewise"])

@@ -149,7 +149,7 @@ class AscendExecutor(ModeRunner):
         """
         asked = list(keys)
         held = [key for key in self._handles if self._live(key)]
-        wanted = [*held, *(key for key in asked if key not in self._handles)]
+        wanted = list(dict.fromkeys([*held, *asked]))
         if self._auto:
             self.units = self._advice(len({key.num_tokens for key in wanted}))
             self._launcher.units = self.units
@@ -200,7 +200,9 @@ class AscendExecutor(ModeRunner):
 
     def _replanned(self, failed: GraphKey, keys: Sequence[GraphKey], progress: Progress | None) -> GraphKey | None:
         """Give all graphs back, plan what fits, and capture that; the next key that finds no streams."""
-        used = sum(self.units.cost_of(key).streams for key in self._handles if self._live(key))
+        # Withdrawn graphs keep theirs until their pool goes.
+        ours = {pool.name for pool in self._pools}
+        used = sum(pool.held.streams for pool in self.registry.pools() if pool.name in ours)
         if self._limit is not None:
             # Each round plans for less, so the rounds end.
             used = min(used, self._limit - max(1, self._limit // 8))
