@@ -1,14 +1,14 @@
 """A measured `CostTable` from vLLM's own graphs and eager steps, timed at start-up within an allowance.
 
-Captured sizes, all or as many as tell the curve, and EAGER at a few run each as a whole step of made-up rows through
-the runner's `execute_model` and `sample_tokens`, so that what the host does for a step is in the times. A step is
-timed twice: at once, for the host's time, and behind work that keeps the device busy meanwhile, for the device's
-alone. How fast the host is then is noted, and its times are brought to one speed (`kpolicy.host_speed`). What attention
-costs is the slope of a step's time over KV; it is taken off the curves, which stand for dense work (kpolicy's
-docs/design.md, costs). So is what each decode row takes in every mode, whatever the step is padded to: the model's head
-gives every one of them logits, and a prompt chunk only its last token (1,000 rows of a 0.5B model: 0.6 ms of 3.5).
-Rows needn't cost the same at every number of them: where a larger graph seems cheaper than a smaller
-one, it is timed with the smaller one's rows too, and is cheaper only if it is so with those.
+Captured sizes, as many as tell the curve, and EAGER at a few run each as a whole step of made-up rows through the
+runner's `execute_model` and `sample_tokens`, so that what the host does for a step is in the times. A step is timed
+twice: at once, for the host's time, and behind work that keeps the device busy meanwhile, for the device's alone;
+further sizes only so (`kpolicy_vllm.others`). How fast the host is then is noted, and its times are brought to one
+speed (`kpolicy.host_speed`). What attention costs is the slope of a step's time over KV; it is taken off the curves,
+which stand for dense work (kpolicy's docs/design.md, costs). So is what each decode row takes in every mode, whatever
+the step is padded to: the model's head gives every one of them logits, and a prompt chunk only its last token (1,000
+rows of a 0.5B model: 0.6 ms of 3.5). Rows needn't cost the same at every number of them: where a larger graph seems
+cheaper than a smaller one, it is timed with the smaller one's rows too, and is cheaper only if it is so with those.
 
 FULL graphs of mixed batches have attention of a fixed shape: they are timed with a chunk that fills them, and have a
 curve of their own.
@@ -18,10 +18,11 @@ Where ranks work together rank 0 says what runs next, all run it, and rank 0's t
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,9 +30,10 @@ from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part
+from kpolicy_vllm.others import Others
 from kpolicy_vllm.state import LOGGER
 from kpolicy_vllm.synthetic import Rows, Steps
-from kpolicy_vllm.timing import NOISE, Bench, Case, Clock, CudaClock, together
+from kpolicy_vllm.timing import IN_A_ROW, NOISE, Bench, Case, Clock, CudaClock, together
 
 __all__ = ["calibrate", "why_not"]
 
@@ -48,6 +50,8 @@ NEAREST = 1.2
 """Times a size of pieces, for the next one that is timed"""
 SLOPES = 0.2
 """Share of the allowance for attention's slopes"""
+OTHERS, CHECKS = 0.2, 0.1
+"""Shares of the allowance that curves leave to the sizes that aren't timed whole, and those to what settles doubts"""
 MOST_FULL, MOST_MIXED, MOST_PIECES = 12, 6, 8
 """Sizes that are timed of whole graphs of decodes, of those of mixed batches and of pieces, the smallest and the
 largest among them; between two the curve is straight"""
@@ -97,8 +101,11 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
     try:
         bench.warm(plan.warm)
         start = clock.now()
-        bench.measure(plan.curves, allowance_s * (1 - SLOPES))
+        bench.measure(plan.curves, allowance_s * (1 - SLOPES - (OTHERS if plan.has_others else 0.0)))
         bench.measure(plan.slopes, min(allowance_s * SLOPES, max(0.0, allowance_s - (clock.now() - start))))
+        plan.time_others(
+            bench, start + allowance_s * (1 - CHECKS), lambda asked: state.broadcast(together(everywhere, asked))
+        )
         doubts = state.broadcast(together(everywhere, plan.doubts))
         bench.measure(plan.checks(doubts), max(0.0, allowance_s - (clock.now() - start)))
         if state.config.split and plan.decodes is not None and plan.chunk is not None:
@@ -106,8 +113,9 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
     finally:
         bench.close()
     LOGGER.info(
-        "kpolicy: %d of %d steps timed, %.1f times each, in %.1f s",
-        *plan.timed(), statistics.fmean([len(case.times) for case in plan.curves]), clock.now() - start,
+        "kpolicy: %d of %d steps timed, %.1f times each, and %d of %d further sizes on the device alone, in %.1f s",
+        *plan.timed(), statistics.fmean([len(case.times) for case in plan.curves]), *plan.timed_alone(),
+        clock.now() - start,
     )  # fmt: skip
     work_us = bench.at_one_speed()
     if rejoin is not None:
@@ -192,6 +200,7 @@ class _Plan:
         ]
         for listed in (self._full, self._mixed, self._pieces, self._piece_rows, self._eager):
             listed[:] = [case for case in listed if steps.fits(case.rows)]
+        full, pieces_too = self._full, self._pieces
         self._pieces, self._mixed = _spread(_thin(self._pieces), MOST_PIECES), _spread(self._mixed, MOST_MIXED)
         # Where all whole graphs are of mixed batches, decodes run in those.
         self._full = _spread(self._full, MOST_FULL) or self._mixed
@@ -199,6 +208,10 @@ class _Plan:
         self._eager_rows: list[Case] = []
         if rows_of and not self._piece_rows and rows_of[-1].rows.num_tokens <= most_chunk:
             self._eager_rows = [chunk(None, rows_of[-1].rows.num_tokens), rows_of[-1]]
+        self.other_decodes = Others(self._full if full else (), full)
+        self.other_pieces = Others(self._pieces, pieces_too)
+        self._launched = (self._full, [*self._pieces, *self._piece_rows], self._eager)
+        """The steps that tell what launching takes, by kind"""
         more = [case for case in self._mixed if case not in self._full]
         self.curves = [*self._full, *more, *self._pieces, *self._piece_rows, *self._eager, *self._eager_rows[:1]]
         chunks = [case for case in self._eager if case.rows.chunk]
@@ -226,6 +239,31 @@ class _Plan:
         pairs = (self._decode_slope, self._chunk_slope)
         self.slopes = [case for pair in pairs if all(steps.fits(each.rows) for each in pair) for case in pair]
 
+    @property
+    def has_others(self) -> bool:
+        """Whether there are sizes that aren't timed as whole steps, whatever the time."""
+        return bool(self.other_decodes.further or self.other_pieces.further)
+
+    def time_others(self, bench: Bench, until_s: float, told: Callable[[Callable[[], Any]], Any]) -> None:
+        """Time on the device alone what wasn't timed whole, and what seems steep of that once more.
+
+        Args:
+            bench: runs steps.
+            until_s: when to end, on its clock.
+            told: what rank 0 finds, on every rank.
+        """
+        clock, steep = bench.clock, list[int]()
+        for others, in_a_row, share in ((self.other_decodes, 1, 0.5), (self.other_pieces, IN_A_ROW, 1.0)):
+            if not others.lacking:
+                continue
+            ends_s = clock.now() + share * (until_s - clock.now())
+            for asked in (functools.partial(others.untimed, steep), others.steep):
+                cases = others.cases(told(asked))
+                bench.alone(cases, others.expected_us, others.host_us(), ends_s - clock.now(), in_a_row)
+            steep = [case.tokens for case in others.cases(told(others.steep))]
+        self._full = self.other_decodes.with_times() or self._full
+        self._pieces = self.other_pieces.with_times()
+
     def doubts(self) -> list[tuple[int, int]]:
         """Places of whole graphs of decodes that seem dearer than larger ones, each with the cheapest of those.
 
@@ -242,10 +280,10 @@ class _Plan:
             cheapest = min((each for each in us if each > place), key=us.__getitem__, default=place)
             if us[place] > us[cheapest] * (1 + NOISE):
                 found.append((place, cheapest))
-        pieces = {_size(self._pieces[place]): each for place, each in timed(self._pieces).items()}
+        pieces = {self._pieces[place].tokens: each for place, each in timed(self._pieces).items()}
         apart = _steady(pieces) if pieces else None
         dearer = [place for place in us if self._holding(self._full[place]) is not None
-                  and _dearer(us[place], _size(self._full[place]), apart)]  # fmt: skip
+                  and _dearer(us[place], self._full[place].tokens, apart)]  # fmt: skip
         return [*found, (max(dearer), _PIECES)] if dearer else found
 
     def checks(self, doubts: Sequence[tuple[int, int]]) -> list[Case]:
@@ -269,7 +307,7 @@ class _Plan:
         """The smallest pieces that hold the rows of a whole graph; None where they pad more than it does."""
         holds = min((key for key in self._wide if key.num_tokens >= case.rows.num_tokens),
                     key=lambda key: key.num_tokens, default=None)  # fmt: skip
-        return holds if holds is not None and holds.num_tokens <= _size(case) else None
+        return holds if holds is not None and holds.num_tokens <= case.tokens else None
 
     def _of_rows(self) -> int:
         """The largest size of whole graphs that only seem dearer than pieces, as those take as long with its rows.
@@ -280,11 +318,16 @@ class _Plan:
             return 0
         whole, check = self._apart
         alike = check.times and whole.best().device <= check.best().device * (1 + ALIKE)
-        return _size(whole) if alike else 0
+        return whole.tokens if alike else 0
 
     def timed(self) -> tuple[int, int]:
         """How many of the steps were timed, and of how many."""
         return sum(bool(case.times) for case in self.curves), len(self.curves)
+
+    def timed_alone(self) -> tuple[int, int]:
+        """How many of the sizes that aren't timed whole were timed on the device alone, and of how many."""
+        further = [case for others in (self.other_decodes, self.other_pieces) for case in others.further]
+        return sum(bool(case.times) for case in further), len(further)
 
     def unmeasured(self) -> list[str]:
         """The parts with graphs of which none ran: what they take isn't known."""
@@ -302,10 +345,10 @@ class _Plan:
             us: dict[int, float] = {}
             for case in cases:
                 if case.times:
-                    us[_size(case)] = case.dense_us(decode, chunks)
+                    us[case.tokens] = case.dense_us(decode, chunks)
             for smaller, larger, check in self._checked if cases is self._full else ():
                 if check.times and check.best().device > smaller.best().device * (1 - NOISE):
-                    us[_size(smaller)] = us[_size(larger)]  # its rows cost more, not its graph
+                    us[smaller.tokens] = us[larger.tokens]  # its rows cost more, not its graph
             return _steady(us, rival, self._of_rows() if cases is self._full else 0) if us else None
 
         eager = curve(self._eager)
@@ -314,7 +357,7 @@ class _Plan:
         records = [record for record in registry.records() if record.key in {case.key for case in self.curves}]
         by_part = [[each for each in records if each.key.part is part] for part in (Part.FULL, Part.PIECEWISE)]
         ran = [each for case in self.curves for each in case.times]
-        host_full, host_piecewise, host_eager = _hosts(self._full, [*self._pieces, *self._piece_rows], self._eager)
+        host_full, host_piecewise, host_eager = _hosts(*self._launched)
         return CostTable(
             version="measured in vLLM at start-up",
             measured=True,
@@ -378,11 +421,6 @@ class _Plan:
         return min(found, max(rise, 0.0))
 
 
-def _size(case: Case) -> int:
-    """Tokens that the step is padded to."""
-    return case.rows.num_tokens if case.key is None else case.key.num_tokens
-
-
 def _spread(cases: list[Case], most: int) -> list[Case]:
     """At most so many of the cases, the first and the last among them, as evenly as places go."""
     if len(cases) <= most:
@@ -394,7 +432,7 @@ def _thin(cases: list[Case]) -> list[Case]:
     """Those of the cases that are `NEAREST` from the next larger one, so that where sizes are dense few are timed."""
     kept: list[Case] = []
     for case in reversed(cases):
-        if not kept or _size(case) * NEAREST <= _size(kept[-1]):
+        if not kept or case.tokens * NEAREST <= kept[-1].tokens:
             kept.append(case)
     return kept[::-1]
 

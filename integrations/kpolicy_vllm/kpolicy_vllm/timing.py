@@ -27,6 +27,8 @@ MOST_ROUNDS, REJOINS = 9, 3
 AGAIN = 0.5
 """Share of an allowance after which nothing is timed again: the whole is for what is slow to be timed once"""
 _AHEAD, _CYCLES_A_US = 2.0, 2000
+IN_A_ROW = 8
+"""Steps that are launched one behind the other, where nothing waits for each"""
 
 
 class Clock(Protocol):
@@ -107,6 +109,11 @@ class Case:
     def best(self) -> Times:
         """The run with the shortest device time: its work is the same each time, and a late host adds to it."""
         return min(self.times, key=lambda each: each.device)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step is padded to."""
+        return self.rows.num_tokens if self.key is None else self.key.num_tokens
 
     @property
     def sampled(self) -> int:
@@ -216,6 +223,66 @@ class Bench:
             quicker = (case.best().device < us * (1 - NOISE) for case, us in zip(ran, before, strict=True))
             if not self._agree(any(quicker)):
                 return
+
+    def alone(self, cases: Sequence[Case], expected_us: Callable[[Case], float], host_us: float, allowance_s: float,
+              in_a_row: int = IN_A_ROW) -> None:  # fmt: skip
+        """Time the device alone at the cases, in their order, as far as the allowance goes: for less than a visit each.
+
+        Each step is launched while the one before runs, behind work that keeps the device busy for what that lacks of
+        the host's time. A step that the device came to before all of it was launched isn't timed so: where the runner
+        waits for each, those that follow are launched one at a time.
+
+        Args:
+            cases: the steps; none of them has decode rows that leave and join again, where several are in a row.
+            expected_us: about how long the device takes for one.
+            host_us: microseconds until the host has launched one.
+            allowance_s: seconds for all.
+            in_a_row: most that are launched so.
+        """
+        left, stop_s, most = list(cases), self._clock.now() + allowance_s, in_a_row
+        in_a_row = min(most, 2)  # which tells whether the runner waits
+        while left:
+            ends_s, fits = self._clock.now(), 0
+            for case in left[:in_a_row]:
+                ends_s += 1e-6 * max(_AHEAD * host_us, expected_us(case))
+                fits += ends_s <= stop_s
+            group = left[: self._agree(fits)]
+            if not group:
+                return
+            times = together(self._all, self._in_a_row, group, expected_us, host_us)
+            # Ranks must have timed the same ones.
+            late: list[int] = self._agree([place for place, (_, in_time) in enumerate(times) if not in_time])
+            for place, (case, (each, _)) in enumerate(zip(group, times, strict=True)):
+                if place not in late:
+                    case.times.append(each)
+            again = [group[place] for place in late] if in_a_row > 1 else []
+            most = 1 if late else most
+            in_a_row, left = most, again + left[len(group) :]
+
+    def _in_a_row(
+        self, group: Sequence[Case], expected_us: Callable[[Case], float], host_us: float
+    ) -> list[tuple[Times, bool]]:
+        """Of each the device's time, and whether all of it was launched when the device came to it."""
+        clock, marks, before_us = self._clock, [], 0.0
+        for case in group:
+            if case.rows.decodes:
+                self._warm(case)  # rows join the batch
+        outputs = [(self.steps.step(case.rows), self.steps.decode_kv) for case in group]
+        clock.wait()
+        start, start_s = clock.event(), clock.now()
+        for case, (output, kv) in zip(group, outputs, strict=True):
+            clock.occupy(max(0.0, _AHEAD * host_us - before_us))
+            first = clock.event()
+            with self._forced(case.key, case.rows):
+                self._runner.execute_model(output)
+                second, launched_us = clock.event(), 1e6 * (clock.now() - start_s)
+                self._runner.sample_tokens(None)
+            marks.append((first, second, launched_us, kv))
+            before_us = expected_us(case)
+        return [
+            (Times(0.0, 0.0, clock.between_us(first, second), kv), launched_us <= clock.between_us(start, first))
+            for first, second, launched_us, kv in marks
+        ]
 
     def _expected_s(self, case: Case) -> float:
         """Seconds that a visit takes by the last of its kind: more tokens are more for the device, not for the host."""
