@@ -190,7 +190,7 @@ def decode_worth(seen: Histogram, held: Histogram, default: CaptureSizes, worklo
 
 
 def table(written: dict[str, Any]) -> str:
-    """The result as the tables of docs/planning.md."""
+    """The result as the tables of docs/benchmarks.md."""
     lines = []
     for each in written["tables"]:
         lines += [
