@@ -102,6 +102,8 @@ def test_operators_that_the_library_cannot_update_stay_out_of_graphs() -> None:
         record = registry.record(key)
         assert record.reason is (Reason.HOST_LENGTHS_FROZEN if key.part is Part.FULL else None)
     assert any("task_groups" in words for words in executor.capture_errors.values())
+    # Refused once they were recorded: they give their streams back.
+    assert library.chip.taken == registry.totals().held.graphs
 
 
 def test_no_update_at_all_keeps_host_lengths_out_of_graphs() -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from kpolicy.executors.cuda import CudaExecutor, streams  # noqa: E402
 from kpolicy.executors.cuda import adapter as cuda_adapter  # noqa: E402
+from kpolicy.keys import GraphKey  # noqa: E402
 from kpolicy.modes import Part  # noqa: E402
 from kpolicy.registry import GraphRegistry  # noqa: E402
 from tests.executors_launcher.checker import Checker, batcher_steps, kept_by_outputs, load_family, plan  # noqa: E402
@@ -155,3 +156,22 @@ def test_a_failed_capture_that_cannot_be_reset_tells_of_a_lost_device(
     assert adapter.classify(caught.value).sticky is lost
     assert (str(caught.value) == "the model's own") is not lost
     assert ("may not be free: CUDA error: invalid argument" in caplog.text) is not lost
+
+
+@pytest.mark.usefixtures("library")
+def test_pieces_that_cannot_be_reset_leave_the_captures_own_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The third piece fails, and then freeing the first two: the key's reason is what broke the capture."""
+    model, key = load_family("llama"), GraphKey(Part.PIECEWISE, 8)
+    executor, registry = CudaExecutor(model, device="cpu", faults=["mid_segment@3"]), GraphRegistry()
+    registry.plan([key])
+    executor.open(registry)
+
+    def reset(_: Any) -> None:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "reset", reset)
+    executor.capture([key])
+    assert "mid_segment" in executor.capture_errors[key]
+    assert caplog.text.count("may not be free: CUDA error: invalid argument") == 3

@@ -290,7 +290,11 @@ class StreamAdapter:
         except BaseException:
             self._mend(pool, recorded)
             raise
-        graph = self._graph(recorded, max(0, self._used() - used))
+        try:
+            graph = self._graph(recorded, max(0, self._used() - used))
+        except BaseException:
+            self._give_up(pool, recorded)
+            raise
         pool.graphs.append(graph)
         if pool.handle is None:
             # Where no pool comes before its first graph, that graph makes it.
@@ -318,6 +322,10 @@ class StreamAdapter:
 
     def _give_up(self, pool: StreamPool, recorded: Any) -> None:
         """Free what a capture that failed took."""
+        self._reset(recorded)
+        self._go_on(pool)
+
+    def _reset(self, recorded: Any) -> None:
         try:
             recorded.reset()
         except RuntimeError as error:
@@ -325,7 +333,6 @@ class StreamAdapter:
             if self.classify(error).sticky:
                 raise
             logging.getLogger("kpolicy").warning("A failed capture's memory may not be free: %s", error)
-        self._go_on(pool)
 
     def _go_on(self, pool: StreamPool) -> None:
         """Leave a pool as the next capture wants it, after some that failed: without graphs it is a new one."""
@@ -354,7 +361,7 @@ class StreamAdapter:
 
     def discard(self, pool: StreamPool, graphs: Sequence[Any]) -> None:
         for graph in graphs:
-            graph.graph.reset()
+            self._reset(graph.graph)
         pool.graphs = [graph for graph in pool.graphs if graph not in graphs]
         self._go_on(pool)
 
