@@ -1,26 +1,36 @@
-"""docs/integrate.md: its Python runs as it stands, from the first block to the last."""
+"""docs/integrate.md: its Python runs as it stands, from the first block to the last, and prints what is shown."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kpolicy import Engine, Reason
+from kpolicy import BatchShape, Engine, Reason
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrate.md"
+if TYPE_CHECKING:
+    import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "integrate.md").read_text(encoding="utf-8")
 
 
-def test_the_page_runs() -> None:
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """On an Engine that only decides, with the sizes, the batches and the records that the page shows."""
     names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(block, names)  # noqa: S102 - our own page
+    (shown,) = re.findall(r"```python\n(?:(?!```).)*?```\n\n```\n(.*?)```", PAGE, re.DOTALL)
+    assert capsys.readouterr().out == shown
     engine: Engine = names["engine"]
-    assert names["decision"].reason is not Reason.GRAPH_WITHDRAWN
-    shapes = re.findall(r"decodes=\[\(1, (\d+)\)\]", PAGE.read_text(encoding="utf-8"))
-    assert max(map(int, shapes)) <= engine.settings.max_num_reqs
     *captured, failed = names["keys"]
     assert list(engine.registry.captured()) == captured
     assert engine.registry.record(failed).reason is Reason.CAPTURE_OUT_OF_MEMORY
     assert engine.registry.record(captured[0]).hits == 1
+
+
+def test_the_facts_that_the_page_names_are_taken() -> None:
+    """As it writes them, by a batch of decodes beside a prompt."""
+    named = re.findall(r"`facts=(\{[^`]*\})`", PAGE)
+    assert len(named) == 2
+    for facts in named:
+        assert BatchShape(decodes=[(1, 4)], prefills=[(64, 0)], facts=eval(facts)).facts  # noqa: S307 - our own page
