@@ -86,6 +86,10 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
         why = "there is nothing to decide: CUDA graphs are off (enforce_eager, or cudagraph_mode NONE)."
         _refused(vllm_config, "graphs_off", why)
         return
+    if getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
+        why = "engines that join later (enable_elastic_ep) have none of the others' costs, so vLLM's own rule decides."
+        _refused(vllm_config, "elastic", why)
+        return
     from kpolicy.schemas import read_plan
     from kpolicy_vllm.scheduler import qualname
 
@@ -188,11 +192,8 @@ def _meant(vllm_config: Any) -> bool:
 
 
 def _agreed(vllm_config: Any, ok: bool) -> bool:
-    """Whether all ranks that start together are attached. Ranks that join later (elastic parallelism) ask nobody."""
-    parallel = vllm_config.parallel_config
-    if not _meant(vllm_config) or getattr(parallel, "enable_elastic_ep", False):
-        return ok
-    if getattr(parallel, "world_size_across_dp", 1) == 1:
+    """Whether all ranks are attached."""
+    if not _meant(vllm_config) or getattr(vllm_config.parallel_config, "world_size_across_dp", 1) == 1:
         return ok
     try:
         from kpolicy_vllm.versions.names import Names

@@ -17,7 +17,7 @@ __all__ = ["after_capture", "before_capture"]
 
 
 def before_capture(state: State) -> None:
-    """Graphs are about to be captured: those of an earlier capture are gone (elastic parallelism starts anew)."""
+    """Graphs are about to be captured: those of an earlier capture are gone."""
     if state.captured:
         state.captured = False
         for pool in state.registry.pools():
@@ -28,15 +28,18 @@ def before_capture(state: State) -> None:
 def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0)) -> None:
     """Find costs where the policy reads them, and let it decide. Called on every rank, after the last capture.
 
+    An engine that captures anew may be serving: nothing is timed then, as made-up rows would write over requests' KV.
+
     Args:
         state: what kpolicy knows of this vLLM.
         modules: the names of vLLM's that the version's adapter found.
         taken: bytes and seconds of all captures, as vLLM counted them.
     """
+    again, state.started = state.started, True
     with state.guard("plan_not_checked", "comparing the plan with the model"):
         _check_plan(state)
     _quicken(state, modules, timed=False)
-    everywhere = state.together("policy_failed", "preparing the policy", lambda: _decide(state, modules))
+    everywhere = state.together("policy_failed", "preparing the policy", lambda: _decide(state, modules, again=again))
     _quicken(state, modules, timed=True)
     if not everywhere and not state.broken:
         state.fail("prepared", RuntimeError("another rank couldn't"))
@@ -55,6 +58,8 @@ def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0
         enter_others(state, state.runner, bytes=taken[0] if isinstance(taken[0], int) else 0, seconds=taken[1])
     with state.guard("summary_failed", "summing up the start"):
         _say(state)
+    if again:
+        return
     if state.config.lazy:
         _attach_lazy(state)
     with state.guard("log_failed", "opening the decision log"):
@@ -80,10 +85,10 @@ def _quicken(state: State, modules: Any, *, timed: bool) -> None:
                 LOGGER.info("kpolicy: there was no second context after the captures: %s", why)
 
 
-def _decide(state: State, modules: Any) -> None:
-    """Find costs where they are read, and prepare the policy."""
+def _decide(state: State, modules: Any, *, again: bool) -> None:
+    """Find costs where they are read, the first time, and prepare the policy."""
     state.graphs_captured()
-    if state.policy.reads_costs:
+    if state.policy.reads_costs and not again:
         _find_costs(state, modules)
     if state.dispatcher.deciding:
         state.dispatcher.chooser.prepare()

@@ -96,6 +96,7 @@ class State:
         loras_apart: whether a graph captured with adapters serves only steps with some.
         broadcast: gives every rank rank 0's value; every rank must call it.
         agree: whether it holds on every rank; every rank must call it.
+        captured, started: whether its graphs are captured; whether they were before, and all that follows was done.
         two_forwards: whether the runner may run decodes and prompts of one step as two forwards.
     """
 
@@ -120,7 +121,7 @@ class State:
         self.loras_apart = True
         self.broadcast: Callable[[Any], Any] = _same
         self.agree: Callable[[bool], bool] = bool
-        self.captured = False
+        self.captured = self.started = False
         self.broken = False
         self.compiles = 0
         self.two_forwards = False

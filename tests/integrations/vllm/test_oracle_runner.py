@@ -328,6 +328,20 @@ def test_enforce_eager(vllm, caplog):
     assert type(runner.cudagraph_dispatcher).__name__ == "CudagraphDispatcher"
 
 
+def test_elastic_parallelism(vllm, caplog):
+    """Engines that join later have none of the others' costs: it is off."""
+    config = vllm_config(vllm, ranks=2)
+    config.parallel_config.enable_elastic_ep = True
+    with caplog.at_level(logging.WARNING):
+        sized(vllm, config)
+        runner = runner_v1(vllm, config)
+        attached(vllm, config, runner)
+    assert sum("engines that join later" in record.getMessage() for record in caplog.records) == 1
+    assert PROCESS.counts == {"elastic": 1}
+    assert config.compilation_config.cudagraph_capture_sizes == STOCK_SIZES
+    assert type(runner.cudagraph_dispatcher).__name__ == "CudagraphDispatcher"
+
+
 @pytest.mark.parametrize("setting", [{"polcy": "auto"}, {"policy": "vlm"}, {"lazy": "yes"}, 7])
 def test_bad_setting(vllm, setting, caplog):
     """A setting that can't be used turns kpolicy off, with a warning that names it; sizes stay vLLM's."""
@@ -493,6 +507,27 @@ def test_captured_again(vllm):
     runner.capture_model()
     assert state.registry.totals().keys == before.keys
     assert ask_v1(runner, [1] * 5)[0] == "FULL"
+
+
+def test_captured_again_while_it_serves(vllm, tmp_path, monkeypatch):
+    """Made-up rows would write over requests' KV: nothing is timed anew, and thread and log stay one each."""
+    calls = []
+
+    def calibrated(runner, state):
+        calls.append(runner)
+        return measured_costs()
+
+    monkeypatch.setattr("kpolicy_vllm.calibrate.calibrate", calibrated)
+    path = tmp_path / "decisions.jsonl"
+    runner = served(vllm, kpolicy={"decision_log": str(path), "summary_seconds": 3600})
+    state, log, threads = state_of(runner.vllm_config), state_of(runner.vllm_config).log, set(threading.enumerate())
+    runner.capture_model()
+    assert calls == [runner]
+    assert set(threading.enumerate()) <= threads
+    assert state.log is log is not None
+    assert state.ready
+    assert ask_v1(runner, [1] * 5)[0] == "FULL"
+    assert {reason for _, reason in state.dispatcher.chooser.tallies()} != {"vllm_rule"}
 
 
 def test_counted_hits(vllm):
