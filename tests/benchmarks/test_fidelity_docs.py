@@ -18,11 +18,13 @@ DOC = (DOCS / "measured_fidelity.md").read_text(encoding="utf-8").splitlines()
 SHORT = (DOCS / "fidelity.md").read_text(encoding="utf-8").splitlines()
 LAST = (
     "rate-2-eleventh", "dsv2lite-fifth", "dsv2lite-sixth", "dsv2lite-seventh", "dsv2lite-eighth", "dsv2lite-ninth",
-    "dsv2lite-tenth", "dsv2lite-eleventh", "dsv2lite-twelfth", "small24-ninth",
+    "dsv2lite-tenth", "dsv2lite-eleventh", "dsv2lite-twelfth", "dsv2lite-thirteenth", "small24-ninth",
 )  # fmt: skip
 """The runs by the middle of three calibrations, with a table each"""
 AGAIN = "-costed-again"
 """What names end in of the runs before 16:18, by the rule that came then"""
+BY_THE_MEAN = ("dsv2lite-twelfth", "dsv2lite-thirteenth")
+"""The runs after it"""
 CHANGED = {
     ("rate-2-eleventh", "piecewise", "host-bound"): ("to the letter", "no"),
     ("dsv2lite-fifth", "eager", "middle"): ("no", "not shown"),
@@ -226,8 +228,8 @@ def test_the_short_page_has_the_latest_runs_and_all_in_a_row_each() -> None:
 
 
 def test_the_short_page_tells_what_todays_rule_makes_of_the_runs_before_it() -> None:
-    """A row each but for the twelfth, which is by it; verdicts that change, and both errors of the 0.5B's EAGER."""
-    names = [name for name in LAST if name != "dsv2lite-twelfth"]
+    """A row each but for those that are by it; verdicts that change, and both errors of the 0.5B's EAGER."""
+    names = [name for name in LAST if name not in BY_THE_MEAN]
     expected = [in_short(name + AGAIN) for name in names]
     assert table_of(f"| {label(LAST[0])}, again", SHORT) == (8, expected)
     told = {
@@ -272,7 +274,7 @@ def test_a_rule_of_later_is_not_said_to_be_of_before() -> None:
     assert told in " ".join(" ".join(SHORT).split())
     assert f"runs of the next section ({min(made)[11:16]} to {max(made)[11:16]})" in " ".join(" ".join(DOC).split())
     by_mean = [name for name in LAST if read(name)["measured_at"][11:16] > "16:18"]
-    assert by_mean == ["dsv2lite-twelfth"]
+    assert by_mean == [*BY_THE_MEAN]
 
 
 def verdicts(name: str) -> list[str]:
@@ -289,9 +291,9 @@ def test_what_the_short_page_says_first_is_so() -> None:
     assert {ranked(name) for name in others} == {"as measured", "one policy"}
     runs = [name for name in LAST if name.startswith("dsv2lite")]
     holding = [name for name in runs if set(verdicts(name)) == {"yes"}]
-    assert [ranked(name).split(";")[0] for name in runs].count("as measured") == 2
-    counts = {1: "one", 8: "eight"}
-    told = f"Of {counts[len(runs)]} runs {counts[len(holding)]} holds in every cell, and two others rank every pair"
+    assert [ranked(name).split(";")[0] for name in runs].count("as measured") == 3
+    counts = {1: "one", 9: "nine"}
+    told = f"Of {counts[len(runs)]} runs {counts[len(holding)]} holds in every cell, and three others rank every pair"
     assert told in page
     assert max(latencies_off(*runs)) <= MOST_LATENCY
     apart = [apart for name in LAST for apart in wrongly_ranked(read(name))]
@@ -310,10 +312,39 @@ def test_what_the_short_page_says_first_is_so() -> None:
     assert f"{told}, {of_three}, {slow['host_work_us']:.0f} in its profile" in page
     off = [row["error"] for key, row in rows_of("dsv2lite-twelfth").items() if row["error"] > MOST]
     assert f"{min(off) * 100:.1f} to {max(off):.1%} off in the cells that are over the line" in page
+    quick, rows = read("dsv2lite-thirteenth"), rows_of("dsv2lite-thirteenth")
+    row = rows["eager", "host-bound"]
+    held, off = judged(row, quick)
+    assert held == "no"
+    assert (
+        f"are {off:.1%} off by the middle of their repeats, {row['error']:.1%} singly. Other cells are within" in page
+    )
+    told = {key: judged(each, quick) for key, each in rows.items() if each is not row}
+    assert [key for key, (verdict, _) in told.items() if verdict != "yes"] == [("piecewise", "host-bound")]
+    within = max(error for verdict, error in told.values() if verdict == "yes")
+    pieces = rows["piecewise", "host-bound"]["steps"]
+    assert f"within {within:.1%} ({pieces} PIECEWISE steps hold to the letter only)" in page
+    assert f"medians of latencies within {max(latencies_off('dsv2lite-thirteenth')):.1%}, and every pair ranks" in page
+    assert ranked_as_measured(quick)
+    again = repeated(quick, "eager", "host-bound")
+    assert again is not None
+    told = f"is right for the run's steps together ({row['bias']:+.1%}) and {again['bias']:.1%} too slow for the same"
+    assert told in page
+    *_, mixed = eager_levels("dsv2lite-thirteenth")
+    assert f"lie {max(mixed) / min(mixed) - 1:.0%} apart" in page
     before = [(judged(row, read(name)), name) for name in BEFORE for row in rows_of(name).values()]
     off, name = max((error, name) for (held, error), name in before if held == "no")
     assert name.startswith("small24")
     assert f"steps by up to {off:.1%}, one median of TTFT by {latencies_off(*BEFORE)[0]:.1%}" in page
+
+
+def eager_levels(name: str) -> tuple[list[float], list[float]]:
+    """The host's ms for EAGER prompts alone and beside decodes, by each calibration at the profile's speed."""
+    paths = [RESULT.with_name(f"fidelity-h200-{name}-profile{number}.json") for number in ("", "-1", "-2", "-3")]
+    served, *own = [read_profile(path).costs for path in paths]
+    hosts = [costs.at_host_speed(served.host_work_us).host_eager for costs in own]
+    alone, mixed = ([host.base_for(decodes=beside, prefills=True) / 1e3 for host in hosts] for beside in (False, True))
+    return alone, mixed
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in LAST), BEFORE])
@@ -443,6 +474,32 @@ def test_figures_in_the_text() -> None:
     assert f"The middle's is {eager[1]:.1%} and isn't shown" in page
     ttft, gap = latencies_off("dsv2lite-twelfth")
     assert f"TTFT p50 is within {ttft:.1%}, gaps within {gap:.1%}" in page
+    quick, rows = read("dsv2lite-thirteenth"), rows_of("dsv2lite-thirteenth")
+    row, few, pieces = rows["eager", "host-bound"], rows["eager", "middle"], rows["piecewise", "host-bound"]
+    errors = [ran_again(quick, *key_of(each))[1] for each in (row, few, pieces)]
+    told = f"Host-bound EAGER is {row['error']:.1%} off singly (noise {row['noise']:.1%}) and "
+    assert f"{told}**{errors[0]:.1%} by the middle of four repeats** of all its {row['steps']} steps" in page
+    told = (
+        f"Its {few['steps']} EAGER steps in the middle are {few['error']:.1%} off singly, noise {few['noise']:.1%}, and"
+    )
+    assert f"{told} {errors[1]:.1%} repeated; the {rows['eager', 'saturated']['steps']} saturated ones" in page
+    again = repeated(quick, "piecewise", "host-bound")
+    assert again is not None
+    assert again["host_bound_share"] == 0.0
+    assert f"{pieces['error']:.1%} off singly and {errors[2]:.1%} repeated. No repeat was host-bound" in page
+    later = {key_of(each): each for each in quick["later_turns"]}["piecewise", "host-bound"]
+    assert f"The second turn's {later['steps']} are {later['error']:.1%} off" in page
+    served = quick["served"]
+    ttfts = {policy: each["ttft_p50_ms"] for policy, each in served["policies"].items()}
+    turns = [each["ttft_p50_ms"] for each in served["policies"]["vllm"]["turns"]]
+    sides = [" and ".join(f"{each[side]:.1f}" for each in turns) for side in SIDES]
+    told = f"{ttfts['vllm']['apart']:.1%} apart by TTFT p50 ({sides[0]} ms; simulated {sides[1]})"
+    assert told in page
+    over = [ttfts["vllm"]["measured"] / ttfts[other]["measured"] - 1 for other in ("auto", "piecewise")]
+    assert f"It lies {over[0] * 100:.0f} and {over[1]:.0%} above the others" in page
+    assert not any(served["not_shown"].values())
+    alone, mixed = ("{:.1f}, {:.1f} and {:.1f}".format(*each) for each in eager_levels("dsv2lite-thirteenth"))
+    assert f"{mixed} ms for EAGER prompts with decodes, {alone} for prompts alone" in page
     last = read("dsv2lite-eleventh")
     assert [[*map(len, each)] for each in (last["ranked_wrong"], last["served"]["ranked_wrong"].values())] == [
         [2], [0] * len(FIGURES),

@@ -342,6 +342,17 @@ def test_what_deepseek_is_short_of() -> None:
     rows = read("fidelity-h200-dsv2lite-twelfth.json")["policies"]["all policies"]
     off = max(row["error"] for row in rows if row["mode"] == "piecewise")
     assert f"of a slow host and cut off, with PIECEWISE up to {off:.1%} off" in WORDS
+    latest = read("fidelity-h200-dsv2lite-thirteenth.json")
+    [again] = [each for each in latest["cells_again"] if (each["mode"], each["regime"]) == ("eager", "host-bound")]
+    figures = [
+        each[key]["error"] for each in latest["served"]["policies"].values() for key in ("ttft_p50_ms", "gap_p50_ms")
+    ]
+    within = max(map(abs, figures))
+    told = (
+        f"with medians within {within:.1%}, and is over the line in EAGER that the host bounds: {again['error']:.1%} by"
+    )
+    assert told in WORDS
+    assert not any((latest["ranked_wrong"], *latest["served"]["ranked_wrong"].values()))
 
 
 @pytest.mark.parametrize("kind", ["command", "policy", "executor"])
