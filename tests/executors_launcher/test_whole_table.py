@@ -402,12 +402,15 @@ def test_the_hosts_time_is_some_of_the_modes_where_its_own_cases_did_not_come(mo
         # Within the noise of a larger size that seems cheaper: no reason to pad more.
         ({8: 101.0, 16: 100.0}, (100.0, 100.0)),
         ({8: 101.4, 16: 100.5, 32: 99.5}, (99.5, 99.5, 99.5)),
+        # Sizes between them don't matter: the policy may have no graphs of those.
+        ({8: 101.0, 12: 110.0, 16: 100.0}, (100.0, 110.0, 100.0)),
         # Beyond it the larger size is really cheaper, as it is on devices.
         ({8: 110.0, 16: 100.0}, (110.0, 100.0)),
+        ({8: 104.5, 16: 103.0, 32: 101.5, 64: 100.0}, (103.0, 101.5, 100.0, 100.0)),
         ({8: 100.0, 16: 101.0}, (100.0, 101.0)),
     ],
 )
-def test_noise_between_neighbours_is_no_difference(us: dict[int, float], curve: tuple[float, ...]) -> None:
+def test_noise_between_sizes_is_no_difference(us: dict[int, float], curve: tuple[float, ...]) -> None:
     """Everything else of a table is as measured."""
     assert _steady(us, NOISE).us == curve
 

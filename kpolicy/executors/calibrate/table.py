@@ -346,14 +346,15 @@ def _curves(*modes: dict[int, Point], chance: bool) -> tuple[Curve | None, ...]:
 def _steady(us: dict[int, float], noise: float) -> Curve:
     """A curve as measured, but for larger sizes that seem cheaper by what repeats of one size differ by.
 
-    There the smaller size gets the larger one's time, and with it the preference: it shares out less padding.
+    There the smaller size gets the larger one's time, and with it the preference: it shares out less padding. Whatever
+    is between the two: a policy needn't have graphs of sizes that others had captured.
     """
-    sizes = sorted(us, reverse=True)
-    for larger, size in itertools.pairwise(sizes):
-        if us[larger] < us[size] <= us[larger] * (1 + noise):
-            us[size] = us[larger]
-    sizes.reverse()
-    return Curve(sizes, [us[size] for size in sizes])
+    least: dict[int, float] = {}
+    for size, mine in us.items():
+        larger_us = (each for larger, each in us.items() if larger > size)
+        least[size] = min((each for each in larger_us if each < mine <= each * (1 + noise)), default=mine)
+    sizes = sorted(least)
+    return Curve(sizes, [least[size] for size in sizes])
 
 
 def _rising_as(mixed: Curve, pieces: Curve) -> Curve:
