@@ -442,10 +442,12 @@ def test_the_document_has_every_json_field(kpolicy: Command, trace: Path, monkey
         kpolicy("run", "--trace", trace, "--json", "--fault", "replay_fails@5").json,
         kpolicy("decide", "--decodes", 5, "--prefill", 60, "--policy", "split", "--json").json,
         kpolicy("explain", "--decodes", 5, "--json").json,
+        kpolicy("plan", trace, "--budget", 3, "--emit", "vllm", "--json").json,
         kpolicy("policies", "--json").json,
         kpolicy("doctor", "--json").json,
     ]
     free = {"modes", "reasons", "refused", "not_captured", "eager_halves", "arguments", "facts", "dropped"}
+    free |= {"lists", "sizes", "settings", "budget", "usage"}
     fields = set[str]()
 
     def walk(value: Any) -> None:
