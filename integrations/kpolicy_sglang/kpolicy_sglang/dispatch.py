@@ -81,7 +81,7 @@ def _prefill_asked(phase: Phase, own: Any, runner: Any, answer: Callable[..., An
     plain, steps, most = phase.plain, phase.steps, phase.largest
 
     def can_run_graph(forward_batch: Any) -> Any:
-        size = forward_batch.input_ids.shape[0]
+        size = forward_batch.input_ids.numel()
         if size <= most and plain[size] and forward_batch.global_num_tokens_cpu is None:
             can_run = own(runner, forward_batch)
             if can_run:
@@ -130,10 +130,10 @@ def prefill_can_run_0_5_16(phase: Phase, original: Any, runner: Any, forward_bat
         return phase.force
     if forward_batch.global_num_tokens_cpu is not None:
         # This version votes before it knows sizes: a rank that decided on its own could part from the others.
-        most = forward_batch.input_ids.shape[0]
+        most = forward_batch.input_ids.numel()
         can_run = original(runner, forward_batch)
         return _as_voted(phase, runner, forward_batch, can_run, _own(forward_batch), most, own=False)
-    size = forward_batch.input_ids.shape[0]
+    size = forward_batch.input_ids.numel()
     verdict = phase.verdict(size)
     if verdict == EAGER:
         phase.ran(size, forward_batch)
@@ -192,7 +192,7 @@ def prefill_can_run(phase: Phase, original: Any, runner: Any, forward_batch: Any
     """
     if phase.force is not None:
         return phase.force
-    size = forward_batch.input_ids.shape[0]
+    size = forward_batch.input_ids.numel()
     phase.refusal = None
     if forward_batch.global_num_tokens_cpu is not None:
         phase.agreed = True
@@ -257,7 +257,7 @@ def prefill_can_replay_locally(original: Any, runner: Any, **asked: Any) -> bool
 def _own(batch: Any) -> int:
     """This rank's prompt tokens of a batch that is padded to what ranks agreed on."""
     lengths = getattr(batch, "extend_seq_lens_cpu", None)
-    return sum(map(int, lengths)) if lengths else int(batch.input_ids.shape[0])
+    return sum(map(int, lengths)) if lengths else int(batch.input_ids.numel())
 
 
 def _as_voted(phase: Phase, runner: Any, batch: Any, can_run: Any, size: int, most: int, *, own: bool = True) -> Any:

@@ -12,7 +12,7 @@ import kpolicy_sglang
 from kpolicy.errors import KPolicyError
 from kpolicy.settings import Settings
 from kpolicy_sglang import dispatch
-from kpolicy_sglang.arguments import data_parallel_rank, device_name, rank, resolved
+from kpolicy_sglang.arguments import attention_dp, data_parallel_rank, device_name, rank, resolved
 from kpolicy_sglang.bound import bind, wrapped_by
 from kpolicy_sglang.captures import collected_once, needs_one_warm_up
 from kpolicy_sglang.config import Config
@@ -211,9 +211,10 @@ def _captured(model_runner: Any) -> dict[str, bool]:
 def _phases(model_runner: Any, state: State) -> None:
     """The phases over what was captured."""
     decode, prefill = model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner
+    # Without decode graphs there is no runner to ask.
+    state.coupled = bool(getattr(decode, "require_mlp_sync", attention_dp(model_runner.server_args) > 1))
     if hasattr(decode, "capture_bs"):
         width = decode.captured_req_width
-        state.coupled = bool(decode.require_mlp_sync)
         speak_for(model_runner)
         most = max(decode.capture_bs[-1], model_runner.req_to_token_pool.size)
         if width == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kpolicy.errors import ConfigError
 from kpolicy_sglang.config import Config
 
 __all__ = ["USUAL_MOST_REQS", "decode_sizes", "default_decode_sizes", "default_prefill_sizes", "prefill_sizes"]
@@ -21,6 +22,9 @@ _FEW = (64, 256)
 _ABOVE = (384, 512, 768)
 """Decode sizes above SGLang's own, and every 256 requests from here on: SGLang has no graph there at all. They are far
 apart, since each takes memory by its rows; a row of padding takes about 2 us where an eager step takes 10 ms more."""
+
+
+_LACKS = "{plan} has no sizes of {phase}. Plan with another --policy, or give some in {setting}."
 
 
 def default_decode_sizes(stock: Sequence[int], most_reqs: int) -> tuple[int, ...]:
@@ -64,12 +68,14 @@ def decode_sizes(
         model: the model's config, which a plan is held to; None where it isn't known.
 
     Raises:
-        ConfigError: the plan can't be read, or is another model's.
+        ConfigError: the plan can't be read, is another model's, or has no decode sizes.
     """
     given = config.decode_sizes
     if given is None and config.plan is not None:
         plan = _plan(config.plan, model)
         given = tuple(size // plan.settings.query_len for size in plan.sizes.decode)
+        if not given:
+            raise ConfigError(_LACKS.format(plan=config.plan, phase="decodes", setting="KPOLICY_DECODE_SIZES"))
     if given is None:
         usual = max(sglang_most, USUAL_MOST_REQS) if sglang_most >= _LARGE_GPU else sglang_most
         return default_decode_sizes(stock, min(most_reqs or usual, usual))
@@ -89,14 +95,23 @@ def prefill_sizes(
         model: as of `decode_sizes`.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: as there, or all of them are over that.
     """
     given = config.piecewise_sizes
     if given is None and config.plan is not None:
         sizes = _plan(config.plan, model).sizes
         given = sizes.piecewise or sizes.mixed
-    fitting = tuple(size for size in given or () if size <= most_tokens)
-    return fitting or default_prefill_sizes(stock, most_tokens, few=few)
+        if not given:
+            raise ConfigError(_LACKS.format(plan=config.plan, phase="prompts", setting="KPOLICY_PIECEWISE_SIZES"))
+    if given is None:
+        return default_prefill_sizes(stock, most_tokens, few=few)
+    fitting = tuple(size for size in given if size <= most_tokens)
+    if not fitting:
+        raise ConfigError(
+            f"the smallest size of prompts is {given[0]:,} tokens, and a step has {most_tokens:,} at most. Give a "
+            "smaller one, or SGLang a larger --chunked-prefill-size."
+        )
+    return fitting
 
 
 def _plan(path: str, model: Any):  # type: ignore[no-untyped-def]  # read on first use

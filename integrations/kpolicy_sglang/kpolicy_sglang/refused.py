@@ -98,10 +98,7 @@ def _prefill(runner: Any, batch: Any) -> Reason | None:
         (mode.is_target_verify(), Reason.TARGET_VERIFY),
         (_hidden(runner, batch), Reason.HIDDEN_STATES_WANTED),
         (batch.return_logprob and not runner._uses_eager_prefill_tail(), Reason.LOGPROBS_WANTED),
-        (getattr(runner, "enable_lora", False), Reason.LORA_NOT_CAPTURED),
-        (getattr(runner, "prefer_eager_mixed_prefill", False), Reason.EAGER_MIXED_PREFERRED),
-        (getattr(runner, "max_seq_len", None) is not None, Reason.CONTEXT_TOO_LONG),
-        (batch.input_ids.shape[0] > runner.max_num_tokens, Reason.ABOVE_LARGEST_SIZE),
+        (batch.input_ids.numel() > runner.max_num_tokens, Reason.ABOVE_LARGEST_SIZE),
     )
     return next((reason for holds, reason in of_first if holds), None)
 

@@ -14,6 +14,14 @@ from kpolicy_sglang.versions import KNOWN
 from tests.integrations.sglang.recorded import SIGNATURES
 
 
+class Tokens(list[int]):
+    """A batch's token ids as far as they are looked at: how many."""
+
+    def numel(self) -> int:
+        """As a tensor's."""
+        return len(self)
+
+
 class HookType(Enum):
     """SGLang's kinds of hooks."""
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from kpolicy.attention.support import Claims
-from kpolicy.errors import KPolicyError
+from kpolicy.errors import ConfigError, KPolicyError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies.sglang import prefill_sizes as sglang_prefill_sizes
 from kpolicy.schemas import LadderPlan, write_plan
@@ -143,6 +143,28 @@ def test_given_sizes_go_before_a_plan(tmp_path):
     given = Config(plan=str(plan), decode_sizes=(2, 4), piecewise_sizes=(7,))
     assert (decode_sizes(given, (), None, 256), prefill_sizes(given, (), 99)) == ((2, 4), (7,))
     assert decode_sizes(Config(), STOCK_DECODE, None, 256)[-1] == 1024
+
+
+@pytest.mark.parametrize(
+    ("sizes", "find", "told"),
+    [
+        (CaptureSizes((), (), (64,)), decode_sizes, "no sizes of decodes"),
+        (CaptureSizes((8,), (), ()), prefill_sizes, "no sizes of prompts"),
+        (CaptureSizes((8,), (), (3000,)), prefill_sizes, "3,000 tokens, and a step has 256 at most"),
+    ],
+)
+def test_a_plan_without_sizes_of_a_phase_is_told(tmp_path, sizes, find, told):
+    """SGLang would end with an empty list of decodes; other prompts' sizes than were given aren't captured silently."""
+    plan = str(tmp_path / "plan.json")
+    write_plan(plan, LadderPlan(sizes=sizes, keys=(), settings=Settings(), attention=Claims.at_level("mixed")))
+    with pytest.raises(ConfigError, match=told):
+        find(Config(plan=plan), (4, 8), 256, **({"sglang_most": 256} if find is decode_sizes else {}))
+
+
+def test_given_sizes_that_no_step_has_are_told():
+    """Sizes of the settings aren't left out silently."""
+    with pytest.raises(ConfigError, match="16,384 tokens, and a step has 8,192 at most"):
+        prefill_sizes(Config(piecewise_sizes=(16_384, 32_768)), STOCK_PREFILL, 8192)
 
 
 def test_a_plan_with_drafts_is_in_tokens(tmp_path):

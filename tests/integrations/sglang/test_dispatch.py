@@ -11,6 +11,7 @@ from kpolicy.settings import Objective
 from kpolicy_sglang import dispatch
 from kpolicy_sglang.counters import buckets, lines
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+from tests.integrations.sglang.fake_sglang import Tokens
 
 
 def always(answer, seen=None):
@@ -43,7 +44,7 @@ def runner_of(phase=None, **fields):
 
 def batch_of(size, **fields):
     made = SimpleNamespace(
-        batch_size=size, input_ids=SimpleNamespace(shape=(size,)), global_num_tokens_cpu=None, return_logprob=False,
+        batch_size=size, input_ids=Tokens([0] * size), global_num_tokens_cpu=None, return_logprob=False,
         forward_mode=SimpleNamespace(is_target_verify=lambda: False), extend_prefix_lens_cpu=[0],
     )  # fmt: skip
     made.__dict__.update(fields)
@@ -115,11 +116,8 @@ def test_what_sglang_refuses_stays_refused(kind):
             {},
             Reason.TARGET_VERIFY,
         ),
-        ({}, {"enable_lora": True}, Reason.LORA_NOT_CAPTURED),
         ({"replace_embeds": [1]}, {}, Reason.REPLACED_EMBEDDINGS),
         ({}, {"_is_full_backend": True, "_capture_req_slots": 4}, Reason.TOO_MANY_REQS),
-        ({}, {"prefer_eager_mixed_prefill": True}, Reason.EAGER_MIXED_PREFERRED),
-        ({}, {"max_seq_len": 9}, Reason.CONTEXT_TOO_LONG),
         ({}, {"max_num_tokens": 40}, Reason.ABOVE_LARGEST_SIZE),
         ({"global_num_tokens_cpu": [50, 60]}, {}, Reason.RANK_NEEDS_EAGER),
         (
@@ -141,7 +139,7 @@ def asking(then, *, local=True):
     """0.5.23's `can_run_graph`: `can_replay_locally` first, which answers so, and what it says after a yes."""
 
     def original(runner, batch):
-        asked = {"num_tokens": batch.input_ids.shape[0], "return_logprob": batch.return_logprob}
+        asked = {"num_tokens": batch.input_ids.numel(), "return_logprob": batch.return_logprob}
         question = lambda _, **given: local or not given["return_logprob"]  # noqa: E731
         return dispatch.prefill_can_replay_locally(question, runner, **asked) and then
 
@@ -365,7 +363,7 @@ def test_no_votes_let_ranks_part():
                 def rule(runner, batch, phase=phase, agreed=agreed):
                     """SGLang's forward-time check: the group's verdict, then the local rule on the padded batch."""
                     return agreed and dispatch.prefill_can_replay_locally(
-                        always(True), runner, num_tokens=batch.input_ids.shape[0], batch_size=1
+                        always(True), runner, num_tokens=batch.input_ids.numel(), batch_size=1
                     )
 
                 batch = batch_of(padded, global_num_tokens_cpu=list(tokens))

@@ -491,6 +491,15 @@ def test_data_parallel_attention_is_seen_at_the_runner():
     assert "KPOLICY_PROFILE" in state.messages[0]
 
 
+@pytest.mark.parametrize(("dp", "coupled"), [(4, True), (1, False)])
+def test_data_parallel_attention_is_seen_without_decode_graphs(dp, coupled):
+    """Prompts' graphs alone are left unmeasured too: a step of one rank would wait for the others."""
+    hooks.configure(Config(calibrate=False), "0.5.23")
+    args = arguments(dp_size=dp, enable_dp_attention=dp > 1)
+    state = start(model_runner(server_args=args), SimpleNamespace(), graph_runner())
+    assert (set(state.phases), state.coupled, state.prefill.coupled) == ({PREFILL}, coupled, coupled)
+
+
 def test_eager_runner_bare_is_wrapped(monkeypatch, caplog):
     """0.5.23 returns its eager runner alone where no size fits, and its caller reads fields that it hasn't."""
     module = ModuleType("sglang.srt.model_executor.model_runner_components.cuda_graph_setup")

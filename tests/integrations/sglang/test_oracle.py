@@ -21,6 +21,7 @@ from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
 from kpolicy_sglang.plugin import not_taken, register
 from kpolicy_sglang.refused import why_refused
 from kpolicy_sglang.versions import KNOWN
+from tests.integrations.sglang.fake_sglang import Tokens
 from tests.integrations.sglang.recorded import SIGNATURES
 from tests.oracle.loader import executing
 from tests.oracle.sglang_real import FOLDER, MARKS, Release, _class, _execute, _named, decode_runner, prefill_runner
@@ -264,7 +265,7 @@ def _forward(runner, own, phase, asked, padded, agreed):
         )
 
     batch = SimpleNamespace(
-        input_ids=SimpleNamespace(shape=(padded,)), global_num_tokens_cpu=[padded, padded], batch_size=1,
+        input_ids=Tokens([0] * padded), global_num_tokens_cpu=[padded, padded], batch_size=1,
         can_run_dp_prefill_cuda_graph=agreed, forward_mode=SimpleNamespace(is_target_verify=lambda: False),
         extend_prefix_lens_cpu=[0], return_logprob=False,
     )  # fmt: skip
@@ -303,14 +304,6 @@ def test_the_models_config_is_had_from_sglangs_own_function(version, monkeypatch
         monkeypatch.setitem(sys.modules, name, module)
     assert [model_config(made), model_config(made)] == [{"model_type": "qwen2"}] * 2
     assert built == ["a model"]
-
-
-class Tokens(list):
-    """As many ids as a tensor has."""
-
-    @property
-    def shape(self):
-        return (len(self),)
 
 
 def _forward_batch(asked):
@@ -509,16 +502,8 @@ def _older_batch(rng):
         capture_hidden_mode=int(rng.random() < 0.05), global_num_tokens_cpu=ranks,
         can_run_dp_breakable_cuda_graph=rng.random() < 0.7, return_logprob=rng.random() < 0.3,
     )  # fmt: skip
-    batch.input_ids = _Ids(len(tokens))
+    batch.input_ids = Tokens([0] * len(tokens))
     return batch
-
-
-class _Ids(list):
-    """Token ids as far as the rules look: their number."""
-
-    def __init__(self, count):
-        super().__init__([0] * count)
-        self.shape = (count,)
 
 
 def test_decision_is_eager_or_the_next_size():

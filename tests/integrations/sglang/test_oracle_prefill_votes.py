@@ -10,20 +10,12 @@ from typing import Any
 from kpolicy.settings import Objective
 from kpolicy_sglang import dispatch
 from kpolicy_sglang.phase import PREFILL, Phase, table_of
+from tests.integrations.sglang.fake_sglang import Tokens
 from tests.integrations.sglang.test_oracle_ranks import Deployment, Rank, Real
 from tests.oracle.sglang_real import MARKS
 
 pytestmark = MARKS
 DEPLOYMENTS, STEPS = 25, 80
-
-
-class Tokens(list[int]):
-    """A batch's tokens, which have a shape."""
-
-    @property
-    def shape(self) -> tuple[int]:
-        """As a tensor's."""
-        return (len(self),)
 
 
 def hooked(real: Real) -> None:
