@@ -128,7 +128,10 @@ class NoDevice(cuda.CudaAdapter):
     @contextmanager
     def recording(self, pool: Any) -> Iterator[None]:
         del pool
-        yield
+        try:
+            yield
+        finally:
+            self.abort()
 
     def begin(self, pool: Any) -> None:
         self._recording = pool

@@ -182,7 +182,10 @@ class DeviceAdapter(Protocol):
         ...
 
     def recording(self, pool: Any) -> AbstractContextManager[Any]:
-        """Where what goes into a pool is warmed up and recorded: begin and end are called within."""
+        """Where what goes into a pool is warmed up and recorded: begin and end are called within.
+
+        It ends with `abort`, so that an error leaves nothing recording.
+        """
         ...
 
     def begin(self, pool: Any) -> None:

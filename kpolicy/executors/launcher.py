@@ -184,25 +184,17 @@ class GraphLauncher:
         try:
             self._settle()
             with self.adapter.session(), self.adapter.recording(pool.memory):
-                try:
-                    buffers.stage_padding(shape)
-                    self.adapter.commit()
-                    if key.part is Part.FULL:
-                        handle = capture_full(key, shape, self.adapter, self.model, pool.memory, buffers, warm_ups)
-                        num_bytes, graphs = handle.num_bytes, 1
-                    else:
-                        handle = capture_pieces(
-                            key, shape, self.adapter, self.model, pool.memory, buffers, pool.breaks, warm_ups
-                        )
-                        num_bytes, graphs = handle.num_bytes + pool.breaks.num_bytes - broken, handle.num_graphs
-                except BaseException:
-                    # Here, on the stream that records: nothing may wait for it before the recording is over.
-                    self.adapter.abort()
-                    raise
-        except BaseException as error:
-            self.adapter.abort()
-            if not isinstance(error, Exception):
-                raise
+                buffers.stage_padding(shape)
+                self.adapter.commit()
+                if key.part is Part.FULL:
+                    handle = capture_full(key, shape, self.adapter, self.model, pool.memory, buffers, warm_ups)
+                    num_bytes, graphs = handle.num_bytes, 1
+                else:
+                    handle = capture_pieces(
+                        key, shape, self.adapter, self.model, pool.memory, buffers, pool.breaks, warm_ups
+                    )
+                    num_bytes, graphs = handle.num_bytes + pool.breaks.num_bytes - broken, handle.num_graphs
+        except Exception as error:
             failed = self._capture_error(str(key), error)
             if isinstance(failed, CaptureError):
                 failed.seconds = time.perf_counter() - start

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -15,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks.engine_step import decode_inputs  # noqa: E402
-from benchmarks.host_step import NoDevice, NoModel, Point, bare_step, calls_of, opened  # noqa: E402
+from benchmarks.host_step import Point, bare_step, calls_of, opened  # noqa: E402
 from kpolicy.engine import COUNT_EVERY  # noqa: E402
 from kpolicy.executors.base import StepInputs  # noqa: E402
 from kpolicy.executors.cuda.staging import StagedGroup  # noqa: E402
@@ -176,48 +175,6 @@ def test_what_is_staged_is_what_the_graph_reads() -> None:
     held.token_ids.zero_()
     bare_step(engine, model, inputs)()
     assert held.token_ids.tolist() == [*inputs.token_ids, 0, 0, 0]
-
-
-@pytest.mark.parametrize("policy", ["full", "piecewise"])
-def test_a_capture_that_fails_ends_before_anybody_waits_for_its_stream(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CUDA lets no stream wait for one that records, and a recording end on its own stream alone."""
-    order: list[str] = []
-    recording, abort = NoDevice.recording, NoDevice.abort
-
-    @contextmanager
-    def watched(self: Any, pool: Any) -> Iterator[None]:
-        with recording(self, pool):
-            try:
-                yield
-            finally:
-                order.append("waits" if self._recording is None else "waits while it records")
-
-    def ends(self: Any) -> None:
-        if self._recording is not None:
-            order.append("ends")
-        abort(self)
-
-    def fails(self: Any, _step: Any) -> Any:
-        raise RuntimeError("the device refused")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(NoDevice, "recording", watched)
-        patch.setattr(NoDevice, "abort", ends)
-        begin = NoDevice.begin
-
-        def fails_from_here(self: Any, pool: Any) -> None:
-            begin(self, pool)
-            patch.setattr(NoModel, "forward", fails)
-
-        patch.setattr(NoDevice, "begin", fails_from_here)
-        engine, _ = opened(policy)
-    assert engine.registry.captured() == ()
-    assert order[:2] == ["ends", "waits"]
-    assert "waits while it records" not in order
-    engine.capture()
-    assert len(engine.registry.captured()) == len(engine.keys)
 
 
 def test_calls_are_counted() -> None:

@@ -175,3 +175,38 @@ def test_pieces_that_cannot_be_reset_leave_the_captures_own_error(
     executor.capture([key])
     assert "mid_segment" in executor.capture_errors[key]
     assert caplog.text.count("may not be free: CUDA error: invalid argument") == 3
+
+
+@pytest.mark.parametrize("part", list(Part))
+def test_a_capture_that_fails_ends_before_anybody_waits_for_its_stream(
+    part: Part, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA lets no stream wait for one that records, and a recording end on its own stream alone."""
+    model = load_family("llama")
+    executor, registry = CudaExecutor(model, device="cpu"), GraphRegistry()
+    adapter, key = executor.adapter, next(key for key in plan(model) if key.part is part)
+    registry.plan([key])
+    executor.open(registry)
+    calls: list[tuple[str, bool]] = []
+    wait, ended, begin = library.Stream.wait_stream, adapter._ended, adapter.begin
+
+    def waits(stream: Any, other: Any) -> None:
+        calls.append(("waits", adapter._recording is None))
+        wait(stream, other)
+
+    def ends(recorded: Any) -> None:
+        calls.append(("ends", adapter._current() == executor._pools[0].memory.memory.stream))
+        ended(recorded)
+
+    def fails(_: Any) -> Any:
+        raise RuntimeError("the device refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library.Stream, "wait_stream", waits)
+        patch.setattr(adapter, "_ended", ends)
+        patch.setattr(adapter, "begin", lambda pool: (begin(pool), patch.setattr(model, "forward", fails)))
+        executor.capture([key])
+    assert "the device refused" in executor.capture_errors[key]
+    assert calls == [("waits", True), ("ends", True), ("waits", True)]
+    executor.capture([key])
+    assert registry.captured() == (key,)

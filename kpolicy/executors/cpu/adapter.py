@@ -9,8 +9,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -237,8 +237,12 @@ class CpuAdapter:
 
     # Graphs
 
-    def recording(self, pool: CpuPool) -> AbstractContextManager[Any]:  # noqa: ARG002 - recorded where it runs
-        return nullcontext()
+    @contextmanager
+    def recording(self, pool: CpuPool) -> Iterator[None]:  # noqa: ARG002 - recorded where it runs
+        try:
+            yield
+        finally:
+            self.abort()
 
     def begin(self, pool: CpuPool) -> None:
         self._faults.check_lost()

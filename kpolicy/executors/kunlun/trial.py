@@ -152,7 +152,6 @@ def try_kind(adapter: DeviceAdapter, model: Any, query_len: int | None) -> Trial
                 replays += 1
     # Whatever else a capture raises, the attention isn't proven.
     except Exception as error:
-        adapter.abort()
         line = first_line(error)
         lost = adapter.classify(error).sticky
         if lost:
