@@ -496,6 +496,8 @@ class ModelFigures:
         weight_params: parameters that are read when the batch is large enough to touch all of them.
         kv_bytes_per_token: bytes of KV a token, over all layers.
         attention_flops_per_pair: floating point operations a query-key pair, over all layers and heads.
+        weight_bits, dense_bits: bits of a weight, in the mean over `weight_params` and over `dense_params`.
+        notes: what the reader should know of these figures.
     """
 
     name: str
@@ -504,11 +506,22 @@ class ModelFigures:
     weight_params: int
     kv_bytes_per_token: int
     attention_flops_per_pair: int
+    weight_bits: float = 16.0
+    dense_bits: float = 16.0
+    notes: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         for field in ("num_layers", "dense_params", "weight_params"):
             if getattr(self, field) < 1:
                 raise ProfileError(f"{field} of {self.name} is {getattr(self, field)}; it must be at least 1.")
+        for field in ("weight_bits", "dense_bits"):
+            if not 0 < getattr(self, field) <= 64:
+                raise ProfileError(f"{field} of {self.name} is {getattr(self, field)}; it is above 0, at most 64.")
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights."""
+        return self.weight_params * self.weight_bits / 8
 
 
 @attrs.frozen(kw_only=True)
@@ -561,8 +574,8 @@ def analytic_costs(model: ModelFigures = LLAMA_8B, device: DeviceFigures = H200)
     flops = device.flops_per_us * device.efficiency
 
     def dense(tokens: int) -> float:
-        touched = min(model.weight_params, model.dense_params * tokens)
-        return floor + max(2 * touched / bandwidth, 2 * model.dense_params * tokens / flops)
+        touched = min(model.weight_bytes, model.dense_params * model.dense_bits / 8 * tokens)
+        return floor + max(touched / bandwidth, 2 * model.dense_params * tokens / flops)
 
     curve = Curve(tuple(grid), tuple(dense(tokens) for tokens in grid))
     decode = AttentionCost(model.num_layers * 2 * device.kernel_us, 0.0, model.kv_bytes_per_token / bandwidth)

@@ -1,6 +1,6 @@
 """Figures without a measurement: of a model, from its Hugging Face config, and of devices, as published.
 
-`model_figures`: how many weights a step reads, what a token's KV takes, in bf16.
+`model_figures`: how many weights a step reads and in how many bits, and what a token's KV takes, in bf16.
 
 Parameters are counted matrix by matrix from the config, as the model classes of transformers lay them out. The
 embedding table is left out, since a token reads one row of it; the LM head counts, tied or not, since it is read
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import attrs
 
@@ -20,6 +21,7 @@ from kpolicy.attention.layers import heads
 from kpolicy.attention.support import LayerKind
 from kpolicy.costs import H200, CostTable, DeviceFigures, ModelFigures, analytic_costs
 from kpolicy.errors import SupportError, UnknownNameError
+from kpolicy.quantized import Scheme, read_scheme
 
 __all__ = ["DEVICES", "NamedDevice", "config_costs", "find_device", "kv_room", "model_figures"]
 
@@ -93,19 +95,37 @@ def config_costs(config: object, device: str = "H200") -> CostTable:
 
 
 def kv_room(model: ModelFigures, device: NamedDevice) -> int:
-    """KV tokens that a device has room for beside bf16 weights: 90% of memory, less weights and 3 GB; 0 for none.
+    """KV tokens that a device has room for beside the weights: 90% of memory, less weights and 3 GB; 0 for none.
 
     Raises:
         SupportError: the model has no KV that grows, so tokens don't bound it.
     """
     if not model.kv_bytes_per_token:
         raise SupportError(f"{model.name} has no KV that grows with tokens; say the capacity in tokens yourself.")
-    left = int(device.memory_bytes * _KV_SHARE) - _BYTES * model.weight_params - _WORKSPACE
+    left = int(device.memory_bytes * _KV_SHARE) - int(model.weight_bytes) - _WORKSPACE
     return max(left // model.kv_bytes_per_token, 0)
 
 
 _BYTES = 2
 """A bf16 number."""
+
+
+class _Part(NamedTuple):
+    """Weights of one part of the model, which a checkpoint keeps alike."""
+
+    weights: int
+    used: int
+    """Those that a token passes through"""
+    modules: tuple[str, ...] = ()
+    """What they are called, as of one layer; none for what no scheme quantizes"""
+
+
+_HEAD = ("lm_head",)
+_ATTENTION = ("self_attn.o_proj", "attention.o_proj", "attn.c_proj")
+_RECURRENCE = ("linear_attn.out_proj", "mixer.out_proj", "mamba.out_proj", "conv.out_proj")
+_MLP = ("mlp.down_proj", "feed_forward.down_proj", "feed_forward.w2", "mlp.c_proj")
+_EXPERTS = ("mlp.experts.0.down_proj", "block_sparse_moe.experts.0.w2", "feed_forward.experts.0.w2")
+_SHARED = ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj", "feed_forward.shared_expert.down_proj")
 
 _DENSE = frozenset(
     {LayerKind.MHA, LayerKind.GQA, LayerKind.MQA, LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_LOCAL},
@@ -126,6 +146,8 @@ _UNKNOWN_LAYOUT = frozenset(_UNKNOWN_NAMES.split())
 def model_figures(config: object) -> ModelFigures:
     """The figures that a model's cost depends on.
 
+    Weights have the bits that `quantization_config` says; see `kpolicy.quantized`.
+
     Sliding windows, chunks and sparse selection aren't taken off `kv_bytes_per_token` and `attention_flops_per_pair`:
     for such models both are upper bounds. Recurrent layers have no KV that grows, and count 0 in both.
 
@@ -136,34 +158,52 @@ def model_figures(config: object) -> ModelFigures:
         SupportError: the config can't be read, contradicts itself, or is of a model whose weights aren't known here.
         UnknownArchitectureError: nobody declared the architecture.
     """
-    fields = Fields(read_config(config))
-    layers = layers_of(fields)
+    values = read_config(config)
+    fields = Fields(values)
+    layers, scheme = layers_of(fields), read_scheme(values, fields)
     if fields.model_type in _UNKNOWN_LAYOUT:
         raise SupportError(
             f"kpolicy doesn't know how the weights of {fields.name} are laid out; give kpolicy.costs.ModelFigures."
         )
     hidden = fields.count("hidden_size", "n_embd", "d_model")
     head = hidden * fields.count("vocab_size") + hidden
-    total = active = head
+    parts = [_Part(head, head, _HEAD)]
     kv_numbers = pair_flops = 0
     for index, kinds in enumerate(layers):
         for kind in kinds:
             weights = _mixer(fields, kind, hidden)
-            total += weights
-            active += weights
+            parts.append(_in_layer(index, _Part(weights, weights, _RECURRENCE if kind in _RECURRENT else _ATTENTION)))
             numbers, flops = _per_token(fields, kind, hidden)
             kv_numbers += numbers
             pair_flops += flops
-        every, used = _feed_forward(fields, index, kinds, hidden)
-        total += every
-        active += used
+        parts += [_in_layer(index, part) for part in _feed_forward(fields, index, kinds, hidden)]
+    total, active = sum(part.weights for part in parts), sum(part.used for part in parts)
+    bits = [scheme.bits(part.modules) for part in parts]
+    weight_bits = sum(each * part.weights for each, part in zip(bits, parts, strict=True)) / total
     return ModelFigures(
-        name=fields.name,
+        name=f"{fields.name} ({scheme.name})" if scheme.name else fields.name,
         num_layers=len(layers),
         dense_params=active,
         weight_params=total,
         kv_bytes_per_token=_BYTES * kv_numbers,
         attention_flops_per_pair=pair_flops,
+        weight_bits=weight_bits,
+        dense_bits=sum(each * part.used for each, part in zip(bits, parts, strict=True)) / active,
+        notes=(*_counted(weight_bits, scheme), *scheme.notes),
+    )
+
+
+def _in_layer(index: int, part: _Part) -> _Part:
+    return part._replace(modules=tuple(f"layers.{index}.{each}" for each in part.modules))
+
+
+def _counted(weight_bits: float, scheme: Scheme) -> tuple[str, ...]:
+    """What is said of costs by a scheme that is known."""
+    if not scheme.groups:
+        return ()
+    return (
+        f"weights take {weight_bits:.3g} bits each in the mean, by quantization_config ({scheme.name}); arithmetic is "
+        "costed in 16 bits, whatever activations are, and unpacking weights as free",
     )
 
 
@@ -277,10 +317,10 @@ def _per_token(fields: Fields, kind: LayerKind, hidden: int) -> tuple[int, int]:
     return 2 * kv * dim, 4 * count * dim
 
 
-def _feed_forward(fields: Fields, index: int, kinds: tuple[LayerKind, ...], hidden: int) -> tuple[int, int]:
-    """(all weights, weights a token passes through) of one layer's MLP or experts, with their norm."""
+def _feed_forward(fields: Fields, index: int, kinds: tuple[LayerKind, ...], hidden: int) -> list[_Part]:
+    """One layer's MLP or experts, with their norm."""
     if fields.model_type in _NO_MLP or (fields.model_type == "nemotron_h" and kinds):
-        return 0, 0
+        return []
     matrices = 2 if fields.model_type in _UNGATED else 3
     experts = fields.count("n_routed_experts", "num_local_experts", "num_experts", default=0, least=0)
     if experts < 2 or not _has_experts(fields, index):
@@ -293,7 +333,7 @@ def _feed_forward(fields: Fields, index: int, kinds: tuple[LayerKind, ...], hidd
             multiple = fields.count("block_multiple_of", default=256)
             width = -(-int(2 * width / 3) // multiple) * multiple
         weights = matrices * hidden * width + hidden
-        return weights, weights
+        return [_Part(weights, weights, _MLP)]
     expert = matrices * hidden * fields.count("moe_intermediate_size", "intermediate_size")
     shared = fields.count(
         "shared_expert_intermediate_size",
@@ -308,8 +348,12 @@ def _feed_forward(fields: Fields, index: int, kinds: tuple[LayerKind, ...], hidd
     used = fields.count("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
     if used > experts:
         raise SupportError(f"{fields.name} routes a token to {used} of {experts} experts. One of the two is wrong.")
-    around = hidden * experts + shared_weights + hidden
-    return around + experts * expert, around + used * expert
+    # The router, and a norm.
+    around = hidden * experts + hidden
+    return [
+        _Part(around, around), _Part(shared_weights, shared_weights, _SHARED),
+        _Part(experts * expert, used * expert, _EXPERTS),
+    ]  # fmt: skip
 
 
 def _has_experts(fields: Fields, index: int) -> bool:

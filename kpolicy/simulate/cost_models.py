@@ -75,7 +75,10 @@ def cost_model(
         what=f"analytic costs of {_an(figures.name)} on {named.figures.name}",
         kv_bytes_per_token=figures.kv_bytes_per_token or None,
         kv_tokens=_room(figures, device or "H200") if config is not None else None,
-        notes=(f"nothing was measured, and these figures are unverified: {named.source}; host costs as on an H200",),
+        notes=(
+            f"nothing was measured, and these figures are unverified: {named.source}; host costs as on an H200",
+            *figures.notes,
+        ),
     )
 
 
