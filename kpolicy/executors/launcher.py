@@ -122,7 +122,8 @@ class GraphLauncher:
         self.late_failure: Callable[[GraphKey], None] = _unheard
         self._eager: dict[int, StepBuffers] = {}
         self._streams: dict[int, Any] = {}
-        self._reports: dict[Part, list[tuple[int, CaptureReport]]] = {}
+        self._reports: dict[tuple[Part, bool], dict[int, CaptureReport]] = {}
+        """What captures took, by part and whether the pool had graphs before, and by size"""
         self._beside = False
         self._behind = not adapter.host_runs
         self._checks: bool = getattr(adapter, "checks", False)
@@ -144,16 +145,17 @@ class GraphLauncher:
     # Capture
 
     def estimate(self, key: GraphKey) -> CaptureReport:
-        """What that key will cost, from the captures of its part so far: of the nearest size, scaled in time only.
+        """What that key will cost, from the captures of its part so far: that of the nearest size.
 
-        Before the first capture nothing is known, so nothing is expected of it but its graphs.
+        Before the first capture nothing is known, so nothing is expected of it but its graph. The first graph of a pool
+        pays for memory that later ones use again, so of those alone no bytes are expected.
         """
-        known = self._reports.get(key.part)
+        later, first = self._reports.get((key.part, True)), self._reports.get((key.part, False))
+        known = later or first
         if not known:
             return CaptureReport(0, 0.0, 0, 1)
-        # The first graph of a pool pays for memory that later ones use again.
-        _, near = min(known[1:] or known, key=lambda each: abs(each[0] - key.num_tokens))
-        return near if len(known) > 1 else near._replace(bytes=0)
+        near = known[min(known, key=lambda num_tokens: abs(num_tokens - key.num_tokens))]
+        return near if later else near._replace(bytes=0)
 
     def new_pool(self, part: Part, largest: GraphKey) -> LauncherPool:
         num_reqs = largest.num_reqs or min(self.max_num_reqs, largest.num_tokens)
@@ -199,13 +201,13 @@ class GraphLauncher:
             if isinstance(failed, CaptureError):
                 failed.seconds = time.perf_counter() - start
             raise failed from error
-        pool.warm = True
         if self._checks:
             self._statics[key] = self._where()
         elif not self._places:
             self._places = self._where()
         report = CaptureReport(num_bytes, time.perf_counter() - start, 0, graphs)
-        self._reports.setdefault(key.part, []).append((key.num_tokens, report))
+        self._reports.setdefault((key.part, pool.warm), {})[key.num_tokens] = report
+        pool.warm = True
         return handle, report
 
     def _capture_error(self, what: str, error: Exception) -> Exception:

@@ -21,7 +21,7 @@ from kpolicy.executors.handover import LateOutputs, PartOutputs, joined, part_of
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
 from kpolicy.reasons import Reason
-from kpolicy.registry import GraphRegistry
+from kpolicy.registry import GraphRegistry, GraphState
 from kpolicy.shapes import BatchNumbers
 
 __all__ = ["AsyncLauncher", "Launcher", "ModeRunner", "PartOutputs", "part_of"]
@@ -273,6 +273,9 @@ class ModeRunner:
             registry.capture(key, **report._asdict(), pool=pool.name, handle=handle)
         except BudgetRefused as refused:
             self.capture_errors[key] = str(refused)
+            if not any(each.pool == pool.name and each.state is GraphState.CAPTURED for each in registry.records()):
+                # It would be held for graphs that nobody replays, and smaller ones would come beyond the budget.
+                self._release_pool(pool)
             return None
         self.capture_errors.pop(key, None)
         self._handles[key] = handle
@@ -404,11 +407,16 @@ class ModeRunner:
 
     def _release_pools(self) -> None:
         """Every pool with its graphs; the eager launches' buffers stay."""
-        for pool in self._pools:
-            self.registry.evict_generation(pool.name)
-            self.launcher.release(pool.memory)
-        self._pools.clear()
-        self._handles.clear()
+        for pool in self._pools[:]:
+            self._release_pool(pool)
+
+    def _release_pool(self, pool: _Pool) -> None:
+        gone = [key for key in self._handles if self.registry.record(key).pool == pool.name]
+        self.registry.evict_generation(pool.name)
+        self.launcher.release(pool.memory)
+        self._pools.remove(pool)
+        for key in gone:
+            del self._handles[key]
         self._prepared.clear()
 
 

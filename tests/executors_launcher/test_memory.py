@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kpolicy.budgets import Budget  # noqa: E402
 from kpolicy.decision import Decision, Launch  # noqa: E402
 from kpolicy.engine import Engine  # noqa: E402
 from kpolicy.errors import OutOfMemoryError  # noqa: E402
@@ -155,3 +156,31 @@ def test_staging_that_finds_no_memory_costs_the_graph_only(small: Callable[..., 
     outputs = engine.step(sequences.inputs([sequences.decode(row.sequence)]))
     assert DECODE not in outputs.decision.keys
     assert engine.registry.record(DECODE).state is GraphState.WITHDRAWN
+
+
+@pytest.mark.parametrize("part", list(Part))
+def test_a_byte_budget_holds_for_a_pools_first_graph(part: Part, small: Callable[..., Any]) -> None:
+    """Refused once its bytes are known, it gives its pool back; the next smaller size that fits has one of its own."""
+    keys = [GraphKey(part, size, size if part is Part.FULL else None) for size in (64, 32, 16, 8)]
+    free, registry = _opened(small(), keys, memory_bytes=1 << 30)
+    taken = {key: registry.record(key).bytes for key in keys}
+    assert taken[keys[0]] > taken[keys[1]]
+    for limit in (taken[keys[0]] - 1, 0):
+        model = small()
+        executor, registry = CpuExecutor(model, memory_bytes=1 << 30), GraphRegistry(Budget(bytes=limit))
+        registry.plan(keys)
+        executor.open(registry)
+        executor.capture(keys)
+        assert registry.totals().held.bytes <= limit
+        assert registry.record(keys[0]).reason is Reason.BUDGET_BYTES
+        assert executor.captured == frozenset(registry.captured()) == frozenset(keys[1:] if limit else [])
+        assert len(executor._pools) == bool(limit)
+        for key in registry.captured():
+            sequences = Sequences(1)
+            inputs = sequences.inputs([sequences.chunk(sequences.start(), 7)])
+            decision = Decision(Mode(part.value), (Launch(Rows.ALL, key),), Reason.ONLY_LEGAL)
+            logits = executor.run(decision, inputs).outputs[0]
+            assert torch.allclose(logits, executor.run(EAGER, inputs).outputs[0], rtol=1e-3, atol=1e-4)
+        executor.release()
+        assert executor.adapter.memory().used == 0
+    free.release()
