@@ -43,6 +43,7 @@ class Config:
         save_profile: a file to keep the measured costs in, which `profile` reads.
         calibrate: measure costs from vLLM's own graphs at start-up, where the policy reads costs.
         calibrate_seconds: seconds that may take.
+        follow_host: bring costs to the speed that the host has while it serves.
         first_token_limit: prompts may take so many times the best for them where the gap is weighed too.
         pace: bound steps that have decodes by what the gap is worth; None bounds them where the objective weighs it.
         split: let the scheduler run decodes and prompt chunks in steps of their own where that costs less.
@@ -71,6 +72,7 @@ class Config:
     save_profile: str | None = None
     calibrate: bool = True
     calibrate_seconds: float = 2.0
+    follow_host: bool = True
     first_token_limit: float = 1.25
     pace: bool | None = None
     split: bool = False

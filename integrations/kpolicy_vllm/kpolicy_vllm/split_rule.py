@@ -111,7 +111,7 @@ class SplitRule:
             prompt = cycle(mixed_numbers(0, num_prompts, tokens, q))
             found = self._kept[key] = Apart(
                 cycle(mixed_numbers(num_decodes, num_prompts, tokens, q)), decode, prompt,
-                getattr(state, "rejoin_us", 0.0) * num_decodes, decode + prompt - costs.step_us,
+                state.rejoin_us * num_decodes, decode + prompt - costs.step_us,
             )  # fmt: skip
         return found
 

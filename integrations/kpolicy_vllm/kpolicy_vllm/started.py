@@ -8,6 +8,7 @@ from typing import Any
 
 from kpolicy.errors import KPolicyError
 from kpolicy.what_runs import WhatRuns
+from kpolicy_vllm import host
 from kpolicy_vllm.ladder import plan_differs
 from kpolicy_vllm.mirror import enter_others
 from kpolicy_vllm.state import LOGGER, State
@@ -62,6 +63,9 @@ def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0
         return
     if state.config.lazy:
         _attach_lazy(state)
+    if state.config.follow_host:
+        with state.guard("host_speed_failed", "following the host's speed", "costs stay as they were measured"):
+            host.attach(state.runner, state)
     with state.guard("log_failed", "opening the decision log"):
         if state.config.decision_log is not None and modules.first_rank():
             _open_log(state, modules.device_name())

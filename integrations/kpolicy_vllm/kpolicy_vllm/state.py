@@ -97,6 +97,7 @@ class State:
         broadcast: gives every rank rank 0's value; every rank must call it.
         agree: whether it holds on every rank; every rank must call it.
         captured, started: whether its graphs are captured; whether they were before, and all that follows was done.
+        rejoin_us: what a decode row costs more that a step left out, where rows join a runner's batch again.
         two_forwards: whether the runner may run decodes and prompts of one step as two forwards.
     """
 
@@ -125,6 +126,7 @@ class State:
         self.broken = False
         self.compiles = 0
         self.two_forwards = False
+        self.rejoin_us = 0.0
         self._with_split: tuple[int, CompiledPolicy] | None = None
 
     @property

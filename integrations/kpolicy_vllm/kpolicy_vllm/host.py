@@ -1,0 +1,98 @@
+"""Costs at the speed that the host has while it serves, not at the one that it had for the seconds of calibration.
+
+Cores of virtual machines turn slow, and quick again. A table that was measured on a slow core has eager launching too
+dear for as long as the server runs, one of a quick core too cheap. So every so many steps the fixed work is timed whose
+time the table notes (`kpolicy.host_speed`), and where the last looks say that launching takes clearly more or less than
+the costs have it, these are brought to that speed. What the device takes stays as it was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from kpolicy.costs import CostTable
+from kpolicy.host_speed import INTERPRETER, host_work_us, launching_takes
+from kpolicy_vllm.state import LOGGER, State
+
+__all__ = ["CHANGED", "LOOK", "LOOKS", "HostSpeed", "attach", "why_not"]
+
+LOOK, LOOKS = 256, 5
+"""Steps between two looks, which take some 0.1 ms, and looks of which the middle one counts"""
+CHANGED = 1.2
+"""Times that launching takes longer or shorter than the costs have it, from which they are brought to the speed: the
+policy is prepared anew for that, for 4 to 18 ms"""
+
+
+def why_not(state: State) -> str | None:
+    """Why costs stay at the speed that they were measured at; None where they follow the host's."""
+    costs = state.costs
+    if costs is None:
+        return "there are none"
+    parallel = state.runner.vllm_config.parallel_config
+    if getattr(parallel, "world_size_across_dp", parallel.data_parallel_size) > 1:
+        return "all ranks decide by the same, and each has a core of its own"
+    if not costs.host_work_us or costs.host_probe != INTERPRETER:
+        return "they don't say how fast the host was"
+    return None
+
+
+class HostSpeed:
+    """Looks at the host's speed, and brings a state's costs to it.
+
+    Args:
+        state: the integration's, with costs that say how fast the host was.
+        now_us: microseconds that the fixed work takes now.
+    """
+
+    def __init__(self, state: State, now_us: Callable[[], float]) -> None:
+        assert state.costs is not None  # noqa: S101 - see `why_not`
+        self._state = state
+        self._measured: CostTable = state.costs
+        self._now_us = now_us
+        self._rejoin_us = state.rejoin_us
+        self._looks: deque[float] = deque(maxlen=LOOKS)
+
+    def look(self) -> None:
+        """Note how fast the host is, and bring the costs to it where that is clearly another speed."""
+        state, costs = self._state, self._state.costs
+        if costs is None or state.broken:
+            return
+        self._looks.append(self._now_us())
+        if len(self._looks) < LOOKS:
+            return
+        work_us = statistics.median(self._looks)
+        times = launching_takes(work_us / costs.host_work_us)
+        if 1 / CHANGED < times < CHANGED:
+            return
+        self._looks.clear()
+        found = self._measured.at_host_speed(work_us)
+        version = f"{self._measured.version}, the host at {work_us:.0f} us"
+        state.rejoin_us = self._rejoin_us * launching_takes(work_us / self._measured.host_work_us)
+        state.install_costs(attrs.evolve(found, version=version), state.costs_from)
+        state.counters.add("host_speed_changes")
+        LOGGER.info("kpolicy: launching takes %.2f times what costs had; they are brought to the host's speed", times)
+
+
+def attach(runner: Any, state: State) -> None:
+    """Follow the host's speed from now on, before steps of this runner, where that can be."""
+    if why_not(state) is not None:
+        return
+    speed, execute, steps = HostSpeed(state, host_work_us), runner.execute_model, 0
+
+    @functools.wraps(execute)
+    def execute_model(*args: Any, **named: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps >= LOOK:
+            steps = 0
+            with state.guard("host_speed_failed", "following the host's speed", "costs stay as they are"):
+                speed.look()
+        return execute(*args, **named)
+
+    runner.execute_model = execute_model

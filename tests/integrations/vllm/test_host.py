@@ -1,0 +1,238 @@
+"""Costs that follow the host's speed while vLLM serves."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+
+import kpolicy.costs
+from benchmarks.vllm.simulated import LIMITS
+from kpolicy.attention.support import Claims
+from kpolicy.costs import CostTable, HostCost, analytic_costs
+from kpolicy.decision import Launch
+from kpolicy.host_speed import launching_takes
+from kpolicy.keys import GraphKey
+from kpolicy.kv_span import KvSpan
+from kpolicy.modes import Part, Rows
+from kpolicy_vllm import host
+from kpolicy_vllm.config import Config
+from kpolicy_vllm.dispatch import Chooser
+from kpolicy_vllm.doubt import SLOWER_HOST
+from kpolicy_vllm.host import CHANGED, LOOK, LOOKS, HostSpeed, attach, why_not
+from kpolicy_vllm.ladder import default_sizes
+from kpolicy_vllm.state import State
+from kpolicy_vllm.steps import Step, numbers_of
+
+WORK_US = 20.0
+REPOSITORY = Path(__file__).parents[3]
+
+
+def decider(costs: CostTable, *, wide: bool = False, level: str = "mixed") -> Chooser:
+    """A chooser over the default sizes, everything captured, by these costs."""
+    state = State(Config(), LIMITS)
+    state.claims, state.sizes = Claims.at_level(level, piecewise=True), default_sizes(LIMITS, wide=wide)
+    made = Chooser(state, lambda _tokens, _reqs: None, lambda _part, desc: desc)
+    state.dispatcher = made
+    sizes = state.wanted(pieces=True)
+    keys = [GraphKey(Part.FULL, n, n, query_len=1) for n in sizes.decode]
+    keys += [GraphKey(Part.FULL, n, min(n, LIMITS.max_num_reqs)) for n in sizes.mixed]
+    keys += [GraphKey(Part.PIECEWISE, n) for n in sizes.piecewise]
+    made.set_keys({key: key for key in keys})
+    for key in keys:
+        state.registry.capture(key, bytes=1, seconds=0.0)
+    state.graphs_captured()
+    state.install_costs(costs)
+    return made
+
+
+def measured(**changed: Any) -> CostTable:
+    return attrs.evolve(
+        analytic_costs(), measured=True, step_us=100.0, host_eager=HostCost(10_000.0), host_work_us=WORK_US, **changed
+    )
+
+
+def served(costs: CostTable | None = None, *, ranks: int = 1) -> State:
+    """A state that serves, and its runner, whose `ran` counts steps."""
+    made = decider(measured() if costs is None else costs)
+    parallel = SimpleNamespace(data_parallel_size=1, world_size_across_dp=ranks)
+    runner = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel), ran=0)
+
+    def execute_model(output: Any, more: Any = None) -> tuple[Any, Any]:
+        runner.ran += 1
+        return output, more
+
+    runner.execute_model = execute_model
+    made.state.runner, made.state.rejoin_us = runner, 7.0
+    return made.state
+
+
+def looked(state: State, *works: float) -> HostSpeed:
+    """Looks that find these times of the fixed work."""
+    told = iter(works)
+    speed = HostSpeed(state, lambda: next(told))
+    for _ in works:
+        speed.look()
+    return speed
+
+
+def test_costs_are_brought_to_the_speed_that_the_host_has() -> None:
+    """From what was measured each time; the device's times stay."""
+    state, before = served(), measured()
+    looked(state, *[1.7 * WORK_US] * LOOKS)
+    times = launching_takes(1.7)
+    assert state.costs is not None
+    assert state.costs.host_eager.base_us == pytest.approx(times * 10_000)
+    assert state.costs.step_us == pytest.approx(times * 100)
+    assert state.costs.eager == before.eager
+    assert state.costs.version != before.version
+    assert state.rejoin_us == pytest.approx(times * 7)
+    assert state.counters.counts == {"host_speed_changes": 1}
+    state = served()
+    looked(state, *[1.7 * WORK_US] * LOOKS, *[WORK_US] * LOOKS)
+    assert state.costs is not None
+    assert state.costs.host_eager.base_us == pytest.approx(10_000)
+    assert state.rejoin_us == pytest.approx(7)
+    assert state.counters.counts == {"host_speed_changes": 2}
+
+
+@pytest.mark.parametrize(
+    "works", [[WORK_US] * 9, [1.2 * WORK_US] * 9, [3 * WORK_US, WORK_US, WORK_US] * 3, [3 * WORK_US] * (LOOKS - 1)]
+)
+def test_costs_stay_where_the_speed_is_about_that_or_few_looks_say_otherwise(works: list[float]) -> None:
+    assert launching_takes(1.2) < CHANGED
+    state = served()
+    before = state.costs
+    looked(state, *works)
+    assert state.costs is before
+    assert not state.counters.counts
+
+
+def test_a_change_is_told_by_looks_after_the_last_one() -> None:
+    state = served()
+    slow = [1.7 * WORK_US] * LOOKS
+    speed = looked(state, *slow, WORK_US, WORK_US)
+    assert state.counters.counts == {"host_speed_changes": 1}
+    assert len(speed._looks) == 2
+
+
+def test_a_policy_that_failed_is_left_alone() -> None:
+    state = served()
+    state.fail("prepared", RuntimeError("broken"))
+    looked(state, *[1.7 * WORK_US] * LOOKS)
+    assert state.select is None
+    assert "host_speed_changes" not in state.counters.counts
+
+
+def test_looks_are_between_steps_and_steps_go_on_whatever_they_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = served()
+    found = iter([1.7 * WORK_US] * LOOKS)
+    monkeypatch.setattr(host, "host_work_us", lambda: next(found))
+    attach(state.runner, state)
+    for _ in range(LOOK * LOOKS - 1):
+        state.runner.execute_model("step")
+    assert not state.counters.counts
+    assert state.runner.execute_model("step", more=3) == ("step", 3)
+    assert state.counters.counts == {"host_speed_changes": 1}
+    for _ in range(LOOK):
+        state.runner.execute_model("step")
+    assert state.counters.counts == {"host_speed_changes": 1, "host_speed_failed": 1}
+    assert state.runner.ran == LOOK * (LOOKS + 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (served(ranks=2), "ranks"),
+        (served(measured(host_probe="another")), "how fast the host was"),
+        (served(attrs.evolve(measured(), host_work_us=0.0)), "how fast the host was"),
+    ],
+)
+def test_where_it_can_t_be_costs_stay(state: State, why: str) -> None:
+    execute = state.runner.execute_model
+    attach(state.runner, state)
+    assert state.runner.execute_model is execute
+    assert why in str(why_not(state))
+    assert why_not(served()) is None
+    state.costs = None
+    assert why_not(state) == "there are none"
+
+
+# What it is worth, by the tables that were measured in vLLM on an H200.
+
+STEPS = [Step(n, 9, 8) for n in range(16, 4097, 16)] + [Step(n, n, n, 1, 1) for n in range(8, 1025, 8)]
+
+
+def raw_tables() -> dict[str, CostTable]:
+    """Those of the raw results, by model, side and commit."""
+    names = {**vars(kpolicy.costs), "KvSpan": KvSpan}
+    raw = json.loads((REPOSITORY / "benchmarks/results/h200/raw/vllm_stock_vs_kpolicy.json").read_text())
+    return {
+        f"{name} at {call['commit']}": eval(text, names)  # noqa: S307 - our own results
+        for call in raw["calls"]
+        for name, text in call["costs"].items()
+    }
+
+
+def tables() -> dict[str, CostTable]:
+    """The same at the speed of the quickest host among them."""
+    found = raw_tables()
+    quick_us = min(table.host_work_us for table in found.values())
+    return {name: table.at_host_speed(quick_us) for name, table in found.items()}
+
+
+def over_the_cheapest(true: CostTable, used: CostTable, *, wide: bool) -> tuple[float, float]:
+    """Mean and most of what steps take by those costs, over the cheapest way."""
+    made, ratios = decider(used, wide=wide, level="uniform" if wide else "mixed"), []
+    for step in STEPS:
+        numbers = numbers_of(step, 1)
+
+        def us(key: GraphKey | None, numbers: Any = numbers) -> float:
+            return true.cost((Launch(Rows.ALL, key),), numbers).cycle_us
+
+        holds = [key for key in made.state.ladder.keys if key.holds_batch(numbers)]
+        ratios.append(us(made.entry(step).key) / min(us(key) for key in (*holds, None)))
+    return statistics.fmean(ratios), max(ratios)
+
+
+def slowed(table: CostTable) -> CostTable:
+    """The table of a host on which launching takes `SLOWER_HOST` times as long."""
+    slow = 1 + (SLOWER_HOST - 1) / (launching_takes(2.0) - 1)
+    return table.at_host_speed(slow * table.host_work_us)
+
+
+def test_what_following_is_worth_is_as_the_page_says() -> None:
+    """Measured slow and served quick, the other way round, and at the speed that is there."""
+    page = " ".join((REPOSITORY / "docs/measured_vllm.md").read_text().split())
+    kept_slow, kept_quick, followed = [], [], []
+    for name, quick in tables().items():
+        slow, wide = slowed(quick), "llama" in name
+        kept_slow.append(over_the_cheapest(quick, slow, wide=wide))
+        kept_quick.append(over_the_cheapest(slow, quick, wide=wide))
+        followed += [over_the_cheapest(quick, quick, wide=wide), over_the_cheapest(slow, slow, wide=wide)]
+    for found in (kept_slow, kept_quick, followed):
+        mean, most = (max(each[place] for each in found) for place in (0, 1))
+        told = f"{mean - 1:.1%} on average and {most:.2f} times at most"
+        assert told in page, told
+
+
+def test_how_well_launching_goes_with_the_fixed_work_is_as_the_page_says() -> None:
+    """A table of a slow core, brought to the speeds of two others of that model."""
+    page = " ".join((REPOSITORY / "docs/measured_vllm.md").read_text().split())
+    found = raw_tables()
+    slow = found["llama8b_kpolicy at 94620cd"]
+    told = f"the {slow.host_eager.base_us / 1e3:.1f} ms of Llama's eager steps at {slow.host_work_us:.1f} µs come to "
+    for name, text in (
+        ("llama8b_paced at 94620cd", "{:.1f} at {:.1f} µs, where {:.1f} were measured three seconds later, and to "),
+        ("llama8b_kpolicy at d11ce8d", "{:.1f} at {:.1f}, where another call measured {:.1f}."),
+    ):
+        other = found[name]
+        brought = slow.at_host_speed(other.host_work_us).host_eager.base_us
+        told += text.format(brought / 1e3, other.host_work_us, other.host_eager.base_us / 1e3)
+        assert brought == pytest.approx(other.host_eager.base_us, rel=0.07)
+    assert told in page, told
