@@ -145,6 +145,7 @@ class Engine:
         correct: bool = True,
     ) -> None:
         _check_kinds(settings=settings, costs=costs, registry=registry, budget=budget)
+        _check_kinds(optional=False, strict=strict, correct=correct)
         self.policy = get_policy(policy)
         self.settings = settings or _settings_of(model)
         self._objective = Objective.parse(objective)
@@ -791,6 +792,8 @@ _REMEDIES = {
     "costs": (CostTable, "kpolicy.profiles.load_profile(FILE or NAME).costs"),
     "registry": (GraphRegistry, "kpolicy.GraphRegistry()"),
     "budget": (Budget, "kpolicy.Budget(graphs=1000)"),
+    "strict": (bool, "True"),
+    "correct": (bool, "True"),
 }
 """Arguments by name: of which class they are, and what makes one"""
 

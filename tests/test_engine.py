@@ -392,3 +392,10 @@ def test_a_communicator_may_count_its_ranks_in_numpys_numbers() -> None:
     communicator: Any = ThreadCommunicator(ThreadWorld(1), 0)
     communicator.world_size = np.int64(1)
     assert Engine("eager", communicator=communicator).decide(BatchShape.decode(2)).mode is Mode.EAGER
+
+
+@pytest.mark.parametrize(("name", "value"), [("strict", "no"), ("strict", 0), ("correct", "off"), ("correct", None)])
+def test_flags_are_true_or_false(name: str, value: object) -> None:
+    """Text that says no was yes."""
+    with pytest.raises(ConfigError, match=rf"{name} is {value!r}; it takes a bool, such as True"):
+        Engine(**{name: value})

@@ -16,8 +16,8 @@ from kpolicy.budgets import Budget
 from kpolicy.cli.options import Deployment, Json, at_least, whole
 from kpolicy.cli.plan_output import as_dict, emitted_for, render, write
 from kpolicy.cli.render import console, print_json
+from kpolicy.cli.requests import read_requests
 from kpolicy.cli.serving_options import Served
-from kpolicy.cli.simulate import load_trace
 from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_files
 from kpolicy.engine_flags import ENGINES
@@ -115,7 +115,7 @@ def plan(
     _known(emit)
     name = policy or _POLICY_OF.get(emit or "", "auto")
     limits, most_sizes = budget_of(budget, deployment)
-    requests = load_trace(trace, start=start, window=window, rate=rate)
+    requests = read_requests(trace, start=start, window=window, rate=rate)
     model = served.costs(deployment)
     # Planning is for a server that runs; what a start costs is what budgets are for.
     server = attrs.evolve(served.server(deployment, model), warm=True)

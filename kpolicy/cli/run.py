@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from kpolicy.cli.options import (
 )
 from kpolicy.cli.outside import Outside
 from kpolicy.cli.render import console, print_json, render_run
+from kpolicy.cli.requests import read_requests
 from kpolicy.cli.turns import Files, Turn, capture, serve_in_turn
 from kpolicy.costs import CostTable
 from kpolicy.device_names import DeviceName
@@ -37,7 +37,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.batching import Batcher
-from kpolicy.scheduling.traces import Trace, default_trace, read_trace
+from kpolicy.scheduling.traces import Trace
 from kpolicy.settings import Settings
 from kpolicy.trace_run import Prompts, RunResult, reference_check, serve_trace
 
@@ -95,14 +95,9 @@ class Requests:
             ConfigError: an option is out of range, or no request is left; TraceError says what is wrong with the file.
         """
         window = default_window_s if self.window is None else self.window
-        for option, value in (("--window", window), ("--start", self.start)):
-            if not 0 <= value < math.inf:
-                raise ConfigError(
-                    f"{option} is {value:g}; it takes seconds from 0 up. --window 0 serves all from --start on."
-                )
         if self.rate is not None:
             check_rate(self.rate)
-        return _window(self.trace, self.start, window)
+        return read_requests(self.trace, start=self.start, window=window)
 
 
 def run(
@@ -254,23 +249,6 @@ def needs_torch(what: str) -> None:
         raise ConfigError(
             f"kpolicy {what} needs {', '.join(missing)}, not installed here. Run: pip install 'kpolicy[models]'.{hint}"
         )
-
-
-def _window(path: Path | None, start: float, window: float) -> Trace:
-    whole_trace = default_trace() if path is None else read_trace(path)
-    trace = whole_trace
-    if not len(trace):
-        dropped = ", ".join(f"{count} {reason}" for reason, count in trace.dropped.items()) or "none"
-        raise ConfigError(f"{trace.source} has no request to serve; rows dropped: {dropped}. Choose another --trace.")
-    if start or window:
-        trace = trace.window(start, window or math.inf)
-    if not len(trace):
-        last_s = whole_trace.requests[-1].arrival_s
-        raise ConfigError(
-            f"no request arrives in the {window or math.inf:g} s from second {start:g} of {whole_trace.source}; its "
-            f"last one arrives at second {last_s:.1f}. Choose another --start, or a longer --window."
-        )
-    return trace
 
 
 # Simulated

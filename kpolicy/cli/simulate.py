@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,19 +11,20 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy import __version__
-from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, specs_of, whole
+from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, whole
 from kpolicy.cli.recorded import replay_command
 from kpolicy.cli.render import console, print_json
 from kpolicy.cli.render_simulation import render_simulation
+from kpolicy.cli.requests import read_requests
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles
 from kpolicy.cli.turns import progress_bar
 from kpolicy.errors import ConfigError, KPolicyError
-from kpolicy.scheduling.traces import Trace, default_trace, read_trace
+from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import Server, SimResult, simulate
 from kpolicy.simulate.cost_models import CostModel
 
-__all__ = ["load_trace", "setting_lines", "simulate_command"]
+__all__ = ["setting_lines", "simulate_command"]
 
 
 def simulate_command(
@@ -68,7 +68,7 @@ def simulate_command(
         return 0
     model = served.costs(deployment)
     server = served.server(deployment, model)
-    loaded = [load_trace(path, start=start, window=window, rate=rate) for path in traces or (None,)]
+    loaded = [read_requests(path, start=start, window=window, rate=rate) for path in traces or (None,)]
     names = [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None
     turns = files.turns(specs, names, deployment.reads(traces))
     ladder = ladder_of(deployment.ladder, server.settings, config=deployment.config)
@@ -132,28 +132,6 @@ def _only_decides(served: Served, deployment: Deployment, files: SimFiles, **giv
             f"{named[0]} has no say where --decisions gives the batches as they were scheduled; leave out "
             f"{', '.join(named)}, or give a trace. A log's batches are priced by --profile."
         )
-
-
-def load_trace(path: Path | None, *, start: float = 0.0, window: float = 0.0, rate: float = 1.0) -> Trace:
-    """A trace's requests in a window, arriving `rate` times as fast; the default trace where no path is given.
-
-    Raises:
-        ConfigError: an option is out of range, or no request is left; TraceError says what is wrong with the file.
-    """
-    for option, value in (("--window", window), ("--start", start)):
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"{option} is {value:g}; it takes seconds from 0 up.")
-    check_rate(rate)
-    trace = default_trace() if path is None else read_trace(path)
-    whole_trace = trace
-    if start or window:
-        trace = trace.window(start, window or math.inf)
-    if not len(trace):
-        dropped = ", ".join(f"{count} {reason}" for reason, count in whole_trace.dropped.items()) or "none"
-        raise ConfigError(
-            f"{trace.source} has no request to serve; rows dropped: {dropped}. Choose another trace or window."
-        )
-    return trace if rate == 1 else trace.scaled(rate)
 
 
 def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> list[str]:

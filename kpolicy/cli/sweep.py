@@ -14,8 +14,8 @@ from cyclopts import Parameter
 from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, specs_of, whole
 from kpolicy.cli.render import console, grid, print_json, say, show
 from kpolicy.cli.render_simulation import COLD
+from kpolicy.cli.requests import read_requests
 from kpolicy.cli.serving_options import Served
-from kpolicy.cli.simulate import load_trace
 from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_files, progress_bar
 from kpolicy.errors import ConfigError, UnknownNameError
@@ -227,7 +227,7 @@ def _common(
     _once("--devices", devices, [find_device(device).figures.name for device in devices])
     traces = {}
     for path in paths or (None,):
-        trace = load_trace(path, start=start, window=window)
+        trace = read_requests(path, start=start, window=window)
         name = Path(trace.source).stem if path is None else path.name
         if name in traces:
             raise ConfigError(f"two traces are called {name}; rename one, so that results can tell them apart.")

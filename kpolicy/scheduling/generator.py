@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 
 from kpolicy.errors import ConfigError
-from kpolicy.scheduling.traces import Trace, TraceRequest
+from kpolicy.scheduling.traces import Trace, TraceRequest, real
 from kpolicy.shapes import plain_int
 
 __all__ = ["FITTED_DURATION_S", "FITTED_RATE", "LARGEST_TRACE", "generate_trace"]
@@ -105,12 +105,16 @@ def generate_trace(
         rate: requests a second, on average.
 
     Raises:
-        ConfigError: num_requests is negative, duration_s or rate isn't above 0 and finite, or there would be more than
-            `LARGEST_TRACE` requests.
+        ConfigError: num_requests is negative, duration_s or rate isn't above 0 and finite, seed isn't a whole number,
+            or there would be more than `LARGEST_TRACE` requests.
     """
-    stretch = FITTED_RATE / _checked("rate", rate)
+    rate, whole_seed = _checked("rate", rate), plain_int(seed)
+    if type(whole_seed) is not int:
+        raise ConfigError(f"seed is {seed!r:.80}; it must be a whole number.")
+    stretch = FITTED_RATE / rate
     if num_requests is None:
-        expected = _checked("duration_s", duration_s) * rate
+        duration_s = _checked("duration_s", duration_s)
+        expected = duration_s * rate
         extent = f"{duration_s:g} s"
     else:
         num_requests = expected = plain_int(num_requests)
@@ -119,7 +123,7 @@ def generate_trace(
         extent = f"{num_requests} requests"
     if not 0 <= expected <= LARGEST_TRACE:
         raise ConfigError(f"a trace of {extent} at {rate:g} requests/s can't be generated; 0 to {LARGEST_TRACE} can.")
-    rng = random.Random(seed)  # noqa: S311 - a workload, not a secret
+    rng = random.Random(whole_seed)  # noqa: S311 - a workload, not a secret
     lengths = random.Random(rng.getrandbits(64))  # noqa: S311 - apart from arrivals, so neither shifts the other
     times: Iterator[float] = (time * stretch for time in _arrivals(rng))
     if num_requests is None:
@@ -128,7 +132,9 @@ def generate_trace(
         TraceRequest(index, time, _drawn(_PROMPT_QUANTILES, lengths), _drawn(_OUTPUT_QUANTILES, lengths))
         for index, time in enumerate(itertools.islice(times, num_requests))
     )
-    source = f"generated (seed {seed}, {extent}, {rate:g} requests/s, fitted to Azure's conversation trace of 2023)"
+    source = (
+        f"generated (seed {whole_seed}, {extent}, {rate:g} requests/s, fitted to Azure's conversation trace of 2023)"
+    )
     return Trace(source, "generated", requests)
 
 
@@ -155,6 +161,7 @@ def _drawn(quantiles: tuple[tuple[float, int], ...], rng: random.Random) -> int:
 
 
 def _checked(name: str, value: float) -> float:
-    if not 0 < value < math.inf:
+    number = real(name, value)
+    if not 0 < number < math.inf:
         raise ConfigError(f"{name} is {value}; it must be above 0 and finite.")
-    return value
+    return number

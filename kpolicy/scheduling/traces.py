@@ -17,15 +17,16 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date
+from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 
-from kpolicy.errors import ConfigError, TraceError
+from kpolicy.errors import ConfigError, TraceError, check_kind
 from kpolicy.reading import MOST_LINES_BYTES, read_whole
-from kpolicy.shapes import LARGEST_COUNT
+from kpolicy.shapes import LARGEST_COUNT, plain_int
 
 __all__ = [
     "DEFAULT_FILE", "DROP_REASONS", "TRACES_VARIABLE", "Trace", "TraceRequest", "default_path", "default_trace",
@@ -77,10 +78,12 @@ class TraceRequest:
 
 
 def _requests(value: Iterable[TraceRequest]) -> tuple[TraceRequest, ...]:
+    check_kind("requests", value, Iterable, "[TraceRequest(0, 0.0, 100, 20)]")
     return tuple(value)
 
 
 def _read_only(value: Mapping[str, int]) -> Mapping[str, int]:
+    check_kind("dropped", value, Mapping, '{"over_max_tokens": 3}')
     return MappingProxyType(dict(value))
 
 
@@ -95,8 +98,8 @@ class Trace:
         dropped: how many requests were left out, by a name of `DROP_REASONS`. It stays whole in windows.
 
     Raises:
-        ConfigError: the arrival times decrease, are negative or not finite, or a request has a token count outside
-            1 to `LARGEST_COUNT`.
+        ConfigError: the arrival times decrease, are negative or not finite, a request has a token count outside 1 to
+            `LARGEST_COUNT`, or what was given isn't requests of such numbers.
     """
 
     source: str
@@ -107,6 +110,7 @@ class Trace:
     def __attrs_post_init__(self) -> None:
         previous = 0.0
         for request in self.requests:
+            _check_kind(self.source, request)
             if not previous <= request.arrival_s < math.inf:
                 raise ConfigError(
                     f"request {request.index} of {self.source} arrives at {request.arrival_s} s, after one at "
@@ -138,10 +142,11 @@ class Trace:
         Raises:
             ConfigError: start_s is negative or not finite, or duration_s isn't above 0 (infinity is the rest).
         """
+        start_s, duration_s = real("start_s", start_s), real("duration_s", duration_s)
         if not 0 <= start_s < math.inf or not duration_s > 0:
             raise ConfigError(
-                f"a window starting at {start_s} s for {duration_s} s can't be cut; the start must be at least 0 and "
-                "finite, the duration above 0."
+                f"a window starting at {start_s:g} s for {duration_s:g} s can't be cut; the start must be at least 0 "
+                "and finite, the duration above 0."
             )
         low = bisect.bisect_left(self.requests, start_s, key=_arrival)
         high = bisect.bisect_left(self.requests, start_s + duration_s, key=_arrival)
@@ -152,20 +157,24 @@ class Trace:
         """The first n requests, or all if there are fewer.
 
         Raises:
-            ConfigError: n is negative.
+            ConfigError: n isn't a whole number of at least 0.
         """
-        if n < 0:
-            raise ConfigError(f"the first {n} requests were asked for; ask for 0 or more.")
+        n = plain_int(n)
+        if type(n) is not int or n < 0:
+            raise ConfigError(f"the first {n!r:.80} requests were asked for; ask for a whole number of at least 0.")
         return self._but(f"first {n} requests", self.requests[:n])
 
     def scaled(self, rate: float) -> Trace:
-        """The same requests, arriving `rate` times as fast.
+        """The same requests, arriving `rate` times as fast; below 1 they come more slowly.
 
         Raises:
             ConfigError: rate isn't above 0 and finite, or so small that times overflow.
         """
+        rate = real("rate", rate)
         if not 0 < rate < math.inf:
-            raise ConfigError(f"times can't be divided by a rate of {rate}; it must be above 0 and finite.")
+            raise ConfigError(
+                f"a rate of {rate:g} can't be had: requests arrive so many times as fast, above 0 and finite."
+            )
         faster = (_moved(request, request.arrival_s / rate) for request in self.requests)
         return self._but(f"arriving {rate:g} times as fast", faster)
 
@@ -173,10 +182,11 @@ class Trace:
         """The requests whose prompt and output together fit `max_tokens`; the others count as ``over_max_tokens``.
 
         Raises:
-            ConfigError: max_tokens is below 1.
+            ConfigError: max_tokens isn't a whole number of at least 1.
         """
-        if max_tokens < 1:
-            raise ConfigError(f"max_tokens is {max_tokens}; no request fits below 1.")
+        max_tokens = plain_int(max_tokens)
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise ConfigError(f"max_tokens is {max_tokens!r:.80}; it is a whole number, and no request fits below 1.")
         kept = tuple(one for one in self.requests if one.prompt_tokens + one.output_tokens <= max_tokens)
         lost = len(self.requests) - len(kept)
         dropped = Counter(self.dropped)
@@ -186,6 +196,32 @@ class Trace:
 
     def _but(self, what: str, requests: Iterable[TraceRequest]) -> Trace:
         return attrs.evolve(self, source=f"{self.source}, {what}", requests=tuple(requests))
+
+
+def _check_kind(source: str, request: Any) -> None:
+    """Refuse what is no request of numbers; comparing would end in Python's own error, or take 1.5 tokens."""
+    if type(request) is TraceRequest:
+        counts = type(request.prompt_tokens) is type(request.output_tokens) is int
+        if counts and type(request.arrival_s) in (float, int):
+            return
+        counts = counts or all(type(plain_int(each)) is int for each in (request.prompt_tokens, request.output_tokens))
+        if counts and isinstance(request.arrival_s, Real) and not isinstance(request.arrival_s, bool):
+            return
+    raise ConfigError(
+        f"{source} holds {request!r:.160}; give TraceRequest(index, arrival_s, prompt_tokens, output_tokens), with "
+        "seconds and whole numbers of tokens."
+    )
+
+
+def real(name: str, value: Any) -> float:
+    """A number of any library as a float.
+
+    Raises:
+        ConfigError: it isn't one.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{name} is {value!r:.80}; it must be a number.")
+    return float(value)
 
 
 def _arrival(request: TraceRequest) -> float:

@@ -85,7 +85,11 @@ def test_traces(kpolicy: Command, tmp_path: Path) -> None:
     cut.write_bytes(gzip.compress("\n".join([HEADER, *(f"{i},8,8" for i in range(500))]).encode())[:-40])
     refused(kpolicy("plan", cut), "gzip data is cut short")
     failed = write(tmp_path / "failed.csv", HEADER, "1,0,0")
-    refused(kpolicy("plan", failed), "has no request to serve", "zero", "Choose another trace or window")
+    refused(kpolicy("plan", failed), "has no request to serve", "zero", "Choose another trace.")
+    one = write(tmp_path / "one.csv", HEADER, "1,8,8")
+    for window, asked in ((300, "in the 300 s from second 5"), (0, "from second 5 on")):
+        ended = kpolicy("plan", one, "--start", 5, "--window", window)
+        refused(ended, f"no request arrives {asked} of {one}; its last one arrives at second 0.0")
     refused(kpolicy("plan", tmp_path / "none.csv"), "no such file")
 
 

@@ -92,6 +92,9 @@ def test_no_requests_is_an_empty_trace():
         ({"num_requests": LARGEST_TRACE + 1}, f"0 to {LARGEST_TRACE} can"),
         ({"duration_s": 1e9}, f"0 to {LARGEST_TRACE} can"),
         ({"num_requests": 5, "rate": 5e-324}, "arrives at inf"),
+        ({"rate": "5"}, "rate is '5'; it must be a number"),
+        ({"duration_s": None}, "duration_s is None"),
+        ({"seed": "one"}, "seed is 'one'; it must be a whole number"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments, problem):

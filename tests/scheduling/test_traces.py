@@ -377,12 +377,39 @@ def test_a_trace_says_what_was_done_to_it():
         (lambda trace: trace.window(0, math.nan), "for nan s"),
         (lambda trace: trace.first(-1), "first -1"),
         (lambda trace: trace.limited(0), "max_tokens is 0"),
+        (lambda trace: trace.scaled("2"), "rate is '2'; it must be a number"),
+        (lambda trace: trace.scaled(True), "rate is True"),
+        (lambda trace: trace.window(None, 5), "start_s is None"),
+        (lambda trace: trace.window(0, [5]), "duration_s is"),
+        (lambda trace: trace.first(1.5), r"the first 1\.5 requests"),
+        (lambda trace: trace.limited("8"), "max_tokens is '8'"),
     ],
 )
 def test_impossible_arguments_are_refused(call, problem):
     """Arguments that no trace can have are errors that name the value."""
     with pytest.raises(ConfigError, match=problem):
         call(Trace("here", "azure", [TraceRequest(0, 1.0, 1, 1)]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"requests": 3}, "requests is 3"),
+        ({"requests": ["one"]}, r"here holds 'one'; give TraceRequest\("),
+        ({"requests": [TraceRequest(0, "1", 1, 1)]}, "with seconds and whole numbers of tokens"),
+        ({"requests": [TraceRequest(0, 1.0, 1.5, 1)]}, "with seconds and whole numbers of tokens"),
+        ({"requests": [TraceRequest(0, 1.0, 1, None)]}, "with seconds and whole numbers of tokens"),
+        ({"requests": [TraceRequest(0, True, 1, 1)]}, "with seconds and whole numbers of tokens"),
+        ({"requests": [], "dropped": ["failed_request"]}, "dropped is"),
+    ],
+)
+def test_what_is_no_request_is_named(arguments, problem):
+    """Text, missing numbers and parts of a token are ours to refuse, not Python's; other libraries' numbers do."""
+    with pytest.raises(ConfigError, match=problem):
+        Trace("here", "azure", **arguments)
+    np = pytest.importorskip("numpy")
+    of_numpy = TraceRequest(0, np.float32(1.5), np.int64(3), np.int32(1))
+    assert Trace("here", "azure", [of_numpy]).scaled(np.float64(2)).requests[0].arrival_s == 0.75
 
 
 @pytest.mark.parametrize(
