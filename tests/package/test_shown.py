@@ -13,16 +13,17 @@ import pytest
 
 from tests.scheduling import real_file
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 SHOWN = re.compile(r"^```console\n\$ kpolicy ([^\n]*)\n```\n\n```\n(.*?)^```", re.DOTALL | re.MULTILINE)
 """One command and, right under it, what it prints; a line `...` stands for lines that are left out."""
 
 
 def shown(page: str) -> list[tuple[str, str]]:
-    return SHOWN.findall((DOCS / page).read_text(encoding="utf-8"))
+    return SHOWN.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md") if shown(path.name)))
+@pytest.mark.parametrize("page", [page for page in PAGES if shown(page)])
 def test_commands_print_what_is_shown(page: str, tmp_path: Path) -> None:
     """A page's commands, one after the other in a folder with the traces that they name, 120 columns wide."""
     environment = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "NO_COLOR")}
@@ -43,4 +44,6 @@ def test_commands_print_what_is_shown(page: str, tmp_path: Path) -> None:
 
 def test_some_pages_show_what_commands_print() -> None:
     """The pattern above finds them."""
-    assert [page for page in ("cli.md", "planning.md", "simulate.md") if not shown(page)] == []
+    assert [
+        page for page in ("README.md", "docs/cli.md", "docs/planning.md", "docs/simulate.md") if not shown(page)
+    ] == []
