@@ -325,8 +325,10 @@ def test_a_short_allowance_comes_to_sizes_far_apart_first(monkeypatch: pytest.Mo
     assert {1, 16, 128, 256} < set(found) < {1 << i for i in range(10)}
 
 
-@pytest.mark.parametrize("model", ["qwen2.5-0.5b-h200", "deepseek-v2-lite-h200"])
-def test_a_second_is_enough_to_decide_by(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "within"), [("qwen2.5-0.5b-h200", 1.02), ("deepseek-v2-lite-h200", 1.02), ("llama-3.2-1b-h200", 1.03)]
+)
+def test_a_second_is_enough_to_decide_by(model: str, within: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """`Engine.capture` takes no more by default, and an eager step of these takes 15 and 47 ms of it, several times."""
     settings = Settings(max_num_reqs=256, max_num_tokens=2048)
     true, sizes = load_profile(model).costs, CaptureSizes.default(settings)
@@ -344,7 +346,7 @@ def test_a_second_is_enough_to_decide_by(model: str, monkeypatch: pytest.MonkeyP
     for decodes, new in [(1, 0), (9, 0), (200, 0), (1, 40), (8, 300), (60, 1500), (0, 20), (0, 500), (0, 2000)]:
         shape = BatchShape(decodes=[(1, decodes)] if decodes else [], prefills=[(new, 0)] if new else [])
         mine, best = (true.cost(policy.decide(shape, each).launches, shape.numbers) for each in (context, right))
-        assert mine.cycle_us <= 1.02 * best.cycle_us, shape
+        assert mine.cycle_us <= within * best.cycle_us, shape
 
 
 def timing(monkeypatch: pytest.MonkeyPatch) -> tuple[bench.Bench, Machine]:
