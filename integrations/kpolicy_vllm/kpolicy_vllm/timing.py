@@ -27,8 +27,9 @@ MOST_ROUNDS, REJOINS = 9, 3
 AGAIN = 0.5
 """Share of an allowance after which nothing is timed again: the whole is for what is slow to be timed once"""
 _AHEAD, _CYCLES_A_US = 2.0, 2000
-IN_A_ROW = 8
-"""Steps that are launched one behind the other, where nothing waits for each"""
+IN_A_ROW, UNDER_WAY = 8, 2
+"""Steps that are launched one behind the other, and that are under way of them: for more than two runners have no host
+buffers, so the device would read what a later step has put there"""
 
 
 class Clock(Protocol):
@@ -48,6 +49,9 @@ class Clock(Protocol):
 
     def event(self) -> Any:
         """A mark in the device's work, here."""
+
+    def reach(self, mark: Any) -> None:
+        """Wait until the device has come to a mark."""
 
     def between_us(self, first: Any, second: Any) -> float:
         """Device time between two marks; waits for both."""
@@ -77,6 +81,9 @@ class CudaClock:
         event = self._torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def reach(self, mark: Any) -> None:
+        mark.synchronize()
 
     def between_us(self, first: Any, second: Any) -> float:
         second.synchronize()
@@ -229,8 +236,9 @@ class Bench:
         """Time the device alone at the cases, in their order, as far as the allowance goes: for less than a visit each.
 
         Each step is launched while the one before runs, behind work that keeps the device busy for what that lacks of
-        the host's time. A step that the device came to before all of it was launched isn't timed so: where the runner
-        waits for each, those that follow are launched one at a time.
+        the host's time, once the one before that is over, as it would be in serving. A step that the device came to
+        before all of it was launched isn't timed so: where the runner waits for each, those that follow are launched
+        one at a time.
 
         Args:
             cases: the steps; none of them has decode rows that leave and join again, where several are in a row.
@@ -240,6 +248,8 @@ class Bench:
             in_a_row: most that are launched so.
         """
         left, stop_s, most = list(cases), self._clock.now() + allowance_s, in_a_row
+        if getattr(self._runner.vllm_config, "max_concurrent_batches", 1) < UNDER_WAY:
+            most = 1
         in_a_row = min(most, 2)  # which tells whether the runner waits
         while left:
             ends_s, fits = self._clock.now(), 0
@@ -263,7 +273,9 @@ class Bench:
         self, group: Sequence[Case], expected_us: Callable[[Case], float], host_us: float
     ) -> list[tuple[Times, bool]]:
         """Of each the device's time, and whether all of it was launched when the device came to it."""
-        clock, marks, before_us = self._clock, [], 0.0
+        clock, before_us = self._clock, 0.0
+        marks: list[tuple[Any, Any, float, int]] = []
+        ends: list[Any] = []
         for case in group:
             if case.rows.decodes:
                 self._warm(case)  # rows join the batch
@@ -271,12 +283,15 @@ class Bench:
         clock.wait()
         start, start_s = clock.event(), clock.now()
         for case, (output, kv) in zip(group, outputs, strict=True):
+            if len(ends) >= UNDER_WAY:
+                clock.reach(ends[-UNDER_WAY])
             clock.occupy(max(0.0, _AHEAD * host_us - before_us))
             first = clock.event()
             with self._forced(case.key, case.rows):
                 self._runner.execute_model(output)
                 second, launched_us = clock.event(), 1e6 * (clock.now() - start_s)
                 self._runner.sample_tokens(None)
+            ends.append(clock.event())
             marks.append((first, second, launched_us, kv))
             before_us = expected_us(case)
         return [

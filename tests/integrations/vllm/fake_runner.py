@@ -49,6 +49,9 @@ class SimulatedClock:
     def event(self) -> float:
         return max(self.device_us, self.time_us)
 
+    def reach(self, mark: float) -> None:
+        self.time_us = max(self.time_us, mark)
+
     def between_us(self, first: float, second: float) -> float:
         self.wait()
         return second - first
@@ -96,6 +99,9 @@ class FakeRunner:
         max_num_seqs, max_model_len, num_blocks: limits.
     """
 
+    under_way = 2
+    """Steps that it has host buffers for"""
+
     def __init__(
         self, clock: SimulatedClock, cost: Callable[..., tuple[float, float]], *, max_num_seqs: int = 64,
         max_model_len: int = 4096, num_blocks: int = 1000,
@@ -117,8 +123,9 @@ class FakeRunner:
             scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
             model_config=SimpleNamespace(max_model_len=max_model_len, is_encoder_decoder=False),
             parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-            kv_transfer_config=None,
-        )
+            kv_transfer_config=None, max_concurrent_batches=self.under_way,
+        )  # fmt: skip
+        self.ends: list[float] = []
         self.is_pooling_model = False
 
     def execute_model(self, output: Any) -> None:
@@ -158,7 +165,10 @@ class FakeRunner:
         joined = len(rows - self.batch)
         self.batch = rows
         host, device = self.cost(key if isinstance(key, GraphKey) else None, tokens, kv, chunk, context, decodes)
+        under_way = [end for end in self.ends if end > self.clock.time_us]
+        assert len(under_way) < self.under_way, "the device has yet to read what this step overwrites"
         self.clock.launch(host + JOIN_US * joined, device)
+        self.ends = [*under_way, self.clock.device_us]
         self.execute_model_state = output
 
     def sample_tokens(self, grammar: Any) -> None:

@@ -44,6 +44,8 @@ def of_a_llama(
 class WaitingRunner(FakeRunner):
     """It hands out each step's tokens, as vLLM does without asynchronous scheduling."""
 
+    under_way = 1
+
     def sample_tokens(self, grammar: Any) -> None:
         super().sample_tokens(grammar)
         self.clock.wait()
@@ -64,7 +66,13 @@ def calibrated(
     return table, state
 
 
-@pytest.mark.parametrize("runner", [FakeRunner, WaitingRunner])
+class SurprisingRunner(WaitingRunner):
+    """It waits, and doesn't say so."""
+
+    under_way = 2
+
+
+@pytest.mark.parametrize("runner", [FakeRunner, WaitingRunner, SurprisingRunner])
 def test_a_size_that_is_steep_is_known(monkeypatch: Any, runner: type[FakeRunner]) -> None:
     """In the default allowance, and where the runner waits for each step in a longer one."""
     seconds = 2.0 if runner is FakeRunner else 5.0
