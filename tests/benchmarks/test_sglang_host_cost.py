@@ -99,7 +99,7 @@ def test_how_many_kinds_of_steps_are_within_the_aim():
     log, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "docs/measured_sglang.md"))
     (now,) = re.findall(r"Of 35 kinds of steps (\d+) on 0\.5\.23 and (\d+) on 0\.5\.16 take at most 4 µs", log)
     assert tuple(str(within(version, "us")) for version in ("0.5.23", "0.5.16")) == now
-    (told,) = re.findall(r"inputs take ([\d.]+) more, in place of launches: with it (\d+) of 35 are at most 4;", page)
+    (told,) = re.findall(r"inputs take ([\d.]+) more, in place of launches: with it (\d+) of 35 are at most 4\.", page)
     assert told == (f"{padded:.1f}", str(within("0.5.16", "us", padded)))
 
 
