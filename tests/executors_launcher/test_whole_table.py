@@ -16,6 +16,7 @@ from kpolicy.attention.support import Claims
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.decision import Decision, Launch
 from kpolicy.executors.calibrate import Calibration, bench
+from kpolicy.executors.calibrate.rest import by_size
 from kpolicy.executors.calibrate.table import NOISE, _not_above, _steady
 from kpolicy.host_speed import launching_takes
 from kpolicy.keys import GraphKey
@@ -292,6 +293,40 @@ def test_decode_rows_are_compared_on_the_same_rows(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Machine, "run", run)
     found, _ = calibrated(monkeypatch)
     assert found.cost(*step).device_us == pytest.approx(TRUE.cost(*step).device_us + 100.0, rel=1e-4)
+
+
+def test_staging_that_was_slow_for_one_size_is_not_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host took 100 us more beside the graph of 8 rows whenever it was timed; other sizes tell that it is chance."""
+    runs = Machine.run
+
+    def run(machine: Machine, decision: Decision, inputs: Any) -> Any:
+        alone = machine.busy <= machine.now
+        ended = runs(machine, decision, inputs)
+        if alone and decision.launches[0].key == GraphKey(Part.FULL, 8, 8, query_len=1):
+            ended.cycle_us += 100.0
+        return ended
+
+    monkeypatch.setattr(Machine, "run", run)
+    found, _ = calibrated(monkeypatch)
+    assert found.full.us == pytest.approx(TRUE.full.us, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rest_us", "found"),
+    [
+        ({}, [0.0, 0.0]),
+        ({8: 50.0}, [50.0, 50.0]),
+        # Staging more rows takes more.
+        ({1: 40.0, 101: 140.0}, [39.0, 139.0]),
+        # Sizes at which the host was interrupted don't count, nor does what would fall.
+        ({10: 50.0, 20: 60.0, 30: 400.0, 40: 80.0, 50: 90.0}, [40.0, 140.0]),
+        ({10: 60.0, 20: 50.0, 30: 55.0}, [55.0, 55.0]),
+    ],
+)
+def test_what_is_beside_the_device_is_a_line_over_sizes(rest_us: dict[int, float], found: list[float]) -> None:
+    """At no rows and at a hundred."""
+    line = by_size(rest_us)
+    assert [line(0), line(100)] == pytest.approx(found)
 
 
 def test_pieces_that_are_hardly_quicker_leave_full_the_preference(monkeypatch: pytest.MonkeyPatch) -> None:

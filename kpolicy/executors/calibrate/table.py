@@ -37,6 +37,7 @@ from kpolicy.executors.calibrate.bench import Bench, Measurable, Wave
 from kpolicy.executors.calibrate.host import HostTimes, host_by_rows
 from kpolicy.executors.calibrate.one_speed import chance
 from kpolicy.executors.calibrate.padding import PaddedRows
+from kpolicy.executors.calibrate.rest import by_size
 from kpolicy.executors.calibrate.ties import Point, between, settled
 from kpolicy.heap import frozen_heap
 from kpolicy.keys import GraphKey
@@ -236,6 +237,21 @@ class Calibration:
             found.append("attention of decode rows wasn't")
         return ", ".join(found)
 
+    def _of_each(self, step_us: float) -> Callable[[int, int], float]:
+        """Device time of a case, with what is its own beyond `step_us`."""
+        return lambda case, _size: self._bench.sides_us(case, step_us)[0]
+
+    def _of_whole(self, cases: Sequence[tuple[int, int, bool]], step_us: float) -> Callable[[int, int], float]:
+        """Device time of a whole graph of that size, with what all sizes tell that is beyond `step_us`."""
+        bench = self._bench
+        rest_us = by_size({size: bench.rest_us(case) for case, size, _ in cases if bench.measured(case)})
+
+        def device_us(case: int, size: int) -> float:
+            us = bench.us(case)
+            return us + max(rest_us(size) - step_us, 0.0) if us >= bench.host_us(case) else us
+
+        return device_us
+
     def table(self, version: str) -> CostTable:
         """What was measured so far, as a table of that name."""
         bench = self._bench
@@ -249,21 +265,23 @@ class Calibration:
             self._decoding.cost(), self._prefilling.cost(), step_us
         )
 
-        def points(cases: Sequence[tuple[int, int, bool]]) -> dict[int, Point]:
+        def points(cases: Sequence[tuple[int, int, bool]], *, whole: bool = False) -> dict[int, Point]:
             found = {}
+            device_us = self._of_whole(cases, step_us) if whole and not bench.host_runs else self._of_each(step_us)
             for case, size, prompt in cases:
                 if not bench.measured(case):
                     continue
                 units = size * (size + 1) / 2 if prompt else size * bench.dense_kv
                 cost = prefill_attention if prompt else decode_attention
                 attention_us = cost.base_us + cost.row_us * size + cost.unit_us * units + cost.kv_us * size
-                us = max(bench.sides_us(case, step_us)[0] - attention_us, _LEAST_US)
+                us = max(device_us(case, size) - attention_us, _LEAST_US)
                 found[size] = Point(us, bench.error(case) if bench.host_runs else 0.0)
             return found
 
         eager, full, mixed, pieces = _curves(
-            *map(points, (self._eager, self._full, self._mixed, self._pieces)), chance=bench.host_runs
-        )
+            points(self._eager), points(self._full, whole=True), points(self._mixed, whole=True), points(self._pieces),
+            chance=bench.host_runs,
+        )  # fmt: skip
         assert eager is not None  # noqa: S101 - the first case of all
         full_padding, piecewise_padding = (
             padded.share(curve, decode_attention, step_us)
