@@ -303,16 +303,8 @@ def fidelity(name: str) -> tuple[dict[tuple[str, str], dict[str, Any]], dict[str
 
 
 def test_how_near_simulations_are() -> None:
-    """EAGER and host-bound PIECEWISE of Qwen2.5-0.5B singly and repeated, the small model, medians of latencies."""
-    cells, latencies = fidelity("qwen")
-    again = {
-        (row["mode"], row["regime"]): row
-        for row in read("fidelity-h200-rate-2-eleventh.json")["measured_again"]["all policies"]
-    }
-    eager, pieces = cells["eager", "host-bound"], cells["piecewise", "host-bound"]
-    repeated = again["eager", "host-bound in the run"]
-    assert f"EAGER: {repeated['error']:.1%} by the middle of four repeats, {eager['error']:.1%} singly" in WORDS
-    assert f"its {pieces['steps']} host-bound PIECEWISE steps are {pieces['error']:.1%} off singly" in WORDS
+    """Medians of latencies of Qwen2.5-0.5B, and the small model; test_fidelity_docs holds what today's rule says."""
+    _, latencies = fidelity("qwen")
     ttft, gap = (max(latencies[what]) for what in ("ttft_p50_ms", "gap_p50_ms"))
     assert f"time to first token within {ttft:.1%} and of gaps within {gap:.1%}" in WORDS
     assert all(row["error"] <= 0.05 for row in fidelity("small")[0].values())
@@ -327,22 +319,7 @@ def test_what_deepseek_is_short_of() -> None:
     ((figure, ((one, other),)),) = [(name, pairs) for name, pairs in served["ranked_wrong"].items() if pairs]
     assert figure == "gap_p50_ms"
     gaps = sorted(served["policies"][policy][figure]["measured"] for policy in (one, other))
-    assert f"ranks one pair, {gaps[1] / gaps[0] - 1:.1%} apart, wrongly by the gap" in WORDS
-    tenth = read("fidelity-h200-dsv2lite-tenth.json")
-    assert not any((tenth["ranked_wrong"], *tenth["served"]["ranked_wrong"].values()))
-    assert tenth["served"]["not_shown"] == ["ttft_p50_ms"]
-    assert f"one policy's turns lie {tenth['served']['tie']['ttft_p50_ms']:.1%} apart" in WORDS
-    rows = {(row["mode"], row["regime"]): row for row in tenth["policies"]["all policies"]}
-    short = rows["eager", "saturated"]
-    assert f"{short['steps']} EAGER steps are {short['error']:.1%} off singly and too few" in WORDS
-    last = read("fidelity-h200-dsv2lite-eleventh.json")
-    again = max(cell["error"] for cell in last["cells_again"] if cell["mode"] == "eager")
-    cells = [row for row in last["policies"]["all policies"] if "all" not in (row["mode"], row["regime"])]
-    others = max(row["error"] for row in cells if row["mode"] != "eager")
-    assert f"EAGER steps are up to {again:.1%} off by the middle of four repeats, the others {others:.1%}" in WORDS
-    rows = read("fidelity-h200-dsv2lite-twelfth.json")["policies"]["all policies"]
-    off = max(row["error"] for row in rows if row["mode"] == "piecewise")
-    assert f"of a slow host and cut off, with PIECEWISE up to {off:.1%} off" in WORDS
+    assert f"it ranks one pair, {gaps[1] / gaps[0] - 1:.1%} apart, wrongly by the gap" in WORDS
     latest = read("fidelity-h200-dsv2lite-thirteenth.json")
     [again] = [each for each in latest["cells_again"] if (each["mode"], each["regime"]) == ("eager", "host-bound")]
     figures = [
@@ -440,7 +417,8 @@ def test_the_guide_of_sglang_has_what_hooks_take() -> None:
         taken.setdefault(step["step"], []).append(step["us"])
     within = [us for us in taken.values() if max(us) <= 4]
     others = [us for us in taken.values() if max(us) > 4]
-    words = f"of {len(within)} of {len(taken)} kinds of steps the hooks take {min(map(min, within)):.1f} to "
+    some = f"{len(within)} of {len(taken)}" if others else f"each of {len(taken)}"
+    words = f"of {some} kinds of steps the hooks take {min(map(min, within)):.1f} to "
     words += f"{max(map(max, within)):.1f} µs"
     if others:
         words += f", of the other {len(others)} up to **{max(map(max, others)):.1f}**"
