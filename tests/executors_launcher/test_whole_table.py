@@ -296,7 +296,7 @@ def test_decode_rows_are_compared_on_the_same_rows(monkeypatch: pytest.MonkeyPat
 
 
 def test_staging_that_was_slow_for_one_size_is_not_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host took 100 us more beside the graph of 8 rows whenever it was timed; other sizes tell that it is chance."""
+    """The host took 100 us more beside the graph of 8 rows whenever it was timed; other sizes say it is chance."""
     runs = Machine.run
 
     def run(machine: Machine, decision: Decision, inputs: Any) -> Any:
