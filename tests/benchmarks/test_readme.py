@@ -333,6 +333,17 @@ def test_what_deepseek_is_short_of() -> None:
     assert not any((latest["ranked_wrong"], *latest["served"]["ranked_wrong"].values()))
 
 
+def test_steps_that_were_compared_with_eager() -> None:
+    """On a CPU all families', on a GPU four models'; of two fewer than wanted."""
+    steps = read("random_steps.json")
+    assert f"{steps['total_steps']:,} random steps of {len(steps['steps'])} model families on a CPU" in WORDS
+    counts = {name: read(f"h200/correct-{name}.json")["total"]["steps"] for name in ("qwen05b", "llama1b")}
+    assert len(set(counts.values())) == 1
+    assert f"{counts['qwen05b']:,} each of two models on an H200: no bit differs" in WORDS
+    few = [read(f"h200/correct-{name}.json")["total"]["steps"] for name in ("llama8b", "dsv2lite")]
+    assert f"{few[0]:,} and {few[1]:,} steps of Llama-3.1-8B and DeepSeek-V2-Lite" in WORDS
+
+
 @pytest.mark.parametrize("kind", ["command", "policy", "executor"])
 def test_what_there_is_is_all_there(kind: str) -> None:
     """Each command, policy and executor has its place in a table."""
