@@ -22,6 +22,7 @@ from kpolicy.budget_models import BudgetModel
 from kpolicy.budgets import Budget, Usage, amount
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.errors import BudgetRefused, ConfigError, KPolicyError, check_kind
+from kpolicy.keys import GraphKey
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Mode, Part
@@ -331,84 +332,114 @@ def plan_trace(
             "run at the largest of theirs. Leave them out, and give the rate of arrivals that one rank gets."
         )
     chosen, claims = get_policy(policy), _claims(attention)
-    settings = server.settings
-    layout = layout_of(chosen, claims, settings, multiple_of=multiple_of)
-    start = chosen.sizes(settings)
-    theirs = None if against is None else _sizes_of(against, claims, settings)
-    tell = progress or (lambda _: None)
-
-    limits = budget.budget if isinstance(budget, BudgetModel) else budget
-    usage_of = budget.cost_of if isinstance(budget, BudgetModel) else costs.usage_of
-
-    def workload(histogram: Histogram) -> Workload:
-        return Workload(histogram=histogram, costs=costs, settings=settings, layout=layout, usage_of=usage_of)
-
-    def steps_of(requests: Trace, sizes: CaptureSizes) -> Histogram:
-        tell(f"replaying {requests.source}")
-        return replayed(
-            requests, policy, sizes, server=server, costs=costs, attention=claims, objective=objective, seed=seed
-        )
-
-    def planned(histogram: Histogram, **changed: Any) -> tuple[Plan, Workload]:
-        made = workload(histogram)
-        given = {
+    layout = layout_of(chosen, claims, server.settings, multiple_of=multiple_of)
+    limits, usage_of = (budget.budget, budget.cost_of) if isinstance(budget, BudgetModel) else (budget, costs.usage_of)
+    planner = _Planner(
+        policy=policy, server=server, costs=costs, claims=claims, objective=objective, seed=seed, layout=layout,
+        start=chosen.sizes(server.settings), limits=limits, usage_of=usage_of, most_rounds=most_rounds,
+        tell=progress or (lambda _: None),
+        given={
             "most_sizes": most_sizes, "largest": largest, "smoothing": smoothing, "worth": worth, "exact": exact,
-            "most_loss": most_loss, "against": theirs,
-        }  # fmt: skip
-        return plan(made, limits, **(given | changed)), made
-
-    def settle(requests: Trace, begun: Histogram) -> Replayed:
-        return fixed_point(
-            lambda sizes: begun if sizes == start else steps_of(requests, sizes), planned, start,
-            most_rounds=most_rounds,
-        )  # fmt: skip
-
+            "most_loss": most_loss,
+            "against": None if against is None else _sizes_of(against, claims, server.settings),
+        },
+    )  # fmt: skip
     parts = halves(trace) if hold_out else ()
     if not largest:
-        _check_fits(workload(Histogram(trace.source)), limits, most_sizes)
-    begun = steps_of(trace, start)
+        _check_fits(planner.workload(Histogram(trace.source)), limits, most_sizes)
+    begun = planner.steps_of(trace, planner.start)
     if not begun.steps:
         raise ConfigError(
             f"no request of {trace.source} was served, so there are no steps to plan for: {_counted(begun.refused)}. "
             "Give more KV tokens, or another trace or window."
         )
-    held, more = None, []
-    if parts:
-        before, after = (steps_of(each, start) for each in parts)
-        if before.steps and after.steps:
-            made, seen = settle(parts[0], before).plan, workload(after)
-            free = {"smoothing": 0.0, "worth": 0.0, "most_loss": None, "against": None}
-            best, _ = planned(seen.histogram, most_sizes=made.num_sizes, **free)
-            held = HeldOut(
-                plan=made,
-                step_us=seen.time_us(made.sizes) / seen.steps,
-                default_us=seen.time_us(start) / seen.steps,
-                best_us=best.step_us,
-                steps=seen.steps,
-            )
-        else:
-            empty = "second" if before.steps else "first"
-            more.append(f"the plan isn't scored out of sample: no request of the {empty} half was served.")
-    found = settle(trace, begun)
-    final = workload(found.histogram)
-    own = score("the plan", policy, found.plan.sizes, final, claims)
-    default = score(f"default of {policy}", policy, start, final, claims)
+    held, unscored = planner.held_out(*parts) if parts else (None, "")
+    found = planner.settled(trace, begun)
+    final = planner.workload(found.histogram)
     return TracePlan(
         policy=policy,
         replayed=found,
-        own=own,
-        default=default,
+        own=score("the plan", policy, found.plan.sizes, final, claims),
+        default=score(f"default of {policy}", policy, planner.start, final, claims),
         others=tuple(_defaults(final, claims)),
         held_out=held,
-        settings=settings,
+        settings=server.settings,
         claims=claims,
         layout=layout,
         costs=costs,
         source=trace.source,
         requests=len(trace),
         dropped=dict(trace.dropped),
-        notes=(*_notes(found, final, chosen, costs), *more),
+        notes=(*_notes(found, final, chosen, costs), *([unscored] if unscored else ())),
     )
+
+
+@attrs.frozen(kw_only=True)
+class _Planner:
+    """What is equal for all plans of one call of `plan_trace`.
+
+    Args:
+        start: the policy's own sizes, which the first steps are of.
+        limits: what capturing may take.
+        given: the arguments of `kpolicy.planning.plan`.
+        tell: told what is done now.
+    """
+
+    policy: str
+    server: Server
+    costs: CostTable
+    claims: Claims
+    objective: str
+    seed: int
+    layout: Layout
+    start: CaptureSizes
+    limits: Budget | None
+    usage_of: Callable[[GraphKey], Usage]
+    most_rounds: int
+    given: Mapping[str, Any]
+    tell: Callable[[str], object]
+
+    def workload(self, histogram: Histogram) -> Workload:
+        return Workload(
+            histogram=histogram, costs=self.costs, settings=self.server.settings, layout=self.layout,
+            usage_of=self.usage_of,
+        )  # fmt: skip
+
+    def steps_of(self, requests: Trace, sizes: CaptureSizes) -> Histogram:
+        """The steps that requests make with those sizes."""
+        self.tell(f"replaying {requests.source}")
+        return replayed(
+            requests, self.policy, sizes, server=self.server, costs=self.costs, attention=self.claims,
+            objective=self.objective, seed=self.seed,
+        )  # fmt: skip
+
+    def planned(self, histogram: Histogram, **changed: Any) -> tuple[Plan, Workload]:
+        made = self.workload(histogram)
+        return plan(made, self.limits, **{**self.given, **changed}), made
+
+    def settled(self, requests: Trace, begun: Histogram) -> Replayed:
+        """The plan that makes the steps that it is for, from the steps with the policy's own sizes on."""
+        return fixed_point(
+            lambda sizes: begun if sizes == self.start else self.steps_of(requests, sizes), self.planned, self.start,
+            most_rounds=self.most_rounds,
+        )  # fmt: skip
+
+    def held_out(self, first: Trace, second: Trace) -> tuple[HeldOut | None, str]:
+        """A plan of the first half on the steps of the second, or why there is none."""
+        before, after = (self.steps_of(each, self.start) for each in (first, second))
+        if not (before.steps and after.steps):
+            empty = "second" if before.steps else "first"
+            return None, f"the plan isn't scored out of sample: no request of the {empty} half was served."
+        made, seen = self.settled(first, before).plan, self.workload(after)
+        free = {"smoothing": 0.0, "worth": 0.0, "most_loss": None, "against": None}
+        best, _ = self.planned(seen.histogram, most_sizes=made.num_sizes, **free)
+        return HeldOut(
+            plan=made,
+            step_us=seen.time_us(made.sizes) / seen.steps,
+            default_us=seen.time_us(self.start) / seen.steps,
+            best_us=best.step_us,
+            steps=seen.steps,
+        ), ""
 
 
 def score(name: str, policy: str, sizes: CaptureSizes, workload: Workload, claims: Claims) -> Score:

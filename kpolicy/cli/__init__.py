@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from cyclopts import App, CycloptsError
 from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
@@ -61,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     COMMAND.set(tuple(given))
     try:
-        code = app(given, exit_on_error=False, print_error=False, result_action="return_value")
+        with warnings.catch_warnings():
+            warnings.showwarning = _told(warnings.showwarning)
+            code = app(given, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as error:
         _fail(_usage(error), 2)
@@ -99,6 +104,21 @@ def _usage(error: CycloptsError) -> str:
         # It is an option of `run` alone, which has one trace.
         return f"{command} takes its traces without an option, such as {command} conv.csv. See {command} --help."
     return f"{str(error).strip() or type(error).__name__} See {command} --help."
+
+
+_OURS = str(Path(__file__).resolve().parents[1])
+
+
+def _told(show: Callable[..., Any]) -> Callable[..., Any]:
+    """Shows our own warnings as a line of the command's, and others as they would be."""
+
+    def tell(message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
+        if filename.startswith(_OURS):
+            sys.stderr.write(f"kpolicy: {message}\n")
+        else:
+            show(message, category, filename, *more, **named)
+
+    return tell
 
 
 def _have_streams() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +22,7 @@ from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.figures import find_device
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.observe.extras import load
-from kpolicy.simulate.pareto import FEWER, METRICS, check_panels, draw, points_of, short_ladder
+from kpolicy.simulate.pareto import FEWER, METRICS, Point, check_panels, draw, points_of, short_ladder
 from kpolicy.simulate.sweep import Axes, Backend, Common, LocalBackend, sweep
 
 if TYPE_CHECKING:
@@ -151,40 +151,50 @@ def sweep_command(
     if json:
         print_json({"cases": lines, "pareto": [point.case for point in points if point.on_front]})
     else:
-        made = console()
-        show(_table(lines, {id(point.line) for point in points if point.on_front}), made)
-        say(made, f"* nothing else of its trace, rate and costs has less graph memory and a lower {METRICS[metric][0]}")
-        waited = max((line["result"]["started_after_s"] for line in lines if "result" in line), default=0.0)
-        if waited:
-            say(made, f"the first request waited up to {waited:,.1f} s for captures, and others behind it {COLD}")
-        fewer = sum(point.fewer for point in points)
-        if fewer:
-            say(
-                made,
-                f"{fewer} case{'' if fewer == 1 else 's'} served fewer requests than another of the same trace, rate "
-                f"and costs by more than {FEWER:.1%}, and can't be marked",
-            )
-        outside = [share for line in lines if (share := line.get("result", {}).get("outside_share"))]
-        if outside:
-            many = "1 case has" if len(outside) == 1 else f"{len(outside)} cases have"
-            say(made, f"{many} steps of a size or a context outside the cost table, up to {max(outside):.1%}")
-        results = [line["result"] for line in lines if "result" in line]
-        # A file may be of a version that didn't tell.
-        delayed = [share for each in results if (share := each.get("delayed_share"))]
-        if delayed:
-            many = "1 case has" if len(delayed) == 1 else f"{len(delayed)} cases have"
-            say(
-                made,
-                f"{many} requests that came later than the trace says, when a client of --concurrency was free, up to "
-                f"{max(delayed):.1%}: --rate changes nothing for these",
-            )
-        blind = sum(result["measured"] and result.get("kv_span") is None for result in results)
-        if blind:
-            say(made, f"{NOT_RECORDED} by the profile of {blind} case{'' if blind == 1 else 's'}")
+        _render(lines, points, metric)
     failed = [line for line in lines if "error" in line]
     for line in failed:
         sys.stderr.write(f"kpolicy: {_named(line['case'])}: {line['error']}\n")
     return 1 if failed else 0
+
+
+def _render(lines: Sequence[dict[str, Any]], points: Sequence[Point], metric: str) -> None:
+    """The table of all cases, and what to know of them."""
+    out = console()
+    show(_table(lines, {id(point.line) for point in points if point.on_front}), out)
+    for line in _notes(lines, points, metric):
+        say(out, line)
+
+
+def _notes(lines: Sequence[dict[str, Any]], points: Sequence[Point], metric: str) -> Iterator[str]:
+    results = [line["result"] for line in lines if "result" in line]
+    yield f"* nothing else of its trace, rate and costs has less graph memory and a lower {METRICS[metric][0]}"
+    waited = max((result["started_after_s"] for result in results), default=0.0)
+    if waited:
+        yield f"the first request waited up to {waited:,.1f} s for captures, and others behind it {COLD}"
+    fewer = sum(point.fewer for point in points)
+    if fewer:
+        yield (
+            f"{fewer} case{'' if fewer == 1 else 's'} served fewer requests than another of the same trace, rate and "
+            f"costs by more than {FEWER:.1%}, and can't be marked"
+        )
+    outside = [share for result in results if (share := result.get("outside_share"))]
+    if outside:
+        yield f"{_have(outside)} steps of a size or a context outside the cost table, up to {max(outside):.1%}"
+    # A file may be of a version that didn't tell.
+    delayed = [share for result in results if (share := result.get("delayed_share"))]
+    if delayed:
+        yield (
+            f"{_have(delayed)} requests that came later than the trace says, when a client of --concurrency was free, "
+            f"up to {max(delayed):.1%}: --rate changes nothing for these"
+        )
+    blind = sum(result["measured"] and result.get("kv_span") is None for result in results)
+    if blind:
+        yield f"{NOT_RECORDED} by the profile of {blind} case{'' if blind == 1 else 's'}"
+
+
+def _have(cases: Sequence[object]) -> str:
+    return "1 case has" if len(cases) == 1 else f"{len(cases)} cases have"
 
 
 def _rates(rates: Sequence[float] | None) -> tuple[float, ...]:

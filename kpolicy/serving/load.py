@@ -206,6 +206,8 @@ def _device(device: str | torch.device) -> torch.device:
     # Each device's library has errors of its own.
     except Exception as error:
         first = first_line(error)
+        if name.kind == "npu" and not hasattr(torch, "npu"):
+            first = "torch has no such devices without torch_npu"
         raise ConfigError(
             f"device {str(device)!r} isn't there: {first}. Devices here: {', '.join(_devices())}. Give one of them, or "
             "run `kpolicy doctor` to see why it's missing."

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -173,3 +176,15 @@ def test_auto_runs(kpolicy: Command, config: Path, requests: Path) -> None:  # n
     ended = kpolicy("run", "--device", "auto", *given, *SMALL)
     assert ended.code == 0, ended.err
     assert ended.json["setting"]["executor"] == "cpu"
+
+
+def test_a_warning_of_ours_is_a_line_of_the_command(config: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Without file, line and code; the device that is missing is told with what brings it."""
+    if hasattr(torch, "npu"):
+        pytest.skip("torch_npu is here")
+    config.write_text(json.dumps({**TINY, "quantization_config": {"quant_method": "fp8"}}))
+    command = [sys.executable, "-m", "kpolicy", "calibrate", "--device", "ascend", "--model", str(config)]
+    ended = subprocess.run([*command, "--out", str(tmp_path / "p.json")], capture_output=True, text=True, check=False)
+    warned, failed = ended.stderr.splitlines()
+    assert warned.startswith("kpolicy: the config given is of quantized weights (fp8), and random weights are not:")
+    assert "device 'npu' isn't there: torch has no such devices without torch_npu." in failed
