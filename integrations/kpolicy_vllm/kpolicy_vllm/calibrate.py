@@ -114,7 +114,7 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
         bench.close()
     LOGGER.info(
         "kpolicy: %d of %d steps timed, %.1f times each, and %d of %d further sizes on the device alone, in %.1f s",
-        *plan.timed(), statistics.fmean([len(case.times) for case in plan.curves]), *plan.timed_alone(),
+        *plan.timed(), statistics.fmean([len(case.whole) for case in plan.curves]), *plan.timed_alone(),
         clock.now() - start,
     )  # fmt: skip
     work_us = bench.at_one_speed()
@@ -210,6 +210,7 @@ class _Plan:
             self._eager_rows = [chunk(None, rows_of[-1].rows.num_tokens), rows_of[-1]]
         self.other_decodes = Others(self._full if full else (), full)
         self.other_pieces = Others(self._pieces, pieces_too)
+        self.other_eager = Others(self._eager, self._eager)
         self._launched = (self._full, [*self._pieces, *self._piece_rows], self._eager)
         """The steps that tell what launching takes, by kind"""
         more = [case for case in self._mixed if case not in self._full]
@@ -242,7 +243,7 @@ class _Plan:
     @property
     def has_others(self) -> bool:
         """Whether there are sizes that aren't timed as whole steps, whatever the time."""
-        return bool(self.other_decodes.further or self.other_pieces.further)
+        return self.other_decodes.further + self.other_pieces.further > 0
 
     def time_others(self, bench: Bench, until_s: float, told: Callable[[Callable[[], Any]], Any]) -> None:
         """Time on the device alone what wasn't timed whole, and what seems steep of that once more.
@@ -253,14 +254,19 @@ class _Plan:
             told: what rank 0 finds, on every rank.
         """
         clock, steep = bench.clock, list[int]()
-        for others, in_a_row, share in ((self.other_decodes, 1, 0.5), (self.other_pieces, IN_A_ROW, 1.0)):
-            if not others.lacking:
-                continue
-            ends_s = clock.now() + share * (until_s - clock.now())
-            for asked in (functools.partial(others.untimed, steep), others.steep):
+
+        def time(others: Others, ends_s: float, in_a_row: int, *orders: Callable[[], list[int]]) -> None:
+            for asked in orders:
                 cases = others.cases(told(asked))
                 bench.alone(cases, others.expected_us, others.host_us(), ends_s - clock.now(), in_a_row)
-            steep = [case.tokens for case in others.cases(told(others.steep))]
+
+        for others, in_a_row, share in ((self.other_decodes, 1, 0.5), (self.other_pieces, IN_A_ROW, 0.8)):
+            if others.lacking:
+                ends_s = clock.now() + share * (until_s - clock.now())
+                time(others, ends_s, in_a_row, functools.partial(others.untimed, steep), others.steep)
+                steep = [case.tokens for case in others.cases(told(others.steep))]
+        if self.other_eager.lacking:
+            time(self.other_eager, until_s, 1, self.other_eager.smallest)
         self._full = self.other_decodes.with_times() or self._full
         self._pieces = self.other_pieces.with_times()
 
@@ -322,11 +328,12 @@ class _Plan:
 
     def timed(self) -> tuple[int, int]:
         """How many of the steps were timed, and of how many."""
-        return sum(bool(case.times) for case in self.curves), len(self.curves)
+        return sum(bool(case.whole) for case in self.curves), len(self.curves)
 
     def timed_alone(self) -> tuple[int, int]:
-        """How many of the sizes that aren't timed whole were timed on the device alone, and of how many."""
-        further = [case for others in (self.other_decodes, self.other_pieces) for case in others.further]
+        """How many of the sizes that weren't timed whole were timed on the device alone, and of how many."""
+        kinds = (self.other_decodes, self.other_pieces, self.other_eager)
+        further = [case for others in kinds for case in others.every if not case.whole]
         return sum(bool(case.times) for case in further), len(further)
 
     def unmeasured(self) -> list[str]:
@@ -356,7 +363,7 @@ class _Plan:
         pieces = curve(self._pieces)
         records = [record for record in registry.records() if record.key in {case.key for case in self.curves}]
         by_part = [[each for each in records if each.key.part is part] for part in (Part.FULL, Part.PIECEWISE)]
-        ran = [each for case in self.curves for each in case.times]
+        ran = [each for case in self.curves for each in case.whole]
         host_full, host_piecewise, host_eager = _hosts(*self._launched)
         return CostTable(
             version="measured in vLLM at start-up",
@@ -461,7 +468,7 @@ def _hosts(*kinds: Sequence[Case]) -> list[HostCost]:
     differ by what the host happened to do. Each case was visited few times: no single one decides. That is mostly whole
     graphs' slope, whose cases have the most rows between them; other kinds' decides where those tell none.
     """
-    points = [[(case.sampled, case.host_us()) for case in cases if case.times] for cases in kinds]
+    points = [[(case.sampled, case.host_us()) for case in cases if case.whole] for cases in kinds]
     slopes = sorted(
         ((b - a) / (more - fewer), more - fewer)
         for found in points

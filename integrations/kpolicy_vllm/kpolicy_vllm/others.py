@@ -26,26 +26,26 @@ class Others:
 
     Args:
         timed: the steps of that kind that are, as far as time is there.
-        every: a step of each size of that kind, `timed` among them.
+        every: a step of each size of that kind, `timed` among them. An attribute.
     """
 
     def __init__(self, timed: Sequence[Case], every: Sequence[Case]) -> None:
         self._timed = list(timed)
-        self._every = list(every)
+        self.every = list(every)
 
     @property
-    def further(self) -> list[Case]:
-        """The steps that aren't timed whole, whatever the time."""
-        return [case for case in self._every if case not in self._timed]
+    def further(self) -> int:
+        """How many aren't timed whole, whatever the time."""
+        return len(self.every) - len(self._timed)
 
     @property
     def lacking(self) -> bool:
-        """Whether one wasn't timed, and one was: the same on every rank."""
-        return bool(self._ran) and not all(case.times for case in self._every)
+        """Whether one wasn't timed, and one was, whole: the same on every rank."""
+        return any(case.whole for case in self._timed) and not all(case.times for case in self.every)
 
     def cases(self, places: Sequence[int]) -> list[Case]:
         """The steps at these places, which other ranks have the same ones at."""
-        return [self._every[place] for place in places]
+        return [self.every[place] for place in places]
 
     def untimed(self, first: Collection[int] = ()) -> list[int]:
         """Places of those that weren't timed, in an order that soonest tells which to pass over for a larger one.
@@ -56,23 +56,28 @@ class Others:
         Args:
             first: sizes at which another kind was steep: the same kernels run there.
         """
-        left = {case.tokens: place for place, case in enumerate(self._every) if not case.times}
-        sizes = sorted(case.tokens for case in self._every)
+        left = {case.tokens: place for place, case in enumerate(self.every) if not case.times}
+        sizes = sorted(case.tokens for case in self.every)
         next_one = dict(itertools.pairwise(sizes))
         host_us = self.host_us()
 
         def rank(tokens: int) -> tuple[bool, bool, bool]:
             far = next_one.get(tokens, sys.maxsize) > tokens * NEAR
-            return tokens not in first, far, self.expected_us(self._every[left[tokens]]) < host_us
+            return tokens not in first, far, self.expected_us(self.every[left[tokens]]) < host_us
 
         order = farthest_first(left, [case.tokens for case in self._ran])
         return [left[tokens] for tokens in sorted(order, key=rank)]
 
+    def smallest(self) -> list[int]:
+        """Places of those that weren't timed, the smallest first."""
+        left = [place for place, case in enumerate(self.every) if not case.times]
+        return sorted(left, key=lambda place: self.every[place].tokens)
+
     def steep(self) -> list[int]:
         """Places of those timed on the device alone that took longer than a larger size by more than noise."""
         found, least_us = [], float("inf")
-        for place in sorted(range(len(self._every)), key=lambda place: -self._every[place].tokens):
-            case = self._every[place]
+        for place in sorted(range(len(self.every)), key=lambda place: -self.every[place].tokens):
+            case = self.every[place]
             if case.times:
                 us = case.best().device
                 if us > least_us * (1 + NOISE) and case not in self._timed:
@@ -86,7 +91,7 @@ class Others:
 
     def with_times(self) -> list[Case]:
         """All that were timed by now, in whichever way, smallest first."""
-        return sorted((case for case in self._every if case.times), key=lambda case: case.tokens)
+        return sorted((case for case in self.every if case.times), key=lambda case: case.tokens)
 
     def expected_us(self, case: Case) -> float:
         """About how long the device takes for a step, by those that were timed whole."""
@@ -95,7 +100,7 @@ class Others:
 
     def host_us(self) -> float:
         """Microseconds until the host has launched one, the median of those that were timed whole."""
-        return median([case.host_us() for case in self._ran] or [0.0])
+        return median(case.host_us() for case in self._ran if case.whole)
 
 
 def farthest_first(sizes: Iterable[int], known: Sequence[int]) -> list[int]:

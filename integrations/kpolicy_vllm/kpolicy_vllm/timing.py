@@ -91,7 +91,7 @@ class CudaClock:
 
 
 class Times(NamedTuple):
-    """Microseconds of one step."""
+    """Microseconds of one step; of one that was timed on the device alone, `wall` and `host` are 0."""
 
     wall: float
     host: float
@@ -144,9 +144,14 @@ class Case:
         host, rest = raw.host / times, (raw.wall - max(raw.host, raw.device)) / times
         self.times[visit] = raw._replace(wall=max(host, raw.device) + rest, host=host)
 
+    @property
+    def whole(self) -> list[Times]:
+        """Its runs that weren't timed on the device alone."""
+        return [each for each in self.times if each.wall]
+
     def host_us(self) -> float:
         """Median microseconds until the host had launched all."""
-        return statistics.median(each.host for each in self.times)
+        return statistics.median(each.host for each in self.whole)
 
 
 class Rejoin(NamedTuple):

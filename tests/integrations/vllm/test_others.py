@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from kpolicy.attention.support import Claims
-from kpolicy.costs import CostTable
+from kpolicy.costs import CostTable, HostCost
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder
 from kpolicy.modes import Part
 from kpolicy.policies.auto import AutoPolicy
 from kpolicy.policies.base import PolicyContext
 from kpolicy.settings import Settings
-from kpolicy_vllm.calibrate import calibrate
+from kpolicy_vllm.calibrate import _hosts, calibrate
 from kpolicy_vllm.ladder import default_sizes
 from kpolicy_vllm.others import Others, farthest_first
 from kpolicy_vllm.steps import Step, numbers_of
@@ -85,6 +85,32 @@ def test_a_size_that_is_steep_is_known(monkeypatch: Any, runner: type[FakeRunner
     if runner is FakeRunner:
         assert table.host_piecewise.base_us == pytest.approx(5700, rel=0.05)
         assert table.host_full.base_us == pytest.approx(1200, rel=0.05)
+
+
+def test_sizes_timed_alone_tell_nothing_of_the_host(monkeypatch: Any) -> None:
+    """On a slow core some that would be timed whole are timed on the device alone, EAGER too."""
+
+    def slow(*of: Any) -> tuple[float, float]:
+        host, device = of_a_llama(*of)
+        return 1.4 * host, device
+
+    table, _ = calibrated(monkeypatch, slow)
+    assert [each.base_us for each in (table.host_full, table.host_piecewise, table.host_eager)] == pytest.approx(
+        [1.4 * 1200 + 20, 1.4 * 5700 + 20, 1.4 * 15_500 + 20], rel=0.02
+    )
+    assert table.host_full.req_us == pytest.approx(1.4, rel=0.02)
+    assert table.step_us == pytest.approx(0.0, abs=40)
+    assert table.eager.sizes[-1] >= 1024
+    assert table.eager.at(1024) == pytest.approx(4400 + 18 * 1024, rel=0.02)
+
+
+def test_what_launching_takes_is_of_whole_steps() -> None:
+    """A time of the device alone says nothing of the host, neither of its step nor of a row."""
+    whole, alone = (Case(GraphKey(Part.FULL, n, n, query_len=1), Rows(n, 64)) for n in (8, 512))
+    whole.times = [Times(130.0, 100.0, 60.0, 0), Times(0.0, 0.0, 55.0, 0)]
+    alone.times = [Times(0.0, 0.0, 900.0, 0)]
+    assert (whole.host_us(), whole.best().device) == (100.0, 55.0)
+    assert _hosts([whole, alone]) == [HostCost(100.0)]
 
 
 def test_auto_passes_over_a_steep_size(monkeypatch: Any) -> None:
