@@ -241,8 +241,11 @@ class Calibration:
         """Device time of a case, with what is its own beyond `step_us`."""
         return lambda case, _size: self._bench.sides_us(case, step_us)[0]
 
-    def _of_whole(self, cases: Sequence[tuple[int, int, bool]], step_us: float) -> Callable[[int, int], float]:
-        """Device time of a whole graph of that size, with what all sizes tell that is beyond `step_us`."""
+    def _of_decodes(self, cases: Sequence[tuple[int, int, bool]], step_us: float) -> Callable[[int, int], float]:
+        """Device time of a decode graph of that size, with what all sizes tell that is beyond `step_us`.
+
+        With prompts that isn't a line: it hardly rises from some hundred tokens on.
+        """
         bench = self._bench
         rest_us = by_size({size: bench.rest_us(case) for case, size, _ in cases if bench.measured(case)})
 
@@ -265,9 +268,9 @@ class Calibration:
             self._decoding.cost(), self._prefilling.cost(), step_us
         )
 
-        def points(cases: Sequence[tuple[int, int, bool]], *, whole: bool = False) -> dict[int, Point]:
+        def points(cases: Sequence[tuple[int, int, bool]], *, decodes: bool = False) -> dict[int, Point]:
             found = {}
-            device_us = self._of_whole(cases, step_us) if whole and not bench.host_runs else self._of_each(step_us)
+            device_us = self._of_decodes(cases, step_us) if decodes and not bench.host_runs else self._of_each(step_us)
             for case, size, prompt in cases:
                 if not bench.measured(case):
                     continue
@@ -279,7 +282,7 @@ class Calibration:
             return found
 
         eager, full, mixed, pieces = _curves(
-            points(self._eager), points(self._full, whole=True), points(self._mixed, whole=True), points(self._pieces),
+            points(self._eager), points(self._full, decodes=True), points(self._mixed), points(self._pieces),
             chance=bench.host_runs,
         )  # fmt: skip
         assert eager is not None  # noqa: S101 - the first case of all
