@@ -89,12 +89,19 @@ def _numbers(what: str, values: Any, kind: type) -> tuple[Any, ...]:
     """
     found = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else (None,)
     # Curves are made while steps run, and to ask each value for an abstract class takes most of making one.
-    if not {*map(type, found)} <= _PLAIN[kind] and not all(
-        isinstance(value, kind) and not isinstance(value, bool) for value in found
-    ):
+    if not {*map(type, found)} <= _PLAIN[kind] and not all(_is_number(value, kind) for value in found):
         numbers = "whole numbers" if kind is Integral else "numbers"
         raise ProfileError(f"{what} are {values!r:.80}; they are a sequence of {numbers}.")
     return found
+
+
+def _is_number(value: object, kind: type) -> bool:
+    """Whether it is a number of that kind, of any library; a bool isn't."""
+    return type(value) in _PLAIN[kind] or (isinstance(value, kind) and not isinstance(value, bool))
+
+
+def _all_below(most: float, values: Iterable[Any]) -> bool:
+    return all(_is_number(value, Real) and 0 <= value < most for value in values)
 
 
 @attrs.frozen
@@ -184,7 +191,7 @@ class AttentionCost:
     kv_us: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        if not all(0 <= value < 1e9 for value in attrs.astuple(self)):
+        if not _all_below(1e9, attrs.astuple(self)):
             raise ProfileError(f"{self!r}: attention costs are microseconds from 0 up.")
 
 
@@ -208,7 +215,7 @@ class HostCost:
     prefill_us: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        if not all(0 <= value < 1e9 for value in attrs.astuple(self)):
+        if not _all_below(1e9, attrs.astuple(self)):
             raise ProfileError(f"{self!r}: host costs are microseconds from 0 up.")
 
     def times(self, factor: float) -> HostCost:
@@ -485,6 +492,11 @@ class CostTable:
         return objective.step_weight * cost.step_us + objective.gap_weight * cost.gap_us
 
 
+_COUNTS_OF_MODELS = {
+    "num_layers": 1, "dense_params": 1, "weight_params": 1, "kv_bytes_per_token": 0, "attention_flops_per_pair": 0,
+}  # fmt: skip
+
+
 @attrs.frozen(kw_only=True)
 class ModelFigures:
     """The figures of a decoder that its cost depends on.
@@ -511,12 +523,16 @@ class ModelFigures:
     notes: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        for field in ("num_layers", "dense_params", "weight_params"):
-            if getattr(self, field) < 1:
-                raise ProfileError(f"{field} of {self.name} is {getattr(self, field)}; it must be at least 1.")
+        for field, least in _COUNTS_OF_MODELS.items():
+            value = getattr(self, field)
+            if not _is_number(value, Integral) or value < least:
+                raise ProfileError(
+                    f"{field} of {self.name} is {value!r:.80}; it is a whole number of at least {least}."
+                )
         for field in ("weight_bits", "dense_bits"):
-            if not 0 < getattr(self, field) <= 64:
-                raise ProfileError(f"{field} of {self.name} is {getattr(self, field)}; it is above 0, at most 64.")
+            value = getattr(self, field)
+            if not _is_number(value, Real) or not 0 < value <= 64:
+                raise ProfileError(f"{field} of {self.name} is {value!r:.80}; it is above 0, at most 64.")
 
     @property
     def weight_bytes(self) -> float:
@@ -547,6 +563,16 @@ class DeviceFigures:
     segment_us: float = 80.0
     replay_us: float = 50.0
 
+    def __attrs_post_init__(self) -> None:
+        for field in ("bytes_per_us", "flops_per_us", "efficiency"):
+            value = getattr(self, field)
+            if not _is_number(value, Real) or not 0 < value < float("inf"):
+                raise ProfileError(f"{field} of {self.name} is {value!r:.80}; it is a number above 0.")
+        for field in ("kernel_us", "eager_op_us", "segment_us", "replay_us"):
+            value = getattr(self, field)
+            if not _all_below(1e9, (value,)):
+                raise ProfileError(f"{field} of {self.name} is {value!r:.80}; it is microseconds from 0 up.")
+
 
 # 4.8 TB/s and 989 TFLOPS dense bf16: NVIDIA's H200 data sheet. Host costs: fitted to the first measurements in
 # docs/design.md (eager 9 to 13 ms at 24 and 32 layers, pieces 2.2 ms at 24).
@@ -567,7 +593,12 @@ def analytic_costs(model: ModelFigures = LLAMA_8B, device: DeviceFigures = H200)
     """A roofline table: each dense step is bound by reading weights or by arithmetic, on top of a kernel floor.
 
     Nothing in it was measured on the user's device, and decisions made from it say so.
+
+    Raises:
+        ConfigError: these aren't figures; `kpolicy.figures` has them by a config and by a device's name.
     """
+    check_kind("model", model, ModelFigures, "kpolicy.figures.model_figures(CONFIG)")
+    check_kind("device", device, DeviceFigures, 'kpolicy.figures.find_device("H100").figures')
     grid = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384]
     floor = model.num_layers * _KERNELS_PER_LAYER * device.kernel_us
     bandwidth = device.bytes_per_us * device.efficiency

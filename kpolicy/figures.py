@@ -82,7 +82,7 @@ def find_device(name: str) -> NamedDevice:
     Raises:
         UnknownNameError: there is no such device; DeviceFigures and a profile take any.
     """
-    wanted = "".join(letter for letter in name.lower() if letter.isalnum())
+    wanted = "".join(letter for letter in str(name).lower() if letter.isalnum())
     for known, device in DEVICES.items():
         if wanted == "".join(letter for letter in known.lower() if letter.isalnum()):
             return device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
 
@@ -23,8 +24,10 @@ from kpolicy.costs import (
 )
 from kpolicy.decision import Launch
 from kpolicy.errors import ConfigError, ProfileError
+from kpolicy.figures import find_device
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
+from kpolicy.profiles import load_profile
 from kpolicy.settings import Objective
 from kpolicy.shapes import WAITING_REQS, BatchNumbers, BatchShape
 
@@ -370,3 +373,26 @@ def test_a_table_of_other_parts_is_refused(field: str, value: object, kind: str)
     with pytest.raises(ConfigError, match=f"^{field} is .*it takes an? {kind}, such as"):
         attrs.evolve(analytic_costs(), **{field: value})
     attrs.evolve(analytic_costs(), mixed=None, kv_span=None)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: AttentionCost("1"), "attention costs are microseconds from 0 up"),
+        (lambda: AttentionCost(row_us=True), "attention costs are microseconds from 0 up"),
+        (lambda: HostCost(None), "host costs are microseconds from 0 up"),
+        (lambda: attrs.evolve(LLAMA_8B, num_layers="32"), "num_layers of 8B GQA decoder is '32'; it is a whole number"),
+        (lambda: attrs.evolve(LLAMA_8B, kv_bytes_per_token=-1), "kv_bytes_per_token of 8B GQA decoder is -1"),
+        (lambda: attrs.evolve(H200, bytes_per_us=0), "bytes_per_us of H200 .* is 0; it is a number above 0"),
+        (lambda: attrs.evolve(H200, efficiency="0.7"), "efficiency of H200 .* is '0.7'"),
+        (lambda: attrs.evolve(H200, replay_us=-1), "replay_us of H200 .* is -1; it is microseconds from 0 up"),
+        (lambda: analytic_costs("llama"), r"model is 'llama'; it takes a ModelFigures, such as kpolicy\.figures"),
+        (lambda: analytic_costs(device="H100"), r"device is 'H100'; it takes a DeviceFigures, such as .*find_device"),
+        (lambda: load_profile(None), "the profile is None; it takes a str"),
+        (lambda: find_device(None), "unknown device None"),
+    ],
+)
+def test_what_is_no_figure_is_named(make: Callable[[], object], problem: str) -> None:
+    """A name where figures go, text for numbers, a bandwidth of 0: ours to refuse, not Python's."""
+    with pytest.raises(ConfigError, match=problem):
+        make()

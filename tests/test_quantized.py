@@ -195,6 +195,6 @@ def test_costs_and_room_go_by_the_bits(tmp_path: Path) -> None:
 def test_bits_that_cannot_be() -> None:
     """Figures of one's own are checked, too."""
     assert analytic_costs(attrs.evolve(LLAMA_8B, weight_bits=8.0, dense_bits=8.0)).full.at(1) < 3000
-    for bits in (0, -1, 65, float("nan")):
+    for bits in (0, -1, 65, float("nan"), "16", True):
         with pytest.raises(ProfileError, match="weight_bits of 8B GQA decoder is"):
             attrs.evolve(LLAMA_8B, weight_bits=bits)

@@ -5,10 +5,11 @@ A name is the model's and the device's, as in ``qwen2.5-0.5b-h200``; docs/gpu.md
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kpolicy.errors import UnknownNameError
+from kpolicy.errors import UnknownNameError, check_kind
 
 if TYPE_CHECKING:
     from kpolicy.schemas import Profile
@@ -30,7 +31,9 @@ def find_profile(given: str | Path) -> Path:
 
     Raises:
         UnknownNameError: it is neither a file nor a path, and no profile has that name.
+        ConfigError: it is no name at all.
     """
+    check_kind("the profile", given, (str, PathLike), '"qwen2.5-0.5b-h200"')
     path, name = Path(given), str(given)
     if path.exists() or path.name != name or name.endswith(".json"):
         return path
