@@ -69,11 +69,12 @@ def _try_after_captures(runner: Any, state: State) -> None:
     capture = runner.capture_model
 
     def capture_model(*args: Any, **named: Any) -> Any:
+        again = state.started  # it may be serving, and made-up rows would write over requests' KV
         result = capture(*args, **named)
         wrapper = runner.model
         if not hasattr(wrapper, "probation"):
             return result
-        if wrapper.probation and why_not(runner) is None:
+        if wrapper.probation and not again and why_not(runner) is None:
             ranks = "steps of serving try its FULL graphs"
             with state.guard("not_tried", "trying FULL graphs over made-up rows", ranks):
                 show(runner, state)

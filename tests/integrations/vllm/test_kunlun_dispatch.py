@@ -167,6 +167,16 @@ def test_graphs_that_read_live_lengths_prove_themselves_at_warm_up(vllm: Loaded)
     assert made.model.calls == before + 1
 
 
+def test_no_made_up_rows_run_where_graphs_are_captured_anew(vllm: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be serving: those that aren't trusted are tried by steps of serving."""
+    made = brought_up(vllm, frozen=False)
+    made.runner.model.probation = {"a descriptor": None}
+    shown: list[Any] = []
+    monkeypatch.setattr(kunlun_attach, "show", lambda *given: shown.append(given))
+    made.runner.capture_model()
+    assert not shown
+
+
 def test_graphs_with_frozen_lengths_are_taken_back_at_warm_up(vllm: Loaded) -> None:
     """They are withdrawn with the reason, and decodes replay pieces."""
     made = brought_up(vllm, frozen=True)
