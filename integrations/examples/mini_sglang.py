@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import accumulate
 from typing import Any
 
+import attrs
 import minisgl.engine.engine as minisgl_engine
 import torch
 from minisgl.engine.graph import GraphRunner
 
 from kpolicy import BatchShape, CaptureSizes, CostTable, Engine, Mode, Settings
+from kpolicy.costs import Curve
 from kpolicy.profiles import load_profile
 
 SIZES = (1, 2, 4, *range(8, 257, 8), 384, 512, 768, 1024)
@@ -78,7 +81,11 @@ def engine_over(sizes: list[int], costs: CostTable | None) -> Engine:
 
 def costs_from(profile: str | None) -> CostTable | None:
     """Measured costs of a profile, by file or name; without one every batch that a graph holds replays it."""
-    return load_profile(profile).costs if profile else None
+    if not profile:
+        return None
+    costs = load_profile(profile).costs
+    # mini-sglang pads to the next size, whatever a larger graph was measured to take; times that never fall do too.
+    return attrs.evolve(costs, full=Curve(costs.full.sizes, tuple(accumulate(costs.full.us, max))))
 
 
 def install() -> None:

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import accumulate
 from typing import Any
 
+import attrs
 import nanovllm.engine.llm_engine as nanovllm_engine
 import torch
 from nanovllm.engine.model_runner import ModelRunner
 
 from kpolicy import BatchShape, CaptureSizes, CostTable, Engine, Mode, Settings
+from kpolicy.costs import Curve
 from kpolicy.profiles import load_profile
 
 
@@ -69,7 +72,11 @@ def engine_over(sizes: list[int], most: int, costs: CostTable | None) -> Engine:
 
 def costs_from(profile: str | None) -> CostTable | None:
     """Measured costs of a profile, by file or name; without one every batch that a graph holds replays it."""
-    return load_profile(profile).costs if profile else None
+    if not profile:
+        return None
+    costs = load_profile(profile).costs
+    # nano-vllm pads to the next size, whatever a larger graph was measured to take; times that never fall do too.
+    return attrs.evolve(costs, full=Curve(costs.full.sizes, tuple(accumulate(costs.full.us, max))))
 
 
 def install() -> None:

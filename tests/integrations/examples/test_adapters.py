@@ -164,6 +164,35 @@ def test_mini_sglang_runs_eagerly_what_costs_less(adapter, monkeypatch, tmp_path
     assert runner.kpolicy.stats.by_reason["eager_is_cheaper"].steps == 1
 
 
+def falling_profile(tmp_path):
+    """A profile whose graph of 8 was measured to take longer than that of 16."""
+    free = HostCost(0.0)
+    costs = CostTable(
+        version="test", measured=True, full=Curve((1, 8, 16), (100.0, 900.0, 200.0)), piecewise=Curve((1,), (9e9,)),
+        eager=Curve((1,), (5e3,)), host_full=free, host_piecewise=free, host_eager=free,
+    )  # fmt: skip
+    write_profile(tmp_path / "profile.json", Profile(costs=costs, device="test", model="test"))
+    return str(tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize("name", ["mini_sglang", "nano_vllm"])
+def test_what_is_decided_is_the_graph_that_the_engine_replays(adapter, monkeypatch, tmp_path, name):
+    """Both pad to the next size, also where a larger graph was measured as quicker: hits and padding are that one's."""
+    monkeypatch.setenv("KPOLICY_PROFILE", falling_profile(tmp_path))
+    if name == "mini_sglang":
+        runner, batch = mini(adapter, cuda_graph_max_bs=16), batch_of(5)
+        runner.pad_batch(batch)
+        runner.replay(batch)
+        replayed = runner.replayed
+    else:
+        adapter(name)
+        runner = sys.modules["nanovllm.engine.llm_engine"].ModelRunner(16)
+        runner.run_model(SimpleNamespace(size=lambda _: 5), None, is_prefill=False)
+        replayed = runner.ran
+    hits = [record.key.num_tokens for record in runner.kpolicy.registry.records() if record.hits]
+    assert (hits, runner.kpolicy.stats.total.padding) == (replayed, 3) == ([8], 3)
+
+
 def test_mini_sglang_keeps_given_sizes_and_prefill(adapter):
     """Sizes of the user stay; prefill and batches above every size are eager."""
     runner = mini(adapter, cuda_graph_bs=[8, 2])
