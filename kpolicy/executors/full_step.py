@@ -38,8 +38,7 @@ def sampled_of(
     outputs: OutputRows, count: int, rows: StepInputs, repeat: int
 ) -> tuple[SampledSteps, Sequence[int]]:  # fmt: skip
     """Tokens of decode rows and first tokens of prompts, of a launch with decode rows in front."""
-    numbers = rows.numbers
-    places = range(numbers.num_decodes) if numbers.query_len == 1 else decode_places(rows)
+    places = decode_places(rows)
     first = 1 + places[-1] if places else 0
     prompts = SampledTokens(outputs, 0, range(first, count)) if count > first else ()
     return SampledSteps.of(outputs, repeat, places), prompts

@@ -80,26 +80,41 @@ def slots_ahead(rows: StepInputs, repeat: int) -> Sequence[Sequence[int]]:
 
 
 def decode_places(rows: StepInputs) -> Sequence[int]:
-    """For each decode row, which of the wanted rows is its last token."""
-    numbers = rows.numbers
+    """For each decode row, which of the wanted rows is its last token.
+
+    Raises:
+        ConfigError: one isn't wanted, so there is nothing to sample its next token from.
+    """
+    numbers, wanted = rows.numbers, rows.wanted
     num_decodes = numbers.num_decodes
     if numbers.query_len == 1 or not num_decodes:
-        return range(num_decodes)
-    place = {token: i for i, token in enumerate(rows.wanted)}
-    return [place[end - 1] for end in accumulate(rows.query_lens[:num_decodes])]
+        # They rise, so where this one is at its place those before are too.
+        if len(wanted) >= num_decodes and (not num_decodes or wanted[num_decodes - 1] == num_decodes - 1):
+            return range(num_decodes)
+    else:
+        place = {token: i for i, token in enumerate(wanted)}
+        ends = [end - 1 for end in accumulate(rows.query_lens[:num_decodes])]
+        if all(end in place for end in ends):
+            return [place[end] for end in ends]
+    raise ConfigError(
+        f"the outputs of tokens {list(wanted)!r:.80} are wanted, and the last token of each of {num_decodes} decode "
+        "rows always is: give them all, rising."
+    )
 
 
 def check_fit(rows: StepInputs, query_len: int | None = None) -> None:
     """Refuse inputs that lack a token or a row: padded like a smaller launch they would compute something else.
+
+    Of their values only what is seen without going through them; `input_values` looks at each.
 
     Args:
         rows: the launch's.
         query_len: the one query length of its rows; None where they vary.
 
     Raises:
-        ConfigError: with how many there are of each.
+        ConfigError: with how many there are of each, or which value can't be.
     """
-    _, query_lens, token_ids, positions, slots, table, kv_lens, _, _, _, _ = rows
+    _, query_lens, token_ids, positions, slots, table, kv_lens, wanted, _, _, _ = rows
     if (
         len(positions) != (num_tokens := len(token_ids))
         or len(slots) != num_tokens
@@ -108,6 +123,18 @@ def check_fit(rows: StepInputs, query_len: int | None = None) -> None:
         or (sum(query_lens) if query_len is None else query_len * num_reqs) != num_tokens
     ):
         raise _unlike(rows)
+    if query_len is None:
+        if query_lens and min(query_lens) < 1:
+            # Its rows would overlap.
+            raise ConfigError(f"query_lens has {min(query_lens)}; a row has at least 1 token. Leave out rows without.")
+    elif type(query_lens) is list and query_lens.count(query_len) != num_reqs:
+        raise ConfigError(f"query_lens is {query_lens}; by the batch's numbers each decode row has {query_len} tokens.")
+    # A tensor of the device would have to come to the host.
+    if type(wanted) is list and wanted and not 0 <= wanted[0] <= wanted[-1] < num_tokens:
+        raise ConfigError(
+            f"wanted goes from {wanted[0]} to {wanted[-1]} in a launch of {num_tokens} tokens; give indices of its "
+            "tokens, rising."
+        )
 
 
 def check_sampling(rows: StepInputs) -> None:

@@ -36,6 +36,7 @@ from kpolicy.executors.buffers import PaddedShape, StepBuffers
 from kpolicy.executors.device import DeviceAdapter, DeviceEvent
 from kpolicy.executors.full_step import FullStep, sampled_of
 from kpolicy.executors.handover import PartOutputs
+from kpolicy.executors.input_values import check_values
 from kpolicy.executors.launch_rows import LaunchRows, launch_rows, new_rows, uniform_query_len
 from kpolicy.executors.parts import (
     OutputRows,
@@ -272,6 +273,7 @@ class GraphLauncher:
                 f"{num_reqs}; choose a graph that holds them, as GraphKey.holds says."
             )
         if self._checks:
+            check_values(rows, launch.rows, self.model)
             _check_inputs(handle)
             # Before the first launch, where it costs the graph and not the step.
             check_moved(key, self._statics.get(key, {}), self._where())
@@ -311,6 +313,8 @@ class GraphLauncher:
         padded = num_tokens if launch.padded_tokens is None else launch.padded_tokens
         if padded < num_tokens:
             raise RegistryError(f"an eager launch of {num_tokens} tokens can't be padded to {padded}.")
+        if self._checks:
+            check_values(rows, launch.rows, self.model)
         shape = PaddedShape(padded, len(rows.query_lens), uniform_query_len(rows, launch.rows))
         return self._run_eagerly(launch.stream, rows, shape, HeadRows.WANTED, True, launch)
 

@@ -28,7 +28,7 @@ from kpolicy.decision import Decision, Launch
 from kpolicy.errors import CaptureError, ConfigError, RegistryError
 from kpolicy.executors.base import CaptureReport, ProbeReport, ProbeStatus, StepInputs
 from kpolicy.executors.faults import FAULTS, Fault, Faults
-from kpolicy.executors.launch_rows import check_extra, check_fit, check_sampling
+from kpolicy.executors.launch_rows import check_extra, check_fit, check_sampling, decode_places
 from kpolicy.executors.runner import ModeRunner, PartOutputs
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows
@@ -385,16 +385,10 @@ class SimulatedDevice:
 
     def _sample(self, outputs: Sequence[int], rows: StepInputs) -> list[int]:
         """Greedy tokens of the decode rows: the last wanted output of each."""
-        vocab = self.vocab
-        num_decodes = rows.numbers.num_decodes
+        vocab, places = self.vocab, decode_places(rows)
         if rows.numbers.query_len == 1:
-            return [(output >> 7) % vocab for output in outputs[:num_decodes]]
-        tokens, end = [], 0
-        wanted = {token: i for i, token in enumerate(rows.wanted)}
-        for query_len in rows.query_lens[:num_decodes]:
-            end += query_len
-            tokens.append(sampled_token(outputs[wanted[end - 1]], vocab))
-        return tokens
+            return [(output >> 7) % vocab for output in outputs[: len(places)]]
+        return [sampled_token(outputs[place], vocab) for place in places]
 
     def ready(self, decision: Decision, numbers: BatchNumbers) -> tuple[ReadyAt, ...]:
         cycle_us = self._cycle_us(decision.launches, numbers)

@@ -12,6 +12,8 @@ pytest.importorskip("transformers")
 
 from kpolicy.engine import Engine  # noqa: E402
 from kpolicy.errors import ConfigError, UnknownNameError  # noqa: E402
+from kpolicy.executors.cpu import CpuExecutor  # noqa: E402
+from kpolicy.settings import Settings  # noqa: E402
 from kpolicy.testing.sequences import Sequences  # noqa: E402
 
 MODES = ("full", "piecewise", "eager")
@@ -46,6 +48,11 @@ WRONG = pytest.mark.parametrize(
         ({"kv_lens": [3]}, "query_lens 2, kv_lens 1, block_table 2"),
         ({"query_lens": [3, 4]}, "query_lens come to 7 tokens"),
         ({"query_lens": [3, 9]}, "query_lens come to 12 tokens"),
+        ({"query_lens": [-3, 11]}, "query_lens has -3"),
+        ({"query_lens": [0, 8]}, "query_lens has 0"),
+        ({"wanted": [2, 8]}, "wanted goes from 2 to 8 in a launch of 8 tokens"),
+        ({"wanted": [-1, 7]}, "wanted goes from -1 to 7"),
+        ({"wanted": [7, 2]}, "wanted goes from 7 to 2"),
         ({"sampling": {"temperature": [0.5]}}, "sampling input temperature has 1 values for 2 wanted rows"),
         ({"sampling": {"temperature": [0.5, 0.5], "seed": [1]}}, "sampling input seed has 1 values for 2 wanted rows"),
         ({"sampling": {"top_p": [0.9, 0.9]}}, "unknown sampling input 'top_p'"),
@@ -160,3 +167,67 @@ def test_extra_inputs_are_of_every_token(small: Callable[..., Any]) -> None:
     inputs = sequences.inputs([sequences.chunk(sequences.start(), 4)])
     with pytest.raises(ConfigError, match="extra input scale has 3 values for 4 tokens"):
         engine.step(inputs._replace(extra={"scale": [1.0] * 3}))
+
+
+def _decoding(engine: Engine, query_len: int) -> Any:
+    """Inputs of two decode rows that have their KV."""
+    engine.capture()
+    sequences = Sequences(1)
+    rows = [sequences.chunk(sequences.start(), size) for size in (3, 5)]
+    engine.step(sequences.inputs(rows))
+    sequences.advance(rows)
+    return sequences.inputs([sequences.decode(row.sequence, query_len) for row in rows])
+
+
+@pytest.mark.parametrize("executor", ["cpu", "simulated"])
+@pytest.mark.parametrize("policy", MODES)
+@pytest.mark.parametrize("query_len", [1, 2])
+def test_decode_rows_are_wanted(executor: str, policy: str, query_len: int, small: Callable[..., Any]) -> None:
+    """Their next token is sampled from their last one; without it the reader met an IndexError, or had too few."""
+    settings = Settings(max_num_reqs=4, max_num_tokens=32, num_speculative_tokens=query_len - 1)
+    made: Any = CpuExecutor(small()) if executor == "cpu" else executor
+    engine = Engine(policy, attention="gqa", executor=made, ladder=[2, 4, 8], calibrate=0, settings=settings)
+    inputs = _decoding(engine, query_len)
+    for wanted in ([], [2 * query_len - 1], [0] * (query_len > 1) + [query_len - 1]):
+        with pytest.raises(ConfigError, match="the last token of each of 2 decode rows"):
+            engine.step(inputs._replace(wanted=wanted))
+    assert engine.stats.replay_failures == 0
+    engine.step(inputs)
+
+
+def test_decode_rows_are_as_long_as_the_numbers_say(small: Callable[..., Any]) -> None:
+    """A graph of decode rows divides its tokens by its own length, whatever query_lens says."""
+    engine = Engine("full", model=small(), ladder=[2, 4, 8], calibrate=0)
+    inputs = _decoding(engine, 1)
+    with pytest.raises(ConfigError, match="each decode row has 1 tokens"):
+        engine.step(inputs._replace(query_lens=[2, 0]))
+    engine.step(inputs)
+
+
+@pytest.mark.parametrize("policy", MODES)
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"token_ids": [5, 1000]}, "token_ids has 1000, which isn't from 0 to 99"),
+        ({"token_ids": torch.tensor([5, -1])}, "token_ids has -1"),
+        ({"positions": [3, 10**6]}, "positions has 1000000"),
+        ({"slot_mapping": [-5, 3]}, "slot_mapping has -5"),
+        ({"slot_mapping": [7, 7]}, "slot 7 is written twice"),
+        ({"kv_lens": [0, 6]}, "row 0 runs 1 tokens and attends to 0"),
+        ({"kv_lens": [4, 600]}, "row 1 attends to 600 tokens in 1 blocks"),
+        ({"block_table": [[0], [-1]]}, "block_table of row 1 has -1"),
+        ({"query_lens": [0, 2]}, "query_lens has 0"),
+        ({"wanted": [0, 0]}, "wanted is .0, 0., which doesn't rise"),
+    ],
+)
+def test_the_debug_mode_looks_at_every_value(
+    policy: str, wrong: dict[str, Any], words: str, small: Callable[..., Any]
+) -> None:
+    """What isn't there, or is another row's, is named before the launch, and costs no graph."""
+    engine = Engine(policy, executor=CpuExecutor(small(), check=True), attention="gqa", ladder=[2, 4, 8], calibrate=0)
+    inputs = _decoding(engine, 1)
+    before = engine.registry.captured()
+    with pytest.raises(ConfigError, match=words):
+        engine.step(inputs._replace(**wrong))
+    assert engine.registry.captured() == before
+    engine.step(inputs)

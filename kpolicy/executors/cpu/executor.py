@@ -21,7 +21,8 @@ class CpuExecutor(ModeRunner):
         model: the model, for example of `kpolicy.load`.
         max_num_reqs: most rows of a launch that replays; the model's own by default.
         faults: faults to inject, as `Fault` or text such as ``"before_launch@3"``; see `DEVICE_FAULTS`.
-        check: look before each replay whether memory from outside is still where it was recorded.
+        check: look before each replay whether memory from outside is still where it was recorded, and before each
+            launch whether every value of its inputs can be.
         memory_bytes: what static buffers and graphs may take in all; None is without a limit of ours.
 
     Raises:

@@ -22,8 +22,8 @@ class CudaExecutor(ModeRunner):
         device: the device; the model's own, or the current one.
         max_num_reqs: most rows of a launch that replays; the model's own by default.
         faults: faults to inject, as `Fault` or text such as ``"replay_fails@3"``.
-        check: look before each replay whether weights and KV are where the graph was captured with them. It costs a
-            look at each of them a replay.
+        check: look before each replay whether weights and KV are where the graph was captured with them, and before
+            each launch whether every value of its inputs can be (`input_values`). It costs a look at each of them.
 
     Raises:
         ConfigError: the device isn't there, or an argument can't be used.

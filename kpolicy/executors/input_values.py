@@ -1,0 +1,91 @@
+"""Whether a launch's inputs name what there is: a look at every value, for the debug mode (``check=True``).
+
+Without it a token, slot or block that isn't there is an IndexError where the host computes, and loses a GPU; two rows
+that write one slot, or a row that attends to what isn't its own, compute something else in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from kpolicy.errors import ConfigError
+from kpolicy.executors.base import StepInputs
+from kpolicy.executors.step_model import StepModel
+from kpolicy.modes import Rows
+
+__all__ = ["check_values"]
+
+
+def check_values(rows: StepInputs, which: Rows, model: StepModel) -> None:
+    """Refuse a launch whose inputs name what isn't there, or contradict each other.
+
+    Args:
+        rows: the launch's.
+        which: which rows of the batch they are.
+        model: says how many there are of each; limits that it doesn't say aren't looked at.
+
+    Raises:
+        ConfigError: with the first that is wrong.
+    """
+    wrong = next(_wrong(rows, which, model), "")
+    if wrong:
+        raise ConfigError(f"a launch's inputs can't be right: {wrong}.")
+
+
+def _wrong(rows: StepInputs, which: Rows, model: Any) -> Iterator[str]:
+    query_lens, kv_lens, wanted = _plain(rows.query_lens), _plain(rows.kv_lens), _plain(rows.wanted)
+    slots = _plain(rows.slot_mapping)
+    yield from _outside("query_lens", query_lens, 1, None)
+    yield from _outside("token_ids", _plain(rows.token_ids), 0, model.vocab)
+    yield from _outside("positions", _plain(rows.positions), 0, getattr(model, "max_model_len", None))
+    yield from _outside("slot_mapping", [slot for slot in slots if slot != model.pad_slot], 0, model.num_slots)
+    yield from _twice([*slots, *(slot for step in rows.slots_ahead for slot in _plain(step))], model.pad_slot)
+    yield from _outside("wanted", wanted, 0, len(rows.token_ids))
+    if any(later <= earlier for earlier, later in pairwise(wanted)):
+        yield f"wanted is {wanted}, which doesn't rise"
+    yield from _uncounted(rows, which, query_lens, frozenset(wanted))
+    size, num_blocks = getattr(model, "block_size", None), getattr(model, "num_blocks", None)
+    for row, (query_len, kv_len, blocks) in enumerate(zip(query_lens, kv_lens, rows.block_table, strict=True)):
+        table = _plain(blocks)
+        if kv_len < query_len:
+            yield f"row {row} runs {query_len} tokens and attends to {kv_len}, these included"
+        if size and kv_len > size * len(table):
+            yield f"row {row} attends to {kv_len} tokens in {len(table)} blocks of {size}"
+        yield from _outside(f"block_table of row {row}", table, 0, num_blocks)
+
+
+def _plain(values: Any) -> Sequence[Any]:
+    """The values as Python's own, wherever they are."""
+    tolist = getattr(values, "tolist", None)
+    found: Sequence[Any] = values if tolist is None else tolist()
+    return found
+
+
+def _outside(name: str, values: Sequence[Any], least: int, below: int | None) -> Iterator[str]:
+    for value in (min(values), max(values)) if values else ():
+        if value < least or (below is not None and value >= below):
+            yield f"{name} has {value}, which isn't from {least} " + ("up" if below is None else f"to {below - 1}")
+
+
+def _twice(slots: Sequence[int], pad_slot: int) -> Iterator[str]:
+    seen: set[int] = set()
+    for slot in slots:
+        if slot in seen and slot != pad_slot:
+            yield f"slot {slot} is written twice"
+        seen.add(slot)
+
+
+def _uncounted(rows: StepInputs, which: Rows, query_lens: Sequence[int], wanted: frozenset[int]) -> Iterator[str]:
+    """What of the rows isn't as the batch's numbers say."""
+    numbers = rows.numbers
+    decodes = 0 if which is Rows.PREFILL else numbers.num_decodes
+    counted = decodes + (0 if which is Rows.DECODE else numbers.num_prefills)
+    if len(query_lens) != counted:
+        yield f"there are {len(query_lens)} rows, and the batch's numbers count {counted}"
+    if numbers.query_len and any(each != numbers.query_len for each in query_lens[:decodes]):
+        yield f"the numbers say {numbers.query_len} tokens of each decode row, and query_lens {query_lens[:decodes]}"
+    for row, end in enumerate(accumulate(query_lens[:decodes])):
+        if end - 1 not in wanted:
+            yield f"the last token of decode row {row} isn't wanted"
