@@ -23,29 +23,29 @@ def shown(page: str) -> list[tuple[str, str]]:
     return SHOWN.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if shown(page)])
-def test_commands_print_what_is_shown(page: str, tmp_path: Path) -> None:
-    """A page's commands, one after the other in a folder with the traces that they name, 120 columns wide."""
+CASES = [pytest.param(*pair, id=f"{page} {number}") for page in PAGES for number, pair in enumerate(shown(page), 1)]
+
+
+@pytest.mark.parametrize(("command", "output"), CASES)
+def test_a_command_prints_what_is_shown(command: str, output: str, tmp_path: Path) -> None:
+    """In a folder with the traces that it names, 120 columns wide."""
+    for name in re.findall(r"\S+\.csv(?:\.gz)?\b", command):
+        (tmp_path / name).symlink_to(real_file(name))
     environment = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "NO_COLOR")}
-    for command, output in shown(page):
-        for name in re.findall(r"\S+\.csv(?:\.gz)?\b", command):
-            if not (tmp_path / name).exists():
-                (tmp_path / name).symlink_to(real_file(name))
-        ran = subprocess.run(
-            [sys.executable, "-m", "kpolicy", *shlex.split(command)],
-            cwd=tmp_path, env={**environment, "COLUMNS": "120"}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert (ran.returncode, ran.stderr) == (0, ""), command
-        left = ran.stdout
-        for part in filter(None, re.split(r"^\.\.\.\n", output, flags=re.MULTILINE)):
-            assert part in left, (command, part)
-            left = left.partition(part)[2]
+    ran = subprocess.run(
+        [sys.executable, "-m", "kpolicy", *shlex.split(command)],
+        cwd=tmp_path, env={**environment, "COLUMNS": "120"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, "")
+    left = ran.stdout
+    for part in filter(None, re.split(r"^\.\.\.\n", output, flags=re.MULTILINE)):
+        assert part in left
+        left = left.partition(part)[2]
 
 
-def test_some_pages_show_what_commands_print() -> None:
-    """The pattern above finds them."""
-    assert [
-        page
-        for page in ("README.md", "docs/cli.md", "docs/planning.md", "docs/report.md", "docs/simulate.md")
-        if not shown(page)
-    ] == []
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{name}.md" for name in ("cli", "planning", "report", "simulate"))]
+)
+def test_a_page_shows_what_commands_print(page: str) -> None:
+    """The pattern above finds it."""
+    assert shown(page)
