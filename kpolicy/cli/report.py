@@ -16,7 +16,7 @@ from kpolicy import __version__
 from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, whole
 from kpolicy.cli.plan import DEFAULT_WINDOW_S, budget_of
 from kpolicy.cli.render import console, print_json, say
-from kpolicy.cli.requests import read_requests
+from kpolicy.cli.requests import read_each
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles, SimTurn
 from kpolicy.cli.simulate import setting_lines
@@ -81,7 +81,7 @@ def report_command(
     limits, most_sizes = budget_of(budget, deployment)
     model = served.costs(deployment)
     server = attrs.evolve(served.server(deployment, model), warm=not cold)
-    loaded = [read_requests(path, start=start, window=window, rate=rate) for path in traces or (None,)]
+    loaded = read_each(traces, start=start, window=window, rate=rate)
     names = [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None
     reads = deployment.reads(traces)
     turns = SimFiles(perfetto=perfetto).turns(specs, names, reads)

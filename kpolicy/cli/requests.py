@@ -1,15 +1,25 @@
-"""`read_requests`: the requests that a command serves, of a trace's file and a window of it."""
+"""`read_requests`: the requests that a command serves, of a trace's file and a window of it; of several `read_each`."""
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from kpolicy.cli.options import check_rate
 from kpolicy.errors import ConfigError
 from kpolicy.scheduling.traces import Trace, default_trace, read_trace
 
-__all__ = ["read_requests"]
+__all__ = ["read_each", "read_requests"]
+
+
+def read_each(paths: Sequence[Path], *, start: float, window: float, rate: float) -> list[Trace]:
+    """The requests of each trace, or of the default one; raises as `read_requests`, and for a file that comes twice."""
+    for i, path in enumerate(paths):
+        if os.path.realpath(path) in map(os.path.realpath, paths[:i]):
+            raise ConfigError(f"the trace {path} is given twice; both would do the same, so give it once.")
+    return [read_requests(path, start=start, window=window, rate=rate) for path in paths or (None,)]
 
 
 def read_requests(path: Path | None, *, start: float = 0.0, window: float = 0.0, rate: float | None = None) -> Trace:

@@ -15,7 +15,7 @@ from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of,
 from kpolicy.cli.recorded import replay_command
 from kpolicy.cli.render import console, print_json
 from kpolicy.cli.render_simulation import render_simulation
-from kpolicy.cli.requests import read_requests
+from kpolicy.cli.requests import read_each
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles
 from kpolicy.cli.turns import progress_bar
@@ -68,7 +68,7 @@ def simulate_command(
         return 0
     model = served.costs(deployment)
     server = served.server(deployment, model)
-    loaded = [read_requests(path, start=start, window=window, rate=rate) for path in traces or (None,)]
+    loaded = read_each(traces, start=start, window=window, rate=rate)
     names = [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None
     turns = files.turns(specs, names, deployment.reads(traces))
     ladder = ladder_of(deployment.ladder, server.settings, config=deployment.config)

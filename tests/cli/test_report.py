@@ -110,7 +110,7 @@ def test_plots_and_perfetto_are_written_beside_it(kpolicy: Command, trace: Path,
         (("--out", "r.html", "--cold", "--warm"), "say the opposite"),
         (("--out", "r.html", "--budget", "3 frogs"), "--budget has '3 frogs'"),
         (("--out", "r.html", "--rate", "0"), "--rate is 0"),
-        (("--out", "r.html", "--start", "1e6"), "no request to serve"),
+        (("--out", "r.html", "--start", "1e6"), "no request arrives"),
         (("--out", "r.html", "--plots", "trace.csv"), "is a file; name a folder"),
         (("--out", "r.html", "--plots", "nowhere/plots"), "there is no folder nowhere"),
         (("--out", "r.html", "--perfetto", "nowhere/p"), "there is no folder nowhere"),
@@ -208,10 +208,11 @@ def test_an_interrupt_in_a_policy_leaves_it_out(
         return simulate(trace, policy, **rest)
 
     monkeypatch.setattr(gather, "simulate", interrupted)
-    out = tmp_path / "r.html"
+    out, other = tmp_path / "r.html", tmp_path / "other.csv"
+    other.write_bytes(trace.read_bytes())
     for policies, done in ((("vllm", "eager", "auto"), ["vllm"]), (("eager", "vllm"), [])):
         asked = [each for policy in policies for each in ("--policy", policy)]
-        ended = kpolicy("report", trace, trace, *asked, "--out", out, *SMALL, "--json")
+        ended = kpolicy("report", trace, other, *asked, "--out", out, *SMALL, "--json")
         assert ended.code == 130
         assert out.exists() == bool(done)
         if done:

@@ -184,7 +184,7 @@ def test_rows_dropped_are_counted(kpolicy: Command, tmp_path: Path) -> None:
 
 def test_how_much_a_cpu_serves_is_said_as_it_is(kpolicy: Command) -> None:
     """The help has the number that the command takes, written once."""
-    most = import_module("kpolicy.cli.run_model").SIZES["cpu"].most_tokens
+    most = import_module("kpolicy.cli.run_model").CPU_SIZE.most_tokens
     assert most is run_module.MODEL_CPU_TOKENS
     assert f"no more than its first {most:,} tokens." in re.sub(r"[\s│]+", " ", kpolicy("run", "--help").out)
 
@@ -358,7 +358,7 @@ def test_an_interrupt_outside_of_steps(kpolicy: Command, trace: Path, monkeypatc
     def interrupted(_path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module, "read_trace", interrupted)
+    monkeypatch.setattr(import_module("kpolicy.cli.requests"), "read_trace", interrupted)
     assert kpolicy("run", "--trace", trace) == (130, "", "kpolicy: interrupted.\n")
 
 

@@ -278,7 +278,7 @@ def test_a_plan_and_a_sweep_say_what_isnt_known_of_a_profile(
         ("--tables aiconfigurator", ["--tables needs --config"]),
         ("--rate 0", ["--rate is 0"]),
         ("--window nan", ["--window is nan"]),
-        ("--start 99999", ["no request to serve", "Choose another trace or window"]),
+        ("--start 99999", ["no request arrives from second 99999 on", "Choose an earlier --start."]),
         ("--kv-tokens 0", ["--kv-tokens is 0"]),
         ("--kv-tokens 100", ["nothing is left for requests"]),
         ("--block-size 100", ["isn't a whole number of KV blocks of 100"]),
@@ -291,6 +291,7 @@ def test_a_plan_and_a_sweep_say_what_isnt_known_of_a_profile(
         ("--draft-us 0", ["--draft-us is 0, and nothing is drafted", "--speculative"]),
         ("--scheduler-us nan", ["--scheduler-us is nan"]),
         ("--scheduler-prompt-us -1", ["--scheduler-prompt-us is -1"]),
+        ("{trace}", ["the trace", "is given twice; both would do the same, so give it once."]),
         ("--out .", ["--out . is a folder"]),
         ("--out no/where.json", ["there is no folder no"]),
         ("--step-log /proc/nothing/x", ["--step-log"]),
@@ -302,7 +303,7 @@ def test_a_plan_and_a_sweep_say_what_isnt_known_of_a_profile(
 )
 def test_what_cant_be_done_is_one_line(kpolicy: Command, trace: Path, arguments: str, parts: list[str]) -> None:
     """Every wrong option names itself and its value; nothing has run."""
-    refused(kpolicy("simulate", trace, *arguments.split()), *parts)
+    refused(kpolicy("simulate", trace, *arguments.replace("{trace}", str(trace)).split()), *parts)
 
 
 @pytest.mark.parametrize(
@@ -356,9 +357,12 @@ def test_contexts_beyond_a_profile_are_told(kpolicy: Command, tmp_path: Path) ->
     assert found["kv_span"] == {"decode_row": 512, "decode_step": 131_072, "prefill": 6144}
 
 
-def test_one_trace_twice_has_no_files_of_its_own(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+def test_two_traces_of_one_name_have_no_files_of_their_own(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
     """Files are named by trace and policy, so a second run of both would write over the first."""
-    ended = kpolicy("simulate", trace, trace, "--policy", "eager", "--step-log", tmp_path / "s")
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / trace.name
+    other.write_bytes(trace.read_bytes())
+    ended = kpolicy("simulate", trace, other, "--policy", "eager", "--step-log", tmp_path / "s")
     refused(ended, "would share a file", "one by one")
 
 
