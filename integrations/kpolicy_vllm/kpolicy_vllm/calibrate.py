@@ -3,7 +3,7 @@
 Captured sizes, as many as tell the curve, and EAGER at a few run each as a whole step of made-up rows through the
 runner's `execute_model` and `sample_tokens`, so that what the host does for a step is in the times. A step is timed
 twice: at once, for the host's time, and behind work that keeps the device busy meanwhile, for the device's alone;
-further sizes only so (`kpolicy_vllm.others`). How fast the host is then is noted, and its times are brought to one
+further sizes only so (`kpolicy_vllm.further`). How fast the host is then is noted, and its times are brought to one
 speed (`kpolicy.host_speed`). What attention costs is the slope of a step's time over KV; it is taken off the curves,
 which stand for dense work (kpolicy's docs/design.md, costs). So is what each decode row takes in every mode, whatever
 the step is padded to: the model's head gives every one of them logits, and a prompt chunk only its last token (1,000
@@ -30,7 +30,7 @@ from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part
-from kpolicy_vllm.others import Others
+from kpolicy_vllm.further import FurtherSizes
 from kpolicy_vllm.state import LOGGER
 from kpolicy_vllm.synthetic import Rows, Steps
 from kpolicy_vllm.timing import IN_A_ROW, NOISE, Bench, Case, Clock, CudaClock, together
@@ -50,7 +50,7 @@ NEAREST = 1.2
 """Times a size of pieces, for the next one that is timed"""
 SLOPES = 0.2
 """Share of the allowance for attention's slopes"""
-OTHERS, CHECKS = 0.2, 0.1
+FURTHER, CHECKS = 0.2, 0.1
 """Shares of the allowance that curves leave to the sizes that aren't timed whole, and those to what settles doubts"""
 MOST_FULL, MOST_MIXED, MOST_PIECES = 12, 6, 8
 """Sizes that are timed of whole graphs of decodes, of those of mixed batches and of pieces, the smallest and the
@@ -101,9 +101,9 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
     try:
         bench.warm(plan.warm)
         start = clock.now()
-        bench.measure(plan.curves, allowance_s * (1 - SLOPES - (OTHERS if plan.has_others else 0.0)))
+        bench.measure(plan.curves, allowance_s * (1 - SLOPES - (FURTHER if plan.has_further else 0.0)))
         bench.measure(plan.slopes, min(allowance_s * SLOPES, max(0.0, allowance_s - (clock.now() - start))))
-        plan.time_others(
+        plan.time_further(
             bench, start + allowance_s * (1 - CHECKS), lambda asked: state.broadcast(together(everywhere, asked))
         )
         doubts = state.broadcast(together(everywhere, plan.doubts))
@@ -208,9 +208,9 @@ class _Plan:
         self._eager_rows: list[Case] = []
         if rows_of and not self._piece_rows and rows_of[-1].rows.num_tokens <= most_chunk:
             self._eager_rows = [chunk(None, rows_of[-1].rows.num_tokens), rows_of[-1]]
-        self.other_decodes = Others(self._full if full else (), full)
-        self.other_pieces = Others(self._pieces, pieces_too)
-        self.other_eager = Others(self._eager, self._eager)
+        self.further_decodes = FurtherSizes(self._full if full else (), full)
+        self.further_pieces = FurtherSizes(self._pieces, pieces_too)
+        self.further_eager = FurtherSizes(self._eager, self._eager)
         self._launched = (self._full, [*self._pieces, *self._piece_rows], self._eager)
         """The steps that tell what launching takes, by kind"""
         more = [case for case in self._mixed if case not in self._full]
@@ -241,11 +241,11 @@ class _Plan:
         self.slopes = [case for pair in pairs if all(steps.fits(each.rows) for each in pair) for case in pair]
 
     @property
-    def has_others(self) -> bool:
+    def has_further(self) -> bool:
         """Whether there are sizes that aren't timed as whole steps, whatever the time."""
-        return self.other_decodes.further + self.other_pieces.further > 0
+        return self.further_decodes.further + self.further_pieces.further > 0
 
-    def time_others(self, bench: Bench, until_s: float, told: Callable[[Callable[[], Any]], Any]) -> None:
+    def time_further(self, bench: Bench, until_s: float, told: Callable[[Callable[[], Any]], Any]) -> None:
         """Time on the device alone what wasn't timed whole, and what seems steep of that once more.
 
         Args:
@@ -255,20 +255,20 @@ class _Plan:
         """
         clock, steep = bench.clock, list[int]()
 
-        def time(others: Others, ends_s: float, in_a_row: int, *orders: Callable[[], list[int]]) -> None:
+        def time(kind: FurtherSizes, ends_s: float, in_a_row: int, *orders: Callable[[], list[int]]) -> None:
             for asked in orders:
-                cases = others.cases(told(asked))
-                bench.alone(cases, others.expected_us, others.host_us(), ends_s - clock.now(), in_a_row)
+                cases = kind.cases(told(asked))
+                bench.alone(cases, kind.expected_us, kind.host_us(), ends_s - clock.now(), in_a_row)
 
-        for others, in_a_row, share in ((self.other_decodes, 1, 0.5), (self.other_pieces, IN_A_ROW, 0.8)):
-            if others.lacking:
+        for kind, in_a_row, share in ((self.further_decodes, 1, 0.5), (self.further_pieces, IN_A_ROW, 0.8)):
+            if kind.lacking:
                 ends_s = clock.now() + share * (until_s - clock.now())
-                time(others, ends_s, in_a_row, functools.partial(others.untimed, steep), others.steep)
-                steep = [case.tokens for case in others.cases(told(others.steep))]
-        if self.other_eager.lacking:
-            time(self.other_eager, until_s, 1, self.other_eager.smallest)
-        self._full = self.other_decodes.with_times() or self._full
-        self._pieces = self.other_pieces.with_times()
+                time(kind, ends_s, in_a_row, functools.partial(kind.untimed, steep), kind.steep)
+                steep = [case.tokens for case in kind.cases(told(kind.steep))]
+        if self.further_eager.lacking:
+            time(self.further_eager, until_s, 1, self.further_eager.smallest)
+        self._full = self.further_decodes.with_times() or self._full
+        self._pieces = self.further_pieces.with_times()
 
     def doubts(self) -> list[tuple[int, int]]:
         """Places of whole graphs of decodes that seem dearer than larger ones, each with the cheapest of those.
@@ -332,8 +332,8 @@ class _Plan:
 
     def timed_alone(self) -> tuple[int, int]:
         """How many of the sizes that weren't timed whole were timed on the device alone, and of how many."""
-        kinds = (self.other_decodes, self.other_pieces, self.other_eager)
-        further = [case for others in kinds for case in others.every if not case.whole]
+        kinds = (self.further_decodes, self.further_pieces, self.further_eager)
+        further = [case for kind in kinds for case in kind.every if not case.whole]
         return sum(bool(case.times) for case in further), len(further)
 
     def unmeasured(self) -> list[str]:

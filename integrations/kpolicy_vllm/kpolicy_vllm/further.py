@@ -15,13 +15,13 @@ from statistics import median
 from kpolicy.costs import Curve
 from kpolicy_vllm.timing import NOISE, Case
 
-__all__ = ["Others", "farthest_first"]
+__all__ = ["FurtherSizes", "farthest_first"]
 
 NEAR = 1.2
 """Times a size: a larger one so near may be cheaper, one that is farther hardly is"""
 
 
-class Others:
+class FurtherSizes:
     """The sizes of one kind of graph that aren't timed as whole steps.
 
     Args:
@@ -80,7 +80,7 @@ class Others:
             case = self.every[place]
             if case.times:
                 us = case.best().device
-                if us > least_us * (1 + NOISE) and case not in self._timed:
+                if us > least_us * (1 + NOISE) and not case.whole:
                     found.append(place)
                 least_us = min(least_us, us)
         return found

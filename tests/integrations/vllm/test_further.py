@@ -16,8 +16,8 @@ from kpolicy.policies.auto import AutoPolicy
 from kpolicy.policies.base import PolicyContext
 from kpolicy.settings import Settings
 from kpolicy_vllm.calibrate import _hosts, calibrate
+from kpolicy_vllm.further import FurtherSizes, farthest_first
 from kpolicy_vllm.ladder import default_sizes
-from kpolicy_vllm.others import Others, farthest_first
 from kpolicy_vllm.steps import Step, numbers_of
 from kpolicy_vllm.synthetic import Rows
 from kpolicy_vllm.timing import Case, Times
@@ -178,7 +178,7 @@ def test_ranks_time_the_same_ones(monkeypatch: Any) -> None:
     assert second.runner.ran == first.runner.ran
 
 
-def sizes(others: Others, places: list[int]) -> list[int]:
+def sizes(others: FurtherSizes, places: list[int]) -> list[int]:
     """Tokens of the steps at these places."""
     return [case.tokens for case in others.cases(places)]
 
@@ -192,21 +192,23 @@ def test_those_with_a_larger_one_near_come_first_the_farthest_from_any_before_ot
         return made
 
     timed = [case(16, Times(900.0, 800.0, 100.0, 0)), case(1024, Times(6500.0, 700.0, 6400.0, 0)), case(4096)]
-    others = Others(timed, [*timed, *map(case, (32, 36, 256, 480, 512, 560))])
+    others = FurtherSizes(timed, [*timed, *map(case, (32, 36, 256, 480, 512, 560))])
     assert others.lacking
     assert others.host_us() == 750.0
     assert others.expected_us(case(520)) == pytest.approx(3250.0)
     # Of 32 tokens the host's 750 us hide the device's; of the others no larger one is near, and 4,096 wasn't come to.
     assert sizes(others, others.untimed()) == [512, 480, 32, 256, 4096, 560, 36]
     assert sizes(others, others.untimed([36, 560])) == [560, 36, 512, 480, 32, 256, 4096]
-    assert not Others(timed[:2], timed[:2]).lacking
-    assert not Others(timed[2:], timed[2:]).lacking
+    assert not FurtherSizes(timed[:2], timed[:2]).lacking
+    assert not FurtherSizes(timed[2:], timed[2:]).lacking
 
 
 def test_a_size_is_steep_where_a_larger_one_is_quicker_by_more_than_noise() -> None:
+    """One that was timed whole isn't timed again here."""
     cases = [Case(GraphKey(Part.PIECEWISE, n), Rows(0, 0, n)) for n in (16, 32, 48, 64, 80)]
     for each, us in zip(cases, (500.0, 700.0, 610.0, 605.0, 600.0), strict=True):
         each.times = [Times(0.0, 0.0, us, 0)]
-    others = Others(cases[:1], cases)
-    assert sizes(others, others.steep()) == [32]
-    assert Others(cases[:2], cases).steep() == []
+    kind = FurtherSizes(cases[:2], cases)
+    assert sizes(kind, kind.steep()) == [32]
+    cases[1].times.append(Times(900.0, 800.0, 700.0, 0))
+    assert kind.steep() == []
