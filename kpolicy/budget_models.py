@@ -75,7 +75,7 @@ def cuda_budget(
         ConfigError: free_bytes is negative, or the share isn't above 0 and at most 1.
     """
     check_amount("free_bytes", free_bytes, whole=True)
-    if not 0 < share <= 1:
+    if isinstance(share, str) or not 0 < share <= 1:
         raise ConfigError(f"share is {share!r}; it is the part of free memory that graphs may take, over 0 to 1.")
     full, piecewise = (
         Usage(1, 1, size, us / 1e6) for size, us in zip(graph_bytes, capture_us, strict=True)
@@ -108,7 +108,9 @@ class ModelShape:
     draft_layers: int = 0
 
     def __attrs_post_init__(self) -> None:
-        if self.num_layers < 1 or self.draft_layers < 0:
+        for name in ("num_layers", "draft_layers"):
+            check_amount(name, getattr(self, name), whole=True)
+        if self.num_layers < 1:
             raise ConfigError(
                 f"num_layers is {self.num_layers} and draft_layers {self.draft_layers}; they start at 1 and 0."
             )
@@ -146,6 +148,7 @@ class AscendParallel:
 
     def __attrs_post_init__(self) -> None:
         for name in ("dp", "tp", "pcp", "dcp"):
+            check_amount(name, getattr(self, name), whole=True)
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; a number of ranks starts at 1.")
 
@@ -182,10 +185,10 @@ def ascend_stream_budget(
         parts: what is captured.
 
     Raises:
-        ConfigError: num_sizes is negative.
+        ConfigError: num_sizes is negative, or `parts` isn't parts.
     """
     check_amount("num_sizes", num_sizes, whole=True)
-    captured = frozenset(parts)
+    captured = _parts(parts)
     pieces, groups = model.pieces, parallel.groups
     if Part.PIECEWISE not in captured:
         return BudgetModel("ascend streams", Budget(), Usage(1, 1), Usage(pieces, pieces), _LEGACY_SOURCE)
@@ -209,6 +212,14 @@ def ascend_stream_budget(
         _LEGACY_SOURCE,
         streams // size_streams,
     )
+
+
+def _parts(parts: Iterable[Part]) -> frozenset[Part]:
+    # Letters of one part's name would be no part, and leave what is captured unbounded.
+    found = [] if isinstance(parts, str) else list(parts)
+    if not found or not all(isinstance(part, Part) for part in found):
+        raise ConfigError(f"parts is {parts!r}; give what is captured, such as (Part.PIECEWISE,).")
+    return frozenset(found)
 
 
 _LEGACY_SOURCE = (
@@ -293,7 +304,7 @@ def ascend_budget(
         num_sizes: capture sizes wanted; newer stacks don't read it.
         parts: what is captured.
     """
-    captured = frozenset(parts)
+    captured = _parts(parts)
     if stack.lifted and stack.soc in _STACK_GRAPHS:
         graphs = _STACK_GRAPHS[stack.soc]
         found = BudgetModel(

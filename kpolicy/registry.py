@@ -133,9 +133,14 @@ class GraphRegistry:
 
     Attributes:
         version: a number that rises with every change of what is planned or captured; hits don't change it.
+
+    Raises:
+        RegistryError: the budget isn't a `Budget`.
     """
 
     def __init__(self, budget: Budget | None = None) -> None:
+        if not isinstance(budget, Budget | None):
+            raise RegistryError(f"budget is {budget!r:.80}; give a Budget, such as Budget(bytes=1 << 30), or None.")
         self.budget = budget if budget is not None else Budget()
         self._lock = Lock()
         self._records: dict[GraphKey, GraphRecord] = {}
@@ -152,9 +157,16 @@ class GraphRegistry:
     # Changes.
 
     def plan(self, keys: Iterable[GraphKey]) -> None:
-        """Plan to capture the keys. Planned and captured keys stay; failed and withdrawn ones are planned anew."""
+        """Plan to capture the keys. Planned and captured keys stay; failed and withdrawn ones are planned anew.
+
+        Raises:
+            RegistryError: one isn't a `GraphKey`; then none is planned.
+        """
+        planned = list(keys) if isinstance(keys, Iterable) else [keys]
+        if not isinstance(keys, Iterable) or not all(isinstance(key, GraphKey) for key in planned):
+            raise RegistryError(f"{keys!r:.80} was to be planned; give a sequence of GraphKeys.")
         with self._changing() as changed:
-            for key in keys:
+            for key in planned:
                 record = self._records.get(key)
                 if record is None:
                     changed(GraphRecord(key=key))
@@ -307,7 +319,12 @@ class GraphRegistry:
 
         Returns:
             A function that ends the subscription, and no other of the same callback.
+
+        Raises:
+            RegistryError: the callback can't be called: every later change would fail.
         """
+        if not callable(callback):
+            raise RegistryError(f"{callback!r:.80} can't be called; subscribe a function of the version.")
 
         def subscription(version: int) -> None:
             callback(version)
@@ -419,6 +436,8 @@ class GraphRegistry:
         for entry in fields.entries("pools"):
             held = _built(f"{entry.path}.held", Usage, entry.mapping("held"))
             pool = PoolRecord(entry.text("name"), entry.whole("generation"), held)
+            if pool.name in registry._pools:
+                raise SchemaError(f"{entry.path} is a second record of the pool {pool.name!r}; a pool has one.")
             registry._pools[pool.name] = pool
         for entry in fields.entries("records"):
             record = _record_of(entry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -273,3 +274,21 @@ def test_a_ladder_is_admitted_exactly_when_its_sum_is(budget: Budget, sizes: set
     else:
         with pytest.raises(BudgetRefused):
             check_ladder(keys, budget, lambda _: each)
+
+
+@pytest.mark.parametrize("parts", ["piecewise", (), ("pieces",)])
+def test_what_is_captured_is_parts(parts: Any) -> None:
+    """Of a name's letters none is a part: PIECEWISE would be unbounded."""
+    with pytest.raises(ConfigError, match=r"parts is .*; give what is captured"):
+        ascend_stream_budget(ModelShape(num_layers=4), AscendParallel(), parts=parts)
+
+
+def test_layers_and_ranks_are_whole_numbers() -> None:
+    """Half a layer made half a stream; a text was Python's own error."""
+    for wrong in (1.5, "3"):
+        with pytest.raises(ConfigError, match=r"num_layers is .*whole number"):
+            ModelShape(num_layers=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"tp is .*whole number"):
+            AscendParallel(tp=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"share is '0\.1'"):
+        cuda_budget(1, "0.1")  # type: ignore[arg-type]

@@ -624,3 +624,29 @@ def test_ending_one_of_two_subscriptions_keeps_the_other() -> None:
     second()
     registry.plan([GraphKey(Part.PIECEWISE, 16)])
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("keys", [GraphKey(Part.FULL, 8), "full", None, [None], [GraphKey(Part.FULL, 8), "full"]])
+def test_only_keys_are_planned(keys: Any) -> None:
+    """Anything else stood in the registry until a view was asked for, and that failed for ever."""
+    registry = GraphRegistry()
+    with pytest.raises(RegistryError, match="was to be planned; give a sequence of GraphKeys"):
+        registry.plan(keys)
+    assert registry.records() == ()
+    assert registry.version == 0
+
+
+def test_arguments_of_another_kind_are_named_at_once() -> None:
+    """Not by the first capture, or by every change from then on."""
+    with pytest.raises(RegistryError, match="budget is 5; give a Budget"):
+        GraphRegistry(5)  # type: ignore[arg-type]
+    with pytest.raises(RegistryError, match="None can't be called"):
+        GraphRegistry().subscribe(None)  # type: ignore[arg-type]
+
+
+def test_a_pool_is_listed_once() -> None:
+    """Of two with one name the first's bytes would be held by nobody."""
+    snapshot = GraphRegistry().snapshot()
+    pool = {"name": "cuda/full", "generation": 0, "held": {}}
+    with pytest.raises(SchemaError, match="second record of the pool 'cuda/full'"):
+        GraphRegistry.restore({**snapshot, "pools": [pool, pool]})

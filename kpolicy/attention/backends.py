@@ -107,9 +107,9 @@ def variants(name: str) -> tuple[Backend, ...]:
     Raises:
         UnknownNameError: no row has that name. A bare ``FLASH_ATTN`` is one too: say which engine's.
     """
-    rows = _by_folded_name().get(name.lower())
+    rows = _by_folded_name().get(str(name).lower())
     if rows is None:
-        raise _unknown(name)
+        raise _unknown(str(name))
     return rows
 
 

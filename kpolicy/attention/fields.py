@@ -71,6 +71,8 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         architectures = values.get("architectures") or ()
+        if isinstance(architectures, str) or not isinstance(architectures, (list, tuple)):
+            raise SupportError(f"architectures is {architectures!r:.80}; it is a list of class names.")
         model_type = values.get("model_type")
         nested = next((values[name] for name in _NESTED if isinstance(values.get(name), Mapping)), None)
         if nested is not None:

@@ -148,6 +148,8 @@ def _at(doing: str, key: GraphKey | None) -> str:
 
 
 def _known(fault: Fault | str, known: Mapping[str, str]) -> Fault:
+    if not isinstance(fault, Fault | str):
+        raise ConfigError(f"fault {fault!r:.80} is neither a Fault nor its text, for example replay_fails@10x3.")
     name = fault.name if isinstance(fault, Fault) else fault.partition("@")[0]
     if name not in known:
         raise UnknownNameError("fault", name, known)

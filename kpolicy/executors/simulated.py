@@ -141,6 +141,8 @@ class SimulatedDevice:
                 f"num_blocks {num_blocks}, vocab {vocab} and max_num_reqs {max_num_reqs} start at 1, and block_size "
                 f"{block_size} is a power of two."
             )
+        if not isinstance(costs, CostTable):
+            raise ConfigError(f"costs is {costs!r:.80}; give a CostTable, such as kpolicy.costs.analytic_costs().")
         self.costs = costs
         self.start = _start(seed)
         self.vocab = vocab

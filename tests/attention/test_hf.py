@@ -371,3 +371,15 @@ def test_block_types_that_are_not_known_are_refused(blocks: object) -> None:
     """Nothing is guessed: what isn't recurrent isn't therefore a sliding window."""
     with pytest.raises(SupportError, match="it lists 'recurrent' and 'attention'"):
         layer_kinds(config("recurrent_gemma", 3, 10, 1, block_types=blocks))
+
+
+@pytest.mark.parametrize("given", [5, "LlamaForCausalLM"])
+def test_architectures_are_a_list(given: Any) -> None:
+    """A name's letters are no classes."""
+    with pytest.raises(SupportError, match=r"architectures is .*; it is a list of class names"):
+        from_hf_config({"architectures": given, "num_hidden_layers": 2, "num_attention_heads": 4})
+
+
+def test_a_backend_that_is_no_name_is_unknown() -> None:
+    with pytest.raises(UnknownNameError, match="unknown attention backend '5'"):
+        from_hf_config({"model_type": "gpt2", "n_layer": 1, "n_head": 4}, backends={"mha": 5})  # type: ignore[dict-item]

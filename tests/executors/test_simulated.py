@@ -679,3 +679,13 @@ def test_an_executor_keeps_its_registry() -> None:
     with pytest.raises(RegistryError, match="make an executor for each"):
         executor.open(GraphRegistry())
     assert executor.registry.captured() == (SINGLE,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"costs": 5}, "costs is 5; give a CostTable"), ({"faults": [5]}, "fault 5 is neither a Fault nor its text")],
+)
+def test_arguments_of_another_kind_are_named(arguments: dict[str, Any], words: str) -> None:
+    """When the executor is made, and not by its first step."""
+    with pytest.raises(ConfigError, match=words):
+        SimulatedExecutor(**arguments)
