@@ -12,6 +12,8 @@ from kpolicy.executors.calibrate.host import HostTimes
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part
 
+from .test_waiting import made
+
 STEP_US = 150.0
 TRUE = HostCost(1000.0, 2.5, 300.0, 120.0)
 
@@ -26,6 +28,8 @@ class Bench:
         self.asked: list[tuple[int, int, Any]] = []
         self.others: list[Any] = []
         self.off: tuple[int, int] | None = None
+        self.often: dict[tuple[int, int], int] = {}
+        self.behind: set[int] = set()
         self.more = 0.0
         self._skipped = skipped
 
@@ -37,7 +41,11 @@ class Bench:
         """Rows or tokens of the steps of one kind that `Bases` asked for, but for the largest prompt."""
         return [max(decodes, new) for decodes, new, key in self.asked if not decodes * new and key.num_tokens < 256]
 
-    def add(self, launches: list[Any], rows: tuple[int, int], *, often: int = 1, others: Any = None) -> int:
+    def add(
+        self, launches: list[Any], rows: tuple[int, int], *, often: int = 1, others: Any = None,
+        launching: bool = False,
+    ) -> int:  # fmt: skip
+        assert launching == (launches[0].key is None)
         del often
         self.asked.append((*rows, launches[0].key))
         self.others.append(others)
@@ -47,10 +55,6 @@ class Bench:
         decodes, new, _ = self.asked[case]
         return (decodes, new > 0) not in self._skipped
 
-    def again_us(self, case: int) -> float:
-        """No step was run once more."""
-        return 0.0 * case
-
     def new_us(self, cases: list[int]) -> float:
         assert all(map(self.differs, cases))
         return self.more if cases else 0.0
@@ -58,11 +62,17 @@ class Bench:
     def differs(self, case: int) -> bool:
         return self.others[case] is not None
 
-    def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
+    def launching_us(self, case: int, step_us: float) -> list[float]:
         assert step_us == STEP_US
         decodes, new, _ = self.asked[case]
         us = TRUE.base_for(decodes=decodes > 0, prefills=new > 0) + TRUE.req_us * (decodes + (new > 0))
-        return 1.0, us + 200.0 * ((decodes, new) == self.off)
+        return [us + 200.0 * ((decodes, new) == self.off)] * self.often.get((decodes, new), 1)
+
+    def rows_of(self, case: int) -> tuple[int, int]:
+        return self.asked[case][:2]
+
+    def host_bounds(self, case: int) -> bool:
+        return case not in self.behind
 
 
 def times(bench: Bench, keys: list[GraphKey | None]) -> HostCost:
@@ -152,33 +162,44 @@ def test_nothing_is_timed_without_graphs_or_where_the_host_runs_the_launches() -
     assert not bench.asked
 
 
-class Repeated(Bench):
-    """Every step ran once more at once, and of other sizes each time took `more` the first time."""
+def test_all_launches_of_a_kind_count_alike() -> None:
+    """One case that has three launches decides beside two with one each; of cases' medians the others would."""
+    bench = Bench()
+    bench.off, bench.often = (8, 96), {(8, 96): 3}
+    found = times(bench, [None])
+    assert found.base_for(decodes=True, prefills=True) == pytest.approx(
+        TRUE.base_for(decodes=True, prefills=True) + 200.0
+    )
+    assert found.base_for(decodes=False, prefills=True) == pytest.approx(TRUE.base_for(decodes=False, prefills=True))
 
-    def beside_us(self, _case: int, _step_us: float) -> float:
-        return 40.0
 
-    def again_share(self, _case: int, _step_us: float) -> float:
-        return 0.8
-
-    def again_us(self, case: int) -> float:
-        return 0.8 * super().sides_us(case, STEP_US)[1] + 40.0
-
-    def host_us(self, case: int) -> float:
-        return super().sides_us(case, STEP_US)[1] + self.differs(case) * self.more + 40.0
-
-    def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
-        return 1.0, self.host_us(case) - self.beside_us(case, step_us)
+def test_other_cases_that_the_host_bounds_count_too() -> None:
+    """Those of the curve: of many launches they decide; where the device bounds one, its launching isn't looked at."""
+    bench = Bench()
+    timed = HostTimes(bench, [None], 64, 512)  # type: ignore[arg-type]
+    bench.off, bench.often = (0, 300), {(0, 300): 9}
+    bench.asked.append((0, 300, None))
+    bench.others.append(None)
+    found = timed.cost(STEP_US, [len(bench.asked) - 1])
+    assert found.base_for(decodes=False, prefills=True) == pytest.approx(
+        TRUE.base_for(decodes=False, prefills=True) + 200.0
+    )
+    bench.behind = {len(bench.asked) - 1}
+    assert timed.cost(STEP_US, bench.behind) == timed.cost(STEP_US)
 
 
 @pytest.mark.parametrize("more", [70.0, -70.0])
-def test_what_a_new_size_adds_is_no_part_of_launching(more: float) -> None:
-    """Rows that were others each time took that more; a size that seems to take off adds nothing."""
-    bench = Repeated()
+def test_a_new_size_that_seems_to_take_off_adds_nothing(more: float) -> None:
+    bench = Bench()
     bench.more = more
-    timed = HostTimes(bench, [None], 64, 512)  # type: ignore[arg-type]
-    assert timed.again(STEP_US) == 0.8
-    assert timed.new_us() == max(more, 0.0)
-    found = timed.cost(STEP_US)
-    assert (found.base_us, found.req_us) == pytest.approx((TRUE.base_us, TRUE.req_us))
-    assert (found.decode_us, found.prefill_us) == pytest.approx((TRUE.decode_us, TRUE.prefill_us))
+    assert HostTimes(bench, [None], 64, 512).new_us() == max(more, 0.0)  # type: ignore[arg-type]
+
+
+def test_what_a_new_size_adds_is_no_part_of_launching() -> None:
+    """A step once more takes 0.8 of it, beside which 90 us aren't the step's; other rows took 700 us more at first."""
+    known, new = (8960.0, 9000.0, 2900.0, 20.0, 0.8 * 8910 + 90), (9660.0, 9700.0, 2900.0, 20.0, 0.8 * 8910 + 90)
+    bench = made((None, [known[:4], known, known]), (None, [new]))
+    assert bench.launching_us(0, STEP_US - 100) == pytest.approx([8910.0] * 5)
+    bench._others[1] = lambda _turn: None  # type: ignore[return-value, assignment]
+    bench._new[1] = [bench._times[1][0]] * 2
+    assert bench.launching_us(1, STEP_US - 100) == pytest.approx([8910.0] * 3)

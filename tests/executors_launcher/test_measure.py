@@ -80,11 +80,11 @@ def lost_late(model: Any, num_tokens: int, rounds: int, monkeypatch: pytest.Monk
     engine = Engine("auto", executor=CpuExecutor(model), ladder=[1, 2, 4], settings=SETTINGS)
     run, measured, calls = Bench._run, Calibration.measure, list[Calibration]()
 
-    def fails(bench: Bench, decision: Any, inputs: Any, again: bool) -> Any:
+    def fails(bench: Bench, decision: Any, inputs: Any, *more: Any) -> Any:
         key = decision.launches[0].key
         if bench.rounds == rounds and key == GraphKey(Part.FULL, num_tokens, num_tokens, query_len=1):
             raise GraphReplayError(key, "failed late")
-        return run(bench, decision, inputs, again)
+        return run(bench, decision, inputs, *more)
 
     def measure(calibration: Calibration, _allowance_s: float) -> bool:
         calls.append(calibration)
@@ -312,10 +312,10 @@ def own_prompts(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[
     seen: list[tuple[list[int], list[int]]] = []
     run = Bench._run
 
-    def spied(bench: Bench, decision: Any, inputs: Any, again: bool) -> Any:
+    def spied(bench: Bench, decision: Any, inputs: Any, *more: Any) -> Any:
         if len(inputs.query_lens) == 1 and inputs.kv_lens == inputs.query_lens and len(inputs.token_ids) > 1:
             seen.append((list(inputs.slot_mapping), list(inputs.block_table[0])))
-        return run(bench, decision, inputs, again)
+        return run(bench, decision, inputs, *more)
 
     monkeypatch.setattr(Bench, "_run", spied)
     Engine("auto", executor=CpuExecutor(model), ladder=[4, 8], settings=SETTINGS).capture()

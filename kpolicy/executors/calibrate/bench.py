@@ -136,6 +136,7 @@ class Bench:
         self._adapter = executor.launcher.adapter
         self._cases: list[tuple[Decision, StepInputs]] = []
         self._own: list[int] = []
+        self._launching: set[int] = set()
         self._others: dict[int, Callable[[int], StepInputs]] = {}
         self._times: list[list[_Times]] = []
         self._new: dict[int, list[_Times]] = {}
@@ -156,7 +157,7 @@ class Bench:
 
     def add(
         self, launches: Sequence[Launch], inputs: StepInputs, form: SplitForm | None = None, *, often: int = 1,
-        own_kv: bool = False, others: Callable[[int], StepInputs] | None = None,
+        own_kv: bool = False, others: Callable[[int], StepInputs] | None = None, launching: bool = False,
         wave: Wave = Wave.USUAL,
     ) -> int:  # fmt: skip
         """A step to be timed.
@@ -169,6 +170,8 @@ class Bench:
                 are.
             own_kv: the rows are one prompt without context, which attends to its own KV where it can; see `own_kv`.
             others: rows of later samples, by their number, where they should differ by more than tokens; see `new_us`.
+            launching: only what launching takes counts: the device is timed once, as that is over half of a sample's
+                time.
             wave: when; cases of one wave come smallest first.
 
         Returns:
@@ -190,6 +193,8 @@ class Bench:
         self._waves[case] = wave
         if own_kv:
             self._own.append(case)
+        if launching:
+            self._launching.add(case)
         if others is not None:
             self._others[case] = others
         self._take(case)
@@ -201,7 +206,11 @@ class Bench:
         if earlier is None:
             return
         for other, step in enumerate(earlier._cases):
-            alike = (other in earlier._own) == (case in self._own) and (other in earlier._others) == self.differs(case)
+            alike = (
+                (other in earlier._own) == (case in self._own)
+                and (other in earlier._launching) == (case in self._launching)
+                and (other in earlier._others) == self.differs(case)
+            )
             if other not in self._taken and earlier._times[other] and alike and step == self._cases[case]:
                 self._taken.add(other)
                 self._times[case] = earlier._times[other].copy()
@@ -346,8 +355,10 @@ class Bench:
 
     def _sample(self, case: int, rows: StepInputs) -> None:
         # The first sample comes right after the case's first run, and so in a row itself.
-        again = bool(self._times[case]) and self._kind(case) in (Mode.PIECEWISE, Mode.EAGER)
-        self._times[case].append(self._run(self._cases[case][0], rows, again))
+        samples = self._times[case]
+        again = bool(samples) and self._kind(case) in (Mode.PIECEWISE, Mode.EAGER)
+        known_us = samples[0].device if samples and case in self._launching else 0.0
+        samples.append(self._run(self._cases[case][0], rows, again, known_us))
 
     def _run_new(self, case: int, new: Sequence[StepInputs]) -> Iterator[bool]:
         """Run each of these rows twice, right after others of the case's: all find the caches warm."""
@@ -459,11 +470,31 @@ class Bench:
         slower = self._slower()
         return statistics.median(each.host * slower(each) for each in self._times[case])
 
-    def again_us(self, case: int) -> float:
-        """Median microseconds until the host had launched it once more, at `host_work_us`; 0 without samples."""
-        slower = self._slower()
-        again = [each for each in (*self._times[case], *self._new.get(case, [])) if each.again]
-        return statistics.median([each.again * slower(each) for each in again] or [0.0])
+    def launching_us(self, case: int, step_us: float) -> list[float]:
+        """The host's microseconds of every launch, as `sides_us` tells their middle: first ones, and once more at once.
+
+        The latter over the share that this takes, where rows differ they alone: those had run before.
+        """
+        slower, samples = self._slower(), self._times[case]
+        beside_us, share = self.beside_us(case, step_us) or 0.0, self.again_share(case, step_us)
+        again = [
+            (each.again * slower(each) - beside_us) / share
+            for each in (*samples, *self._new.get(case, []))
+            if each.again
+        ]
+        if again and self.differs(case):
+            return again
+        more_us = self.sides_us(case, step_us)[1] - self.host_us(case)
+        return [each.host * slower(each) + more_us for each in samples] + again
+
+    def host_bounds(self, case: int) -> bool:
+        """Whether launching it takes longer than the device does."""
+        return self.host_us(case) > self.us(case)
+
+    def rows_of(self, case: int) -> tuple[int, int]:
+        """Its decode rows and the tokens of its prompts."""
+        numbers = self._cases[case][1].numbers
+        return numbers.num_decodes, numbers.num_prefill_tokens
 
     def again_share(self, case: int, step_us: float) -> float:
         """Share of its time that launching takes once more at once, for a launch like it; 1 where nothing tells.
@@ -585,7 +616,8 @@ class Bench:
     def _in_pieces(self, case: int) -> bool:
         return self._kind(case) is Mode.PIECEWISE
 
-    def _run(self, decision: Decision, inputs: StepInputs, again: bool) -> _Times:
+    def _run(self, decision: Decision, inputs: StepInputs, again: bool, known_us: float = 0.0) -> _Times:
+        """A sample; `known_us` is what the device takes, where it isn't to be timed."""
         if self.host_runs:
             times, place = self._once(decision, inputs), len(self._noted)
             self._noted.append(0.0)
@@ -595,6 +627,8 @@ class Bench:
         if again:
             # Before the device is kept busy: right after that a launch takes longer (docs/measured_fidelity.md).
             times = times._replace(again=self._once(decision, inputs).host)
+        if known_us:
+            return times._replace(device=min(known_us, times.wall))
         self._adapter.occupy(_AHEAD * times.host)
         outputs = self._executor.run(decision, inputs)
         for event in outputs.ready:

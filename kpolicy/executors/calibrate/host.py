@@ -53,7 +53,10 @@ class HostTimes:
                 launch, kv = Launch(Rows.ALL, holds[size]), bench.short_kv if decodes else 0
                 others = _sizes_like(bench, decodes, kv, new) if new == longest // 2 and holds[size] is None else None
                 rows, often = bench.rows(decodes, kv, new), _PIECES if holds[size] else _EAGER if others is None else 1
-                self._cases[decodes, new] = bench.add([launch], rows, often=often, others=others)
+                # Pieces follow each other so often that without the device's part many samples would be in a row.
+                self._cases[decodes, new] = bench.add(
+                    [launch], rows, often=often, others=others, launching=holds[size] is None
+                )
 
     def again(self, step_us: float) -> float:
         """Share of its time that launching takes once more at once: the caches hold what it touches."""
@@ -64,46 +67,42 @@ class HostTimes:
         """What rows of a size that never ran add to launching."""
         return max(self._bench.new_us([case for case in self._cases.values() if self._bench.differs(case)]), 0.0)
 
-    def _us(self, case: int, step_us: float) -> float:
-        """A case's time: of rows that were other ones each time, as if they had run before."""
-        bench = self._bench
-        us = bench.sides_us(case, step_us)[1]
-        if bench.differs(case) and (again_us := bench.again_us(case)):
-            beside_us = bench.beside_us(case, step_us) or 0.0
-            us += (again_us - beside_us) / self.again(step_us) - (bench.host_us(case) - beside_us)
-        return us
-
     def cost(self, step_us: float, others: Iterable[int] = ()) -> HostCost:
         """The host's times.
 
         Args:
             step_us: what overlaps nothing, in any mode.
-            others: other cases of the mode that were measured, whose least stands for all where time didn't come to
-                these.
+            others: other cases of the mode that were measured. Those that the host bounds count with these of their
+                kind; where time didn't come to these, the least of all stands for every kind.
 
         Returns:
             0 where nothing was timed; without steps of both kinds, whichever was timed for all rows alike.
         """
-        us = {
-            (decodes, new): self._us(case, step_us)
-            for (decodes, new), case in self._cases.items()
-            if self._bench.measured(case)
-        }
+        bench = self._bench
+        us = {rows: bench.launching_us(case, step_us) for rows, case in self._cases.items() if bench.measured(case)}
+        of_others = [
+            (*bench.rows_of(case), bench.launching_us(case, step_us), bench.host_bounds(case)) for case in others
+        ]
         if not us:
-            return HostCost(min((self._us(case, step_us) for case in others), default=0.0))
-        decoding = {decodes: time for (decodes, new), time in us.items() if not new}
-        alone = [time for (decodes, _), time in us.items() if not decodes]
+            return HostCost(min((statistics.median(times) for *_, times, _ in of_others), default=0.0))
+        decoding = {decodes: statistics.median(times) for (decodes, new), times in us.items() if not new}
         if not decoding:
-            return HostCost(min(us.values()))
+            return HostCost(min(map(statistics.median, us.values())))
         fewest, most = min(decoding), max(decoding)
         req_us = max(decoding[most] - decoding[fewest], 0.0) / (most - fewest) if most > fewest else 0.0
-        decode_us = max(decoding[fewest] - req_us * fewest, 0.0)
-        both = [time - req_us * (decodes + 1) for (decodes, new), time in us.items() if decodes and new]
-        if not alone or not both:
+        # All launches of a kind together: one case has few of them, and its median moves with each.
+        kinds: dict[tuple[bool, bool], list[float]] = {}
+        for decodes, new, times, bounds in [*((*rows, each, True) for rows, each in us.items()), *of_others]:
+            if bounds:
+                rows_us = req_us * (decodes + (new > 0))
+                kinds.setdefault((decodes > 0, new > 0), []).extend(time - rows_us for time in times)
+        middle = {kind: max(statistics.median(times), 0.0) for kind, times in kinds.items()}
+        decode_us = middle[True, False]
+        if not {(False, True), (True, True)} <= middle.keys():
             return HostCost(decode_us, req_us)
         # A step of both kinds takes what they have in common once.
-        prefill_us = max(statistics.median(alone) - req_us, 0.0)
-        common = min(max(decode_us + prefill_us - statistics.median(both), 0.0), decode_us, prefill_us)
+        prefill_us = middle[False, True]
+        common = min(max(decode_us + prefill_us - middle[True, True], 0.0), decode_us, prefill_us)
         return HostCost(common, req_us, decode_us - common, prefill_us - common)
 
 
