@@ -40,6 +40,9 @@ class _Engine(Protocol):
     @property
     def context(self) -> Any: ...
 
+    @property
+    def costs(self) -> Any: ...
+
     def take_costs(self, costs: Any) -> None: ...
 
 
@@ -87,6 +90,8 @@ class LazyCapture:
         """The step before, which is noted when nothing waits for it"""
         self._select: Any = None
         self._version = -1
+        self._planned: frozenset[GraphKey] = frozenset()
+        """Keys without a graph, at that version of the registry"""
         self._costs: Any = None
         self._measures = measures
         self._calibration: Any = None
@@ -107,7 +112,8 @@ class LazyCapture:
         self._unnoted = numbers
 
     def _note(self, numbers: BatchNumbers) -> None:
-        registry, costs = self._engine.registry, self._engine.context.costs
+        # A context goes over all keys: it is for what changed alone, as this is between any two steps.
+        registry, costs = self._engine.registry, self._engine.costs
         if costs is not self._costs:
             # What other costs would have chosen says nothing of what these choose.
             self._costs, self._version = costs, -1
@@ -115,7 +121,10 @@ class LazyCapture:
         if registry.version != self._version:
             self._version = registry.version
             self._select = None
-            if any(registry.record(key).state is GraphState.PLANNED for key in self._engine.keys):
+            self._planned = frozenset(
+                key for key in self._engine.keys if registry.record(key).state is GraphState.PLANNED
+            )
+            if self._planned:
                 ladder = registry.view(assumed=True).only(frozenset(self._engine.keys))
                 context = attrs.evolve(self._engine.context, ladder=ladder)
                 self._select = self._engine.policy.compile(context).select
@@ -123,7 +132,7 @@ class LazyCapture:
             return
         wished: Decision = self._select(*numbers)
         for key in wished.keys:
-            if key in self.needs or registry.record(key).state is GraphState.PLANNED:
+            if key in self._planned:
                 self.needs[key] += 1
 
     def capture(self, seconds: float, *, least: int = 1) -> int:

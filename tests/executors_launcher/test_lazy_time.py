@@ -11,6 +11,7 @@ from kpolicy.engine import Engine
 from kpolicy.executors import lazy
 from kpolicy.executors.base import CaptureReport
 from kpolicy.keys import GraphKey
+from kpolicy.modes import Part
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 
@@ -78,3 +79,19 @@ def test_nothing_is_captured_twice(clock: Clock) -> None:
     seen: list[GraphKey] = []
     clock.engine.capture(lambda key, _report: seen.append(key))
     assert seen == []
+
+
+def test_what_nothing_changed_in_costs_steps_a_decision(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps of a lazy Engine that has what it needs no key is gone over, captured or not."""
+    clock.serve(80)
+    engine = clock.engine
+    engine.registry.plan([GraphKey(Part.FULL, 48, 48, query_len=1)])
+    clock.serve(5)
+
+    def looked(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(Engine, "context", property(looked))
+    monkeypatch.setattr(engine.registry, "record", looked)
+    monkeypatch.setattr(engine.registry, "records", looked)
+    clock.serve(20)
