@@ -108,7 +108,7 @@ def test_a_field_that_is_left_out_is_an_error() -> None:
         ("wait event failed, error code is 207005, resource alloc fail", Reason.CAPTURE_OUT_OF_STREAMS, False),
         ("aclrtMalloc, error code is 207001", Reason.CAPTURE_OUT_OF_MEMORY, False),
         ("NPU out of memory. Tried to allocate 2.00 GiB", Reason.CAPTURE_OUT_OF_MEMORY, False),
-        ("aclrtMemcpy, error code is 107030", Reason.CAPTURE_FAILED, False),
+        ("aclrtMemcpy, error code is 107030", Reason.CAPTURE_ILLEGAL, False),
         ("ACL stream synchronize failed, error code:507035", Reason.DEVICE_LOST, True),
         ("ACL stream synchronize failed, error code:507015", Reason.DEVICE_LOST, True),
         ("at address 0x5070151", Reason.CAPTURE_FAILED, False),

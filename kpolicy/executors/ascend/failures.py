@@ -18,6 +18,8 @@ __all__ = ["advice", "classify", "error_codes"]
 NO_RESOURCE = frozenset({207005, 207007, 207008, 207009, 207010})
 """No events, streams, notifies or models left. 207005 speaks of memory and was seen where streams had run out."""
 OUT_OF_MEMORY = frozenset({207001, 207018})
+ILLEGAL = frozenset({107030})
+"""A synchronous copy or the like while a stream is captured"""
 STICKY = frozenset({
     107022, 507010, 507011, 507014, 507015, 507016, 507017, 507018, 507034, 507035, 507036, 507042, 507043, 507044,
     507045, 507046, 507047, 507048, 507049, 507050, 507053, 507054, 507055, 507056, 507899,
@@ -49,7 +51,7 @@ def classify(error: BaseException) -> Failure:
         return Failure(Reason.DEVICE_LOST, True)
     if codes & OUT_OF_MEMORY or "out of memory" in text:
         return Failure(Reason.CAPTURE_OUT_OF_MEMORY, False)
-    return Failure(Reason.CAPTURE_FAILED, False)
+    return Failure(Reason.CAPTURE_ILLEGAL if codes & ILLEGAL else Reason.CAPTURE_FAILED, False)
 
 
 def advice(error: BaseException) -> str:
