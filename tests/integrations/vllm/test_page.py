@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.vllm.loads import BURST_OUTPUTS, RATES
 from benchmarks.vllm.stock_vs_kpolicy import KV_BYTES
+from benchmarks.vllm.summary import ratio_interval
 from tests.benchmarks.test_readme import VLLM_LOADS, told
 
 ROOT = Path(__file__).parents[3]
@@ -164,6 +165,11 @@ def test_the_page_s_rows_are_those_of_the_results(rows: Any) -> None:
     assert table in "\n".join(" ".join(line.split()) for line in PAGE.splitlines())
 
 
+def followed(costs: str) -> bool:
+    """Whether a table isn't as it was measured, but brought to the speed that the host had since."""
+    return ", the host at " in costs
+
+
 def test_the_page_s_calls_and_launching_costs_are_published() -> None:
     """Each call's command and commit, and what launching an eager step took by its calibration."""
     raw = json.loads((RESULTS / "h200" / "raw" / "vllm_stock_vs_kpolicy.json").read_text())
@@ -174,7 +180,9 @@ def test_the_page_s_calls_and_launching_costs_are_published() -> None:
         assert " --one-core " in call["command"]
         assert f"kpolicy at {call['commit']} " in PAGE
         for name, costs in call["costs"].items():
-            launching[name] = float(costs.partition("host_eager=HostCost(base_us=")[2].partition(",")[0]) / 1e3
+            base_us = float(costs.partition("host_eager=HostCost(base_us=")[2].partition(",")[0])
+            if not followed(costs):
+                launching[name] = base_us / 1e3
     told = "launching an eager step took {qwen05b_kpolicy:.0f} ms on the 0.5B, {dsv2lite_kpolicy:.0f} on DeepSeek and "
     assert (told + "{llama8b_kpolicy:.0f} on Llama").format(**launching) in " ".join(PAGE.split())
 
@@ -278,27 +286,16 @@ def test_the_page_tells_why_llama_s_chat_was_late() -> None:
     assert f"the device {one} ms, those of 400 {{}}, of 432 {{}}, of 464 {{}} and of 512 {{}}".format(
         *others
     ) in paragraph("**Chat had its median")
-    turns = [
-        row for row in raw_of("vllm_stock_vs_kpolicy")["rows"] if (row["model"], row["load"]) == ("llama8b", "chat")
-    ]
+    turns = raw_of("vllm_llama8b_chat_second")["rows"]
     padded = {row["side"]: [] for row in turns}
     for row in turns:
         padded[row["side"]].append([step[1] for step in row["prompt_steps"] if step[2] in (879, 880)])
     assert padded["kpolicy"] == [[1024]] * 9
     assert all(sizes in ([879], [880]) for sizes in padded["stock"])
-    now = paragraph("**Now it is")
-    by_request = {
-        side: statistics.median(
-            statistics.median(each)
-            for each in zip(*(row["ttft_ms"] for row in turns if row["side"] == side), strict=True)
-        )
-        for side in padded
-    }
-    assert (
-        "{stock:.1f} ms in stock, {again:.1f} in its second process and {kpolicy:.1f} in kpolicy".format(**by_request)
-        in now
-    )
-    (call,) = [each for each in raw_of("vllm_stock_vs_kpolicy")["calls"] if "llama8b_paced" in each["costs"]]
+    now = paragraph("**The call before**")
+    for figure in ("ttft_p50_ms", "gap_p99_ms"):
+        assert told(*pairs(turns, "stock", "kpolicy", figure)) in now
+    (call,) = raw_of("vllm_llama8b_chat_second")["calls"]
     launching = {
         side: float(call["costs"][f"llama8b_{side}"].partition("host_eager=HostCost(base_us=")[2].partition(",")[0])
         for side in ("kpolicy", "paced")
@@ -329,9 +326,53 @@ def test_the_page_tells_why_llama_s_chat_was_late() -> None:
         ) in paragraph("**Shorter steps")
 
 
+def pairs(turns: list[dict[str, Any]], ours: str, theirs: str, figure: str) -> tuple[float, float, float]:
+    """Mean ratio of the turns' pairs, and its interval."""
+    sides = [{row["repeat"]: row[figure] for row in turns if row["side"] == side} for side in (ours, theirs)]
+    mean, low, high = ratio_interval([sides[0][turn] / sides[1][turn] for turn in sides[0]])
+    assert low is not None
+    assert high is not None
+    return mean, low, high
+
+
+def test_the_page_tells_from_when_llama_s_chat_has_stock_s_steps() -> None:
+    """Two turns by costs of a slow core, then, once they followed the host's speed, seven in the same graphs."""
+    turns = [
+        row for row in raw_of("vllm_stock_vs_kpolicy")["rows"] if (row["model"], row["load"]) == ("llama8b", "chat")
+    ]
+    now = paragraph("**Now** it is")
+    since = [row for row in turns if row["repeat"] >= 2]
+    for figure, name in (("ttft_p50_ms", "first tokens"), ("gap_p99_ms", "gap p99")):
+        assert f"{name} {told(*pairs(since, 'stock', 'kpolicy', figure))}" in now
+        assert told(*pairs(turns, "stock", "again", figure)) in now
+        assert told(*pairs(turns, "stock", "kpolicy", figure)) in now
+
+    def graphs(row: dict[str, Any]) -> list[list[Any]]:
+        return sorted([step[0], step[1]] for step in row["prompt_steps"])
+
+    for row in turns:
+        eager = {step[2] for step in row["prompt_steps"] if step[0] == "NONE"}
+        apart = row["side"] == "kpolicy" and row["repeat"] < 2
+        assert (min(eager) > 2000) is apart
+        if apart:
+            assert [size for _, size in graphs(row) if 512 < size < 2000] == [896, 1536, 1536, 1536]
+    by_request = {
+        side: statistics.median(
+            statistics.median(each)
+            for each in zip(*(row["ttft_ms"] for row in since if row["side"] == side), strict=True)
+        )
+        for side in ("stock", "kpolicy", "again")
+    }
+    assert (
+        "{stock:.1f} ms in stock, {again:.1f} in its second process and {kpolicy:.1f} in kpolicy".format(**by_request)
+        in now
+    )
+
+
 def test_the_page_tells_what_rows_took_the_host() -> None:
     """By each kind of launch, in the tables of the first two calls."""
-    costs = {name: text for call in raw_of("vllm_stock_vs_kpolicy")["calls"] for name, text in call["costs"].items()}
+    calls = raw_of("vllm_stock_vs_kpolicy")["calls"]
+    costs = {name: text for call in calls for name, text in call["costs"].items() if not followed(text)}
 
     def host(model: str, kind: str, side: str = "kpolicy") -> tuple[float, float]:
         found = re.search(rf"host_{kind}=HostCost\(base_us=([\d.]+), req_us=([\d.]+)", costs[f"{model}_{side}"])
