@@ -33,13 +33,21 @@ class DeviceName:
     @property
     def torch(self) -> str:
         """As torch has it, such as ``npu:1``."""
-        return self.kind if self.index is None else f"{self.kind}:{self.index}"
+        return self._numbered(self.kind)
+
+    @property
+    def given(self) -> str:
+        """As its executor is called, or torch's kind where that was left open; `kpolicy.load` takes it."""
+        return self.torch if self.executor == "auto" else self._numbered(self.executor)
+
+    def _numbered(self, name: str) -> str:
+        return name if self.index is None else f"{name}:{self.index}"
 
 
 def read_device(device: object) -> DeviceName:
     """A name or a torch.device, read. Whether there is such a device shows when it is asked for memory."""
     text = str(device)
-    # Of the first that is there nobody knows how many there are.
-    numbered = re.fullmatch(r"(?!auto:)([^:]+):([0-9]{1,9})", text)
+    # Of the first that is there nobody knows how many there are, and there is one CPU.
+    numbered = re.fullmatch(r"(?!auto:|cpu:)([^:]+):([0-9]{1,9})", text)
     name, index = (numbered[1], int(numbered[2])) if numbered else (text, None)
     return DeviceName(_EXECUTORS.get(name, name), _TORCH.get(name, name), index)

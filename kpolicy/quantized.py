@@ -133,13 +133,21 @@ def _patterns(given: Any, what: str) -> tuple[str, ...]:
     return tuple(listed)
 
 
+def _width(section: Fields, *names: str) -> int:
+    """Bits of a weight without its scale."""
+    bits = section.count(*names)
+    if bits > PLAIN_BITS:
+        raise SupportError(f"{names[0]} of {section.name} is {bits}; quantized weights have at most {PLAIN_BITS:g}.")
+    return bits
+
+
 def _fp8(section: Fields) -> Scheme:
     block = section.get("weight_block_size")
     shared = 0
     if block is not None:
-        if not isinstance(block, (list, tuple)) or not all(type(each) is int and each > 0 for each in block):
+        if not _is_block(block):
             raise SupportError(f"weight_block_size of {section.name} is {block!r:.80}; it is two whole numbers.")
-        shared = block[0] * block[-1]
+        shared = block[0] * block[1]
     every, kept = (8 + (_BLOCK_SCALE_BITS / shared if shared else 0.0), (_EVERY,)), _kept(section, "lm_head")
     experts = section.get("expert_dtype")
     if experts in (None, "fp8"):
@@ -157,7 +165,7 @@ def _grouped(bits: int, group: int, scale: int, *, zero_points: bool) -> float:
 
 def _integers(method: str) -> Callable[[Fields], Scheme]:
     def read(section: Fields) -> Scheme:
-        bits, group = section.count("bits", "w_bit"), section.get("group_size", "q_group_size")
+        bits, group = _width(section, "bits", "w_bit"), section.get("group_size", "q_group_size")
         if group is not None and (type(group) is not int or group < -1):
             raise SupportError(f"group_size of {section.name} is {group!r:.80}; it is a whole number, -1 for a column.")
         zero_points = section.flag("zero_point", True)
@@ -178,6 +186,7 @@ def _by_groups(method: str) -> Callable[[Fields], Scheme]:
         if not isinstance(groups, Mapping) or not groups:
             return _unknown(f"{method} without config_groups")
         found: list[tuple[float, tuple[str, ...]]] = []
+        widths: set[int] = set()
         for name, group in groups.items():
             if not isinstance(group, Mapping):
                 return _unknown(f"{method} by a preset")
@@ -186,22 +195,29 @@ def _by_groups(method: str) -> Callable[[Fields], Scheme]:
             # A group without weights is of activations alone.
             if group.get("weights") is not None:
                 found.append((_of_weights(weights), targets))
+                widths.add(weights.count("num_bits"))
         if not found:
             return PLAIN
-        widths = sorted({int(bits) for bits, _ in found})
-        return Scheme(f"{method}, {' and '.join(map(str, widths))} bits", tuple(found), _kept(section))
+        return Scheme(f"{method}, {' and '.join(map(str, sorted(widths)))} bits", tuple(found), _kept(section))
 
     return read
 
 
+def _is_block(block: Any) -> bool:
+    return (
+        isinstance(block, (list, tuple)) and len(block) == 2 and all(type(each) is int and each > 0 for each in block)
+    )
+
+
 def _of_weights(weights: Fields) -> float:
     """Bits a weight by one group's settings."""
-    bits, group = weights.count("num_bits"), weights.count("group_size", default=0, least=-1)
+    bits, group = _width(weights, "num_bits"), weights.count("group_size", default=0, least=-1)
     block = weights.get("block_structure")
-    if isinstance(block, (list, tuple)) and len(block) == 2 and all(type(each) is int and each > 0 for each in block):
+    if _is_block(block):
         group = block[0] * block[1]
-    # One exponent or fp8 number for a few weights of 4 bits; else 16 bits.
-    small = weights.get("strategy") == "tensor_group" or "float8" in str(weights.get("scale_dtype"))
+    # One exponent or fp8 number for a few floats of 4 bits, of which modelopt says no more; else 16 bits.
+    small = weights.get("strategy") == "tensor_group" or (bits == 4 and weights.get("type") == "float")
+    small = small or "float8" in str(weights.get("scale_dtype"))
     return _grouped(bits, group, 8 if small else _SCALE_BITS, zero_points=not weights.flag("symmetric", True))
 
 

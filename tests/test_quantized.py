@@ -72,6 +72,7 @@ def mean(bits: float, *, head: float = 16) -> float:
         (groups({"weights": {"num_bits": 8}}, ignore=()), 8.0),
         (groups({"weights": None, "input_activations": {"num_bits": 8}}), 16.0),
         (groups({"weights": {"num_bits": 8, "type": "float"}}, method="modelopt"), mean(8)),
+        (groups({"weights": {"num_bits": 4, "type": "float", "group_size": 16}}, method="modelopt"), mean(4 + 8 / 16)),
     ],
 )  # fmt: skip
 def test_bits_of_schemes(scheme: Any, bits: float) -> None:
@@ -115,6 +116,8 @@ def test_groups_of_several_widths() -> None:
     assert figures.name == "deepseek_v3 (compressed-tensors, 4 and 8 bits)"
     assert 4 < figures.weight_bits < 4.3
     assert figures.weight_bits < figures.dense_bits < 8
+    nvfp4 = groups({"weights": {"num_bits": 4, "type": "float", "group_size": 16}}, method="modelopt")
+    assert of(LLAMA_8B_CONFIG, nvfp4).name == "llama (modelopt, 4 bits)"
     experts = of(DEEPSEEK_V3, {**FP8, "expert_dtype": "fp4", "scale_fmt": "ue8m0"})
     assert 4.25 < experts.weight_bits < 4.6
 
@@ -145,6 +148,9 @@ def test_unknown_schemes_are_named(scheme: Any, what: str) -> None:
         ({**AWQ, "bits": "four"}, "bits of llama quantization_config is 'four'"),
         ({**GPTQ, "group_size": 1.5}, "group_size of llama quantization_config is 1.5"),
         ({**FP8, "weight_block_size": "128"}, "weight_block_size of llama quantization_config is '128'"),
+        ({**FP8, "weight_block_size": []}, "it is two whole numbers"),
+        ({**FP8, "weight_block_size": [1, 2, 3]}, "it is two whole numbers"),
+        ({**AWQ, "bits": 128}, "bits of llama quantization_config is 128; quantized weights have at most 16"),
         ({**FP8, "modules_to_not_convert": "lm_head"}, "are 'lm_head'; they are a list of names"),
         ({**FP8, "modules_to_not_convert": ["re:("]}, "has a pattern that can't be read"),
         (groups({"weights": {"num_bits": 8}, "targets": ["re:("]}), "has a pattern that can't be read"),

@@ -183,11 +183,11 @@ def _calibrate(
     if at.kind == "cpu":
         share_cores()
     quiet_transformers()
-    model = open_model(source, settings, kv_tokens=kv_tokens, block_size=block_size, seed=seed, device=at.torch)
+    model = open_model(source, settings, kv_tokens=kv_tokens, block_size=block_size, seed=seed, device=at.given)
     engine = Engine("auto", model=model, device=at.executor, ladder=sizes, settings=settings, calibrate=0)
     try:
         with progress_bar("", quiet=json) as shown:
-            capture(engine, at.torch, shown)
+            capture(engine, at.given, shown)
             task = shown.add_task("measuring what launches take", total=100, unit="%")
             begun_s = time.perf_counter()
             costs = calibrate(

@@ -261,7 +261,7 @@ def device_here(device: str, *, more: tuple[str, ...] = ()) -> DeviceName:
 
     name = read_device(device)
     known = ("auto", *(each for each in executor_names() if each != SIMULATED), *more)
-    if name.executor not in known or (name.index is not None and name.kind in ("cpu", SIMULATED)):
+    if name.executor not in known or (name.index is not None and name.kind == SIMULATED):
         hint = (
             "`kpolicy doctor` says what is on this machine; devices by their published figures, such as H200, are "
             "those of `kpolicy simulate`, plan, report and sweep."

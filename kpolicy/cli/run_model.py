@@ -108,7 +108,7 @@ def _prepare(asked: Asked) -> _Job:
         share_cores()
     quiet_transformers()
     model = open_model(
-        asked.model, settings, kv_tokens=kv_tokens, block_size=size.block_size, seed=asked.seed, device=at.torch
+        asked.model, settings, kv_tokens=kv_tokens, block_size=size.block_size, seed=asked.seed, device=at.given
     )  # fmt: skip
     _check_profile(asked, model)
     serving = Serving(

@@ -32,7 +32,7 @@ def executor_on(
         return first_executor(model, settings, **arguments)
     at = getattr(model, "device", None)
     here = read_device(at)
-    if name.index is not None and (at is None or here.index != name.index) and name.kind != "cpu":
+    if name.index is not None and (at is None or here.index != name.index):
         raise ConfigError(
             f"device is {str(device)!r}, and the model {'says no device' if at is None else f'is on {str(at)!r}'}. "
             f"Load it with device={str(device)!r}, or leave the number out: an executor runs a model where it is."

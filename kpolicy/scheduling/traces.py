@@ -221,7 +221,10 @@ def real(name: str, value: Any) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name} is {value!r:.80}; it must be a number.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{name} is {value!r:.80}; it is too large.") from None
 
 
 def _arrival(request: TraceRequest) -> float:

@@ -201,6 +201,8 @@ def _device(device: str | torch.device) -> torch.device:
     if name.torch == "auto":
         return first_device()
     try:
+        if name.kind.startswith("cpu:"):
+            raise ValueError("the CPU has no number")
         at = torch.device(name.torch) if name.kind != "accelerator" else _accelerator(name.index)
         torch.empty(1, device=at)
     # Each device's library has errors of its own.

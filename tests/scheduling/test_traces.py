@@ -379,6 +379,7 @@ def test_a_trace_says_what_was_done_to_it():
         (lambda trace: trace.limited(0), "max_tokens is 0"),
         (lambda trace: trace.scaled("2"), "rate is '2'; it must be a number"),
         (lambda trace: trace.scaled(True), "rate is True"),
+        (lambda trace: trace.scaled(10**400), "it is too large"),
         (lambda trace: trace.window(None, 5), "start_s is None"),
         (lambda trace: trace.window(0, [5]), "duration_s is"),
         (lambda trace: trace.first(1.5), r"the first 1\.5 requests"),
