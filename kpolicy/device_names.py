@@ -47,6 +47,8 @@ class DeviceName:
 def read_device(device: object) -> DeviceName:
     """A name or a torch.device, read. Whether there is such a device shows when it is asked for memory."""
     text = str(device)
+    if text == "cpu:0":  # torch's own name of the one CPU
+        return DeviceName("cpu", "cpu")
     # Of the first that is there nobody knows how many there are, and there is one CPU.
     numbered = re.fullmatch(r"(?!auto:|cpu:)([^:]+):([0-9]{1,9})", text)
     name, index = (numbered[1], int(numbered[2])) if numbered else (text, None)

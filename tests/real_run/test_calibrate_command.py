@@ -141,7 +141,7 @@ def test_a_repeat_that_fails_ends_it(kpolicy: Command, config: Path, tmp_path: P
         (("--repeats", "0"), "--repeats is 0"),
         (("--device", "gpu"), "unknown device 'gpu'"),
         (("--device", "simulated"), "unknown device 'simulated'"),
-        (("--device", "cpu:0"), "unknown device 'cpu:0'; did you mean 'cpu'?"),
+        (("--device", "cpu:1"), "unknown device 'cpu:1'; did you mean 'cpu'?"),
         (("--device", "auto:1"), "unknown device 'auto:1'"),
         (("--device", "cuda:x"), "unknown device 'cuda:x'"),
         (("--seconds", "0"), "--seconds is 0"),

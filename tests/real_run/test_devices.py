@@ -94,6 +94,9 @@ def test_load_and_engine_go_by_them() -> None:
     engine = Engine(model=model, device=model.device, calibrate=0)
     assert engine.executor is not None
     assert engine.executor.name == "cpu"
+    for device in ("cpu:0", torch.device("cpu", 0)):  # torch's own names of the one CPU
+        assert load(TINY, num_blocks=8, block_size=4, device=device).device.type == "cpu"
+        assert Engine(model=model, device=device, calibrate=0).executor is not None
     for device in ("auto:1", "cpu:3"):
         with pytest.raises(ConfigError, match=f"unknown executor '{device}'"):
             Engine(model=model, device=device)
