@@ -115,26 +115,37 @@ def check_fit(rows: StepInputs, query_len: int | None = None) -> None:
         ConfigError: with how many there are of each, or which value can't be.
     """
     _, query_lens, token_ids, positions, slots, table, kv_lens, wanted, _, _, _ = rows
-    if (
-        len(positions) != (num_tokens := len(token_ids))
-        or len(slots) != num_tokens
-        or len(kv_lens) != (num_reqs := len(query_lens))
-        or len(table) != num_reqs
-        or (sum(query_lens) if query_len is None else query_len * num_reqs) != num_tokens
-    ):
-        raise _unlike(rows)
-    if query_len is None:
-        if query_lens and min(query_lens) < 1:
-            # Its rows would overlap.
-            raise ConfigError(f"query_lens has {min(query_lens)}; a row has at least 1 token. Leave out rows without.")
-    elif type(query_lens) is list and query_lens.count(query_len) != num_reqs:
-        raise ConfigError(f"query_lens is {query_lens}; by the batch's numbers each decode row has {query_len} tokens.")
-    # A tensor of the device would have to come to the host.
-    if type(wanted) is list and wanted and not 0 <= wanted[0] <= wanted[-1] < num_tokens:
-        raise ConfigError(
-            f"wanted goes from {wanted[0]} to {wanted[-1]} in a launch of {num_tokens} tokens; give indices of its "
-            "tokens, rising."
-        )
+    try:
+        if (
+            len(positions) != (num_tokens := len(token_ids))
+            or len(slots) != num_tokens
+            or len(kv_lens) != (num_reqs := len(query_lens))
+            or len(table) != num_reqs
+            or (sum(query_lens) if query_len is None else query_len * num_reqs) != num_tokens
+        ):
+            raise _unlike(rows)
+        if query_len is None:
+            # Arrays and tensors have no one truth value.
+            if num_reqs and min(query_lens) < 1:
+                # Its rows would overlap.
+                raise ConfigError(
+                    f"query_lens has {int(min(query_lens))}; a row has at least 1 token. Leave out rows without."
+                )
+        elif type(query_lens) is list and query_lens.count(query_len) != num_reqs:
+            raise ConfigError(
+                f"query_lens is {query_lens}; by the batch's numbers each decode row has {query_len} tokens."
+            )
+        # A tensor of the device would have to come to the host.
+        if type(wanted) is list and wanted and not 0 <= wanted[0] <= wanted[-1] < num_tokens:
+            raise ConfigError(
+                f"wanted goes from {wanted[0]} to {wanted[-1]} in a launch of {num_tokens} tokens; give indices of its "
+                "tokens, rising."
+            )
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        # Not the graph's, which the error would cost.
+        raise ConfigError(f"a launch's inputs aren't sequences of whole numbers: {error}.") from error
 
 
 def check_sampling(rows: StepInputs) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -53,6 +54,10 @@ WRONG = pytest.mark.parametrize(
         ({"wanted": [2, 8]}, "wanted goes from 2 to 8 in a launch of 8 tokens"),
         ({"wanted": [-1, 7]}, "wanted goes from -1 to 7"),
         ({"wanted": [7, 2]}, "wanted goes from 7 to 2"),
+        ({"wanted": ["a", "b"]}, "aren't sequences of whole numbers"),
+        ({"query_lens": ["a", "b"]}, "aren't sequences of whole numbers"),
+        ({"query_lens": torch.tensor([0, 8])}, "query_lens has 0; a row"),
+        ({"query_lens": np.array([[3, 0], [5, 0]])}, "aren't sequences of whole numbers"),
         ({"sampling": {"temperature": [0.5]}}, "sampling input temperature has 1 values for 2 wanted rows"),
         ({"sampling": {"temperature": [0.5, 0.5], "seed": [1]}}, "sampling input seed has 1 values for 2 wanted rows"),
         ({"sampling": {"top_p": [0.9, 0.9]}}, "unknown sampling input 'top_p'"),
@@ -78,6 +83,31 @@ def test_inputs_that_do_not_fit_each_other_are_named(
 def test_the_simulated_device_names_them_too(simulated: tuple[Engine, Any], wrong: dict[str, Any], words: str) -> None:
     """A test on it would pass for inputs that no device takes."""
     test_inputs_that_do_not_fit_each_other_are_named(simulated, wrong, words)
+
+
+FIELDS = ("query_lens", "token_ids", "positions", "slot_mapping", "block_table", "kv_lens", "wanted")
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_inputs_may_be_arrays(stepped: tuple[Engine, Any], array: Callable[[Any], Any]) -> None:
+    """They compute what lists do, and cost no graph."""
+    engine, inputs = stepped
+    before, wanted = engine.registry.captured(), engine.step(inputs)
+    for field in FIELDS:
+        found = engine.step(inputs._replace(**{field: array(getattr(inputs, field))}))
+        assert torch.equal(torch.stack(list(found.outputs)), torch.stack(list(wanted.outputs))), field
+        assert found.decision == wanted.decision, field
+    assert engine.registry.captured() == before
+
+
+def test_the_simulated_device_takes_arrays(simulated: tuple[Engine, Any]) -> None:
+    """NumPy's, as devices do."""
+    engine, inputs = simulated
+    wanted = engine.step(inputs)
+    for field in FIELDS:
+        found = engine.step(inputs._replace(**{field: np.array(getattr(inputs, field))}))
+        assert [int(each) for each in found.outputs] == [int(each) for each in wanted.outputs], field
+        assert found.decision == wanted.decision, field
 
 
 def test_a_sampling_input_that_nobody_reads_is_refused(stepped: tuple[Engine, Any]) -> None:
