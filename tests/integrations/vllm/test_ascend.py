@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -38,6 +39,8 @@ from tests.oracle.loader import VARIABLE, loaded, oracle_folder
 from tests.oracle.vllm_real import RealVllm
 
 pytest.importorskip("torch")
+# The shim imports it when streams run out, which must not be under `loaded`, where torch is a stand-in.
+importlib.import_module("kpolicy.executors.ascend.replan")
 
 WHEEL = "KPOLICY_VLLM_ASCEND_WHEEL"
 NO_STREAMS = "aclmdlRICaptureBegin, error code is 207008: stream resources are insufficient"
