@@ -7,7 +7,7 @@ the primitives of any real device. `ModeRunner` does the rest for both, and is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import Lock
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary, ref
@@ -137,13 +137,18 @@ def _take_name(name: str, registry: GraphRegistry) -> str:
     """The first of name, name-2, name-3 ... that no other executor's pools have in the registry."""
     with _TAKING:
         taken = _TAKEN.setdefault(registry, set())
-        held = taken | {pool.name.partition("/")[0] for pool in registry.pools()}
-        free, count = name, 1
-        while free in held:
-            count += 1
-            free = f"{name}-{count}"
+        free = _free(name, "-", taken | {pool.name.partition("/")[0] for pool in registry.pools()})
         taken.add(free)
         return free
+
+
+def _free(name: str, mark: str, held: Collection[str]) -> str:
+    """The first of name, name-2, name-3 ..., with that mark, that isn't held."""
+    free, count = name, 1
+    while free in held:
+        count += 1
+        free = f"{name}{mark}{count}"
+    return free
 
 
 class ModeRunner:
@@ -293,8 +298,8 @@ class ModeRunner:
                 return pool
         largest = _largest([other for other in (*left, *self._expected) if other.part is key.part])
         memory = self.launcher.new_pool(key.part, largest)
-        count = 1 + sum(pool.largest.part is key.part for pool in self._pools)
-        name = f"{self._pool_name}/{key.part.value}" + (f"/{count}" if count > 1 else "")
+        # A pool may go alone, so how many there are names none.
+        name = _free(f"{self._pool_name}/{key.part.value}", "/", {pool.name for pool in self._pools})
         self._pools.append(_Pool(name, memory, largest))
         return self._pools[-1]
 

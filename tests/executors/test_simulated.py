@@ -634,6 +634,34 @@ def test_larger_keys_later_get_a_pool_of_their_own() -> None:
     assert executor.registry.totals().held.graphs == 0
 
 
+def test_a_pool_that_went_alone_leaves_no_two_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next pool takes the name that is free: under one name both's bytes and graphs would be one pool's."""
+    small, large, larger, largest = (GraphKey(Part.FULL, size, 4) for size in (8, 16, 32, 64))
+    executor, registry = simulated(), GraphRegistry(Budget(bytes=10**12))
+    executor.open(registry)
+    for key in (large, larger):
+        executor.capture([key])
+    registry.withdraw(large, Reason.REPLAY_FAILED)
+    capture = executor.launcher.capture
+
+    def too_large(key: GraphKey, pool: Any) -> Any:
+        handle, report = capture(key, pool)
+        return handle, report._replace(bytes=10**13)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(executor.launcher, "capture", too_large)
+        executor.capture([small])
+    assert [pool.name for pool in executor._pools] == ["simulated/full/2"]
+    executor.capture([largest])
+    assert sorted(pool.name for pool in executor._pools) == ["simulated/full", "simulated/full/2"]
+    assert registry.record(larger).pool != registry.record(largest).pool
+    registry.withdraw(largest, Reason.REPLAY_FAILED)
+    with monkeypatch.context() as patched:
+        patched.setattr(executor.launcher, "capture", too_large)
+        executor.capture([attrs.evolve(largest, num_tokens=48)])
+    assert (registry.captured(), executor.captured) == ((larger,), {larger})
+
+
 def test_a_pool_has_rows_for_each_of_its_keys() -> None:
     """The graph with the most rows needn't be the one with the most tokens: a pool holds both."""
     executor, _, _ = opened(GraphKey(Part.FULL, 16, 2), SINGLE)
