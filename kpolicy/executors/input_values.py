@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from operator import index
 from typing import Any
 
 from kpolicy.errors import ConfigError
@@ -31,24 +32,25 @@ def check_values(rows: StepInputs, which: Rows, model: StepModel) -> None:
     """
     wrong = next(_wrong(rows, which, model), "")
     if wrong:
-        raise ConfigError(f"a launch's inputs can't be right: {wrong}.")
+        raise _refused(wrong)
 
 
 def _wrong(rows: StepInputs, which: Rows, model: Any) -> Iterator[str]:
-    query_lens, kv_lens, wanted = _plain(rows.query_lens), _plain(rows.kv_lens), _plain(rows.wanted)
-    slots = _plain(rows.slot_mapping)
+    names = ("query_lens", "kv_lens", "wanted", "slot_mapping", "token_ids", "positions")
+    query_lens, kv_lens, wanted, slots, token_ids, positions = (_whole(name, getattr(rows, name)) for name in names)
     yield from _outside("query_lens", query_lens, 1, None)
-    yield from _outside("token_ids", _plain(rows.token_ids), 0, model.vocab)
-    yield from _outside("positions", _plain(rows.positions), 0, getattr(model, "max_model_len", None))
+    yield from _outside("token_ids", token_ids, 0, model.vocab)
+    yield from _outside("positions", positions, 0, getattr(model, "max_model_len", None))
     yield from _outside("slot_mapping", [slot for slot in slots if slot != model.pad_slot], 0, model.num_slots)
-    yield from _twice([*slots, *(slot for step in rows.slots_ahead for slot in _plain(step))], model.pad_slot)
+    yield from _twice([*slots, *(slot for step in rows.slots_ahead for slot in _whole("slots_ahead", step))], model.pad_slot)
     yield from _outside("wanted", wanted, 0, len(rows.token_ids))
     if any(later <= earlier for earlier, later in pairwise(wanted)):
         yield f"wanted is {wanted}, which doesn't rise"
     yield from _uncounted(rows, which, query_lens, frozenset(wanted))
     size, num_blocks = getattr(model, "block_size", None), getattr(model, "num_blocks", None)
     for row, (query_len, kv_len, blocks) in enumerate(zip(query_lens, kv_lens, rows.block_table, strict=True)):
-        table = _plain(blocks)
+        # Entries behind the last token's block are padding, which nobody reads.
+        table = _whole(f"block_table of row {row}", blocks if not size else blocks[: max(-(-kv_len // size), 0)])
         if kv_len < query_len:
             yield f"row {row} runs {query_len} tokens and attends to {kv_len}, these included"
         if size and kv_len > size * len(table):
@@ -56,11 +58,24 @@ def _wrong(rows: StepInputs, which: Rows, model: Any) -> Iterator[str]:
         yield from _outside(f"block_table of row {row}", table, 0, num_blocks)
 
 
-def _plain(values: Any) -> Sequence[Any]:
-    """The values as Python's own, wherever they are."""
+def _whole(name: str, values: Any) -> Sequence[int]:
+    """The values as Python's own, wherever they are.
+
+    Raises:
+        ConfigError: one isn't a whole number.
+    """
     tolist = getattr(values, "tolist", None)
-    found: Sequence[Any] = values if tolist is None else tolist()
+    found: list[int] = []
+    for value in values if tolist is None else tolist():
+        try:
+            found.append(index(value))
+        except TypeError:
+            raise _refused(f"{name} has {value!r}, which isn't a whole number") from None
     return found
+
+
+def _refused(wrong: str) -> ConfigError:
+    return ConfigError(f"a launch's inputs can't be right: {wrong}.")
 
 
 def _outside(name: str, values: Sequence[Any], least: int, below: int | None) -> Iterator[str]:

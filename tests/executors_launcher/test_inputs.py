@@ -248,6 +248,10 @@ def test_decode_rows_are_as_long_as_the_numbers_say(small: Callable[..., Any]) -
         ({"block_table": [[0], [-1]]}, "block_table of row 1 has -1"),
         ({"query_lens": [0, 2]}, "query_lens has 0"),
         ({"wanted": [0, 0]}, "wanted is .0, 0., which doesn't rise"),
+        ({"token_ids": ["a", 0]}, "token_ids has 'a', which isn't a whole number"),
+        ({"positions": [None, 0]}, "positions has None"),
+        ({"kv_lens": [4, 6.5]}, "kv_lens has 6.5"),
+        ({"block_table": [[0], ["b"]]}, "block_table of row 1 has 'b'"),
     ],
 )
 def test_the_debug_mode_looks_at_every_value(
@@ -261,3 +265,22 @@ def test_the_debug_mode_looks_at_every_value(
         engine.step(inputs._replace(**wrong))
     assert engine.registry.captured() == before
     engine.step(inputs)
+
+
+@pytest.mark.parametrize("policy", ["full", "eager"])
+def test_the_debug_mode_leaves_the_padding_of_block_tables(policy: str, small: Callable[..., Any]) -> None:
+    """Nobody reads what is behind a row's last block, so a step that runs without the mode runs with it."""
+    found = {}
+    for check in (False, True):
+        executor = CpuExecutor(small(), check=check)
+        engine = Engine(policy, executor=executor, attention="gqa", ladder=[2, 4, 8], calibrate=0)
+        inputs = _decoding(engine, 1)
+        for filler in (0, -1, 10**6):
+            padded = [[*row, filler] for row in inputs.block_table]
+            tables = (padded, torch.tensor(padded)) if check else (padded,)
+            for table in tables:
+                outputs = engine.step(inputs._replace(block_table=table))
+                found[check, filler] = torch.stack(list(outputs.outputs))
+        with pytest.raises(ConfigError if check else IndexError, match=r"block_table of row 0 has 1000000|index"):
+            engine.step(inputs._replace(block_table=[[10**6, *row] for row in inputs.block_table]))
+    assert all(torch.equal(each, found[False, 0]) for each in found.values())
