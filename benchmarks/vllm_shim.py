@@ -8,6 +8,10 @@ Of the first runner all of `_determine_batch_execution_and_padding` is timed, of
 steps of its own, so that prepared answers are found as often as in serving: decodes have theirs after the first of
 their number, batches with a prompt chunk theirs from start-up. Passes of the two alternate, in several processes; the
 best of each is taken, as all else only adds time.
+
+Steps go through the runner's `execute_model`, where costs follow the host's speed: each pass has a look at it, which
+`kpolicy_vllm.watch` has due every few seconds. ``look_us`` is what one takes; 1 / `STEPS` of it is in kpolicy's times.
+Every look finds the speed that the costs have: none of them changes in a pass.
 """
 
 from __future__ import annotations
@@ -20,18 +24,22 @@ import random
 import subprocess
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 import kpolicy
+import kpolicy_vllm.host
 from kpolicy.costs import Curve, HostCost, analytic_costs
+from kpolicy.host_speed import host_work_us
 from kpolicy.policies.vllm import vllm
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
-from kpolicy_vllm.state import state_of
+from kpolicy_vllm.state import State, state_of
 from tests.integrations.vllm.real_runner import initialise_v1, runner_v1, sized, vllm_config, vllm_of
 from tests.integrations.vllm.shimmed import ShimmedVllm
 from tests.oracle.configs import Deployment
@@ -40,6 +48,7 @@ from tests.oracle.vllm_real import RealVllm
 RESULT = Path(__file__).parent / "results" / "vllm_shim.json"
 STEPS = 1000
 PASSES = 9
+WORK_US = 30.0
 
 
 def costs() -> Any:
@@ -50,6 +59,7 @@ def costs() -> Any:
     return attrs.evolve(
         analytic_costs(), version="bench", measured=True, full=curve, piecewise=curve, eager=curve,
         host_full=HostCost(100.0), host_piecewise=HostCost(1500.0), host_eager=HostCost(8000.0),
+        host_work_us=WORK_US,
     )  # fmt: skip
 
 
@@ -68,21 +78,41 @@ def long(rng: random.Random) -> list[int]:
 KINDS: dict[str, Callable[[random.Random], list[int]]] = {"decode": decodes, "mixed": mixed, "long chunk": long}
 
 
-def timed(call: Callable[..., Any], steps: list[Any]) -> float:
-    """Microseconds a call."""
+def runner_of(ask: Callable[..., Any], state: State | None = None) -> Any:
+    """A runner whose steps only ask for a graph; costs of kpolicy's follow the host."""
+    parallel = SimpleNamespace(data_parallel_size=1)
+    runner = SimpleNamespace(execute_model=ask, vllm_config=SimpleNamespace(parallel_config=parallel))
+    if state is not None:
+        state.runner = runner
+        kpolicy_vllm.host.host_work_us = lambda: WORK_US if host_work_us() else 0.0
+        kpolicy_vllm.host.attach(runner, state)
+        assert state.look_due is not None
+        runner.look_due = state.look_due
+    return runner
+
+
+def timed(runner: Any, steps: list[Any]) -> float:
+    """Microseconds a step."""
+    if hasattr(runner, "look_due"):
+        runner.look_due()
     start = time.perf_counter_ns()
     for step in steps:
-        call(**step)
+        runner.execute_model(**step)
     return (time.perf_counter_ns() - start) / len(steps) / 1000
 
 
-def compared(stock: Callable[..., Any], shim: Callable[..., Any], draw: Callable[[], Any]) -> dict[str, Any]:
-    """Best times of both, and their ratio."""
+def look_us() -> float:
+    """Microseconds that a look at the host's speed takes, at best."""
+    return round(min(timeit.repeat(host_work_us, number=1, repeat=50)) * 1e6, 1)
+
+
+def compared(stock: Any, shim: Any, draw: Callable[[], Any]) -> dict[str, Any]:
+    """Best times of both runners, and their ratio."""
     # vLLM's engine freezes what there is after its start, so that the collector doesn't walk through it.
     gc.collect()
     gc.freeze()
-    for call in (stock, shim):
-        timed(call, [draw() for _ in range(STEPS)])
+    for runner in (stock, shim):
+        timed(runner, [draw() for _ in range(STEPS)])
     times: tuple[list[float], list[float]] = ([], [])
     for i in range(PASSES):
         for which in (0, 1) if i % 2 else (1, 0):
@@ -117,7 +147,7 @@ def of_runner_1(version: str, rng: random.Random) -> dict[str, Any]:
         if kpolicy_on:
             state.install_costs(costs())
             state.dispatcher.chooser.prepare()
-        return runner._determine_batch_execution_and_padding
+        return runner_of(runner._determine_batch_execution_and_padding, state if kpolicy_on else None)
 
     with vllm_of(version) as modules:
         stock, shim = started(modules, False), started(modules, True)
@@ -161,10 +191,8 @@ def of_runner_2(version: str, rng: random.Random) -> dict[str, Any]:
                 step |= {"num_active_loras": 0, "max_query_len": 1 if new[-1] == 1 else None}
             return step
 
-        return {
-            name: compared(stock.manager.dispatch, shim.manager.dispatch, lambda kind=kind: draw(kind))
-            for name, kind in KINDS.items()
-        }
+        runners = runner_of(stock.manager.dispatch), runner_of(shim.manager.dispatch, shim.state)
+        return {name: compared(*runners, lambda kind=kind: draw(kind)) for name, kind in KINDS.items()}
 
 
 def measured() -> list[dict[str, Any]]:
@@ -211,6 +239,7 @@ def main() -> int:
         f"--date {arguments.date} --processes {arguments.processes}",
         "versions": {"kpolicy": kpolicy.__version__, "python": platform.python_version()},
         "cpu": platform.processor() or platform.machine(),
+        "look_us": look_us(),
         "rows": rows,
     }
     # What `vllm.pace_cost` measured stands in the same file.

@@ -1,9 +1,11 @@
 """Costs at the speed that the host has while it serves, not at the one that it had for the seconds of calibration.
 
 Cores of virtual machines turn slow, and quick again. A table that was measured on a slow core has eager launching too
-dear for as long as the server runs, one of a quick core too cheap. So every so many steps the fixed work is timed whose
+dear for as long as the server runs, one of a quick core too cheap. So every few seconds the fixed work is timed whose
 time the table notes (`kpolicy.host_speed`), and where the last looks say that launching takes clearly more or less than
 the costs have it, these are brought to that speed. What the device takes stays as it was measured.
+
+`kpolicy_vllm.watch` keeps the time; the look is the next step's, in its thread. Steps between two looks do nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from kpolicy.costs import CostTable
 from kpolicy.host_speed import INTERPRETER, host_work_us, launching_takes
 from kpolicy_vllm.state import LOGGER, State
 
-__all__ = ["CHANGED", "LOOK", "LOOKS", "HostSpeed", "attach", "why_not"]
+__all__ = ["CHANGED", "LOOKS", "HostSpeed", "attach", "why_not"]
 
-LOOK, LOOKS = 256, 5
-"""Steps between two looks, which take some 0.1 ms, and looks of which the middle one counts"""
+LOOKS = 5
+"""Looks, of some 0.1 ms each, of which the middle one counts"""
 CHANGED = 1.2
 """Times that launching takes longer or shorter than the costs have it, from which they are brought to the speed: the
 policy is prepared anew for that, for 4 to 18 ms"""
@@ -80,19 +82,33 @@ class HostSpeed:
 
 
 def attach(runner: Any, state: State) -> None:
-    """Follow the host's speed from now on, before steps of this runner, where that can be."""
+    """Follow the host's speed from now on, before steps of this runner, where that can be.
+
+    A step whose look is due is the only one that passes through here.
+    """
     if why_not(state) is not None:
         return
-    speed, execute, steps = HostSpeed(state, host_work_us), runner.execute_model, 0
+    speed, execute, due = HostSpeed(state, host_work_us), runner.execute_model, False
 
     @functools.wraps(execute)
-    def execute_model(*args: Any, **named: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps >= LOOK:
-            steps = 0
+    def looking(*args: Any, **named: Any) -> Any:
+        nonlocal due
+        if runner.execute_model is looking:
+            runner.execute_model = execute
+        if due:
+            due = False
             with state.guard("host_speed_failed", "following the host's speed", "costs stay as they are"):
                 speed.look()
         return execute(*args, **named)
 
-    runner.execute_model = execute_model
+    def look_due() -> None:
+        nonlocal due
+        due = True
+        if runner.execute_model is execute:
+            runner.execute_model = looking
+        elif runner.execute_model is not looking:
+            state.counters.warn_once(
+                "host_speed_unseen", "another has wrapped execute_model since the start: costs may stay as they are."
+            )
+
+    runner.execute_model, state.look_due = execute, look_due

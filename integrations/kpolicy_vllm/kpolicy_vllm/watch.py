@@ -1,6 +1,6 @@
 """A thread that sums up at an interval: one line in vLLM's log, and the counters for Prometheus.
 
-Steps only count; the clock is read here.
+Steps only count; the clock is read here, also for looks at the host's speed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from threading import Event, Thread
 from kpolicy.observe import padding_text
 from kpolicy_vllm.state import LOGGER, State
 
-__all__ = ["Watch", "summary"]
+__all__ = ["TICK_S", "Watch", "summary"]
+
+TICK_S = 5.0
+"""Seconds between two times that counts are told and a look at the host's speed is due; a shorter interval's instead"""
 
 Tallies = Mapping[tuple[str, str], tuple[int, int, int]]
 
@@ -52,7 +55,7 @@ class Watch:
 
     Args:
         state: what kpolicy knows of this vLLM.
-        publish: called at every interval with the registry's hits up to date.
+        publish: called every `TICK_S` with the registry's hits up to date.
     """
 
     def __init__(self, state: State, publish: Callable[[], None] | None = None) -> None:
@@ -60,6 +63,7 @@ class Watch:
         self._publish = publish
         self._before: Tallies = {}
         self._interval_s = state.config.summary_seconds
+        self._often = publish is not None or state.look_due is not None
         self._ended = Event()
         self._thread = Thread(target=self._run, name="kpolicy-watch", daemon=True)
         # Whoever ends the last engine of a process without ending the process has no thread left over.
@@ -67,7 +71,7 @@ class Watch:
 
     def start(self) -> None:
         """Begin, until the state is gone, the process ends or `stop`."""
-        if self._interval_s or self._publish is not None:
+        if self._interval_s or self._often:
             self._thread.start()
             atexit.register(self.stop)
 
@@ -79,18 +83,20 @@ class Watch:
         atexit.unregister(self.stop)
 
     def _run(self) -> None:
-        publish_s = min(self._interval_s or _PUBLISH_S, _PUBLISH_S) if self._publish is not None else self._interval_s
+        tick_s = min(self._interval_s or TICK_S, TICK_S) if self._often else self._interval_s
         passed = 0.0
-        while not self._ended.wait(publish_s):
-            passed += publish_s
+        while not self._ended.wait(tick_s):
+            passed += tick_s
             if self._tick(passed):
                 passed = 0.0
         atexit.unregister(self.stop)
 
     def _tick(self, passed: float) -> bool:
-        """Tell the counts; whether the summary was due."""
+        """Have the host looked at, and tell the counts; whether the summary was due."""
         state, due = self._state(), bool(self._interval_s) and passed >= self._interval_s
         if state is not None:
+            if state.look_due is not None:
+                state.look_due()
             with state.guard("summary_failed", "summing up", "it is tried again at the next interval"):
                 if self._publish is not None:
                     state.dispatcher.chooser.count_hits()
@@ -110,6 +116,3 @@ class Watch:
         if line and self._interval_s:
             LOGGER.info("kpolicy: %s", line)
         return line
-
-
-_PUBLISH_S = 5.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,11 @@ from kpolicy_vllm import host
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.dispatch import Chooser
 from kpolicy_vllm.doubt import SLOWER_HOST
-from kpolicy_vllm.host import CHANGED, LOOK, LOOKS, HostSpeed, attach, why_not
+from kpolicy_vllm.host import CHANGED, LOOKS, HostSpeed, attach, why_not
 from kpolicy_vllm.ladder import default_sizes
 from kpolicy_vllm.state import State
 from kpolicy_vllm.steps import Step, numbers_of
+from kpolicy_vllm.watch import Watch
 
 WORK_US = 20.0
 REPOSITORY = Path(__file__).parents[3]
@@ -69,6 +71,7 @@ def served(costs: CostTable | None = None, *, ranks: int = 1) -> State:
 
     runner.execute_model = execute_model
     made.state.runner, made.state.rejoin_us = runner, 7.0
+    made.state.dispatcher.chooser = made
     return made.state
 
 
@@ -134,15 +137,76 @@ def test_looks_are_between_steps_and_steps_go_on_whatever_they_raise(monkeypatch
     found = iter([1.7 * WORK_US] * LOOKS)
     monkeypatch.setattr(host, "host_work_us", lambda: next(found))
     attach(state.runner, state)
-    for _ in range(LOOK * LOOKS - 1):
+    watch = Watch(state)
+    for _ in range(LOOKS - 1):
+        watch._tick(5.0)
         state.runner.execute_model("step")
+    watch._tick(5.0)
     assert not state.counters.counts
     assert state.runner.execute_model("step", more=3) == ("step", 3)
     assert state.counters.counts == {"host_speed_changes": 1}
-    for _ in range(LOOK):
-        state.runner.execute_model("step")
+    watch._tick(5.0)
+    state.runner.execute_model("step")
     assert state.counters.counts == {"host_speed_changes": 1, "host_speed_failed": 1}
-    assert state.runner.ran == LOOK * (LOOKS + 1)
+    assert state.runner.ran == LOOKS + 1
+
+
+def test_steps_between_two_looks_pass_through_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long nothing ran, the next step looks once."""
+    state, looks = served(), []
+    monkeypatch.setattr(host, "host_work_us", lambda: looks.append(state.runner.ran) or WORK_US)
+    execute = state.runner.execute_model
+    attach(state.runner, state)
+    watch = Watch(state)
+    for _ in range(3):
+        assert state.runner.execute_model is execute
+        watch._tick(5.0)
+        watch._tick(5.0)
+        for _ in range(100):
+            state.runner.execute_model("step")
+    assert looks == [0, 100, 200]
+
+
+def test_what_another_wraps_since_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks go on where he calls ours, once when due; where he calls what was there it is said."""
+    state, looks = served(), []
+    monkeypatch.setattr(host, "host_work_us", lambda: looks.append(state.runner.ran) or WORK_US)
+    attach(state.runner, state)
+    assert state.look_due is not None
+    state.look_due()
+    theirs = state.runner.execute_model
+
+    def wrapped(*args: Any) -> Any:
+        return theirs(*args)
+
+    state.runner.execute_model = wrapped
+    for _ in range(2):
+        state.runner.execute_model("step")
+        state.runner.execute_model("step")
+        state.look_due()
+    assert state.runner.execute_model is wrapped
+    assert looks == [0, 2]
+    assert state.counters.counts["host_speed_unseen"] == 2
+
+
+def test_the_thread_keeps_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without summary and metrics too; it has nothing to do where costs don't follow."""
+    monkeypatch.setattr("kpolicy_vllm.watch.TICK_S", 0.01)
+    state, looked_at = served(), threading.Event()
+    state.config = attrs.evolve(state.config, summary_seconds=0)
+    idle = Watch(state)
+    idle.start()
+    assert not idle._thread.is_alive()
+    monkeypatch.setattr(host, "host_work_us", lambda: looked_at.set() or WORK_US)
+    attach(state.runner, state)
+    watch = Watch(state)
+    watch.start()
+    for _ in range(1000):
+        state.runner.execute_model("step")
+        if looked_at.wait(0.01):
+            break
+    watch.stop()
+    assert looked_at.is_set()
 
 
 @pytest.mark.parametrize(
@@ -157,6 +221,7 @@ def test_where_it_can_t_be_costs_stay(state: State, why: str) -> None:
     execute = state.runner.execute_model
     attach(state.runner, state)
     assert state.runner.execute_model is execute
+    assert state.look_due is None
     assert why in str(why_not(state))
     assert why_not(served()) is None
     state.costs = None

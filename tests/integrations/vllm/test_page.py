@@ -342,7 +342,14 @@ def test_the_page_tells_from_when_llama_s_chat_has_stock_s_steps() -> None:
     ]
     now = paragraph("**Now** it is")
     since = [row for row in turns if row["repeat"] >= 2]
-    for figure, name in (("ttft_p50_ms", "first tokens"), ("gap_p99_ms", "gap p99")):
+    figures = (("ttft_p50_ms", "first tokens"), ("gap_p99_ms", "gap p99"))
+    again = [told(*pairs(since, "stock", "again", figure)) for figure, _ in figures]
+    assert f"stock's second process has {again[0]} and {again[1]} of the same" in now
+    ours, of_again = (pairs(since, side, "kpolicy", "ttft_p50_ms") for side in ("stock", "again"))
+    behind = f"{1 - ours[0]:.1%} behind stock's and {1 - of_again[0]:.1%} behind its second process"
+    assert behind in now
+    assert all(low < 1 < high for _, low, high in (ours, of_again))
+    for figure, name in figures:
         assert f"{name} {told(*pairs(since, 'stock', 'kpolicy', figure))}" in now
         assert told(*pairs(turns, "stock", "again", figure)) in now
         assert told(*pairs(turns, "stock", "kpolicy", figure)) in now
