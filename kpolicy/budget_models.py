@@ -7,6 +7,7 @@ measured is what the registry counts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Real
 
 import attrs
 
@@ -75,7 +76,7 @@ def cuda_budget(
         ConfigError: free_bytes is negative, or the share isn't above 0 and at most 1.
     """
     check_amount("free_bytes", free_bytes, whole=True)
-    if isinstance(share, str) or not 0 < share <= 1:
+    if not isinstance(share, Real) or isinstance(share, bool) or not 0 < share <= 1:
         raise ConfigError(f"share is {share!r}; it is the part of free memory that graphs may take, over 0 to 1.")
     full, piecewise = (
         Usage(1, 1, size, us / 1e6) for size, us in zip(graph_bytes, capture_us, strict=True)

@@ -290,5 +290,6 @@ def test_layers_and_ranks_are_whole_numbers() -> None:
             ModelShape(num_layers=wrong)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=r"tp is .*whole number"):
             AscendParallel(tp=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"share is '0\.1'"):
-        cuda_budget(1, "0.1")  # type: ignore[arg-type]
+    for share in ("0.1", None, [1], True):
+        with pytest.raises(ConfigError, match=r"share is .*; it is the part of free memory"):
+            cuda_budget(1, share)  # type: ignore[arg-type]

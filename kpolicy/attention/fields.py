@@ -71,7 +71,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         architectures = values.get("architectures") or ()
-        if isinstance(architectures, str) or not isinstance(architectures, (list, tuple)):
+        if not isinstance(architectures, (list, tuple)) or not all(isinstance(each, str) for each in architectures):
             raise SupportError(f"architectures is {architectures!r:.80}; it is a list of class names.")
         model_type = values.get("model_type")
         nested = next((values[name] for name in _NESTED if isinstance(values.get(name), Mapping)), None)
@@ -79,11 +79,11 @@ class Fields:
             inner = Fields(nested)
             self.values: Mapping[str, Any] = inner.values
             self.model_type: str = inner.model_type or str(model_type or "")
-            self.architectures: tuple[str, ...] = inner.architectures or tuple(map(str, architectures))
+            self.architectures: tuple[str, ...] = inner.architectures or tuple(architectures)
             return
         self.values = values
         self.model_type = str(model_type or "")
-        self.architectures = tuple(map(str, architectures))
+        self.architectures = tuple(architectures)
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from operator import index
-from typing import Any
+from typing import Any, SupportsIndex
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs
@@ -42,7 +42,8 @@ def _wrong(rows: StepInputs, which: Rows, model: Any) -> Iterator[str]:
     yield from _outside("token_ids", token_ids, 0, model.vocab)
     yield from _outside("positions", positions, 0, getattr(model, "max_model_len", None))
     yield from _outside("slot_mapping", [slot for slot in slots if slot != model.pad_slot], 0, model.num_slots)
-    yield from _twice([*slots, *(slot for step in rows.slots_ahead for slot in _whole("slots_ahead", step))], model.pad_slot)
+    ahead = [slot for step in rows.slots_ahead for slot in _whole("slots_ahead", step)]
+    yield from _twice([*slots, *ahead], model.pad_slot)
     yield from _outside("wanted", wanted, 0, len(rows.token_ids))
     if any(later <= earlier for earlier, later in pairwise(wanted)):
         yield f"wanted is {wanted}, which doesn't rise"
@@ -65,13 +66,11 @@ def _whole(name: str, values: Any) -> Sequence[int]:
         ConfigError: one isn't a whole number.
     """
     tolist = getattr(values, "tolist", None)
-    found: list[int] = []
-    for value in values if tolist is None else tolist():
-        try:
-            found.append(index(value))
-        except TypeError:
-            raise _refused(f"{name} has {value!r}, which isn't a whole number") from None
-    return found
+    found = values if tolist is None else tolist()
+    wrong = [value for value in found if not isinstance(value, SupportsIndex)]
+    if wrong:
+        raise _refused(f"{name} has {wrong[0]!r}, which isn't a whole number")
+    return [index(value) for value in found]
 
 
 def _refused(wrong: str) -> ConfigError:

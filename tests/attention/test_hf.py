@@ -373,7 +373,7 @@ def test_block_types_that_are_not_known_are_refused(blocks: object) -> None:
         layer_kinds(config("recurrent_gemma", 3, 10, 1, block_types=blocks))
 
 
-@pytest.mark.parametrize("given", [5, "LlamaForCausalLM"])
+@pytest.mark.parametrize("given", [5, "LlamaForCausalLM", [None], ["LlamaForCausalLM", 3]])
 def test_architectures_are_a_list(given: Any) -> None:
     """A name's letters are no classes."""
     with pytest.raises(SupportError, match=r"architectures is .*; it is a list of class names"):
