@@ -401,3 +401,21 @@ def test_the_page_tells_what_rows_took_the_host() -> None:
     )
     assert "`paced`, on a quick core, had {:.1f}, {:.1f} and {:.1f}".format(*paced) in words
     assert "`kpolicy`, on a slow one, {:.1f}, {:.0f} and {:.0f}".format(*slow) in words
+
+
+def test_what_a_step_costs_is_as_the_pages_say() -> None:
+    """The table of both runners, and the least and the most of them."""
+    found = json.loads((ROOT / "benchmarks/results/vllm_shim.json").read_text())
+    rows: dict[str, list[str]] = {}
+    added: dict[str, list[float]] = {}
+    for row in found["rows"]:
+        cells = rows.setdefault(f"{row['vllm'].removesuffix('.0')}, {row['runner']}", [])
+        cells += [f"{row['stock_us']:.2f}", f"{row['kpolicy_us']:.2f}"]
+        added.setdefault(row["runner"], []).append(row["added_us"])
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    for name, cells in rows.items():
+        assert f"| {name} | {' | '.join(cells)} |" in page
+    assert f"some {found['look_us'] / 1e3:.1f} ms (`look_us`)" in page
+    words = " ".join((ROOT / "docs/vllm.md").read_text().split())
+    assert f"at least {-max(added['v1']):.2f} µs less than vLLM's own on the first runner" in words
+    assert f"at most {max(added['v2']):.2f} µs more on the second" in words
