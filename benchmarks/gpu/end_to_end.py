@@ -7,7 +7,10 @@ table measured in the same process, or by ``--profile``. Rounds go over all poli
 A load is a trace's name and how its arrivals are spaced: ``x6`` is six times as fast, ``saturated`` asks 1.3 times of
 what the machine can do, by the measured table under `auto`.
 
-Figures: generated tokens a second; p50 and p99 of time to first token and of the gap between a request's tokens.
+Figures: generated tokens a second, until the last request is done (`tokens_per_s`), and until the last one comes
+(`tokens_per_s_arriving`): with few requests a good part of the whole time is the last ones' own steps, which no policy
+shortens, so that policies that keep up look alike. `after_arrivals_s` says how long that is. p50 and p99 of time to
+first token and of the gap between a request's tokens. `steps` and failures are the round's own.
 `value`, `low` and `high` are the mean of the rounds and its 95% interval; `ratio_to_vllm_replica` is the mean of the
 rounds' own ratios, above 1 where the policy is better, with the interval from `ratio_low` to `ratio_high`. `served` is
 the requests that every round served at least. Runs are short and many, as hosts change their speed; a round that a run
@@ -23,6 +26,7 @@ import argparse
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +51,10 @@ POLICIES = ("auto", "vllm", "sglang", "full_and_piecewise", "piecewise", "full",
 SATURATED = 1.3
 WARM = 4
 """Such a part of the requests is served once by each policy, unmeasured"""
-BETTER_UP = {"tokens_per_s": True, "ttft_p50_us": False, "ttft_p99_us": False, "gap_p50_us": False, "gap_p99_us": False}
+BETTER_UP = {
+    "tokens_per_s": True, "tokens_per_s_arriving": True, "ttft_p50_us": False, "ttft_p99_us": False,
+    "gap_p50_us": False, "gap_p99_us": False,
+}  # fmt: skip
 
 
 def requests_of(folder: Path, load: str, model: Any, count: int) -> Any:
@@ -79,15 +86,38 @@ def rate_of(load: str, trace: Any, engine: Any, model: Any) -> float:
     return SATURATED * trace.span_s / work_s if trace.span_s else 1.0
 
 
-def figures(result: Any) -> dict[str, Any]:
-    """What one run comes to."""
+class Arriving:
+    """Told each step: the tokens of those that end before the last request comes.
+
+    Args:
+        trace: the requests.
+    """
+
+    def __init__(self, trace: Any) -> None:
+        self.span_s: float = trace.requests[-1].arrival_s - trace.requests[0].arrival_s
+        self.tokens = 0
+
+    def __call__(self, _index: int, inputs: Any, outputs: Any, _batcher: Any, start_us: float) -> None:
+        if start_us + outputs.cycle_us <= self.span_s * 1e6:
+            self.tokens += len(inputs.wanted) + inputs.numbers.num_decodes * (max(1, len(outputs.tokens)) - 1)
+
+
+def counted(engine: Any) -> tuple[Counter[str], int]:
+    """Steps by mode and failed replays of an Engine's whole life."""
+    stats = engine.stats
+    return Counter({mode: of_mode.steps for mode, of_mode in stats.by_mode.items()}), stats.replay_failures
+
+
+def figures(result: Any, arriving: Arriving, steps: Counter[str], replay_failures: int) -> dict[str, Any]:
+    """What one run comes to; steps and failures are its own."""
     return {
         "tokens_per_s": result.tokens / result.span_s if result.span_s else math.nan,
+        "tokens_per_s_arriving": arriving.tokens / arriving.span_s if arriving.span_s else math.nan,
+        "after_arrivals_s": result.span_s - arriving.span_s,
         "ttft_p50_us": result.ttft_us[0], "ttft_p99_us": result.ttft_us[1],
         "gap_p50_us": result.gap_us[0], "gap_p99_us": result.gap_us[1],
         "served": result.served, "span_s": result.span_s, "interrupted": result.interrupted,
-        "refused": dict(result.refused), "replay_failures": result.replay_failures,
-        "steps": {mode: counted.steps for mode, counted in result.modes.items()},
+        "refused": dict(result.refused), "replay_failures": replay_failures, "steps": dict(steps),
     }  # fmt: skip
 
 
@@ -148,16 +178,21 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
                     ):
                         continue
                     host = host_noise(0.05)
+                    arriving, (steps, failures) = Arriving(scaled), counted(engines[spec])
                     with frozen_heap():
-                        result, _ = serve_model(scaled, engines[spec], serving, prompts, label=spec)
+                        result, _ = serve_model(
+                            scaled, engines[spec], serving, prompts, label=spec, on_step=arriving
+                        )  # fmt: skip
                     if result.interrupted:
                         sys.exit(f"{name} was interrupted: it doesn't count, and is run again when this goes on.")
-                    results.put(name, {**figures(result), "host_us": host["p50_us"]})
-                    print(name, {k: round(v) for k, v in figures(result).items() if k in BETTER_UP}, flush=True)
+                    steps_now, failures_now = counted(engines[spec])
+                    found = figures(result, arriving, steps_now - steps, failures_now - failures)
+                    results.put(name, {**found, "host_us": host["p50_us"]})
+                    print(name, {k: round(v) for k, v in found.items() if k in BETTER_UP}, flush=True)
     results.data["costs"] = {spec: engine.costs.version for spec, engine in engines.items() if spec == "auto"}
     results.write()
     for row in summarise(results.data):
-        if row["figure"] in ("tokens_per_s", "gap_p99_us"):
+        if row["figure"] in ("tokens_per_s", "tokens_per_s_arriving", "gap_p99_us"):
             ratio = [row[name] for name in ("ratio_to_vllm_replica", "ratio_low", "ratio_high")]
             print(row["load"], row["figure"], row["policy"], row["value"], *ratio, row["repeats"], flush=True)
     return 0
@@ -183,6 +218,9 @@ def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
     for (load, policy), rounds in runs.items():
         theirs = runs.get((load, "vllm"), {})
         for figure, up in BETTER_UP.items():
+            # Older files have no tokens until the last request came.
+            if any(figure not in cell for cell in (*rounds.values(), *theirs.values())):
+                continue
             value, low, high = interval_of_mean([cell[figure] for cell in rounds.values()])
             ratios = [_ratio(cell[figure], theirs[i][figure], up) for i, cell in rounds.items() if i in theirs]
             ratio, worst, best = interval_of_mean(ratios) if ratios else (math.nan,) * 3

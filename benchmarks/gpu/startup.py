@@ -2,16 +2,19 @@
 
 ``lists``: seconds and bytes of each, captured into a fresh executor once all of them have been: a process's first
 captures load and compile kernels, for the lists behind them too (``first_seconds``). ``lazy`` serves requests with so
-much time a step for capture, and has what that captured; its bytes and seconds are of that.
+much time a step for capture, and has what that captured; its bytes and seconds are of that. `registry_bytes` are what
+captures noted, which is what a budget counts; `device_bytes` what the device had less, of which torch had
+`torch_reserved_bytes`, and tensors `torch_live_bytes`; `kept_bytes` what it has less once all is released.
 
 ``first_step``: a fresh Engine, then its first step, a prompt. A lazy Engine over an eager one, in pairs in one process
 whose kernels are compiled: 1.2 is the limit. With ``--cold`` also once each in fresh processes.
 
 ``steady``: the same requests served by a lazy Engine that has what it needs and by a fully captured one, step by step
 in turn: the ratio of their steps' times, 1.01 being the limit. The lazy one serves the requests until it has nothing
-left to capture. Both decide by the table that the captured one measures in `capture`, so that graphs alone differ. With
-``--own-tables`` the lazy Engine measures one itself, between steps, in slices of the time that it has for capture: by
-simulation 40 s of them for Qwen2.5-0.5B and 150 for DeepSeek-V2-Lite, and anew with each graph that comes.
+left to capture (`step_ms`: the mean step of each, in the middle pair). Both decide by the table that the captured one
+measures in `capture`, so that graphs alone differ. With ``--own-tables`` the lazy Engine measures one itself, between
+steps, in slices of the time that it has for capture: by simulation 40 s of them for Qwen2.5-0.5B and 150 for
+DeepSeek-V2-Lite, and anew with each graph that comes.
 
 Engines mend their tables as they serve. With ``--profile`` all of them have that table instead.
 
@@ -114,18 +117,18 @@ class Bench:
             batcher.complete(batch, outputs, lambda row: int(row.argmax()))
             yield passed
 
-    def used(self) -> int:
-        """Bytes of the device, or of the process on a CPU."""
-        free()
-        return int(self.model_memory())
-
-    def model_memory(self) -> int:
+    def used(self) -> dict[str, int]:
+        """Bytes in use of the device, of what torch reserves there, and of tensors; 0 on a CPU."""
         import torch
 
-        if self.model.device.type == "cuda":
-            available, total = torch.cuda.mem_get_info()
-            return int(total - available)
-        return 0
+        free()
+        if self.model.device.type != "cuda":
+            return dict.fromkeys(("device", "torch_reserved", "torch_live"), 0)
+        available, total = torch.cuda.mem_get_info()
+        return {
+            "device": total - available, "torch_reserved": torch.cuda.memory_reserved(),
+            "torch_live": torch.cuda.memory_allocated(),
+        }  # fmt: skip
 
 
 def captured(bench: Bench, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -139,16 +142,15 @@ def captured(bench: Bench, name: str, arguments: dict[str, Any]) -> dict[str, An
     found = told(bench, name, engine, seconds, before)
     engine.release()
     del engine
-    free()
-    return found
+    return {**found, "kept_bytes": bench.used()["device"] - before["device"]}
 
 
-def told(bench: Bench, name: str, engine: Any, seconds: float, before: int) -> dict[str, Any]:
+def told(bench: Bench, name: str, engine: Any, seconds: float, before: dict[str, int]) -> dict[str, Any]:
     """What an Engine's graphs took."""
-    totals = engine.registry.totals()
+    totals, after = engine.registry.totals(), bench.used()
     return {
         "list": name, "graphs": len(engine.registry.captured()), "seconds": round(seconds, 3),
-        "registry_bytes": totals.bytes_live, "device_bytes": bench.used() - before,
+        "registry_bytes": totals.bytes_live, **{f"{of}_bytes": after[of] - before[of] for of in after},
         "failed": {str(key): why[:200] for key, why in getattr(engine.executor, "capture_errors", {}).items()},
     }  # fmt: skip
 
@@ -223,7 +225,7 @@ def steady(bench: Bench, requests: Sequence[tuple[int, int]], at_once: int, pair
     }  # fmt: skip
     if settled:
         bench.serve(full, requests, at_once)
-    ratios, steps = [], 0
+    ratios, means, steps = [], [], 0
     with frozen_heap():
         # Before it is settled its steps hold what it captures and measures.
         for i in range(pairs if settled else 0):
@@ -239,6 +241,7 @@ def steady(bench: Bench, requests: Sequence[tuple[int, int]], at_once: int, pair
                 for which, each in times:
                     seconds[which] += each or 0.0
             ratios.append(seconds[0] / seconds[1])
+            means.append([1e3 * each / steps for each in seconds])
     found |= {
         "costs": {"lazy": lazy.costs.version, "full": full.costs.version}, "lazy_graphs": len(lazy.registry.captured()),
         "full_graphs": len(full.registry.captured()),
@@ -246,7 +249,12 @@ def steady(bench: Bench, requests: Sequence[tuple[int, int]], at_once: int, pair
     if settled:
         ratio, low, high = interval(ratios)
         found |= {
-            "steps": steps, "pairs": pairs, "ratio": round(ratio, 4), "interval": [round(low, 4), round(high, 4)],
+            "steps": steps, "pairs": pairs,
+            "step_ms": {
+                which: round(statistics.median(each), 4)
+                for which, each in zip(("lazy", "full"), zip(*means, strict=True), strict=True)
+            },
+            "ratio": round(ratio, 4), "interval": [round(low, 4), round(high, 4)],
             "limit": STEADY_LIMIT,
         }  # fmt: skip
     lazy.release()
