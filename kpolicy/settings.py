@@ -1,16 +1,17 @@
-"""Limits of a deployment that every part reads: rows, tokens, speculation, LoRA."""
+"""Limits of a deployment that every part reads: rows, tokens, speculation, LoRA; and settings in the environment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
+from typing import Any
 
 import attrs
 
 from kpolicy.errors import ConfigError
 from kpolicy.shapes import plain_int
 
-__all__ = ["LIMITS", "Objective", "Settings"]
+__all__ = ["LIMITS", "SWITCH", "Objective", "Settings", "read_variable", "read_variables"]
 
 LIMITS: Mapping[str, tuple[int, int]] = {
     "max_num_reqs": (1, 1 << 16),
@@ -127,3 +128,61 @@ class Objective:
         if not self.gap_weight:
             return "throughput"
         return f"{self.step_weight:g}:{self.gap_weight:g}" if self.step_weight else "latency"
+
+
+SWITCH: Mapping[str, bool] = {
+    "1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False,
+}  # fmt: skip
+"""What a variable of the environment says that is on or off, in small letters."""
+
+_ALLOWED = (
+    ("tuple", "whole numbers with commas between, for example 1,2,4"),
+    ("bool", "1 or 0"),
+    ("int", "a whole number"),
+    ("float", "a number"),
+)
+"""What a variable may be, by how the type of its setting begins."""
+
+
+def read_variable(name: str, text: str, kind: str) -> Any:
+    """A variable of the environment as the type of the setting that it gives.
+
+    Args:
+        name: the variable, for the error.
+        text: its value.
+        kind: the setting's type as it is annotated: ``bool``, ``int``, ``float``, ``tuple[int, ...]`` or ``str``, also
+            followed by ``| None``.
+
+    Raises:
+        ConfigError: it can't be read as one.
+    """
+    begins, allowed = next((each for each in _ALLOWED if kind.startswith(each[0])), ("str", ""))
+    try:
+        if begins == "tuple":
+            return tuple(int(part) for part in text.split(",") if part.strip())
+        if begins == "bool":
+            return SWITCH[text.strip().lower()]
+        if begins == "int":
+            return int(text)
+        return float(text) if begins == "float" else text
+    except (KeyError, ValueError):
+        raise ConfigError(f"{name} is {text!r}; it is {allowed}.") from None
+
+
+def read_variables(environ: Mapping[str, str], prefix: str, kinds: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that an environment gives, by name; an empty variable gives none.
+
+    Args:
+        environ: the environment.
+        prefix: what variables begin with, before the setting's name in capitals.
+        kinds: the settings' types, as `read_variable` takes them.
+
+    Raises:
+        ConfigError: a variable can't be read.
+    """
+    variables = {name: prefix + name.upper() for name in kinds}
+    return {
+        name: read_variable(variable, text, kinds[name])
+        for name, variable in variables.items()
+        if (text := environ.get(variable))
+    }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kpolicy.errors import ConfigError
-from kpolicy.settings import Objective, Settings
+from kpolicy.settings import SWITCH, Objective, Settings, read_variable, read_variables
 
 
 @pytest.mark.parametrize(
@@ -85,3 +85,43 @@ def test_a_first_token_limit_is_a_factor_from_one_up(limit: float) -> None:
     """A limit under what is best for the prefill rows could never be kept."""
     with pytest.raises(ConfigError, match="first_token_limit"):
         Objective(first_token_limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        *((word, "bool", on) for word, on in SWITCH.items()),
+        (" ON ", "bool | None", True),
+        ("7", "int", 7),
+        ("7", "float | None", 7.0),
+        ("1, 2,8", "tuple[int, ...] | None", (1, 2, 8)),
+        (",", "tuple[int, ...]", ()),
+        ("1, 2", "str | None", "1, 2"),
+    ],
+)
+def test_variables_are_read_as_their_setting_s_type(text: str, kind: str, value: object) -> None:
+    """By the type as it is annotated, optional or not."""
+    read = read_variable("X", text, kind)
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "allowed"),
+    [
+        ("maybe", "bool", "1 or 0"),
+        ("1.5", "int", "a whole number"),
+        ("soon", "float | None", "a number"),
+        ("1,x", "tuple[int, ...]", "whole numbers with commas between, for example 1,2,4"),
+    ],
+)
+def test_variables_that_cannot_be_read(text: str, kind: str, allowed: str) -> None:
+    """The error names the variable, its value, and what it takes in words."""
+    with pytest.raises(ConfigError, match=rf"^X_NAME is '{text}'; it is {allowed}\.$"):
+        read_variables({"X_NAME": text}, "X_", {"name": kind})
+
+
+def test_variables_that_are_empty_or_of_others_give_no_setting() -> None:
+    """So a setting keeps its default."""
+    environ = {"X_A": "1", "X_B": "", "X_OTHER": "2", "A": "3"}
+    assert read_variables(environ, "X_", {"a": "int", "b": "bool", "c": "str"}) == {"a": 1}

@@ -10,14 +10,13 @@ import attrs
 
 from kpolicy.errors import ConfigError, misspelt
 from kpolicy.policies import get_policy
-from kpolicy.settings import Objective
+from kpolicy.settings import SWITCH, Objective, read_variable, read_variables
 
 __all__ = ["ON", "Config"]
 
 ON = "KPOLICY_SGLANG"
 """1 turns kpolicy on, 0 turns it off; unset, a policy in ``KPOLICY_POLICY`` turns it on."""
 _PREFIX = "KPOLICY_"
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @attrs.frozen(kw_only=True)
@@ -105,7 +104,7 @@ class Config:
     @staticmethod
     def strict_in(environ: Mapping[str, str]) -> bool:
         """Whether an environment asks to be strict, whatever else in it can't be read."""
-        return environ.get(f"{_PREFIX}STRICT", "").strip().lower() in _TRUE
+        return SWITCH.get(environ.get(f"{_PREFIX}STRICT", "").strip().lower(), False)
 
     @classmethod
     def misspelt(cls, environ: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -119,36 +118,10 @@ class Config:
         Raises:
             ConfigError: a value can't be read or used.
         """
-        switch = environ.get(ON, "").strip().lower()
-        if switch and switch not in (*_TRUE, *_FALSE):
-            raise ConfigError(f"{ON} is {switch!r}; it is 1 or 0.")
-        if switch in _FALSE or (not switch and not environ.get(f"{_PREFIX}POLICY")):
+        switch = read_variable(ON, text, "bool") if (text := environ.get(ON, "").strip()) else None
+        if switch is False or (not switch and not environ.get(f"{_PREFIX}POLICY")):
             return None
-        fields = attrs.fields_dict(cls)
-        given = {name: _parsed(name, text) for name in fields if (text := environ.get(_PREFIX + name.upper()))}
-        return cls(**given)
+        return cls(**read_variables(environ, _PREFIX, _KINDS))
 
 
-_READ = (("tuple", "whole numbers with commas between, for example 1,2,4"), ("bool", "1 or 0"), ("float", "a number"))
-"""What can be read as a setting, by how its type begins."""
 _KINDS: Mapping[str, str] = {name: str(field.type) for name, field in attrs.fields_dict(Config).items()}
-
-
-def _parsed(name: str, text: str) -> Any:
-    """A value of the environment as the setting's type.
-
-    Raises:
-        ConfigError: it can't be read as one.
-    """
-    kind = _KINDS[name]
-    try:
-        if kind.startswith("tuple"):
-            return tuple(int(part) for part in text.split(",") if part.strip())
-        if kind.startswith("bool"):
-            if text.strip().lower() not in (*_TRUE, *_FALSE):
-                raise ValueError
-            return text.strip().lower() in _TRUE
-        return float(text) if kind.startswith("float") else text
-    except ValueError:
-        told = next(words for begins, words in _READ if kind.startswith(begins))
-        raise ConfigError(f"{_PREFIX}{name.upper()} is {text!r}; it is {told}.") from None

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from kpolicy.errors import ConfigError, UnknownNameError, misspelt
-from kpolicy.settings import Objective
+from kpolicy.settings import Objective, read_variable, read_variables
 
 __all__ = ["ON", "SECTION", "Config"]
 
@@ -18,7 +18,6 @@ SECTION = "kpolicy"
 ON = "KPOLICY_VLLM"
 """1 turns kpolicy on without the flag, 0 turns it off whatever the flag says."""
 _PREFIX = "KPOLICY_"
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
@@ -126,12 +125,10 @@ class Config:
             ConfigError: a setting isn't known, or its value can't be used.
         """
         given = additional.get(SECTION) if isinstance(additional, Mapping) else None
-        switch = environ.get(ON, "").strip().lower()
-        if switch and switch not in (*_TRUE, *_FALSE):
-            raise ConfigError(f"{ON} is {switch!r}; it is 1 or 0.")
-        if switch in _FALSE or given is False:
+        switch = read_variable(ON, text, "bool") if (text := environ.get(ON, "").strip()) else None
+        if switch is False or given is False:
             return None
-        if given is None and switch not in _TRUE and f"{_PREFIX}POLICY" not in environ:
+        if given is None and not switch and f"{_PREFIX}POLICY" not in environ:
             return None
         if given is None or given is True:
             given = {}
@@ -143,7 +140,7 @@ class Config:
         for name in given:
             if name not in fields:
                 raise UnknownNameError("setting of kpolicy", name, fields)
-        values = {name: _parsed(name, text) for name in fields if (text := environ.get(_PREFIX + name.upper()))}
+        values = read_variables(environ, _PREFIX, _KINDS)
         values.update({name: _checked(name, value) for name, value in given.items()})
         return cls(**values)
 
@@ -188,24 +185,3 @@ def _checked(name: str, value: Any) -> Any:
                 return value
             raise ConfigError(f"kpolicy's {name} is {value!r}; it is {wanted}.")
     raise AssertionError(kind)
-
-
-def _parsed(name: str, text: str) -> Any:
-    """A value of the environment as the setting's type.
-
-    Raises:
-        ConfigError: it can't be read as one.
-    """
-    kind = _KINDS[name]
-    try:
-        if kind.startswith("tuple"):
-            return tuple(int(part) for part in text.split(",") if part.strip())
-        if kind.startswith("bool"):
-            if text.strip().lower() not in (*_TRUE, *_FALSE):
-                raise ValueError
-            return text.strip().lower() in _TRUE
-        if kind.startswith("int"):
-            return int(text)
-        return float(text) if kind.startswith("float") else text
-    except ValueError:
-        raise ConfigError(f"{_PREFIX}{name.upper()} is {text!r}, which isn't a value of {name} ({kind}).") from None

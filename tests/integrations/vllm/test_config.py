@@ -77,11 +77,19 @@ def test_refused(given, says):
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("KPOLICY_LAZY", "maybe"), ("KPOLICY_LAZY_HOT", "many"), ("KPOLICY_VLLM", "2")]
+    ("name", "text", "allowed"),
+    [
+        ("KPOLICY_LAZY", "maybe", "1 or 0"),
+        ("KPOLICY_LAZY_HOT", "many", "a whole number"),
+        ("KPOLICY_VLLM", "2", "1 or 0"),
+        ("KPOLICY_PACE", "2", "1 or 0"),
+        ("KPOLICY_FIRST_TOKEN_MS", "soon", "a number"),
+        ("KPOLICY_MIXED_SIZES", "1;2", "whole numbers with commas between, for example 1,2,4"),
+    ],
 )
-def test_refused_in_the_environment(name, text):
-    """A variable that can't be read is named."""
-    with pytest.raises(ConfigError, match=name):
+def test_refused_in_the_environment(name, text, allowed):
+    """A variable that can't be read is named with its value and what it takes, in words and not as Python's type."""
+    with pytest.raises(ConfigError, match=f"^{name} is '{text}'; it is {allowed}\\.$"):
         Config.load({"kpolicy": {}}, {name: text})
 
 
