@@ -3,19 +3,24 @@
 One prompt arrives while some requests decode. Three ways serve both until the prompt's first token:
 
 - ``piecewise`` and ``full``: chunked prefill. Each step has the decode rows and a chunk, in one mixed PIECEWISE or FULL
-  graph of a size; every size is tried, so the best one is among them.
+  graph of a size. Sizes are two to a power of two, up to one that holds the whole prompt and all decode rows.
 - ``beside``: each step replays the decode graph several times on one stream while a chunk runs in pieces on another.
   Chunk sizes are tried, each with the decode steps that about fill its time, fewer and more.
 
 Each way is a point: time to first token, and p99 of the gaps between the decodes' tokens; `rounds` has both of each
 round. In a step of several decode steps tokens come evenly until the decode half is ready (device events); the wait for
-the other half is in the next gap. A way beside is compared with every chunk size: `first_token` is the shortest first
-token of those with a gap as short (within 2%), over its own; `gap` likewise. 1.5 in one at no loss in the other is
-wanted.
+the other half is in the next gap.
+
+`frontier` has each chunk size that no other one beats in both figures, with the most that a way beside wins over it in
+either at no loss in the other: its gap, or its first token, is at most as long. `wins` has the best of these for either
+figure, with the ratio of each round; 1.5 in one is wanted. `least` is what is won over the chunk size that is hardest
+to beat, in the figure where it is more; 0 where no way beside comes without a loss.
 
 `alone` says what the halves take alone and beside each other: what an overlap can win, and what prevents more.
+`paid_share` is how much of the shorter half's time the step takes beyond the longer half; `host_us` is how long the
+host takes to launch each.
 
-Run: ``python -m benchmarks.gpu.beside --config FILE --out FILE [--prompts 2048 8192] [--decodes 8 64]``
+Cells at the ends of both ranges come first. Run: ``python -m benchmarks.gpu.beside --config FILE --out FILE``
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,10 +38,14 @@ from benchmarks.gpu.overlap import decision_of
 from kpolicy.heap import frozen_heap
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
+"""Chunks beside decodes"""
+BETWEEN = (384, 768, 1536, 3072, 6144)
+"""Mixed steps have graphs of these too"""
 DECODE_KV = 512
 ROUNDS = 4
 HOPELESS = 1.5
-EQUAL = 1.02
+WANTED = 1.5
+FIGURES = ("first_token", "gap_p99")
 
 
 class Way(NamedTuple):
@@ -54,7 +64,13 @@ class Way(NamedTuple):
 
 
 class Bench:
-    """A model with decode, mixed and PIECEWISE graphs."""
+    """A model with decode, mixed and PIECEWISE graphs.
+
+    Args:
+        model: runs.
+        sizes: tokens of graphs for mixed steps and for chunks, ascending.
+        decodes: rows of decode graphs.
+    """
 
     def __init__(self, model: Any, sizes: Sequence[int], decodes: Sequence[int]) -> None:
         from kpolicy.ladders import CaptureSizes, plan_keys
@@ -68,6 +84,7 @@ class Bench:
         self.executor.capture(keys)
         self.keys = registry.captured()
         self.failed = {str(key): why[:200] for key, why in self.executor.capture_errors.items()}
+        self._alone: dict[tuple[int, int], dict[str, Any]] = {}
 
     def key(self, kind: str, tokens: int) -> Any:
         """The smallest graph of a kind, ``decode``, ``full`` or ``piecewise``, that holds the tokens; None without."""
@@ -143,7 +160,15 @@ class Bench:
             gaps.append(waited + gaps[-1])
         return first, gaps
 
-    def alone(self, decodes: int, size: int, repeat: int) -> dict[str, float]:
+    def halves(self, decodes: int, size: int) -> dict[str, Any]:
+        """`alone` with as many decode steps as about fill the chunk's time, which each prompt has the same."""
+        if (decodes, size) not in self._alone:
+            told = self.alone(decodes, size, 1)
+            fill = max(1, round(told["prompt_us"] / told["decode_us"]))
+            self._alone[decodes, size] = self.alone(decodes, size, fill)
+        return self._alone[decodes, size]
+
+    def alone(self, decodes: int, size: int, repeat: int) -> dict[str, Any]:
         """What the halves take alone, and beside each other."""
         from kpolicy.decision import Decision, Launch
         from kpolicy.modes import Mode, Rows
@@ -166,29 +191,64 @@ class Bench:
                 times[name].append(us)
                 if name == "beside":
                     times["decode_half"].append(outputs.ready[0].us)
-        found = {f"{name}_us": steady(each[1:]) for name, each in times.items()}
+        found: dict[str, Any] = {f"{name}_us": steady(each[1:]) for name, each in times.items()}
+        short, long = sorted((found["prompt_us"], repeat * found["decode_us"]))
         return found | {
-            "size": size, "repeat": repeat,
+            "size": size, "repeat": repeat, "paid_share": round((found["beside_us"] - long) / short, 3),
+            "host_us": {name: steady([self.launching_us(*step) for _ in range(4)][1:]) for name, step in steps.items()},
             "decode_slower": round(found["decode_half_us"] / repeat / found["decode_us"], 3),
             "prompt_slower": round(found["beside_us"] / found["prompt_us"], 3),
         }  # fmt: skip
 
+    def launching_us(self, decision: Any, inputs: Any) -> float:
+        """Microseconds that the host takes to launch a step."""
+        start = time.perf_counter()
+        outputs = self.executor.run(decision, inputs)
+        taken = (time.perf_counter() - start) * 1e6
+        for event in outputs.ready:
+            event.wait()
+        return taken
 
-def measure(bench: Bench, prompt: int, decodes: int, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
-    """One cell: every way's point, and how the ways compare."""
-    ways = [bench.mixed(kind, size, decodes, prompt) for kind in ("piecewise", "full") for size in sizes]
-    profile: list[dict[str, float]] = []
+
+def mixed_sizes(chunks: Sequence[int], prompts: Sequence[int], decodes: Sequence[int]) -> list[int]:
+    """Tokens of mixed graphs, ascending: of each chunk size, between them, and of whole prompts with all rows."""
+    longest = max(prompts) + max(decodes)
+    between = [size for size in BETWEEN if min(chunks) < size < longest]
+    return sorted({*chunks, *between, *(prompt + max(decodes) for prompt in prompts)})
+
+
+def mixed_ways(bench: Bench, decodes: int, prompt: int, sizes: Sequence[int]) -> list[Way]:
+    """Chunked prefill in graphs of each size, up to the first that takes the prompt in one step."""
+    found = []
+    for kind in ("piecewise", "full"):
+        for size in sizes:
+            way = bench.mixed(kind, size, decodes, prompt)
+            if way is not None:
+                found.append(way)
+                if len(way.steps) == 1:
+                    break
+    return found
+
+
+def measure(bench: Bench, prompt: int, decodes: int, sizes: Sequence[int], chunks: Sequence[int], rounds: int) -> Any:
+    """One cell: every way's point, and how the ways compare.
+
+    Args:
+        bench: serves.
+        prompt: its tokens.
+        decodes: rows beside it.
+        sizes: of mixed steps, ascending.
+        chunks: of the prompt beside decodes.
+        rounds: how often each way serves both; the first time doesn't count.
+    """
+    ways: list[Way | None] = [*mixed_ways(bench, decodes, prompt, sizes)]
+    profile: list[dict[str, Any]] = []
     # Sizes whose graph memory didn't hold are in the file's `failed`.
-    fitting = [each for each in sizes if each <= prompt] if bench.has("decode", decodes) else []
-    halves = [each for each in fitting if bench.has("piecewise", each)]
-    for size in halves:
-        told = bench.alone(decodes, size, 1)
-        fill = max(1, round(told["prompt_us"] / told["decode_us"]))
-        profile.append(bench.alone(decodes, size, fill))
-        ways += [
-            bench.beside(size, repeat, decodes, prompt)
-            for repeat in sorted({max(1, round(fill * share)) for share in (0.4, 0.7, 1.0, 1.4)})
-        ]
+    fitting = [each for each in chunks if each <= prompt] if bench.has("decode", decodes) else []
+    for size in (each for each in fitting if bench.has("piecewise", each)):
+        profile.append(bench.halves(decodes, size))
+        repeats = {max(1, round(profile[-1]["repeat"] * share)) for share in (0.4, 0.7, 1.0, 1.4)}
+        ways += [bench.beside(size, repeat, decodes, prompt) for repeat in sorted(repeats)]
     kept = [way for way in ways if way is not None]
     firsts: dict[str, list[float]] = {way.label: [] for way in kept}
     gaps: dict[str, list[float]] = {way.label: [] for way in kept}
@@ -236,27 +296,65 @@ def _p99(values: Sequence[float]) -> float:
 
 
 def compare(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The most that a point beside wins in either over every mixed point that is as good in the other.
+    """The most that a point beside wins over each chunk size in either figure at no loss in the other.
 
-    None where every way beside was given up, as another is far better in both, or where there is nothing to compare.
+    Args:
+        points: each with its figures in microseconds, and the same of each round (`rounds`).
+
+    Returns:
+        `frontier`, `wins` and `least`, as the module says; `wins` is None where every way beside was given up, as
+        another is far better in both, or where there is nothing to compare.
     """
     mixed = [point for point in points if point["way"] != "beside"]
-    if not mixed:
-        return {"wins": None}
-    best: dict[str, Any] = {}
-    for mine, other in (("first_token_us", "gap_p99_us"), ("gap_p99_us", "first_token_us")):
-        found = []
-        for point in points:
-            if point["way"] == "beside":
-                rivals = [each[mine] for each in mixed if each[other] <= EQUAL * point[other]]
-                # Where no chunk size is as good in the other, the comparison is with the best there is in this one.
-                ratio = min(rivals or [each[mine] for each in mixed]) / point[mine]
-                found.append((ratio, f"{point['size']} x{point['repeat']}", bool(rivals)))
-        if not found:
-            return {"wins": None}
-        ratio, label, rivalled = max(found)
-        best[mine.removesuffix("_us")] = {"ratio": round(ratio, 3), "beside": label, "as_good_in_the_other": rivalled}
-    return {"wins": best}
+    besides = [point for point in points if point["way"] == "beside"]
+    if not mixed or not besides:
+        return {"frontier": [], "wins": None, "least": None}
+    frontier = []
+    for chunked in mixed:
+        if any(_beats(other, chunked) for other in mixed):
+            continue
+        row: dict[str, Any] = {"against": f"{chunked['way']} {chunked['size']}"}
+        for i, figure in enumerate(FIGURES):
+            mine, other = f"{figure}_us", f"{FIGURES[1 - i]}_us"
+            as_good = [each for each in besides if each[other] <= chunked[other]]
+            best = min(as_good, key=lambda each: float(each[mine]), default=None)
+            row[figure] = best and {
+                "ratio": round(chunked[mine] / best[mine], 3), "beside": f"{best['size']} x{best['repeat']}",
+                "each_round": [
+                    round(a[i] / b[i], 3) for a, b in zip(chunked["rounds"], best["rounds"], strict=True)
+                ],
+            }  # fmt: skip
+        frontier.append(row)
+    won = [[row[figure]["ratio"] if row[figure] else 0.0 for figure in FIGURES] for row in frontier]
+    wins = {}
+    for i, figure in enumerate(FIGURES):
+        row = frontier[max(range(len(frontier)), key=lambda place: won[place][i])]
+        wins[figure] = {"against": row["against"], **row[figure]} if row[figure] else None
+    return {"frontier": frontier, "wins": wins, "least": min(map(max, won))}
+
+
+def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a point is no worse in both figures, and better in one."""
+    pairs = [(one[f"{figure}_us"], other[f"{figure}_us"]) for figure in FIGURES]
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def summary(cells: dict[str, Any]) -> dict[str, Any]:
+    """Over all cells: in how many either figure is `WANTED` times better at no loss, and the medians of what is won."""
+    wins = [(cell["wins"] or {}).get for cell in cells.values()]
+    of = {name: [found["ratio"] if (found := win(name)) else 0.0 for win in wins] for name in FIGURES}
+    best = [max(each) for each in zip(*of.values(), strict=True)]
+    return {
+        "cells": len(cells), "wanted": WANTED, "hold": sum(each >= WANTED for each in best),
+        "hold_over_every_chunk_size": sum((cell["least"] or 0.0) >= WANTED for cell in cells.values()),
+        **{name: round(statistics.median(each), 3) for name, each in of.items() if each},
+    }  # fmt: skip
+
+
+def ends_first(prompts: Sequence[int], decodes: Sequence[int]) -> list[tuple[int, int]]:
+    """(prompt, decodes) of every cell: the ends of both ranges before what is between, by the options' order."""
+    places = [(i, j) for i in range(len(prompts)) for j in range(len(decodes))]
+    return [(prompts[i], decodes[j]) for i, j in sorted(places, key=lambda place: (max(place), place))]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -273,30 +371,31 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     config = config_of(options)
-    sizes = (16, 32, 64) if options.tiny else tuple(size for size in SIZES if size <= max(options.prompts))
+    # The file's clock has the model's loading in it.
+    results = Results(options.out, header(options, "beside", argv))
+    chunks = (16, 32, 64) if options.tiny else tuple(size for size in SIZES if size <= max(options.prompts))
+    sizes = mixed_sizes(chunks, options.prompts, options.decodes)
     model = load_model(
         config, options, kv_tokens=4096 if options.tiny else 1 << 16, max_model_len=600 if options.tiny else 12_288,
         max_num_reqs=max(options.decodes) + 1,
     )  # fmt: skip
-    results = Results(options.out, header(options, "beside", argv))
     results.data["host_noise"] = host_noise()
     with torch.no_grad():
         bench = Bench(model, sizes, sorted(options.decodes))
         results.data["failed"] = bench.failed
         print(f"{model!r}: {len(bench.keys)} graphs, {results.elapsed():.0f} s, {bench.failed}", flush=True)
-        for prompt in options.prompts:
-            for decodes in options.decodes:
-                name = f"{prompt}/{decodes}"
-                if name in results.cells or results.elapsed() > options.seconds:
-                    continue
-                with frozen_heap():
-                    results.put(name, measure(bench, prompt, decodes, sizes, options.rounds))
-                print(name, json.dumps(results.cells[name]["wins"]), f"{results.elapsed():.0f} s", flush=True)
-    wins = [cell["wins"] for cell in results.cells.values() if cell["wins"]]
-    results.data["summary"] = {
-        name: round(statistics.median(win[name]["ratio"] for win in wins), 3) for name in ("first_token", "gap_p99")
-    } if wins else {}  # fmt: skip
+        for prompt, decodes in ends_first(options.prompts, options.decodes):
+            name = f"{prompt}/{decodes}"
+            if name in results.cells or results.elapsed() > options.seconds:
+                continue
+            with frozen_heap():
+                results.put(name, measure(bench, prompt, decodes, sizes, chunks, options.rounds))
+            results.data["summary"] = summary(results.cells)
+            cell = results.cells[name]
+            print(name, json.dumps(cell["wins"]), f"least {cell['least']}, {results.elapsed():.0f} s", flush=True)
+    results.data["summary"] = summary(results.cells)
     results.write()
+    print(json.dumps(results.data["summary"]), flush=True)
     bench.executor.release()
     return 0
 

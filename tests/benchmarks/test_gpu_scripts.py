@@ -228,14 +228,22 @@ def test_beside(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert beside.main([*arguments, "--rounds", "2"]) == 0
     cell = read(arguments)["cells"]["64/4"]
     points = {name: (point["first_token_us"], point["gap_p99_us"]) for name, point in cell["points"].items()}
-    # A prompt of 64 in chunks of 60 and 4, beside four decodes; or whole, beside ten decode steps or four.
+    # A prompt of 64 in chunks of 60 and 4, with four decodes; whole in one step; or beside ten decode steps or four.
     assert points["piecewise 64"] == points["full 64"] == (144.0, 100.0)
+    assert points["piecewise 68"] == points["full 68"] == (104.0, 104.0)
     assert points["beside 64 x10"] == (104.0, 14.0)
     assert points["beside 64 x4"] == (104.0, 74.0)
     assert cell["points"]["beside 64 x4"]["rounds"] == [[104.0, 74.0]]
     assert [each["size"] for each in cell["alone"]] == [16, 32, 64]
     assert [each["repeat"] for each in cell["alone"]] == [6, 7, 10]
     assert cell["alone"][2]["prompt_us"] == cell["alone"][2]["beside_us"] == 104.0
+    assert [each["paid_share"] for each in cell["alone"]] == [0.0, 0.0, 0.0]
+    assert all(us > 0 for each in cell["alone"] for us in each["host_us"].values())
+    # As soon as the whole prompt in one step, and gaps of a seventh; before two steps with ten times their pace.
+    (whole,) = [row for row in cell["frontier"] if row["against"] == "full 68"]
+    assert whole["gap_p99"] == {"ratio": 7.429, "beside": "64 x10", "each_round": [7.429]}
+    assert (cell["wins"]["gap_p99"]["ratio"], cell["wins"]["gap_p99"]["beside"]) == (10.0, "64 x14")
+    assert read(arguments)["summary"]["hold"] == 1
 
 
 @pytest.mark.parametrize("lacking", ["piecewise", "decode"])
@@ -254,19 +262,60 @@ def test_beside_without_a_graph(arguments: list[str], lacking: str, monkeypatch:
     assert cell["points"]
 
 
+def point(way: str, size: int, first: float, gap: float) -> dict[str, Any]:
+    figures = {"first_token_us": first, "gap_p99_us": gap, "rounds": [[first, gap], [first, 2 * gap]]}
+    return {"way": way, "size": size, "repeat": 2, **figures}
+
+
 def test_the_frontier() -> None:
-    """A win is over what is as good in the other figure; where nothing is, over the best there is."""
-    points = [
-        {"way": "piecewise", "size": 1, "repeat": 1, "first_token_us": 100.0, "gap_p99_us": 10.0},
-        {"way": "full", "size": 2, "repeat": 1, "first_token_us": 50.0, "gap_p99_us": 20.0},
-        {"way": "beside", "size": 3, "repeat": 2, "first_token_us": 50.0, "gap_p99_us": 10.0},
-        {"way": "beside", "size": 4, "repeat": 2, "first_token_us": 25.0, "gap_p99_us": 40.0},
-    ]
-    wins = beside.compare(points)["wins"]
-    assert wins["first_token"] == {"ratio": 2.0, "beside": "4 x2", "as_good_in_the_other": True}
-    assert wins["gap_p99"] == {"ratio": 2.0, "beside": "3 x2", "as_good_in_the_other": True}
-    assert beside.compare(points[:2])["wins"] is None
-    assert beside.compare(points[2:])["wins"] is None
+    """A way beside wins over a chunk size where it loses nothing to it in the other figure, and over no other."""
+    mixed = [
+        point("piecewise", 1, 100.0, 10.0), point("full", 2, 60.0, 20.0), point("piecewise", 2, 60.0, 21.0),
+    ]  # fmt: skip
+    # Half of the first one's time, but with a longer gap; the second's figures are hardly better in the one.
+    found = beside.compare([*mixed, point("beside", 3, 50.0, 15.0)])
+    assert [row["against"] for row in found["frontier"]] == ["piecewise 1", "full 2"], "one loses to another"
+    assert found["frontier"][0] == {"against": "piecewise 1", "first_token": None, "gap_p99": None} | {
+        "gap_p99": {"ratio": 0.667, "beside": "3 x2", "each_round": [0.667, 0.667]}
+    }
+    assert found["wins"]["first_token"] == {
+        "against": "full 2", "ratio": 1.2, "beside": "3 x2", "each_round": [1.2, 1.2]
+    }  # fmt: skip
+    assert found["wins"]["gap_p99"]["ratio"] == 1.333
+    assert found["least"] == 0.667
+    # Without a loss to either, and twice as good as the one in the one figure and as the other in the other.
+    found = beside.compare([*mixed, point("beside", 3, 50.0, 10.0)])
+    assert [found["wins"][figure]["ratio"] for figure in beside.FIGURES] == [2.0, 2.0]
+    assert found["least"] == 2.0
+    # Worse than either in one: nothing is won.
+    found = beside.compare([*mixed, point("beside", 3, 101.0, 30.0)])
+    assert found["wins"] == {"first_token": None, "gap_p99": None}
+    assert found["least"] == 0.0
+    assert beside.compare(mixed)["wins"] is None
+    assert beside.compare([point("beside", 3, 50.0, 15.0)])["wins"] is None
+
+
+def test_what_beside_comes_to_over_all_cells() -> None:
+    """Cells in which either figure is one and a half times better, and those over every chunk size."""
+    cells = {
+        "a": {"wins": {"first_token": {"ratio": 1.6}, "gap_p99": None}, "least": 1.2},
+        "b": {"wins": {"first_token": {"ratio": 1.0}, "gap_p99": {"ratio": 3.0}}, "least": 1.5},
+        "c": {"wins": None, "least": None},
+    }
+    found = beside.summary(cells)
+    assert (found["cells"], found["hold"], found["hold_over_every_chunk_size"]) == (3, 2, 1)
+    assert (found["first_token"], found["gap_p99"]) == (1.0, 0.0)
+    assert beside.summary({})["hold"] == 0
+
+
+def test_cells_and_sizes_of_beside() -> None:
+    """The ends of both ranges come before what is between; a size holds each whole prompt with all rows."""
+    cells = beside.ends_first([2048, 8192, 4096], [8, 64, 32])
+    assert cells[:4] == [(2048, 8), (2048, 64), (8192, 8), (8192, 64)]
+    assert len(set(cells)) == 9
+    sizes = beside.mixed_sizes(beside.SIZES, [2048, 8192], [8, 64])
+    assert sizes == sorted({*beside.SIZES, *beside.BETWEEN, 2112, 8256})
+    assert beside.mixed_sizes((16, 32, 64), [64], [4]) == [16, 32, 64, 68]
 
 
 def test_what_is_given_up() -> None:
