@@ -10,14 +10,12 @@ from typing import Annotated
 import attrs
 from cyclopts import Parameter
 
-from kpolicy.cli.options import Json, at_least, settings_of, whole
+from kpolicy.cli.options import Json, at_least, device_here, settings_of, whole
 from kpolicy.cli.render import print_json
 from kpolicy.errors import ConfigError
 from kpolicy.policies import get_policy
 
 __all__ = ["generate"]
-
-BLOCK_SIZE = 16
 
 
 def generate(
@@ -32,17 +30,27 @@ def generate(
     ] = 0.0,
     seed: Annotated[int, Parameter(converter=whole, help="Picks tokens where the temperature isn't 0.")] = 0,
     policy: Annotated[str, Parameter(help="A policy, with arguments after a colon.")] = "auto",
+    device: Annotated[
+        str,
+        Parameter(
+            help="cpu, cuda (cuda:1 is the second one), ascend, kunlun or xpu; auto takes the first that is there."
+        ),
+    ] = "cpu",
     kv_tokens: Annotated[int, Parameter(converter=whole, help="KV capacity in tokens, all prompts together.")] = 16_384,
     json: Json = False,
 ) -> int:
     """Generate text with a local checkpoint on this machine. The chat template isn't applied."""
-    from kpolicy.cli.run import needs_torch
+    from kpolicy.cli.run import found, needs_torch
+    from kpolicy.cli.run_model import size_on
 
+    name = device_here(device)
     needs_torch("generate")
     get_policy(policy)
     at_least("--max-tokens", max_tokens, 1)
     at_least("--seed", seed, 0)
-    at_least("--kv-tokens", kv_tokens, BLOCK_SIZE)
+    at = found(name)
+    size = size_on(at.kind)
+    at_least("--kv-tokens", kv_tokens, size.block_size)
     if not 0 <= temperature < math.inf:
         raise ConfigError(f"--temperature is {temperature:g}; it takes a number from 0 up, such as 0.8.")
     if not prompt:
@@ -50,14 +58,22 @@ def generate(
     from kpolicy.serving import generate as text
     from kpolicy.serving.real_run import Serving, open_model, quiet_transformers, share_cores, small_ladder
 
-    share_cores()
-    quiet_transformers()
     settings = settings_of(
-        max_num_reqs=("the number of prompts", min(len(prompt), 32)), max_num_tokens=("--max-num-tokens", 256)
+        max_num_reqs=("the number of prompts", min(len(prompt), size.max_num_reqs)),
+        max_num_tokens=("--max-num-tokens", size.max_num_tokens),
     )
-    loaded = open_model(model, settings, kv_tokens=kv_tokens, block_size=BLOCK_SIZE, seed=seed)
+    ladder = None
+    if at.kind == "cpu":
+        ladder = small_ladder(settings)
+        share_cores()
+    quiet_transformers()
+    loaded = open_model(
+        model, settings, kv_tokens=kv_tokens, block_size=size.block_size, seed=seed, device=at.given
+    )  # fmt: skip
     text.encode(loaded, prompt, max_tokens)  # what is wrong with a prompt is said before anything is captured
-    serving = Serving(model=loaded, settings=settings, ladder=small_ladder(settings), verify=False, calibrate=1.0)
+    serving = Serving(
+        model=loaded, settings=settings, ladder=ladder, verify=False, calibrate=1.0, device=at.executor
+    )  # fmt: skip
     engine = serving.engine(policy)
     try:
         engine.capture()

@@ -537,6 +537,8 @@ def test_generate_with_a_temperature_is_seeded(kpolicy: Command, checkpoint: Pat
         (["--prompt", "one", "--max-tokens", "0"], ["--max-tokens is 0"]),
         (["--prompt", "one", "--temperature", "-1"], ["--temperature is -1"]),
         (["--prompt", "one", "--policy", "vlm"], ["unknown policy 'vlm'"]),
+        (["--prompt", "one", "--device", "gpu"], ["unknown device 'gpu'", "auto, cpu, cuda", "kpolicy doctor"]),
+        (["--prompt", "one", "--device", "simulated"], ["unknown device 'simulated'"]),
         ([], ["--prompt"]),
     ],
 )
@@ -546,6 +548,18 @@ def test_generates_bad_input(kpolicy: Command, checkpoint: Path, options: list[s
     assert (ended.code, ended.out) == (2, "")
     for part in parts:
         assert part in ended.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_generate_on_a_device_that_is_not_there(kpolicy: Command, checkpoint: Path) -> None:
+    """It is named with what there is; auto is the CPU then."""
+    ended = kpolicy("generate", "--model", checkpoint, "--prompt", "one", "--device", "cuda")
+    assert (ended.code, ended.out) == (2, "")
+    assert "device 'cuda' isn't there" in ended.err
+    assert "Devices here: cpu" in ended.err
+    if not torch.accelerator.is_available():
+        given = ("--prompt", "one", "--max-tokens", 1, "--policy", "eager", "--device", "auto")
+        assert kpolicy("generate", "--model", checkpoint, *given).code == 0
 
 
 def test_generate_needs_a_model_and_a_tokenizer(kpolicy: Command, config: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from kpolicy import executors  # noqa: E402
 from kpolicy.device_names import DeviceName, read_device  # noqa: E402
@@ -30,7 +30,7 @@ from tests.executors_ascend.helpers import on_ascend  # noqa: E402
 from tests.executors_kunlun.test_operators import on_card  # noqa: E402
 from tests.fakes.torch_xpu import fake_xpu  # noqa: E402
 from tests.real_run.helpers import TINY  # noqa: E402
-from tests.real_run.test_command import SMALL, config, kpolicy, requests  # noqa: E402, F401
+from tests.real_run.test_command import SMALL, checkpoint, config, kpolicy, requests  # noqa: E402, F401
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,23 @@ def test_calibrate_measures_on_a_vendors_device(
     assert ended.code == 0, ended.err
     assert [type(each) for each in pretended["executors"]] == [PRETENDED[name][0]]
     assert out.is_file()
+
+
+@pytest.mark.parametrize("pretended", PRETENDED, indirect=True)
+def test_generate_runs_on_a_vendors_device(
+    pretended: Mapping[str, Any], kpolicy: Command, checkpoint: Path  # noqa: F811
+) -> None:  # fmt: skip
+    """By its executor's name and number; the tokens are those of transformers' generate."""
+    name = pretended["name"]
+    given = ("generate", "--model", checkpoint, "--prompt", "one two", "--max-tokens", 3, "--policy", "eager", "--json")
+    ended = kpolicy(*given, "--device", f"{name}:1")
+    assert ended.code == 0, ended.err
+    assert pretended["devices"] == [f"{name}:1"]
+    assert [type(each) for each in pretended["executors"]] == [PRETENDED[name][0]]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    ids = transformers.AutoTokenizer.from_pretrained(checkpoint)("one two", return_tensors="pt")["input_ids"]
+    tokens = reference.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert ended.json["completions"][0]["token_ids"] == tokens[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize(("here", "size"), [("cpu", 256), ("npu", 2048), ("cuda", 2048), ("xpu", 2048)])
