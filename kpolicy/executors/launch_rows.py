@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -92,14 +92,22 @@ def decode_places(rows: StepInputs) -> Sequence[int]:
         if len(wanted) >= num_decodes and (not num_decodes or wanted[num_decodes - 1] == num_decodes - 1):
             return range(num_decodes)
     else:
-        place = {token: i for i, token in enumerate(wanted)}
-        ends = [end - 1 for end in accumulate(rows.query_lens[:num_decodes])]
+        place = {token: i for i, token in enumerate(_listed(wanted))}
+        ends = [end - 1 for end in accumulate(_listed(rows.query_lens)[:num_decodes])]
         if all(end in place for end in ends):
             return [place[end] for end in ends]
     raise ConfigError(
-        f"the outputs of tokens {list(wanted)!r:.80} are wanted, and the last token of each of {num_decodes} decode "
+        f"the outputs of tokens {_listed(wanted)!r:.80} are wanted, and the last token of each of {num_decodes} decode "
         "rows always is: give them all, rising."
     )
+
+
+def _listed(values: Sequence[int]) -> Sequence[int]:
+    """Python's own numbers: entries of a tensor are equal to none by hash."""
+    if type(values) is list:
+        return values
+    tolist: Callable[[], list[int]] | None = getattr(values, "tolist", None)
+    return list(values) if tolist is None else tolist()
 
 
 def check_fit(rows: StepInputs, query_len: int | None = None) -> None:

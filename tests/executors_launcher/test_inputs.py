@@ -225,6 +225,25 @@ def test_decode_rows_are_wanted(executor: str, policy: str, query_len: int, smal
     engine.step(inputs)
 
 
+@pytest.mark.parametrize(("executor", "array"), [("cpu", np.array), ("cpu", torch.tensor), ("simulated", np.array)])
+@pytest.mark.parametrize("policy", MODES)
+def test_rows_with_drafts_may_be_arrays(
+    policy: str, executor: str, array: Callable[[Any], Any], small: Callable[..., Any]
+) -> None:
+    """Which outputs are decode rows' last ones goes by the values; a tensor's entries are equal to nothing else's."""
+    settings = Settings(max_num_reqs=4, max_num_tokens=32, num_speculative_tokens=1)
+    made: Any = CpuExecutor(small()) if executor == "cpu" else executor
+    engine = Engine(policy, attention="gqa", executor=made, ladder=[2, 4, 8], calibrate=0, settings=settings)
+    inputs = _decoding(engine, 2)
+    before, wanted = engine.registry.captured(), [int(each) for each in engine.step(inputs).tokens[0]]
+    for fields in (("query_lens",), ("wanted",), ("query_lens", "wanted")):
+        outputs = engine.step(inputs._replace(**{field: array(getattr(inputs, field)) for field in fields}))
+        assert [int(each) for each in outputs.tokens[0]] == wanted, fields
+    with pytest.raises(ConfigError, match=r"the outputs of tokens \[0, 2\] are wanted"):
+        engine.step(inputs._replace(wanted=array([0, 2])))
+    assert engine.registry.captured() == before
+
+
 def test_decode_rows_are_as_long_as_the_numbers_say(small: Callable[..., Any]) -> None:
     """A graph of decode rows divides its tokens by its own length, whatever query_lens says."""
     engine = Engine("full", model=small(), ladder=[2, 4, 8], calibrate=0)
