@@ -15,7 +15,7 @@ from kpolicy.modes import Mode, Part, Rows
 from kpolicy.reasons import Reason
 from kpolicy.schemas import DecisionEntry, DecisionLogWriter, LogHeader
 from kpolicy.shapes import BatchShape
-from kpolicy_vllm.state import State
+from kpolicy_vllm.state import State, engine_number
 from kpolicy_vllm.steps import Entry
 
 __all__ = ["DecisionLog", "decision_of", "shape_of"]
@@ -73,7 +73,7 @@ class DecisionLog:
     """The log of one worker; the first of its tensor and pipeline ranks writes it.
 
     Args:
-        path: the file; further data-parallel ranks write beside it, with their rank in the name.
+        path: the file; further data-parallel engines write beside it, with their number in the name.
         state: what kpolicy knows of this vLLM.
         device: the device's full name.
 
@@ -93,9 +93,9 @@ class DecisionLog:
             settings=state.settings,
             extra={"sizes": _sizes(state), "attention": str(state.claims)},
         )
-        rank = config.parallel_config.data_parallel_rank
+        number = engine_number(config)
         self._state = state
-        writer = DecisionLogWriter(f"{path}.dp{rank}" if rank else path, header)
+        writer = DecisionLogWriter(f"{path}.dp{number}" if number else path, header)
         self._writer: DecisionLogWriter | None = writer
         self._at_end = weakref.finalize(state, writer.close)
 

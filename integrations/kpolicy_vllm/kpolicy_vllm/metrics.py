@@ -57,7 +57,7 @@ class Publisher:
     Args:
         state: what kpolicy knows of this vLLM.
         instance: vLLM's name for itself.
-        rank: the data-parallel rank.
+        rank: the data-parallel engine's number.
     """
 
     def __init__(self, state: State, instance: str, rank: int) -> None:

@@ -11,7 +11,7 @@ from kpolicy.what_runs import WhatRuns
 from kpolicy_vllm import host
 from kpolicy_vllm.ladder import plan_differs
 from kpolicy_vllm.mirror import enter_others
-from kpolicy_vllm.state import LOGGER, State
+from kpolicy_vllm.state import LOGGER, State, engine_number
 from kpolicy_vllm.watch import Watch
 
 __all__ = ["after_capture", "before_capture"]
@@ -208,7 +208,7 @@ def _publisher(state: State) -> Callable[[], None] | None:
     from kpolicy_vllm.metrics import publisher
 
     config = state.runner.vllm_config
-    return publisher(state, str(config.instance_id), config.parallel_config.data_parallel_rank)
+    return publisher(state, str(config.instance_id), engine_number(config))
 
 
 def _open_log(state: State, device: str) -> None:

@@ -28,7 +28,10 @@ from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from kpolicy_vllm.config import Config
 
-__all__ = ["LISTED", "LOGGER", "PROCESS", "Counters", "State", "held_by", "settings_of", "state_of", "workers_apart"]
+__all__ = [
+    "LISTED", "LOGGER", "PROCESS", "Counters", "State", "engine_number", "held_by", "settings_of", "state_of",
+    "workers_apart",
+]  # fmt: skip
 
 LOGGER = logging.getLogger("vllm.kpolicy")
 """Below vLLM's own logger, so that its handlers and levels hold."""
@@ -282,6 +285,16 @@ class State:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def engine_number(vllm_config: Any) -> int:
+    """Which data-parallel engine of one vLLM this is, from 0.
+
+    Engines of models without experts know of no others: vLLM has each of them for rank 0 of one.
+    """
+    parallel = vllm_config.parallel_config
+    index = getattr(parallel, "data_parallel_index", None)
+    return int(parallel.data_parallel_rank if index is None else index)
 
 
 def workers_apart(vllm_config: Any) -> bool:

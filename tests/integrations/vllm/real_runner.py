@@ -74,6 +74,7 @@ def vllm_config(
     sizes: list[int] | None = None,
     enforce_eager: bool = False,
     ranks: int = 1,
+    index: int = 0,
 ) -> SimpleNamespace:
     """A configuration as far as kpolicy and the code under test read it."""
     compilation = modules.module("config.compilation")
@@ -112,6 +113,7 @@ def vllm_config(
             pipeline_parallel_size=1,
             data_parallel_size=ranks,
             data_parallel_rank=0,
+            data_parallel_index=index,
             use_ubatching=False,
         ),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),

@@ -20,6 +20,7 @@ from kpolicy.reasons import Reason
 from kpolicy.schemas import read_decision_log
 from kpolicy_vllm import plugin
 from kpolicy_vllm.metrics import folder
+from kpolicy_vllm.started import _publisher
 from kpolicy_vllm.state import PROCESS, state_of
 from kpolicy_vllm.versions import signatures
 from tests.integrations.vllm.real_runner import ask_v1, initialise_v1, runner_v1, sized, vllm_config, vllm_of
@@ -497,6 +498,18 @@ def test_decision_log(vllm, tmp_path):
     assert entry.shape.decode_kv_tokens == 51
     assert entry.decision["mode"] == "full"
     assert log.header.versions["vllm"] in ("0.23.0", "0.33.0")
+
+
+def test_engines_that_know_of_no_others_tell_apart(vllm, tmp_path, monkeypatch):
+    """Of a dense model vLLM tells each data-parallel engine that it is rank 0 of one; only its index is its own."""
+    path = tmp_path / "decisions.jsonl"
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise", "decision_log": str(path)}, index=1)
+    state = state_of(runner.vllm_config)
+    state.log.close()
+    assert not path.exists()
+    assert read_decision_log(f"{path}.dp1").header.policy == "full_and_piecewise"
+    monkeypatch.setattr("kpolicy_vllm.metrics._COLLECTOR", [])  # the page is in another process
+    assert _publisher(state).path.name == f"{runner.vllm_config.instance_id}.dp1.json"
 
 
 def test_captured_again(vllm):
