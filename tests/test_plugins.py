@@ -262,6 +262,15 @@ def test_split_forms_that_are_none(spec: str) -> None:
         get_policy(spec)
 
 
+@pytest.mark.parametrize("spec", ["auto:forms=none+beside", "auto:forms=nine"])
+def test_auto_s_forms_say_how_to_have_none(spec: str) -> None:
+    """Where a form isn't known the error names ``none`` too, which stands alone; `split` has always one."""
+    with pytest.raises(UnknownNameError, match=r"in_turn, none.*Join several by .; none stands"):
+        get_policy(spec)
+    with pytest.raises(UnknownNameError, match=r"Known: beside, decodes_beside, in_turn\.$"):
+        get_policy("split:form=none")
+
+
 @given(st.text(max_size=40))
 def test_any_text_is_a_policy_or_a_named_error(spec: str) -> None:
     """No text makes `get_policy` fail in any way but with an error of ours."""

@@ -10,6 +10,7 @@ import attrs
 from kpolicy.attention.support import Claims
 from kpolicy.costs import Cost
 from kpolicy.decision import Decision
+from kpolicy.errors import UnknownNameError
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes, plan_keys
 from kpolicy.modes import Mode, SplitForm, parse_form
@@ -33,11 +34,18 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoPolicy", "cheapest", "choose", "in_tail", "rate"]
 
+NO_FORMS = "none"
+"""No form, as text"""
+
 
 def _forms(forms: Iterable[SplitForm | str] | str) -> tuple[SplitForm, ...]:
     if isinstance(forms, str):
-        forms = forms.split("+")
-    return tuple(parse_form(form) for form in forms)
+        forms = () if forms == NO_FORMS else forms.split("+")
+    try:
+        return tuple(parse_form(form) for form in forms)
+    except UnknownNameError as error:
+        hint = f"Join several by +; {NO_FORMS} stands alone, and no batch is divided."
+        raise UnknownNameError(error.kind, error.name, (*error.allowed, NO_FORMS), hint) from None
 
 
 @attrs.frozen
@@ -50,7 +58,8 @@ class AutoPolicy:
     hundred did so far, if that is known (`kpolicy.shapes.GAP_TAIL_US`).
 
     Args:
-        forms: the forms of SPLIT that are considered, in the order of `SplitForm`; as text joined by ``+``.
+        forms: the forms of SPLIT that are considered, in the order of `SplitForm`; as text joined by ``+``, or
+            ``none`` for no SPLIT.
     """
 
     forms: tuple[SplitForm, ...] = attrs.field(default=tuple(SplitForm), converter=_forms)

@@ -12,6 +12,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.policies import PolicyContext, get_policy
+from kpolicy.policies.auto import AutoPolicy
 from kpolicy.policies.base import legal_ways
 from kpolicy.profiles import load_profile
 from kpolicy.reasons import Basis, Reason
@@ -158,6 +159,16 @@ def test_no_captured_size_would_be_cheaper(context, shape):
     decision = policy.decide(shape, context)
     assert context.costs.cost(decision.launches, numbers).cycle_us == pytest.approx(least_us, rel=1e-9)
     assert policy.compile(context).select(*numbers) == decision
+
+
+def test_auto_without_a_form_divides_no_batch():
+    """As text for the command line; a batch that costs least divided runs whole."""
+    none, using = get_policy("auto:forms=none"), context(attrs.evolve(COSTS, host_eager=HostCost(5000.0)))
+    assert none == AutoPolicy(forms=())
+    shape = BatchShape(decodes=[(1, 4)], prefills=[(1022, 0)])
+    assert get_policy("auto").decide(shape, using).mode is Mode.SPLIT
+    assert none.decide(shape, using).mode is Mode.EAGER
+    assert none.compile(using).select(*shape.numbers) == none.decide(shape, using)
 
 
 def test_split_wins_where_the_mixed_batch_leaves_graph_mode():

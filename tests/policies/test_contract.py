@@ -14,6 +14,7 @@ from kpolicy.testing.policies import graphs_hold_their_rows, ranks_decide_alike
 SPECS = [
     *OWN,
     "auto:forms=decodes_beside",
+    "auto:forms=none",
     "split:form=beside",
     "split:form=decodes_beside",
     "vllm:runner=v1",
