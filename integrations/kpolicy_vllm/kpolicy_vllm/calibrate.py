@@ -30,6 +30,7 @@ from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part
+from kpolicy_vllm.experts import unbalanced
 from kpolicy_vllm.further import FurtherSizes
 from kpolicy_vllm.state import LOGGER
 from kpolicy_vllm.synthetic import Rows, Steps
@@ -64,6 +65,8 @@ def why_not(runner: Any) -> str | None:
         return "pipeline stages hand rows on to each other"
     if getattr(config, "kv_transfer_config", None) is not None:
         return "a KV connector would see the made-up rows"
+    if getattr(config, "ec_transfer_config", None) is not None:
+        return "a connector of encoder outputs expects the scheduler's word on every step"
     if config.model_config.is_encoder_decoder:
         return "steps of an encoder and a decoder take encoder inputs"
     if getattr(runner, "is_pooling_model", False):
@@ -86,6 +89,11 @@ def calibrate(runner: Any, state: Any, clock: Clock | None = None) -> CostTable 
     if reason is not None:
         state.counters.warn_once("not_calibrated", f"costs aren't measured at start-up: {reason}.")
         return None
+    with unbalanced(runner):
+        return _measured(runner, state, clock)
+
+
+def _measured(runner: Any, state: Any, clock: Clock | None) -> CostTable | None:
     everywhere = state.agree
 
     def prepared() -> tuple[Bench, _Plan]:

@@ -548,11 +548,40 @@ def test_a_failing_step_leaves_no_rows(monkeypatch: Any) -> None:
     assert runner.known == {}
 
 
+@pytest.mark.parametrize("seconds", [2.0, 0.0])
+def test_experts_are_not_balanced_by_made_up_rows(monkeypatch: Any, seconds: float) -> None:
+    """Nothing of the steps is left in what vLLM balances by, and it goes on as it was."""
+    clock, balanced = SimulatedClock(), []
+
+    class Balanced(FakeRunner):
+        eep_eplb_suppressed = False
+
+        def sample_tokens(self, grammar: Any) -> None:
+            super().sample_tokens(grammar)
+            loads[0] += 1
+            if not self.eep_eplb_suppressed:
+                balanced.append(len(self.ran))
+
+    class Loads(list[int]):
+        def zero_(self) -> None:
+            self[:] = [0]
+
+    loads = Loads([0])
+    runner = Balanced(clock, cost)
+    runner.eplb_state = SimpleNamespace(model_states={"model": SimpleNamespace(expert_load_pass=loads)})
+    state = FakeState(runner, KEYS, Settings(max_num_reqs=64, max_num_tokens=2048), seconds)
+    with stand_ins(monkeypatch):
+        calibrate(runner, state, clock)
+    assert runner.ran
+    assert (balanced, loads, runner.eep_eplb_suppressed) == ([], [0], False)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda r: setattr(r.vllm_config.parallel_config, "pipeline_parallel_size", 2), "stages"),
         (lambda r: setattr(r.vllm_config, "kv_transfer_config", SimpleNamespace()), "connector"),
+        (lambda r: setattr(r.vllm_config, "ec_transfer_config", SimpleNamespace()), "encoder outputs"),
         (lambda r: setattr(r.vllm_config.model_config, "is_encoder_decoder", True), "encoder"),
         (lambda r: setattr(r, "is_pooling_model", True), "pooling"),
     ],

@@ -19,6 +19,7 @@ from kpolicy.modes import Mode, Part, Rows
 from kpolicy.reasons import Reason
 from kpolicy.schemas import read_decision_log
 from kpolicy_vllm import plugin
+from kpolicy_vllm.experts import unbalanced
 from kpolicy_vllm.metrics import folder
 from kpolicy_vllm.started import _publisher
 from kpolicy_vllm.state import PROCESS, state_of
@@ -510,6 +511,22 @@ def test_engines_that_know_of_no_others_tell_apart(vllm, tmp_path, monkeypatch):
     assert read_decision_log(f"{path}.dp1").header.policy == "full_and_piecewise"
     monkeypatch.setattr("kpolicy_vllm.metrics._COLLECTOR", [])  # the page is in another process
     assert _publisher(state).path.name == f"{runner.vllm_config.instance_id}.dp1.json"
+
+
+def test_experts_of_the_real_runner_are_left_out(vllm):
+    """vLLM's own step of the balancing is what is held back."""
+    runner = served(vllm, kpolicy={"policy": "full_and_piecewise"})
+    steps, loads = [], []
+    model = SimpleNamespace(expert_load_pass=SimpleNamespace(zero_=lambda: loads.append("zeroed")))
+    runner.eplb_state = SimpleNamespace(step=lambda *_, **__: steps.append(1), model_states={"model": model})
+    runner.parallel_config.enable_eplb, runner._moe_model = True, object()
+    runner.parallel_config.eplb_config = SimpleNamespace(log_balancedness=False)
+    runner.eep_eplb_suppressed = False
+    with unbalanced(runner):
+        runner.eplb_step()
+    assert (steps, loads) == ([], ["zeroed"])
+    runner.eplb_step()
+    assert steps == [1]
 
 
 def test_captured_again(vllm):
