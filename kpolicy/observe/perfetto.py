@@ -35,7 +35,7 @@ class StepTiming(NamedTuple):
     """
 
     start_us: float | None = None
-    """From the run's start; None is the end of the step before."""
+    """From the run's start; None is the entry's own, and where that has none the end of the step before."""
     host_us: Mapping[str, float] = {}
     """How long each phase took on the host, in their order, such as decide, stage and launch"""
     launches_us: Sequence[tuple[float, float]] = ()
@@ -73,9 +73,10 @@ class PerfettoWriter:
         Raises:
             ConfigError: the file is closed or can't be written.
         """
+        start_us = entry.start_us if timing.start_us is None else timing.start_us
         start_ns = self._host.last_ns
-        if timing.start_us is not None:
-            start_ns = max(_ns(timing.start_us), start_ns)
+        if start_us is not None:
+            start_ns = max(_ns(start_us), start_ns)
         try:
             self._write_queue(entry, start_ns)
             self._write_host(entry, timing, start_ns)
@@ -214,7 +215,7 @@ def _num_reqs(entry: StepEntry, launch: StepLaunch) -> int:
 
 
 def perfetto_from_step_log(path_in: Path | str, path_out: Path | str) -> int:
-    """Write a step log as a Perfetto trace. The log says how long steps took, not when: they stand end to end.
+    """Write a step log as a Perfetto trace. Steps begin when the log says; those without a ``start_us``, end to end.
 
     The log is read whole, so this takes memory with its length.
 

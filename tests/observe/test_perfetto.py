@@ -397,6 +397,22 @@ def test_a_step_log_becomes_a_trace(tmp_path: Path) -> None:
     assert not (tmp_path / "u").exists()
 
 
+def test_a_step_log_says_when_its_steps_began(tmp_path: Path) -> None:
+    """They lie there, idle time between them; a step whose entry says nothing follows the one before it."""
+    log = StepLogWriter(tmp_path / "steps.jsonl", HEADER)
+    for step, start_us in enumerate((50.0, 400.0, None, 450.0)):
+        log.write(entry_of(step, start_us=start_us))
+    log.close()
+    perfetto_from_step_log(tmp_path / "steps.jsonl", tmp_path / "t")
+    read = Read(tmp_path / "t")
+    begun = [(50_000, 150_000), (400_000, 500_000), (500_000, 600_000), (600_000, 700_000)]
+    assert [each[:2] for each in read.slices("host") if each[2] == 0] == begun
+    assert [each[:2] for each in read.slices("stream 0")] == begun
+    # What is measured beside the entry goes before it.
+    read = written(tmp_path / "u", entry_of(0, start_us=50.0), timings={0: StepTiming(start_us=70.0)})
+    assert read.slices("host")[0][0] == 70_000
+
+
 # What Perfetto's own processor makes of it.
 
 Processed = tuple[list[StepEntry], dict[str, list[Row]]]
