@@ -285,9 +285,9 @@ class Chooser:
     def count_hits(self) -> None:
         """Bring the registry's hits up to date."""
         with self._folding:
-            hits = self._hits(list(self.entries.values()))
-        for key, total in hits.items():
-            more = total - self._counted[key]
-            if more > 0:
-                self.state.registry.hit(key, more)
-                self._counted[key] = total
+            # Whoever reads the metrics page in this process asks too, beside the thread that sums up.
+            for key, total in self._hits(list(self.entries.values())).items():
+                more = total - self._counted[key]
+                if more > 0:
+                    self.state.registry.hit(key, more)
+                    self._counted[key] = total

@@ -5,7 +5,8 @@ dear for as long as the server runs, one of a quick core too cheap. So every few
 time the table notes (`kpolicy.host_speed`), and where the last looks say that launching takes clearly more or less than
 the costs have it, these are brought to that speed. What the device takes stays as it was measured.
 
-`kpolicy_vllm.watch` keeps the time; the look is the next step's, in its thread. Steps between two looks do nothing.
+`kpolicy_vllm.watch` keeps the time; the look is the next step's, in its thread. Steps between two looks do nothing. The
+first looks come soon after each other, so that a calibration on a slow core costs a server its first seconds only.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class HostSpeed:
         self._now_us = now_us
         self._rejoin_us = state.rejoin_us
         self._looks: deque[float] = deque(maxlen=LOOKS)
+        self.early = True
+        """Whether there weren't yet as many looks as tell anything: the next is due soon"""
 
     def look(self) -> None:
         """Note how fast the host is, and bring the costs to it where that is clearly another speed."""
@@ -68,6 +71,7 @@ class HostSpeed:
         self._looks.append(self._now_us())
         if len(self._looks) < LOOKS:
             return
+        self.early = False
         work_us = statistics.median(self._looks)
         times = launching_takes(work_us / costs.host_work_us)
         if 1 / CHANGED < times < CHANGED:
@@ -101,14 +105,16 @@ def attach(runner: Any, state: State) -> None:
                 speed.look()
         return execute(*args, **named)
 
-    def look_due() -> None:
+    def look_due() -> bool:
         nonlocal due
         due = True
-        if runner.execute_model is execute:
+        now = runner.execute_model  # once, as a step that begins meanwhile puts the other there
+        if now is execute:
             runner.execute_model = looking
-        elif runner.execute_model is not looking:
+        elif now is not looking:
             state.counters.warn_once(
                 "host_speed_unseen", "another has wrapped execute_model since the start: costs may stay as they are."
             )
+        return speed.early
 
     runner.execute_model, state.look_due = execute, look_due

@@ -51,6 +51,12 @@ def published(state: State) -> dict[str, Any]:
     }
 
 
+def _removed(path: Path, pid: int) -> None:
+    """Take that file away, if this is the process that writes it and not one forked off it."""
+    if os.getpid() == pid:
+        path.unlink(missing_ok=True)
+
+
 class Publisher:
     """Leaves a worker's counts in its file; the file goes with the state, at the latest with the process.
 
@@ -63,7 +69,7 @@ class Publisher:
     def __init__(self, state: State, instance: str, rank: int) -> None:
         self._state = weakref.ref(state)
         self.path = folder() / f"{instance}.dp{rank}.json"
-        weakref.finalize(state, self.path.unlink, missing_ok=True)
+        weakref.finalize(state, _removed, self.path, os.getpid())
 
     def __call__(self) -> None:
         from kpolicy.schemas import write_text

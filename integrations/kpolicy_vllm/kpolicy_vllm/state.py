@@ -101,7 +101,8 @@ class State:
         agree: whether it holds on every rank; every rank must call it.
         captured, started: whether its graphs are captured; whether they were before, and all that follows was done.
         rejoin_us: what a decode row costs more that a step left out, where rows join a runner's batch again.
-        look_due: has the next step look at the host's speed; None where costs don't follow it.
+        look_due: has the next step look at the host's speed, and tells whether the one after is wanted soon; None where
+            costs don't follow it.
         two_forwards: whether the runner may run decodes and prompts of one step as two forwards.
     """
 
@@ -131,7 +132,7 @@ class State:
         self.compiles = 0
         self.two_forwards = False
         self.rejoin_us = 0.0
-        self.look_due: Callable[[], None] | None = None
+        self.look_due: Callable[[], bool] | None = None
         self._with_split: tuple[int, CompiledPolicy] | None = None
 
     @property

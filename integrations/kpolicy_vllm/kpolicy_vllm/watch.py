@@ -6,18 +6,22 @@ Steps only count; the clock is read here, also for looks at the host's speed.
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 
 from kpolicy.observe import padding_text
 from kpolicy_vllm.state import LOGGER, State
 
-__all__ = ["TICK_S", "Watch", "summary"]
+__all__ = ["SOON_S", "TICK_S", "Watch", "summary"]
 
 TICK_S = 5.0
 """Seconds between two times that counts are told and a look at the host's speed is due; a shorter interval's instead"""
+SOON_S = 1.0
+"""Seconds between the first looks at the host's speed"""
+_JOIN_S = 1.0
 
 Tallies = Mapping[tuple[str, str], tuple[int, int, int]]
 
@@ -53,6 +57,8 @@ def summary(before: Tallies, now: Tallies, counts: Mapping[str, int], seconds: f
 class Watch:
     """Says `summary` at the interval, and when the process ends. It goes with the state, which it doesn't hold.
 
+    A process forked off this one has no such thread, and says nothing when it ends.
+
     Args:
         state: what kpolicy knows of this vLLM.
         publish: called every `TICK_S` with the registry's hits up to date.
@@ -64,6 +70,8 @@ class Watch:
         self._before: Tallies = {}
         self._interval_s = state.config.summary_seconds
         self._often = publish is not None or state.look_due is not None
+        self._soon = state.look_due is not None
+        self._pid = os.getpid()
         self._ended = Event()
         self._thread = Thread(target=self._run, name="kpolicy-watch", daemon=True)
         # Whoever ends the last engine of a process without ending the process has no thread left over.
@@ -77,26 +85,40 @@ class Watch:
 
     def stop(self) -> None:
         """Say what is left to say, and end."""
+        if os.getpid() != self._pid:
+            return
         if not self._ended.is_set():
             self._ended.set()
+            if self._thread.is_alive() and self._thread is not current_thread():
+                # What it writes now would be left behind.
+                self._thread.join(_JOIN_S)
             self.say(0.0)
         atexit.unregister(self.stop)
 
     def _run(self) -> None:
         tick_s = min(self._interval_s or TICK_S, TICK_S) if self._often else self._interval_s
-        passed = 0.0
-        while not self._ended.wait(tick_s):
-            passed += tick_s
+        passed = since = 0.0
+        while not self._ended.wait(wait_s := min(tick_s, SOON_S) if self._soon else tick_s):
+            passed, since = passed + wait_s, since + wait_s
+            if since < tick_s:
+                self._look()
+                continue
+            since = 0.0
             if self._tick(passed):
                 passed = 0.0
         atexit.unregister(self.stop)
 
+    def _look(self) -> None:
+        """Have the host looked at by the next step."""
+        state = self._state()
+        if state is not None and state.look_due is not None:
+            self._soon = state.look_due()
+
     def _tick(self, passed: float) -> bool:
         """Have the host looked at, and tell the counts; whether the summary was due."""
+        self._look()
         state, due = self._state(), bool(self._interval_s) and passed >= self._interval_s
         if state is not None:
-            if state.look_due is not None:
-                state.look_due()
             with state.guard("summary_failed", "summing up", "it is tried again at the next interval"):
                 if self._publish is not None:
                     state.dispatcher.chooser.count_hits()

@@ -29,7 +29,7 @@ from kpolicy_vllm.host import CHANGED, LOOKS, HostSpeed, attach, why_not
 from kpolicy_vllm.ladder import default_sizes
 from kpolicy_vllm.state import State
 from kpolicy_vllm.steps import Step, numbers_of
-from kpolicy_vllm.watch import Watch
+from kpolicy_vllm.watch import SOON_S, TICK_S, Watch
 
 WORK_US = 20.0
 REPOSITORY = Path(__file__).parents[3]
@@ -207,6 +207,59 @@ def test_the_thread_keeps_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
             break
     watch.stop()
     assert looked_at.is_set()
+
+
+def test_the_first_looks_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each second as long as none of them could tell, however long nothing ran; then as often as counts are told."""
+    state, waited, looks = served(), [], []
+    monkeypatch.setattr(host, "host_work_us", lambda: looks.append(len(waited)) or 1.7 * WORK_US)
+    attach(state.runner, state)
+    told: list[int] = []
+    watch = Watch(state, lambda: told.append(len(waited)))
+
+    def wait(seconds: float) -> bool:
+        if len(waited) > 3:
+            state.runner.execute_model("step")  # nothing ran in the first three
+        waited.append(seconds)
+        return len(waited) > 14
+
+    monkeypatch.setattr(watch._ended, "wait", wait)
+    watch._run()
+    assert waited == [SOON_S] * 9 + [TICK_S] * 6
+    assert looks[:LOOKS] == [4, 5, 6, 7, 8]
+    assert state.counters.counts["host_speed_changes"] == 1
+    assert told == [5, *range(10, 15)], "counts are told as often as before"
+
+
+def test_a_step_that_begins_while_a_look_falls_due_is_not_another_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner's method changes under the thread that keeps the time: it is one of the two."""
+    monkeypatch.setattr(host, "host_work_us", lambda: WORK_US)
+    state, begins = served(), []
+
+    class Runner:
+        vllm_config, held = state.runner.vllm_config, state.runner.execute_model
+
+        @property
+        def execute_model(self) -> Any:
+            """As it is read; then a step begins, if one is due to."""
+            found = self.held
+            if begins:
+                begins.pop()
+                found("step")
+            return found
+
+        @execute_model.setter
+        def execute_model(self, method: Any) -> None:
+            self.held = method
+
+    state.runner = Runner()
+    attach(state.runner, state)
+    assert state.look_due is not None
+    state.look_due()
+    begins.append("a step")
+    state.look_due()
+    assert not begins
+    assert not state.counters.counts
 
 
 @pytest.mark.parametrize(

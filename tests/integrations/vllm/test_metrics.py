@@ -118,6 +118,65 @@ def test_publisher_only_where_needed(state, monkeypatch):
     assert isinstance(metrics.publisher(state, "one", 0), metrics.Publisher)
 
 
+def test_a_forked_process_leaves_all_to_the_other(state, monkeypatch, caplog):
+    """A child that ends says nothing of the parent's steps, and leaves the parent's file."""
+    publisher, watch = metrics.Publisher(state, "one", 0), Watch(state)
+    publisher()
+    pid = os.getpid()
+    with caplog.at_level("INFO", logger="vllm.kpolicy"):
+        with monkeypatch.context() as child:
+            child.setattr("os.getpid", lambda: -1)
+            watch.stop()
+            metrics._removed(publisher.path, pid)
+        assert publisher.path.exists()
+        assert not caplog.records
+        watch.stop()
+        metrics._removed(publisher.path, pid)
+    assert not publisher.path.exists()
+    assert len(caplog.records) == 1
+
+
+def test_who_stops_the_thread_waits_for_what_it_writes(state, monkeypatch):
+    """Else the file of an engine that ended would be written anew once it was taken away."""
+    monkeypatch.setattr("kpolicy_vllm.watch.TICK_S", 0.01)
+    begun, wrote = threading.Event(), []
+
+    def publish():
+        begun.set()
+        ended.wait(0.05)
+        wrote.append("written")
+
+    ended = threading.Event()
+    watch = Watch(state, publish)
+    watch.start()
+    assert begun.wait(5.0)
+    watch.stop()
+    written = len(wrote)
+    assert written
+    assert not watch._thread.is_alive()
+
+
+def test_two_who_count_hits_count_each_once(state):
+    """The thread that sums up, and the one that serves the metrics page in this process."""
+    chooser, registry = state.dispatcher.chooser, state.registry
+    others = []
+
+    class Registry:
+        def hit(self, key, times):
+            if not others:
+                others.append(threading.Thread(target=chooser.count_hits))
+                others[0].start()
+                others[0].join(0.1)
+            registry.hit(key, times)
+
+    state.registry = Registry()
+    chooser.count_hits()
+    others[0].join()
+    state.registry = registry
+    chooser.count_hits()
+    assert sum(record.hits for record in registry.records()) == 2
+
+
 def test_watch_says_what_is_new(state, caplog):
     """The summary line has the steps since the last, and nothing where there were none."""
     watch = Watch(state)
