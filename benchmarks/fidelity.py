@@ -196,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "profile": keep_profile(profile, result),
             },
             "host_work_us": profile.costs.host_work_us,
+            "host_work_inside_us": profile.costs.host_work_inside_us,
             "host_probe": profile.costs.host_probe,
             "policies": tables,
             "measured_again": {policy: [rounded(row) for row in repeats] for policy, repeats in again.items()},

@@ -97,16 +97,23 @@ def replayed(
     return found, ends
 
 
-def host_speeds(entries: Sequence[StepEntry], ends: Sequence[float]) -> HostSpeeds | None:
-    """How fast the host was when, as it was noted after a log's steps; None where it wasn't.
+def host_speeds(entries: Sequence[StepEntry], ends: Sequence[float], costs: CostTable) -> HostSpeeds | None:
+    """How fast the host was when, as it was noted inside a log's steps or after them; None where it wasn't.
 
     Every note as it is: a queue feels the slow moments that the middle of several leaves out.
     """
+    noted: list[tuple[float, float]] = []
+    for each, end in zip(entries, ends, strict=False):
+        if inside := costs.host_work_of(each.host_work_inside_us):
+            # What was noted inside a step is of all of it, from its start on.
+            noted.append((end - (each.cycle_us or 0.0), inside))
+        elif each.host_work_us:
+            noted.append((end, each.host_work_us))
+    if not noted:
+        return None
     # A request that came earlier than the time outside the executor says sets the clock back.
-    noted = [
-        (end, each.host_work_us) for each, end in zip(entries, accumulate(ends, max), strict=False) if each.host_work_us
-    ]
-    return HostSpeeds(noted) if noted else None
+    times, works = zip(*noted, strict=True)
+    return HostSpeeds(zip(accumulate(times, max), works, strict=True))
 
 
 def latencies(run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turns) -> dict[str, Any]:
@@ -166,7 +173,7 @@ def latencies_of(
     told: dict[str, Any] = {}
     if entries is not None:
         told["replayed"], ends = replayed(entries, setting, each, requests)
-        speeds = host_speeds(entries, ends)
+        speeds = host_speeds(entries, ends, costs)
         noted = [entry.host_work_us for entry in entries if entry.host_work_us]
         if noted:
             told["host_work_us"] = round(fmean(noted), 3)

@@ -32,10 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KPolicyError, OSError) as error:
         sys.stderr.write(f"benchmarks.middle_profile: {error}\n")
         return 2
-    work_us = made.costs.host_work_us
-    of_middle = launching_us(made.costs, work_us)
+    of_middle = launching_us(made.costs, made.costs)
     for path, profile in zip(arguments.profiles, profiles, strict=True):
-        us = launching_us(profile.costs, work_us)
+        us = launching_us(profile.costs, made.costs)
         # A host that runs what it launches takes nothing to launch.
         beside = f", {us / of_middle:.2f} of the middle" if of_middle else ""
         print(f"{path}: {us:,.0f} us{beside}")

@@ -264,6 +264,8 @@ class CostTable:
         graph_pieces: device graphs that one key is made of, by part: one for FULL, one a piece for PIECEWISE.
         host_work_us: time of `kpolicy.host_speed`'s fixed work while this was measured; 0 where it wasn't noted.
         host_probe: which fixed work that was; times of another say nothing here.
+        host_work_inside_us: likewise the time of the work that a `SpeedTimer` runs inside steps, at the same speed; 0
+            where none did. It is what the host's times hold at then, and says more of long steps.
         effects: what launches take more or less by what ran before them and by what their rows are. Simulations read it
             (`kpolicy.simulate.step_costs`); `cost`, decisions and the simulated executor don't.
         kv_span: the contexts that attention was timed at; None where that wasn't recorded.
@@ -293,6 +295,7 @@ class CostTable:
     graph_pieces: tuple[int, int] = (1, 1)
     host_work_us: float = 0.0
     host_probe: str = INTERPRETER
+    host_work_inside_us: float = 0.0
     effects: StepEffects = attrs.field(default=StepEffects())
     kv_span: KvSpan | None = None
     measured_on: str = attrs.field(default="", eq=False)
@@ -311,7 +314,7 @@ class CostTable:
             )
         by_part = (self.both_us, self.padding_us, self.capture_us, self.graph_bytes, self.graph_pieces)
         try:
-            times = (*chain(*by_part), self.step_us, self.host_work_us)
+            times = (*chain(*by_part), self.step_us, self.host_work_us, self.host_work_inside_us)
             fine = {len(pair) for pair in by_part} == {2} and all(0 <= value < 1e15 for value in times)
         except TypeError:
             fine = False
@@ -319,8 +322,9 @@ class CostTable:
             raise ProfileError(
                 f"step_us is {self.step_us}, both_us {self.both_us}, padding_us {self.padding_us}, "
                 f"capture_us {self.capture_us}, graph_bytes {self.graph_bytes}, "
-                f"graph_pieces {self.graph_pieces} and host_work_us {self.host_work_us}; all are finite numbers "
-                "from 0 up, those by part two, for (FULL, PIECEWISE)."
+                f"graph_pieces {self.graph_pieces}, host_work_us {self.host_work_us} and host_work_inside_us "
+                f"{self.host_work_inside_us}; all are finite numbers from 0 up, those by part two, for (FULL, "
+                "PIECEWISE)."
             )
 
     @overlap_cost.validator
@@ -342,12 +346,20 @@ class CostTable:
             raise ProfileError(f"host_work_us is {work_us}; it is microseconds from 0 up. Measure the steps again.")
         if not work_us or not self.host_work_us:
             return self
-        times = launching_takes(work_us / self.host_work_us)
+        slower = work_us / self.host_work_us
+        times = launching_takes(slower)
         return attrs.evolve(
-            self, step_us=self.step_us * times, host_work_us=work_us, host_full=self.host_full.times(times),
+            self, step_us=self.step_us * times, host_work_us=work_us,
+            host_work_inside_us=self.host_work_inside_us * slower, host_full=self.host_full.times(times),
             host_piecewise=self.host_piecewise.times(times), host_eager=self.host_eager.times(times),
             effects=self.effects.at_host_speed(times),
         )  # fmt: skip
+
+    def host_work_of(self, inside_us: float | None) -> float | None:
+        """`host_work_us` on a host where the work inside steps takes so long; None where either wasn't noted."""
+        if not inside_us or not self.host_work_inside_us:
+            return None
+        return self.host_work_us * inside_us / self.host_work_inside_us
 
     def curve_of(self, launch: Launch) -> Curve:
         """The dense work's curve that a launch is costed by."""

@@ -33,9 +33,9 @@ _BEYOND = 0.01
 """Share of a time by which it may be outside all tables'"""
 
 
-def launching_us(costs: CostTable, work_us: float) -> float:
-    """Microseconds of the host for an eager prompt and a decode in pieces, where the fixed work takes so long."""
-    costs = costs.at_host_speed(work_us)
+def launching_us(costs: CostTable, like: CostTable) -> float:
+    """Microseconds of the host for an eager prompt and a decode in pieces, at another table's host speed."""
+    costs = _at_speed_of(costs, like.host_work_us, like.host_work_inside_us)
     return costs.host_eager.base_for(decodes=False, prefills=True) + costs.host_piecewise.base_for(
         decodes=True, prefills=False
     )
@@ -59,18 +59,25 @@ def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
                     f"profile {i + 1} has {name} {mine}, the first {its}; give profiles of one model on one device by "
                     "one version."
                 )
-        if bool(profile.costs.host_work_us) != bool(first.costs.host_work_us):
-            mine, its = profile.costs.host_work_us, first.costs.host_work_us
-            raise ProfileError(f"profile {i + 1} has host_work_us {mine:g}, the first {its:g}; calibrate all alike.")
+        for name in ("host_work_us", "host_work_inside_us"):
+            mine, its = getattr(profile.costs, name), getattr(first.costs, name)
+            if bool(mine) != bool(its):
+                raise ProfileError(f"profile {i + 1} has {name} {mine:g}, the first {its:g}; calibrate all alike.")
     tables = [profile.costs for profile in profiles]
     work_us = statistics.median(costs.host_work_us for costs in tables)
+    inside_us = statistics.median(costs.host_work_inside_us for costs in tables)
     version = f"the middle of each figure of {len(tables)}: " + "; ".join(costs.version for costs in tables)
     costs: CostTable = _middle(
-        [attrs.evolve(costs.at_host_speed(work_us), version=version) for costs in tables], "costs"
+        [attrs.evolve(_at_speed_of(costs, work_us, inside_us), version=version) for costs in tables], "costs"
     )
     return attrs.evolve(
         first, costs=costs, command=command, measured_at=max(profile.measured_at for profile in profiles)
     )
+
+
+def _at_speed_of(costs: CostTable, work_us: float, inside_us: float) -> CostTable:
+    """The table at a host's speed: by the work inside steps, where it was noted by both, which says more."""
+    return costs.at_host_speed(costs.host_work_of(inside_us) or work_us)
 
 
 def _middle(values: Sequence[Any], name: str) -> Any:

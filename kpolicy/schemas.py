@@ -264,6 +264,8 @@ class StepEntry:
         ready_us: by part (``decode``, ``prefill``), time from the step's start until its outputs were there.
         queue: the scheduler's queues.
         host_work_us: time of `kpolicy.host_speed`'s fixed work just after the step; None where its table has none.
+        host_work_inside_us: mean time of the work that a timer runs inside the step, in a short one before its end too
+            (`kpolicy.host_speed.SpeedTimer`); None where its table has none.
         start_us: the step's start, from the run's; with `cycle_us` when it ended, and so who had arrived.
     """
 
@@ -279,6 +281,7 @@ class StepEntry:
     ready_us: Mapping[str, float] | None = attrs.field(default=None, hash=False)
     queue: QueueState | None = None
     host_work_us: float | None = None
+    host_work_inside_us: float | None = None
     start_us: float | None = None
 
     @classmethod
@@ -570,7 +573,7 @@ def _well_decided(decision: Mapping[str, Any]) -> bool:
     return True
 
 
-_TIMES = ("device_us", "host_us", "cycle_us", "host_work_us", "start_us")
+_TIMES = ("device_us", "host_us", "cycle_us", "host_work_us", "host_work_inside_us", "start_us")
 
 
 def _check_step(entry: StepEntry, where: str) -> None:

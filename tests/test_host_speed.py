@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import pytest
@@ -10,7 +15,7 @@ import pytest
 from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import ProfileError
-from kpolicy.host_speed import felt, host_work_us, launching_takes, steadied
+from kpolicy.host_speed import SpeedTimer, felt, host_work_us, launching_takes, steadied, work_inside_us
 from kpolicy.modes import Mode, Rows
 from kpolicy.reasons import Reason
 from kpolicy.schemas import StepEntry
@@ -101,3 +106,110 @@ def test_what_is_felt_of_a_core_is_its_mean_speed() -> None:
     assert felt([20.0, 20.0, 29.0], around=1) == pytest.approx([20.0, 23.0, 24.5])
     assert felt(9 * [20.0] + 9 * [30.0])[4:14] == pytest.approx([20.0 + 10 * i / 9 for i in range(10)])
     assert felt([]) == []
+
+
+def busy(seconds: float) -> tuple[float, float]:
+    """When work of the interpreter began and ended, that takes so long."""
+    begin = now = time.perf_counter()
+    while now < begin + seconds:
+        now = time.perf_counter()
+    return begin, now
+
+
+@pytest.fixture
+def alarms() -> Iterator[list[int]]:
+    """Signals that another handler of the process got, which is there before a timer and after it."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: got.append(number))
+    yield got
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_timer_notes_inside_what_runs_and_leaves_nothing_behind(alarms: list[int]) -> None:
+    handler = signal.getsignal(signal.SIGALRM)
+    with SpeedTimer() as timer:
+        begin, end = busy(0.1)
+        inside_us = work_inside_us(begin, end)
+        assert inside_us == timer.felt_us(begin, end)
+    # 25 times 4 ms; fewer on a machine that is busy.
+    assert sum(begin <= at < end for at, _ in timer._noted) >= 8
+    assert 1 < inside_us < 10_000
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert not alarms
+    assert work_inside_us(begin, end) == 0
+
+
+def test_there_is_one_timer_at_a_time(alarms: list[int]) -> None:
+    with SpeedTimer() as timer, pytest.raises(RuntimeError, match="open already"), SpeedTimer():
+        pass
+    assert not timer._open
+    with SpeedTimer():
+        assert signal.getitimer(signal.ITIMER_REAL)[1] == pytest.approx(0.004)
+    assert not alarms
+
+
+def test_a_timer_ends_with_what_it_was_opened_for(alarms: list[int]) -> None:
+    def fails() -> None:
+        with SpeedTimer():
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert not alarms
+
+
+def test_outside_of_the_main_thread_nothing_is_noted(alarms: list[int]) -> None:
+    found: list[float] = []
+
+    def elsewhere() -> None:
+        with SpeedTimer():
+            found.append(work_inside_us(*busy(0.03)))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [0.0]
+    assert not alarms
+
+
+def test_what_was_noted_inside_counts_and_before_the_end_of_short_steps() -> None:
+    timer = SpeedTimer()
+    assert timer.felt_us(0.0, 1.0) == 0
+    for i, us in enumerate([10.0] * 4 + [20.0] * 8 + [30.0] * 8):
+        timer._noted.append((float(i), us))
+    assert timer.felt_us(4.0, 12.0) == pytest.approx(20)
+    assert timer.felt_us(4.0, 20.0) == pytest.approx(25)
+    # Five inside, and three before them; none after it.
+    assert timer.felt_us(12.0, 17.0) == pytest.approx((3 * 20 + 5 * 30) / 8)
+    assert timer.felt_us(2.0, 3.0) == pytest.approx(10)
+
+
+def test_a_table_knows_the_speed_by_work_inside_steps() -> None:
+    """40 us beside steps are 12 inside; twice as slow is 80 and 24, and at that speed both are the table's own."""
+    costs = attrs.evolve(COSTS, host_work_inside_us=12.0)
+    assert costs.host_work_of(24.0) == pytest.approx(80)
+    slow = costs.at_host_speed(80.0)
+    assert slow.host_work_inside_us == pytest.approx(24)
+    assert slow.host_work_of(24.0) == pytest.approx(80)
+    assert [costs.host_work_of(None), costs.host_work_of(0.0), COSTS.host_work_of(24.0)] == [None] * 3
+    with pytest.raises(ProfileError, match=r"host_work_inside_us -1.0"):
+        attrs.evolve(COSTS, host_work_inside_us=-1.0)
+
+
+def test_what_was_noted_inside_a_step_goes_before_what_was_noted_beside_it() -> None:
+    """The step is half as slow again; its notes beside it say that the host was quick."""
+    costs = attrs.evolve(COSTS, host_work_inside_us=12.0)
+    shape = BatchShape(decodes=[(1, 4)], decode_kv_tokens=256, max_kv_len=64)
+    launches = (Launch(Rows.ALL, None),)
+    plain = costs.cost(launches, shape.numbers)
+    decision = Decision(Mode.EAGER, launches, Reason.ONLY_LEGAL, None)
+    measured: dict[str, Any] = {"cycle_us": 1.425 * (plain.host_us + costs.step_us), "host_work_us": 40.0}
+    entries = [StepEntry.of(i, shape, decision, host_work_inside_us=18.0, **measured) for i in range(3)]
+    assert fidelity(entries, costs)[-1].error == pytest.approx(0, abs=1e-9)
+    assert expected_cost(entries[0], costs).cycle_us == pytest.approx(measured["cycle_us"])
+    # A table without it goes by what is beside, and so does an entry.
+    assert fidelity(entries, COSTS)[-1].error == pytest.approx(1 - 1 / 1.425)
+    beside = [attrs.evolve(each, host_work_inside_us=None) for each in entries]
+    assert fidelity(beside, costs)[-1].error == pytest.approx(1 - 1 / 1.425)

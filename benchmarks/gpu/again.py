@@ -42,7 +42,7 @@ from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepOutputs
 from kpolicy.heap import frozen_heap
-from kpolicy.host_speed import INTERPRETER, host_work_us
+from kpolicy.host_speed import INTERPRETER, SpeedTimer, host_work_us, work_inside_us
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Mode, Part
@@ -173,9 +173,11 @@ class Again:
                 outputs = self.engine.step(batch.inputs._replace(numbers=numbers))
                 for event in outputs.ready:
                     event.wait()
+                now_s = time.perf_counter()
                 ran = StepEntry.of(
                     i, entry.shape, outputs.decision, cycle_us=outputs.cycle_us, start_us=entry.start_us,
                     host_work_us=host_work_us() if self.notes_speed else None,
+                    host_work_inside_us=work_inside_us(now_s - outputs.cycle_us * 1e-6, now_s) or None,
                 )  # fmt: skip
                 if not ran_alike(ran, entry):
                     # Other steps of decodes beside would leave other batches after it.
@@ -273,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if path is not None
         }
         opened.enter_context(frozen_heap())
+        if any(again.notes_speed and again.engine.costs.host_work_inside_us for again in runs.values()):
+            opened.enter_context(SpeedTimer())
         kinds = (True, False) if turns else (True,)
         longest = dict.fromkeys(((policy, quick) for policy in runs for quick in kinds), 0.0)
         for number in range(arguments.passes * len(kinds)):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from json import loads as parse_json
 from pathlib import Path
 from signal import Signals
@@ -23,6 +24,7 @@ from kpolicy.costs import CostTable
 from kpolicy.device_names import DeviceName
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
+from kpolicy.host_speed import SpeedTimer
 from kpolicy.ladders import CaptureSizes
 from kpolicy.middle_profile import launching_us, middle
 from kpolicy.schemas import read_profile, write_profile
@@ -164,7 +166,7 @@ def _repeat(out: Path, parts: Sequence[Path], given: Mapping[str, object], *, js
     made = middle(profiles, shlex.join(["kpolicy", *COMMAND.get()]))
     write_profile(out, made)
     costs = made.costs
-    us = {str(part): launching_us(each.costs, costs.host_work_us) for part, each in zip(parts, profiles, strict=True)}
+    us = {str(part): launching_us(each.costs, costs) for part, each in zip(parts, profiles, strict=True)}
     totals = {**{name: said[-1][name] for name in _TOTALS}, "profile": str(out), "repeats_launching_us": us}
     if json:
         print_json({**totals, **_summary(costs)})
@@ -190,10 +192,12 @@ def _calibrate(
             capture(engine, at.given, shown)
             task = shown.add_task("measuring what launches take", total=100, unit="%")
             begun_s = time.perf_counter()
-            costs = calibrate(
-                engine.executor, engine.registry, model, settings, allowance_s=seconds, least_rounds=_LEAST_ROUNDS,
-                progress=lambda share: shown.update(task, completed=100 * share),
-            )  # fmt: skip
+            # What the host itself runs is brought to one speed by its own times.
+            with nullcontext() if at.kind == "cpu" else SpeedTimer():
+                costs = calibrate(
+                    engine.executor, engine.registry, model, settings, allowance_s=seconds, least_rounds=_LEAST_ROUNDS,
+                    progress=lambda share: shown.update(task, completed=100 * share),
+                )  # fmt: skip
             took_s = time.perf_counter() - begun_s
         save_profile(out, costs, model, shlex.join(["kpolicy", *COMMAND.get()]))
         captured = engine.registry.captured()

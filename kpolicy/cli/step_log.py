@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
@@ -16,7 +17,7 @@ from kpolicy.cli.options import COMMAND
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs, StepOutputs
-from kpolicy.host_speed import INTERPRETER, host_work_us
+from kpolicy.host_speed import INTERPRETER, SpeedTimer, host_work_us, work_inside_us
 from kpolicy.scheduling.batching import Batcher
 from kpolicy.shapes import BatchShape
 
@@ -109,6 +110,9 @@ class StepLog:
             return None
         header = self._header()
         with ExitStack() as opened:
+            # A simulated step has nothing inside.
+            if self._notes_speed and self._engine.costs.host_work_inside_us and self._runs_on.model:
+                opened.enter_context(SpeedTimer())
             if self._path is not None:
                 from kpolicy.schemas import StepLogWriter
 
@@ -143,12 +147,13 @@ class StepLog:
             kv_tokens_used=(batcher.num_blocks - batcher.free_blocks) * batcher.block_size,
             kv_tokens_capacity=batcher.capacity, preempted=batcher.num_preemptions,
         )  # fmt: skip
-        costs = self._engine.costs
+        costs, now_s = self._engine.costs, time.perf_counter()
         self._noted.append(
             _Noted(
                 step, _shape_of(inputs), outputs.decision, inputs.numbers, costs, outputs.cycle_us,
                 {part.value: us for part, us in outputs.ready_us.items()}, queue,
-                host_work_us() if self._notes_speed else None, start_us,
+                host_work_us() if self._notes_speed else None,
+                work_inside_us(now_s - outputs.cycle_us * 1e-6, now_s) or None, start_us,
             )
         )  # fmt: skip
         if len(self._noted) >= AT_ONCE:
@@ -164,7 +169,7 @@ class StepLog:
             entry = StepEntry.of(
                 each.step, each.shape, each.decision, cycle_us=each.cycle_us, ready_us=each.ready_us,
                 queue=each.queue, device_us=cost.device_us, host_us=cost.host_us, host_work_us=each.host_work_us,
-                start_us=each.start_us,
+                host_work_inside_us=each.host_work_inside_us, start_us=each.start_us,
             )  # fmt: skip
             if self._writer is not None:
                 self._writer.write(entry)
@@ -194,6 +199,7 @@ class _Noted:
     ready_us: dict[str, float]
     queue: QueueState
     host_work_us: float | None
+    host_work_inside_us: float | None
     start_us: float
 
 

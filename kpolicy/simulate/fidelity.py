@@ -87,16 +87,18 @@ def _launch(entry: StepEntry, launch: StepLaunch) -> Launch:
 
 
 def expected_cost(entry: StepEntry, costs: CostTable) -> Cost:
-    """What the table says that the step took by itself, at the host speed noted beside it."""
+    """What the table says that the step took by itself, at the host speed noted inside it, or else beside it."""
     launches = tuple(_launch(entry, each) for each in entry.launches)
-    return costs.at_host_speed(entry.host_work_us).cost(launches, entry.shape.numbers)
+    work_us = costs.host_work_of(entry.host_work_inside_us) or entry.host_work_us
+    return costs.at_host_speed(work_us).cost(launches, entry.shape.numbers)
 
 
 def expected_costs(entries: Sequence[StepEntry], costs: CostTable, before: Sequence[StepEntry] = ()) -> list[Cost]:
     """What the table says that the steps of a log took, one after the other, and after those `before` them.
 
-    The host's speed at a step is what was noted around it (`felt`). It must have been noted by the fixed work that
-    the table names (`CostTable.host_probe`, and a log's header).
+    The host's speed at a step is what was noted inside it, where the table and the log have that, or else around it
+    (`felt`). It must have been noted by the fixed work that the table names (`CostTable.host_probe`, and a log's
+    header).
     """
     return [each.cost for each in _after(before, entries, costs)]
 
@@ -105,7 +107,7 @@ class Expected(NamedTuple):
     """What the table says of a step."""
 
     cost: Cost
-    """At the host speed that was noted around it"""
+    """At the host speed that was noted inside or around it"""
     at_table: Cost
     """At the table's"""
     state: Hashable
@@ -133,7 +135,8 @@ def expected_steps(entries: Sequence[StepEntry], costs: CostTable) -> Iterator[E
         launches, numbers = tuple(_launch(entry, each) for each in entry.launches), entry.shape.numbers
         # As the simulator counts them: forms of a split, which the log's mode names, are one mode.
         step = state.costs(entry.mode.partition("/")[0], launches, numbers)
-        speed = next(noted) if entry.host_work_us else None
+        around = next(noted) if entry.host_work_us else None
+        speed = costs.host_work_of(entry.host_work_inside_us) or around
         at_table = step.cost(launches, numbers)
         cost = step.at_host_speed(speed).cost(launches, numbers) if speed else at_table
         yield Expected(cost, at_table, id(step), speed / usual if speed and usual else 1.0)

@@ -122,10 +122,16 @@ def test_speeds_are_in_the_order_of_time() -> None:
     """A clock that is set back, and steps whose speed wasn't noted."""
     entries, _ = run()
     noted = [attrs.evolve(each, host_work_us=work) for each, work in zip(entries, (20.0, None, 40.0), strict=False)]
-    speeds = host_speeds(noted, [100.0, 90.0, 80.0])
+    costs = attrs.evolve(analytic_costs(), host_work_us=20.0, host_work_inside_us=10.0)
+    speeds = host_speeds(noted, [100.0, 90.0, 80.0], costs)
     assert speeds is not None
     assert [speeds.at(us) for us in (0.0, 99.0, 100.0)] == [20.0, 20.0, 40.0]
-    assert host_speeds(entries, [1.0] * len(entries)) is None
+    assert host_speeds(entries, [1.0] * len(entries), costs) is None
+    # What was noted inside is of the whole step, from its start.
+    inside = [attrs.evolve(each, host_work_inside_us=15.0, cycle_us=30.0) for each in noted[:1]]
+    speeds = host_speeds([*inside, noted[2]], [100.0, 110.0], costs)
+    assert speeds is not None
+    assert [speeds.at(us) for us in (70.0, 90.0, 110.0)] == [30.0, 35.0, 40.0]
 
 
 MIDDLE = "the middle of each figure of 3"

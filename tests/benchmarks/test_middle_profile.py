@@ -97,6 +97,21 @@ def test_launching_is_the_middle_of_what_was_measured(tmp_path: Path) -> None:
     assert found.req_us == 2.0
 
 
+def test_what_was_noted_inside_steps_goes_before_what_was_noted_beside_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside them the host was always as quick; inside, for the last, the work took a fifth longer."""
+    hosts = [(10.0, 1000.0), (10.0, 1010.0), (12.0, 1171.0)]
+    tables = [
+        table(host_work_inside_us=inside, host_eager=HostCost(us), host_piecewise=HostCost(us)) for inside, us in hosts
+    ]
+    found = middle(tmp_path, *tables)
+    assert found.host_work_inside_us == 10.0
+    assert found.host_work_us == 20.0
+    assert found.host_eager.base_us == pytest.approx(1171 * (1 - 0.85 / 6))
+    assert capsys.readouterr().out.splitlines()[-1].endswith("/2.json: 2,010 us, 1.00 of the middle")
+
+
 def test_tables_are_brought_to_one_host_speed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A table of a slow host launches no slower than the others, once it is brought to their speed."""
     hosts = [(20.0, 1000.0), (20.0, 1010.0), (24.0, 1171.0)]
@@ -145,6 +160,9 @@ def test_profiles_that_do_not_compare_are_refused(tmp_path: Path, capsys: pytest
         "profile 2 has versions": written(tmp_path / "4.json", table(), versions={"torch": "2"}),
         "profile 2 has tensor_parallel_size 2": written(tmp_path / "5.json", table(), tensor_parallel_size=2),
         "profile 2 has host_work_us 0, the first 20": written(tmp_path / "6.json", table(0.0)),
+        "profile 2 has host_work_inside_us 9, the first 0": written(
+            tmp_path / "9.json", table(host_work_inside_us=9.0)
+        ),
         "host_probe is 'interpreter', 'copies'": written(tmp_path / "7.json", table(host_probe="copies")),
         "curves of eager have no size in common: 1 to 16384; 20000 to 20000": written(
             tmp_path / "8.json", table(eager=Curve([20_000], [1e4]))

@@ -99,3 +99,21 @@ def test_samples_that_come_later_count() -> None:
     assert bench.waited(STEP_US) == pytest.approx(0.1)
     bench._times[0] += 2 * [module._Times(5450.0, 2000.0, 5000.0, 20.0)]
     assert bench.waited(STEP_US) == pytest.approx(0.2)
+
+
+def test_what_is_noted_inside_a_sample_tells_its_speed() -> None:
+    """Of five one took 1.425 times as long, beside the same note: inside the work took half as long again."""
+    usual, slow = (4000.0, 4000.0, 900.0, 30.0), (5700.0, 5700.0, 900.0, 30.0)
+    bench = made((None, [usual] * 4), (None, [slow]))
+    for case, inside in ((0, 12.0), (1, 18.0)):
+        bench._times[case] = [each._replace(inside=inside) for each in bench._times[case]]
+    assert (bench.host_work_us, bench.host_work_inside_us) == (30, 12)
+    assert [bench.host_us(case) for case in (0, 1)] == pytest.approx([4000, 4000])
+    bench._times[1] = [each._replace(inside=0.0) for each in bench._times[1]]
+    assert bench.host_us(1) == 5700
+
+
+def test_once_more_is_brought_to_the_speed_of_the_first() -> None:
+    first = module._Times(4000.0, 4000.0, 900.0, 30.0, inside=12.0)
+    assert module._Times(5130.0, 5130.0, 900.0, inside=18.0).like(first) == pytest.approx(3600)
+    assert module._Times(5130.0, 5130.0, 900.0).like(first) == 5130

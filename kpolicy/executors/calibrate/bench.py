@@ -16,7 +16,7 @@ from kpolicy.decision import Decision, Launch
 from kpolicy.errors import StickyDeviceError
 from kpolicy.executors.base import StepInputs
 from kpolicy.executors.calibrate.one_speed import at_one_speed, error_of_one, typical
-from kpolicy.host_speed import host_work_us, launching_takes, steadied
+from kpolicy.host_speed import host_work_us, launching_takes, steadied, work_inside_us
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.reasons import Reason
 from kpolicy.shapes import BatchShape
@@ -90,6 +90,12 @@ class _Times(NamedTuple):
     """`host`, of the same step once more at once; 0 where that wasn't run"""
     place: int = -1
     """Of the sample among all that were taken, in their order; -1 where it stands alone"""
+    inside: float = 0.0
+    """Of the work that a timer runs inside steps, while it was launched; 0 without one"""
+
+    def like(self, other: _Times) -> float:
+        """`host`, as if the host had been as fast as it was for another."""
+        return self.host / launching_takes(self.inside / other.inside) if self.inside and other.inside else self.host
 
 
 class _Pace:
@@ -371,7 +377,7 @@ class Bench:
                 in_time_s = self._stop_s
             work, place = self._note()
             times, again = self._once(decision, rows), self._once(decision, rows)
-            self._new.setdefault(case, []).append(times._replace(work=work, place=place, again=again.host))
+            self._new.setdefault(case, []).append(times._replace(work=work, place=place, again=again.like(times)))
             yield True
 
     def _more_of(self, ran: Sequence[int]) -> list[int]:
@@ -540,6 +546,12 @@ class Bench:
         """
         return statistics.median([self._work_us(each) for samples in self._times for each in samples] or [0.0])
 
+    @property
+    def host_work_inside_us(self) -> float:
+        """Likewise of the work that a timer runs inside steps (`SpeedTimer`), over those beside which one did."""
+        inside = [each.inside for samples in self._times for each in samples if each.inside]
+        return statistics.median(inside) if inside else 0.0
+
     def _work_us(self, sample: _Times) -> float:
         """Time of the fixed work while the sample was taken, by what was noted around it."""
         if sample.place < 0:
@@ -550,8 +562,14 @@ class Bench:
 
     def _slower(self) -> Callable[[_Times], float]:
         """How many times slower the host usually is than it was for a sample."""
-        usual_us, work_us = self.host_work_us, self._work_us
-        return lambda sample: 1 / launching_takes(work_us(sample) / usual_us) if sample.work else 1.0
+        usual_us, inside_us, work_us = self.host_work_us, self.host_work_inside_us, self._work_us
+
+        def slower(sample: _Times) -> float:
+            if sample.inside:
+                return 1 / launching_takes(sample.inside / inside_us)
+            return 1 / launching_takes(work_us(sample) / usual_us) if sample.work else 1.0
+
+        return slower
 
     def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
         """(device, host) microseconds, of which the longer and `step_us` make the whole step.
@@ -626,7 +644,7 @@ class Bench:
         times = self._once(decision, inputs)._replace(work=work, place=place)
         if again:
             # Before the device is kept busy: right after that a launch takes longer (docs/measured_fidelity.md).
-            times = times._replace(again=self._once(decision, inputs).host)
+            times = times._replace(again=self._once(decision, inputs).like(times))
         if known_us:
             return times._replace(device=min(known_us, times.wall))
         self._adapter.occupy(_AHEAD * times.host)
@@ -645,10 +663,11 @@ class Bench:
         start = time.perf_counter()
         outputs = self._executor.run(decision, inputs)
         launched = time.perf_counter()
+        inside = work_inside_us(start, launched)
         for event in outputs.ready:
             event.wait()
         wall = (time.perf_counter() - start) * 1e6 if self.host_runs else outputs.cycle_us
-        return _Times(wall, (launched - start) * 1e6, 0.0)
+        return _Times(wall, (launched - start) * 1e6, 0.0, inside=inside)
 
     def rows(self, num_decodes: int, decode_kv: int, new: int = 0, context: int = 0, steps: int = 1) -> StepInputs:
         """Decode rows that attend to so many tokens each, then one prompt chunk of `new` tokens after a context.

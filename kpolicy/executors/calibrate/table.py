@@ -309,6 +309,7 @@ class Calibration:
             step_us=step_us,
             overlap_cost=self._overlap.share(),
             host_work_us=bench.host_work_us,
+            host_work_inside_us=bench.host_work_inside_us,
             effects=StepEffects(
                 warm_host_share=(self._host_piecewise.again(step_us), self._host_eager.again(step_us)),
                 eager_new_us=self._host_eager.new_us(),
