@@ -150,6 +150,9 @@ class NoDevice(cuda.CudaAdapter):
     def release(self, pool: Any) -> None:
         del pool
 
+    def trim(self) -> None:
+        pass
+
 
 class NoModel:
     """A step model that computes next to nothing."""

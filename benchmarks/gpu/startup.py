@@ -4,7 +4,8 @@
 captures load and compile kernels, for the lists behind them too (``first_seconds``). ``lazy`` serves requests with so
 much time a step for capture, and has what that captured; its bytes and seconds are of that. `registry_bytes` are what
 captures noted, which is what a budget counts; `device_bytes` what the device had less, of which torch had
-`torch_reserved_bytes`, and tensors `torch_live_bytes`; `kept_bytes` what it has less once all is released.
+`torch_reserved_bytes`, and tensors `torch_live_bytes`; `torch_cached_bytes` what torch kept for later and gave back
+when it was asked to, before the others were read; `kept_bytes` what it has less once all is released.
 
 ``first_step``: a fresh Engine, then its first step, a prompt. A lazy Engine over an eager one, in pairs in one process
 whose kernels are compiled: 1.2 is the limit. With ``--cold`` also once each in fresh processes.
@@ -24,6 +25,7 @@ Run: ``python -m benchmarks.gpu.startup --config FILE --out FILE [--plan plan.js
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import random
@@ -118,16 +120,22 @@ class Bench:
             yield passed
 
     def used(self) -> dict[str, int]:
-        """Bytes in use of the device, of what torch reserves there, and of tensors; 0 on a CPU."""
+        """Bytes in use of the device, of what torch reserves there, of tensors, and what torch had cached.
+
+        0 on a CPU.
+        """
         import torch
 
-        free()
         if self.model.device.type != "cuda":
-            return dict.fromkeys(("device", "torch_reserved", "torch_live"), 0)
+            free()
+            return dict.fromkeys(("device", "torch_reserved", "torch_live", "torch_cached"), 0)
+        gc.collect()
+        reserved = torch.cuda.memory_reserved()
+        free()
         available, total = torch.cuda.mem_get_info()
         return {
             "device": total - available, "torch_reserved": torch.cuda.memory_reserved(),
-            "torch_live": torch.cuda.memory_allocated(),
+            "torch_live": torch.cuda.memory_allocated(), "torch_cached": reserved - torch.cuda.memory_reserved(),
         }  # fmt: skip
 
 
@@ -150,7 +158,8 @@ def told(bench: Bench, name: str, engine: Any, seconds: float, before: dict[str,
     totals, after = engine.registry.totals(), bench.used()
     return {
         "list": name, "graphs": len(engine.registry.captured()), "seconds": round(seconds, 3),
-        "registry_bytes": totals.bytes_live, **{f"{of}_bytes": after[of] - before[of] for of in after},
+        "registry_bytes": totals.bytes_live,
+        **{f"{of}_bytes": after[of] - (0 if of == "torch_cached" else before[of]) for of in after},
         "failed": {str(key): why[:200] for key, why in getattr(engine.executor, "capture_errors", {}).items()},
     }  # fmt: skip
 

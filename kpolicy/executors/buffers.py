@@ -79,6 +79,16 @@ class StepBuffers:
         self._uniform_starts: dict[int, Tensor] = {}
         self._views: dict[PaddedShape, StepTensors] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the buffers, without what lies between them."""
+        buffers = [
+            self.token_ids, self.positions, self.slot_mapping, self.block_table, self.kv_lens, self.query_starts,
+            self.wanted, self.temperature, self.seed, self.slots_ahead, *self.extra.values(),
+            *self._uniform_starts.values(),
+        ]  # fmt: skip
+        return sum(each.numel() * each.element_size() for each in buffers)
+
     def holds(self, num_tokens: int, num_reqs: int) -> bool:
         return num_tokens <= self.num_tokens and num_reqs <= self.num_reqs
 

@@ -56,6 +56,7 @@ from kpolicy.executors.segments import (
     capture_full,
     capture_pieces,
     head_rows,
+    trim,
 )
 from kpolicy.executors.step_model import StepModel
 from kpolicy.keys import GraphKey
@@ -90,6 +91,13 @@ class LauncherPool:
         self.breaks = breaks
         self.warm = False
         """Whether something was captured into it"""
+        self.counted_bytes = 0
+        """What graphs' reports have of `num_bytes`"""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of static inputs and of outputs of attention calls, which go with the pool."""
+        return self.buffers.num_bytes + self.breaks.num_bytes
 
 
 class GraphLauncher:
@@ -182,7 +190,7 @@ class GraphLauncher:
                 f"capturing {key}: its pool has buffers for {buffers.num_tokens} tokens in {buffers.num_reqs} rows; "
                 "make a pool for the largest key."
             )
-        broken, warm_ups = pool.breaks.num_bytes, 1 if pool.warm else WARM_UPS
+        warm_ups = 1 if pool.warm else WARM_UPS
         handle: FullGraph | PieceGraph
         try:
             self._settle()
@@ -191,12 +199,12 @@ class GraphLauncher:
                 self.adapter.commit()
                 if key.part is Part.FULL:
                     handle = capture_full(key, shape, self.adapter, self.model, pool.memory, buffers, warm_ups)
-                    num_bytes, graphs = handle.num_bytes, 1
+                    graphs = 1
                 else:
                     handle = capture_pieces(
                         key, shape, self.adapter, self.model, pool.memory, buffers, pool.breaks, warm_ups
                     )
-                    num_bytes, graphs = handle.num_bytes + pool.breaks.num_bytes - broken, handle.num_graphs
+                    graphs = handle.num_graphs
         except Exception as error:
             failed = self._capture_error(str(key), error)
             if isinstance(failed, CaptureError):
@@ -206,7 +214,9 @@ class GraphLauncher:
             self._statics[key] = self._where()
         elif not self._places:
             self._places = self._where()
-        report = CaptureReport(num_bytes, time.perf_counter() - start, 0, graphs)
+        # A pool's first graph pays for what the pool holds besides graphs, and each for what came since.
+        kept, pool.counted_bytes = pool.num_bytes - pool.counted_bytes, pool.num_bytes
+        report = CaptureReport(handle.num_bytes + kept, time.perf_counter() - start, 0, graphs)
         self._reports.setdefault((key.part, pool.warm), {})[key.num_tokens] = report
         pool.warm = True
         return handle, report
@@ -430,6 +440,10 @@ class GraphLauncher:
         return self._ready
 
     # The end
+
+    def trim(self) -> None:
+        """Let the device have what captures warmed up with, where its library keeps it for later."""
+        trim(self.adapter)
 
     def _drain(self) -> None:
         """`_settle`, for who gives memory back: nobody waits for what a lost device still had."""

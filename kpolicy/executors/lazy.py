@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -23,6 +24,9 @@ HOT = 2
 """Steps that need a key before it is captured between steps: what came once may never come again."""
 SLICE_S = 0.02
 """Seconds that are saved up before some are spent on measuring"""
+NOTE_EVERY = 16
+"""Steps that are gone over together, at most, where the ones before needed nothing: one by one the processor fetches
+what that takes from memory each time, and that takes longer than going over them"""
 ROUNDS = 3, 12
 """Samples of every case when costs are first decided by, and when they are measured for good"""
 
@@ -86,8 +90,13 @@ class LazyCapture:
         self._saved_s = 0.0
         self.needs: Counter[GraphKey] = Counter()
         """Steps that needed a key that isn't captured"""
-        self._unnoted: BatchNumbers | None = None
-        """The step before, which is noted when nothing waits for it"""
+        self._unnoted: list[BatchNumbers] = []
+        """Steps that weren't gone over yet: that is done between steps"""
+        self._most_unnoted = 1
+        self._due = False
+        """Whether there is something to capture or to measure"""
+        self._untrimmed = False
+        """Whether the device's library keeps what captures warmed up with"""
         self._select: Any = None
         self._version = -1
         self._planned: frozenset[GraphKey] = frozenset()
@@ -105,13 +114,34 @@ class LazyCapture:
 
     def before_step(self, numbers: BatchNumbers) -> None:
         """Capture within the allowance what earlier steps needed. What this one needs is noted later."""
-        if self._allowance_s:
-            self.capture(self._allowance_s, least=HOT)
-        elif self._unnoted is not None:
-            self._note(self._unnoted)
-        self._unnoted = numbers
+        unnoted = self._unnoted
+        if self._due or len(unnoted) >= self._most_unnoted:
+            if self._allowance_s:
+                self.capture(self._allowance_s, least=HOT)
+            else:
+                self._note()
+        unnoted.append(numbers)
 
-    def _note(self, numbers: BatchNumbers) -> None:
+    def _note(self) -> None:
+        """Count what steps needed that weren't gone over yet."""
+        unnoted = self._unnoted
+        if not unnoted:
+            return
+        self._look()
+        self._most_unnoted = min(2 * self._most_unnoted, NOTE_EVERY)
+        if self._select is not None:
+            planned, needs = self._planned, self.needs
+            for numbers in unnoted:
+                wished: Decision = self._select(*numbers)
+                for key in wished.keys:
+                    if key in planned:
+                        needs[key] += 1
+                        # What is missing is missed again soon.
+                        self._most_unnoted = 1
+        unnoted.clear()
+
+    def _look(self) -> None:
+        """Prepare for what would be decided with every graph, where graphs or costs changed."""
         # A context goes over all keys: it is for what changed alone, as this is between any two steps.
         registry, costs = self._engine.registry, self._engine.costs
         if costs is not self._costs:
@@ -128,12 +158,6 @@ class LazyCapture:
                 ladder = registry.view(assumed=True).only(frozenset(self._engine.keys))
                 context = attrs.evolve(self._engine.context, ladder=ladder)
                 self._select = self._engine.policy.compile(context).select
-        if self._select is None:
-            return
-        wished: Decision = self._select(*numbers)
-        for key in wished.keys:
-            if key in self._planned:
-                self.needs[key] += 1
 
     def capture(self, seconds: float, *, least: int = 1) -> int:
         """Capture what was needed most, while it is expected to fit.
@@ -145,9 +169,29 @@ class LazyCapture:
         Returns:
             How many graphs were captured.
         """
-        if self._unnoted is not None:
-            self._note(self._unnoted)
-            self._unnoted = None
+        self._note()
+        try:
+            return self._captured_within(seconds, least)
+        finally:
+            self._due = self._needed(least) or self._unmeasured()
+            if self._untrimmed and not self._needed(least):
+                self._trim()
+
+    def _needed(self, least: int) -> bool:
+        """Whether a key was needed by so many steps."""
+        return any(times >= least for times in self.needs.values())
+
+    def _trim(self) -> None:
+        """No more is captured for now: what captures warmed up with goes back."""
+        start = time.perf_counter()
+        # Optional for an executor.
+        trim: Callable[[], None] = getattr(self._executor, "trim", _nothing)
+        trim()
+        self._untrimmed = False
+        self._saved_s -= time.perf_counter() - start
+
+    def _captured_within(self, seconds: float, least: int) -> int:
+        """`capture`, of what was noted."""
         estimate = getattr(getattr(self._executor, "launcher", None), "estimate", None)
         wanted, times = self.needs.most_common(1)[0] if self.needs else (None, 0)
         if times < least and not self._unmeasured():
@@ -166,7 +210,7 @@ class LazyCapture:
             del self.needs[key]
             if registry.record(key).state is not GraphState.PLANNED:
                 continue
-            start = time.perf_counter()
+            start, self._untrimmed = time.perf_counter(), True
             self._executor.capture([key])
             self._saved_s -= time.perf_counter() - start
             captured += registry.record(key).state is GraphState.CAPTURED
@@ -182,7 +226,8 @@ class LazyCapture:
     @property
     def pending(self) -> bool:
         """Whether there is something left to do: a graph to capture that was needed often enough, or to measure."""
-        return any(times >= HOT for times in self.needs.values()) or self._unmeasured()
+        self._note()
+        return self._needed(HOT) or self._unmeasured()
 
     def _unmeasured(self) -> bool:
         """Whether there are graphs that the costs weren't measured with."""
@@ -236,3 +281,7 @@ class LazyCapture:
         if self._calibration is not None:
             self._calibration.end()
         self._calibration, self._rounds = None, 0
+
+
+def _nothing() -> None:
+    """An executor that keeps nothing."""

@@ -234,11 +234,26 @@ class ModeRunner:
 
         Failed and withdrawn keys are planned anew first, so after a release everything can be had again.
 
+        Device memory that captures warmed up with goes back at the end. Not after a single one of the keys to `expect`:
+        who captures them one by one, between steps, calls `trim` when there are no more for now.
+
         Raises:
             RegistryError: a key is captured already.
             StickyDeviceError: the device is lost.
         """
-        self._capture_until(keys, progress)
+        wanted = list(keys)
+        self._capture_until(wanted, progress)
+        self._end_capture(len(wanted))
+
+    def _end_capture(self, num_keys: int) -> None:
+        if num_keys > 1 or (num_keys and not self._expected):
+            self.trim()
+
+    def trim(self) -> None:
+        """Give the device what captures warmed up with and nobody uses, where the launcher can."""
+        # Optional for a launcher.
+        give: Callable[[], None] = getattr(self.launcher, "trim", _nothing)
+        give()
 
     def _capture_until(
         self, keys: Iterable[GraphKey], progress: Callable[[GraphKey, CaptureReport | None], None] | None,

@@ -41,6 +41,7 @@ __all__ = [
     "capture_full",
     "capture_pieces",
     "head_rows",
+    "trim",
 ]
 
 Tensor = Any
@@ -55,6 +56,14 @@ class HeadRows(Enum):
     """A static `wanted`, one place a request row"""
     WANTED = "wanted"
     """The wanted rows, however many"""
+
+
+def trim(adapter: DeviceAdapter) -> None:
+    """Let the device have what the adapter's library keeps of it and nobody uses, where the adapter can."""
+    # Optional for an adapter, as a device whose library keeps nothing has nothing to give.
+    give: Callable[[], None] | None = getattr(adapter, "trim", None)
+    if give is not None:
+        give()
 
 
 def head_rows(key: GraphKey) -> HeadRows:
@@ -341,8 +350,13 @@ def capture_pieces(
     """
     tensors = buffers.tensors(shape)
     live = StepContext(tensors, RowLayout(0, 0, (), ()))
+    wanted = buffers.wanted[: shape.num_reqs]
     for _ in range(warm_ups):
-        model.head(model.forward(live))
+        # As in a step, on as many rows as there are requests: logits of 2,048 tokens would take 600 MB.
+        model.head(model.forward(live).index_select(0, wanted))
+    if not breaks.held:
+        # Buffers that stay would be cut out of what warming up freed, and hold all of a piece for a small part of it.
+        trim(adapter)
     step, held = BreakingStep(live, adapter, pool, breaks), breaks.held
     watching = getattr(model, "watching", None)
     watched: AbstractContextManager[Any] = nullcontext() if watching is None else watching(step)

@@ -92,7 +92,7 @@ def test_a_stalled_graph_that_nobody_waited_for_is_given_back(gives_up: str) -> 
     if gives_up == "release":
         engine.release()
     else:
-        executor.adapter._trim()
+        executor.adapter.trim()
     with pytest.raises(UpdateStallError, match=r"update_timeout_s=0\.2"):
         executor.adapter._check_lost()
     library.npu.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,12 +42,12 @@ class Clock:
         monkeypatch.setattr(executor.launcher, "estimate", lambda _key: CaptureReport(0, CAPTURE_S, 0, 1))
         monkeypatch.setattr(lazy, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
-    def serve(self, steps: int) -> None:
+    def serve(self, steps: int, sizes: Sequence[int] = SIZES) -> None:
         """Steps that need each size in turn."""
         assert self.engine._lazy is not None
         for _ in range(steps):
             self.step += 1
-            self.engine._lazy.before_step(BatchShape.decode(SIZES[self.step % len(SIZES)]).numbers)
+            self.engine._lazy.before_step(BatchShape.decode(sizes[self.step % len(sizes)]).numbers)
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_what_nothing_changed_in_costs_steps_a_decision(clock: Clock, monkeypatc
     clock.serve(80)
     engine = clock.engine
     engine.registry.plan([GraphKey(Part.FULL, 48, 48, query_len=1)])
-    clock.serve(5)
+    clock.serve(20)
 
     def looked(*_: object) -> None:
         raise AssertionError
@@ -95,3 +96,34 @@ def test_what_nothing_changed_in_costs_steps_a_decision(clock: Clock, monkeypatc
     monkeypatch.setattr(engine.registry, "record", looked)
     monkeypatch.setattr(engine.registry, "records", looked)
     clock.serve(20)
+
+
+def test_steps_that_need_nothing_are_gone_over_together(clock: Clock) -> None:
+    """Most steps of a lazy Engine that has what it needs ask nothing; none is left out, and one that needs is heard."""
+    *sizes, last = SIZES
+    key = GraphKey(Part.FULL, last, last, query_len=1)
+    clock.serve(80, sizes)
+    assert set(clock.engine.registry.captured()) == set(clock.engine.keys) - {key}
+    capture: Any = clock.engine._lazy
+    select, asked = capture._select, list[int]()
+
+    def counted(*numbers: Any) -> Any:
+        asked.append(clock.step)
+        return select(*numbers)
+
+    capture._select = counted
+    clock.serve(8 * lazy.NOTE_EVERY, sizes)
+    assert [asked.count(step) for step in sorted(set(asked))] == [lazy.NOTE_EVERY] * 8
+    begun = clock.step
+    clock.serve(2 * lazy.NOTE_EVERY + int(CAPTURE_S / ALLOWANCE_S), [last])
+    assert key in clock.engine.registry.captured()
+    assert clock.captured_at[-1] - begun <= lazy.NOTE_EVERY + int(CAPTURE_S / ALLOWANCE_S)
+
+
+def test_what_captures_warmed_up_with_goes_back_when_no_more_come(clock: Clock) -> None:
+    """Not behind each graph, as the next one warms up with it again, and not at steps that capture nothing."""
+    executor: Any = clock.engine.executor
+    executor.trim = lambda: trimmed.append(len(clock.captured_at))
+    trimmed: list[int] = []
+    clock.serve(120)
+    assert trimmed == [len(SIZES)]

@@ -211,9 +211,9 @@ def test_what_is_pending(model: Any) -> None:
     """A size that two steps needed is, until it is captured; what came once isn't."""
     engine = Engine("piecewise", model=model, settings=SETTINGS, ladder=[4, 16], lazy=True)
     sequences = Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    prompts(engine, sequences, 3)
+    prompts(engine, sequences, 2)
     assert not engine.lazy_pending
-    prompts(engine, sequences, 3)
+    prompts(engine, sequences, 1)
     assert engine.lazy_pending
     engine.capture_pending(1e6)
     assert not engine.lazy_pending

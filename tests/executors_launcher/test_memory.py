@@ -112,6 +112,7 @@ def test_a_failed_piecewise_capture_gives_its_buffers_back(fault: str, small: Ca
     executor.capture([PIECES])
     graph = executor._handles[PIECES]
     assert executor.adapter.memory().used == static + graph.num_bytes + pool.breaks.num_bytes
+    assert registry.record(PIECES).bytes == graph.num_bytes + pool.num_bytes
 
 
 def test_a_failed_capture_leaves_other_graphs_their_buffers(small: Callable[..., Any]) -> None:
@@ -184,3 +185,32 @@ def test_a_byte_budget_holds_for_a_pools_first_graph(part: Part, small: Callable
         executor.release()
         assert executor.adapter.memory().used == 0
     free.release()
+
+
+def test_a_registry_counts_what_its_graphs_give_back(small: Callable[..., Any]) -> None:
+    """Static inputs and outputs of attention go with their pool, so they count; eager launches keep their own."""
+    keys = [*(GraphKey(part, size) for part in Part for size in (64, 16)), DECODE]
+    executor, registry = _opened(small(), keys, memory_bytes=1 << 30)
+    assert set(registry.captured()) == set(keys)
+    counted, used = registry.totals().bytes_live, executor.adapter.memory().used
+    executor._release_pools()
+    gc.collect()
+    assert used - executor.adapter.memory().used == counted
+    eager = sum(buffers.num_bytes for buffers in executor.launcher._eager.values())  # type: ignore[attr-defined]
+    assert executor.adapter.memory().used == eager > 0
+    executor.release()
+    gc.collect()
+    assert executor.adapter.memory().used == 0
+
+
+def test_what_a_pool_takes_later_counts_with_the_next_graph(small: Callable[..., Any]) -> None:
+    """Slots for more decode steps than were foreseen are the pool's too."""
+    keys = [GraphKey(Part.FULL, size, size, query_len=1) for size in (8, 4)]
+    executor, registry = _opened(small(), keys[:1], memory_bytes=1 << 30)
+    pool = executor._pools[0].memory
+    assert registry.totals().bytes_live == executor._handles[keys[0]].num_bytes + pool.num_bytes
+    pool.buffers._stage_ahead([[0] * 8] * 40)
+    executor.capture(keys[1:])
+    graphs = sum(handle.num_bytes for handle in executor._handles.values())
+    assert registry.totals().bytes_live == graphs + pool.num_bytes
+    executor.release()

@@ -158,6 +158,7 @@ class AscendExecutor(ModeRunner):
         failed = self._capture_until([key for key in asked if key in kept], progress, self._found_no_streams)
         while failed is not None:
             failed = self._replanned(failed, wanted, progress)
+        self._end_capture(len(asked))
 
     @property
     def _launcher(self) -> AscendLauncher:

@@ -338,14 +338,17 @@ class StreamAdapter:
         """Leave a pool as the next capture wants it, after some that failed: without graphs it is a new one."""
         if not pool.graphs:
             pool.handle = self.device_module.graph_pool_handle()
-        self._trim()
+        self.trim()
 
     def _mend(self, pool: StreamPool, recorded: Any) -> None:
         """`_give_up` for a capture that the device itself ended, and what its library then needs to go on."""
         self._give_up(pool, recorded)
 
-    def _trim(self) -> None:
-        """Give back what torch's allocator keeps for later. A device that is lost says so elsewhere."""
+    def trim(self) -> None:
+        """Give back what torch's allocator keeps for later, of every stream; waits until nothing runs on the device.
+
+        A device that is lost says so elsewhere.
+        """
         with suppress(RuntimeError):
             self._synchronise()
             self.device_module.empty_cache()
@@ -387,7 +390,7 @@ class StreamAdapter:
                 # What libraries keep for the pool's stream stays, for the pool that has the stream next.
                 self.give_back(pool.stream)
         pool.graphs, pool.handle, pool.released = [], None, True
-        self._trim()
+        self.trim()
 
     # Checks
 
