@@ -32,7 +32,7 @@ AROUND = 4
 _LOOPS, _RUNS = 600, 3
 _EVERY_S, _SMALL_LOOPS = 0.004, 300
 """Of a `SpeedTimer`: a note takes 0.3% of the time"""
-_LEAST, _KEPT = 8, 4096
+_LEAST, _KEPT = 8, 512
 _SLOWS = 0.85
 """Share of the host's time for launching that is taken to go with the work; see docs/measured_fidelity.md."""
 
@@ -130,7 +130,8 @@ class SpeedTimer:
             Microseconds; 0 where nothing was noted.
         """
         inside: list[float] = []
-        for start, us in reversed(self._noted):
+        # A copy, which is made at once: the next note may come while this looks.
+        for start, us in reversed(tuple(self._noted)):
             if start < begin_s and len(inside) >= _LEAST:
                 break
             if start < end_s:

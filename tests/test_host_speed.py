@@ -213,3 +213,13 @@ def test_what_was_noted_inside_a_step_goes_before_what_was_noted_beside_it() -> 
     assert fidelity(entries, COSTS)[-1].error == pytest.approx(1 - 1 / 1.425)
     beside = [attrs.evolve(each, host_work_inside_us=None) for each in entries]
     assert fidelity(beside, costs)[-1].error == pytest.approx(1 - 1 / 1.425)
+
+
+def test_notes_that_come_while_others_are_looked_at_are_no_error(alarms: list[int]) -> None:
+    """For half a second, and whatever is noted: a signal may come between any two operations."""
+    with SpeedTimer() as timer:
+        end = time.perf_counter() + 0.5
+        while (now := time.perf_counter()) < end:
+            timer.felt_us(now - 0.2, now)
+    assert len(timer._noted) > 8
+    assert not alarms
