@@ -6,6 +6,7 @@ import attrs
 
 from kpolicy.errors import ProfileError
 from kpolicy.shapes import BatchNumbers
+from kpolicy.words import some
 
 __all__ = ["NOT_RECORDED", "KvSpan", "outside_in_words"]
 
@@ -22,7 +23,7 @@ def outside_in_words(steps: int, sizes: int, contexts: int | None) -> tuple[str,
         contexts: those with a context beyond its `KvSpan`; None where it was measured and doesn't record that.
     """
     told = [
-        f"{count:,} steps ({count / steps:.1%}) of a {what} outside the cost table"
+        f"{some(count, 'step')} ({count / steps:.1%}) of a {what} outside the cost table"
         for count, what in ((sizes, "size"), (contexts, "context"))
         if count
     ]

@@ -37,6 +37,7 @@ from kpolicy.scheduling.traces import Trace
 from kpolicy.schemas import LadderPlan
 from kpolicy.settings import Settings
 from kpolicy.simulate import Server, SimStep, simulate
+from kpolicy.words import some
 
 __all__ = ["DEFAULT_LISTS", "HeldOut", "Score", "TracePlan", "halves", "layout_of", "plan_trace", "replayed"]
 
@@ -490,8 +491,8 @@ def _notes(found: Replayed, workload: Workload, policy: Policy, costs: CostTable
         )
     if not found.settled:
         notes.append(
-            f"the plan didn't settle in {len(found.rounds)} replays: the sizes change the steps that they are planned "
-            "for. The best of the plans replayed is given."
+            f"the plan didn't settle in {some(len(found.rounds), 'replay')}: the sizes change the steps that they are "
+            "planned for. The best of the plans replayed is given."
         )
     if not policy.reads_costs and getattr(policy, "enable_padding", True) is False:
         notes.append("the policy replays exact sizes only; the plan takes padding as on.")

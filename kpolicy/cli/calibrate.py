@@ -29,6 +29,7 @@ from kpolicy.ladders import CaptureSizes
 from kpolicy.middle_profile import launching_us, middle
 from kpolicy.schemas import read_profile, write_profile
 from kpolicy.settings import Settings
+from kpolicy.words import some
 
 __all__ = ["calibrate_command"]
 
@@ -257,7 +258,7 @@ def _summary(costs: CostTable) -> dict[str, Any]:
 def _render(totals: dict[str, Any], costs: CostTable) -> None:
     out, said = console(), _summary(costs)
     out.print(f"{totals['model']} on {totals['device']}")
-    out.print(f"{totals['graphs']} graphs in {totals['capture_s']:.1f} s")
+    out.print(f"{some(totals['graphs'], 'graph')} in {totals['capture_s']:.1f} s")
     numbers = ("device us, least size", "device us, largest", "host us, one decode", "one prompt", "both")
     table = grid("mode", *numbers, numbers=numbers)
     for mode, curve in said["device_us"].items():

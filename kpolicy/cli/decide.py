@@ -14,6 +14,7 @@ from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.modes import Mode, parse_mode
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
+from kpolicy.words import some
 
 __all__ = ["decide", "explain"]
 
@@ -92,7 +93,7 @@ def decide(*, asked: Asked = Asked(), deployment: Deployment = Deployment(), jso
     print(f"{decision.label} for {shape}, by {asked.policy}")
     for launch in decision.launches:
         padding = launch.padding(shape.numbers)
-        print(f"  {launch}{f', {padding} padding tokens' if padding else ''}")
+        print(f"  {launch}" + (f", {some(padding, 'padding token')}" if padding else ""))
     print(f"because {decision.why}")
     for downgrade in engine.downgrades:
         print(f"downgraded at start-up: {downgrade}")
@@ -148,8 +149,8 @@ def _shape(asked: Asked, deployment: Deployment) -> BatchShape:
     num_reqs, num_tokens = rows + len(chunks), tokens + sum(new for new, _ in chunks)
     if num_reqs > settings.max_num_reqs or num_tokens > settings.max_num_tokens:
         raise ConfigError(
-            f"the batch has {num_reqs} requests and {num_tokens} tokens; the deployment allows "
-            f"{settings.max_num_reqs} and {settings.max_num_tokens}. Raise --max-num-reqs or --max-num-tokens."
+            f"the batch has {some(num_reqs, 'request')} and {some(num_tokens, 'token')}; the deployment allows "
+            f"{settings.max_num_reqs:,} and {settings.max_num_tokens:,}. Raise --max-num-reqs or --max-num-tokens."
         )
     if at_least("--loras", asked.loras, 0) > settings.max_loras:
         raise ConfigError(f"--loras is {asked.loras}, and --max-loras {settings.max_loras}; raise --max-loras.")
@@ -172,8 +173,8 @@ def _kv_tokens(given: int | None, rows: int, tokens: int) -> int | None:
         )
     if given < tokens:
         raise ConfigError(
-            f"--kv-tokens is {given} for {tokens} decode tokens; each attends to itself at least, so give {tokens} or "
-            "more, counting this step's tokens in."
+            f"--kv-tokens is {given} for {some(tokens, 'decode token')}; each attends to itself at least, so give "
+            f"{tokens} or more, counting this step's tokens in."
         )
     return at_least("--kv-tokens", given, 0)
 

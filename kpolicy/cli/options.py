@@ -22,6 +22,7 @@ from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
 from kpolicy.settings import LIMITS, Settings
 from kpolicy.shapes import LARGEST_COUNT
+from kpolicy.words import some
 
 __all__ = [
     "COMMAND",
@@ -34,6 +35,7 @@ __all__ = [
     "pairs",
     "settings_of",
     "specs_of",
+    "step_limits",
     "whole",
 ]
 
@@ -277,6 +279,12 @@ def settings_of(**limits: tuple[str, int]) -> Settings:
         if not least <= value <= most:
             raise ConfigError(f"{option} is {value}; it must be a whole number from {least} to {most}.")
     return Settings(**{name: value for name, (_, value) in limits.items()})
+
+
+def step_limits(settings: Settings) -> str:
+    """What a step may have, in words."""
+    reqs, tokens = some(settings.max_num_reqs, "request"), some(settings.max_num_tokens, "token")
+    return f"at most {reqs} and {tokens} a step"
 
 
 def pairs(

@@ -11,12 +11,13 @@ import attrs
 
 from kpolicy import __version__
 from kpolicy.budgets import Budget, Usage, amount
-from kpolicy.cli.options import COMMAND
-from kpolicy.cli.render import console, counted, grid, say, show, some
+from kpolicy.cli.options import COMMAND, step_limits
+from kpolicy.cli.render import console, counted, grid, say, show
 from kpolicy.engine_flags import Emitted, emit
 from kpolicy.planning.plan import least_worth
 from kpolicy.planning.workload import DECODE
 from kpolicy.trace_plan import Score, TracePlan
+from kpolicy.words import some
 
 __all__ = ["as_dict", "emitted_for", "plan_file", "render", "write"]
 
@@ -116,10 +117,10 @@ def render(
     lines = [
         f"trace    {found.source}",
         f"         {some(found.requests, 'request')}; rows dropped: {_dropped(found)}",
-        f"         {planned.steps:,.0f} steps replayed, {len(found.replayed.rounds)} times"
+        f"         {some(round(planned.steps), 'step')} replayed, {some(len(found.replayed.rounds), 'time')}"
         + (" until the plan settled" if found.replayed.settled else ", and the plan didn't settle"),
-        f"setting  {found.policy}, at most {settings.max_num_reqs:,} requests and {settings.max_num_tokens:,} tokens a "
-        "step" + (f", {settings.num_speculative_tokens} drafts" if settings.num_speculative_tokens else ""),
+        f"setting  {found.policy}, {step_limits(settings)}"
+        + (f", {some(settings.num_speculative_tokens, 'draft')}" if settings.num_speculative_tokens else ""),
         f"costs    {found.costs.version}" + ("" if found.costs.measured else " (analytic, not measured)"),
         f"budget   {_budget(budget, most_sizes, worth)}",
         "",
@@ -195,8 +196,8 @@ def _closing(
     held, lines = found.held_out, []
     if held is not None:
         lines.append(
-            f"out of sample: planned on the first half ({held.plan.num_sizes} sizes), a step of the second takes "
-            f"{held.step_us / 1e3:,.3f} ms, {held.against_default:+.2%} against the default sizes and "
+            f"out of sample: planned on the first half ({some(held.plan.num_sizes, 'size')}), a step of the second "
+            f"takes {held.step_us / 1e3:,.3f} ms, {held.against_default:+.2%} against the default sizes and "
             f"{held.step_us / held.best_us - 1:+.2%} against the best that half could have had"
         )
     elif found.requests == 1:

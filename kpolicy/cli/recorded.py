@@ -19,6 +19,7 @@ from kpolicy.modes import Mode
 from kpolicy.reasons import Reason
 from kpolicy.schemas import DecisionEntry, Log, read_decision_log
 from kpolicy.simulate.recorded import Recorded, header_costs, header_sizes, limits, phase_of, replay
+from kpolicy.words import some
 
 __all__ = ["explain_log", "replay_command"]
 
@@ -131,7 +132,7 @@ def _eager(read: Log[DecisionEntry]) -> list[dict[str, Any]]:
             first.setdefault(label, i)
     return [
         {
-            "tokens": f"{1 << bits - 1} to {(1 << bits) - 1}" if bits else "0",
+            "tokens": f"{1 << bits - 1} to {(1 << bits) - 1}" if bits > 1 else str(bits),
             "kind": kind,
             "steps": count,
             "first_step": first[bits, kind],
@@ -142,7 +143,8 @@ def _eager(read: Log[DecisionEntry]) -> list[dict[str, Any]]:
 
 def _print(report: dict[str, Any]) -> None:
     where = ", ".join(part for part in (report["model"], report["device"]) if part)
-    print(f"{report['steps']:,} steps by {report['policy'] or 'an unnamed policy'}{f' ({where})' if where else ''}")
+    by = report["policy"] or "an unnamed policy"
+    print(f"{some(report['steps'], 'step')} by {by}{f' ({where})' if where else ''}")
     names = ("steps", "share", "tokens", "padding")
     table = grid("mode", "reason", *names, "why", numbers=names, words=("mode", "reason"))
     for row in report["modes"]:
@@ -152,7 +154,8 @@ def _print(report: dict[str, Any]) -> None:
         )  # fmt: skip
     show(table, console())
     for row in report["eager"]:
-        print(f"eager: {row['steps']} {row['kind']} steps of {row['tokens']} tokens; see --step {row['first_step']}")
+        tokens = "1 token" if row["tokens"] == "1" else f"{row['tokens']} tokens"
+        print(f"eager: {some(row['steps'], row['kind'] + ' step')} of {tokens}; see --step {row['first_step']}")
 
 
 def replay_command(path: Path, policies: list[str], deployment: Deployment, *, json: bool) -> None:
@@ -177,7 +180,7 @@ def replay_command(path: Path, policies: list[str], deployment: Deployment, *, j
 
 def _print_replayed(path: Path, results: list[Recorded]) -> None:
     base = results[0].cycle_us
-    print(f"{results[0].steps:,} batches of {path}, as they were scheduled")
+    print(f"{some(results[0].steps, 'batch', 'batches')} of {path}, as they were scheduled")
     names = ("time s", "against recorded", "same mode", "padding")
     table = grid("policy", *names, "modes", numbers=names)
     for each in results:
@@ -190,6 +193,7 @@ def _print_replayed(path: Path, results: list[Recorded]) -> None:
     for each in results:
         for count, what in ((each.outside_sizes, "size"), (each.outside_contexts, "context")):
             if count:
-                print(f"{each.policy}: {count:,} steps ({count / each.steps:.1%}) of a {what} outside the cost table")
+                share = f"{some(count, 'step')} ({count / each.steps:.1%})"
+                print(f"{each.policy}: {share} of a {what} outside the cost table")
     if results[0].outside_contexts is None:
         print(NOT_RECORDED)

@@ -22,6 +22,7 @@ from kpolicy.policies import Downgrade
 from kpolicy.reasons import Reason
 from kpolicy.scheduling.traces import Trace
 from kpolicy.trace_run import RunResult
+from kpolicy.words import some
 
 __all__ = [
     "console",
@@ -35,7 +36,6 @@ __all__ = [
     "say",
     "show",
     "show_run",
-    "some",
 ]
 
 PIPED_WIDTH = 110
@@ -218,10 +218,11 @@ def _text(reason: str) -> str:
 def _notes(made: Console, result: RunResult, engine: Engine) -> None:
     """What has no column: whether outputs were right, graphs, what failed, what was taken for granted."""
     if result.wrong:
-        say(made, f"{result.policy}: {len(result.wrong)} of {result.checked} requests got WRONG tokens", "bold red")
+        compared = some(result.checked, "request")
+        say(made, f"{result.policy}: {len(result.wrong):,} of {compared} got WRONG tokens", "bold red")
     text = f"{result.policy}: "
     if result.checked and not result.wrong:
-        text += f"every token right in {result.checked:,} requests compared with the reference; "
+        text += f"every token right in {some(result.checked, 'request')} compared with the reference; "
     if result.verified:
         text += _verified(result) + "; "
     simulated = engine.executor is None or engine.executor.name == "simulated"
@@ -238,7 +239,7 @@ def _notes(made: Console, result: RunResult, engine: Engine) -> None:
     if result.replay_failures:
         text += f"; replays that failed before launch, their steps run in a lesser mode: {result.replay_failures:,}"
     if result.preemptions:
-        text += f"; {result.preemptions:,} preemptions"
+        text += f"; {some(result.preemptions, 'preemption')}"
     if result.refused:
         text += f"; requests handed back: {counted(result.refused)}"
     if result.outside is not None:
@@ -255,12 +256,13 @@ def _notes(made: Console, result: RunResult, engine: Engine) -> None:
 
 def _graphs(result: RunResult) -> str:
     """How many graphs there were, and what capturing took in this turn."""
+    graphs = some(result.graphs, "graph")
     if result.graphs_captured == result.graphs:
-        return f"{result.graphs} graphs captured in {result.capture_s:.1f} s"
+        return f"{graphs} captured in {result.capture_s:.1f} s"
     if result.graphs_captured:
-        return f"{result.graphs} graphs, {result.graphs_captured} of them captured now in {result.capture_s:.1f} s"
+        return f"{graphs}, {result.graphs_captured} of them captured now in {result.capture_s:.1f} s"
     failed = f", {result.capture_s:.1f} s of captures that failed" if result.capture_s else ""
-    return f"{result.graphs} graphs of an earlier turn, none captured now{failed}"
+    return f"{graphs} of an earlier turn, none captured now{failed}"
 
 
 def _verified(result: RunResult) -> str:
@@ -269,11 +271,6 @@ def _verified(result: RunResult) -> str:
     failed = ", ".join(f"{mode} {each.failures:,}" for mode, each in result.verified.items() if each.failures)
     text = f"steps whose logits and written KV were compared with EAGER's: {checks}; "
     return text + (f"DIFFERENT: {failed}" if failed else "every bit equal")
-
-
-def some(count: int, noun: str) -> str:
-    """``1 request``, ``2 requests``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def counted(counts: Mapping[str, int]) -> str:

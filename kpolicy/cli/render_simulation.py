@@ -9,6 +9,7 @@ from kpolicy.cli.render import counted, grid, modes_table, reasons_table, say, s
 from kpolicy.observe import padding_text
 from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import SimResult, Spread
+from kpolicy.words import some
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +70,7 @@ def _steps(results: Sequence[SimResult]) -> Table:
 def _notes(made: Console, result: SimResult) -> None:
     """What has no column."""
     text = (
-        f"{result.policy}: {result.graphs} graphs captured in {result.capture_s:.1f} s, "
+        f"{result.policy}: {some(result.graphs, 'graph')} captured in {result.capture_s:.1f} s, "
         f"{result.graph_bytes / 2**20:,.1f} MiB, which leave {result.kv_tokens:,} KV tokens"
     )
     if result.started_after_s:
@@ -80,11 +81,11 @@ def _notes(made: Console, result: SimResult) -> None:
     if result.delays:
         text += f"; {result.delays}"
     if result.preemptions:
-        text += f"; {result.preemptions:,} preemptions"
+        text += f"; {some(result.preemptions, 'preemption')}"
     if result.reused_tokens:
         text += f"; {result.reused_tokens / result.prompt_tokens:.1%} of the prompt tokens were in the prefix cache"
     if result.drafted:
-        text += f"; {result.accepted / result.drafted:.1%} of {result.drafted:,} drafts accepted"
+        text += f"; {result.accepted / result.drafted:.1%} of {some(result.drafted, 'draft')} accepted"
     if result.refused:
         text += f"; requests handed back: {counted(result.refused)}"
     if result.gap.relative_error:

@@ -24,6 +24,7 @@ from kpolicy.cli.options import (
     ladder_of,
     settings_of,
     specs_of,
+    step_limits,
     whole,
 )
 from kpolicy.cli.outside import Outside
@@ -373,8 +374,7 @@ def _setting(job: _Job) -> list[str]:
     return [
         f"simulated executor, {table}",
         f"attention {job.support}, objective {job.objective}{budget}",
-        f"{job.kv_tokens:,} KV tokens, at most {settings.max_num_reqs:,} requests and {settings.max_num_tokens:,} "
-        "tokens a step",
+        f"{job.kv_tokens:,} KV tokens, {step_limits(settings)}",
     ]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kpolicy.cli.options import COMMAND, ladder_of, settings_of
+from kpolicy.cli.options import COMMAND, ladder_of, settings_of, step_limits
 from kpolicy.cli.render import console, print_json, render_run
 from kpolicy.cli.run import MODEL_CPU_TOKENS, MOST_KV_TOKENS
 from kpolicy.cli.step_log import RunsOn
@@ -21,6 +21,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.policies import get_policy
 from kpolicy.scheduling.traces import Trace
 from kpolicy.trace_run import Prompts, RunResult
+from kpolicy.words import some
 
 if TYPE_CHECKING:
     from kpolicy.cli.run import Asked
@@ -288,8 +289,7 @@ def _setting(job: _Job) -> list[str]:
         f"{model.full_name}, {'random' if model.folder is None else 'its own'} weights",
         f"{model.device.type}: {device_name(model.device)}; {measured}",
         f"attention {model.support}, objective {serving.objective}{budget}",
-        f"{model.num_slots:,} KV tokens, at most {settings.max_num_reqs:,} requests and {settings.max_num_tokens:,} "
-        f"tokens a step, {model.max_model_len:,} tokens a request",
+        f"{model.num_slots:,} KV tokens, {step_limits(settings)}, {some(model.max_model_len, 'token')} a request",
         f"{spaced}; time is measured, idle stretches are skipped",
     ]
 

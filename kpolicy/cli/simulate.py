@@ -11,7 +11,7 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy import __version__
-from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, whole
+from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, step_limits, whole
 from kpolicy.cli.recorded import replay_command
 from kpolicy.cli.render import console, print_json
 from kpolicy.cli.render_simulation import render_simulation
@@ -23,6 +23,7 @@ from kpolicy.errors import ConfigError, KPolicyError
 from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import Server, SimResult, simulate
 from kpolicy.simulate.cost_models import CostModel
+from kpolicy.words import some
 
 __all__ = ["setting_lines", "simulate_command"]
 
@@ -140,12 +141,12 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
     lines = [
         model.what,
         f"attention {deployment.support()}, objective {deployment.objective}",
-        f"{server.kv_tokens:,} KV tokens, at most {settings.max_num_reqs:,} requests and {settings.max_num_tokens:,} "
-        "tokens a step",
+        f"{server.kv_tokens:,} KV tokens, {step_limits(settings)}",
     ]
     more = []
     if settings.num_speculative_tokens:
-        more.append(f"{settings.num_speculative_tokens} drafts a row, {server.drafts.acceptance:.0%} accepted each")
+        drafts = some(settings.num_speculative_tokens, "draft")
+        more.append(f"{drafts} a row, {server.drafts.acceptance:.0%} accepted each")
     if server.ranks > 1:
         more.append(f"{server.ranks} data-parallel ranks")
     return [*lines, ", ".join(more)] if more else lines

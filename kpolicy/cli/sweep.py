@@ -24,6 +24,7 @@ from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.observe.extras import load
 from kpolicy.simulate.pareto import FEWER, METRICS, Point, check_panels, draw, points_of, short_ladder
 from kpolicy.simulate.sweep import Axes, Backend, Common, LocalBackend, sweep
+from kpolicy.words import some
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -175,7 +176,7 @@ def _notes(lines: Sequence[dict[str, Any]], points: Sequence[Point], metric: str
     fewer = sum(point.fewer for point in points)
     if fewer:
         yield (
-            f"{fewer} case{'' if fewer == 1 else 's'} served fewer requests than another of the same trace, rate and "
+            f"{some(fewer, 'case')} served fewer requests than another of the same trace, rate and "
             f"costs by more than {FEWER:.1%}, and can't be marked"
         )
     outside = [share for result in results if (share := result.get("outside_share"))]
@@ -190,11 +191,11 @@ def _notes(lines: Sequence[dict[str, Any]], points: Sequence[Point], metric: str
         )
     blind = sum(result["measured"] and result.get("kv_span") is None for result in results)
     if blind:
-        yield f"{NOT_RECORDED} by the profile of {blind} case{'' if blind == 1 else 's'}"
+        yield f"{NOT_RECORDED} by the profile of {some(blind, 'case')}"
 
 
 def _have(cases: Sequence[object]) -> str:
-    return "1 case has" if len(cases) == 1 else f"{len(cases)} cases have"
+    return some(len(cases), "case has", "cases have")
 
 
 def _rates(rates: Sequence[float] | None) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ from kpolicy.decision import Decision
 from kpolicy.modes import Rows
 from kpolicy.reasons import Basis
 from kpolicy.shapes import BatchNumbers
+from kpolicy.words import some
 
 __all__ = ["TIME_BOUNDS_US", "ModeStats", "Stats", "StepTimes", "padding_per_token", "padding_text"]
 
@@ -195,7 +196,7 @@ class Stats:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.total.steps} steps"]
+        lines = [some(self.total.steps, "step")]
         for (mode, reason), stats in self.by_mode_and_reason.items():
             lines.append(f"  {mode:<24}{stats.steps:>9}  {reason}")
         return "\n".join(lines)

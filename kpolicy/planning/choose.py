@@ -18,6 +18,7 @@ from kpolicy.planning.ladder import Ladder
 from kpolicy.planning.solve import Frontier, Sums, cheapest_path, frontier
 from kpolicy.reasons import Reason
 from kpolicy.shapes import plain_int
+from kpolicy.words import some
 
 if TYPE_CHECKING:
     import numpy as np
@@ -265,7 +266,7 @@ def _nothing_fits(fronts: Sequence[Frontier], limits: _Limits) -> BudgetRefused:
 def allowed(budget: Budget | None, most_sizes: int | None) -> str:
     """What may be captured, in words."""
     parts = [] if budget in (None, Budget()) else [str(budget)]
-    parts += [] if most_sizes is None else [f"{most_sizes} size{'' if most_sizes == 1 else 's'}"]
+    parts += [] if most_sizes is None else [some(most_sizes, "size")]
     return " and ".join(parts) or "anything"
 
 

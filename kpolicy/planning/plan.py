@@ -17,6 +17,7 @@ from kpolicy.planning.histogram import Histogram
 from kpolicy.planning.ladder import Ladder
 from kpolicy.planning.workload import Workload
 from kpolicy.reasons import Reason
+from kpolicy.words import some
 
 __all__ = ["SMOOTHING", "WORTH", "Plan", "Replayed", "Round", "fixed_point", "least_worth", "plan"]
 
@@ -172,13 +173,13 @@ def _too_few(
     if limits is None or enough is None:
         return BudgetRefused(
             Reason.BUDGET_GRAPHS,
-            f"no plan of up to {len(curve) - 1} sizes keeps every step as near to a graph of its own size as was "
-            f"asked. Allow more loss, compare with another list instead{fixed}.",
+            f"no plan of up to {some(len(curve) - 1, 'size')} keeps every step as near to a graph of its own size as "
+            f"was asked. Allow more loss, compare with another list instead{fixed}.",
         )
     return BudgetRefused(
         Reason.BUDGET_GRAPHS,
-        f"{limits} can't keep every step as near to a graph of its own size as was asked: it takes {enough} sizes. "
-        f"Raise the budget or the loss{fixed}.",
+        f"{limits} can't keep every step as near to a graph of its own size as was asked: it takes "
+        f"{some(enough, 'size')}. Raise the budget or the loss{fixed}.",
     )
 
 

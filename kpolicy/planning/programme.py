@@ -15,6 +15,7 @@ from kpolicy.budgets import Budget
 from kpolicy.errors import BudgetRefused, ConfigError
 from kpolicy.planning.ladder import Ladder
 from kpolicy.reasons import Reason
+from kpolicy.words import some
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,7 +105,7 @@ def solve_programme(
         model.addConstr(model.qsum(variable for _, variable in every) <= most_sizes)
     model.minimize(model.qsum(objective))
     if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        limits = f"{budget or Budget()}" + ("" if most_sizes is None else f" and {most_sizes} sizes")
+        limits = f"{budget or Budget()}" + ("" if most_sizes is None else f" and {some(most_sizes, 'size')}")
         raise BudgetRefused(
             Reason.BUDGET_GRAPHS,
             f"no set of sizes fits the budget of {limits}. Raise the budget, or don't fix the largest size.",

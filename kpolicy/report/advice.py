@@ -12,6 +12,7 @@ from kpolicy.report.html import ms
 from kpolicy.report.paste import Paste, paste_for_kpolicy, paste_of
 from kpolicy.report.runs import Planned, Run
 from kpolicy.simulate import Server
+from kpolicy.words import some
 
 __all__ = ["NEAR", "Advice", "Paste", "advise", "best_of"]
 
@@ -160,7 +161,7 @@ def _sentence(best: Run, base: Run, runs: Sequence[Run]) -> str:
 def _against(best: Run, other: Run) -> str:
     now, was = best.result, other.result
     if _fewer(was.served, now.served):
-        return f"{now.served:,} requests served, {was.served:,} with {other.policy}"
+        return f"{some(now.served, 'request')} served, {was.served:,} with {other.policy}"
     by_level = _by_level([best, other])
     worse, better = sorted((badness(run, by_level=by_level) for run in (best, other)), reverse=True)
     if _near(worse, better, by_level=by_level):
@@ -173,7 +174,7 @@ def _against(best: Run, other: Run) -> str:
 def _change(run: Run, other: Run) -> str:
     """How a run compares with another, by what is compared."""
     if _fewer(other.result.served, run.result.served):
-        return f"{run.result.served:,} requests served instead of {other.result.served:,}"
+        return f"{some(run.result.served, 'request')} served instead of {other.result.served:,}"
     if _by_level([run, other]):
         now, was = f"{run.result.goodput.share:.1%}", f"{other.result.goodput.share:.1%}"
         return f"as many good requests ({now})" if now == was else f"{now} good requests instead of {was}"
@@ -223,7 +224,7 @@ def _held_out(plan: Planned) -> list[str]:
 
 
 def _graphs(run: Run) -> str:
-    return f"{run.result.graphs} graph{'' if run.result.graphs == 1 else 's'}"
+    return some(run.result.graphs, "graph")
 
 
 def _mib(count: int) -> str:

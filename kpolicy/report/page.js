@@ -1,4 +1,6 @@
 "use strict";
+const some = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
 // Tables: a column's head sorts by it, first falling for numbers.
 for (const table of document.querySelectorAll("table.sortable")) {
   const heads = [...table.tHead.rows[0].cells];
@@ -123,7 +125,7 @@ function timeline(place, data) {
       running += `${running ? "L" : "M"}${left.toFixed(1)} ${level(runs)}H${right.toFixed(1)}`;
       waiting += `${waiting ? "L" : "M"}${left.toFixed(1)} ${level(waits)}H${right.toFixed(1)}`;
     }
-    let shown = `<text x="2" y="${top - 6}">${escaped(run.name)}</text><text x="${width - 2}" y="${top - 6}" text-anchor="end">up to ${most} request${most > 1 ? "s" : ""}</text><rect class="ground" x="0" y="${top}" width="${width}" height="${LANE}"/>`;
+    let shown = `<text x="2" y="${top - 6}">${escaped(run.name)}</text><text x="${width - 2}" y="${top - 6}" text-anchor="end">up to ${some(most, "request")}</text><rect class="ground" x="0" y="${top}" width="${width}" height="${LANE}"/>`;
     if (steps) for (const step of steps) {
       const left = Math.max(0, x(step[0])), right = Math.min(width, x(step[0] + step[1]));
       shown += `<rect class="edge" ${fill(step[2])} x="${left.toFixed(2)}" y="${top}" width="${Math.max(right - left, 0.5).toFixed(2)}" height="${LANE}"/>`;
@@ -172,7 +174,7 @@ function timeline(place, data) {
     const step = (inside(run) || []).find((one) => one[0] <= us && us < one[0] + one[1]);
     if (step) {
       said.textContent = `${run.name} at ${(step[0] / 1e6).toFixed(3)} s: ${data.modes[step[2]]}, ${(step[1] / 1e3).toFixed(2)} ms, ` +
-        `${step[3]} decode rows, ${step[4]} prompt tokens, ${step[5]} padding, ${data.reasons[step[6]]}`;
+        `${some(step[3], "decode row")}, ${some(step[4], "prompt token")}, ${step[5]} padding, ${data.reasons[step[6]]}`;
       return;
     }
     const bin = Math.floor(us / run.bin);

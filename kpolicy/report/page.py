@@ -10,9 +10,10 @@ from kpolicy import __version__
 from kpolicy.report import sections, timeline
 from kpolicy.report.curves import cdfs
 from kpolicy.report.gather import Report, TraceReport
-from kpolicy.report.html import count, text
+from kpolicy.report.html import text
 from kpolicy.report.modemap import MUCH_WORSE
 from kpolicy.settings import Settings
+from kpolicy.words import some
 
 __all__ = ["page"]
 
@@ -55,7 +56,7 @@ def _contents(report: Report) -> str:
 def _trace(made: TraceReport, number: int, report: Report) -> str:
     trace, settings = made.trace, report.server.settings
     dropped = ", ".join(f"{many:,} {name}" for name, many in trace.dropped.items()) or "none"
-    requests = "1 request" if len(trace) == 1 else f"{count(len(trace))} requests"
+    requests = some(len(trace), "request")
     parts = [
         ("first", "What to do first", sections.advice(made.advice)),
         ("compare", "Policies", sections.comparison(made.runs, made.advice.best)),
@@ -94,7 +95,7 @@ def _map(made: TraceReport, settings: Settings) -> str:
         f"A + marks a batch that takes {MUCH_WORSE:.0%} or more over the cheapest way."
     )
     if settings.num_speculative_tokens:
-        said += f" A decode row verifies {settings.num_speculative_tokens} drafts."
+        said += f" A decode row verifies {some(settings.num_speculative_tokens, 'draft')}."
     return f"<p>{said}</p>\n{sections.maps(made.maps)}"
 
 

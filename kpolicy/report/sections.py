@@ -14,6 +14,7 @@ from kpolicy.report.modemap import CHEAPEST, MUCH_WORSE, ModeMap
 from kpolicy.report.padding import by_range, remainder
 from kpolicy.report.runs import Planned, Run, in_words
 from kpolicy.report.steps import MODES
+from kpolicy.words import some
 
 __all__ = ["LETTERS", "advice", "comparison", "maps", "modes", "padding", "plan", "reasons"]
 
@@ -80,7 +81,7 @@ def _said(run: Run) -> list[str]:
     if made.delays:
         said.append(made.delays)
     if made.preemptions:
-        said.append(f"{made.preemptions:,} preemptions")
+        said.append(some(made.preemptions, "preemption"))
     if made.not_captured:
         said.append("not captured: " + ", ".join(f"{many:,} {name}" for name, many in made.not_captured.items()))
     said += [f"downgraded at start-up: {each}" for each in made.downgrades]
@@ -193,7 +194,7 @@ def _padding(base: Run, planned: Run | None) -> str:
                 cell(percent(graphs), graphs),
             ]  # fmt: skip
         rows.append(row)
-    said = [f"{_whose(run)} sizes: {count(run.result.padding)} padding tokens in all" for run, _ in both]
+    said = [f"{_whose(run)} sizes: {some(run.result.padding, 'padding token')} in all" for run, _ in both]
     left = [(run, remainder(run)) for run, _ in both]
     said += [f"{count(many)} of them on ranks without rows ({_whose(run)} sizes)" for run, many in left if many]
     caption = f"Padding tokens of {base.policy} by the true size of what was launched"
@@ -261,7 +262,7 @@ def _map(made: ModeMap, caption: str) -> str:
             if found is None:
                 row.append("<td></td>")
                 continue
-            said = f"{decodes} decode rows, {new} prompt tokens: {found.label}, {ms(found.us)} ms"
+            said = f"{some(decodes, 'decode row')}, {some(new, 'prompt token')}: {found.label}, {ms(found.us)} ms"
             if made.policy != CHEAPEST:
                 said += f", {found.over:+.1%} against the cheapest"
             over = " over" if found.marked else ""

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from kpolicy.errors import ConfigError
 from kpolicy.scheduling.traces import Trace, TraceRequest, real
 from kpolicy.shapes import plain_int
+from kpolicy.words import some
 
 __all__ = ["FITTED_DURATION_S", "FITTED_RATE", "LARGEST_TRACE", "generate_trace"]
 
@@ -120,7 +121,7 @@ def generate_trace(
         num_requests = expected = plain_int(num_requests)
         if type(num_requests) is not int:
             raise ConfigError(f"num_requests is {num_requests!r:.80}; it must be a whole number.")
-        extent = f"{num_requests} requests"
+        extent = some(num_requests, "request")
     if not 0 <= expected <= LARGEST_TRACE:
         raise ConfigError(f"a trace of {extent} at {rate:g} requests/s can't be generated; 0 to {LARGEST_TRACE} can.")
     rng = random.Random(whole_seed)  # noqa: S311 - a workload, not a secret

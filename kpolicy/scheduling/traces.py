@@ -27,6 +27,7 @@ import attrs
 from kpolicy.errors import ConfigError, TraceError, check_kind
 from kpolicy.reading import MOST_LINES_BYTES, read_whole
 from kpolicy.shapes import LARGEST_COUNT, plain_int
+from kpolicy.words import some
 
 __all__ = [
     "DEFAULT_FILE", "DROP_REASONS", "TRACES_VARIABLE", "Trace", "TraceRequest", "default_path", "default_trace",
@@ -162,7 +163,7 @@ class Trace:
         n = plain_int(n)
         if type(n) is not int or n < 0:
             raise ConfigError(f"the first {n!r:.80} requests were asked for; ask for a whole number of at least 0.")
-        return self._but(f"first {n} requests", self.requests[:n])
+        return self._but(f"first {some(n, 'request')}", self.requests[:n])
 
     def scaled(self, rate: float) -> Trace:
         """The same requests, arriving `rate` times as fast; below 1 they come more slowly.

@@ -67,7 +67,7 @@ def test_explained_in_words(kpolicy: Command, log: Path) -> None:
     """The table says why in words, and where to look."""
     out = kpolicy("explain-log", log).out
     assert "8 steps by full_and_piecewise (a-model)" in out
-    assert "--step 7" in out
+    assert "eager: 1 prefill step of 4096 to 8191 tokens; see --step 7" in out.splitlines()
 
 
 def test_a_log_that_was_cut_short_is_said(kpolicy: Command, log: Path) -> None:
@@ -187,7 +187,7 @@ def test_what_the_table_was_not_made_for_is_told(kpolicy: Command, log: Path, tm
     write_profile(profile, Profile(costs=costs, device="a device", model="a model"))
     out = kpolicy(*given, "--profile", profile).out
     # Seven batches have decode rows over 100 tokens each; the last has 5,000 tokens.
-    assert "eager: 1 steps (12.5%) of a size outside the cost table" in out
+    assert "eager: 1 step (12.5%) of a size outside the cost table" in out
     assert "eager: 7 steps (87.5%) of a context outside the cost table" in out
     write_profile(profile, Profile(costs=attrs.evolve(costs, kv_span=None), device="a device", model="a model"))
     assert "contexts: not recorded" in kpolicy(*given, "--profile", profile).out

@@ -75,7 +75,7 @@ def test_steps_outside_analytic_costs_are_of_a_size(kpolicy: Command, tmp_path: 
     path = write(tmp_path / "t.csv", "timestamp,input_length,output_length", "0,30000,3")
     given = ("run", "--device", "simulated", "--trace", path, "--policy", "eager", "--no-verify")
     ended = kpolicy(*given, "--max-num-tokens", 32768)
-    assert "1 steps (33.3%) of a size outside the cost table" in ended.out
+    assert "1 step (33.3%) of a size outside the cost table" in ended.out
     assert "contexts" not in ended.out
     (one,) = kpolicy(*given, "--max-num-tokens", 32768, "--json").json["policies"]
     assert (one["outside"], one["outside_sizes"], one["outside_contexts"]) == (1, 1, 0)
