@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser, *, seconds: float) -> None:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--tiny", action="store_true", help="a toy of the same architecture: a dry run")
     parser.add_argument("--layers", type=int, default=0, help="keep only so many layers, at their true width; 0 is all")
-    parser.add_argument("--seconds", type=float, default=seconds, help="begin nothing new after so many")
+    parser.add_argument("--seconds", type=float, default=seconds, help="begin nothing new so many after the start")
     parser.add_argument("--date", default="unstated")
     parser.add_argument("--out", type=made_file, required=True, help="the result file; a run goes on where it ends")
 

@@ -472,11 +472,11 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     config, sizes = config_of(options), TOY if options.tiny else TRUE
+    results = Results(options.out, header(options, "correct", argv))
     model = load_model(
         config, options, kv_tokens=1024 if options.tiny else 1 << 15, block_size=16 if options.tiny else 64,
         max_model_len=96 if options.tiny else 1024, max_num_reqs=sizes.num_reqs,
     )  # fmt: skip
-    results = Results(options.out, header(options, "correct", argv))
     with torch.no_grad():
         bench = Bench(model, sizes)
         results.data["failed"] = bench.failed

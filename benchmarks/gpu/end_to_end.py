@@ -132,6 +132,12 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
 
     quiet_transformers()
     config, tiny = config_of(options), options.tiny
+    results = Results(options.out, header(options, "end_to_end", argv))
+    if results.data.setdefault("requests", options.requests) != options.requests:
+        sys.exit(
+            f"{options.out} has rounds of {results.data['requests']} requests and --requests is {options.requests}; "
+            "give another --out."
+        )
     settings = Settings(max_num_reqs=8 if tiny else 256, max_num_tokens=64 if tiny else 2048)
     model = load_model(
         config,
@@ -140,7 +146,6 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
         max_model_len=16_384,
         max_num_reqs=settings.max_num_reqs,
     )
-    results = Results(options.out, header(options, "end_to_end", argv))
     results.data["host_noise"] = host_noise()
     costs = None
     if options.profile:
@@ -154,7 +159,7 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
             model, settings, options.policies, ladder=default_sizes(64 if tiny else 2048), costs=costs,
             calibrate_s=0.5 if tiny else options.calibrate, correct=not options.no_correct,
         )  # fmt: skip
-        results.data |= {**took, "support": str(model.support), "requests": options.requests}
+        results.data |= {**took, "support": str(model.support)}
         print(f"{model!r}: {took}, {results.elapsed():.0f} s", flush=True)
         serving, prompts = Serving(model=model, settings=settings, verify=False), Prompts(0, vocab=model.vocab)
         rates = results.data.setdefault("rates", {})

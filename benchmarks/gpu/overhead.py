@@ -37,7 +37,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -283,18 +283,39 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--slices", type=int, default=0, help="measure at each of so many lines on standard input")
     parser.add_argument("--no-parts", action="store_true", help="rows alone, without the parts of a step")
     parser.add_argument("--core", type=int, help="the processor's core to keep to; by default the highest")
+    parser.add_argument("--tiny", action="store_true", help="no model and no device: a dry run over what takes no time")
     parser.add_argument("--date", default="unstated")
     parser.add_argument("--json", type=output_file, required=True)
     options = parser.parse_args(argv)
+    with ExitStack() as stack:
+        if options.tiny:
+            stack.enter_context(_no_device())
+        return _measured(options, argv)
 
+
+@contextmanager
+def _no_device() -> Iterator[None]:
+    """What is asked of CUDA is answered without it."""
     import torch
-    import transformers
 
-    import kpolicy
+    from benchmarks.host_step import Point
+
+    with mock.patch.object(torch.cuda, "Event", Point), mock.patch.object(torch.cuda, "synchronize", int):
+        yield
+
+
+def _opened(options: argparse.Namespace) -> tuple[Any, Any, str]:
+    """(an Engine with its graphs, its model, the device's name)."""
+    import torch
+
     from kpolicy.engine import Engine
     from kpolicy.serving.load import load
     from kpolicy.settings import Settings
 
+    if options.tiny:
+        from benchmarks.host_step import opened
+
+        return *opened(), "none"
     config = json.loads(options.config.read_text())
     model = load(
         config, device="cuda", dtype=torch.bfloat16, num_blocks=8192, block_size=16, max_model_len=4096,
@@ -303,9 +324,19 @@ def main(argv: list[str] | None = None) -> int:
     settings = Settings(max_num_reqs=max(options.sizes), max_num_tokens=2048)
     engine = Engine("full", model=model, device="cuda", ladder=sorted(options.sizes), settings=settings)
     engine.capture()
+    return engine, model, torch.cuda.get_device_name()
+
+
+def _measured(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    import torch
+    import transformers
+
+    import kpolicy
+
+    engine, model, device = _opened(options)
     result: dict[str, Any] = {
         "command": command_line("benchmarks.gpu.overhead", argv),
-        "date": options.date, "device": torch.cuda.get_device_name(), "model": repr(model), "limit": LIMIT,
+        "date": options.date, "device": device, "model": repr(model), "limit": LIMIT,
         "host_limit_us": HOST_LIMIT_US,
         "versions": {
             "kpolicy": kpolicy.__version__, "torch": str(torch.__version__), "transformers": transformers.__version__,

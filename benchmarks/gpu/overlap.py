@@ -255,6 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     config = config_of(options)
+    results = Results(options.out, header(options, "overlap", argv) | {"watchdog_s": HANG_S})
     small = options.tiny
     limits = {"decodes": 8, "kv": 40, "new": 48} if small else {"decodes": 64, "kv": 600, "new": 1024}
     sizes: dict[str, tuple[int, ...]] = (
@@ -266,7 +267,6 @@ def main(argv: list[str] | None = None) -> int:
         config, options, kv_tokens=4096 if small else 1 << 16, block_size=16, max_model_len=128 if small else 2048,
         max_num_reqs=limits["decodes"],
     )  # fmt: skip
-    results = Results(options.out, header(options, "overlap", argv) | {"watchdog_s": HANG_S})
     with torch.no_grad():
         kv = one_kv(model)
         executor, keys = graphs(model, sizes)

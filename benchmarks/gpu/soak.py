@@ -251,12 +251,13 @@ def main(argv: list[str] | None = None) -> int:
 
     import torch
 
+    config = config_of(options)
+    results = Results(options.out, header(options, "soak", argv))
     model = load_model(
-        config_of(options), options, kv_tokens=1024 if options.tiny else 1 << 14, block_size=16,
+        config, options, kv_tokens=1024 if options.tiny else 1 << 14, block_size=16,
         max_model_len=96 if options.tiny else 1024, max_num_reqs=6 if options.tiny else 64,
     )  # fmt: skip
     model.poison_padding()
-    results = Results(options.out, header(options, "soak", argv))
     executor, registry = opened(model)
     print(f"{model!r}: ready after {results.elapsed():.0f} s", flush=True)
     process = 1 + max((cell["process"] for cell in results.cells.values()), default=0)

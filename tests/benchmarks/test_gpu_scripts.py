@@ -437,6 +437,8 @@ def test_interrupted_rounds_do_not_count(arguments: list[str], tmp_path: Path, m
     assert end_to_end.main(given) == 0
     data = read(arguments)
     assert list(data["cells"]) == ["code x50/0/vllm", "code x50/1/vllm"]
+    with pytest.raises(SystemExit, match=r"has rounds of 4 requests and --requests is 3; give another --out"):
+        end_to_end.main([*given, "--requests", "3"])
     data["cells"]["code x50/1/vllm"]["interrupted"] = "stopped"
     assert {row["repeats"] for row in end_to_end.summarise(data)} == {1}
 
