@@ -58,7 +58,7 @@ def _wrap(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
 
 def _refused(vllm_config: Any, event: str, message: str) -> None:
     """Say and count why kpolicy is off for this engine, and keep it off in every process of its."""
-    PROCESS.warn_once(event, message)
+    PROCESS.warn_of_each(event, message)
     announce("")
     if isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {**vllm_config.additional_config, SECTION: False}
@@ -119,7 +119,7 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
             scheduler.scheduler_cls = cls
         elif scheduler.scheduler_cls != cls:
             event = "not_split" if config.split else "not_paced"
-            PROCESS.warn_once(event, f"what a step holds is left to {scheduler.scheduler_cls}, the scheduler given.")
+            PROCESS.warn_of_each(event, f"what a step holds is left to {scheduler.scheduler_cls}, the scheduler given.")
 
 
 def _sizes_for(vllm_config: Any, config: Config, settings: Settings, listed: list[int] | None) -> CaptureSizes | None:

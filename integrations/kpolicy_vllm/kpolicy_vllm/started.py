@@ -14,7 +14,10 @@ from kpolicy_vllm.mirror import enter_others
 from kpolicy_vllm.state import LOGGER, State, engine_number
 from kpolicy_vllm.watch import Watch
 
-__all__ = ["after_capture", "before_capture"]
+__all__ = ["NO_GRAPHS", "after_capture", "before_capture"]
+
+NO_GRAPHS = "there is nothing to decide: vLLM captures no graphs of this model, as its log says of cudagraph_mode."
+"""Where vLLM gave graphs up once attention had said what it supports"""
 
 
 def before_capture(state: State) -> None:
@@ -92,7 +95,9 @@ def _quicken(state: State, modules: Any, *, timed: bool) -> None:
 def _decide(state: State, modules: Any, *, again: bool) -> None:
     """Find costs where they are read, the first time, and prepare the policy."""
     state.graphs_captured()
-    if state.policy.reads_costs and not again:
+    if not state.dispatcher.chooser.desc_of:
+        state.counters.warn_once("graphs_off", NO_GRAPHS)
+    elif state.policy.reads_costs and not again:
         _find_costs(state, modules)
     if state.dispatcher.deciding:
         state.dispatcher.chooser.prepare()
@@ -102,6 +107,8 @@ def _decide(state: State, modules: Any, *, again: bool) -> None:
 
 def _say(state: State) -> None:
     """One line on what was captured, and what decides."""
+    if not state.dispatcher.chooser.desc_of:
+        return
     totals = state.registry.totals()
     LOGGER.info(
         "kpolicy: %d graphs, %.2f GiB, %.1f s; policy %s decides%s",

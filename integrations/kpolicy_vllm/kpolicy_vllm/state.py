@@ -56,8 +56,16 @@ class Counters:
     def warn_once(self, name: str, message: str) -> None:
         """Count it, and say so the first time."""
         self.counts[name] += 1
-        if name not in self._warned:
-            self._warned.add(name)
+        self._say_once(name, message)
+
+    def warn_of_each(self, name: str, message: str) -> None:
+        """Count it, and say so the first time that it is this message: of several engines each has its own."""
+        self.counts[name] += 1
+        self._say_once(f"{name}: {message}", message)
+
+    def _say_once(self, what: str, message: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             LOGGER.warning("kpolicy: %s", message)
 
 
@@ -340,5 +348,5 @@ def _made(vllm_config: Any) -> State | None:
         return State(config, settings_of(vllm_config), num_dp_ranks=ranks)
     except Exception as error:  # noqa: BLE001 - whatever it is, vLLM serves on
         what = str(error) if isinstance(error, KPolicyError) else f"{type(error).__name__}: {error}"
-        PROCESS.warn_once("bad_setting", f"it is off, and vLLM's own rule decides: {what}")
+        PROCESS.warn_of_each("bad_setting", f"it is off, and vLLM's own rule decides: {what}")
         return None

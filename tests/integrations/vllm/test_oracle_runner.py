@@ -21,7 +21,7 @@ from kpolicy.schemas import read_decision_log
 from kpolicy_vllm import plugin
 from kpolicy_vllm.experts import unbalanced
 from kpolicy_vllm.metrics import folder
-from kpolicy_vllm.started import _publisher
+from kpolicy_vllm.started import NO_GRAPHS, _publisher
 from kpolicy_vllm.state import PROCESS, state_of
 from kpolicy_vllm.versions import signatures
 from tests.integrations.vllm.real_runner import ask_v1, initialise_v1, runner_v1, sized, vllm_config, vllm_of
@@ -511,6 +511,35 @@ def test_engines_that_know_of_no_others_tell_apart(vllm, tmp_path, monkeypatch):
     assert read_decision_log(f"{path}.dp1").header.policy == "full_and_piecewise"
     monkeypatch.setattr("kpolicy_vllm.metrics._COLLECTOR", [])  # the page is in another process
     assert _publisher(state).path.name == f"{runner.vllm_config.instance_id}.dp1.json"
+
+
+def test_graphs_that_vllm_gives_up_later(vllm, caplog, monkeypatch):
+    """Nothing is timed for nothing; the warning says why, and vLLM serves without graphs."""
+    monkeypatch.setattr("kpolicy_vllm.calibrate.calibrate", lambda *_: pytest.fail("it was timed"))
+    config = vllm_config(vllm, mode="FULL_DECODE_ONLY", kpolicy={})
+    config.compilation_config.mode = vllm.module("config.compilation").CompilationMode.NONE
+    config.compilation_config.splitting_ops = []
+    sized(vllm, config)
+    runner = runner_v1(vllm, config)
+    attached(vllm, config, runner)
+    with caplog.at_level(logging.WARNING, "vllm.kpolicy"):
+        initialise_v1(runner, vllm, "CPU_ATTN", "NEVER")
+        runner.capture_model()
+    state = state_of(config)
+    assert config.compilation_config.cudagraph_mode.name == "NONE"
+    assert state.counters.counts["graphs_off"] == 1
+    assert [record.message for record in caplog.records if record.name == "vllm.kpolicy"] == [f"kpolicy: {NO_GRAPHS}"]
+    assert ask_v1(runner, [1] * 5)[0] == "NONE"
+
+
+def test_each_of_two_engines_says_what_is_wrong_with_it(vllm, caplog):
+    """In one process too: the second's warning isn't the first's."""
+    with caplog.at_level(logging.WARNING):
+        for kpolicy in ({"policy": "autoo"}, {"splitt": True}, {"splitt": True}):
+            sized(vllm, vllm_config(vllm, kpolicy=kpolicy))
+    told = [record.message for record in caplog.records if "it is off" in record.message]
+    assert [("autoo" in each, "splitt" in each) for each in told] == [(True, False), (False, True)]
+    assert PROCESS.counts["bad_setting"] == 3
 
 
 def test_experts_of_the_real_runner_are_left_out(vllm):
