@@ -8,10 +8,7 @@ import pytest
 
 from kpolicy.heap import frozen_heap
 
-
-@pytest.fixture(autouse=True)
-def thawed() -> None:
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("thawed")
 
 
 def test_what_is_there_is_frozen_until_the_end() -> None:

@@ -287,6 +287,9 @@ def test_several_ranks_keep_both():
     assert not needs_one_warm_up(FullCudaGraphBackend(), given)
 
 
+THAWED = pytest.mark.usefixtures("thawed")
+
+
 @contextmanager
 def sglangs_freeze_gc(enable_cudagraph_gc):
     """As both releases have it."""
@@ -301,6 +304,7 @@ def sglangs_freeze_gc(enable_cudagraph_gc):
             gc.collect()
 
 
+@THAWED
 def test_objects_stay_frozen_from_the_first_capture_to_the_last():
     """SGLang's own walks find nothing in between, and afterwards all is as it was."""
     frozen = []
@@ -316,6 +320,7 @@ def test_objects_stay_frozen_from_the_first_capture_to_the_last():
     assert gc.get_freeze_count() == 0
 
 
+@THAWED
 @pytest.mark.parametrize(("on", "enable"), [(False, False), (True, True)])
 def test_nothing_is_frozen_where_it_is_not_wanted(on, enable):
     """The setting is off, or SGLang was asked to look at all objects."""
@@ -326,6 +331,7 @@ def test_nothing_is_frozen_where_it_is_not_wanted(on, enable):
             assert (gc.get_freeze_count() > 0) != enable
 
 
+@THAWED
 def test_the_one_walk_comes_before_requests_do():
     """After the captures all objects were walked through, so that Python has no reason for another while it serves."""
     given, walks = SimpleNamespace(server_args=SimpleNamespace()), []
@@ -353,6 +359,7 @@ def test_the_one_walk_comes_before_requests_do():
     assert len(kept) > len(served)
 
 
+@THAWED
 def test_what_raises_is_unfrozen_too():
     """A capture that ends the start leaves the collector as it was."""
     with pytest.raises(RuntimeError), collected_once(SimpleNamespace(server_args=SimpleNamespace()), on=True):
@@ -402,6 +409,7 @@ def test_what_captures_saved_is_with_the_state(on):
     assert (set(savings.warm_up_s), savings.walk_s > 0) == ({DECODE} if on else set(), on)
 
 
+@THAWED
 @pytest.mark.parametrize("on", [True, False])
 def test_the_setting_is_what_the_hooks_go_by(on):
     """KPOLICY_QUICK_CAPTURE=0 keeps SGLang's own procedure: both warm-ups, and its own walks."""
