@@ -91,11 +91,13 @@ def decode(release: Release, size: int) -> tuple[Callable[[], Any], Callable[[],
 
 def decode_batch(size: int) -> Any:
     """What both releases' runners are asked of so many decodes."""
-    return SimpleNamespace(replace_embeds=None, spec_info=None, batch_size=size, global_num_tokens_cpu=None)
+    return SimpleNamespace(
+        replace_embeds=None, spec_info=None, batch_size=size, global_num_tokens_cpu=None, capture_hidden_mode=0
+    )
 
 
 def decode_runners(release: Release, phase: Phase) -> tuple[Any, Any]:
-    """0.5.23's runner of decodes, and one that asks a phase first."""
+    """A release's runner of decodes, and one that asks a phase first."""
     rule: Any = decode_runner(release)
     stock, runner = rule(), _hooked(rule, can_run_graph=dispatch.decode_can_run)()
     for each in (stock, runner):

@@ -225,16 +225,12 @@ class Questions:
     """Both phases' runners, with kpolicy and without; batches by size, made once."""
 
     def __init__(self, version: str, state: State) -> None:
-        folder = wheels()
-        newest = Release(folder)
-        assert state.decode is not None
-        assert state.prefill is not None
-        self._runners = {
-            DECODE: decode_runners(newest, state.decode),
-            PREFILL: prompt_runners(newest, state.prefill)
-            if version == "0.5.23"
-            else older_prompt_runners(Older(folder), state.prefill),  # type: ignore[no-untyped-call]
-        }
+        folder, decode, prefill = wheels(), state.decode, state.prefill
+        release = Release(folder) if version == "0.5.23" else Older(folder)  # type: ignore[no-untyped-call]
+        prompts = prompt_runners if version == "0.5.23" else older_prompt_runners
+        assert decode is not None
+        assert prefill is not None
+        self._runners = {DECODE: decode_runners(release, decode), PREFILL: prompts(release, prefill)}
         self._batches: dict[tuple[str, int], Any] = {}
 
     def ask(self, name: str, size: int, *, hooked_first: bool) -> tuple[int, int]:

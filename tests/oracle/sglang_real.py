@@ -7,6 +7,7 @@ in a class that has nothing else.
 from __future__ import annotations
 
 import ast
+import linecache
 import os
 import zipfile
 from argparse import ArgumentParser
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,8 +51,14 @@ class Release:
     name = "sglang-0.5.23"
 
     def tree(self, member: str) -> ast.Module:
-        """A file of the release, parsed."""
-        return ast.parse(self.read(member))
+        """A file of the release, parsed; its functions know their file, see `_execute`."""
+        text, name = self.read(member), f"{self.name}/{member}"
+        tree = ast.parse(text)
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                node.from_file = name  # type: ignore[attr-defined]
+        return tree
 
     def read(self, member: str) -> str:
         """The text of a file of the release."""
@@ -73,9 +80,18 @@ class Release:
 
 
 def _execute(nodes: list[ast.stmt], names: dict[str, Any]) -> dict[str, Any]:
+    """The names that these nodes make; a function's text is found by its code, as that of an imported one is."""
     future = ast.parse("from __future__ import annotations").body
     module = ast.fix_missing_locations(ast.Module(body=[*future, *nodes], type_ignores=[]))
     exec(compile(module, "sglang", "exec"), names)  # noqa: S102  the code under test
+    for node in nodes:
+        held = vars(names[node.name]) if isinstance(node, ast.ClassDef) else names
+        for each in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(each, ast.FunctionDef) and hasattr(each, "from_file"):
+                made = held[each.name]
+                made = getattr(made, "__func__", made)
+                if isinstance(made, FunctionType):
+                    made.__code__ = made.__code__.replace(co_filename=each.from_file)
     return names
 
 

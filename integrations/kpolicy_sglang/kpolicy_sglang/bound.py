@@ -14,29 +14,39 @@ from typing import Any
 
 __all__ = ["bind", "calls", "leave_hooked", "names_of", "wrapped_by"]
 
-_bound: list[tuple[weakref.ref[Any], str, Any]] = []
-"""Objects, the method that each has an attribute of its own for, and their class's."""
+_bound: list[tuple[weakref.ref[Any], str, Any, Callable[[Any], bool] | None]] = []
+"""Objects, the method that each has an attribute of its own for, their class's, and what tells if it may stay."""
 
 
-def bind(owner: object, name: str, own: Callable[..., Any]) -> None:
-    """Give an object its own attribute for a method of its class, unless it couldn't be left again."""
+def bind(owner: object, name: str, own: Callable[..., Any], *, holds: Callable[[Any], bool] | None = None) -> None:
+    """Give an object its own attribute for a method of its class, unless it couldn't be left again.
+
+    Args:
+        owner: the object.
+        name: the method's.
+        own: what is called instead.
+        holds: what tells of the object whether that may stay; None where it always may.
+    """
     try:
         known = weakref.ref(owner)
     except TypeError:
         return
     setattr(owner, name, own)
-    _bound.append((known, name, getattr(type(owner), name)))
+    _bound.append((known, name, getattr(type(owner), name), holds))
 
 
 def leave_hooked() -> None:
-    """Take away the attributes for methods that someone has replaced on the class since: theirs is to be called."""
+    """Take away the attributes for methods that someone has replaced on the class since: theirs is to be called.
+
+    Likewise those that don't hold any more; the class's method has the hook too.
+    """
     kept = []
-    for known, name, method in _bound:
+    for known, name, method, holds in _bound:
         owner = known()
         if owner is None or name not in vars(owner):
             continue
-        if getattr(type(owner), name, None) is method:
-            kept.append((known, name, method))
+        if getattr(type(owner), name, None) is method and (holds is None or holds(owner)):
+            kept.append((known, name, method, holds))
         else:
             delattr(owner, name)
     _bound[:] = kept

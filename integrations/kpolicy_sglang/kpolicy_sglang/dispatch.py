@@ -2,6 +2,7 @@
 
 Between two steps an engine touches more memory than caches hold, so that what a hook costs goes by what it touches. A
 runner's own attribute is therefore a function by itself, which asks SGLang and counts, where no more is to be done.
+Where SGLang's rule is one that is known, and says yes to just such a batch, see `kpolicy_sglang.rules`, it counts only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kpolicy.reasons import Reason
 from kpolicy_sglang.bound import bind, names_of, wrapped_by
 from kpolicy_sglang.phase import EAGER, REPLAYS, Phase
 from kpolicy_sglang.refused import why_refused
+from kpolicy_sglang.rules import known_rule
 
 __all__ = [
     "attach",
@@ -45,10 +47,15 @@ def attach(runner: Any, phase: Phase) -> None:
     for hook in (decode_can_run, prefill_can_run, prefill_can_run_0_5_16):
         own = wrapped_by(runner, _RUNS, hook)
         if own is not None:
-            asked = _decode_asked if hook is decode_can_run else _prefill_asked
-            if asked is _prefill_asked:
+            decodes = hook is decode_can_run
+            if not decodes:
                 _find_limit(phase, own, runner)
-            bind(runner, _RUNS, asked(phase, own, runner, inspect.unwrap(hook)))
+            holds = _known(phase, own, runner)
+            if holds is None:
+                made = _decode_asked if decodes else _prefill_asked
+            else:
+                made = _decode_told if decodes else _prefill_told
+            bind(runner, _RUNS, made(phase, own, runner, inspect.unwrap(hook)), holds=holds)
     if phase.names and not phase.coupled:
         # The runner before this one was asked so.
         _past_hook(runner)
@@ -58,6 +65,68 @@ def detach(runner: Any) -> None:
     """Leave them to SGLang."""
     for name in (ATTRIBUTE, _RUNS, _QUESTION):
         getattr(runner, "__dict__", {}).pop(name, None)
+
+
+def _known(phase: Phase, own: Any, runner: Any) -> Callable[[Any], bool] | None:
+    """What tells of a runner whether its yes is known as it is now; None where it isn't now."""
+    try:
+        usual = known_rule(runner, own, phase.sizes, _inside)
+    # SGLang is asked then, each time.
+    except Exception as error:  # noqa: BLE001
+        phase.failures.note("looking at SGLang's rule", error, then="SGLang is asked each time")
+        return None
+    if usual is None:
+        return None
+    names = phase.names or {}
+    limit = names.get(_FACTOR)
+    return lambda now: usual(now) and names.get(_FACTOR) in (limit, _NO_LIMIT)
+
+
+def _inside(runner: Any, name: str) -> Callable[..., Any] | None:
+    """What kpolicy's hook on a runner's method is around, but for the one on `can_run_graph`."""
+    return wrapped_by(runner, name, prefill_can_replay_locally) if name == _QUESTION else None
+
+
+def _decode_told(phase: Phase, own: Any, runner: Any, answer: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A decode runner's `can_run_graph` where SGLang's rule is known: it says yes to a batch that has nothing else."""
+    plain, steps, most = phase.plain, phase.steps, phase.largest
+
+    def can_run_graph(forward_batch: Any) -> Any:
+        size = forward_batch.batch_size
+        if (
+            size <= most
+            and plain[size]
+            and forward_batch.replace_embeds is None
+            and forward_batch.spec_info is None
+            and not forward_batch.capture_hidden_mode
+        ):
+            steps[size] += 1
+            return True
+        return answer(phase, own, runner, forward_batch)
+
+    return can_run_graph
+
+
+def _prefill_told(phase: Phase, own: Any, runner: Any, answer: Callable[..., Any]) -> Callable[[Any], Any]:
+    """The same of a prefill runner."""
+    plain, steps, most = phase.plain, phase.steps, phase.largest
+
+    def can_run_graph(forward_batch: Any) -> Any:
+        size = forward_batch.input_ids.numel()
+        if (
+            size <= most
+            and plain[size]
+            and forward_batch.global_num_tokens_cpu is None
+            and forward_batch.input_embeds is None
+            and forward_batch.replace_embeds is None
+            and forward_batch.capture_hidden_mode is runner.capture_hidden_mode
+            and not forward_batch.forward_mode.is_target_verify()
+        ):
+            steps[size] += 1
+            return True
+        return answer(phase, own, runner, forward_batch)
+
+    return can_run_graph
 
 
 def _decode_asked(phase: Phase, own: Any, runner: Any, answer: Callable[..., Any]) -> Callable[[Any], Any]:
