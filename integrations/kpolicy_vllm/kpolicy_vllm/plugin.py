@@ -104,6 +104,10 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
     sizes = _sizes_for(vllm_config, config, settings_of(vllm_config), listed)
     if sizes is not None:
         ours = one_list(sizes)
+        if vllm_config.parallel_config.data_parallel_size > 1 and not getattr(vllm_config.model_config, "is_moe", True):
+            # vLLM has each engine of a model without experts serve alone: it takes what it would by itself.
+            alone = _sizes_for(vllm_config, config, settings_of(vllm_config), listed, ranks=1)
+            ours = sorted({*ours, *(one_list(alone) if alone is not None else ())})
         # vLLM starts only if no size it compiles for would be padded.
         compiled = [size for size in compilation.compile_sizes or () if isinstance(size, int) and size <= ours[-1]]
         compilation.cudagraph_capture_sizes = sorted({*ours, *compiled})
@@ -122,8 +126,18 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
             PROCESS.warn_of_each(event, f"what a step holds is left to {scheduler.scheduler_cls}, the scheduler given.")
 
 
-def _sizes_for(vllm_config: Any, config: Config, settings: Settings, listed: list[int] | None) -> CaptureSizes | None:
-    """The sizes to capture, the same where vLLM is configured and in each worker."""
+def _sizes_for(
+    vllm_config: Any, config: Config, settings: Settings, listed: list[int] | None, *, ranks: int | None = None
+) -> CaptureSizes | None:
+    """The sizes to capture, the same where vLLM is configured and in each worker.
+
+    Args:
+        vllm_config: vLLM's.
+        config: the user's settings.
+        settings: the deployment's limits.
+        listed: the sizes that the user gave to vLLM.
+        ranks: data-parallel engines that agree on each step; as vLLM has it by default.
+    """
     from kpolicy_vllm.scheduler import may_pace
 
     parallel, split_over = vllm_config.parallel_config, vllm_config.parallel_config.tensor_parallel_size
@@ -132,7 +146,7 @@ def _sizes_for(vllm_config: Any, config: Config, settings: Settings, listed: lis
         config,
         settings,
         listed=listed,
-        ranks=parallel.data_parallel_size,
+        ranks=parallel.data_parallel_size if ranks is None else ranks,
         multiple_of=split_over if vllm_config.compilation_config.pass_config.enable_sp else 1,
         paced=may_pace(vllm_config, config),
         wide=lambda: wide_layers(

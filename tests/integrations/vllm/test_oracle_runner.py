@@ -501,6 +501,21 @@ def test_decision_log(vllm, tmp_path):
     assert log.header.versions["vllm"] in ("0.23.0", "0.33.0")
 
 
+def test_engines_that_know_of_no_others_have_their_own_sizes(vllm):
+    """Two are configured, and each then serves alone, with whole graphs of mixed batches."""
+    config = vllm_config(vllm, kpolicy={"policy": "auto", "calibrate": False, "mixed_sizes": [100]}, ranks=2)
+    config.model_config.is_moe = False
+    sized(vllm, config)
+    config.parallel_config.data_parallel_size = 1
+    runner = runner_v1(vllm, config)
+    attached(vllm, config, runner)
+    initialise_v1(runner, vllm)
+    runner.capture_model()
+    mixed = [key.num_tokens for key in state_of(config).ladder.keys if key.part is Part.FULL and not key.decode_only]
+    assert mixed == [100]
+    assert not [key for key in state_of(config).ladder.keys if key.part is Part.PIECEWISE and key.num_tokens == 100]
+
+
 def test_engines_that_know_of_no_others_tell_apart(vllm, tmp_path, monkeypatch):
     """Of a dense model vLLM tells each data-parallel engine that it is rank 0 of one; only its index is its own."""
     path = tmp_path / "decisions.jsonl"
