@@ -50,9 +50,7 @@ class PromptTimes:
         self.long_us: list[float] = [max(us, alone(size)) if size > PROMPT_TOKENS else us for size, us in at_most]
         self._chunk, self._shares, self._most_longer = chunk, _shares(beside), max(1.0, 2 * beside)
         self._by_tokens = self._listed()
-        self.bounds: list[tuple[float, float]] = [
-            (us, us + (_FURTHEST * more_us if more > 0 else 0.0)) for us, more_us, more in self._by_tokens
-        ]
+        self.bounds = self._bounds()
         """Least and most microseconds of a batch, however long its prompts are, by its tokens up to a chunk."""
         self._short = PROMPT_TOKENS // 2 if beside else PROMPT_TOKENS
         """Tokens of a prompt that makes none beside it longer than usual, if they are no longer."""
@@ -65,6 +63,15 @@ class PromptTimes:
         found, below = [], -1
         for size, usual, long in zip(self.sizes, self.usual_us, self.long_us, strict=True):
             found += [(usual, long - usual, size - PROMPT_TOKENS)] * (size - below)
+            below = size
+        return found
+
+    def _bounds(self) -> list[tuple[float, float]]:
+        """Likewise the least and the most: one pair for all tokens of a size, as pairs for each are in no cache."""
+        found, below = [], -1
+        for size, usual, long in zip(self.sizes, self.usual_us, self.long_us, strict=True):
+            furthest_us = _FURTHEST * (long - usual) if size > PROMPT_TOKENS else 0.0
+            found += [(usual, usual + furthest_us)] * (size - below)
             below = size
         return found
 
