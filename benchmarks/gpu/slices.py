@@ -92,6 +92,8 @@ class Runner:
         waiting, free = list(slices), list(self._places)
         running: list[Running] = []
         said = time.monotonic()
+        # By its default this signal would end the command alone.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             while waiting or running:
                 while waiting and free:
@@ -108,6 +110,7 @@ class Runner:
                     self.say("; ".join(f"{each.slice.name}: {last_line(each.log.name)}" for each in running))
                 time.sleep(0.1)
         finally:
+            signal.signal(signal.SIGTERM, before)
             for each in running:
                 stop(each.process, 0.0)
                 each.log.close()

@@ -226,8 +226,9 @@ while len(list(here.glob("*.cores"))) < 2 and time.monotonic() < end:
     assert sorted(os.sched_getaffinity(0)) == mine
 
 
-def test_the_whole_command_ends_what_it_started(tmp_path: Path, given: list[str]) -> None:
-    """Interrupted by a terminal, it leaves nothing behind."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_whole_command_ends_what_it_started(number: signal.Signals, given: list[str]) -> None:
+    """Interrupted by a terminal, or ended by whoever limits its time, it leaves nothing behind."""
     command = [sys.executable, "-m", "benchmarks.gpu.slices", *given, "overlap:0:100000"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=slices.ROOT
@@ -238,7 +239,7 @@ def test_the_whole_command_ends_what_it_started(tmp_path: Path, given: list[str]
         while not below:
             below = slices.descendants(process.pid)
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         process.wait(60)
     assert all(gone(pid) for pid in below)
 
