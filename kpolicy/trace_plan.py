@@ -36,7 +36,7 @@ from kpolicy.reasons import Reason
 from kpolicy.scheduling.traces import Trace
 from kpolicy.schemas import LadderPlan
 from kpolicy.settings import Settings
-from kpolicy.simulate import Server, SimStep, simulate
+from kpolicy.simulate import DecodeRun, Server, SimStep, simulate
 from kpolicy.words import some
 
 __all__ = ["DEFAULT_LISTS", "HeldOut", "Score", "TracePlan", "halves", "layout_of", "plan_trace", "replayed"]
@@ -248,9 +248,13 @@ def replayed(
         decision = step.decision
         histogram.add(step.step.numbers, split=decision.mode is Mode.SPLIT, decode_steps=decision.decode_steps)
 
+    def note_decodes(steps: DecodeRun) -> None:
+        numbers = steps.numbers
+        histogram.add_decodes(numbers.num_decodes, numbers.query_len, len(steps.cycles_us), steps.kv_tokens)
+
     result = simulate(
         trace, policy if captures else "eager", server=server, costs=costs, attention=attention,
-        ladder=sizes if captures else None, objective=objective, seed=seed, on_step=note,
+        ladder=sizes if captures else None, objective=objective, seed=seed, on_step=note, on_decodes=note_decodes,
     )  # fmt: skip
     if result.interrupted:
         raise KeyboardInterrupt

@@ -74,10 +74,27 @@ class Histogram:
             self._put((q, numbers.num_decodes), numbers, decode_steps, decodes=True, prefills=False)
             self._put((0, numbers.num_prefill_tokens), numbers, 1, decodes=False, prefills=True)
 
+    def add_decodes(self, num_decodes: int, query_len: int, steps: int, kv_tokens: int) -> None:
+        """Count steps of the same decode rows alone.
+
+        Args:
+            num_decodes: the rows.
+            query_len: the tokens of each.
+            steps: how many steps.
+            kv_tokens: KV tokens that they attended to, over all steps.
+        """
+        sums = self._sums((query_len, num_decodes))
+        sums[0] += steps
+        sums[1] += num_decodes * steps
+        sums[2] += kv_tokens
+        sums[6] += num_decodes * steps
+        sums[7] += steps
+
+    def _sums(self, key: tuple[int, int]) -> list[float]:
+        return self._added.setdefault(key, [0.0] * 9)
+
     def _put(self, key: tuple[int, int], numbers: BatchNumbers, times: int, *, decodes: bool, prefills: bool) -> None:
-        sums = self._added.get(key)
-        if sums is None:
-            sums = self._added[key] = [0.0] * 9
+        sums = self._sums(key)
         sums[0] += times
         if decodes:
             sums[1] += numbers.num_decodes * times

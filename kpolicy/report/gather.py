@@ -113,7 +113,7 @@ class _Asked:
         result = simulate(
             trace, policy, server=self.server, costs=self.costs, attention=self.attention, ladder=sizes,
             objective=self.objective, budget=None if planned else self.budget, seed=self.seed, on_step=listen,
-            progress=told,
+            on_decodes=steps.decodes if observer is None else None, progress=told,
         )  # fmt: skip
         if result.interrupted:
             raise KeyboardInterrupt

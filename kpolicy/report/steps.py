@@ -5,10 +5,13 @@ Memory doesn't grow with the steps.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
+from kpolicy.decision import Decision
 from kpolicy.modes import Mode
-from kpolicy.simulate import SimStep
+from kpolicy.shapes import BatchNumbers
+from kpolicy.simulate import DecodeRun, SimStep
 
 __all__ = ["MODES", "MOST_BINS", "STRETCH", "Padded", "StepNote", "Steps"]
 
@@ -45,7 +48,7 @@ class Padded:
 
 
 class Steps:
-    """Is told each step of a simulation, as its ``on_step``.
+    """Is told each step of a simulation, as its ``on_step``; steps of decode rows alone also by `decodes`.
 
     Time is kept in at most `MOST_BINS` bins: where a run is longer than they span, two neighbours become one. Of
     several ranks the first one's steps are the timeline; padding is all ranks'.
@@ -67,24 +70,11 @@ class Steps:
 
     def __call__(self, step: SimStep) -> None:
         decision, numbers = step.decision, step.step.numbers
-        padding = 0
-        for launch in decision.launches:
-            tokens = launch.num_tokens(numbers)
-            size = self.padding.get(tokens)
-            if size is None:
-                size = self.padding[tokens] = Padded()
-            if launch.key is None:
-                size.eager += launch.repeat
-            else:
-                size.graphs += launch.repeat
-            pads = launch.padding(numbers)
-            size.tokens += tokens * launch.repeat
-            size.padding += pads
-            padding += pads
+        padding = self._pad(decision, numbers, 1)
         if step.rank:
             return
         mode = _INDEX[decision.mode]
-        self._spread(step, mode)
+        self._spread(step.start_us, step.cycle_us, mode, step.queue.num_running, len(step.queue.waiting))
         self._stretch.append(
             StepNote(
                 step.start_us, step.cycle_us, mode, numbers.num_decodes, numbers.num_prefill_tokens, padding,
@@ -93,6 +83,49 @@ class Steps:
         )  # fmt: skip
         if len(self._stretch) == STRETCH:
             self._end_stretch()
+
+    def decodes(self, steps: DecodeRun) -> None:
+        """Steps of decode rows alone, as a simulation's ``on_decodes`` has them."""
+        running, waiting, rows = steps.queue.num_running, len(steps.queue.waiting), steps.numbers.num_decodes
+        now, origin, cycles = steps.now_us, steps.origin_us, iter(steps.cycles_us)
+        for decision, count in steps.decisions:
+            padding = self._pad(decision, steps.numbers, count) // count
+            mode, reason = _INDEX[decision.mode], decision.reason.value
+            last = -1
+            for us in islice(cycles, count):
+                start = now - origin
+                end, width = start + us, self.bin_us
+                if last >= 0 and int(start / width) == int(end / width) == last:
+                    # The bin of the step before, where as many run and wait; its width is a power of two, so that a
+                    # step that lies in it reaches over neither end.
+                    self.busy_us[mode][last] += end - start
+                    if end > self.end_us:
+                        self.end_us = end
+                else:
+                    self._spread(start, us, mode, running, waiting)
+                    last = int(end / self.bin_us)
+                self._stretch.append(StepNote(start, us, mode, rows, 0, padding, reason))
+                if len(self._stretch) == STRETCH:
+                    self._end_stretch()
+                now += us
+
+    def _pad(self, decision: Decision, numbers: BatchNumbers, steps: int) -> int:
+        """Count so many steps' padding by the true size of what is launched, and say how much that is."""
+        padding = 0
+        for launch in decision.launches:
+            tokens, times = launch.num_tokens(numbers), launch.repeat * steps
+            size = self.padding.get(tokens)
+            if size is None:
+                size = self.padding[tokens] = Padded()
+            if launch.key is None:
+                size.eager += times
+            else:
+                size.graphs += times
+            pads = launch.padding(numbers) * steps
+            size.tokens += tokens * times
+            size.padding += pads
+            padding += pads
+        return padding
 
     def done(self) -> Steps:
         """This, with the last stretch looked at."""
@@ -106,9 +139,9 @@ class Steps:
             self._slowest_us, self.slowest = taken, self._stretch
         self._stretch = []
 
-    def _spread(self, step: SimStep, mode: int) -> None:
+    def _spread(self, start: float, us: float, mode: int, running: int, waiting: int) -> None:
         """Put a step's time into its bins."""
-        start, end = step.start_us, step.start_us + step.cycle_us
+        end = start + us
         self.end_us = max(self.end_us, end)
         while end >= self.bin_us * MOST_BINS:
             self._halve()
@@ -121,7 +154,6 @@ class Steps:
             self.running.extend([0] * missing)
             self.waiting.extend([0] * missing)
         busy = self.busy_us[mode]
-        running, waiting = step.queue.num_running, len(step.queue.waiting)
         for i in range(first, last + 1):
             busy[i] += min(end, (i + 1) * width) - max(start, i * width)
             self.running[i] = max(self.running[i], running)

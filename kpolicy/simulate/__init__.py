@@ -13,7 +13,7 @@
 from kpolicy.simulate.drafts import Drafts
 from kpolicy.simulate.percentiles import Spread
 from kpolicy.simulate.result import SimResult
-from kpolicy.simulate.run import SimStep, simulate
+from kpolicy.simulate.run import DecodeRun, SimStep, simulate
 from kpolicy.simulate.server import Server, ServiceLevel
 
-__all__ = ["Drafts", "Server", "ServiceLevel", "SimResult", "SimStep", "Spread", "simulate"]
+__all__ = ["DecodeRun", "Drafts", "Server", "ServiceLevel", "SimResult", "SimStep", "Spread", "simulate"]

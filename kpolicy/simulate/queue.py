@@ -255,6 +255,11 @@ class Queue:
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
+    @property
+    def decode_numbers(self) -> BatchNumbers:
+        """The next step's numbers where decode rows go on alone."""
+        return self._numbers([])
+
     def _numbers(self, chunks: list[tuple[Request, int, int]]) -> BatchNumbers:
         rows = self.rows
         num_decodes, q = len(rows.rows), rows.query_len

@@ -28,7 +28,7 @@ from kpolicy.simulate.rows import PlainRows
 from kpolicy.simulate.server import Server, whole_number
 from kpolicy.simulate.tally import Tally
 
-__all__ = ["OnStep", "SimStep", "simulate"]
+__all__ = ["DecodeRun", "OnDecodes", "OnStep", "SimStep", "simulate"]
 
 _NEVER = float("inf")
 _IDLE = BatchShape().numbers
@@ -51,7 +51,30 @@ class SimStep(NamedTuple):
     queue: Queue
 
 
+class DecodeRun(NamedTuple):
+    """Steps of the same decode rows, one behind the other, with nothing in between: what `SimStep` says of them all."""
+
+    number: int
+    """Of the first step"""
+    now_us: float
+    """The clock when the first began, and what it counts from: a step begins at the difference of the two"""
+    origin_us: float
+    cycles_us: Sequence[float]
+    decisions: Sequence[tuple[Decision, int]]
+    """As they were decided in turn, each for so many steps"""
+    numbers: BatchNumbers
+    """Of the first step; each one after it has as many more KV tokens as there are rows"""
+    queue: Queue
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens that decode rows attended to, over all steps."""
+        steps, rows = len(self.cycles_us), self.numbers.num_decodes
+        return steps * self.numbers.decode_kv_tokens + rows * (steps * (steps - 1) // 2)
+
+
 OnStep = Callable[[SimStep], object]
+OnDecodes = Callable[[DecodeRun], object]
 Progress = Callable[[int], object]
 """Called with the requests that are over, now and then."""
 
@@ -69,6 +92,7 @@ def simulate(
     seed: int = 0,
     progress: Progress | None = None,
     on_step: OnStep | None = None,
+    on_decodes: OnDecodes | None = None,
     stepwise: bool = False,
     host_speed: HostSpeeds | None = None,
     eager_sizes: Collection[int] = (),
@@ -87,6 +111,8 @@ def simulate(
         seed: of the accepted drafts.
         progress: told now and then how many requests are over.
         on_step: told each step of each rank.
+        on_decodes: told the steps in which decode rows go on alone, all at once and in place of `on_step`, which
+            saves most of the time of being told; some of these are told to `on_step` all the same.
         stepwise: go through the scheduler for each step, also where decode rows go on alone and nothing else can
             happen; the result is the same.
         host_speed: how fast the host was when, where that changed: each step's host times are those of its time
@@ -113,11 +139,12 @@ def simulate(
     engine.capture()
     run = _Simulation(
         trace.requests if isinstance(trace, Trace) else trace, engine, server,
-        seed=seed, on_step=on_step, host_speed=host_speed, eager_sizes=eager_sizes,
+        seed=seed, on_step=on_step, on_decodes=on_decodes, host_speed=host_speed, eager_sizes=eager_sizes,
     )  # fmt: skip
     interrupted = ""
+    told_each = on_step is not None and on_decodes is None
     try:
-        run.serve(progress, stepwise=stepwise or on_step is not None or host_speed is not None)
+        run.serve(progress, stepwise=stepwise or told_each or host_speed is not None)
     except KeyboardInterrupt:
         interrupted = "interrupted from the keyboard"
     return run.account.result(
@@ -135,7 +162,7 @@ class _Simulation:
 
     def __init__(
         self, requests: Iterable[TraceRequest], engine: Engine, server: Server, *, seed: int, on_step: OnStep | None,
-        host_speed: HostSpeeds | None, eager_sizes: Collection[int],
+        on_decodes: OnDecodes | None, host_speed: HostSpeeds | None, eager_sizes: Collection[int],
     ) -> None:  # fmt: skip
         self.costs = engine.costs
         self.hosts = [HostState(engine.costs, eager_sizes) for _ in range(server.ranks)]
@@ -161,7 +188,7 @@ class _Simulation:
             other = other_select(get_policy(server.pace), context)
             for queue in self.queues:
                 queue.pace = Pace(context, engine.compiled.select, other)
-        self.on_step = on_step
+        self.on_step, self.on_decodes = on_step, on_decodes
         self.arrivals = in_order(requests)
         self.upcoming: TraceRequest | None = None
         self.next_us = _NEVER
@@ -323,7 +350,11 @@ class _Simulation:
         now, select, take = self.now_us, self.compiled.select, queue.blocks.take
         # With every client waiting nobody comes before a row's end.
         next_us = _NEVER if self._full else self.next_us
-        add_value, add_weight = account.gap.values.append, account.gap.weights.append
+        values, add_weight = account.gap.values, account.gap.weights.append
+        add_value, had = values.append, len(values)
+        decisions: list[tuple[Decision, int]] = []
+        begun = counter
+        numbers = None if self.on_decodes is None else queue.decode_numbers
         chosen: Decision | None = None
         tally: Tally | None = None
         dense_us = host_us = total_us = total_host_us = 0.0
@@ -334,6 +365,9 @@ class _Simulation:
                 num_rows, 1, kv_tokens, num_rows, 0, 0, 0, 0, 1, longest, 0, 0, 0, 1, num_rows, num_rows, 1, NO_FACTS
             )
             if decision is not chosen:
+                if chosen is not None:
+                    decisions.append((chosen, counter - begun))
+                    begun = counter
                 if tally is not None:
                     self._keep(
                         tally, num_rows, counter - since, total_us, host_bound, total_host_us, kv_tokens, longest
@@ -370,6 +404,11 @@ class _Simulation:
         ran = counter - first
         if not ran:
             return False
+        if self.on_decodes is not None and numbers is not None:
+            if chosen is not None and counter > begun:
+                decisions.append((chosen, counter - begun))
+            told = [each for each in decisions if each[1]]
+            self.on_decodes(DecodeRun(self.steps, self.now_us, self.start_us, values[had:], told, numbers, queue))
         self.now_us = now
         self.steps += ran
         account.tokens += num_rows * ran

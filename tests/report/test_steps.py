@@ -38,6 +38,32 @@ def test_sums_are_the_results(trace: Any, policy: str, most: int) -> None:
     assert all(low <= high for low, high in ranges)
 
 
+@given(
+    trace=traces(most_output=80), policy=st.sampled_from(["auto", "vllm", "split", "eager"]),
+    most=st.sampled_from([2, 8, 2048]), stretch=st.sampled_from([3, 1500]),
+)  # fmt: skip
+def test_steps_told_at_once_are_kept_alike(trace: Any, policy: str, most: int, stretch: int) -> None:
+    """To the last bit what is kept of each step told by itself."""
+    before = kept.MOST_BINS, kept.STRETCH
+    kept.MOST_BINS, kept.STRETCH = most, stretch
+    try:
+        found = []
+        for at_once in (False, True):
+            steps = Steps()
+            result = simulate(
+                trace, policy, server=server(60), costs=COSTS, ladder=SIZES, on_step=steps,
+                on_decodes=steps.decodes if at_once else None,
+            )  # fmt: skip
+            padding = {
+                size: [each.graphs, each.eager, each.tokens, each.padding] for size, each in steps.padding.items()
+            }
+            said = {name: value for name, value in vars(steps.done()).items() if name != "padding"}
+            found.append((said, dict(sorted(padding.items())), result.as_dict()))
+    finally:
+        kept.MOST_BINS, kept.STRETCH = before
+    assert found[0] == found[1]
+
+
 def test_the_slowest_stretch_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all stretches of three steps, one that takes longest."""
     from kpolicy.scheduling.generator import generate_trace

@@ -66,6 +66,31 @@ def test_stretches_know_what_ran_before(trace, policy):
     assert simulate(trace, policy, server=server(60), costs=SHOWN, ladder=SIZES).as_dict() == plain.as_dict()
 
 
+@given(traces(most_output=80), st.sampled_from(POLICIES), st.sampled_from([30, 60]))
+@run_settings(max_examples=60)
+def test_decodes_told_at_once_are_the_steps(trace, policy, num_blocks):
+    """Each step is told once, to one of the two, in order and with the same times, decision and KV tokens."""
+    _, wanted = run(trace, policy, of=server(num_blocks))
+    got = []
+
+    def one(step):
+        got.append((step.number, step.start_us, step.cycle_us, step.decision, step.step.numbers.decode_kv_tokens))
+
+    def several(steps):
+        decisions = [decision for decision, count in steps.decisions for _ in range(count)]
+        kv_tokens, now_us = steps.numbers.decode_kv_tokens, steps.now_us
+        for i, (us, decision) in enumerate(zip(steps.cycles_us, decisions, strict=True)):
+            got.append((steps.number + i, now_us - steps.origin_us, us, decision, kv_tokens))
+            kv_tokens, now_us = kv_tokens + steps.numbers.num_decodes, now_us + us
+        assert steps.kv_tokens == sum(each[-1] for each in got[-len(decisions) :])
+
+    simulate(trace, policy, server=server(num_blocks), costs=COSTS, ladder=SIZES, on_step=one, on_decodes=several)
+    assert got == [
+        (each.number, each.start_us, each.cycle_us, each.decision, each.step.numbers.decode_kv_tokens)
+        for each in wanted
+    ]
+
+
 @given(
     traces(most_output=80), hash_lists, st.sampled_from(POLICIES), st.sampled_from([(30, 4), (60, 4), (24, 8)]),
     st.sampled_from([0.0, 33.3]),
