@@ -66,11 +66,48 @@ def test_tables_are_told_as_their_results_have_them(made: Any) -> None:
 
 def test_start_up_is_told_as_its_results_have_it() -> None:
     """A lazy Engine's first step and its steady speed, with intervals."""
-    cells = read("startup_qwen05b")["cells"]
     words = " ".join(" ".join(DOC).split())
-    for part in ("first_step", "steady"):
-        low, high = cells[part]["interval"]
-        assert f"{cells[part]['ratio']:.3f} [{low:.3f}, {high:.3f}]" in words
+    for name in ("startup_qwen05b", "raw/startup_qwen05b_second"):
+        cells = read(name)["cells"]
+        for part in ("first_step", "steady"):
+            low, high = cells[part]["interval"]
+            assert f"{cells[part]['ratio']:.3f} [{low:.3f}, {high:.3f}]" in words
+    cells = read("startup_qwen05b")["cells"]
+    first, steady = cells["first_step"], cells["steady"]
+    assert f"{first['lazy_ms']:.2f} ms, and {first['eager_ms']:.2f} with `eager`" in words
+    assert f"{steady['step_ms']['lazy']:.3f} ms a step, and {steady['step_ms']['full']:.3f}:" in words
+    assert "Both limits hold with their whole intervals" in words
+    assert all(each["interval"][1] <= each["limit"] for each in (first, steady))
+
+
+def test_memory_beyond_captures_is_told_as_its_results_have_it() -> None:
+    """MiB that the device lacks beyond what captures noted, before and now; what torch caches, and what is kept."""
+    words = " ".join(" ".join(DOC).split())
+    (*now, lazy), (*before, lazy_before) = (
+        read(name)["cells"]["lists"] for name in ("startup_qwen05b", "raw/startup_qwen05b_second")
+    )
+    beyond = [round(over(row, "device")) for row in now]
+    assert f"is what captures noted, and {min(beyond)} to {max(beyond)} MiB**" in words
+    assert f"in the same run, where the H200 has {beyond[1]} with all {now[1]['graphs']} graphs" in words
+    assert f"it was {over(before[1], 'device'):.0f} more with `auto`'s default" in words
+    assert (
+        f"process has {over(lazy, 'device'):.0f} MiB more than captures noted** after these two graphs, "
+        f"{over(lazy_before, 'device'):.0f} before, of which {over(lazy, 'torch_reserved'):.0f} are torch's"
+    ) in words
+    assert f"torch had {lazy['torch_cached_bytes'] / (1 << 20):.0f} MiB more cached" in words
+    assert all(row["torch_reserved_bytes"] == row["device_bytes"] for row in now)
+    assert not any(row["kept_bytes"] or row["torch_cached_bytes"] for row in now)
+    guide = " ".join((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
+    assert (
+        f"and {min(beyond)} to {max(beyond)} MiB more; {over(lazy, 'device'):.0f} with a lazy Engine that has more to "
+        f"capture, beside {lazy['torch_cached_bytes'] / (1 << 20):.0f} that torch keeps for later"
+    ) in guide
+
+
+def over(row: dict[str, Any], of: str) -> float:
+    """MiB more than captures noted."""
+    more: int = row[f"{of}_bytes"] - row["registry_bytes"]
+    return more / (1 << 20)
 
 
 def in_short(begins: str) -> str:
