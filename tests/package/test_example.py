@@ -46,7 +46,8 @@ def run(site: Path, *arguments: str) -> str:
 def test_it_keeps_the_contract(site: Path) -> None:
     """Its own test of the contract suite passes against the installed package."""
     shutil.copy(SOURCE / "test_contract.py", site)
-    found = run(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "test_contract.py")
+    options = "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.conftest"
+    found = run(site, "-m", "pytest", *options, "test_contract.py")
     assert "passed" in found
 
 
