@@ -72,6 +72,7 @@ class Cores:
         self.here = {9}
         self.now = 0.0
         monkeypatch.setattr(quiet, "siblings", lambda core: {core})
+        monkeypatch.setattr(quiet, "TASKS", "no such folder {}")  # process 77 may be one of this machine's
         monkeypatch.setattr(quiet, "host_work_us", self._work)
         monkeypatch.setattr(quiet, "time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(os, "sched_setaffinity", self._pin)
