@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cyclopts import App, CycloptsError
-from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
+from cyclopts.exceptions import CoercionError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
 from kpolicy import __version__
 from kpolicy.cli.calibrate import calibrate_command
@@ -103,7 +104,23 @@ def _usage(error: CycloptsError) -> str:
     if traced and chain and chain[0] in _TAKE_TRACES:
         # It is an option of `run` alone, which has one trace.
         return f"{command} takes its traces without an option, such as {command} conv.csv. See {command} --help."
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        option = error.argument.name
+        lacks = f"{option} has no value" if error.keyword else f"{command} needs {option}"
+        takes = error.argument.parameter.help or "a value"
+        return f"{lacks}: {takes.rstrip('.')}. See {command} --help."
+    if isinstance(error, CoercionError) and error.token is not None:
+        token, takes = error.token, _TAKEN["whole number" if "whole number" in str(error) else error.target_type]
+        if takes:
+            return f"{token.keyword or 'a value'} is {token.value[:40]!r}; it takes {takes}. See {command} --help."
     return f"{str(error).strip() or type(error).__name__} See {command} --help."
+
+
+_NUMBER = "a number, such as 1.5"
+_TAKEN: Mapping[Any, str] = defaultdict(
+    str, {"whole number": "a whole number, such as 8", float: _NUMBER, float | None: _NUMBER}
+)
+"""What options of these types take"""
 
 
 _OURS = str(Path(__file__).resolve().parents[1])

@@ -142,7 +142,10 @@ class Served:
             if value is not None and not 0 <= value < 1e9:
                 raise ConfigError(f"{option} is {value:g}; it takes microseconds from 0 up.")
         if self.pace is not None:
-            get_policy(self.pace)
+            try:
+                get_policy(self.pace)
+            except ConfigError as error:
+                raise ConfigError(f"--pace: {error}") from None
         known = deployment.config is not None or deployment.profile is not None
         return Server(
             settings=settings,

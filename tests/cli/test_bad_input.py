@@ -178,7 +178,7 @@ def test_the_environments_folder(kpolicy: Command, tmp_path: Path, monkeypatch: 
         ("--rate 1e-300", ["--rate is 1e-300", "from 1e-06 up"]),
         ("--rate nan", ["--rate is nan"]),
         ("--rate inf", ["--rate is inf"]),
-        ("--rate fast", ["--rate", '"fast"', "float"]),
+        ("--rate fast", ["--rate is 'fast'; it takes a number", "kpolicy run --help"]),
         ("--window -1", ["--window is -1", "seconds from 0 up"]),
         ("--window inf", ["--window is inf", "--window 0 serves all"]),
         ("--window nan", ["--window is nan"]),
@@ -188,10 +188,10 @@ def test_the_environments_folder(kpolicy: Command, tmp_path: Path, monkeypatch: 
         ("--kv-tokens 1", ["--kv-tokens is 1", "blocks of 16 tokens", "16 to 16777216"]),
         ("--kv-tokens -400", ["--kv-tokens is -400"]),
         ("--kv-tokens 1000000000000", ["--kv-tokens is 1000000000000", "16 to 16777216"]),
-        ("--kv-tokens 1.5", ["--kv-tokens", "'1.5' isn't a whole number"]),
-        ("--kv-tokens 1e6", ["--kv-tokens", "'1e6' isn't a whole number"]),
+        ("--kv-tokens 1.5", ["--kv-tokens", "is '1.5'; it takes a whole number, such as 8"]),
+        ("--kv-tokens 1e6", ["--kv-tokens", "is '1e6'; it takes a whole number, such as 8"]),
         ("--seed -1", ["--seed is -1", "from 0 to"]),
-        ("--seed one", ["--seed", "'one' isn't a whole number"]),
+        ("--seed one", ["--seed", "is 'one'; it takes a whole number, such as 8"]),
         ("--max-num-reqs 0", ["--max-num-reqs is 0", "from 1 to 65536"]),
         ("--max-num-tokens 0", ["--max-num-tokens is 0", "from 1 to 1048576"]),
         ("--max-num-tokens 1000000000000", ["--max-num-tokens is 1000000000000", "from 1 to 1048576"]),
@@ -294,8 +294,13 @@ def test_two_options_dont_write_one_file(kpolicy: Command, trace: Path, tmp_path
 
 def test_an_option_without_its_value(kpolicy: Command) -> None:
     """A missing value is said as such, with the command whose help to read."""
-    refused(kpolicy("run", "--trace"), "--trace requires an argument", "kpolicy run --help")
-    refused(kpolicy("decide", "--decodes"), "--decodes requires an argument", "kpolicy decide --help")
+    refused(
+        kpolicy("run", "--trace"), "--trace has no value: An Azure, Mooncake or BurstGPT trace", "kpolicy run --help"
+    )
+    refused(kpolicy("decide", "--decodes"), "--decodes has no value: ", "kpolicy decide --help")
+    refused(kpolicy("calibrate"), "kpolicy calibrate needs --model: A model's folder", "kpolicy calibrate --help")
+    refused(kpolicy("explain-log"), "kpolicy explain-log needs LOG: A decision log", "kpolicy explain-log --help")
+    refused(kpolicy("simulate", "--pace", "nope"), "--pace: unknown policy 'nope'")
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user who may not write everywhere")
@@ -358,7 +363,7 @@ def test_a_step_log_that_may_not_be_written(kpolicy: Command, trace: Path, tmp_p
         ("--decodes 4 --ladder 1,2,4 --budget-streams 6", ["over the budget of 6 streams", "Keep the sizes 1,4,"]),
         ("--decodes 4 --ladder 1 --budget-graphs 0", ["over the budget of 0 graphs", "or run eagerly"]),
         ("--decodes 4 --budget-graphs 200", ["113 graph keys", "over the budget of 200 graphs", "Keep the sizes"]),
-        ("--decodes 4 --budget-graphs 1.5", ["--budget-graphs", "'1.5' isn't a whole number"]),
+        ("--decodes 4 --budget-graphs 1.5", ["--budget-graphs", "is '1.5'; it takes a whole number, such as 8"]),
         ("--decodes 4 --objective 1:2:3", ["objective is '1:2:3'", "STEP:GAP"]),
         ("--decodes 4 --objective 0:0", ["objective weights are 0 and 0", "one above it"]),
         ("--decodes 4 --objective -1:2", ["objective weights are -1 and 2"]),
