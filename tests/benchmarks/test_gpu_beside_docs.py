@@ -169,3 +169,13 @@ def test_the_guide_has_the_same_in_short() -> None:
         assert line.split("|")[3].strip() == (
             f"over {much} of {much + some + nothing} chunk sizes, some in {cells_}; **over every one in none**"
         )
+
+
+def test_the_readme_has_the_same() -> None:
+    """The claim's row has the same chunk sizes, and says where nothing is won."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    (line,) = [line for line in readme if line.startswith("| decode steps beside a long prompt")]
+    much, some, nothing = shares("qwen05b")
+    assert f"over {much} of {much + some + nothing} chunk sizes, in first token or gap" in line
+    assert "**over every chunk size in no cell**" in line
+    assert f"in {['no', 'one', 'two'][len(cells('dsv2lite'))]} of nine cells" in line

@@ -123,6 +123,9 @@ def test_the_guide_has_the_same() -> None:
     for part, begins in (("first_step", "a lazy Engine's first step"), ("steady", "a lazy Engine's steps once")):
         low, high = cells[part]["interval"]
         assert in_short(begins) == f"{cells[part]['ratio']:.3f} ({low:.3f} to {high:.3f})"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first, steady = (cells[part]["ratio"] for part in ("first_step", "steady"))
+    assert f"first step {first:.3f} of an eager one's, settled steps {steady:.3f} of a fully captured one's" in readme
     tokens = {row["policy"]: row for row in rows if (row["load"], row["figure"]) == ("code saturated", "tokens_per_s")}
     auto = tokens["auto"]
     ratio, low, high = (auto[name] for name in ("ratio_to_vllm_replica", "ratio_low", "ratio_high"))
