@@ -356,8 +356,8 @@ class CostTable:
         )  # fmt: skip
 
     def host_work_of(self, inside_us: float | None) -> float | None:
-        """`host_work_us` on a host where the work inside steps takes so long; None where either wasn't noted."""
-        if not inside_us or not self.host_work_inside_us:
+        """`host_work_us` on a host where the work inside steps takes so long; None where one of them wasn't noted."""
+        if not inside_us or not self.host_work_inside_us or not self.host_work_us:
             return None
         return self.host_work_us * inside_us / self.host_work_inside_us
 

@@ -15,6 +15,7 @@ steps, where the process is the command's own.
 
 from __future__ import annotations
 
+import os
 import signal
 import statistics
 import threading
@@ -32,7 +33,7 @@ AROUND = 4
 _LOOPS, _RUNS = 600, 3
 _EVERY_S, _SMALL_LOOPS = 0.004, 300
 """Of a `SpeedTimer`: a note takes 0.3% of the time"""
-_LEAST, _KEPT = 8, 512
+_LEAST, _KEPT, _RECENT_S = 8, 512, 0.25
 _SLOWS = 0.85
 """Share of the host's time for launching that is taken to go with the work; see docs/measured_fidelity.md."""
 
@@ -81,7 +82,8 @@ class SpeedTimer:
 
     A timer's signal interrupts the main thread between two operations of the interpreter, for half of `host_work_us`'s
     loop, run once: some 12 us. One process has one such signal, so it is for commands that own theirs, and not for
-    servers. It does nothing outside of the main thread, or where the system has no such timer.
+    servers. It does nothing outside of the main thread, where the system has no such timer, or where the process has
+    an alarm running already. The last two seconds are kept.
 
     Of an EAGER step's launching on an H200's virtual host (DeepSeek-V2-Lite, 230 steps, four times each) notes inside
     left 2.9% unexplained, notes beside it 6.1% (docs/measured_fidelity.md).
@@ -97,18 +99,32 @@ class SpeedTimer:
 
     def __enter__(self) -> SpeedTimer:
         global _timer
+        if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+            return self
         if _timer is not None:
             raise RuntimeError("a SpeedTimer is open already, and a process has one such timer; close that one first.")
-        if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGALRM, self._note)
+        if signal.getitimer(signal.ITIMER_REAL)[0]:
+            # Somebody's time limit, which would be lost.
+            return self
+        self._noted.clear()
+        self._before = signal.getsignal(signal.SIGALRM)
+        _timer, self._open = self, True
+        try:
+            signal.signal(signal.SIGALRM, self._note)
+            # Calls of the system by other code than Python's go on, as without the signal.
+            signal.siginterrupt(signal.SIGALRM, False)
             signal.setitimer(signal.ITIMER_REAL, _EVERY_S, _EVERY_S)
-            _timer, self._open = self, True
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         global _timer
         if self._open:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
+            # What another thread still holds of it is dropped; the default would end the process.
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
             # None: what handled it wasn't installed from Python.
             signal.signal(signal.SIGALRM, signal.SIG_DFL if self._before is None else self._before)
             _timer, self._open = None, False
@@ -127,16 +143,17 @@ class SpeedTimer:
             end_s: likewise.
 
         Returns:
-            Microseconds; 0 where nothing was noted.
+            Microseconds; 0 where fewer than eight were noted in the time and in the quarter of a second before its
+            end, as where one call holds the interpreter.
         """
         inside: list[float] = []
         # A copy, which is made at once: the next note may come while this looks.
         for start, us in reversed(tuple(self._noted)):
-            if start < begin_s and len(inside) >= _LEAST:
+            if start < begin_s and (len(inside) >= _LEAST or start < end_s - _RECENT_S):
                 break
             if start < end_s:
                 inside.append(us)
-        return statistics.fmean(inside) if inside else 0.0
+        return statistics.fmean(inside) if len(inside) >= _LEAST else 0.0
 
 
 _timer: SpeedTimer | None = None
@@ -145,6 +162,19 @@ _timer: SpeedTimer | None = None
 def work_inside_us(begin_s: float, end_s: float) -> float:
     """What the open `SpeedTimer` noted between two times of `time.perf_counter`, in us: see `SpeedTimer.felt_us`.
 
-    0 where none is open.
+    0 where none is open, and in other threads than the main one, whose steps it isn't in.
     """
-    return 0.0 if _timer is None else _timer.felt_us(begin_s, end_s)
+    if _timer is None or threading.current_thread() is not threading.main_thread():
+        return 0.0
+    return _timer.felt_us(begin_s, end_s)
+
+
+def _forked() -> None:
+    """A child has no timer, and nothing that its parent noted is of it."""
+    global _timer
+    if _timer is not None:
+        _timer._open, _timer = False, None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

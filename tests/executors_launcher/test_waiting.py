@@ -109,8 +109,21 @@ def test_what_is_noted_inside_a_sample_tells_its_speed() -> None:
         bench._times[case] = [each._replace(inside=inside) for each in bench._times[case]]
     assert (bench.host_work_us, bench.host_work_inside_us) == (30, 12)
     assert [bench.host_us(case) for case in (0, 1)] == pytest.approx([4000, 4000])
-    bench._times[1] = [each._replace(inside=0.0) for each in bench._times[1]]
-    assert bench.host_us(1) == 5700
+    bench._times[1] = [each._replace(inside=0.0, work=36.0) for each in bench._times[1]]
+    # Beside it the work took a fifth longer than beside those that the usual speed is of.
+    assert bench.host_us(1) == pytest.approx(5700 / 1.17)
+
+
+def test_both_usual_speeds_are_of_the_same_samples() -> None:
+    """Two of three that were noted inside: the third, of a slow host, has no part; of fewer than half neither goes."""
+    samples = [(4000.0, 4000.0, 900.0, 30.0), (4000.0, 4000.0, 900.0, 30.0), (8000.0, 8000.0, 900.0, 60.0)]
+    bench = made((None, samples), (None, samples[2:] * 2))
+    first, second, slow = bench._times[0]
+    bench._times[0] = [first._replace(inside=12.0), second._replace(inside=12.0), slow._replace(inside=12.0)]
+    assert (bench.host_work_us, bench.host_work_inside_us) == (30, 12)
+    bench._times[0] = [first._replace(inside=12.0), second, slow]
+    assert (bench.host_work_us, bench.host_work_inside_us) == (60, 0)
+    assert bench.host_us(0) == pytest.approx(8000 / (1 + 0.85 * (30 / 60 - 1)) / 2)
 
 
 def test_once_more_is_brought_to_the_speed_of_the_first() -> None:

@@ -544,13 +544,21 @@ class Bench:
         A host whose speed changes meanwhile would else make what it was slow for seem costly. 0 where the host itself
         runs what it launches.
         """
-        return statistics.median([self._work_us(each) for samples in self._times for each in samples] or [0.0])
+        every = [each for samples in self._times for each in samples]
+        return statistics.median([self._work_us(each) for each in self._with_inside() or every] or [0.0])
 
     @property
     def host_work_inside_us(self) -> float:
-        """Likewise of the work that a timer runs inside steps (`SpeedTimer`), over those beside which one did."""
-        inside = [each.inside for samples in self._times for each in samples if each.inside]
-        return statistics.median(inside) if inside else 0.0
+        """Likewise of the work that a timer runs inside steps (`SpeedTimer`), over the same samples.
+
+        Over those that it was noted in, where these are half of all or more; else it is 0 and goes for nothing.
+        """
+        return statistics.median([each.inside for each in self._with_inside()] or [0.0])
+
+    def _with_inside(self) -> list[_Times]:
+        every = [each for samples in self._times for each in samples]
+        noted = [each for each in every if each.inside]
+        return noted if 2 * len(noted) >= len(every) else []
 
     def _work_us(self, sample: _Times) -> float:
         """Time of the fixed work while the sample was taken, by what was noted around it."""
@@ -565,7 +573,7 @@ class Bench:
         usual_us, inside_us, work_us = self.host_work_us, self.host_work_inside_us, self._work_us
 
         def slower(sample: _Times) -> float:
-            if sample.inside:
+            if sample.inside and inside_us:
                 return 1 / launching_takes(sample.inside / inside_us)
             return 1 / launching_takes(work_us(sample) / usual_us) if sample.work else 1.0
 
