@@ -103,8 +103,9 @@ def test_samples_that_come_later_count() -> None:
 
 def test_what_is_noted_inside_a_sample_tells_its_speed() -> None:
     """Of five one took 1.425 times as long, beside the same note: inside the work took half as long again."""
-    usual, slow = (4000.0, 4000.0, 900.0, 30.0), (5700.0, 5700.0, 900.0, 30.0)
-    bench = made((None, [usual] * 4), (None, [slow]))
+    usual: list[tuple[float, ...]] = [(4000.0, 4000.0, 900.0, 30.0)] * 4
+    slow: list[tuple[float, ...]] = [(5700.0, 5700.0, 900.0, 30.0)]
+    bench = made((None, usual), (None, slow))
     for case, inside in ((0, 12.0), (1, 18.0)):
         bench._times[case] = [each._replace(inside=inside) for each in bench._times[case]]
     assert (bench.host_work_us, bench.host_work_inside_us) == (30, 12)
@@ -116,7 +117,7 @@ def test_what_is_noted_inside_a_sample_tells_its_speed() -> None:
 
 def test_both_usual_speeds_are_of_the_same_samples() -> None:
     """Two of three that were noted inside: the third, of a slow host, has no part; of fewer than half neither goes."""
-    samples = [(4000.0, 4000.0, 900.0, 30.0), (4000.0, 4000.0, 900.0, 30.0), (8000.0, 8000.0, 900.0, 60.0)]
+    samples: list[tuple[float, ...]] = [(4000.0, 4000.0, 900.0, 30.0)] * 2 + [(8000.0, 8000.0, 900.0, 60.0)]
     bench = made((None, samples), (None, samples[2:] * 2))
     first, second, slow = bench._times[0]
     bench._times[0] = [first._replace(inside=12.0), second._replace(inside=12.0), slow._replace(inside=12.0)]
