@@ -1,0 +1,176 @@
+"""A whole fidelity run by one command, on a machine with a GPU: calibrations, the run, and its steps run again.
+
+Three calibrations one after the other, the profile of their middle (`kpolicy.middle_profile`), a run of every policy
+twice by that profile, and the steps that the rule wants run again (`benchmarks.gpu.again`), each under
+``benchmarks.quiet --follow`` and all within one limit::
+
+    python -m benchmarks.fidelity_run --config config.json --trace azure_llm_2023_code.csv --start 600 --window 20
+        --rate 0.7 --policy auto --policy piecewise --policy vllm --limit 580 --out DIR
+
+All run in DIR, which gets links to config and trace, so that no result names a folder of the machine. What is in DIR
+already isn't made again. What fails ends the command: a run by fewer calibrations is none. At the end it
+prints the command that holds the profile to what is in DIR, which needs no GPU (`benchmarks.fidelity`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.command import input_file, input_path, made_folder
+from benchmarks.gpu.slices import stop
+from kpolicy.cli.step_log import step_log_paths
+from kpolicy.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+GRACE_S = 5.0
+"""For what is interrupted to write what it has"""
+KPOLICY = [sys.executable, "-m", "kpolicy"]
+
+
+def log_names(policies: Sequence[str], repeats: int) -> list[list[Path]]:
+    """Step logs by turn: each one's of every policy, in the order given; as ``kpolicy run --step-log`` names them."""
+    names = [spec if turn == 1 else f"{spec}-{turn}" for turn in range(1, repeats + 1) for spec in policies]
+    paths = [path for path in step_log_paths(Path("S.jsonl"), names) if path is not None]
+    return [paths[i : i + len(policies)] for i in range(0, len(paths), len(policies))]
+
+
+def calls(options: argparse.Namespace) -> list[tuple[str, Path, list[str], float]]:
+    """(what it is, what it writes, its command, seconds at most) of all that runs in the folder, in its order."""
+    config = "config.json"
+    made = [Path(f"C-{i + 1}.json") for i in range(options.calibrations)]
+    profile, run, again = Path("P.json"), Path("R.json"), Path("A.jsonl")
+    served = ["--trace", options.trace.name, "--start", f"{options.start:g}", "--window", f"{options.window:g}"]
+    policies = [word for policy in options.policy for word in ("--policy", policy)]
+    first = log_names(options.policy, options.repeats)[0]
+    found = [
+        (f"calibration {i + 1}", path,
+         [*KPOLICY, "calibrate", "--device", options.device, "--model", config, "--seconds", f"{options.seconds:g}",
+          "--out", str(path), "--json"], options.calibration_limit)
+        for i, path in enumerate(made)
+    ]  # fmt: skip
+    middle = [sys.executable, "-m", "benchmarks.middle_profile", *map(str, made), "--out", str(profile)]
+    found.append(("the middle", profile, middle, 60.0))
+    ran = [
+        *KPOLICY, "run", "--device", options.device, "--model", config, *served, "--rate", f"{options.rate:g}",
+        *policies, "--repeats", str(options.repeats), "--no-verify", "--profile", str(profile),
+        "--step-log", "S.jsonl", "--json",
+    ]  # fmt: skip
+    found.append(("the run", run, ran, options.limit))
+    repeated = [
+        sys.executable, "-m", "benchmarks.gpu.again", "--device", options.device, "--config", config,
+        "--profile", str(profile), "--run", str(run), *served, *(w for log in first for w in ("--log", str(log))),
+        *(w for mode in options.mode for w in ("--mode", mode)), "--most", str(options.most),
+        "--seconds", f"{options.again:g}", "--out", str(again),
+    ]  # fmt: skip
+    if options.again:
+        found.append(("steps again", again, repeated, options.again + GRACE_S))
+    return found
+
+
+def fidelity_command(options: argparse.Namespace) -> str:
+    """The command that holds the profile to what was measured, to be run in the folder."""
+    logs = [log for turn in log_names(options.policy, options.repeats) for log in turn]
+    again = sorted(path.name for path in options.out.glob("A*.jsonl"))
+    command = ["python", "-m", "benchmarks.fidelity", "--profile", "P.json"]
+    command += [word for log in logs for word in ("--log", str(log))]
+    command += [word for log in again for word in ("--again", log)]
+    command += ["--run", "R.json", "--trace", options.trace.name, "--start", f"{options.start:g}"]
+    return shlex.join([*command, "--window", f"{options.window:g}"])
+
+
+def is_there(path: Path) -> bool:
+    """Whether it was made, or for several policies files of its name."""
+    return path.exists() or any(path.parent.glob(f"{path.stem}-*.jsonl"))
+
+
+def ran(command: Sequence[str], out: Path, written: Path, seconds: float, *, quiet: int) -> int:
+    """Run a command for so long at most; its exit code. What it prints is in NAME.log, the run's result in R.json."""
+    if quiet:
+        look = ["benchmarks.quiet", "--cores", str(quiet), "--seconds", "4", "--follow", "--"]
+        command = [sys.executable, "-m", *look, *command]
+    printed = written.name == "R.json"
+    answer, environment = out / "R.json.part", os.environ.copy()
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")]))
+    with (out / f"{written.stem}.log").open("ab") as log, answer.open("wb") as said:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=said if printed else log, stderr=log, cwd=out, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(max(seconds - GRACE_S, 0.0))
+        except subprocess.TimeoutExpired:
+            stop(process, GRACE_S)
+        except BaseException:
+            stop(process, 0.0)
+            raise
+    if printed and process.returncode == 0:
+        answer.rename(out / written)
+    answer.unlink(missing_ok=True)
+    return process.returncode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=input_path, required=True, help="the model's folder or config.json")
+    parser.add_argument("--trace", type=input_file, required=True)
+    parser.add_argument("--start", type=float, default=0.0, help="second of the trace to start at")
+    parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace to serve (30)")
+    parser.add_argument("--rate", type=float, required=True, help="how much faster requests arrive than in the trace")
+    parser.add_argument("--policy", action="append", required=True, help="a policy; repeat the option for several")
+    parser.add_argument("--repeats", type=int, default=2, help="turns of each policy (2)")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--calibrations", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=25.0, help="of measuring in each calibration (25)")
+    parser.add_argument("--calibration-limit", type=float, default=120.0, help="a calibration's seconds at most (120)")
+    parser.add_argument("--again", type=float, default=95.0, help="seconds for steps that run again; 0 for none (95)")
+    parser.add_argument("--mode", action="append", help="every step of this mode runs again (eager)")
+    parser.add_argument("--most", type=int, default=400, help="steps of a policy and mode that run again (400)")
+    parser.add_argument("--quiet", type=int, default=4, help="quick cores for each; 0 takes those that there are (4)")
+    parser.add_argument("--limit", type=float, default=580.0, help="seconds for all (580)")
+    parser.add_argument("--out", type=made_folder, required=True, help="a folder for all that is made")
+    options = parser.parse_args(argv)
+    if min(options.calibrations, options.repeats) < 1:
+        parser.error(f"--calibrations {options.calibrations} --repeats {options.repeats}: both are from 1 up")
+    options.mode = options.mode or ["eager"]
+    options.out.mkdir(exist_ok=True)
+    config = options.config / "config.json" if options.config.is_dir() else options.config
+    for name, path in (("config.json", config), (options.trace.name, options.trace)):
+        link = options.out / name
+        if link.exists() and not link.samefile(path):
+            parser.error(f"--out {options.out} has another {name}; give another folder")
+        if not link.exists():
+            link.symlink_to(path.resolve())
+    zero = time.monotonic()
+    try:
+        todo = calls(options)
+    except ConfigError as error:
+        parser.error(str(error))
+    for what, written, command, most in todo:
+        if is_there(options.out / written):
+            print(f"{what}: is there", flush=True)
+            continue
+        left = options.limit - (time.monotonic() - zero)
+        if left <= 2 * GRACE_S:
+            sys.stderr.write(f"{what}: no time left within --limit {options.limit:g}; call it again to go on\n")
+            return 1
+        code = ran(command, options.out, written, min(most, left), quiet=options.quiet if what != "the middle" else 0)
+        print(f"[{time.monotonic() - zero:4.0f} s] {what}: {'done' if code == 0 else f'ended with {code}'}", flush=True)
+        if code:
+            log = options.out / f"{written.stem}.log"
+            with suppress(OSError):
+                sys.stderr.write("".join(log.read_text(errors="replace").splitlines(keepends=True)[-5:]))
+            return 1
+    print(f"in {options.out}: {fidelity_command(options)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""`benchmarks.fidelity_run`: what it runs, in which order, and where it ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fidelity_run
+
+POLICIES = ("auto", "split:form=decodes_beside")
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """Options of a run into DIR/out."""
+    config, trace = tmp_path / "config.json", tmp_path / "trace.csv"
+    config.write_text("{}")
+    trace.write_text("")
+    policies = [word for policy in POLICIES for word in ("--policy", policy)]
+    files = ["--config", str(config), "--trace", str(trace), "--out", str(tmp_path / "out")]
+    return [*files, *policies, "--rate", "2", "--quiet", "0", "--limit", "60"]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *codes: int, seconds: float = 0.0) -> None:
+    """In place of each command one that says its name, writes its file and ends with the next of these codes."""
+    real = fidelity_run.calls
+
+    def calls(options: argparse.Namespace) -> list[tuple[str, Path, list[str], float]]:
+        found = []
+        for (what, path, command, most), code in zip(real(options), [*codes, *[0] * 9], strict=False):
+            script = f"import time; time.sleep({seconds}); print('{what} ran')"
+            if path.name == "A.jsonl":
+                script += "; open('A-auto.jsonl', 'w').close()"
+            elif path.name != "R.json":
+                script += f"; open('{path}', 'w').close()"
+            found.append((what, path, [sys.executable, "-c", f"{script}; raise SystemExit({code})"], most))
+            assert not any("/" in word for word in command[3:]), "no folder of a machine is in what results name"
+        return found
+
+    monkeypatch.setattr(fidelity_run, "calls", calls)
+
+
+def test_all_runs_in_its_order_and_once(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch)
+    assert fidelity_run.main(words) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    names = [f"calibration {i}" for i in (1, 2, 3)] + ["the middle", "the run", "steps again"]
+    assert [line.partition("] ")[2] for line in lines] == [f"{name}: done" for name in names]
+    logs = [
+        "S-auto.jsonl",
+        "S-split-form-decodes_beside.jsonl",
+        "S-auto-2.jsonl",
+        "S-split-form-decodes_beside-2.jsonl",
+    ]
+    told = " ".join(f"--log {log}" for log in logs)
+    assert f"--profile P.json {told} --again A-auto.jsonl --run R.json --trace trace.csv --start 0 --window 30" in last
+    assert (tmp_path / "out" / "R.json").read_text() == "the run ran\n"
+    assert (tmp_path / "out" / "C-2.log").read_text() == "calibration 2 ran\n"
+    assert not (tmp_path / "out" / "R.json.part").exists()
+    assert fidelity_run.main(words) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if "done" in line] == []
+
+
+def test_what_fails_ends_it_and_goes_on_from_there(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run by fewer calibrations is none."""
+    pretend(monkeypatch, 0, 3)
+    # One that fails writes nothing.
+    real = fidelity_run.ran
+
+    def ran(command: list[str], out: Path, written: Path, seconds: float, *, quiet: int) -> int:
+        code = real(command, out, written, seconds, quiet=quiet)
+        if code:
+            (out / written).unlink()
+        return code
+
+    monkeypatch.setattr(fidelity_run, "ran", ran)
+    assert fidelity_run.main(words) == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1].endswith("calibration 2: ended with 3")
+    assert said.err == "calibration 2 ran\n"
+    assert not (tmp_path / "out" / "C-3.json").exists()
+    monkeypatch.undo()
+    pretend(monkeypatch)
+    assert fidelity_run.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "calibration 1: is there"
+    assert lines[1].endswith("calibration 2: done")
+
+
+def test_nothing_begins_without_time_and_what_lasts_is_stopped(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch, seconds=600)
+    assert fidelity_run.main([*words, "--calibration-limit", "5"]) == 1
+    assert "calibration 1: ended with -" in capsys.readouterr().out
+    assert fidelity_run.main([*words, "--limit", "9"]) == 1
+    assert "calibration 1: no time left within --limit 9; call it again to go on" in capsys.readouterr().err
+
+
+def test_another_model_in_the_folder_is_refused(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch)
+    assert fidelity_run.main(words) == 0
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"another": "model"}))
+    with pytest.raises(SystemExit):
+        fidelity_run.main([*words, "--config", str(other)])
+    assert "has another config.json; give another folder" in capsys.readouterr().err
+
+
+def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option that they give is one that the real commands take; what a test of each command tries, isn't here."""
+    seen: list[list[str]] = []
+
+    def ran(command: list[str], out: Path, written: Path, seconds: float, *, quiet: int) -> int:
+        del out, written, seconds, quiet
+        seen.append(command)
+        return 0
+
+    monkeypatch.setattr(fidelity_run, "ran", ran)
+    assert fidelity_run.main([*words, "--window", "20", "--start", "600"]) == 0
+    served = "--trace trace.csv --start 600 --window 20"
+    *calibrations, middle, run, again = [" ".join(command[2:]) for command in seen]
+    assert calibrations[2] == ("kpolicy calibrate --device cuda --model config.json --seconds 25 --out C-3.json --json")
+    assert middle == "benchmarks.middle_profile C-1.json C-2.json C-3.json --out P.json"
+    assert run == (
+        f"kpolicy run --device cuda --model config.json {served} --rate 2 --policy auto --policy "
+        "split:form=decodes_beside --repeats 2 --no-verify --profile P.json --step-log S.jsonl --json"
+    )
+    assert again == (
+        f"benchmarks.gpu.again --device cuda --config config.json --profile P.json --run R.json {served} --log "
+        "S-auto.jsonl --log S-split-form-decodes_beside.jsonl --mode eager --most 400 --seconds 95 --out A.jsonl"
+    )
