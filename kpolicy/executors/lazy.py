@@ -227,7 +227,9 @@ class LazyCapture:
     def pending(self) -> bool:
         """Whether there is something left to do: a graph to capture that was needed often enough, or to measure."""
         self._note()
-        return self._needed(HOT) or self._unmeasured()
+        # The next step doesn't go over these any more, so it is told here.
+        self._due = self._needed(HOT) or self._unmeasured()
+        return self._due
 
     def _unmeasured(self) -> bool:
         """Whether there are graphs that the costs weren't measured with."""

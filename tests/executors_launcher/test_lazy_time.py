@@ -127,3 +127,12 @@ def test_what_captures_warmed_up_with_goes_back_when_no_more_come(clock: Clock) 
     trimmed: list[int] = []
     clock.serve(120)
     assert trimmed == [len(SIZES)]
+
+
+def test_who_asks_what_is_pending_after_each_step_gets_the_graphs_too(clock: Clock) -> None:
+    """Asking goes over the steps so far; what they needed is captured before the next ones all the same."""
+    for _ in range(8 * int(CAPTURE_S / ALLOWANCE_S)):
+        clock.serve(1)
+        pending = clock.engine.lazy_pending
+    assert set(clock.engine.registry.captured()) == set(clock.engine.keys)
+    assert not pending

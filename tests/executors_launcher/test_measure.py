@@ -221,6 +221,23 @@ def test_what_is_pending(model: Any) -> None:
     engine.release()
 
 
+def test_costs_are_measured_while_somebody_waits_for_nothing_to_be_pending(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps for as long as something is pending, asked after each, end with graphs and a table."""
+    monkeypatch.setattr(Calibration, "measure", a_round)
+    engine = Engine("auto", model=model, settings=SETTINGS, ladder=[16], lazy=1e6)
+    sequences = Sequences(1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    for steps in range(100):
+        prompts(engine, sequences, 1)
+        if not engine.lazy_pending and steps >= 4:
+            break
+    assert not engine.lazy_pending
+    assert engine.registry.captured()
+    assert engine.costs.version.endswith(", 12 samples each")
+    engine.release()
+
+
 def test_a_lazy_engine_with_costs_or_without_calibration_keeps_its_table(model: Any) -> None:
     """Costs that were given stay, and calibrate=0 leaves the analytic ones."""
     given = Engine("auto", model=model).costs
