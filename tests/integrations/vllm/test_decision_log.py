@@ -1,5 +1,8 @@
 """The decision log, of either runner's batches, and what it has of a failing disk."""
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,13 +12,13 @@ from kpolicy.modes import Mode
 from kpolicy.reasons import Reason
 from kpolicy.schemas import read_decision_log
 from kpolicy.simulate.recorded import header_sizes, replay
+from kpolicy_vllm import decision_log
 from kpolicy_vllm.decision_log import DecisionLog, decision_of, shape_of
 from kpolicy_vllm.steps import Step
 from tests.integrations.vllm.test_dispatch import chooser
 
 
-@pytest.fixture
-def made(tmp_path):
+def logged(path):
     """A chooser with a log, as of a runner on a second data-parallel rank."""
     found = chooser()
     config = SimpleNamespace(
@@ -23,8 +26,14 @@ def made(tmp_path):
     )
     found.state.runner = SimpleNamespace(vllm_config=config, input_batch=SimpleNamespace())
     found.state.vllm_version = "0.33.0"
-    found.state.log = DecisionLog(str(tmp_path / "log.jsonl"), found.state, "a-device")
+    found.state.log = DecisionLog(str(path), found.state, "a-device")
     return found
+
+
+@pytest.fixture
+def made(tmp_path):
+    """`logged`, in a folder of the test's."""
+    return logged(tmp_path / "log.jsonl")
 
 
 def test_rows_of_a_step():
@@ -80,3 +89,45 @@ def test_log_that_fails(made, caplog):
         made.state.log.write(made.entry(Step(5, 5, 5, 1, 1)), shape_of([1], [5], [5]))
     assert made.state.counters.counts["log_failed"] == 1
     assert len(caplog.records) == 1
+
+
+FORKS = """
+import os, sys
+from kpolicy_vllm.steps import Step
+from tests.integrations.vllm.test_decision_log import logged, shape_of
+made = logged(sys.argv[1])
+entry, shape = made.entry(Step(5, 5, 5, 1, 1)), shape_of([1], [5], [5])
+made.state.log.write(entry, shape)
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    made.state.log.write(entry, shape)
+    if "closed" in sys.argv:
+        made.state.log.close()
+    sys.exit(0)
+made.state.log.write(entry, shape)
+"""
+
+
+@pytest.mark.parametrize("how", ["closed", "ended"])
+def test_a_forked_process_leaves_the_log_to_the_other(tmp_path, how):
+    """Whatever it does, and though its interpreter ends as any: lines that were waiting are written once."""
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", FORKS, str(tmp_path / "log.jsonl"), how]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    log = read_decision_log(tmp_path / "log.jsonl.dp1")
+    assert (len(log.entries), log.cut_short) == (2, False)
+
+
+def test_a_fork_beside_a_log_that_fails(made, monkeypatch):
+    """The fork goes on."""
+    tried = []
+
+    def flush():
+        tried.append(1)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(made.state.log._writer, "flush", flush)
+    decision_log._before_fork()
+    assert tried
