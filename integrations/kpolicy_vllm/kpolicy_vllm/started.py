@@ -49,15 +49,11 @@ def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0
         state.fail("prepared", RuntimeError("another rank couldn't"))
         state.dispatcher.refresh()
     if state.config.split and state.costs is None:
-        why = "there are none: they couldn't be measured, or calibrate is off"
-        if not state.policy.reads_costs:
-            why = f"policy {state.config.policy!r} reads none"
-        state.counters.warn_once("not_split", f"decodes and prompts run together, as costs decide that and {why}.")
+        why = f"decodes and prompts run together, as costs decide that and {_why_no_costs(state)}."
+        state.counters.warn_once("not_split", why)
     if state.config.paces and state.costs is None:
-        why = "they couldn't be measured, or calibrate is off"
-        if not state.policy.reads_costs:
-            why = f"policy {state.config.policy!r} reads none"
-        state.counters.warn_once("not_paced", f"steps are filled to vLLM's limit, as costs bound them and {why}.")
+        why = f"steps are filled to vLLM's limit, as costs bound them and {_why_no_costs(state)}."
+        state.counters.warn_once("not_paced", why)
     with state.guard("not_recorded", "entering others' graphs into the registry"):
         enter_others(state, state.runner, bytes=taken[0] if isinstance(taken[0], int) else 0, seconds=taken[1])
     with state.guard("summary_failed", "summing up the start"):
@@ -75,6 +71,14 @@ def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0
     with state.guard("metrics_failed", "telling counts to the front end"):
         if modules.first_rank():
             Watch(state, _publisher(state)).start()
+
+
+def _why_no_costs(state: State) -> str:
+    if not state.dispatcher.chooser.desc_of:
+        return "there are none: vLLM captures no graphs"
+    if not state.policy.reads_costs:
+        return f"policy {state.config.policy!r} reads none"
+    return "there are none: they couldn't be measured, or calibrate is off"
 
 
 def _quicken(state: State, modules: Any, *, timed: bool) -> None:

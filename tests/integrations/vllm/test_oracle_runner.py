@@ -528,10 +528,13 @@ def test_engines_that_know_of_no_others_tell_apart(vllm, tmp_path, monkeypatch):
     assert _publisher(state).path.name == f"{runner.vllm_config.instance_id}.dp1.json"
 
 
-def test_graphs_that_vllm_gives_up_later(vllm, caplog, monkeypatch):
-    """Nothing is timed for nothing; the warning says why, and vLLM serves without graphs."""
+@pytest.mark.parametrize(
+    ("kpolicy", "without"), [({}, ""), ({"split": True}, "not_split"), ({"objective": "latency"}, "not_paced")]
+)
+def test_graphs_that_vllm_gives_up_later(vllm, caplog, monkeypatch, kpolicy, without):
+    """Nothing is timed for nothing; every warning says why, and vLLM serves without graphs."""
     monkeypatch.setattr("kpolicy_vllm.calibrate.calibrate", lambda *_: pytest.fail("it was timed"))
-    config = vllm_config(vllm, mode="FULL_DECODE_ONLY", kpolicy={})
+    config = vllm_config(vllm, mode="FULL_DECODE_ONLY", kpolicy=kpolicy)
     config.compilation_config.mode = vllm.module("config.compilation").CompilationMode.NONE
     config.compilation_config.splitting_ops = []
     sized(vllm, config)
@@ -543,12 +546,16 @@ def test_graphs_that_vllm_gives_up_later(vllm, caplog, monkeypatch):
     state = state_of(config)
     assert config.compilation_config.cudagraph_mode.name == "NONE"
     assert state.counters.counts["graphs_off"] == 1
-    assert [record.message for record in caplog.records if record.name == "vllm.kpolicy"] == [f"kpolicy: {NO_GRAPHS}"]
+    first, *others = [record.message for record in caplog.records if record.name == "vllm.kpolicy"]
+    assert first == f"kpolicy: {NO_GRAPHS}"
+    assert len(others) == bool(without)
+    assert all(each.endswith("there are none: vLLM captures no graphs.") for each in others)
+    assert state.counters.counts == {"graphs_off": 1} | ({without: 1} if without else {})
     assert ask_v1(runner, [1] * 5)[0] == "NONE"
 
 
 def test_each_of_two_engines_says_what_is_wrong_with_it(vllm, caplog):
-    """In one process too: the second's warning isn't the first's."""
+    """In one process too: a warning for each different fault, and a count for each engine."""
     with caplog.at_level(logging.WARNING):
         for kpolicy in ({"policy": "autoo"}, {"splitt": True}, {"splitt": True}):
             sized(vllm, vllm_config(vllm, kpolicy=kpolicy))
