@@ -6,6 +6,7 @@ Steps only count; the clock is read here, also for looks at the host's speed.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import weakref
 from collections import Counter
@@ -96,11 +97,14 @@ class Watch:
         atexit.unregister(self.stop)
 
     def _run(self) -> None:
-        tick_s = min(self._interval_s or TICK_S, TICK_S) if self._often else self._interval_s
+        interval_s = self._interval_s or math.inf
+        tick_s = min(interval_s, TICK_S) if self._often else interval_s
         passed = since = 0.0
-        while not self._ended.wait(wait_s := min(tick_s, SOON_S) if self._soon else tick_s):
+        while not self._ended.wait(
+            wait_s := min(SOON_S if self._soon else tick_s, tick_s - since, interval_s - passed)
+        ):
             passed, since = passed + wait_s, since + wait_s
-            if since < tick_s:
+            if since < tick_s and passed < interval_s:
                 self._look()
                 continue
             since = 0.0

@@ -225,10 +225,51 @@ def test_the_first_looks_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(watch._ended, "wait", wait)
     watch._run()
-    assert waited == [SOON_S] * 9 + [TICK_S] * 6
+    assert waited == [SOON_S] * 10 + [TICK_S] * 5
     assert looks[:LOOKS] == [4, 5, 6, 7, 8]
     assert state.counters.counts["host_speed_changes"] == 1
     assert told == [5, *range(10, 15)], "counts are told as often as before"
+
+
+@pytest.mark.parametrize(
+    ("summary_seconds", "waited", "said"),
+    [
+        (2.5, [1.0, 1.0, 0.5] * 2, [2.5, 2.5]),
+        (0.25, [0.25] * 4, [0.25] * 4),
+        (7.0, [1.0] * 14, [7.0, 7.0]),
+        (6.5, [1.0] * 6 + [0.5], [6.5]),
+    ],
+)
+def test_the_first_looks_keep_the_interval(
+    monkeypatch: pytest.MonkeyPatch, summary_seconds: float, waited: list[float], said: list[float]
+) -> None:
+    """Also one between whole seconds, or between two times that counts are told."""
+    state = served()
+    state.config = attrs.evolve(state.config, summary_seconds=summary_seconds)
+    attach(state.runner, state)
+    watch, waits, lines = Watch(state, lambda: None), list[float](), list[float]()
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        return len(waits) > len(waited)
+
+    monkeypatch.setattr(watch._ended, "wait", wait)
+    monkeypatch.setattr(watch, "say", lines.append)
+    watch._run()
+    assert (waits[:-1], lines) == (waited, said)
+
+
+def test_later_looks_keep_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer interval than that of telling counts ends between two such times."""
+    state = served()
+    state.config = attrs.evolve(state.config, summary_seconds=12.0)
+    waits: list[float] = []
+    lines: list[float] = []
+    watch = Watch(state, lambda: None)
+    monkeypatch.setattr(watch._ended, "wait", lambda seconds: bool(waits.append(seconds)) or len(waits) > 6)
+    monkeypatch.setattr(watch, "say", lines.append)
+    watch._run()
+    assert (waits[:6], lines) == ([TICK_S, TICK_S, 2.0] * 2, [12.0, 12.0])
 
 
 def test_a_step_that_begins_while_a_look_falls_due_is_not_another_s(monkeypatch: pytest.MonkeyPatch) -> None:
