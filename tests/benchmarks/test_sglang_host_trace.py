@@ -104,8 +104,11 @@ def test_the_page_has_where_a_served_traces_time_goes():
     ]
     share = sum(way["steps"] for way in undecided) / steps
     us = sum(way["steps"] * (way["cycle_us"] + way["question_us"]) for way in undecided) / steps
-    assert f"are {share:.0%} of all and take {us:.2f} of the {row['added_us']:.2f}.\n- All else takes" in text
-    assert f"All else takes {row['added_us'] - us:.2f}. For {row['rule_us']:.2f} in all" in text
+    added_us, rule_us = row["added_us"], row["rule_us"]
+    assert f"prompts of several, are {share:.0%} of all.\n- They take {us:.3f} µs of the mean step" in text
+    assert f"all else {added_us - us:.3f}: together {added_us:.3f}, which is the {added_us:.2f} above." in text
+    assert f"own rule takes {rule_us:.2f} µs in the mean. For kpolicy" in text
+    assert f"have to take {(rule_us - added_us + us) / us:.2f} times what they do." in text
 
 
 def test_the_page_has_what_a_step_takes_in_the_mean():
@@ -115,10 +118,10 @@ def test_the_page_has_what_a_step_takes_in_the_mean():
     times, parts = (sorted(row[name] for row in result["served"]["rows"]) for name in ("added_us", "of_rule"))
     mean = f"{times[0]:.2f} to {times[-1]:.2f} µs of kpolicy, {parts[0]:.2f} to {parts[-1]:.2f} times SGLang's own rule"
     assert f"In the mean a step of a served trace takes {mean}" in text
-    mean = f"{times[0]:.1f} to {times[-1]:.1f} in the mean, {parts[0]:.1f} to {parts[-1]:.1f} of SGLang's rule"
-    assert f"Over a served trace a step takes {mean} over the same steps" in text
+    mean = f"{times[0]:.1f} to {times[-1]:.1f} µs in the mean, {parts[0]:.1f} to {parts[-1]:.1f} of what"
+    assert f"Over a served trace a step takes {mean} SGLang's rule takes over the same steps" in text
     guide = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
-    assert f"{times[0]:.1f} to {times[-1]:.1f} of a step in the mean over served traces." in guide
+    assert f"{times[0]:.1f} to {times[-1]:.1f} µs a step in the mean over served traces." in guide
     taken = [sorted(each["us"] for each in result["steps"] if each["sglang"] == of) for of in ("0.5.23", "0.5.16")]
     assert all(us <= 4 for of in taken for us in of)
     (newest, older) = ((of[0], of[-1]) for of in taken)
