@@ -389,9 +389,10 @@ def main(argv: list[str] | None = None) -> int:
             if name in results.cells or results.elapsed() > options.seconds:
                 continue
             with frozen_heap():
-                results.put(name, measure(bench, prompt, decodes, sizes, chunks, options.rounds))
-            results.data["summary"] = summary(results.cells)
-            cell = results.cells[name]
+                cell = measure(bench, prompt, decodes, sizes, chunks, options.rounds)
+            # Before the cell is written: a run that is cut off leaves the summary of all it has.
+            results.data["summary"] = summary({**results.cells, name: cell})
+            results.put(name, cell)
             print(name, json.dumps(cell["wins"]), f"least {cell['least']}, {results.elapsed():.0f} s", flush=True)
     results.data["summary"] = summary(results.cells)
     results.write()

@@ -246,6 +246,23 @@ def test_beside(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(arguments)["summary"]["hold"] == 1
 
 
+def test_beside_writes_a_cell_with_its_summary(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is cut off leaves a file whose summary is of every cell in it."""
+    write = beside.Results.write
+
+    def cut_off(results: beside.Results) -> None:
+        write(results)
+        if results.cells:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(beside.Results, "write", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        beside.main([*arguments, "--rounds", "2"])
+    found = read(arguments)
+    assert list(found["cells"]) == ["64/4"]
+    assert found["summary"] == beside.summary(found["cells"])
+
+
 @pytest.mark.parametrize("lacking", ["piecewise", "decode"])
 def test_beside_without_a_graph(arguments: list[str], lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that memory didn't hold cost the ways that need them, and no cell."""
