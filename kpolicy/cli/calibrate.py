@@ -56,8 +56,8 @@ def calibrate_command(
     device: Annotated[
         str,
         Parameter(
-            help="cpu, cuda (cuda:1 is the second one), ascend, kunlun or xpu. auto takes the first that is there: an "
-            "NPU, a GPU, an XPU, the CPU."
+            help="cpu, cuda (cuda:1 is the second one), ascend, kunlun, xpu or accelerator (what torch finds). auto "
+            "takes the first that is there: an NPU, a GPU, an XPU, the CPU."
         ),
     ] = "auto",
     seconds: Annotated[

@@ -33,7 +33,8 @@ def generate(
     device: Annotated[
         str,
         Parameter(
-            help="cpu, cuda (cuda:1 is the second one), ascend, kunlun or xpu; auto takes the first that is there."
+            help="cpu, cuda (cuda:1 is the second one), ascend, kunlun, xpu or accelerator (what torch finds); auto "
+            "takes the first that is there."
         ),
     ] = "cpu",
     kv_tokens: Annotated[int, Parameter(converter=whole, help="KV capacity in tokens, all prompts together.")] = 16_384,
@@ -67,13 +68,9 @@ def generate(
         ladder = small_ladder(settings)
         share_cores()
     quiet_transformers()
-    loaded = open_model(
-        model, settings, kv_tokens=kv_tokens, block_size=size.block_size, seed=seed, device=at.given
-    )  # fmt: skip
+    loaded = open_model(model, settings, kv_tokens=kv_tokens, block_size=size.block_size, seed=seed, device=at.given)
     text.encode(loaded, prompt, max_tokens)  # what is wrong with a prompt is said before anything is captured
-    serving = Serving(
-        model=loaded, settings=settings, ladder=ladder, verify=False, calibrate=1.0, device=at.executor
-    )  # fmt: skip
+    serving = Serving(model=loaded, settings=settings, ladder=ladder, verify=False, calibrate=1.0, device=at.executor)
     engine = serving.engine(policy)
     try:
         engine.capture()

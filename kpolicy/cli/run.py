@@ -111,9 +111,9 @@ def run(
     device: Annotated[
         str | None,
         Parameter(
-            help="What serves a model on this machine: cpu, cuda (cuda:1 is the second one), ascend, kunlun, xpu, or "
-            "auto for the first that is there; or simulated, which takes times from a cost table. By default cpu where "
-            "torch and transformers are installed."
+            help="What serves a model on this machine: cpu, cuda (cuda:1 is the second one), ascend, kunlun, xpu, "
+            "accelerator (what torch finds), or auto for the first that is there; or simulated, which takes times from "
+            "a cost table. By default cpu where torch and transformers are installed."
         ),
     ] = None,
     model: Annotated[

@@ -27,7 +27,7 @@ from kpolicy.serving.trial import probe_layers, verify
 from kpolicy.serving.weights import randomise
 from kpolicy.shapes import LARGEST_COUNT, plain_int
 
-__all__ = ["first_device", "load"]
+__all__ = ["device_there", "first_device", "load"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What weights and KV may be; float64 is for checks of the others"""
@@ -74,7 +74,7 @@ def load(
             the device.
         ConfigError: the KV is too small for one request, the device isn't there, or an argument is out of range.
     """
-    at, seed = _device(device), plain_int(seed)
+    at, seed = device_there(device), plain_int(seed)
     if type(seed) is not int or seed not in _SEEDS:
         raise ConfigError(f"seed is {seed!r:.80}; it must be a whole number of at most 64 bits, such as 0.")
     if at.type == "meta":
@@ -196,7 +196,15 @@ def _weights(config: Any, folder: Path | None, device: torch.device, dtype: torc
     return model.eval().requires_grad_(False)
 
 
-def _device(device: str | torch.device) -> torch.device:
+def device_there(device: str | torch.device) -> torch.device:
+    """The device that a name stands for, on which memory can be had.
+
+    Args:
+        device: as for `load`.
+
+    Raises:
+        ConfigError: it isn't there; says which are.
+    """
     name = read_device(device)
     if name.torch == "auto":
         return first_device()

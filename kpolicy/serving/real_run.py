@@ -30,7 +30,7 @@ from kpolicy.scheduling.traces import Trace
 from kpolicy.serving import checkpoint
 from kpolicy.serving.default_model import load_default
 from kpolicy.serving.hf_model import LoadedModel
-from kpolicy.serving.load import load
+from kpolicy.serving.load import device_there, load
 from kpolicy.serving.verify import Verifier
 from kpolicy.settings import Settings
 from kpolicy.trace_run import OnStep, Progress, Prompts, PromptSource, RunResult, WallClock, serve_trace
@@ -109,8 +109,10 @@ def open_model(
 
     Raises:
         CheckpointError: there is no such folder or file, or it isn't a model's.
-        ConfigError: see `kpolicy.serving.load.load`; subclasses say which.
+        ConfigError: see `kpolicy.serving.load.load`; subclasses say which. Of a device that isn't there, whatever is
+            wrong with the model.
     """
+    device_there(device)
     num_blocks = kv_tokens // block_size
     options: dict[str, Any] = {
         "num_blocks": num_blocks, "block_size": block_size, "max_num_reqs": settings.max_num_reqs, "seed": seed,

@@ -70,6 +70,22 @@ def test_explained_in_words(kpolicy: Command, log: Path) -> None:
     assert "eager: 1 prefill step of 4096 to 8191 tokens; see --step 7" in out.splitlines()
 
 
+def test_eager_batches_of_few_tokens(kpolicy: Command, tmp_path: Path) -> None:
+    """By tokens in doublings, as docs/cli.md says: one is a number alone."""
+    path, settings = tmp_path / "decisions.jsonl", Settings(max_num_reqs=8, max_num_tokens=64)
+    engine = Engine("eager", settings=settings)
+    with DecisionLogWriter(path, LogHeader(policy="eager", settings=settings)) as writer:
+        for reqs in (1, 1, 1, 2, 3, 4):
+            shape = BatchShape.decode(reqs, 9 * reqs)
+            writer.write(DecisionEntry.of(shape, engine.decide(shape)))
+    assert [(row["tokens"], row["steps"]) for row in kpolicy("explain-log", path, "--json").json["eager"]] == [
+        ("1", 3), ("2 to 3", 2), ("4 to 7", 1),
+    ]  # fmt: skip
+    assert "eager: 3 decode steps of 1 token; see --step 0" in kpolicy("explain-log", path).out.splitlines()
+    docs = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert "(text, in doublings: `1`, `2 to 3`, `4 to 7`)" in docs
+
+
 def test_a_log_that_was_cut_short_is_said(kpolicy: Command, log: Path) -> None:
     """Its steps are told, and that there were more: on standard error, and in the JSON."""
     whole = kpolicy("explain-log", log, "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -127,6 +128,7 @@ def pretended(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         return asked["executors"][-1]
 
     monkeypatch.setattr(import_module("kpolicy.serving.real_run"), "load", on_cpu)
+    monkeypatch.setattr(import_module("kpolicy.serving.real_run"), "device_there", lambda device: device)
     monkeypatch.setattr(executors, "_factory", lambda name: {request.param: executor}[name])
     return asked
 
@@ -201,12 +203,36 @@ def test_auto_runs(kpolicy: Command, config: Path, requests: Path) -> None:  # n
 
 
 def test_a_warning_of_ours_is_a_line_of_the_command(config: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Without file, line and code; the device that is missing is told with what brings it."""
-    if hasattr(torch, "npu"):
-        pytest.skip("torch_npu is here")
-    config.write_text(json.dumps({**TINY, "quantization_config": {"quant_method": "fp8"}}))
-    command = [sys.executable, "-m", "kpolicy", "calibrate", "--device", "ascend", "--model", str(config)]
+    """Without file, line and code."""
+    config.write_text(json.dumps({**TINY, "quantization_config": {"quant_method": "fp8"}, "hidden_act": "none such"}))
+    command = [sys.executable, "-m", "kpolicy", "calibrate", "--device", "cpu", "--model", str(config)]
     ended = subprocess.run([*command, "--out", str(tmp_path / "p.json")], capture_output=True, text=True, check=False)
     warned, failed = ended.stderr.splitlines()
     assert warned.startswith("kpolicy: the config given is of quantized weights (fp8), and random weights are not:")
-    assert "device 'ascend' isn't there: torch has no such devices without torch_npu." in failed
+    assert "none such" in failed
+
+
+@pytest.mark.parametrize("command", ["generate", "calibrate", "run"])
+@pytest.mark.parametrize("written", ["{}", "no JSON", None])
+def test_a_device_that_is_missing_is_told_first(
+    command: str, written: str | None, kpolicy: Command, requests: Path, tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    """With what brings it, whatever is wrong with the model: mending that would help nobody without the device."""
+    if hasattr(torch, "npu"):
+        pytest.skip("torch_npu is here")
+    options = {
+        "generate": ("--prompt", "one"), "calibrate": ("--out", tmp_path / "p.json"), "run": ("--trace", requests),
+    }[command]  # fmt: skip
+    model = tmp_path / "config.json"
+    if written is not None:
+        model.write_text(written)
+    ended = kpolicy(command, "--device", "ascend", "--model", model, *options)
+    assert (ended.code, ended.out) == (2, "")
+    assert "device 'ascend' isn't there: torch has no such devices without torch_npu." in ended.err
+
+
+@pytest.mark.parametrize("command", ["generate", "calibrate", "run"])
+def test_the_help_has_every_device_of_ours(command: str, kpolicy: Command) -> None:  # noqa: F811
+    """Those that an unknown name's error lists."""
+    told = set(re.findall(r"\w+", kpolicy(command, "--help").out))
+    assert {*executors.OWN} - {"simulated"} <= told
