@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ QWEN: dict[str, Any] = {
     "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
     "max_position_embeddings": 32768, "tie_word_embeddings": True,
 }  # fmt: skip
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What a test starts can be interrupted, also where a shell began pytest in the background: there it can't."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -107,16 +116,24 @@ def test_every_kind_is_tried() -> None:
 def test_slices_run(given: list[str], tmp_path: Path) -> None:
     """Results, logs and how each ended are kept, and go into the archive."""
     archive, results = tmp_path / "all.tgz", tmp_path / "results"
-    wanted = ["overlap:0:20", "overhead:qwen05b --pairs 2 --no-parts", "tests:test_adapter.py"]
+    (tmp_path / "test_some.py").write_text("""
+import pytest
+def test_passed():
+    assert True
+def test_skipped():
+    pytest.skip("no need")
+""")
+    wanted = ["overlap:0:1", "overhead:qwen05b --pairs 1 --no-parts", f"tests:{tmp_path / 'test_some.py'}"]
     assert slices.main([*given, "--at-once", "2", f"--pack={archive}", *wanted]) == 0
-    assert json.loads((results / "overlap-0-20.json").read_text())["total"]["steps_by_commit"] == {"abc": 20}
+    assert json.loads((results / "overlap-0-1.json").read_text())["total"]["steps_by_commit"] == {"abc": 1}
     assert json.loads((results / "overhead-qwen05b.json").read_text())["device"] == "none"
-    tests = json.loads((results / "tests-test_adapter.py.json").read_text())
-    assert tests["passed"] + tests["skipped"] > 0
-    assert tests["failed"] == []
+    (path,) = results.glob("tests-*.json")
+    tests = json.loads(path.read_text())
+    assert (tests["passed"], tests["skipped"], tests["failed"]) == (1, 1, [])
+    assert tests["why_skipped"] == {"no need": 1}
     with tarfile.open(archive) as packed:
         assert sorted(packed.getnames()) == sorted(path.name for path in results.iterdir())
-    assert "-m benchmarks.gpu.overlap --config qwen05b/config.json" in (results / "overlap-0-20.log").read_text()
+    assert "-m benchmarks.gpu.overlap --config qwen05b/config.json" in (results / "overlap-0-1.log").read_text()
     assert results_of(tmp_path) == dict.fromkeys(wanted, "done")
 
 
@@ -170,40 +187,82 @@ def test_calls_go_on_from_each_other(sleeper: Sleeper, tmp_path: Path) -> None:
     assert (tmp_path / "results" / "a.log").read_text().count("$ ") == 2
 
 
-def test_one_that_takes_too_long_is_interrupted(sleeper: Sleeper, tmp_path: Path) -> None:
-    """So that it can write what it has; then it is killed, with what it started."""
-    kept, child = tmp_path / "kept", tmp_path / "child"
+class Clock:
+    """The time of `benchmarks.gpu.slices`, which goes on by itself and is ahead by what has happened.
+
+    Args:
+        ready: files that are written when all slices are under way, which is looked at between looks at them.
+        over: seconds that it is ahead from then.
+        kept: a file that is written when one has what it needs.
+        grace: seconds that it is ahead from then, besides.
+    """
+
+    def __init__(self, ready: list[Path], over: float, kept: Path, grace: float) -> None:
+        self.ready, self.over, self.kept, self.grace = ready, over, kept, grace
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead + (self.grace if written(self.kept) else 0.0)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds / 5)
+        if all(map(written, self.ready)):
+            self.ahead = self.over
+
+    def strftime(self, form: str) -> str:
+        return time.strftime(form)
+
+
+def written(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_one_that_takes_too_long_is_interrupted(
+    sleeper: Sleeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it can write what it has; then it is killed, with what it started.
+
+    Their time is over once both are under way, and the time to write is once one has written.
+    """
+    ready, kept, child = tmp_path / "ready", tmp_path / "kept", tmp_path / "child"
     polite = f"""
 import time
 try:
-    time.sleep(100)
+    open({str(ready)!r}, "w").write("ready")
+    time.sleep(600)
 except KeyboardInterrupt:
     open({str(kept)!r}, "w").write("kept")
     raise
 """
     stubborn = f"""
-import signal, subprocess, sys, time
+import signal, subprocess, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
+process = subprocess.Popen(["sleep", "600"], start_new_session=True)
 open({str(child)!r}, "w").write(str(process.pid))
-time.sleep(100)
+time.sleep(600)
 """
-    assert sleeper.run(100, "--at-once", "2", polite=(polite, 4, 4), stubborn=(stubborn, 4, 4)) == 1
+    seconds, grace = 400.0, 40.0
+    monkeypatch.setattr(slices, "GRACE_S", grace)
+    monkeypatch.setattr(slices, "time", Clock([ready, child], seconds - grace, kept, grace))
+    polite_one, stubborn_one = (polite, seconds, seconds), (stubborn, seconds, seconds)
+    assert sleeper.run(1000, "--at-once", "2", polite=polite_one, stubborn=stubborn_one) == 1
     assert kept.read_text() == "kept"
     assert results_of(tmp_path) == {"polite": "cut off", "stubborn": "cut off"}
     assert gone(int(child.read_text()))
 
 
 def gone(pid: int) -> bool:
-    """Whether a process is no more, or only waits to be asked how it ended."""
-    for _ in range(100):
+    """Whether a process is no more, or only waits to be asked how it ended; asked for a minute."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return True
         except OSError:
             return True
-        time.sleep(0.05)
+        time.sleep(0.02)
     return False
 
 
@@ -215,32 +274,47 @@ def test_slices_beside_each_other_have_cores_of_their_own(sleeper: Sleeper, tmp_
 import os, pathlib, sys, time
 here = pathlib.Path(sys.argv[0]).parent
 (here / sys.argv[0].replace(".py", ".cores")).write_text(" ".join(map(str, os.sched_getaffinity(0))))
-end = time.monotonic() + 60
+end = time.monotonic() + 200
 while len(list(here.glob("*.cores"))) < 2 and time.monotonic() < end:
     time.sleep(0.02)
 """
     cores = ",".join(map(str, mine[:2]))
-    assert sleeper.run(100, "--at-once", "2", "--cores", cores, a=(code, 80, 80), b=(code, 80, 80)) == 0
+    assert sleeper.run(300, "--at-once", "2", "--cores", cores, a=(code, 250, 250), b=(code, 250, 250)) == 0
     found = [(tmp_path / "results" / f"{name}.cores").read_text() for name in "ab"]
     assert sorted(found) == sorted(str(core) for core in mine[:2])
     assert sorted(os.sched_getaffinity(0)) == mine
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_whole_command_ends_what_it_started(number: signal.Signals, given: list[str]) -> None:
-    """Interrupted by a terminal, or ended by whoever limits its time, it leaves nothing behind."""
-    command = [sys.executable, "-m", "benchmarks.gpu.slices", *given, "overlap:0:100000"]
+def test_the_whole_command_ends_what_it_started(number: signal.Signals, given: list[str], tmp_path: Path) -> None:
+    """Interrupted by a terminal, or ended by whoever limits its time, it leaves nothing behind.
+
+    The second slice finds too little time, which is told once the first is under way.
+    """
+    sleeps, child = tmp_path / "test_sleeps.py", tmp_path / "child"
+    sleeps.write_text(f"""
+import subprocess, time
+def test_sleeps():
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    open({str(child)!r}, "w").write(str(process.pid))
+    time.sleep(600)
+""")
+    command = [sys.executable, "-m", "benchmarks.gpu.slices", *given, "--at-once", "2", f"tests:{sleeps}", "gpt2@5000"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=slices.ROOT
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert "begins" in process.stdout.readline()
-        below: list[int] = []
-        while not below:
-            below = slices.descendants(process.pid)
-            time.sleep(0.05)
+        assert "not begun" in process.stdout.readline()
+        end = time.monotonic() + 120
+        while not written(child) and time.monotonic() < end:
+            time.sleep(0.02)
+        below = slices.descendants(process.pid)
         process.send_signal(number)
-        process.wait(60)
+        process.wait(120)
+    assert int(child.read_text()) in below
+    assert len(below) == 2
     assert all(gone(pid) for pid in below)
 
 
