@@ -92,7 +92,7 @@ class LauncherPool:
         self.warm = False
         """Whether something was captured into it"""
         self.counted_bytes = 0
-        """What graphs' reports have of `num_bytes`"""
+        """What reports of graphs that were kept have of `num_bytes`"""
 
     @property
     def num_bytes(self) -> int:
@@ -220,6 +220,10 @@ class GraphLauncher:
         self._reports.setdefault((key.part, pool.warm), {})[key.num_tokens] = report
         pool.warm = True
         return handle, report
+
+    def refused(self, handle: FullGraph | PieceGraph, report: CaptureReport, pool: LauncherPool) -> None:
+        """A captured graph isn't kept: what it would have paid for of its pool counts with the next."""
+        pool.counted_bytes -= report.bytes - handle.num_bytes
 
     def _capture_error(self, what: str, error: Exception) -> Exception:
         if isinstance(error, CaptureError | StickyDeviceError):

@@ -171,11 +171,13 @@ class LazyCapture:
         """
         self._note()
         try:
-            return self._captured_within(seconds, least)
+            captured = self._captured_within(seconds, least)
         finally:
             self._due = self._needed(least) or self._unmeasured()
-            if self._untrimmed and not self._needed(least):
-                self._trim()
+        # Not behind an error: a lost device isn't asked, and nothing takes the error's place.
+        if self._untrimmed and not self._needed(least):
+            self._trim()
+        return captured
 
     def _needed(self, least: int) -> bool:
         """Whether a key was needed by so many steps."""

@@ -296,6 +296,10 @@ class ModeRunner:
             if not any(each.pool == pool.name and each.state is GraphState.CAPTURED for each in registry.records()):
                 # It would be held for graphs that nobody replays, and smaller ones would come beyond the budget.
                 self._release_pool(pool)
+            else:
+                # Optional for a launcher: one whose pools take nothing later has nothing to count anew.
+                refuse: Callable[[Any, CaptureReport, Any], None] = getattr(self.launcher, "refused", _unheard)
+                refuse(handle, report, pool.memory)
             return None
         self.capture_errors.pop(key, None)
         self._handles[key] = handle
@@ -442,6 +446,11 @@ class ModeRunner:
 
 def _nothing() -> None:
     """A launcher that doesn't look."""
+
+
+def _unheard(handle: Any, report: CaptureReport, pool: Any) -> None:
+    """A launcher whose graphs pay for themselves alone."""
+    del handle, report, pool
 
 
 def _withdrawing(runner: ref[ModeRunner]) -> Callable[[GraphKey], None]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kpolicy.engine import Engine
+from kpolicy.errors import StickyDeviceError
 from kpolicy.executors import lazy
 from kpolicy.executors.base import CaptureReport
 from kpolicy.keys import GraphKey
@@ -136,3 +137,16 @@ def test_who_asks_what_is_pending_after_each_step_gets_the_graphs_too(clock: Clo
         pending = clock.engine.lazy_pending
     assert set(clock.engine.registry.captured()) == set(clock.engine.keys)
     assert not pending
+
+
+def test_behind_an_error_nothing_goes_back(clock: Clock) -> None:
+    """A lost device isn't asked for memory, and what that would raise doesn't take the error's place."""
+    executor: Any = clock.engine.executor
+
+    def lost(_keys: list[GraphKey]) -> None:
+        raise StickyDeviceError("an illegal memory access")
+
+    executor.capture = lost
+    executor.trim = lambda: pytest.fail("a lost device was asked")
+    with pytest.raises(StickyDeviceError, match="illegal memory access"):
+        clock.serve(80, [SIZES[0]])

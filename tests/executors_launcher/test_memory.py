@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from kpolicy.budgets import Budget  # noqa: E402
 from kpolicy.decision import Decision, Launch  # noqa: E402
 from kpolicy.engine import Engine  # noqa: E402
-from kpolicy.errors import OutOfMemoryError  # noqa: E402
+from kpolicy.errors import BudgetRefused, OutOfMemoryError  # noqa: E402
 from kpolicy.executors.cpu import CpuExecutor  # noqa: E402
 from kpolicy.keys import GraphKey  # noqa: E402
 from kpolicy.modes import Mode, Part, Rows  # noqa: E402
@@ -211,6 +211,29 @@ def test_what_a_pool_takes_later_counts_with_the_next_graph(small: Callable[...,
     assert registry.totals().bytes_live == executor._handles[keys[0]].num_bytes + pool.num_bytes
     pool.buffers._stage_ahead([[0] * 8] * 40)
     executor.capture(keys[1:])
+    graphs = sum(handle.num_bytes for handle in executor._handles.values())
+    assert registry.totals().bytes_live == graphs + pool.num_bytes
+    executor.release()
+
+
+def test_what_a_refused_graph_would_have_paid_counts_with_the_next(
+    small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool stays for other graphs, with what it took since."""
+    keys = [GraphKey(Part.FULL, size, size, query_len=1) for size in (8, 4, 2)]
+    executor, registry = _opened(small(), keys[:1], memory_bytes=1 << 30)
+    pool = executor._pools[0].memory
+    pool.buffers._stage_ahead([[0] * 8] * 40)
+
+    def refuses(key: GraphKey, **_: Any) -> None:
+        registry.withdraw(key, Reason.BUDGET_BYTES)
+        raise BudgetRefused(Reason.BUDGET_BYTES, "no bytes left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "capture", refuses)
+        executor.capture(keys[1:2])
+    executor.capture(keys[2:])
+    assert set(registry.captured()) == {keys[0], keys[2]}
     graphs = sum(handle.num_bytes for handle in executor._handles.values())
     assert registry.totals().bytes_live == graphs + pool.num_bytes
     executor.release()
