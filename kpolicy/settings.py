@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -164,6 +165,8 @@ def read_variable(name: str, text: str, kind: str) -> Any:
             return SWITCH[text.strip().lower()]
         if begins == "int":
             return int(text)
+        if begins == "float" and not math.isfinite(float(text)):
+            raise ValueError
         return float(text) if begins == "float" else text
     except (KeyError, ValueError):
         raise ConfigError(f"{name} is {text!r}; it is {allowed}.") from None

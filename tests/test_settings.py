@@ -112,6 +112,8 @@ def test_variables_are_read_as_their_setting_s_type(text: str, kind: str, value:
         ("maybe", "bool", "1 or 0"),
         ("1.5", "int", "a whole number"),
         ("soon", "float | None", "a number"),
+        ("nan", "float | None", "a number"),
+        ("inf", "float", "a number"),
         ("1,x", "tuple[int, ...]", "whole numbers with commas between, for example 1,2,4"),
     ],
 )

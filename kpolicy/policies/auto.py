@@ -10,7 +10,7 @@ import attrs
 from kpolicy.attention.support import Claims
 from kpolicy.costs import Cost
 from kpolicy.decision import Decision
-from kpolicy.errors import UnknownNameError
+from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes, plan_keys
 from kpolicy.modes import Mode, SplitForm, parse_form
@@ -40,7 +40,13 @@ NO_FORMS = "none"
 
 def _forms(forms: Iterable[SplitForm | str] | str) -> tuple[SplitForm, ...]:
     if isinstance(forms, str):
-        forms = () if forms == NO_FORMS else forms.split("+")
+        names = forms.split("+")
+        if any(name.strip().lower() == NO_FORMS for name in names) and forms != NO_FORMS:
+            raise ConfigError(
+                f"forms of split are {forms!r}; write {NO_FORMS} in small letters and alone for no SPLIT, or leave it "
+                f"out and join {', '.join(form.value for form in SplitForm)} by +."
+            )
+        forms = () if forms == NO_FORMS else names
     try:
         return tuple(parse_form(form) for form in forms)
     except UnknownNameError as error:

@@ -87,6 +87,8 @@ TAKE_NO_TRACE = ("decide --decodes 4", "explain --decodes 4", "doctor", "policie
         ("decide --decodes 4 --policy vllm:runner=v1,runner=v2", ["gives runner twice"]),
         ("decide --decodes 4 --policy vllm:varlen=yes", ["varlen='yes'", "true or false"]),
         ("decide --decodes 4 --policy split:form=besides", ["unknown form of split 'besides'", "'beside'"]),
+        ("decide --decodes 4 --policy auto:forms=none+in_turn", ["'none+in_turn'", "none in small letters and alone"]),
+        ("decide --decodes 4 --policy auto:forms=NONE", ["'NONE'", "none in small letters and alone"]),
         ("decide --decodes 4 --forbid ful", ["--forbid", "unknown mode 'ful'", "did you mean 'full'?", "eager, full"]),
         ("decide --decodes 4 --forbid full,", ["--forbid", "unknown mode ''"]),
         ("decide --decodes 4 --forbid=", ["--forbid", "unknown mode ''"]),
