@@ -174,28 +174,31 @@ def run_block(number: int, count: int, bench: Bench, keys: dict[str, list[Any]],
         shape = random_shape(rng, max_decodes=limits["decodes"], max_kv=limits["kv"], max_new=limits["new"],
                              steps=STEPS_AHEAD)  # fmt: skip
         batches.append(with_tokens(inputs_of(shape, model), rng, model.vocab))
-    for step in range(count):
-        if step % WATCHED == 0:
-            faulthandler.dump_traceback_later(HANG_S, exit=True)
-        inputs = rng.choice(batches)
-        numbers = inputs.numbers
-        ((name, repeat),) = rng.choices(list(WAYS), list(WAYS.values()))
-        decode = rng.choice([key for key in keys["full"] if key.num_tokens >= numbers.num_decodes])
-        fitting = [key for key in keys["piecewise"] if key.num_tokens >= numbers.num_prefill_tokens]
-        pieces = rng.choice(fitting) if rng.random() < 0.95 else None
-        ways = tuple(decision_of(decode, pieces, repeat, beside=beside) for beside in (True, False))
-        compared, us = bench.compare(ways, inputs, timed=step % WATCHED == 1)
-        under_way.append((f"block {number}, step {step}, {decode}, {pieces}, x{repeat}", compared))
-        cell["steps"] += 1
-        cell["rows"] += numbers.num_decodes + numbers.num_prefills
-        cell["eager_halves"] += pieces is None
-        label = f"{name} x{repeat}"
-        cell["ways"][label] = cell["ways"].get(label, 0) + 1
-        for way, taken in enumerate(us):
-            cell["timed_us"][way] += taken
-        cell["differences"] += _read(under_way, AHEAD)
-    cell["differences"] += _read(under_way, 0)
-    faulthandler.cancel_dump_traceback_later()
+    try:
+        for step in range(count):
+            if step % WATCHED == 0:
+                faulthandler.dump_traceback_later(HANG_S, exit=True)
+            inputs = rng.choice(batches)
+            numbers = inputs.numbers
+            ((name, repeat),) = rng.choices(list(WAYS), list(WAYS.values()))
+            decode = rng.choice([key for key in keys["full"] if key.num_tokens >= numbers.num_decodes])
+            fitting = [key for key in keys["piecewise"] if key.num_tokens >= numbers.num_prefill_tokens]
+            pieces = rng.choice(fitting) if rng.random() < 0.95 else None
+            ways = tuple(decision_of(decode, pieces, repeat, beside=beside) for beside in (True, False))
+            compared, us = bench.compare(ways, inputs, timed=step % WATCHED == 1)
+            under_way.append((f"block {number}, step {step}, {decode}, {pieces}, x{repeat}", compared))
+            cell["steps"] += 1
+            cell["rows"] += numbers.num_decodes + numbers.num_prefills
+            cell["eager_halves"] += pieces is None
+            label = f"{name} x{repeat}"
+            cell["ways"][label] = cell["ways"].get(label, 0) + 1
+            for way, taken in enumerate(us):
+                cell["timed_us"][way] += taken
+            cell["differences"] += _read(under_way, AHEAD)
+        cell["differences"] += _read(under_way, 0)
+    finally:
+        # Also where a step raised: it would end whatever this process does next.
+        faulthandler.cancel_dump_traceback_later()
     return cell
 
 

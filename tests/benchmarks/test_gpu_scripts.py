@@ -67,8 +67,8 @@ def test_overlap(arguments: list[str], tmp_path: Path) -> None:
     assert set(total["ways"]) == {"beside x1", "decodes beside x2", "decodes beside x4", "decodes beside x8"}
 
 
-def test_overlap_that_hangs_ends(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog is started every 25 steps, and stopped once they are done."""
+def test_overlap_that_hangs_ends(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog is started every 25 steps, and stopped once they are done or one raised."""
     told: list[Any] = []
     watchdog = SimpleNamespace(
         dump_traceback_later=lambda seconds, **how: told.append((seconds, how)),
@@ -77,6 +77,16 @@ def test_overlap_that_hangs_ends(arguments: list[str], monkeypatch: pytest.Monke
     monkeypatch.setattr(overlap, "faulthandler", watchdog)
     assert overlap.main([*arguments, "--count", "30"]) == 0
     assert told == [(overlap.HANG_S, {"exit": True})] * 2 + ["stopped"]
+    told.clear()
+
+    def fails(*_given: Any) -> Any:
+        raise RuntimeError("the device is lost")
+
+    # It would end the process a minute later, whatever that did by then.
+    monkeypatch.setattr(overlap, "launched", fails)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        overlap.main([*arguments[:-1], str(tmp_path / "fails.json"), "--count", "30"])
+    assert told == [(overlap.HANG_S, {"exit": True}), "stopped"]
 
 
 @pytest.mark.parametrize(("what", "named"), [("logits", "logits by 1"), ("tokens", "sampled tokens")])
