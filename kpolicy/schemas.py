@@ -9,11 +9,14 @@ load on first use.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from weakref import WeakSet
 
 import attrs
 
@@ -423,6 +426,8 @@ def write_plan(path: PathLike, plan: LadderPlan) -> None:
 class _LogWriter(Generic[E]):
     """Writes a log line by line. Use it as a context manager: a log that leaves it by an error is marked cut short.
 
+    In a process forked off it is closed: the log stays the other's, whose lines are written once.
+
     Args:
         path: the file; what is there is replaced.
         header: where the lines come from.
@@ -439,7 +444,9 @@ class _LogWriter(Generic[E]):
         self._count = 0
         first = _encode(_with_header(self.kind, header if header is not None else LogHeader()), f"the {self.kind}")
         self._file: IO[str] = _guarded("write", path, lambda: open(path, "w", encoding="utf-8", newline="\n"))  # noqa: SIM115
+        self._forked = False
         self._line(first)
+        _OPEN.add(self)
 
     def _line(self, line: str) -> None:
         _guarded("write", self.path, lambda: self._file.write(line + "\n"))
@@ -448,9 +455,12 @@ class _LogWriter(Generic[E]):
         """Append an entry.
 
         Raises:
-            ConfigError: the log is closed, the entry is of another kind of log, or the file can't be written.
+            ConfigError: the log is closed, this process was forked off, the entry is of another kind of log, or the
+                file can't be written.
             SchemaError: a number is NaN or infinite, or a free field holds what JSON can't.
         """
+        if self._forked:
+            raise ConfigError(f"{self.path} is another process's, which forked this one; write a log of its own here.")
         if self._file.closed:
             raise ConfigError(f"{self.path} is closed; write entries inside the writer's `with` block.")
         check_kind(f"entry {self._count} of {self.path}", entry, self.entry, f"{self.entry.__name__}.of(...)")
@@ -466,10 +476,16 @@ class _LogWriter(Generic[E]):
         if not self._file.closed:
             _guarded("write", self.path, self._file.flush)
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked off the one that writes the log."""
+        return self._forked
+
     def close(self, *, whole: bool = True) -> None:
         """Close the file; `whole` says in its last line that the log came to its end."""
         if self._file.closed:
             return
+        _OPEN.discard(self)
         try:
             if whole:
                 self._line(_encode({_END: self._count}, "the last line"))
@@ -484,6 +500,28 @@ class _LogWriter(Generic[E]):
     ) -> Literal[False]:
         self.close(whole=kind is None)
         return False
+
+
+_OPEN: WeakSet[_LogWriter[Any]] = WeakSet()
+
+
+def _before_fork() -> None:
+    # A file's buffer is copied too, and would be written by both processes.
+    for writer in list(_OPEN):
+        with suppress(Exception):
+            writer.flush()
+
+
+def _after_fork_in_child() -> None:
+    for writer in list(_OPEN):
+        _OPEN.discard(writer)
+        writer._forked = True
+        with suppress(Exception):
+            writer._file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 class DecisionLogWriter(_LogWriter["DecisionEntry"]):

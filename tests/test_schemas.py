@@ -506,6 +506,60 @@ def test_a_writer_that_leaves_by_an_error_marks_its_log(tmp_path: Path) -> None:
         log.write(STEP)
 
 
+FORKS = """
+import os, sys
+from kpolicy.errors import ConfigError
+from tests.test_schemas import STEP, StepLogWriter
+log = StepLogWriter(sys.argv[1])
+log.write(STEP)
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+    assert not log.forked
+else:
+    assert log.forked
+    try:
+        log.write(STEP)
+    except ConfigError as error:
+        assert "which forked this one" in str(error)
+    else:
+        sys.exit("it was written")
+    log.flush()
+    if "closed" in sys.argv:
+        log.close()
+    StepLogWriter(sys.argv[1] + ".own").close()
+    sys.exit(0)
+log.write(STEP)
+log.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system doesn't fork")
+@pytest.mark.parametrize("how", ["closed", "ended"])
+def test_a_forked_process_leaves_a_log_to_the_other(tmp_path: Path, how: str) -> None:
+    """Its interpreter ends as any; lines that were waiting are written once, and it may write a log of its own."""
+    path = tmp_path / "log"
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-c", FORKS, str(path), how]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert read_step_log(path) == Log(LogHeader(), (STEP, STEP), False)
+    assert read_step_log(f"{path}.own") == Log(LogHeader(), (), False)
+
+
+def test_a_fork_beside_a_log_that_fails_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where lines can't be handed over before it, the log's own process is told at its next call."""
+    with StepLogWriter(tmp_path / "log") as log:
+        tried = []
+
+        def fails() -> None:
+            tried.append(1)
+            raise ConfigError("the disk is full")
+
+        monkeypatch.setattr(log, "flush", fails)
+        schemas._before_fork()
+        assert tried
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite_are_not_written(tmp_path: Path, value: float) -> None:
     """NaN and infinity are refused before anything is written."""

@@ -74,7 +74,7 @@ def _profiles(phases: Mapping[str, Phase], device: str, model: str) -> dict[str,
 
 
 class DecisionLog:
-    """The log of one scheduler process; the first rank writes it.
+    """The log of one scheduler process; the first rank writes it. A process forked off has none.
 
     Args:
         path: the file.
@@ -112,7 +112,7 @@ class DecisionLog:
         self, phase: Phase, batch: Any, size: int, refused: Reason | None = None, captured: int | None = None
     ) -> None:
         """Append a step. Whatever is wrong with it or the file ends the log, with a warning, and no more."""
-        if self._writer is None:
+        if self._writer is None or self._writer.forked:
             return
         try:
             self._append(self._writer, phase, batch, size, refused, captured)

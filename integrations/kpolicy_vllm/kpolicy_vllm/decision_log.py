@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -99,11 +98,10 @@ class DecisionLog:
         writer = DecisionLogWriter(f"{path}.dp{number}" if number else path, header)
         self._writer: DecisionLogWriter | None = writer
         self._at_end = weakref.finalize(state, writer.close)
-        _OPEN.add(self)
 
     def write(self, entry: Entry, shape: BatchShape) -> None:
         """Append a step. A log that can't be written any more is closed, with a warning."""
-        if self._writer is None:
+        if self._writer is None or self._writer.forked:
             return
         try:
             self._writer.write(DecisionEntry.of(shape, decision_of(entry)))
@@ -156,31 +154,3 @@ class DecisionLog:
         if writer is not None:
             self._at_end.detach()
             writer.close()
-
-    def flush(self) -> None:
-        """Hand over to the system what was written; where that fails, the next step says so."""
-        with suppress(Exception):
-            if self._writer is not None:
-                self._writer.flush()
-
-    def forget(self) -> None:
-        """Leave the file as it is, to whoever else has it open; nothing is written any more."""
-        self._writer = None
-        self._at_end.detach()
-
-
-_OPEN: weakref.WeakSet[DecisionLog] = weakref.WeakSet()
-
-
-def _before_fork() -> None:
-    # A file's buffer is copied too, and written when either process ends.
-    for log in list(_OPEN):
-        log.flush()
-
-
-def _after_fork_in_child() -> None:
-    for log in list(_OPEN):
-        log.forget()
-
-
-os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

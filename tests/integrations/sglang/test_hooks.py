@@ -1,9 +1,11 @@
 """The hooks of start-up: sizes, the MLA rule, attaching, and what kpolicy leaves to SGLang."""
 
 import logging
+import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections import namedtuple
 from types import ModuleType, SimpleNamespace
 
@@ -607,6 +609,34 @@ def test_steps_without_rows_are_left_out_of_the_log(tmp_path):
     assert log.left_out == 4
     log.close()
     assert [entry.shape.numbers.num_decodes for entry in read_decision_log(path).entries] == [3]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system doesn't fork")
+def test_a_forked_process_leaves_the_log_to_the_other(tmp_path, caplog):
+    """What is decided in it isn't written, without a warning."""
+    path = tmp_path / "log.jsonl"
+    hooks.configure(Config(calibrate=False, decision_log=str(path)), "0.5.16")
+    decode = start(model_runner(), graph_runner(), None).phases[DECODE]
+    step = SimpleNamespace(batch_size=5, seq_lens_sum=500)
+    decode.ran(5, step)
+    caplog.clear()
+    with warnings.catch_warnings():
+        # Some versions of Python warn where other tests left threads.
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if not child:
+        told = True
+        try:
+            decode.ran(5, step)
+            decode.log.__self__.close()
+            told = bool(caplog.records)
+        finally:
+            os._exit(told)
+    assert os.waitpid(child, 0)[1] == 0
+    decode.ran(5, step)
+    decode.log.__self__.close()
+    log = read_decision_log(path)
+    assert (len(log.entries), log.cut_short) == (2, False)
 
 
 @pytest.mark.parametrize("broken", ["batch", "disk"])

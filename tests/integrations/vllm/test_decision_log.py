@@ -12,7 +12,6 @@ from kpolicy.modes import Mode
 from kpolicy.reasons import Reason
 from kpolicy.schemas import read_decision_log
 from kpolicy.simulate.recorded import header_sizes, replay
-from kpolicy_vllm import decision_log
 from kpolicy_vllm.decision_log import DecisionLog, decision_of, shape_of
 from kpolicy_vllm.steps import Step
 from tests.integrations.vllm.test_dispatch import chooser
@@ -118,16 +117,3 @@ def test_a_forked_process_leaves_the_log_to_the_other(tmp_path, how):
     assert done.returncode == 0, done.stderr
     log = read_decision_log(tmp_path / "log.jsonl.dp1")
     assert (len(log.entries), log.cut_short) == (2, False)
-
-
-def test_a_fork_beside_a_log_that_fails(made, monkeypatch):
-    """The fork goes on."""
-    tried = []
-
-    def flush():
-        tried.append(1)
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(made.state.log._writer, "flush", flush)
-    decision_log._before_fork()
-    assert tried
