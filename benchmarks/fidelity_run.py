@@ -32,6 +32,8 @@ from kpolicy.errors import ConfigError
 ROOT = Path(__file__).parents[1]
 GRACE_S = 5.0
 """For what is interrupted to write what it has"""
+AROUND_S = 15.0
+"""Of the seconds for steps that run again: for looking at cores and importing before they count, and closing after"""
 KPOLICY = [sys.executable, "-m", "kpolicy"]
 
 
@@ -68,7 +70,7 @@ def calls(options: argparse.Namespace) -> list[tuple[str, Path, list[str], float
         sys.executable, "-m", "benchmarks.gpu.again", "--device", options.device, "--config", config,
         "--profile", str(profile), "--run", str(run), *served, *(w for log in first for w in ("--log", str(log))),
         *(w for mode in options.mode for w in ("--mode", mode)), "--most", str(options.most),
-        "--seconds", f"{options.again:g}", "--out", str(again),
+        "--seconds", f"{max(options.again - AROUND_S, 0.0):g}", "--out", str(again),
     ]  # fmt: skip
     if options.again:
         found.append(("steps again", again, repeated, options.again + GRACE_S))

@@ -138,5 +138,5 @@ def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.M
     )
     assert again == (
         f"benchmarks.gpu.again --device cuda --config config.json --profile P.json --run R.json {served} --log "
-        "S-auto.jsonl --log S-split-form-decodes_beside.jsonl --mode eager --most 400 --seconds 95 --out A.jsonl"
+        "S-auto.jsonl --log S-split-form-decodes_beside.jsonl --mode eager --most 400 --seconds 80 --out A.jsonl"
     )
