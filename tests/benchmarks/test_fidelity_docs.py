@@ -17,14 +17,16 @@ DOCS = Path(__file__).parents[2] / "docs"
 DOC = (DOCS / "measured_fidelity.md").read_text(encoding="utf-8").splitlines()
 SHORT = (DOCS / "fidelity.md").read_text(encoding="utf-8").splitlines()
 LAST = (
-    "rate-2-eleventh", "dsv2lite-fifth", "dsv2lite-sixth", "dsv2lite-seventh", "dsv2lite-eighth", "dsv2lite-ninth",
-    "dsv2lite-tenth", "dsv2lite-eleventh", "dsv2lite-twelfth", "dsv2lite-thirteenth", "dsv2lite-fourteenth",
-    "small24-ninth",
+    "rate-2-eleventh", "rate-2-twelfth", "dsv2lite-fifth", "dsv2lite-sixth", "dsv2lite-seventh", "dsv2lite-eighth",
+    "dsv2lite-ninth", "dsv2lite-tenth", "dsv2lite-eleventh", "dsv2lite-twelfth", "dsv2lite-thirteenth",
+    "dsv2lite-fourteenth", "dsv2lite-fifteenth", "small24-ninth",
 )  # fmt: skip
 """The runs by the middle of three calibrations, with a table each"""
 AGAIN = "-costed-again"
 """What names end in of the runs before 16:18, by the rule that came then"""
-BY_THE_MEAN = ("dsv2lite-twelfth", "dsv2lite-thirteenth", "dsv2lite-fourteenth")
+BY_THE_MEAN = (
+    "rate-2-twelfth", "dsv2lite-twelfth", "dsv2lite-thirteenth", "dsv2lite-fourteenth", "dsv2lite-fifteenth",
+)  # fmt: skip
 """The runs after it"""
 CHANGED = {
     ("rate-2-eleventh", "piecewise", "host-bound"): ("to the letter", "no"),
@@ -270,11 +272,12 @@ def test_the_short_page_tells_what_todays_rule_makes_of_the_runs_before_it() -> 
 def test_a_rule_of_later_is_not_said_to_be_of_before() -> None:
     """Clauses of 02:50 to 04:41 are before the first of the runs, and the others after it."""
     made = [read(name)["measured_at"] for name in LAST]
-    assert all(each[11:16] > "04:41" for each in made)
-    told = f"before all runs above ({min(made)[11:16]} to {max(made)[11:16]})"
+    assert min(made) > "2026-11-23T04:41"
+    assert max(made)[:10] == "2026-11-24"
+    told = f"before all runs above ({min(made)[11:16]} to {max(made)[11:16]} the next day)"
     assert told in " ".join(" ".join(SHORT).split())
-    assert f"runs of the next section ({min(made)[11:16]} to {max(made)[11:16]})" in " ".join(" ".join(DOC).split())
-    by_mean = [name for name in LAST if read(name)["measured_at"][11:16] > "16:18"]
+    assert told.replace("all runs above", "all runs of the next section") in " ".join(" ".join(DOC).split())
+    by_mean = [name for name in LAST if read(name)["measured_at"] > "2026-11-23T16:18"]
     assert by_mean == [*BY_THE_MEAN]
 
 
@@ -286,14 +289,14 @@ def verdicts(name: str) -> list[str]:
 def test_what_the_short_page_says_first_is_so() -> None:
     """How many runs hold, how far off latencies are, and which pairs are ranked wrongly."""
     page = " ".join(" ".join(SHORT).split())
-    others = [name for name in LAST if not name.startswith("dsv2lite")]
+    others = [name for name in LAST if not name.startswith("dsv2lite") and name != "rate-2-twelfth"]
     assert {verdict for name in others for verdict in verdicts(name)} == {"yes", "to the letter"}
     assert max(latencies_off(*others)) <= MOST
     assert {ranked(name) for name in others} == {"as measured", "one policy"}
     runs = [name for name in LAST if name.startswith("dsv2lite")]
     holding = [name for name in runs if set(verdicts(name)) == {"yes"}]
     assert [ranked(name).split(";")[0] for name in runs].count("as measured") == 3
-    counts = {1: "one", 10: "ten"}
+    counts = {1: "one", 11: "eleven"}
     told = f"Of {counts[len(runs)]} runs {counts[len(holding)]} holds in every cell, and three others rank every pair"
     assert told in page
     assert max(latencies_off(*runs)) <= MOST_LATENCY
@@ -320,31 +323,63 @@ def test_what_the_short_page_says_first_is_so() -> None:
 
 
 def test_the_short_page_tells_the_latest() -> None:
-    """Which cells of DeepSeek-V2-Lite's last run don't hold, what it ranks wrongly; the thirteenth's calibrations."""
+    """What DeepSeek-V2-Lite's last run ranks wrongly and its cells are; the thirteenth's calibrations."""
     page = " ".join(" ".join(SHORT).split())
     name = LATEST["dsv2lite"]
     last, rows = read(name), rows_of(name)
-    row = rows["eager", "host-bound"]
-    held, off = judged(row, last)
-    assert held == "no"
-    told = f"are {off:.1%} off by the middle of their repeats, {row['error']:.1%} singly."
-    assert f"{told} Other cells are within" in page
-    others = {key: judged(each, last) for key, each in rows.items() if each is not row}
-    assert [key for key, (verdict, _) in others.items() if verdict != "yes"] == [("piecewise", "host-bound")]
-    within = max(error for verdict, error in others.values() if verdict == "yes")
+    judgements = {key: judged(each, last) for key, each in rows.items()}
+    lettered = [key for key, (verdict, _) in judgements.items() if verdict != "yes"]
+    assert lettered == [("piecewise", "host-bound")]
+    assert judgements[lettered[0]][0] == "to the letter"
+    within = max(error for verdict, error in judgements.values() if verdict == "yes")
     pieces = rows["piecewise", "host-bound"]["steps"]
-    assert f"within {within:.1%} ({pieces} PIECEWISE steps hold to the letter only)" in page
-    assert [pair for pairs in last["served"]["ranked_wrong"].values() for pair in pairs] == [["piecewise", "vllm"]]
-    [apart] = wrongly_ranked(last)
-    told = f"medians of latencies within {max(latencies_off(name)):.1%}. It ranks one pair wrongly, by the run's span,"
-    assert f"{told} which is {apart:.1%} apart" in page
-    again = repeated(last, "eager", "host-bound")
-    assert again is not None
-    told = f"is right for the run's steps together ({row['bias']:+.1%}) and {again['bias']:.1%} too slow for the same"
-    assert f"{told} steps minutes later. One such step takes {row['noise']:.0%} more or less" in page
+    told = (
+        f"Cells are within {within:.1%} ({pieces} PIECEWISE steps hold to the letter only), medians of latencies within"
+    )
+    assert f"{told} {max(latencies_off(name)):.1%}." in page
+    wrong = [*last["ranked_wrong"], *(pair for pairs in last["served"]["ranked_wrong"].values() for pair in pairs)]
+    assert wrong == [["piecewise", "vllm"]] * 2
+    span, token = wrongly_ranked(last)
+    told = (
+        f"`piecewise` and `vllm`, {token:.1%} apart by time a token and {span:.1%} by the run's span, rank wrongly by"
+    )
+    assert told in page
+    later = {key_of(each): each for each in last["later_turns"]}
+    errors = [later["eager", regime]["error"] for regime in ("host-bound", "middle")]
+    assert f"the second turn's EAGER steps are {errors[0]:.1%} off where the host bounds them" in page
+    assert f"and {errors[1]:.1%} in the middle" in page
     *_, mixed = eager_levels("dsv2lite-thirteenth")
     assert f"lie {max(mixed) / min(mixed) - 1:.0%} apart" in page
     assert ranked_as_measured(read("dsv2lite-thirteenth"))
+
+
+def test_the_short_page_tells_the_latest_of_the_small_qwen() -> None:
+    """Which of its cells are over the line, and how near the others and its medians are."""
+    page = " ".join(" ".join(SHORT).split())
+    name = LATEST["rate"]
+    last, rows = read(name), rows_of(name)
+    judgements = {key: judged(each, last) for key, each in rows.items()}
+    over = [key for key, (verdict, _) in judgements.items() if verdict == "no"]
+    assert over == [("eager", "host-bound"), ("piecewise", "host-bound")]
+    row, pieces = (rows[key] for key in over)
+    told = (
+        f"EAGER steps are {judgements[over[0]][1]:.1%} off by the middle of their repeats ({row['error']:.1%} singly)"
+    )
+    assert told in page
+    assert f"PIECEWISE ones {pieces['error']:.1%} singly, of which too few ran again" in page
+    within = max(error for verdict, error in judgements.values() if verdict == "yes")
+    assert f"Other cells are within {within:.1%}, medians within {max(latencies_off(name)):.1%}" in page
+    assert not last["ranked_wrong"]
+    assert not any(last["served"]["ranked_wrong"].values())
+    later = {key_of(each): each for each in last["later_turns"]}["eager", "host-bound"]
+    again = repeated(last, "eager", "host-bound")
+    assert again is not None
+    told = (
+        f"right for the first turn's EAGER steps together ({row['bias']:+.1%}) and {-later['bias']:.1%} too quick for"
+    )
+    assert f"{told} the second's and {-again['bias']:.1%} for the repeats" in page
+    alone, _ = eager_levels(name)
+    assert f"three calibrations are {max(alone) / min(alone) - 1:.0%} apart" in page
 
 
 def eager_levels(name: str) -> tuple[list[float], list[float]]:
@@ -571,6 +606,75 @@ def test_figures_of_the_fourteenth_in_the_text() -> None:
     assert f"{told} way round, where a tie is {served['tie']['span_ms']['piecewise and vllm']:.2%}" in page
     assert served["not_shown"]["ttft_p50_ms"] == [["auto", "piecewise"]]
     assert f"`auto`'s turns are {served['tie']['ttft_p50_ms']['auto and piecewise']:.1%} apart" in page
+
+
+def test_figures_of_the_fifteenth_in_the_text() -> None:
+    """What its cells, turns, pair and calibrations are said to be."""
+    page = " ".join(" ".join(DOC).split())
+    name = "dsv2lite-fifteenth"
+    last, rows = read(name), rows_of(name)
+    row, middle, pieces = (
+        rows[key] for key in (("eager", "host-bound"), ("eager", "middle"), ("piecewise", "host-bound"))
+    )
+    told = f"Host-bound EAGER is {row['error']:.1%} off singly (noise {row['noise']:.1%}, so single steps decide) and "
+    told += f"{ran_again(last, *key_of(row))[1]:.1%} by the middle of four repeats of all its {row['steps']} steps"
+    assert f"{told}. The middle's {middle['steps']} are {middle['error']:.1%} off" in page
+    later = {key_of(each): each for each in last["later_turns"]}
+    bound, other = (later["eager", regime] for regime in ("host-bound", "middle"))
+    told = f"its {bound['steps']} host-bound EAGER steps are {bound['error']:.1%} off (bias {bound['bias']:+.1%}), its "
+    told += f"{other['steps']} in the middle {other['error']:.1%} (bias {other['bias']:+.1%})"
+    assert told in page
+    alone, mixed = ("{:.1f}, {:.1f} and {:.1f}".format(*each) for each in eager_levels(name))
+    assert f"{alone} ms at the profile's host speed, with decodes {mixed}" in page
+    again = repeated(last, "piecewise", "host-bound")
+    assert again is not None
+    told = f"Its {pieces['steps']} host-bound PIECEWISE steps are {pieces['error']:.1%} off singly and "
+    told += (
+        f"{ran_again(last, *key_of(pieces))[1]:.1%} repeated, of which {again['host_bound_share']:.0%} were host-bound"
+    )
+    assert told in page
+    ttft, gap = latencies_off(name)
+    assert f"TTFT p50 is within {ttft:.1%}, gaps within {gap:.1%}. - By time a token" in page
+    span, token = wrongly_ranked(last)
+    tokens, served = last["us_per_token"], last["served"]
+    other_way = tokens["piecewise"]["simulated"] / tokens["vllm"]["simulated"] - 1
+    told = (
+        f"`piecewise` and `vllm` are {token:.1%} apart and simulated {other_way:.1%} the other way round, where a tie"
+    )
+    assert f"{told} is {last['tie']['piecewise and vllm']:.1%}; by the run's span {span:.2%} and" in page
+    spans = [served["policies"][policy]["span_ms"]["simulated"] for policy in ("piecewise", "vllm")]
+    told = f"{spans[0] / spans[1] - 1:.2%}, where a tie is {served['tie']['span_ms']['piecewise and vllm']:.2%}"
+    assert told in page
+    busy = [served["policies"][policy]["busy_ms"]["error"] for policy in ("piecewise", "vllm")]
+    assert f"`piecewise` is simulated {busy[0]:.2%} too slow and `vllm`, whose" in page
+    assert f"in the second turn, {-busy[1]:.2%} too quick" in page
+
+
+def test_figures_of_the_small_qwens_twelfth_in_the_text() -> None:
+    """What its cells, turns, host and calibrations are said to be."""
+    page = " ".join(" ".join(DOC).split())
+    name = "rate-2-twelfth"
+    last, rows = read(name), rows_of(name)
+    row, pieces = rows["eager", "host-bound"], rows["piecewise", "host-bound"]
+    told = f"Host-bound EAGER is {row['error']:.1%} off singly (noise {row['noise']:.1%}, bias {row['bias']:+.1%}) and "
+    told += f"**{ran_again(last, *key_of(row))[1]:.1%} by the middle of three repeats** of all its {row['steps']} steps"
+    assert f"{told}: " in page
+    later = {key_of(each): each for each in last["later_turns"]}["eager", "host-bound"]
+    assert f"The second turn's {later['steps']} are {later['error']:.1%} off (bias {later['bias']:+.1%})" in page
+    alone, _ = eager_levels(name)
+    told = f"calibrations lie {max(alone) / min(alone) - 1:.0%} apart in what an EAGER prompt takes the host: "
+    assert told + "{:.1f}, {:.1f} and {:.1f} ms".format(*alone) in page
+    own, middle_error = ran_again(last, *key_of(pieces))
+    told = f"Host-bound PIECEWISE is {pieces['error']:.1%} off singly, noise {pieces['noise']:.1%}, and only "
+    told += f"{round(own * pieces['steps'])} of its {pieces['steps']:,} steps ran again"
+    assert f'{told}: "no". The middle of those is {middle_error:.1%} off' in page
+    ttft, gap = latencies_off(name)
+    assert f"TTFT p50 is within {ttft:.1%}, gaps within {gap:.1%}. Policies rank as measured" in page
+    apart = last["served"]["tie"]["ttft_p50_ms"]["auto and piecewise"]
+    assert f"as `piecewise`'s turns are {apart:.1%} apart" in page
+    speeds = [turn["host_work_us"] for each in last["served"]["policies"].values() for turn in each["turns"]]
+    told = f"{last['host_work_us']:.1f} us in the profile and {min(speeds):.1f} to {max(speeds):.1f} in the mean of a"
+    assert told in page
 
 
 def ranked_as_measured(result: dict[str, Any]) -> bool:
