@@ -19,13 +19,16 @@ SHORT = (DOCS / "fidelity.md").read_text(encoding="utf-8").splitlines()
 LAST = (
     "rate-2-eleventh", "rate-2-twelfth", "dsv2lite-fifth", "dsv2lite-sixth", "dsv2lite-seventh", "dsv2lite-eighth",
     "dsv2lite-ninth", "dsv2lite-tenth", "dsv2lite-eleventh", "dsv2lite-twelfth", "dsv2lite-thirteenth",
-    "dsv2lite-fourteenth", "dsv2lite-fifteenth", "small24-ninth",
+    "dsv2lite-fourteenth", "dsv2lite-fifteenth", "h100-dsv2lite", "small24-ninth",
 )  # fmt: skip
 """The runs by the middle of three calibrations, with a table each"""
+ELSEWHERE = {"h100-dsv2lite": "DeepSeek-V2-Lite, H100"}
+"""Those on another GPU than an H200, and what their rows begin with"""
 AGAIN = "-costed-again"
 """What names end in of the runs before 16:18, by the rule that came then"""
 BY_THE_MEAN = (
     "rate-2-twelfth", "dsv2lite-twelfth", "dsv2lite-thirteenth", "dsv2lite-fourteenth", "dsv2lite-fifteenth",
+    "h100-dsv2lite",
 )  # fmt: skip
 """The runs after it"""
 CHANGED = {
@@ -41,7 +44,7 @@ BEFORE = ("rate-2-ninth", "rate-2-tenth", "dsv2lite-fourth", "small24-seventh", 
 """The runs before, in one table"""
 MODELS = {"rate": "0.5B", "dsv2lite": "DeepSeek-V2-Lite", "small24": "small"}
 LATEST = {name.split("-")[0]: name for name in LAST}
-"""By model, the last one named"""
+"""By model and GPU, the last one named"""
 FIGURES = {"ttft_p50_ms": "TTFT p50", "gap_p50_ms": "gap p50", "busy_ms": "all steps", "span_ms": "span"}
 """What policies are ranked by beside the time a token, in the page's words"""
 VERDICTS = ("yes", "to the letter", "not shown", "no")
@@ -145,13 +148,18 @@ def latency(found: dict[str, float], digits: int) -> str:
     return f"{found['measured']:.{digits}f} / {found['simulated']:.{digits}f} ({error}{apart})"
 
 
+def path_of(name: str, end: str = "") -> Path:
+    """A run's file: its result, or what else is named after it."""
+    return RESULT.with_name(f"fidelity-{name if name in ELSEWHERE else f'h200-{name}'}{end}.json")
+
+
 def read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RESULT.with_name(f"fidelity-h200-{name}.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(path_of(name).read_text(encoding="utf-8"))
     return found
 
 
 def label(name: str) -> str:
-    return f"{MODELS[name.split('-')[0]]}, {name.rsplit('-', 1)[1]}"
+    return ELSEWHERE.get(name) or f"{MODELS[name.split('-')[0]]}, {name.rsplit('-', 1)[1]}"
 
 
 def rows_of(name: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -289,7 +297,7 @@ def verdicts(name: str) -> list[str]:
 def test_what_the_short_page_says_first_is_so() -> None:
     """How many runs hold, how far off latencies are, and which pairs are ranked wrongly."""
     page = " ".join(" ".join(SHORT).split())
-    others = [name for name in LAST if not name.startswith("dsv2lite") and name != "rate-2-twelfth"]
+    others = [name for name in LAST if not name.startswith("dsv2lite") and name not in ("rate-2-twelfth", *ELSEWHERE)]
     assert {verdict for name in others for verdict in verdicts(name)} == {"yes", "to the letter"}
     assert max(latencies_off(*others)) <= MOST
     assert {ranked(name) for name in others} == {"as measured", "one policy"}
@@ -310,7 +318,7 @@ def test_what_the_short_page_says_first_is_so() -> None:
     slow = read("dsv2lite-twelfth")
     speeds = [found["host_work_us"] for found in slow["served"]["policies"].values()]
     told = f"took {min(speeds):.0f} to {max(speeds):.0f} us for the fixed work in the mean of a policy"
-    own = [read_profile(RESULT.with_name(f"fidelity-h200-dsv2lite-twelfth-profile-{i}.json")) for i in (1, 2, 3)]
+    own = [read_profile(path_of("dsv2lite-twelfth", f"-profile-{i}")) for i in (1, 2, 3)]
     first, second, third = (f"{each.costs.host_work_us:.0f}" for each in own)
     of_three = f"{first}, {second} and {third} in its three calibrations"
     assert f"{told}, {of_three}, {slow['host_work_us']:.0f} in its profile" in page
@@ -384,7 +392,7 @@ def test_the_short_page_tells_the_latest_of_the_small_qwen() -> None:
 
 def eager_levels(name: str) -> tuple[list[float], list[float]]:
     """The host's ms for EAGER prompts alone and beside decodes, by each calibration at the profile's speed."""
-    paths = [RESULT.with_name(f"fidelity-h200-{name}-profile{number}.json") for number in ("", "-1", "-2", "-3")]
+    paths = [path_of(name, f"-profile{number}") for number in ("", "-1", "-2", "-3")]
     served, *own = [read_profile(path).costs for path in paths]
     hosts = [costs.at_host_speed(served.host_work_us).host_eager for costs in own]
     alone, mixed = ([host.base_for(decodes=beside, prefills=True) / 1e3 for host in hosts] for beside in (False, True))
@@ -395,7 +403,7 @@ def eager_levels(name: str) -> tuple[list[float], list[float]]:
 def test_runs_are_told_as_their_results_have_them(names: tuple[str, ...]) -> None:
     """A table has every cell and no other, those over the line bold, and whether it holds by the page's rule."""
     last = len(names) == 1
-    assert all(any(f"fidelity-h200-{name}.json`" in line for line in DOC) for name in names if last)
+    assert all(any(f"{path_of(name).name}`" in line for line in DOC) for name in names if last)
     begins = {name: "{mode}, {regime}" if last else f"{label(name)}, {{mode}}, {{regime}}" for name in names}
     expected = [line for name in names for line in cells(read(name), begins[name], 11)]
     columns, rows = table_of(expected[0])
@@ -430,7 +438,7 @@ def test_a_row_of_several_turns_says_what_they_differ_by() -> None:
 def test_a_profile_is_the_middle_of_its_calibrations(name: str) -> None:
     """Of the three that are published beside it, each figure's; of the tenth's the first was cut off."""
     numbers = ("", "-2", "-3") if name == "dsv2lite-tenth" else ("", "-1", "-2", "-3")
-    found = [RESULT.with_name(f"fidelity-h200-{name}-profile{number}.json") for number in numbers]
+    found = [path_of(name, f"-profile{number}") for number in numbers]
     served, *each = [read_profile(path) for path in found]
     assert middle(each).costs == served.costs
 
@@ -438,7 +446,7 @@ def test_a_profile_is_the_middle_of_its_calibrations(name: str) -> None:
 def calibrations(name: str) -> list[Profile]:
     """A run's three, as they were made."""
     numbers = ["" if number == TAKEN[name] else f"-{number}" for number in (1, 2, 3)]
-    return [read_profile(RESULT.with_name(f"fidelity-h200-{name}-profile{number}.json")) for number in numbers]
+    return [read_profile(path_of(name, f"-profile{number}")) for number in numbers]
 
 
 def test_figures_of_the_calibrations_are_those_of_the_profiles() -> None:
@@ -675,6 +683,60 @@ def test_figures_of_the_small_qwens_twelfth_in_the_text() -> None:
     speeds = [turn["host_work_us"] for each in last["served"]["policies"].values() for turn in each["turns"]]
     told = f"{last['host_work_us']:.1f} us in the profile and {min(speeds):.1f} to {max(speeds):.1f} in the mean of a"
     assert told in page
+
+
+def test_figures_of_the_run_on_an_h100_in_the_text() -> None:
+    """What its cells, medians, turns and host are said to be; in short too."""
+    page, short = (" ".join(" ".join(each).split()) for each in (DOC, SHORT))
+    name = "h100-dsv2lite"
+    last, rows = read(name), rows_of(name)
+    assert last["device"].startswith("NVIDIA H100")
+    assert not last["measured_again"]
+    row, pieces, few = (
+        rows[key] for key in (("eager", "host-bound"), ("piecewise", "host-bound"), ("eager", "middle"))
+    )
+    assert [key for key, each in rows.items() if judged(each, last)[0] != "yes"] == [
+        ("eager", "host-bound"), ("eager", "middle"), ("piecewise", "host-bound"),
+    ]  # fmt: skip
+    told = f"Host-bound EAGER is {row['error']:.1%} off singly (noise {row['noise']:.1%}) and host-bound PIECEWISE "
+    assert f"{told}{pieces['error']:.1%} (noise {pieces['noise']:.1%})" in page
+    assert f"too slow (bias {row['bias'] * 100:+.1f} and {pieces['bias']:+.1%})" in page
+    later = {key_of(each): each for each in last["later_turns"]}["eager", "middle"]
+    told = f'EAGER in the middle, {few["steps"]} steps, is {few["error"]:.1%} off: "no". The second turn\'s '
+    assert f"{told}{later['steps']} are {later['error']:.1%} off" in page
+    within = max(error for held, error in (judged(each, last) for each in rows.values()) if held == "yes")
+    assert f"All else is within {within:.1%} by single steps. - TTFT p50 of `vllm`" in page
+    policies = last["served"]["policies"]
+    late = policies["vllm"]["ttft_p50_ms"]
+    busy = policies["vllm"]["busy_ms"]["measured"] / policies["vllm"]["span_ms"]["measured"]
+    told = (
+        f"is **{late['error']:.1%}** off, over the 10%: its server was busy for {busy:.0%} of the time and its own two"
+    )
+    assert f"{told} turns are {late['apart']:.0%} apart" in page
+    assert f"and {late['error']:.1%} late on the H100 for {busy:.0%}" in short
+    others = [
+        abs(policies[each][key]["error"]) for each in ("auto", "piecewise") for key in ("ttft_p50_ms", "gap_p50_ms")
+    ]
+    told = f"{max(others):.1%}"
+    assert f"`auto`'s and `piecewise`'s medians are within {told}, gaps within {latencies_off(name)[1]:.1%}" in page
+    assert f"`vllm`'s TTFT p50, by {late['error']:.1%}; the other policies' medians are within {told}" in short
+    assert f"EAGER and PIECEWISE {row['error'] * 100:.1f} and {pieces['error']:.1%} off singly" in short
+    readme = " ".join((DOCS / "../README.md").read_text(encoding="utf-8").split())
+    assert f"bounds by {row['error'] * 100:.1f} and {pieces['error']:.1%} singly" in readme
+    assert f"first token is {late['error']:.1%} off, other policies' within {told}" in readme
+    assert not any((last["ranked_wrong"], *last["served"]["ranked_wrong"].values()))
+    assert last["served"]["not_shown"]["gap_p50_ms"] == [["piecewise", "vllm"]]
+    assert f"as `vllm`'s turns are {last['served']['tie']['gap_p50_ms']['piecewise and vllm']:.1%} apart" in page
+    speeds = [turn["host_work_us"] for each in policies.values() for turn in each["turns"]]
+    told = (
+        f"took {min(speeds):.1f} to {max(speeds):.1f} us in the mean of a policy's turn, {last['host_work_us']:.1f} in"
+    )
+    assert told in page
+    told = f"{min(speeds):.0f} to {max(speeds):.0f} us of fixed work in the mean of a turn for the profile's"
+    assert f"{told} {last['host_work_us']:.0f}" in short
+    alone, _ = eager_levels(name)
+    told = f"Calibrations lie {max(alone) / min(alone) - 1:.0%} apart in what an EAGER prompt takes the host: "
+    assert told + "{:.1f}, {:.1f} and {:.1f} ms".format(*alone) in page
 
 
 def ranked_as_measured(result: dict[str, Any]) -> bool:
