@@ -13,7 +13,8 @@ ratio is the mean of the repeats' (of their logarithms, as the interval, which i
 of both are compared, and are all that a row tells. ``run`` counts the starts of the script, whose code may differ: a
 load that was measured again has the later run's row, and those of traces before it are in ``earlier``. Runs are put
 together only where that is asked for (``pooled``, over the pairs of all of them), and those of code that isn't what is
-there now are in ``apart``.
+there now are in ``apart``. In the published file steps that run 37 has of up to 23 preparations keep its rows: those
+of run 39, of the same code and four preparations, are in ``fewer``. Rows of steps before both are in ``earlier`` too.
 
 Where stock ran once more beside both (``--again``), ``again`` in a row is the same of stock against that process, whose
 ratio tells what two processes of the same differ by, and ``against_again`` is that process against kpolicy.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from statistics import geometric_mean, stdev
 from typing import Any
 
 import pytest
 
-from benchmarks.sglang.rows import capture_s
 from kpolicy import executors, policies
 from kpolicy.cli import app
 
@@ -155,26 +152,6 @@ def sglang_served() -> list[str]:
     ]
 
 
-def of_pairs(pairs: list[float]) -> str:
-    """The mean of three pairs with Student's interval."""
-    mean, most = geometric_mean(pairs), math.exp(4.303 * stdev(map(math.log, pairs)) / 3**0.5)
-    return told(mean, mean / most, mean * most)
-
-
-def default_starts() -> list[str]:
-    """Of run 16's three pairs, which the result file has as starts: captures, whole starts, memory."""
-    starts = [each for each in FOUND["starts"] if (each["run"], each["part"]) == (16, "capture")]
-    taken = {
-        side: sorted((each for each in starts if each["side"] == side), key=lambda each: each["turn"])
-        for side in ("stock", "kpolicy")
-    }
-    both = list(zip(taken["stock"], taken["kpolicy"], strict=True))
-    captures = [capture_s(stock) / capture_s(ours) for stock, ours in both]
-    mib = [sum(each[f"{kind}_mib"] for kind in ("decode", "prefill")) for each in both[0]]
-    return [of_pairs(captures), of_pairs([stock["init_s"] / ours["init_s"] for stock, ours in both]),
-            told(mib[0] / mib[1])]  # fmt: skip
-
-
 def of_sglang(model: str, load: str) -> list[str]:
     *seconds, memory = (SGLANG_ROWS[model, load, figure] for figure in STARTS)
     return [*map(cell, seconds), told(memory["ratio"])]
@@ -190,7 +167,7 @@ def starts() -> list[str]:
     return [
         line("vLLM, Qwen2.5-0.5B: 44 graphs for 102", *of_vllm(read("h200/vllm_stock_vs_kpolicy.json"))),
         line("the same, a plan of 19", *of_vllm(read("h200/vllm_sides.json")["pairs"]["stock planned"])),
-        line("SGLang, Qwen2.5-0.5B: 98 graphs for 94", *default_starts()),
+        line("SGLang, Qwen2.5-0.5B: 98 graphs for 94", *of_sglang(SGLANG[0], DEFAULT)),
         line("the same, 60 planned sizes", *of_sglang(SGLANG[0], PLANNED)),
         line("SGLang, DeepSeek-V2-Lite: 45 graphs for 36", *of_sglang(SGLANG[1], DEFAULT)),
     ]

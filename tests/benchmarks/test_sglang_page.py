@@ -28,6 +28,9 @@ STARTS = {
     "0.5B planned, to SGLang's largest sizes: captures of 94 sizes, of 60": (QWEN, PLANNED, "capture s"),
     "whole start with 60": (QWEN, PLANNED, "start-up s"),
     "graph memory with 60": (QWEN, PLANNED, "graph MiB"),
+    "0.5B by default: captures of 94 sizes, of 98 to 1,024 requests": (QWEN, OWN, "capture s"),
+    "whole start by default": (QWEN, OWN, "start-up s"),
+    "graph memory by default": (QWEN, OWN, "graph MiB"),
     "DeepSeek-V2-Lite by default: captures of 36 sizes, of 45": (DEEPSEEK, OWN, "capture s"),
     "whole start of it": (DEEPSEEK, OWN, "start-up s"),
     "graph memory of it": (DEEPSEEK, OWN, "graph MiB"),
@@ -80,8 +83,11 @@ def test_steps(model, begin, labels):
 
 @pytest.mark.parametrize("label", ["1 decode", "32", "prompt of 64", "32 decodes + 64"])
 def test_each_preparation_of_run_35(label):
-    """Six a row, whose mean is the row's ratio."""
-    row = ROWS[QWEN, LOADS[label], STEP]
+    """Six a row, whose mean is the ratio of a row that run 37 replaced."""
+    (row,) = [
+        row for row in FOUND["earlier"]
+        if (row["run"], row["model"], row["load"], row["figure"]) == (35, QWEN, LOADS[label], STEP)
+    ]  # fmt: skip
     of_stock, of_second = row["preparations"], row["against_again"]["preparations"]
     holds(cells(PAGE, f"{label}, run 35")[0], *of_stock, *of_second)
     for told, each in ((row, of_stock), (row["against_again"], of_second)):
@@ -111,7 +117,7 @@ def test_starts():
         holds(whole, *((row["ratio"],) if "MiB" in key[2] else (*ratio(row), *row["pairs"])))
 
 
-@pytest.mark.parametrize(("run", "column"), [(30, 3), (28, 4)])
+@pytest.mark.parametrize(("run", "column"), [(30, 3), (38, 4)])
 @pytest.mark.parametrize(
     ("label", "load"),
     [("decodes of the trace (6 sizes)", "decode steps of distinct"), ("decodes alike (8)", "decode steps of 1 to 256"),
@@ -123,33 +129,80 @@ def test_drawn_sizes(label, load, run, column):
     holds(cells(PAGE, label)[column], *ratio(row))
 
 
-def test_the_worst_is_told():
-    """Rows with today's code that are below 0.99 are named first, the least of each, and others near it beside them."""
+NEAR = {
+    "1 decode": "decode 1", "32 decodes": "decode 32", "256 decodes": "decode 256", "a prompt of 64": "extend 64",
+    "a prompt of 256": "extend 256", "a prompt of 512": "extend 512", "a prompt of 1,024": "extend 1024",
+    "a prompt of 2,048": "extend 2048", "32 decodes with 64 tokens": "32 decodes + extend 64",
+}  # fmt: skip
+
+
+def of_both(row):
+    """Against the mean of both stock processes, over preparations that both have."""
+    second = row["against_again"]["preparations"]
+    return geometric_mean(geometric_mean(each) for each in zip(row["preparations"], second, strict=True))
+
+
+def test_the_steps_near_the_line_are_told():
+    """Those of run 37, and what earlier runs had of them; no step of today's code is below 0.99."""
     table = between("\n### Steps near 0.99\n", "\n### ")
-    below = {(row["model"], row["load"].partition(" of ")[0]): row["ratio"] for row in FOUND["rows"]
-             if row["run"] >= 26 and row["figure"] == STEP and row["ratio"] < 0.99}  # fmt: skip
-    assert set(below) == {(QWEN, "32 decodes + extend 64"), (QWEN, "decode 80")}
-    told = {label: cells(table, label) for label in re.findall(r"^\| ([^|]*\d[^|]*) \|", table, flags=re.MULTILINE)}
-    bold = {label for label, (now, _) in told.items() if "**" in now}
-    assert bold == {"0.5B: 32 decodes with 64 tokens", "80 decodes"}
-    earlier = {(row["run"], row["load"]): row["ratio"] for row in FOUND["earlier"] if row["figure"] == STEP}
-    small = {
-        "1 decode": "decode 1",
-        "32 decodes": "decode 32",
-        "0.5B: 32 decodes with 64 tokens": "32 decodes + extend 64",
+    below = [key for key, row in ROWS.items() if row["run"] >= 37 and key[2] == STEP and row["ratio"] < 0.99]
+    assert below == []
+    earlier = {
+        (row["run"], row["load"]): row["ratio"]
+        for row in FOUND["earlier"]
+        if (row["model"], row["figure"]) == (QWEN, STEP)
     }
-    for label, load in small.items():
-        row, (now, before) = ROWS[QWEN, load, STEP], told[label]
-        values = (*ratio(row), 35, row["against_again"]["ratio"]) if label in bold else (row["ratio"], 35)
-        holds(now, *values)
-        holds(before, earlier[33, load], 33, earlier[32, load], 32)
-    prompt = ROWS[QWEN, "extend 64", STEP]
-    holds(told["a prompt of 64"][0], prompt["ratio"], 35, prompt["again"]["ratio"])
-    drawn = [row for row in FOUND["rows"] if row["run"] in (28, 30) and " of " in row["load"]]
-    (own,) = [row["ratio"] for row in drawn if row["run"] == 30 and row["load"].startswith("decode 80 of ")]
-    holds(told["80 decodes"][0], below[QWEN, "decode 80"], 60, own)
-    sizes = {"decode 80", "decode steps", "extend steps"}
-    others = [row["ratio"] for row in drawn if row["load"].partition(" of ")[0] not in sizes]
-    holds(cells(table, "the other drawn sizes")[0], min(others), max(others))
+    both, seconds = [], []
+    for label, load in NEAR.items():
+        row, told = ROWS[QWEN, load, STEP], cells(table, label)
+        assert row["run"] == 37
+        both.append(of_both(row))
+        seconds.append(row["again"]["ratio"])
+        for cell, value in zip(told[:3], (row["ratio"], row["against_again"]["ratio"], both[-1]), strict=True):
+            holds(cell, value)
+        before = [(earlier[run, load], run) for run in (35, 33, 32, 23) if (run, load) in earlier]
+        holds(told[3], *(value for pair in before for value in pair))
+    holds(re.findall(r"Stock's second process is (.*?) of its", table)[0], min(seconds), max(seconds))
+    holds(re.findall(r"By the mean of both stock processes they are (.*?)\.\n", PAGE)[0], min(both), max(both))
+    fewer = {row["load"]: row for row in FOUND["fewer"] if row["figure"] == STEP}
+    assert set(fewer) == set(NEAR.values())
+    (told_there,) = re.findall(r"nine again: (.*?) for 1 decode, the rest (.*?) \(`fewer`", table)
+    holds(told_there[0], *ratio(fewer["decode 1"]))
+    others = [row["ratio"] for load, row in fewer.items() if load != "decode 1"]
+    holds(told_there[1], min(others), max(others))
+    drawn = [row["ratio"] for row in FOUND["rows"]
+             if row["run"] == 38 and " of " in row["load"] and " steps " not in row["load"]]  # fmt: skip
+    holds(re.findall(r"sizes with 60 planned: (.*?) \(run 38\)", table)[0], min(drawn), max(drawn))
     alike = [ROWS[DEEPSEEK, f"decode {size}", STEP]["ratio"] for size in (1, 32, 256)]
-    holds(cells(table, "DeepSeek-V2-Lite: decodes")[0], min(alike), max(alike))
+    holds(re.findall(r"DeepSeek-V2-Lite's decodes: (.*?)\.\n", table)[0], min(alike), max(alike))
+
+
+def test_what_is_below_the_line_is_told():
+    """One row of all that a decision is in: a median gap."""
+    below = [key for key, row in ROWS.items() if row["run"] >= 37 and row["ratio"] < 0.99 and "MiB" not in key[2]]
+    key = (DEEPSEEK, "conversation trace, 48 requests at once, mixed chunks", "gap p50 ms")
+    assert below == [key]
+    assert f"**{ROWS[key]['ratio']:.3f}** ({ROWS[key]['low']:.3f} to {ROWS[key]['high']:.3f}; run 39)" in PAGE
+    (pairs,) = re.findall(r"DeepSeek-V2-Lite's median gap are (.*?)\. 0\.5B", PAGE)
+    holds(pairs, *ROWS[key]["pairs"])
+
+
+@pytest.mark.parametrize(
+    ("begins", "model", "load"),
+    [("0.5B, 64 in flight: requests/s", QWEN, "conversation trace, 64 requests at once, mixed chunks"),
+     ("DeepSeek-V2-Lite, 48 in flight: requests/s", DEEPSEEK, "conversation trace, 48 requests at once, mixed chunks")],
+)  # fmt: skip
+def test_the_traces_with_mixed_chunks(begins, model, load):
+    """Both sides and the ratio of each figure."""
+    table = PAGE[PAGE.index(f"| {begins}") :]
+    for label, figures in (
+        (begins, ["requests/s"]), ("p99 gap ms", ["gap p99 ms"]), ("median gap ms", ["gap p50 ms"]),
+        ("first token ms, median and p99", ["first token p50 ms", "first token p99 ms"]),
+    ):  # fmt: skip
+        sides, ratios = cells(table, label)
+        each = [ROWS[model, load, figure] for figure in figures]
+        for text, row in zip(sides.split("; "), each, strict=True):
+            left, right = re.split(r", (?=\d+[.,]?\d*)", text, maxsplit=1) if text.count(", ") else (text, text)
+            holds(left, row["stock"])
+            holds(right, row["kpolicy"])
+        holds(ratios, *(value for row in each for value in ratio(row)))
