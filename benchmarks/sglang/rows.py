@@ -10,11 +10,15 @@ pairs, since core, KV pages and graphs are the same in all of them. Each drawn s
 turn and no interval where it was prepared once), and all have one whose interval is over the ``sizes`` it counts. The
 ratio is the mean of the repeats' (of their logarithms, as the interval, which is Student's), however many there are;
 ``preparations`` has that of each preparation where there are several. Where a side had more turns than the other those
-of both are compared, and are all that a row tells. ``run`` counts the starts of the script, whose code may differ: a
-load that was measured again has the later run's row, and those of traces before it are in ``earlier``. Runs are put
-together only where that is asked for (``pooled``, over the pairs of all of them), and those of code that isn't what is
-there now are in ``apart``. In the published file steps that run 37 has of up to 23 preparations keep its rows: those
-of run 39, of the same code and four preparations, are in ``fewer``. Rows of steps before both are in ``earlier`` too.
+of both are compared, and are all that a row tells. Of a trace ``pace`` is a request's time from its first token to its
+last over the tokens after the first, and ``decode step at equal rows`` the mean over numbers of rows of a decode step
+that another follows, each number as often as the side that had it less often.
+
+``run`` counts the starts of the script, whose code may differ: a load that was measured again has the later run's row,
+and those of traces before it are in ``earlier``. Runs are put together only where that is asked for (``pooled``, over
+the pairs of all of them), and those of code that isn't what is there now are in ``apart``. In the published file steps
+that run 37 has of up to 23 preparations keep its rows: those of run 39, of the same code and four preparations, are in
+``fewer``. Rows of steps before both are in ``earlier`` too.
 
 Where stock ran once more beside both (``--again``), ``again`` in a row is the same of stock against that process, whose
 ratio tells what two processes of the same differ by, and ``against_again`` is that process against kpolicy.
@@ -86,6 +90,7 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     drawn_ms: dict[tuple[int, int, str, str], dict[str, dict[tuple[str, int], dict[str, Any]]]] = {}
 
     over_sizes: set[tuple[str, str, str]] = set()
+    decodes: dict[tuple[int, int, str, str], dict[str, dict[str, list[float]]]] = {}
 
     def put(model: str, load: str, figure: str, line: dict[str, Any], value: float, **more: Any) -> None:
         key = (NAMES[MODEL[model]], load, figure)
@@ -113,7 +118,8 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             figures = [("requests/s", "req_per_s"), ("tokens/s", "tok_per_s")]
             if line["part"] != "qwen-offline-trace":
                 figures += [("gap p99 ms", "gap_p99_ms"), ("gap p50 ms", "gap_p50_ms")]
-                figures += [(f"first token p{q} ms", f"ttft_p{q}_ms") for q in (50, 99) if f"ttft_p{q}_ms" in line]
+                for words, name in (("first token", "ttft"), ("pace", "pace")):
+                    figures += [(f"{words} p{q} ms", f"{name}_p{q}_ms") for q in (50, 99) if f"{name}_p{q}_ms" in line]
             for figure, name in figures:
                 if line["side"] in ("stock", "kpolicy"):
                     put(model, load, figure, line, line[name])
@@ -121,6 +127,8 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     if line["side"] in (variant, "stock"):
                         sided = {**line, "side": "stock" if line["side"] == "stock" else "kpolicy"}
                         put(model, load + VARIED.get(variant, f", {variant}"), figure, sided, line[name])
+            if "decodes" in line and line["side"] in ("stock", "kpolicy"):
+                decodes.setdefault((line["run"], line["turn"], model, load), {})[line["side"]] = line["decodes"]
         elif line["kind"] == "start" and line["part"].endswith("capture") and "prefill_s" in line:
             model = "qwen" if model == "capture" else model
             for load, (stock, ours) in CAPTURES.items():
@@ -158,6 +166,9 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     line["preparation"] = by_size[size]["preparation"]
                     put("qwen", alone, "step ms", line, by_size[size]["ms"])
                     over_sizes.add((NAMES[MODEL["qwen"]], what[1], "step ms"))
+    for (run, turn, model, load), steps in decodes.items():
+        for side, ms in at_equal_rows(steps).items():
+            put(model, load, "decode step at equal rows ms", {"run": run, "turn": turn, "side": side}, ms)
     found = []
     for (model, load, figure), measured in values.items():
         if measured.get("stock", {}).keys() & measured.get("kpolicy", {}).keys():
@@ -169,6 +180,22 @@ def rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             )  # fmt: skip
             found.append(named | told | (how.get(key, {}) if key not in over_sizes else {}))
     return found
+
+
+def at_equal_rows(sides: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """The mean milliseconds of a decode step by side, over the numbers of rows that both had; nothing where none is.
+
+    Args:
+        sides: by side and number of rows, how many such steps there were and the median milliseconds of one.
+    """
+    if not {"stock", "kpolicy"} <= sides.keys():
+        return {}
+    shared = sorted(sides["stock"].keys() & sides["kpolicy"].keys())
+    often = [min(sides[side][rows][0] for side in ("stock", "kpolicy")) for rows in shared]
+    return {
+        side: sum(count * sides[side][rows][1] for rows, count in zip(shared, often, strict=True)) / sum(often)
+        for side in ("stock", "kpolicy") if shared
+    }  # fmt: skip
 
 
 def capture_s(start: Mapping[str, Any]) -> float:

@@ -437,7 +437,10 @@ class Trace:
                 "gap_p50_ms": round(gaps[len(gaps) // 2], 3), "gap_p99_ms": round(gaps[int(0.99 * len(gaps))], 3),
                 "gap_mean_ms": round(sum(gaps) / len(gaps), 3),
             }  # fmt: skip
-        found["launches"], found["slowest"] = launched()
+            # Of a request by itself: from its first token to its last, over the tokens after the first.
+            paces = sorted((each[-1] - each[0]) / (len(each) - 1) * 1e3 for each in times.values() if len(each) > 1)
+            found |= {f"pace_p{q}_ms": round(_at(paces, q), 3) for q in (50, 99)}
+        found |= launched()
         return found | since(before, self._counted())
 
     def _counted(self) -> dict[str, Any]:
@@ -463,11 +466,13 @@ class Trace:
     def _watch_launches(self) -> Any:
         """Have the scheduler's launches timed on the host; what is returned ends that and sums them up.
 
-        By kind and size: how many, mean milliseconds of the host in `run_batch`, and from one launch to the next; and
-        the longest from one to the next, with seconds since the first.
+        By kind and size: how many, mean milliseconds of the host in `run_batch`, and from one launch to the next; the
+        longest from one to the next, with seconds since the first; and of decode steps that another follows, by rows,
+        how many and the median milliseconds from one to the next.
         """
         scheduler, original = self.scheduler, self.scheduler.run_batch
         seen: list[tuple[float, float, str]] = []
+        rows: list[int] = []  # decode rows of each launch, 0 of others
 
         def run_batch(batch: Any, *args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
@@ -475,9 +480,10 @@ class Trace:
             mode = batch.forward_mode.name.lower()
             size = batch.batch_size() if batch.forward_mode.is_decode() else batch.extend_num_tokens or 0
             seen.append((began, time.perf_counter(), f"{mode} {_bin(size)}"))
+            rows.append(size if batch.forward_mode.is_decode() else 0)
             return found
 
-        def ended() -> tuple[dict[str, list[float]], list[tuple[float, float, str]]]:
+        def ended() -> dict[str, Any]:
             scheduler.run_batch = original
             sums: dict[str, list[float]] = {}
             for (began, done, kind), (after, _, _) in itertools.pairwise(seen):
@@ -490,7 +496,19 @@ class Trace:
             slowest = [
                 (round(ms * 1e3, 1), round(s, 3), kind) for ms, s, kind in sorted(steps, reverse=True)[:_SLOWEST]
             ]
-            return {kind: [n, round(a / n, 2), round(b / n, 2)] for kind, (n, a, b) in sorted(sums.items())}, slowest
+            decodes: dict[int, list[float]] = {}
+            for (size, then), ((began, _, _), (after, _, _)) in zip(
+                itertools.pairwise(rows), itertools.pairwise(seen), strict=True
+            ):
+                if size and then:
+                    decodes.setdefault(size, []).append((after - began) * 1e3)
+            return {
+                "launches": {kind: [n, round(a / n, 2), round(b / n, 2)] for kind, (n, a, b) in sorted(sums.items())},
+                "slowest": slowest,
+                "decodes": {
+                    size: [len(each), round(statistics.median(each), 3)] for size, each in sorted(decodes.items())
+                },
+            }
 
         scheduler.run_batch = run_batch
         return ended

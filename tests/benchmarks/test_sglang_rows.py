@@ -60,6 +60,30 @@ def test_only_turns_of_both_sides_are_told(more):
     assert rows(lines) == []
 
 
+def served(side, turn, decodes, gap_ms):
+    return {"kind": "trace", "part": "dsv2-trace", "side": side, "turn": turn, "concurrent": 48, "req_per_s": 1.0,
+            "tok_per_s": 1.0, "gap_p50_ms": gap_ms, "gap_p99_ms": 9.0, "pace_p50_ms": 5.0, "pace_p99_ms": 6.0,
+            "decodes": decodes}  # fmt: skip
+
+
+def test_decode_steps_are_compared_at_equal_rows():
+    """Full batches oftener make the middle gap longer where no step takes longer; at equal rows that is gone."""
+    lines = [about()]
+    for turn in range(2):
+        lines.append(served("stock", turn, {"8": [30, 4.0], "48": [10, 8.0], "3": [9, 1.0]}, 4.0))
+        lines.append(served("kpolicy", turn, {"8": [10, 4.0], "48": [30, 8.0], "4": [9, 99.0]}, 8.0))
+    found = {row["figure"]: row for row in rows(lines)}
+    assert found["gap p50 ms"]["ratio"] == 0.5
+    alike = found["decode step at equal rows ms"]
+    assert (alike["stock"], alike["kpolicy"], alike["ratio"], alike["repeats"]) == (6.0, 6.0, 1.0, 2)
+    assert found["pace p50 ms"]["kpolicy"] == 5.0
+    slower = [*lines[:2], served("kpolicy", 0, {"48": [30, 10.0]}, 8.0)]
+    (row,) = [row for row in rows(slower) if row["figure"] == "decode step at equal rows ms"]
+    assert (row["stock"], row["kpolicy"]) == (8.0, 10.0)
+    none = [*lines[:2], served("kpolicy", 0, {"7": [30, 10.0]}, 8.0)]
+    assert not [row for row in rows(none) if row["figure"] == "decode step at equal rows ms"]
+
+
 def drawn(side, size, turn, ms, preparation=0):
     return {"kind": "drawn", "part": "qwen-drawn", "side": side, "turn": turn, "step": "decode", "size": size,
             "ms": ms, "draw": "alike", "preparation": preparation, "served": "D"}  # fmt: skip
