@@ -1,13 +1,16 @@
 """Whether graphs change results, by rule 1 of docs/design.md, on a checkpoint made for it.
 
 The checkpoint has random weights scaled by their fan-in, so that attention matters. Logits of SGLang, eagerly, in
-graphs and as kpolicy decides, are compared with those of `transformers` in float32 over teacher-forced tokens:
+graphs and as kpolicy decides, are compared with those of `transformers` in float32, teacher-forced on the tokens that
+its `generate` gives:
 
 - at the same padded shape, whether a graph's logits equal eager ones bit by bit (kernels whose number of splits
   depends on being captured differ, and are named by what they serve);
 - across shapes, relative L2 of each row: p99.9 at most twice eager's own;
 - tokens: a mismatch counts where the reference's margin is above twice eager's largest error;
 - attention broken on purpose (rows read each other's KV) must fail the second;
+- so too of decode batches larger than SGLang's own graphs (``wide``), and of decodes beside a prompt (``split``), where
+  kpolicy replays a graph for each in turn and the eager side runs one mixed batch;
 - padding: what a batch leaves empty, in the inputs and behind each layer's attention, has the values that SGLang
   clears it to, after it was written over;
 - what served each step is watched: the eager side must have replayed nothing, and the graph side everything.
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 ROWS, DECODES = 24, 8
+LONG = (300, 700, 1500)
+"""Further prompts, up to the largest graphs."""
+WIDE, WIDE_DECODES, WIDE_PROMPT = 520, 2, 24
+"""Rows of decode batches that only kpolicy has graphs of, their steps, and tokens of their prompts."""
+SPLIT_PROMPT = 200
+"""Tokens of a prompt beside decodes."""
+ALIKE = (64, 128, 256, 512, 1024)
+"""Prompts at whose size eager and graph are held to each other's bits, as far as there are such graphs."""
+ALIKE_DECODES = (16, 512)
 PADDED = (9, 21, 37, 65, 100)
 """Prompts of sizes that no graph has."""
 _OUTPUTS = ("output", "attn_output_buf")
@@ -72,7 +84,7 @@ class Check:
         self.device = given.get("device", "cuda")
         self.reference = self._make(CONFIGS[family], folder)
         defaults = {
-            "load_format": "auto", "mem_fraction_static": 0.2, "max_running_requests": 64, "context_length": 2048,
+            "load_format": "auto", "mem_fraction_static": 0.2, "max_running_requests": 768, "context_length": 2048,
             "chunked_prefill_size": 2048,
         }  # fmt: skip
         self.steps = Steps({**defaults, "model_path": str(folder), **given})
@@ -107,34 +119,46 @@ class Check:
         )  # fmt: skip
         return model.to(self.device).eval()
 
-    def _tokens(self) -> list[list[int]]:
-        generator = self.torch.Generator().manual_seed(3)
+    def _tokens(self, lengths: list[int], decodes: int, seed: int) -> list[list[int]]:
+        """Random prompts of these lengths, each with the tokens that the reference goes on with."""
+        torch = self.torch
+        generator = torch.Generator().manual_seed(seed)
         vocab = self.reference.config.vocab_size
-        lengths = [16 + (37 * i) % 90 for i in range(ROWS)]
-        return [
-            self.torch.randint(10, vocab, (length + DECODES + 1,), generator=generator).tolist() for length in lengths
-        ]
+        prompts = [torch.randint(10, vocab, (length,), generator=generator) for length in lengths]
+        alike: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            alike.setdefault(len(prompt), []).append(i)
+        found: dict[int, list[int]] = {}
+        for places in alike.values():
+            for first in range(0, len(places), 64):
+                some = places[first : first + 64]
+                ids = torch.stack([prompts[i] for i in some]).to(self.device)
+                made = self.reference.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=decodes + 1, do_sample=False
+                )
+                found |= dict(zip(some, made.tolist(), strict=True))
+        return [found[i] for i in range(len(lengths))]
 
-    def _wanted(self, rows: list[list[int]]) -> Any:
-        """The reference's logits ``[rows * (1 + DECODES), vocab]``, in the order of `_got`."""
+    def _wanted(self, rows: list[list[int]], decodes: int) -> Any:
+        """The reference's logits ``[(1 + decodes) * rows, vocab]``, in the order of `_got`."""
         torch = self.torch
         found = []
         for tokens in rows:
             ids = torch.tensor([tokens[:-1]], device=self.device)
-            found.append(self.reference(ids).logits[0, -(DECODES + 1) :].float())
+            found.append(self.reference(ids).logits[0, -(decodes + 1) :].float())
         return torch.stack(found).transpose(0, 1).reshape(-1, found[0].shape[-1])
 
-    def _got(self, rows: list[list[int]], force: bool | None, *, broken: bool = False) -> Any:
-        """SGLang's logits: one prefill batch a request, then decodes of all rows together."""
-        torch, steps = self.torch, self.steps
-        self._force(force)
+    def _prefilled(self, rows: list[list[int]], decodes: int, together: int) -> tuple[Any, Any]:
+        """(the batch of all rows whose prompts are done, logits of the prompts' last tokens)."""
+        steps = self.steps
         steps.clear()
         steps.served = ""
-        found: list[Any] = []
         running: Any = None
         first = []
-        for tokens in rows:
-            batch = steps.extend_batch([steps.request(tokens[: -DECODES - 1])])
+        for place in range(0, len(rows), together):
+            batch = steps.extend_batch(
+                [steps.request(tokens[: -decodes - 1]) for tokens in rows[place : place + together]]
+            )
             first.append(steps.logits(steps.load(batch))[0].next_token_logits.float().clone())
             steps.grow(batch)
             batch.input_ids = None
@@ -142,11 +166,25 @@ class Check:
                 running = batch
             else:
                 running.merge_batch(batch)
-        found.append(torch.cat(first))
-        for step in range(DECODES):
-            running.input_ids = torch.tensor(
-                [tokens[len(tokens) - DECODES - 1 + step] for tokens in rows], dtype=torch.int64, device=self.device
-            )
+        return running, self.torch.cat(first)
+
+    def _nexts(self, rows: list[list[int]], decodes: int, step: int) -> Any:
+        """The tokens that a decode step runs."""
+        return self.torch.tensor(
+            [tokens[len(tokens) - decodes - 1 + step] for tokens in rows], dtype=self.torch.int64, device=self.device
+        )
+
+    def _got(
+        self, rows: list[list[int]], force: bool | None, *, decodes: int = DECODES, together: int = 1,
+        broken: bool = False,
+    ) -> Any:  # fmt: skip
+        """SGLang's logits: a prefill batch for so many requests each, then decodes of all rows together."""
+        torch, steps = self.torch, self.steps
+        self._force(force)
+        running, first = self._prefilled(rows, decodes, together)
+        found = [first]
+        for step in range(decodes):
+            running.input_ids = self._nexts(rows, decodes, step)
             running.prepare_for_decode()
             if broken:
                 running.req_pool_indices = running.req_pool_indices.roll(1)
@@ -156,6 +194,38 @@ class Check:
             steps.grow(running)
         self._force(None)
         return torch.cat(found)
+
+    def _beside(self, rows: list[list[int]], force: bool, *, mixed: bool, broken: bool = False) -> Any:
+        """Logits of a prompt and of a decode step of all other rows beside it: ``[rows, vocab]``, the prompt's first.
+
+        Args:
+            rows: the prompt, then the decodes, each with two tokens that the reference went on with; of a prompt's
+                tokens all but the last are run.
+            force: whether graphs are replayed.
+            mixed: one batch of both; otherwise the decodes first and then the prompt, as kpolicy's scheduler has it.
+            broken: decodes read each other's KV.
+        """
+        steps = self.steps
+        prompt, *others = rows
+        self._force(force)
+        running, _ = self._prefilled(others, 1, 8)
+        steps.served = ""
+        nexts = self._nexts(others, 1, 0)
+        batch = steps.extend_batch([steps.request(prompt[:-1])])
+        if mixed:
+            running.prepare_for_decode()
+            batch.mix_with_running(running)
+            found = steps.logits(steps.load(batch, nexts))[0].next_token_logits.float().clone()
+        else:
+            running.input_ids = nexts
+            running.prepare_for_decode()
+            if broken:
+                running.req_pool_indices = running.req_pool_indices.roll(1)
+            decoded = steps.logits(running)[0].next_token_logits.float().clone()
+            prompted = steps.logits(steps.load(batch))[0].next_token_logits.float().clone()
+            found = self.torch.cat([prompted, decoded])
+        self._force(None)
+        return found
 
     def _force(self, force: bool | None) -> None:
         from kpolicy_sglang.state import state_of
@@ -170,7 +240,7 @@ class Check:
         found = {}
         generator = torch.Generator().manual_seed(5)
         vocab = self.reference.config.vocab_size
-        for size in (64, 128):
+        for size in (each for each in ALIKE if each in steps.runner.prefill_cuda_graph_runner.capture_num_tokens):
             tokens = torch.randint(10, vocab, (size,), generator=generator).tolist()
             got = []
             for force in (False, True):
@@ -179,10 +249,12 @@ class Check:
                 got.append(steps.logits(steps.load(steps.extend_batch([steps.request(tokens)])))[0])
             a, b = (each.next_token_logits.float() for each in got)
             found[f"extend {size}"] = {"bitwise": bool((a == b).all()), "relative": _relative(a, b)}
-        rows = [torch.randint(10, vocab, (40,), generator=generator).tolist() for _ in range(16)]
-        got = [self._got([[*row, *([5] * (DECODES + 1))] for row in rows], force) for force in (False, True)]
-        a, b = (each[len(rows) :] for each in got)
-        found["decode 16"] = {"bitwise": bool((a == b).all()), "relative": _relative(a, b)}
+        for count in (each for each in ALIKE_DECODES if each in steps.runner.decode_cuda_graph_runner.capture_bs):
+            rows = [torch.randint(10, vocab, (40,), generator=generator).tolist() for _ in range(count)]
+            rows = [[*row, *([5] * 3)] for row in rows]
+            got = [self._got(rows, force, decodes=2, together=min(count, 32)) for force in (False, True)]
+            a, b = (each[len(rows) :] for each in got)
+            found[f"decode {count}"] = {"bitwise": bool((a == b).all()), "relative": _relative(a, b)}
         self._force(None)
         return found
 
@@ -234,15 +306,52 @@ class Check:
 
     def check(self) -> dict[str, Any]:
         """All of the rule; `passed` says whether what it asks holds."""
-        rows = self._tokens()
-        wanted = self._wanted(rows)
+        generation = self.reference.generation_config
+        generation.eos_token_id = generation.pad_token_id = None
+        lengths = [*(16 + (37 * i) % 90 for i in range(ROWS)), *LONG]
+        rows = self._tokens(lengths, DECODES, 3)
+        parts = {"": self._judged(
+            self._wanted(rows, DECODES),
+            {
+                "eager": lambda: self._got(rows, False), "graph": lambda: self._got(rows, True),
+                "kpolicy": lambda: self._got(rows, None), "broken": lambda: self._got(rows, True, broken=True),
+            },
+        )}  # fmt: skip
+        many = self._tokens([WIDE_PROMPT + i % 5 for i in range(WIDE)], WIDE_DECODES, 11)
+        how = {"decodes": WIDE_DECODES, "together": 32}
+        parts["wide"] = self._judged(
+            self._wanted(many, WIDE_DECODES),
+            {
+                "eager": lambda: self._got(many, False, **how), "graph": lambda: self._got(many, True, **how),
+                "kpolicy": lambda: self._got(many, None, **how),
+                "broken": lambda: self._got(many, True, broken=True, **how),
+            },
+        ) | {"decodes": WIDE}  # fmt: skip
+        both = self._tokens([SPLIT_PROMPT, *lengths[:ROWS]], 1, 13)
+        # Of the prompt the last token but one is what its last logits are of, as of decodes.
+        parts["split"] = self._judged(
+            self._wanted(both, 1)[len(both) :],
+            {
+                "eager": lambda: self._beside(both, False, mixed=True),
+                "graph": lambda: self._beside(both, True, mixed=False),
+                "broken": lambda: self._beside(both, True, mixed=False, broken=True),
+            },
+        ) | {"prompt": SPLIT_PROMPT, "decodes": ROWS}  # fmt: skip
+        padding, first = self._padding(), parts.pop("")
+        return {
+            **first, "passed": all(each["passed"] for each in (first, *parts.values())) and cleared(padding),
+            **parts, "padding": padding, "same_shape": self._same_shape(),
+        }  # fmt: skip
+
+    def _judged(self, wanted: Any, sides: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+        """The rule for one kind of batch, whose logits the sides give in turn; ``broken`` is there to be noticed."""
         got, served = {}, {}
-        for name, force in (("eager", False), ("graph", True), ("kpolicy", None)):
-            got[name] = self._got(rows, force)
+        for name, of_side in sides.items():
+            got[name] = of_side()
             served[name] = {each: self.steps.served.count(each) for each in "PD-"}
-        broken = self._got(rows, True, broken=True)
-        errors = {name: _row_errors(each, wanted) for name, each in {**got, "broken": broken}.items()}
+        errors = {name: _row_errors(each, wanted) for name, each in got.items()}
         p999 = {name: float(each.quantile(0.999)) for name, each in errors.items()}
+        del got["broken"], served["broken"]
         limit = 2 * float((got["eager"] - wanted).abs().max())
         top = wanted.topk(2, dim=-1)
         sure = (top.values[:, 0] - top.values[:, 1]) > limit
@@ -253,13 +362,13 @@ class Check:
             }
             for name, each in got.items()
         }
-        padding = self._padding()
-        apart = {name: int((got[name] != got["eager"]).any(-1).sum()) for name in ("graph", "kpolicy")}
         return {
-            "served": served, "rows_unlike_eager": apart,
-            "passed": passed(served, p999, missed) and cleared(padding), "padding": padding, "rows": len(wanted),
+            "served": served, "rows_unlike_eager": {
+                name: int((each != got["eager"]).any(-1).sum()) for name, each in got.items() if name != "eager"
+            },
+            "passed": passed(served, p999, missed), "rows": len(wanted),
             "relative_l2_p999": p999, "median": {name: float(each.median()) for name, each in errors.items()},
-            "token_mismatches": missed, "rows_with_a_sure_token": int(sure.sum()), "same_shape": self._same_shape(),
+            "token_mismatches": missed, "rows_with_a_sure_token": int(sure.sum()),
         }  # fmt: skip
 
 
@@ -274,7 +383,7 @@ def passed(served: dict[str, dict[str, int]], p999: dict[str, float], missed: di
     # An eager side that replayed, or a graph side that didn't, would compare a run with itself.
     eager, graph = served["eager"], served["graph"]
     apart = eager["-"] > 0 == eager["P"] + eager["D"] and graph["P"] > 0 == graph["-"] and graph["D"] > 0
-    within = all(p999[name] <= 2 * p999["eager"] for name in ("graph", "kpolicy"))
+    within = all(p999[name] <= 2 * p999["eager"] for name in served)
     tokens = not any(each["where the margin is above the limit"] for each in missed.values())
     return apart and within and tokens and p999["broken"] > 2 * p999["eager"]
 

@@ -67,7 +67,7 @@ STEPS = {
     ],
     "dsv2": [
         *(("decode", size) for size in (1, 32, 256, 512)),
-        *(("extend", size) for size in (64, 256, 512, 1024, 2048)),
+        *(("extend", size) for size in (64, 256, 512, 1024, 2048, 4096)),
         *(("mixed", size) for size in (64, 512, 2048)),
     ],
 }

@@ -323,10 +323,12 @@ def test_counts_of_a_turn():
 
 
 GOOD = {
-    "served": {"eager": {"P": 0, "D": 0, "-": 32}, "graph": {"P": 24, "D": 8, "-": 0}},
+    "served": {
+        "eager": {"P": 0, "D": 0, "-": 32}, "graph": {"P": 24, "D": 8, "-": 0}, "kpolicy": {"P": 24, "D": 8, "-": 0},
+    },
     "p999": {"eager": 0.01, "graph": 0.02, "kpolicy": 0.01, "broken": 1.0},
     "missed": {name: {"all": 7, "where the margin is above the limit": 0} for name in ("eager", "graph", "kpolicy")},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
