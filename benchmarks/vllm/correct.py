@@ -38,15 +38,17 @@ from benchmarks.command import made_folder
 from benchmarks.vllm.rows import say
 from benchmarks.vllm.sides import Side, SideError
 
+VOCAB = 1024
+"""So few that every logit of a row can be given, and looked at"""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {
         "model_type": "qwen2", "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "num_hidden_layers": 6, "vocab_size": 8192, "max_position_embeddings": 4096,
+        "num_key_value_heads": 2, "num_hidden_layers": 6, "vocab_size": VOCAB, "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     },
     "llama": {
         "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "num_hidden_layers": 6, "vocab_size": 8192, "max_position_embeddings": 4096,
+        "num_key_value_heads": 2, "num_hidden_layers": 6, "vocab_size": VOCAB, "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     },
 }  # fmt: skip
@@ -129,7 +131,7 @@ class Reference:
 
 
 def errors_of(found: list[dict[str, float]], reference: Any) -> list[tuple[float, float]]:
-    """For each position (largest difference, relative L2) over the tokens whose logits vLLM gave."""
+    """For each position (largest difference, relative L2) over the tokens whose logits vLLM gave, which is all."""
     rows = []
     for place, exact in zip(found, reference, strict=True):
         pairs = [(value, float(exact[int(token)])) for token, value in place.items()]
@@ -176,7 +178,7 @@ def teacher_forced(
             break
         answer = side.ask(
             120.0, prompts=[prompts[i] + base[i][:start] for i, start in starts.items()],
-            outputs=[len(base[i]) - start for i, start in starts.items()], every=EVERY,
+            outputs=[len(base[i]) - start for i, start in starts.items()], every=EVERY, likeliest=VOCAB,
         )  # fmt: skip
     return differs, logits, sum(len(base[i]) - start for i, start in starts.items())
 
@@ -207,7 +209,8 @@ def variants(name: str, options: argparse.Namespace) -> dict[str, tuple[str, dic
     """Every engine of the check: its side, the arguments of vllm.LLM, and further ones of the child."""
     common: dict[str, Any] = {
         "logprobs_mode": LOGPROBS[RUNNERS[name]], "enable_prefix_caching": False, "cudagraph_metrics": True,
-        "kv_cache_memory_bytes": KV_BYTES, "compilation_config": PINNED, **json.loads(options.llm),
+        "kv_cache_memory_bytes": KV_BYTES, "compilation_config": PINNED, "max_logprobs": VOCAB,
+        **json.loads(options.llm),
     }  # fmt: skip
     compilation = common["compilation_config"]
 
@@ -307,7 +310,7 @@ def check(name: str, sides: dict[str, Side], folder: Path, keep: Any) -> dict[st
             say(f"{name} {label}: {result['started'][label]}")
 
     def generated(label: str) -> dict[str, Any]:
-        return sides[label].ask(120.0, prompts=prompts, outputs=outputs, every=EVERY)
+        return sides[label].ask(120.0, prompts=prompts, outputs=outputs, every=EVERY, likeliest=VOCAB)
 
     stock, none = generated("stock"), generated("none")
     result["again"] = beside(stock, generated("stock"))

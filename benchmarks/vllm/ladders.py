@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kpolicy.settings import Settings
-from kpolicy_vllm.ladder import default_sizes, one_list
+from kpolicy_vllm.ladder import default_sizes, one_list, wide_layers
 
 __all__ = ["PACED", "SIDES", "arguments_of"]
 
@@ -27,7 +28,7 @@ for 1% on the quickest host (`benchmarks.vllm.simulated`)"""
 
 
 def arguments_of(name: str, shim: dict[str, Any], *, max_seqs: int, max_tokens: int, plan: Path | None = None,
-                 paced: Mapping[str, Any] = PACED) -> dict[str, Any]:  # fmt: skip
+                 paced: Mapping[str, Any] = PACED, model: Path | None = None) -> dict[str, Any]:  # fmt: skip
     """Arguments of vllm.LLM that make the side.
 
     Args:
@@ -37,6 +38,8 @@ def arguments_of(name: str, shim: dict[str, Any], *, max_seqs: int, max_tokens: 
         max_tokens: tokens a step may have.
         plan: the plan file of ``planned``.
         paced: settings of the shim for ``paced``.
+        model: folder of the model's ``config.json``, which tells ``wide`` whether the shim takes its layers for wide;
+            thin ones without it.
 
     Raises:
         ValueError: no such side, or ``planned`` without a plan.
@@ -46,7 +49,10 @@ def arguments_of(name: str, shim: dict[str, Any], *, max_seqs: int, max_tokens: 
     if name == "kpolicy":
         return shim
     if name == "wide":
-        sizes = one_list(default_sizes(Settings(max_num_reqs=max_seqs, max_num_tokens=max_tokens)))
+        config = model / "config.json" if model is not None else None
+        told = json.loads(config.read_text()) if config is not None and config.is_file() else {}
+        settings = Settings(max_num_reqs=max_seqs, max_num_tokens=max_tokens)
+        sizes = one_list(default_sizes(settings, wide=wide_layers(SimpleNamespace(**told))))
         return {"compilation_config": {"cudagraph_capture_sizes": sizes}}
     if name == "planned" and plan is not None:
         planned: dict[str, Any] = json.loads(json.dumps(shim))

@@ -43,8 +43,9 @@ class Starts(Measurement):
     def _side(self, name: str, more: dict[str, Any]) -> Side:
         options = self._options
         own = arguments_of(
-            name, json.loads(options.kpolicy), max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS, plan=options.plan
-        )
+            name, json.loads(options.kpolicy), max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS, plan=options.plan,
+            model=options.model,
+        )  # fmt: skip
         llm = json.dumps(json.loads(options.llm) | own | more)
         arguments = ["--llm", llm, "--max-seqs", str(MAX_SEQS), "--max-tokens", str(MAX_TOKENS), *options.child]
         return Side(name, options.model, arguments, self._log, module=options.module)

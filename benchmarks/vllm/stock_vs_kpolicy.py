@@ -36,8 +36,9 @@ from kpolicy.errors import ConfigError
 
 NAMES = ("qwen05b", "llama8b", "dsv2lite")
 START_S, RUN_S, LAST_S = 170.0, 60.0, 6.0
-"""Most seconds for a start and for one run of a load; for a side's turn, what must be left of the budget"""
+"""Most seconds for a start and for one run of a load; for a side's turn, what must be left of the budget at least"""
 WARM_SCALE = 0.1
+"""Share of a load's requests that each side serves before any turn counts, unless ``--warm-scale`` says otherwise"""
 PROFILE_S, PROFILE_SCALE = 7.0, 0.5
 """Seconds that are left for one side's profile of a load, and the share of the load's requests in it"""
 UTIL = 0.2
@@ -65,6 +66,8 @@ class Run(Measurement):
         """Sides that were lost"""
         self._cut: list[str] = []
         """Models whose loads the budget cut"""
+        self._turn_s: dict[str, float] = {}
+        """The longest that a side's turn of each load took so far"""
 
     def ahead(self, model: str) -> None:
         """Have all sides of a model import what they need, while others start."""
@@ -76,7 +79,7 @@ class Run(Measurement):
         options = self._options
         own = arguments_of(
             name, json.loads(options.kpolicy), max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS, plan=options.plan,
-            paced=json.loads(options.paced),
+            paced=json.loads(options.paced), model=options.models / model,
         )  # fmt: skip
         llm = {"kv_cache_memory_bytes": KV_BYTES[model], **json.loads(options.llm), **own}
         sizes = ["--max-seqs", str(MAX_SEQS), "--max-tokens", str(MAX_TOKENS), "--util", str(UTIL)]
@@ -164,11 +167,12 @@ class Run(Measurement):
                 self._core = OneCore(sorted(os.sched_getaffinity(0)))
                 say(f"{model}: {self._core.told}")
             for load in dict.fromkeys(load for _, load in wanted):
-                warm = make_load(load, model, options.traces, scale=WARM_SCALE * options.scale)
+                warm = make_load(load, model, options.traces, scale=options.warm_scale * options.scale)
                 for name in self._of(load, sides):
                     self._served(model, sides, name, warm, f"{load} warm")
             for repeat, load in wanted:
-                if self.left_s() < LAST_S * len(self._of(load, sides)) + self._profiles_s(sides):
+                turn_s = max(LAST_S, self._turn_s.get(load, 0.0))
+                if self.left_s() < turn_s * len(self._of(load, sides)) + self._profiles_s(sides):
                     say(f"{model}: the budget is spent")
                     self._cut.append(model)
                     break
@@ -184,6 +188,7 @@ class Run(Measurement):
         for name in rotated(self._of(load.name, sides), repeat):
             row = self._served(model, sides, name, load, f"{load.name} {repeat}")
             if row is not None:
+                self._turn_s[load.name] = max(self._turn_s.get(load.name, 0.0), row["wall_s"])
                 self.rows.keep(
                     model=model,
                     load=load.name,
@@ -259,7 +264,7 @@ class Run(Measurement):
                 "date": options.date, "device": first.get("gpu"), "options": {
                     "llm": json.loads(options.llm), "kpolicy": json.loads(options.kpolicy), "child": options.child,
                     "paced": json.loads(options.paced), "one_core": options.one_core,
-                    "repeats": options.repeats, "scale": options.scale,
+                    "repeats": options.repeats, "scale": options.scale, "warm_scale": options.warm_scale,
                 },
                 "versions": {name: first.get(name) for name in ("vllm", "torch")},
                 "levels": {row["of"]: [row["level"], row["mode"], row["runner"]] for row in starts},
@@ -329,6 +334,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plan", type=input_file, help="plan file of the side planned")
     parser.add_argument("--paced", default=json.dumps(PACED), help="JSON with the shim's settings for the side paced")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each load's requests, for a quick look")
+    parser.add_argument(
+        "--warm-scale", type=float, default=WARM_SCALE, help="share of each load that is served before it counts"
+    )
     parser.add_argument("--budget", type=float, default=420.0, help="seconds for all")
     parser.add_argument("--llm", default="{}", help="JSON with further arguments of vllm.LLM, for both sides")
     parser.add_argument(

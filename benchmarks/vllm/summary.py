@@ -13,7 +13,8 @@ __all__ = ["compared", "lines", "summarise"]
 
 BETTER_HIGH = ("requests_per_s", "tokens_per_s", "kv_tokens")
 BETTER_LOW = (
-    "ttft_p50_ms", "ttft_p99_ms", "added_ms", "ttft_after_p50_ms", "gap_p50_ms", "gap_p99_ms", "step_p50_ms",
+    "ttft_p50_ms", "ttft_p99_ms", "ttft_geo_ms", "added_ms", "ttft_after_p50_ms", "gap_p50_ms", "gap_p99_ms",
+    "gap_slow_ms", "step_p50_ms",
     "start_s", "capture_s", "graph_mib", "host_us",
 )  # fmt: skip
 

@@ -40,6 +40,19 @@ def test_more_is_better_for_rates_and_less_for_times() -> None:
     assert found["gap_p99_ms"]["repeats"] == 3
 
 
+def test_steadier_figures_are_of_all_requests_and_slow_gaps() -> None:
+    """The ratio of two geometric means is the mean ratio of requests, and slow gaps count by how long they are."""
+    stock, ours = [0.010, 0.040, 0.020], [0.005, 0.040, 0.020]
+    gaps = [0.001] * 97 + [0.010, 0.020, 0.030]
+    a, b = child.steadier(stock, gaps), child.steadier(ours, [])
+    assert a["ttft_geo_ms"] / b["ttft_geo_ms"] == pytest.approx(2 ** (1 / 3), rel=1e-4)
+    assert a["gap_slow_ms"] == 25.0
+    assert "gap_slow_ms" not in b
+    assert child.steadier(stock, [0.5, 0.25])["gap_slow_ms"] == 500.0
+    rows = [row("stock", 0, ttft_geo_ms=2.0, gap_slow_ms=6.0), row("kpolicy", 0, ttft_geo_ms=1.0, gap_slow_ms=2.0)]
+    assert {each["figure"]: each["ratio"] for each in summarise(rows)} == {"ttft_geo_ms": 2.0, "gap_slow_ms": 3.0}
+
+
 def test_pairs_are_of_one_repeat() -> None:
     rows = [
         row("stock", 0, requests_per_s=1.0),

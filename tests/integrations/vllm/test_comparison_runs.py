@@ -154,6 +154,33 @@ def test_a_load_may_have_more_turns_than_others(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_turn_is_begun_where_the_longest_before_it_fits_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stand-in's turns take no time and say that they took one and two seconds."""
+    monkeypatch.setattr(stock_vs_kpolicy, "LAST_S", 0.0)
+    left = iter([900.0] * 40)
+    monkeypatch.setattr(stock_vs_kpolicy.Run, "left_s", lambda self: 3.9 if self._turn_s else next(left))
+    rows = served(tmp_path, "--repeats", "2", "--loads", "decode-4")
+    assert [row["repeat"] for row in rows if "wall_s" in row] == [0, 0]
+    assert "the budget is spent" in capsys.readouterr().out
+
+
+def test_what_is_served_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of each load, or the share that is asked for."""
+    served_: list[float] = []
+    inner = stock_vs_kpolicy.make_load
+
+    def noted(name: str, model: str, traces: Path, *, scale: float = 1.0) -> Any:
+        served_.append(scale)
+        return inner(name, model, traces, scale=scale)
+
+    monkeypatch.setattr(stock_vs_kpolicy, "make_load", noted)
+    served(tmp_path / "tenth", "--repeats", "1", "--loads", "decode-4")
+    served(tmp_path / "half", "--repeats", "1", "--loads", "decode-4", "--warm-scale", "0.5")
+    assert served_ == pytest.approx([0.1, 0.01, 0.1, 0.05])  # of the tenth that these tests take of any load
+
+
 two_cores = pytest.mark.skipif(
     len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2, reason="needs two cores, and a system that gives them"
 )

@@ -11,7 +11,7 @@ from benchmarks.vllm import simulated
 from benchmarks.vllm.ladders import PACED, arguments_of
 from kpolicy.schemas import read_profile
 from kpolicy_vllm.config import Config
-from kpolicy_vllm.ladder import sizes_of
+from kpolicy_vllm.ladder import default_sizes, one_list, sizes_of
 
 TRACES = Path(__file__).parents[4] / "shared" / "traces"
 PROFILE = simulated.RESULTS / "h200" / "vllm_costs_qwen05b.json"
@@ -39,3 +39,17 @@ def test_the_sides_are_those_of_the_shim() -> None:
         assert config.paces is (sides[side].pace is not None)
     assert shim == {"additional_config": {"kpolicy": {"policy": "auto"}}}
     assert PACED["objective"] == "1:1"
+
+
+def test_wide_has_the_shim_s_sizes_of_that_model(tmp_path: Path) -> None:
+    """Layers that a device bounds have more sizes, which stock must be given too."""
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 4096, "intermediate_size": 14336}))
+    sizes = {
+        model: arguments_of("wide", {}, max_seqs=1024, max_tokens=8192, model=model)["compilation_config"][
+            "cudagraph_capture_sizes"
+        ]
+        for model in (None, tmp_path, tmp_path / "none")
+    }
+    assert sizes[None] == sizes[tmp_path / "none"] == one_list(default_sizes(simulated.LIMITS))
+    assert sizes[tmp_path] == one_list(default_sizes(simulated.LIMITS, wide=True))
+    assert len(sizes[tmp_path]) > len(sizes[None])
