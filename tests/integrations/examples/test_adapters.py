@@ -1,6 +1,8 @@
 """The adapters of mini-sglang and nano-vllm over pretended engines with the classes that those publish."""
 
+import ast
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,6 +13,7 @@ from kpolicy import CostTable
 from kpolicy.costs import Curve, HostCost
 from kpolicy.errors import UnknownNameError
 from kpolicy.schemas import Profile, write_profile
+from tests.integrations.examples.recorded import ATTRIBUTES, BY_NAME, IMPORTED, READ_AT, SIGNATURES
 
 EXAMPLES = Path(__file__).parents[3] / "integrations" / "examples"
 
@@ -59,6 +62,9 @@ class ModelRunner:
         return "logits"
 
 
+PRETENDED = {"mini_sglang": GraphRunner, "nano_vllm": ModelRunner}
+
+
 class Ids(list):
     """Token ids as far as they are looked at: how many."""
 
@@ -83,12 +89,9 @@ def adapter(monkeypatch):
     torch = ModuleType("torch")
     torch.cuda = SimpleNamespace(mem_get_info=lambda *_: (1 << 30, 1 << 31))
     monkeypatch.setitem(sys.modules, "torch", torch)
-    for name, holds in (
-        ("minisgl", {}), ("minisgl.engine", {}), ("minisgl.engine.engine", {"GraphRunner": GraphRunner}),
-        ("minisgl.engine.graph", {"GraphRunner": GraphRunner}), ("nanovllm", {}), ("nanovllm.engine", {}),
-        ("nanovllm.engine.llm_engine", {"ModelRunner": ModelRunner}),
-        ("nanovllm.engine.model_runner", {"ModelRunner": ModelRunner}),
-    ):  # fmt: skip
+    published = {path: {own: PRETENDED[name]} for name, of in IMPORTED.items() for path, own in of.items()}
+    packages = {path: {} for name in published for path in (name.split(".")[0], name.rpartition(".")[0])}
+    for name, holds in {**packages, **published}.items():
         module = ModuleType(name)
         module.__dict__.update(holds)
         monkeypatch.setitem(sys.modules, name, module)
@@ -305,3 +308,51 @@ def test_a_profile_is_named_as_elsewhere(adapter, name):
     assert module.costs_from("qwen2.5-0.5b-h200").measured
     with pytest.raises(UnknownNameError, match="unknown profile"):
         module.costs_from("qwen9")
+
+
+def parameters(function):
+    return ", ".join(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("name", PRETENDED)
+def test_pretended_classes_are_as_published(name):
+    """Their methods take what the published ones do, which were read at a commit that is named."""
+    for path, signature in SIGNATURES[name].items():
+        of, _, method = path.partition(".")
+        assert of == PRETENDED[name].__name__
+        assert parameters(getattr(PRETENDED[name], method)) == signature, path
+    own = {method for method, each in vars(PRETENDED[name]).items() if inspect.isfunction(each)}
+    assert own == {path.partition(".")[2] for path in SIGNATURES[name]}
+    assert all(len(commit) == 40 for files in READ_AT.values() for commit in files.values())
+
+
+@pytest.mark.parametrize("name", PRETENDED)
+def test_adapters_take_what_the_engine_gives(adapter, name):
+    """Methods that are overridden keep their parameters; the runner that is called by name takes each name."""
+    module = adapter(name)
+    ours = getattr(module, f"KPolicy{PRETENDED[name].__name__}")
+    overridden = [path for path in SIGNATURES[name] if path.partition(".")[2] in vars(ours)]
+    assert overridden
+    for path in overridden:
+        method = getattr(ours, path.partition(".")[2])
+        if path in BY_NAME:
+            inspect.signature(method).bind(None, **dict.fromkeys(SIGNATURES[name][path].split(", ")[1:]))
+        else:
+            assert parameters(method) == SIGNATURES[name][path]
+
+
+@pytest.mark.parametrize("name", PRETENDED)
+def test_adapters_rely_on_no_more_than_is_recorded(name):
+    """Each attribute that an adapter asks of the engine's objects is one that the published classes have."""
+    tree = ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"))
+    methods = {path.partition(".")[2] for path in SIGNATURES[name]}
+    known = {"self": {"kpolicy", *methods, *ATTRIBUTES[name]["self"]}}
+    known.update({of: set(names) for of, names in ATTRIBUTES[name].items() if of != "self"})
+    asked = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    found = set()
+    for node in asked:
+        of = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", None)
+        if of in known:
+            assert node.attr in known[of], f"{of}.{node.attr}"
+            found.add(of)
+    assert found == known.keys()
