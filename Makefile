@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: run test lint bench oracle extras signatures kunlun clean
+.PHONY: run test lint bench oracle extras signatures kunlun sglang-cpu sglang-cpu-0.5.16 sglang-cpu-0.5.23 clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kpolicy run $(ARGS)
@@ -66,6 +66,25 @@ kunlun: $(VENV)/test.stamp
 	    $(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --dest $(SIGNATURES) vllm-kunlun==0.11.1
 	KPOLICY_ORACLE=$(CURDIR)/$(ORACLE) KPOLICY_VLLM_KUNLUN_WHEEL=$(CURDIR)/$(KUNLUN_WHEEL) \
 	    $(BIN)/python -m pytest tests/integrations/vllm/test_kunlun_dispatch.py -m "oracle or not oracle" $(ARGS)
+
+# The whole SGLang of both versions where no GPU is, each with what it imports there in an environment of its own (2.7 GB
+# each; Python 3.11 or later). 0.5.16 also serves requests through its real scheduler. A quarter of an hour.
+SGLANG_CPU := .cache/sglang-cpu
+SGLANG_NEEDS := tests/integrations/sglang/cpu
+sglang-cpu: sglang-cpu-0.5.16 sglang-cpu-0.5.23
+sglang-cpu-0.5.16: export KPOLICY_SGLANG_CPU := 1
+sglang-cpu-0.5.16 sglang-cpu-0.5.23: sglang-cpu-%: $(SGLANG_CPU)/%/test.stamp
+	PYTHONPATH=$(CURDIR)/$(SGLANG_NEEDS) \
+	    $(SGLANG_CPU)/$*/bin/python -m pytest -rs tests/integrations/sglang/test_real_package.py $(ARGS)
+
+$(SGLANG_CPU)/%/test.stamp: $(SGLANG_NEEDS)/%.txt $(SGLANG_NEEDS)/imports.txt $(SGLANG_NEEDS)/pins.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt pip
+	$(@D)/bin/python -m pip install --quiet --requirement $<
+	$(@D)/bin/python -m pip install --quiet --no-deps sglang==$*
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable . \
+	    --editable integrations/kpolicy_sglang
+	touch $@
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

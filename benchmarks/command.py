@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 __all__ = [
     "command_line",
+    "commit_of",
     "input_file",
     "input_folder",
     "input_path",
@@ -117,6 +119,27 @@ def _told(argument: str) -> str:
     if path.is_absolute():
         value = "/".join(path.parts[-2:]) if path.name == "config.json" and len(path.parts) > 2 else path.name
     return f"{option}{equals}{value}"
+
+
+def commit_of(tree: Path | None = None) -> str:
+    """The commit whose code runs: ``KPOLICY_COMMIT``, or git's; empty where neither tells.
+
+    Args:
+        tree: another tree, which git alone tells of; this one where None.
+
+    Returns:
+        Seven digits of git's, with a ``+`` where a Python file isn't as it was committed.
+    """
+    given = os.environ.get("KPOLICY_COMMIT", "") if tree is None else ""
+    if given:
+        return given
+    at = ["git", "-C", str(Path(__file__).parent if tree is None else tree)]
+    try:
+        found = subprocess.run([*at, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True)
+        differs = subprocess.run([*at, "diff", "--quiet", "HEAD", "--", ":/*.py"], capture_output=True, check=False)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout.strip() + ("+" if differs.returncode else "")
 
 
 def traces_and_date(description: str | None) -> argparse.Namespace:

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 
 import kpolicy
+from benchmarks.command import commit_of
 from benchmarks.sglang.host_cycles import CYCLES, cycle, wrapped
 from kpolicy.settings import Objective
 from kpolicy_sglang import dispatch, hooks, padding
@@ -390,6 +391,12 @@ def _command(given: argparse.Namespace) -> str:
     )
 
 
+def _made(given: argparse.Namespace) -> dict[str, str]:
+    """How a result is made: the day, the commits that run, the command."""
+    before = {"before": commit_of(given.before)} if given.before else {}
+    return {"date": given.date, "commit": commit_of(), **before, "command": _command(given)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--date", help="written into the result")
@@ -403,6 +410,7 @@ def main() -> int:
         return 0
     if given.date is None:
         parser.error("--date says when this was measured: give YYYY-MM-DD")
+    made = _made(given)
     trees = [Path.cwd(), *([given.before] if given.before else [])]
     found: list[list[list[dict[str, Any]]]] = [[] for _ in trees]
     for turn in range(ROUNDS):
@@ -418,13 +426,13 @@ def main() -> int:
         print(*written[-1].values(), sep="\t", flush=True)
     if given.cold:
         result = json.loads(RESULT.read_text(encoding="utf-8"))
-        result["cold"] = {"date": given.date, "command": _command(given), "bytes_between": COLD_BYTES, "rows": written}
+        result["cold"] = {**made, "bytes_between": COLD_BYTES, "rows": written}
         RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         return 0
     if given.add:
         result = json.loads(RESULT.read_text(encoding="utf-8"))
         kept = [row for row in result["rows"] if not row["step"].startswith(given.add)]
-        result["rows"] = [*kept, *({**row, "date": given.date} for row in written)]
+        result["rows"] = [*kept, *({**row, "date": made["date"], "commit": made["commit"]} for row in written)]
         RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         return 0
     listed = [_rounded(each) for each in steps(ours)]
@@ -436,8 +444,7 @@ def main() -> int:
     result = {
         "what": "host time of a step's decision: SGLang's own rule, alone and under kpolicy's hooks, on one CPU; "
         "the scheduler's rows have an empty function for a rule; steps are both together",
-        "date": given.date,
-        "command": _command(given),
+        **made,
         "versions": {"kpolicy": kpolicy.__version__, "python": platform.python_version(), "torch": torch.__version__},
         "cpu": platform.processor() or platform.machine(), "rows": written,
         "steps": listed,

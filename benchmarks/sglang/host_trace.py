@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import traces_and_date
+from benchmarks.command import commit_of, traces_and_date
 from benchmarks.sglang.host_cost import (
     RESULT,
     decode_batch,
@@ -333,7 +333,7 @@ def _at(values: Sequence[float], share: float) -> float:
 
 
 def main() -> int:
-    given = traces_and_date(__doc__)
+    given, commit = traces_and_date(__doc__), commit_of()
     rows = []
     for load, (name, at_once) in LOADS.items():
         requests = read_trace(given.traces / name).requests[:REQUESTS]
@@ -353,7 +353,8 @@ def main() -> int:
     result["served"] = {
         "what": "host time a step over a whole served trace: kpolicy's hooks, and SGLang's own rule over the same "
         "steps, the least of each step's times",
-        "date": given.date, "command": "KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_sglang python -m "
+        "date": given.date, "commit": commit,
+        "command": "KPOLICY_ORACLE=FOLDER PYTHONPATH=integrations/kpolicy_sglang python -m "
         f"benchmarks.sglang.host_trace --traces FOLDER --date {given.date}",
         "passes": PASSES, "rows": rows,
     }  # fmt: skip

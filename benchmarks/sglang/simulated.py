@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 
 import kpolicy
-from benchmarks.command import traces_and_date
+from benchmarks.command import commit_of, traces_and_date
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.ladders import CaptureSizes, default_sizes
 from kpolicy.policies import get_policy
@@ -92,7 +92,7 @@ def compare(path: Path, name: str, costs: CostTable, server: Server) -> list[dic
 
 
 def main() -> int:
-    given = traces_and_date(__doc__)
+    given, commit = traces_and_date(__doc__), commit_of()
     measured = read_profile(RESULTS / "h200" / "profile_qwen05b.json").costs
     server = Server(settings=Settings(max_num_reqs=MOST_REQS, max_num_tokens=MOST_TOKENS), warm=True)
     rows = []
@@ -101,7 +101,8 @@ def main() -> int:
             rows += compare(path, name, costs, server)
     written = {
         "what": "auto against the replica of SGLang 0.5.23 in simulated time; ratios above 1 favour auto",
-        "date": given.date, "command": "PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.simulated "
+        "date": given.date, "commit": commit,
+        "command": "PYTHONPATH=integrations/kpolicy_sglang python -m benchmarks.sglang.simulated "
         f"--traces FOLDER --date {given.date}",
         "versions": {"kpolicy": kpolicy.__version__, "python": platform.python_version()}, "rows": rows,
     }  # fmt: skip

@@ -58,10 +58,12 @@ class KPolicyGraphRunner(GraphRunner):
         return self.kpolicy.select(batch.size).mode is not Mode.EAGER
 
     def pad_batch(self, batch: Any) -> None:
-        """Pad to the next size where the batch replays, and count the decision."""
+        """Pad to the next size where the batch replays, and count the decision: of prompts too, which run eagerly."""
         super().pad_batch(batch)
-        if batch.is_decode and self.graph_bs_list:
+        if self.graph_bs_list and batch.is_decode:
             self.kpolicy.decide(BatchShape.decode(batch.size))
+        elif self.graph_bs_list:
+            self.kpolicy.decide(BatchShape(prefills=[(req.extend_len, req.cached_len) for req in batch.reqs]))
 
     def replay(self, batch: Any) -> Any:
         """Replay, and count it at the graph."""
@@ -73,7 +75,8 @@ class KPolicyGraphRunner(GraphRunner):
 def engine_over(sizes: list[int], costs: CostTable | None) -> Engine:
     """An Engine that decides over decode graphs of these sizes, and runs nothing itself."""
     settings = Settings(max_num_reqs=sizes[-1], max_num_tokens=sizes[-1])
-    policy = "auto" if costs else "sglang"  # costs of another model and device would have steps eager that aren't
+    # Costs of another model and device would have steps eager that aren't.
+    policy = "auto" if costs else "sglang:prefill=disabled"
     engine = Engine(policy, attention="gqa", ladder=CaptureSizes(decode=tuple(sizes)), settings=settings, costs=costs)
     engine.registry.plan(engine.policy.plan(engine.sizes, engine.support.claims, settings))
     return engine

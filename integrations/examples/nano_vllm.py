@@ -46,10 +46,11 @@ class KPolicyModelRunner(ModelRunner):
             self.kpolicy.registry.capture(key, bytes=share, seconds=seconds / len(sizes))
 
     def run_model(self, input_ids: Any, positions: Any, is_prefill: bool) -> Any:
-        """Run one batch: prefill eagerly, as nano-vllm does; decode as kpolicy decides."""
-        if is_prefill or self.kpolicy is None:
+        """Run one batch as kpolicy decides: prefill eagerly, as nano-vllm does, which has no graphs of it."""
+        if self.kpolicy is None:  # nothing is captured, or not yet
             return super().run_model(input_ids, positions, is_prefill)
-        decision = self.kpolicy.decide(BatchShape.decode(input_ids.size(0)))
+        size = input_ids.size(0)  # of prompts nano-vllm tells no more here: they are counted as one
+        decision = self.kpolicy.decide(BatchShape(prefills=[(size, 0)]) if is_prefill else BatchShape.decode(size))
         for key in decision.keys:
             self.kpolicy.registry.hit(key)
         asked = self.enforce_eager
@@ -64,7 +65,8 @@ def engine_over(sizes: list[int], most: int, costs: CostTable | None) -> Engine:
     """An Engine that decides over decode graphs of these sizes, and runs nothing itself."""
     settings = Settings(max_num_reqs=most, max_num_tokens=most)
     ladder = CaptureSizes(decode=tuple(sizes))
-    policy = "auto" if costs else "sglang"  # costs of another model and device would have steps eager that aren't
+    # Costs of another model and device would have steps eager that aren't.
+    policy = "auto" if costs else "sglang:prefill=disabled"
     engine = Engine(policy, attention="gqa", ladder=ladder, settings=settings, costs=costs)
     engine.registry.plan(engine.policy.plan(ladder, engine.support.claims, settings))
     return engine

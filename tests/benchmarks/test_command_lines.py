@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -13,7 +15,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.command import input_file, input_folder, input_path, made_file, made_folder, output_file, profile
+from benchmarks.command import (
+    commit_of,
+    input_file,
+    input_folder,
+    input_path,
+    made_file,
+    made_folder,
+    output_file,
+    profile,
+)
 
 ROOT = Path(__file__).parents[2]
 MADE_OR_MISSED = {"--results", "--done", "--work", "folders", "profiles"}
@@ -121,3 +132,29 @@ def test_every_benchmark_looks_at_its_files_first() -> None:
                 if any(isinstance(each, ast.Name) and each.id == "Path" for each in types):
                     found.add((path.relative_to(ROOT).as_posix(), ast.literal_eval(call.args[0])))
     assert {name for _, name in found} <= MADE_OR_MISSED, found
+
+
+def git(tree: Path, *words: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "-C", str(tree), *who, *words], check=True, capture_output=True)
+
+
+def test_a_result_names_the_commit_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the environment says of this tree; of another git's, with a mark where its Python files were changed."""
+    monkeypatch.setenv("KPOLICY_COMMIT", "abc1234")
+    assert commit_of() == "abc1234"
+    assert commit_of(tmp_path) == ""
+    git(tmp_path, "init", "--quiet")
+    assert commit_of(tmp_path) == ""
+    for name in ("code.py", "result.json"):
+        (tmp_path / name).write_text("1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "all")
+    clean = commit_of(tmp_path)
+    assert re.fullmatch("[0-9a-f]{7}", clean)
+    (tmp_path / "result.json").write_text("2\n")
+    assert commit_of(tmp_path) == clean
+    (tmp_path / "code.py").write_text("2\n")
+    assert commit_of(tmp_path) == f"{clean}+"
+    monkeypatch.setenv("PATH", "")
+    assert commit_of(tmp_path) == ""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-from benchmarks.sglang import host_cost
+from benchmarks.sglang import host_cost, host_trace
 from tests.oracle.sglang_real import MARKS
 
 ROOT = Path(__file__).parents[2]
@@ -215,3 +215,32 @@ def test_the_page_has_what_cold_caches_cost(label):
     assert cells(label) == [
         "; ".join(f"{max(rows[each][name], 0):.1f}" for each in COLD[label]) for name in ("before_us", "added_us")
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "at"), [([], lambda found: found), (["--cold"], lambda found: found["cold"]),
+                      (["--add", "prefill"], lambda found: found["rows"][-1])],
+)  # fmt: skip
+def test_what_is_written_names_the_commit(given, at, tmp_path, monkeypatch):
+    """The whole result, single calls beside it, and rows that are put into it."""
+    steps = (host_cost.DECODES, host_cost.PROMPTS)
+    rows = [host_cost._row(version, step, 1.0, 2.0) for version in ("0.5.23", "0.5.16") for step in steps]
+    monkeypatch.setattr(host_cost, "_of", lambda *_, **__: rows)
+    monkeypatch.setattr(host_cost, "RESULT", tmp_path / "result.json")
+    (tmp_path / "result.json").write_text('{"rows": []}')
+    monkeypatch.setenv("KPOLICY_COMMIT", "abc1234")
+    monkeypatch.setattr(sys, "argv", ["host_cost", "--date", "2026-11-28", *given])
+    assert host_cost.main() == 0
+    written = at(json.loads((tmp_path / "result.json").read_text()))
+    assert (written["date"], written["commit"]) == ("2026-11-28", "abc1234")
+
+
+def test_a_served_trace_names_the_commit(tmp_path, monkeypatch):
+    """Beside what is there."""
+    monkeypatch.setattr(host_trace, "LOADS", {})
+    monkeypatch.setattr(host_trace, "RESULT", tmp_path / "result.json")
+    (tmp_path / "result.json").write_text('{"rows": []}')
+    monkeypatch.setenv("KPOLICY_COMMIT", "abc1234")
+    monkeypatch.setattr(sys, "argv", ["host_trace", "--traces", str(tmp_path), "--date", "2026-11-28"])
+    assert host_trace.main() == 0
+    assert json.loads((tmp_path / "result.json").read_text())["served"]["commit"] == "abc1234"

@@ -28,6 +28,18 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert engine.registry.record(captured[0]).hits == 1
 
 
+def test_the_class_that_the_page_shows_is_the_adapters() -> None:
+    """Line by line, but for its constructor."""
+    adapter = (Path(__file__).parents[2] / "integrations" / "examples" / "mini_sglang.py").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
+    head, _, methods = shown.partition("\n")
+    assert f"\n{head}\n" in adapter
+    assert (
+        adapter.partition("\n    def can_use")[2].partition("\n\n\n")[0]
+        == methods.removeprefix("    def can_use").rstrip()
+    )
+
+
 def test_the_facts_that_the_page_names_are_taken() -> None:
     """As it writes them, by a batch of decodes beside a prompt."""
     named = re.findall(r"`facts=(\{[^`]*\})`", PAGE)

@@ -16,8 +16,8 @@ from typing import Any
 
 from kpolicy.reasons import Reason
 from kpolicy_sglang.bound import bind, names_of, wrapped_by
-from kpolicy_sglang.phase import EAGER, REPLAYS, Phase
-from kpolicy_sglang.refused import why_refused
+from kpolicy_sglang.phase import EAGER, PREFILL, REPLAYS, Phase
+from kpolicy_sglang.refused import has_idle_rank, why_refused
 from kpolicy_sglang.rules import known_rule
 
 __all__ = [
@@ -374,7 +374,10 @@ def _why(phase: Phase, runner: Any, batch: Any, again: Callable[[], None] | None
     try:
         if again is not None:
             again()
-        return why_refused(phase.name, runner, batch, phase.refusal)
+        reason = why_refused(phase.name, runner, batch, phase.refusal)
+        if reason is Reason.RANK_NEEDS_EAGER and phase.name == PREFILL and has_idle_rank(batch):
+            phase.idle_rank = True
+        return reason
     # The answer is SGLang's already; only its reason is looked for.
     except Exception as error:  # noqa: BLE001
         phase.failures.note("looking for SGLang's reason", error, then="the step counts as backend_refused")

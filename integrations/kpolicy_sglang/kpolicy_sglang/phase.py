@@ -77,6 +77,8 @@ class Phase:
         """Whether ranks take each step together, so that they vote."""
         self.agreed = False
         """Whether ranks have voted on the batch in hand, so that nothing of it may be decided again."""
+        self.idle_rank = False
+        """Whether prompts ran eagerly because a rank had nothing to run beside them, which `State.tick` says once."""
         self.refusal: tuple[Callable[..., Any], Mapping[str, Any]] | Reason | None = None
         """Of the batch in hand what 0.5.23 said no to, its question and what was asked, or else why a no may follow."""
         self.rule = f"{RULE}:prefill=full" if full and name == PREFILL else RULE
@@ -282,6 +284,7 @@ class Phase:
         self.steps[:] = [0] * len(self.steps)
         self.refused.clear()
         self.voted.clear()
+        self.idle_rank = False
 
     def ran(self, size: int, batch: Any) -> None:
         """Count a step that runs as decided."""

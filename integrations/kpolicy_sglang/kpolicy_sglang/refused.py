@@ -11,7 +11,7 @@ from typing import Any
 from kpolicy.reasons import Reason
 from kpolicy_sglang.phase import DECODE
 
-__all__ = ["why_refused"]
+__all__ = ["has_idle_rank", "why_refused"]
 
 
 Refusal = tuple[Callable[..., Any], Mapping[str, Any]]
@@ -105,11 +105,16 @@ def _prefill(runner: Any, batch: Any) -> Reason | None:
 
 def _voted_no(batch: Any) -> Reason | None:
     """Whether ranks agreed on eager, or one of them has nothing to run."""
-    counts = batch.global_num_tokens_cpu
-    if counts is None:
+    if batch.global_num_tokens_cpu is None:
         return None
     no = not _voted(batch, "can_run_dp_prefill_cuda_graph", "can_run_dp_breakable_cuda_graph")
-    return Reason.RANK_NEEDS_EAGER if no or (len(counts) > 1 and 0 in counts) else None
+    return Reason.RANK_NEEDS_EAGER if no or has_idle_rank(batch) else None
+
+
+def has_idle_rank(batch: Any) -> bool:
+    """Whether a data-parallel rank has nothing to run beside the batch: SGLang's prompts have no graph then."""
+    counts = batch.global_num_tokens_cpu
+    return counts is not None and len(counts) > 1 and 0 in counts
 
 
 def _prefix_refused(runner: Any, batch: Any) -> bool:

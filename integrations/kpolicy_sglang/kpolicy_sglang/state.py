@@ -27,6 +27,11 @@ __all__ = ["State", "attach", "detach", "state_of"]
 logger = logging.getLogger(__name__)
 _ATTRIBUTE = "_kpolicy_state"
 _TICKS = 128
+IDLE_RANK = (
+    "a data-parallel rank had nothing to run beside prompts of others: SGLang runs such a step eagerly on all ranks, "
+    "and kpolicy leaves it so; these steps count as rank_needs_eager"
+)
+"""What is said once where it is so: `State.tick` looks at what steps found."""
 METRICS_S = 5.0
 """Seconds between two flushes of the Prometheus counters and of the decision log."""
 
@@ -112,9 +117,15 @@ class State:
             logger.warning("kpolicy: %s", message)
 
     def tick(self) -> None:
-        """Flush counters now and then, and look for later hooks. Whatever of it raises, SGLang goes on scheduling."""
+        """Flush counters now and then, say what steps found, and look for later hooks.
+
+        Whatever of it raises, SGLang goes on scheduling.
+        """
         self.left = _TICKS
         try:
+            # A step itself logs nothing.
+            if self.prefill is not None and self.prefill.idle_rank:
+                self.say(IDLE_RANK)
             leave_hooked()
             self._flush()
         except Exception as error:  # noqa: BLE001  as it says

@@ -9,8 +9,10 @@ import pytest
 from kpolicy.reasons import Reason
 from kpolicy.settings import Objective
 from kpolicy_sglang import dispatch
+from kpolicy_sglang.config import Config
 from kpolicy_sglang.counters import buckets, lines
 from kpolicy_sglang.phase import DECODE, PREFILL, Phase, table_of
+from kpolicy_sglang.state import State
 from tests.integrations.sglang.fake_sglang import Tokens
 
 
@@ -370,3 +372,64 @@ def test_no_votes_let_ranks_part():
                 ran.append(dispatch.prefill_can_run(rule, runner, batch))
                 assert not phase.agreed
             assert ran[0] == ran[1] == agreed, (tokens, graph_us, votes)
+
+
+def beside(counts, *, voted=True):
+    """A batch of 50 rows or tokens whose ranks have so many each, and voted so."""
+    verdicts = ("can_run_dp_prefill_cuda_graph", "can_run_dp_breakable_cuda_graph", "can_run_dp_cuda_graph")
+    return batch_of(50, global_num_tokens_cpu=counts, **dict.fromkeys(verdicts, voted))
+
+
+def state_with(phase):
+    """What a model runner's scheduler ticks, with ranks that vote."""
+    state = State(Config(summary_seconds=0), "0.5.23")
+    state.phases[phase.name], state.coupled, phase.coupled = phase, True, True
+    return state
+
+
+@pytest.mark.parametrize("kind", [PREFILL, "prefill 0.5.23"])
+def test_an_idle_rank_is_said_once(kind, caplog):
+    """Prompts beside a rank with nothing to run: SGLang's answer, counted; once, and in no step, it is said why."""
+    phase = phase_of(PREFILL)
+    state, runner = state_with(phase), runner_of(phase)
+    for step in range(3):
+        assert HOOKS[kind](always(False), runner, beside([50, 0])) is False
+        assert len(caplog.records) == min(step, 1)
+        state.tick()
+    assert phase.refused == {(Reason.RANK_NEEDS_EAGER, 50): 3}
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.startswith("kpolicy: a data-parallel rank had nothing to run beside prompts")
+    assert "SGLang runs such a step eagerly on all ranks" in said
+    assert Reason.RANK_NEEDS_EAGER.value in said
+    assert state.messages == [said.removeprefix("kpolicy: ")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "batch", "graph_us"),
+    [
+        # Another rank's no isn't an idle rank, and neither is this one's own.
+        (PREFILL, False, beside([50, 60], voted=False), 100),
+        ("prefill 0.5.23", False, beside([50, 0]), 2000),
+        # Some mixtures of experts bear with one, and decodes do.
+        ("prefill 0.5.23", True, beside([50, 0]), 100),
+        (DECODE, True, beside([50, 0]), 100),
+        (DECODE, False, beside([50, 0], voted=False), 100),
+    ],
+)
+def test_no_idle_rank_is_told_of_where_none_matters(kind, answer, batch, graph_us, caplog):
+    """SGLang's answer, and nothing to say."""
+    phase = phase_of(kind.partition(" ")[0], graph_us=graph_us)
+    state, runner = state_with(phase), runner_of(phase, require_mlp_sync=True)
+    assert HOOKS[kind](always(answer), runner, batch) is answer
+    state.tick()
+    assert not caplog.records
+
+
+def test_an_idle_rank_of_dummy_steps_is_no_servers():
+    """What ran before the server serves is forgotten with its steps."""
+    phase = phase_of(PREFILL)
+    HOOKS[PREFILL](always(False), runner_of(phase), beside([50, 0]))
+    assert phase.idle_rank
+    phase.forget_steps()
+    assert not phase.idle_rank

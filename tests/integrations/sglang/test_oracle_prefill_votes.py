@@ -78,6 +78,17 @@ def test_ranks_with_costs_of_their_own_replay_all_or_none():
                 continue
             found, voted = step(deployment, ranks, pool[: len(ranks)])
             assert len(set(found)) == 1, [(rank.kind, rank.tokens) for rank in ranks]
+            if any(rank.kind == "IDLE" for rank in ranks):
+                assert not found[0]
+                outcomes["idle"] += 1
+            else:
+                outcomes["told"] += sum(phase.idle_rank for phase in pool)
+            outcomes["found"] += sum(phase.idle_rank for phase in pool)
+            for phase in pool:
+                phase.idle_rank = False
             outcomes[found[0], voted] += 1
     assert outcomes[True, True] > 20, outcomes
     assert outcomes[False, False] > 20, outcomes
+    # An idle rank keeps all eager, and a rank whose own no it wasn't notes it; without one none does.
+    assert outcomes["idle"] > 20 <= outcomes["found"], outcomes
+    assert not outcomes["told"]
