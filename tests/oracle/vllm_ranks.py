@@ -49,7 +49,11 @@ def _give_tensors(module: Any) -> None:
 
 
 def agreed(real: RealVllm, loaded: Loaded, version: str, runner: str, batches: list[Batch]) -> list[Outcome]:
-    """What each rank runs, for one batch a rank."""
+    """What each rank runs, for one batch a rank.
+
+    Raises:
+        AssertionError: as of the first runner, which ends where it isn't given the size that ranks agreed on.
+    """
     reduction = _Reduction()
     run: Callable[[Batch, int], Outcome] = _v1(real, loaded, reduction, len(batches))
     if runner == "v2":
@@ -101,6 +105,8 @@ def _v1(real: RealVllm, loaded: Loaded, reduction: _Reduction, ranks: int) -> Ca
         synced = module._post_process_cudagraph_mode(rows)
         tokens = int(module._post_process_dp_padding(rows, synced != 0)[rank])
         mode, desc = real.dispatch_v1(batch, tokens, {modes(synced).name}, None)
+        # The runner's own assertion, without which the sizes that ranks were told of each other don't hold.
+        assert desc.num_tokens == tokens, (desc, tokens)
         return real.outcome_v1(mode, desc)
 
     return run

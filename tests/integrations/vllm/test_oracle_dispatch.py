@@ -321,6 +321,31 @@ def test_ranks_agree(version, runner, ranks):
         assert seen == {"FULL", "PIECEWISE", "NONE"}
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_ranks_are_given_the_size_they_agreed_on_though_a_larger_one_is_cheaper(version):
+    """What the first runner asks once ranks agreed isn't the policy's: it would name another size, and vLLM end."""
+    dear = HostCost(10_000.0)
+    costs = attrs.evolve(
+        analytic_costs(), version="pieces of 16", measured=True, host_eager=dear,
+        full=Curve((4, 8, 16), (1000.0, 1000.0, 5000.0)), piecewise=Curve((4, 8, 16), (2000.0, 5000.0, 2500.0)),
+    )  # fmt: skip
+    made, decodes, mixed = deployment(version, "v1", [], reqs=16), batch_of([1] * 7), batch_of([1, 2])
+    with loaded(oracle_folder(), version) as modules:
+        modes = modules.module("config.compilation").CUDAGraphMode
+        shim = ShimmedVllm(
+            modules, version, "v1", policy=get_policy("auto"), costs=costs, ranks=2,
+            config=Config(policy="auto", decode_sizes=(4, 8, 16), mixed_sizes=(), piecewise_sizes=(4, 8, 16)),
+        )  # fmt: skip
+        shim.start(made)
+        shim.captured()
+        dispatch = shim.state.dispatcher.dispatch
+        assert short(*dispatch(7, True)) == "F8/8"
+        assert short(*dispatch(8, True, invalid_modes={modes.FULL})) == "P16"
+        assert short(*dispatch(8, True, valid_modes={modes.PIECEWISE})) == "P8"
+        outcomes = agreed(shim, modules, version, "v1", [decodes, mixed])
+    assert [outcome[:2] for outcome in outcomes] == [("PIECEWISE", 8)] * 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("version", "runner"), RUNNERS)
 def test_ranks_have_no_whole_graphs_of_mixed_batches(version, runner, ranks):

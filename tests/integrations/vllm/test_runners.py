@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kpolicy.attention.support import Claims
+from kpolicy.costs import Curve, HostCost, analytic_costs
 from kpolicy.modes import Part
 from kpolicy.settings import Settings
 from kpolicy_vllm.config import Config
@@ -181,6 +182,23 @@ def test_first_answers(state):
     assert dispatcher.dispatch(8, True, valid_modes=frozenset({Mode.PIECEWISE})) == (Mode.PIECEWISE, Descriptor(16))
     assert dispatcher.dispatch(5, True, valid_modes=frozenset({Mode.NONE})) == ("stock", 5)
     assert dispatcher.dispatch(5, True, invalid_modes={Mode.FULL}) == (Mode.PIECEWISE, Descriptor(16))
+
+
+def test_one_mode_is_vllm_s_rule_s():
+    """Where vLLM allows one mode, as it does once ranks agreed on a size, no cheaper larger graph is named."""
+    state = State(Config(policy="auto", decode_sizes=(8, 16), mixed_sizes=(), piecewise_sizes=(8, 16)), SETTINGS)
+    state.claims = Claims.at_level("mixed")
+    state.sizes = sizes_of(state.config, SETTINGS)
+    cheaper = Curve((8, 16), (5000.0, 2000.0))
+    state.costs = attrs.evolve(
+        analytic_costs(), measured=True, full=cheaper, piecewise=cheaper, host_eager=HostCost(10_000.0)
+    )
+    dispatcher = first(state)
+    capture(state, dispatcher.desc_of)
+    assert dispatcher.dispatch(8, True) == (Mode.FULL, Descriptor(16, 16, True))
+    assert dispatcher.dispatch(8, True, invalid_modes={Mode.FULL}) == (Mode.PIECEWISE, Descriptor(16))
+    assert dispatcher.dispatch(8, True, valid_modes={Mode.FULL}) == (Mode.FULL, Descriptor(8, 8, True))
+    assert dispatcher.dispatch(8, True, valid_modes={Mode.PIECEWISE}) == (Mode.PIECEWISE, Descriptor(8))
 
 
 def test_first_forced(state):
