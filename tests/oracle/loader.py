@@ -22,7 +22,7 @@ from typing import Protocol
 
 VARIABLE = "KPOLICY_ORACLE"
 
-STUBBED = ("vllm", "torch", "tqdm", "pydantic", "transformers", "huggingface_hub", "msgspec", "triton", "regex")
+STUBBED = ("vllm", "torch", "tqdm", "pydantic", "transformers", "huggingface_hub", "msgspec", "triton", "regex", "zmq")
 
 REAL = (
     "vllm.config.compilation",

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import attrs
+
 from kpolicy.errors import KPolicyError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.settings import Settings
@@ -24,6 +26,11 @@ from kpolicy_vllm.versions import Adapter, UnsupportedError, adapter
 __all__ = ["register"]
 
 _MARK = "_kpolicy"
+_WITHOUT = {
+    "split": ("not_split", "decodes and prompts are scheduled together"),
+    "pace": ("not_paced", "steps are filled to vLLM's limit"),
+}
+"""The event where a setting can't be had, and what is then"""
 
 
 def register() -> None:
@@ -34,7 +41,7 @@ def register() -> None:
         LOGGER.warning("kpolicy's graph wrapper for Kunlun is off: %s: %s", type(error).__name__, error)
     try:
         found = adapter()
-        _wrap(found.config_class, "_set_cudagraph_sizes", _sizes_set)
+        _wrap(found.config_class, "_set_cudagraph_sizes", functools.partial(_sizes_set, found))
         _wrap(found.worker_wrapper_class, "init_device", functools.partial(_device_ready, found))
     except Exception as error:  # noqa: BLE001 - vLLM calls this in every process, on or off, and catches nothing
         what = str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
@@ -64,7 +71,7 @@ def _refused(vllm_config: Any, event: str, message: str) -> None:
         vllm_config.additional_config = {**vllm_config.additional_config, SECTION: False}
 
 
-def _sizes_set(original: Callable[..., Any], vllm_config: Any) -> None:
+def _sizes_set(found: Adapter, original: Callable[..., Any], vllm_config: Any) -> None:
     """vLLM's sizes, then ours in their place."""
     compilation = vllm_config.compilation_config
     listed = compilation.cudagraph_capture_sizes
@@ -73,14 +80,14 @@ def _sizes_set(original: Callable[..., Any], vllm_config: Any) -> None:
     try:
         config = Config.load(vllm_config.additional_config)
         if config is not None and vllm_config.model_config is not None:
-            _configure(vllm_config, config, listed)
+            _configure(found, vllm_config, config, listed)
     except Exception as error:  # noqa: BLE001 - whatever it is, vLLM serves on
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, largest
         what = str(error) if isinstance(error, KPolicyError) else f"{type(error).__name__}: {error}"
         _refused(vllm_config, "bad_setting", f"it is off, and vLLM's own rule and sizes stay: {what}")
 
 
-def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> None:
+def _configure(found: Adapter, vllm_config: Any, config: Config, listed: list[int] | None) -> None:
     compilation = vllm_config.compilation_config
     if not compilation.cudagraph_capture_sizes:
         why = "there is nothing to decide: CUDA graphs are off (enforce_eager, or cudagraph_mode NONE)."
@@ -100,6 +107,7 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
         wrong = [f"{name} isn't a setting and changes nothing; {meant} is" for name, meant in Config.misspelt()]
         if wrong:
             PROCESS.warn_once("misspelt", ". ".join(wrong))
+    config = _scheduled_as_recorded(found, vllm_config, config)
     listed = _remember(vllm_config, config, listed)
     sizes = _sizes_for(vllm_config, config, settings_of(vllm_config), listed)
     if sizes is not None:
@@ -124,6 +132,30 @@ def _configure(vllm_config: Any, config: Config, listed: list[int] | None) -> No
         elif scheduler.scheduler_cls != cls:
             event = "not_split" if config.split else "not_paced"
             PROCESS.warn_of_each(event, f"what a step holds is left to {scheduler.scheduler_cls}, the scheduler given.")
+
+
+def _scheduled_as_recorded(found: Adapter, vllm_config: Any, config: Config) -> Config:
+    """The settings, less what this vLLM's scheduler, or the loop of its ranks, would have to be as recorded for."""
+    from kpolicy_vllm.scheduler import qualname
+
+    wanted, off = {"split": config.split, "pace": config.paces}, dict[str, Any]()
+    if not any(wanted.values()):
+        return config
+    if vllm_config.scheduler_config.scheduler_cls not in (None, qualname(vllm_config)):
+        return config
+    ranks = ("split",) if vllm_config.parallel_config.data_parallel_size > 1 else ()
+    for part, settings in (("scheduler", ("split", "pace")), ("ranks", ranks)):
+        needing = [name for name in settings if wanted[name] and name not in off]
+        if not needing:
+            continue
+        try:
+            found.check(part)
+        except UnsupportedError as error:
+            for name in needing:
+                event, then = _WITHOUT[name]
+                PROCESS.warn_of_each(event, f"{then}: {error}")
+                off[name] = False
+    return attrs.evolve(config, **off) if off else config
 
 
 def _sizes_for(
@@ -174,6 +206,7 @@ def _device_ready(found: Adapter, original: Callable[..., Any], wrapper: Any) ->
             with state.guard("not_split", "making room for two forwards a step", "a step has one forward"):
                 from kpolicy_vllm.two_forwards import deeper
 
+                found.check("two forwards")
                 stack.enter_context(deeper())
         original(wrapper)
     if state is None and not _meant(wrapper.vllm_config):

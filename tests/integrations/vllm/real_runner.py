@@ -23,6 +23,14 @@ RUNNER_FILES = (
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.worker.worker_base",
 )
+OTHER_FILES = (
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.core.sched.interface",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.gpu.buffer_utils",
+)
+"""Of which only signatures are read here; tests of schedulers and buffers have their own modules"""
 
 
 _NUMBERS = itertools.count()
@@ -33,7 +41,7 @@ def vllm_of(version: str) -> Iterator[Loaded]:
     """The modules of a release, its runners among them, under a version of their own."""
     folder = oracle_folder()
     assert folder is not None
-    with loaded(folder, version, real=RUNNER_FILES) as modules:
+    with loaded(folder, version, real=RUNNER_FILES + OTHER_FILES) as modules:
         for name in ("config.compilation", "forward_context", "v1.cudagraph_dispatcher"):
             modules.module(name)
         importlib.import_module("torch")

@@ -7,6 +7,7 @@ wheels; the platform, the model and the cards are pretended.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import os
 import sys
@@ -30,7 +31,7 @@ from kpolicy_vllm import kunlun, kunlun_attach, versions  # noqa: E402
 from kpolicy_vllm.versions import signatures  # noqa: E402
 from tests.fakes.signatures import arguments_of  # noqa: E402
 from tests.integrations.vllm.kunlun_runner import brought_up, vllm_on_kunlun  # noqa: E402
-from tests.integrations.vllm.real_runner import RUNNER_FILES  # noqa: E402
+from tests.integrations.vllm.real_runner import OTHER_FILES, RUNNER_FILES  # noqa: E402
 from tests.oracle.loader import VARIABLE, Loaded, Release, loaded, oracle_folder  # noqa: E402
 
 WHEEL = "KPOLICY_VLLM_KUNLUN_WHEEL"
@@ -64,9 +65,11 @@ def test_recorded_signatures_are_live(version: str) -> None:
     """What was recorded of each vLLM is what its wheel has."""
     folder = oracle_folder()
     assert folder is not None
-    with loaded(folder, version, real=RUNNER_FILES, installed=("torch",)):
-        assert list(signatures.differing(RECORDED[version])) == []
-        assert list(signatures.differing(signatures.CONFIG)) == []
+    with loaded(folder, version, real=RUNNER_FILES + OTHER_FILES, installed=("torch",)):
+        made = importlib.import_module((versions.KNOWN | versions.KUNLUN)[version]).make()
+        assert made.signatures["v1"] is RECORDED[version]
+        for names in made.signatures.values():
+            assert list(signatures.differing(names)) == []
 
 
 def test_ladder_and_dispatch_are_ours(vllm: Loaded) -> None:

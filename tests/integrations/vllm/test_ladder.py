@@ -124,10 +124,10 @@ def test_how_wide_a_model_is_reaches_the_sizes_of_the_engine_and_of_its_workers(
     config, settings = Config(metrics=False), Settings(max_num_reqs=64, max_num_tokens=2048)
     wanted = default_sizes(settings, wide=wide)
     assert wanted != default_sizes(settings, wide=not wide)
-    plugin._configure(vllm_config, config, None)
+    found = SimpleNamespace(version="0.23", check=lambda _: None, attach=lambda *_: None)
+    plugin._configure(found, vllm_config, config, None)
     assert compilation.cudagraph_capture_sizes == one_list(wanted)
     state = State(config, settings)
-    found = SimpleNamespace(version="0.23", check=lambda _: None, attach=lambda *_: None)
     wrapper = SimpleNamespace(vllm_config=vllm_config, worker=SimpleNamespace(model_runner=Runner()))
     plugin._attach(found, wrapper, state)
     assert state.sizes == wanted

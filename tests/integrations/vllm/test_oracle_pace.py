@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -109,6 +110,50 @@ def test_a_scheduler_that_was_given_stays(version: str, caplog: pytest.LogCaptur
         PROCESS.counts.clear()
         assert configured(modules, {"pace": True}, scheduler=CLASS).scheduler_config.scheduler_cls == CLASS
         assert not PROCESS.counts
+
+
+def surprised(*_: Any, surprise: Any = None) -> Any:
+    """Takes something that nothing of vLLM's takes."""
+    return surprise
+
+
+CHANGED = [
+    ("v1.core.sched.scheduler", "Scheduler", "schedule"),
+    ("v1.core.sched.scheduler", "Scheduler", "pause_state"),
+    ("v1.core.sched.interface", "PauseState", ""),
+    ("v1.engine.core", "DPEngineCoreProc", "run_busy_loop"),
+]
+
+
+@BOTH
+@pytest.mark.parametrize("changed", CHANGED, ids=lambda changed: changed[-1] or changed[1])
+@pytest.mark.parametrize("given", [{"split": True}, {"pace": True}, {"split": True, "pace": True}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_scheduler_than_was_recorded_is_left_alone(
+    version: str, changed: Any, given: Any, ranks: int, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What would change it is off before vLLM is given our class, which is said; else kpolicy is on."""
+    place, owner, name = changed
+    touched = given if owner != "DPEngineCoreProc" else {"split": True} if given.get("split") and ranks > 1 else {}
+    with vllm_of(version) as modules, caplog.at_level(logging.WARNING):
+        module = modules.module(place)
+        if name:
+            monkeypatch.setattr(getattr(module, owner), name, surprised)
+        else:
+            monkeypatch.setattr(module, owner, Enum(owner, {"UNPAUSED": 0, "PAUSED_ALL": 1}))
+        plugin.register()
+        config = vllm_config(modules, kpolicy=given, max_num_seqs=1024, max_num_batched_tokens=8192, ranks=ranks)
+        config.scheduler_config.async_scheduling = True
+        for _ in range(2):  # a copied configuration is as the first
+            sized(modules, config)
+        left = {setting for setting in given if setting not in touched}
+        assert config.scheduler_config.scheduler_cls == (CLASS if left else None)
+        loaded = Config.load(config.additional_config)
+        assert loaded is not None
+        assert {"split": loaded.split, "pace": loaded.paces} == {each: each in left for each in ("split", "pace")}
+        assert PROCESS.counts == {{"split": "not_split", "pace": "not_paced"}[each]: 1 for each in touched}
+        assert [f"{owner}.{name}".rstrip(".") in each.message for each in caplog.records] == [True] * len(touched)
+        assert config.compilation_config.cudagraph_capture_sizes[-1] > 512
 
 
 @BOTH

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from kpolicy_vllm import plugin, two_forwards
+from kpolicy_vllm.versions import Adapter
+from kpolicy_vllm.versions.signatures import TWO_FORWARDS
 from tests.integrations.vllm.test_real_scheduler import BOTH, pytestmark
 from tests.integrations.vllm.test_two_forwards import state_of
 from tests.oracle.loader import loaded, oracle_folder
@@ -249,19 +251,41 @@ def test_the_plugin_makes_room_where_steps_may_have_two_forwards(
 ) -> None:
     with buffers(version, monkeypatch, []) as module:
         monkeypatch.setattr(plugin, "_attach", lambda *_: None)
-        config = SimpleNamespace(
-            instance_id=f"{version} {split} {second}", additional_config={"kpolicy": {"split": split}},
-            scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64), speculative_config=None,
-            lora_config=None, parallel_config=SimpleNamespace(data_parallel_size=1), use_v2_model_runner=second,
-        )  # fmt: skip
+        config = vllm_of_two_forwards(f"{version} {split} {second}", split=split, second=second)
         wrapper = SimpleNamespace(vllm_config=config, worker=SimpleNamespace(model_runner=SimpleNamespace()))
-        found: Any = None
+        found = Adapter("a release", object, object, lambda *_: None, {"two forwards": TWO_FORWARDS})
         plugin._device_ready(found, lambda _: module.set_default_max_concurrency(UNDER_WAY), wrapper)
         assert depth == module._DEFAULT_MAX_CONCURRENCY
         with pytest.raises(ValueError, match="no device"):
             plugin._device_ready(found, fails, wrapper)
         module.set_default_max_concurrency(UNDER_WAY)
         assert module._DEFAULT_MAX_CONCURRENCY == UNDER_WAY
+
+
+@BOTH
+def test_other_buffers_than_were_recorded_are_left_alone(version: str, monkeypatch: Any) -> None:
+    """A step has one forward then, which is said; vLLM makes its runner as ever."""
+    with buffers(version, monkeypatch, []) as module:
+        stock = module.set_default_max_concurrency
+        monkeypatch.setattr(module, "set_default_max_concurrency", lambda n, surprise=None: stock(n))  # noqa: ARG005
+        monkeypatch.setattr(plugin, "_attach", lambda *_: None)
+        config = vllm_of_two_forwards(f"{version} changed", split=True, second=True)
+        wrapper = SimpleNamespace(vllm_config=config, worker=SimpleNamespace(model_runner=SimpleNamespace()))
+        found = Adapter("a release", object, object, lambda *_: None, {"two forwards": TWO_FORWARDS})
+        plugin._device_ready(found, lambda _: module.set_default_max_concurrency(UNDER_WAY), wrapper)
+        assert module._DEFAULT_MAX_CONCURRENCY == UNDER_WAY
+        state = plugin.state_of(config)
+        assert state is not None
+        assert state.counters.counts == {"not_split": 1}
+
+
+def vllm_of_two_forwards(instance: str, *, split: bool, second: bool) -> Any:
+    """A configuration as far as the plugin reads it where a worker is made."""
+    return SimpleNamespace(
+        instance_id=instance, additional_config={"kpolicy": {"split": split}},
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64), speculative_config=None,
+        lora_config=None, parallel_config=SimpleNamespace(data_parallel_size=1), use_v2_model_runner=second,
+    )  # fmt: skip
 
 
 def fails(_wrapper: Any) -> None:

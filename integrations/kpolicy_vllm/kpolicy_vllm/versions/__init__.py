@@ -33,7 +33,8 @@ class Adapter:
         config_class: vLLM's `VllmConfig`.
         worker_wrapper_class: vLLM's `WorkerWrapperBase`.
         attach: ``attach(runner, state)`` gives a runner of either kind kpolicy's decisions.
-        signatures: the recorded parameters that `attach` relies on, by ``module:name``, for each runner.
+        signatures: the recorded parameters that kpolicy relies on, by ``module:name``: of the configuration, of what
+            `attach` changes in each runner, and of what SPLIT and bounded steps need besides.
     """
 
     version: str
@@ -42,18 +43,20 @@ class Adapter:
     attach: Callable[[Any, Any], None]
     signatures: dict[str, dict[str, tuple[str, ...]]]
 
-    def check(self, runner: str) -> None:
+    def check(self, part: str) -> None:
         """Hold vLLM's live signatures to the recorded ones.
 
         Args:
-            runner: ``config``, ``v1`` or ``v2``.
+            part: ``config``, ``v1``, ``v2``, ``scheduler``, ``ranks`` or ``two forwards``.
 
         Raises:
-            UnsupportedError: one differs.
+            UnsupportedError: one differs, or there is no record for this release.
         """
-        for name, recorded, live in differing(self.signatures[runner]):
+        if part not in self.signatures:
+            raise UnsupportedError(f"there is no record of vLLM {self.version}'s {part}.")
+        for name, recorded, live in differing(self.signatures[part]):
             raise UnsupportedError(
-                f"{name} of vLLM {self.version} takes ({live}), and kpolicy knows it with ({', '.join(recorded)}). "
+                f"{name} of vLLM {self.version} has ({live}), and kpolicy knows it with ({', '.join(recorded)}). "
                 "This vLLM was changed; use the released wheel, or a kpolicy-vllm made for it."
             )
 

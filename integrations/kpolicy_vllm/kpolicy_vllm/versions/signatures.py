@@ -1,12 +1,28 @@
-"""The parameters of what kpolicy wraps, as recorded from the released wheels, and a check of the live ones."""
+"""The parameters of what kpolicy wraps, as recorded from the released wheels, and a check of the live ones.
+
+Of an enumeration its members are recorded, as ``NAME=value``; of a property what it reads, as ``self.name``.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from importlib import import_module
 
-__all__ = ["CONFIG", "V1_0_15", "V1_0_23", "V1_0_33", "V2_0_23", "V2_0_33", "differing"]
+__all__ = [
+    "CONFIG",
+    "RANKS",
+    "SCHEDULER_0_23",
+    "SCHEDULER_0_25",
+    "TWO_FORWARDS",
+    "V1_0_15",
+    "V1_0_23",
+    "V1_0_33",
+    "V2_0_23",
+    "V2_0_33",
+    "differing",
+]
 
 Recorded = Mapping[str, tuple[str, ...]]
 
@@ -14,6 +30,25 @@ CONFIG: dict[str, tuple[str, ...]] = {
     "vllm.config.vllm:VllmConfig._set_cudagraph_sizes": ("self",),
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": ("self",),
 }
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
+
+SCHEDULER_0_23: dict[str, tuple[str, ...]] = {
+    f"{_SCHEDULER}.schedule": ("self",),
+    f"{_ASYNC_SCHEDULER}.schedule": ("self",),
+    f"{_SCHEDULER}.pause_state": ("self._pause_state",),
+    f"{_ASYNC_SCHEDULER}.pause_state": ("self._pause_state",),
+    "vllm.v1.core.sched.interface:PauseState": ("UNPAUSED=0", "PAUSED_NEW=1", "PAUSED_ALL=2"),
+}
+SCHEDULER_0_25: dict[str, tuple[str, ...]] = {
+    **SCHEDULER_0_23,
+    f"{_SCHEDULER}.schedule": ("self", "throttle_prefills"),
+    f"{_ASYNC_SCHEDULER}.schedule": ("self", "throttle_prefills"),
+}
+"""0.33's too"""
+RANKS: dict[str, tuple[str, ...]] = {"vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop": ("self",)}
+TWO_FORWARDS: dict[str, tuple[str, ...]] = {"vllm.v1.worker.gpu.buffer_utils:set_default_max_concurrency": ("n",)}
 
 _DISPATCH = ("self", "num_tokens", "uniform_decode", "has_lora", "num_active_loras", "valid_modes", "invalid_modes")
 _EXECUTION = (
@@ -44,6 +79,7 @@ V1_0_23: dict[str, tuple[str, ...]] = {
     f"{_RUNNER}._check_and_update_cudagraph_mode": ("self", "attention_backends", "kv_cache_groups", "is_profiling"),
     f"{_RUNNER}._warmup_and_capture": _CAPTURE,
     f"{_RUNNER}.capture_model": ("self",),
+    f"{_RUNNER}.profile_cudagraph_memory": ("self",),
     f"{_RUNNER}._dummy_run": _DUMMY,
 }  # fmt: skip
 V1_0_15: dict[str, tuple[str, ...]] = {
@@ -83,6 +119,7 @@ V2_0_23: dict[str, tuple[str, ...]] = {
     f"{_RUNNER_2}.capture_model": ("self",),
     f"{_RUNNER_2}.execute_model": _EXECUTED,
     f"{_RUNNER_2}.sample_tokens": ("self", "grammar_output"),
+    f"{_RUNNER_2}.prepare_inputs": ("self", "scheduler_output", "batch_desc"),
 }
 V2_0_33: dict[str, tuple[str, ...]] = {
     **V2_0_23,
@@ -93,6 +130,9 @@ V2_0_33: dict[str, tuple[str, ...]] = {
     ),
     f"{_RUNNER_2}.capture_model": ("self", "profile_only"),
     f"{_RUNNER_2}.execute_model": (*_EXECUTED, "context_len", "valid_dummy_state_slots", "randomize_inputs"),
+    f"{_RUNNER_2}.prepare_inputs": (
+        "self", "scheduler_output", "batch_req_state", "batch_desc", "num_active_loras",
+    ),
 }  # fmt: skip
 
 
@@ -110,6 +150,10 @@ def _live(name: str) -> tuple[str, ...] | None:
         found = import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
+        if isinstance(found, property):
+            return tuple(f"self.{name}" for name in found.fget.__code__.co_names)
+        if isinstance(found, type) and issubclass(found, Enum):
+            return tuple(f"{each.name}={each.value}" for each in found)
         return tuple(inspect.signature(found).parameters)  # type: ignore[arg-type]
     except (ImportError, AttributeError, TypeError, ValueError):
         return None

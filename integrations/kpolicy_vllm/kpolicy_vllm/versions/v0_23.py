@@ -9,7 +9,7 @@ from kpolicy_vllm import kunlun
 from kpolicy_vllm.state import State
 from kpolicy_vllm.versions import Adapter
 from kpolicy_vllm.versions.names import Names
-from kpolicy_vllm.versions.signatures import CONFIG, V1_0_23, V2_0_23
+from kpolicy_vllm.versions.signatures import CONFIG, RANKS, SCHEDULER_0_23, TWO_FORWARDS, V1_0_23, V2_0_23
 
 __all__ = ["make"]
 
@@ -21,7 +21,14 @@ def make() -> Adapter:
         config_class=import_module("vllm.config.vllm").VllmConfig,
         worker_wrapper_class=import_module("vllm.v1.worker.worker_base").WorkerWrapperBase,
         attach=_attach,
-        signatures={"config": CONFIG, "v1": V1_0_23, "v2": V2_0_23},
+        signatures={
+            "config": CONFIG,
+            "v1": V1_0_23,
+            "v2": V2_0_23,
+            "scheduler": SCHEDULER_0_23,
+            "ranks": RANKS,
+            "two forwards": TWO_FORWARDS,
+        },
     )
 
 

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from kpolicy_vllm.state import State
 from kpolicy_vllm.versions import Adapter
-from kpolicy_vllm.versions.signatures import CONFIG, V1_0_23
+from kpolicy_vllm.versions.signatures import CONFIG, RANKS, SCHEDULER_0_25, V1_0_23
 
 __all__ = ["make"]
 
@@ -18,7 +18,7 @@ def make() -> Adapter:
         config_class=import_module("vllm.config.vllm").VllmConfig,
         worker_wrapper_class=import_module("vllm.v1.worker.worker_base").WorkerWrapperBase,
         attach=_attach,
-        signatures={"config": CONFIG, "v1": V1_0_23, "v2": {}},
+        signatures={"config": CONFIG, "v1": V1_0_23, "v2": {}, "scheduler": SCHEDULER_0_25, "ranks": RANKS},
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from kpolicy_vllm.state import State
 from kpolicy_vllm.versions import Adapter
 from kpolicy_vllm.versions.names import Names
-from kpolicy_vllm.versions.signatures import CONFIG, V1_0_33, V2_0_33
+from kpolicy_vllm.versions.signatures import CONFIG, RANKS, SCHEDULER_0_25, TWO_FORWARDS, V1_0_33, V2_0_33
 
 __all__ = ["make"]
 
@@ -20,7 +20,14 @@ def make() -> Adapter:
         config_class=import_module("vllm.config.vllm").VllmConfig,
         worker_wrapper_class=import_module("vllm.v1.worker.worker_base").WorkerWrapperBase,
         attach=_attach,
-        signatures={"config": CONFIG, "v1": V1_0_33, "v2": V2_0_33},
+        signatures={
+            "config": CONFIG,
+            "v1": V1_0_33,
+            "v2": V2_0_33,
+            "scheduler": SCHEDULER_0_25,
+            "ranks": RANKS,
+            "two forwards": TWO_FORWARDS,
+        },
     )
 
 
