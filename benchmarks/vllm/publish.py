@@ -22,6 +22,8 @@ from benchmarks.vllm.summary import compared
 from kpolicy.errors import ConfigError
 
 RAW = ("starts.jsonl", "raw.jsonl")
+TOLD = ("vllm_starts.json", "vllm_stock_vs_kpolicy.json")
+"""Where the calls that made those rows tell how they were made"""
 ERROR = re.compile(r"(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: .*)?)$")
 """The line of an error below its traceback"""
 FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:]+/)+")
@@ -85,6 +87,8 @@ def _error(text: str) -> str:
 def calls(folders: Iterable[Path], rows: Sequence[dict[str, Any]], target: Path) -> list[dict[str, Any]]:
     """How each call that rows are of was made, as it told: command, commit, what was cut, and its sides' cost tables.
 
+    Calls of starts have none: no costs are read of their sides.
+
     Args:
         folders: of the calls.
         rows: all that are published.
@@ -92,14 +96,11 @@ def calls(folders: Iterable[Path], rows: Sequence[dict[str, Any]], target: Path)
     """
     before = json.loads(target.read_text()).get("calls", []) if target.exists() else []
     found = {each["call"]: each for each in before}
-    for folder in folders:
-        path = folder / "vllm_stock_vs_kpolicy.json"
+    for path in (folder / name for folder in folders for name in TOLD):
         told = json.loads(path.read_text()) if path.exists() else {}
         if "call" in told:
-            costs = {
-                file.stem.removeprefix("shim_"): json.loads(file.read_text()).get("costs", "")
-                for file in sorted(folder.glob("shim_*.json"))
-            }
+            tables = [] if path.name == "vllm_starts.json" else sorted(path.parent.glob("shim_*.json"))
+            costs = {file.stem.removeprefix("shim_"): json.loads(file.read_text()).get("costs", "") for file in tables}
             about = {name: told[name] for name in ("call", "command", "commit", "cut_by_the_budget")}
             found[told["call"]] = {**about, "costs": costs}
     wanted = {row.get("call") for row in rows}

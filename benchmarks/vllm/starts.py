@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import input_file, input_folder, made_folder
+from benchmarks.command import command_line, input_file, input_folder, made_folder
 from benchmarks.vllm.ladders import SIDES, arguments_of
 from benchmarks.vllm.rows import Measurement, rotated, say
 from benchmarks.vllm.sides import Side, SideError
@@ -39,6 +40,8 @@ class Starts(Measurement):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options, "starts.jsonl", "starts_log.txt")
+        self._cut: list[str] = []
+        """The model, once the budget ended before all its starts"""
 
     def _side(self, name: str, more: dict[str, Any]) -> Side:
         options = self._options
@@ -90,6 +93,7 @@ class Starts(Measurement):
         for place, (repeat, name) in enumerate(wanted):
             if self.left_s() < 15:
                 say("the budget is spent")
+                self._cut.append(model)
                 break
             side = following or self._side(name, {})
             following = self._side(wanted[place + 1][1], {}) if place + 1 < len(wanted) else None
@@ -109,7 +113,8 @@ class Starts(Measurement):
         self.rows.summary(
             options.out / "vllm_starts.json",
             {
-                "command": "python -m benchmarks.vllm.starts --model FOLDER --plan FILE --out OUT",
+                "call": self.about["call"], "command": options.command,
+                "commit": os.environ.get("KPOLICY_COMMIT", ""), "cut_by_the_budget": self._cut,
                 "date": options.date, "device": first.get("gpu"),
                 "versions": {name: first.get(name) for name in ("vllm", "torch")},
                 "graphs": {row["side"]: {"graphs": row["graphs"], "sizes": row["sizes"]} for row in rows},
@@ -137,6 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--module", default="benchmarks.vllm.child", help="what runs in the children")
     parser.add_argument("--date", default="unstated")
     options, options.child = parser.parse_known_args(argv)
+    options.command = command_line("benchmarks.vllm.starts", argv)
     if options.starts < 0 or (options.warm and not options.starts):
         parser.error(f"--starts {options.starts}{' --warm' * options.warm} does nothing: give --starts from 1 to "
                      "measure, or --starts 0 without --warm to fill the caches.")  # fmt: skip

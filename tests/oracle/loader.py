@@ -99,7 +99,7 @@ def _stand_in(name: str) -> type:
     return _Anything(name, (), {"_is_stand_in": True})
 
 
-class _StubModule(types.ModuleType):
+class StubModule(types.ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
@@ -130,7 +130,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=package)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return None if spec.name in self._real else _StubModule(spec.name)
+        return None if spec.name in self._real else StubModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         if module.__name__ not in self._real:
@@ -153,17 +153,17 @@ class Release:
         found = sorted(folder.glob(f"{self.name}*"))
         if not found:
             raise FileNotFoundError(f"{VARIABLE} has no {self.name} folder and no {self.name}*.whl")
-        self._path = found[0]
+        self.path = found[0]
 
     def read(self, member: str) -> str:
         """The text of a file of the wheel."""
-        if self._path.is_dir():
-            return (self._path / member).read_text(encoding="utf-8")
+        if self.path.is_dir():
+            return (self.path / member).read_text(encoding="utf-8")
         return self._wheel.read(member).decode("utf-8")
 
     @cached_property
     def _wheel(self) -> zipfile.ZipFile:
-        return zipfile.ZipFile(self._path)
+        return zipfile.ZipFile(self.path)
 
 
 class Loaded:

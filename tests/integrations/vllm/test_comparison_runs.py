@@ -538,6 +538,37 @@ def test_how_each_call_was_made_is_published_with_its_rows(tmp_path: Path, monke
     assert (second["costs"]["m_kpolicy"], second["call"] > first["call"]) == ("of two", True)
 
 
+def test_how_starts_were_made_is_published_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they were called, also from a folder with another call's rows and costs; and whether all were made."""
+    monkeypatch.setenv("KPOLICY_COMMIT", "abc1234")
+    out, results = tmp_path / "out", tmp_path / "results"
+    served(out, "--repeats", "1", "--loads", "decode-4", "--sides", "stock", "kpolicy")
+    (out / "shim_m_kpolicy.json").write_text(json.dumps({"costs": "measured"}))
+    monkeypatch.setenv("KPOLICY_COMMIT", "def5678")
+    start(out, "--sides", "stock", "kpolicy", "--warm")
+    written = json.loads((out / "vllm_starts.json").read_text())
+    assert publish.main([str(out), "--date", "today", "--results", str(results)]) == 0
+    raw = json.loads((results / "raw" / "vllm_stock_vs_kpolicy.json").read_text())
+    loads, starting = sorted(raw["calls"], key=lambda call: call["commit"])
+    assert (loads["commit"], loads["costs"]["m_kpolicy"]) == ("abc1234", "measured")
+    assert starting == {
+        "call": written["call"], "command": written["command"], "commit": "def5678", "cut_by_the_budget": [],
+        "costs": {},
+    }  # fmt: skip
+    assert {row["call"] for row in raw["rows"] if row["load"] == "start"} == {starting["call"]}
+    words = starting["command"].split()
+    assert words[:3] == ["python", "-m", "benchmarks.vllm.starts"]
+    assert words[words.index("--starts") + 1] == "2"
+    assert words[-4:] == ["--sides", "stock", "kpolicy", "--warm"]
+    assert str(tmp_path) not in starting["command"]
+
+
+def test_starts_that_the_budget_cut_are_told(tmp_path: Path) -> None:
+    assert start(tmp_path, "--sides", "stock", "kpolicy", "--warm") == 0
+    assert start(tmp_path, "--sides", "stock", "kpolicy", "--warm", "--starts", "3", "--budget", "1") == 0
+    assert json.loads((tmp_path / "vllm_starts.json").read_text())["cut_by_the_budget"] == [Path(HERE).name]
+
+
 @pytest.mark.parametrize("other", [on("H100"), {**on("H200"), "vllm": "0.33.0"}, {**on("H200"), "torch": "3"}])
 def test_results_of_several_devices_or_versions_are_not_published_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], other: dict[str, str]
