@@ -107,7 +107,7 @@ STEPS = {
     "1 decode": "decode 1", "32 decodes": "decode 32", "256 decodes": "decode 256", "512 decodes": "decode 512",
     "768 decodes": "decode 768", "a prompt of 64": "extend 64", "a prompt of 256": "extend 256",
     "a prompt of 512": "extend 512",
-    "a prompt of 1,024": "extend 1024", "a prompt of 2,048": "extend 2048",
+    "a prompt of 1,024": "extend 1024", "a prompt of 2,048": "extend 2048", "a prompt of 4,096": "extend 4096",
     "32 decodes and a prompt of 64": "32 decodes + extend 64",
     "32 decodes and a prompt of 512": "32 decodes + extend 512",
     "32 decodes and a prompt of 2,048": "32 decodes + extend 2048",
