@@ -427,7 +427,8 @@ def log(run: Run, part: str) -> None:
     )
     run.note(
         kind="log", part=part, steps=found["steps"], counters=counted["counters"], size=path.stat().st_size,
-        entries=len(path.read_text(encoding="utf-8").splitlines()) - 1, rc=again.returncode, said=again.stderr.replace(str(path), path.name)[-500:],
+        entries=len(path.read_text(encoding="utf-8").splitlines()) - 1, rc=again.returncode,
+        said=again.stderr.replace(str(path), path.name)[-500:],
         policies=None if again.returncode else json.loads(again.stdout)["policies"],
     )  # fmt: skip
 
