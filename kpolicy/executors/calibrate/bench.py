@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import StickyDeviceError
 from kpolicy.executors.base import StepInputs
-from kpolicy.executors.calibrate.one_speed import at_one_speed, error_of_one, typical
+from kpolicy.executors.calibrate.one_speed import at_one_speed, error_of_one, of_one_state, typical
 from kpolicy.host_speed import host_work_us, launching_takes, steadied, work_inside_us
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.reasons import Reason
@@ -445,11 +445,12 @@ class Bench:
     def us(self, case: int) -> float:
         """Median microseconds of a case on the device, from its start until all of it is there.
 
-        Where the host runs what it launches, what its quicker samples take, at one speed of the host.
+        Of replays only samples of the state that the device mostly replayed in count. Where the host runs what it
+        launches, what its quicker samples take, at one speed of the host.
         """
         if self.host_runs:
             return typical(self._at_one_speed()[case])
-        return statistics.median(each.device for each in self._times[case])
+        return statistics.median(self._of_one_state()[case])
 
     def middle_us(self, case: int) -> float:
         """`us`, but where the host runs what it launches the median of its samples at one speed, not the quicker ones.
@@ -469,6 +470,19 @@ class Bench:
         if count != self._brought_of:
             self._brought = at_one_speed([[(each.place, each.device) for each in samples] for samples in self._times])
             self._brought_of, self._error = count, error_of_one(self._brought)
+        return self._brought
+
+    def _of_one_state(self) -> list[list[float]]:
+        count = sum(map(len, self._times))
+        if count != self._brought_of:
+            every = [[(each.place, each.device) for each in samples] for samples in self._times]
+            replays = [all(launch.key is not None for launch in decision.launches) for decision, _ in self._cases]
+            found = of_one_state([each if whole else [] for each, whole in zip(every, replays, strict=True)])
+            self._brought = [
+                brought if whole else [us for _, us in each]
+                for each, brought, whole in zip(every, found, replays, strict=True)
+            ]
+            self._brought_of = count
         return self._brought
 
     def host_us(self, case: int) -> float:
