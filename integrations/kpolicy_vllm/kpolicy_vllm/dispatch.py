@@ -187,13 +187,14 @@ class Chooser:
         """The decision, or the best of fewer launches where it has more than vLLM's would and isn't surely cheaper.
 
         Of batches that its own sizes hold, vLLM runs decodes in a FULL graph and others in pieces. Larger ones it runs
-        eagerly: there only what is within noise isn't sure, and of two ways as quick the one with fewer launches is
-        taken, as the host has more to do for many requests than launching.
+        eagerly: there only what is within noise isn't sure of eager steps, and of two ways as quick the one with fewer
+        launches is taken, as the host has more to do for many requests than launching. So decodes of any number leave
+        their FULL graph for pieces only where that is sure: those run the same kernels, of which the one curve is told
+        by decode rows and the other by prompts.
         """
         costs = self.state.weighed
         if costs is None or numbers.total_tokens > self.largest:
             return decision
-        sure = surely_cheaper if numbers.total_tokens <= self._vllm_largest else clearly_cheaper
         more = (Mode.EAGER,) if numbers.num_prefills else (Mode.EAGER, Mode.PIECEWISE)
         forbidden = numbers.forbidden
         for mode in more:
@@ -204,6 +205,8 @@ class Chooser:
                 except NoLegalModeError:
                     break
                 ours, theirs = (each.launches[0].key for each in (decision, fewer))
+                above = mode is Mode.EAGER and numbers.total_tokens > self._vllm_largest
+                sure = clearly_cheaper if above else surely_cheaper
                 if sure(costs, ours, theirs, numbers):
                     break
                 decision = fewer

@@ -22,6 +22,7 @@ from kpolicy_vllm.dispatch import Chooser
 from kpolicy_vllm.doubt import SLOWER_HOST
 from kpolicy_vllm.steps import Step, numbers_of
 from tests.integrations.vllm.test_dispatch import chooser
+from tests.integrations.vllm.test_host import decider, raw_tables
 
 H200 = Path(dispatch.__file__).parents[3] / "benchmarks" / "results" / "h200" / "vllm_costs_qwen05b.json"
 
@@ -105,6 +106,31 @@ def test_decodes_leave_their_whole_graph_for_pieces_only_where_those_are_surely_
     wanted = ("full", "within_doubt") if host_us > 1000.0 / SLOWER_HOST else ("piecewise", "cheapest_measured")
     assert made.entry(Step(500, 500, 500, 1, 1)).label == wanted
     assert made.cell(500, 3).label == ("piecewise", "cheapest_measured")
+
+
+@pytest.mark.parametrize("rows", [513, 768, 1000, 1024])
+@pytest.mark.parametrize("host_us", [400.0, 900.0])
+def test_so_do_decodes_past_vllm_s_own_sizes(host_us: float, rows: int) -> None:
+    """A host with as many requests has more to do than launching, and no table knows how much."""
+    made = made_for(2000.0, 2000.0)
+    cheap = Curve((1, 8192), (900.0, 900.0))
+    made.state.install_costs(attrs.evolve(made.state.costs, piecewise=cheap, host_piecewise=HostCost(host_us)))
+    wanted = ("full", "within_doubt") if host_us > 1000.0 / SLOWER_HOST else ("piecewise", "cheapest_measured")
+    assert made.entry(Step(rows, rows, rows, 1, 1)).label == wanted
+    assert made.cell(rows, 3).label == ("piecewise", "cheapest_measured")
+
+
+def test_deepseek_s_decodes_stay_in_their_whole_graphs() -> None:
+    """By the costs that its start had on 2026-11-28 pieces of 768 seemed 10% cheaper, and took 7 to 37% longer."""
+    costs = raw_tables(brought=True)["dsv2lite_kpolicy at 54c1189"]
+    made = decider(costs, level="uniform")
+    for rows in (64, 512, 600, 768, 900, 1000, 1024):
+        entry = made.entry(Step(rows, rows, rows, 1, 1))
+        assert entry.key is not None
+        assert entry.key.part is Part.FULL
+    cheapest = [costs.cost((Launch(Rows.ALL, key),), numbers_of(Step(768, 768, 768, 1, 1), 1)).cycle_us
+                for key in (GraphKey(Part.FULL, 768, 768, query_len=1), GraphKey(Part.PIECEWISE, 768))]  # fmt: skip
+    assert cheapest[1] < 0.95 * cheapest[0]
 
 
 def test_eager_decodes_may_be_doubted_down_to_their_whole_graph() -> None:

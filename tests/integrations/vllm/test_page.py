@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.vllm.loads import BURST_OUTPUTS, RATES
-from benchmarks.vllm.stock_vs_kpolicy import KV_BYTES
+from benchmarks.vllm.correct import VOCAB
+from benchmarks.vllm.loads import BURST_OUTPUTS, CHAT, CODE, MAX_TOKENS, RATES, make_load
+from benchmarks.vllm.stock_vs_kpolicy import KV_BYTES, WARM_SCALE
 from benchmarks.vllm.summary import ratio_interval
+from kpolicy.costs import CostTable
+from kpolicy.decision import Launch
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part, Rows
+from kpolicy.scheduling.traces import read_trace
+from kpolicy_vllm.steps import Step, numbers_of
 from tests.benchmarks.test_readme import VLLM_LOADS, told
+from tests.integrations.vllm.test_host import raw_tables
+from tests.scheduling import real_file
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,7 +36,11 @@ FIGURES = {
     "requests_per_s": "requests/s", "gap_p50_ms": "gap p50 ms", "gap_p99_ms": "gap p99 ms",
     "ttft_p50_ms": "first token p50 ms", "ttft_p99_ms": "first token p99 ms",
 }  # fmt: skip
-CODE = ("llama8b", "code-2048")
+WORDS = " ".join(PAGE.split())
+PROFILED = ("llama8b", "code-2048", "2026-11-23")
+"""The load and the call that were profiled"""
+LATEST = "54c1189"
+"""The commit of the last calls, whose figures count"""
 SHORT = 0.99
 """A ratio below it is bold"""
 SIMULATED = VLLM_LOADS | {
@@ -58,11 +70,10 @@ def measured() -> Iterator[str]:
 
 def loads() -> Iterator[str]:
     """Requests of a turn and their rate, and seconds that turns took, on both sides."""
-    raw = json.loads((RESULTS / "h200" / "raw" / "vllm_stock_vs_kpolicy.json").read_text())["rows"]
     for load, title in MEASURED.items():
         cells = []
         for model in MODELS:
-            turns = [row for row in raw if row.get("core_looks") and (row["model"], row["load"]) == (model, load)]
+            turns = [turn for side in ("stock", "kpolicy", "again", "paced") for turn in turns_of(model, load, side)]
             if not turns:
                 cells.append("")
                 continue
@@ -78,6 +89,28 @@ def loads() -> Iterator[str]:
             else:
                 cells.append(told_s)
         yield f"| {title} | {' | '.join(cells)} |"
+
+
+def raw_of(name: str) -> Any:
+    return json.loads((RESULTS / "h200" / "raw" / f"{name}.json").read_text())
+
+
+RAW = raw_of("vllm_stock_vs_kpolicy")
+
+
+def turns_of(model: str, load: str, side: str) -> list[dict[str, Any]]:
+    """A side's turns in the last call that served that load, in order."""
+    (last,) = [
+        call["call"] for call in RAW["calls"] if call["commit"] == LATEST and f" --only {model} " in call["command"]
+    ]
+    found = [row for row in RAW["rows"] if row.get("call") == last and (row["model"], row["load"]) == (model, load)]
+    return sorted((row for row in found if row["side"] == side), key=lambda row: row["repeat"])
+
+
+def span(values: Iterable[float], form: str = ".0f") -> str:
+    """The least and the most."""
+    low, *_, high = sorted(values)
+    return f"{low:{form}} to {high:{form}}"
 
 
 def ratio(row: dict[str, Any], short: float = SHORT) -> str:
@@ -144,6 +177,44 @@ def starts() -> Iterator[str]:
         yield f"| {name} | {' | '.join(f'{value:,.{digits}f}' for value in values)} | {' | '.join(told)} |"
 
 
+ENGINES = {
+    "auto": "`auto`", "split": "SPLIT ({} and {} decode-only steps)", "twice": "two forwards in a step ({} steps)",
+    "paced": "bounded steps ({} and {})", "lazy": "lazy ({} and {} graphs captured between steps)",
+}  # fmt: skip
+COUNTED = {
+    "split": "split_decode_steps", "twice": "split_two_forwards", "paced": "paced_steps", "lazy": "lazy_captures",
+}  # fmt: skip
+
+
+def logits() -> Iterator[str]:
+    """What differs from NONE's tokens, how much of it counts, and errors; both runners."""
+    found = {row["model"]: row for row in json.loads((RESULTS / "h200" / "vllm_correct.json").read_text())["results"]}
+    both = [found[model] for model in ("qwen2", "llama")]
+    assert all(row["passes"] and not row.get("failed") for row in both)
+    for row in both:
+        for control in (row["again"], row["control"], row["replica"]):
+            assert all(control[f"{what}_equal"] for what in ("steps", "metrics", "tokens", "logits"))
+    yield "| stock again; stock with another configuration hash | same steps, tokens and logits | same |"
+    first, second = (row["replica"] for row in both)
+    assert second["metrics_rows"] == 0
+    told_first = f"same {first['steps']} steps, {first['metrics_rows']} metrics rows, tokens and logits as stock"
+    told_second = f"same {second['steps']} steps, tokens and log-probabilities; this runner has no metrics rows"
+    yield f"| replica of vLLM's rule through the shim | {told_first} | {told_second} |"
+    for engine, name in ENGINES.items():
+        each = [row.get(engine) for row in both]
+        assert all(one is None or (one["passes"] and one["tokens"] == one["compared"] == 1116) for one in each)
+        counts = [one["counters"][COUNTED[engine]] for one in each if one and engine in COUNTED]
+        cells = [
+            f"{one['differ']}, {one['counted']}, {one['error_ratio']:.2f}" if one else "not had on this runner"
+            for one in each
+        ]
+        yield f"| {name.format(*counts)} | {' | '.join(cells)} |"
+    broken = [row["broken"] for row in both]
+    assert not any(one["passes"] for one in broken)
+    noticed = [f"{one['counted']} count: noticed" for one in broken]
+    yield f"| attention's scale broken | {' | '.join(noticed)} |"
+
+
 def simulated() -> Iterator[str]:
     rows = json.loads((RESULTS / "vllm_simulated.json").read_text())["rows"]
     for load, title in SIMULATED.items():
@@ -158,78 +229,241 @@ def simulated() -> Iterator[str]:
             yield f"| {title if side == 'kpolicy' else ''} | {name} | {' | '.join(cells)} |"
 
 
-@pytest.mark.parametrize("rows", [loads, measured, ladder_alone, bounded, simulated, starts])
+def test_the_page_tells_of_how_many_logits() -> None:
+    assert f"of a vocabulary of {VOCAB:,} tokens" in WORDS
+
+
+@pytest.mark.parametrize("rows", [loads, measured, ladder_alone, bounded, simulated, starts, logits])
 def test_the_page_s_rows_are_those_of_the_results(rows: Any) -> None:
     """Every one, in order."""
     table = "\n".join(" ".join(row.split()) for row in rows())
     assert table in "\n".join(" ".join(line.split()) for line in PAGE.splitlines())
 
 
-def followed(costs: str) -> bool:
-    """Whether a table isn't as it was measured, but brought to the speed that the host had since."""
-    return ", the host at " in costs
-
-
 def test_the_page_s_calls_and_launching_costs_are_published() -> None:
-    """Each call's command and commit, and what launching an eager step took by its calibration; starts have none."""
-    raw = json.loads((RESULTS / "h200" / "raw" / "vllm_stock_vs_kpolicy.json").read_text())
-    rows = {row["call"] for row in raw["rows"] if row.get("core_looks")}
-    of_starts = [call for call in raw["calls"] if call["command"].startswith("python -m benchmarks.vllm.starts ")]
-    assert rows == {call["call"] for call in raw["calls"] if call not in of_starts}
-    launching = {}
-    for call in raw["calls"]:
+    """Each call's command and commit, and what launching an eager step took by its costs; starts have none."""
+    rows = {row["call"] for row in RAW["rows"] if row.get("core_looks")}
+    of_starts = [call for call in RAW["calls"] if call["command"].startswith("python -m benchmarks.vllm.starts ")]
+    assert rows == {call["call"] for call in RAW["calls"] if call not in of_starts}
+    for call in RAW["calls"]:
         assert (" --one-core " in call["command"]) is (call not in of_starts)
         assert f"kpolicy at {call['commit']} " in PAGE
-        for name, costs in call["costs"].items():
-            base_us = float(costs.partition("host_eager=HostCost(base_us=")[2].partition(",")[0])
-            if not followed(costs):
-                launching[name] = base_us / 1e3
-    told = "launching an eager step took {qwen05b_kpolicy:.0f} ms on the 0.5B, {dsv2lite_kpolicy:.0f} on DeepSeek and "
-    assert (told + "{llama8b_kpolicy:.0f} on Llama").format(**launching) in " ".join(PAGE.split())
+    launching = {f"{model}_ms": costs_of(model).host_eager.base_us / 1e3 for model in MODELS}
+    told = "launching an eager step took {qwen05b_ms:.0f} ms on the 0.5B, {dsv2lite_ms:.0f} on DeepSeek and "
+    assert (told + "{llama8b_ms:.0f} on Llama").format(**launching) in WORDS
+
+
+def costs_of(model: str, side: str = "kpolicy") -> CostTable:
+    """Those that decided at the end of the last call."""
+    name = f"{model}_{side} at {LATEST}"
+    return (raw_tables() | raw_tables(brought=True))[name]
+
+
+def test_the_page_tells_how_the_calls_were_made() -> None:
+    """Warm-up, pairs, one call a model cut by its budget; and that the host was slower than before."""
+    warm = {}
+    for model in MODELS:
+        (call,) = [one for one in RAW["calls"] if one["commit"] == LATEST and f" --only {model} " in one["command"]]
+        assert call["cut_by_the_budget"] == [model]
+        assert " --repeats 8 " in call["command"]
+        found = re.search(r"--warm-scale ([\d.]+)", call["command"])
+        warm[model] = float(found[1]) if found else WARM_SCALE
+    assert "({dsv2lite} for DeepSeek, {qwen05b} for the 0.5B)".format(**warm) in WORDS
+    assert warm["llama8b"] == 0.5
+    rows = json.loads((RESULTS / "h200" / "vllm_stock_vs_kpolicy.json").read_text())
+    pairs_of = {(row["model"], row["load"]): row["repeats"] for row in rows if row["load"] in MEASURED}
+    six = {("dsv2lite", "code-2048"), *itertools.product(("dsv2lite", "qwen05b"), DECODES)}
+    told_there = "seven of each load, but six of DeepSeek's code and of its and the 0.5B's decodes, and 18 of the burst"
+    assert told_there in WORDS
+    assert {which for which, pairs in pairs_of.items() if pairs == 6} == six
+    assert {pairs for which, pairs in pairs_of.items() if which not in six} == {7, 18}
+    assert pairs_of["qwen05b", "burst-768"] == 18
+    stock = figure_of("qwen05b", "decode-768-64", "gap_p50_ms")["stock"]
+    assert f"a step of 768 decodes took the 0.5B's stock {stock:.1f} ms, for 21.4 in the call at d11ce8d" in WORDS
+
+
+def figure_of(model: str, load: str, figure: str, pair: str = "stock kpolicy") -> dict[str, Any]:
+    """A published row."""
+    if pair != "stock kpolicy":
+        return of_sides(pair, model)[load, figure]
+    rows = json.loads((RESULTS / "h200" / "vllm_stock_vs_kpolicy.json").read_text())
+    (row,) = [row for row in rows if (row["model"], row["load"], row["figure"]) == (model, load, figure)]
+    return row
+
+
+def said(model: str, load: str, figure: str, pair: str = "stock kpolicy") -> str:
+    """A ratio as the page tells it."""
+    row = figure_of(model, load, figure, pair)
+    return told(row["ratio"], row["low"], row["high"])
 
 
 def test_the_page_tells_what_the_loads_are() -> None:
     """KV of both sides, tokens of a burst, and requests of the conversation trace beside the short table."""
     gib = {model: f"{KV_BYTES[model] / 2**30:g}" for model in MODELS}
-    words = " ".join(PAGE.split())
-    assert "the same KV on both sides: {qwen05b}, {dsv2lite} and {llama8b} GiB".format(**gib) in words
-    assert f"burst of 768 requests of {BURST_OUTPUTS} tokens" in words
-    guide = " ".join((ROOT / "docs" / "vllm.md").read_text().split())
-    chat = {rates.chat_requests for rates in RATES.values()}
-    assert f"The conversation trace is {min(chat)} requests a turn ({max(chat)} for Qwen2.5-0.5B)" in guide
+    assert "the same KV on both sides: {qwen05b}, {dsv2lite} and {llama8b} GiB".format(**gib) in WORDS
+    assert f"burst of 768 requests of {BURST_OUTPUTS} tokens" in WORDS
+    guide, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/vllm.md", "README.md"))
+    (chat,) = {rates.chat_requests for rates in RATES.values()}
+    assert f"The conversation trace is {chat} requests a turn" in guide
+    assert f"The conversation trace is {chat} requests at a rate" in readme
+    lasted = [row["wall_s"] for row in RAW["rows"] if row.get("core_looks")]
+    assert f"Turns last {min(lasted):.1f} to {max(lasted):.0f} seconds" in readme
 
 
-def test_the_page_has_how_large_chat_s_pieces_are() -> None:
-    """DeepSeek's tokens with their padding, by step; and in how many looks a core was slow."""
-    rows = json.loads((RESULTS / "h200" / "raw" / "vllm_stock_vs_kpolicy.json").read_text())["rows"]
+def test_the_page_tells_what_the_traces_requests_are() -> None:
+    """How many prompts of chat are longer than stock's graphs, and how long prompts and outputs are in the mean."""
+    path = real_file(CHAT)
+    prompts = [one.prompt_tokens for one in read_trace(path).limited(MAX_TOKENS).requests]
+    short, now, whole = (
+        f"{sum(tokens > 512 for tokens in prompts[:count]) / len(prompts[:count]):.{digits}%}"
+        for count, digits in ((30, 0), (RATES["llama8b"].chat_requests, 1), (len(prompts), 0))
+    )
+    assert f"of the trace's first 30 prompts {short} are longer than 512 tokens" in WORDS
+    assert f"of the first 120 {now} and of the whole trace {whole}" in WORDS
+    real_file(CODE)
+    means = {}
+    for load in ("code-2048", "chat"):
+        of_load = [make_load(load, model, path.parent).requests for model in MODELS]
+        means[load] = [
+            sorted({f"{statistics.fmean(one[place] for one in requests):,.0f}" for requests in of_load})
+            for place in (1, 2)
+        ]
+    (prompt, output), ((chat,), (writes,)) = means["code-2048"], means["chat"]
+    told_there = f"{prompt[0]} to {prompt[-1]} in the mean, with {output[0]} to {output[-1]} to write, and of the "
+    assert f"{told_there}conversation trace's {chat}, with {writes}" in WORDS
 
-    def of(model: str, side: str) -> list[dict[str, Any]]:
-        turns = [row for row in rows if row.get("core_looks") and (row["model"], row["load"]) == (model, "chat")]
-        return sorted((row for row in turns if row["side"] == side), key=lambda row: row["repeat"])
 
-    def pieces(model: str, side: str) -> list[tuple[int, int]]:
-        counts = [row["modes"]["PIECEWISE"] for row in of(model, side)]
-        return list(dict.fromkeys((steps, round(tokens / steps)) for steps, tokens in counts))
-
-    words = " ".join(PAGE.split())
-    ((stock, of_stock),), ((ours, of_ours),) = pieces("dsv2lite", "stock"), pieces("dsv2lite", "kpolicy")
-    assert f"{ours} steps of {of_ours} tokens on average, where stock has {stock} of {of_stock}" in words
-    for side, between in (("stock", " of some 72 looks the core was slow, and the figure "), ("kpolicy", " looks, ")):
-        slow, *_ = zip(*sorted((row["core_slow"], row["gap_p99_ms"]) for row in of("dsv2lite", side)), strict=True)
-        _, gaps = zip(*sorted((row["core_slow"], row["gap_p99_ms"]) for row in of("dsv2lite", side)), strict=True)
-        told_slow, told_gaps = (
-            f"{one}, {two} and {three}" for one, two, three in (slow, [f"{gap:.1f}" for gap in gaps])
-        )
-        assert f"{told_slow}{between}{told_gaps} ms in {side}".replace(" ms in stock", " ms, in stock") in words
+DECODES = ("decode-768-64", "decode-1000-64")
 
 
-def raw_of(name: str) -> Any:
-    return json.loads((RESULTS / "h200" / "raw" / f"{name}.json").read_text())
+def modes(turns: Iterable[dict[str, Any]], mode: str) -> list[int]:
+    """Steps of that mode, turn by turn."""
+    return [turn["modes"].get(mode, [0])[0] for turn in turns]
+
+
+def eager_prompts(turn: dict[str, Any]) -> int:
+    """Steps with prompts that ran eagerly."""
+    return sum(step[0] == "NONE" for step in turn["prompt_steps"])
+
+
+def test_the_page_tells_what_stock_runs_eagerly() -> None:
+    """And that kpolicy has graphs for those steps, but of Llama, where it doesn't."""
+    for model in MODELS:
+        for turn in turns_of(model, "decode-768-64", "stock"):
+            assert (turn["modes"]["NONE"][0], turn["steps"]) == (64, 67)
+        eagerly = {64} if model == "llama8b" else {3}
+        assert set(modes(turns_of(model, "decode-768-64", "kpolicy"), "NONE")) == eagerly
+    told_there = "stock ran 64 steps of 67 without a graph, kpolicy 3 (the prompts' 8,192 tokens each; all 64 on Llama)"
+    assert told_there in WORDS
+    qwen, (deepseek,) = (
+        sorted(set(modes(turns_of(model, "code-2048", "stock"), "NONE"))) for model in ("qwen05b", "dsv2lite")
+    )
+    chat = {model: span(map(eager_prompts, turns_of(model, "chat", "stock"))) for model in ("qwen05b", "dsv2lite")}
+    assert f"{qwen[0]} or {qwen[1]} steps eagerly on the 0.5B and {deepseek} on DeepSeek, of the conversation" in WORDS
+    assert "of the conversation trace's {qwen05b} and {dsv2lite}; kpolicy ran all of these".format(**chat) in WORDS
+    for model in ("qwen05b", "dsv2lite"):
+        for load in ("code-2048", "chat"):
+            assert set(modes(turns_of(model, load, "kpolicy"), "NONE")) == {0}
+
+
+def test_the_page_tells_why_code_at_8192_has_longer_gaps() -> None:
+    """Which steps differ, and which requests stand behind the slow ones."""
+    told_there = paragraph("- **Code at steps of 8,192")
+    load = ("qwen05b", "code-8192")
+    for figure in ("requests_per_s", "gap_p99_ms", "gap_slow_ms"):
+        assert said(*load, figure) in told_there
+        assert said(*load, figure, "stock paced") in told_there
+    idle = {"stock": [], "kpolicy": []}
+    four = {"stock": [], "kpolicy": []}
+    behind = {"stock": [], "kpolicy": []}
+    for side in idle:
+        for turn in turns_of(*load, side):
+            steps = turn["prompt_steps"]
+            assert all(step[0] == "NONE" for step in steps if step[2] > 4096)
+            assert {step[0] for step in steps if step[2] <= 4096} == {"NONE" if side == "stock" else "PIECEWISE"}
+            # A request more came into one of them in a turn.
+            first = [place for place, step in enumerate(steps) if step[5] or step[2] in (2648, 2649)]
+            assert [steps[place][2] // 2 for place in first] == [3180 // 2, 1555 // 2, 2648 // 2]
+            idle[side] += [steps[place][4] for place in first]
+            four[side].append(sum(step[4] for step in steps[first[-1] : first[-1] + 4]))
+            behind[side].append(max((step for step in steps if step[3] > 1), key=lambda step: step[4])[3])
+    assert f"took stock {span(idle['stock'])} ms eagerly, kpolicy {span(idle['kpolicy'])} in pieces" in told_there
+    medians = {side: statistics.median(times) for side, times in four.items()}
+    took = "four steps took it {kpolicy:.0f} ms, and stock {stock:.0f} (medians of turns)"
+    assert took.format(**medians) in told_there
+    assert behind["kpolicy"].count(16) == 5
+    assert behind["stock"].count(12) == 6
+    assert {len(turns) for turns in behind.values()} == {7}
+    assert "had 16 requests in five of kpolicy's seven turns, 12 in six of stock's" in told_there
+
+
+def test_the_page_tells_what_deepseek_s_chat_gains() -> None:
+    """No figure is short; and how many steps stock runs eagerly."""
+    told_there, load = paragraph("- **DeepSeek's chat has no figure below 0.99**"), ("dsv2lite", "chat")
+    for figure in ("gap_p99_ms", "ttft_p50_ms", "ttft_p99_ms"):
+        assert said(*load, figure) in told_there
+    assert all(figure_of(*load, figure)["ratio"] >= SHORT for figure in (*FIGURES, "ttft_geo_ms", "gap_slow_ms"))
+    stock = turns_of(*load, "stock")
+    steps = span(len(turn["prompt_steps"]) for turn in stock)
+    assert f"stock runs {span(map(eager_prompts, stock))} of its {steps} steps with prompts eagerly" in told_there
+
+
+def test_the_page_tells_in_which_graphs_deepseek_s_decodes_ran() -> None:
+    """What steps took there, by the graph; and why, by the costs."""
+    told_there = paragraph("- **DeepSeek's decodes ran in the wrong graphs")
+    took: dict[tuple[str, str], list[float]] = {}
+    for load, size in zip(DECODES, (768, 1024), strict=True):
+        assert said("dsv2lite", load, "requests_per_s") in told_there
+        for turn in turns_of("dsv2lite", load, "kpolicy"):
+            (step,) = [step for step in turn["decode_steps"] if step[2] > 50]
+            assert step[1] == size
+            took.setdefault((load, step[0]), []).append(step[3])
+    counts = {which: len(times) for which, times in took.items()}
+    few, many = DECODES
+    assert counts == {(few, "PIECEWISE"): 4, (few, "FULL"): 2, (many, "PIECEWISE"): 5, (many, "FULL"): 1}
+    full = " and ".join(f"{each:.1f}" for each in sorted(took[few, "FULL"]))
+    (of_many,) = took[many, "FULL"]
+    assert f"took {span(took[few, 'PIECEWISE'], '.1f')} ms a step, FULL {full}; with 1,000 " in told_there
+    assert f"with 1,000 {span(took[many, 'PIECEWISE'], '.1f')}, and {of_many:.1f}" in told_there
+    costs, numbers = costs_of("dsv2lite"), numbers_of(Step(768, 768, 768, 1, 1), 1)
+    whole, pieces = (
+        costs.cost((Launch(Rows.ALL, key),), numbers).cycle_us
+        for key in (GraphKey(Part.FULL, 768, 768, query_len=1), GraphKey(Part.PIECEWISE, 768))
+    )
+    assert f"had those of 768 {1 - pieces / whole:.0%} cheaper than the FULL graph" in told_there
+    *_, before, last = costs.piecewise.sizes
+    assert f"between {before} and {last:,} tokens by a straight line" in told_there
+
+
+def test_the_page_tells_where_deepseek_s_first_tokens_are_late() -> None:
+    """Of 1,000 decodes: the same two eager steps on both sides, and one turn on a slow core."""
+    told_there, load = paragraph("- **First tokens of 1,000 decodes"), ("dsv2lite", "decode-1000-64")
+    for figure in ("added_ms", "ttft_after_p50_ms"):
+        assert said(*load, figure).replace("*", "") in told_there
+    assert f"are at {said(*load, 'ttft_p50_ms').replace('*', '')}**" in told_there
+    host = figure_of(*load, "host_us")
+    assert f"the host was at {told(host['ratio'], host['low'], host['high'])} of stock's speed" in told_there
+    for side in ("stock", "kpolicy"):
+        for turn in turns_of(*load, side):
+            first, second = turn["prompt_steps"][:2]
+            assert first[:2] == second[:2] == ["NONE", 8192]
+            assert first[3] < 500 < second[3]
+    slowest = max(turns_of(*load, "kpolicy"), key=lambda turn: turn["ttft_p50_ms"])
+    looks = f"{slowest['core_slow']} of {slowest['core_looks']} looks"
+    assert f"slow in {looks}, with a median of {slowest['ttft_p50_ms']:.0f} ms" in told_there
+
+
+def test_the_page_tells_that_the_burst_met_a_quick_host() -> None:
+    told_there = paragraph("- **The burst's ")
+    assert told_there.startswith(said("qwen05b", "burst-768", "requests_per_s"))
+    assert f"at {said('qwen05b', 'burst-768', 'host_us')} of its speed" in told_there
+    assert f"alone has {said('qwen05b', 'burst-768', 'added_ms')}" in told_there
 
 
 def paragraph(begins: str) -> str:
-    """What the page says from there to its next bullet, in one line."""
-    return re.split(r" - (?=\*\*|Captures)", " ".join(PAGE.split()).partition(begins)[2])[0]
+    """What the page says from there to its next bullet or heading, in one line."""
+    assert begins in WORDS
+    return re.split(r" - (?=\*\*|\[Llama|Captures)| #+ ", WORDS.partition(begins)[2])[0]
 
 
 def test_the_page_tells_what_bounds_llama_s_code() -> None:
@@ -257,6 +491,11 @@ def test_the_page_tells_what_bounds_llama_s_code() -> None:
     assert {row[3] for row in busiest} == {1.0}
     low, *_, high = sorted(row[2] / 1e3 for row in busiest)
     assert f"at {low:.2f} to {high:.2f} GHz" in told_there
+    turns = [turn for side in ("stock", "kpolicy") for turn in turns_of("llama8b", "code-2048", side)]
+    (eager,) = set(modes(turns, "NONE"))
+    told_steps = f"the same {eager} eager steps, so requests/s is {said('llama8b', 'code-2048', 'requests_per_s')}"
+    assert told_steps in told_there
+    assert f"gap p99 {said('llama8b', 'code-2048', 'gap_p99_ms')}: **short of 1.05**" in told_there
 
 
 def code_turns(clocks: list[Any], busy_w: int = 600, idle_s: int = 30) -> list[list[Any]]:
@@ -264,7 +503,7 @@ def code_turns(clocks: list[Any], busy_w: int = 600, idle_s: int = 30) -> list[l
 
     A round begins with the first busy second after so many that aren't; so does the start, before the rounds.
     """
-    turns = [row for row in raw_of("vllm_stock_vs_kpolicy")["rows"] if (row["model"], row["load"]) == CODE]
+    turns = [row for row in RAW["rows"] if (row["model"], row["load"], row["date"]) == PROFILED]
     lasted = [sum(row["wall_s"] for row in turns if row["repeat"] == n) for n in sorted({t["repeat"] for t in turns})]
     seconds = [(datetime.fromisoformat(f"2026-11-23T{row[0]}").timestamp(), row) for row in clocks]
     busy = [at for at, row in seconds if row[1] > busy_w]
@@ -276,55 +515,124 @@ def code_turns(clocks: list[Any], busy_w: int = 600, idle_s: int = 30) -> list[l
     ]  # fmt: skip
 
 
-def test_the_page_tells_why_llama_s_chat_was_late() -> None:
-    """What pieces of each size take for 394 tokens; the one step that differs; and stock's second process."""
+def device_ms(decodes: int, *keys: str) -> list[str]:
+    """Medians of what a step of so many decodes took the device in those graphs."""
+    took = {
+        row["key"]: statistics.median(row["device"]) / 1e3
+        for row in raw_of("vllm_ways_llama8b")["ways"]
+        if (row["decodes"], row["chunk"], row["bounded"]) == (decodes, 0, False)
+    }
+    return [f"{took[key]:.1f}" for key in keys]
+
+
+def test_the_page_tells_that_llama_s_decodes_ran_eagerly_on_both_sides() -> None:
+    """Alike step by step; what a graph would take; and why the costs chose so."""
+    told_there = paragraph("- **768 and 1,000 decodes ran eagerly")
+    for load in DECODES:
+        eager = {
+            tuple(turn["modes"]["NONE"]) for side in ("stock", "kpolicy") for turn in turns_of("llama8b", load, side)
+        }
+        assert len(eager) == 1
+        assert said("llama8b", load, "requests_per_s") in told_there
+    whole, pieces, eagerly = device_ms(768, "FULL 768t/768r q=1", "PIECEWISE 768t", "None")
+    assert f"of 768 takes {whole} ms in the FULL graph, {pieces} in pieces and {eagerly} eagerly" in told_there
+    whole, pieces, eagerly = device_ms(1000, "FULL 1024t/1024r q=1", "PIECEWISE 1024t", "None")
+    assert f"of 1,000 {whole}, {pieces} and {eagerly}." in told_there
+    costs, numbers = costs_of("llama8b"), numbers_of(Step(768, 768, 768, 1, 1), 1)
+    eager_us, full_us = (
+        costs.cost((Launch(Rows.ALL, key),), numbers).cycle_us
+        for key in (None, GraphKey(Part.FULL, 768, 768, query_len=1))
+    )
+    took = figure_of("llama8b", DECODES[0], "gap_p50_ms")["kpolicy"]
+    chose = f"at {eager_us / 1e3:.1f} ms eagerly and {full_us / 1e3:.1f} in the FULL graph, where it took {took:.1f}"
+    assert f"{chose}, as eager steps are timed to {costs.eager.sizes[-1]} rows" in told_there
+    found = f"Llama's of 768 decodes were expected at {eager_us / 1e3:.1f} ms and took {took:.1f}"
+    assert found in WORDS
+
+
+def test_the_page_tells_where_llama_s_chat_is_short() -> None:
+    """Each figure beside a second process of stock, and the turns that the p99 is of."""
+    told_there = paragraph("- **Chat is short of 0.99 in two figures**")
+    short = {name for name in FIGURES if figure_of("llama8b", "chat", name)["ratio"] < SHORT}
+    assert short == {"ttft_p50_ms", "ttft_p99_ms"}
+    for figure in (*FIGURES, "ttft_geo_ms", "gap_slow_ms"):
+        assert said("llama8b", "chat", figure) in told_there
+    for figure in short:
+        row = figure_of("llama8b", "chat", figure)
+        assert row["low"] < 1 < row["high"]
+    second = paragraph("- **A second stock process isn't told apart from it**")
+    for figure in ("ttft_p50_ms", "ttft_p99_ms", "ttft_geo_ms"):
+        assert said("llama8b", "chat", figure, "stock again") in second
+        assert said("llama8b", "chat", figure, "again kpolicy") in second
+    assert f"gap p99 at {said('llama8b', 'chat', 'gap_p99_ms', 'again kpolicy')}" in second
+    for figure, before in (
+        ("requests_per_s", "requests/s at "), ("gap_p50_ms", "gaps at "), ("gap_p99_ms", "and "),
+        ("ttft_p50_ms", "first tokens at "), ("ttft_p99_ms", "and "),
+    ):  # fmt: skip
+        row = figure_of("llama8b", "chat", figure, "stock again")
+        bounds = f"({row['low']:.3f} to {row['high']:.3f})"
+        assert f"{before}{row['ratio']:.3f} {bounds}" in paragraph("- **What a ratio is worth**")
+    sides = {side: turns_of("llama8b", "chat", side) for side in ("stock", "kpolicy")}
+    p99 = {side: [f"{turn['ttft_p99_ms']:.0f}" for turn in turns] for side, turns in sides.items()}
+    ours, theirs = (" and ".join(p99[side][:2]) for side in ("kpolicy", "stock"))
+    others = [span(turn["ttft_p99_ms"] for turn in sides[side][2:]) for side in ("kpolicy", "stock")]
+    assert f"kpolicy has {ours} ms, stock {theirs}; in the other five {others[0]}, and {others[1]}" in WORDS
+    late = []
+    for turn in (*sides["stock"], *sides["kpolicy"]):
+        _, second_slowest = sorted(range(len(turn["ttft_ms"])), key=lambda request: -turn["ttft_ms"][request])[:2]
+        assert turn["ttft_ms"][second_slowest] == pytest.approx(turn["ttft_p99_ms"], abs=0.01)
+        late.append(second_slowest)
+    assert f"one of the requests {min(late)} to {max(late)}" in WORDS
+    turns = [*sides["stock"], *sides["kpolicy"]]
+    steps = f"{span(modes(turns, 'NONE'))} eager steps and {span(modes(turns, 'PIECEWISE'))} in pieces a turn"
+    assert f"Both sides run {steps}" in WORDS
+    assert f"llama8b_kpolicy at {LATEST}" in raw_tables()
+
+
+def test_the_page_tells_when_llama_s_late_first_tokens_come() -> None:
+    """All within a moment."""
+    requests = make_load("chat", "llama8b", real_file(CHAT).parent).requests
+    assert f"93 to 118, which come within {requests[118][0] - requests[93][0]:.2f} s" in WORDS
+
+
+def test_the_page_tells_what_llama_s_chat_had_earlier() -> None:
+    """What pieces of each size take for 394 tokens; the one step that differs; a slow core's costs."""
     took = {
         row["key"]: statistics.median(row["device"]) / 1e3
         for row in raw_of("vllm_ways_llama8b")["ways"]
         if (row["decodes"], row["chunk"], row["bounded"]) == (3, 391, False)
     }
+    earlier = paragraph("**Chat of 30 requests, earlier**")
     one, *others = (f"{took[f'PIECEWISE {size}t']:.1f}" for size in (448, 400, 432, 464, 512))
-    assert f"the device {one} ms, those of 400 {{}}, of 432 {{}}, of 464 {{}} and of 512 {{}}".format(
-        *others
-    ) in paragraph("**Chat had its median")
-    turns = raw_of("vllm_llama8b_chat_second")["rows"]
-    padded = {row["side"]: [] for row in turns}
-    for row in turns:
-        padded[row["side"]].append([step[1] for step in row["prompt_steps"] if step[2] in (879, 880)])
-    assert padded["kpolicy"] == [[1024]] * 9
-    assert all(sizes in ([879], [880]) for sizes in padded["stock"])
-    now = paragraph("**The call before**")
-    for figure in ("ttft_p50_ms", "gap_p99_ms"):
-        assert told(*pairs(turns, "stock", "kpolicy", figure)) in now
-    (call,) = raw_of("vllm_llama8b_chat_second")["calls"]
-    launching = {
-        side: float(call["costs"][f"llama8b_{side}"].partition("host_eager=HostCost(base_us=")[2].partition(",")[0])
-        for side in ("kpolicy", "paced")
-    }
-    assert f"its calibration had launching an eager step at {launching['kpolicy'] / 1e3:.0f} ms" in now
-    assert f"`paced`, calibrated three seconds later, has {launching['paced'] / 1e3:.0f} ms" in now
+    told_sizes = "the device {} ms, those of 400 {}, of 432 {}, of 464 {} and of 512 {}".format(one, *others)
+    assert told_sizes in earlier
     first = raw_of("vllm_llama8b_chat_first")["rows"]
     ours, stock = (
         [f"{row['ttft_p50_ms']:.1f}" for row in sorted(first, key=lambda row: row["repeat"]) if row["side"] == side]
         for side in ("kpolicy", "stock")
     )
-    earlier = paragraph("**Chat had its median")
     assert f"medians were {' and '.join(ours)} ms for {' and '.join(stock)} in stock" in earlier
     ratios = [float(theirs) / float(own) for theirs, own in zip(stock, ours, strict=True)]
-    assert earlier.startswith(f" first token at {statistics.geometric_mean(ratios):.2f} in the call before (d11ce8d)")
+    assert f"median first token was at {statistics.geometric_mean(ratios):.2f} at d11ce8d" in earlier
     assert f"{float(one) - float(others[0]):.1f} ms more" in earlier
-    second = of_sides("stock again", "llama8b")
-    words = " ".join(PAGE.split())
-    for figure, before in (
-        ("requests_per_s", "requests/s at "), ("gap_p50_ms", "gaps at "), ("gap_p99_ms", "and "),
-        ("ttft_p50_ms", "first tokens at "),
-    ):  # fmt: skip
-        row = second["chat", figure]
-        assert f"{before}{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})" in words
-    for figure in ("requests_per_s", "gap_p99_ms"):
-        assert told(
-            *(of_sides("stock paced", "llama8b")["code-2048", figure][key] for key in ("ratio", "low", "high"))
-        ) in paragraph("**Shorter steps")
+    second = raw_of("vllm_llama8b_chat_second")
+    turns = second["rows"]
+    padded = {row["side"]: [] for row in turns}
+    for row in turns:
+        padded[row["side"]].append([step[1] for step in row["prompt_steps"] if step[2] in (879, 880)])
+    assert padded["kpolicy"] == [[1024]] * 9
+    assert all(sizes in ([879], [880]) for sizes in padded["stock"])
+    for figure in ("ttft_p50_ms", "gap_p99_ms"):
+        assert told(*pairs(turns, "stock", "kpolicy", figure)).replace("*", "") in earlier.replace("*", "")
+    (call,) = second["calls"]
+    launching = {
+        side: float(call["costs"][f"llama8b_{side}"].partition("host_eager=HostCost(base_us=")[2].partition(",")[0])
+        for side in ("kpolicy", "paced")
+    }
+    assert f"its calibration had launching an eager step at {launching['kpolicy'] / 1e3:.0f} ms" in earlier
+    assert f"`paced`, calibrated three seconds later, has {launching['paced'] / 1e3:.0f} ms" in earlier
+    for figure in ("requests_per_s", "gap_p99_ms", "ttft_p50_ms", "ttft_p99_ms"):
+        assert said("llama8b", "code-2048", figure, "stock paced") in paragraph("**Shorter steps")
 
 
 def pairs(turns: list[dict[str, Any]], ours: str, theirs: str, figure: str) -> tuple[float, float, float]:
@@ -336,72 +644,138 @@ def pairs(turns: list[dict[str, Any]], ours: str, theirs: str, figure: str) -> t
     return mean, low, high
 
 
-def test_the_page_tells_from_when_llama_s_chat_has_stock_s_steps() -> None:
+def test_the_page_tells_from_when_llama_s_chat_had_stock_s_steps_in_the_call_before() -> None:
     """Two turns by costs of a slow core, then, once they followed the host's speed, seven in the same graphs."""
-    turns = [
-        row for row in raw_of("vllm_stock_vs_kpolicy")["rows"] if (row["model"], row["load"]) == ("llama8b", "chat")
-    ]
-    now = paragraph("**Now** it is")
-    since = [row for row in turns if row["repeat"] >= 2]
-    figures = (("ttft_p50_ms", "first tokens"), ("gap_p99_ms", "gap p99"))
-    again = [told(*pairs(since, "stock", "again", figure)) for figure, _ in figures]
-    assert f"stock's second process has {again[0]} and {again[1]} of the same" in now
-    ours, of_again = (pairs(since, side, "kpolicy", "ttft_p50_ms") for side in ("stock", "again"))
-    behind = f"{1 - ours[0]:.1%} behind stock's and {1 - of_again[0]:.1%} behind its second process"
-    assert behind in now
-    assert all(low < 1 < high for _, low, high in (ours, of_again))
-    for figure, name in figures:
-        assert f"{name} {told(*pairs(since, 'stock', 'kpolicy', figure))}" in now
-        assert told(*pairs(turns, "stock", "again", figure)) in now
+    found = raw_of("vllm_llama8b_chat_third")
+    turns, now = found["rows"], paragraph("**Chat of 30 requests, earlier**").partition("At 084b1ca")[2]
+    assert [call["commit"] for call in found["calls"]] == ["084b1ca"]
+    for figure in ("ttft_p50_ms", "gap_p99_ms"):
         assert told(*pairs(turns, "stock", "kpolicy", figure)) in now
-
-    def graphs(row: dict[str, Any]) -> list[list[Any]]:
-        return sorted([step[0], step[1]] for step in row["prompt_steps"])
+    assert told(*pairs(turns, "stock", "again", "ttft_p50_ms")).replace("*", "") in now
 
     for row in turns:
         eager = {step[2] for step in row["prompt_steps"] if step[0] == "NONE"}
         apart = row["side"] == "kpolicy" and row["repeat"] < 2
         assert (min(eager) > 2000) is apart
         if apart:
-            assert [size for _, size in graphs(row) if 512 < size < 2000] == [896, 1536, 1536, 1536]
-    by_request = {
-        side: statistics.median(
-            statistics.median(each)
-            for each in zip(*(row["ttft_ms"] for row in since if row["side"] == side), strict=True)
-        )
-        for side in ("stock", "kpolicy", "again")
-    }
-    assert (
-        "{stock:.1f} ms in stock, {again:.1f} in its second process and {kpolicy:.1f} in kpolicy".format(**by_request)
-        in now
-    )
+            sizes = sorted(step[1] for step in row["prompt_steps"])
+            assert [size for size in sizes if 512 < size < 2000] == [896, 1536, 1536, 1536]
+        elif row["side"] == "stock":
+            assert eager_prompts(row) == 7
+    assert "four of stock's seven eager steps ran in pieces, from the third turn on none" in now
+
+
+def test_the_page_tells_what_captures_took() -> None:
+    """Of engines that started one after the other, before they served."""
+    told_there, cold = paragraph("- **Captures**"), {}
+    for row in RAW["rows"]:
+        if row["load"] == "cold start" and row["date"] == "2026-11-28":
+            about = row["cold"]
+            cold[row["model"], row["side"]] = (sum(about["graphs"].values()), f"{about['capture_s']:.1f}")
+    (ours, took), (_, stock), (_, again) = (cold["llama8b", side] for side in ("kpolicy", "stock", "again"))
+    assert f"on Llama {ours} graphs in {took} s, stock's 102 in {stock} and {again}" in told_there
+    for model, name in (("dsv2lite", "DeepSeek"), ("qwen05b", "the 0.5B")):
+        (ours, took), (graphs, stock) = (cold[model, side] for side in ("kpolicy", "stock"))
+        assert f"on {name} {ours} in {took} s, stock's in {stock}" in told_there
+        assert graphs == 102
+
+
+def test_the_page_tells_what_starts_save() -> None:
+    """Shares of stock's seconds and memory; bytes with equal largest sizes; and bytes that were estimated."""
+    of_plan, wide = of_sides("stock planned"), of_sides("wide kpolicy")
+    capture, memory = (of_plan["start", figure]["ratio"] for figure in ("capture_s", "graph_mib"))
+    assert f"takes {1 / capture:.2f} of stock's seconds**, and of the memory {1 / memory:.2f}" in WORDS
+    starts_of = {figure: figure_of("qwen05b", "start", figure) for figure in ("start_s", "capture_s", "graph_mib")}
+    row = starts_of["capture_s"]
+    assert row["low"] < 1 < row["high"]
+    assert f"By default it is {row['ratio']:.2f} times as quick, with 1 in the interval" in WORDS
+    assert f"What capture saves ({row['stock'] - row['kpolicy']:.1f} s)" in WORDS
+    longer, of_planned = said("qwen05b", "start", "start_s"), of_plan["start", "start_s"]
+    told_planned = told(of_planned["ratio"], of_planned["low"], of_planned["high"])
+    assert f"{longer} of stock's pace, with 1 in the interval; with the plan {told_planned}" in WORDS
+    assert f"by default is {1 / starts_of['graph_mib']['ratio']:.2f} times stock's" in WORDS
+    mib = wide["start", "graph_mib"]
+    assert f"takes more than kpolicy: {mib['wide']:.0f} MiB for {mib['kpolicy']:.0f}" in WORDS
+    estimated = {row["side"]: (row["estimate_mib"], row["graph_mib"]) for row in RAW["rows"] if row["load"] == "start"}
+    assert "({:,.0f} MiB estimated, {:.0f} used)".format(*estimated["wide"]) in WORDS
+    assert "smallest: {:.0f} MiB, where {:.0f} were used".format(*estimated["kpolicy"]) in WORDS
+    assert "of the plan {:.0f} for {:.0f}".format(*estimated["planned"]) in WORDS
+    sizes = {row["side"]: row["sizes"] for row in RAW["rows"] if row["load"] == "start"}
+    graphs = {row["side"]: row["graphs"] for row in RAW["rows"] if row["load"] == "start"}
+    assert max(sizes["wide"]) == max(sizes["kpolicy"]) == 4096
+    told_graphs = ["{FULL} + {PIECEWISE}".format(**graphs[side]) for side in ("stock", "kpolicy", "planned", "wide")]
+    (row,) = [line for line in PAGE.splitlines() if line.startswith("| graphs, FULL + PIECEWISE |")]
+    assert [cell.strip().split(" to ")[0] for cell in row.split("|")[2:6]] == told_graphs
+
+
+def test_the_guide_s_and_the_readme_s_words_are_those_of_the_results() -> None:
+    """What they say below their tables."""
+    guide, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/vllm.md", "README.md"))
+    again = [said("llama8b", "chat", figure, "stock again") for figure in ("ttft_p50_ms", "ttft_p99_ms")]
+    assert f"stock in a second process has {again[0]} and {again[1]}." in guide
+    for text in (guide, readme):
+        assert "with 1 in both intervals" in text
+    for figure in ("ttft_p50_ms", "ttft_p99_ms"):
+        row, second = (figure_of("llama8b", "chat", figure, pair) for pair in ("stock kpolicy", "stock again"))
+        assert max(row["ratio"], second["ratio"]) < SHORT
+        assert row["low"] < 1 < row["high"]
+    assert f"the slowest 2% of its gaps are at {said('qwen05b', 'code-8192', 'gap_slow_ms')} ([why]" in guide
+    start = figure_of("qwen05b", "start", "start_s")
+    assert start["low"] < 1 < start["high"]
+    assert f"takes longer**, {told(start['ratio'], start['low'], start['high'])} of stock's pace" in guide
+    for row, words in (
+        (figure_of("qwen05b", "start", "capture_s"), "Captures are {}"),
+        (of_sides("stock planned")["start", "capture_s"], "with a planned ladder {}"),
+    ):
+        each = f"{row['ratio']:.2f} times ({row['low']:.2f} to {row['high']:.2f}) as quick"
+        assert words.format(each) in guide
+    median = figure_of("qwen05b", "code-8192", "gap_p50_ms", "stock paced")["ratio"]
+    assert f"the median gap is {1 / median:.1f} times stock's" in guide
+
+
+def test_the_page_tells_in_what_bounded_prompts_went() -> None:
+    """At 8,192, first turn and later ones."""
+    turns = turns_of("qwen05b", "code-8192", "paced")
+    most = [
+        max((size for mode, size, *_ in turn["prompt_steps"] if mode == "PIECEWISE"), key=pieces_of(turn).count)
+        for turn in turns
+    ]
+    assert most[0] == 3072
+    assert set(most[2:]) == {4096}
+    assert "pieces of 3,072 in the first turn and of 4,096 from the third on" in WORDS
+    longer = 1 / figure_of("qwen05b", "code-8192", "gap_p50_ms", "stock paced")["ratio"]
+    assert f"the median gap is {longer:.1f} times as long" in WORDS
+    slow = said("qwen05b", "code-8192", "gap_slow_ms", "stock paced")
+    assert f"The slowest 2% of gaps are at {slow} there" in WORDS
+
+
+def pieces_of(turn: dict[str, Any]) -> list[int]:
+    return [step[1] for step in turn["prompt_steps"] if step[0] == "PIECEWISE"]
 
 
 def test_the_page_tells_what_rows_took_the_host() -> None:
-    """By each kind of launch, in the tables of the first two calls."""
-    calls = raw_of("vllm_stock_vs_kpolicy")["calls"]
-    costs = {name: text for call in calls for name, text in call["costs"].items() if not followed(text)}
-
-    def host(model: str, kind: str, side: str = "kpolicy") -> tuple[float, float]:
-        found = re.search(rf"host_{kind}=HostCost\(base_us=([\d.]+), req_us=([\d.]+)", costs[f"{model}_{side}"])
-        assert found is not None
-        return float(found[1]), float(found[2])
-
-    words = " ".join(PAGE.split())
-    (base, row), (eager, _), (_, whole) = (host("dsv2lite", kind) for kind in ("piecewise", "eager", "full"))
-    assert f"has {row:.0f} µs of the host for each row in pieces" in words
-    assert f"where whole graphs have {whole:.1f}: by it a step with {math.ceil((eager - base) / row)} requests" in words
-    assert (
-        "came to {:.1f}, {:.1f} and {:.1f} µs a row".format(
-            *(host("qwen05b", kind)[1] for kind in ("full", "piecewise", "eager"))
-        )
-        in words
-    )
+    """One number of all kinds in the last calls' tables; one a kind in those before."""
+    one = {}
+    for model in MODELS:
+        costs = costs_of(model)
+        (us,) = {host.req_us for host in (costs.host_full, costs.host_piecewise, costs.host_eager)}
+        one[model] = f"{us:.1f}"
+    assert "{qwen05b} µs on the 0.5B, {dsv2lite} on DeepSeek and {llama8b} on Llama at 54c1189".format(**one) in WORDS
+    tables = raw_tables()
     paced, slow = (
-        [host("llama8b", kind, side)[1] for kind in ("full", "piecewise", "eager")] for side in ("paced", "kpolicy")
+        [host.req_us for host in (table.host_full, table.host_piecewise, table.host_eager)]
+        for table in (tables[f"llama8b_{side} at 94620cd"] for side in ("paced", "kpolicy"))
     )
-    assert "`paced`, on a quick core, had {:.1f}, {:.1f} and {:.1f}".format(*paced) in words
-    assert "`kpolicy`, on a slow one, {:.1f}, {:.0f} and {:.0f}".format(*slow) in words
+    assert "`paced`, on a quick core, had {:.1f}, {:.1f} and {:.1f}".format(*paced) in WORDS
+    assert "`kpolicy`, on a slow one, {:.1f}, {:.0f} and {:.0f} at 94620cd".format(*slow) in WORDS
+    costs = costs_of("dsv2lite")
+    assert len(costs.piecewise.sizes) == 6
+    assert len(costs.full.sizes) == 14
+    assert len(costs.eager.sizes) == 3
+    assert f"it timed six sizes of pieces to {costs.piecewise.sizes[-1]:,}, none between" in WORDS
+    whole, eager = costs.full.sizes[-1], costs.eager.sizes[-1]
+    others = f"14 of whole graphs to {whole} and three of eager steps to {eager} rows"
+    assert f"{costs.piecewise.sizes[-2]} and that, {others}" in WORDS
 
 
 def test_what_a_step_costs_is_as_the_pages_say() -> None:
