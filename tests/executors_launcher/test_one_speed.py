@@ -8,10 +8,13 @@ import random
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kpolicy.costs import Curve
+from kpolicy.executors.calibrate.bench import Bench, _Times
 from kpolicy.executors.calibrate.one_speed import (
     Sample,
     at_one_speed,
@@ -78,8 +81,8 @@ def test_replays_of_the_other_state_are_left_out(rounds: int) -> None:
         for each in ([[us for _, us in samples] for samples in cases], kept)
     ]
     assert all(clean <= raw + 0.006 for raw, clean in zip(*off, strict=True))
-    # One whose two samples are both of that state, and the first of it, can't be told.
-    assert sum(clean > 0.01 for clean in off[1]) <= 1 < sum(raw > 0.03 for raw in off[0])
+    # One whose two samples are both of that state, at an end of it, can't be told.
+    assert sum(clean > 0.01 for clean in off[1]) <= (rounds == 2) < sum(raw > 0.03 for raw in off[0])
     assert sum(map(len, kept)) < sum(map(len, cases))
 
 
@@ -98,6 +101,40 @@ def test_without_another_state_every_sample_counts() -> None:
     slow = [[(place, us * (1.5 if place == 31 else 1.0)) for place, us in samples] for samples in steady]
     for cases in (steady, slow, [], [[]], [[(0, 0.0), (1, 0.0)]]):
         assert of_one_state(cases) == [[us for _, us in samples] for samples in cases]
+
+
+def test_a_round_of_dearer_tokens_is_no_state() -> None:
+    """Each round has other tokens, which choose other experts: all of it may be some percent dearer."""
+    dearer = [
+        [(place, us * (1.03 if i == 1 else 1.0)) for i, (place, us) in enumerate(samples)]
+        for samples in replayed(3, lambda _: False)
+    ]
+    assert of_one_state(dearer) == [[us for _, us in samples] for samples in dearer]
+
+
+@pytest.mark.parametrize("host_runs", [False, True])
+def test_a_bench_tells_replays_of_the_usual_state_and_eager_steps_as_they_were(host_runs: bool) -> None:
+    """Where the device runs behind the host; where the host runs all itself its own speed is told."""
+    cases = replayed(3, lambda place: 30 <= place < 50)
+    bench: Any = Bench.__new__(Bench)
+    bench._adapter, bench._brought_of, bench._error = SimpleNamespace(host_runs=host_runs), -1, 0.0
+    eager = 7  # the case that launches one by one
+    graphs = [SimpleNamespace(key=None if case == eager else "graph") for case in range(len(cases))]
+    bench._cases = [(SimpleNamespace(launches=[graph]), None) for graph in graphs]
+    bench._times = [[_Times(us, 0.0, us, place=place) for place, us in samples] for samples in cases]
+    if host_runs:
+        assert bench.us(3) == typical(at_one_speed(cases)[3])
+        assert bench.error(3) > 0
+        return
+    kept = of_one_state([[] if case == eager else samples for case, samples in enumerate(cases)])
+    found = [bench.us(case) for case in range(len(cases))]
+    assert found == [
+        statistics.median([us for _, us in samples] if case == eager else kept[case])
+        for case, samples in enumerate(cases)
+    ]
+    raw = [statistics.median(us for _, us in samples) for samples in cases]
+    assert found != raw
+    assert found[eager] == raw[eager]
 
 
 @pytest.mark.parametrize(("model", "windows"), [("qwen05b", [(207, 220), (487, 505)]), ("qwen05b_second", [])])

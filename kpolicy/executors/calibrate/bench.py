@@ -448,9 +448,8 @@ class Bench:
         Of replays only samples of the state that the device mostly replayed in count. Where the host runs what it
         launches, what its quicker samples take, at one speed of the host.
         """
-        if self.host_runs:
-            return typical(self._at_one_speed()[case])
-        return statistics.median(self._of_one_state()[case])
+        samples = self._of_one_speed()[case]
+        return typical(samples) if self.host_runs else statistics.median(samples)
 
     def middle_us(self, case: int) -> float:
         """`us`, but where the host runs what it launches the median of its samples at one speed, not the quicker ones.
@@ -458,30 +457,28 @@ class Bench:
         Halves beside each other take two cores, of which others may want one: the quicker samples had both, and serving
         pays for all.
         """
-        return statistics.median(self._at_one_speed()[case]) if self.host_runs else self.us(case)
+        return statistics.median(self._of_one_speed()[case])
 
     def error(self, case: int) -> float:
         """Standard error of `us`, as a share of it, where the host runs what it launches."""
-        self._at_one_speed()
+        self._of_one_speed()
         return self._error / math.sqrt(len(self._times[case]))
 
-    def _at_one_speed(self) -> list[list[float]]:
-        count = sum(map(len, self._times))
-        if count != self._brought_of:
-            self._brought = at_one_speed([[(each.place, each.device) for each in samples] for samples in self._times])
-            self._brought_of, self._error = count, error_of_one(self._brought)
-        return self._brought
-
-    def _of_one_state(self) -> list[list[float]]:
+    def _of_one_speed(self) -> list[list[float]]:
+        """What the device took in each case's samples, but for another speed of the host, or another state of it."""
         count = sum(map(len, self._times))
         if count != self._brought_of:
             every = [[(each.place, each.device) for each in samples] for samples in self._times]
-            replays = [all(launch.key is not None for launch in decision.launches) for decision, _ in self._cases]
-            found = of_one_state([each if whole else [] for each, whole in zip(every, replays, strict=True)])
-            self._brought = [
-                brought if whole else [us for _, us in each]
-                for each, brought, whole in zip(every, found, replays, strict=True)
-            ]
+            if self.host_runs:
+                self._brought = at_one_speed(every)
+                self._error = error_of_one(self._brought)
+            else:
+                replays = [all(launch.key is not None for launch in decision.launches) for decision, _ in self._cases]
+                of_state = of_one_state([each if whole else [] for each, whole in zip(every, replays, strict=True)])
+                self._brought = [
+                    found if whole else [us for _, us in each]
+                    for each, found, whole in zip(every, of_state, replays, strict=True)
+                ]
             self._brought_of = count
         return self._brought
 

@@ -29,7 +29,10 @@ _PASSES = 3
 """Speeds come from what cases usually take, and that from speeds"""
 _STATE_AROUND, _STATE_APART = 3, 0.025
 """Samples on either side of a replay that tell with it which state the device was in, and by which share of their time
-states differ: 7 to 12% on Qwen2.5-0.5B, 10% on DeepSeek-V2-Lite; samples of one state by some 1%"""
+states differ: 4 to 13% on Qwen2.5-0.5B, 10% on DeepSeek-V2-Lite; samples of one state by some 1%"""
+_STATE_NOISE, _STATE_SHARE = 2, 0.25
+"""A state must be apart by so many times what a sample's distance from its case's middle mostly is, and be that of at
+most such a share of all samples: one round in three has other tokens, which may be some percent dearer altogether"""
 _UNKNOWN, _LEAST = 0.1, 0.04
 """Standard error of a single sample where none were repeated, and however well they agree: of two shared cores"""
 _NORMAL = 1.4826
@@ -58,8 +61,8 @@ def at_one_speed(cases: Sequence[Sequence[Sample]]) -> list[list[float]]:
 def of_one_state(cases: Sequence[Sequence[Sample]]) -> list[list[float]]:
     """Microseconds of every case's samples but for those taken while all around took another time than usual.
 
-    A case that has no others has them as if they had taken as long as in the state that most samples are of. A state is
-    told where it is that of up to a tenth of the samples; where more than half seem to be of another, all stay.
+    A case that has no others has them as if they had taken as long as in the usual state. Where another state seems to
+    be that of over a quarter of the samples all are as they were: which one is usual can't be told then.
 
     Args:
         cases: samples of replays alone: what the host launches one by one has no two states.
@@ -67,61 +70,59 @@ def of_one_state(cases: Sequence[Sequence[Sample]]) -> list[list[float]]:
     order = sorted((place, case, i) for case, samples in enumerate(cases) for i, (place, _) in enumerate(samples))
     # A single sample is what its case usually takes, and tells nothing.
     told = [each for each in order if len(cases[each[1]]) > 1]
-    places = [place for place, _, _ in told]
-    away: set[tuple[int, int]] = set()
+    times: dict[tuple[int, int], float] = {}
     speeds: list[float] = []
     for _ in range(_PASSES):
         usual = [
-            statistics.median([us for i, us in enumerate(each) if (case, i) not in away] or each) if each else 0.0
-            for case, each in enumerate([[us for _, us in samples] for samples in cases])
-        ]
-        ratios = [cases[case][i][1] / usual[case] if usual[case] else 1.0 for _, case, i in told]
-        speeds = _grown(ratios, _of_one_side(steadied(ratios, _STATE_AROUND)))
-        away = {(case, i) for (_, case, i), times in zip(told, speeds, strict=True) if _apart(times)}
-    if 2 * len(away) > len(told):
+            statistics.median([us for i, (_, us) in enumerate(samples) if times.get((case, i), 1.0) == 1]
+                              or [us for _, us in samples]) if samples else 0.0
+            for case, samples in enumerate(cases)
+        ]  # fmt: skip
+        speeds = _other_state([cases[case][i][1] / usual[case] if usual[case] else 1.0 for _, case, i in told])
+        times = {(case, i): each for (_, case, i), each in zip(told, speeds, strict=True)}
+    if sum(each != 1 for each in speeds) > _STATE_SHARE * len(told):
         return [[us for _, us in samples] for samples in cases]
+    places = [place for place, _, _ in told]
 
-    def brought(place: int, us: float) -> float:
+    def alone(place: int, us: float) -> float:
         at = bisect.bisect_left(places, place)
-        near = speeds[max(0, at - 1) : at + 1]
-        times = statistics.fmean(near) if near and all(map(_apart, near)) else 1.0
-        return us / times
+        beside = speeds[max(0, at - 1) : at + 1]
+        return us / statistics.fmean(beside) if beside and 1 not in beside else us
 
-    found = [[us for i, (_, us) in enumerate(samples) if (case, i) not in away] for case, samples in enumerate(cases)]
-    return [
-        kept if kept and len(samples) > 1 else [brought(place, us) for place, us in samples]
-        for kept, samples in zip(found, cases, strict=True)
-    ]
-
-
-def _apart(times: float) -> bool:
-    """Whether a speed is another state's."""
-    return times > 0 and abs(math.log(times)) > _STATE_APART
+    found = []
+    for case, samples in enumerate(cases):
+        if len(samples) == 1:
+            found.append([alone(*samples[0])])
+            continue
+        kept = [us for i, (_, us) in enumerate(samples) if times[case, i] == 1]
+        found.append(kept or [us / times[case, i] for i, (_, us) in enumerate(samples)])
+    return found
 
 
-def _of_one_side(speeds: Sequence[float]) -> list[float]:
-    """The speeds, but for those of the rarer side of usual.
+def _other_state(ratios: Sequence[float]) -> list[float]:
+    """How long replays took in another state, over the usual one, at each of these in their order; 1 in that one.
 
-    A case of which a sample was quick seems slow in its others, until that sample doesn't count.
+    Args:
+        ratios: what each took over what its case usually takes.
     """
-    quick, slow = (sum(_apart(each) and (each < 1) is side for each in speeds) for side in (True, False))
-    return [1.0 if _apart(each) and (each < 1) is not (quick >= slow) else each for each in speeds]
-
-
-def _grown(ratios: Sequence[float], speeds: Sequence[float]) -> list[float]:
-    """The speeds, of which another state's reach as far as samples beside them say the same, and over one between two.
-
-    The middle of a few samples tells a state's ends late.
-    """
-    grown = list(speeds)
+    apart = max(_STATE_APART, _STATE_NOISE * statistics.median([_far(each) for each in ratios] or [0.0]))
+    speeds = [each if _far(each) > apart else 1.0 for each in steadied(ratios, _STATE_AROUND)]
+    # Of one side: a case of which a sample was quick seems slow in its others, until that sample doesn't count.
+    quick = 2 * sum(each < 1 for each in speeds) >= sum(each != 1 for each in speeds)
+    speeds = [each if (each < 1) is quick else 1.0 for each in speeds]
+    # The middle of a few samples tells a state's ends late: it reaches as far as those beside say the same, and over
+    # one between two.
     for way in (1, -1):
-        for at in range(len(grown))[::way]:
-            beside = at - way
-            if 0 <= beside < len(grown) and _apart(grown[beside]) and not _apart(grown[at]):
-                between = 0 <= at + way < len(grown) and _apart(grown[at + way])
-                alike = _apart(ratios[at]) and (ratios[at] < 1) is (grown[beside] < 1)
-                grown[at] = grown[beside] if between or alike else grown[at]
-    return grown
+        for at in range(len(speeds))[::way]:
+            beside, beyond = (speeds[to] if 0 <= to < len(speeds) else 1.0 for to in (at - way, at + way))
+            alike = _far(ratios[at]) > apart and (ratios[at] < 1) is quick
+            if speeds[at] == 1 != beside and (alike or beyond != 1):
+                speeds[at] = beside
+    return speeds
+
+
+def _far(ratio: float) -> float:
+    return abs(math.log(ratio)) if ratio > 0 else 0.0
 
 
 def typical(brought: Sequence[float]) -> float:
