@@ -380,9 +380,10 @@ def passed(served: dict[str, dict[str, int]], p999: dict[str, float], missed: di
         p999: errors by side, that of broken attention too.
         missed: tokens that differ from the reference, by side.
     """
-    # An eager side that replayed, or a graph side that didn't, would compare a run with itself.
+    # An eager side that replayed, or another that didn't, would compare a run with itself.
     eager, graph = served["eager"], served["graph"]
     apart = eager["-"] > 0 == eager["P"] + eager["D"] and graph["P"] > 0 == graph["-"] and graph["D"] > 0
+    apart = apart and all(side["P"] + side["D"] > 0 for name, side in served.items() if name != "eager")
     within = all(p999[name] <= 2 * p999["eager"] for name in served)
     tokens = not any(each["where the margin is above the limit"] for each in missed.values())
     return apart and within and tokens and p999["broken"] > 2 * p999["eager"]

@@ -50,7 +50,7 @@ def lacking(plan: Mapping[str, Any], costs: CostTable, results: Mapping[str, Any
     lists = {name: [starts[side][f"{name}_sizes"] for side in ("stock", "planned")] for name in tables}
     own = {"decode": plan["sizes"]["decode"], "prefill": plan["sizes"]["piecewise"]}
     was_run = all(own[name] == lists[name][1] for name in own)
-    lost = {row["load"]: 1 / row["ratio"] - 1 for row in results["rows"]} if was_run else None
+    lost = {row["load"]: 1 / row["ratio"] - 1 for row in (*results["rows"], *results["apart"])} if was_run else None
     curves = {"decode": costs.full, "prefill": costs.piecewise}
     return {name: _of_kind(name, tables[name], (lists[name][0], own[name]), curves[name], lost) for name in tables}
 

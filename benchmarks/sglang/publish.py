@@ -47,10 +47,12 @@ def published(before: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, An
     def moved(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [{**line, "run": line["run"] + first} for line in lines]
 
-    if (starts := [{k: v for k, v in line.items() if k != "run"} for line in new["starts"]]) and all(
-        line in [{k: v for k, v in each.items() if k != "run"} for each in before["starts"]] for line in starts
-    ):
-        raise ValueError("these runs' starts are all in the published file: it has them already")
+    for name in ADDED:
+        known = [_without_run(line) for line in before[name]]
+        if any(_without_run(line) in known for line in new[name]):
+            raise ValueError(f"some of its {name} are in the published file: give the folder of further runs alone")
+    if told := [name for name in ("pooled", "apart") if new[name]]:
+        raise ValueError(f"it has {' and '.join(told)} rows, which are of runs put together: leave those to rows.py")
     again = {_key(row): row for row in moved(new["rows"])}
     there = {_key(row) for row in before["rows"]}
     replaced = [row for row in before["rows"] if _key(row) in again]
@@ -69,6 +71,10 @@ def about(run: Mapping[str, Any]) -> dict[str, Any]:
     """The GPU, without its driver, and the versions that rows depend on."""
     versions = {name: value.partition("+")[0] for name, value in run["versions"].items() if "kpolicy" not in name}
     return {"device": run["device"].partition(",")[0], "versions": versions}
+
+
+def _without_run(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name != "run"}
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:

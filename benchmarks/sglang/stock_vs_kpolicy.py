@@ -44,6 +44,7 @@ HERE = Path(__file__).resolve().parent
 if str(HERE.parents[1]) not in sys.path:
     sys.path.append(str(HERE.parents[1]))  # run as a script
 
+from benchmarks.command import commit_of  # noqa: E402
 from benchmarks.sglang.rows import AGAIN, LOADS, MODEL, rows, write  # noqa: E402
 
 T = TypeVar("T")
@@ -515,11 +516,10 @@ def about() -> dict[str, Any]:
             versions[name] = version(name)
         except PackageNotFoundError:  # noqa: PERF203
             versions[name] = ""
-    commit = os.environ.get("KPOLICY_COMMIT", "")
     return {
         "kind": "about",
         "device": device_name(),
-        "commit": commit,
+        "commit": commit_of(),
         "versions": versions,
         "at": time.strftime("%Y-%m-%d"),
     }

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command_line, input_file, input_folder, made_folder
+from benchmarks.command import command_line, commit_of, input_file, input_folder, made_folder
 from benchmarks.vllm.ladders import SIDES, arguments_of
 from benchmarks.vllm.rows import Measurement, rotated, say
 from benchmarks.vllm.sides import Side, SideError
@@ -114,7 +113,7 @@ class Starts(Measurement):
             options.out / "vllm_starts.json",
             {
                 "call": self.about["call"], "command": options.command,
-                "commit": os.environ.get("KPOLICY_COMMIT", ""), "cut_by_the_budget": self._cut,
+                "commit": commit_of(), "cut_by_the_budget": self._cut,
                 "date": options.date, "device": first.get("gpu"),
                 "versions": {name: first.get(name) for name in ("vllm", "torch")},
                 "graphs": {row["side"]: {"graphs": row["graphs"], "sizes": row["sizes"]} for row in rows},

@@ -25,7 +25,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command_line, input_file, input_folder, made_folder
+from benchmarks.command import command_line, commit_of, input_file, input_folder, made_folder
 from benchmarks.vllm.cores import OneCore
 from benchmarks.vllm.ladders import PACED, SIDES, arguments_of
 from benchmarks.vllm.loads import LOADS, TURNS, Load, make_load
@@ -66,8 +66,8 @@ class Run(Measurement):
         """Sides that were lost"""
         self._cut: list[str] = []
         """Models whose loads the budget cut"""
-        self._turn_s: dict[str, float] = {}
-        """The longest that a side's turn of each load took so far"""
+        self._turn_s: dict[tuple[str, str], float] = {}
+        """The longest that a side's turn of each model and load took so far"""
 
     def ahead(self, model: str) -> None:
         """Have all sides of a model import what they need, while others start."""
@@ -171,7 +171,7 @@ class Run(Measurement):
                 for name in self._of(load, sides):
                     self._served(model, sides, name, warm, f"{load} warm")
             for repeat, load in wanted:
-                turn_s = max(LAST_S, self._turn_s.get(load, 0.0))
+                turn_s = max(LAST_S, self._turn_s.get((model, load), 0.0))
                 if self.left_s() < turn_s * len(self._of(load, sides)) + self._profiles_s(sides):
                     say(f"{model}: the budget is spent")
                     self._cut.append(model)
@@ -188,7 +188,8 @@ class Run(Measurement):
         for name in rotated(self._of(load.name, sides), repeat):
             row = self._served(model, sides, name, load, f"{load.name} {repeat}")
             if row is not None:
-                self._turn_s[load.name] = max(self._turn_s.get(load.name, 0.0), row["wall_s"])
+                took = self._turn_s.get((model, load.name), 0.0)
+                self._turn_s[model, load.name] = max(took, row["wall_s"])
                 self.rows.keep(
                     model=model,
                     load=load.name,
@@ -260,7 +261,7 @@ class Run(Measurement):
             options.out / "vllm_stock_vs_kpolicy.json",
             {
                 "call": self.about["call"], "command": options.command,
-                "commit": os.environ.get("KPOLICY_COMMIT", ""), "cut_by_the_budget": self._cut,
+                "commit": commit_of(), "cut_by_the_budget": self._cut,
                 "date": options.date, "device": first.get("gpu"), "options": {
                     "llm": json.loads(options.llm), "kpolicy": json.loads(options.kpolicy), "child": options.child,
                     "paced": json.loads(options.paced), "one_core": options.one_core,

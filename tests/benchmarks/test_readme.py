@@ -113,10 +113,6 @@ STEPS = {
     "32 decodes and a prompt of 2,048": "32 decodes + extend 2048",
     "other decodes, drawn from a trace": "decode steps of distinct sizes drawn from the trace, kpolicy's sizes",
     "other prompts, drawn from a trace": "extend steps of distinct sizes drawn from the trace, kpolicy's sizes",
-    "decodes of just the sizes that a plan of 55 lacks":
-        "decode steps of sizes that SGLang has graphs of and the plan hasn't, planned sizes",
-    "prompts of just the sizes that a plan of 55 lacks":
-        "extend steps of sizes that SGLang has graphs of and the plan hasn't, planned sizes",
 }  # fmt: skip
 SERVED = {
     (SGLANG[0], "conversation trace, 600 requests at once"): "600 requests at once",

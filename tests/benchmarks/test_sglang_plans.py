@@ -25,7 +25,7 @@ STOCK = next(each for each in PUBLISHED["starts"] if (each["part"], each["side"]
 def of_draw(draw):
     """The rows of the slice by their load, less the words of the draw."""
     words = f" {DRAWS[draw]}, planned sizes"
-    return {row["load"].removesuffix(words): row for row in PUBLISHED["rows"] if row["load"].endswith(words)}
+    return {row["load"].removesuffix(words): row for row in PUBLISHED["apart"] if row["load"].endswith(words)}
 
 
 def a_plan(decodes, others, path=PLANS[0]):
@@ -124,7 +124,7 @@ def test_the_page_has_what_sizes_between_take(draw, kind, begins):
 def test_rows_of_one_slice_only_are_taken_for_a_plan_that_was_run():
     """With other results the loss is those results'."""
     other = copy.deepcopy(PUBLISHED)
-    for row in other["rows"]:
+    for row in other["apart"]:
         if row["load"].startswith("extend steps") and DRAWS["between"] in row["load"]:
             row["ratio"] = 0.8
     found = lacking(a_plan({"1": 1.0}, {"320": 1.0}), COSTS, other)

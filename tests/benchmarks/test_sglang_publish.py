@@ -24,6 +24,7 @@ def result(*rows, runs=1, starts=(), **about):
 
 
 BEFORE = result(row(1, "decode", 0.98), row(2, "extend", 2.0), runs=2, starts=[{"run": 2, "init_s": 1.0}])
+BEFORE["checks"].append({"run": 2, "passed": True})
 
 
 def test_a_row_measured_again_takes_the_others_place():
@@ -43,7 +44,12 @@ def test_a_row_measured_again_takes_the_others_place():
     [
         (result(device="NVIDIA H100, 1"), "runs of NVIDIA H100 can't stand beside those of NVIDIA H200"),
         (result(versions={"sglang": "0.5.23", "torch": "2.11.0"}), "'sglang': '0.5.23'"),
-        (result(starts=[{"run": 1, "init_s": 1.0}]), "has them already"),
+        (
+            result(starts=[{"run": 1, "init_s": 5.0}, {"run": 2, "init_s": 1.0}]),
+            "some of its starts are in the published",
+        ),
+        ({**result(), "checks": [{"run": 1, "passed": True}]}, "some of its checks are in the published file"),
+        ({**result(), "pooled": [row(1, "decode", 1.0)]}, "it has pooled rows"),
     ],
 )
 def test_what_is_of_another_machine_or_there_already_is_refused(new, said):

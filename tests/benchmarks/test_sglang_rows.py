@@ -342,6 +342,8 @@ GOOD = {
         ("served", "eager", {"P": 0, "D": 0, "-": 0}, False),
         ("served", "graph", {"P": 24, "D": 7, "-": 1}, False),
         ("served", "graph", {"P": 32, "D": 0, "-": 0}, False),
+        ("served", "kpolicy", {"P": 0, "D": 0, "-": 32}, False),
+        ("served", "kpolicy", {"P": 0, "D": 8, "-": 24}, True),
     ],
 )
 def test_check_passes_only_if_the_sides_ran_apart(what, side, value, holds):
