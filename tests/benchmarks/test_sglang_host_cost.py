@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -244,3 +245,22 @@ def test_a_served_trace_names_the_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["host_trace", "--traces", str(tmp_path), "--date", "2026-11-28"])
     assert host_trace.main() == 0
     assert json.loads((tmp_path / "result.json").read_text())["served"]["commit"] == "abc1234"
+
+
+def test_what_hooks_take_on_another_machine() -> None:
+    """How many kinds are over the aim there, now and before, and what the rule takes."""
+    found = json.loads((Path(__file__).parents[2] / "benchmarks/results/sglang_host_cost_second.json").read_text())
+    told = []
+    for version in ("0.5.23", "0.5.16"):
+        steps = [row for row in found["steps"] if row["sglang"] == version]
+        (rule,) = [row["rule_us"] for row in found["rows"]
+                   if (row["sglang"], row["step"]) == (version, "prefill 300, replays")]  # fmt: skip
+        sides = [[row[name] for row in steps] for name in ("us", "before_us")]
+        apart = statistics.median(a - b for a, b in zip(*sides, strict=True))
+        told.append((rule, *(figure for each in sides for figure in (sum(us > 4 for us in each), max(each))), apart))
+    (first, second) = told
+    page = " ".join((Path(__file__).parents[2] / "docs/measured_sglang.md").read_text().split())
+    assert f"SGLang's rule itself takes {first[0]:.1f} and {second[0]:.1f} µs" in page
+    assert f"{first[1]} and {second[1]} of 35 kinds are over 4 µs, up to {first[2]:.1f} and {second[2]:.1f};" in page
+    assert f"before {first[3]} and {second[3]}, at most {first[4]:.1f} and {second[4]:.1f}." in page
+    assert f"Kinds differ by {first[5]:.2f} and {second[5]:.2f} µs in the median" in page
