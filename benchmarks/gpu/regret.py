@@ -1,9 +1,11 @@
 """How far each policy's choice is from the best one, batch by batch, measured on a GPU.
 
 Shapes come from replaying real traces (`benchmarks.gpu.shapes`). Each is run in every legal mode at the two smallest
-fitting sizes of one fixed ladder (vLLM's default list and 640 to 2,048), and in what each compared policy picks. Cells
-of a shape are interleaved in rounds; after one round those that take over 1.8 times the best are left, after three
-those over 1.2 times and those too late for the bound on time to first token. There are 14 rounds, or 6 where the noise
+fitting sizes of one fixed ladder (vLLM's default list and 640 to 2,048), and in what each compared policy picks. SPLIT
+in two graphs has the smallest of both and the second size of either (`ways_of`; in files of 2026-11-28 and before, the
+second size of the prompts' alone). Cells of a shape are interleaved in rounds; after one round those that take over 1.8
+times the best are left, after three those over 1.2 times and those too late for the bound on time to first token.
+There are 14 rounds, or 6 where the noise
 floor is below 0.5% by then, or 8 to 12 where it is below 1%. The oracle takes the best cell by every other sample and
 is scored on the rest, and so is every policy; how far the oracle is from the best of its scoring half is the noise
 floor. A shape whose own is above 2% is measured for more rounds.
@@ -25,7 +27,9 @@ off it should be.
 `auto` is calibrated on the model (`kpolicy.executors.calibrate`), not on these shapes; the tables are in the file, and
 what they were made of in FILE.calibration.json beside it. ``--rescore PROFILE --shapes FILE --summary FILES`` makes the
 table that another cost table's picks would have given on the same cells, as far as they were measured. Fixed policies
-have the fixed ladder; replicas of serving engines have those engines' own lists.
+have the fixed ladder; replicas of serving engines have those engines' own lists. vLLM's is that of
+0.33: 0.23 and either runner pick the same for all of these shapes, so they have no rows. The replicas of vllm-ascend
+and Kunlun are of other devices.
 
 Run: ``python -m benchmarks.gpu.regret --model NAME --config FILE --shapes FILE --out FILE --date D [--seconds 400]``; a
 run goes on where the file ends. ``--loads`` takes some of the shapes' loads; ``--save-profile`` keeps the table that
@@ -52,7 +56,7 @@ from benchmarks.gpu.shapes import BLOCK_SIZE, KV_TOKENS, LONGEST, MAX_NUM_REQS, 
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 LADDER = (*VLLM_SIZES, 640, 768, 1024, 1280, 1536, 1792, 2048)
 TINY = (1, 16, 256, 2048)
-OWN_SIZES = ("vllm", "sglang", "tensorrt_llm")
+OWN_SIZES = ("vllm", "sglang", "tensorrt_llm", "nano_vllm")
 FIXED = ("eager", "full", "piecewise", "full_and_piecewise", "split")
 FIRST_ROUNDS, ROUNDS = 3, 11
 MOST_ROUNDS, UNSURE = 40, 0.02
@@ -180,13 +184,15 @@ def inputs_of(shape: dict[str, Any], model: Any, *, decodes_only: bool = False) 
 
 
 def ways_of(numbers: Any, keys: Sequence[Any], claims: Any) -> list[Any]:
-    """Every legal way at the two smallest fitting sizes of each kind of graph."""
+    """Every legal way at the two smallest fitting sizes of each graph that it needs.
+
+    Where it needs two, the second size of one is beside the smallest of the other: three ways instead of four.
+    """
     from kpolicy.policies.base import admits
     from kpolicy.testing.executors import all_decisions
 
     fitting = [key for key in keys if admits(claims, key)]
-    found: list[Any] = []
-    kinds: dict[tuple[Any, ...], list[int]] = {}
+    kinds: dict[tuple[Any, ...], list[Any]] = {}
     for decision in sorted(all_decisions(numbers, fitting), key=lambda each: [k.num_tokens for k in each.keys]):
         if len(decision.launches) > 1 and not decision.keys[0].decode_only:
             continue  # a graph for decodes alone, of the same size, does the same with less
@@ -194,11 +200,17 @@ def ways_of(numbers: Any, keys: Sequence[Any], claims: Any) -> list[Any]:
             decision.mode, decision.form, tuple((key.part, key.decode_only) for key in decision.keys),
             tuple(launch.repeat for launch in decision.launches),
         )  # fmt: skip
-        taken = kinds.setdefault(kind, [])
-        if len(taken) < 2:
-            taken.append(1)
-            found.append(decision)
-    return found
+        kinds.setdefault(kind, []).append(decision)
+    return [way for ways in kinds.values() for way in _smallest(ways)]
+
+
+def _smallest(ways: Sequence[Any]) -> list[Any]:
+    """Of ways of one kind those with the smallest graphs, one of which may be the next larger."""
+    places = [
+        sorted(set(keys), key=lambda key: (key.num_tokens, str(key)))
+        for keys in zip(*(way.keys for way in ways), strict=True)
+    ]
+    return [way for way in ways if sum(sizes.index(key) for sizes, key in zip(places, way.keys, strict=True)) <= 1]
 
 
 def name_of(decision: Any) -> str:

@@ -11,7 +11,11 @@ import attrs
 import pytest
 
 from benchmarks.gpu import regret
+from kpolicy.attention.support import Claims
 from kpolicy.costs import HostCost, analytic_costs
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part, SplitForm
+from kpolicy.policies import OWN
 from kpolicy.schemas import Profile, write_profile
 
 pytest.importorskip("numpy")
@@ -206,3 +210,35 @@ def test_a_pick_that_breaks_the_bound_is_late() -> None:
     rows = rows_of(mixed, plain, objective="gap_us")
     assert (rows["split"]["late"], rows["full"]["late"], rows["auto"]["late"]) == (0.75, 0, 0)
     assert rows["split"]["over_auto"] < 0, "37.5 us a decode step instead of 100"
+
+
+def test_split_has_the_second_size_of_either_graph() -> None:
+    """In turn and beside: decodes and prompts in the smallest, then each in its next one, but not both."""
+    shape_ = {"decodes": [10] * 3, "chunks": [(5, 0)], "steps": 1}
+    sizes, pieces = (4, 8, 16), (8, 16, 32)
+    keys = [
+        *(GraphKey(Part.FULL, size, size, query_len=1) for size in sizes),
+        *(GraphKey(Part.PIECEWISE, size) for size in pieces),
+    ]
+    found = regret.ways_of(regret.numbers_of(shape_), keys, Claims.at_level("mixed"))
+    tokens: dict[Any, set[tuple[int, ...]]] = {}
+    for way in found:
+        tokens.setdefault((way.form, len(way.keys)), set()).add(tuple(key.num_tokens for key in way.keys))
+    assert tokens[SplitForm.IN_TURN, 2] == tokens[SplitForm.BESIDE, 2] == {(4, 8), (4, 16), (8, 8)}
+    assert tokens[SplitForm.IN_TURN, 1] == {(4,), (8,)}, "prompts run eagerly"
+    assert tokens[None, 1] == {(8,), (16,)}, "one graph"
+    assert tokens[None, 0] == {()}
+    names = [regret.name_of(way) for way in found]
+    assert len(names) == len(set(names))
+
+
+def test_replicas_of_engines_for_this_device_are_compared() -> None:
+    """All but those for other devices, each with its own sizes; nano-vllm's graphs are all among vLLM's."""
+    assert {*regret.OWN_SIZES, *regret.FIXED, "auto"} == OWN.keys() - {"ascend", "kunlun"}
+    shared = regret._simulated({"support": "mixed"}, analytic_costs())
+    engines = regret.others(shared, regret.LADDER)
+    assert set(engines["nano_vllm"].keys) <= {*engines["vllm"].keys}
+    decodes = regret.numbers_of({"decodes": [10] * 9, "chunks": [], "steps": 1})
+    prompt = regret.numbers_of({"decodes": [], "chunks": [(7, 0)], "steps": 1})
+    assert "FULL 16t/16r" in regret.name_of(engines["nano_vllm"].select(*decodes))
+    assert regret.name_of(engines["nano_vllm"].select(*prompt)).startswith("eager")
