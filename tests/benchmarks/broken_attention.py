@@ -15,6 +15,14 @@ from benchmarks.gpu import correct
 if TYPE_CHECKING:
     import pytest
 
+LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048,
+    "intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "vocab_size": 102400, "max_position_embeddings": 4096, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": None, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+}  # fmt: skip
+"""DeepSeek-V2-Lite's shape"""
 BREAKS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     "intact": lambda spec, query: (spec, query),
     "queries are zero": lambda spec, query: (spec, query.new_zeros(query.shape)),

@@ -13,15 +13,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from benchmarks.gpu import correct  # noqa: E402
-from tests.benchmarks.broken_attention import BREAKS, break_after_loading  # noqa: E402
+from tests.benchmarks.broken_attention import BREAKS, LATENT, break_after_loading  # noqa: E402
 from tests.benchmarks.test_gpu_scripts import QWEN  # noqa: E402
-
-LATENT: dict[str, Any] = {
-    **QWEN, "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 14,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": None,
-    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
-    "first_k_dense_replace": 1, "tie_word_embeddings": False,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [QWEN, LATENT], ids=["keys and values", "latents"])
