@@ -55,7 +55,7 @@ def live(name: str) -> int:
     model, executor, registry = opened(name)
     for _ in batcher_steps(Checker(executor, model), registry.captured(), 20, 1):
         pass
-    reserved = torch.cuda.memory_reserved()
+    reserved: int = torch.cuda.memory_reserved()
     executor.release()
     model.release()
     return reserved
