@@ -337,6 +337,13 @@ def test_the_guide_says_of_what_code_its_figures_are() -> None:
     assert "today's kernels (0eca2eb), with which all of `tests/gpu` passes" in words
 
 
+def tokens_that_differ(*references: dict[str, Any]) -> str:
+    """How many of the modes' and of EAGER's, model by model."""
+    modes = " and ".join(f"{each['tokens_that_differ']['modes']:,}" for each in references)
+    eager = " and ".join(f"{each['tokens_that_differ']['eager']:,} of {each['rows_eager']:,}" for each in references)
+    return f"{modes} tokens differ, of EAGER's {eager}"
+
+
 def test_correctness_is_told_as_its_results_have_it() -> None:
     """Steps and rows of each model, and what a server's life had in it."""
     words = " ".join("\n".join(DOC).split())
@@ -346,8 +353,11 @@ def test_correctness_is_told_as_its_results_have_it() -> None:
     both = [read(f"correct-{name}")["reference"] for name in ("qwen05b", "llama1b")]
     rows = " and ".join(f"{each['rows_modes']:,}" for each in both)
     ratios = " and ".join(f"{each['ratio']:.2f}" for each in both)
-    assert f"| {rows} rows | {ratios}; no token differs beyond the margin |" in words
-    assert not any(each["beyond_margin"] for each in both)
+    assert f"| {rows} rows | {ratios}; {tokens_that_differ(*both)}, none beyond the margin |" in words
+    large = read("correct-llama8b")["reference"]
+    told = f"{large['ratio']:.2f}; {tokens_that_differ(large)}, none beyond the margin"
+    assert f"| the same, Llama-3.1-8B, bf80fd9 | {large['rows_modes']:,} rows | {told} |" in words
+    assert not any(each["beyond_margin"] for each in (*both, large))
     soak = total("soak")
     events = soak["events"]
     assert (
