@@ -1,22 +1,30 @@
 """How far each policy's choice is from the best one, batch by batch, measured on a GPU.
 
 Shapes come from replaying real traces (`benchmarks.gpu.shapes`). Each is run in every legal mode at the two smallest
-fitting sizes of one fixed ladder (vLLM's default list and 640 to 2,048), and in what each compared policy picks. Cells
-of a shape are interleaved in rounds; after one round those that take over 1.8 times the best are left, after three
-those over 1.2 times and those too late for the bound on time to first token. There are 14 rounds, or 6 where the noise
-floor is below 0.5% by then, or 8 to 12 where it is below 1%. The oracle takes the best cell by every other sample and
-is scored on the rest, and so is every policy; how far the oracle is from the best of its scoring half is the noise
-floor. A shape whose own is above 2% is measured for more rounds.
+fitting sizes of one fixed ladder (vLLM's default list and 640 to 2,048), and in what each compared policy picks. SPLIT
+in two graphs has the smallest of both and the second size of either (`ways_of`; in files of 2026-11-28 and before, the
+second size of the prompts' alone). Cells of a shape are interleaved in rounds; after one round those that take over 1.8
+times the best are left, after three those over 1.2 times and those too late for the bound on time to first token: a
+pick among them is scored by that one sample or those three. There are 14 rounds, or 6 where the noise floor is below
+0.5% by then, or 8 to 12 where it is below 1%. The oracle takes the best cell by every other sample and is scored on the
+rest, and so is every policy; how far the oracle is from the best of its scoring half is the noise floor. A shape whose
+own is above 2% is measured for more rounds, up to 40; `unsure_shapes` is how many of the load's are above it still, by
+the row's objective.
 
 - `step_us`: from the host's call until all outputs are there, less the decode-only time of decode steps beyond the
   first; `gap_us`: that time over the decode steps.
 - Regret of a policy over a load: the sum of its times over the oracle's, less 1. A shape's kind is drawn the likelier
   the more steps it had, so a shape stands for its steps over how likely it was to be among those measured
   (`weights`). p99 is over shapes, each once.
+- The oracle chooses, like `auto`, among ways that end within `first_token_limit` times the shortest, for `step_us` too:
+  the issue's "under a bound on time to first token". Which do is told by the choosing half; all samples of cells that
+  were given up. `late` is the share of steps whose pick breaks the bound by all samples: a policy without it may.
+- `mean_regret_unbounded`, `p99_regret_unbounded`: over an oracle that may take any cell, however late. Cells that are
+  well beyond the bound are given up after three samples, by which it chooses and is scored there. Several decode steps
+  beside an eager prompt are most of them: `step_us` of these, less all decode steps but one, may be a third of others'.
 - `over_auto`: a policy's mean regret less that of `auto` (with the row's objective), and `over_auto_low` to
   `over_auto_high` its 95% interval by resampling the load's shapes, the same ones for both. `better_than_auto` is
-  whether the whole interval is below 0; `late` is the share of steps whose pick breaks the bound on time to first
-  token, which `auto` keeps and a fixed policy needn't.
+  whether the whole interval is below 0. `over_auto_throughput` of `gap_us`: the same over plain `auto`.
 
 Graphs of all policies are captured in one executor, and each policy picks among its own alone, `auto` too: of the
 ladder, not of a serving engine's list. Every way that is a policy's pick is run once before it is timed, however far
@@ -25,7 +33,9 @@ off it should be.
 `auto` is calibrated on the model (`kpolicy.executors.calibrate`), not on these shapes; the tables are in the file, and
 what they were made of in FILE.calibration.json beside it. ``--rescore PROFILE --shapes FILE --summary FILES`` makes the
 table that another cost table's picks would have given on the same cells, as far as they were measured. Fixed policies
-have the fixed ladder; replicas of serving engines have those engines' own lists.
+have the fixed ladder; replicas of serving engines have those engines' own lists. vLLM's is that of 0.33: 0.23 and
+either runner pick the same for all of these shapes, so they have no rows. The replicas of vllm-ascend and Kunlun are of
+other devices.
 
 Run: ``python -m benchmarks.gpu.regret --model NAME --config FILE --shapes FILE --out FILE --date D [--seconds 400]``; a
 run goes on where the file ends. ``--loads`` takes some of the shapes' loads; ``--save-profile`` keeps the table that
@@ -42,7 +52,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +63,7 @@ from benchmarks.gpu.shapes import BLOCK_SIZE, KV_TOKENS, LONGEST, MAX_NUM_REQS, 
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 LADDER = (*VLLM_SIZES, 640, 768, 1024, 1280, 1536, 1792, 2048)
 TINY = (1, 16, 256, 2048)
-OWN_SIZES = ("vllm", "sglang", "tensorrt_llm")
+OWN_SIZES = ("vllm", "sglang", "tensorrt_llm", "nano_vllm")
 FIXED = ("eager", "full", "piecewise", "full_and_piecewise", "split")
 FIRST_ROUNDS, ROUNDS = 3, 11
 MOST_ROUNDS, UNSURE = 40, 0.02
@@ -65,8 +76,9 @@ HOPELESS, QUITE_HOPELESS = 1.2, 1.8
 TOO_LATE = 1.15
 """Of the bound on time to first token: what takes longer can't be in time, whatever noise there is"""
 CALIBRATION_S = 12.0
-AUTO = {"step_us": "auto", "gap_us": "auto latency"}
-"""The policy that the others are held to, by objective"""
+PLAIN = "auto"
+AUTO = {"step_us": PLAIN, "gap_us": "auto latency"}
+"""The policy that the others are held to, by objective: what a user sets who wants short gaps"""
 RESAMPLES, SEED = 10_000, 0
 WRITE_S = 15.0
 """Seconds between writes of what there is: a run that is killed loses no more"""
@@ -180,13 +192,15 @@ def inputs_of(shape: dict[str, Any], model: Any, *, decodes_only: bool = False) 
 
 
 def ways_of(numbers: Any, keys: Sequence[Any], claims: Any) -> list[Any]:
-    """Every legal way at the two smallest fitting sizes of each kind of graph."""
+    """Every legal way at the two smallest fitting sizes of each graph that it needs.
+
+    Where it needs two, the second size of one is beside the smallest of the other: three ways instead of four.
+    """
     from kpolicy.policies.base import admits
     from kpolicy.testing.executors import all_decisions
 
     fitting = [key for key in keys if admits(claims, key)]
-    found: list[Any] = []
-    kinds: dict[tuple[Any, ...], list[int]] = {}
+    kinds: dict[tuple[Any, ...], list[Any]] = {}
     for decision in sorted(all_decisions(numbers, fitting), key=lambda each: [k.num_tokens for k in each.keys]):
         if len(decision.launches) > 1 and not decision.keys[0].decode_only:
             continue  # a graph for decodes alone, of the same size, does the same with less
@@ -194,11 +208,17 @@ def ways_of(numbers: Any, keys: Sequence[Any], claims: Any) -> list[Any]:
             decision.mode, decision.form, tuple((key.part, key.decode_only) for key in decision.keys),
             tuple(launch.repeat for launch in decision.launches),
         )  # fmt: skip
-        taken = kinds.setdefault(kind, [])
-        if len(taken) < 2:
-            taken.append(1)
-            found.append(decision)
-    return found
+        kinds.setdefault(kind, []).append(decision)
+    return [way for ways in kinds.values() for way in _smallest(ways)]
+
+
+def _smallest(ways: Sequence[Any]) -> list[Any]:
+    """Of ways of one kind those with the smallest graphs, one of which may be the next larger."""
+    places = [
+        sorted(set(keys), key=lambda key: (key.num_tokens, str(key)))
+        for keys in zip(*(way.keys for way in ways), strict=True)
+    ]
+    return [way for way in ways if sum(sizes.index(key) for sizes, key in zip(places, way.keys, strict=True)) <= 1]
 
 
 def name_of(decision: Any) -> str:
@@ -290,7 +310,11 @@ def _limit(rounds: int) -> float:
 
 
 def _unsure(cells: Sequence[Sequence[float]], limit: float = UNSURE) -> bool:
-    """Whether the best cell by every other sample is that far off the best by the rest; cells given up don't count."""
+    """Whether the best cell by every other sample is that far off the best by the rest; cells given up don't count.
+
+    `measure` asks it of whole cycles and of cycles over decode steps, late cells too, which is nearly what rows score.
+    After `MOST_ROUNDS` rounds any floor is taken: `summarise` counts shapes above the limit (`unsure_shapes`).
+    """
     kept = [each for each in cells if len(each) > FIRST_ROUNDS]
     oracle = min(kept, key=lambda each: statistics.median(each[0::2]))
     best = min(statistics.median(each[1::2]) for each in kept)
@@ -468,29 +492,55 @@ def _value(cell: dict[str, Any], samples: Sequence[float], alone_us: float, obje
     return us / steps if objective == "gap_us" else us - (steps - 1) * alone_us
 
 
-def _in_time(shape: dict[str, Any]) -> list[str]:
-    """Cells whose prompt rows are done within the bound on time to first token."""
+def _in_time(times: Mapping[str, Sequence[float]]) -> list[str]:
+    """Cells whose prompt rows are done within the bound on time to first token, by samples of each cell's cycle."""
     from kpolicy.settings import Objective
 
-    cycles: dict[str, float] = {name: statistics.median(cell["us"]) for name, cell in shape["cells"].items()}
+    cycles: dict[str, float] = {name: statistics.median(us) for name, us in times.items()}
     limit = Objective.parse("latency").first_token_limit * min(cycles.values())
     return [name for name, us in cycles.items() if us <= limit]
 
 
-def _scores(shape: dict[str, Any], objective: str) -> tuple[dict[str, float], str, float, list[str]]:
-    """(each cell's time by every other sample, the cell best by the rest, that half's least time, cells in time)."""
+@dataclass(frozen=True)
+class _Scores:
+    """One shape's cells by the scoring half of their samples, and what the choosing half takes for the best.
+
+    Args:
+        us: each cell's time.
+        oracle: the best cell of those within the bound on time to first token.
+        least: the least time that a cell within the bound has.
+        unbounded: the best of all cells, in time or not.
+        late: cells beyond the bound by all samples.
+    """
+
+    us: dict[str, float]
+    oracle: str
+    least: float
+    unbounded: str
+    late: frozenset[str]
+
+
+def _scores(shape: dict[str, Any], objective: str) -> _Scores:
+    """What one shape's cells are worth by that objective."""
     alone = statistics.median(shape["alone_us"]) if shape["alone_us"] else 0.0
     kind = objective if shape["tokens"][0] else "step_us"
-    choosing = {name: _value(cell, cell["us"][0::2], alone, kind) for name, cell in shape["cells"].items()}
-    scoring = {name: _value(cell, _scored(cell["us"]), alone, kind) for name, cell in shape["cells"].items()}
-    allowed = _in_time(shape) if shape["tokens"][1] else list(choosing)
-    _, oracle = min((choosing[name], name) for name in allowed)
-    return scoring, oracle, min(scoring[name] for name in allowed), allowed
+    cells = shape["cells"]
+    choosing = {name: _value(cell, cell["us"][0::2], alone, kind) for name, cell in cells.items()}
+    scoring = {name: _value(cell, _half(cell["us"], 1), alone, kind) for name, cell in cells.items()}
+    allowed, late = list(cells), frozenset[str]()
+    if shape["tokens"][1]:
+        allowed = _in_time({name: _half(cell["us"], 0) for name, cell in cells.items()})
+        late = frozenset(cells) - {*_in_time({name: cell["us"] for name, cell in cells.items()})}
+
+    def best(names: Iterable[str]) -> str:
+        return min((choosing[name], name) for name in names)[1]
+
+    return _Scores(scoring, best(allowed), min(scoring[name] for name in allowed), best(cells), late)
 
 
-def _scored(samples: Sequence[float]) -> Sequence[float]:
-    """Every other sample; all of a cell that was given up, which no oracle chooses."""
-    return samples[1::2] if len(samples) > FIRST_ROUNDS else samples
+def _half(samples: Sequence[float], first: int) -> Sequence[float]:
+    """Every other sample; all of a cell that was given up, which no oracle within the bound chooses."""
+    return samples[first::2] if len(samples) > FIRST_ROUNDS else samples
 
 
 def interval_over(excess: Sequence[float], of: Sequence[float]) -> tuple[float, float, float]:
@@ -540,35 +590,56 @@ def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
     steps = at.get("steps", {}).get(load)
     times = weights([shape["times"] for shape in found], steps)
     for objective, auto in AUTO.items():
-        excess: dict[str, list[float]] = {}
+        taken: dict[str, list[float]] = {}
         late: dict[str, float] = {}
         oracle_us: list[float] = []
+        unbounded_us: list[float] = []
         floors: list[float] = []
+        unsure = 0
         for shape, weight in zip(found, times, strict=True):
-            scoring, oracle, least, allowed = _scores(shape, objective)
-            oracle_us.append(scoring[oracle] * weight)
-            floors.append((scoring[oracle] - least) * weight)
+            scores = _scores(shape, objective)
+            oracle = scores.us[scores.oracle]
+            oracle_us.append(oracle * weight)
+            unbounded_us.append(scores.us[scores.unbounded] * weight)
+            floors.append((oracle - scores.least) * weight)
+            unsure += oracle > (1 + UNSURE) * scores.least
             for policy, pick in shape["picks"].items():
-                excess.setdefault(policy, []).append((scoring[pick] - scoring[oracle]) * weight)
-                late[policy] = late.get(policy, 0.0) + weight * (pick not in allowed)
-        whole = sum(oracle_us)
-        for policy, over in excess.items():
-            ratios = sorted(each / oracle for each, oracle in zip(over, oracle_us, strict=True))
-            beyond = [mine - theirs for mine, theirs in zip(over, excess[auto], strict=True)]
-            mean, low, high = interval_over(beyond, oracle_us)
+                taken.setdefault(policy, []).append(scores.us[pick] * weight)
+                late[policy] = late.get(policy, 0.0) + weight * (pick in scores.late)
+        for policy, us in taken.items():
+            regret, p99 = _regret(us, oracle_us)
+            unbounded, unbounded_p99 = _regret(us, unbounded_us)
+            over, low, high = _over(us, taken[auto], oracle_us)
             rows.append({
                 "model": at["model"], "trace": trace, "rate": float(rate), "objective": objective, "policy": policy,
                 "shapes": len(found), "steps": steps, "too_long": at.get("too_long", {}).get(load),
-                "mean_regret": round(sum(over) / whole, 5),
-                "p99_regret": round(ratios[min(len(ratios) - 1, int(0.99 * len(ratios)))], 5),
-                "noise_floor": round(sum(floors) / whole, 5),
-                "over_auto": round(mean, 5),
-                "over_auto_low": None if math.isnan(low) else round(low, 5),
-                "over_auto_high": None if math.isnan(high) else round(high, 5),
-                "better_than_auto": high < 0,
+                "mean_regret": regret, "p99_regret": p99,
+                "mean_regret_unbounded": unbounded, "p99_regret_unbounded": unbounded_p99,
+                "noise_floor": round(sum(floors) / sum(oracle_us), 5), "unsure_shapes": unsure,
+                "over_auto": over, "over_auto_low": low, "over_auto_high": high,
+                "better_than_auto": high is not None and high < 0,
                 "late": round(late[policy] / sum(times), 5),
             })  # fmt: skip
+            if auto != PLAIN:
+                names = ("over_auto_throughput", "over_auto_throughput_low", "over_auto_throughput_high")
+                rows[-1] |= dict(zip(names, _over(us, taken[PLAIN], oracle_us), strict=True))
     return rows
+
+
+def _regret(us: Sequence[float], oracle_us: Sequence[float]) -> tuple[float, float]:
+    """(mean, p99) of what a policy takes over an oracle, shape by shape."""
+    ratios = sorted(mine / best - 1 for mine, best in zip(us, oracle_us, strict=True))
+    p99 = ratios[min(len(ratios) - 1, int(0.99 * len(ratios)))]
+    return round(sum(us) / sum(oracle_us) - 1, 5), round(p99, 5)
+
+
+def _over(
+    us: Sequence[float], auto_us: Sequence[float], of: Sequence[float]
+) -> tuple[float, float | None, float | None]:
+    """What `interval_over` has of a policy and `auto`, rounded; None for bounds that there aren't."""
+    beyond = [mine - theirs for mine, theirs in zip(us, auto_us, strict=True)]
+    mean, low, high = interval_over(beyond, of)
+    return round(mean, 5), None if math.isnan(low) else round(low, 5), None if math.isnan(high) else round(high, 5)
 
 
 def better(rows: Sequence[dict[str, Any]]) -> list[str]:

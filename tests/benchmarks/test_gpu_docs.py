@@ -123,6 +123,29 @@ def test_the_limits_are_told_as_they_came_out() -> None:
     assert f"The same cell is within {max(code):.1%} now." in words
 
 
+def test_how_to_read_regret_is_told_as_it_came_out() -> None:
+    """`auto` over an oracle without the bound, who is better than plain `auto`, and shapes that stayed unsure."""
+    words = " ".join("\n".join(DOC).split())
+    rows = regret()
+    spreads = {}
+    for model in NOW:
+        for objective, policy in measured_regret.AUTO.items():
+            of = [100 * row["mean_regret_unbounded"] for row in rows
+                  if (row["model"], row["objective"], row["policy"]) == (model, objective, policy)]  # fmt: skip
+            spreads[model, objective] = f"{min(of):.1f} to {max(of):.1f}"
+    assert (
+        f"`auto` is {spreads['qwen05b', 'step_us']}% on Qwen2.5-0.5B and {spreads['llama1b', 'step_us']}% on "
+        f"Llama-3.2-1B, of gaps {spreads['qwen05b', 'gap_us']} and {spreads['llama1b', 'gap_us']}%."
+    ) in words
+    gaps = [row for row in rows if row["objective"] == "gap_us"]
+    better = [(row["over_auto_throughput_high"] or 0) < 0 for row in gaps]
+    assert better == [row["better_than_auto"] for row in gaps]
+    assert any(better)
+    assert {
+        (row["model"], row["trace"], row["rate"], row["unsure_shapes"]) for row in rows if row["unsure_shapes"]
+    } == {("llama1b", "conversation", 1.0, 1)}
+
+
 def test_the_run_before_is_told_as_it_came_out() -> None:
     """Of the raw cells that stay: the one shape that was over, and what was better."""
     words = " ".join("\n".join(DOC).split())

@@ -11,7 +11,11 @@ import attrs
 import pytest
 
 from benchmarks.gpu import regret
+from kpolicy.attention.support import Claims
 from kpolicy.costs import HostCost, analytic_costs
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Part, SplitForm
+from kpolicy.policies import OWN
 from kpolicy.schemas import Profile, write_profile
 
 pytest.importorskip("numpy")
@@ -206,3 +210,91 @@ def test_a_pick_that_breaks_the_bound_is_late() -> None:
     rows = rows_of(mixed, plain, objective="gap_us")
     assert (rows["split"]["late"], rows["full"]["late"], rows["auto"]["late"]) == (0.75, 0, 0)
     assert rows["split"]["over_auto"] < 0, "37.5 us a decode step instead of 100"
+
+
+def mixed(picks_: dict[str, str], **us: list[float]) -> dict[str, Any]:
+    """A shape of decodes and a prompt whose cells have those samples."""
+    cells = {name: {"steps": 1, "us": samples} for name, samples in us.items()}
+    return {"tokens": [4, 16, 40, 200], "times": 1, "picks": picks_, "cells": cells, "alone_us": [30.0]}
+
+
+def test_split_has_the_second_size_of_either_graph() -> None:
+    """In turn and beside: decodes and prompts in the smallest, then each in its next one, but not both."""
+    shape_ = {"decodes": [10] * 3, "chunks": [(5, 0)], "steps": 1}
+    sizes, pieces = (4, 8, 16), (8, 16, 32)
+    keys = [
+        *(GraphKey(Part.FULL, size, size, query_len=1) for size in sizes),
+        *(GraphKey(Part.PIECEWISE, size) for size in pieces),
+    ]
+    found = regret.ways_of(regret.numbers_of(shape_), keys, Claims.at_level("mixed"))
+    tokens: dict[Any, set[tuple[int, ...]]] = {}
+    for way in found:
+        tokens.setdefault((way.form, len(way.keys)), set()).add(tuple(key.num_tokens for key in way.keys))
+    assert tokens[SplitForm.IN_TURN, 2] == tokens[SplitForm.BESIDE, 2] == {(4, 8), (4, 16), (8, 8)}
+    assert tokens[SplitForm.IN_TURN, 1] == {(4,), (8,)}, "prompts run eagerly"
+    assert tokens[None, 1] == {(8,), (16,)}, "one graph"
+    assert tokens[None, 0] == {()}
+    names = [regret.name_of(way) for way in found]
+    assert len(names) == len(set(names))
+
+
+def test_the_bound_is_that_of_the_choosing_half() -> None:
+    """A way in time by that half may be taken, whatever the scoring half says; `late` is by all samples."""
+    each = mixed(picks("a"), a=[100.0] * 10, b=[80.0, 400.0] * 5, c=[85.0, 95.0] * 5)
+    scores = regret._scores(each, "step_us")
+    assert scores.oracle == "b", "80 is in time; 240, which is late, is by all samples"
+    assert (scores.least, set(scores.late)) == (95.0, {"b"})
+
+
+def test_a_cell_that_was_given_up_is_in_time_by_all_its_samples() -> None:
+    """Its first and last sample would be in time; its median isn't, so that it isn't the oracle's."""
+    each = mixed(picks("a"), a=[100.0] * 4, b=[90.0, 900.0, 150.0])
+    each["cells"]["b"]["steps"] = 2
+    assert regret._scores(each, "gap_us").oracle == "a"
+    assert regret._scores(each, "gap_us").unbounded == "b"
+
+
+def test_regret_over_an_oracle_that_may_be_late() -> None:
+    """Eight decode steps beside the prompt are beyond the bound: 37.5 us a step, where the best in time has 100."""
+    each = mixed(picks("b", full="a"), a=[100.0] * 4, b=[110.0] * 4, c=[300.0] * 4)
+    each["cells"]["c"]["steps"] = 8
+    rows = rows_of(each, objective="gap_us")
+    assert (rows["full"]["mean_regret"], rows["auto"]["mean_regret"]) == (0, 0.1)
+    assert rows["full"]["mean_regret_unbounded"] == rows["full"]["p99_regret_unbounded"] == 1.66667
+    steps = rows_of(each)
+    assert steps["auto"]["mean_regret_unbounded"] == 0.22222, "300 less seven decode steps of 30 is 90"
+    plain = rows_of(shape(picks("b", full="a"), a=100.0, b=110.0))["auto"]
+    assert plain["mean_regret_unbounded"] == plain["mean_regret"] == plain["p99_regret_unbounded"] == 0.1
+
+
+def test_gaps_are_held_to_plain_auto_too() -> None:
+    """What the objective does for `auto` is no part of that; rows of `step_us` have one comparison."""
+    each = shape({"auto": "b", "auto latency": "a", "full": "a"}, a=100.0, b=150.0)
+    full = rows_of(each, each, objective="gap_us")["full"]
+    told = [full[f"over_auto_throughput{end}"] for end in ("", "_low", "_high")]
+    assert told == [-0.5, -0.5, -0.5]
+    assert (full["over_auto"], full["better_than_auto"]) == (0, False)
+    assert "over_auto_throughput" not in rows_of(each)["full"]
+    assert rows_of(each, objective="gap_us")["full"]["over_auto_throughput_low"] is None
+
+
+def test_shapes_that_end_above_the_limit_are_counted() -> None:
+    """The oracle's scoring half is 3% off the best one's on one shape of two, and 2% off is within the limit."""
+    over, within = shape(picks("a"), a=100.0, b=101.0), shape(picks("a"), a=100.0, b=101.0)
+    over["cells"]["a"]["us"] = [100.0, 103.0] * 2
+    over["cells"]["b"]["us"] = [101.0, 100.0] * 2
+    within["cells"]["a"]["us"] = [100.0, 102.0] * 2
+    within["cells"]["b"]["us"] = [101.0, 100.0] * 2
+    assert {row["unsure_shapes"] for row in rows_of(over, within).values()} == {1}
+
+
+def test_replicas_of_engines_for_this_device_are_compared() -> None:
+    """All but those for other devices, each with its own sizes; nano-vllm's graphs are all among vLLM's."""
+    assert {*regret.OWN_SIZES, *regret.FIXED, "auto"} == OWN.keys() - {"ascend", "kunlun"}
+    shared = regret._simulated({"support": "mixed"}, analytic_costs())
+    engines = regret.others(shared, regret.LADDER)
+    assert set(engines["nano_vllm"].keys) <= {*engines["vllm"].keys}
+    decodes = regret.numbers_of({"decodes": [10] * 9, "chunks": [], "steps": 1})
+    prompt = regret.numbers_of({"decodes": [], "chunks": [(7, 0)], "steps": 1})
+    assert "FULL 16t/16r" in regret.name_of(engines["nano_vllm"].select(*decodes))
+    assert regret.name_of(engines["nano_vllm"].select(*prompt)).startswith("eager")

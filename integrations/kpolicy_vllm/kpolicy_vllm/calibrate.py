@@ -1,14 +1,15 @@
 """A measured `CostTable` from vLLM's own graphs and eager steps, timed at start-up within an allowance.
 
-Captured sizes, as many as tell the curve, and EAGER at a few run each as a whole step of made-up rows through the
-runner's `execute_model` and `sample_tokens`, so that what the host does for a step is in the times. A step is timed
-twice: at once, for the host's time, and behind work that keeps the device busy meanwhile, for the device's alone;
-further sizes only so (`kpolicy_vllm.further`). How fast the host is then is noted, and its times are brought to one
-speed (`kpolicy.host_speed`). What attention costs is the slope of a step's time over KV; it is taken off the curves,
-which stand for dense work (kpolicy's docs/design.md, costs). So is what each decode row takes in every mode, whatever
-the step is padded to: the model's head gives every one of them logits, and a prompt chunk only its last token (1,000
-rows of a 0.5B model: 0.6 ms of 3.5). Rows needn't cost the same at every number of them: where a larger graph seems
-cheaper than a smaller one, it is timed with the smaller one's rows too, and is cheaper only if it is so with those.
+Captured sizes, as many as tell the curve, and EAGER at a few, as many decodes as graphs hold among them, run each as a
+whole step of made-up rows through the runner's `execute_model` and `sample_tokens`, so that what the host does for a
+step is in the times. A step is timed twice: at once, for the host's time, and behind work that keeps the device busy
+meanwhile, for the device's alone; further sizes only so (`kpolicy_vllm.further`). How fast the host is then is noted,
+and its times are brought to one speed (`kpolicy.host_speed`). What attention costs is the slope of a step's time over
+KV; it is taken off the curves, which stand for dense work (kpolicy's docs/design.md, costs). So is what each decode row
+takes in every mode, whatever the step is padded to: the model's head gives every one of them logits, and a prompt chunk
+only its last token (1,000 rows of a 0.5B model: 0.6 ms of 3.5). Rows needn't cost the same at every number of them:
+where a larger graph seems cheaper than a smaller one, it is timed with the smaller one's rows too, and is cheaper only
+if it is so with those.
 
 FULL graphs of mixed batches have attention of a fixed shape: they are timed with a chunk that fills them, and have a
 curve of their own.
@@ -30,6 +31,7 @@ from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part
+from kpolicy_vllm.doubt import SLOWER_HOST
 from kpolicy_vllm.experts import unbalanced
 from kpolicy_vllm.further import FurtherSizes
 from kpolicy_vllm.state import LOGGER
@@ -41,6 +43,7 @@ __all__ = ["calibrate", "why_not"]
 SHORT_KV, LONG_KV = 64, 1024
 """Tokens that decode rows attend to, and that a chunk has before it, for the two ends of the slopes."""
 EAGER_SIZES = (1, 8, 64, 256, 1024, 2048)
+"""Tokens of eager steps, besides the most decodes that a whole graph holds and the longest chunk"""
 FEW_DECODES = 8
 ALIKE = 0.05
 """Of a time: a whole graph runs the kernels of its pieces, but for attention of a fixed shape, so only what is above
@@ -202,7 +205,8 @@ class _Plan:
             [decode(holds, rows) for rows in sorted({min(each, most_rows, holds.num_tokens // q)
              for each in (FEW_DECODES, most_rows)})] if holds is not None else []
         )  # fmt: skip
-        sizes = sorted({size for size in EAGER_SIZES if size < most_chunk} | {most_chunk})
+        most_decodes = min(max((key.num_tokens // q for key in full), default=0), most_rows) * q
+        sizes = sorted({size for size in EAGER_SIZES if size < most_chunk} | {most_chunk, most_decodes} - {0})
         self._eager = [
             decode(None, size // q) if size // q <= most_rows and size % q == 0 else chunk(None, size) for size in sizes
         ]
@@ -256,6 +260,8 @@ class _Plan:
     def time_further(self, bench: Bench, until_s: float, told: Callable[[Callable[[], Any]], Any]) -> None:
         """Time on the device alone what wasn't timed whole, and what seems steep of that once more.
 
+        The most eager decodes come first: without them none leaves its graph for EAGER (`Chooser`).
+
         Args:
             bench: runs steps.
             until_s: when to end, on its clock.
@@ -268,7 +274,9 @@ class _Plan:
                 cases = kind.cases(told(asked))
                 bench.alone(cases, kind.expected_us, kind.host_us(), ends_s - clock.now(), in_a_row)
 
-        for kind, in_a_row, share in ((self.further_decodes, 1, 0.5), (self.further_pieces, IN_A_ROW, 0.8)):
+        if self.further_eager.lacking:
+            time(self.further_eager, until_s, 1, self._most_eager)
+        for kind, in_a_row, share in ((self.further_decodes, 1, 0.5), (self.further_pieces, IN_A_ROW, 1.0)):
             if kind.lacking:
                 ends_s = clock.now() + share * (until_s - clock.now())
                 time(kind, ends_s, in_a_row, functools.partial(kind.untimed, steep), kind.steep)
@@ -277,6 +285,19 @@ class _Plan:
             time(self.further_eager, until_s, 1, self.further_eager.smallest)
         self._full = self.further_decodes.with_times() or self._full
         self._pieces = self.further_pieces.with_times()
+
+    def _most_eager(self) -> list[int]:
+        """The place of the eager step with the most decodes, where it wasn't timed and may be quicker than its graph.
+
+        Small steps are timed first, so that on a large model time ends before this one. It isn't quicker where
+        launching it takes longer than the graph on a quick core too.
+        """
+        place = max(range(len(self._eager)), key=lambda each: self._eager[each].rows.decodes)
+        case, whole = self._eager[place], {each.tokens: each.best().device for each in self._full if each.times}
+        if case.times or not case.rows.decodes or not whole:
+            return []
+        graph_us = Curve(tuple(sorted(whole)), tuple(whole[tokens] for tokens in sorted(whole))).at(case.tokens)
+        return [place] if self.further_eager.host_us() < SLOWER_HOST * graph_us else []
 
     def doubts(self) -> list[tuple[int, int]]:
         """Places of whole graphs of decodes that seem dearer than larger ones, each with the cheapest of those.

@@ -107,7 +107,7 @@ def _configure(found: Adapter, vllm_config: Any, config: Config, listed: list[in
         wrong = [f"{name} isn't a setting and changes nothing; {meant} is" for name, meant in Config.misspelt()]
         if wrong:
             PROCESS.warn_once("misspelt", ". ".join(wrong))
-    config = _scheduled_as_recorded(found, vllm_config, config)
+    config = _without_unknown_scheduling(found, vllm_config, config)
     listed = _remember(vllm_config, config, listed)
     sizes = _sizes_for(vllm_config, config, settings_of(vllm_config), listed)
     if sizes is not None:
@@ -134,28 +134,37 @@ def _configure(found: Adapter, vllm_config: Any, config: Config, listed: list[in
             PROCESS.warn_of_each(event, f"what a step holds is left to {scheduler.scheduler_cls}, the scheduler given.")
 
 
-def _scheduled_as_recorded(found: Adapter, vllm_config: Any, config: Config) -> Config:
-    """The settings, less what this vLLM's scheduler, or the loop of its ranks, would have to be as recorded for."""
+def _without_unknown_scheduling(found: Adapter, vllm_config: Any, config: Config) -> Config:
+    """The settings, with `split` and `pace` off where vLLM's scheduling isn't as it was recorded, each with a warning.
+
+    Beside another scheduler that was given they stay as they are: `_configure` leaves steps to that one.
+    """
     from kpolicy_vllm.scheduler import qualname
 
-    wanted, off = {"split": config.split, "pace": config.paces}, dict[str, Any]()
-    if not any(wanted.values()):
+    wanted = [name for name, on in (("split", config.split), ("pace", config.paces)) if on]
+    if not wanted or vllm_config.scheduler_config.scheduler_cls not in (None, qualname(vllm_config)):
         return config
-    if vllm_config.scheduler_config.scheduler_cls not in (None, qualname(vllm_config)):
-        return config
-    ranks = ("split",) if vllm_config.parallel_config.data_parallel_size > 1 else ()
-    for part, settings in (("scheduler", ("split", "pace")), ("ranks", ranks)):
-        needing = [name for name in settings if wanted[name] and name not in off]
-        if not needing:
-            continue
-        try:
+    needs = {"split": ["scheduler"], "pace": ["scheduler"]}
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        needs["split"].append("ranks")  # engines take turns by the counter of vLLM's loop
+    off: dict[str, Any] = {}
+    for name in wanted:
+        why = _why_unknown(found, needs[name])
+        if why is not None:
+            event, then = _WITHOUT[name]
+            PROCESS.warn_of_each(event, f"{then}: {why}")
+            off[name] = False
+    return attrs.evolve(config, **off)
+
+
+def _why_unknown(found: Adapter, parts: list[str]) -> str | None:
+    """Why one of these parts of vLLM isn't as it was recorded; None where all are."""
+    try:
+        for part in parts:
             found.check(part)
-        except UnsupportedError as error:
-            for name in needing:
-                event, then = _WITHOUT[name]
-                PROCESS.warn_of_each(event, f"{then}: {error}")
-                off[name] = False
-    return attrs.evolve(config, **off) if off else config
+    except UnsupportedError as error:
+        return str(error)
+    return None
 
 
 def _sizes_for(

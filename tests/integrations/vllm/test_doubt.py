@@ -133,6 +133,41 @@ def test_deepseek_s_decodes_stay_in_their_whole_graphs() -> None:
     assert cheapest[1] < 0.95 * cheapest[0]
 
 
+def test_llama_s_decodes_stay_in_their_whole_graphs() -> None:
+    """By the costs that its start had on 2026-11-28 eager steps of 768, timed to 256, took 15.7 ms; they took 25.6."""
+    costs = raw_tables()["llama8b_kpolicy at 54c1189"]
+    made = decider(costs, wide=True, level="uniform")
+    assert costs.eager.sizes[-1] == 256
+    for rows in (768, 1000, 1024):
+        assert made.entry(Step(rows, rows, rows, 1, 1)).label == ("full", "within_doubt")
+    assert all(made.entry(Step(rows, rows, rows, 1, 1)).key is not None for rows in range(257, 1025))
+    took = [costs.cost((Launch(Rows.ALL, key),), numbers_of(Step(768, 768, 768, 1, 1), 1)).cycle_us
+            for key in (None, GraphKey(Part.FULL, 768, 768, query_len=1))]  # fmt: skip
+    assert [f"{each / 1e3:.1f}" for each in took] == ["15.7", "18.6"]
+
+
+@pytest.mark.parametrize("mode", ["eager", "piecewise"])
+@pytest.mark.parametrize("rows", [400, 513, 768, 1000])
+def test_decodes_leave_their_whole_graph_only_for_what_was_timed(rows: int, mode: str) -> None:
+    """Prompts, and decodes of no more rows, go where it is cheapest, however little was timed."""
+    made, host = made_for(2000.0, 2000.0), HostCost(50.0)
+    few, all_of_them = (Curve((1, most), (500.0, 501.0)) for most in (rows - 1, 8192))
+    reason = "eager_is_cheaper" if mode == "eager" else "cheapest_measured"
+    for curve, wanted in ((few, ("full", "within_doubt")), (all_of_them, (mode, reason))):
+        made.state.install_costs(attrs.evolve(made.state.costs, **{mode: curve, f"host_{mode}": host}))
+        assert made.entry(Step(rows, rows, rows, 1, 1)).label == wanted
+        assert made.entry(Step(rows, 9, 8)).label == (mode, reason)
+    made.state.install_costs(attrs.evolve(made.state.costs, **{mode: few}))
+    assert made.entry(Step(300, 300, 300, 1, 1)).label == (mode, reason)
+
+
+def test_eager_decodes_of_no_whole_graph_that_were_not_timed_run_in_pieces() -> None:
+    made = made_for(500.0, 50.0)
+    few = attrs.evolve(made.state.costs, eager=Curve((1, 256), (500.0, 501.0)))
+    made.state.install_costs(few)
+    assert made.entry(Step(768, 768, 768, 1, 1, forbidden=Mode.FULL.bit)).label == ("piecewise", "within_doubt")
+
+
 def test_eager_decodes_may_be_doubted_down_to_their_whole_graph() -> None:
     """Pieces are cheaper than that graph, and EAGER than pieces, by as little each."""
     made = made_for(980.0, 900.0)

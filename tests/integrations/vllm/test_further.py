@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
 import pytest
 
 from kpolicy.attention.support import Claims
-from kpolicy.costs import CostTable, HostCost
+from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder
 from kpolicy.modes import Part
@@ -21,7 +22,8 @@ from kpolicy_vllm.ladder import default_sizes
 from kpolicy_vllm.steps import Step, numbers_of
 from kpolicy_vllm.synthetic import Rows
 from kpolicy_vllm.timing import Case, Times
-from tests.integrations.vllm.fake_runner import FakeRunner, FakeState, SimulatedClock, stand_ins
+from tests.integrations.vllm.fake_runner import HOST_WORK_US, FakeRunner, FakeState, SimulatedClock, stand_ins
+from tests.integrations.vllm.test_host import decider
 
 LIMITS = Settings(max_num_reqs=1024, max_num_tokens=8192)
 LADDER = default_sizes(LIMITS, wide=True)
@@ -102,6 +104,50 @@ def test_sizes_timed_alone_tell_nothing_of_the_host(monkeypatch: Any) -> None:
     assert table.step_us == pytest.approx(0.0, abs=40)
     assert table.eager.sizes[-1] >= 1024
     assert table.eager.at(1024) == pytest.approx(4400 + 18 * 1024, rel=0.02)
+
+
+def steeper_in_rows(*of: Any, launching: float) -> tuple[float, float]:
+    """Past 256 rows each takes nearly twice as long, as a Llama's of 8B did, and eager steps 4% more than graphs."""
+    key, tokens, kv, *_, decodes = of
+    padded = tokens if key is None else key.num_tokens
+    device = (4400 + 11.0 * padded + 7.5 * max(0, padded - 256)) * (1.04 if key is None else 1.0) + 0.03 * kv
+    host = 13_400.0 if key is None else 1_400.0 if key.part is Part.FULL else 7_100.0
+    return launching * (host + 1.0 * decodes), device
+
+
+def test_eager_decodes_are_timed_to_as_many_as_graphs_hold(monkeypatch: Any) -> None:
+    """On a slow core too, where steps that are timed whole come to 256 rows: a line beyond those would be too low."""
+    table, state = calibrated(monkeypatch, functools.partial(steeper_in_rows, launching=2.0))
+    assert table.eager.sizes == (1, 8, 64, 256, 1024)
+    assert table.eager.at(1024) == pytest.approx(1.04 * (4400 + 11 * 1024 + 7.5 * 768), rel=0.02)
+    few = Curve(table.eager.sizes[:-1], table.eager.us[:-1])
+    assert few.at(768) < 0.9 * table.full.at(768) < 0.9 * table.eager.at(768)
+    made = decider(table.at_host_speed(HOST_WORK_US / 2), wide=True, level="uniform")
+    for rows in (512, 768, 1000, 1024):
+        assert made.entry(Step(rows, rows, rows, 1, 1)).label[0] == "full"
+    assert state.runner.clock.now() < 2.2
+
+
+def test_eager_decodes_that_take_the_host_longer_than_their_graph_takes_are_left(monkeypatch: Any) -> None:
+    """Even where the core was slow just then: the time is for graphs."""
+    _, state = calibrated(monkeypatch, functools.partial(steeper_in_rows, launching=4.0))
+    assert (("eager", 1024), 1024, 1024) not in state.runner.ran
+
+
+@pytest.mark.parametrize(("requests", "query_len"), [(768, 1), (300, 1), (150, 4)])
+def test_the_most_eager_decodes_are_those_of_the_largest_graph(monkeypatch: Any, requests: int, query_len: int) -> None:
+    """Whatever their number: a chunk of more tokens has no rows of that many."""
+    limits = Settings(max_num_reqs=requests, max_num_tokens=8192, num_speculative_tokens=query_len - 1)
+    clock, tokens = SimulatedClock(), requests * query_len
+    keys = [GraphKey(Part.FULL, query_len * n, n, query_len=query_len) for n in (1, 64, requests)]
+    keys += [GraphKey(Part.PIECEWISE, n) for n in (16, 512, 1024)]
+    runner = FakeRunner(clock, of_a_llama, max_num_seqs=requests, max_model_len=16384, num_blocks=100_000)
+    state = FakeState(runner, keys, limits, 20.0)
+    with stand_ins(monkeypatch):
+        table = calibrate(runner, state, clock)
+    assert table is not None
+    assert (("eager", tokens), tokens, requests) in runner.ran
+    assert tokens in table.eager.sizes
 
 
 def test_what_launching_takes_is_of_whole_steps() -> None:
