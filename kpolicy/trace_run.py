@@ -170,8 +170,8 @@ class RunResult:
         reasons: steps by reason.
         eager_halves: why prefill halves of splits ran eagerly, in steps.
         span_s: from the first arrival to the last token.
-        ttft_us, gap_us: p50 and p99 of time to first token, and of the time between a request's tokens, by when each was
-            there: see `kpolicy.scheduling.token_gaps`.
+        ttft_us, gap_us: p50 and p99 of time to first token, and of the time between a request's tokens, by when each
+            was there: see `kpolicy.scheduling.token_gaps`.
         graphs, graphs_used: captured graphs, and those that replayed at least once.
         graphs_captured: of them, those that were captured for this turn; a later one has its first turn's.
         unused: the graphs that never replayed, in words.
