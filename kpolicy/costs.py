@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Set
 from itertools import chain
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import attrs
 
@@ -40,11 +40,13 @@ __all__ = [
     "AttentionCost",
     "Cost",
     "CostTable",
+    "Costing",
     "Curve",
     "DeviceFigures",
     "HostCost",
     "ModelFigures",
     "analytic_costs",
+    "decodes_ready_us",
 ]
 
 
@@ -502,6 +504,24 @@ class CostTable:
 
     def score(self, cost: Cost, objective: Objective) -> float:
         return objective.step_weight * cost.step_us + objective.gap_weight * cost.gap_us
+
+
+class Costing(Protocol):
+    """Whatever says what launches take: a `CostTable`, or one as it is in one step of a simulation."""
+
+    def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost: ...
+
+
+def decodes_ready_us(costs: Costing, launches: tuple[Launch, ...], numbers: BatchNumbers) -> float:
+    """Microseconds from a step's start until its decode rows have all tokens that it brings them.
+
+    Of a step in halves that is its decode steps' own time, as if the other half took them nothing, and at most the
+    step's; of any other the step's.
+    """
+    cycle_us, first = costs.cost(launches, numbers).cycle_us, launches[0]
+    if len(launches) == 1:
+        return cycle_us
+    return min(costs.cost((attrs.evolve(first, repeat=1),), numbers).cycle_us * first.repeat, cycle_us)
 
 
 _COUNTS_OF_MODELS = {

@@ -28,6 +28,7 @@ from kpolicy.heap import frozen_heap
 from kpolicy.observe import ModeStats
 from kpolicy.reasons import Basis
 from kpolicy.scheduling.batching import Batch, Batcher, Generation
+from kpolicy.scheduling.token_gaps import TokenGaps
 from kpolicy.scheduling.traces import Trace
 
 __all__ = [
@@ -169,7 +170,8 @@ class RunResult:
         reasons: steps by reason.
         eager_halves: why prefill halves of splits ran eagerly, in steps.
         span_s: from the first arrival to the last token.
-        ttft_us, gap_us: p50 and p99 of time to first token, and of the time between a request's tokens.
+        ttft_us, gap_us: p50 and p99 of time to first token, and of the time between a request's tokens, by when each
+            was there: see `kpolicy.scheduling.token_gaps`.
         graphs, graphs_used: captured graphs, and those that replayed at least once.
         graphs_captured: of them, those that were captured for this turn; a later one has its first turn's.
         unused: the graphs that never replayed, in words.
@@ -276,6 +278,7 @@ class _Run:
         self.refused: dict[str, int] = {}
         self.ttft_us: list[float] = []
         self.gaps: dict[float, int] = {}
+        self.token_gaps = TokenGaps()
         self.last_us: dict[int, float] = {}
         self.served: list[Generation] = []
         self.added = 0
@@ -322,16 +325,20 @@ class _Run:
     def account(self, batch: Batch, outputs: StepOutputs) -> None:
         """Take the tokens in, note first tokens and gaps."""
         steps = len(outputs.tokens) if outputs.tokens else 1
+        ready, num_decodes = outputs.ready, len(batch.decodes)
+        after_us = outputs.cycle_us - ready[0].us if len(ready) > 1 else 0.0
         done = self.batcher.complete(batch, outputs, self.sample)
-        num_decodes = len(batch.decodes)
         if num_decodes:
-            # A decode row's last token came at the end of the step before, because decodes never wait.
-            gap = self.step_us / steps
-            self.gaps[gap] = self.gaps.get(gap, 0) + num_decodes * steps
-            if batch.chunks:
-                self.batcher.gap_tail.beside_prompts(gap, num_decodes * steps)
-            else:
+            # Decodes never wait, so a decode row's last token came in the step before.
+            alone = not self.token_gaps.waited_us and not batch.chunks
+            found = self.token_gaps.step(self.step_us, num_decodes, steps, after_us)
+            for gap, count in found:
+                self.gaps[gap] = self.gaps.get(gap, 0) + count
+            if alone:
                 self.batcher.gap_tail.without_prompts(num_decodes)
+            else:
+                for gap, count in found:
+                    self.batcher.gap_tail.beside_prompts(gap, count)
             self.tokens += num_decodes * steps
         for request in done.first_tokens:
             self.tokens += 1
@@ -341,6 +348,8 @@ class _Run:
             else:
                 gap = self.now_us - last_us
                 self.gaps[gap] = self.gaps.get(gap, 0) + 1
+        if done.first_tokens and self.token_gaps.waited_us:
+            self.token_gaps.join(sum(request.remaining > 0 for request in done.first_tokens))
         self.served += done.finished
         if self.stop_tokens:
             self._end_early(batch.decodes, steps)

@@ -10,7 +10,8 @@ what the machine can do, by the measured table under `auto`.
 Figures: generated tokens a second, until the last request is done (`tokens_per_s`), and until the last one comes
 (`tokens_per_s_arriving`): with few requests a good part of the whole time is the last ones' own steps, which no policy
 shortens, so that policies that keep up look alike. `after_arrivals_s` says how long that is. p50 and p99 of time to
-first token and of the gap between a request's tokens. `steps` and failures are the round's own.
+first token and of the gap between a request's tokens, by when each was there (`kpolicy.scheduling.token_gaps`):
+beside a prompt when the decode half was done on the device. `steps` and failures are the round's own.
 `value`, `low` and `high` are the mean of the rounds and its 95% interval; `ratio_to_vllm_replica` is the mean of the
 rounds' own ratios, above 1 where the policy is better, with the interval from `ratio_low` to `ratio_high`. `served` is
 the requests that every round served at least. Runs are short and many, as hosts change their speed; a round that a run
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -58,21 +60,29 @@ BETTER_UP = {
 
 
 def requests_of(folder: Path, load: str, model: Any, count: int) -> Any:
-    """`count` requests from a trace's middle, as they arrived, those that the model has positions for.
-
-    Raises:
-        SystemExit: the load isn't known.
-    """
+    """`count` requests from a trace's middle, as they arrived, those that the model has positions for."""
     from kpolicy.scheduling.traces import read_trace
 
-    name = load.partition(" ")[0]
-    if name not in FILES:
-        sys.exit(f"load {load!r}: the trace is one of {', '.join(FILES)}, then x6 or saturated")
-    trace = read_trace(folder / FILES[name]).limited(model.max_model_len)
+    trace = read_trace(folder / FILES[load.partition(" ")[0]]).limited(model.max_model_len)
     first = max(0, (len(trace) - count) // 2)
     chosen = trace.requests[first : first + count]
     start = chosen[0].arrival_s
     return trace.window(start, chosen[-1].arrival_s - start + 1e-6)
+
+
+def load_of(text: str) -> str:
+    """A load as an option has it.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    name, _, spacing = text.partition(" ")
+    if name not in FILES or not re.fullmatch(r"saturated|x\d+(\.\d+)?", spacing) or spacing.strip("x0.") == "":
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no load: a trace, one of {', '.join(FILES)}, and how its arrivals are spaced, as in "
+            "'code x6' or 'code saturated'"
+        )
+    return text
 
 
 def rate_of(load: str, trace: Any, engine: Any, model: Any) -> float:
@@ -261,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     add_options(parser, seconds=400.0)
     parser.add_argument("--traces", type=input_folder, default="../shared/traces")
-    parser.add_argument("--loads", nargs="+", default=["code saturated", "conversation saturated"])
+    parser.add_argument("--loads", nargs="+", type=load_of, default=["code saturated", "conversation saturated"])
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)

@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import attrs
-
-from kpolicy.costs import CostTable, HostCost, analytic_costs
+from kpolicy.costs import CostTable, HostCost, analytic_costs, decodes_ready_us
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import CaptureError, ConfigError, RegistryError
 from kpolicy.executors.base import CaptureReport, ProbeReport, ProbeStatus, StepInputs
@@ -398,9 +396,7 @@ class SimulatedDevice:
             cycle_us *= 100
         if decision.mode is not Mode.SPLIT:
             return (ReadyAt(cycle_us),)
-        first = decision.launches[0]
-        alone = self.costs.cost((attrs.evolve(first, repeat=1),), numbers).cycle_us
-        return ReadyAt(min(alone * first.repeat, cycle_us)), ReadyAt(cycle_us)
+        return ReadyAt(decodes_ready_us(self.costs, decision.launches, numbers)), ReadyAt(cycle_us)
 
     def _cycle_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> float:
         """`CostTable.cost`, with what a decode graph costs apart from its KV worked out once a graph."""

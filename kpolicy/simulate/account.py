@@ -51,27 +51,50 @@ class Account:
         self.delayed += 1
         self.most_delayed_us = max(self.most_delayed_us, us)
 
-    def take(self, queue: Queue, step: Step, decode_steps: int, us: float, now_us: float) -> None:
-        """Take one rank's step in: tokens come out, requests end."""
+    def take(
+        self, queue: Queue, step: Step, decode_steps: int, us: float, now_us: float, after_us: float = 0.0
+    ) -> None:  # fmt: skip
+        """Take one rank's step in: tokens come out, requests end.
+
+        Args:
+            queue: the rank's.
+            step: its rows.
+            decode_steps: decode steps in it.
+            us: from the end of the step before to this one's.
+            now_us: the end.
+            after_us: of `us`, what came after the decode rows' last token.
+        """
         numbers = step.numbers
         if not numbers.num_prefills:
             self.decode_steps[numbers.num_decodes] = self.decode_steps.get(numbers.num_decodes, 0) + 1
+        gaps = queue.token_gaps
         if numbers.num_decodes:
-            gap, came, q = us / decode_steps, 0, queue.rows.query_len
+            came, q = 0, queue.rows.query_len
+            alone = not gaps.waited_us and not numbers.num_prefills
+            found = gaps.step(us, numbers.num_decodes, decode_steps, after_us)
             for tokens, rows in queue.rows.emitted(decode_steps):
-                # What a step brings a row at once is spread over its time.
-                self.gap.add(gap / tokens, rows * tokens)
                 came += rows * tokens
+                if q > 1:
+                    # What a step brings a row at once is spread over its time.
+                    self.gap.add(
+                        sum(each * count for each, count in found) / numbers.num_decodes / tokens, rows * tokens
+                    )
+            if q == 1:
+                for each, count in found:
+                    self.gap.add(each, count)
             self.tokens += came
             if (tail := queue.gap_tail) is not None:
-                if numbers.num_prefills:
-                    tail.beside_prompts(gap, came)
-                else:
+                if alone:
                     tail.without_prompts(came)
+                else:
+                    for each, count in found:
+                        tail.beside_prompts(each, count)
             if q > 1:
                 self._drafted += numbers.num_decodes * (q - 1)
                 self._accepted += came - numbers.num_decodes
         done = queue.complete(step, decode_steps)
+        if gaps.waited_us and done.first_tokens:
+            gaps.join(sum(request.generated < request.output_tokens for request in done.first_tokens))
         for request in done.first_tokens:
             self.tokens += 1
             if request.first_us < 0:

@@ -16,6 +16,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.scheduling.batching import MOST_STEPS_AHEAD, step_facts
 from kpolicy.scheduling.gap_tail import GapTail
 from kpolicy.scheduling.pace import Pace, in_line
+from kpolicy.scheduling.token_gaps import TokenGaps
 from kpolicy.settings import Settings
 from kpolicy.shapes import NO_FACTS, BatchNumbers, BatchShape
 from kpolicy.simulate.blocks import Blocks
@@ -94,6 +95,7 @@ class Queue:
         """What says how many tokens a step may have beside decodes; None leaves the limit"""
         self.gap_tail: GapTail | None = None
         """The longest gaps so far; None tells nobody"""
+        self.token_gaps = TokenGaps()
         self.num_preemptions = 0
         self.looked_up_tokens = self.reused_tokens = 0
         """Prompt tokens of admitted requests, and those found in the cache."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kpolicy.attention.support import AttentionSupport, Claims
 from kpolicy.budgets import Budget
-from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.costs import CostTable, analytic_costs, decodes_ready_us
 from kpolicy.decision import Decision
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError, RankError, check_kind
@@ -309,7 +309,11 @@ class _Simulation:
                 self.on_step(
                     SimStep(self.steps, rank, start_us, us, each.device_us, each.host_us, decision, step, queue)
                 )
-            self.account.take(queue, step, decision.decode_steps, us, self.now_us)
+            after_us = 0.0
+            if len(decision.launches) > 1:
+                # Ranks go on together: what the slowest takes longer comes after this one's tokens too.
+                after_us = slowest.cycle_us - decodes_ready_us(step_costs[rank], decision.launches, numbers[rank])
+            self.account.take(queue, step, decision.decode_steps, us, self.now_us, after_us)
         self.steps += 1
 
     def _note_outside(self, tally: Tally, numbers: Sequence[BatchNumbers]) -> None:
@@ -330,7 +334,7 @@ class _Simulation:
         work. False where no step was run.
         """
         rows = queue.rows
-        if not isinstance(rows, PlainRows) or queue.prefilling or not rows.rows:
+        if not isinstance(rows, PlainRows) or queue.prefilling or not rows.rows or queue.token_gaps.waited_us:
             return False
         num_rows = len(rows.rows)
         if queue.waiting and num_rows < queue.most_reqs:

@@ -668,3 +668,12 @@ def test_the_interval_of_a_mean() -> None:
     mean, low, high = interval_of_mean([1.0, 2.0, 3.0])
     assert mean == 2.0
     assert high - mean == pytest.approx(mean - low) == pytest.approx(4.303 / 3**0.5)
+
+
+@pytest.mark.parametrize("load", ["code", "code x", "code x0", "cod x6", "code saturate", "code x6 x1", ""])
+def test_end_to_end_refuses_what_is_no_load(load: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before a model is loaded, in one line that says how a load is written."""
+    with pytest.raises(SystemExit) as ended:
+        end_to_end.main(["--config", str(tmp_path), "--out", str(tmp_path / "out.json"), "--loads", load])
+    assert ended.value.code == 2
+    assert f"{load!r} is no load" in capsys.readouterr().err

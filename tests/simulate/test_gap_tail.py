@@ -15,7 +15,7 @@ from kpolicy.simulate import simulate
 from .helpers import COSTS, SIZES, reference, run, server, trace_of
 
 DRAWN = random.Random(5)  # noqa: S311
-LONG = trace_of(*[(2.5 * i, DRAWN.randint(2, 30), DRAWN.randint(10, 40)) for i in range(150)])
+LONG = trace_of(*[(4.0 * i, DRAWN.randint(2, 60), DRAWN.randint(10, 40)) for i in range(150)])
 """Some thousand gaps: enough to tell which one in a hundred exceeds."""
 # Decode steps beside prompts are nearly free, so that several are worth while.
 FREE = attrs.evolve(COSTS, overlap_cost=0.0, prefill_attention=attrs.evolve(COSTS.prefill_attention, row_us=9.0))

@@ -319,4 +319,7 @@ def _device(device: Any, library: Any, *, any_type: bool) -> torch.device:
     # The library has errors of its own.
     except Exception as error:
         raise not_there(device, error) from error
-    raise ConfigError(f"device is {device!r}; the Ascend adapter takes 'npu' or 'npu:N'.")
+    raise ConfigError(
+        f"device is {str(device)!r}; the Ascend adapter takes 'npu' or 'npu:N'. Load a model that is elsewhere "
+        "there: kpolicy.load(..., device='npu')."
+    )

@@ -180,7 +180,10 @@ def _device(device: Any) -> torch.device:
     except Exception as error:
         raise not_there(device, error) from error
     if at.type != "cuda":
-        raise ConfigError(f"device is {device!r}; the CUDA adapter takes 'cuda' or 'cuda:N'.")
+        raise ConfigError(
+            f"device is {str(device)!r}; the CUDA adapter takes 'cuda' or 'cuda:N'. Load a model that is elsewhere "
+            "there: kpolicy.load(..., device='cuda')."
+        )
     # Imported here: that package stands on this module.
     from kpolicy.executors.kunlun.proof import kunlun_behind_cuda
 

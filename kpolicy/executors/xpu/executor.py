@@ -40,7 +40,10 @@ class XpuAdapter(StreamAdapter):
         found: Any = torch.xpu if library is None else library
         at = torch.device(device)
         if library is None and at.type != "xpu":
-            raise ConfigError(f"device is {device!r}; the XPU adapter takes 'xpu' or 'xpu:N'.")
+            raise ConfigError(
+                f"device is {str(device)!r}; the XPU adapter takes 'xpu' or 'xpu:N'. Load a model that is elsewhere "
+                "there: kpolicy.load(..., device='xpu')."
+            )
         if not found.is_available():
             raise ConfigError(
                 f"device {str(device)!r} isn't there: torch.xpu finds no GPU. `kpolicy doctor` says more."
