@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kpolicy.costs import CostTable, Curve, HostCost
+from kpolicy.costs import CostTable, Curve, HostCost, Ties
 from kpolicy.modes import Part
 
 if TYPE_CHECKING:
@@ -148,6 +148,9 @@ class Correction:
             changed[f"host_{name}"] = self._host(name, getattr(costs, f"host_{name}"))
         if costs.mixed is not None:
             changed["mixed"] = self._curve("mixed", costs.mixed)
+        if costs.ties is not None:
+            tied = attrs.asdict(costs.ties, recurse=False)
+            changed["ties"] = Ties(**{name: each and self._curve(name, each) for name, each in tied.items()})
         return attrs.evolve(costs, version=f"{costs.version}, corrected {self._made}", **changed)
 
     def _curve(self, name: str, curve: Curve) -> Curve:

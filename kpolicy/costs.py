@@ -45,6 +45,7 @@ __all__ = [
     "DeviceFigures",
     "HostCost",
     "ModelFigures",
+    "Ties",
     "analytic_costs",
     "decodes_ready_us",
 ]
@@ -171,6 +172,20 @@ def _not_below_0(times: list[float]) -> list[float]:
     return times if min(times, default=0.0) >= 0.0 else [max(time, 0.0) for time in times]
 
 
+@attrs.frozen(kw_only=True)
+class Ties:
+    """Times that decisions take in place of measured ones, of the `CostTable`'s curves of the same names.
+
+    Where a larger size, or a mode with more launches, seemed cheaper by no more than repeats differ by, a size has that
+    one's time here, and with it the preference. A curve has these sizes alone; None where it has none.
+    """
+
+    full: Curve | None = None
+    piecewise: Curve | None = None
+    eager: Curve | None = None
+    mixed: Curve | None = None
+
+
 @attrs.frozen
 class AttentionCost:
     """Device time of attention over all layers: ``base + per_row * rows + per_unit * units`` microseconds.
@@ -237,8 +252,10 @@ _PARTS: tuple[tuple[type, tuple[str, ...], str], ...] = (
     (HostCost, ("host_full", "host_piecewise", "host_eager"), "HostCost(50.0)"),
     (StepEffects, ("effects",), "StepEffects()"),
     (KvSpan, ("kv_span",), "KvSpan(decode_row=1024, decode_step=8192, prefill=6144)"),
+    (Ties, ("ties",), "Ties(full=Curve((256,), (3300.0,)))"),
 )
 """Fields of a `CostTable` that have parts of their own: of which class, and what makes one"""
+_CURVES = ("full", "piecewise", "eager", "mixed")
 
 
 @attrs.frozen(kw_only=True)
@@ -248,7 +265,8 @@ class CostTable:
     Args:
         version: names the table; it changes when a number does.
         measured: whether the numbers were measured on the device.
-        full, piecewise, eager: device time of the dense work by padded tokens, in each mode.
+        full, piecewise, eager: device time of the dense work by padded tokens, in each mode, as measured. Calibration
+            before `ties` kept what decisions take here instead, and so have the shipped profiles.
         mixed: the same for FULL graphs that hold prefill rows too, whose attention has kernels for both kinds whatever
             rows come; None where `full` stands for them.
         decode_attention, prefill_attention: device time of attention on the real KV.
@@ -271,6 +289,8 @@ class CostTable:
         effects: what launches take more or less by what ran before them and by what their rows are. Simulations read it
             (`kpolicy.simulate.step_costs`); `cost`, decisions and the simulated executor don't.
         kv_span: the contexts that attention was timed at; None where that wasn't recorded.
+        ties: what decisions take in place of times that differ by chance (`deciding`); `cost`, the simulated executor
+            and simulations don't read it. None where there is nothing of the kind.
         measured_on: the full name of the device that it was measured on; empty where nobody said. Files have it in the
             profile, and two tables that differ in nothing else are equal.
         measured_with: likewise the model, as it calls itself.
@@ -300,6 +320,7 @@ class CostTable:
     host_work_inside_us: float = 0.0
     effects: StepEffects = attrs.field(default=StepEffects())
     kv_span: KvSpan | None = None
+    ties: Ties | None = None
     measured_on: str = attrs.field(default="", eq=False)
     measured_with: str = attrs.field(default="", eq=False)
     measured_over: int | None = attrs.field(default=None, eq=False)
@@ -308,8 +329,10 @@ class CostTable:
         for kind, names, example in _PARTS:
             for name in names:
                 value = getattr(self, name)
-                if value is not None or name not in ("mixed", "kv_span"):
+                if value is not None or name not in ("mixed", "kv_span", "ties"):
                     check_kind(name, value, kind, example)
+        if self.ties is not None:
+            self._check_ties(self.ties)
         if self.decode_attention.kv_us:
             raise ProfileError(
                 f"decode_attention has kv_us {self.decode_attention.kv_us}; it takes unit_us: its units are KV tokens."
@@ -362,6 +385,43 @@ class CostTable:
         if not inside_us or not self.host_work_inside_us or not self.host_work_us:
             return None
         return self.host_work_us * inside_us / self.host_work_inside_us
+
+    def _check_ties(self, ties: Ties) -> None:
+        for name in _CURVES:
+            tied, curve = getattr(ties, name), getattr(self, name)
+            if tied is None:
+                continue
+            check_kind(f"ties.{name}", tied, Curve, "Curve((256,), (3300.0,))")
+            unknown = sorted({*tied.sizes} - {*(() if curve is None else curve.sizes)})
+            if unknown:
+                raise ProfileError(
+                    f"ties.{name} has a time at size {unknown[0]}, and {name} was measured at "
+                    f"{'no size' if curve is None else curve.sizes}; leave it out there."
+                )
+
+    @property
+    def deciding(self) -> CostTable:
+        """The table that decisions are made by: `ties` in place of what was measured there."""
+        if self.ties is None:
+            return self
+        curves = dict[str, Any]()
+        for name in _CURVES:
+            tied, curve = getattr(self.ties, name), getattr(self, name)
+            if tied is not None:
+                us = dict(zip(tied.sizes, tied.us, strict=True))
+                measured = zip(curve.sizes, curve.us, strict=True)
+                curves[name] = Curve(curve.sizes, [us.get(size, mine) for size, mine in measured])
+        return attrs.evolve(self, ties=None, **curves)
+
+    def decided_by(self, curves: Mapping[str, Curve | None]) -> CostTable:
+        """The table with the `ties` by which `deciding` has these curves, by name, of the same sizes."""
+        ties = dict[str, Curve | None]()
+        for name, decided in curves.items():
+            mine = getattr(self, name)
+            if decided is not None:
+                other = [(size, us) for size, us, own in zip(mine.sizes, decided.us, mine.us, strict=True) if us != own]
+                ties[name] = Curve(*zip(*other, strict=True)) if other else None
+        return attrs.evolve(self, ties=Ties(**ties) if any(ties.values()) else None)
 
     def curve_of(self, launch: Launch) -> Curve:
         """The dense work's curve that a launch is costed by."""

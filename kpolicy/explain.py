@@ -10,7 +10,7 @@ from kpolicy.costs import Cost
 from kpolicy.decision import Decision
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.modes import Mode, Rows
-from kpolicy.policies.auto import cheapest, in_tail
+from kpolicy.policies.auto import cheapest, deciding, in_tail
 from kpolicy.policies.base import (
     Policy,
     PolicyContext,
@@ -132,7 +132,8 @@ def explain(policy: Policy, shape: BatchShape, context: PolicyContext) -> Explan
     Raises:
         NoLegalModeError: every mode that could run the batch is forbidden.
     """
-    decision, numbers = policy.decide(shape, context), shape.numbers
+    context, numbers = deciding(context), shape.numbers
+    decision = policy.decide(shape, context)
     ways = legal_ways(numbers, context, smallest)
     if policy.reads_costs:
         # The cheapest captured size of each kind, beside the smallest where they differ.

@@ -67,9 +67,10 @@ def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
     work_us = statistics.median(costs.host_work_us for costs in tables)
     inside_us = statistics.median(costs.host_work_inside_us for costs in tables)
     version = f"the middle of each figure of {len(tables)}: " + "; ".join(costs.version for costs in tables)
-    costs: CostTable = _middle(
-        [attrs.evolve(_at_speed_of(costs, work_us, inside_us), version=version) for costs in tables], "costs"
-    )
+    alike = [attrs.evolve(_at_speed_of(costs, work_us, inside_us), version=version) for costs in tables]
+    costs: CostTable = _middle([attrs.evolve(costs, ties=None) for costs in alike], "costs")
+    decided: CostTable = _middle([costs.deciding for costs in alike], "costs")
+    costs = costs.decided_by({name: getattr(decided, name) for name in ("full", "piecewise", "eager", "mixed")})
     return attrs.evolve(
         first, costs=costs, command=command, measured_at=max(profile.measured_at for profile in profiles)
     )

@@ -77,6 +77,15 @@ def test_graphs_that_hold_prompts_are_corrected_by_themselves() -> None:
     assert tables[-1].full == TABLE.full
 
 
+def test_what_decisions_take_for_tied_sizes_is_corrected_with_them() -> None:
+    """FULL of 512 tokens counts as PIECEWISE's 490; both numbers are FULL's, and a third more."""
+    decided = {"full": Curve(SIZES, [100.0, 120.0, 200.0, 490.0])}
+    correction = Correction(TABLE.decided_by(decided))
+    tables = served(correction, 4 * ENOUGH, lambda way, us, _rng: us * (1.3 if way.mode is Mode.FULL else 1.0))
+    assert tables[-1].full.us == pytest.approx([us * 1.3 for us in TABLE.full.us], rel=0.01)
+    assert tables[-1].deciding.full.at(512) == pytest.approx(490 * 1.3, rel=0.01)
+
+
 def noisy(_decision: Decision, expected: float, rng: random.Random) -> float:
     """The table's time, give or take some percent, and one step in fifty takes ten times as long."""
     return expected * rng.uniform(0.96, 1.06) * (10 if rng.random() < 0.02 else 1)

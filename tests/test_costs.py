@@ -20,6 +20,7 @@ from kpolicy.costs import (
     Curve,
     HostCost,
     ModelFigures,
+    Ties,
     analytic_costs,
 )
 from kpolicy.decision import Launch
@@ -28,6 +29,7 @@ from kpolicy.figures import find_device
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
 from kpolicy.profiles import load_profile
+from kpolicy.schemas import Profile, dumps, loads
 from kpolicy.settings import Objective
 from kpolicy.shapes import WAITING_REQS, BatchNumbers, BatchShape
 
@@ -366,13 +368,41 @@ def test_prompt_attention_by_the_context_it_goes_through() -> None:
     [
         ("full", ((1,), (2.0,)), "Curve"), ("eager", None, "Curve"), ("mixed", 3.0, "Curve"),
         ("host_full", 50.0, "HostCost"), ("decode_attention", 0.1, "AttentionCost"), ("kv_span", 512, "KvSpan"),
+        ("ties", {"full": 3.0}, "Ties"), ("ties.full", Ties(full=3.0), "Curve"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
 def test_a_table_of_other_parts_is_refused(field: str, value: object, kind: str) -> None:
     """When it is made, and by the field's name."""
     with pytest.raises(ConfigError, match=f"^{field} is .*it takes an? {kind}, such as"):
-        attrs.evolve(analytic_costs(), **{field: value})
-    attrs.evolve(analytic_costs(), mixed=None, kv_span=None)
+        attrs.evolve(analytic_costs(), **{field.partition(".")[0]: value})
+    attrs.evolve(analytic_costs(), mixed=None, kv_span=None, ties=None)
+
+
+def test_decisions_take_tied_times_and_costs_dont() -> None:
+    """Sizes that have none keep what was measured, in decisions too; a table without any decides by what it is."""
+    decided = {name: getattr(TABLE, name) for name in ("full", "piecewise", "eager")}
+    assert TABLE.deciding is TABLE
+    assert TABLE.decided_by(decided) == TABLE
+    size, *others = TABLE.full.sizes
+    tied = TABLE.decided_by({**decided, "full": Curve(TABLE.full.sizes, (1.5, *TABLE.full.us[1:])), "mixed": None})
+    assert tied.ties == Ties(full=Curve((size,), (1.5,)))
+    assert tied.full == TABLE.full
+    assert [tied.deciding.full.at(each) for each in (size, *others)] == [1.5, *map(TABLE.full.at, others)]
+    assert attrs.evolve(tied.deciding, full=TABLE.full) == TABLE
+    profile = loads(dumps(Profile(costs=tied, device="a device", model="a model")), Profile)
+    assert profile.costs == tied
+
+
+@pytest.mark.parametrize(
+    ("ties", "problem"),
+    [
+        (Ties(full=Curve((3, 7777), (1.0, 2.0))), r"ties\.full has a time at size \d+, and full was measured at \("),
+        (Ties(mixed=Curve((1,), (1.0,))), r"ties\.mixed has a time at size 1, and mixed was measured at no size"),
+    ],
+)
+def test_tied_times_of_sizes_that_were_not_measured_are_refused(ties: Ties, problem: str) -> None:
+    with pytest.raises(ProfileError, match=problem):
+        attrs.evolve(TABLE, mixed=None, ties=ties)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def unseen(workload: Workload, sizes: CaptureSizes) -> Unseen | None:
     Smoothing spreads few steps over many sizes, so that a plan has few graphs, or one, for all that are above those it
     was made for.
     """
-    settings, costs = workload.settings, workload.costs
+    settings, costs = workload.settings, workload.costs.deciding
     q = settings.query_len
     largest = workload.histogram.largest(q)
     most = min(settings.max_num_reqs, settings.max_num_tokens // q)

@@ -197,7 +197,7 @@ class Workload:
             rows.append(self._others())
         if layout.decode and not layout.one_list:
             rows += [self._decodes(q) for q in self.histogram.settled().decodes if not layout.captures(q)]
-        return float(sum(each.escape_us(self.costs).sum() for each in rows))
+        return float(sum(each.escape_us(self.costs.deciding).sum() for each in rows))
 
     def lists_of(self, sizes: CaptureSizes) -> dict[str, tuple[int, ...]]:
         """The lists that capture sizes stand for, `DECODE` in requests."""
@@ -274,7 +274,7 @@ class Workload:
         """
         import numpy as np
 
-        costs, layout = self.costs, self.layout
+        costs, layout = self.costs.deciding, self.layout
         limit = max(sizes) if most is None else min(max(sizes), most)
         rows = rows.usual(smoothing * self.steps, limit) if unseen else rows.smoothed(smoothing, limit)
         escape = rows.escape_us(costs)

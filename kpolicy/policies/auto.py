@@ -32,7 +32,7 @@ from kpolicy.shapes import BatchNumbers, BatchShape
 if TYPE_CHECKING:
     from kpolicy.policies.auto_tables import AutoTables
 
-__all__ = ["AutoPolicy", "cheapest", "choose", "in_tail", "rate"]
+__all__ = ["AutoPolicy", "cheapest", "choose", "deciding", "in_tail", "rate"]
 
 NO_FORMS = "none"
 """No form, as text"""
@@ -85,7 +85,7 @@ class AutoPolicy:
         return ()
 
     def decide(self, shape: BatchShape, context: PolicyContext) -> Decision:
-        numbers = shape.numbers
+        context, numbers = deciding(context), shape.numbers
         ways = legal_ways(numbers, context, cheapest(context), forms=self.forms)
         way, reason = choose(numbers, ways, context)
         return way.decided(reason, context, costs=True)
@@ -93,7 +93,13 @@ class AutoPolicy:
     def compile(self, context: PolicyContext) -> AutoTables:
         from kpolicy.policies.auto_tables import AutoTables
 
-        return AutoTables(self.forms, context)
+        return AutoTables(self.forms, deciding(context))
+
+
+def deciding(context: PolicyContext) -> PolicyContext:
+    """The context with the costs that decisions are made by, where the smaller of sizes alike has the preference."""
+    costs = context.costs.deciding
+    return context if costs is context.costs else attrs.evolve(context, costs=costs)
 
 
 def rate(context: PolicyContext) -> Callable[[GraphKey, int], float]:

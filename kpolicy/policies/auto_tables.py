@@ -57,7 +57,7 @@ _IN_TURN, _BESIDE = SplitForm.IN_TURN, SplitForm.BESIDE
 
 
 class AutoTables:
-    """See the module's docstring."""
+    """See the module's docstring; the context's costs are those that decisions are made by (`CostTable.deciding`)."""
 
     def __init__(self, forms: tuple[SplitForm, ...], context: PolicyContext) -> None:
         self._context = context

@@ -134,7 +134,8 @@ class Pace:
         *,
         limit: int | None = None,
     ) -> None:
-        self._costs, self._objective, self._select, self._other = context.costs, context.objective, select, other
+        self._costs, self._objective = context.costs.deciding, context.objective
+        self._select, self._other = select, other
         self._q, self._places = context.settings.query_len, context.settings.max_num_reqs
         self._limit = limit = limit or context.settings.max_num_tokens
         self._first: object = None

@@ -9,7 +9,7 @@ import pytest
 
 import kpolicy.middle_profile
 from benchmarks import middle_profile
-from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs
+from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, Ties, analytic_costs
 from kpolicy.errors import ProfileError
 from kpolicy.kv_span import KvSpan
 from kpolicy.schemas import Profile, read_profile, write_profile
@@ -72,6 +72,16 @@ def test_attention_is_never_outside_the_tables(tmp_path: Path) -> None:
     ]
     found = middle(tmp_path, *(table(prefill_attention=each) for each in prefill)).prefill_attention
     assert found == AttentionCost(100.0, 0.0, 0.002, 1.5), "within them each part has its own middle"
+
+
+def test_measured_times_and_those_to_decide_by_have_a_middle_each(tmp_path: Path) -> None:
+    """A size that one table alone has tied is the middle of what each decides by there."""
+    full = table().full
+    first, *rest = full.us
+    tied = [Curve(full.sizes, (us, *rest)) for us in (first * 0.97, first * 0.99, first)]
+    found = middle(tmp_path, *(table().decided_by({"full": each}) for each in tied))
+    assert found.full == full
+    assert found.ties == Ties(full=Curve(full.sizes[:1], (first * 0.99,)))
 
 
 def test_no_profile_has_no_middle() -> None:

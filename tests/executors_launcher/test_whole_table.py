@@ -364,7 +364,8 @@ def test_pieces_that_are_hardly_quicker_leave_full_the_preference(monkeypatch: p
     quick = Curve(PIECES, [990.0, 1235.0, 1600.0, 3500.0])
     monkeypatch.setitem(globals(), "TRUE", attrs.evolve(TRUE, piecewise=quick))
     found, _ = calibrated(monkeypatch)
-    assert found.full.us == pytest.approx((900.0, 990.0, 1300.0), rel=1e-6)
+    assert found.deciding.full.us == pytest.approx((900.0, 990.0, 1300.0), rel=1e-6)
+    assert found.full.us == pytest.approx(TRUE.full.us, rel=1e-6)
 
 
 def test_beyond_their_largest_mixed_graphs_rise_as_pieces_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def ladders_of(
     kinds: Mapping[_Kind, Mapping[int, Sequence[GraphKey]]], units: BudgetModel, costs: CostTable, demand: Demand | None
 ) -> list[Ladder]:
     """A ladder a kind, named by its place."""
-    asked = _evenly if demand is None else demand
+    asked, costs = _evenly if demand is None else demand, costs.deciding
     ladders = []
     for place, (kind, by_size) in enumerate(kinds.items()):
         sizes = sorted(by_size)

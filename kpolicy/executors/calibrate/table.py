@@ -5,9 +5,11 @@ work comes and goes, and should slow every case alike. What attention costs is t
 off the curves, which stand for padded dense work alone (docs/design.md, costs).
 
 Where the host itself runs what it launches (a CPU), a launch's time is the host's, and the table's host costs are 0.
-Samples are then brought to one speed by what they say of each other, short steps have more of them, and what may be
-chance between two ways goes to the one with fewer tokens and launches (`one_speed`, `ties`; halves beside each other:
-`_Overlap`).
+Samples are then brought to one speed by what they say of each other, and short steps have more of them (`one_speed`;
+halves beside each other: `_Overlap`).
+
+Curves are as measured. What may be chance between two ways goes to the one with fewer tokens and launches: by the
+table's `ties`, which decisions alone read (`_curves`, `kpolicy.executors.calibrate.ties`).
 
 Elsewhere each case is timed twice. Behind work that keeps the device busy while the host launches, device events tell
 the device's time alone; run at once, the clock tells the host's time to launch, and what neither covers: staging, hand-
@@ -281,23 +283,19 @@ class Calibration:
                 found[size] = Point(us, bench.error(case) if bench.host_runs else 0.0)
             return found
 
-        eager, full, mixed, pieces = _curves(
+        modes = (
             points(self._eager), points(self._full, decodes=True), points(self._mixed), points(self._pieces),
-            chance=bench.host_runs,
         )  # fmt: skip
+        eager, full, mixed, pieces = _measured(*modes)
         assert eager is not None  # noqa: S101 - the first case of all
         full_padding, piecewise_padding = (
             padded.share(curve, decode_attention, step_us)
             for padded, curve in zip(self._padded, (full, pieces), strict=True)
         )
-        return CostTable(
+        table = CostTable(
             version=version,
             measured=True,
-            # A mode without graphs has no times of its own, and is never chosen.
-            full=full or mixed or eager,
-            piecewise=pieces or eager,
-            eager=eager,
-            mixed=mixed,
+            **_named(eager, full, mixed, pieces),
             both_us=both_us,
             decode_attention=decode_attention,
             prefill_attention=prefill_attention,
@@ -323,6 +321,7 @@ class Calibration:
             measured_over=1 if self._model else None,
             **_captures(self._registry, self.keys),
         )
+        return table.decided_by(_named(*_curves(*modes, chance=bench.host_runs)))
 
 
 def _tokens(key: GraphKey) -> int:
@@ -339,8 +338,28 @@ def _wave(key: GraphKey | None, size: int) -> Wave:
     return Wave.FINER if doublings % 2 else Wave.USUAL if doublings % 4 else Wave.FAR_APART
 
 
+def _measured(*modes: dict[int, Point]) -> tuple[Curve | None, ...]:
+    """Curves of the modes as `_curves` has them, as measured: which size or mode has the preference isn't in them."""
+    curves = [_curve({size: each.us for size, each in points.items()}) if points else None for points in modes]
+    return _with_rise(curves)
+
+
+def _with_rise(curves: list[Curve | None]) -> tuple[Curve | None, ...]:
+    eager, full, mixed, pieces = curves
+    return eager, full, mixed if mixed is None or pieces is None else _rising_as(mixed, pieces), pieces
+
+
+def _named(
+    eager: Curve | None, full: Curve | None, mixed: Curve | None, pieces: Curve | None
+) -> dict[str, Any]:  # fmt: skip
+    """The curves as a table has them. A mode without graphs has no times of its own, and is never chosen."""
+    return {"full": full or mixed or eager, "piecewise": pieces or eager, "eager": eager, "mixed": mixed}
+
+
 def _curves(*modes: dict[int, Point], chance: bool) -> tuple[Curve | None, ...]:
-    """Curves of EAGER, FULL decodes, FULL graphs that hold prompts and PIECEWISE, None where one has no sizes.
+    """Curves that decisions are made by, of EAGER, FULL decodes, FULL graphs that hold prompts and PIECEWISE.
+
+    None where one has no sizes.
 
     Args:
         modes: what was measured of each.
@@ -360,13 +379,16 @@ def _curves(*modes: dict[int, Point], chance: bool) -> tuple[Curve | None, ...]:
         ]
         if curves[1] is not None and curves[3] is not None:
             curves[1] = _not_above(curves[1], curves[3], NOISE)
-    if curves[2] is not None and curves[3] is not None:
-        curves[2] = _rising_as(curves[2], curves[3])
-    return tuple(curves)
+    return _with_rise(curves)
+
+
+def _curve(us: dict[int, float]) -> Curve:
+    sizes = sorted(us)
+    return Curve(sizes, [us[size] for size in sizes])
 
 
 def _steady(us: dict[int, float], noise: float) -> Curve:
-    """A curve as measured, but for larger sizes that seem cheaper by what repeats of one size differ by.
+    """A curve to decide by: as measured, but for larger sizes that seem cheaper by what repeats of one size differ by.
 
     There the smaller size gets the larger one's time, and with it the preference: it shares out less padding. Whatever
     is between the two: a policy needn't have graphs of sizes that others had captured.
@@ -375,8 +397,7 @@ def _steady(us: dict[int, float], noise: float) -> Curve:
     for size, mine in us.items():
         larger_us = (each for larger, each in us.items() if larger > size)
         least[size] = min((each for each in larger_us if each < mine <= each * (1 + noise)), default=mine)
-    sizes = sorted(least)
-    return Curve(sizes, [least[size] for size in sizes])
+    return _curve(least)
 
 
 def _rising_as(mixed: Curve, pieces: Curve) -> Curve:

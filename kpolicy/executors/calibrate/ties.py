@@ -21,7 +21,7 @@ class Point(NamedTuple):
 
 
 def settled(points: Mapping[int, Point], others: Sequence[Mapping[int, Point]] = ()) -> Curve:
-    """A curve as measured, but for sizes beside which a larger one, or another mode, seems cheaper by chance.
+    """A curve to decide by: as measured, but for sizes beside which a larger one or another mode is cheaper by chance.
 
     They get that one's time, and with it the preference: a smaller size shares out less padding, and a mode that comes
     before others launches less. What is cheaper beyond chance stays so.
