@@ -1,4 +1,4 @@
-"""`Engine.step` in FULL on the CPU against a bare replay of the same recording with the same copies.
+"""`Engine.step` in FULL on the CPU against a bare step of the same recording with the same copies.
 
 A bare step stages the same numbers into the same static buffers, replays the same graph, copies the logits out and
 samples from them: what any runner of this graph must do. The rest of `Engine.step` is ours: deciding, finding the

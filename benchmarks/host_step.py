@@ -2,10 +2,10 @@
 
 Graphs are empty, points on streams pass at once, and static inputs are in the host's memory; deciding, staging,
 launching, events and counting are what runs on a GPU. A bare step stages the same numbers by the same calls, replays
-the same graph, copies the logits out and samples. Processor time of this thread, in turn, the least of several blocks;
-the same with caches that hold something else, as a step finds them in a serving engine: 40 MB are written before each,
-and the lower quartile is taken, as other processes add to it; and calls a step, of Python functions and of built-in
-ones, which don't depend on the machine.
+the same graph, copies the logits out and samples; ``copies_replay`` leaves the last two out. Processor time of this
+thread, in turn, the least of several blocks; the same with caches that hold something else, as a step finds them in a
+serving engine: 40 MB are written before each, and the lower quartile is taken, as other processes add to it; and calls
+a step, of Python functions and of built-in ones, which don't depend on the machine.
 
 Run: ``python -m benchmarks.host_step --date D --json FILE [--sizes 1 64] [--policy full] [--profile]``.
 """
@@ -194,8 +194,11 @@ def opened(policy: str = "full", **arguments: Any) -> tuple[Any, Any]:
     return engine, model
 
 
-def bare_step(engine: Any, model: Any, inputs: Any) -> Callable[[], Any]:
-    """Stage, copy, replay, copy out, sample: on the graph that the Engine replays, by the calls that it makes."""
+def bare_step(engine: Any, model: Any, inputs: Any, *, outputs: bool = True) -> Callable[[], Any]:
+    """Stage, copy, replay, copy out, sample: on the graph that the Engine replays, by the calls that it makes.
+
+    Without ``outputs`` it ends with the replay.
+    """
     key = engine.compiled.select(*inputs.numbers).launches[0].key
     handle, adapter = engine.registry.record(key).handle, engine.executor.adapter
     buffers, size, reqs = handle.buffers, key.num_tokens, handle.shape.num_reqs
@@ -211,7 +214,7 @@ def bare_step(engine: Any, model: Any, inputs: Any) -> Callable[[], Any]:
             ])  # fmt: skip
             adapter.commit()
             graph.replay()
-            return logits.clone(), model.sample(logits, {})
+            return (logits.clone(), model.sample(logits, {})) if outputs else None
 
     return step
 
@@ -248,7 +251,10 @@ def cold_us(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
 def measure(engine: Any, model: Any, num_reqs: int) -> dict[str, Any]:
     """One decode size: microseconds and calls of both."""
     inputs = decode_inputs(num_reqs, model.num_blocks)
-    runs = {"engine_step": lambda: engine.step(inputs), "bare_step": bare_step(engine, model, inputs)}
+    runs = {
+        "engine_step": lambda: engine.step(inputs), "bare_step": bare_step(engine, model, inputs),
+        "copies_replay": bare_step(engine, model, inputs, outputs=False),
+    }  # fmt: skip
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(BLOCKS + 1):
         for name, run in runs.items():
@@ -259,7 +265,9 @@ def measure(engine: Any, model: Any, num_reqs: int) -> dict[str, Any]:
     us, cold = {name: round(each, 1) for name, each in best.items()}, cold_us(runs)
     return {
         "num_reqs": num_reqs, "us": us, "beyond_us": round(best["engine_step"] - best["bare_step"], 1),
+        "beyond_copies_replay_us": round(best["engine_step"] - best["copies_replay"], 1),
         "cold_us": cold, "cold_beyond_us": round(cold["engine_step"] - cold["bare_step"], 1),
+        "cold_beyond_copies_replay_us": round(cold["engine_step"] - cold["copies_replay"], 1),
         "ratio": round(best["engine_step"] / best["bare_step"], 3),
         "calls": {name: calls_of(run) for name, run in runs.items()},
     }  # fmt: skip

@@ -1,14 +1,18 @@
-"""`Engine.step` in FULL on a GPU against a bare replay of the same graph with the same copies.
+"""`Engine.step` in FULL on a GPU against bare replays of the same graph.
 
-A bare step stages the same numbers into the same static inputs by the same calls, brings them over in the same copy,
-replays, copies the logits out and samples. Both in turn in one process, to a synchronisation: the ratio is of pairs of
-wall times. Host time is until the call returns; what `Engine.step` takes beyond a bare step is ours, and
+Three baselines are measured in the same run. ``replay`` launches the graph alone. ``copies_replay`` stages the same
+numbers into the same static inputs by the same calls, brings them over in the same copy and replays: the limits, 1.05
+of its wall time and 30 us of the host beyond it, are for this one. ``bare_step`` also copies the logits out and
+samples, by calls of its own; results before 2026-11-28 have no other, and it is kept to compare with them.
+
+`Engine.step` and one baseline in turn in one process, each to a synchronisation, and a replay: the ratio is of pairs of
+wall times. Host time is until the call returns; what `Engine.step` takes beyond a baseline is ours, and
 `replay_host_us` is what the one call that launches the graph takes. Medians, and `host_beyond_mean_us`: steps are
 counted several at a time, which medians don't show.
 
 Whichever of the two comes first fetches the inputs into the processor's caches, for the other as well. So differences
 and ratios of pairs lie about two values, one for each order, and the median over all pairs may be anywhere between
-them: the middle of both orders' medians is taken.
+them: the middle of both orders' medians is taken. The baselines take turns, two pairs each, one in each order.
 
 Each size is measured in two surroundings. ``in_turn``: sizes take turns pair by pair, so that each launch finds the
 processor's caches with another graph's parameters in them. ``in_a_row``: so many pairs of one size follow each other,
@@ -36,7 +40,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -48,6 +52,10 @@ from benchmarks.host_step import bare_step
 from kpolicy.executors.full_step import FullStep
 
 LIMIT, HOST_LIMIT_US = 1.05, 30.0
+LIMIT_OVER = "copies_replay"
+"""The baseline that the limits are for"""
+BASELINES = ("copies_replay", "bare_step")
+"""What `Engine.step` is measured beside, in turn; ``replay`` is measured beside each"""
 WARM_UP = 20
 IN_A_ROW, NOT_COUNTED = 16, 3
 """Pairs of one size that follow each other, and how many of them don't count"""
@@ -76,7 +84,8 @@ def parts_of(engine: Any, model: Any, inputs: Any, count: int = 60) -> dict[str,
         "graph.replay": handle._graph.graph.replay, "stage and copy": lambda: handle.buffers.stage(
             inputs, handle.shape, False
         ), "session": session,
-        "clone": logits.clone, "sample": lambda: model.sample(logits, {}), "event": adapter.event,
+        "clone": logits.clone, "sample": lambda: model.sample(logits, {}),
+        "clone and sample": lambda: (logits.clone(), model.sample(logits, {})), "event": adapter.event,
         "query": points[0].done, "elapsed_time": lambda: points[1].us_since(points[0]),
         "select": lambda: engine.compiled.select(*numbers),
         "executor.run": lambda: engine.executor.run(engine.compiled.select(*numbers), inputs),
@@ -123,7 +132,7 @@ class Watch:
 
 
 def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, dict[str, float]]:
-    """Where the host's time goes within `Engine.step` and within a bare step: medians by function."""
+    """Where the host's time goes within `Engine.step` and within two of the baselines: medians by function."""
     import torch
 
     watch, executor, handle = Watch(), engine.executor, graph_of(engine, inputs)
@@ -135,7 +144,9 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
         (handle._graph.graph, "replay"), (model, "sample"), (compiled, "select"),
         (getattr(launcher, "_part_run", None), "run"),
     ]  # fmt: skip
-    found: dict[str, dict[str, list[float]]] = {"engine_step": defaultdict(list), "bare_step": defaultdict(list)}
+    found: dict[str, dict[str, list[float]]] = {
+        name: defaultdict(list) for name in ("engine_step", "bare_step", "copies_replay")
+    }
     with ExitStack() as stack:
         for place, name in places:
             if place is not None and hasattr(place, name):
@@ -151,6 +162,7 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
         runs = {
             "engine_step": watch.watched("Engine.step", lambda: engine.step(inputs)),
             "bare_step": watch.watched("bare step", bare_step(engine, model, inputs)),
+            "copies_replay": watch.watched("copies and replay", bare_step(engine, model, inputs, outputs=False)),
         }
         for i in range(count + WARM_UP):
             for name, run in runs.items():
@@ -170,8 +182,8 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
 
 
 _Runs = dict[int, dict[str, Callable[[], Any]]]
-_Seen = dict[str, dict[str, list[float]]]
-"""Wall (``wall``) and host (``host``) microseconds of each run, in the order of pairs"""
+_Seen = dict[str, dict[str, dict[str, list[float]]]]
+"""By baseline, wall (``wall``) and host (``host``) microseconds of each run, in the order of pairs"""
 
 
 def runs_of(engine: Any, model: Any, sizes: Sequence[int]) -> _Runs:
@@ -181,6 +193,7 @@ def runs_of(engine: Any, model: Any, sizes: Sequence[int]) -> _Runs:
         inputs = decode_inputs(size, model.num_blocks)
         runs[size] = {
             "engine_step": partial(engine.step, inputs), "bare_step": bare_step(engine, model, inputs),
+            "copies_replay": bare_step(engine, model, inputs, outputs=False),
             "replay": graph_of(engine, inputs)._graph.graph.replay,
         }  # fmt: skip
     return runs
@@ -195,11 +208,12 @@ def _order(sizes: Sequence[int], pairs: int, row: int, skipped: int) -> Iterator
 
 
 def measure(runs: _Runs, seen: dict[int, _Seen], pairs: int, *, row: int = 1, skipped: int = 0) -> None:
-    """Time so many pairs a size, and note them."""
+    """Time so many pairs a size and baseline, an even number, and note them."""
     import torch
 
-    for size, number, counts in _order(list(runs), pairs, row, skipped):
-        for name in sorted(runs[size], reverse=bool(number % 2)):
+    for size, number, counts in _order(list(runs), pairs * len(BASELINES), row, skipped):
+        baseline = BASELINES[number // 2 % len(BASELINES)]
+        for name in sorted((baseline, "engine_step", "replay"), reverse=bool(number % 2)):
             run = runs[size][name]
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -207,34 +221,76 @@ def measure(runs: _Runs, seen: dict[int, _Seen], pairs: int, *, row: int = 1, sk
             launched = time.perf_counter()
             torch.cuda.synchronize()
             if counts:
-                found = seen[size].setdefault(name, {"wall": [], "host": []})
+                found = seen[size].setdefault(baseline, {}).setdefault(name, {"wall": [], "host": []})
                 found["wall"].append((time.perf_counter() - start) * 1e6)
                 found["host"].append((launched - start) * 1e6)
             del kept
 
 
 def row_of(seen: _Seen) -> dict[str, Any]:
-    """What is said of one size in one surrounding."""
+    """What is said of one size in one surrounding.
+
+    Beside what is said of each baseline under ``over``, the first keys are what results before there were several have:
+    of pairs with a bare step.
+    """
+    over = {name: _over(seen[name], name) for name in BASELINES}
+    every = {
+        run: {which: [us for name in BASELINES for us in seen[name][run][which]] for which in ("wall", "host")}
+        for run in ("engine_step", "replay")
+    }
+    over["replay"] = _over(every, "replay")
+    return {**over["bare_step"], "over": over}
+
+
+def _over(seen: dict[str, dict[str, list[float]]], baseline: str) -> dict[str, Any]:
+    """What is said of `Engine.step` beside one baseline."""
     walls, hosts = ({name: each[which] for name, each in seen.items()} for which in ("wall", "host"))
     ratio, low, high = of_both_orders([
-        a / b for a, b in zip(walls["engine_step"], walls["bare_step"], strict=True)
+        a / b for a, b in zip(walls["engine_step"], walls[baseline], strict=True)
     ])  # fmt: skip
-    beyond_us = [a - b for a, b in zip(hosts["engine_step"], hosts["bare_step"], strict=True)]
+    beyond_us = [a - b for a, b in zip(hosts["engine_step"], hosts[baseline], strict=True)]
     beyond, least, most = of_both_orders(beyond_us)
     means = {name: statistics.fmean(sorted(us)[: max(1, len(us) * 99 // 100)]) for name, us in hosts.items()}
     return {
-        **{f"{name}_us": round(statistics.median(us), 1) for name, us in walls.items() if name != "replay"},
+        **{f"{name}_us": round(statistics.median(us), 1) for name, us in walls.items()},
         **{f"{name}_host_us": round(statistics.median(us), 1) for name, us in hosts.items()},
         "host_beyond_us": round(beyond, 1), "host_beyond_interval": [round(least, 1), round(most, 1)],
         # Of the 99% that took least: what interrupts the host is nobody's.
-        "host_beyond_mean_us": round(means["engine_step"] - means["bare_step"], 1),
+        "host_beyond_mean_us": round(means["engine_step"] - means[baseline], 1),
         "ratio": round(ratio, 4), "interval": [round(low, 4), round(high, 4)],
         # Where the quarters of a run's host times lie: two speeds of the host show here.
         "host_quartiles_us": {name: _quartiles(us) for name, us in hosts.items()},
         "host_beyond_quartiles_us": _quartiles(beyond_us),
-        # Of pairs with the bare step first, and with `Engine.step` first.
+        # Of pairs with the baseline first, and with `Engine.step` first; a replay is last, and first.
         "host_beyond_by_order_us": [round(statistics.median(beyond_us[first::2]), 1) for first in (0, 1)],
         "pairs": len(beyond_us),
+    }  # fmt: skip
+
+
+def beyond(row: Mapping[str, Any], where: str, baseline: str) -> dict[str, Any]:
+    """Host time of a result's row beyond a baseline, and the ratio of wall times.
+
+    Args:
+        row: of a size; results before there were several baselines have less.
+        where: ``in_a_row`` or ``in_turn``.
+        baseline: ``replay``, ``copies_replay`` or ``bare_step``.
+
+    Returns:
+        ``us`` and ``ratio``, with intervals ``us_interval`` and ``interval``; what the result doesn't have is None. For
+        an old one microseconds beyond copies and a replay are worked out: those beyond a bare step, and its parts.
+    """
+    found, parts = row[where], row.get("parts_us", {})
+    if "over" in found:
+        found = found["over"][baseline]
+    elif baseline == "replay":
+        us = found["engine_step_host_us"] - found["replay_host_us"]
+        return {"us": round(us, 1), "us_interval": None, "ratio": None, "interval": None}
+    elif baseline == "copies_replay":
+        worked_out = round(found["host_beyond_us"] + parts["clone"] + parts["sample"], 1) if parts else None
+        return {"us": worked_out, "us_interval": None, "ratio": None, "interval": None}
+    return {
+        "us": found["host_beyond_us"], "us_interval": found["host_beyond_interval"],
+        "ratio": found["ratio"], "interval": found["interval"],
     }  # fmt: skip
 
 
@@ -279,7 +335,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=input_path, required=True)
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 64, 256])
-    parser.add_argument("--pairs", type=int, default=300, help="pairs of a size in each of the two surroundings")
+    parser.add_argument("--pairs", type=int, default=300, help="pairs of a size and baseline in each surrounding")
     parser.add_argument("--slices", type=int, default=0, help="measure at each of so many lines on standard input")
     parser.add_argument("--no-parts", action="store_true", help="rows alone, without the parts of a step")
     parser.add_argument("--core", type=int, help="the processor's core to keep to; by default the highest")
@@ -337,7 +393,7 @@ def _measured(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     result: dict[str, Any] = {
         "command": command_line("benchmarks.gpu.overhead", argv),
         "date": options.date, "device": device, "model": repr(model), "limit": LIMIT,
-        "host_limit_us": HOST_LIMIT_US,
+        "host_limit_us": HOST_LIMIT_US, "limit_over": LIMIT_OVER,
         "versions": {
             "kpolicy": kpolicy.__version__, "torch": str(torch.__version__), "transformers": transformers.__version__,
             "python": platform.python_version(),

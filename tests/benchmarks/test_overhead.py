@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,12 +34,13 @@ def test_rows_begin_with_pairs_that_do_not_count() -> None:
 
 
 def test_every_pair_is_measured_in_both_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bare step gives what `Engine.step` gives, both are timed as often, and a row says the quartiles of both."""
+    """A bare step gives what `Engine.step` gives; each baseline is timed as often, in both orders, beside it."""
     monkeypatch.setattr(torch.cuda, "Event", Point)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     engine, model = opened()
     runs = overhead.runs_of(engine, model, [1, 8])
     logits, tokens = runs[8]["bare_step"]()
+    assert runs[8]["copies_replay"]() is None
     outputs = runs[8]["engine_step"]()
     assert torch.equal(outputs.outputs.tensor, logits)
     assert list(outputs.tokens[0]) == tokens.tolist()
@@ -47,11 +49,43 @@ def test_every_pair_is_measured_in_both_surroundings(monkeypatch: pytest.MonkeyP
     overhead.measure(runs, seen, 6, row=4, skipped=1)
     for each in seen.values():
         row = overhead.row_of(each)
-        assert row["pairs"] == 10
-        assert {len(us) for found in each.values() for us in found.values()} == {10}
-        for name in ("engine_step", "bare_step", "replay"):
-            low, middle, high = row["host_quartiles_us"][name]
-            assert 0 < low <= middle <= high
+        assert {name: of["pairs"] for name, of in row["over"].items()} == {
+            "copies_replay": 10, "bare_step": 10, "replay": 20,
+        }  # fmt: skip
+        assert {len(us) for of in each.values() for found in of.values() for us in found.values()} == {10}
+        for baseline, of in row["over"].items():
+            for name in ("engine_step", baseline, "replay"):
+                low, middle, high = of["host_quartiles_us"][name]
+                assert 0 < low <= middle <= high
+            assert of["engine_step_us"] >= of["engine_step_host_us"]
+
+
+def test_baselines_take_turns_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each comes before `Engine.step` as often as behind it, so that neither finds caches that the other filled."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    ran: list[str] = []
+    names = ("engine_step", "bare_step", "copies_replay", "replay")
+    runs = {1: {name: partial(ran.append, name) for name in names}}
+    overhead.measure(runs, {1: {}}, 2)
+    assert ran == [
+        "copies_replay", "engine_step", "replay", "replay", "engine_step", "copies_replay",
+        "bare_step", "engine_step", "replay", "replay", "engine_step", "bare_step",
+    ]  # fmt: skip
+
+
+def test_results_of_one_baseline_are_read() -> None:
+    """What an old one lacks is None; its host time beyond copies and a replay is worked out from the parts."""
+    old = {"in_a_row": {
+        "engine_step_host_us": 90.0, "replay_host_us": 8.0, "host_beyond_us": 18.0, "ratio": 1.005,
+        "host_beyond_interval": [17.0, 20.0], "interval": [1.004, 1.006],
+    }, "parts_us": {"clone": 13.0, "sample": 21.0}}  # fmt: skip
+    bare = {"us": 18.0, "us_interval": [17.0, 20.0], "ratio": 1.005, "interval": [1.004, 1.006]}
+    assert overhead.beyond(old, "in_a_row", "bare_step") == bare
+    nothing = {"us_interval": None, "ratio": None, "interval": None}
+    assert overhead.beyond(old, "in_a_row", "copies_replay") == {"us": 52.0, **nothing}
+    assert overhead.beyond(old, "in_a_row", "replay") == {"us": 82.0, **nothing}
+    new = {"in_a_row": {"over": {"copies_replay": {**old["in_a_row"], "host_beyond_us": 25.0}}}}
+    assert overhead.beyond(new, "in_a_row", "copies_replay") == {**bare, "us": 25.0}
 
 
 def test_where_the_time_of_a_step_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,5 +97,7 @@ def test_where_the_time_of_a_step_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     found = overhead.inside(engine, model, inputs, count=4)
     assert {"FullStep.run", "NoDevice.commit", "NoDevice.span", "FullGraph.launch"} <= found["engine_step"].keys()
     assert {"NoDevice.commit", "NoDevice.stage_all", "_Empty.replay"} <= found["bare_step"].keys()
+    assert "NoDevice.stage_all" in found["copies_replay"]
+    assert "NoModel.sample" not in found["copies_replay"]
     parts = overhead.parts_of(engine, model, inputs, count=4)
     assert {"graph.replay", "stage and copy", "session", "event", "select"} <= parts.keys()

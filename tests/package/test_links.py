@@ -78,6 +78,6 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 def test_headings_are_named_as_github_names_them() -> None:
     """Signs go, spaces become dashes, and a name that comes again has a number."""
-    made = {"## `Engine.step` against a bare replay": "enginestep-against-a-bare-replay"}
+    made = {"## `Engine.step` against a bare step": "enginestep-against-a-bare-step"}
     for heading, name in made.items():
         assert name in anchors(ROOT / "docs" / "benchmarks.md"), heading
