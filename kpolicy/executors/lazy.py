@@ -22,6 +22,8 @@ __all__ = ["LazyCapture"]
 
 HOT = 2
 """Steps that need a key before it is captured between steps: what came once may never come again."""
+FORGET_EVERY = 4096
+"""Steps after which needs count half: a size that came twice in a long time is a cold one"""
 SLICE_S = 0.02
 """Seconds that are saved up before some are spent on measuring"""
 NOTE_EVERY = 16
@@ -58,7 +60,7 @@ class LazyCapture:
     was overspent is paid back, so that over time no more is spent than allowed, but for the capture that is under way.
 
     Before a step only what `HOT` earlier steps needed is captured: the first token comes at eager speed, and a size
-    that comes once gets no graph.
+    that comes once gets no graph, nor one that comes once in thousands of steps (`FORGET_EVERY`).
 
     Where costs are to be measured, what is captured is timed in slices of the same allowance, once nothing is left to
     capture: the table comes when every case has a few samples, and once more with all of them.
@@ -90,6 +92,7 @@ class LazyCapture:
         self._saved_s = 0.0
         self.needs: Counter[GraphKey] = Counter()
         """Steps that needed a key that isn't captured"""
+        self._since_forgot = 0
         self._unnoted: list[BatchNumbers] = []
         """Steps that weren't gone over yet: that is done between steps"""
         self._most_unnoted = 1
@@ -138,6 +141,13 @@ class LazyCapture:
                         needs[key] += 1
                         # What is missing is missed again soon.
                         self._most_unnoted = 1
+        self._since_forgot += len(unnoted)
+        if self._since_forgot >= FORGET_EVERY:
+            self._since_forgot = 0
+            for key, times in [*self.needs.items()]:
+                self.needs[key] = times // 2
+            # Those that nobody needs any more are left out.
+            self.needs += Counter()
         unnoted.clear()
 
     def _look(self) -> None:

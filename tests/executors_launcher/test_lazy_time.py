@@ -150,3 +150,18 @@ def test_behind_an_error_nothing_goes_back(clock: Clock) -> None:
     executor.trim = lambda: pytest.fail("a lost device was asked")
     with pytest.raises(StickyDeviceError, match="illegal memory access"):
         clock.serve(80, [SIZES[0]])
+
+
+def test_a_size_that_comes_once_in_a_long_time_stays_cold(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Needs count half after a while: two of one size make it hot where they come soon after each other, alone."""
+    monkeypatch.setattr(lazy, "FORGET_EVERY", 64)
+    *sizes, last = SIZES
+    key = GraphKey(Part.FULL, last, last, query_len=1)
+    clock.serve(80, sizes)
+    for _ in range(6):
+        clock.serve(1, [last])
+        clock.serve(64 + lazy.NOTE_EVERY, sizes[:1])
+    assert key not in clock.engine.registry.captured()
+    clock.serve(2, [last])
+    clock.serve(2 * lazy.NOTE_EVERY, sizes[:1])
+    assert key in clock.engine.registry.captured()
