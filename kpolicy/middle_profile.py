@@ -52,7 +52,7 @@ def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
         raise ProfileError("there is no profile to take the middle of; give one or more.")
     first = profiles[0]
     for i, profile in enumerate(profiles):
-        for name in ("device", "model", "tensor_parallel_size", "versions"):
+        for name in ("device", "model", "model_shape", "tensor_parallel_size", "versions"):
             mine, its = getattr(profile, name), getattr(first, name)
             if mine != its:
                 raise ProfileError(
