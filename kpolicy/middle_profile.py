@@ -15,7 +15,7 @@ tables, it is one table's whole. What some tables lack is the middle of those th
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -103,7 +103,7 @@ def _middle(values: Sequence[Any], name: str) -> Any:
         )
     if isinstance(first, tuple):
         return tuple(_middle(each, name) for each in zip(*known, strict=True))
-    if isinstance(first, (bool, str)):
+    if isinstance(first, (bool, str, Mapping)):
         if any(value != first for value in known):
             raise ProfileError(f"{name} is {', '.join(map(repr, known))}; give profiles that were measured alike.")
         return first
