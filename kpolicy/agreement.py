@@ -32,8 +32,11 @@ def running(executor: Executor | None) -> WhatRuns:
     A rank's share of a model says so by having no name (`StepModel`), and so takes rank 0's costs; a model with one is
     whole.
     """
-    model: str = getattr(getattr(executor, "model", None), "full_name", "")
-    return WhatRuns(getattr(executor, "device_name", ""), model, 1 if model else None)
+    model = getattr(executor, "model", None)
+    name: str = getattr(model, "full_name", "")
+    # A share's widths are no whole model's.
+    shape = getattr(model, "model_shape", {}) if name else {}
+    return WhatRuns(getattr(executor, "device_name", ""), name, 1 if name else None, shape)
 
 
 def synchronise(engine: Engine, communicator: Communicator, *, own: bool) -> tuple[CostTable, str]:
@@ -55,8 +58,10 @@ def synchronise(engine: Engine, communicator: Communicator, *, own: bool) -> tup
     from kpolicy.schemas import Profile, dumps, loads
 
     mine = _terms(engine)
-    device, model, split = engine.costs.measured_of
-    profile = dumps(Profile(costs=engine.costs, device=device, model=model, tensor_parallel_size=split))
+    device, model, split, shape = engine.costs.measured_of
+    profile = dumps(
+        Profile(costs=engine.costs, device=device, model=model, tensor_parallel_size=split, model_shape=shape)
+    )
     told = json.loads(communicator.broadcast(json.dumps({"terms": mine, "profile": profile, "own": own})))
     different = [name for name in mine if mine[name] != told["terms"].get(name)]
     costs = loads(told["profile"], Profile).costs

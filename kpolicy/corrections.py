@@ -1,13 +1,17 @@
 """`Correction`: a measured cost table held to the steps that ran, and mended where one mode is off.
 
-A step's time is read when the step is counted, which is after it is over: nothing waits for the device. From every
-fourth step with one launch, what it took is compared with what the table says. Blocks of these are reviewed together:
+A step's time is read when the step is counted, which is after it is over: nothing waits for the device. Of every
+fourth step, unless its halves run in turn, what it took is compared with what the table says. Blocks of these are
+reviewed together:
 
 - What most units of a block share, such as a device that throttles, is taken off: it changes nothing between modes. A
   unit has one vote, however many steps it ran: most steps are often of one kind, and that kind may be what is off. With
   fewer than three units, or no majority that is alike, a block says nothing.
 - What is left is noted for what bounded the step: the device time of a mode at about that padded size, or a mode's
   host time. A block counts as one observation, its median, so that outliers don't count.
+- Of halves that ran beside each other it is noted for `overlap_cost`, beyond what is known by then to be off of each
+  half by itself: where the device bounds the step, and the shorter half is enough of it to tell. When more is known of
+  a curve it begins anew. What one decode row costs there (`one_row_overlap`) decisions don't read, and it stays.
 - The table that comes out has the median of a unit's last blocks on its numbers, within bounds. Blocks are forgotten,
   so whatever was wrong for a while is forgotten too, and what isn't used any more goes back to what was measured.
 
@@ -51,8 +55,14 @@ NOTICEABLE = 0.05
 MOST = 0.4
 """The largest correction, as a logarithm: a factor of about 1.5 either way"""
 
+MOST_OVERLAP = 2.0
+"""What `CostTable.overlap_cost` can be at most"""
+LEAST_SHORTER = 0.2
+"""Of a step's time, the shorter half, for the step to tell what overlapping costs: less is hidden by the longer one"""
+
 Unit = tuple[str, int]
-"""(the name of a curve of `CostTable`, bits of the padded size), or (a mode, 0) for its host time"""
+"""(the name of a curve of `CostTable`, bits of the padded size), (a mode, 0) for its host time, or `OVERLAP`"""
+OVERLAP: Unit = ("overlap_cost", 0)
 
 
 @attrs.define
@@ -88,6 +98,9 @@ class Correction:
         self._units: dict[Unit, _Seen] = {}
         self.applied: dict[Unit, float] = {}
         self._made = 0
+        self._now = costs
+        self._shorter: deque[float] = deque(maxlen=MOST_BLOCKS)
+        """By block, the middle share of a step's time that the shorter half is"""
 
     def add(self, decision: Decision, numbers: BatchNumbers, cycle_us: float) -> CostTable | None:
         """Take in a step that is over.
@@ -101,21 +114,14 @@ class Correction:
             A corrected table where corrections have changed; else None.
         """
         self._steps += 1
-        if self._steps % EVERY or len(decision.launches) != 1 or cycle_us <= 0:
+        streams = [launch.stream for launch in decision.launches]
+        if self._steps % EVERY or cycle_us <= 0 or not streams or (len(streams) > 1 and streams[0] == streams[1]):
             return None
         self._samples.append((decision, numbers, cycle_us))
         return self._review() if len(self._samples) >= BLOCK else None
 
     def _review(self) -> CostTable | None:
-        samples, self._samples = self._samples, []
-        found: dict[Unit, list[float]] = {}
-        for decision, numbers, cycle_us in samples:
-            (launch,) = decision.launches
-            device, host = self._measured.launch_us(launch, numbers)
-            expected = max(device, host)
-            if expected > 0:
-                unit = _unit(launch, numbers, host > device, self._measured.mixed is not None)
-                found.setdefault(unit, []).append(math.log(cycle_us / expected))
+        found, shorter = self._found()
         if not found:
             return None
         off = {unit: statistics.median(ratios) for unit, ratios in found.items()}
@@ -126,23 +132,79 @@ class Correction:
                 seen.unseen = -1
                 if shared is not None:
                     seen.blocks.append(off[unit] - shared)
+                    if unit == OVERLAP:
+                        self._shorter.append(statistics.median(shorter))
         for seen in self._units.values():
             seen.unseen += 1
             if seen.unseen >= UNSEEN and seen.blocks:
                 seen.blocks.popleft()
+        return self._changed()
+
+    def _found(self) -> tuple[dict[Unit, list[float]], list[float]]:
+        """What the block's steps say: logarithms by unit, and the shorter half's share of each step of `OVERLAP`."""
+        samples, self._samples = self._samples, []
+        found, shorter = dict[Unit, list[float]](), list[float]()
+        for decision, numbers, cycle_us in samples:
+            if len(decision.launches) > 1:
+                expected, share = self._beside(decision, numbers)
+                if share >= LEAST_SHORTER:
+                    found.setdefault(OVERLAP, []).append(math.log(cycle_us / expected))
+                    shorter.append(share)
+                continue
+            launch = decision.launches[0]
+            device, host = self._measured.launch_us(launch, numbers)
+            expected = max(device, host)
+            if expected > 0:
+                unit = _unit(launch, numbers, host > device, self._measured.mixed is not None)
+                found.setdefault(unit, []).append(math.log(cycle_us / expected))
+        return found, shorter
+
+    def _changed(self) -> CostTable | None:
+        """The table with what is known now, where that differs from what the last one had."""
         wanted = {unit: seen.off for unit, seen in self._units.items() if seen.off}
-        units = wanted.keys() | self.applied.keys()
-        if all(abs(wanted.get(unit, 0.0) - self.applied.get(unit, 0.0)) < NOTICEABLE for unit in units):
+        units = [
+            unit
+            for unit in wanted.keys() | self.applied.keys()
+            if abs(wanted.get(unit, 0.0) - self.applied.get(unit, 0.0)) >= NOTICEABLE
+        ]
+        if not units:
             return None
+        if OVERLAP in self._units and any(size for _, size in units):
+            # It was told from other times of the halves.
+            self._units[OVERLAP].blocks.clear()
+            self._shorter.clear()
+            wanted.pop(OVERLAP, None)
         self.applied = wanted
-        return self._table()
+        self._now = self._table()
+        return self._now
+
+    def _beside(self, decision: Decision, numbers: BatchNumbers) -> tuple[float, float]:
+        """(microseconds as measured, the shorter half's share of them), which is 0 where the host bounds the step.
+
+        Each half has the corrections of its own steps.
+        """
+        first, second = decision.launches
+        device, host = self._now.launch_us(first, numbers)
+        other, other_host = self._now.launch_us(second, numbers)
+        shorter, longer = sorted((first.repeat * device, second.repeat * other))
+        expected = longer + self._measured.overlap_cost * shorter
+        bounded = expected > first.repeat * host + second.repeat * other_host
+        return expected, shorter / expected if bounded else 0.0
+
+    def _overlap(self) -> float:
+        """`overlap_cost` by which steps whose halves share the device as those that were seen take what they took."""
+        cost, off = self._measured.overlap_cost, self.applied.get(OVERLAP, 0.0)
+        if not off:
+            return cost
+        return min(max(cost + math.expm1(off) / statistics.median(self._shorter), 0.0), MOST_OVERLAP)
 
     def _table(self) -> CostTable:
         """The measured table with the corrections."""
         if not self.applied:
             return self._measured
         self._made += 1
-        costs, changed = self._measured, dict[str, Any]()
+        costs = self._measured
+        changed: dict[str, Any] = {"overlap_cost": self._overlap()}
         for name in ("full", "piecewise", "eager"):
             changed[name] = self._curve(name, getattr(costs, name))
             changed[f"host_{name}"] = self._host(name, getattr(costs, f"host_{name}"))

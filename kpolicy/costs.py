@@ -295,6 +295,7 @@ class CostTable:
             profile, and two tables that differ in nothing else are equal.
         measured_with: likewise the model, as it calls itself.
         measured_over: likewise how many devices each layer was split over; None where nobody said.
+        measured_shape: likewise what tells that model from others of its name (`WhatRuns.model_shape`).
     """
 
     version: str
@@ -324,6 +325,7 @@ class CostTable:
     measured_on: str = attrs.field(default="", eq=False)
     measured_with: str = attrs.field(default="", eq=False)
     measured_over: int | None = attrs.field(default=None, eq=False)
+    measured_shape: Mapping[str, int | str] = attrs.field(factory=dict, eq=False)
 
     def __attrs_post_init__(self) -> None:
         for kind, names, example in _PARTS:
@@ -436,7 +438,7 @@ class CostTable:
     @property
     def measured_of(self) -> WhatRuns:
         """What it was measured of, as far as anyone said."""
-        return WhatRuns(self.measured_on, self.measured_with, self.measured_over)
+        return WhatRuns(self.measured_on, self.measured_with, self.measured_over, self.measured_shape)
 
     def unlike(self, here: WhatRuns) -> tuple[str, str, str]:
         """How what runs here isn't what was measured: see `WhatRuns.unlike`. All empty where nothing was measured."""

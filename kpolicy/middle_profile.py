@@ -15,7 +15,7 @@ tables, it is one table's whole. What some tables lack is the middle of those th
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -52,7 +52,7 @@ def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
         raise ProfileError("there is no profile to take the middle of; give one or more.")
     first = profiles[0]
     for i, profile in enumerate(profiles):
-        for name in ("device", "model", "tensor_parallel_size", "versions"):
+        for name in ("device", "model", "model_shape", "tensor_parallel_size", "versions"):
             mine, its = getattr(profile, name), getattr(first, name)
             if mine != its:
                 raise ProfileError(
@@ -103,7 +103,7 @@ def _middle(values: Sequence[Any], name: str) -> Any:
         )
     if isinstance(first, tuple):
         return tuple(_middle(each, name) for each in zip(*known, strict=True))
-    if isinstance(first, (bool, str)):
+    if isinstance(first, (bool, str, Mapping)):
         if any(value != first for value in known):
             raise ProfileError(f"{name} is {', '.join(map(repr, known))}; give profiles that were measured alike.")
         return first

@@ -82,6 +82,8 @@ class Profile:
         measured_at: when, as ISO 8601; empty where nothing was measured.
         command: what measures it again.
         tensor_parallel_size: how many such devices each layer was split over; None where nobody said.
+        model_shape: what tells the model from others of its name, by name (`LoadedModel.model_shape`): numbers and
+            text. Empty where nobody said.
         extra: top-level fields of a newer minor version.
     """
 
@@ -92,6 +94,7 @@ class Profile:
     measured_at: str = ""
     command: str = ""
     tensor_parallel_size: int | None = None
+    model_shape: Mapping[str, Any] = _free()
     extra: Mapping[str, Any] = _free()
 
     def __attrs_post_init__(self) -> None:
@@ -99,9 +102,14 @@ class Profile:
             raise ConfigError(f"costs is a {type(self.costs).__name__}; a profile has the CostTable that it came from.")
         if self.tensor_parallel_size is not None and self.tensor_parallel_size < 1:
             raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; give 1 or more, or None.")
+        for name, value in self.model_shape.items():
+            if type(value) not in (int, str):
+                raise ConfigError(f"model_shape has {name} {value!r:.80}; it is a whole number or text. Leave it out.")
         if self.costs.measured:
-            over = self.tensor_parallel_size
-            named = attrs.evolve(self.costs, measured_on=self.device, measured_with=self.model, measured_over=over)
+            named = attrs.evolve(
+                self.costs, measured_on=self.device, measured_with=self.model, measured_over=self.tensor_parallel_size,
+                measured_shape=self.model_shape,
+            )  # fmt: skip
             object.__setattr__(self, "costs", named)
 
 
@@ -737,7 +745,7 @@ def _sparse() -> Converter:
     return _converter(sparse=True)
 
 
-_ELSEWHERE = ("extra", "measured_on", "measured_with", "measured_over")
+_ELSEWHERE = ("extra", "measured_on", "measured_with", "measured_over", "measured_shape")
 """Fields that stand elsewhere in a file"""
 _BESIDE: dict[str, type] = {"effects": StepEffects}
 """Fields whose own fields stand beside the others in a file"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 __all__ = ["WhatRuns"]
@@ -17,6 +19,9 @@ class WhatRuns(NamedTuple):
     tensor_parallel_size: int | None = None
     """Devices that each layer is split over. A layer's share takes about as many times less, and ranks wait for each
     other, so that costs of one size are no other's"""
+    model_shape: Mapping[str, int | str] = MappingProxyType({})
+    """What tells models of one name apart, by its own name: layers, widths, attention kernels, ...; what nobody said is
+    left out. A name has no more than a rounded count of parameters"""
 
     def measured(self) -> tuple[str, str, str]:
         """That this was measured, in words: on which device, with which model, split over how many."""
@@ -29,6 +34,21 @@ class WhatRuns(NamedTuple):
         """How each of these that was measured differs from what runs here, in words; empty where either doesn't say."""
         device, model, split = (
             f"{measured}, and this is {other}" if theirs and other and theirs != other else ""
-            for measured, theirs, other in zip(self.measured(), self, here, strict=True)
+            for measured, theirs, other in zip(self.measured(), self[:_NAMES], here[:_NAMES], strict=True)
         )
+        if self.model and self.model == here.model:
+            model = self._unlike_shape(here)
         return device, model, split
+
+    def _unlike_shape(self, here: WhatRuns) -> str:
+        """How a model of the same name has another shape, by all that both say."""
+        theirs, ours = self.model_shape, here.model_shape
+        unlike = [name for name in theirs if name in ours and theirs[name] != ours[name]]
+        if not unlike:
+            return ""
+        first, other = (", ".join(f"{name} {of[name]}" for name in unlike) for of in (theirs, ours))
+        return f"measured with {self.model} of {first}, and this has {other}"
+
+
+_NAMES = 3
+"""Fields of `WhatRuns` that `measured` has words for"""

@@ -10,13 +10,13 @@ import attrs
 import pytest
 
 from kpolicy import corrections
-from kpolicy.corrections import BLOCK, EVERY, LEAST_BLOCKS, MOST_BLOCKS, UNSEEN, Correction
+from kpolicy.corrections import BLOCK, EVERY, LEAST_BLOCKS, MOST_BLOCKS, OVERLAP, UNSEEN, Correction
 from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.decision import Decision, Launch
 from kpolicy.engine import Engine
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.keys import GraphKey
-from kpolicy.modes import Mode, Part, Rows
+from kpolicy.modes import Mode, Part, Rows, SplitForm
 from kpolicy.reasons import Reason
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
@@ -196,6 +196,127 @@ def test_units_that_do_not_agree_say_nothing() -> None:
         return noisy(decision, expected, rng) * (1.33 if decision.mode is Mode.PIECEWISE else 1.0)
 
     assert served(Correction(TABLE), 2 * ENOUGH, off, ways=ways) == []
+
+
+# Halves beside each other
+
+
+PROMPT = Launch(Rows.PREFILL, GraphKey(Part.PIECEWISE, 512), 1)
+FEW, MANY = (Launch(Rows.DECODE, GraphKey(Part.FULL, size, size, query_len=1)) for size in (8, 128))
+BESIDE = Decision(
+    Mode.SPLIT, (attrs.evolve(MANY, repeat=2), PROMPT), Reason.CHEAPEST_MEASURED, SplitForm.DECODES_BESIDE
+)
+OVERLAPS = attrs.evolve(TABLE, overlap_cost=0.1)
+DIVIDED = [*WAYS, (BESIDE, BatchShape(decodes=[(1, 100)], prefills=[(500, 0)], max_decode_steps=2))]
+
+
+def beside(correction: Correction, steps: int, us: Any, seed: int = 0, overlap: float = 0.1) -> list[CostTable]:
+    """Steps of which one in seven runs halves beside each other; `us` makes of the machine's time what it takes."""
+    machine = attrs.evolve(TABLE, overlap_cost=overlap)
+    rng, tables = random.Random(seed), []  # noqa: S311
+    ways = [*DIVIDED, DIVIDED[-1]]
+    for _ in range(steps):
+        decision, shape = rng.choice(ways)
+        took_us = us(decision, machine.cost(decision.launches, shape.numbers).cycle_us, rng)
+        table = correction.add(decision, shape.numbers, took_us)
+        tables += [] if table is None else [table]
+    return tables
+
+
+@pytest.mark.parametrize(("overlap", "told"), [(0.6, 0.6), (0.9, 0.738), (0.0, 0.0)])
+def test_halves_that_cost_more_beside_each_other_are_mended(overlap: float, told: float) -> None:
+    """Two decode steps of 200 us beside a prompt of 510: 550 by the table, and by MOST at most 1.5 times that."""
+    correction = Correction(OVERLAPS)
+    tables = beside(correction, 4 * ENOUGH, noisy, overlap=overlap)
+    assert [*correction.applied] == [OVERLAP]
+    assert tables[-1].overlap_cost == pytest.approx(told, abs=0.04)
+    assert attrs.evolve(tables[-1], version=OVERLAPS.version, overlap_cost=0.1) == OVERLAPS
+
+
+def test_outliers_of_halves_beside_each_other_change_nothing() -> None:
+    """Whatever one step took, or the steps of one block."""
+    correction = Correction(OVERLAPS)
+    far = iter([80.0])
+    assert beside(correction, 2000, lambda way, us, _rng: us * (next(far, 1.0) if way is BESIDE else 1.0)) == []
+    block = beside(correction, EVERY * BLOCK, lambda way, us, _rng: us * (4.0 if way is BESIDE else 1.0), seed=1)
+    assert [*block, *beside(correction, 4 * ENOUGH, noisy, seed=2)] == []
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5, 4.0])
+def test_a_throttled_device_does_not_change_what_overlapping_costs(factor: float) -> None:
+    """All units share it, those of halves too."""
+    correction = Correction(OVERLAPS)
+    for turn in range(6):
+        slow = factor if turn % 2 else 1.0
+        assert beside(correction, 3000, lambda *step, slow=slow: slow * noisy(*step), seed=turn) == []
+
+
+def test_what_is_off_of_a_half_is_not_put_on_overlapping() -> None:
+    """PIECEWISE takes a third more at every size, alone and beside decodes: once that is told, overlapping stays."""
+    slow = attrs.evolve(TABLE, overlap_cost=0.1, piecewise=Curve(SIZES, [us * 1.33 for us in TABLE.piecewise.us]))
+    correction = Correction(OVERLAPS)
+
+    def us(decision: Decision, _us: float, rng: random.Random) -> float:
+        shape = next(shape for way, shape in DIVIDED if way is decision)
+        return noisy(decision, slow.cost(decision.launches, shape.numbers).cycle_us, rng)
+
+    tables = beside(correction, 8 * ENOUGH, us)
+    assert tables[-1].piecewise.us == pytest.approx(slow.piecewise.us, rel=0.05)
+    assert tables[-1].overlap_cost == 0.1
+    assert OVERLAP not in correction.applied
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [
+        attrs.evolve(BESIDE, launches=(MANY, attrs.evolve(PROMPT, stream=0))),
+        # 100 of 560 us, which the prompt's own noise hides.
+        attrs.evolve(BESIDE, launches=(FEW, PROMPT)),
+        # The host takes 1,000 us and more to launch the prompt eagerly.
+        attrs.evolve(BESIDE, launches=(MANY, Launch(Rows.PREFILL, None, 1))),
+    ],
+    ids=["in turn", "too short to tell", "bound by the host"],
+)  # fmt: skip
+def test_steps_that_do_not_tell_what_overlapping_costs_are_left_out(decision: Decision) -> None:
+    rows = decision.launches[0].key
+    assert rows is not None
+    shape = BatchShape(decodes=[(1, rows.num_tokens)], prefills=[(500, 0)])
+    correction, rng = Correction(OVERLAPS), random.Random(0)  # noqa: S311
+    for _ in range(4 * ENOUGH):
+        way, numbers = (decision, shape.numbers) if rng.random() < 0.3 else (rng.choice(WAYS)[0], WAYS[0][1].numbers)
+        if way is not decision:
+            numbers = next(shape.numbers for each, shape in WAYS if each is way)
+        us = OVERLAPS.cost(way.launches, numbers).cycle_us * (1.4 if way is decision else 1.0)
+        assert correction.add(way, numbers, us) is None
+
+
+def test_an_engine_learns_that_halves_slow_each_other_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the table a prompt hides the decodes beside it; on the device halves go on in turn, as nothing does."""
+    monkeypatch.setattr(corrections, "EVERY", 1)
+    monkeypatch.setattr(corrections, "BLOCK", 64)
+    dear = Curve(SIZES, [900.0, 920.0, 940.0, 960.0])
+    hides = attrs.evolve(TABLE, overlap_cost=0.05, mixed=dear, both_us=(0.0, 300.0))
+    executor = SimulatedExecutor(attrs.evolve(hides, overlap_cost=1.3), num_blocks=512, block_size=16, max_num_reqs=8)
+    settings = Settings(max_num_reqs=8, max_num_tokens=512)
+    made = Engine("auto", executor=executor, settings=settings, costs=hides, ladder=list(SIZES))
+    made.capture()
+    sequences = Sequences(1, num_blocks=512)
+    decoding = [sequences.start() for _ in range(4)]
+    for each in decoding:
+        row = sequences.chunk(each, 8)
+        made.step(sequences.inputs([row]))
+        sequences.advance([row])
+    labels = []
+    for step in range(1600):
+        length = (100, 5, 20, 400)[step % 4]
+        prompt = sequences.chunk(sequences.start(), length)
+        rows = [prompt] if step % 4 else [*map(sequences.decode, decoding), prompt]
+        labels.append((step % 4, made.step(sequences.inputs(rows)).decision.label))
+        sequences.end(prompt.sequence)
+    divided = [label for kind, label in labels if kind == 0]
+    assert divided[0] == "split/beside"
+    assert divided[-1] == "split/in_turn"
+    assert made.costs.overlap_cost > 1
 
 
 # An Engine

@@ -368,7 +368,7 @@ def test_prompt_attention_by_the_context_it_goes_through() -> None:
     [
         ("full", ((1,), (2.0,)), "Curve"), ("eager", None, "Curve"), ("mixed", 3.0, "Curve"),
         ("host_full", 50.0, "HostCost"), ("decode_attention", 0.1, "AttentionCost"), ("kv_span", 512, "KvSpan"),
-        ("ties", {"full": 3.0}, "Ties"), ("ties.full", Ties(full=3.0), "Curve"),  # type: ignore[arg-type]
+        ("ties", {"full": 3.0}, "Ties"), ("ties.full", Ties(full=3.0), "Curve"),
     ],
 )  # fmt: skip
 def test_a_table_of_other_parts_is_refused(field: str, value: object, kind: str) -> None:

@@ -104,7 +104,8 @@ class StepModel(Protocol):
     - ``num_blocks``, ``block_size`` and ``max_model_len``: its costs aren't measured, and `Engine` decides by analytic
       ones. With ``kv_untouched(slots)`` and ``clear_kv(slots)`` prompts attend to their own KV while they are timed.
     - ``full_name``: what the model calls itself, by which costs that were measured with another one are told. A rank's
-      share of a model has none, since all ranks decide by rank 0's costs.
+      share of a model has none, since all ranks decide by rank 0's costs. With it ``model_shape``, what tells it from
+      others of that name, as numbers and text by name.
     - ``give_back()``: called when an executor is released, frees what the model keeps for steps to come.
     - ``layers`` and ``config``: on Ascend, how many streams a graph takes; its KV tensors are counted.
     """

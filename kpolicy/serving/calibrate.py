@@ -101,7 +101,7 @@ def check_profile(profile: Profile, model: LoadedModel, name: str) -> None:
     Raises:
         ProfileError: it is another model's or device's.
     """
-    here = WhatRuns(device_name(model.device), model.full_name, 1)
+    here = WhatRuns(device_name(model.device), model.full_name, 1, model.model_shape)
     for differs in filter(None, profile.costs.unlike(here)):
         raise ProfileError(f"{name} was {differs}. Leave it out to measure here, or run kpolicy calibrate.")
 
@@ -118,6 +118,6 @@ def save_profile(path: Path, costs: CostTable, model: LoadedModel, command: str)
             costs=costs, device=device_name(model.device), model=model.full_name,
             versions={"kpolicy": __version__, **versions()},
             measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"), command=command,
-            tensor_parallel_size=1,
+            tensor_parallel_size=1, model_shape=model.model_shape,
         ),
     )  # fmt: skip

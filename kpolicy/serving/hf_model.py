@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from kpolicy.attention import AttentionSupport
+from kpolicy.attention.fields import Fields, identity, read_config
 from kpolicy.errors import SupportError
 from kpolicy.executors.segments import BreakingStep
 from kpolicy.executors.step_model import StepContext, current_step, running
@@ -47,6 +48,11 @@ class KvSize:
     @property
     def max_blocks(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+"""Names that configs have for experts of a layer, and for those that a token goes through"""
 
 
 class LoadedModel:
@@ -89,6 +95,18 @@ class LoadedModel:
     def full_name(self) -> str:
         """The architecture and its size."""
         return f"{type(self.hf).__name__} of {self.num_params / 1e6:.1f} M parameters, {str(self.dtype)[6:]}"
+
+    @property
+    def model_shape(self) -> dict[str, int | str]:
+        """What tells it from models of its `full_name`, of what its config and its first layer say."""
+        spec, fields = self.layers[0].spec, Fields(read_config(self.config))
+        found = {
+            **identity(self.config), "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim, "latent_rank": fields.get("kv_lora_rank"),
+            "intermediate_size": fields.get("intermediate_size"), "experts": fields.get(*_EXPERTS),
+            "experts_per_token": fields.get(*_CHOSEN), "attention_kernels": self.layers[0].kernels.name,
+        }  # fmt: skip
+        return {name: value for name, value in found.items() if type(value) in (int, str)}
 
     @property
     def support(self) -> AttentionSupport:

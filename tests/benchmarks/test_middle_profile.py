@@ -167,6 +167,7 @@ def test_profiles_that_do_not_compare_are_refused(tmp_path: Path, capsys: pytest
     others = {
         "profile 2 has device another device": written(tmp_path / "2.json", table(), device="another device"),
         "profile 2 has model another model": written(tmp_path / "3.json", table(), model="another model"),
+        "profile 2 has model_shape {'experts': 8}": written(tmp_path / "10.json", table(), model_shape={"experts": 8}),
         "profile 2 has versions": written(tmp_path / "4.json", table(), versions={"torch": "2"}),
         "profile 2 has tensor_parallel_size 2": written(tmp_path / "5.json", table(), tensor_parallel_size=2),
         "profile 2 has host_work_us 0, the first 20": written(tmp_path / "6.json", table(0.0)),

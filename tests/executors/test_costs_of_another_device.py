@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import attrs
@@ -9,7 +10,7 @@ import pytest
 
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.engine import Engine
-from kpolicy.errors import ProfileError, RankError
+from kpolicy.errors import ProfileError, RankError, SchemaError
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.profiles import load_profile
 from kpolicy.schemas import Profile, dumps, loads
@@ -119,6 +120,82 @@ def test_a_model_without_a_name_takes_all() -> None:
     assert Engine(costs=with_model("m"), executor=OnDevice()).costs.measured_with == "m"
     assert Engine(costs=with_model("m"), executor=OfModel("")).costs.measured_with == "m"
     assert Engine(costs=with_model("m")).costs.measured_with == "m"
+
+
+# A model of the same name and another shape.
+
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "attention_kernels": "plain"}
+
+
+def shaped(shape: dict[str, Any], name: str = Named.full_name) -> Engine:
+    """An Engine of a model of that shape, by costs of one of `SHAPE`."""
+    executor = OfModel(name)
+    executor.model.model_shape = shape  # type: ignore[attr-defined]
+    costs = Profile(
+        costs=attrs.evolve(analytic_costs(), measured=True, version="t1"), device=HERE, model=Named.full_name,
+        model_shape=SHAPE,
+    ).costs  # fmt: skip
+    return Engine(costs=costs, executor=executor)
+
+
+@pytest.mark.parametrize(
+    ("shape", "theirs", "ours"),
+    [
+        ({**SHAPE, "num_hidden_layers": 3}, "num_hidden_layers 2", "num_hidden_layers 3"),
+        ({**SHAPE, "attention_kernels": "flash"}, "attention_kernels plain", "attention_kernels flash"),
+        (
+            {"num_hidden_layers": 1, "hidden_size": 128}, "num_hidden_layers 2, hidden_size 64",
+            "num_hidden_layers 1, hidden_size 128",
+        ),
+    ],
+)  # fmt: skip
+def test_costs_of_a_model_of_another_shape_are_refused(shape: dict[str, Any], theirs: str, ours: str) -> None:
+    """Its name is the same: the error says what isn't, of both, and what to do."""
+    words = f"costs 't1' were measured with {Named.full_name} of {theirs}, and this has {ours}. Leave costs out to meas"
+    with pytest.raises(ProfileError) as caught:
+        shaped(shape)
+    assert words in str(caught.value)
+    assert "measured_with=''" in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, {}, {"hidden_size": 64, "experts": 8}])
+def test_a_shape_is_compared_by_what_both_say(shape: dict[str, Any]) -> None:
+    engine = shaped(shape)
+    assert engine.costs.measured_shape == SHAPE
+    engine.take_costs(with_model(Named.full_name))
+    assert shaped({"hidden_size": 65}, name="").costs.version == "t1", "a rank's share has no name"
+
+
+def test_profiles_carry_the_shape_and_old_ones_have_none() -> None:
+    profile = Profile(costs=with_model("m"), device=HERE, model="m", model_shape=SHAPE)
+    data = json.loads(dumps(profile))
+    assert data["model_shape"] == SHAPE
+    assert "measured_shape" not in data["costs"]
+    assert loads(json.dumps(data), Profile).costs.measured_shape == SHAPE
+    for wrong in (["num_hidden_layers"], {"num_hidden_layers": [2]}, {"num_hidden_layers": 2.5}, {"experts": None}):
+        with pytest.raises(SchemaError, match="model_shape"):
+            loads(json.dumps({**data, "model_shape": wrong}), Profile)
+    del data["model_shape"]
+    assert loads(json.dumps(data), Profile).model_shape == {}
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_ranks_compare_the_shape_with_rank_0s(layers: int) -> None:
+    def of_rank(communicator: ThreadCommunicator) -> Engine:
+        executor = OfModel()
+        executor.model.model_shape = {**SHAPE, "num_hidden_layers": (2, layers)[communicator.rank]}  # type: ignore[attr-defined]
+        costs = attrs.evolve(with_model(Named.full_name), measured_shape=SHAPE)
+        engine = Engine(costs=costs if communicator.rank == 0 else None, executor=executor, communicator=communicator)
+        engine.sync()
+        return engine
+
+    found = run_ranks(2, of_rank, timeout_s=20)
+    if layers == 2:
+        assert [each.costs.measured_shape for each in found] == [SHAPE, SHAPE]
+    else:
+        assert "of num_hidden_layers 2, and this has num_hidden_layers 3. Start all ranks with one model" in str(
+            found[1]
+        )
 
 
 # A model that was split over several devices.

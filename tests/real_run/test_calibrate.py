@@ -11,9 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kpolicy.errors import ProfileError  # noqa: E402
 from kpolicy.modes import Part  # noqa: E402
 from kpolicy.schemas import read_profile  # noqa: E402
-from kpolicy.serving.calibrate import calibrate, save_profile  # noqa: E402
+from kpolicy.serving.calibrate import calibrate, check_profile, save_profile  # noqa: E402
 from kpolicy.serving.real_run import Serving  # noqa: E402
 from kpolicy.shapes import BatchShape  # noqa: E402
 from tests.real_run.helpers import SETTINGS  # noqa: E402
@@ -74,6 +75,29 @@ def test_a_profile_gives_the_table_back(measured: Any, model: Any, tmp_path: Pat
     assert "Qwen3" in profile.model
     assert (costs.measured_on, costs.measured_with) == (profile.device, profile.model)
     assert profile.tensor_parallel_size == 1
+    assert profile.model_shape == costs.measured_shape == model.model_shape
+    check_profile(profile, model, "p.json")
+
+
+def test_a_profile_of_a_model_with_another_layer_is_refused(measured: Any, tmp_path: Path) -> None:
+    """Both are of 0.1 M parameters to a tenth, and so of one name."""
+    from kpolicy.serving.load import load
+    from tests.real_run.helpers import TINY
+
+    save_profile(tmp_path / "p.json", measured[2], measured[0].model, "kpolicy run")
+    profile = read_profile(tmp_path / "p.json")
+    layers = profile.model_shape["num_hidden_layers"]
+    assert {"hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "attention_kernels"} <= {
+        *profile.model_shape
+    }
+    deeper = {**TINY, "num_hidden_layers": TINY["num_hidden_layers"] + 1}
+    other = load(deeper, num_blocks=32, block_size=4, max_num_reqs=4, seed=3)
+    old = attrs.evolve(profile, model=other.full_name, model_shape={})
+    check_profile(old, other, "an older profile")
+    with pytest.raises(
+        ProfileError, match=rf"^p\.json was .* of num_hidden_layers {layers}, and this has .* {layers + 1}\."
+    ):
+        check_profile(attrs.evolve(profile, model=other.full_name), other, "p.json")
 
 
 def test_without_graphs_every_curve_is_eagers(model: Any) -> None:

@@ -150,6 +150,7 @@ class Calibration:
         self._registry = registry
         self._device: str = getattr(executor, "device_name", "")
         self._model: str = getattr(model, "full_name", "")
+        self._shape: dict[str, int | str] = getattr(model, "model_shape", {}) if self._model else {}
         # A registry that Engines share has other executors' graphs too.
         self.keys = keys = [key for key in registry.captured() if key in executor.captured]
         decode = [key for key in keys if key.part is Part.FULL and key.query_len == 1]
@@ -319,6 +320,7 @@ class Calibration:
             measured_with=self._model,
             # A model that says its name isn't a rank's share.
             measured_over=1 if self._model else None,
+            measured_shape=self._shape,
             **_captures(self._registry, self.keys),
         )
         return table.decided_by(_named(*_curves(*modes, chance=bench.host_runs)))
