@@ -61,7 +61,8 @@ class FullStep:
 
     __slots__ = (
         "_adapter", "_decision", "_fronts", "_handle", "_heads_tokens", "_joined_fronts", "_launch", "_model",
-        "_most_reqs", "_most_tokens", "_samples", "_session", "_settle", "_shape", "_span", "_stage", "_unfinished",
+        "_most_reqs", "_most_tokens", "_samples", "_session", "_settle", "_shape", "_span", "_stage", "_stage_decodes",
+        "_unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +84,7 @@ class FullStep:
         self._session = adapter.session
         self._span: Callable[[], Span] = getattr(adapter, "span", None) or (lambda: EventSpan(adapter))
         self._stage = handle.buffers.stage
+        self._stage_decodes = handle.buffers.decode_stager(handle.shape) if self._heads_tokens else None
         self._unfinished = unfinished
         self._settle = settle
 
@@ -108,7 +110,11 @@ class FullStep:
                     self._settle()
                 span = self._span()
                 try:
-                    sampled = self._stage(rows, self._shape, not whole, 1, span)
+                    quick = self._stage_decodes
+                    if whole and quick is not None and quick(rows, span):
+                        sampled = False
+                    else:
+                        sampled = self._stage(rows, self._shape, not whole, 1, span)
                     if not whole:
                         logits = self._handle.logits(launch_rows(rows, Rows.ALL, live=False), True)
                     else:
