@@ -184,7 +184,7 @@ class StepBuffers:
         )
         if jobs is None:
             return None
-        stage, (ids, positions, slots, table, lens) = jobs.stage, jobs.buffers
+        ids, positions, slots, table, lens = jobs.buffers
 
         def staged(rows: StepInputs, until: Span) -> bool:
             if rows[9] or rows[10]:
@@ -195,7 +195,7 @@ class StepBuffers:
             ):  # fmt: skip
                 return False
             check_fit(rows, query_len)
-            done: bool = stage(rows[2:7], until)
+            done: bool = jobs.stage(rows[2:7], until)
             return done
 
         return staged

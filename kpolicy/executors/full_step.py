@@ -84,7 +84,7 @@ class FullStep:
         self._session = adapter.session
         self._span: Callable[[], Span] = getattr(adapter, "span", None) or (lambda: EventSpan(adapter))
         self._stage = handle.buffers.stage
-        self._stage_decodes = handle.buffers.decode_stager(handle.shape) if self._heads_tokens else None
+        self._stage_decodes = handle.stage_decodes
         self._unfinished = unfinished
         self._settle = settle
 

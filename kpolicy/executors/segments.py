@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from kpolicy.errors import CaptureError
+from kpolicy.executors.base import StepInputs
 from kpolicy.executors.buffers import PaddedShape, StepBuffers
-from kpolicy.executors.device import DeviceAdapter
+from kpolicy.executors.device import DeviceAdapter, Span
 from kpolicy.executors.joined_rows import JoinedLayout
 from kpolicy.executors.launch_rows import LaunchRows
 from kpolicy.executors.step_model import AttentionCall, RowLayout, StepContext, StepModel, StepTensors, running
@@ -179,6 +180,11 @@ class FullGraph:
         """The first rows of the logits as they are, [count, vocab], and their places."""
         front = self.fronts[count] = self._logits[:count], range(count)
         return front
+
+    @cached_property
+    def stage_decodes(self) -> Callable[[StepInputs, Span], bool] | None:
+        """What stages steps of decodes in fewer calls than its buffers; see `StepBuffers.decode_stager`."""
+        return self.buffers.decode_stager(self.shape) if self.head is HeadRows.TOKENS else None
 
     def joined_front(self, count: int) -> tuple[Callable[[], Tensor], JoinedLayout, range]:
         """What copies the first rows of tokens and logits, how they lie in the copy, and their places."""
