@@ -159,6 +159,7 @@ class NoModel:
 
     vocab, max_blocks, num_slots, pad_slot = VOCAB, 256, NUM_BLOCKS * BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE
     num_blocks, block_size, max_num_reqs = NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_REQS
+    greedy_in_graphs = True
 
     def __init__(self) -> None:
         self.support = parse_attention("gqa")

@@ -135,6 +135,8 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
     """Where the host's time goes within `Engine.step` and within two of the baselines: medians by function."""
     import torch
 
+    from kpolicy.executors.cuda import staging
+
     watch, executor, handle = Watch(), engine.executor, graph_of(engine, inputs)
     launcher, adapter, compiled = executor.launcher, executor.adapter, engine.compiled
     places: Sequence[tuple[Any, str]] = [
@@ -142,7 +144,9 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
         (adapter, "stage_all"), (adapter, "commit"), (adapter, "event"), (adapter, "span"),
         (adapter, "session"), (handle.buffers, "stage"), (handle, "launch"), (handle, "logits"),
         (handle._graph.graph, "replay"), (model, "sample"), (compiled, "select"),
-        (getattr(launcher, "_part_run", None), "run"),
+        (getattr(launcher, "_part_run", None), "run"), (staging.StagedGroup, "commit"),
+        # Not in checkouts from before.
+        (getattr(staging, "FixedJobs", None), "stage"),
     ]  # fmt: skip
     found: dict[str, dict[str, list[float]]] = {
         name: defaultdict(list) for name in ("engine_step", "bare_step", "copies_replay")

@@ -166,6 +166,40 @@ class StepBuffers:
         adapter.commit(until)
         return sampled
 
+    def decode_stager(self, shape: PaddedShape) -> Callable[[StepInputs, Span], bool] | None:
+        """What does as `stage` for steps of decodes padded to that shape, in fewer calls; None where it can't be.
+
+        It says False, and has done nothing, where a step brings more than token ids, positions, slots, block tables and
+        lengths in plain sequences, or a buffer was swapped: then it takes `stage`.
+        """
+        # Optional for an adapter.
+        prepare: Callable[[Sequence[Any]], Any] | None = getattr(self._adapter, "fixed_jobs", None)
+        tokens, reqs, query_len = shape
+        if prepare is None or query_len is None or self.extra:
+            return None
+        names = "token_ids", "positions", "slot_mapping", "block_table", "kv_lens"
+        sizes, fills = (tokens, tokens, tokens, reqs, reqs), (0, 0, self._pad_slot, 0, 0)
+        jobs = prepare(
+            [(getattr(self, name), size, fill) for name, size, fill in zip(names, sizes, fills, strict=True)]
+        )
+        if jobs is None:
+            return None
+        ids, positions, slots, table, lens = jobs.buffers
+
+        def staged(rows: StepInputs, until: Span) -> bool:
+            if rows[9] or rows[10]:
+                return False
+            if (
+                self.token_ids is not ids or self.positions is not positions or self.slot_mapping is not slots
+                or self.block_table is not table or self.kv_lens is not lens
+            ):  # fmt: skip
+                return False
+            check_fit(rows, query_len)
+            done: bool = jobs.stage(rows[2:7], until)
+            return done
+
+        return staged
+
     def _extra_jobs(self, rows: StepInputs, num_tokens: int) -> list[Any]:
         check_extra(rows, self.extra)
         return [(buffer, rows.extra[name], num_tokens, 0) for name, buffer in self.extra.items()]

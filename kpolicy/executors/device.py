@@ -152,12 +152,14 @@ class DeviceAdapter(Protocol):
         ...
 
     # Optional, to save the host's time: stage_all(jobs), `stage` for several buffers that `alloc_inputs` made together,
-    # with the arguments of each in `jobs`; span(), a `Span` that begins; replayer(graph), `replay` of it with as few
-    # calls as the adapter's settings allow. And give_back(stream): nobody needs a stream any more of `new_stream`'s;
-    # device_name, what the device calls itself, which costs that were measured on another one are told by; checks,
-    # whether `replay` looks itself at where weights and KV are, which the launcher otherwise does now and then; trim(),
-    # gives the device what a library keeps of its memory for later, once nothing runs there: called where what captures
-    # warmed up with isn't needed again.
+    # with the arguments of each in `jobs`; fixed_jobs(jobs), with a method ``stage(values, until)`` that stages values
+    # of the same buffers in the same sizes again and again, and commits them; span(), a `Span` that begins;
+    # replayer(graph), `replay` of it with as few calls as the adapter's settings allow; join(first, second), two
+    # tensors behind each other in one of bytes, and where the second begins: FULL graphs of decode rows then sample,
+    # too. And give_back(stream): nobody needs a stream any more of `new_stream`'s; device_name, what the device calls
+    # itself, which costs that were measured on another one are told by; checks, whether `replay` looks itself at where
+    # weights and KV are, which the launcher otherwise does now and then; trim(), gives the device what a library keeps
+    # of its memory for later, once nothing runs there: called where what captures warmed up with isn't needed again.
 
     def commit(self, until: Span | None = None) -> None:
         """Bring all that was staged since to the device, before what the current stream gets next.

@@ -15,6 +15,7 @@ from kpolicy.decision import Decision
 from kpolicy.errors import RegistryError
 from kpolicy.executors.base import StepInputs, StepOutputs, new_outputs
 from kpolicy.executors.device import DeviceAdapter, DeviceEvent, Span
+from kpolicy.executors.joined_rows import new_joined
 from kpolicy.executors.launch_rows import decode_places, launch_rows
 from kpolicy.executors.parts import (
     EventSpan,
@@ -59,8 +60,9 @@ class FullStep:
     """
 
     __slots__ = (
-        "_adapter", "_decision", "_fronts", "_handle", "_heads_tokens", "_launch", "_model", "_most_reqs",
-        "_most_tokens", "_session", "_settle", "_shape", "_span", "_stage", "_unfinished",
+        "_adapter", "_decision", "_fronts", "_handle", "_heads_tokens", "_joined_fronts", "_launch", "_model",
+        "_most_reqs", "_most_tokens", "_samples", "_session", "_settle", "_shape", "_span", "_stage", "_stage_decodes",
+        "_unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -75,16 +77,19 @@ class FullStep:
         self._heads_tokens = handle.head is HeadRows.TOKENS
         self._launch = handle.launch
         self._fronts = handle.fronts
+        self._samples = handle.samples
+        self._joined_fronts = handle.joined_fronts
         self._model = model
         self._adapter = adapter
         self._session = adapter.session
         self._span: Callable[[], Span] = getattr(adapter, "span", None) or (lambda: EventSpan(adapter))
         self._stage = handle.buffers.stage
+        self._stage_decodes = handle.stage_decodes
         self._unfinished = unfinished
         self._settle = settle
 
     def run(self, rows: StepInputs) -> StepOutputs:
-        """Stage, replay, copy out and sample.
+        """Stage, replay, copy out and, where the graph hasn't or rows bring sampling inputs, sample.
 
         Raises:
             RegistryError: the graph has fewer tokens or rows than the step.
@@ -98,28 +103,40 @@ class FullStep:
                 f"{self._handle.key} has {self._most_tokens} tokens in {self._most_reqs} rows and was given "
                 f"{num_tokens} in {num_reqs}; choose a graph that holds them, as GraphKey.holds says."
             )
-        whole, places, span = count == num_tokens and self._heads_tokens, None, None
+        whole, joined, places, span = count == num_tokens and self._heads_tokens, None, None, None
         with self._session():
             try:
                 if self._unfinished:
                     self._settle()
                 span = self._span()
                 try:
-                    sampled = self._stage(rows, self._shape, not whole, 1, span)
-                    if whole:
-                        self._launch()
-                        logits, places = self._fronts.get(count) or self._handle.front(count)
-                        logits = logits.clone()
+                    quick = self._stage_decodes
+                    if whole and quick is not None and quick(rows, span):
+                        sampled = False
                     else:
+                        sampled = self._stage(rows, self._shape, not whole, 1, span)
+                    if not whole:
                         logits = self._handle.logits(launch_rows(rows, Rows.ALL, live=False), True)
+                    else:
+                        self._launch()
+                        if self._samples and not sampled:
+                            copy, layout, places = self._joined_fronts.get(count) or self._handle.joined_front(count)
+                            joined = copy()
+                        else:
+                            logits, places = self._fronts.get(count) or self._handle.front(count)
+                            logits = logits.clone()
                 except Exception as error:
                     raise replay_error(self._adapter, self._handle.key, error) from error
-                outputs = new_outputs_of()
-                outputs.num_rows, outputs.ready, outputs.logits, outputs.failed_key = count, span, logits, None
-                if logits is None:
-                    outputs.tokens = []
+                outputs: OutputRows
+                if joined is not None:
+                    outputs = own = new_joined()
+                    own.joined, own.layout = joined, layout
                 else:
-                    outputs.tokens = [self._model.sample(logits, self._sampling(rows) if sampled else {})]
+                    outputs = new_outputs_of()
+                    outputs.logits, outputs.tokens = logits, []
+                    if logits is not None:
+                        outputs.tokens.append(self._model.sample(logits, self._sampling(rows) if sampled else {}))
+                outputs.num_rows, outputs.ready, outputs.failed_key = count, span, None
                 span.end()
             except BaseException as error:
                 if span is not None:

@@ -83,6 +83,10 @@ class PackedRows:
         if size > count:
             self.fill(fill, count * width, size * width)
 
+    def packer(self, count: int) -> Callable[..., None]:
+        """What packs so many numbers into memory, at an offset: ``(memory, offset, *numbers)``."""
+        return self._packers.get(count) or self._packer(count)
+
     def _packer(self, count: int) -> Callable[..., None]:
         packer = self._packers[count] = Struct(f"{count}{self._code}").pack_into
         return packer

@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from kpolicy.errors import CaptureError
+from kpolicy.executors.base import StepInputs
 from kpolicy.executors.buffers import PaddedShape, StepBuffers
-from kpolicy.executors.device import DeviceAdapter
+from kpolicy.executors.device import DeviceAdapter, Span
+from kpolicy.executors.joined_rows import JoinedLayout
 from kpolicy.executors.launch_rows import LaunchRows
 from kpolicy.executors.step_model import AttentionCall, RowLayout, StepContext, StepModel, StepTensors, running
 from kpolicy.executors.unmarked import GuardedTensors
@@ -36,6 +38,7 @@ __all__ = [
     "BreakingStep",
     "FullGraph",
     "HeadRows",
+    "Joined",
     "ModelRun",
     "PieceGraph",
     "capture_full",
@@ -45,6 +48,10 @@ __all__ = [
 ]
 
 Tensor = Any
+
+
+MOST_JOINED_BYTES = 4 << 20
+"""Logits that a graph copies behind its tokens: more take the device longer than a launch takes the host"""
 
 
 class HeadRows(Enum):
@@ -112,6 +119,17 @@ class ModelRun:
         return self.model.head(_chosen(hidden, self.buffers, rows))
 
 
+class Joined(NamedTuple):
+    """What a FULL graph sampled greedily, and its logits behind that, in one piece: so one copy takes both."""
+
+    whole: Tensor
+    """Bytes"""
+    logits_at: int
+    """Where the logits begin"""
+    tokens_dtype: Any
+    logits_dtype: Any
+
+
 class FullGraph:
     """A captured FULL graph.
 
@@ -119,11 +137,14 @@ class FullGraph:
         key, shape, head, buffers: what it was captured for.
         launch: replays it.
         fronts: the first rows of its logits and their places, by how many they are; `front` makes them.
+        samples: whether it also samples greedily.
+        joined_fronts: where it does, what copies the first rows of tokens and logits, how they lie there and their
+            places; `joined_front` makes them.
     """
 
     def __init__(
         self, key: GraphKey, shape: PaddedShape, adapter: DeviceAdapter, model: StepModel, buffers: StepBuffers,
-        graph: Any, hidden: Tensor, logits: Tensor,
+        graph: Any, hidden: Tensor, logits: Tensor, joined: Joined | None = None,
     ) -> None:  # fmt: skip
         self.key = key
         self.shape = shape
@@ -136,6 +157,9 @@ class FullGraph:
         self._hidden = hidden
         self._logits = logits
         self.fronts: dict[int, tuple[Tensor, range]] = {}
+        self.samples = joined is not None
+        self._joined = joined
+        self.joined_fronts: dict[int, tuple[Callable[[], Tensor], JoinedLayout, range]] = {}
         self.num_bytes: int = graph.num_bytes
         self.held = buffers.tensors(shape)
         """What the graph reads: it must not go before the graph"""
@@ -155,6 +179,21 @@ class FullGraph:
     def front(self, count: int) -> tuple[Tensor, range]:
         """The first rows of the logits as they are, [count, vocab], and their places."""
         front = self.fronts[count] = self._logits[:count], range(count)
+        return front
+
+    @cached_property
+    def stage_decodes(self) -> Callable[[StepInputs, Span], bool] | None:
+        """What stages steps of decodes in fewer calls than its buffers; see `StepBuffers.decode_stager`."""
+        return self.buffers.decode_stager(self.shape) if self.head is HeadRows.TOKENS else None
+
+    def joined_front(self, count: int) -> tuple[Callable[[], Tensor], JoinedLayout, range]:
+        """What copies the first rows of tokens and logits, how they lie in the copy, and their places."""
+        joined = self._joined
+        assert joined is not None  # noqa: S101 - asked for where the graph samples
+        whole, at, num_tokens = joined.whole, joined.logits_at, self.shape.num_tokens
+        layout = JoinedLayout(count, at, joined.tokens_dtype, joined.logits_dtype)
+        copy = whole[: at + (len(whole) - at) // num_tokens * count].clone
+        front = self.joined_fronts[count] = copy, layout, range(count)
         return front
 
 
@@ -318,22 +357,36 @@ def capture_full(
     key: GraphKey, shape: PaddedShape, adapter: DeviceAdapter, model: StepModel, pool: Any, buffers: StepBuffers,
     warm_ups: int = 1,
 ) -> FullGraph:  # fmt: skip
-    """Record a FULL graph over padding, after so many eager runs of it."""
+    """Record a FULL graph over padding, after so many eager runs of it.
+
+    It also samples greedily where it has logits of every token, few enough bytes of them, and adapter and model can.
+    """
     tensors = buffers.tensors(shape)
     which = head_rows(key)
+    # Optional, both: see `DeviceAdapter` and `StepModel`.
+    join: Callable[[Tensor, Tensor], tuple[Tensor, int]] | None = getattr(adapter, "join", None)
+    if which is not HeadRows.TOKENS or not getattr(model, "greedy_in_graphs", False):
+        join = None
 
-    def run() -> tuple[Tensor, Tensor]:
+    def run() -> tuple[Tensor, Tensor, Joined | None]:
         hidden = model.forward(StepContext(tensors, None, shape.uniform_query_len))
         rows = hidden if which is HeadRows.TOKENS else hidden.index_select(0, wanted)
-        return hidden, model.head(rows)
+        logits = model.head(rows)
+        if join is None or logits.numel() * logits.element_size() > MOST_JOINED_BYTES:
+            return hidden, logits, None
+        tokens = model.sample(logits, {})
+        return hidden, logits, Joined(*join(tokens, logits), tokens.dtype, logits.dtype)
 
     wanted = buffers.wanted[: shape.num_reqs]
     for _ in range(warm_ups):
         run()
     adapter.begin(pool)
-    hidden, logits = run()
+    hidden, logits, joined = run()
     graph = adapter.end()
-    return FullGraph(key, shape, adapter, model, buffers, graph, adapter.weak(pool, hidden), adapter.weak(pool, logits))
+    if joined is not None:
+        joined = joined._replace(whole=adapter.weak(pool, joined.whole))
+    hidden, logits = adapter.weak(pool, hidden), adapter.weak(pool, logits)
+    return FullGraph(key, shape, adapter, model, buffers, graph, hidden, logits, joined)
 
 
 def capture_pieces(

@@ -67,6 +67,9 @@ class LoadedModel:
         layers: each layer's cache, which is also its marked call.
     """
 
+    greedy_in_graphs = True
+    """Greedy sampling is one operator, which a graph can hold"""
+
     def __init__(
         self, hf: Any, layers: Sequence[PagedLayer | LatentLayer], support: AttentionSupport, kv: KvSize,
         folder: Path | None,

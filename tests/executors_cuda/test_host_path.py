@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ torch = pytest.importorskip("torch")
 from benchmarks.engine_step import decode_inputs  # noqa: E402
 from benchmarks.host_step import Point, bare_step, calls_of, opened  # noqa: E402
 from kpolicy.engine import COUNT_EVERY  # noqa: E402
+from kpolicy.errors import ConfigError, GraphReplayError  # noqa: E402
 from kpolicy.executors.base import StepInputs  # noqa: E402
 from kpolicy.executors.cuda.staging import StagedGroup  # noqa: E402
 from kpolicy.executors.launcher import GraphLauncher  # noqa: E402
@@ -175,6 +177,47 @@ def test_what_is_staged_is_what_the_graph_reads() -> None:
     held.token_ids.zero_()
     bare_step(engine, model, inputs)()
     assert held.token_ids.tolist() == [*inputs.token_ids, 0, 0, 0]
+
+
+@pytest.mark.parametrize("how", ["arrays", "tensors", "swapped", "fewer"])
+def test_what_a_quick_staging_does_not_take_goes_the_general_way(how: str) -> None:
+    """Other sequences are staged as they are, a swapped input is told, and so is a step that lacks a token."""
+    engine, model = opened()
+    inputs: StepInputs = decode_inputs(5, model.num_blocks)
+    handle = engine.registry.record(engine.compiled.select(*inputs.numbers).launches[0].key).handle
+    engine.step(inputs)
+    held = handle.held
+    wanted = [held.token_ids.tolist(), held.block_table.tolist(), held.kv_lens.tolist()]
+    for each in (held.token_ids, held.block_table, held.kv_lens):
+        each.fill_(7)
+    if how in ("arrays", "tensors"):
+        made: Any = partial(array, "q") if how == "arrays" else torch.tensor
+        engine.step(inputs._replace(token_ids=made(inputs.token_ids), kv_lens=made(inputs.kv_lens)))
+        assert [held.token_ids.tolist(), held.block_table.tolist(), held.kv_lens.tolist()] == wanted
+        return
+    run, decision = engine.executor.run, engine.compiled.select(*inputs.numbers)
+    if how == "swapped":
+        handle.buffers.kv_lens = handle.buffers.kv_lens.clone()
+        with pytest.raises(GraphReplayError, match="swapped"):
+            run(decision, inputs)
+    else:
+        with pytest.raises(ConfigError):
+            run(decision, inputs._replace(kv_lens=inputs.kv_lens[1:]))
+
+
+@pytest.mark.parametrize("bad", [2**80, "x", None])
+def test_a_value_that_cannot_be_staged_costs_its_step_alone(bad: Any) -> None:
+    """It is told with the dtype that it doesn't fit, nothing of it is copied, and the next step is as ever."""
+    engine, model = opened()
+    inputs: StepInputs = decode_inputs(8, model.num_blocks)
+    engine.step(inputs)
+    held = engine.registry.record(engine.compiled.select(*inputs.numbers).launches[0].key).handle.held
+    before = held.token_ids.tolist()
+    with pytest.raises(ConfigError, match="int64 don't fit"):
+        engine.step(inputs._replace(token_ids=[*range(7), 3], positions=[*inputs.positions[:7], bad]))
+    assert held.token_ids.tolist() == before
+    engine.step(inputs._replace(token_ids=[*range(8)]))
+    assert held.token_ids.tolist() == [*range(8)]
 
 
 def test_calls_are_counted() -> None:

@@ -10,12 +10,24 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kpolicy.engine import Engine  # noqa: E402
+from kpolicy.executors import segments  # noqa: E402
+from kpolicy.executors.base import StepInputs, StepOutputs  # noqa: E402
 from kpolicy.executors.cuda import CudaExecutor, streams  # noqa: E402
 from kpolicy.executors.cuda import adapter as cuda_adapter  # noqa: E402
 from kpolicy.keys import GraphKey  # noqa: E402
-from kpolicy.modes import Part  # noqa: E402
+from kpolicy.modes import Mode, Part  # noqa: E402
 from kpolicy.registry import GraphRegistry  # noqa: E402
-from tests.executors_launcher.checker import Checker, batcher_steps, kept_by_outputs, load_family, plan  # noqa: E402
+from kpolicy.settings import Settings  # noqa: E402
+from kpolicy.shapes import BatchShape  # noqa: E402
+from tests.executors_launcher.checker import (  # noqa: E402
+    BLOCK_SIZE,
+    Checker,
+    batcher_steps,
+    kept_by_outputs,
+    load_family,
+    plan,
+)
 from tests.fakes.torch_npu import fake_torch_npu  # noqa: E402
 
 
@@ -210,3 +222,135 @@ def test_a_capture_that_fails_ends_before_anybody_waits_for_its_stream(
     assert calls == [("waits", True), ("ends", True), ("waits", True)]
     executor.capture([key])
     assert registry.captured() == (key,)
+
+
+def decoding(num_reqs: int, first: int = 3, **sampling: Any) -> StepInputs:
+    """One token of each row, each with a block of KV of its own and nothing before it."""
+    return StepInputs(
+        BatchShape.decode(num_reqs, num_reqs).numbers, [1] * num_reqs, [first + i for i in range(num_reqs)],
+        [0] * num_reqs, [BLOCK_SIZE * i for i in range(num_reqs)], [[i] for i in range(num_reqs)], [1] * num_reqs,
+        list(range(num_reqs)), sampling=sampling,
+    )  # fmt: skip
+
+
+def full_engine(**attributes: Any) -> tuple[Engine, Any]:
+    """An Engine with FULL graphs of decodes, and its model with those attributes."""
+    model = load_family("llama")
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    settings = Settings(max_num_reqs=8, max_num_tokens=32)
+    executor = CudaExecutor(model, device="cpu")
+    engine = Engine("full", executor=executor, settings=settings, calibrate=0, ladder=[4, 8])
+    engine.capture()
+    return engine, model
+
+
+def found_of(outputs: StepOutputs) -> tuple[list[int], Any]:
+    """(tokens, logits) of a step of decodes, each in memory that stays."""
+    rows: Any = outputs.outputs
+    return list(outputs.tokens[0]), rows.tensor.clone()
+
+
+def noted_samples(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the model is asked to sample from here on: the names of each step's sampling inputs."""
+    asked, sample = [], model.sample
+
+    def noted(logits: Any, step: Any) -> Any:
+        asked.append(sorted(step))
+        return sample(logits, step)
+
+    monkeypatch.setattr(model, "sample", noted)
+    return asked
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("num_reqs", [1, 3, 4, 7])
+def test_a_graph_of_decodes_samples_greedily(num_reqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sampled behind it; tokens and logits are those of the general way, and of EAGER, to the bit."""
+    engine, model = full_engine()
+    asked, inputs = noted_samples(model, monkeypatch), decoding(num_reqs)
+    outputs = engine.step(inputs)
+    assert outputs.decision.mode is Mode.FULL
+    tokens, logits = found_of(outputs)
+    assert asked == []
+    assert tokens == logits.argmax(-1).tolist()
+    assert logits.shape == (num_reqs, model.vocab)
+    assert [torch.equal(row, logits[i]) for i, row in enumerate(outputs.outputs)] == [True] * num_reqs
+    launcher: Any = engine.executor.launcher  # type: ignore[union-attr]
+    launch = outputs.decision.launches[0]
+    assert launch.key is not None
+    launcher.start(outputs.decision)
+    general = launcher.replay(engine.registry.record(launch.key).handle, inputs, launch)
+    for part in (general, launcher.eager_as(launch.key, inputs)):
+        assert list(part.tokens[0]) == tokens
+        assert torch.equal(part.outputs.tensor, logits)
+    assert asked == [[], []]
+
+
+@pytest.mark.usefixtures("library")
+def test_what_a_graph_sampled_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that nobody has read yet are as they were when the graph, and a larger one, ran again; released, too."""
+    engine, model = full_engine()
+    asked = noted_samples(model, monkeypatch)
+    wanted = [found_of(engine.step(decoding(num_reqs, first))) for num_reqs, first in [(3, 3), (3, 9), (8, 1), (2, 5)]]
+    assert len({tuple(tokens) for tokens, _ in wanted}) == 4
+    steps = [engine.step(decoding(num_reqs, first)) for num_reqs, first in [(3, 3), (3, 9), (8, 1), (2, 5)]]
+    engine.release()
+    for outputs, (tokens, logits) in zip(steps, wanted, strict=True):
+        assert list(outputs.tokens[0]) == tokens
+        assert torch.equal(outputs.outputs.tensor, logits)  # type: ignore[attr-defined]
+    assert asked == []
+
+
+@pytest.mark.usefixtures("library")
+def test_rows_with_sampling_inputs_are_sampled_behind_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without a graph that samples: by their temperature and seed; those that are all greedy aren't."""
+    tokens = []
+    for greedy in (True, False):
+        engine, model = full_engine(greedy_in_graphs=greedy)
+        asked = noted_samples(model, monkeypatch)
+        steps = [
+            engine.step(decoding(3, temperature=[50.0, 0.0, 50.0], seed=[seed, 5, 11])) for seed in (1, 2, 3, 4)
+        ]  # fmt: skip
+        tokens.append([list(outputs.tokens[0]) for outputs in steps])
+        assert asked == [["position", "seed", "temperature"]] * 4
+        cold = engine.step(decoding(3, temperature=[0.0] * 3, seed=[1, 5, 11]))
+        assert asked[4:] == [[]] * (not greedy)
+        tokens[-1].append(list(cold.tokens[0]))
+    assert tokens[0] == tokens[1]
+    assert len({row[0] for row in tokens[0]}) > 1
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("why", ["model", "bytes"])
+def test_a_graph_that_may_not_sample_leaves_it_to_the_step(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model doesn't say that it can be captured, and where logits are too many bytes to copy."""
+    wanted = found_of(full_engine()[0].step(decoding(3)))
+    if why == "bytes":
+        monkeypatch.setattr(segments, "MOST_JOINED_BYTES", 1000)
+    engine, model = full_engine(greedy_in_graphs=why != "model")
+    asked = noted_samples(model, monkeypatch)
+    tokens, logits = found_of(engine.step(decoding(3)))
+    assert asked == [[]]
+    assert tokens == wanted[0]
+    assert torch.equal(logits, wanted[1])
+
+
+@pytest.mark.usefixtures("library")
+def test_a_capture_whose_sampling_fails_costs_its_graph() -> None:
+    """As any that fails: the step runs without it, and samples all the same."""
+
+    def fails(logits: Any, step: Any) -> Any:
+        if torch.cuda.current_stream() is not main:  # type: ignore[no-untyped-call]
+            raise RuntimeError("this can't be captured")
+        return sample(logits, step)
+
+    model, main = load_family("llama"), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+    model.sample, sample = fails, model.sample
+    executor, settings = CudaExecutor(model, device="cpu"), Settings(max_num_reqs=8, max_num_tokens=32)
+    engine = Engine("full", executor=executor, settings=settings, calibrate=0, ladder=[4, 8])
+    engine.capture()
+    assert not any(key.decode_only for key in engine.registry.captured())
+    assert executor.capture_errors
+    assert all("this can't be captured" in why for why in executor.capture_errors.values())
+    assert found_of(engine.step(decoding(3)))[0] == found_of(full_engine()[0].step(decoding(3)))[0]

@@ -7,7 +7,7 @@ their memory, so that the next capture takes it again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -17,6 +17,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
 from kpolicy.executors.cuda.events import CudaEvent, Points, Recorder, new_span
 from kpolicy.executors.cuda.failures import classify
+from kpolicy.executors.cuda.staging import ALIGNMENT, FixedJobs
 from kpolicy.executors.cuda.stream_adapter import CudaGraph, Statics, StreamAdapter, StreamPool, inference
 from kpolicy.executors.cuda.streams import give_back, new_stream
 from kpolicy.executors.device import Span
@@ -151,6 +152,19 @@ class CudaAdapter(StreamAdapter):
         release = getattr(torch._C, "_cuda_releasePool", None)
         if release is not None:
             release(self.device.index, handle)
+
+    def fixed_jobs(self, jobs: Sequence[tuple[Any, int, float]]) -> FixedJobs | None:
+        """What stages those (buffer, size, fill) in one call and commits; None where somebody looks at each staging."""
+        return None if self._faults.planned else FixedJobs(jobs, self._current)
+
+    def join(self, first: Any, second: Any) -> tuple[Any, int]:
+        """Two tensors behind each other in one of bytes, and where the second begins there."""
+        num_bytes = first.numel() * first.element_size()
+        at = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        whole = torch.empty(at + second.numel() * second.element_size(), dtype=torch.uint8, device=second.device)
+        whole[:num_bytes].view(first.dtype).view(first.shape).copy_(first)
+        whole[at:].view(second.dtype).view(second.shape).copy_(second)
+        return whole, at
 
     def weak(self, pool: StreamPool, tensor: Any) -> Any:
         del pool

@@ -27,29 +27,36 @@ finish: Callable[[Any], None] = methodcaller("synchronize")
 class Recorder:
     """An event of torch's, how it is recorded, and how the time to a later one is had."""
 
-    __slots__ = ("elapsed_time", "event", "record")
+    __slots__ = ("elapsed_time", "event", "record", "synchronize")
 
     def __init__(self, *, timed: bool = True) -> None:
         self.event: Any = torch.cuda.Event(enable_timing=timed)
-        # What `torch.cuda.Event.record` calls, once it has looked for a stream; likewise the other.
+        # What `torch.cuda.Event.record` calls, once it has looked for a stream; likewise the others.
         base = super(torch.cuda.Event, self.event)
         self.record: Callable[[Any], None] = getattr(base, "record", self.event.record)
         self.elapsed_time: Callable[[Any], float] = getattr(base, "elapsed_time", self.event.elapsed_time)
+        self.synchronize: Callable[[], Any] = getattr(base, "synchronize", self.event.synchronize)
 
 
 class Points(NamedTuple):
-    """Where a span of one stream begins and ends: what records the points there, the time between, and the last."""
+    """Where a span of one stream begins and ends.
+
+    What records the points there, the time between, the last, and what waits for that.
+    """
 
     begin: Callable[[], Any]
     end: Callable[[], Any]
     elapsed_ms: Callable[[], float]
     last: Any
+    wait: Callable[[], Any]
 
     @classmethod
     def on(cls, stream: Any) -> Points:
         first, last = Recorder(), Recorder()
         elapsed_ms = partial(first.elapsed_time, last.event)
-        return cls(partial(first.record, stream), partial(last.record, stream), elapsed_ms, last.event)
+        return cls(
+            partial(first.record, stream), partial(last.record, stream), elapsed_ms, last.event, last.synchronize
+        )
 
 
 class CudaSpan:
@@ -81,7 +88,7 @@ class CudaSpan:
     def wait(self) -> None:
         if not self._over:
             try:
-                self._points[3].synchronize()
+                self._points[4]()
             except RuntimeError as error:
                 raise meant(error, classify) from error
             self._over = True

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from struct import calcsize
+from struct import error as StructError  # noqa: N812 - as in `packing`
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from kpolicy.executors.device import Span
 from kpolicy.executors.packing import FORMATS, PackedRows
 from kpolicy.reasons import Reason
 
-__all__ = ["BufferSpec", "Job", "StagedGroup", "place_of"]
+__all__ = ["BufferSpec", "FixedJobs", "Job", "StagedGroup", "place_of"]
 
 TURNS = 5
 """Pieces of pinned memory: how many launches the host may be ahead of the device"""
@@ -61,6 +62,10 @@ class _Turn:
         """Of each buffer: its rows, its offset, bytes of a row, whether it has one dimension"""
         self.copied = Recorder(timed=False) if pin else None
         self.wait: Callable[[], object] | None = None
+
+
+_FixedPlace = tuple[Callable[..., None] | None, PackedRows, int, float, bool]
+"""(what packs as many numbers as the size, rows, size, fill, whether the buffer has one dimension)"""
 
 
 class StagedGroup:
@@ -188,17 +193,19 @@ class StagedGroup:
             )
         self._from_device.append((buffer, values, size, fill))
 
-    def commit(self, current: Callable[[], Any], until: Span | None = None) -> None:
+    def commit(self, current: Callable[[], Any], until: Span | None = None, staged: int = 0) -> None:
         """Copy what was staged, on the current stream.
 
         Args:
             current: gives that stream, for who needs it.
             until: as `DeviceAdapter.commit` has it.
+            staged: bytes that were staged without this group, at least.
         """
-        if self._high:
+        high = staged if staged > self._high else self._high
+        if high:
             turn = self.turns[self._at]
-            pieces = self._copies.get(self._high)
-            to, out_of = (self._pieces(self._high) if pieces is None else pieces)[self._at]
+            pieces = self._copies.get(high)
+            to, out_of = (self._pieces(high) if pieces is None else pieces)[self._at]
             to.copy_(out_of, non_blocking=True)
             if turn.copied is not None:
                 if until is None:
@@ -230,6 +237,62 @@ class StagedGroup:
             self._copies[end] = pieces
         self._copies[high] = pieces
         return pieces
+
+
+class FixedJobs:
+    """Buffers of a group that many launches stage alike: what `stage_all` looks up for each is looked up once.
+
+    Args:
+        jobs: (buffer, size, fill) as `StagedGroup.stage` takes them, of one group.
+        current: gives the current stream, for who needs it.
+    """
+
+    __slots__ = ("_current", "_group", "_high", "_turns", "buffers")
+
+    def __init__(self, jobs: Sequence[tuple[Any, int, float]], current: Callable[[], Any]) -> None:
+        self.buffers = [buffer for buffer, _, _ in jobs]
+        self._group = group = place_of(self.buffers[0])[0]
+        self._current = current
+        at = [(place_of(buffer)[1], size, fill) for buffer, size, fill in jobs]
+        self._high = 0
+        self._turns: list[tuple[_Turn, list[_FixedPlace]]] = []
+        for turn in group.turns:
+            places = []
+            for index, size, fill in at:
+                rows, offset, row_bytes, flat = turn.places[index]
+                self._high = max(self._high, offset + size * row_bytes)
+                places.append((rows.packer(size) if flat else None, rows, size, fill, flat))
+            self._turns.append((turn, places))
+
+    def stage(self, values: Sequence[Any], until: Span) -> bool:
+        """Stage values of each buffer and commit them; False, and nothing is done, where they aren't plain sequences.
+
+        Raises:
+            ConfigError: as `StagedGroup.stage`.
+        """
+        group = self._group
+        turn, places = self._turns[group._at]
+        for each in values:
+            if type(each) not in _PLAIN:
+                return False
+        if turn.wait is not None:
+            turn.wait()
+            turn.wait = None
+        try:
+            for (pack, rows, size, fill, flat), each in zip(places, values, strict=True):
+                if pack is not None and len(each) == size:
+                    try:
+                        pack(rows.memory, 0, *each)
+                        continue
+                    except (StructError, OverflowError, TypeError):
+                        # What is wrong with them it says below.
+                        pass
+                rows.put(each, size, fill, flat=flat)
+            group.commit(self._current, until, self._high)
+        except BaseException:
+            group.drop()
+            raise
+        return True
 
 
 def _swapped(buffer: Any) -> GraphReplayError:
