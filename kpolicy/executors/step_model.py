@@ -106,7 +106,6 @@ class StepModel(Protocol):
     - ``full_name``: what the model calls itself, by which costs that were measured with another one are told. A rank's
       share of a model has none, since all ranks decide by rank 0's costs. With it ``model_shape``, what tells it from
       others of that name, as numbers and text by name.
-      share of a model has none, since all ranks decide by rank 0's costs.
     - ``greedy_in_graphs``: whether `sample` without sampling inputs can be captured, which nothing that waits for the
       device can; no, and each step samples behind its graph.
     - ``give_back()``: called when an executor is released, frees what the model keeps for steps to come.
