@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from kpolicy.attention import Claims
 from kpolicy.errors import ConfigError, LadderError
 from kpolicy.keys import GraphKey
-from kpolicy.ladders import CaptureLadder, CaptureSizes, check_sizes, default_sizes, plan_keys
+from kpolicy.ladders import CaptureLadder, CaptureSizes, check_sizes, decode_sizes, default_sizes, plan_keys
 from kpolicy.modes import Part
 from kpolicy.policies.base import admits, full_keys, piecewise_keys
 from kpolicy.settings import Settings
@@ -238,3 +239,15 @@ def test_sizes_of_numpy_are_sizes() -> None:
 def test_keys_in_words(key: GraphKey, text: str) -> None:
     """A key prints the fields that identify it."""
     assert str(key) == text
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 31, 33, 63, 64, 65, 256, 1000])
+def test_decode_sizes(most: int) -> None:
+    """Rising, up to the most; every size to 8, then neighbours at most a quarter apart, from 64 up an eighth."""
+    sizes = decode_sizes(most)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == most
+    assert sizes[:8] == tuple(range(1, min(most, 8) + 1))
+    for before, size in pairwise(sizes):
+        if before >= 8:
+            assert (size - before) / before <= (0.125 if before >= 64 else 0.25)

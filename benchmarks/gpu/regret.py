@@ -26,16 +26,16 @@ the row's objective.
   `over_auto_high` its 95% interval by resampling the load's shapes, the same ones for both. `better_than_auto` is
   whether the whole interval is below 0. `over_auto_throughput` of `gap_us`: the same over plain `auto`.
 
-Graphs of all policies are captured in one executor, and each policy picks among its own alone, `auto` too: of the
-ladder, not of a serving engine's list. Every way that is a policy's pick is run once before it is timed, however far
-off it should be.
+Graphs of all policies are captured in one executor, and each policy picks among its own alone: `auto` and fixed
+policies among those of kpolicy's default ladder, replicas among those of their engines' lists. In files up to commit
+a93eb61, which don't say ``"own": "default"``, `auto` and fixed policies have the fixed ladder's. Every way that is a
+policy's pick is run once before it is timed, however far off it should be.
 
 `auto` is calibrated on the model (`kpolicy.executors.calibrate`), not on these shapes; the tables are in the file, and
 what they were made of in FILE.calibration.json beside it. ``--rescore PROFILE --shapes FILE --summary FILES`` makes the
-table that another cost table's picks would have given on the same cells, as far as they were measured. Fixed policies
-have the fixed ladder; replicas of serving engines have those engines' own lists. vLLM's is that of 0.33: 0.23 and
-either runner pick the same for all of these shapes, so they have no rows. The replicas of vllm-ascend and Kunlun are of
-other devices.
+table that another cost table's picks would have given on the same cells, as far as they were measured. vLLM's
+replica is that of 0.33: 0.23 and either runner pick the same for all of these shapes, so they have no rows. The
+replicas of vllm-ascend and Kunlun are of other devices.
 
 Run: ``python -m benchmarks.gpu.regret --model NAME --config FILE --shapes FILE --out FILE --date D [--seconds 400]``; a
 run goes on where the file ends. ``--loads`` takes some of the shapes' loads; ``--save-profile`` keeps the table that
@@ -52,10 +52,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.command import command_line, input_file, input_path, output_file, profile
 from benchmarks.gpu.shapes import BLOCK_SIZE, KV_TOKENS, LONGEST, MAX_NUM_REQS, MAX_NUM_TOKENS
@@ -84,11 +84,25 @@ WRITE_S = 15.0
 """Seconds between writes of what there is: a run that is killed loses no more"""
 
 
-def open_engines(options: argparse.Namespace) -> tuple[Any, dict[str, Any], float, list[dict[str, Any]]]:
-    """(model, an Engine for each policy over one executor's graphs, seconds of capture, samples of the costs)."""
+class Opened(NamedTuple):
+    """What shapes are measured with."""
+
+    model: Any
+    engines: dict[str, Any]
+    """One for each policy, over one executor's graphs"""
+    ladder: frozenset[Any]
+    """The fixed ladder's graphs"""
+    capture_s: float
+    samples: list[dict[str, Any]]
+    """Of the costs"""
+
+
+def open_engines(options: argparse.Namespace) -> Opened:
+    """The model, every policy's graphs and costs."""
     import torch
 
     from benchmarks.gpu.common import config_of, load_model, opened
+    from kpolicy.engine import Engine
     from kpolicy.executors.calibrate import Calibration
     from kpolicy.serving.warm_up import warm_up
     from kpolicy.settings import Settings
@@ -105,7 +119,7 @@ def open_engines(options: argparse.Namespace) -> tuple[Any, dict[str, Any], floa
     }  # fmt: skip
     begun = time.perf_counter()
     with torch.no_grad():
-        capture_all(shared, ladder)
+        capture_all(shared, ladder, ladder if options.tiny else None)
     capture_s = time.perf_counter() - begun
     warm_up(executor, registry, model, settings)  # as `kpolicy calibrate` does
     calibration = Calibration(executor, registry, model, settings)
@@ -115,20 +129,30 @@ def open_engines(options: argparse.Namespace) -> tuple[Any, dict[str, Any], floa
     samples = calibration.samples()
     calibration.end()
     shared |= {"costs": costs}
-    return model, {**autos(shared, ladder), **others(shared, ladder)}, capture_s, samples
+    fixed = frozenset(Engine("auto", ladder=ladder, **shared).keys)
+    # A toy's own ladder is its fixed one, so that a dry run has few graphs.
+    own = ladder if options.tiny else None
+    return Opened(model, {**autos(shared, own), **others(shared, own)}, fixed, capture_s, samples)
 
 
-def capture_all(shared: dict[str, Any], ladder: Sequence[int]) -> None:
-    """Every policy's graphs, in one executor and registry."""
+def capture_all(shared: dict[str, Any], ladder: Sequence[int], own: Sequence[int] | None = None) -> None:
+    """The fixed ladder's graphs and every policy's, in one executor and registry.
+
+    Args:
+        shared: what the Engines share.
+        ladder: the fixed one.
+        own: that of `auto` and fixed policies; kpolicy's default without.
+    """
     from kpolicy.engine import Engine
 
     Engine("auto", ladder=ladder, **shared).capture()
+    Engine("auto", ladder=own, **shared).capture()
     for spec in OWN_SIZES:
         Engine(spec, **shared).capture()
 
 
-def autos(shared: dict[str, Any], ladder: Sequence[int]) -> dict[str, Any]:
-    """`auto` for either objective."""
+def autos(shared: dict[str, Any], ladder: Sequence[int] | None = None) -> dict[str, Any]:
+    """`auto` for either objective, over kpolicy's default ladder or that one."""
     from kpolicy.engine import Engine
 
     return {
@@ -137,8 +161,8 @@ def autos(shared: dict[str, Any], ladder: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def others(shared: dict[str, Any], ladder: Sequence[int]) -> dict[str, Any]:
-    """Fixed policies over the ladder, replicas over the sizes of what they are replicas of."""
+def others(shared: dict[str, Any], ladder: Sequence[int] | None = None) -> dict[str, Any]:
+    """Fixed policies over kpolicy's default ladder or that one, replicas over their engines' sizes."""
     from kpolicy.engine import Engine
 
     return {
@@ -230,12 +254,22 @@ def name_of(decision: Any) -> str:
     return f"{decision.mode} {'+'.join(parts)}"
 
 
-def measure(shape: dict[str, Any], model: Any, engines: dict[str, Any]) -> dict[str, Any]:
-    """One shape: microseconds of every cell, and each policy's pick."""
+def measure(
+    shape: dict[str, Any], model: Any, engines: dict[str, Any], ladder: Collection[Any] | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """One shape: microseconds of every cell, and each policy's pick.
+
+    Args:
+        shape: what the step has.
+        model: runs.
+        engines: one for each policy.
+        ladder: graphs of which the two smallest fitting ones of each kind are measured; `auto`'s by default.
+    """
     auto = engines["auto"]
     inputs = inputs_of(shape, model)
     numbers = inputs.numbers
-    captured = [key for key in auto.registry.captured() if key in set(auto.keys)]
+    own = set(auto.keys if ladder is None else ladder)
+    captured = [key for key in auto.registry.captured() if key in own]
     cells = {name_of(each): each for each in ways_of(numbers, captured, auto.support.claims)}
     picks = {}
     for name, engine in engines.items():
@@ -357,7 +391,7 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
         if at.get(name, mine) != mine:
             sys.exit(f"{options.out} has {at[name]!r} and this run is of {mine!r}; give another --out.")
     begun = time.monotonic()
-    model, engines, capture_s, samples = open_engines(options)
+    model, engines, ladder, capture_s, samples = open_engines(options)
     auto = engines["auto"]
     failed = {str(key): why[:200] for key, why in auto.executor.capture_errors.items()}
     taken = f"{capture_s:.1f} s, ready at {time.monotonic() - begun:.0f} s"
@@ -369,7 +403,8 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
     beside.write_text(json.dumps([*before, samples], separators=(",", ":")))
     at |= {
         "model": options.model, "date": options.date, "capture_s": round(capture_s, 1), "failed": failed,
-        "device": device, "kernels": options.kernels, "support": str(model.support),
+        "own": "tiny" if options.tiny else "default", "device": device, "kernels": options.kernels,
+        "support": str(model.support),
         "versions": versions(), "host_noise": noise, "command": command_line("benchmarks.gpu.regret", argv),
         "too_long": {load: each["too_long"] for load, each in shapes.items()},
         "steps": {load: each["steps"] for load, each in shapes.items()},
@@ -389,7 +424,7 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
                     continue
                 if time.monotonic() - begun > options.seconds:
                     break
-                cell = measure(loads[load][i], model, engines)
+                cell = measure(loads[load][i], model, engines, ladder)
                 at["cells"][f"{load}/{i}"] = {"table": len(at["tables"]) - 1, **cell}
                 if time.monotonic() - said > WRITE_S:
                     said = time.monotonic()
@@ -429,7 +464,7 @@ def repicked(at: dict[str, Any], shapes: dict[str, Any], costs: Any) -> tuple[di
         shapes: the model's shapes that they are of, by load.
         costs: the table.
     """
-    engines = autos(_simulated(at, costs), LADDER)
+    engines = autos(_simulated(at, costs), _own(at))
     cells = {}
     for key, cell in at["cells"].items():
         load, _, i = key.rpartition("/")
@@ -452,7 +487,7 @@ def own_graphs(at: dict[str, Any], shapes: dict[str, Any]) -> tuple[dict[str, An
     """
     from kpolicy.costs import analytic_costs
 
-    engines = others(_simulated(at, analytic_costs()), LADDER)
+    engines = others(_simulated(at, analytic_costs()), _own(at))
     cells: dict[str, Any] = {}
     without: dict[str, set[str]] = {}
     for key, cell in at["cells"].items():
@@ -466,6 +501,11 @@ def own_graphs(at: dict[str, Any], shapes: dict[str, Any]) -> tuple[dict[str, An
         for name in without[key.rpartition("/")[0]]:
             del cell["picks"][name]
     return {**at, "cells": cells}, {load: names for load, names in without.items() if names}
+
+
+def _own(at: dict[str, Any]) -> tuple[int, ...] | None:
+    """The ladder that `auto` and fixed policies have in a file; None for kpolicy's default."""
+    return {"default": None, "tiny": TINY}.get(at.get("own", ""), LADDER)
 
 
 def _simulated(at: dict[str, Any], costs: Any) -> dict[str, Any]:

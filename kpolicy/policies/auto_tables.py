@@ -23,7 +23,7 @@ from kpolicy.decision import Decision
 from kpolicy.modes import Mode, SplitForm
 from kpolicy.policies import ranks
 from kpolicy.policies.auto import cheapest, cheapest_of_unlike, choose, rate
-from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails, split_way
+from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails, split_way, steps_ahead
 from kpolicy.policies.rank_times import NUM_TIMES, RankTimes, Voted
 from kpolicy.policies.tables import EAGER_WAY, MOST_DECISIONS, Entry, Group, PreparedWays, at
 from kpolicy.reasons import Reason
@@ -439,8 +439,7 @@ class AutoTables:
         limit = objective.first_token_limit * least
         best_score, best_cycle = step_weight * least + gap_weight * least, least
         best: tuple[int, Entry | None] = (1, None)
-        steps = 2
-        while steps <= most_steps:
+        for steps in steps_ahead(most_steps):
             decodes_us = steps * d_device
             for tail, t_device, t_host in turns:
                 shorter, longer = (decodes_us, t_device) if decodes_us <= t_device else (t_device, decodes_us)
@@ -451,7 +450,6 @@ class AutoTables:
                     score = step_weight * (cycle - (steps - 1) * spared_us) + gap_weight * (cycle / steps)
                     if score < best_score or (score == best_score and cycle < best_cycle):
                         best_score, best_cycle, best = score, cycle, (steps, tail)
-            steps *= 2
         return best
 
     # Prepared decisions

@@ -7,6 +7,7 @@ A policy is a pure function of (shape, attention support, captured keys, costs).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import attrs
@@ -39,6 +40,7 @@ __all__ = [
     "repeats",
     "split_tails",
     "split_way",
+    "steps_ahead",
 ]
 
 Select = Callable[..., Decision]
@@ -280,10 +282,19 @@ def split_way(decode: GraphKey, tails: Tails, form: SplitForm, most_steps: int) 
 
 
 def repeats(form: SplitForm, most: int) -> tuple[int, ...]:
-    """Decode steps that a form may run: powers of two, so that prepared decisions stay few."""
-    if form is not SplitForm.DECODES_BESIDE:
-        return (1,)
-    return tuple(1 << i for i in range(1, most.bit_length()) if 1 << i <= most)
+    """Decode steps that a form may run."""
+    return steps_ahead(most) if form is SplitForm.DECODES_BESIDE else (1,)
+
+
+@lru_cache(maxsize=64)
+def steps_ahead(most: int) -> tuple[int, ...]:
+    """Several decode steps at once, up to `most`: 2, 3, 4, 6, 8, 12, and so on.
+
+    Few, so that prepared decisions stay few, and near enough to each other that where one is just too late for the
+    bound on time to first token, the next takes most of what it would have given.
+    """
+    powers = [1 << i for i in range(1, most.bit_length())]
+    return tuple(sorted(steps for power in powers for steps in (power, power + power // 2) if steps <= most))
 
 
 def eager_reason(context: PolicyContext) -> Reason:

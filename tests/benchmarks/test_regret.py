@@ -298,3 +298,13 @@ def test_replicas_of_engines_for_this_device_are_compared() -> None:
     prompt = regret.numbers_of({"decodes": [], "chunks": [(7, 0)], "steps": 1})
     assert "FULL 16t/16r" in regret.name_of(engines["nano_vllm"].select(*decodes))
     assert regret.name_of(engines["nano_vllm"].select(*prompt)).startswith("eager")
+
+
+def test_auto_and_fixed_policies_have_the_default_ladder() -> None:
+    """Which has a graph of ten rows, where files of before have the fixed ladder's next one."""
+    shared = regret._simulated({"support": "mixed"}, analytic_costs())
+    nine = regret.numbers_of({"decodes": [10] * 9, "chunks": [], "steps": 1})
+    for at, graph in (({"own": "default"}, "FULL 10t/10r"), ({}, "FULL 16t/16r")):
+        own = regret._own(at)
+        for engine in (regret.autos(shared, own)["auto"], regret.others(shared, own)["full"]):
+            assert graph in regret.name_of(engine.select(*nine))

@@ -13,7 +13,7 @@ from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.policies import PolicyContext, get_policy
 from kpolicy.policies.auto import AutoPolicy
-from kpolicy.policies.base import legal_ways
+from kpolicy.policies.base import legal_ways, repeats
 from kpolicy.profiles import load_profile
 from kpolicy.reasons import Basis, Reason
 from kpolicy.settings import Objective, Settings
@@ -304,3 +304,10 @@ def test_an_eager_half_is_told_by_the_adapters_of_the_step_itself():
     for loras in (1, 4, 1):
         shape = BatchShape(decodes=((1, 8),), prefills=((16, 0),), num_active_loras=loras)
         assert compiled.select(*shape.numbers) == policy.decide(shape, told)
+
+
+@pytest.mark.parametrize(("most", "steps"), [(1, ()), (2, (2,)), (3, (2, 3)), (5, (2, 3, 4)), (8, (2, 3, 4, 6, 8))])
+def test_decode_steps_beside_a_prompt(most: int, steps: tuple[int, ...]) -> None:
+    """Near enough to each other that the next fewer is a good part of one that is too late."""
+    assert repeats(SplitForm.DECODES_BESIDE, most) == steps
+    assert repeats(SplitForm.BESIDE, most) == (1,)
