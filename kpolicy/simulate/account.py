@@ -103,8 +103,10 @@ class Account:
             else:
                 self.gap.add(now_us - request.last_us)
             request.last_us = -1.0
+        with_prompt = {id(request) for request in done.first_tokens} if after_us else ()
         for request in done.finished:
-            self.finish(request, now_us)
+            # A decode row has its last token when the decode half is done.
+            self.finish(request, now_us if not after_us or id(request) in with_prompt else now_us - after_us)
 
     def finish(self, request: Request, now_us: float) -> None:
         """Count a request that has all of its tokens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from itertools import groupby
+from typing import Any
 
 import attrs
 import numpy as np
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 
 from kpolicy.budgets import Budget
 from kpolicy.errors import ConfigError
+from kpolicy.scheduling.token_gaps import TokenGaps
 from kpolicy.scheduling.traces import TraceRequest
 from kpolicy.settings import Settings
 from kpolicy.simulate import Drafts, Server, ServiceLevel, SimResult, SimStep, simulate
+from kpolicy.simulate.account import Account
 from kpolicy.simulate.drafts import drawn
 from kpolicy.simulate.queue import Queue
 from kpolicy.simulate.requests import Request
@@ -420,3 +423,32 @@ def test_part_of_a_tokens_kv_is_taken_whole() -> None:
     """Graphs of one byte more than whole KV tokens take a token more."""
     of = Server(kv_tokens=160, block_size=16, kv_bytes_per_token=100)
     assert [of.blocks(graph_bytes) for graph_bytes in (0, 1, 1600, 1601)] == [10, 9, 9, 8]
+
+
+@pytest.mark.parametrize("policy", ["split", "split:form=beside", "split:form=decodes_beside", "auto", "full"])
+def test_gaps_of_a_request_add_up_to_its_time_between_tokens(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Whatever a step's halves take: from each first token to each last one, of rows that are never preempted."""
+    between: list[float] = []
+    finish = Account.finish
+
+    def noted(self: Account, request: Any, now_us: float) -> None:
+        between.append(now_us - request.first_us)
+        finish(self, request, now_us)
+
+    gaps: list[float] = []
+    step = TokenGaps.step
+
+    def seen(self: TokenGaps, *given: Any, **named: Any) -> Any:
+        found = step(self, *given, **named)
+        gaps.extend(gap * count for gap, count in found)
+        return found
+
+    monkeypatch.setattr(Account, "finish", noted)
+    monkeypatch.setattr(TokenGaps, "step", seen)
+    trace = trace_of(*[(3.0 * i, 5 + 7 * i % 40, 2 + i % 9) for i in range(60)])
+    result = simulate(trace, policy, server=server(400), costs=COSTS, ladder=SIZES, stepwise=True)
+    assert result.served == 60
+    assert not result.preemptions
+    assert sum(gaps) == pytest.approx(sum(between))
