@@ -447,7 +447,7 @@ def test_gaps_of_a_request_add_up_to_its_time_between_tokens(
 
     monkeypatch.setattr(Account, "finish", noted)
     monkeypatch.setattr(TokenGaps, "step", seen)
-    trace = trace_of(*[(3.0 * i, 5 + 7 * i % 40, 2 + i % 9) for i in range(60)])
+    trace = trace_of(*[(0.4 * i, 5 + 7 * i % 40, 2 + i % 9) for i in range(60)])
     result = simulate(trace, policy, server=server(400), costs=COSTS, ladder=SIZES, stepwise=True)
     assert result.served == 60
     assert not result.preemptions
