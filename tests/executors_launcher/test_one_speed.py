@@ -137,7 +137,7 @@ def test_a_bench_tells_replays_of_the_usual_state_and_eager_steps_as_they_were(h
     assert found[eager] == raw[eager]
 
 
-@pytest.mark.parametrize(("model", "windows"), [("qwen05b", [(207, 220), (487, 505)]), ("qwen05b_second", [])])
+@pytest.mark.parametrize(("model", "windows"), [("qwen05b_third", [(207, 220), (487, 505)]), ("qwen05b_second", [])])
 def test_a_calibration_beside_which_processes_began_has_one_state(model: str, windows: list[tuple[int, int]]) -> None:
     """On an H200: where others' processes began, all replays took 7 to 12% less for a second or two."""
     (recorded,) = json.loads((RAW / f"regret_{model}.calibration.json").read_text())
