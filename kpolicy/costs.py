@@ -574,15 +574,20 @@ class Costing(Protocol):
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost: ...
 
 
-def decodes_ready_us(costs: Costing, launches: tuple[Launch, ...], numbers: BatchNumbers) -> float:
-    """Microseconds from a step's start until its decode rows have all tokens that it brings them.
+def decodes_ready_us(
+    costs: Costing, launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float
+) -> float:  # fmt: skip
+    """Microseconds from the start of a step in halves until its decode rows have all tokens that it brings them.
 
-    Of a step in halves that is its decode steps' own time, as if the other half took them nothing, and at most the
-    step's; of any other the step's.
+    That is its decode steps' own time, as if the other half took them nothing, and at most the step's.
+
+    Args:
+        costs: what launches take.
+        launches: decode rows' half, then the other.
+        numbers: the step's rows.
+        cycle_us: what the whole step takes.
     """
-    cycle_us, first = costs.cost(launches, numbers).cycle_us, launches[0]
-    if len(launches) == 1:
-        return cycle_us
+    first = launches[0]
     return min(costs.cost((attrs.evolve(first, repeat=1),), numbers).cycle_us * first.repeat, cycle_us)
 
 

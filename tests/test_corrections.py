@@ -96,15 +96,6 @@ def test_noise_and_outliers_change_nothing() -> None:
     assert served(Correction(TABLE), 40_000, noisy) == []
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.5, 4.0])
-def test_a_throttled_device_changes_nothing(factor: float) -> None:
-    """What all steps share says nothing of modes, whether it lasts or comes and goes."""
-    correction = Correction(TABLE)
-    for turn in range(6):
-        slow = factor if turn % 2 else 1.0
-        assert served(correction, 3000, lambda *step, slow=slow: slow * noisy(*step), seed=turn) == []
-
-
 def test_one_mode_that_is_off_is_mended() -> None:
     """PIECEWISE takes a third more at large sizes: only those numbers change, and back when it is over."""
     correction = Correction(TABLE)
@@ -243,12 +234,13 @@ def test_outliers_of_halves_beside_each_other_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.5, 4.0])
-def test_a_throttled_device_does_not_change_what_overlapping_costs(factor: float) -> None:
-    """All units share it, those of halves too."""
-    correction = Correction(OVERLAPS)
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_throttled_device_changes_nothing(factor: float, halves: bool) -> None:
+    """What all steps share says nothing of modes nor of overlapping, whether it lasts or comes and goes."""
+    serve, correction = (beside, Correction(OVERLAPS)) if halves else (served, Correction(TABLE))
     for turn in range(6):
         slow = factor if turn % 2 else 1.0
-        assert beside(correction, 3000, lambda *step, slow=slow: slow * noisy(*step), seed=turn) == []
+        assert serve(correction, 3000, lambda *step, slow=slow: slow * noisy(*step), seed=turn) == []
 
 
 def test_what_is_off_of_a_half_is_not_put_on_overlapping() -> None:

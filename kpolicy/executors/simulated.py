@@ -396,7 +396,7 @@ class SimulatedDevice:
             cycle_us *= 100
         if decision.mode is not Mode.SPLIT:
             return (ReadyAt(cycle_us),)
-        return ReadyAt(decodes_ready_us(self.costs, decision.launches, numbers)), ReadyAt(cycle_us)
+        return ReadyAt(decodes_ready_us(self.costs, decision.launches, numbers, cycle_us)), ReadyAt(cycle_us)
 
     def _cycle_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> float:
         """`CostTable.cost`, with what a decode graph costs apart from its KV worked out once a graph."""

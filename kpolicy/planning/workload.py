@@ -197,7 +197,8 @@ class Workload:
             rows.append(self._others())
         if layout.decode and not layout.one_list:
             rows += [self._decodes(q) for q in self.histogram.settled().decodes if not layout.captures(q)]
-        return float(sum(each.escape_us(self.costs.deciding).sum() for each in rows))
+        costs = self.costs.deciding
+        return float(sum(each.escape_us(costs).sum() for each in rows))
 
     def lists_of(self, sizes: CaptureSizes) -> dict[str, tuple[int, ...]]:
         """The lists that capture sizes stand for, `DECODE` in requests."""

@@ -72,14 +72,15 @@ class Account:
             came, q = 0, queue.rows.query_len
             alone = not gaps.waited_us and not numbers.num_prefills
             found = gaps.step(us, numbers.num_decodes, decode_steps, after_us)
+            mean_us = sum(each * count for each, count in found) / numbers.num_decodes if q > 1 else 0.0
             for tokens, rows in queue.rows.emitted(decode_steps):
                 came += rows * tokens
                 if q > 1:
                     # What a step brings a row at once is spread over its time.
-                    self.gap.add(
-                        sum(each * count for each, count in found) / numbers.num_decodes / tokens, rows * tokens
-                    )
-            if q == 1:
+                    self.gap.add(mean_us / tokens, rows * tokens)
+            if q > 1:
+                found = [(mean_us, came)]
+            else:
                 for each, count in found:
                     self.gap.add(each, count)
             self.tokens += came

@@ -312,7 +312,9 @@ class _Simulation:
             after_us = 0.0
             if len(decision.launches) > 1:
                 # Ranks go on together: what the slowest takes longer comes after this one's tokens too.
-                after_us = slowest.cycle_us - decodes_ready_us(step_costs[rank], decision.launches, numbers[rank])
+                after_us = slowest.cycle_us - decodes_ready_us(
+                    step_costs[rank], decision.launches, numbers[rank], costs[rank].cycle_us
+                )
             self.account.take(queue, step, decision.decode_steps, us, self.now_us, after_us)
         self.steps += 1
 
