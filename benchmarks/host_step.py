@@ -114,7 +114,7 @@ class NoDevice(cuda.CudaAdapter):
     def new_stream(self, priority: int = 0) -> Any:
         return priority
 
-    def _current(self) -> Any:
+    def current(self) -> Any:
         return 0
 
     def submit(self, stream: Any, work: Callable[[], None]) -> None:

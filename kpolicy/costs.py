@@ -47,10 +47,11 @@ __all__ = [
     "ModelFigures",
     "Ties",
     "analytic_costs",
-    "decodes_ready_us",
 ]
 
 
+_WAITS = 16
+"""Shares of a slot that a launch's repeats may wait for"""
 FEW_DECODES = 8
 """Decode rows, at most, beside which `CostTable.overlap_cost` is timed where a graph has so few"""
 
@@ -564,6 +565,58 @@ class CostTable:
         """
         return max(own_us + share * (device_us - own_us), share * host_us) + share * self.step_us
 
+    def beside_us(self, device_us: float, host_us: float, overlap_cost: float) -> float:
+        """One decode step beside another half: both go on slower meanwhile, the one as much as the other.
+
+        Of halves that slow each other down alike, what the shorter one takes beyond the longer is ``overlap_cost``
+        times its own time only if each runs ``1 + overlap_cost`` times as long beside the other.
+
+        Args:
+            device_us: device time of the decode step alone.
+            host_us: host time of its launch.
+            overlap_cost: of the two halves.
+        """
+        return max(device_us * (1 + overlap_cost), host_us)
+
+    def wait_share(self, device_us: float, host_us: float, cycle_us: float, steps: int) -> float | None:
+        """`Launch.wait_share` of so many decode steps beside a prompt, so that the last is over when the step ends.
+
+        Rounded down to a sixteenth of a slot, so that prepared decisions stay few and a step is rather early than
+        late. None where they take all of the step's time or nearly.
+
+        Args:
+            device_us: device time of one of the decode steps alone.
+            host_us: host time of its launch.
+            cycle_us: what the whole step takes.
+            steps: decode steps.
+        """
+        busy_us = cycle_us - self.step_us
+        decodes_us = steps * self.beside_us(device_us, host_us, self.overlap_cost)
+        if decodes_us >= busy_us:
+            return None
+        return int((1 - decodes_us / busy_us) * _WAITS) / _WAITS or None
+
+    def decodes_ready_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float) -> float:
+        """`Costing.decodes_ready_us`."""
+        return self.decodes_ready_by(self.launch_us, self.overlap_cost, launches, numbers, cycle_us)
+
+    def decodes_ready_by(
+        self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], overlap_cost: float,
+        launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float,
+    ) -> float:  # fmt: skip
+        """`decodes_ready_us` where launches take something else; the arguments are those of `cost_by` and its cycle."""
+        first = launches[0]
+        device_us, host_us = launch_us(first, numbers)
+        if all(launch.stream == first.stream for launch in launches):
+            ready_us = first.repeat * max(device_us, host_us)
+        else:
+            each_us = self.beside_us(device_us, host_us, overlap_cost)
+            ready_us = first.repeat * each_us
+            if first.wait_share is not None:
+                begun = (first.repeat - 1 + first.wait_share) / first.repeat
+                ready_us = max(ready_us, begun * (cycle_us - self.step_us) + each_us)
+        return min(ready_us + self.step_us, cycle_us)
+
     def score(self, cost: Cost, objective: Objective) -> float:
         return objective.step_weight * cost.step_us + objective.gap_weight * cost.gap_us
 
@@ -573,22 +626,15 @@ class Costing(Protocol):
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost: ...
 
+    def decodes_ready_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float) -> float:
+        """Microseconds from the start of a step in halves until its decode rows have all tokens that it brings them.
 
-def decodes_ready_us(
-    costs: Costing, launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float
-) -> float:  # fmt: skip
-    """Microseconds from the start of a step in halves until its decode rows have all tokens that it brings them.
-
-    That is its decode steps' own time, as if the other half took them nothing, and at most the step's.
-
-    Args:
-        costs: what launches take.
-        launches: decode rows' half, then the other.
-        numbers: the step's rows.
-        cycle_us: what the whole step takes.
-    """
-    first = launches[0]
-    return min(costs.cost((attrs.evolve(first, repeat=1),), numbers).cycle_us * first.repeat, cycle_us)
+        Args:
+            launches: decode rows' half, then the other.
+            numbers: the step's rows.
+            cycle_us: what the whole step takes; it is at most that.
+        """
+        ...
 
 
 _COUNTS_OF_MODELS = {

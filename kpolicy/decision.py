@@ -23,6 +23,10 @@ class Launch:
         key: the graph that replays; None runs eagerly.
         stream: 0 is the main stream; another number runs beside it.
         repeat: decode steps that follow each other in this launch.
+        wait_share: how its repeats lie beside the step's other launch, which is on another stream. That one's attention
+            calls are divided into `repeat` slots, and each repeat begins when this share of its slot is over, so that
+            tokens come evenly and the last when the step ends. None: all at once, one after the other. An executor
+            whose host runs the device's work itself doesn't wait.
         padded_tokens: for an eager launch that is padded all the same (vLLM v1 under data parallelism).
         reason: why an eager launch inside a SPLIT doesn't replay.
     """
@@ -33,6 +37,7 @@ class Launch:
     repeat: int = 1
     padded_tokens: int | None = None
     reason: Reason | None = None
+    wait_share: float | None = None
 
     @property
     def part(self) -> Part | None:
@@ -58,6 +63,8 @@ class Launch:
         text = f"{self.rows}: {self.key or 'eager'}"
         if self.repeat > 1:
             text += f" x{self.repeat}"
+        if self.wait_share is not None:
+            text += f" after {self.wait_share:.0%} of a slot"
         if self.stream:
             text += f" on stream {self.stream}"
         return text
@@ -119,6 +126,8 @@ class Decision:
             if numbers is not None:
                 row |= {"tokens": launch.num_tokens(numbers), "padding": launch.padding(numbers)}
             row |= {"stream": launch.stream, "repeat": launch.repeat}
+            if launch.wait_share is not None:
+                row["wait_share"] = launch.wait_share
             if launch.reason is not None:
                 row["reason"] = launch.reason.value
             launches.append(row)

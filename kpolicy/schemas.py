@@ -239,6 +239,7 @@ class StepLaunch:
     stream: int = 0
     repeat: int = 1
     reason: str | None = None
+    wait_share: float | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -306,6 +307,7 @@ class StepEntry:
                 stream=launch.stream,
                 repeat=launch.repeat,
                 reason=None if launch.reason is None else launch.reason.value,
+                wait_share=launch.wait_share,
             )
             for launch in decision.launches
         )

@@ -237,6 +237,53 @@ def test_several_decodes_beside_by_hand() -> None:
     assert cost.step_us == pytest.approx(cycle - 3 * (decode + 30))
 
 
+DECODE_HALF_US = 100 + DECODE_US
+
+
+@pytest.mark.parametrize("repeat", [1, 4])
+def test_when_decodes_in_turn_are_done_by_hand(repeat: int) -> None:
+    """Their own time, and what a step takes beside all that it launches."""
+    cycle = TABLE.cost(split(0, repeat), MIXED).cycle_us
+    assert TABLE.decodes_ready_us(split(0, repeat), MIXED, cycle) == pytest.approx(repeat * DECODE_HALF_US + 30)
+    assert TABLE.decodes_ready_us(split(0, repeat), MIXED, 120.0) == 120, "at most the step"
+
+
+def test_when_decodes_beside_are_done_by_hand() -> None:
+    """Half of the shorter half is paid: each half takes 1.5 times as long beside the other."""
+    long = BatchShape(decodes=[(1, 6)], prefills=[(64, 40_000)], decode_kv_tokens=6000).numbers
+    cycle = TABLE.cost(split(1, 2), long).cycle_us
+    assert TABLE.decodes_ready_us(split(1, 2), long, cycle) == pytest.approx(2 * 1.5 * DECODE_HALF_US + 30)
+    # Two halves that take about as long are done together.
+    cycle = TABLE.cost(split(1, 2), MIXED).cycle_us
+    assert TABLE.decodes_ready_us(split(1, 2), MIXED, cycle) == cycle
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_decodes_that_wait_are_done_when_the_step_is(steps: int) -> None:
+    """Less than a sixteenth of a slot before its end, and never after it."""
+    numbers = BatchShape(decodes=[(1, 6)], prefills=[(64, 40_000)], decode_kv_tokens=6000).numbers
+    first, second = split(1, steps)
+    cycle = TABLE.cost((first, second), numbers).cycle_us
+    wait = TABLE.wait_share(*TABLE.launch_us(first, numbers), cycle, steps)
+    assert wait is not None
+    assert wait * 16 == int(wait * 16)
+    ready = TABLE.decodes_ready_us((attrs.evolve(first, wait_share=wait), second), numbers, cycle)
+    slot = (cycle - 30) / steps
+    # By hand: the last begins when its slot is so far over, and takes 1.5 times its time.
+    assert ready == pytest.approx((steps - 1 + wait) * slot + 1.5 * DECODE_HALF_US + 30)
+    assert cycle - slot / 16 <= ready <= cycle
+    at_once = TABLE.decodes_ready_us((first, second), numbers, cycle)
+    assert at_once < ready
+
+
+def test_decodes_that_fill_the_step_do_not_wait() -> None:
+    """Nothing is left to wait for; a host that takes longer than the device counts with its time."""
+    assert TABLE.wait_share(100.0, 0.0, 330.0, 2) is None
+    assert TABLE.wait_share(100.0, 0.0, 630.0, 2) == 0.5
+    assert TABLE.wait_share(100.0, 300.0, 630.0, 2) is None
+    assert TABLE.wait_share(100.0, 0.0, 30.0, 1) is None
+
+
 @pytest.mark.parametrize(("waiting", "share"), [(0, 1), (6, 6 / 12), (94, 6 / 100)])
 def test_what_decodes_ahead_spare_is_shared_with_requests_that_wait(waiting: int, share: float) -> None:
     """Requests that wait for a place in a step only will share later steps, so less of those is spared.

@@ -228,6 +228,8 @@ def ways_of(numbers: Any, keys: Sequence[Any], claims: Any) -> list[Any]:
     for decision in sorted(all_decisions(numbers, fitting), key=lambda each: [k.num_tokens for k in each.keys]):
         if len(decision.launches) > 1 and not decision.keys[0].decode_only:
             continue  # a graph for decodes alone, of the same size, does the same with less
+        if decision.launches[0].wait_share is not None:
+            continue  # the same cycle; a pick that waits is a cell of its own
         kind = (
             decision.mode, decision.form, tuple((key.part, key.decode_only) for key in decision.keys),
             tuple(launch.repeat for launch in decision.launches),
@@ -249,6 +251,7 @@ def name_of(decision: Any) -> str:
     """What tells one cell from another."""
     parts = [
         f"{launch.rows.value}:{launch.key or 'eager'}:{launch.padded_tokens or ''}@{launch.stream}x{launch.repeat}"
+        + ("" if launch.wait_share is None else f"~{launch.wait_share}")
         for launch in decision.launches
     ]
     return f"{decision.mode} {'+'.join(parts)}"

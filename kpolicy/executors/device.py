@@ -159,7 +159,8 @@ class DeviceAdapter(Protocol):
     # too. And give_back(stream): nobody needs a stream any more of `new_stream`'s; device_name, what the device calls
     # itself, which costs that were measured on another one are told by; checks, whether `replay` looks itself at where
     # weights and KV are, which the launcher otherwise does now and then; trim(), gives the device what a library keeps
-    # of its memory for later, once nothing runs there: called where what captures warmed up with isn't needed again.
+    # of its memory for later, once nothing runs there: called where what captures warmed up with isn't needed again;
+    # current(), the stream that launches go to now: repeats of a launch then lie evenly beside another (`wait_share`).
 
     def commit(self, until: Span | None = None) -> None:
         """Bring all that was staged since to the device, before what the current stream gets next.

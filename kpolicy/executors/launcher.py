@@ -58,6 +58,7 @@ from kpolicy.executors.segments import (
     head_rows,
     trim,
 )
+from kpolicy.executors.spread import SpreadRepeats
 from kpolicy.executors.step_model import StepModel
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
@@ -110,6 +111,8 @@ class GraphLauncher:
 
     Attributes:
         late_failure: called, on the stream's thread, with the key of a graph that failed on a stream beside.
+        spreads: whether repeats of a launch lie evenly beside another where a decision says so (`Launch.wait_share`);
+            otherwise all begin at once.
 
     Raises:
         ConfigError: the model isn't a `StepModel`, or `max_num_reqs` isn't at least 1.
@@ -141,6 +144,13 @@ class GraphLauncher:
         """Where weights and KV lay at the first capture, where replays don't look themselves"""
         self._part_run = PartRun(adapter, model)
         self._started: DeviceEvent = adapter.event()
+        self.spreads = not adapter.host_runs and hasattr(adapter, "current")
+        self._waiting: Launch | None = None
+        """The launch of this step whose repeats wait for the next launch"""
+        self._spread: SpreadRepeats | None = None
+        """Those repeats, until that launch comes"""
+        self._num_calls = 0
+        """Attention calls of a forward; 0 while nobody knows"""
         self._ready: list[ReadyEvent] = []
         self._unfinished: list[DeviceEvent] = []
 
@@ -205,6 +215,7 @@ class GraphLauncher:
                         key, shape, self.adapter, self.model, pool.memory, buffers, pool.breaks, warm_ups
                     )
                     graphs = handle.num_graphs
+                    self._num_calls = graphs - 1
         except Exception as error:
             failed = self._capture_error(str(key), error)
             if isinstance(failed, CaptureError):
@@ -236,8 +247,11 @@ class GraphLauncher:
 
     def start(self, decision: Decision) -> None:
         """A step begins: it waits for the one before, and its parts' times count from here."""
-        self._ready = []
+        # Of a step that was given up in between nothing is left.
+        self._ready, self._spread, self._waiting = [], None, None
         launches = decision.launches
+        if self.spreads and len(launches) > 1 and launches[0].stream != launches[1].stream:
+            self._waiting = launches[0] if launches[0].wait_share is not None else None
         self._beside = len(launches) > 1 and self.adapter.host_runs and any(launch.stream for launch in launches)
         try:
             if self._unfinished:
@@ -291,7 +305,8 @@ class GraphLauncher:
             _check_inputs(handle)
             # Before the first launch, where it costs the graph and not the step.
             check_moved(key, self._statics.get(key, {}), self._where())
-        wanted, beside = not live.all_wanted or head is HeadRows.REQS, self._beside or launch.stream
+        wanted = not live.all_wanted or head is HeadRows.REQS
+        behind = self._beside or launch.stream or launch is self._waiting
         with self.adapter.session():
             try:
                 if launch.stream:
@@ -301,7 +316,7 @@ class GraphLauncher:
             except Exception as error:
                 raise replay_error(self.adapter, key, error) from error
             # Only what runs behind the host needs something to fall back on: here the host decides again.
-            fallback = partial(ModelRun, self.model, buffers, shape, head) if beside else None
+            fallback = partial(ModelRun, self.model, buffers, shape, head) if behind else None
             return self._launch(program, rows, live, launch, sampled, fallback)
 
     def moved(self) -> GraphReplayError | None:
@@ -409,9 +424,15 @@ class GraphLauncher:
         """Run what was staged: here, or on a stream beside."""
         adapter, started, run, count = self.adapter, self._started, self._part_run, live.num_wanted
         ready, beside = PartReady(None, started, self._behind), bool(launch.stream or self._beside)
-        outputs = OutputRows(count, ready)
+        outputs, spread = OutputRows(count, ready), self._spread
+        waits, self._spread = launch is self._waiting, None
         try:
-            if beside:
+            if spread is not None:
+                self._tell(spread, program)
+            if waits:
+                repeats = run.repeats(outputs, program, live, launch.repeat, sampled, launch.key, fallback)
+                self._spread = SpreadRepeats(adapter, repeats, outputs, ready, launch)
+            elif beside:
                 stream = self._stream(launch.stream)
                 adapter.submit(stream, partial(
                     run.run_beside, outputs, program, live, launch.repeat, sampled, launch.key, fallback, started,
@@ -422,6 +443,8 @@ class GraphLauncher:
             else:
                 run.run(outputs, program, live, launch.repeat, sampled, launch.key)
                 ready.event = adapter.event()
+            if spread is not None:
+                self._num_calls = spread.end(self.late_failure) or self._num_calls
         except Exception as error:
             raise_lost(adapter, error)
             raise
@@ -431,7 +454,15 @@ class GraphLauncher:
             part = PartOutputs(found, (), SampledTokens(outputs, 0, range(count)) if count else ())
         else:
             part = PartOutputs(found, *sampled_of(outputs, count, rows, launch.repeat))
-        return _BesideOutputs.of(part, outputs) if beside else part
+        return _BesideOutputs.of(part, outputs) if beside or waits else part
+
+    def _tell(self, spread: SpreadRepeats, program: Program) -> None:
+        """Let repeats that wait hear how far this launch is; where nobody can tell, begin them and count for the next."""
+        num_calls: int = getattr(program, "num_calls", self._num_calls)
+        if not num_calls or not hasattr(program, "before_calls"):
+            spread.begin_all()
+        if hasattr(program, "before_calls"):
+            program.before_calls = partial(spread.before_call, num_calls or 1)
 
     def _stream(self, number: int) -> Any:
         stream = self._streams.get(number)

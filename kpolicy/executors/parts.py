@@ -191,7 +191,15 @@ class PartRun:
         self, into: OutputRows, program: Program, rows: LaunchRows, repeat: int, sampled: bool, key: GraphKey | None,
         fallback: Callable[[], Program] | None = None,
     ) -> None:  # fmt: skip
-        """Compute and sample, as often as the launch repeats.
+        """Compute and sample, as often as the launch repeats: all of `repeats`."""
+        for _ in self.repeats(into, program, rows, repeat, sampled, key, fallback):
+            pass
+
+    def repeats(
+        self, into: OutputRows, program: Program, rows: LaunchRows, repeat: int, sampled: bool, key: GraphKey | None,
+        fallback: Callable[[], Program] | None = None,
+    ) -> Iterator[None]:  # fmt: skip
+        """Compute and sample once each time the next is asked for, as often as the launch repeats.
 
         Args:
             into: the launch's outputs. They live as long as the caller likes, and keep neither buffers nor graph.
@@ -227,7 +235,9 @@ class PartRun:
                     into.failed_key = failed
                 if logits is not None:
                     tokens.append(self._model.sample(logits, sampling_inputs(program.buffers, rows) if sampled else {}))
-            into.logits = logits
+                if step == last:
+                    into.logits = logits
+                yield
         except Exception as error:
             raise_lost(self._adapter, error)
             raise

@@ -87,6 +87,30 @@ def _chosen(values: Tensor, buffers: StepBuffers, rows: LaunchRows) -> Tensor:
     return values.index_select(0, buffers.wanted[: rows.num_wanted])
 
 
+class _ToldStep(StepContext):
+    """A step of whose attention calls somebody hears before each."""
+
+    def __init__(
+        self, tensors: StepTensors, layout: RowLayout | None, query_len: int | None, before: Callable[[], None]
+    ) -> None:
+        super().__init__(tensors, layout, query_len)
+        self._before = before
+
+    def attention(self, call: AttentionCall, *tensors: Tensor) -> Tensor:
+        self._before()
+        return call(self, *tensors)
+
+
+def _live_step(
+    buffers: StepBuffers, shape: PaddedShape, rows: LaunchRows, before: Callable[[], None] | None
+) -> StepContext:
+    """What a launch runs over."""
+    tensors = buffers.tensors(shape)
+    if before is None:
+        return StepContext(tensors, rows.layout, shape.uniform_query_len)
+    return _ToldStep(tensors, rows.layout, shape.uniform_query_len, before)
+
+
 class ModelRun:
     """The model, eagerly, over staged buffers.
 
@@ -102,13 +126,14 @@ class ModelRun:
         self.buffers = buffers
         self.shape = shape
         self.head = head
+        self.before_calls: Callable[[], None] | None = None
+        """Called before each attention call"""
 
     def logits(self, rows: LaunchRows, lasting: bool = True) -> Tensor:  # noqa: ARG002 - they are
         """[num_wanted, vocab], in memory of their own."""
         if not self.shape.num_tokens:
             return None
-        tensors = self.buffers.tensors(self.shape)
-        hidden = self.model.forward(StepContext(tensors, rows.layout, self.shape.uniform_query_len))
+        hidden = self.model.forward(_live_step(self.buffers, self.shape, rows, self.before_calls))
         if not rows.num_wanted:
             return None
         if self.head is HeadRows.TOKENS:
@@ -327,7 +352,7 @@ class PieceGraph:
         replay = self._adapter.replay
         for graph, call, arguments, output in self._segments:
             replay(graph)
-            output.copy_(call(step, *arguments))
+            output.copy_(step.attention(call, *arguments))
         replay(self._last)
         return self._hidden
 
@@ -341,11 +366,15 @@ class BoundPieces:
         self.key = graph.key
         self.buffers = graph.buffers
         self.shape = shape
+        self.num_calls = graph.num_graphs - 1
+        """Attention calls of a forward"""
+        self.before_calls: Callable[[], None] | None = None
+        """Called before each"""
         self._graph = graph
 
     def logits(self, rows: LaunchRows, lasting: bool = True) -> Tensor:  # noqa: ARG002 - they are
         """Replay: [num_wanted, vocab], in memory of their own."""
-        step = StepContext(self.buffers.tensors(self.shape), rows.layout, self.shape.uniform_query_len)
+        step = _live_step(self.buffers, self.shape, rows, self.before_calls)
         with running(step):
             hidden = self._graph.replay(step)
         if not rows.num_wanted:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kpolicy.costs import CostTable, HostCost, analytic_costs, decodes_ready_us
+from kpolicy.costs import CostTable, HostCost, analytic_costs
 from kpolicy.decision import Decision, Launch
 from kpolicy.errors import CaptureError, ConfigError, RegistryError
 from kpolicy.executors.base import CaptureReport, ProbeReport, ProbeStatus, StepInputs
@@ -396,7 +396,7 @@ class SimulatedDevice:
             cycle_us *= 100
         if decision.mode is not Mode.SPLIT:
             return (ReadyAt(cycle_us),)
-        return ReadyAt(decodes_ready_us(self.costs, decision.launches, numbers, cycle_us)), ReadyAt(cycle_us)
+        return ReadyAt(self.costs.decodes_ready_us(decision.launches, numbers, cycle_us)), ReadyAt(cycle_us)
 
     def _cycle_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> float:
         """`CostTable.cost`, with what a decode graph costs apart from its KV worked out once a graph."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kpolicy.attention.support import Claims
-from kpolicy.costs import Cost
+from kpolicy.costs import Cost, CostTable
 from kpolicy.decision import Decision
 from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.keys import GraphKey
@@ -32,7 +32,7 @@ from kpolicy.shapes import BatchNumbers, BatchShape
 if TYPE_CHECKING:
     from kpolicy.policies.auto_tables import AutoTables
 
-__all__ = ["AutoPolicy", "cheapest", "choose", "deciding", "in_tail", "rate"]
+__all__ = ["AutoPolicy", "cheapest", "choose", "deciding", "in_tail", "rate", "spread", "wait_of"]
 
 NO_FORMS = "none"
 """No form, as text"""
@@ -88,7 +88,8 @@ class AutoPolicy:
         context, numbers = deciding(context), shape.numbers
         ways = legal_ways(numbers, context, cheapest(context), forms=self.forms)
         way, reason = choose(numbers, ways, context)
-        return way.decided(reason, context, costs=True)
+        wait = wait_of(way, numbers, context.costs)
+        return spread(way, wait).decided(reason, context, costs=True)
 
     def compile(self, context: PolicyContext) -> AutoTables:
         from kpolicy.policies.auto_tables import AutoTables
@@ -100,6 +101,27 @@ def deciding(context: PolicyContext) -> PolicyContext:
     """The context with the costs that decisions are made by, where the smaller of sizes alike has the preference."""
     costs = context.costs.deciding
     return context if costs is context.costs else attrs.evolve(context, costs=costs)
+
+
+def wait_of(way: Way, numbers: BatchNumbers, costs: CostTable) -> float | None:
+    """`Launch.wait_share` of a way's decode steps; None where no prompt runs beside them."""
+    launches = way.launches
+    if len(launches) != 2 or launches[0].stream == launches[1].stream:
+        return None
+    first, cycle_us = launches[0], costs.cost(launches, numbers).cycle_us
+    return costs.wait_share(*costs.launch_us(first, numbers), cycle_us, first.repeat)
+
+
+def spread(way: Way, wait: float | None) -> Way:
+    """The way with its decode steps evenly over the time of the prompt that they run beside, where `wait` is given.
+
+    Done at once they are over long before a long prompt is, and their rows wait for the rest of it, and for the whole
+    of the next step where that is one graph: gaps twice as long as without a split.
+    """
+    if wait is None:
+        return way
+    first, second = way.launches
+    return attrs.evolve(way, launches=(attrs.evolve(first, wait_share=wait), second))
 
 
 def rate(context: PolicyContext) -> Callable[[GraphKey, int], float]:

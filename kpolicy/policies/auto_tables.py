@@ -22,7 +22,7 @@ from kpolicy.costs import CostTable, HostCost
 from kpolicy.decision import Decision
 from kpolicy.modes import Mode, SplitForm
 from kpolicy.policies import ranks
-from kpolicy.policies.auto import cheapest, cheapest_of_unlike, choose, rate
+from kpolicy.policies.auto import cheapest, cheapest_of_unlike, choose, rate, spread, wait_of
 from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails, split_way, steps_ahead
 from kpolicy.policies.rank_times import NUM_TIMES, RankTimes, Voted
 from kpolicy.policies.tables import EAGER_WAY, MOST_DECISIONS, Entry, Group, PreparedWays, at
@@ -104,9 +104,10 @@ class AutoTables:
         ways = (self._unlike if times.pads and largest.unlike(numbers) else self._ways)(numbers)
         if len(ways) < 2 or (numbers.max_decode_steps > 1 and ways[-1].mode is Mode.SPLIT):
             way, reason = choose(numbers, ways, self._context, lambda way: times.cost(way, largest))
-            return self._made(way, reason)
+            return self._made(spread(way, times.wait_of(way, largest)), reason)
         # The shortest cycle, as `select` has it.
         way = times.soonest(ways, largest)
+        way = spread(way, times.wait_of(way, largest))
         return self._made(way, eager_reason(self._context) if way.mode is Mode.EAGER else self._reason)
 
     def _row_by_slowest(self, row: Row, largest: Voted) -> Decision:
@@ -413,16 +414,20 @@ class AutoTables:
             if cycle < least:
                 least, form, tail = cycle, _BESIDE, each
         if max_decode_steps > 1 and SplitForm.DECODES_BESIDE in self._forms:
-            steps, each = self._several(decode_us, turns, max_decode_steps, least)
+            steps, each, cycle = self._several(decode_us, turns, max_decode_steps, least)
             if steps > 1:
-                return self._split(decode, piece, each, SplitForm.DECODES_BESIDE, steps, prefill_tokens, step)
-        return None if form is None else self._split(decode, piece, tail, form, 1, prefill_tokens, step)
+                wait = costs.wait_share(d_device, d_host, cycle, steps)
+                return self._split(decode, piece, each, SplitForm.DECODES_BESIDE, steps, wait, prefill_tokens, step)
+        if form is None:
+            return None
+        wait = costs.wait_share(d_device, d_host, least, 1) if form is _BESIDE else None
+        return self._split(decode, piece, tail, form, 1, wait, prefill_tokens, step)
 
     def _several(
         self, decode_us: tuple[float, float, float, float], turns: Sequence[tuple[Entry | None, float, float]],
         most_steps: int, least: float,
-    ) -> tuple[int, Entry | None]:  # fmt: skip
-        """How many decode steps to run beside the prefill half, and its graph; 1 where another way is as good.
+    ) -> tuple[int, Entry | None, float]:  # fmt: skip
+        """Decode steps to run beside the prefill half, its graph and the cycle; 1 step where another way is as good.
 
         Here the score isn't the cycle. No cycle is shorter than `least`, that of the best way with one step.
 
@@ -438,7 +443,7 @@ class AutoTables:
         d_device, d_host, spared_us, tail_us = decode_us
         limit = objective.first_token_limit * least
         best_score, best_cycle = step_weight * least + gap_weight * least, least
-        best: tuple[int, Entry | None] = (1, None)
+        best: tuple[int, Entry | None, float] = (1, None, least)
         for steps in steps_ahead(most_steps):
             decodes_us = steps * d_device
             for tail, t_device, t_host in turns:
@@ -449,7 +454,7 @@ class AutoTables:
                 if cycle <= limit and cycle / steps <= tail_us:
                     score = step_weight * (cycle - (steps - 1) * spared_us) + gap_weight * (cycle / steps)
                     if score < best_score or (score == best_score and cycle < best_cycle):
-                        best_score, best_cycle, best = score, cycle, (steps, tail)
+                        best_score, best_cycle, best = score, cycle, (steps, tail, cycle)
         return best
 
     # Prepared decisions
@@ -463,13 +468,13 @@ class AutoTables:
         return decision
 
     def _split(
-        self, decode: Entry, piece: Entry | None, tail: Entry | None, form: SplitForm, steps: int, prefill_tokens: int,
-        step: tuple[int, int],
+        self, decode: Entry, piece: Entry | None, tail: Entry | None, form: SplitForm, steps: int, wait: float | None,
+        prefill_tokens: int, step: tuple[int, int],
     ) -> Decision:  # fmt: skip
         """The prepared decision of a split: made at the first batch that takes it, kept after that."""
         # Without a piece, prompt tokens tell why none holds them; beyond every graph they all tell the same.
         alike = -1 if piece is not None or prefill_tokens > self._ways.tables.largest else prefill_tokens
-        memo = (decode.uid, -1 if tail is None else tail.uid, piece is None, alike, form, steps, step)
+        memo = (decode.uid, -1 if tail is None else tail.uid, piece is None, alike, form, steps, wait, step)
         decision = self._splits.get(memo)
         if decision is None:
             numbers = BatchNumbers(
@@ -479,14 +484,15 @@ class AutoTables:
             tails = split_tails(piece and piece.key, numbers, self._context)
             wanted = tails[:1] if tail is not None else tails[-1:]
             way = next(each for each in split_way(decode.key, wanted, form, steps) if each.launches[0].repeat == steps)
-            decision = way.decided(self._reason, self._context, costs=True)
+            decision = spread(way, wait).decided(self._reason, self._context, costs=True)
             if len(self._splits) >= MOST_DECISIONS:
                 self._splits.clear()
             self._splits[memo] = decision
         return decision
 
     def _general(self, numbers: BatchNumbers) -> Decision:
-        return self._made(*choose(numbers, self._ways(numbers), self._context))
+        way, reason = choose(numbers, self._ways(numbers), self._context)
+        return self._made(spread(way, wait_of(way, numbers, self._context.costs)), reason)
 
     def _made(self, way: Way, reason: Reason) -> Decision:
         decision = self._decisions.get((way, reason))

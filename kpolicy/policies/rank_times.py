@@ -250,6 +250,16 @@ class RankTimes:
         spared_us = costs.spared_us(first_us + decode_us, (voted.decode_host + pads[0]) / _NS, own_us, 1.0)
         return Cost(cycle - (steps - 1) * spared_us, cycle / steps, cycle, device, host)
 
+    def wait_of(self, way: Way, voted: Voted) -> float | None:
+        """`Launch.wait_share` of a way's decode steps on the slowest rank; None where no prompt runs beside them."""
+        launches = way.launches
+        if len(launches) != 2 or launches[0].stream == launches[1].stream:
+            return None
+        pads = self._padding(way, voted)
+        device_us = (self._dense(launches[0]) + pads[0] + voted.decode) / _NS
+        host_us = (voted.decode_host + pads[0]) / _NS
+        return self._costs.wait_share(device_us, host_us, self.cost(way, voted).cycle_us, launches[0].repeat)
+
     def _dense(self, launch: Launch) -> float:
         """Nanoseconds of the dense work of a launch's graph; 0 for an eager launch, whose work is voted."""
         if launch.key is None:

@@ -4,8 +4,7 @@
 Their mean and the longest are shorter, and yet a percentile may be longer: where it lies below 5.8 ms there are two
 gaps above it then, and not one. No step tells by itself where it lies, so the scheduler keeps it and says it as a fact
 of the batch (`kpolicy.shapes.GAP_TAIL_US`). Gaps come in by when each token was there
-(`kpolicy.scheduling.token_gaps`); `auto` holds the mean of a step's gaps to it, so that the longest gap of a step that
-it takes may be above.
+(`kpolicy.scheduling.token_gaps`); `auto` holds the mean of a step's gaps to it, and lets its decode steps lie evenly.
 
 The steps that this changes have one gap in a hundred, and more of the time than that, as they are the longest: what it
 costs in throughput is measured (docs/measured_sglang.md), not bounded.

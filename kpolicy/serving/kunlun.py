@@ -134,7 +134,7 @@ class KunlunKernels(IndexCopied):
             max_num_blocks_per_seq=rows.block_table.shape[1], max_window_size=spec.window or -1,
             block_tables=rows.block_table,
         )  # fmt: skip
-        return out
+        return _without_padding(out.view(shape), rows).view_as(out)
 
     def _prompts(
         self, step: StepContext, spec: LayerSpec, query: torch.Tensor, rows: RowTensors, key: torch.Tensor,
@@ -159,7 +159,8 @@ class KunlunKernels(IndexCopied):
             context_kvlen_lod_xpu=F.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0)),
             swa_left=spec.window - 1 if spec.window else -1, swa_right=0 if spec.window else -1,
         )  # fmt: skip
-        return out
+        padding = torch.arange(num_tokens, device=out.device) >= rows.query_starts[-1:]
+        return out.masked_fill_(padding.view(-1, 1, 1), 0)
 
     # Latents
 
@@ -180,7 +181,17 @@ class KunlunKernels(IndexCopied):
             mixed, asked, pages, None, rows.block_table, _on_host(_padded(step, num_reqs, uniform)),
             rows.kv_lens.clamp_min(uniform), False, True, -1, rank, rope_query.shape[2], spec.scale, q_r=asked,
         )  # fmt: skip
+        _without_padding(mixed, rows)
         return unabsorbed(mixed.view(query.shape[0], spec.num_heads, rank), up, spec.value_dim)
+
+
+def _without_padding(out: torch.Tensor, rows: RowTensors) -> torch.Tensor:
+    """[num_reqs, ...] with zeros for rows of padding.
+
+    They read the first block, whose rows another launch may write meanwhile: in a mixture of experts what padding
+    holds changes how many rows an expert gets, and the last bits of the others.
+    """
+    return out.masked_fill_((rows.kv_lens == 0).view(-1, *[1] * (out.dim() - 1)), 0)
 
 
 def _padded(step: StepContext, num_reqs: int, query_len: int) -> list[int]:

@@ -83,7 +83,7 @@ def _launch(entry: StepEntry, launch: StepLaunch) -> Launch:
     if launch.key is None and launch.padding:
         plain = Launch(launch.rows, None)
         padded = plain.num_tokens(entry.shape.numbers) + launch.padding // launch.repeat
-    return Launch(launch.rows, launch.key, launch.stream, launch.repeat, padded)
+    return Launch(launch.rows, launch.key, launch.stream, launch.repeat, padded, wait_share=launch.wait_share)
 
 
 def expected_cost(entry: StepEntry, costs: CostTable) -> Cost:

@@ -220,7 +220,9 @@ def _launches(step: int, entry: DecisionEntry) -> tuple[Launch, ...]:
         if found:
             num_reqs, query_len, longest = (int(each) if each else None for each in found.groups()[2:])
             key = GraphKey(Part(found[1].lower()), int(found[2]), num_reqs, query_len, longest)
-        launch = Launch(Rows(row["rows"]), key, row.get("stream", 0), row.get("repeat", 1))
+        launch = Launch(
+            Rows(row["rows"]), key, row.get("stream", 0), row.get("repeat", 1), wait_share=row.get("wait_share")
+        )  # fmt: skip
         if key is None and row.get("padding"):
             # Ranks may run eagerly what others replay, at the same size.
             padded = launch.num_tokens(entry.shape.numbers) + row["padding"] // launch.repeat

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kpolicy.attention.support import AttentionSupport, Claims
 from kpolicy.budgets import Budget
-from kpolicy.costs import CostTable, analytic_costs, decodes_ready_us
+from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.decision import Decision
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError, RankError, check_kind
@@ -312,8 +312,8 @@ class _Simulation:
             after_us = 0.0
             if len(decision.launches) > 1:
                 # Ranks go on together: what the slowest takes longer comes after this one's tokens too.
-                after_us = slowest.cycle_us - decodes_ready_us(
-                    step_costs[rank], decision.launches, numbers[rank], costs[rank].cycle_us
+                after_us = slowest.cycle_us - step_costs[rank].decodes_ready_us(
+                    decision.launches, numbers[rank], costs[rank].cycle_us
                 )
             self.account.take(queue, step, decision.decode_steps, us, self.now_us, after_us)
         self.steps += 1

@@ -82,6 +82,11 @@ class StepCosts:
         """What running these launches as one step takes."""
         return self._table.cost_by(self.launch_us, self.overlap_of(numbers.num_decodes), launches, numbers)
 
+    def decodes_ready_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float) -> float:
+        """`Costing.decodes_ready_us`."""
+        overlap = self.overlap_of(numbers.num_decodes)
+        return self._table.decodes_ready_by(self.launch_us, overlap, launches, numbers, cycle_us)
+
     def launch_us(self, launch: Launch, numbers: BatchNumbers) -> tuple[float, float]:
         """(device, host) time of one repeat of a launch."""
         if launch.key is None:

@@ -26,6 +26,7 @@ from kpolicy.executors.runner import ModeRunner
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Part, Rows, SplitForm
+from kpolicy.policies.auto import spread
 from kpolicy.policies.base import split_way
 from kpolicy.reasons import Reason
 from kpolicy.registry import GraphRegistry, GraphState
@@ -47,10 +48,15 @@ SEEDS = range(6)
 STEPS = 25
 """Steps a world."""
 MOST_STEPS_AHEAD = 4
+WAIT_SHARE = 0.5
+"""Of decode steps that lie evenly beside a prompt"""
 
 
 def all_decisions(numbers: BatchNumbers, keys: Iterable[GraphKey]) -> list[Decision]:
-    """Every way to run the batch with those graphs: each mode, each form of SPLIT, each size that holds the rows."""
+    """Every way to run the batch with those graphs: each mode, each form of SPLIT, each size that holds the rows.
+
+    Decode steps beside a prompt both at once and with `Launch.wait_share`.
+    """
     keys = list(keys)
     pieces = [key for key in keys if key.part is Part.PIECEWISE]
     full = [key for key in keys if key.part is Part.FULL]
@@ -69,6 +75,8 @@ def all_decisions(numbers: BatchNumbers, keys: Iterable[GraphKey]) -> list[Decis
     for form in SplitForm:
         for key in decode:
             ways = split_way(key, tuple(tails), form, numbers.max_decode_steps)
+            if form is not SplitForm.IN_TURN:
+                ways += [spread(way, WAIT_SHARE) for way in ways]
             found += [Decision(way.mode, way.launches, Reason.DECODES_KEEP_GRAPH, form) for way in ways]
     return found
 

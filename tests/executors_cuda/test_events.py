@@ -122,7 +122,7 @@ def test_a_span_uses_its_points_again() -> None:
     """Both points come back when nobody looks at the span; those of one that is held aren't touched."""
     adapter = NoDevice()
     streams = [Stream(), Stream()]
-    adapter._current = lambda: streams[0]  # type: ignore[method-assign]
+    adapter.current = lambda: streams[0]  # type: ignore[method-assign]
     held = adapter.span()
     held.end()
     for _ in range(20):
@@ -139,7 +139,7 @@ def test_a_span_uses_its_points_again() -> None:
 def test_a_span_ends_on_the_stream_that_it_began_on() -> None:
     """Whichever stream is current by then."""
     adapter, streams = NoDevice(), [Stream(), Stream()]
-    adapter._current = lambda: streams[0]  # type: ignore[method-assign]
+    adapter.current = lambda: streams[0]  # type: ignore[method-assign]
     span = adapter.span()
     streams.reverse()
     span.end()
@@ -149,7 +149,7 @@ def test_a_span_ends_on_the_stream_that_it_began_on() -> None:
 def test_a_span_waits_once_and_only_where_it_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time waits too; a span that was seen to be over isn't asked again."""
     adapter = NoDevice()
-    adapter._current = Stream  # type: ignore[method-assign]
+    adapter.current = Stream  # type: ignore[method-assign]
     span: Any = adapter.span()
     span.end()
     monkeypatch.setattr(Event, "over", False)
@@ -166,7 +166,7 @@ def test_a_span_waits_once_and_only_where_it_is_not_over(monkeypatch: pytest.Mon
 def test_a_span_tells_of_a_lost_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """However it is asked."""
     adapter = NoDevice()
-    adapter._current = Stream  # type: ignore[method-assign]
+    adapter.current = Stream  # type: ignore[method-assign]
     span = adapter.span()
     span.end()
     monkeypatch.setattr(Event, "over", False)

@@ -207,7 +207,7 @@ def test_a_capture_that_fails_ends_before_anybody_waits_for_its_stream(
         wait(stream, other)
 
     def ends(recorded: Any) -> None:
-        calls.append(("ends", adapter._current() == executor._pools[0].memory.memory.stream))
+        calls.append(("ends", adapter.current() == executor._pools[0].memory.memory.stream))
         ended(recorded)
 
     def fails(_: Any) -> Any:

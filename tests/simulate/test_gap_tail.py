@@ -9,8 +9,11 @@ import attrs
 import pytest
 
 from kpolicy.modes import Mode, SplitForm
+from kpolicy.policies import auto_tables
+from kpolicy.profiles import load_profile
+from kpolicy.settings import Settings
 from kpolicy.shapes import GAP_TAIL_US
-from kpolicy.simulate import simulate
+from kpolicy.simulate import Server, simulate
 
 from .helpers import COSTS, SIZES, reference, run, server, trace_of
 
@@ -60,3 +63,26 @@ def test_several_decode_steps_come_within_it() -> None:
     without, _ = longest(told=False)
     assert not beyond
     assert with_it < without
+
+
+def test_decode_steps_lie_evenly_beside_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Done at once their rows wait for the rest of the prompt and for a whole step after it: longer gaps at p99.
+
+    Long prompts all at once beside few decodes, by the H200's table of Qwen2.5-0.5B. As much is done in either case.
+    """
+    costs = load_profile("qwen2.5-0.5b-h200").costs
+    rows = random.Random(7)  # noqa: S311
+    long = trace_of(*[(0.0, rows.randint(3000, 9000), rows.randint(40, 120)) for _ in range(80)])
+    settings = Settings(max_num_reqs=16, max_num_tokens=8192)
+    of = Server(settings=settings, kv_tokens=400_000, warm=True)
+
+    def served(policy: str = "auto") -> dict[str, Any]:
+        found: dict[str, Any] = simulate(long, policy, server=of, costs=costs).as_dict()
+        return found
+
+    even, whole = served(), served("piecewise")
+    monkeypatch.setattr(auto_tables, "spread", lambda way, wait: way)
+    at_once = served()
+    assert even["span_s"] == pytest.approx(at_once["span_s"], rel=0.02)
+    assert even["gap"]["p99"] * 1.2 < at_once["gap"]["p99"]
+    assert even["gap"]["p99"] <= whole["gap"]["p99"]

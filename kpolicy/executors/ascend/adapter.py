@@ -202,7 +202,7 @@ class AscendAdapter(StreamAdapter):
 
     def _updated(self, recorded: Any, tasks: GraphTasks) -> None:
         """Replay with the launch's own host arguments."""
-        self._updater.replay(recorded, tasks, self.rows, self._current())
+        self._updater.replay(recorded, tasks, self.rows, self.current())
 
     def finish(self, point: Any) -> None:
         """Block the host until an event of the library is done.

@@ -69,6 +69,8 @@ class AscendLauncher(GraphLauncher):
     ) -> None:  # fmt: skip
         super().__init__(adapter, model, max_num_reqs=max_num_reqs)
         self.units = units
+        # A replay's lengths are handed to the adapter before it; another launch's in between would be taken for them.
+        self.spreads = False
 
     def estimate(self, key: GraphKey) -> CaptureReport:
         cost = self.units.cost_of(key)

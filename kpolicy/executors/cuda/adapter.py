@@ -88,7 +88,7 @@ class CudaAdapter(StreamAdapter):
         """Take a stream back: the next `new_stream` may give it away again."""
         give_back(stream)
 
-    def _current(self) -> Any:
+    def current(self) -> Any:
         """The current stream; the object is looked up by its handle, which takes a tenth of the time."""
         handle = self._raw_stream(self._index)
         stream = self._streams.get(handle)
@@ -99,7 +99,7 @@ class CudaAdapter(StreamAdapter):
     def event(self, stream: Any = None) -> CudaEvent:
         spare = self._spare
         point = spare.pop() if spare else Recorder()
-        point.record(self._current() if stream is None else stream)
+        point.record(self.current() if stream is None else stream)
         return CudaEvent(point, spare)
 
     def span(self) -> Span:
@@ -107,7 +107,7 @@ class CudaAdapter(StreamAdapter):
         spare = self._spare_points.get(handle)
         if spare is None:
             spare = self._spare_points[handle] = []
-        points = spare.pop() if spare else Points.on(self._current())
+        points = spare.pop() if spare else Points.on(self.current())
         span = new_span()
         span._points, span._spare, span._over, span.end = points, spare, False, points[1]
         points[0]()
@@ -155,7 +155,7 @@ class CudaAdapter(StreamAdapter):
 
     def fixed_jobs(self, jobs: Sequence[tuple[Any, int, float]]) -> FixedJobs | None:
         """What stages those (buffer, size, fill) in one call and commits; None where somebody looks at each staging."""
-        return None if self._faults.planned else FixedJobs(jobs, self._current)
+        return None if self._faults.planned else FixedJobs(jobs, self.current)
 
     def join(self, first: Any, second: Any) -> tuple[Any, int]:
         """Two tensors behind each other in one of bytes, and where the second begins there."""

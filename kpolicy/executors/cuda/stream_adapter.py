@@ -171,7 +171,7 @@ class StreamAdapter:
     def commit(self, until: Span | None = None) -> None:
         try:
             for group in self._dirty:
-                group.commit(self._current, until)
+                group.commit(self.current, until)
         except BaseException:
             # Left there, it would fail with every later launch too.
             self.drop_staged()
@@ -199,19 +199,20 @@ class StreamAdapter:
         with self.device_module.stream(stream):
             work()
 
-    def _current(self) -> Any:
+    def current(self) -> Any:
+        """The stream that launches go to now."""
         return self.device_module.current_stream(self.device)
 
     def event(self, stream: Any = None) -> StreamEvent:
         point = self.device_module.Event(enable_timing=True)
-        point.record(self._current() if stream is None else stream)
+        point.record(self.current() if stream is None else stream)
         return StreamEvent(point, self._classify, self._finisher())
 
     def span(self) -> Span:
         return EventSpan(self)
 
     def wait(self, event: Any) -> None:
-        event.hold(self._current())
+        event.hold(self.current())
 
     def _finisher(self) -> Callable[[Any], None]:
         """What blocks the host until an event of the library is done, without keeping the adapter."""
@@ -240,7 +241,7 @@ class StreamAdapter:
         What that frees may be device memory, which is forbidden while a stream is captured.
         """
         _check_there(pool)
-        main = self._current()
+        main = self.current()
         pool.stream.wait_stream(main)
         frozen = gc.isenabled()
         gc.disable()
@@ -262,7 +263,7 @@ class StreamAdapter:
         _check_there(pool)
         if self._recording is not None:
             raise CaptureError(Reason.CAPTURE_FORBIDDEN, "another recording isn't over; end it first.")
-        if self._current() != pool.stream:
+        if self.current() != pool.stream:
             raise CaptureError(Reason.CAPTURE_FORBIDDEN, "begin must be called within recording(pool).")
         used = self._used()
         self._recording = pool, self._begun(pool), used
