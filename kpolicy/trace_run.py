@@ -349,7 +349,7 @@ class _Run:
                 gap = self.now_us - last_us
                 self.gaps[gap] = self.gaps.get(gap, 0) + 1
         if done.first_tokens and self.token_gaps.waited_us:
-            self.token_gaps.join(sum(request.remaining > 0 for request in done.first_tokens))
+            self.token_gaps.join(request.index for request in done.first_tokens if request.remaining > 0)
         self.served += done.finished
         if self.stop_tokens:
             self._end_early(batch.decodes, steps)
@@ -359,6 +359,7 @@ class _Run:
         """Those whose new tokens have an end of text among them are served."""
         for request in requests:
             if not self.stop_tokens.isdisjoint(request.tokens[-num_new:]) and self.batcher.cancel(request.index):
+                self.token_gaps.leave(request.index)
                 self.served.append(request)
 
     def sample(self, output: Any) -> int:
@@ -368,8 +369,9 @@ class _Run:
         """Remember when requests that were just preempted had their last token."""
         for request in self.batcher.waiting:
             # One that was preempted before its first token has no last one; it still waits for the first.
-            if request.num_preempted and len(request.tokens) > request.num_prompt:
-                self.last_us.setdefault(request.index, self.now_us)
+            new = request.index not in self.last_us
+            if new and request.num_preempted and len(request.tokens) > request.num_prompt:
+                self.last_us[request.index] = self.now_us - self.token_gaps.leave(request.index)
 
     @property
     def left(self) -> int:

@@ -7,6 +7,8 @@ what the prompt half takes beyond it is in the gap to the next token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = ["TokenGaps"]
 
 
@@ -22,8 +24,8 @@ class TokenGaps:
 
     def __init__(self) -> None:
         self.waited_us = 0.0
-        self._joined = 0
-        """Rows whose first token came at the last step's end, and that go on"""
+        self._joined: set[int] = set()
+        """Requests whose token came at the last step's end, and that decode from the next one on"""
 
     def step(self, us: float, num_rows: int, steps: int = 1, after_us: float = 0.0) -> list[tuple[float, int]]:
         """[(gap in microseconds, how many of them)] of a step.
@@ -37,7 +39,8 @@ class TokenGaps:
         waited, after_us = self.waited_us, min(after_us, us)
         self.waited_us = after_us
         each = (us - after_us) / steps
-        joined, self._joined = min(self._joined, num_rows), 0
+        joined = min(len(self._joined), num_rows)
+        self._joined = set()
         if not waited:
             joined = num_rows
         found = [(each, joined + num_rows * (steps - 1))] if joined or steps > 1 else []
@@ -45,6 +48,13 @@ class TokenGaps:
             found.append((each + waited, num_rows - joined))
         return found
 
-    def join(self, num_rows: int) -> None:
-        """So many rows got their first token at the step's end, and decode from the next one on."""
-        self._joined = num_rows
+    def join(self, requests: Iterable[int]) -> None:
+        """These requests, by index, got a token of their prompt at the step's end, and decode from the next one on."""
+        self._joined = {*requests}
+
+    def leave(self, request: int) -> float:
+        """A request of the last step, by index, doesn't go on: how long before that step's end its last token came."""
+        if request not in self._joined:
+            return self.waited_us
+        self._joined.discard(request)
+        return 0.0

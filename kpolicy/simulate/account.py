@@ -95,7 +95,7 @@ class Account:
                 self._accepted += came - numbers.num_decodes
         done = queue.complete(step, decode_steps)
         if gaps.waited_us and done.first_tokens:
-            gaps.join(sum(request.generated < request.output_tokens for request in done.first_tokens))
+            gaps.join(each.index for each in done.first_tokens if each.generated < each.output_tokens)
         for request in done.first_tokens:
             self.tokens += 1
             if request.first_us < 0:

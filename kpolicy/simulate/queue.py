@@ -245,15 +245,17 @@ class Queue:
 
     def _preempt(self, request: Request, *, entered: bool = False) -> None:
         """Take a request's blocks; it waits at the head of the queue and is computed again with what it generated."""
+        waited_us = 0.0
         if self.rows.rows.get(request.order) is request:
             self.rows.leave(request, entered=entered)
+            waited_us = self.token_gaps.leave(request.index)
         else:
             self.prefilling = [each for each in self.prefilling if each is not request]
         self._forget(request)
         request.until = request.prompt_tokens + request.generated
         request.preempted += 1
         if request.generated and request.last_us < 0:
-            request.last_us = self._now_us
+            request.last_us = self._now_us - waited_us
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 

@@ -81,7 +81,7 @@ def test_decode_steps_lie_evenly_beside_a_long_prompt(monkeypatch: pytest.Monkey
         return found
 
     even, whole = served(), served("piecewise")
-    monkeypatch.setattr(auto_tables, "spread", lambda way, wait: way)
+    monkeypatch.setattr(auto_tables, "spread", lambda way, _: way)
     at_once = served()
     assert even["span_s"] == pytest.approx(at_once["span_s"], rel=0.02)
     assert even["gap"]["p99"] * 1.2 < at_once["gap"]["p99"]

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from kpolicy.budgets import Budget
 from kpolicy.errors import ConfigError
-from kpolicy.scheduling.token_gaps import TokenGaps
 from kpolicy.scheduling.traces import TraceRequest
 from kpolicy.settings import Settings
 from kpolicy.simulate import Drafts, Server, ServiceLevel, SimResult, SimStep, simulate
@@ -426,10 +425,11 @@ def test_part_of_a_tokens_kv_is_taken_whole() -> None:
 
 
 @pytest.mark.parametrize("policy", ["split", "split:form=beside", "split:form=decodes_beside", "auto", "full"])
+@pytest.mark.parametrize("num_blocks", [400, 60])
 def test_gaps_of_a_request_add_up_to_its_time_between_tokens(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    """Whatever a step's halves take: from each first token to each last one, of rows that are never preempted."""
+    policy: str, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a step's halves take, and where rows give way behind one: from each first token to each last one."""
     between: list[float] = []
     finish = Account.finish
 
@@ -437,18 +437,9 @@ def test_gaps_of_a_request_add_up_to_its_time_between_tokens(
         between.append(now_us - request.first_us)
         finish(self, request, now_us)
 
-    gaps: list[float] = []
-    step = TokenGaps.step
-
-    def seen(self: TokenGaps, *given: Any, **named: Any) -> Any:
-        found = step(self, *given, **named)
-        gaps.extend(gap * count for gap, count in found)
-        return found
-
     monkeypatch.setattr(Account, "finish", noted)
-    monkeypatch.setattr(TokenGaps, "step", seen)
     trace = trace_of(*[(0.4 * i, 5 + 7 * i % 40, 2 + i % 9) for i in range(60)])
-    result = simulate(trace, policy, server=server(400), costs=COSTS, ladder=SIZES, stepwise=True)
+    result = simulate(trace, policy, server=server(num_blocks, 1), costs=COSTS, ladder=SIZES, stepwise=True)
     assert result.served == 60
-    assert not result.preemptions
-    assert sum(gaps) == pytest.approx(sum(between))
+    assert bool(result.preemptions) is (num_blocks == 60)
+    assert result.gap.mean * result.gap.count == pytest.approx(sum(between))
