@@ -457,7 +457,7 @@ class GraphLauncher:
         return _BesideOutputs.of(part, outputs) if beside or waits else part
 
     def _tell(self, spread: SpreadRepeats, program: Program) -> None:
-        """Let repeats that wait hear how far this launch is; where nobody can tell, begin them and count for the next."""
+        """Let repeats that wait hear how far this launch is; else begin them and count for the next."""
         num_calls: int = getattr(program, "num_calls", self._num_calls)
         if not num_calls or not hasattr(program, "before_calls"):
             spread.begin_all()
