@@ -17,9 +17,9 @@ from kpolicy.report.runs import Run
 from kpolicy.report.sections import LETTERS
 from kpolicy.report.steps import MODES
 from kpolicy.report.timeline import shares
-from kpolicy.schemas import write_whole
 from kpolicy.simulate.pareto import plain_text
 from kpolicy.simulate.percentiles import CURVE_PERCENTS
+from kpolicy.writing import write_whole
 
 __all__ = ["check", "draw", "files", "write"]
 
