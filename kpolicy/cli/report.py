@@ -21,13 +21,13 @@ from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles, SimTurn
 from kpolicy.cli.simulate import setting_lines
 from kpolicy.cli.step_log import files_of
-from kpolicy.cli.turns import check_files, progress_bar
+from kpolicy.cli.turns import check_files, progress_bar, unwritten
 from kpolicy.costs import CostTable
 from kpolicy.errors import ConfigError
 from kpolicy.report import Report, TraceReport, gather, page
-from kpolicy.schemas import write_text
 from kpolicy.simulate import Server
 from kpolicy.simulate.run import OnStep
+from kpolicy.writing import write_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -99,19 +99,24 @@ def report_command(
             setting=setting_lines(model, server, deployment), notes=model.notes,
             observed=_observed(turns, specs, model.costs, server, followed), progress=_told(shown),
         )  # fmt: skip
-    written = [*_write(made, out, plots), *followed]
+    files: list[Path] = []
+    lost = unwritten(lambda: _write(made, out, plots, files))
+    written = [*files, *followed]
     if json:
         print_json(_as_dict(made, written))
     else:
         for each in made.traces:
             _say(each)
-        say(console(), f"written to {', '.join(map(str, written))}")
+        if written:
+            say(console(), f"written to {', '.join(map(str, written))}")
     failed = [line for each in made.traces for line in each.missing if line != each.interrupted]
     for line in failed:
         sys.stderr.write(f"kpolicy: {line}\n")
+    if lost:
+        sys.stderr.write(f"kpolicy: {lost}\n")
     if made.interrupted:
-        sys.stderr.write(f"kpolicy: {made.interrupted}; what was done is in {out}.\n")
-    return 130 if made.interrupted else 1 if failed else 0
+        sys.stderr.write(f"kpolicy: {made.interrupted}; what was done is {'above' if lost else f'in {out}'}.\n")
+    return 130 if made.interrupted else 1 if failed or lost else 0
 
 
 def _pictures(folder: Path | None, num_traces: int) -> list[Path]:
@@ -155,16 +160,15 @@ def _told(shown: Progress) -> Callable[[str, int], Callable[[int], object]]:
     return begin
 
 
-def _write(made: Report, out: Path, plots: Path | None) -> list[Path]:
-    """Everything is made before anything is written."""
+def _write(made: Report, out: Path, plots: Path | None, written: list[Path]) -> None:
+    """Everything is made before anything is written; which files are there is added to `written`."""
     html = page(made)
-    drawn = []
     if plots is not None:
         from kpolicy.report.plots import write
 
-        drawn = write(made, plots)
+        written += write(made, plots)
     write_text(out, html)
-    return [out, *drawn]
+    written.insert(0, out)
 
 
 def _say(made: TraceReport) -> None:

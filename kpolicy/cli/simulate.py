@@ -18,7 +18,7 @@ from kpolicy.cli.render_simulation import render_simulation
 from kpolicy.cli.requests import read_each
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles
-from kpolicy.cli.turns import progress_bar
+from kpolicy.cli.turns import progress_bar, unwritten
 from kpolicy.errors import ConfigError, KPolicyError
 from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import Server, SimResult, simulate
@@ -105,7 +105,7 @@ def simulate_command(
     if failed and not any(each for _, each in results):
         raise failed[0][-1]
     report = _report(model, server, deployment, results, failed)
-    files.write(report)
+    lost = unwritten(lambda: files.write(report))
     if json:
         print_json(report)
     else:
@@ -114,9 +114,11 @@ def simulate_command(
                 render_simulation(console(), trace, each, setting_lines(model, server, deployment), model.notes)
     for trace, spec, why in failed:
         sys.stderr.write(f"kpolicy: {spec} on {trace.source}: {why}\n")
+    if lost:
+        sys.stderr.write(f"kpolicy: {lost}\n")
     if interrupted:
         sys.stderr.write("kpolicy: interrupted; what was done is above.\n")
-    return 130 if interrupted else 1 if failed else 0
+    return 130 if interrupted else 1 if failed or lost else 0
 
 
 def _only_decides(served: Served, deployment: Deployment, files: SimFiles, **given: bool) -> None:

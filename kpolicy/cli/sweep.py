@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from kpolicy.cli.render_simulation import COLD
 from kpolicy.cli.requests import read_requests
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.step_log import files_of
-from kpolicy.cli.turns import check_files, progress_bar
+from kpolicy.cli.turns import check_files, progress_bar, unwritten
 from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.figures import find_device
 from kpolicy.kv_span import NOT_RECORDED
@@ -147,8 +148,7 @@ def sweep_command(
         sys.stderr.write(f"kpolicy: interrupted; {kept}\n")
         return 130
     points = points_of(lines, metric)
-    if plot is not None:
-        draw(points, metric, plot)
+    lost = "" if plot is None else unwritten(partial(draw, points, metric, plot))
     if json:
         print_json({"cases": lines, "pareto": [point.case for point in points if point.on_front]})
     else:
@@ -156,7 +156,9 @@ def sweep_command(
     failed = [line for line in lines if "error" in line]
     for line in failed:
         sys.stderr.write(f"kpolicy: {_named(line['case'])}: {line['error']}\n")
-    return 1 if failed else 0
+    if lost:
+        sys.stderr.write(f"kpolicy: {lost}\n")
+    return 1 if failed or lost else 0
 
 
 def _render(lines: Sequence[dict[str, Any]], points: Sequence[Point], metric: str) -> None:

@@ -25,7 +25,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.trace_run import RunResult
 from kpolicy.writing import is_special
 
-__all__ = ["Files", "Turn", "capture", "check_files", "progress_bar", "serve_in_turn"]
+__all__ = ["Files", "Turn", "capture", "check_files", "progress_bar", "serve_in_turn", "unwritten"]
 
 
 _OF_A_MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
@@ -163,6 +163,15 @@ def _check_special(path: Path) -> None:
         raise OSError("it is a disk, whose content would be lost")
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def unwritten(write: Callable[[], object]) -> str:
+    """Write a result; why that can't be done, to be told when the result is printed, or nothing."""
+    try:
+        write()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 Serve = Callable[[Turn, Engine, Any, Any, Progress], RunResult]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Command
-from tests.writing import device
+from tests.writing import device, room_for
 
 SMALL = ("--max-num-reqs", 16, "--max-num-tokens", 256)
 WRITERS = [
@@ -65,6 +65,37 @@ def test_a_pipe_has_the_whole_result(kpolicy: Command, trace: Path, tmp_path: Pa
     reader.join(timeout=60)
     assert ended.code == 0, ended.err
     assert json.loads(read[0]) == ended.json
+
+
+@pytest.mark.parametrize("arguments", [each for each in WRITERS if each[-1] == "--out"], ids=lambda each: each[0])
+def test_results_are_printed_where_there_is_no_room_for_the_file(
+    kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Sequence[object]
+) -> None:
+    """What was there stays; what was computed is told before the error, which says how much there was to write."""
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "result"
+    out.write_text("the old one")
+    with room_for(10):
+        ended = kpolicy(*given(arguments, trace), out)
+    assert ended.code == 1
+    assert f"can't write {out} (" in ended.err
+    assert " bytes): " in ended.err
+    assert len(ended.out.splitlines()) > 3
+    assert f"written to {out}" not in ended.out
+    assert out.read_text() == "the old one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result", "trace.csv"]
+
+
+def test_a_sweep_without_room_for_its_picture_has_its_table(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Minutes of many cores aren't lost to a picture."""
+    pytest.importorskip("matplotlib")
+    kpolicy("sweep", trace, "--policy", "eager", "--jobs", 1, "--plot", tmp_path / "p.svg")
+    with room_for(10):
+        ended = kpolicy("sweep", trace, "--policy", "eager", "--jobs", 1, "--plot", tmp_path / "q.svg")
+    assert ended.code == 1
+    assert f"can't write {tmp_path / 'q.svg'} (" in ended.err
+    assert "eager" in ended.out
+    assert not (tmp_path / "q.svg").exists()
 
 
 def test_a_disk_is_refused(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
