@@ -10,12 +10,16 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from kpolicy.errors import ConfigError, SchemaError
+from kpolicy.reading import MOST_LINES_BYTES
 from kpolicy.simulate.cases import Axes, Case, Common, run_case
 from kpolicy.simulate.local_backend import LocalBackend
+from kpolicy.words import some
+from kpolicy.writing import is_special, refused, write_all
 
 __all__ = ["Axes", "Backend", "Case", "Common", "LocalBackend", "SweepFile", "run_case", "sweep"]
 
@@ -38,7 +42,7 @@ class SweepFile:
         common: what the cases share.
 
     Raises:
-        ConfigError: it can't be written, another sweep writes it, or it was begun with other options.
+        ConfigError: it can't be written, isn't a file, another sweep writes it, or it was begun with other options.
         SchemaError: it isn't such a file.
     """
 
@@ -46,21 +50,32 @@ class SweepFile:
         self.lines: dict[str, dict[str, Any]] = {}
         """Finished cases, by key."""
         self._file: IO[bytes] | None = None
+        self._path = path
         if path is None:
             return
+        if is_special(path):
+            # It needn't ever end, and what isn't kept can't be gone on from.
+            raise ConfigError(
+                f"{path} is a device or a pipe, and a sweep goes on from what is in its results file. Give a file, or "
+                "a path where there is none yet."
+            )
         header = {"schema": _SCHEMA, "version": _VERSION, "made_with": common.fingerprint()}
         try:
-            self._file = path.open("ab+")
+            # Without a buffer, whose rest would come again after a line that there was no room for.
+            self._file = path.open("ab+", buffering=0)
             self._begin(self._file, path, header)
         except BaseException as error:
             self.__exit__()
             if isinstance(error, OSError):
-                raise ConfigError(f"can't write {path}: {error.strerror or error}. Give another path.") from None
+                raise refused(path, error) from None
             raise
 
     def _begin(self, file: IO[bytes], path: Path, header: Mapping[str, Any]) -> None:
         """Go on after the whole lines that there are, or write the header where there are none."""
         _lock(file, path)
+        if os.fstat(file.fileno()).st_size > MOST_LINES_BYTES:
+            most = f"{MOST_LINES_BYTES >> 20:,} MiB"
+            raise SchemaError(f"{path} is longer than {most}, and no results file is. Give another path, or remove it.")
         file.seek(0)
         whole = self._read(file.read(), path, header)
         if whole:
@@ -95,16 +110,29 @@ class SweepFile:
         return whole
 
     def add(self, line: dict[str, Any]) -> None:
-        """Keep a finished case; a lost one only until the sweep is over."""
-        self.lines[Case(**line["case"]).key] = line
+        """Keep a finished case; a lost one only until the sweep is over.
+
+        Raises:
+            ConfigError: there is no room for it in the file, which stays as it was before.
+        """
         if not line.get("lost"):
             self._write(line)
+        self.lines[Case(**line["case"]).key] = line
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n")
-            self._file.flush()
+        if self._file is None or self._path is None:
+            return
+        data = json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            write_all(self._file, data)
             os.fsync(self._file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(before)
+            kept = sum(not line.get("lost") for line in self.lines.values())
+            step = f"Make room there; the same command goes on from the {some(kept, 'case')} in it." if kept else ""
+            raise refused(self._path, error, before + len(data), step) from None
 
     def __enter__(self) -> SweepFile:
         return self

@@ -28,6 +28,7 @@ from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import simulate
 from kpolicy.simulate.pareto import METRICS, MOST_PANELS, _panel, draw, points_of
 from kpolicy.simulate.sweep import Axes, Common, LocalBackend, SweepFile, sweep
+from tests.writing import device, room_for
 
 from .helpers import COSTS, SIZES, server, trace_of
 
@@ -242,6 +243,49 @@ def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
         SweepFile(path, common())
     with pytest.raises(ConfigError, match="can't write"):
         SweepFile(tmp_path / "no" / "s.jsonl", common())
+
+
+@pytest.mark.parametrize("kind", ["full", "zero", "null"])
+def test_a_device_is_no_results_file(tmp_path: Path, kind: str) -> None:
+    """One is full before the first case, another needn't ever end, and none keeps anything; by a link too."""
+    link = tmp_path / "s.jsonl"
+    link.symlink_to(device(tmp_path / kind, kind))
+    for path in (link, tmp_path / kind):
+        with pytest.raises(ConfigError, match=rf"{path} is a device or a pipe.*Give a file, or a path where there is"):
+            sweep(AXES, common(), path=path, backend=Refuses())
+    assert (tmp_path / kind).is_char_device()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe is a device or a pipe"):
+        sweep(AXES, common(), path=tmp_path / "pipe", backend=Refuses())
+
+
+def test_a_file_longer_than_any_results_is_not_read(tmp_path: Path) -> None:
+    """It would take all memory, and is refused by its length."""
+    path = tmp_path / "s.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(SchemaError, match=r"s\.jsonl is longer than 4,096 MiB, and no results file is\. Give another"):
+        sweep(AXES, common(), path=path, backend=Refuses())
+    assert path.stat().st_size == 1 << 40
+
+
+def test_a_sweep_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
+    """The error says for how many bytes there is none and how many cases are kept, and no half line is left."""
+    path = tmp_path / "s.jsonl"
+    lines = sweep(AXES, common(), path=path, backend=LocalBackend(1))
+    whole = path.read_bytes()
+    path.unlink()
+    ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
+    said = rf"can't write {path} \({ends[4]:,} bytes\): .*Make room there; the same command goes on from the 3 cases"
+    with room_for(ends[4] - 5), pytest.raises(ConfigError, match=said):
+        sweep(AXES, common(), path=path, backend=LocalBackend(1))
+    assert path.read_bytes() == whole[: ends[3]]
+    assert sweep(AXES, common(), path=path, backend=LocalBackend(1)) == lines
+    assert path.read_bytes() == whole
+    path.unlink()
+    with room_for(10), pytest.raises(ConfigError, match=rf"can't write {path} \({ends[0]:,} bytes\).*another path"):
+        sweep(AXES, common(), path=path, backend=Refuses())
+    assert path.read_bytes() == b""
 
 
 def test_two_sweeps_dont_write_one_file(tmp_path: Path) -> None:
