@@ -41,7 +41,7 @@ def read_requests(path: Path | None, *, start: float = 0.0, window: float = 0.0,
             )
     if rate is not None:
         check_rate(rate)
-    whole = default_trace() if path is None else read_trace(path)
+    whole = default_trace() if path is None else read_trace(path, until_s=start + window if window else math.inf)
     if not len(whole):
         dropped = ", ".join(f"{count} {reason}" for reason, count in whole.dropped.items()) or "none"
         raise ConfigError(f"{whole.source} has no request to serve; rows dropped: {dropped}. Choose another trace.")
