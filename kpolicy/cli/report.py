@@ -25,6 +25,7 @@ from kpolicy.cli.turns import check_files, progress_bar, unwritten
 from kpolicy.costs import CostTable
 from kpolicy.errors import ConfigError
 from kpolicy.report import Report, TraceReport, gather, page
+from kpolicy.scheduling.traces import FailedTrace
 from kpolicy.simulate import Server
 from kpolicy.simulate.run import OnStep
 from kpolicy.writing import write_text
@@ -82,7 +83,7 @@ def report_command(
     model = served.costs(deployment)
     server = attrs.evolve(served.server(deployment, model), warm=not cold)
     loaded = read_each(traces, start=start, window=window, rate=rate)
-    names = [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None
+    names = [path.stem for path in traces] if len(traces) > 1 else None
     reads = deployment.reads(traces)
     turns = SimFiles(perfetto=perfetto).turns(specs, names, reads)
     page_path = files_of("--out", out, ["report"], "report.html")[0]
@@ -103,13 +104,14 @@ def report_command(
     lost = unwritten(lambda: _write(made, out, plots, files))
     written = [*files, *followed]
     if json:
-        print_json(_as_dict(made, written))
+        print_json(_as_dict(made, written, specs))
     else:
         for each in made.traces:
             _say(each)
         if written:
             say(console(), f"written to {', '.join(map(str, written))}")
-    failed = [line for each in made.traces for line in each.missing if line != each.interrupted]
+    failed = [each.error for _, each in made.failed]
+    failed += [line for each in made.traces for line in each.missing if line != each.interrupted]
     for line in failed:
         sys.stderr.write(f"kpolicy: {line}\n")
     if lost:
@@ -185,24 +187,33 @@ def _say(made: TraceReport) -> None:
     sys.stdout.flush()
 
 
-def _as_dict(made: Report, written: Sequence[Path]) -> dict[str, Any]:
+def _as_dict(made: Report, written: Sequence[Path], specs: Sequence[str]) -> dict[str, Any]:
+    traces = [*((each.number, _of_trace(each)) for each in made.traces)]
+    traces += [(number, _of_failed(each, specs)) for number, each in made.failed]
     return {
         "kpolicy": __version__,
         "written": [str(path) for path in written],
-        "traces": [
-            {
-                "source": each.trace.source,
-                "interrupted": each.interrupted,
-                "failed": [{"what": what, "error": error} for what, error in each.failed],
-                "advice": {
-                    "policy": None if each.advice.best is None else each.advice.best.policy,
-                    "planned": each.advice.best is not None and each.advice.best.kind == "planned",
-                    "sentence": each.advice.sentence,
-                    "details": list(each.advice.details),
-                    "paste": [attrs.asdict(paste) for paste in each.advice.paste],
-                },
-                "runs": [{"name": run.name, "sizes": run.kind} | run.result.as_dict() for run in each.runs],
-            }
-            for each in made.traces
-        ],
+        "traces": [each for _, each in sorted(traces, key=lambda trace: trace[0])],
+    }
+
+
+def _of_failed(trace: FailedTrace, specs: Sequence[str]) -> dict[str, Any]:
+    """A trace of which nothing is reported: every policy failed on it."""
+    why = [{"what": spec, "error": trace.error} for spec in specs]
+    return {"source": trace.source, "interrupted": "", "failed": why, "advice": None, "runs": []}
+
+
+def _of_trace(made: TraceReport) -> dict[str, Any]:
+    return {
+        "source": made.trace.source,
+        "interrupted": made.interrupted,
+        "failed": [{"what": what, "error": error} for what, error in made.failed],
+        "advice": {
+            "policy": None if made.advice.best is None else made.advice.best.policy,
+            "planned": made.advice.best is not None and made.advice.best.kind == "planned",
+            "sentence": made.advice.sentence,
+            "details": list(made.advice.details),
+            "paste": [attrs.asdict(paste) for paste in made.advice.paste],
+        },
+        "runs": [{"name": run.name, "sizes": run.kind} | run.result.as_dict() for run in made.runs],
     }

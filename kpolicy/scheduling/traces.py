@@ -30,8 +30,8 @@ from kpolicy.shapes import LARGEST_COUNT, plain_int
 from kpolicy.words import some
 
 __all__ = [
-    "DEFAULT_FILE", "DROP_REASONS", "TRACES_VARIABLE", "Trace", "TraceRequest", "default_path", "default_trace",
-    "read_trace",
+    "DEFAULT_FILE", "DROP_REASONS", "TRACES_VARIABLE", "FailedTrace", "Trace", "TraceRequest", "default_path",
+    "default_trace", "read_trace",
 ]  # fmt: skip
 
 TRACES_VARIABLE = "KPOLICY_TRACES"
@@ -197,6 +197,19 @@ class Trace:
 
     def _but(self, what: str, requests: Iterable[TraceRequest]) -> Trace:
         return attrs.evolve(self, source=f"{self.source}, {what}", requests=tuple(requests))
+
+
+@attrs.frozen
+class FailedTrace:
+    """One of several traces that can't be served. It stands where its `Trace` would, so that the others are kept.
+
+    Args:
+        source: the file, as it was named.
+        error: what is wrong and what to do, in words; it names the file.
+    """
+
+    source: str
+    error: str
 
 
 def _check_kind(source: str, request: Any) -> None:

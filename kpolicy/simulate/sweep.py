@@ -71,43 +71,48 @@ class SweepFile:
             raise
 
     def _begin(self, file: IO[bytes], path: Path, header: Mapping[str, Any]) -> None:
-        """Go on after the whole lines that there are, or write the header where there are none."""
+        """Go on after the whole lines that there are, and say in a header what these lack."""
         _lock(file, path)
         if os.fstat(file.fileno()).st_size > MOST_LINES_BYTES:
             most = f"{MOST_LINES_BYTES >> 20:,} MiB"
             raise SchemaError(f"{path} is longer than {most}, and no results file is. Give another path, or remove it.")
         file.seek(0)
-        whole = self._read(file.read(), path, header)
+        whole, begun = self._read(file.read(), path, header)
         if whole:
             # A line that was cut when the sweep was killed is written again.
             file.truncate(whole)
-        else:
-            self._write(header)
+        before, now = _traces_of(begun), _traces_of(header)
+        # A trace that couldn't be read when the file was begun, and can now, is held to this from now on.
+        known = {name: before.get(name) if digest is None else digest for name, digest in now.items()}
+        if known != before:
+            self._write({**header, "made_with": {**header["made_with"], "traces": known}})
 
-    def _read(self, data: bytes, path: Path, header: Mapping[str, Any]) -> int:
-        """Bytes of whole lines there are; 0 for an empty file."""
+    def _read(self, data: bytes, path: Path, header: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+        """Bytes of whole lines there are, and the last header; 0 for an empty file."""
         whole = data.rfind(b"\n") + 1
-        if not whole:
-            if data:
-                raise SchemaError(f"{path} isn't a results file of kpolicy sweep. Give another path, or remove it.")
-            return 0
+        if not whole and data:
+            raise SchemaError(f"{path} isn't a results file of kpolicy sweep. Give another path, or remove it.")
+        begun: Mapping[str, Any] = {}
         for number, text in enumerate(data[:whole].splitlines(), 1):
             try:
                 line = json.loads(text)
-                if number > 1:
+                heads = number == 1 or "schema" in line
+                if not heads:
                     self.lines[Case(**line["case"]).key] = line
             except (ValueError, TypeError, KeyError):
-                line = None
-            if not isinstance(line, dict) or (number == 1 and line.get("schema") != _SCHEMA):
+                line, heads = None, False
+            if not isinstance(line, dict) or (heads and line.get("schema") != _SCHEMA):
                 raise SchemaError(
                     f"{path}, line {number}, isn't of a results file of kpolicy sweep. Give another path, or remove it."
                 )
-            if number == 1 and line != header:
-                raise ConfigError(
-                    f"{path} was begun with other {_others(line, header)}. Give what it was begun with to go on, or "
-                    "another path."
-                )
-        return whole
+            if heads:
+                begun = line
+                others = _others(begun, header)
+                if others:
+                    raise ConfigError(
+                        f"{path} was begun with other {others}. Give what it was begun with to go on, or another path."
+                    )
+        return whole, begun
 
     def add(self, line: dict[str, Any]) -> None:
         """Keep a finished case; a lost one only until the sweep is over.
@@ -163,14 +168,31 @@ def _lock(file: IO[bytes], path: Path) -> None:
 
 
 def _others(line: Mapping[str, Any], header: Mapping[str, Any]) -> str:
-    """What a results file was begun with that this sweep hasn't, in words."""
+    """What a results file was begun with that this sweep hasn't, in words; nothing where it can be gone on with."""
     if line.get("version") != header["version"]:
         return f"lines, of version {line.get('version')} where this kpolicy writes {header['version']}"
-    made, asked = dict(line.get("made_with") or {}), header["made_with"]
+    made, asked = line.get("made_with"), header["made_with"]
+    made = made if isinstance(made, dict) else {}
     if made.get("kpolicy") != asked["kpolicy"]:
         return f"code, kpolicy {made.get('kpolicy', 'of an unknown version')} where this is {asked['kpolicy']}"
-    parts = [name for name in asked if made.get(name) != asked[name]]
-    return " and other ".join(parts) or "options"
+    held = {**made, "traces": asked["traces"]} if _same_traces(_traces_of(line), asked["traces"]) else made
+    parts = [name for name in asked if held.get(name) != asked[name]]
+    return " and other ".join(parts) or ("" if held == asked else "options")
+
+
+def _traces_of(header: Mapping[str, Any]) -> dict[str, str | None]:
+    """The digests of a header's traces, None for one that failed."""
+    made = header.get("made_with")
+    traces = made.get("traces") if isinstance(made, dict) else None
+    return traces if isinstance(traces, dict) else {}
+
+
+def _same_traces(before: Mapping[str, str | None], now: Mapping[str, str | None]) -> bool:
+    """Whether traces are those of before. One that failed, then or now, may be any, and under a name that is right."""
+    if None not in before.values() and now.keys() != before.keys():
+        return False
+    digests = ((digest, now.get(name, "")) for name, digest in before.items())
+    return all(one == other for one, other in digests if one is not None and other is not None)
 
 
 def sweep(

@@ -24,7 +24,7 @@ from kpolicy.budgets import Budget
 from kpolicy.errors import ConfigError, SchemaError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.generator import generate_trace
-from kpolicy.scheduling.traces import Trace
+from kpolicy.scheduling.traces import FailedTrace, Trace
 from kpolicy.simulate import simulate
 from kpolicy.simulate.pareto import METRICS, MOST_PANELS, _panel, draw, points_of
 from kpolicy.simulate.sweep import Axes, Common, LocalBackend, SweepFile, sweep
@@ -121,7 +121,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from kpolicy.scheduling.generator import generate_trace
-from kpolicy.scheduling.traces import Trace
+from kpolicy.scheduling.traces import FailedTrace, Trace
 from kpolicy.simulate import Server
 from kpolicy.costs import analytic_costs
 from kpolicy.simulate.sweep import Axes, Common, LocalBackend, sweep
@@ -316,6 +316,24 @@ def test_a_case_that_cant_run_is_a_line_and_the_others_run() -> None:
     by_policy = {line["case"]["policy"]: line for line in lines if line["case"]["ladder"] == "own"}
     assert by_policy["eager"]["result"]["served"] == 12
     assert "nothing is left for requests" in by_policy["full"]["error"]
+
+
+def test_a_trace_that_failed_costs_its_own_cases(tmp_path: Path) -> None:
+    """In other processes too; they are no lines of the file, and are run when the trace is there."""
+    path, whole = tmp_path / "s.jsonl", common()
+    half = attrs.evolve(whole, traces={**whole.traces, "short": FailedTrace("short.csv", "short.csv: no such file.")})
+    lines = sweep(AXES, half, path=path, backend=LocalBackend(2))
+    failed = [line for line in lines if "error" in line]
+    assert {line["case"]["trace"] for line in failed} == {"short"}
+    assert {line["error"] for line in failed} == {"short.csv: no such file."}
+    assert len(failed) == len(lines) / 2
+    header, *kept = map(json.loads, path.read_text().splitlines())
+    assert header["made_with"]["traces"]["short"] is None
+    assert {line["case"]["trace"] for line in kept} == {"twice"}
+    assert sweep(AXES, whole, path=path, backend=LocalBackend(1)) == sweep(AXES, whole, backend=LocalBackend(1))
+    for lacks in ({"short": whole.traces["short"]}, {"twice": whole.traces["short"], "short": whole.traces["short"]}):
+        with pytest.raises(ConfigError, match="was begun with other traces"):
+            sweep(AXES, attrs.evolve(whole, traces=lacks), path=path, backend=Refuses())
 
 
 def line_of(mib: float, ms: float, trace: str = "t", served: int = 1000) -> dict[str, Any]:
