@@ -16,7 +16,7 @@ from kpolicy.attention.fields import identity
 from kpolicy.budgets import Budget
 from kpolicy.cli.options import Deployment, Json, at_least, whole
 from kpolicy.cli.plan_output import as_dict, emitted_for, render, write
-from kpolicy.cli.render import console, print_json
+from kpolicy.cli.render import console, print_json, told_after
 from kpolicy.cli.requests import read_requests
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.step_log import files_of
@@ -151,15 +151,14 @@ def plan(
     if model.doubt:
         found = attrs.evolve(found, notes=(*found.notes, f"{model.doubt}."))
     emitted = emitted_for(emit, found)
-    lost = ""
+    lost: list[str] = []
     if out is not None:
         lost = unwritten(partial(write, out, emitted, found, limits, whole_plan=emit in (None, "json")))
-    if json:
-        print_json(as_dict(found, emitted, limits, most_sizes))
-    else:
-        render(found, emitted, emit, None if lost else out, limits, most_sizes, worth)
-    if lost:
-        sys.stderr.write(f"kpolicy: {lost}\n")
+    with told_after(lost):
+        if json:
+            print_json(as_dict(found, emitted, limits, most_sizes))
+        else:
+            render(found, emitted, emit, None if lost else out, limits, most_sizes, worth)
     return 1 if lost else 0
 
 

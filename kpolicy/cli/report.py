@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from kpolicy import __version__
 from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, whole
 from kpolicy.cli.plan import DEFAULT_WINDOW_S, budget_of
-from kpolicy.cli.render import console, print_json, say
+from kpolicy.cli.render import console, print_json, say, told_after
 from kpolicy.cli.requests import read_each
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles, SimTurn
@@ -103,22 +103,19 @@ def report_command(
     files: list[Path] = []
     lost = unwritten(lambda: _write(made, out, plots, files))
     written = [*files, *followed]
-    if json:
-        print_json(_as_dict(made, written, specs))
-    else:
-        for each in made.traces:
-            _say(each)
-        if written:
-            say(console(), f"written to {', '.join(map(str, written))}")
-    failed = [each.error for _, each in made.failed]
-    failed += [line for each in made.traces for line in each.missing if line != each.interrupted]
-    for line in failed:
-        sys.stderr.write(f"kpolicy: {line}\n")
-    if lost:
-        sys.stderr.write(f"kpolicy: {lost}\n")
-    if made.interrupted:
-        sys.stderr.write(f"kpolicy: {made.interrupted}; what was done is {'above' if lost else f'in {out}'}.\n")
-    return 130 if made.interrupted else 1 if failed or lost else 0
+    wrong = [each.error for _, each in made.failed]
+    wrong += [line for each in made.traces for line in each.missing if line != each.interrupted]
+    wrong += lost
+    kept = "above" if lost else f"in {out}"
+    with told_after([*wrong, f"{made.interrupted}; what was done is {kept}."] if made.interrupted else wrong):
+        if json:
+            print_json(_as_dict(made, written, specs))
+        else:
+            for each in made.traces:
+                _say(each)
+            if written:
+                say(console(), f"written to {', '.join(map(str, written))}")
+    return 130 if made.interrupted else 1 if wrong else 0
 
 
 def _pictures(folder: Path | None, num_traces: int) -> list[Path]:

@@ -12,7 +12,7 @@ from kpolicy.cli.options import check_rate
 from kpolicy.errors import ConfigError, KPolicyError
 from kpolicy.scheduling.traces import FailedTrace, Trace, default_trace, read_trace
 
-__all__ = ["read_each", "read_requests", "tell_failed"]
+__all__ = ["errors_of", "read_each", "read_requests"]
 
 
 def read_each(
@@ -38,17 +38,15 @@ def read_each(
             found.append(FailedTrace(str(each), str(error)))
     if len(errors) == len(found):
         *others, last = errors
-        tell_failed(FailedTrace("", str(other)) for other in others)
+        for other in others:
+            sys.stderr.write(f"kpolicy: {other}\n")
         raise last
     return found
 
 
-def tell_failed(traces: Iterable[Trace | FailedTrace]) -> bool:
-    """Say on standard error what is wrong with those traces that failed; whether any did."""
-    failed = [each for each in traces if isinstance(each, FailedTrace)]
-    for each in failed:
-        sys.stderr.write(f"kpolicy: {each.error}\n")
-    return bool(failed)
+def errors_of(traces: Iterable[Trace | FailedTrace]) -> list[str]:
+    """What is wrong with those traces that failed."""
+    return [each.error for each in traces if isinstance(each, FailedTrace)]
 
 
 def read_requests(path: Path | None, *, start: float = 0.0, window: float = 0.0, rate: float | None = None) -> Trace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +12,9 @@ from cyclopts import Parameter
 from kpolicy import __version__
 from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, step_limits, whole
 from kpolicy.cli.recorded import replay_command
-from kpolicy.cli.render import console, print_json
+from kpolicy.cli.render import console, print_json, told_after
 from kpolicy.cli.render_simulation import render_simulation
-from kpolicy.cli.requests import read_each, tell_failed
+from kpolicy.cli.requests import errors_of, read_each
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles
 from kpolicy.cli.turns import progress_bar, unwritten
@@ -106,24 +105,19 @@ def simulate_command(
         interrupted = True
         results += [(trace, []) for trace in loaded[len(results) :] if isinstance(trace, FailedTrace)]
     if failed and not any(each for _, each in results):
-        tell_failed(loaded)
-        raise failed[0][-1]
+        with told_after(errors_of(loaded)):
+            raise failed[0][-1]
     report = _report(model, server, deployment, results, failed, specs)
-    lost = unwritten(lambda: files.write(report))
-    if json:
-        print_json(report)
-    else:
-        for trace, each in results:
-            if isinstance(trace, Trace) and each:
-                render_simulation(console(), trace, each, setting_lines(model, server, deployment), model.notes)
-    unread = tell_failed(loaded)
-    for trace, spec, why in failed:
-        sys.stderr.write(f"kpolicy: {spec} on {trace.source}: {why}\n")
-    if lost:
-        sys.stderr.write(f"kpolicy: {lost}\n")
-    if interrupted:
-        sys.stderr.write("kpolicy: interrupted; what was done is above.\n")
-    return 130 if interrupted else 1 if failed or unread or lost else 0
+    wrong = errors_of(loaded) + [f"{spec} on {trace.source}: {why}" for trace, spec, why in failed]
+    wrong += unwritten(lambda: files.write(report))
+    with told_after([*wrong, "interrupted; what was done is above."] if interrupted else wrong):
+        if json:
+            print_json(report)
+        else:
+            for trace, each in results:
+                if isinstance(trace, Trace) and each:
+                    render_simulation(console(), trace, each, setting_lines(model, server, deployment), model.notes)
+    return 130 if interrupted else 1 if wrong else 0
 
 
 def _only_decides(served: Served, deployment: Deployment, files: SimFiles, **given: bool) -> None:

@@ -13,9 +13,9 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, specs_of, whole
-from kpolicy.cli.render import console, grid, print_json, say, show
+from kpolicy.cli.render import console, grid, print_json, say, show, told_after
 from kpolicy.cli.render_simulation import COLD
-from kpolicy.cli.requests import read_each, tell_failed
+from kpolicy.cli.requests import errors_of, read_each
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_files, progress_bar, unwritten
@@ -149,18 +149,15 @@ def sweep_command(
         sys.stderr.write(f"kpolicy: interrupted; {kept}\n")
         return 130
     points = points_of(lines, metric)
-    lost = "" if plot is None else unwritten(partial(draw, points, metric, plot))
-    if json:
-        print_json({"cases": lines, "pareto": [point.case for point in points if point.on_front]})
-    else:
-        _render(lines, points, metric)
-    unread = tell_failed(common.traces.values())
     failed = [line for line in lines if "error" in line and not _told(line, common.traces)]
-    for line in failed:
-        sys.stderr.write(f"kpolicy: {_named(line['case'])}: {line['error']}\n")
-    if lost:
-        sys.stderr.write(f"kpolicy: {lost}\n")
-    return 1 if failed or unread or lost else 0
+    wrong = errors_of(common.traces.values()) + [f"{_named(line['case'])}: {line['error']}" for line in failed]
+    wrong += [] if plot is None else unwritten(partial(draw, points, metric, plot))
+    with told_after(wrong):
+        if json:
+            print_json({"cases": lines, "pareto": [point.case for point in points if point.on_front]})
+        else:
+            _render(lines, points, metric)
+    return 1 if wrong else 0
 
 
 def _told(line: Mapping[str, Any], traces: Mapping[str, Trace | FailedTrace]) -> bool:

@@ -165,13 +165,13 @@ def _check_special(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-def unwritten(write: Callable[[], object]) -> str:
-    """Write a result; why that can't be done, to be told when the result is printed, or nothing."""
+def unwritten(write: Callable[[], object]) -> list[str]:
+    """Write a result; where that can't be done why, to be told when the result is printed, else nothing."""
     try:
         write()
     except ConfigError as error:
-        return str(error)
-    return ""
+        return [str(error)]
+    return []
 
 
 Serve = Callable[[Turn, Engine, Any, Any, Progress], RunResult]
