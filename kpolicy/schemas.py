@@ -33,6 +33,7 @@ from kpolicy.reading import MOST_BYTES, MOST_LINES_BYTES, read_whole
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from kpolicy.step_effects import StepEffects
+from kpolicy.writing import refused, write_text, write_whole
 
 if TYPE_CHECKING:
     from cattrs import Converter
@@ -453,13 +454,13 @@ class _LogWriter(Generic[E]):
         self.path = path
         self._count = 0
         first = _encode(_with_header(self.kind, header if header is not None else LogHeader()), f"the {self.kind}")
-        self._file: IO[str] = _guarded("write", path, lambda: open(path, "w", encoding="utf-8", newline="\n"))  # noqa: SIM115
+        self._file: IO[str] = _written(path, lambda: open(path, "w", encoding="utf-8", newline="\n"))  # noqa: SIM115
         self._forked = False
         self._line(first)
         _OPEN.add(self)
 
     def _line(self, line: str) -> None:
-        _guarded("write", self.path, lambda: self._file.write(line + "\n"))
+        _written(self.path, lambda: self._file.write(line + "\n"))
 
     def write(self, entry: E) -> None:
         """Append an entry.
@@ -484,7 +485,7 @@ class _LogWriter(Generic[E]):
             ConfigError: the file can't be written.
         """
         if not self._file.closed:
-            _guarded("write", self.path, self._file.flush)
+            _written(self.path, self._file.flush)
 
     @property
     def forked(self) -> bool:
@@ -500,7 +501,7 @@ class _LogWriter(Generic[E]):
             if whole:
                 self._line(_encode({_END: self._count}, "the last line"))
         finally:
-            _guarded("write", self.path, self._file.close)
+            _written(self.path, self._file.close)
 
     def __enter__(self) -> Self:
         return self
@@ -923,54 +924,17 @@ def _parsed_float(text: str) -> float:
     return value
 
 
-def _guarded(verb: str, path: PathLike, action: Callable[[], T]) -> T:
+def _written(path: PathLike, action: Callable[[], T]) -> T:
     """What `action` returns; where the file system refuses, a ConfigError."""
     try:
         return action()
     # open() raises ValueError for a path with a null character.
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        step = "Give a file in a directory that exists and can be written." if verb == "write" else "Check the path."
-        raise ConfigError(f"can't {verb} {path}: {why}. {step}") from None
+        raise refused(path, error) from None
 
 
 def _read(path: PathLike, most: int) -> bytes:
-    return _guarded("read", path, lambda: bytes(read_whole(Path(path), most)))
-
-
-def write_text(path: PathLike, text: str) -> None:
-    """Write a text file: all of it or, where that fails, nothing.
-
-    Raises:
-        ConfigError: the file can't be written.
-    """
-    write_whole(path, text)
-
-
-def write_whole(path: PathLike, content: str | bytes) -> None:
-    """Write a file beside the path and put it in its place, so that nobody reads half of it; text as UTF-8.
-
-    A link stays, and what it leads to is replaced; what isn't a file, such as ``/dev/stdout``, is written to.
-    """
-    _guarded("write", path, lambda: _replace(Path(path), content.encode() if isinstance(content, str) else content))
-
-
-def _replace(target: Path, data: bytes) -> None:
-    import os
-    import secrets
-
-    # What a name of /dev leads to may be a file that another part of a command writes to: a redirected /dev/stdout.
-    if target.exists() and (not target.is_file() or Path(os.path.abspath(target)).is_relative_to("/dev")):
-        with open(target, "ab") as file:
-            file.write(data)
-        return
-    target = Path(os.path.realpath(target))
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        return bytes(read_whole(Path(path), most))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read {path}: {getattr(error, 'strerror', None) or error}. Check the path.") from None

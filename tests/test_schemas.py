@@ -46,8 +46,6 @@ from kpolicy.schemas import (
     read_step_log,
     write_plan,
     write_profile,
-    write_text,
-    write_whole,
 )
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
@@ -588,39 +586,6 @@ def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_failed_write_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the disk fails before a file is whole, the old file stays and no part of the new one is left."""
-    path = tmp_path / "a.json"
-    write_profile(path, PROFILE)
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(ConfigError, match=r"can't write .*a\.json: No space left on device"):
-        write_profile(path, attrs.evolve(PROFILE, device="another"))
-    assert read_profile(path) == PROFILE
-    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
-
-
-def test_what_a_path_leads_to_is_written(tmp_path: Path) -> None:
-    """A link stays a link, and what is no file (here a pipe) is written to and not replaced by one."""
-    real, link, pipe = tmp_path / "real.json", tmp_path / "link.json", tmp_path / "pipe"
-    real.write_text("old")
-    link.symlink_to(real)
-    write_profile(link, PROFILE)
-    assert link.is_symlink()
-    assert read_profile(real) == PROFILE
-    os.mkfifo(pipe)
-    end = os.open(pipe, os.O_RDWR)
-    try:
-        write_text(pipe, "through")
-        assert os.read(end, 100) == b"through"
-    finally:
-        os.close(end)
-    assert pipe.is_fifo()
-
-
 OF_TEXT = {"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2_vl_text", "hidden_size": 896}}
 """A config as its library writes it of one that had the language model's fields at the top, and no type of its own."""
 
@@ -731,19 +696,6 @@ def test_schemas_load_cattrs_on_first_use() -> None:
     code = "import sys, kpolicy.schemas; print([m for m in ('cattrs', 'numpy', 'json', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_a_name_of_dev_is_added_to(tmp_path: Path) -> None:
-    """What /dev/stdout leads to, where a shell redirects it, keeps what was printed before and after."""
-    printed = tmp_path / "out.txt"
-    with printed.open("ab") as file:
-        if not Path(f"/dev/fd/{file.fileno()}").exists():
-            pytest.skip("this system has no /dev/fd")
-        file.write(b"before\n")
-        file.flush()
-        write_whole(f"/dev/fd/{file.fileno()}", "content\n")
-        file.write(b"after\n")
-    assert printed.read_text() == "before\ncontent\nafter\n"
 
 
 @pytest.mark.parametrize(

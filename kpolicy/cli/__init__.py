@@ -24,6 +24,7 @@ from kpolicy.cli.lists import doctor, policies
 from kpolicy.cli.options import COMMAND
 from kpolicy.cli.plan import plan
 from kpolicy.cli.recorded import explain_log
+from kpolicy.cli.render import drop_output
 from kpolicy.cli.report import report_command
 from kpolicy.cli.run import run
 from kpolicy.cli.simulate import simulate_command
@@ -77,10 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error), 2)
     except BrokenPipeError:
         # Who read our output has enough of it.
-        _drop_output()
+        drop_output()
         sys.exit(0)
     except OSError as error:
-        _drop_output()
+        drop_output()
         _fail(f"{error}. Is there space where the output goes?", 1)
     except KeyboardInterrupt:
         _fail("interrupted.", 130)
@@ -147,11 +148,6 @@ def _have_streams() -> None:
     os.close(spare)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
-
-
-def _drop_output() -> None:
-    """Let Python's own flush at exit succeed where ours failed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int) -> None:

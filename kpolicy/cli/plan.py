@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +16,11 @@ from kpolicy.attention.fields import identity
 from kpolicy.budgets import Budget
 from kpolicy.cli.options import Deployment, Json, at_least, whole
 from kpolicy.cli.plan_output import as_dict, emitted_for, render, write
-from kpolicy.cli.render import console, print_json
+from kpolicy.cli.render import console, print_json, told_after
 from kpolicy.cli.requests import read_requests
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.step_log import files_of
-from kpolicy.cli.turns import check_files
+from kpolicy.cli.turns import check_files, unwritten
 from kpolicy.engine_flags import ENGINES
 from kpolicy.errors import ConfigError, UnknownNameError, near_miss
 from kpolicy.planning.plan import SMOOTHING
@@ -110,7 +111,7 @@ def plan(
     ] = False,
     seed: Annotated[int, Parameter(converter=whole, help="Of accepted drafts.")] = 0,
     json: Json = False,
-) -> None:
+) -> int:
     """Choose the capture sizes for a trace under a budget, and print what to give an engine."""
     _known(emit)
     name = policy or _POLICY_OF.get(emit or "", "auto")
@@ -150,12 +151,15 @@ def plan(
     if model.doubt:
         found = attrs.evolve(found, notes=(*found.notes, f"{model.doubt}."))
     emitted = emitted_for(emit, found)
+    lost: list[str] = []
     if out is not None:
-        write(out, emitted, found, limits, whole_plan=emit in (None, "json"))
-    if json:
-        print_json(as_dict(found, emitted, limits, most_sizes))
-    else:
-        render(found, emitted, emit, out, limits, most_sizes, worth)
+        lost = unwritten(partial(write, out, emitted, found, limits, whole_plan=emit in (None, "json")))
+    with told_after(lost):
+        if json:
+            print_json(as_dict(found, emitted, limits, most_sizes))
+        else:
+            render(found, emitted, emit, None if lost else out, limits, most_sizes, worth)
+    return 1 if lost else 0
 
 
 # What is asked

@@ -37,7 +37,8 @@ def plan_file(found: TracePlan, budget: Budget | None = None) -> Any:
 
 def write(path: Path, emitted: Emitted | None, found: TracePlan, budget: Budget | None, *, whole_plan: bool) -> None:
     """Write the plan file, or what the engine takes: all of it or nothing."""
-    from kpolicy.schemas import write_plan, write_text
+    from kpolicy.schemas import write_plan
+    from kpolicy.writing import write_text
 
     if whole_plan:
         write_plan(path, plan_file(found, budget))

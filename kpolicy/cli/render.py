@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 import attrs
@@ -27,6 +28,7 @@ from kpolicy.words import some
 __all__ = [
     "console",
     "counted",
+    "drop_output",
     "grid",
     "modes_table",
     "print_json",
@@ -36,6 +38,7 @@ __all__ = [
     "say",
     "show",
     "show_run",
+    "told_after",
 ]
 
 PIPED_WIDTH = 110
@@ -44,6 +47,25 @@ WAITED = 0.1
 """Share of the busy time that waiting for cores is told from"""
 LEAST_WIDTH = 80
 """Narrower terminals wrap the lines themselves."""
+
+
+def drop_output() -> None:
+    """Let Python's own flush at exit succeed where ours failed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def told_after(lines: Sequence[str]) -> Iterator[None]:
+    """Say on standard error what failed once the result is printed, and also where its reader has enough of it."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What the command returns is its exit code all the same.
+        drop_output()
+    finally:
+        for line in lines:
+            sys.stderr.write(f"kpolicy: {line}\n")
 
 
 def print_json(value: object) -> None:

@@ -15,19 +15,20 @@ from cyclopts import Parameter
 from kpolicy import __version__
 from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, whole
 from kpolicy.cli.plan import DEFAULT_WINDOW_S, budget_of
-from kpolicy.cli.render import console, print_json, say
+from kpolicy.cli.render import console, print_json, say, told_after
 from kpolicy.cli.requests import read_each
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles, SimTurn
 from kpolicy.cli.simulate import setting_lines
 from kpolicy.cli.step_log import files_of
-from kpolicy.cli.turns import check_files, progress_bar
+from kpolicy.cli.turns import check_files, progress_bar, unwritten
 from kpolicy.costs import CostTable
 from kpolicy.errors import ConfigError
 from kpolicy.report import Report, TraceReport, gather, page
-from kpolicy.schemas import write_text
+from kpolicy.scheduling.traces import FailedTrace
 from kpolicy.simulate import Server
 from kpolicy.simulate.run import OnStep
+from kpolicy.writing import write_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -82,7 +83,7 @@ def report_command(
     model = served.costs(deployment)
     server = attrs.evolve(served.server(deployment, model), warm=not cold)
     loaded = read_each(traces, start=start, window=window, rate=rate)
-    names = [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None
+    names = [path.stem for path in traces] if len(traces) > 1 else None
     reads = deployment.reads(traces)
     turns = SimFiles(perfetto=perfetto).turns(specs, names, reads)
     page_path = files_of("--out", out, ["report"], "report.html")[0]
@@ -99,19 +100,22 @@ def report_command(
             setting=setting_lines(model, server, deployment), notes=model.notes,
             observed=_observed(turns, specs, model.costs, server, followed), progress=_told(shown),
         )  # fmt: skip
-    written = [*_write(made, out, plots), *followed]
-    if json:
-        print_json(_as_dict(made, written))
-    else:
-        for each in made.traces:
-            _say(each)
-        say(console(), f"written to {', '.join(map(str, written))}")
-    failed = [line for each in made.traces for line in each.missing if line != each.interrupted]
-    for line in failed:
-        sys.stderr.write(f"kpolicy: {line}\n")
-    if made.interrupted:
-        sys.stderr.write(f"kpolicy: {made.interrupted}; what was done is in {out}.\n")
-    return 130 if made.interrupted else 1 if failed else 0
+    files: list[Path] = []
+    lost = unwritten(lambda: _write(made, out, plots, files))
+    written = [*files, *followed]
+    wrong = [each.error for _, each in made.failed]
+    wrong += [line for each in made.traces for line in each.missing if line != each.interrupted]
+    wrong += lost
+    kept = "above" if lost else f"in {out}"
+    with told_after([*wrong, f"{made.interrupted}; what was done is {kept}."] if made.interrupted else wrong):
+        if json:
+            print_json(_as_dict(made, written, specs))
+        else:
+            for each in made.traces:
+                _say(each)
+            if written:
+                say(console(), f"written to {', '.join(map(str, written))}")
+    return 130 if made.interrupted else 1 if wrong else 0
 
 
 def _pictures(folder: Path | None, num_traces: int) -> list[Path]:
@@ -155,16 +159,15 @@ def _told(shown: Progress) -> Callable[[str, int], Callable[[int], object]]:
     return begin
 
 
-def _write(made: Report, out: Path, plots: Path | None) -> list[Path]:
-    """Everything is made before anything is written."""
+def _write(made: Report, out: Path, plots: Path | None, written: list[Path]) -> None:
+    """Everything is made before anything is written; which files are there is added to `written`."""
     html = page(made)
-    drawn = []
     if plots is not None:
         from kpolicy.report.plots import write
 
-        drawn = write(made, plots)
+        written += write(made, plots)
     write_text(out, html)
-    return [out, *drawn]
+    written.insert(0, out)
 
 
 def _say(made: TraceReport) -> None:
@@ -181,24 +184,33 @@ def _say(made: TraceReport) -> None:
     sys.stdout.flush()
 
 
-def _as_dict(made: Report, written: Sequence[Path]) -> dict[str, Any]:
+def _as_dict(made: Report, written: Sequence[Path], specs: Sequence[str]) -> dict[str, Any]:
+    traces = [*((each.number, _of_trace(each)) for each in made.traces)]
+    traces += [(number, _of_failed(each, specs)) for number, each in made.failed]
     return {
         "kpolicy": __version__,
         "written": [str(path) for path in written],
-        "traces": [
-            {
-                "source": each.trace.source,
-                "interrupted": each.interrupted,
-                "failed": [{"what": what, "error": error} for what, error in each.failed],
-                "advice": {
-                    "policy": None if each.advice.best is None else each.advice.best.policy,
-                    "planned": each.advice.best is not None and each.advice.best.kind == "planned",
-                    "sentence": each.advice.sentence,
-                    "details": list(each.advice.details),
-                    "paste": [attrs.asdict(paste) for paste in each.advice.paste],
-                },
-                "runs": [{"name": run.name, "sizes": run.kind} | run.result.as_dict() for run in each.runs],
-            }
-            for each in made.traces
-        ],
+        "traces": [each for _, each in sorted(traces, key=lambda trace: trace[0])],
+    }
+
+
+def _of_failed(trace: FailedTrace, specs: Sequence[str]) -> dict[str, Any]:
+    """A trace of which nothing is reported: every policy failed on it."""
+    why = [{"what": spec, "error": trace.error} for spec in specs]
+    return {"source": trace.source, "interrupted": "", "failed": why, "advice": None, "runs": []}
+
+
+def _of_trace(made: TraceReport) -> dict[str, Any]:
+    return {
+        "source": made.trace.source,
+        "interrupted": made.interrupted,
+        "failed": [{"what": what, "error": error} for what, error in made.failed],
+        "advice": {
+            "policy": None if made.advice.best is None else made.advice.best.policy,
+            "planned": made.advice.best is not None and made.advice.best.kind == "planned",
+            "sentence": made.advice.sentence,
+            "details": list(made.advice.details),
+            "paste": [attrs.asdict(paste) for paste in made.advice.paste],
+        },
+        "runs": [{"name": run.name, "sizes": run.kind} | run.result.as_dict() for run in made.runs],
     }

@@ -4,22 +4,49 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kpolicy.cli.options import check_rate
-from kpolicy.errors import ConfigError
-from kpolicy.scheduling.traces import Trace, default_trace, read_trace
+from kpolicy.errors import ConfigError, KPolicyError
+from kpolicy.scheduling.traces import FailedTrace, Trace, default_trace, read_trace
 
-__all__ = ["read_each", "read_requests"]
+__all__ = ["errors_of", "read_each", "read_requests"]
 
 
-def read_each(paths: Sequence[Path], *, start: float, window: float, rate: float) -> list[Trace]:
-    """The requests of each trace, or of the default one; raises as `read_requests`, and for a file that comes twice."""
+def read_each(
+    paths: Sequence[Path], *, start: float, window: float, rate: float | None = None
+) -> list[Trace | FailedTrace]:
+    """The requests of each trace, or of the default one. Of several, one that fails is kept as what is wrong with it.
+
+    Raises:
+        ConfigError: an option is out of range, a file comes twice, or no trace has a request; what is wrong with the
+            others is on standard error then.
+    """
+    _check_window(start, window, rate)
     for i, path in enumerate(paths):
         if os.path.realpath(path) in map(os.path.realpath, paths[:i]):
             raise ConfigError(f"the trace {path} is given twice; both would do the same, so give it once.")
-    return [read_requests(path, start=start, window=window, rate=rate) for path in paths or (None,)]
+    found: list[Trace | FailedTrace] = []
+    errors: list[KPolicyError] = []
+    for each in paths or (None,):
+        try:
+            found.append(read_requests(each, start=start, window=window, rate=rate))
+        except KPolicyError as error:  # noqa: PERF203 - the others are read all the same
+            errors.append(error)
+            found.append(FailedTrace(str(each), str(error)))
+    if len(errors) == len(found):
+        *others, last = errors
+        for other in others:
+            sys.stderr.write(f"kpolicy: {other}\n")
+        raise last
+    return found
+
+
+def errors_of(traces: Iterable[Trace | FailedTrace]) -> list[str]:
+    """What is wrong with those traces that failed."""
+    return [each.error for each in traces if isinstance(each, FailedTrace)]
 
 
 def read_requests(path: Path | None, *, start: float = 0.0, window: float = 0.0, rate: float | None = None) -> Trace:
@@ -34,14 +61,8 @@ def read_requests(path: Path | None, *, start: float = 0.0, window: float = 0.0,
     Raises:
         ConfigError: an option is out of range, or no request is left; TraceError says what is wrong with the file.
     """
-    for option, value in (("--window", window), ("--start", start)):
-        if not 0 <= value < math.inf:
-            raise ConfigError(
-                f"{option} is {value:g}; it takes seconds from 0 up. --window 0 serves all from --start on."
-            )
-    if rate is not None:
-        check_rate(rate)
-    whole = default_trace() if path is None else read_trace(path)
+    _check_window(start, window, rate)
+    whole = default_trace() if path is None else read_trace(path, until_s=start + window if window else math.inf)
     if not len(whole):
         dropped = ", ".join(f"{count} {reason}" for reason, count in whole.dropped.items()) or "none"
         raise ConfigError(f"{whole.source} has no request to serve; rows dropped: {dropped}. Choose another trace.")
@@ -54,3 +75,13 @@ def read_requests(path: Path | None, *, start: float = 0.0, window: float = 0.0,
             f"{whole.requests[-1].arrival_s:.1f}. {advice}"
         )
     return trace if rate in (None, 1) else trace.scaled(rate)
+
+
+def _check_window(start: float, window: float, rate: float | None) -> None:
+    for option, value in (("--window", window), ("--start", start)):
+        if not 0 <= value < math.inf:
+            raise ConfigError(
+                f"{option} is {value:g}; it takes seconds from 0 up. --window 0 serves all from --start on."
+            )
+    if rate is not None:
+        check_rate(rate)

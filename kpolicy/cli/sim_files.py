@@ -26,10 +26,10 @@ from kpolicy.schemas import (
     QueueState,
     StepEntry,
     StepLogWriter,
-    write_whole,
 )
 from kpolicy.simulate import Server, SimStep
 from kpolicy.simulate.run import OnStep
+from kpolicy.writing import write_whole
 
 __all__ = ["SimFiles", "SimTurn"]
 

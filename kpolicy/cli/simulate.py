@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,14 +12,14 @@ from cyclopts import Parameter
 from kpolicy import __version__
 from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, step_limits, whole
 from kpolicy.cli.recorded import replay_command
-from kpolicy.cli.render import console, print_json
+from kpolicy.cli.render import console, print_json, told_after
 from kpolicy.cli.render_simulation import render_simulation
-from kpolicy.cli.requests import read_each
+from kpolicy.cli.requests import errors_of, read_each
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles
-from kpolicy.cli.turns import progress_bar
+from kpolicy.cli.turns import progress_bar, unwritten
 from kpolicy.errors import ConfigError, KPolicyError
-from kpolicy.scheduling.traces import Trace
+from kpolicy.scheduling.traces import FailedTrace, Trace
 from kpolicy.simulate import Server, SimResult, simulate
 from kpolicy.simulate.cost_models import CostModel
 from kpolicy.words import some
@@ -70,17 +69,19 @@ def simulate_command(
     model = served.costs(deployment)
     server = served.server(deployment, model)
     loaded = read_each(traces, start=start, window=window, rate=rate)
-    names = [Path(trace.source).stem for trace in loaded] if len(loaded) > 1 else None
+    names = [path.stem for path in traces] if len(traces) > 1 else None
     turns = files.turns(specs, names, deployment.reads(traces))
     ladder = ladder_of(deployment.ladder, server.settings, config=deployment.config)
     support = deployment.support()
-    results: list[tuple[Trace, list[SimResult]]] = []
+    results: list[tuple[Trace | FailedTrace, list[SimResult]]] = []
     failed: list[tuple[Trace, str, KPolicyError]] = []
     interrupted = False
     try:
         with progress_bar("requests", quiet=json) as shown:
             for i, trace in enumerate(loaded):
                 results.append((trace, []))
+                if isinstance(trace, FailedTrace):
+                    continue
                 for j, spec in enumerate(specs):
                     task = shown.add_task(spec, total=len(trace))
 
@@ -102,21 +103,21 @@ def simulate_command(
                         raise KeyboardInterrupt
     except KeyboardInterrupt:
         interrupted = True
+        results += [(trace, []) for trace in loaded[len(results) :] if isinstance(trace, FailedTrace)]
     if failed and not any(each for _, each in results):
-        raise failed[0][-1]
-    report = _report(model, server, deployment, results, failed)
-    files.write(report)
-    if json:
-        print_json(report)
-    else:
-        for trace, each in results:
-            if each:
-                render_simulation(console(), trace, each, setting_lines(model, server, deployment), model.notes)
-    for trace, spec, why in failed:
-        sys.stderr.write(f"kpolicy: {spec} on {trace.source}: {why}\n")
-    if interrupted:
-        sys.stderr.write("kpolicy: interrupted; what was done is above.\n")
-    return 130 if interrupted else 1 if failed else 0
+        with told_after(errors_of(loaded)):
+            raise failed[0][-1]
+    report = _report(model, server, deployment, results, failed, specs)
+    wrong = errors_of(loaded) + [f"{spec} on {trace.source}: {why}" for trace, spec, why in failed]
+    wrong += unwritten(lambda: files.write(report))
+    with told_after([*wrong, "interrupted; what was done is above."] if interrupted else wrong):
+        if json:
+            print_json(report)
+        else:
+            for trace, each in results:
+                if isinstance(trace, Trace) and each:
+                    render_simulation(console(), trace, each, setting_lines(model, server, deployment), model.notes)
+    return 130 if interrupted else 1 if wrong else 0
 
 
 def _only_decides(served: Served, deployment: Deployment, files: SimFiles, **given: bool) -> None:
@@ -153,8 +154,9 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
 
 
 def _report(
-    model: CostModel, server: Server, deployment: Deployment, results: Sequence[tuple[Trace, list[SimResult]]],
-    failed: Sequence[tuple[Trace, str, KPolicyError]],
+    model: CostModel, server: Server, deployment: Deployment,
+    results: Sequence[tuple[Trace | FailedTrace, list[SimResult]]],
+    failed: Sequence[tuple[Trace, str, KPolicyError]], specs: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """What ``--json`` prints and ``--out`` writes."""
     return {
@@ -168,16 +170,25 @@ def _report(
             "objective": deployment.objective,
             "server": attrs.asdict(server),
         },
-        "traces": [
-            {
-                "source": trace.source,
-                "format": trace.format,
-                "requests": len(trace),
-                "span_s": trace.span_s,
-                "dropped": dict(trace.dropped),
-                "policies": [result.as_dict() for result in each],
-                "failed": [{"policy": spec, "error": str(error)} for of, spec, error in failed if of is trace],
-            }
-            for trace, each in results
-        ],
+        "traces": [_of_trace(trace, each, failed, specs) for trace, each in results],
+    }
+
+
+def _of_trace(
+    trace: Trace | FailedTrace, results: Sequence[SimResult], failed: Sequence[tuple[Trace, str, KPolicyError]],
+    specs: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    """A trace's part: what isn't known of one that failed is null, and every policy failed on it."""
+    if isinstance(trace, FailedTrace):
+        unknown = dict.fromkeys(("format", "requests", "span_s", "dropped"))
+        why = [{"policy": spec, "error": trace.error} for spec in specs]
+        return {"source": trace.source, **unknown, "policies": [], "failed": why}
+    return {
+        "source": trace.source,
+        "format": trace.format,
+        "requests": len(trace),
+        "span_s": trace.span_s,
+        "dropped": dict(trace.dropped),
+        "policies": [result.as_dict() for result in results],
+        "failed": [{"policy": spec, "error": str(error)} for of, spec, error in failed if of is trace],
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,16 +13,17 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, specs_of, whole
-from kpolicy.cli.render import console, grid, print_json, say, show
+from kpolicy.cli.render import console, grid, print_json, say, show, told_after
 from kpolicy.cli.render_simulation import COLD
-from kpolicy.cli.requests import read_requests
+from kpolicy.cli.requests import errors_of, read_each
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.step_log import files_of
-from kpolicy.cli.turns import check_files, progress_bar
+from kpolicy.cli.turns import check_files, progress_bar, unwritten
 from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.figures import find_device
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.observe.extras import load
+from kpolicy.scheduling.traces import FailedTrace, Trace
 from kpolicy.simulate.pareto import FEWER, METRICS, Point, check_panels, draw, points_of, short_ladder
 from kpolicy.simulate.sweep import Axes, Backend, Common, LocalBackend, sweep
 from kpolicy.words import some
@@ -147,16 +149,21 @@ def sweep_command(
         sys.stderr.write(f"kpolicy: interrupted; {kept}\n")
         return 130
     points = points_of(lines, metric)
-    if plot is not None:
-        draw(points, metric, plot)
-    if json:
-        print_json({"cases": lines, "pareto": [point.case for point in points if point.on_front]})
-    else:
-        _render(lines, points, metric)
-    failed = [line for line in lines if "error" in line]
-    for line in failed:
-        sys.stderr.write(f"kpolicy: {_named(line['case'])}: {line['error']}\n")
-    return 1 if failed else 0
+    failed = [line for line in lines if "error" in line and not _told(line, common.traces)]
+    wrong = errors_of(common.traces.values()) + [f"{_named(line['case'])}: {line['error']}" for line in failed]
+    wrong += [] if plot is None else unwritten(partial(draw, points, metric, plot))
+    with told_after(wrong):
+        if json:
+            print_json({"cases": lines, "pareto": [point.case for point in points if point.on_front]})
+        else:
+            _render(lines, points, metric)
+    return 1 if wrong else 0
+
+
+def _told(line: Mapping[str, Any], traces: Mapping[str, Trace | FailedTrace]) -> bool:
+    """Whether a case failed for its trace, of which that is said once."""
+    trace = traces[line["case"]["trace"]]
+    return isinstance(trace, FailedTrace) and trace.error == line["error"]
 
 
 def _render(lines: Sequence[dict[str, Any]], points: Sequence[Point], metric: str) -> None:
@@ -236,13 +243,12 @@ def _common(
     profiles, devices = combined.profiles or (), combined.devices or ()
     _once("--profiles", profiles, [os.path.realpath(profile) for profile in profiles])
     _once("--devices", devices, [find_device(device).figures.name for device in devices])
-    traces = {}
-    for path in paths or (None,):
-        trace = read_requests(path, start=start, window=window)
-        name = Path(trace.source).stem if path is None else path.name
-        if name in traces:
+    names = [path.name for path in paths]
+    loaded = read_each(paths, start=start, window=window)
+    for i, name in enumerate(names):
+        if name in names[:i]:
             raise ConfigError(f"two traces are called {name}; rename one, so that results can tell them apart.")
-        traces[name] = trace
+    traces = dict(zip(names or [Path(loaded[0].source).stem], loaded, strict=True))
     costs = {}
     for profile in combined.profiles or (None,):
         for device in combined.devices or (served.device,):

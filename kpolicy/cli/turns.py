@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,8 +23,9 @@ from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.keys import GraphKey
 from kpolicy.trace_run import RunResult
+from kpolicy.writing import is_special
 
-__all__ = ["Files", "Turn", "capture", "check_files", "progress_bar", "serve_in_turn"]
+__all__ = ["Files", "Turn", "capture", "check_files", "progress_bar", "serve_in_turn", "unwritten"]
 
 
 _OF_A_MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
@@ -144,12 +146,32 @@ def _check_writable(option: str, path: Path) -> None:
     """Open the file, or make and remove it: an error now, not after minutes of serving."""
     there = path.exists()
     try:
+        if is_special(path):
+            _check_special(path)
+            return
         with path.open("ab"):
             pass
     except OSError as error:
         raise ConfigError(f"{option} {path} can't be written: {error.strerror or error}. Give another path.") from None
     if not there:
         path.unlink()
+
+
+def _check_special(path: Path) -> None:
+    """See that a device or a pipe may be written. It isn't opened: who reads a pipe takes its closing for the end."""
+    if path.is_block_device():
+        raise OSError("it is a disk, whose content would be lost")
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def unwritten(write: Callable[[], object]) -> list[str]:
+    """Write a result; where that can't be done why, to be told when the result is printed, else nothing."""
+    try:
+        write()
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 Serve = Callable[[Turn, Engine, Any, Any, Progress], RunResult]

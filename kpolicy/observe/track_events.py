@@ -7,15 +7,15 @@ sequence; texts are interned, so a name costs a byte or two after its first use.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import attrs
 
 from kpolicy.errors import ConfigError
 from kpolicy.observe.extras import load
+from kpolicy.writing import WholeFile
 
 __all__ = ["Track", "TrackEventFile"]
 
@@ -36,7 +36,7 @@ class Track:
 
 
 class TrackEventFile:
-    """Writes a trace file under a name of its own, and gives it its name when it is closed.
+    """Writes a trace file, which has its name once it is closed (`kpolicy.writing.WholeFile`).
 
     Events of a track must be added in the order of their times, and every slice that begins must end.
 
@@ -66,7 +66,10 @@ class TrackEventFile:
         packet.track_descriptor.process.process_name = _clean(process)
         # Tracks and texts that the file has, or will have from the next flush on.
         self._told = (0, 0)
-        self._temporary, self._file = _open_beside(self.path)
+        if self.path.is_dir() or not self.path.name:
+            example = self.path / "run.pftrace"
+            raise ConfigError(f"can't write {path}: it is a folder. Name a file in it, such as {example}.")
+        self._file = WholeFile(self.path)
 
     # Events.
 
@@ -175,10 +178,7 @@ class TrackEventFile:
         """
         if self._file.closed:
             raise ConfigError(f"{self.path} is closed; write steps inside the writer's `with` block.")
-        try:
-            self._file.write(self._trace.SerializeToString())
-        except OSError as error:
-            raise _refused(self.path, error) from None
+        self._file.write(self._trace.SerializeToString())
         self._told = (len(self._tracks), len(self._interned))
         # A message that is cleared keeps the memory of all that it ever had.
         self._trace = self._protos.Trace()
@@ -202,42 +202,15 @@ class TrackEventFile:
             return
         try:
             self.flush()
-            with self._file:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            os.replace(self._temporary, self.path)
-        except OSError as error:
-            raise _refused(self.path, error) from None
+            self._file.keep()
         finally:
             self.discard()
 
     def discard(self) -> None:
         """Leave nothing of what isn't finished."""
-        try:
-            self._file.close()
-        except OSError:
-            # What couldn't be written isn't wanted any more.
-            pass
-        finally:
-            self._temporary.unlink(missing_ok=True)
+        self._file.discard()
 
 
 def _clean(text: str) -> str:
     """The text as UTF-8 takes it: what a command line had in other bytes becomes question marks."""
     return text.encode(errors="replace").decode()
-
-
-def _open_beside(path: Path) -> tuple[Path, IO[bytes]]:
-    """A new file beside that path, which shows that the path can be written."""
-    if path.is_dir() or not path.name:
-        raise ConfigError(f"can't write {path}: it is a folder. Name a file in it, such as {path / 'run.pftrace'}.")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        return temporary, open(temporary, "xb")
-    except (OSError, ValueError) as error:
-        raise _refused(path, error) from None
-
-
-def _refused(path: Path, error: Exception) -> ConfigError:
-    why = getattr(error, "strerror", None) or error
-    return ConfigError(f"can't write {path}: {why}. Give a file in a folder that exists, can be written and has space.")

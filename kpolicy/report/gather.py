@@ -19,7 +19,7 @@ from kpolicy.report.advice import Advice, advise, best_of
 from kpolicy.report.modemap import ModeMap, mode_maps
 from kpolicy.report.runs import Planned, Run
 from kpolicy.report.steps import Steps
-from kpolicy.scheduling.traces import Trace
+from kpolicy.scheduling.traces import FailedTrace, Trace
 from kpolicy.simulate import Server, SimStep, simulate
 from kpolicy.simulate.run import OnStep
 from kpolicy.trace_plan import layout_of, plan_trace
@@ -42,6 +42,7 @@ class TraceReport:
         maps: modes over batches, the cheapest way's first.
         interrupted: what is missing because the keyboard interrupted it, in words; empty where nothing is.
         failed: what couldn't be simulated, a policy or its plan, and why.
+        number: which of the report's traces it is, from 0, those that failed counted.
     """
 
     trace: Trace
@@ -51,6 +52,7 @@ class TraceReport:
     maps: tuple[ModeMap, ...]
     interrupted: str = ""
     failed: tuple[tuple[str, str], ...] = ()
+    number: int = 0
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -70,6 +72,7 @@ class Report:
         setting: the costs, the server and the model in words.
         notes: what a reader should know of the costs.
         interrupted: what is missing because the keyboard interrupted it, in words; empty where nothing is.
+        failed: traces of which nothing is reported: which of all, from 0, and why.
     """
 
     traces: tuple[TraceReport, ...]
@@ -78,6 +81,7 @@ class Report:
     setting: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     interrupted: str = ""
+    failed: tuple[tuple[int, FailedTrace], ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -142,7 +146,7 @@ class _Asked:
 
 
 def gather(
-    traces: list[Trace] | tuple[Trace, ...],
+    traces: Sequence[Trace | FailedTrace],
     policies: list[str] | tuple[str, ...] = ("auto", "vllm"),
     *,
     server: Server | None = None,
@@ -164,7 +168,7 @@ def gather(
     Planned for is the best policy, and where no serving engine has that one, also the best of those that one has.
 
     Args:
-        traces: the traces.
+        traces: the traces; of one that failed the report says so.
         policies: the policies to compare.
         server: the server; warm by default.
         costs: what launches take; analytic by default.
@@ -181,7 +185,8 @@ def gather(
         progress: told what is done next and how many requests that has, and gives what to tell of those that are over.
 
     An interrupt from the keyboard ends it with what is done: whole policies of a trace, without a plan or with one. A
-    policy that can't be simulated, such as one whose graphs leave no KV, is left out where another one can.
+    policy that can't be simulated, such as one whose graphs leave no KV, is left out where another one can, and so is
+    a trace of which none can.
 
     Raises:
         KeyboardInterrupt: it was interrupted before any policy was done.
@@ -193,7 +198,7 @@ def gather(
     if not traces or not policies:
         raise ConfigError(f"a report needs a trace and a policy; there are {len(traces)} and {len(policies)}.")
     for trace in traces:
-        check_kind("a trace", trace, Trace, "kpolicy.scheduling.traces.read_trace(FILE)")
+        check_kind("a trace", trace, (Trace, FailedTrace), "kpolicy.scheduling.traces.read_trace(FILE)")
     for policy in policies:
         check_kind("a policy", policy, str, "'auto'")
     support = _support(attention)
@@ -208,25 +213,43 @@ def gather(
     plans = {"budget": plan_budget or budget, "most_sizes": most_sizes}
     tell = progress or (lambda _what, _total: lambda _done: None)
     found: list[TraceReport] = []
+    failed = [(i, trace) for i, trace in enumerate(traces) if isinstance(trace, FailedTrace)]
+    first: KPolicyError | None = None
     interrupted = ""
     for i, trace in enumerate(traces):
+        if isinstance(trace, FailedTrace):
+            continue
 
         def watch(j: int, i: int = i) -> AbstractContextManager[OnStep | None]:
             return nullcontext() if observed is None else observed(i, j)
 
         try:
-            found.append(_of_trace(trace, list(policies), asked, plans, tell, watch))
+            made = _of_trace(trace, list(policies), asked, plans, tell, watch)
+            found.append(attrs.evolve(made, number=i))
+            interrupted = made.interrupted
         except KeyboardInterrupt:
             if not found:
                 raise
             interrupted = f"{trace.source}: interrupted, nothing is reported of it"
-        interrupted = interrupted or found[-1].interrupted
+        except BudgetRefused:
+            raise
+        except KPolicyError as error:
+            first = first or error
+            failed.append((i, FailedTrace(trace.source, f"{trace.source}: {error}")))
         if interrupted:
             break
-    missing = dict.fromkeys((*(line for each in found for line in each.missing), *filter(None, [interrupted])))
+    if not found:
+        raise first or ConfigError(failed[0][1].error)
+    missing = dict.fromkeys(
+        (
+            *(each.error for _, each in failed),
+            *(line for each in found for line in each.missing),
+            *filter(None, [interrupted]),
+        )
+    )
     return Report(
         traces=tuple(found), server=server, costs=asked.costs, setting=tuple(setting), notes=(*notes, *missing),
-        interrupted=interrupted,
+        interrupted=interrupted, failed=tuple(failed),
     )  # fmt: skip
 
 

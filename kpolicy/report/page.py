@@ -44,12 +44,13 @@ def _titles(report: Report) -> str:
 
 
 def _contents(report: Report) -> str:
-    if len(report.traces) == 1:
+    if len(report.traces) == 1 and not report.failed:
         return ""
     items = "".join(
         f'<li><a href="#trace-{i}">{text(each.trace.source)}</a>: {text(each.advice.sentence)}</li>'
         for i, each in enumerate(report.traces)
     )
+    items += "".join(f'<li class="warning">{text(each.error)}</li>' for _, each in report.failed)
     return f"<nav><ul>{items}</ul></nav>\n"
 
 

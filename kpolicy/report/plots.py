@@ -17,9 +17,9 @@ from kpolicy.report.runs import Run
 from kpolicy.report.sections import LETTERS
 from kpolicy.report.steps import MODES
 from kpolicy.report.timeline import shares
-from kpolicy.schemas import write_whole
 from kpolicy.simulate.pareto import plain_text
 from kpolicy.simulate.percentiles import CURVE_PERCENTS
+from kpolicy.writing import write_whole
 
 __all__ = ["check", "draw", "files", "write"]
 
@@ -80,14 +80,14 @@ def draw(report: Report) -> dict[str, bytes]:
     found = {}
     # The salt makes the ids of an SVG the same each time.
     with matplotlib.rc_context({"svg.hashsalt": "kpolicy", "svg.fonttype": "none", "hatch.linewidth": 0.6}):
-        for i, made in enumerate(report.traces):
+        for made in report.traces:
             for name, figure in _figures(made, figure_of):
                 plain_text(figure)
                 for kind in FORMATS:
                     into = io.BytesIO()
                     metadata = {"Date": None} if kind == "svg" else {"Software": "kpolicy"}
                     figure.savefig(into, format=kind, dpi=150, metadata=metadata)
-                    found[_name(name, i, kind)] = into.getvalue()
+                    found[_name(name, made.number, kind)] = into.getvalue()
     return found
 
 

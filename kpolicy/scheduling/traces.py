@@ -30,8 +30,8 @@ from kpolicy.shapes import LARGEST_COUNT, plain_int
 from kpolicy.words import some
 
 __all__ = [
-    "DEFAULT_FILE", "DROP_REASONS", "TRACES_VARIABLE", "Trace", "TraceRequest", "default_path", "default_trace",
-    "read_trace",
+    "DEFAULT_FILE", "DROP_REASONS", "TRACES_VARIABLE", "FailedTrace", "Trace", "TraceRequest", "default_path",
+    "default_trace", "read_trace",
 ]  # fmt: skip
 
 TRACES_VARIABLE = "KPOLICY_TRACES"
@@ -199,6 +199,19 @@ class Trace:
         return attrs.evolve(self, source=f"{self.source}, {what}", requests=tuple(requests))
 
 
+@attrs.frozen
+class FailedTrace:
+    """One of several traces that can't be served. It stands where its `Trace` would, so that the others are kept.
+
+    Args:
+        source: the file, as it was named.
+        error: what is wrong and what to do, in words; it names the file.
+    """
+
+    source: str
+    error: str
+
+
 def _check_kind(source: str, request: Any) -> None:
     """Refuse what is no request of numbers; comparing would end in Python's own error, or take 1.5 tokens."""
     if type(request) is TraceRequest:
@@ -274,21 +287,28 @@ def default_trace() -> Trace:
     return attrs.evolve(trace, source=f"{trace.source} (no trace file found; ${TRACES_VARIABLE} isn't set)")
 
 
-def read_trace(path: str | os.PathLike[str]) -> Trace:
+def read_trace(path: str | os.PathLike[str], *, until_s: float = math.inf) -> Trace:
     """Read a published request trace: Azure, Mooncake (CSV or JSON lines) or BurstGPT, gzipped or not.
 
     The format is recognised by column names as published; order and further columns don't matter. Times count from
     the first row. Rows without tokens are dropped and counted, everything else that isn't as it should be is an error.
 
+    Args:
+        path: the file.
+        until_s: where gzip data is cut short, what came before the cut is the trace as long as it reaches this second,
+            and `Trace.source` says so. By default a cut is an error.
+
     Raises:
         TraceError: the file can't be read, is cut short or isn't such a trace; it names the line.
     """
     name = os.fspath(path)
-    text = _text(name)
+    text, cut_at = _text(name)
     lines = text.split("\n")
     whole = not lines[-1]
     while lines and not lines[-1].strip():
         lines.pop()
+    if cut_at is not None and len(lines) < _HEADER_AND_ROW:
+        raise TraceError(name, cut_at, "the gzip data is cut short here; fetch the file again.")
     if not lines:
         raise TraceError(name, None, f"the file is empty. {_known()}")
     rows: Iterator[_Row]
@@ -300,20 +320,33 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         kind, rows = layout.name, _csv_rows(name, lines, layout, columns, whole)
         key = f"-k{columns[layout.time] + 1},{columns[layout.time] + 1}{'' if layout is _AZURE else 'n'}"
         sort = f"(head -n 1 FILE; tail -n +2 FILE | LC_ALL=C sort -s -t, {key}) > SORTED"
-    requests, dropped = _collect(name, layout, rows, f"Sort the (unzipped) file: {sort}")
-    return Trace(name, kind, requests, dropped)
+    requests, dropped, reached_s = _collect(name, layout, rows, f"Sort the (unzipped) file: {sort}")
+    if cut_at is None:
+        return Trace(name, kind, requests, dropped)
+    if reached_s < until_s:
+        raise TraceError(
+            name,
+            cut_at,
+            f"the gzip data is cut short here, {reached_s:.1f} s into the trace; fetch the file again, or take a "
+            "window that ends before that.",
+        )
+    return Trace(f"{name} (gzip data cut short at line {cut_at})", kind, requests, dropped)
 
 
+_HEADER_AND_ROW = 2
+"""Lines without which nothing can be said of a file that is cut short"""
 _Row = tuple[int, Any, Any, Any, tuple[int, ...]]
 """Line, time as it stands, prompt tokens, output tokens, hash ids."""
 
 
 def _collect(
     path: str, layout: _Layout, rows: Iterator[_Row], advice: str
-) -> tuple[tuple[TraceRequest, ...], Counter[str]]:
+) -> tuple[tuple[TraceRequest, ...], Counter[str], float]:
+    """The requests, the rows that were dropped, and how many seconds from the first row the last one comes."""
     requests: list[TraceRequest] = []
     dropped: Counter[str] = Counter()
     start = previous = None
+    reached_s = 0.0
     shown: Any = None
     for index, (line, stamp, prompt, output, hash_ids) in enumerate(rows):
         time = layout.parse_time(path, line, layout.time, stamp)
@@ -322,16 +355,16 @@ def _collect(
         if time < previous:
             raise TraceError(path, line, f"{layout.time} goes back from {shown} to {stamp}. {advice}")
         previous, shown = time, stamp
+        reached_s = (time - start) / layout.ticks_per_s
         prompt_tokens = _count(path, line, layout.prompt, prompt)
         output_tokens = _count(path, line, layout.output, output)
         if prompt_tokens and output_tokens:
-            arrival_s = (time - start) / layout.ticks_per_s
-            requests.append(TraceRequest(index, arrival_s, prompt_tokens, output_tokens, hash_ids))
+            requests.append(TraceRequest(index, reached_s, prompt_tokens, output_tokens, hash_ids))
         elif layout.failures and not output_tokens:
             dropped["failed_request"] += 1
         else:
             dropped["zero_output_tokens" if prompt_tokens else "zero_prompt_tokens"] += 1
-    return tuple(requests), dropped
+    return tuple(requests), dropped, reached_s
 
 
 def _json_rows(path: str, lines: list[str]) -> Iterator[_Row]:
@@ -415,8 +448,12 @@ def _fields(path: str, line: int, text: str) -> list[str]:
         raise TraceError(path, line, f"a quoted field of {_shown(text)} can't be read ({error}).") from None
 
 
-def _text(path: str) -> str:
-    """The file's text: unzipped, without a byte order mark."""
+def _text(path: str) -> tuple[str, int | None]:
+    """The file's text, unzipped and without a byte order mark, and in which line gzip data is cut short, if it is.
+
+    Of a file that is cut short it is the whole lines before the cut.
+    """
+    cut_at = None
     try:
         data = bytes(read_whole(Path(path), MOST_LINES_BYTES))
     except FileNotFoundError:
@@ -426,17 +463,20 @@ def _text(path: str) -> str:
     except (OSError, ValueError) as error:
         raise TraceError(path, None, f"it can't be read: {error}.") from None
     if data[:2] == _GZIP_MAGIC:
-        data = _unzipped(path, data)
+        data, whole = _unzipped(path, data)
+        if not whole:
+            data = data[: data.rfind(b"\n") + 1]
+            cut_at = data.count(b"\n") + 1
     data = data.removeprefix(codecs.BOM_UTF8)
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8"), cut_at
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise TraceError(path, line, f"byte {data[error.start]:#04x} isn't UTF-8 text; is this a trace?") from None
 
 
-def _unzipped(path: str, data: bytes) -> bytes:
-    """All members of a gzip file; zlib rather than gzip, because it hands back what came before a cut."""
+def _unzipped(path: str, data: bytes) -> tuple[bytes, bool]:
+    """All members of a gzip file, and whether they are whole; zlib hands back what came before a cut, gzip doesn't."""
     text, at, view = bytearray(), 0, memoryview(data)
     while at < len(view):
         # By pieces: what a member doesn't use is copied each time, and some files have a member for every 64 KiB.
@@ -451,11 +491,10 @@ def _unzipped(path: str, data: bytes) -> bytes:
                 raise TraceError(path, None, f"it unzips to over {MOST_LINES_BYTES >> 20} MiB; no trace is so long.")
             at += len(piece) - len(member.unused_data)
         if not member.eof:
-            line = text.count(b"\n") + 1
-            raise TraceError(path, line, "the gzip data is cut short here; fetch the file again.")
+            return bytes(text), False
         zeros = _ZEROS.match(view, at)
         at = zeros.end() if zeros else at
-    return bytes(text)
+    return bytes(text), True
 
 
 def _count(path: str, line: int, column: str, value: Any) -> int:

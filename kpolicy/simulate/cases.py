@@ -18,7 +18,7 @@ from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable
 from kpolicy.errors import KPolicyError
 from kpolicy.ladders import CaptureSizes
-from kpolicy.scheduling.traces import Trace
+from kpolicy.scheduling.traces import FailedTrace, Trace
 from kpolicy.simulate.run import simulate
 from kpolicy.simulate.server import Server
 
@@ -52,7 +52,7 @@ class Common:
     """What the names of cases stand for, and what is equal in all of them.
 
     Args:
-        traces: by name.
+        traces: by name. Cases of one that failed have its error, and are run when it can be served.
         costs: (cost table, server) by name: another device has other room for KV.
         ladders: capture sizes by name; None where the policy's own.
         attention: as `Engine` takes it.
@@ -61,7 +61,7 @@ class Common:
         seed: of accepted drafts.
     """
 
-    traces: Mapping[str, Trace]
+    traces: Mapping[str, Trace | FailedTrace]
     costs: Mapping[str, tuple[CostTable, Server]]
     ladders: Mapping[str, CaptureSizes | None]
     attention: Any = None
@@ -70,7 +70,7 @@ class Common:
     seed: int = 0
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a results file must have been made with to be gone on with."""
+        """What a results file must have been made with to be gone on with; None for a trace that failed."""
         from hashlib import sha256
 
         def digest(value: object) -> str:
@@ -78,7 +78,10 @@ class Common:
 
         return {
             "kpolicy": __version__,
-            "traces": {name: digest(trace.requests) for name, trace in self.traces.items()},
+            "traces": {
+                name: None if isinstance(trace, FailedTrace) else digest(trace.requests)
+                for name, trace in self.traces.items()
+            },
             "costs": {name: digest(costs) for name, (costs, _) in self.costs.items()},
             "servers": {name: digest(server) for name, (_, server) in self.costs.items()},
             "ladders": {name: digest(each) for name, each in self.ladders.items()},
@@ -111,6 +114,8 @@ def run_case(case: Case, common: Common) -> dict[str, Any]:
     """One line of a results file: the case, and its result or why it has none."""
     costs, server = common.costs[case.costs]
     trace = common.traces[case.trace]
+    if isinstance(trace, FailedTrace):
+        return {"case": attrs.asdict(case), "error": trace.error, "lost": True}
     try:
         result = simulate(
             trace if case.rate == 1 else trace.scaled(case.rate), case.policy, server=server, costs=costs,

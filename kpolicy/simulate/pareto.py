@@ -13,7 +13,7 @@ import attrs
 
 from kpolicy.errors import ConfigError
 from kpolicy.observe.extras import load
-from kpolicy.schemas import write_whole
+from kpolicy.writing import write_whole
 
 __all__ = [
     "FEWER", "METRICS", "MOST_PANELS", "Point", "check_panels", "draw", "plain_text", "points_of", "short_ladder",

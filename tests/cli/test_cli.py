@@ -370,6 +370,24 @@ def test_a_reader_that_leaves_is_no_error(command: str, trace: Path) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("command", ["simulate", "sweep", "report"])
+def test_what_failed_is_told_to_a_reader_that_leaves(command: str, trace: Path, tmp_path: Path) -> None:
+    """It is on standard error and in the exit code, as `kpolicy simulate ... | head` in a script needs it."""
+    given = [command, trace, tmp_path / "none.csv", "--policy", "eager"]
+    given += ["--out", tmp_path / "r.html"] if command == "report" else []
+    read, written = os.pipe()
+    os.close(read)
+    ran = subprocess.run(
+        [sys.executable, "-m", "kpolicy", *map(str, given)], cwd=ROOT, stdout=written, stderr=subprocess.PIPE,
+        text=True, check=False,
+    )  # fmt: skip
+    os.close(written)
+    assert ran.returncode == 1
+    assert ran.stderr == f"kpolicy: {tmp_path / 'none.csv'}: no such file. Check the name, or leave it out for the " + (
+        "default trace.\n"
+    )
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("command", ["policies", "decide --decodes 4", "decide --decodes 4 --json"])
 def test_a_full_disk_is_one_line(command: str) -> None:

@@ -355,7 +355,7 @@ def test_an_interrupt_outside_of_steps(kpolicy: Command, trace: Path, monkeypatc
     assert [result["policy"] for result in ended.json["policies"]] == ["auto", "vllm"]
     assert [bool(result["interrupted"]) for result in ended.json["policies"]] == [False, True]
 
-    def interrupted(_path: Path) -> None:
+    def interrupted(_path: Path, **_rest: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(import_module("kpolicy.cli.requests"), "read_trace", interrupted)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -366,12 +366,29 @@ def test_two_traces_of_one_name_have_no_files_of_their_own(kpolicy: Command, tra
     refused(ended, "would share a file", "one by one")
 
 
-def test_a_gzip_cut_short_is_an_error(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
-    """Half a gzip file is said to be cut short."""
-    whole = gzip.compress(trace.read_bytes())
+def test_a_gzip_cut_short_is_an_error_unless_the_window_ends_before(
+    kpolicy: Command, trace: Path, tmp_path: Path
+) -> None:
+    """Half a gzip file is said to be cut short, and how much there is; a window that ends before has its requests."""
+    lines = trace.read_text().splitlines(keepends=True)
+    packer = zlib.compressobj(wbits=31)
     cut = tmp_path / "cut.csv.gz"
-    cut.write_bytes(whole[: len(whole) // 2])
-    refused(kpolicy("simulate", cut), "cut short")
+    # A header, and the rows of the first two seconds with that of second 2.0.
+    cut.write_bytes(packer.compress("".join(lines[:22]).encode()) + packer.flush(zlib.Z_SYNC_FLUSH))
+    refused(kpolicy("simulate", cut), f"{cut}, line 23: the gzip data is cut short here, 2.0 s into the trace")
+    refused(kpolicy("simulate", cut, "--window", 2.1), "cut short here", "take a window that ends before that")
+    ended = kpolicy("simulate", cut, "--window", 2, "--policy", "eager", "--json")
+    assert ended.code == 0, ended.err
+    (found,) = ended.json["traces"]
+    assert found["source"] == f"{cut} (gzip data cut short at line 23), from 0 s for 2 s"
+    (whole,) = kpolicy("simulate", trace, "--window", 2, "--policy", "eager", "--json").json["traces"]
+    assert found["requests"] == 20
+    assert [each | {"source": ""} for each in found["policies"]] == [
+        each | {"source": ""} for each in whole["policies"]
+    ]
+    for command in ("run", "plan", "sweep"):
+        given = [command, *(["--trace"] if command == "run" else []), cut, "--policy", "vllm", "--window", 2]
+        assert kpolicy(*given).code == 0, command
 
 
 def test_a_model_without_room_is_an_error_unless_kv_is_given(kpolicy: Command, trace: Path, tmp_path: Path) -> None:

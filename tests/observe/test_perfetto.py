@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kpolicy.reasons import Reason
 from kpolicy.schemas import LogHeader, QueueState, StepEntry, StepLogWriter
 from tests.observe.processor import Row, find_processor, query
 from tests.observe.runs import engine_of, serve
+from tests.writing import device, room_for
 
 protos: Any = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
 
@@ -339,15 +341,37 @@ def test_a_step_interrupted_while_it_is_written_leaves_no_open_slice(
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
     """Where the file can't be written to its end, the error names it and what was written is removed."""
-    if not os.path.exists("/dev/full"):
-        pytest.skip("no /dev/full here")
-    said = r"can't write .*run\.pftrace: No space left"
-    with pytest.raises(ConfigError, match=said), PerfettoWriter(tmp_path / "run.pftrace") as trace:  # noqa: PT012
-        trace._file._file.close()
-        trace._file._file = open("/dev/full", "wb")  # noqa: SIM115
+    said = r"can't write .*run\.pftrace \([0-9,]+ bytes\): "
+    with room_for(10), pytest.raises(ConfigError, match=said):
+        PerfettoWriter(tmp_path / "run.pftrace").close()
+    assert list(tmp_path.iterdir()) == []
+    with room_for(10_000), pytest.raises(ConfigError, match=said), PerfettoWriter(tmp_path / "run.pftrace") as trace:  # noqa: PT012
         for step in range(100):
             trace.write(entry_of(step))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_is_never_replaced_by_a_file(tmp_path: Path) -> None:
+    """It is written to; one that takes nothing is an error that names it, by a link too."""
+    for kind in ("full", "null"):
+        node, link = device(tmp_path / kind, kind), tmp_path / f"to-{kind}"
+        link.symlink_to(node)
+        for path in (node, link):
+            said = pytest.raises(ConfigError, match=rf"can't write {path} \(.* bytes\): No space left on device")
+            with said if kind == "full" else nullcontext(), PerfettoWriter(path) as trace:
+                trace.write(entry_of(0))
+            assert node.is_char_device()
+            assert link.is_symlink()
+
+
+def test_a_link_stays(tmp_path: Path) -> None:
+    """What it leads to is the trace."""
+    link = tmp_path / "latest.pftrace"
+    link.symlink_to(tmp_path / "run.pftrace")
+    with PerfettoWriter(link) as trace:
+        trace.write(entry_of(0))
+    assert link.is_symlink()
+    assert Read(tmp_path / "run.pftrace").slices("host")
 
 
 @pytest.mark.parametrize(

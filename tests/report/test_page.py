@@ -18,7 +18,7 @@ from kpolicy.report.html import cell
 from kpolicy.report.sections import _outside
 from kpolicy.report.timeline import shares
 from kpolicy.scheduling.generator import generate_trace
-from kpolicy.scheduling.traces import Trace
+from kpolicy.scheduling.traces import FailedTrace, Trace
 from kpolicy.simulate import simulate
 from tests.report.helpers import COSTS, SMALL, Page, small_report
 
@@ -237,3 +237,16 @@ def test_what_is_without_bound_sorts_as_the_most() -> None:
     """The page's script reads the key as a number, which JavaScript spells so."""
     assert cell("all", float("inf")) == '<td data-key="Infinity">all</td>'
     assert cell("7.5%", 0.075) == '<td data-key="0.075">7.5%</td>'
+
+
+def test_a_trace_that_failed_is_told_beside_the_others() -> None:
+    """At the top and among the notes, as text; alone it is an error."""
+    lost = FailedTrace("<b>.csv", "<b>.csv: no such file.")
+    made = gather([lost, generate_trace(num_requests=40, seed=7)], ["eager"], server=SMALL, costs=COSTS)
+    assert made.failed == ((0, lost),)
+    assert [each.number for each in made.traces] == [1]
+    html = page(made)
+    assert html.count("&lt;b&gt;.csv: no such file.") == 2
+    assert "<b>.csv" not in html
+    with pytest.raises(ConfigError, match=r"<b>\.csv: no such file"):
+        gather([lost], ["eager"], server=SMALL, costs=COSTS)

@@ -287,9 +287,50 @@ def test_a_cut_gzip_names_the_line_it_was_cut_at(tmp_path):
     """A gzip file without its end is an error at the line where the data stops."""
     packer = zlib.compressobj(wbits=31)
     four_lines = packer.compress((MOONCAKE + "0,1,1,\n1,1,1,\n2,1,1,\n").encode()) + packer.flush(zlib.Z_SYNC_FLUSH)
-    with pytest.raises(TraceError, match="cut short") as caught:
+    with pytest.raises(TraceError, match=r"cut short here, 0\.0 s into the trace; fetch the file again") as caught:
         read_trace(written(tmp_path, four_lines))
     assert caught.value.line == 5
+    for rows in (0, 1):
+        header = packed(MOONCAKE[: len(MOONCAKE) - 1 + rows])
+        with pytest.raises(TraceError, match=f"line {rows + 1}: the gzip data is cut short here") as caught:
+            read_trace(written(tmp_path, header), until_s=0)
+
+
+def packed(text: str) -> bytes:
+    """A gzip file that was cut short behind that text."""
+    packer = zlib.compressobj(wbits=31)
+    return packer.compress(text.encode()) + packer.flush(zlib.Z_SYNC_FLUSH)
+
+
+@pytest.mark.parametrize("cut", [100_001, 300_003])
+def test_a_window_before_a_cut_is_that_of_the_whole_file(tmp_path, cut):
+    """As far as the rows before the cut go, and no further: a window that may have more rows behind it is an error."""
+    whole = real_file("mooncake_conversation.csv.gz")
+    path = written(tmp_path, whole.read_bytes()[:cut], "cut.csv.gz")
+    with pytest.raises(
+        TraceError, match=r"cut short here, [0-9.]+ s into the trace; .* window that ends before"
+    ) as caught:
+        read_trace(path)
+    assert caught.value.line
+    reached_s = float(str(caught.value).split("here, ")[1].split(" s ")[0])
+    end_s = math.floor(reached_s)
+    found = read_trace(path, until_s=end_s)
+    assert found.window(0, end_s).requests == read_trace(whole).window(0, end_s).requests
+    assert found.source == f"{path} (gzip data cut short at line {caught.value.line})"
+    with pytest.raises(TraceError, match="cut short"):
+        read_trace(path, until_s=end_s + 1)
+
+
+def test_rows_before_a_cut_are_held_to_the_same_rules(tmp_path):
+    """Times that go back are no trace, wherever it is cut; half a row isn't read; a row without tokens has a time."""
+    sorted_rows = "0,5,5,\n2000,0,5,\n3000,5"
+    found = read_trace(written(tmp_path, packed(MOONCAKE + sorted_rows)), until_s=2)
+    assert [request.arrival_s for request in found.requests] == [0]
+    assert dict(found.dropped) == {"zero_prompt_tokens": 1}
+    with pytest.raises(TraceError, match=r"line 4: timestamp goes back from 2000 to 1000"):
+        read_trace(written(tmp_path, packed(MOONCAKE + "0,5,5,\n2000,5,5,\n1000,5,5,\n9000,5,5,\n9")), until_s=1)
+    json_rows = "".join(f'{{"timestamp": {at}, "input_length": 5, "output_length": 5}}\n' for at in (0, 1000, 2000))
+    assert len(read_trace(written(tmp_path, packed(json_rows + '{"time')), until_s=2)) == 3
 
 
 def test_damaged_gzip_is_an_error(tmp_path):

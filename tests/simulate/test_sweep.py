@@ -24,10 +24,11 @@ from kpolicy.budgets import Budget
 from kpolicy.errors import ConfigError, SchemaError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.generator import generate_trace
-from kpolicy.scheduling.traces import Trace
+from kpolicy.scheduling.traces import FailedTrace, Trace
 from kpolicy.simulate import simulate
 from kpolicy.simulate.pareto import METRICS, MOST_PANELS, _panel, draw, points_of
 from kpolicy.simulate.sweep import Axes, Common, LocalBackend, SweepFile, sweep
+from tests.writing import device, room_for
 
 from .helpers import COSTS, SIZES, server, trace_of
 
@@ -120,7 +121,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from kpolicy.scheduling.generator import generate_trace
-from kpolicy.scheduling.traces import Trace
+from kpolicy.scheduling.traces import FailedTrace, Trace
 from kpolicy.simulate import Server
 from kpolicy.costs import analytic_costs
 from kpolicy.simulate.sweep import Axes, Common, LocalBackend, sweep
@@ -244,6 +245,49 @@ def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
         SweepFile(tmp_path / "no" / "s.jsonl", common())
 
 
+@pytest.mark.parametrize("kind", ["full", "zero", "null"])
+def test_a_device_is_no_results_file(tmp_path: Path, kind: str) -> None:
+    """One is full before the first case, another needn't ever end, and none keeps anything; by a link too."""
+    link = tmp_path / "s.jsonl"
+    link.symlink_to(device(tmp_path / kind, kind))
+    for path in (link, tmp_path / kind):
+        with pytest.raises(ConfigError, match=rf"{path} is a device or a pipe.*Give a file, or a path where there is"):
+            sweep(AXES, common(), path=path, backend=Refuses())
+    assert (tmp_path / kind).is_char_device()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe is a device or a pipe"):
+        sweep(AXES, common(), path=tmp_path / "pipe", backend=Refuses())
+
+
+def test_a_file_longer_than_any_results_is_not_read(tmp_path: Path) -> None:
+    """It would take all memory, and is refused by its length."""
+    path = tmp_path / "s.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(SchemaError, match=r"s\.jsonl is longer than 4,096 MiB, and no results file is\. Give another"):
+        sweep(AXES, common(), path=path, backend=Refuses())
+    assert path.stat().st_size == 1 << 40
+
+
+def test_a_sweep_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
+    """The error says for how many bytes there is none and how many cases are kept, and no half line is left."""
+    path = tmp_path / "s.jsonl"
+    lines = sweep(AXES, common(), path=path, backend=LocalBackend(1))
+    whole = path.read_bytes()
+    path.unlink()
+    ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
+    said = rf"can't write {path} \({ends[4]:,} bytes\): .*Make room there; the same command goes on from the 3 cases"
+    with room_for(ends[4] - 5), pytest.raises(ConfigError, match=said):
+        sweep(AXES, common(), path=path, backend=LocalBackend(1))
+    assert path.read_bytes() == whole[: ends[3]]
+    assert sweep(AXES, common(), path=path, backend=LocalBackend(1)) == lines
+    assert path.read_bytes() == whole
+    path.unlink()
+    with room_for(10), pytest.raises(ConfigError, match=rf"can't write {path} \({ends[0]:,} bytes\).*another path"):
+        sweep(AXES, common(), path=path, backend=Refuses())
+    assert path.read_bytes() == b""
+
+
 def test_two_sweeps_dont_write_one_file(tmp_path: Path) -> None:
     """The second is refused while the first runs, and goes on once its process is gone, however it ended."""
     pytest.importorskip("fcntl")
@@ -272,6 +316,24 @@ def test_a_case_that_cant_run_is_a_line_and_the_others_run() -> None:
     by_policy = {line["case"]["policy"]: line for line in lines if line["case"]["ladder"] == "own"}
     assert by_policy["eager"]["result"]["served"] == 12
     assert "nothing is left for requests" in by_policy["full"]["error"]
+
+
+def test_a_trace_that_failed_costs_its_own_cases(tmp_path: Path) -> None:
+    """In other processes too; they are no lines of the file, and are run when the trace is there."""
+    path, whole = tmp_path / "s.jsonl", common()
+    half = attrs.evolve(whole, traces={**whole.traces, "short": FailedTrace("short.csv", "short.csv: no such file.")})
+    lines = sweep(AXES, half, path=path, backend=LocalBackend(2))
+    failed = [line for line in lines if "error" in line]
+    assert {line["case"]["trace"] for line in failed} == {"short"}
+    assert {line["error"] for line in failed} == {"short.csv: no such file."}
+    assert len(failed) == len(lines) / 2
+    header, *kept = map(json.loads, path.read_text().splitlines())
+    assert header["made_with"]["traces"]["short"] is None
+    assert {line["case"]["trace"] for line in kept} == {"twice"}
+    assert sweep(AXES, whole, path=path, backend=LocalBackend(1)) == sweep(AXES, whole, backend=LocalBackend(1))
+    for lacks in ({"short": whole.traces["short"]}, {"twice": whole.traces["short"], "short": whole.traces["short"]}):
+        with pytest.raises(ConfigError, match="was begun with other traces"):
+            sweep(AXES, attrs.evolve(whole, traces=lacks), path=path, backend=Refuses())
 
 
 def line_of(mib: float, ms: float, trace: str = "t", served: int = 1000) -> dict[str, Any]:
