@@ -147,8 +147,7 @@ def plan(
     )  # fmt: skip
     if deployment.config is not None:
         found = attrs.evolve(found, model=identity(deployment.config))
-    if model.doubt:
-        found = attrs.evolve(found, notes=(*found.notes, f"{model.doubt}."))
+    found = attrs.evolve(found, notes=(*found.notes, *(f"{doubt}." for doubt in model.doubts)))
     emitted = emitted_for(emit, found)
     if out is not None:
         write(out, emitted, found, limits, whole_plan=emit in (None, "json"))
