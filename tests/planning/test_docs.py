@@ -12,11 +12,11 @@ import pytest
 from benchmarks.plan_worth import RESULT, WORKLOADS, h200_costs, rising_costs, table, worth
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.scheduling.traces import read_trace
+from tests.scheduling import real_file
 
 DOC = Path(__file__).parents[2] / "docs" / "planning.md"
 BENCHMARKS = DOC.with_name("benchmarks.md")
 BLOCKS = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
-TRACES = Path(__file__).parents[3] / "shared" / "traces"
 ROWS = ["timestamp,input_length,output_length", *(f"{40 * i},{8 + 73 * i % 293},{2 + 31 * i % 40}" for i in range(40))]
 
 
@@ -71,13 +71,11 @@ def test_worth_is_within_its_limits(part: str, most: float) -> None:
 def test_worth_is_what_the_planner_makes_of_the_trace(costs: CostTable) -> None:
     """The shortest trace again, replayed and planned: every number, list and share that the result has of it."""
     name, file, rate = WORKLOADS[-1]
-    if not (TRACES / file).exists():
-        pytest.skip(f"no {file} in ../shared/traces")
     (each,) = [
         each for each in json.loads(RESULT.read_text(encoding="utf-8"))["tables"] if each["costs"] == costs.version
     ]
     (kept,) = [row for row in each["workloads"] if row["trace"] == name]
-    found = json.loads(json.dumps(worth(name, read_trace(TRACES / file).scaled(rate), costs)))
+    found = json.loads(json.dumps(worth(name, read_trace(real_file(file)).scaled(rate), costs)))
     _alike(found, kept, name)
 
 
