@@ -45,8 +45,9 @@ def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
     """The profile of each figure's middle; `command` is what made it.
 
     Raises:
-        ProfileError: they aren't of one model, device and split, were measured by other versions or another fixed work,
-            note their host's speed in part only, or have curves without a size in common.
+        ProfileError: they aren't of one model, device and split, say unlike bytes of KV a token, were measured by other
+            versions or another fixed work, note their host's speed in part only, or have curves without a size in
+            common.
     """
     if not profiles:
         raise ProfileError("there is no profile to take the middle of; give one or more.")
@@ -63,6 +64,11 @@ def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
             mine, its = getattr(profile.costs, name), getattr(first.costs, name)
             if bool(mine) != bool(its):
                 raise ProfileError(f"profile {i + 1} has {name} {mine:g}, the first {its:g}; calibrate all alike.")
+    kv_bytes = [profile.kv_bytes_per_token for profile in profiles if profile.kv_bytes_per_token is not None]
+    if len({*kv_bytes}) > 1:
+        raise ProfileError(
+            f"kv_bytes_per_token is {', '.join(map(str, kv_bytes))}; give profiles whose models keep their KV alike."
+        )
     tables = [profile.costs for profile in profiles]
     work_us = statistics.median(costs.host_work_us for costs in tables)
     inside_us = statistics.median(costs.host_work_inside_us for costs in tables)
@@ -72,8 +78,9 @@ def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
     decided: CostTable = _middle([costs.deciding for costs in alike], "costs")
     costs = costs.decided_by({name: getattr(decided, name) for name in ("full", "piecewise", "eager", "mixed")})
     return attrs.evolve(
-        first, costs=costs, command=command, measured_at=max(profile.measured_at for profile in profiles)
-    )
+        first, costs=costs, command=command, measured_at=max(profile.measured_at for profile in profiles),
+        kv_bytes_per_token=kv_bytes[0] if kv_bytes else None,
+    )  # fmt: skip
 
 
 def _at_speed_of(costs: CostTable, work_us: float, inside_us: float) -> CostTable:

@@ -61,6 +61,9 @@ __all__ = [
     "write_text",
 ]
 
+MOST_KV_BYTES = 1 << 40
+"""Bytes of KV a token that a profile may say, at most"""
+
 T = TypeVar("T")
 E = TypeVar("E", "DecisionEntry", "StepEntry")
 PathLike = Path | str
@@ -85,6 +88,8 @@ class Profile:
         tensor_parallel_size: how many such devices each layer was split over; None where nobody said.
         model_shape: what tells the model from others of its name, by name (`LoadedModel.model_shape`): numbers and
             text. Empty where nobody said.
+        kv_bytes_per_token: bytes of KV cache that a token takes on one of the devices, over all layers; None where
+            nobody said. By it simulations take graphs' bytes out of KV.
         extra: top-level fields of a newer minor version.
     """
 
@@ -96,6 +101,7 @@ class Profile:
     command: str = ""
     tensor_parallel_size: int | None = None
     model_shape: Mapping[str, Any] = _free()
+    kv_bytes_per_token: int | None = None
     extra: Mapping[str, Any] = _free()
 
     def __attrs_post_init__(self) -> None:
@@ -106,6 +112,12 @@ class Profile:
         for name, value in self.model_shape.items():
             if type(value) not in (int, str):
                 raise ConfigError(f"model_shape has {name} {value!r:.80}; it is a whole number or text. Leave it out.")
+        kv_bytes = self.kv_bytes_per_token
+        if kv_bytes is not None and (type(kv_bytes) is not int or not 1 <= kv_bytes <= MOST_KV_BYTES):
+            raise ConfigError(
+                f"kv_bytes_per_token is {kv_bytes!r:.80}; it is a whole number from 1 to {MOST_KV_BYTES}, the bytes of "
+                "KV cache that a token takes over all layers. Leave it out where they aren't known."
+            )
         if self.costs.measured:
             named = attrs.evolve(
                 self.costs, measured_on=self.device, measured_with=self.model, measured_over=self.tensor_parallel_size,

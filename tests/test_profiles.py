@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from kpolicy.errors import ConfigError, SchemaError, UnknownNameError
+from kpolicy.figures import model_figures
 from kpolicy.profiles import find_profile, load_profile, profile_names
 from kpolicy.simulate.cost_models import cost_model
+from tests.test_figures import DEEPSEEK_V2_LITE, LLAMA_1B, LLAMA_8B_CONFIG, QWEN_05B
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -21,6 +23,23 @@ def test_every_profile_reads(name: str) -> None:
     assert profile.command.startswith(("kpolicy ", "python -m benchmarks.gpu.regret "))
     assert profile.costs.kv_span is not None
     assert cost_model(profile=Path(name)).costs == profile.costs
+
+
+CONFIGS = {
+    "deepseek-v2-lite-h200": DEEPSEEK_V2_LITE, "llama-3.1-8b-h200": LLAMA_8B_CONFIG, "llama-3.2-1b-h200": LLAMA_1B,
+    "qwen2.5-0.5b-h200": QWEN_05B,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_bytes_of_kv_are_the_configs(name: str) -> None:
+    """Worked out again from the model's config, in 16 bits; a simulation takes graphs' bytes out of KV by them."""
+    profile, wanted = load_profile(name), model_figures(CONFIGS[name]).kv_bytes_per_token
+    assert profile.model.endswith(", bfloat16")
+    assert profile.kv_bytes_per_token == wanted
+    model = cost_model(profile=Path(name))
+    assert model.kv_bytes_per_token == wanted
+    assert not any("bytes of KV" in note for note in model.notes)
 
 
 def test_there_are_some() -> None:

@@ -28,6 +28,7 @@ from kpolicy.modes import Mode, Part, Rows, SplitForm
 from kpolicy.policies.auto import AutoPolicy
 from kpolicy.reasons import Reason
 from kpolicy.schemas import (
+    MOST_KV_BYTES,
     VERSIONS,
     DecisionEntry,
     DecisionLogWriter,
@@ -63,8 +64,9 @@ json_values = st.recursive(
 free = st.dictionaries(names, json_values, max_size=3)
 
 profiles = st.builds(
-    Profile, costs=drawn.cost_tables(), device=names, model=names, versions=versions, measured_at=names, command=names
-)
+    Profile, costs=drawn.cost_tables(), device=names, model=names, versions=versions, measured_at=names, command=names,
+    kv_bytes_per_token=st.none() | st.integers(1, MOST_KV_BYTES),
+)  # fmt: skip
 
 
 @st.composite
@@ -677,6 +679,25 @@ def test_a_split_that_cannot_be_is_refused(size: Any) -> None:
     data = json.loads(dumps(PROFILE)) | {"tensor_parallel_size": size}
     with pytest.raises(SchemaError, match="tensor_parallel_size"):
         loads(json.dumps(data), Profile)
+
+
+def test_a_profile_says_its_bytes_of_kv() -> None:
+    """They stand beside the costs; files from before the field say nothing and read."""
+    data = json.loads(dumps(attrs.evolve(PROFILE, kv_bytes_per_token=12_288)))
+    assert data["kv_bytes_per_token"] == loads(json.dumps(data), Profile).kv_bytes_per_token == 12_288
+    assert "kv_bytes_per_token" not in data["costs"]
+    del data["kv_bytes_per_token"]
+    assert loads(json.dumps(data), Profile) == PROFILE
+
+
+@pytest.mark.parametrize("wrong", [0, -1, MOST_KV_BYTES + 1, 2.5, True, "12288"])
+def test_bytes_of_kv_are_a_whole_number(wrong: Any) -> None:
+    """From 1 up; from a file and from Python the error has the field and the value."""
+    data = json.loads(dumps(PROFILE)) | {"kv_bytes_per_token": wrong}
+    with pytest.raises(SchemaError, match=rf"^p\.json: .*kv_bytes_per_token is '?{wrong}'?; "):
+        loads(json.dumps(data), Profile, name="p.json")
+    with pytest.raises(ConfigError, match=r"^kv_bytes_per_token is .* from 1 to 1099511627776.* Leave it out"):
+        attrs.evolve(PROFILE, kv_bytes_per_token=wrong)
 
 
 def test_every_kind_writes_its_version(tmp_path: Path) -> None:

@@ -148,8 +148,7 @@ def plan(
     )  # fmt: skip
     if deployment.config is not None:
         found = attrs.evolve(found, model=identity(deployment.config))
-    if model.doubt:
-        found = attrs.evolve(found, notes=(*found.notes, f"{model.doubt}."))
+    found = attrs.evolve(found, notes=(*found.notes, *(f"{doubt}." for doubt in model.doubts)))
     emitted = emitted_for(emit, found)
     lost: list[str] = []
     if out is not None:

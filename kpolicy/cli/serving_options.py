@@ -13,7 +13,6 @@ from kpolicy.errors import ConfigError
 from kpolicy.policies import get_policy
 from kpolicy.simulate import Drafts, Server, ServiceLevel
 from kpolicy.simulate.cost_models import CostModel, cost_model
-from kpolicy.simulate.server import LLAMA_8B_KV_BYTES
 
 __all__ = ["KV_TOKENS", "Served"]
 
@@ -146,12 +145,11 @@ class Served:
                 get_policy(self.pace)
             except ConfigError as error:
                 raise ConfigError(f"--pace: {error}") from None
-        known = deployment.config is not None or deployment.profile is not None
         return Server(
             settings=settings,
             kv_tokens=self._kv_tokens(model),
             block_size=at_least("--block-size", self.block_size, 1),
-            kv_bytes_per_token=model.kv_bytes_per_token if known else LLAMA_8B_KV_BYTES,
+            kv_bytes_per_token=model.kv_bytes_per_token,
             reuse_prefixes=self.prefix_reuse,
             drafts=self._drafts(),
             ranks=at_least("--ranks", self.ranks, 1),

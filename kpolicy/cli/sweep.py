@@ -254,8 +254,8 @@ def _common(
         for device in combined.devices or (served.device,):
             each = attrs.evolve(served, device=device)
             model = each.costs(deployment, profile)
-            if model.doubt:
-                sys.stderr.write(f"kpolicy: {model.doubt}\n")
+            for doubt in model.doubts:
+                sys.stderr.write(f"kpolicy: {doubt}\n")
             costs[str(profile or device or "default")] = (model.costs, each.server(deployment, model))
     settings = next(iter(costs.values()))[1].settings
     option, given = ("--ladders", combined.ladders) if combined.ladders else ("--ladder", [deployment.ladder or "own"])

@@ -119,5 +119,6 @@ def save_profile(path: Path, costs: CostTable, model: LoadedModel, command: str)
             versions={"kpolicy": __version__, **versions()},
             measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"), command=command,
             tensor_parallel_size=1, model_shape=model.model_shape,
+            kv_bytes_per_token=model.kv_bytes_per_token or None,
         ),
     )  # fmt: skip

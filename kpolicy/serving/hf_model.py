@@ -164,6 +164,11 @@ class LoadedModel:
         return sum(each.numel() * each.element_size() for each in self.kv_caches())
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV that a token takes, over all layers."""
+        return self.kv_bytes // (self.num_slots + 1)
+
+    @property
     def tokenizer(self) -> Any:
         """The folder's tokenizer, read at first use.
 

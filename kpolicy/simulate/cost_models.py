@@ -36,7 +36,8 @@ class CostModel:
         kv_bytes_per_token: bytes of KV a token; None where the model isn't known.
         kv_tokens: KV tokens that one device has room for beside the weights; None where that isn't known.
         notes: what the reader should know about the table.
-        doubt: that of the notes which says that it can't be told whether a profile is of the config's model.
+        doubts: those of the notes that say what can't be told: whether a profile is of the config's model, and bytes of
+            KV a token.
     """
 
     costs: CostTable
@@ -44,7 +45,7 @@ class CostModel:
     kv_bytes_per_token: int | None = None
     kv_tokens: int | None = None
     notes: tuple[str, ...] = ()
-    doubt: str | None = None
+    doubts: tuple[str, ...] = ()
 
 
 def cost_model(
@@ -89,21 +90,36 @@ def _of_profile(path: Path, config: Path | None) -> CostModel:
     unsure = None if config is None else check_model(path, profile, config)
     measured = "measured" if costs.measured else "not measured"
     notes = [] if costs.measured else ["the profile says that its costs weren't measured"]
-    if unsure:
-        notes.append(unsure)
+    doubts = [unsure] if unsure else []
+    notes += doubts
     if costs.kv_span is not None:
         notes.append(f"attention was timed at {costs.kv_span}")
     elif costs.measured:
         notes.append(f"{NOT_RECORDED}, so that steps of longer ones than attention was timed at can't be told")
-    if figures is None:
-        notes.append("bytes of KV a token aren't known, so graphs take no KV; --config tells")
+    by_config = figures.kv_bytes_per_token if figures is not None else None
+    by_profile = profile.kv_bytes_per_token
+    if by_config is None and by_profile is None:
+        doubts.append(f"{path} doesn't say bytes of KV a token, so graphs take no KV; {_telling(config)}")
+        notes.append(doubts[-1])
+    elif by_config and by_profile not in (None, by_config):
+        notes.append(
+            f"a token takes {by_profile:,} bytes of KV by the profile and {by_config:,} by --config, whose count is "
+            "taken"
+        )
     return CostModel(
         costs=costs,
         what=f"profile of {profile.model or 'a model without a name'} on {profile.device}, {measured}",
-        kv_bytes_per_token=None if figures is None else figures.kv_bytes_per_token or None,
+        kv_bytes_per_token=(by_profile if by_config is None else by_config) or None,
         notes=tuple(notes),
-        doubt=unsure,
+        doubts=tuple(doubts),
     )
+
+
+def _telling(config: Path | None) -> str:
+    """What would tell bytes of KV a token."""
+    if config is None:
+        return "--config tells, and so does a profile of kpolicy calibrate"
+    return "of this --config they can't be counted, and a profile of kpolicy calibrate says them"
 
 
 def _known(config: Path) -> ModelFigures | None:

@@ -8,6 +8,7 @@ import attrs
 
 from kpolicy.errors import ConfigError, check_kind
 from kpolicy.scheduling.batching import MOST_STEPS_AHEAD
+from kpolicy.schemas import MOST_KV_BYTES
 from kpolicy.settings import Settings
 from kpolicy.shapes import LARGEST_COUNT, plain_int
 from kpolicy.simulate.drafts import Drafts
@@ -18,7 +19,6 @@ LLAMA_8B_KV_BYTES = 131_072
 PREFIX_BLOCK = 512
 """Prompt tokens behind one hash id in Mooncake's traces, as its publishers say."""
 MOST_RANKS = 256
-LARGEST_BYTES = 1 << 40
 
 
 def whole_number(name: str, value: object, least: int, most: int) -> int:
@@ -35,7 +35,7 @@ def whole_number(name: str, value: object, least: int, most: int) -> int:
 
 _COUNTS = {
     "kv_tokens": LARGEST_COUNT, "block_size": LARGEST_COUNT, "steps_ahead": 64, "ranks": MOST_RANKS,
-    "prefix_block": LARGEST_COUNT, "concurrency": LARGEST_COUNT, "kv_bytes_per_token": LARGEST_BYTES,
+    "prefix_block": LARGEST_COUNT, "concurrency": LARGEST_COUNT, "kv_bytes_per_token": MOST_KV_BYTES,
 }  # fmt: skip
 """Fields of `Server` that are whole numbers from 1, and the most of each"""
 _OPTIONAL = ("concurrency", "kv_bytes_per_token")
@@ -72,7 +72,8 @@ class Server:
         settings: most requests and tokens a step, and drafts a row.
         kv_tokens: KV capacity of a rank in tokens, before graphs take their bytes out of it.
         block_size: tokens of a KV block.
-        kv_bytes_per_token: bytes of KV a token, over all layers of a rank; None leaves graph bytes out of KV.
+        kv_bytes_per_token: bytes of KV a token, over all layers of a rank; None leaves graph bytes out of KV. By
+            default those of an 8B model: give a profile's own (`Profile.kv_bytes_per_token`) beside its costs.
         steps_ahead: most decode steps offered beside a prefill.
         reuse_prefixes: whether prompts start behind cached blocks, where the trace has hash ids.
         prefix_block: prompt tokens that one hash id stands for; a whole number of KV blocks.

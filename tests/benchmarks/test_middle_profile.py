@@ -162,6 +162,20 @@ def test_the_profile_says_what_it_was_made_of(tmp_path: Path) -> None:
     assert found.command == f"python -m benchmarks.middle_profile {paths[0]} {paths[1]} --out {out}"
 
 
+def test_bytes_of_kv_are_those_that_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By any of the profiles, as older ones say nothing; two that differ are refused."""
+    old, new, other = (
+        written(tmp_path / f"{i}.json", table(), kv_bytes_per_token=said) for i, said in enumerate((None, 512, 1024))
+    )
+    out = tmp_path / "out.json"
+    assert middle_profile.main([*map(str, (old, new, new)), "--out", str(out)]) == 0
+    assert read_profile(out).kv_bytes_per_token == 512
+    assert middle_profile.main([str(old), "--out", str(out)]) == 0
+    assert read_profile(out).kv_bytes_per_token is None
+    assert middle_profile.main([*map(str, (old, new, other)), "--out", str(out)]) == 2
+    assert "kv_bytes_per_token is 512, 1024; give profiles" in capsys.readouterr().err
+
+
 def test_profiles_that_do_not_compare_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = written(tmp_path / "1.json", table())
     others = {

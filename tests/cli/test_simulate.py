@@ -30,9 +30,9 @@ def config(tmp_path: Path) -> Path:
     return write(tmp_path / "config.json", json.dumps(LLAMA_8B))
 
 
-def profile_of(path: Path, model: str) -> Path:
+def profile_of(path: Path, model: str, kv_bytes_per_token: int | None = None) -> Path:
     costs = attrs.evolve(analytic_costs(), version="measured somewhere", measured=True)
-    write_profile(path, Profile(costs=costs, device="A device", model=model))
+    write_profile(path, Profile(costs=costs, device="A device", model=model, kv_bytes_per_token=kv_bytes_per_token))
     return path
 
 
@@ -222,6 +222,78 @@ def test_a_profile_alone_leaves_kv_whole(kpolicy: Command, trace: Path, tmp_path
     assert told["traces"][0]["policies"][0]["graph_bytes"] > 0
     assert told["traces"][0]["policies"][0]["kv_tokens"] == 400_000
     assert "so graphs take no KV" in " ".join(told["setting"]["notes"])
+
+
+OWN_BYTES = 100_000
+"""Bytes of KV a token that a profile says"""
+
+
+def test_graphs_take_kv_by_the_profile(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Without a config: as many tokens less as the graphs' bytes are, in whole blocks of 16; no note says otherwise."""
+    own = profile_of(tmp_path / "own.json", "LlamaForCausalLM of 8030.3 M parameters, bfloat16", OWN_BYTES)
+    told = kpolicy("simulate", trace, "--policy", "vllm", "--profile", own, "--json").json
+    (result,) = told["traces"][0]["policies"]
+    assert told["setting"]["server"]["kv_bytes_per_token"] == OWN_BYTES
+    assert result["kv_tokens"] == (400_000 - -(-result["graph_bytes"] // OWN_BYTES)) // 16 * 16 < 400_000
+    assert "bytes of KV" not in " ".join(told["setting"]["notes"])
+
+
+def test_a_sweep_takes_kv_by_each_profile(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Each of its own."""
+    own, more = (
+        profile_of(tmp_path / f"{name}.json", "m", size) for name, size in (("own", OWN_BYTES), ("more", 9_999))
+    )
+    given = ("sweep", trace, "--policy", "vllm", "--json", "--jobs", 1, "--profiles", own, "--profiles", more)
+    results = [line["result"] for line in kpolicy(*given).json["cases"]]
+    assert len(results) == 2
+    for result, size in zip(results, (OWN_BYTES, 9_999), strict=True):
+        assert result["kv_tokens"] == (400_000 - -(-result["graph_bytes"] // size)) // 16 * 16
+
+
+@pytest.mark.parametrize("command", ["plan", "report"])
+def test_plans_and_reports_take_kv_by_the_profile(kpolicy: Command, trace: Path, tmp_path: Path, command: str) -> None:
+    """Graphs that leave no block are refused by name there, where the profile says the bytes, and else not."""
+    more = ("--budget", 2) if command == "plan" else ("--policy", "vllm", "--out", tmp_path / "r.html")
+    given = (command, trace, *more, "--kv-tokens", 2_000, "--profile")
+    whole = kpolicy(*given, profile_of(tmp_path / "old.json", "m"))
+    assert whole.code == 0, whole.err
+    own = profile_of(tmp_path / "own.json", "m", 1_000)
+    refused(kpolicy(*given, own), "captured graphs take the room of", "there are 2000")
+
+
+def test_a_plan_and_a_sweep_say_that_graphs_take_no_kv(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """By a profile from before it had the bytes: a plan among its notes, a sweep on standard error."""
+    old, own = profile_of(tmp_path / "old.json", "m"), profile_of(tmp_path / "own.json", "m", OWN_BYTES)
+    told = f"{old} doesn't say bytes of KV a token, so graphs take no KV; --config tells, and so"
+    given = ("plan", trace, "--policy", "vllm", "--budget", 2, "--json", "--profile")
+    said = [" ".join(kpolicy(*given, each).json["notes"]) for each in (old, own)]
+    assert [told in each for each in said] == ["take no KV" in each for each in said] == [True, False]
+    swept = kpolicy("sweep", trace, "--policy", "eager", "--json", "--jobs", 1, "--profiles", old, "--profiles", own)
+    assert swept.err.startswith(f"kpolicy: {told}")
+    assert swept.err.count("take no KV") == 1
+
+
+def test_a_config_of_other_bytes_of_kv_counts(kpolicy: Command, trace: Path, config: Path, tmp_path: Path) -> None:
+    """Beside a profile of the same model the config's bytes are taken, as before, and a note says both."""
+    model = "LlamaForCausalLM of 8030.3 M parameters, bfloat16"
+    given = ("simulate", trace, "--policy", "vllm", "--config", config, "--json", "--profile")
+    for said, notes in ((131_072, 0), (OWN_BYTES, 1)):
+        told = kpolicy(*given, profile_of(tmp_path / "own.json", model, said)).json["setting"]
+        assert told["server"]["kv_bytes_per_token"] == 131_072
+        assert sum("100,000 bytes of KV by the profile and 131,072 by" in note for note in told["notes"]) == notes
+    other = profile_of(tmp_path / "other.json", "Qwen2ForCausalLM of 494.0 M parameters, bfloat16", 131_072)
+    refused(kpolicy(*given, other), "other.json", "494.0 M")
+
+
+def test_a_profile_tells_what_a_config_cannot(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """A model whose weights aren't laid out here: the profile's bytes are taken; where it has none a note says so."""
+    config = write(tmp_path / "config.json", json.dumps({**LLAMA_8B, "model_type": "dbrx"}))
+    given = ("simulate", trace, "--policy", "vllm", "--config", config, "--json", "--profile")
+    told = kpolicy(*given, profile_of(tmp_path / "own.json", "m", OWN_BYTES)).json
+    assert told["setting"]["server"]["kv_bytes_per_token"] == OWN_BYTES
+    told = kpolicy(*given, profile_of(tmp_path / "own.json", "m")).json
+    assert told["traces"][0]["policies"][0]["kv_tokens"] == 400_000
+    assert "so graphs take no KV; of this --config they can't be counted" in " ".join(told["setting"]["notes"])
 
 
 def test_a_profile_that_goes_by_a_name(kpolicy: Command, trace: Path, config: Path, tmp_path: Path) -> None:

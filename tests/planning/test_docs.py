@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.plan_worth import RESULT, table
+from benchmarks.plan_worth import RESULT, WORKLOADS, h200_costs, rising_costs, table, worth
+from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.scheduling.traces import read_trace
+from tests.scheduling import real_file
 
 DOC = Path(__file__).parents[2] / "docs" / "planning.md"
 BENCHMARKS = DOC.with_name("benchmarks.md")
@@ -61,3 +65,27 @@ def test_worth_is_within_its_limits(part: str, most: float) -> None:
             assert found["against_default"] <= most, (each["costs"], row["trace"])
             assert found["decode_steps_against_default"] <= most, (each["costs"], row["trace"])
             assert decode["against_default"] <= most, (each["costs"], row["trace"])
+
+
+@pytest.mark.parametrize("costs", [rising_costs(), h200_costs(), analytic_costs()], ids=["rising", "GEMM", "analytic"])
+def test_worth_is_what_the_planner_makes_of_the_trace(costs: CostTable) -> None:
+    """The shortest trace again, replayed and planned: every number, list and share that the result has of it."""
+    name, file, rate = WORKLOADS[-1]
+    (each,) = [
+        each for each in json.loads(RESULT.read_text(encoding="utf-8"))["tables"] if each["costs"] == costs.version
+    ]
+    (kept,) = [row for row in each["workloads"] if row["trace"] == name]
+    found = json.loads(json.dumps(worth(name, read_trace(real_file(file)).scaled(rate), costs)))
+    _alike(found, kept, name)
+
+
+def _alike(found: dict[str, Any], kept: dict[str, Any], where: str) -> None:
+    """Lists and counts are equal, and shares to a millionth of a percent."""
+    assert {*found} == {*kept}, where
+    for name, value in kept.items():
+        if isinstance(value, dict):
+            _alike(found[name], value, f"{where}.{name}")
+        elif isinstance(value, float):
+            assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-8), f"{where}.{name}"
+        else:
+            assert found[name] == value, f"{where}.{name}"

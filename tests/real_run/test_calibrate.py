@@ -76,6 +76,8 @@ def test_a_profile_gives_the_table_back(measured: Any, model: Any, tmp_path: Pat
     assert (costs.measured_on, costs.measured_with) == (profile.device, profile.model)
     assert profile.tensor_parallel_size == 1
     assert profile.model_shape == costs.measured_shape == model.model_shape
+    caches = model.kv_caches()
+    assert profile.kv_bytes_per_token == sum(each[0].numel() * each.element_size() for each in caches) > 0
     check_profile(profile, model, "p.json")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kpolicy.figures import DEVICES
+from kpolicy.profiles import load_profile
 from tests.cli.test_simulate import LLAMA_8B
 
 TEXT = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8")
@@ -41,3 +42,16 @@ def test_the_devices_are_the_data() -> None:
             (device.figures.bytes_per_us, device.figures.flops_per_us)
         )
         assert gigabytes * 10**9 == device.memory_bytes
+
+
+def test_the_graphs_leave_what_the_profile_says() -> None:
+    """The KV that the printed graphs leave is 400,000 tokens less their MiB by the profile's bytes a token."""
+    told = re.findall(r"captured in [\d.]+ s, ([\d.]+) MiB, which leave ([\d,]+) KV tokens", TEXT)
+    size = load_profile("qwen2.5-0.5b-h200").kv_bytes_per_token
+    assert len(told) == 2
+    assert size is not None
+    assert f"a token of this model takes {size:,} bytes" in TEXT
+    for mib, left in told:
+        assert int(left.replace(",", "")) == pytest.approx(
+            400_000 - float(mib) * 2**20 / size, abs=16 + 0.05 * 2**20 / size
+        )
