@@ -461,7 +461,7 @@ class _Overlap:
         one = min(decode, key=lambda key: key.num_tokens)
         graphs = [(first, self._few, Wave.USUAL)]
         if one.num_tokens == 1 and first.num_tokens == FEW_DECODES and not bench.host_runs:
-            graphs.append((one, self._one, Wave.USUAL))
+            graphs.append((one, self._one, Wave.FINER))
         for graph, cases, wave in graphs:
             rows = graph.num_tokens
             decodes = bench.add([Launch(Rows.DECODE, graph)], bench.rows(rows, kv), wave=wave)
