@@ -11,7 +11,7 @@ reviewed together:
   host time. A block counts as one observation, its median, so that outliers don't count.
 - Of halves that ran beside each other it is noted for `overlap_cost`, beyond what is known by then to be off of each
   half by itself: where the device bounds the step, and the shorter half is enough of it to tell. When more is known of
-  a curve it begins anew. What one decode row costs there (`one_row_overlap`) decisions don't read, and it stays.
+  a curve it begins anew. What one decode row costs there (`one_row_overlap`) changes by as much.
 - The table that comes out has the median of a unit's last blocks on its numbers, within bounds. Blocks are forgotten,
   so whatever was wrong for a while is forgotten too, and what isn't used any more goes back to what was measured.
 
@@ -187,13 +187,17 @@ class Correction:
         device, host = self._now.launch_us(first, numbers)
         other, other_host = self._now.launch_us(second, numbers)
         shorter, longer = sorted((first.repeat * device, second.repeat * other))
-        expected = longer + self._measured.overlap_cost * shorter
+        expected = longer + self._measured.overlap_of(numbers.num_decodes) * shorter
         bounded = expected > first.repeat * host + second.repeat * other_host
         return expected, shorter / expected if bounded else 0.0
 
-    def _overlap(self) -> float:
-        """`overlap_cost` by which steps whose halves share the device as those that were seen take what they took."""
-        cost, off = self._measured.overlap_cost, self.applied.get(OVERLAP, 0.0)
+    def _overlap(self, cost: float) -> float:
+        """The `overlap_cost` by which steps whose halves share the device as those that were seen take what they took.
+
+        Args:
+            cost: as it was measured.
+        """
+        off = self.applied.get(OVERLAP, 0.0)
         if not off:
             return cost
         return min(max(cost + math.expm1(off) / statistics.median(self._shorter), 0.0), MOST_OVERLAP)
@@ -204,7 +208,10 @@ class Correction:
             return self._measured
         self._made += 1
         costs = self._measured
-        changed: dict[str, Any] = {"overlap_cost": self._overlap()}
+        changed: dict[str, Any] = {"overlap_cost": self._overlap(costs.overlap_cost)}
+        if costs.effects.one_row_overlap is not None:
+            one = self._overlap(costs.effects.one_row_overlap)
+            changed["effects"] = attrs.evolve(costs.effects, one_row_overlap=one)
         for name in ("full", "piecewise", "eager"):
             changed[name] = self._curve(name, getattr(costs, name))
             changed[f"host_{name}"] = self._host(name, getattr(costs, f"host_{name}"))

@@ -13,6 +13,7 @@ The model of a step (docs/design.md, costs):
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Set
 from itertools import chain
@@ -275,7 +276,7 @@ class CostTable:
             attention itself, so that `host_full` has none by kind of rows.
         step_us: time of a step that overlaps nothing (sampling, hand-over).
         overlap_cost: share of the shorter half's device time that running it beside the longer still costs: 0 when
-            overlap is free, 1 when nothing overlaps.
+            overlap is free, 1 when nothing overlaps. Beside fewer than `FEW_DECODES` rows, see `overlap_of`.
         both_us: more of device time where one launch of a graph has decode and prefill rows, by part: (FULL,
             PIECEWISE).
         padding_us: more for a launch of a graph with any padding, whatever its size, which nothing overlaps, by part:
@@ -288,7 +289,7 @@ class CostTable:
         host_work_inside_us: likewise the time of the work that a `SpeedTimer` runs inside steps, at the same speed; 0
             where none did. It is what the host's times hold at then, and says more of long steps.
         effects: what launches take more or less by what ran before them and by what their rows are. Simulations read it
-            (`kpolicy.simulate.step_costs`); `cost`, decisions and the simulated executor don't.
+            (`kpolicy.simulate.step_costs`); of it `cost`, decisions and the simulated executor read `one_row_overlap`.
         kv_span: the contexts that attention was timed at; None where that wasn't recorded.
         ties: what decisions take in place of times that differ by chance (`deciding`); `cost`, the simulated executor
             and simulations don't read it. None where there is nothing of the kind.
@@ -505,9 +506,19 @@ class CostTable:
         base_us = host.base_for(decodes=decodes > 0, prefills=prefills > 0)
         return (dense_us + padding) + (decode + prefill) + both, base_us + host.req_us * reqs + padding
 
+    def overlap_of(self, num_decodes: int) -> float:
+        """`overlap_cost` beside so many decode rows; from one row to a few it changes evenly as they double.
+
+        A rank without any, beside others that have some, counts as one row: its graph runs all the same.
+        """
+        one, few = self.effects.one_row_overlap, self.overlap_cost
+        if one is None or num_decodes >= FEW_DECODES:
+            return few
+        return one + (few - one) * math.log2(max(num_decodes, 1)) / math.log2(FEW_DECODES)
+
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes. The readable form; compiled policies inline it."""
-        return self.cost_by(self.launch_us, self.overlap_cost, launches, numbers)
+        return self.cost_by(self.launch_us, self.overlap_of(numbers.num_decodes), launches, numbers)
 
     def cost_by(
         self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], overlap_cost: float,
@@ -578,7 +589,9 @@ class CostTable:
         """
         return max(device_us * (1 + overlap_cost), host_us)
 
-    def wait_share(self, device_us: float, host_us: float, cycle_us: float, steps: int) -> float | None:
+    def wait_share(
+        self, device_us: float, host_us: float, overlap_cost: float, cycle_us: float, steps: int
+    ) -> float | None:
         """`Launch.wait_share` of so many decode steps beside a prompt, so that the last is over when the step ends.
 
         Rounded down to a sixteenth of a slot, so that prepared decisions stay few and a step is rather early than
@@ -587,18 +600,20 @@ class CostTable:
         Args:
             device_us: device time of one of the decode steps alone.
             host_us: host time of its launch.
+            overlap_cost: of the two halves.
             cycle_us: what the whole step takes.
             steps: decode steps.
         """
         busy_us = cycle_us - self.step_us
-        decodes_us = steps * self.beside_us(device_us, host_us, self.overlap_cost)
+        decodes_us = steps * self.beside_us(device_us, host_us, overlap_cost)
         if decodes_us >= busy_us:
             return None
         return int((1 - decodes_us / busy_us) * _WAITS) / _WAITS or None
 
     def decodes_ready_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float) -> float:
         """`Costing.decodes_ready_us`."""
-        return self.decodes_ready_by(self.launch_us, self.overlap_cost, launches, numbers, cycle_us)
+        overlap = self.overlap_of(numbers.num_decodes)
+        return self.decodes_ready_by(self.launch_us, overlap, launches, numbers, cycle_us)
 
     def decodes_ready_by(
         self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], overlap_cost: float,

@@ -1,7 +1,8 @@
 """`StepEffects`: what launches take more or less than their sizes tell, by what ran before and by what their rows are.
 
 `CostTable.effects` holds them, and files have them beside the table's other numbers. `kpolicy.simulate` reads them
-(`kpolicy.simulate.step_costs`); decisions and the simulated executor don't: they don't know what ran before.
+(`kpolicy.simulate.step_costs`); decisions and the simulated executor, which don't know what ran before, read
+`one_row_overlap` alone (`CostTable.overlap_of`).
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from kpolicy.modes import Mode, Part, Rows, SplitForm
 from kpolicy.reasons import Reason
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
+from kpolicy.step_effects import StepEffects
 from kpolicy.testing.sequences import Sequences
 
 SIZES = (8, 32, 128, 512)
@@ -222,6 +223,14 @@ def test_halves_that_cost_more_beside_each_other_are_mended(overlap: float, told
     assert [*correction.applied] == [OVERLAP]
     assert tables[-1].overlap_cost == pytest.approx(told, abs=0.04)
     assert attrs.evolve(tables[-1], version=OVERLAPS.version, overlap_cost=0.1) == OVERLAPS
+
+
+def test_what_one_row_costs_changes_by_as_much() -> None:
+    """It is timed on the same device: whatever else that does now comes to both."""
+    table = attrs.evolve(OVERLAPS, effects=StepEffects(one_row_overlap=0.05))
+    last = beside(Correction(table), 4 * ENOUGH, noisy, overlap=0.6)[-1]
+    assert last.effects.one_row_overlap == pytest.approx(last.overlap_cost - 0.05)
+    assert last.overlap_cost > 0.5
 
 
 def test_outliers_of_halves_beside_each_other_change_nothing() -> None:

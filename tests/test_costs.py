@@ -264,7 +264,7 @@ def test_decodes_that_wait_are_done_when_the_step_is(steps: int) -> None:
     numbers = BatchShape(decodes=[(1, 6)], prefills=[(64, 40_000)], decode_kv_tokens=6000).numbers
     first, second = split(1, steps)
     cycle = TABLE.cost((first, second), numbers).cycle_us
-    wait = TABLE.wait_share(*TABLE.launch_us(first, numbers), cycle, steps)
+    wait = TABLE.wait_share(*TABLE.launch_us(first, numbers), 0.5, cycle, steps)
     assert wait is not None
     assert wait * 16 == int(wait * 16)
     ready = TABLE.decodes_ready_us((attrs.evolve(first, wait_share=wait), second), numbers, cycle)
@@ -278,10 +278,10 @@ def test_decodes_that_wait_are_done_when_the_step_is(steps: int) -> None:
 
 def test_decodes_that_fill_the_step_do_not_wait() -> None:
     """Nothing is left to wait for; a host that takes longer than the device counts with its time."""
-    assert TABLE.wait_share(100.0, 0.0, 330.0, 2) is None
-    assert TABLE.wait_share(100.0, 0.0, 630.0, 2) == 0.5
-    assert TABLE.wait_share(100.0, 300.0, 630.0, 2) is None
-    assert TABLE.wait_share(100.0, 0.0, 30.0, 1) is None
+    assert TABLE.wait_share(100.0, 0.0, 0.5, 330.0, 2) is None
+    assert TABLE.wait_share(100.0, 0.0, 0.5, 630.0, 2) == 0.5
+    assert TABLE.wait_share(100.0, 300.0, 0.5, 630.0, 2) is None
+    assert TABLE.wait_share(100.0, 0.0, 0.5, 30.0, 1) is None
 
 
 @pytest.mark.parametrize(("waiting", "share"), [(0, 1), (6, 6 / 12), (94, 6 / 100)])

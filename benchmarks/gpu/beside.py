@@ -5,7 +5,9 @@ One prompt arrives while some requests decode. Three ways serve both until the p
 - ``piecewise`` and ``full``: chunked prefill. Each step has the decode rows and a chunk, in one mixed PIECEWISE or FULL
   graph of a size. Sizes are two to a power of two, up to one that holds the whole prompt and all decode rows.
 - ``beside``: each step replays the decode graph several times on one stream while a chunk runs in pieces on another.
-  Chunk sizes are tried, each with the decode steps that about fill its time, fewer and more.
+  Chunk sizes are tried, each with the decode steps that about fill its time, fewer and more. Fewer lie evenly over the
+  chunk's time, as `auto` lets them (`Launch.wait_share`, by the times of the halves here); in files without ``spread``
+  all began at once.
 
 Each way is a point: time to first token, and p99 of the gaps between the decodes' tokens; `rounds` has both of each
 round. In a step of several decode steps tokens come evenly until the decode half is ready (device events); the wait for
@@ -125,7 +127,11 @@ class Bench:
         return Way(kind, size, 1, steps)
 
     def beside(self, size: int, repeat: int, decodes: int, prompt: int) -> Way | None:
-        """Several decode steps beside each chunk."""
+        """Several decode steps beside each chunk, which lie evenly where they don't fill its time."""
+        told = self.halves(decodes, size)
+        decode_us = told["decode_half_us"] / told["repeat"]
+        chunk_us = told["prompt_us"] + told["paid_share"] * repeat * told["decode_us"]
+        wait = int((1 - repeat * decode_us / chunk_us) * 16) / 16
         decode, steps, done = self.key("decode", decodes), [], 0
         while done < prompt:
             new = min(size, prompt - done)
@@ -134,9 +140,8 @@ class Bench:
                 return None
             # A last, smaller chunk has room for fewer steps.
             count = max(1, round(repeat * new / size))
-            steps.append(
-                (decision_of(decode, pieces, count, beside=True), self.inputs(decodes, new, done, count))
-            )  # fmt: skip
+            decision = decision_of(decode, pieces, count, beside=True, wait_share=wait if wait > 0 else None)
+            steps.append((decision, self.inputs(decodes, new, done, count)))
             done += new
         return Way("beside", size, repeat, steps)
 

@@ -1,9 +1,9 @@
 """SPLIT with its halves beside each other, step by step against the same halves in turn: no hang, and no bit differs.
 
 A step has a random number of decode rows and of prompt chunks, of random lengths, on random sizes of graphs, with one
-decode step beside the prompt or several that follow each other. It runs beside; its KV slots are wiped; then the same
-launches run in turn. Logits, sampled tokens and written KV must be equal to the bit: graphs, padded shapes and kernels
-are the same ones, so only a race can make a difference.
+decode step beside the prompt or several that follow each other, at once or each in its place (`Launch.wait_share`). It
+runs beside; its KV slots are wiped; then the same launches run in turn. Logits, sampled tokens and written KV must be
+equal to the bit: graphs, padded shapes and kernels are the same ones, so only a race can make a difference.
 
 What differs is found on the device and read some steps later, so that the device always has work and steps follow each
 other without a gap; in one of 25 the host waits for each way. A watchdog ends the process where a step hangs, with the
@@ -56,6 +56,8 @@ WATCHED = 25
 AHEAD = 2
 """Steps that are launched before one is read: staging has room for five launches, and a step is two of each half"""
 STEPS_AHEAD = 8
+WAIT_SHARES = (None, 0.0, 0.5, 0.9)
+"""Of decode steps beside a prompt; None: all at once"""
 WAYS = {("beside", 1): 3, ("decodes beside", 2): 3, ("decodes beside", 4): 1, ("decodes beside", 8): 1}
 """Form and decode steps, with how often: of many decode steps the last have nothing beside them any more"""
 
@@ -78,14 +80,15 @@ def graphs(model: Any, sizes: dict[str, tuple[int, ...]]) -> tuple[Any, dict[str
     }  # fmt: skip
 
 
-def decision_of(decode: Any, pieces: Any, repeat: int, *, beside: bool) -> Any:
+def decision_of(decode: Any, pieces: Any, repeat: int, *, beside: bool, wait_share: float | None = None) -> Any:
     """SPLIT with those graphs; the prompt half may run without one."""
     from kpolicy.decision import Decision, Launch
     from kpolicy.modes import Mode, Rows, SplitForm
     from kpolicy.reasons import Reason
 
     form = SplitForm.IN_TURN if not beside else SplitForm.BESIDE if repeat == 1 else SplitForm.DECODES_BESIDE
-    launches = (Launch(Rows.DECODE, decode, repeat=repeat), Launch(Rows.PREFILL, pieces, stream=int(beside)))
+    first = Launch(Rows.DECODE, decode, repeat=repeat, wait_share=wait_share)
+    launches = (first, Launch(Rows.PREFILL, pieces, stream=int(beside)))
     return Decision(Mode.SPLIT, launches, Reason.DECODES_KEEP_GRAPH, form)
 
 
@@ -184,13 +187,17 @@ def run_block(number: int, count: int, bench: Bench, keys: dict[str, list[Any]],
             decode = rng.choice([key for key in keys["full"] if key.num_tokens >= numbers.num_decodes])
             fitting = [key for key in keys["piecewise"] if key.num_tokens >= numbers.num_prefill_tokens]
             pieces = rng.choice(fitting) if rng.random() < 0.95 else None
-            ways = tuple(decision_of(decode, pieces, repeat, beside=beside) for beside in (True, False))
+            wait = rng.choice(WAIT_SHARES)
+            ways = (
+                decision_of(decode, pieces, repeat, beside=True, wait_share=wait),
+                decision_of(decode, pieces, repeat, beside=False),
+            )
             compared, us = bench.compare(ways, inputs, timed=step % WATCHED == 1)
             under_way.append((f"block {number}, step {step}, {decode}, {pieces}, x{repeat}", compared))
             cell["steps"] += 1
             cell["rows"] += numbers.num_decodes + numbers.num_prefills
             cell["eager_halves"] += pieces is None
-            label = f"{name} x{repeat}"
+            label = f"{name} x{repeat}" + ("" if wait is None else " spread")
             cell["ways"][label] = cell["ways"].get(label, 0) + 1
             for way, taken in enumerate(us):
                 cell["timed_us"][way] += taken

@@ -109,7 +109,8 @@ def wait_of(way: Way, numbers: BatchNumbers, costs: CostTable) -> float | None:
     if len(launches) != 2 or launches[0].stream == launches[1].stream:
         return None
     first, cycle_us = launches[0], costs.cost(launches, numbers).cycle_us
-    return costs.wait_share(*costs.launch_us(first, numbers), cycle_us, first.repeat)
+    overlap = costs.overlap_of(numbers.num_decodes)
+    return costs.wait_share(*costs.launch_us(first, numbers), overlap, cycle_us, first.repeat)
 
 
 def spread(way: Way, wait: float | None) -> Way:

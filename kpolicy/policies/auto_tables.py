@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from kpolicy.costs import CostTable, HostCost
+from kpolicy.costs import FEW_DECODES, CostTable, HostCost
 from kpolicy.decision import Decision
 from kpolicy.modes import Mode, SplitForm
 from kpolicy.policies import ranks
@@ -274,14 +274,14 @@ class AutoTables:
             (_bases(host), host.req_us) for host in _hosts(costs)
         )
         decode_host, piece_prompt, eager_prompt = full_bases[_DECODES], piece_bases[_PREFILLS], eager_bases[_PREFILLS]
-        step_us, overlap = costs.step_us, costs.overlap_cost
+        step_us, overlaps = costs.step_us, [costs.overlap_of(count) for count in range(FEW_DECODES + 1)]
         # Of steps with both kinds of rows, which the index says.
         full_more, piece_more = ((0.0, 0.0, 0.0, both) for both in costs.both_us)
         uniform, varlen, mixed_column, pieces = group.uniform, group.varlen, group.mixed, group.pieces
         dense_eager = self._eager_us
         most_tokens, num_mixed, num_pieces, num_varlen = len(dense_eager), len(mixed_column), len(pieces), len(varlen)
         # Only this order of forms is unrolled below; any other goes the general way.
-        usual = self._forms[:2] == (_IN_TURN, _BESIDE) and costs.overlap_cost <= 1.0
+        usual = self._forms[:2] == (_IN_TURN, _BESIDE) and max(overlaps) <= 1.0
         divides = bool(self._forms) and not forbidden & Mode.SPLIT.bit
         several = SplitForm.DECODES_BESIDE in self._forms
         wholes, whole, divide, eager = self._wholes, self._whole, self._divided, self._eager
@@ -341,6 +341,7 @@ class AutoTables:
             if decode is not None and num_prefills and divides:
                 if not usual:
                     return None
+                overlap = overlaps[min(num_decodes, FEW_DECODES)]
                 # Beside takes no longer than in turn: where it can't be the shortest no form of one step can.
                 d_device, d_host = decode[1] + decode_us, decode_host + full_req * num_decodes + decode[5]
                 t_device = dense_eager[prefill_tokens] + prefill_us
@@ -361,8 +362,8 @@ class AutoTables:
                     tail_us, wins = facts.get(GAP_TAIL_US, _INFINITY), True
                 if wins:
                     decided = divide(
-                        decode, piece, prefill_tokens, (d_device, d_host, spared_us, tail_us), prefill_us, num_prefills,
-                        max_decode_steps, least, step,
+                        decode, piece, prefill_tokens, (d_device, d_host, overlap, spared_us, tail_us), prefill_us,
+                        num_prefills, max_decode_steps, least, step,
                     )  # fmt: skip
                     if decided is not None:
                         return decided
@@ -373,7 +374,7 @@ class AutoTables:
         return others
 
     def _divided(
-        self, decode: Entry, piece: Entry | None, prefill_tokens: int, decode_us: tuple[float, float, float, float],
+        self, decode: Entry, piece: Entry | None, prefill_tokens: int, decode_us: tuple[float, ...],
         prefill_us: float, num_prefills: int, max_decode_steps: int, least: float, step: tuple[int, int],
     ) -> Decision | None:  # fmt: skip
         """The best split, where one is better than the `least` cycle so far.
@@ -382,8 +383,8 @@ class AutoTables:
             decode: the decode half's graph.
             piece: the graph that holds the prefill half; None where none does.
             prefill_tokens: of all prompt chunks.
-            decode_us: device and host time of one decode step, what one beyond the first takes off later steps, and the
-                gap beyond which there are none (`kpolicy.shapes.GAP_TAIL_US`).
+            decode_us: device and host time of one decode step, what its overlap costs, what one beyond the first takes
+                off later steps, and the gap beyond which there are none (`kpolicy.shapes.GAP_TAIL_US`).
             prefill_us: attention of the prefill half.
             num_prefills: its rows.
             max_decode_steps: decode steps that may run.
@@ -391,12 +392,12 @@ class AutoTables:
             step: active LoRAs and forbidden modes.
         """
         costs = self._context.costs
-        step_us, overlap = costs.step_us, costs.overlap_cost
+        step_us = costs.step_us
         piece_host_us, eager_host_us = (
             host.base_for(decodes=False, prefills=True) + host.req_us * num_prefills
             for host in (costs.host_piecewise, costs.host_eager)
         )
-        d_device, d_host, *_ = decode_us
+        d_device, d_host, overlap, *_ = decode_us
         turns: list[tuple[Entry | None, float, float]] = []
         if piece is not None:
             turns.append((piece, piece.rate + prefill_us, piece_host_us + piece.padding_us))
@@ -416,15 +417,15 @@ class AutoTables:
         if max_decode_steps > 1 and SplitForm.DECODES_BESIDE in self._forms:
             steps, each, cycle = self._several(decode_us, turns, max_decode_steps, least)
             if steps > 1:
-                wait = costs.wait_share(d_device, d_host, cycle, steps)
+                wait = costs.wait_share(d_device, d_host, overlap, cycle, steps)
                 return self._split(decode, piece, each, SplitForm.DECODES_BESIDE, steps, wait, prefill_tokens, step)
         if form is None:
             return None
-        wait = costs.wait_share(d_device, d_host, least, 1) if form is _BESIDE else None
+        wait = costs.wait_share(d_device, d_host, overlap, least, 1) if form is _BESIDE else None
         return self._split(decode, piece, tail, form, 1, wait, prefill_tokens, step)
 
     def _several(
-        self, decode_us: tuple[float, float, float, float], turns: Sequence[tuple[Entry | None, float, float]],
+        self, decode_us: tuple[float, ...], turns: Sequence[tuple[Entry | None, float, float]],
         most_steps: int, least: float,
     ) -> tuple[int, Entry | None, float]:  # fmt: skip
         """Decode steps to run beside the prefill half, its graph and the cycle; 1 step where another way is as good.
@@ -439,8 +440,8 @@ class AutoTables:
         """
         costs, objective = self._context.costs, self._context.objective
         step_weight, gap_weight = objective.step_weight, objective.gap_weight
-        step_us, overlap = costs.step_us, costs.overlap_cost
-        d_device, d_host, spared_us, tail_us = decode_us
+        step_us = costs.step_us
+        d_device, d_host, overlap, spared_us, tail_us = decode_us
         limit = objective.first_token_limit * least
         best_score, best_cycle = step_weight * least + gap_weight * least, least
         best: tuple[int, Entry | None, float] = (1, None, least)

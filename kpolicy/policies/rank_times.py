@@ -258,7 +258,8 @@ class RankTimes:
         pads = self._padding(way, voted)
         device_us = (self._dense(launches[0]) + pads[0] + voted.decode) / _NS
         host_us = (voted.decode_host + pads[0]) / _NS
-        return self._costs.wait_share(device_us, host_us, self.cost(way, voted).cycle_us, launches[0].repeat)
+        cycle_us, overlap = self.cost(way, voted).cycle_us, self._costs.overlap_cost
+        return self._costs.wait_share(device_us, host_us, overlap, cycle_us, launches[0].repeat)
 
     def _dense(self, launch: Launch) -> float:
         """Nanoseconds of the dense work of a launch's graph; 0 for an eager launch, whose work is voted."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import attrs
 
-from kpolicy.costs import FEW_DECODES, Cost, CostTable
+from kpolicy.costs import Cost, CostTable
 from kpolicy.decision import Launch
 from kpolicy.host_speed import launching_takes
 from kpolicy.keys import GraphKey
@@ -80,11 +79,11 @@ class StepCosts:
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes."""
-        return self._table.cost_by(self.launch_us, self.overlap_of(numbers.num_decodes), launches, numbers)
+        return self._table.cost_by(self.launch_us, self._table.overlap_of(numbers.num_decodes), launches, numbers)
 
     def decodes_ready_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float) -> float:
         """`Costing.decodes_ready_us`."""
-        overlap = self.overlap_of(numbers.num_decodes)
+        overlap = self._table.overlap_of(numbers.num_decodes)
         return self._table.decodes_ready_by(self.launch_us, overlap, launches, numbers, cycle_us)
 
     def launch_us(self, launch: Launch, numbers: BatchNumbers) -> tuple[float, float]:
@@ -121,16 +120,6 @@ class StepCosts:
             least = curve.at(decodes + 1)
             us = least + share * (us - least)
         return us if full else max(us + self._first_pieces_us, 0.0)
-
-    def overlap_of(self, decodes: int) -> float:
-        """The overlap cost of a half with so many decode rows; from one row to a few it changes evenly as they double.
-
-        A rank without any, beside others that have some, counts as one row: its graph runs all the same.
-        """
-        one, few = self._table.effects.one_row_overlap, self._table.overlap_cost
-        if one is None or decodes >= FEW_DECODES:
-            return few
-        return one + (few - one) * math.log2(max(decodes, 1)) / math.log2(FEW_DECODES)
 
 
 def _first_pieces_us(costs: CostTable) -> float:

@@ -14,6 +14,7 @@ from kpolicy.policies.base import Policy, PolicyContext
 from kpolicy.reasons import Basis
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import GAP_TAIL_US, NO_FACTS, WAITING_REQS, BatchShape
+from kpolicy.step_effects import StepEffects
 
 __all__ = ["claims", "contexts", "cost_tables", "ladders", "settings", "shapes", "sizes"]
 
@@ -78,6 +79,7 @@ _COSTS = st.builds(
     host_eager=_HOST_EAGER,
     step_us=_US,
     overlap_cost=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    effects=st.sampled_from([None, None, 0.1, 1.0, 1.9]).map(lambda one: StepEffects(one_row_overlap=one)),
     mixed=st.none() | _CURVE,
     both_us=st.sampled_from([(0.0, 0.0), (0.0, 33.3), (1 / 3, 50.0)]),
     padding_us=st.sampled_from([(0.0, 0.0), (0.0, 33.3), (1 / 3, 50.0), (700.0, 0.0)]),

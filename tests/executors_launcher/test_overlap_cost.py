@@ -45,7 +45,7 @@ class Bench:
     ) -> int:  # fmt: skip
         num_decodes, new = rows
         assert (often > 1) == (self.host_runs and form is not None)
-        assert (wave is Wave.LATER) == (num_decodes == 1)
+        assert (wave is Wave.FINER) == (num_decodes == 1)
         if form is None:
             self._us.append(PROMPT_US[new] if new else DECODE_US)
         else:

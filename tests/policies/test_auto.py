@@ -18,6 +18,7 @@ from kpolicy.profiles import load_profile
 from kpolicy.reasons import Basis, Reason
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import GAP_TAIL_US, WAITING_REQS, BatchShape
+from kpolicy.step_effects import StepEffects
 from kpolicy.testing.strategies import contexts, shapes
 
 SETTINGS = Settings(max_num_reqs=64)
@@ -252,6 +253,24 @@ def test_long_gaps_leave_a_way(forbidden, steps):
     decision = policy.decide(shape, using)
     assert policy.compile(using).select(*shape.numbers) == decision
     assert decision.decode_steps == steps
+
+
+def test_one_row_beside_a_prompt_is_decided_by_its_own_overlap():
+    """Where it hides and several rows don't, one row runs ahead, and eight don't; prepared as by itself."""
+    effects = StepEffects(one_row_overlap=0.0)
+    costs = attrs.evolve(
+        COSTS, full=Curve((8, 64), (300.0, 301.0)), overlap_cost=1.0, effects=effects,
+        decode_attention=AttentionCost(), host_full=HostCost(1.0), host_piecewise=HostCost(1.0),
+    )  # fmt: skip
+    using = context(costs=costs, objective=Objective.parse("latency"))
+    found = {}
+    for rows in (1, 2, 4, 7, 8):
+        shape = BatchShape(decodes=[(1, rows)], prefills=[(1000, 0)], max_decode_steps=2)
+        decision = get_policy("auto").decide(shape, using)
+        assert get_policy("auto").compile(using).select(*shape.numbers) == decision
+        found[rows] = decision.decode_steps
+    assert (found[1], found[8]) == (2, 1)
+    assert sorted(found.values(), reverse=True) == list(found.values())
 
 
 def test_first_token_limit_bounds_the_prefill():

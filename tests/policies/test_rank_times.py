@@ -20,6 +20,7 @@ from kpolicy.policies.tables import PreparedWays
 from kpolicy.reasons import Reason
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
+from kpolicy.step_effects import StepEffects
 from kpolicy.testing.strategies import contexts, shapes
 
 ANY = hypothesis.settings(max_examples=150, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
@@ -61,8 +62,10 @@ def padding_us(way, context, ranks):
 def test_votes_tell_what_the_slowest_rank_takes(context, drawn):
     """For any rows on any ranks each way's time is that of its slowest rank, or at least that for several steps.
 
-    But for what padding takes more where a rank has some and the slowest has none.
+    But for what padding takes more where a rank has some and the slowest has none, and for what one row beside a prompt
+    has of its own: ranks take it as a few.
     """
+    context = attrs.evolve(context, costs=attrs.evolve(context.costs, effects=StepEffects()))
     ranks = [shape.numbers for shape in drawn]
     votes = reduced(get_policy("auto").compile(context), ranks)
     for way, told, slowest in ways_of(ranks, context, votes):
@@ -86,7 +89,7 @@ def test_no_way_would_end_the_slowest_rank_sooner(context, drawn):
 
     By no more than what padding takes more, where only a quicker rank has any.
     """
-    costs = attrs.evolve(context.costs, overlap_cost=min(context.costs.overlap_cost, 1))
+    costs = attrs.evolve(context.costs, overlap_cost=min(context.costs.overlap_cost, 1), effects=StepEffects())
     context = attrs.evolve(context, costs=costs)
     ranks = [attrs.evolve(shape, max_decode_steps=1).numbers for shape in drawn]
     compiled = get_policy("auto").compile(context)

@@ -437,7 +437,7 @@ class _Overlap:
 
     Both are timed with a few decode rows, and with one where the host doesn't run them itself: a mixture of experts
     reads other weights for each. One is timed only where there is a graph of one token, since padding reads weights
-    too, and where the few are `FEW_DECODES`, from which a simulation goes down to it.
+    too, and where the few are `FEW_DECODES`, from which `CostTable.overlap_of` goes down to it.
     """
 
     def __init__(
@@ -461,7 +461,7 @@ class _Overlap:
         one = min(decode, key=lambda key: key.num_tokens)
         graphs = [(first, self._few, Wave.USUAL)]
         if one.num_tokens == 1 and first.num_tokens == FEW_DECODES and not bench.host_runs:
-            graphs.append((one, self._one, Wave.LATER))
+            graphs.append((one, self._one, Wave.FINER))
         for graph, cases, wave in graphs:
             rows = graph.num_tokens
             decodes = bench.add([Launch(Rows.DECODE, graph)], bench.rows(rows, kv), wave=wave)
