@@ -216,7 +216,7 @@ def test_the_shipped_profile_decides_as_is_told(tmp_path: Path) -> None:
     assert rows == json.loads((RESULTS / "regret_rescored_llama1b.json").read_text(encoding="utf-8"))
     assert not any(row["better_than_auto"] for row in rows)
     autos = [row for row in rows if row["policy"] == measured_regret.AUTO[row["objective"]]]
-    assert sum(row["shapes"] for row in autos if row["objective"] == "step_us") == 240 - 9
+    assert sum(row["shapes"] for row in autos if row["objective"] == "step_us") == 240 - 6
     steps = [100 * row["mean_regret"] for row in autos if row["objective"] == "step_us"]
     gaps = [100 * row["mean_regret"] for row in autos if row["objective"] == "gap_us"]
     worst = max(row["p99_regret"] for row in autos)
