@@ -140,6 +140,9 @@ def explain(policy: Policy, shape: BatchShape, context: PolicyContext) -> Explan
         best = legal_ways(numbers, context, cheapest(context))
         ways = best + [way for way in ways if way not in best]
     chosen = Way(decision.mode, decision.launches, decision.form)
+    # Where its decode steps wait for their place it is the same way, and takes as long.
+    at_once = attrs.evolve(chosen, launches=tuple(attrs.evolve(each, wait_share=None) for each in chosen.launches))
+    ways = [chosen if way == at_once else way for way in ways]
     if chosen not in ways:
         ways.insert(0, chosen)
     costs = [context.costs.cost(way.launches, numbers) for way in ways]

@@ -18,6 +18,7 @@ from kpolicy.kv_span import KvSpan
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Mode
 from kpolicy.policies.base import legal_ways
+from kpolicy.profiles import load_profile
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchShape
 from kpolicy.testing.strategies import cost_tables, shapes
@@ -225,3 +226,12 @@ def test_a_context_outside_the_table_is_said_to_be_extrapolated() -> None:
     unknown = engine(costs=attrs.evolve(costs, kv_span=None)).explain(BatchShape.decode(4))
     assert unknown.costs.endswith("(measured; contexts: not recorded)")
     assert "contexts" not in engine(costs=analytic_costs()).explain(BatchShape.decode(4)).costs
+
+
+def test_decode_steps_that_wait_for_their_place_are_one_way_once() -> None:
+    """They take as long at once, which isn't another way that is as cheap."""
+    shape = BatchShape(decodes=[(1, 8)], prefills=[(4000, 0)], max_decode_steps=8)
+    told = Engine("auto", costs=load_profile("qwen2.5-0.5b-h200").costs).explain(shape)
+    (chosen,) = [each for each in told.considered if each.chosen]
+    assert "of a slot" in chosen.launches
+    assert not [each for each in told.considered if "as cheap" in each.verdict]
