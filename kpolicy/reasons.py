@@ -57,7 +57,10 @@ class Reason(str, Enum):
     SIZE_NOT_CAPTURED = "size_not_captured", "the size that the rule pads to isn't captured"
     EXACT_SIZE_NOT_CAPTURED = "exact_size_not_captured", "padding is off and this exact size isn't captured"
     PADDING_OVER_LIMIT = "padding_over_limit", "padding to the next captured size would pass the rule's limit"
-    GRAPH_WITHDRAWN = "graph_withdrawn", "the graphs that would hold the batch were withdrawn"
+    GRAPH_WITHDRAWN = (
+        "graph_withdrawn",
+        "the graphs that would hold the batch are over a budget, failed or were withdrawn",
+    )
 
     # Attention, or a step's own rules, keep the batch from a graph.
     ATTENTION_NOT_CAPTURABLE = "attention_not_capturable", "attention can't be captured for such a batch"

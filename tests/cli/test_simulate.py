@@ -224,6 +224,14 @@ def test_a_profile_alone_leaves_kv_whole(kpolicy: Command, trace: Path, tmp_path
     assert "so graphs take no KV" in " ".join(told["setting"]["notes"])
 
 
+def test_steps_without_a_graph_for_a_budget_say_so(kpolicy: Command, trace: Path) -> None:
+    """Graphs that the budget has no room for never were there: the sentence has it, and the last line which budget."""
+    out = " ".join(kpolicy("simulate", trace, "--policy", "vllm", "--budget-graphs", 2).out.split())
+    sentence = "the graphs that would hold the batch are over a budget, failed or were withdrawn"
+    assert re.search(rf" graph_withdrawn \d+ {sentence} ", out)
+    assert re.search(r"; not captured: \d+ budget_graphs$", out)
+
+
 OWN_BYTES = 100_000
 """Bytes of KV a token that a profile says"""
 

@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 from kpolicy.attention import HostParams, hf  # noqa: E402
 from kpolicy.errors import CheckpointError, ConfigError, SupportError, UnknownArchitectureError  # noqa: E402
 from kpolicy.executors.step_model import StepContext  # noqa: E402
+from kpolicy.figures import model_figures  # noqa: E402
 from kpolicy.serving import load as loading  # noqa: E402
 from kpolicy.serving.checkpoint import longest_request, read_config  # noqa: E402
 from kpolicy.serving.default_model import load_default  # noqa: E402
@@ -132,6 +133,16 @@ def test_mla_keeps_one_latent_a_token(loaded: Loaded) -> None:
     """An MLA layer has one cache of latent and roped key, smaller than its expanded keys and values."""
     model = loaded("deepseek_v3")
     assert [tuple(cache.shape[1:]) for cache in model.kv_caches()] == [(24 + 8,)] * 3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_token_takes_the_bytes_that_its_config_says(name: str, loaded: Loaded) -> None:
+    """Of every family: what the cache holds for a token, which profiles say, is what simulations count by a config."""
+    model = loaded(name)
+    caches = model.kv_caches()
+    assert model.kv_bytes_per_token == sum(cache[0].nbytes for cache in caches)
+    in_16_bits = model.kv_bytes_per_token * 2 // caches[0].element_size()
+    assert in_16_bits == model_figures(FAMILIES[name]).kv_bytes_per_token
 
 
 def test_half_precision_runs() -> None:
