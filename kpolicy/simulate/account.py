@@ -10,6 +10,7 @@ from kpolicy.engine import Engine
 from kpolicy.observe import ModeStats
 from kpolicy.reasons import Basis
 from kpolicy.registry import GraphState
+from kpolicy.simulate.drafts import DraftedRows
 from kpolicy.simulate.percentiles import EXACT_REQUESTS, Percentiles
 from kpolicy.simulate.queue import Queue, Step
 from kpolicy.simulate.requests import Request
@@ -36,6 +37,8 @@ class Account:
         self.decode_steps: dict[int, int] = {}
         self.served = self.tokens = self.delayed = 0
         self.most_delayed_us = 0.0
+        self.answers: list[float] | None = None if server.concurrency is None else []
+        """When requests had their last tokens, for who takes them out; None where nobody asks"""
         self.refused: dict[str, int] = {}
         self._good = self._drafted = self._accepted = 0
         level = server.service_level
@@ -69,20 +72,15 @@ class Account:
             self.decode_steps[numbers.num_decodes] = self.decode_steps.get(numbers.num_decodes, 0) + 1
         gaps = queue.token_gaps
         if numbers.num_decodes:
-            came, q = 0, queue.rows.query_len
+            rows = queue.rows
             alone = not gaps.waited_us and not numbers.num_prefills
             found = gaps.step(us, numbers.num_decodes, decode_steps, after_us)
-            mean_us = sum(each * count for each, count in found) / numbers.num_decodes if q > 1 else 0.0
-            for tokens, rows in queue.rows.emitted(decode_steps):
-                came += rows * tokens
-                if q > 1:
-                    # What a step brings a row at once is spread over its time.
-                    self.gap.add(mean_us / tokens, rows * tokens)
-            if q > 1:
-                found = [(mean_us, came)]
+            if isinstance(rows, DraftedRows):
+                found = self._drafts(rows, found)
             else:
                 for each, count in found:
                     self.gap.add(each, count)
+            came = sum(count for _, count in found)
             self.tokens += came
             if (tail := queue.gap_tail) is not None:
                 if alone:
@@ -90,9 +88,8 @@ class Account:
                 else:
                     for each, count in found:
                         tail.beside_prompts(each, count)
-            if q > 1:
-                self._drafted += numbers.num_decodes * (q - 1)
-                self._accepted += came - numbers.num_decodes
+            self._drafted += numbers.num_decodes * (rows.query_len - 1)
+            self._accepted += came - numbers.num_decodes * decode_steps
         done = queue.complete(step, decode_steps)
         if gaps.waited_us and done.first_tokens:
             gaps.join(each.index for each in done.first_tokens if each.generated < each.output_tokens)
@@ -109,9 +106,32 @@ class Account:
             # A decode row has its last token when the decode half is done.
             self.finish(request, now_us if not after_us or id(request) in with_prompt else now_us - after_us)
 
+    def _drafts(self, rows: DraftedRows, found: list[tuple[float, int]]) -> list[tuple[float, int]]:
+        """Take the gaps of rows that verify drafts; [(time that rows waited for theirs, tokens that they got)].
+
+        Args:
+            rows: the rows, before the step is taken in.
+            found: [(time, rows)] of the step: those that joined behind the step before, then those that were in it, or
+                all of them at once.
+        """
+        emitted = [rows.emitted()]
+        if len(found) > 1:
+            joined = dict(rows.joined())
+            emitted = [tuple(joined.items()), tuple((each, n - joined.get(each, 0)) for each, n in emitted[0])]
+        came = []
+        for (us, _), by_tokens in zip(found, emitted, strict=True):
+            for tokens, num_rows in by_tokens:
+                if num_rows:
+                    # What a step brings a row at once is spread over its time.
+                    self.gap.add(us / tokens, num_rows * tokens)
+            came.append((us, sum(tokens * num_rows for tokens, num_rows in by_tokens)))
+        return came
+
     def finish(self, request: Request, now_us: float) -> None:
         """Count a request that has all of its tokens."""
         self.served += 1
+        if self.answers is not None:
+            self.answers.append(now_us)
         self.e2e.add(now_us - request.arrival_us)
         more = request.output_tokens - 1
         gap = (now_us - request.first_us) / more if more else 0.0

@@ -162,9 +162,20 @@ class DraftedRows:
             finished += done
         return finished
 
-    def emitted(self, steps: int) -> tuple[tuple[int, int], ...]:  # noqa: ARG002 - one step at a time
+    def emitted(self) -> tuple[tuple[int, int], ...]:
+        """(tokens a row, rows) of the step that ran."""
         by_tokens = self._rows_by_tokens[self.counter - self._from].tolist()
         return tuple((tokens, rows) for tokens, rows in enumerate(by_tokens) if tokens and rows)
+
+    def joined(self) -> tuple[tuple[int, int], ...]:
+        """`emitted` of the rows alone for which the step is the first."""
+        found: dict[int, int] = {}
+        for row in reversed(self.rows.values()):
+            if row.joined != self.counter:
+                break
+            tokens = int(_plan(row).tokens[0])
+            found[tokens] = found.get(tokens, 0) + 1
+        return tuple(sorted(found.items()))
 
     def _put(self, plan: _Planned, counter: int, step: int, sign: int) -> None:
         """Add, or take away, what the row does from that step of its own on."""

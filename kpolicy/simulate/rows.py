@@ -144,7 +144,3 @@ class PlainRows:
         for request in finished:
             self.leave(request)
         return finished
-
-    def emitted(self, steps: int) -> tuple[tuple[int, int], ...]:
-        """(tokens a row, rows) of the step that ran, each of its decode steps alike: `steps` of them."""
-        return ((1, len(self.rows) * steps),)

@@ -209,8 +209,9 @@ class _Simulation:
         while True:
             if self.next_us <= self.now_us or all(queue.idle for queue in queues):
                 self._admit()
-            if self.most_inside != _NEVER:
+            if self.account.answers is not None:
                 self.free_clients = self.most_inside - self._inside
+                self.account.answers.clear()
             if alone is None or not self._stretch(alone):
                 steps = [queue.next_step(self.now_us) for queue in queues]
                 if any(steps):
@@ -241,17 +242,22 @@ class _Simulation:
         """Queue what has arrived by now; with nothing to run, go to the next arrival."""
         if self.upcoming is not None and all(queue.idle for queue in self.queues):
             self.now_us = max(self.now_us, self.next_us)
+        answers = self.account.answers
+        if answers:
+            answers.sort()
         while self.upcoming is not None and self.next_us <= self.now_us and not self._full:
             came_us = self.next_us
-            if self.free_clients <= 0 and came_us < self.now_us:
-                # Its client had its last answer in the step that just ended, and sends it now.
-                came_us = self.now_us
+            if self.free_clients <= 0 and answers:
+                # Its client had its last answer in the step that just ended, and sends it then.
+                came_us = max(came_us, answers[0])
             request = Request(self.upcoming, came_us)
             queue = self.queues[0]
             if len(self.queues) > 1:
                 queue = min(self.queues, key=lambda each: each.num_running + len(each.waiting))
             if queue.fits(request):
                 queue.add(request)
+                if self.free_clients <= 0 and answers:
+                    answers.pop(0)
                 self.free_clients -= 1
                 if came_us > self.next_us:
                     self.account.delay(came_us - self.next_us)

@@ -84,11 +84,11 @@ def run(
 
 def reference(
     trace: Trace, policy: str, *, num_blocks: int = 30, block_size: int = 4, steps_ahead: int = 8,
-    settings: Settings = LIMITS,
+    settings: Settings = LIMITS, costs: CostTable = COSTS, ladder: CaptureSizes = SIZES,
 ) -> tuple[RunResult, list[tuple[Any, ...]]]:  # fmt: skip
     """The same by tokens: the batcher, an Engine and the simulated executor; numbers, decision, start and time."""
-    executor = SimulatedExecutor(COSTS, num_blocks=num_blocks, block_size=block_size, vocab=300)
-    engine = Engine(policy, ladder=SIZES, settings=settings, costs=COSTS, executor=executor)
+    executor = SimulatedExecutor(costs, num_blocks=num_blocks, block_size=block_size, vocab=300)
+    engine = Engine(policy, ladder=ladder, settings=settings, costs=costs, executor=executor)
     engine.capture()
     batcher = Batcher(settings, num_blocks=num_blocks, block_size=block_size, steps_ahead=steps_ahead)
     steps: list[tuple[Any, ...]] = []
