@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from kpolicy.errors import ConfigError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Part, Rows, SplitForm
 from kpolicy.reasons import Basis, Reason
@@ -37,7 +38,14 @@ class Launch:
     repeat: int = 1
     padded_tokens: int | None = None
     reason: Reason | None = None
-    wait_share: float | None = None
+    wait_share: float | None = attrs.field(default=None)
+
+    @wait_share.validator
+    def _check_wait(self, _: Any, value: float | None) -> None:
+        if value is not None and not (type(value) in (int, float) and 0 <= value < 1):
+            raise ConfigError(
+                f"wait_share is {value!r}; it is a share of a slot from 0 up and below 1, or None to begin at once."
+            )
 
     @property
     def part(self) -> Part | None:

@@ -315,6 +315,8 @@ class Engine:
             settings=self.settings,
             objective=self.objective,
             basis=basis,
+            # Optional for an executor: one that doesn't say does as it is told, as the simulated one.
+            spreads=getattr(self.executor, "spreads", True),
         )
 
     def _ladder(self) -> CaptureLadder:

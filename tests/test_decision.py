@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kpolicy.decision import Decision, Launch
-from kpolicy.errors import UnknownNameError
+from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import ALL_MODES, Mode, Part, Rows, SplitForm, forbidden_mask, parse_mode
 from kpolicy.reasons import Basis, Reason
@@ -125,3 +125,9 @@ def test_each_reason_is_a_sentence_of_its_own() -> None:
     """Values are the lower-case names, and no two reasons say the same."""
     assert all(reason.value == reason.name.lower() == str(reason) for reason in Reason)
     assert len({reason.text for reason in Reason}) == len(Reason)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, 1.0, 7, float("nan"), "0.5", True])
+def test_a_share_of_a_slot_is_below_one(value: object) -> None:
+    with pytest.raises(ConfigError, match="wait_share is .* from 0 up and below 1"):
+        Launch(Rows.DECODE, None, wait_share=value)  # type: ignore[arg-type]

@@ -160,7 +160,9 @@ class DeviceAdapter(Protocol):
     # itself, which costs that were measured on another one are told by; checks, whether `replay` looks itself at where
     # weights and KV are, which the launcher otherwise does now and then; trim(), gives the device what a library keeps
     # of its memory for later, once nothing runs there: called where what captures warmed up with isn't needed again;
-    # current(), the stream that launches go to now: repeats of a launch then lie evenly beside another (`wait_share`).
+    # current(), the stream that launches go to now: repeats of a launch then lie evenly beside another (`wait_share`);
+    # copy_out(tensor), its values on the host and when they are there: tokens of such a repeat can then be read before
+    # the next ones are over.
 
     def commit(self, until: Span | None = None) -> None:
         """Bring all that was staged since to the device, before what the current stream gets next.

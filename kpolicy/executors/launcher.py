@@ -44,6 +44,7 @@ from kpolicy.executors.parts import (
     PartRun,
     Program,
     SampledTokens,
+    SpreadRows,
     raise_lost,
     replay_error,
 )
@@ -250,7 +251,7 @@ class GraphLauncher:
         # Of a step that was given up in between nothing is left.
         self._ready, self._spread, self._waiting = [], None, None
         launches = decision.launches
-        if self.spreads and len(launches) > 1 and launches[0].stream != launches[1].stream:
+        if self.spreads and len(launches) > 1 and not launches[0].stream and launches[1].stream:
             self._waiting = launches[0] if launches[0].wait_share is not None else None
         self._beside = len(launches) > 1 and self.adapter.host_runs and any(launch.stream for launch in launches)
         try:
@@ -364,6 +365,8 @@ class GraphLauncher:
         else:
             shape = PaddedShape(key.num_tokens, key.num_reqs or key.num_tokens, key.query_len)
         self._settle()
+        # A step that was given up between its halves may have left repeats, whose slots may be others' by now.
+        self._spread = self._waiting = None
         ready, beside, self._beside = self._ready, self._beside, False
         self._ready = []
         try:
@@ -424,12 +427,12 @@ class GraphLauncher:
         """Run what was staged: here, or on a stream beside."""
         adapter, started, run, count = self.adapter, self._started, self._part_run, live.num_wanted
         ready, beside = PartReady(None, started, self._behind), bool(launch.stream or self._beside)
-        outputs, spread = OutputRows(count, ready), self._spread
-        waits, self._spread = launch is self._waiting, None
+        spread, self._spread, waits = self._spread, None, launch is self._waiting
+        outputs = SpreadRows(count, ready) if waits else OutputRows(count, ready)
         try:
             if spread is not None:
                 self._tell(spread, program)
-            if waits:
+            if isinstance(outputs, SpreadRows):
                 repeats = run.repeats(outputs, program, live, launch.repeat, sampled, launch.key, fallback)
                 self._spread = SpreadRepeats(adapter, repeats, outputs, ready, launch)
             elif beside:
@@ -444,7 +447,9 @@ class GraphLauncher:
                 run.run(outputs, program, live, launch.repeat, sampled, launch.key)
                 ready.event = adapter.event()
             if spread is not None:
-                self._num_calls = spread.end(self.late_failure) or self._num_calls
+                calls = spread.end(self.late_failure)
+                if calls and ready.error is None and outputs.failed_key is None:
+                    self._num_calls = calls
         except Exception as error:
             raise_lost(adapter, error)
             raise
@@ -496,7 +501,7 @@ class GraphLauncher:
     def close(self) -> None:
         """Give back the buffers of eager launches and the streams; a later launch makes them anew."""
         self._drain()
-        self._ready = []
+        self._ready, self._spread, self._waiting = [], None, None
         self._places = {}
         self._eager.clear()
         # Optional for an adapter: a stream that nobody needs any more.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 from kpolicy.errors import GraphReplayError, KPolicyError, OutOfMemoryError, StickyDeviceError
 from kpolicy.executors.buffers import StepBuffers
@@ -14,6 +14,7 @@ from kpolicy.executors.step_model import StepModel
 from kpolicy.keys import GraphKey
 
 __all__ = [
+    "EarlyTokens",
     "EventSpan",
     "OutputRows",
     "PartReady",
@@ -21,6 +22,7 @@ __all__ = [
     "Program",
     "SampledSteps",
     "SampledTokens",
+    "SpreadRows",
     "raise_lost",
     "replay_error",
 ]
@@ -128,6 +130,13 @@ class EventSpan(PartReady):
         del self._adapter
 
 
+class EarlyTokens(NamedTuple):
+    """Tokens of one repeat on the host, and when they are there."""
+
+    values: Tensor
+    event: DeviceEvent
+
+
 class OutputRows(Sequence[Any]):
     """[num_wanted] rows of one launch's logits; reading one waits for the launch.
 
@@ -156,6 +165,11 @@ class OutputRows(Sequence[Any]):
         self.ready.wait()
         return self.logits
 
+    def host_tokens(self, step: int) -> list[int]:
+        """[num_wanted] tokens of a repeat; waits for the launch. Empty where there is no row."""
+        self.ready.wait()
+        return self.tokens[step].tolist() if self.num_rows else []
+
     def __len__(self) -> int:
         return self.num_rows
 
@@ -169,6 +183,28 @@ class OutputRows(Sequence[Any]):
         if not -self.num_rows <= at < self.num_rows:
             raise IndexError(at)
         return self.tensor[at]
+
+
+class SpreadRows(OutputRows):
+    """`OutputRows` whose repeats' tokens can be read one by one, while the next ones wait for their place.
+
+    Attributes:
+        early: of each repeat, those that are copied to the host behind it.
+    """
+
+    __slots__ = ("early",)
+
+    def __init__(self, count: int, ready: PartReady | Span) -> None:
+        super().__init__(count, ready)
+        self.early: list[EarlyTokens] = []
+
+    def host_tokens(self, step: int) -> list[int]:
+        if step >= len(self.early):
+            return super().host_tokens(step)
+        values, event = self.early[step]
+        event.wait()
+        found: list[int] = values.tolist()
+        return found
 
 
 new_outputs_of: Callable[[], OutputRows] = partial(object.__new__, OutputRows)
@@ -294,12 +330,10 @@ class SampledTokens(Sequence[int]):
     @property
     def values(self) -> list[int]:
         if self._values is None:
-            self._part.ready.wait()
-            places = self._places
+            places, whole = self._places, self._part.host_tokens(self._step)
             if not places:
                 self._values = []
             else:
-                whole: list[int] = self._part.tokens[self._step].tolist()
                 whole_wanted = len(places) == len(whole)
                 self._values = whole if whole_wanted else [whole[place] for place in places]
         return self._values

@@ -203,6 +203,12 @@ class ModeRunner:
         return adapter is not None and not adapter.host_runs
 
     @property
+    def spreads(self) -> bool:
+        """Whether decode steps wait for their place beside a prompt where a decision says so."""
+        # Optional for a launcher: the simulated one does as it is told.
+        return bool(getattr(self.launcher, "spreads", True))
+
+    @property
     def captured(self) -> frozenset[GraphKey]:
         """The keys that this executor has graphs of, withdrawn ones included."""
         return frozenset(self._handles)

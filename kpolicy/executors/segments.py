@@ -350,9 +350,15 @@ class PieceGraph:
     def replay(self, step: StepContext) -> Tensor:
         """Run over a live step: [padded_tokens, hidden], overwritten by the pool's next replay."""
         replay = self._adapter.replay
-        for graph, call, arguments, output in self._segments:
-            replay(graph)
-            output.copy_(step.attention(call, *arguments))
+        if isinstance(step, _ToldStep):
+            for graph, call, arguments, output in self._segments:
+                replay(graph)
+                output.copy_(step.attention(call, *arguments))
+        else:
+            # A function of Python's less for each.
+            for graph, call, arguments, output in self._segments:
+                replay(graph)
+                output.copy_(call(step, *arguments))
         replay(self._last)
         return self._hidden
 

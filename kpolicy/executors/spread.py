@@ -8,10 +8,12 @@ Waits go one way, from the prompt's stream to the main one, so that nothing wait
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from kpolicy.decision import Launch
+from kpolicy.errors import StickyDeviceError
 from kpolicy.executors.device import DeviceAdapter
-from kpolicy.executors.parts import OutputRows, PartReady
+from kpolicy.executors.parts import EarlyTokens, PartReady, SpreadRows
 from kpolicy.keys import GraphKey
 
 __all__ = ["SpreadRepeats"]
@@ -20,7 +22,8 @@ __all__ = ["SpreadRepeats"]
 class SpreadRepeats:
     """Repeats of a launch on the main stream, each begun when the launch beside it is so far.
 
-    What one raises is kept for whoever waits for them, and the launch beside goes on.
+    Each repeat's tokens are copied to the host behind it, so that they can be read while the next ones wait. What one
+    raises is kept for whoever waits for them, and the launch beside goes on.
 
     Args:
         adapter: the device; its current stream is the main one.
@@ -31,9 +34,11 @@ class SpreadRepeats:
     """
 
     def __init__(
-        self, adapter: DeviceAdapter, repeats: Iterator[None], outputs: OutputRows, ready: PartReady, launch: Launch
+        self, adapter: DeviceAdapter, repeats: Iterator[None], outputs: SpreadRows, ready: PartReady, launch: Launch
     ) -> None:
         self._adapter = adapter
+        # Optional, too: tokens of a repeat can be read while the next ones run.
+        self._copy_out: Callable[[Any], EarlyTokens] | None = getattr(adapter, "copy_out", None)
         self._main = adapter.current()  # type: ignore[attr-defined]  # optional for an adapter; see `spreads`
         self._repeats = repeats
         self._outputs = outputs
@@ -46,14 +51,16 @@ class SpreadRepeats:
 
     def before_call(self, num_calls: int) -> None:
         """The other launch, on the current stream, comes to its next attention call of so many."""
-        share, shares = self._calls / num_calls, self._shares
+        shares = self._shares
         self._calls += 1
-        if not shares or shares[-1] > share:
+        # Those that fall between this call and the next: rather early than late, as the last ends with the step.
+        share = self._calls / num_calls
+        if not shares or shares[-1] >= share:
             return
         point = self._adapter.event()
         with self._adapter.on(self._main):
             self._adapter.wait(point)
-            while shares and shares[-1] <= share:
+            while shares and shares[-1] < share:
                 shares.pop()
                 self._run_one()
 
@@ -72,11 +79,16 @@ class SpreadRepeats:
 
         Returns:
             How many attention calls the other launch came to.
+
+        Raises:
+            StickyDeviceError: the device is lost.
         """
         self.begin_all()
         self._ready.event = self._adapter.event(self._main)
         if self._outputs.failed_key is not None:
             late(self._outputs.failed_key)
+        if isinstance(self._ready.error, StickyDeviceError):
+            raise self._ready.error
         return self._calls
 
     def _run_one(self) -> None:
@@ -84,6 +96,8 @@ class SpreadRepeats:
             return
         try:
             next(self._repeats)
-        # Whatever it is, it surfaces where the host waits for these rows, and nowhere else.
-        except BaseException as error:  # noqa: BLE001
+            if self._copy_out is not None and self._outputs.tokens:
+                self._outputs.early.append(self._copy_out(self._outputs.tokens[-1]))
+        # It surfaces where the host waits for these rows, and the launch beside goes on.
+        except Exception as error:  # noqa: BLE001
             self._ready.error = error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kpolicy.attention.support import Claims
-from kpolicy.costs import Cost, CostTable
+from kpolicy.costs import Cost
 from kpolicy.decision import Decision
 from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy.keys import GraphKey
@@ -88,7 +88,7 @@ class AutoPolicy:
         context, numbers = deciding(context), shape.numbers
         ways = legal_ways(numbers, context, cheapest(context), forms=self.forms)
         way, reason = choose(numbers, ways, context)
-        wait = wait_of(way, numbers, context.costs)
+        wait = wait_of(way, numbers, context)
         return spread(way, wait).decided(reason, context, costs=True)
 
     def compile(self, context: PolicyContext) -> AutoTables:
@@ -103,10 +103,10 @@ def deciding(context: PolicyContext) -> PolicyContext:
     return context if costs is context.costs else attrs.evolve(context, costs=costs)
 
 
-def wait_of(way: Way, numbers: BatchNumbers, costs: CostTable) -> float | None:
-    """`Launch.wait_share` of a way's decode steps; None where no prompt runs beside them."""
-    launches = way.launches
-    if len(launches) != 2 or launches[0].stream == launches[1].stream:
+def wait_of(way: Way, numbers: BatchNumbers, context: PolicyContext) -> float | None:
+    """`Launch.wait_share` of a way's decode steps; None where no prompt runs beside them, or the executor can't."""
+    launches, costs = way.launches, context.costs
+    if len(launches) != 2 or launches[0].stream == launches[1].stream or not context.spreads:
         return None
     first, cycle_us = launches[0], costs.cost(launches, numbers).cycle_us
     overlap = costs.overlap_of(numbers.num_decodes)

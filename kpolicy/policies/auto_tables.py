@@ -104,10 +104,10 @@ class AutoTables:
         ways = (self._unlike if times.pads and largest.unlike(numbers) else self._ways)(numbers)
         if len(ways) < 2 or (numbers.max_decode_steps > 1 and ways[-1].mode is Mode.SPLIT):
             way, reason = choose(numbers, ways, self._context, lambda way: times.cost(way, largest))
-            return self._made(spread(way, times.wait_of(way, largest)), reason)
+            return self._made(spread(way, times.wait_of(way, largest) if self._context.spreads else None), reason)
         # The shortest cycle, as `select` has it.
         way = times.soonest(ways, largest)
-        way = spread(way, times.wait_of(way, largest))
+        way = spread(way, times.wait_of(way, largest) if self._context.spreads else None)
         return self._made(way, eager_reason(self._context) if way.mode is Mode.EAGER else self._reason)
 
     def _row_by_slowest(self, row: Row, largest: Voted) -> Decision:
@@ -417,11 +417,12 @@ class AutoTables:
         if max_decode_steps > 1 and SplitForm.DECODES_BESIDE in self._forms:
             steps, each, cycle = self._several(decode_us, turns, max_decode_steps, least)
             if steps > 1:
-                wait = costs.wait_share(d_device, d_host, overlap, cycle, steps)
+                wait = costs.wait_share(d_device, d_host, overlap, cycle, steps) if self._context.spreads else None
                 return self._split(decode, piece, each, SplitForm.DECODES_BESIDE, steps, wait, prefill_tokens, step)
         if form is None:
             return None
-        wait = costs.wait_share(d_device, d_host, overlap, least, 1) if form is _BESIDE else None
+        waits = form is _BESIDE and self._context.spreads
+        wait = costs.wait_share(d_device, d_host, overlap, least, 1) if waits else None
         return self._split(decode, piece, tail, form, 1, wait, prefill_tokens, step)
 
     def _several(
@@ -493,7 +494,7 @@ class AutoTables:
 
     def _general(self, numbers: BatchNumbers) -> Decision:
         way, reason = choose(numbers, self._ways(numbers), self._context)
-        return self._made(spread(way, wait_of(way, numbers, self._context.costs)), reason)
+        return self._made(spread(way, wait_of(way, numbers, self._context)), reason)
 
     def _made(self, way: Way, reason: Reason) -> Decision:
         decision = self._decisions.get((way, reason))

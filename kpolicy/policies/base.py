@@ -83,6 +83,7 @@ class PolicyContext:
         settings: the deployment's limits.
         objective: what `auto` minimises.
         basis: what is taken for granted; every decision carries it.
+        spreads: whether the executor lets decode steps wait for their place beside a prompt (`Launch.wait_share`).
     """
 
     claims: Claims
@@ -91,6 +92,7 @@ class PolicyContext:
     settings: Settings = attrs.field(factory=Settings)
     objective: Objective = attrs.field(factory=Objective)
     basis: Basis = Basis.NOTHING
+    spreads: bool = True
 
     def __attrs_post_init__(self) -> None:
         ladder = self.ladder

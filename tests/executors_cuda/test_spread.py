@@ -5,6 +5,7 @@ The pretended device's streams are real queues; kernels run on the CPU as they a
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -14,11 +15,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from kpolicy.decision import Decision  # noqa: E402
-from kpolicy.errors import ConfigError  # noqa: E402
+from kpolicy.engine import Engine  # noqa: E402
+from kpolicy.errors import ConfigError, StickyDeviceError  # noqa: E402
+from kpolicy.executors import segments  # noqa: E402
 from kpolicy.executors.base import StepInputs, StepOutputs  # noqa: E402
 from kpolicy.executors.segments import FullGraph  # noqa: E402
 from kpolicy.executors.step_model import StepContext  # noqa: E402
-from kpolicy.modes import SplitForm  # noqa: E402
+from kpolicy.modes import Part, SplitForm  # noqa: E402
 from kpolicy.policies.auto import spread  # noqa: E402
 from kpolicy.policies.base import Way  # noqa: E402
 from kpolicy.testing.executors import all_decisions  # noqa: E402
@@ -70,8 +73,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(FullGraph, "logits", replayed)
     monkeypatch.setattr(StepContext, "attention", called)
-    from kpolicy.executors import segments
-
     before = segments._ToldStep.attention
 
     def heard(self: Any, call: Any, *tensors: Any) -> Any:
@@ -96,8 +97,9 @@ def run(executor: Any, decision: Decision, inputs: StepInputs) -> StepOutputs:
     ("steps", "wait", "order"),
     [
         # The tiny model has three attention calls: before each none, a third and two thirds of the prompt are done.
-        (1, None, "RCCC"), (1, 0.5, "CCRC"), (1, 0.75, "CCCR"), (2, 0.0, "RCCRC"), (2, 0.5, "CRCCR"),
-        (2, 0.9, "CCRCR"), (2, None, "RRCCC"), (4, 0.0, "RCRCRCR"),
+        # A share between two calls is that of the earlier.
+        (1, None, "RCCC"), (1, 0.5, "CRCC"), (1, 0.75, "CCRC"), (2, 0.0, "RCRCC"), (2, 0.5, "RCCRC"),
+        (2, 0.9, "CRCRC"), (2, None, "RRCCC"), (4, 0.0, "RRCRCRC"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("eager_tail", [False, True])
@@ -111,6 +113,9 @@ def test_repeats_begin_when_the_prompt_is_so_far(
     told.clear()
     run(executor, decision, inputs)
     assert {stream for kind, stream in told if kind == "replay"} == {main}
+    if wait is None and not eager_tail:
+        assert len(told) == steps, "pieces that nobody hears of are called directly"
+        return
     calls = {stream for kind, stream in told if kind == "call"}
     assert len(calls) == 1
     assert main not in calls
@@ -175,7 +180,7 @@ def test_a_model_whose_calls_nobody_counted_begins_at_once(told: list[Any]) -> N
         told.clear()
         run(executor, decision, inputs)
         orders.append("".join("R" if kind == "replay" else "C" for kind, _ in told))
-    assert orders == ["RCCC", "CCRC"]
+    assert orders == ["RCCC", "CRCC"]
 
 
 def test_where_the_host_runs_the_device_all_begin_at_once(told: list[Any]) -> None:
@@ -191,6 +196,8 @@ def test_where_the_host_runs_the_device_all_begin_at_once(told: list[Any]) -> No
         found.append([list(each) for each in outputs.tokens])
     assert found[0] == found[1]
     assert not executor.launcher.spreads
+    engine = Engine("auto", attention=model.support, executor=executor, registry=registry, calibrate=0)
+    assert not engine.context.spreads
     del told
 
 
@@ -255,6 +262,67 @@ def test_a_prompt_that_fails_leaves_the_rows_their_tokens(monkeypatch: pytest.Mo
         outputs.ready[1].wait()
 
 
+def test_tokens_of_a_step_are_read_before_the_next_is_over() -> None:
+    """Each waits for the point behind its own repeat, and the last's is before the launch's own."""
+    executor, model, registry, _ = opened("llama")
+    decision, inputs = step_of(executor, registry, model, 2, 0.5)
+    outputs = executor.run(decision, inputs)
+    steps = outputs.tokens.steps
+    early = steps[0]._part.early
+    assert len(early) == 2
+    part, waited = steps[0]._part, []
+    part.ready = SimpleNamespace(wait=lambda: pytest.fail("waits for the whole launch"))
+    for at, each in enumerate(early):
+        part.early[at] = each._replace(
+            event=SimpleNamespace(wait=lambda at=at, event=each.event: (waited.append(at), event.wait()))
+        )
+    tokens = [list(each) for each in steps]
+    assert waited == [0, 1]
+    assert tokens == [each.values.tolist() for each in early]
+
+
+def test_an_interrupt_in_a_repeat_is_not_kept_for_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the prompt that it came in, as any that comes in a launch beside."""
+    executor, model, registry, _ = opened("llama")
+    decision, inputs = step_of(executor, registry, model, 1, 0.5)
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FullGraph, "logits", interrupted)
+    outputs = executor.run(decision, inputs)
+    with pytest.raises(KeyboardInterrupt):
+        outputs.ready[1].wait()
+
+
+def test_a_device_lost_in_a_repeat_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and not where somebody reads these rows."""
+    executor, model, registry, _ = opened("llama")
+    decision, inputs = step_of(executor, registry, model, 2, 0.5)
+
+    def lost(*_: Any, **__: Any) -> Any:
+        raise StickyDeviceError("gone")
+
+    monkeypatch.setattr(FullGraph, "logits", lost)
+    with pytest.raises(StickyDeviceError, match="gone"):
+        executor.run(decision, inputs)
+
+
+def test_a_prompt_that_fails_midway_counts_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many a forward has is known of whole ones alone."""
+    executor, model, registry, _ = opened("llama")
+    decision, inputs = step_of(executor, registry, model, 1, 0.5, eager_tail=True)
+    before, attention = executor.launcher._num_calls, segments._ToldStep.attention
+
+    def failing(self: Any, call: Any, *tensors: Any) -> Any:
+        attention(self, call, *tensors)
+        raise ValueError("a layer of mine")
+
+    monkeypatch.setattr(segments._ToldStep, "attention", failing)
+    executor.run(decision, inputs)
+    assert executor.launcher._num_calls == before == 3
+
+
 def test_a_step_that_was_given_up_between_its_halves_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its prompt can't be staged, so the step raises; the next one runs as if it hadn't been."""
     executor, model, registry, _ = opened("llama")
@@ -269,7 +337,15 @@ def test_a_step_that_was_given_up_between_its_halves_leaves_nothing(monkeypatch:
         patch.setattr(executor.launcher, "_stage_beside", refusing)
         with pytest.raises(ConfigError, match="no room"):
             executor.run(decision, inputs)
-    assert executor.launcher._spread is not None
+    # Not part of a step, and no place to go on with one: the rows' slots may be another request's by now.
+    before = [cache.clone() for cache in model.kv_caches()]
+    other = Sequences(9, block_size=BLOCK_SIZE)
+    row = other.inputs([other.chunk(other.start(), 3)])
+    key = next(each for each in registry.captured() if each.part is Part.PIECEWISE and each.num_tokens >= 3)
+    executor.launcher.eager_as(key, row).outputs[0].tolist()
+    for new, old in zip(model.kv_caches(), before, strict=True):
+        written = (torch.nan_to_num(new) != torch.nan_to_num(old)).flatten(1).any(1).nonzero().flatten()
+        assert {*written.tolist()} <= {*row.slot_mapping, model.pad_slot}
     outputs = run(executor, decision, inputs)
     assert [list(each) for each in outputs.tokens] == wanted
     assert executor.launcher._spread is None

@@ -255,6 +255,23 @@ def test_long_gaps_leave_a_way(forbidden, steps):
     assert decision.decode_steps == steps
 
 
+@pytest.mark.parametrize("max_decode_steps", [2, 4])
+def test_an_executor_that_does_not_spread_is_not_told_to(max_decode_steps):
+    """The same way as for one that does, all decode steps at once; prepared as by itself."""
+    costs = attrs.evolve(COSTS, full=Curve((8, 64), (100.0, 101.0)), overlap_cost=0.2)
+    shape = BatchShape(decodes=[(1, 8)], prefills=[(1000, 0)], max_decode_steps=max_decode_steps)
+    using = context(costs=costs, objective=Objective.parse("latency"))
+    for policy in (get_policy("auto"), get_policy("auto:forms=decodes_beside")):
+        found = {}
+        for spreads in (True, False):
+            told = attrs.evolve(using, spreads=spreads)
+            found[spreads] = policy.decide(shape, told)
+            assert policy.compile(told).select(*shape.numbers) == found[spreads]
+        assert found[True].launches[0].wait_share is not None
+        assert found[False].launches[0].wait_share is None
+        assert found[False].launches[0].repeat == found[True].launches[0].repeat
+
+
 def test_one_row_beside_a_prompt_is_decided_by_its_own_overlap():
     """Where it hides and several rows don't, one row runs ahead, and eight don't; prepared as by itself."""
     effects = StepEffects(one_row_overlap=0.0)

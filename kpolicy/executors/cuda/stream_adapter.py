@@ -28,7 +28,7 @@ from kpolicy.executors.cuda.failures import classify_by_words
 from kpolicy.executors.cuda.staging import BufferSpec, Job, StagedGroup, place_of
 from kpolicy.executors.device import Failure, MemoryReport, Span
 from kpolicy.executors.faults import Fault, Faults
-from kpolicy.executors.parts import EventSpan
+from kpolicy.executors.parts import EarlyTokens, EventSpan
 from kpolicy.reasons import Reason
 
 __all__ = ["CudaGraph", "Statics", "StreamAdapter", "StreamPool", "inference"]
@@ -213,6 +213,12 @@ class StreamAdapter:
 
     def wait(self, event: Any) -> None:
         event.hold(self.current())
+
+    def copy_out(self, tensor: Any) -> EarlyTokens:
+        """A tensor's values on the host, once the current stream has come so far."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
+        host.copy_(tensor, non_blocking=True)
+        return EarlyTokens(host, self.event())
 
     def _finisher(self) -> Callable[[Any], None]:
         """What blocks the host until an event of the library is done, without keeping the adapter."""
