@@ -129,5 +129,5 @@ def test_each_reason_is_a_sentence_of_its_own() -> None:
 
 @pytest.mark.parametrize("value", [-0.1, 1, 1.0, 7, float("nan"), "0.5", True])
 def test_a_share_of_a_slot_is_below_one(value: object) -> None:
-    with pytest.raises(ConfigError, match="wait_share is .* from 0 up and below 1"):
+    with pytest.raises(ConfigError, match=r"wait_share is .* from 0 up and below 1"):
         Launch(Rows.DECODE, None, wait_share=value)  # type: ignore[arg-type]
