@@ -117,7 +117,7 @@ def spread(way: Way, wait: float | None) -> Way:
     """The way with its decode steps evenly over the time of the prompt that they run beside, where `wait` is given.
 
     Done at once they are over long before a long prompt is, and their rows wait for the rest of it, and for the whole
-    of the next step where that is one graph: gaps twice as long as without a split.
+    of the next step where that is one graph: longer gaps than without a split (docs/measured_sglang.md, in simulation).
     """
     if wait is None:
         return way

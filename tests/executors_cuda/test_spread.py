@@ -183,7 +183,7 @@ def test_a_model_whose_calls_nobody_counted_begins_at_once(told: list[Any]) -> N
     assert orders == ["RCCC", "CRCC"]
 
 
-def test_where_the_host_runs_the_device_all_begin_at_once(told: list[Any]) -> None:
+def test_where_the_host_runs_the_device_all_begin_at_once() -> None:
     """On the CPU the halves have threads of their own; the step is the same."""
     from tests.executors_launcher.checker import load_family
 
@@ -198,7 +198,6 @@ def test_where_the_host_runs_the_device_all_begin_at_once(told: list[Any]) -> No
     assert not executor.launcher.spreads
     engine = Engine("auto", attention=model.support, executor=executor, registry=registry, calibrate=0)
     assert not engine.context.spreads
-    del told
 
 
 @pytest.mark.parametrize("at", [1, 2])
