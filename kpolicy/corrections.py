@@ -11,7 +11,8 @@ reviewed together:
   host time. A block counts as one observation, its median, so that outliers don't count.
 - Of halves that ran beside each other it is noted for `overlap_cost`, beyond what is known by then to be off of each
   half by itself: where the device bounds the step, and the shorter half is enough of it to tell. When more is known of
-  a curve it begins anew. What one decode row costs there (`one_row_overlap`) changes by as much.
+  a curve it begins anew. What one decode row and what many cost there (`CostTable.effects`) changes by as much, and so
+  does how many times as long decode steps take there.
 - The table that comes out has the median of a unit's last blocks on its numbers, within bounds. Blocks are forgotten,
   so whatever was wrong for a while is forgotten too, and what isn't used any more goes back to what was measured.
 
@@ -29,6 +30,7 @@ import attrs
 
 from kpolicy.costs import CostTable, Curve, HostCost, Ties
 from kpolicy.modes import Part
+from kpolicy.overlap import MOST_SLOWDOWN
 
 if TYPE_CHECKING:
     from kpolicy.decision import Decision, Launch
@@ -186,8 +188,9 @@ class Correction:
         first, second = decision.launches
         device, host = self._now.launch_us(first, numbers)
         other, other_host = self._now.launch_us(second, numbers)
-        shorter, longer = sorted((first.repeat * device, second.repeat * other))
-        expected = longer + self._measured.overlap_of(numbers.num_decodes) * shorter
+        decodes_us, prompt_us = first.repeat * device, second.repeat * other
+        expected = self._measured.overlap_of(numbers.num_decodes).device_us(decodes_us, prompt_us)
+        shorter = min(decodes_us, prompt_us)
         bounded = expected > first.repeat * host + second.repeat * other_host
         return expected, shorter / expected if bounded else 0.0
 
@@ -208,10 +211,18 @@ class Correction:
             return self._measured
         self._made += 1
         costs = self._measured
-        changed: dict[str, Any] = {"overlap_cost": self._overlap(costs.overlap_cost)}
-        if costs.effects.one_row_overlap is not None:
-            one = self._overlap(costs.effects.one_row_overlap)
-            changed["effects"] = attrs.evolve(costs.effects, one_row_overlap=one)
+        effects = costs.effects
+        cost = self._overlap(costs.overlap_cost)
+        slowdown = _slower(costs.decode_slowdown, cost - costs.overlap_cost)
+        changed: dict[str, Any] = {"overlap_cost": cost, "decode_slowdown": slowdown}
+        beside: dict[str, Any] = {}
+        for rows in ("one_row", "many_rows"):
+            timed = getattr(effects, f"{rows}_overlap")
+            if timed is not None:
+                cost = self._overlap(timed)
+                slowdown = _slower(getattr(effects, f"{rows}_slowdown"), cost - timed)
+                beside |= {f"{rows}_overlap": cost, f"{rows}_slowdown": slowdown}
+        changed["effects"] = attrs.evolve(effects, **beside)
         for name in ("full", "piecewise", "eager"):
             changed[name] = self._curve(name, getattr(costs, name))
             changed[f"host_{name}"] = self._host(name, getattr(costs, f"host_{name}"))
@@ -229,6 +240,11 @@ class Correction:
     def _host(self, name: str, host: HostCost) -> HostCost:
         factor = math.exp(self.applied.get((name, 0), 0.0))
         return HostCost(*(us * factor for us in attrs.astuple(host)))
+
+
+def _slower(slowdown: float | None, more: float) -> float | None:
+    """A slowdown where overlapping costs so much more; None where it wasn't timed."""
+    return None if slowdown is None else min(max(slowdown + more, 1.0), MOST_SLOWDOWN)
 
 
 def _shared(votes: list[float]) -> float | None:

@@ -6,16 +6,16 @@ The model of a step (docs/design.md, costs):
   The two overlap, so launches that follow each other take the larger of the two sums.
 - Rows of both kinds in one graph add `both_us`: the host prepares two attention kernels before the device begins.
 - A graph with rows of padding adds `padding_us` to both sides: nothing overlaps what an engine does for them first.
-- Halves that run beside each other on the device take ``longer + overlap_cost * shorter``.
+- Halves that run beside each other on the device slow each other down (`kpolicy.overlap.Overlap`).
 - `step_us` is the whole cycle, less what decode steps beyond the first take off the steps to come, so that equal work
   is compared. `gap_us` is the time until the same decode rows' next token.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Set
+from functools import cached_property
 from itertools import chain
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +29,7 @@ from kpolicy.host_speed import INTERPRETER, launching_takes
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows
+from kpolicy.overlap import Overlap, between, check_slowdown
 from kpolicy.settings import Objective
 from kpolicy.shapes import BatchNumbers
 from kpolicy.step_effects import StepEffects
@@ -53,8 +54,12 @@ __all__ = [
 
 _WAITS = 16
 """Shares of a slot that a launch's repeats may wait for"""
+EARLY = 1.15
+"""Times as long as expected that decode steps beside a prompt may take, to be over when the step ends"""
 FEW_DECODES = 8
 """Decode rows, at most, beside which `CostTable.overlap_cost` is timed where a graph has so few"""
+MANY_DECODES = 32
+"""Decode rows from which what overlapping costs is taken to be the same"""
 
 
 class Cost(NamedTuple):
@@ -275,8 +280,10 @@ class CostTable:
         host_full, host_piecewise, host_eager: host time of one forward's launches. A whole graph launches its
             attention itself, so that `host_full` has none by kind of rows.
         step_us: time of a step that overlaps nothing (sampling, hand-over).
-        overlap_cost: share of the shorter half's device time that running it beside the longer still costs: 0 when
-            overlap is free, 1 when nothing overlaps. Beside fewer than `FEW_DECODES` rows, see `overlap_of`.
+        overlap_cost: what decode steps beside a prompt add to its device time, as a share of theirs: 0 when overlap is
+            free, 1 when nothing overlaps. With fewer than `FEW_DECODES` decode rows, or more, see `overlap_of`.
+        decode_slowdown: how many times as long as alone decode steps take beside a prompt; None where it wasn't timed:
+            both halves slow down alike then, to ``1 + overlap_cost``. See `kpolicy.overlap.Overlap`.
         both_us: more of device time where one launch of a graph has decode and prefill rows, by part: (FULL,
             PIECEWISE).
         padding_us: more for a launch of a graph with any padding, whatever its size, which nothing overlaps, by part:
@@ -289,7 +296,8 @@ class CostTable:
         host_work_inside_us: likewise the time of the work that a `SpeedTimer` runs inside steps, at the same speed; 0
             where none did. It is what the host's times hold at then, and says more of long steps.
         effects: what launches take more or less by what ran before them and by what their rows are. Simulations read it
-            (`kpolicy.simulate.step_costs`); of it `cost`, decisions and the simulated executor read `one_row_overlap`.
+            (`kpolicy.simulate.step_costs`); of it `cost`, decisions and the simulated executor read what one decode row
+            and what many take beside a prompt (`overlap_of`).
         kv_span: the contexts that attention was timed at; None where that wasn't recorded.
         ties: what decisions take in place of times that differ by chance (`deciding`); `cost`, the simulated executor
             and simulations don't read it. None where there is nothing of the kind.
@@ -312,6 +320,7 @@ class CostTable:
     host_eager: HostCost
     step_us: float = 0.0
     overlap_cost: float = attrs.field(default=1.0)
+    decode_slowdown: float | None = attrs.field(default=None)
     mixed: Curve | None = None
     both_us: tuple[float, float] = (0.0, 0.0)
     padding_us: tuple[float, float] = (0.0, 0.0)
@@ -360,6 +369,10 @@ class CostTable:
     def _check_overlap(self, _: Any, value: float) -> None:
         if not 0 <= value <= 2:
             raise ProfileError(f"overlap_cost is {value}; 0 is free overlap, 1 none, and over 2 isn't believable.")
+
+    @decode_slowdown.validator
+    def _check_slowdown(self, _: Any, value: float | None) -> None:
+        check_slowdown("decode_slowdown", value)
 
     def at_host_speed(self, work_us: float | None) -> CostTable:
         """The table of a host on which the fixed work takes so long: the host's times and `step_us` change with it.
@@ -506,29 +519,44 @@ class CostTable:
         base_us = host.base_for(decodes=decodes > 0, prefills=prefills > 0)
         return (dense_us + padding) + (decode + prefill) + both, base_us + host.req_us * reqs + padding
 
-    def overlap_of(self, num_decodes: int) -> float:
-        """`overlap_cost` beside so many decode rows; from one row to a few it changes evenly as they double.
+    def overlap_of(self, num_decodes: int) -> Overlap:
+        """What halves beside each other take with so many decode rows; between those timed it changes evenly.
 
         A rank without any, beside others that have some, counts as one row: its graph runs all the same.
         """
-        one, few = self.effects.one_row_overlap, self.overlap_cost
-        if one is None or num_decodes >= FEW_DECODES:
-            return few
-        return one + (few - one) * math.log2(max(num_decodes, 1)) / math.log2(FEW_DECODES)
+        return self.overlaps[min(num_decodes, MANY_DECODES)]
+
+    @cached_property
+    def overlaps(self) -> tuple[Overlap, ...]:
+        """`overlap_of` by number of decode rows, up to `MANY_DECODES`, from which on it is the same."""
+        effects, few = self.effects, self.overlap
+        one = _timed(effects.one_row_overlap, effects.one_row_slowdown, few)
+        many = _timed(effects.many_rows_overlap, effects.many_rows_slowdown, few)
+        return tuple(
+            between(one, few, rows, (1, FEW_DECODES))
+            if rows < FEW_DECODES
+            else between(few, many, rows, (FEW_DECODES, MANY_DECODES))
+            for rows in range(MANY_DECODES + 1)
+        )
+
+    @property
+    def overlap(self) -> Overlap:
+        """What halves beside each other take with `FEW_DECODES` decode rows."""
+        return Overlap.of(self.overlap_cost, self.decode_slowdown)
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes. The readable form; compiled policies inline it."""
         return self.cost_by(self.launch_us, self.overlap_of(numbers.num_decodes), launches, numbers)
 
     def cost_by(
-        self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], overlap_cost: float,
+        self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], overlap: Overlap,
         launches: tuple[Launch, ...], numbers: BatchNumbers,
     ) -> Cost:  # fmt: skip
         """`cost` where launches take something else, or halves beside each other overlap otherwise.
 
         Args:
             launch_us: (device, host) time of one repeat of a launch.
-            overlap_cost: in place of the table's.
+            overlap: in place of the table's.
             launches: the launches.
             numbers: the step's rows.
         """
@@ -546,8 +574,7 @@ class CostTable:
         if second.stream == first.stream:
             device_us = decodes_us + second_device
         else:
-            shorter, longer = sorted((decodes_us, second_device))
-            device_us = longer + overlap_cost * shorter
+            device_us = overlap.device_us(decodes_us, second_device)
         cycle = max(device_us, host_us) + self.step_us
         if steps == 1:
             return Cost(cycle, cycle, cycle, device_us, host_us)
@@ -576,36 +603,34 @@ class CostTable:
         """
         return max(own_us + share * (device_us - own_us), share * host_us) + share * self.step_us
 
-    def beside_us(self, device_us: float, host_us: float, overlap_cost: float) -> float:
-        """One decode step beside another half: both go on slower meanwhile, the one as much as the other.
-
-        Of halves that slow each other down alike, what the shorter one takes beyond the longer is ``overlap_cost``
-        times its own time only if each runs ``1 + overlap_cost`` times as long beside the other.
+    def beside_us(self, device_us: float, host_us: float, overlap: Overlap) -> float:
+        """One decode step beside another half, which slows it down.
 
         Args:
             device_us: device time of the decode step alone.
             host_us: host time of its launch.
-            overlap_cost: of the two halves.
+            overlap: of the two halves.
         """
-        return max(device_us * (1 + overlap_cost), host_us)
+        return max(device_us * overlap.slowdown, host_us)
 
     def wait_share(
-        self, device_us: float, host_us: float, overlap_cost: float, cycle_us: float, steps: int
+        self, device_us: float, host_us: float, overlap: Overlap, cycle_us: float, steps: int
     ) -> float | None:
         """`Launch.wait_share` of so many decode steps beside a prompt, so that the last is over when the step ends.
 
-        Rounded down to a sixteenth of a slot, so that prepared decisions stay few and a step is rather early than
-        late. None where they take all of the step's time or nearly.
+        Rather early than late, as what ends after the prompt makes the whole step longer: beside prompts of long
+        context decode steps took a fifth longer than beside others, of which `EARLY` is most. Rounded down to a
+        sixteenth of a slot, so that prepared decisions stay few. None where they take all of the step's time or nearly.
 
         Args:
             device_us: device time of one of the decode steps alone.
             host_us: host time of its launch.
-            overlap_cost: of the two halves.
+            overlap: of the two halves.
             cycle_us: what the whole step takes.
             steps: decode steps.
         """
         busy_us = cycle_us - self.step_us
-        decodes_us = steps * self.beside_us(device_us, host_us, overlap_cost)
+        decodes_us = EARLY * steps * self.beside_us(device_us, host_us, overlap)
         if decodes_us >= busy_us:
             return None
         return int((1 - decodes_us / busy_us) * _WAITS) / _WAITS or None
@@ -616,7 +641,7 @@ class CostTable:
         return self.decodes_ready_by(self.launch_us, overlap, launches, numbers, cycle_us)
 
     def decodes_ready_by(
-        self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], overlap_cost: float,
+        self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], overlap: Overlap,
         launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float,
     ) -> float:  # fmt: skip
         """`decodes_ready_us` where launches take something else; the arguments are those of `cost_by` and its cycle."""
@@ -625,7 +650,7 @@ class CostTable:
         if all(launch.stream == first.stream for launch in launches):
             ready_us = first.repeat * max(device_us, host_us)
         else:
-            each_us = self.beside_us(device_us, host_us, overlap_cost)
+            each_us = self.beside_us(device_us, host_us, overlap)
             ready_us = first.repeat * each_us
             if first.wait_share is not None:
                 begun = (first.repeat - 1 + first.wait_share) / first.repeat
@@ -650,6 +675,11 @@ class Costing(Protocol):
             cycle_us: what the whole step takes; it is at most that.
         """
         ...
+
+
+def _timed(cost: float | None, slowdown: float | None, other: Overlap) -> Overlap:
+    """What was timed with some decode rows; that of others where it wasn't."""
+    return other if cost is None else Overlap.of(cost, slowdown)
 
 
 _COUNTS_OF_MODELS = {

@@ -2,7 +2,7 @@
 
 `CostTable.effects` holds them, and files have them beside the table's other numbers. `kpolicy.simulate` reads them
 (`kpolicy.simulate.step_costs`); decisions and the simulated executor, which don't know what ran before, read
-`one_row_overlap` alone (`CostTable.overlap_of`).
+only what one decode row and what many take beside a prompt (`CostTable.overlap_of`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from kpolicy.errors import ProfileError
+from kpolicy.overlap import check_slowdown
 
 __all__ = ["StepEffects"]
 
@@ -30,12 +31,18 @@ class StepEffects:
         one_row_overlap: `CostTable.overlap_cost` where the decode half is one row; None where that is the same or
             wasn't timed. In a mixture of experts a row more reads other experts, and leaves less of the memory's
             bandwidth to the other half.
+        one_row_slowdown: `CostTable.decode_slowdown` where the decode half is one row, likewise. It counts only where
+            `one_row_overlap` is there too.
+        many_rows_overlap, many_rows_slowdown: likewise where it is `kpolicy.costs.MANY_DECODES` rows or more.
     """
 
     warm_host_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
     eager_new_us: float = attrs.field(default=0.0)
     padding_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
     one_row_overlap: float | None = attrs.field(default=None)
+    one_row_slowdown: float | None = attrs.field(default=None)
+    many_rows_overlap: float | None = attrs.field(default=None)
+    many_rows_slowdown: float | None = attrs.field(default=None)
 
     @warm_host_share.validator
     def _check_warm(self, _: Any, value: tuple[float, float]) -> None:
@@ -55,9 +62,15 @@ class StepEffects:
             raise ProfileError(f"padding_share is {value}; it is two shares from 0 to 1, of FULL and PIECEWISE.")
 
     @one_row_overlap.validator
-    def _check_one_row(self, _: Any, value: float | None) -> None:
+    @many_rows_overlap.validator
+    def _check_overlap(self, attribute: attrs.Attribute[float | None], value: float | None) -> None:
         if value is not None and not 0 <= value <= 2:
-            raise ProfileError(f"one_row_overlap is {value}; it is a share from 0 to 2, or none, as overlap_cost is.")
+            raise ProfileError(f"{attribute.name} is {value}; it is a share from 0 to 2, or none, as overlap_cost is.")
+
+    @one_row_slowdown.validator
+    @many_rows_slowdown.validator
+    def _check_slowdown(self, attribute: attrs.Attribute[float | None], value: float | None) -> None:
+        check_slowdown(attribute.name, value)
 
     def at_host_speed(self, times: float) -> StepEffects:
         """Those of a host that takes so many times as long."""

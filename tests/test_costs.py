@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kpolicy.costs import (
+    EARLY,
     H200,
     LLAMA_8B,
     AttentionCost,
@@ -28,6 +29,7 @@ from kpolicy.errors import ConfigError, ProfileError
 from kpolicy.figures import find_device
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
+from kpolicy.overlap import Overlap
 from kpolicy.profiles import load_profile
 from kpolicy.schemas import Profile, dumps, loads
 from kpolicy.settings import Objective
@@ -258,30 +260,35 @@ def test_when_decodes_beside_are_done_by_hand() -> None:
     assert TABLE.decodes_ready_us(split(1, 2), MIXED, cycle) == cycle
 
 
+@pytest.mark.parametrize("slowdown", [None, 1.8])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_decodes_that_wait_are_done_when_the_step_is(steps: int) -> None:
-    """Less than a sixteenth of a slot before its end, and never after it."""
+def test_decodes_that_wait_are_done_when_the_step_is(steps: int, slowdown: float | None) -> None:
+    """Never after its end, and before it by what they may take longer and less than a sixteenth of a slot."""
+    table = attrs.evolve(TABLE, decode_slowdown=slowdown)
+    times = slowdown or 1.5
     numbers = BatchShape(decodes=[(1, 6)], prefills=[(64, 40_000)], decode_kv_tokens=6000).numbers
     first, second = split(1, steps)
-    cycle = TABLE.cost((first, second), numbers).cycle_us
-    wait = TABLE.wait_share(*TABLE.launch_us(first, numbers), 0.5, cycle, steps)
+    cycle = table.cost((first, second), numbers).cycle_us
+    wait = table.wait_share(*table.launch_us(first, numbers), table.overlap, cycle, steps)
     assert wait is not None
     assert wait * 16 == int(wait * 16)
-    ready = TABLE.decodes_ready_us((attrs.evolve(first, wait_share=wait), second), numbers, cycle)
+    ready = table.decodes_ready_us((attrs.evolve(first, wait_share=wait), second), numbers, cycle)
     slot = (cycle - 30) / steps
-    # By hand: the last begins when its slot is so far over, and takes 1.5 times its time.
-    assert ready == pytest.approx((steps - 1 + wait) * slot + 1.5 * DECODE_HALF_US + 30)
-    assert cycle - slot / 16 <= ready <= cycle
-    at_once = TABLE.decodes_ready_us((first, second), numbers, cycle)
+    # By hand: the last begins when its slot is so far over, and takes so many times its time.
+    assert ready == pytest.approx((steps - 1 + wait) * slot + times * DECODE_HALF_US + 30)
+    assert cycle - slot / 16 <= ready + (EARLY - 1) * times * DECODE_HALF_US <= cycle
+    at_once = table.decodes_ready_us((first, second), numbers, cycle)
     assert at_once < ready
 
 
 def test_decodes_that_fill_the_step_do_not_wait() -> None:
     """Nothing is left to wait for; a host that takes longer than the device counts with its time."""
-    assert TABLE.wait_share(100.0, 0.0, 0.5, 330.0, 2) is None
-    assert TABLE.wait_share(100.0, 0.0, 0.5, 630.0, 2) == 0.5
-    assert TABLE.wait_share(100.0, 300.0, 0.5, 630.0, 2) is None
-    assert TABLE.wait_share(100.0, 0.0, 0.5, 30.0, 1) is None
+    overlap = Overlap.of(0.5)
+    assert TABLE.wait_share(100.0, 0.0, overlap, 30 + EARLY * 300, 2) is None
+    assert TABLE.wait_share(100.0, 0.0, overlap, 30 + EARLY * 600, 2) == 0.5
+    assert TABLE.wait_share(100.0, 300.0, overlap, 30 + EARLY * 600, 2) is None
+    assert TABLE.wait_share(100.0, 0.0, Overlap.of(0.5, 3.0), 30 + EARLY * 600, 2) is None
+    assert TABLE.wait_share(100.0, 0.0, overlap, 30.0, 1) is None
 
 
 @pytest.mark.parametrize(("waiting", "share"), [(0, 1), (6, 6 / 12), (94, 6 / 100)])

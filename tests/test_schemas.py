@@ -180,7 +180,10 @@ def test_files_round_trip(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
 
 
-EFFECTS = {"warm_host_share": [0.7, 0.9], "eager_new_us": 40.0, "padding_share": [0.5, 1.0], "one_row_overlap": 0.3}
+EFFECTS = {
+    "warm_host_share": [0.7, 0.9], "eager_new_us": 40.0, "padding_share": [0.5, 1.0], "one_row_overlap": 0.3,
+    "one_row_slowdown": 1.7, "many_rows_overlap": 0.7, "many_rows_slowdown": 1.5,
+}  # fmt: skip
 
 
 def test_what_steps_tell_stands_beside_a_tables_other_numbers() -> None:
@@ -188,14 +191,16 @@ def test_what_steps_tell_stands_beside_a_tables_other_numbers() -> None:
     costs = json.loads(dumps(PROFILE))["costs"]
     assert "effects" not in costs
     assert {name: costs[name] for name in EFFECTS} == {
-        "warm_host_share": [1.0, 1.0], "eager_new_us": 0.0, "padding_share": [1.0, 1.0], "one_row_overlap": None
+        "warm_host_share": [1.0, 1.0], "eager_new_us": 0.0, "padding_share": [1.0, 1.0], "one_row_overlap": None,
+        "one_row_slowdown": None, "many_rows_overlap": None, "many_rows_slowdown": None,
     }  # fmt: skip
     data = json.loads(dumps(PROFILE))
     data["costs"] |= EFFECTS
     found = loads(json.dumps(data), Profile)
     assert found.costs.effects == StepEffects(
-        warm_host_share=(0.7, 0.9), eager_new_us=40.0, padding_share=(0.5, 1.0), one_row_overlap=0.3
-    )
+        warm_host_share=(0.7, 0.9), eager_new_us=40.0, padding_share=(0.5, 1.0), one_row_overlap=0.3,
+        one_row_slowdown=1.7, many_rows_overlap=0.7, many_rows_slowdown=1.5,
+    )  # fmt: skip
     assert json.loads(dumps(found)) == data
     for name in EFFECTS:
         left = loads(changed(found, "costs", name, to=...), Profile).costs.effects
@@ -212,6 +217,11 @@ def test_what_steps_tell_stands_beside_a_tables_other_numbers() -> None:
         ("padding_share", [0.5, "1"], "costs.padding_share[1] is '1'; wanted a finite number."),
         ("warm_host_share", [0.0, 1.0], "costs can't be used: warm_host_share is (0.0, 1.0)"),
         ("one_row_overlap", 2.5, "costs can't be used: one_row_overlap is 2.5"),
+        ("one_row_slowdown", 0.9, "costs can't be used: one_row_slowdown is 0.9"),
+        ("many_rows_overlap", -1, "costs can't be used: many_rows_overlap is -1"),
+        ("many_rows_slowdown", 9, "costs can't be used: many_rows_slowdown is 9"),
+        ("decode_slowdown", 0.9, "costs can't be used: decode_slowdown is 0.9"),
+        ("decode_slowdown", "2", "costs.decode_slowdown is '2'; wanted a finite number"),
     ],
 )
 def test_a_wrong_number_of_steps_is_named_by_its_place_in_the_file(name: str, to: Any, said: str) -> None:

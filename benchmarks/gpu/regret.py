@@ -259,7 +259,7 @@ def name_of(decision: Any) -> str:
     return f"{decision.mode} {'+'.join(parts)}"
 
 
-def _at_once(name: str) -> str:
+def at_once(name: str) -> str:
     """The name of the cell whose decode steps begin at once."""
     return re.sub(r"~[0-9.]+", "", name)
 
@@ -481,7 +481,7 @@ def repicked(at: dict[str, Any], shapes: dict[str, Any], costs: Any) -> tuple[di
         numbers = numbers_of(shapes[load]["shapes"][int(i)])
         picks = {name: name_of(engine.select(*numbers)) for name, engine in engines.items()}
         # Decode steps that wait for their place take as long as at once, which is what older files have.
-        picks = {name: pick if pick in cell["cells"] else _at_once(pick) for name, pick in picks.items()}
+        picks = {name: pick if pick in cell["cells"] else at_once(pick) for name, pick in picks.items()}
         if all(cell["cells"].get(pick, {}).get("us") for pick in picks.values()):
             cells[key] = {**cell, "picks": {**cell["picks"], **picks}}
     return {**at, "cells": cells}, len(at["cells"]) - len(cells)

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from kpolicy.costs import FEW_DECODES, CostTable, HostCost
+from kpolicy.costs import MANY_DECODES, CostTable, HostCost
 from kpolicy.decision import Decision
 from kpolicy.modes import Mode, SplitForm
+from kpolicy.overlap import Overlap
 from kpolicy.policies import ranks
 from kpolicy.policies.auto import cheapest, cheapest_of_unlike, choose, rate, spread, wait_of
 from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails, split_way, steps_ahead
@@ -54,6 +55,9 @@ _NOTHING = Group({}, [], [], [])
 _INFINITY = float("inf")
 _NEVER = 1 << 62
 _IN_TURN, _BESIDE = SplitForm.IN_TURN, SplitForm.BESIDE
+_DecodeStep = tuple[float, float, Overlap, float, float]
+"""Its device and host time, its overlap with the prompt, what one beyond the first takes off later steps, and the gap
+beyond which there are none (`kpolicy.shapes.GAP_TAIL_US`)"""
 
 
 class AutoTables:
@@ -274,18 +278,18 @@ class AutoTables:
             (_bases(host), host.req_us) for host in _hosts(costs)
         )
         decode_host, piece_prompt, eager_prompt = full_bases[_DECODES], piece_bases[_PREFILLS], eager_bases[_PREFILLS]
-        step_us, overlaps = costs.step_us, [costs.overlap_of(count) for count in range(FEW_DECODES + 1)]
+        step_us, overlaps = costs.step_us, costs.overlaps
         # Of steps with both kinds of rows, which the index says.
         full_more, piece_more = ((0.0, 0.0, 0.0, both) for both in costs.both_us)
         uniform, varlen, mixed_column, pieces = group.uniform, group.varlen, group.mixed, group.pieces
         dense_eager = self._eager_us
         most_tokens, num_mixed, num_pieces, num_varlen = len(dense_eager), len(mixed_column), len(pieces), len(varlen)
         # Only this order of forms is unrolled below; any other goes the general way.
-        usual = self._forms[:2] == (_IN_TURN, _BESIDE) and max(overlaps) <= 1.0
+        usual = self._forms[:2] == (_IN_TURN, _BESIDE) and all(each.gains for each in overlaps)
         divides = bool(self._forms) and not forbidden & Mode.SPLIT.bit
         several = SplitForm.DECODES_BESIDE in self._forms
         wholes, whole, divide, eager = self._wholes, self._whole, self._divided, self._eager
-        most_unlooked, spared = 1 if several else _NEVER, costs.spared_us
+        most_unlooked, spared, most_told = 1 if several else _NEVER, costs.spared_us, MANY_DECODES
         step = (loras, forbidden)
         nothing: Sequence[Entry | None] = ()
 
@@ -341,17 +345,20 @@ class AutoTables:
             if decode is not None and num_prefills and divides:
                 if not usual:
                     return None
-                overlap = overlaps[min(num_decodes, FEW_DECODES)]
+                overlap = overlaps[num_decodes if num_decodes < most_told else most_told]
+                cost, outlasted, _ = overlap
                 # Beside takes no longer than in turn: where it can't be the shortest no form of one step can.
                 d_device, d_host = decode[1] + decode_us, decode_host + full_req * num_decodes + decode[5]
                 t_device = dense_eager[prefill_tokens] + prefill_us
-                device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
+                prompt_last, decodes_last = t_device + cost * d_device, d_device + outlasted * t_device
+                device = prompt_last if prompt_last >= decodes_last else decodes_last
                 host = d_host + (eager_prompt + eager_req * num_prefills)
                 wins = (device if device >= host else host) + step_us < least
                 piece = pieces[prefill_tokens] if prefill_tokens < num_pieces else None
                 if piece is not None and not wins:
                     t_device = piece[1] + prefill_us
-                    device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
+                    prompt_last, decodes_last = t_device + cost * d_device, d_device + outlasted * t_device
+                    device = prompt_last if prompt_last >= decodes_last else decodes_last
                     host = d_host + (piece_prompt + piece_req * num_prefills + piece[5])
                     wins = (device if device >= host else host) + step_us < least
                 spared_us, tail_us = 0.0, _INFINITY
@@ -374,7 +381,7 @@ class AutoTables:
         return others
 
     def _divided(
-        self, decode: Entry, piece: Entry | None, prefill_tokens: int, decode_us: tuple[float, ...],
+        self, decode: Entry, piece: Entry | None, prefill_tokens: int, decode_us: _DecodeStep,
         prefill_us: float, num_prefills: int, max_decode_steps: int, least: float, step: tuple[int, int],
     ) -> Decision | None:  # fmt: skip
         """The best split, where one is better than the `least` cycle so far.
@@ -383,8 +390,7 @@ class AutoTables:
             decode: the decode half's graph.
             piece: the graph that holds the prefill half; None where none does.
             prefill_tokens: of all prompt chunks.
-            decode_us: device and host time of one decode step, what its overlap costs, what one beyond the first takes
-                off later steps, and the gap beyond which there are none (`kpolicy.shapes.GAP_TAIL_US`).
+            decode_us: of one decode step.
             prefill_us: attention of the prefill half.
             num_prefills: its rows.
             max_decode_steps: decode steps that may run.
@@ -410,7 +416,7 @@ class AutoTables:
                 least, form, tail = cycle, _IN_TURN, each
         for each, t_device, t_host in turns:
             host = d_host + t_host
-            device = t_device + overlap * d_device if d_device <= t_device else d_device + overlap * t_device
+            device = overlap.device_us(d_device, t_device)
             cycle = (device if device >= host else host) + step_us
             if cycle < least:
                 least, form, tail = cycle, _BESIDE, each
@@ -426,7 +432,7 @@ class AutoTables:
         return self._split(decode, piece, tail, form, 1, wait, prefill_tokens, step)
 
     def _several(
-        self, decode_us: tuple[float, ...], turns: Sequence[tuple[Entry | None, float, float]],
+        self, decode_us: _DecodeStep, turns: Sequence[tuple[Entry | None, float, float]],
         most_steps: int, least: float,
     ) -> tuple[int, Entry | None, float]:  # fmt: skip
         """Decode steps to run beside the prefill half, its graph and the cycle; 1 step where another way is as good.
@@ -449,8 +455,7 @@ class AutoTables:
         for steps in steps_ahead(most_steps):
             decodes_us = steps * d_device
             for tail, t_device, t_host in turns:
-                shorter, longer = (decodes_us, t_device) if decodes_us <= t_device else (t_device, decodes_us)
-                device = longer + overlap * shorter
+                device = overlap.device_us(decodes_us, t_device)
                 host = steps * d_host + t_host
                 cycle = (device if device >= host else host) + step_us
                 if cycle <= limit and cycle / steps <= tail_us:

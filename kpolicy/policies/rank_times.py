@@ -32,8 +32,8 @@ _MOST = 1 << 62
 class Voted(NamedTuple):
     """A rank's times, or the largest of all ranks': in nanoseconds, without the dense work of graphs.
 
-    Of a SPLIT `decode` is the half with the decode rows and `tail` the other, run eagerly or as pieces. `overlap` is
-    the table's `overlap_cost`.
+    Of a SPLIT `decode` is the half with the decode rows and `tail` the other, run eagerly or as pieces. How much they
+    overlap, the table's `overlap` says.
     """
 
     decode: int
@@ -110,7 +110,8 @@ class RankTimes:
 
     def _of_decodes(self, decode: float, decodes: int, dense: float) -> tuple[float, ...]:
         """The times of decode rows alone: `_of_any` without what needs prompts."""
-        overlap, tail, shared = self._costs.overlap_cost, self._no_rows_us, self._costs.overlap_cost * decode
+        overlap, tail = self._costs.overlap, self._no_rows_us
+        shared = overlap.cost * decode
         (full, full_req), (pieces, pieces_req), (eager, eager_req) = self._hosts
         host = full[1] + full_req * decodes
         return (
@@ -128,13 +129,13 @@ class RankTimes:
             decode + tail,
             decode,
             shared,
-            decode + overlap * tail,
+            decode + overlap.outlasted * tail,
             tail + shared,
         )
 
     def _of_any(self, numbers: BatchNumbers, dense: float) -> tuple[float, ...]:
         """The times in the order of `Voted`, `dense` being the dense work of an eager launch of all rows."""
-        costs, overlap = self._costs, self._costs.overlap_cost
+        costs, overlap = self._costs, self._costs.overlap
         decodes, prefills, reqs = numbers.num_decodes, numbers.num_prefills, numbers.total_reqs
         decode = costs.decode_attention_us(numbers) if decodes else 0.0
         prefill = costs.prefill_attention_us(numbers) if prefills else 0.0
@@ -158,10 +159,10 @@ class RankTimes:
             decode_host + pieces[others] + pieces_req * prefills,
             decode_host + eager[others] + eager_req * prefills,
             decode + tail,
-            decode + overlap * prefill,
-            prefill + overlap * decode,
-            decode + overlap * tail,
-            tail + overlap * decode,
+            decode + overlap.outlasted * prefill,
+            prefill + overlap.cost * decode,
+            decode + overlap.outlasted * tail,
+            tail + overlap.cost * decode,
         )
 
     def _eager_at(self, tokens: int) -> float:
@@ -222,19 +223,19 @@ class RankTimes:
             return first + voted.full
         if mode is Mode.PIECEWISE:
             return first + voted.pieces
-        tail, overlap, second = launches[1], self._costs.overlap_cost, 0.0
+        tail, overlap, second = launches[1], self._costs.overlap, 0.0
         eager, more = tail.key is None, decode.repeat - 1
         if tail.key is not None:
             second = (graph_ns.get(tail.key) or self._dense(tail)) + pads[1]
         if tail.stream == decode.stream:
             return first + (voted.in_turn_eager if eager else second + voted.attention)
-        # The longer and a share of the shorter: of the two sums the larger, where beside takes no longer.
-        outer = first + overlap * second + (voted.eager_in_decode if eager else voted.pieces_in_decode)
-        inner = second + overlap * first + (voted.decode_in_eager if eager else voted.decode_in_pieces)
+        # The half that is over last and a share of the other: of the two sums the larger, where beside takes no longer.
+        outer = first + overlap.outlasted * second + (voted.eager_in_decode if eager else voted.pieces_in_decode)
+        inner = second + overlap.cost * first + (voted.decode_in_eager if eager else voted.decode_in_pieces)
         if more:
             later = more * (first + voted.decode)
-            outer, inner = outer + later, inner + overlap * later
-        return (max if overlap <= 1 else min)(outer, inner)
+            outer, inner = outer + later, inner + overlap.cost * later
+        return (max if overlap.gains else min)(outer, inner)
 
     def cost(self, way: Way, voted: Voted) -> Cost:
         """What a way takes on the slowest rank; its graphs hold every rank's rows."""
@@ -258,7 +259,7 @@ class RankTimes:
         pads = self._padding(way, voted)
         device_us = (self._dense(launches[0]) + pads[0] + voted.decode) / _NS
         host_us = (voted.decode_host + pads[0]) / _NS
-        cycle_us, overlap = self.cost(way, voted).cycle_us, self._costs.overlap_cost
+        cycle_us, overlap = self.cost(way, voted).cycle_us, self._costs.overlap
         return self._costs.wait_share(device_us, host_us, overlap, cycle_us, launches[0].repeat)
 
     def _dense(self, launch: Launch) -> float:

@@ -79,7 +79,12 @@ _COSTS = st.builds(
     host_eager=_HOST_EAGER,
     step_us=_US,
     overlap_cost=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
-    effects=st.sampled_from([None, None, 0.1, 1.0, 1.9]).map(lambda one: StepEffects(one_row_overlap=one)),
+    decode_slowdown=st.sampled_from([None, 1.0, 1.4, 2.5]),
+    effects=st.builds(
+        lambda cost, slowdown: StepEffects(one_row_overlap=cost, one_row_slowdown=slowdown),
+        st.sampled_from([None, None, 0.1, 1.0, 1.9]),
+        st.sampled_from([None, 1.2, 2.9]),
+    ),
     mixed=st.none() | _CURVE,
     both_us=st.sampled_from([(0.0, 0.0), (0.0, 33.3), (1 / 3, 50.0)]),
     padding_us=st.sampled_from([(0.0, 0.0), (0.0, 33.3), (1 / 3, 50.0), (700.0, 0.0)]),

@@ -32,21 +32,22 @@ from kpolicy.simulate.step_costs import StepCosts
 from kpolicy.step_effects import StepEffects
 
 SETTINGS = Settings(max_num_reqs=64, max_num_tokens=512)
-DECODES, PIECES, MIXED = (1, 8, 64), (8, 64, 128, 512), (64, 512)
+DECODES, PIECES, MIXED = (1, 8, 32, 64), (8, 64, 128, 448, 512), (64, 512)
 TRUE = CostTable(
     version="the machine", measured=True,
-    full=Curve([1, 8, 64], [900.0, 1000.0, 1300.0]),
+    full=Curve(DECODES, [900.0, 1000.0, 1100.0, 1300.0]),
     mixed=Curve([64, 512], [1370.0, 3070.0]),
     # Less at 64 than at 8: step time isn't monotone in size, and a table keeps that.
-    piecewise=Curve(PIECES, [1500.0, 1400.0, 1600.0, 3500.0]),
+    piecewise=Curve(PIECES, [1500.0, 1400.0, 1600.0, 3100.0, 3500.0]),
     eager=Curve([1, 4, 16, 64, 256, 512], [1700.0, 1760.0, 1900.0, 2100.0, 2900.0, 4000.0]),
     decode_attention=AttentionCost(base_us=90.0, row_us=0.8, unit_us=0.004),
     prefill_attention=AttentionCost(base_us=40.0, unit_us=0.0006, kv_us=0.2),
     host_full=HostCost(150.0, 0.5), host_piecewise=HostCost(1000.0, 2.0, 400.0, 300.0),
-    host_eager=HostCost(9000.0, 2.0, 400.0, 300.0), step_us=120.0, overlap_cost=0.3,
+    host_eager=HostCost(9000.0, 2.0, 400.0, 300.0), step_us=120.0, overlap_cost=0.3, decode_slowdown=1.6,
     both_us=(0.0, 45.0),
     effects=StepEffects(
-        warm_host_share=(0.75, 0.9), eager_new_us=700.0, padding_share=(0.25, 1.0), one_row_overlap=0.15
+        warm_host_share=(0.75, 0.9), eager_new_us=700.0, padding_share=(0.25, 1.0), one_row_overlap=0.15,
+        one_row_slowdown=1.9, many_rows_overlap=0.5, many_rows_slowdown=1.4,
     ),
 )  # fmt: skip
 WORK_US = 33.0
@@ -119,7 +120,11 @@ class Machine:
         lasts = max(device, host_us) + self._together * min(device, host_us) if alone else device
         self.busy = begun + lasts
         cycle_us = lasts + self._rest_us * alone
-        return SimpleNamespace(ready=[SimpleNamespace(wait=self._wait)], cycle_us=cycle_us)
+        ready = [SimpleNamespace(wait=self._wait, us=lasts)]
+        if len(decision.launches) > 1:
+            decodes_us = costs.decodes_ready_us(decision.launches, inputs.numbers, cost.cycle_us) - TRUE.step_us
+            ready.insert(0, SimpleNamespace(wait=self._wait, us=decodes_us))
+        return SimpleNamespace(ready=ready, cycle_us=cycle_us)
 
     def _wait(self) -> None:
         self.now = max(self.now, self.busy) + self._rest_us
@@ -173,7 +178,9 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
             [getattr(true, each.name) for each in true.__attrs_attrs__], rel=1e-6, abs=1e-6
         ), name
     assert (found.step_us, found.overlap_cost) == (pytest.approx(TRUE.step_us), pytest.approx(TRUE.overlap_cost))
-    assert found.effects.one_row_overlap == pytest.approx(TRUE.effects.one_row_overlap)
+    assert found.decode_slowdown == pytest.approx(TRUE.decode_slowdown)
+    for name in ("one_row_overlap", "one_row_slowdown", "many_rows_overlap", "many_rows_slowdown"):
+        assert getattr(found.effects, name) == pytest.approx(getattr(TRUE.effects, name)), name
     assert found.both_us == pytest.approx(TRUE.both_us, abs=1e-6)
     assert found.effects.warm_host_share == pytest.approx(TRUE.effects.warm_host_share)
     assert found.effects.eager_new_us == pytest.approx(TRUE.effects.eager_new_us)
@@ -361,10 +368,10 @@ def test_what_is_beside_the_device_is_a_line_over_sizes(rest_us: dict[int, float
 
 def test_pieces_that_are_hardly_quicker_leave_full_the_preference(monkeypatch: pytest.MonkeyPatch) -> None:
     """1% at 8 tokens is what repeats differ by, 5% at 64 isn't."""
-    quick = Curve(PIECES, [990.0, 1235.0, 1600.0, 3500.0])
+    quick = Curve(PIECES, [990.0, 1235.0, 1600.0, 3100.0, 3500.0])
     monkeypatch.setitem(globals(), "TRUE", attrs.evolve(TRUE, piecewise=quick))
     found, _ = calibrated(monkeypatch)
-    assert found.deciding.full.us == pytest.approx((900.0, 990.0, 1300.0), rel=1e-6)
+    assert found.deciding.full.us == pytest.approx((900.0, 990.0, 1100.0, 1300.0), rel=1e-6)
     assert found.full.us == pytest.approx(TRUE.full.us, rel=1e-6)
 
 
@@ -376,8 +383,8 @@ def test_beyond_their_largest_mixed_graphs_rise_as_pieces_do(monkeypatch: pytest
     )
     found, _ = calibrated(monkeypatch)
     assert found.mixed is not None
-    assert found.mixed.sizes == (8, 64, 128, 512)
-    assert found.mixed.us == pytest.approx((1100, 1370, 1570, 3470), rel=1e-6)
+    assert found.mixed.sizes == (8, 64, 128, 448, 512)
+    assert found.mixed.us == pytest.approx((1100, 1370, 1570, 3070, 3470), rel=1e-6)
 
 
 def test_a_short_allowance_comes_to_sizes_far_apart_first(monkeypatch: pytest.MonkeyPatch) -> None:

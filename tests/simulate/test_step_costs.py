@@ -7,11 +7,12 @@ from typing import Any
 import attrs
 import pytest
 
-from kpolicy.costs import FEW_DECODES, AttentionCost, CostTable, Curve, HostCost
+from kpolicy.costs import FEW_DECODES, MANY_DECODES, AttentionCost, CostTable, Curve, HostCost
 from kpolicy.decision import Launch
 from kpolicy.errors import ProfileError
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, Rows
+from kpolicy.overlap import Overlap
 from kpolicy.shapes import BatchShape
 from kpolicy.simulate.step_costs import StepCosts
 from kpolicy.step_effects import StepEffects
@@ -105,14 +106,34 @@ def test_one_decode_row_beside_a_prompt_has_its_own_share() -> None:
     """From one row to a few it changes evenly as the rows double, in decisions too."""
     table = told(one_row_overlap=0.3)
     # A rank that has none, where others do, runs its graph too.
-    found = [table.overlap_of(rows) for rows in (0, 1, 2, 4, FEW_DECODES, 64)]
+    found = [table.overlap_of(rows).cost for rows in (0, 1, 2, 4, FEW_DECODES, 64)]
     assert found == pytest.approx([0.3, 0.3, 0.4, 0.5, 0.6, 0.6])
     launches = Launch(Rows.DECODE, FULL[0].key), Launch(Rows.PREFILL, PIECES[0].key, 1)
     numbers = BatchShape(decodes=[(1, 1)], prefills=[(30, 0)], decode_kv_tokens=10, max_kv_len=30).numbers
     halves = [table.launch_us(launch, numbers)[0] for launch in launches]
     assert table.cost(launches, numbers).device_us == pytest.approx(max(halves) + 0.3 * min(halves))
     assert StepCosts(table).cost(launches, numbers).device_us == pytest.approx(max(halves) + 0.3 * min(halves))
-    assert TABLE.overlap_of(1) == 0.6
+    assert TABLE.overlap_of(1) == Overlap.of(0.6)
+
+
+def test_many_decode_rows_and_slowdowns_have_their_own_too() -> None:
+    """By hand: half-way between eight rows and 32, and between one and eight, at the logarithm."""
+    table = attrs.evolve(
+        told(one_row_overlap=0.3, one_row_slowdown=2.2, many_rows_overlap=0.8, many_rows_slowdown=1.5),
+        decode_slowdown=1.9,
+    )
+    found = [table.overlap_of(rows) for rows in (1, 2, 8, 16, MANY_DECODES, 500)]
+    assert [each.cost for each in found] == pytest.approx([0.3, 0.4, 0.6, 0.7, 0.8, 0.8])
+    assert [each.slowdown for each in found] == pytest.approx([2.2, 2.1, 1.9, 1.7, 1.5, 1.5])
+    # Only many rows: fewer are as a few. A slowdown by itself says nothing.
+    alone = told(many_rows_overlap=0.8, one_row_slowdown=3.0)
+    assert [alone.overlap_of(rows) for rows in (1, FEW_DECODES)] == [pytest.approx(Overlap.of(0.6))] * 2
+    assert alone.overlap_of(MANY_DECODES) == pytest.approx(Overlap.of(0.8))
+    numbers = BatchShape(decodes=[(1, 16)], prefills=[(30, 0)], decode_kv_tokens=160, max_kv_len=30).numbers
+    launches = Launch(Rows.DECODE, FULL[0].key), Launch(Rows.PREFILL, PIECES[0].key, 1)
+    halves = [table.launch_us(launch, numbers)[0] for launch in launches]
+    for costs in (table, StepCosts(table)):
+        assert costs.cost(launches, numbers).device_us == pytest.approx(Overlap.of(0.7, 1.7).device_us(*halves))
 
 
 @pytest.mark.parametrize(
@@ -128,6 +149,9 @@ def test_one_decode_row_beside_a_prompt_has_its_own_share() -> None:
         ("one_row_overlap", -0.1),
         ("one_row_overlap", 2.5),
         ("one_row_overlap", float("nan")),
+        ("many_rows_overlap", 2.5),
+        ("one_row_slowdown", 0.5),
+        ("many_rows_slowdown", float("inf")),
     ],
 )
 def test_effects_that_cant_be(name: str, to: Any) -> None:

@@ -92,6 +92,8 @@ class _Times(NamedTuple):
     """Of the sample among all that were taken, in their order; -1 where it stands alone"""
     inside: float = 0.0
     """Of the work that a timer runs inside steps, while it was launched; 0 without one"""
+    decodes: float = 0.0
+    """Until the half with decode rows was over, in the run that `device` is of; 0 where the step isn't in halves"""
 
     def like(self, other: _Times) -> float:
         """`host`, as if the host had been as fast as it was for another."""
@@ -459,6 +461,10 @@ class Bench:
         """
         return statistics.median(self._of_one_speed()[case])
 
+    def decodes_us(self, case: int) -> float:
+        """Median microseconds until the half with decode rows is over, of a step in halves."""
+        return statistics.median(each.decodes for each in self._times[case])
+
     def error(self, case: int) -> float:
         """Standard error of `us`, as a share of it, where the host runs what it launches."""
         self._of_one_speed()
@@ -670,7 +676,8 @@ class Bench:
         outputs = self._executor.run(decision, inputs)
         for event in outputs.ready:
             event.wait()
-        return times._replace(device=min(outputs.cycle_us, times.wall))
+        decodes = outputs.ready[0].us if len(decision.launches) > 1 else 0.0
+        return times._replace(device=min(outputs.cycle_us, times.wall), decodes=decodes)
 
     def _note(self) -> tuple[float, int]:
         """How fast the host is now, and the note's place."""

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
-from kpolicy.costs import FEW_DECODES, CostTable, Curve
+from kpolicy.costs import FEW_DECODES, MANY_DECODES, CostTable, Curve
 from kpolicy.decision import Launch
 from kpolicy.errors import GraphReplayError
 from kpolicy.executors.calibrate.attention import Bases, DecodeSlope, PrefillSlope, holding
@@ -45,6 +45,7 @@ from kpolicy.heap import frozen_heap
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows, SplitForm
+from kpolicy.overlap import MOST_SLOWDOWN
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Settings
 from kpolicy.step_effects import StepEffects
@@ -60,9 +61,11 @@ _LEAST_SIZES = 2
 _OFTEN = 3
 """Samples a round of steps beside each other where the host runs them: two cores serve those, of all the others one"""
 _SEVERAL = 4
-"""Decode steps beside a prompt, where several are timed."""
+"""Decode steps beside a prompt that doesn't last as long, where the host runs what it launches"""
 _WAYS = 2
-"""Steps that tell what beside each other costs: one beside a long prompt, several beside a shorter one"""
+"""Steps that tell what beside each other costs"""
+_OVER_FIRST = 0.97
+"""Of a step in halves, until when its decode steps are over, for the prompt to have lasted longer"""
 
 
 def can_measure(executor: Any) -> bool:
@@ -293,6 +296,7 @@ class Calibration:
             padded.share(curve, decode_attention, step_us)
             for padded, curve in zip(self._padded, (full, pieces), strict=True)
         )
+        overlap_cost, slowdown = self._overlap.told()
         table = CostTable(
             version=version,
             measured=True,
@@ -306,14 +310,15 @@ class Calibration:
             host_piecewise=self._host_piecewise.cost(step_us, self._measured(self._pieces)),
             host_eager=self._host_eager.cost(step_us, self._measured(self._eager)),
             step_us=step_us,
-            overlap_cost=self._overlap.share(),
+            overlap_cost=overlap_cost,
+            decode_slowdown=slowdown,
             host_work_us=bench.host_work_us,
             host_work_inside_us=bench.host_work_inside_us,
             effects=StepEffects(
                 warm_host_share=(self._host_piecewise.again(step_us), self._host_eager.again(step_us)),
                 eager_new_us=self._host_eager.new_us(),
                 padding_share=(full_padding, piecewise_padding),
-                one_row_overlap=self._overlap.one_row_share(),
+                **self._overlap.effects(),
             ),
             kv_span=KvSpan(*self._decoding.timed(), self._prefilling.timed()),
             measured_on=self._device,
@@ -427,17 +432,22 @@ def _not_above(full: Curve, pieces: Curve, noise: float) -> Curve:
 
 
 class _Overlap:
-    """The share of the shorter half's time that running it beside the longer still costs; 1 where nothing can.
+    """How much halves that run beside each other slow each other down.
 
-    The mean of two: a decode step beside a long prompt, where the prompt lasts longer, and several beside a shorter
-    one. What they share of the device isn't the same. Where the host runs what it launches it is the share of both
-    together, whose longer halves tell more: of one decode step's few milliseconds, what prompts differ by from run to
-    run is as much again. Their rows attend to usual KV there, and they have more samples, as another core's other work
-    comes and goes. What they save by chance is nothing: a divided step launches more.
+    By one and by two decode steps beside the longest prompt, so that the decode steps are over first: by how much the
+    prompt is later tells the one, when they are over the other (`kpolicy.overlap.Overlap`). Beside shorter prompts
+    decode steps slow down less, where it matters little: several last longer than these do, and would break the bound
+    on time to first token.
 
-    Both are timed with a few decode rows, and with one where the host doesn't run them itself: a mixture of experts
-    reads other weights for each. One is timed only where there is a graph of one token, since padding reads weights
-    too, and where the few are `FEW_DECODES`, from which `CostTable.overlap_of` goes down to it.
+    Where the host runs what it launches it is the share of the shorter half's time that both take beyond the longer
+    one, of a decode step beside a long prompt and several beside a shorter one together. Of both, as of one decode
+    step's few milliseconds, what prompts differ by from run to run is as much again. Their rows attend to usual KV
+    there, and they have more samples, as another core's other work comes and goes. What they save by chance is nothing:
+    a divided step launches more.
+
+    Timed with a few decode rows, and with one and many where the host doesn't run them itself: a mixture of experts
+    reads other weights for each. One and many are timed only where there is a graph of so many tokens, since padding
+    reads weights too, and where the few are `FEW_DECODES`, between which and these `CostTable.overlap_of` goes over.
     """
 
     def __init__(
@@ -446,6 +456,7 @@ class _Overlap:
         self._bench = bench
         self._few: list[tuple[int, int, int, int]] = []
         self._one: list[tuple[int, int, int, int]] = []
+        self._many: list[tuple[int, int, int, int]] = []
         halves = [(a, b) for a in decode for b in pieces if a.num_tokens + b.num_tokens <= settings.max_num_tokens]
         if not halves:
             return
@@ -455,31 +466,47 @@ class _Overlap:
         )
         middle = holding(pieces, largest.num_tokens // 2)
         assert middle is not None  # noqa: S101 - the largest is among them
-        seconds = ((largest, 1, SplitForm.BESIDE), (middle, _SEVERAL, SplitForm.DECODES_BESIDE))
-        prompts = [bench.add([Launch(Rows.ALL, key)], bench.rows(0, 0, key.num_tokens)) for key, _, _ in seconds]
+        second = (middle, _SEVERAL) if bench.host_runs else (largest, 2)
+        seconds = ((largest, 1, SplitForm.BESIDE), (*second, SplitForm.DECODES_BESIDE))
+        prompts = {
+            key: bench.add([Launch(Rows.ALL, key)], bench.rows(0, 0, key.num_tokens))
+            for key in dict.fromkeys(key for key, _, _ in seconds)
+        }
         kv, often = (bench.usual_kv, _OFTEN) if bench.host_runs else (bench.short_kv, 1)
-        one = min(decode, key=lambda key: key.num_tokens)
         graphs = [(first, self._few, Wave.USUAL)]
-        if one.num_tokens == 1 and first.num_tokens == FEW_DECODES and not bench.host_runs:
-            graphs.append((one, self._one, Wave.FINER))
+        if first.num_tokens == FEW_DECODES and not bench.host_runs:
+            for count, cases in ((1, self._one), (MANY_DECODES, self._many)):
+                fits = count + largest.num_tokens <= settings.max_num_tokens
+                graphs += [(key, cases, Wave.FINER) for key in decode if fits and key.num_tokens == count]
         for graph, cases, wave in graphs:
             rows = graph.num_tokens
             decodes = bench.add([Launch(Rows.DECODE, graph)], bench.rows(rows, kv), wave=wave)
-            for (second, steps, form), prompt in zip(seconds, prompts, strict=True):
-                launches = [Launch(Rows.DECODE, graph, repeat=steps), Launch(Rows.PREFILL, second, 1)]
-                both = bench.rows(rows, kv, second.num_tokens, steps=steps)
-                cases.append((bench.add(launches, both, form, often=often, wave=wave), decodes, prompt, steps))
+            for key, steps, form in seconds:
+                launches = [Launch(Rows.DECODE, graph, repeat=steps), Launch(Rows.PREFILL, key, 1)]
+                both = bench.rows(rows, kv, key.num_tokens, steps=steps)
+                cases.append((bench.add(launches, both, form, often=often, wave=wave), decodes, prompts[key], steps))
 
-    def share(self) -> float:
-        """With a few decode rows; 1 where nothing was timed."""
-        paid = self._paid(self._few)
-        if not paid:
-            return 1.0
+    def told(self) -> tuple[float, float | None]:
+        """`overlap_cost` and `decode_slowdown` with a few decode rows; 1 and None where nothing was timed."""
+        if not self._timed(self._few):
+            return 1.0, None
         if not self._bench.host_runs:
-            return _mean_share(paid)
+            return self._speeds(self._few)
+        paid = []
+        for both, decodes, prompt, steps in self._timed(self._few):
+            halves = steps * self._bench.middle_us(decodes), self._bench.middle_us(prompt)
+            paid.append((self._bench.middle_us(both) - max(halves), min(halves)))
         more, shorter = map(sum, zip(*paid, strict=True))
         share = _believable(more / shorter)
-        return max(share, 1.0) if self._saves_by_chance() else share
+        return max(share, 1.0) if self._saves_by_chance() else share, None
+
+    def effects(self) -> dict[str, float | None]:
+        """The same with one decode row and with many, as `StepEffects` has it; None where not both steps were timed."""
+        found: dict[str, float | None] = {}
+        for name, cases in (("one_row", self._one), ("many_rows", self._many)):
+            told = self._speeds(cases) if len(self._timed(cases)) == _WAYS else (None, None)
+            found |= zip((f"{name}_overlap", f"{name}_slowdown"), told, strict=True)
+        return found
 
     def _saves_by_chance(self) -> bool:
         """Whether the halves in turn take longer by no more than samples differ by."""
@@ -498,25 +525,26 @@ class _Overlap:
         in_turn_us, other = total(halves)
         return in_turn_us <= beside_us * (1 + chance(error, other))
 
-    def one_row_share(self) -> float | None:
-        """With one decode row; None where both steps weren't timed: a few rows' share, timed before, is of both."""
-        paid = self._paid(self._one)
-        return _mean_share(paid) if len(paid) == _WAYS else None
+    def _speeds(self, cases: Sequence[tuple[int, int, int, int]]) -> tuple[float, float | None]:
+        """(what decode steps add to the prompt's time as a share of theirs, how many times as long they take).
 
-    def _paid(self, cases: Sequence[tuple[int, int, int, int]]) -> list[tuple[float, float]]:
-        """(beyond the longer half, the shorter half): microseconds of each step that was timed."""
-        us, paid = self._bench.middle_us, []
-        for both, decodes, prompt, steps in self._timed(cases):
-            halves = steps * us(decodes), us(prompt)
-            paid.append((us(both) - max(halves), min(halves)))
-        return paid
+        Where none was over first, the share that the prompt adds to their time, of the prompt's, and None.
+        """
+        us, over = self._bench.us, self._bench.decodes_us
+        first = [each for each in self._timed(cases) if over(each[0]) < _OVER_FIRST * us(each[0])]
+        alone_us = sum(steps * us(decodes) for _, decodes, _, steps in first)
+        if not first:
+            return _believable(
+                statistics.fmean(
+                    (us(both) - steps * us(decodes)) / us(prompt) for both, decodes, prompt, steps in self._timed(cases)
+                )
+            ), None
+        cost = _believable(sum(us(both) - us(prompt) for both, _, prompt, _ in first) / alone_us)
+        slowdown = sum(over(both) for both, *_ in first) / alone_us
+        return cost, min(max(slowdown, 1.0), MOST_SLOWDOWN)
 
     def _timed(self, cases: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
         return [each for each in cases if all(map(self._bench.measured, each[:3]))]
-
-
-def _mean_share(paid: Sequence[tuple[float, float]]) -> float:
-    return _believable(statistics.fmean(more / shorter for more, shorter in paid))
 
 
 def _believable(share: float) -> float:

@@ -1,0 +1,95 @@
+"""`Overlap`: what two halves of a step take that run beside each other on the device."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from kpolicy.errors import ProfileError
+
+__all__ = ["MOST_SLOWDOWN", "Overlap", "between", "check_slowdown"]
+
+MOST_SLOWDOWN = 8.0
+"""Times as long as alone that a decode step may take beside a prompt, to be believed: 2.9 is the most that was seen"""
+
+
+class Overlap(NamedTuple):
+    """How much a half with decode rows and one with prompts slow each other down.
+
+    While both run, each goes on at a constant share of its own speed, the two seldom at the same one: beside long
+    prompts on an H200 decode steps had 0.4 to 0.6 of theirs and the prompt 0.6 to 0.8 (docs/measured_gpu.md). Where one
+    is over the other goes on alone.
+
+    Args:
+        cost: what decode steps that are over first add to the prompt's time, as a share of theirs.
+        outlasted: what a prompt that is over first adds to the decode steps' time, as a share of its.
+        slowdown: how many times as long as alone a decode step takes beside a prompt.
+    """
+
+    cost: float
+    outlasted: float
+    slowdown: float
+
+    @classmethod
+    def of(cls, cost: float, slowdown: float | None = None) -> Overlap:
+        """From what a table has; without a slowdown both halves slow down alike.
+
+        The prompt's speed is ``1 - cost / slowdown``. While it runs, the decode steps get ``1 / slowdown`` of its time
+        done, so that they lack ``(1 - 1 / slowdown) / (1 - cost / slowdown)`` times what it takes alone.
+        """
+        if slowdown is None:
+            return cls(cost, cost, 1.0 + cost)
+        if cost >= 1.0:
+            # Together they take longer than in turn, which two speeds don't tell.
+            return cls(cost, cost, max(slowdown, 1.0 + cost))
+        return cls(cost, (slowdown - 1.0) / (slowdown - cost), slowdown)
+
+    @property
+    def gains(self) -> bool:
+        """Whether beside each other they take no longer than in turn."""
+        return self.cost <= 1.0
+
+    @property
+    def alike(self) -> bool:
+        """Whether both halves slow down alike, as they are taken to where no slowdown was timed."""
+        return self.outlasted == self.cost
+
+    def device_us(self, decodes_us: float, prompt_us: float) -> float:
+        """Both halves beside each other.
+
+        Args:
+            decodes_us: device time of all decode steps alone.
+            prompt_us: of the prompt alone.
+        """
+        prompt_last, decodes_last = prompt_us + self.cost * decodes_us, decodes_us + self.outlasted * prompt_us
+        return max(prompt_last, decodes_last) if self.cost <= 1.0 else min(prompt_last, decodes_last)
+
+
+def between(fewer: Overlap, more: Overlap, num_decodes: int, rows: tuple[int, int]) -> Overlap:
+    """What changes evenly as decode rows double, between two numbers of them that were timed.
+
+    Args:
+        fewer: with the smaller number.
+        more: with the larger one.
+        num_decodes: decode rows; below the smaller number as there.
+        rows: the two numbers.
+    """
+    first, last = rows
+    share = math.log2(max(num_decodes, first) / first) / math.log2(last / first)
+    cost = fewer.cost + (more.cost - fewer.cost) * share
+    if fewer.alike and more.alike:
+        return Overlap.of(cost)
+    return Overlap.of(cost, fewer.slowdown + (more.slowdown - fewer.slowdown) * share)
+
+
+def check_slowdown(name: str, value: float | None) -> None:
+    """Whether a decode step may take so many times as long as alone.
+
+    Raises:
+        ProfileError: it may not.
+    """
+    if value is not None and not 1.0 <= value <= MOST_SLOWDOWN:
+        raise ProfileError(
+            f"{name} is {value}; it is how many times as long as alone a decode step takes beside a prompt, from 1 to "
+            f"{MOST_SLOWDOWN:g}, or none."
+        )

@@ -1,0 +1,66 @@
+"""How fast halves go beside each other, by cells of the regret benchmark."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import halves
+from kpolicy.overlap import Overlap
+
+DECODE, PROMPT = "FULL 2t/2r q=1", "PIECEWISE 512t"
+
+
+def shape(decode_us: float, prompt_us: float, overlap: Overlap, steps: tuple[int, ...]) -> dict[str, object]:
+    """Cells of halves that overlap so, three samples each."""
+    times = {f"split decode:{DECODE}:@0x1+prefill:{PROMPT}:@0x1": decode_us + prompt_us}
+    for count in steps:
+        us = overlap.device_us(count * decode_us, prompt_us)
+        times[f"split decode:{DECODE}:@0x{count}+prefill:{PROMPT}:@1x1"] = us
+        times[f"split decode:{DECODE}:@0x{count}~0.25+prefill:{PROMPT}:@1x1"] = 1.05 * us
+        # Of other graphs, or eager, and so of another prompt's time.
+        times[f"split decode:FULL 4t/4r q=1:@0x{count}+prefill:{PROMPT}:@1x1"] = 3 * us
+        times[f"split decode:{DECODE}:@0x{count}+prefill:eager:@1x1"] = 2 * us
+    cells = {name: {"steps": 1, "us": [0.9 * us, us, 1.1 * us]} for name, us in times.items()}
+    return {"tokens": [2, 500, 900, 125_000], "alone_us": [decode_us] * 3, "cells": cells, "picks": {}}
+
+
+@pytest.mark.parametrize(("decode_speed", "prompt_speed"), [(0.55, 0.75), (0.7, 0.65), (0.4, 0.84), (0.6, 0.6)])
+def test_the_speeds_come_back(decode_speed: float, prompt_speed: float) -> None:
+    overlap = Overlap.of((1 - prompt_speed) / decode_speed, 1 / decode_speed)
+    at = {"model": "m", "cells": {"code x1/0": shape(2660.0, 7918.0, overlap, (1, 2, 3, 4, 6, 8))}}
+    (found,), waits = halves.rows_of(at)
+    assert (found["decode_speed"], found["prompt_speed"]) == (decode_speed, prompt_speed)
+    assert (found["in_a_row"], found["error"]) == (1.0, pytest.approx(0.0, abs=1e-3))
+    assert found["overlap_cost"] == pytest.approx(overlap.cost, abs=1e-3)
+    assert found["decode_slowdown"] == pytest.approx(overlap.slowdown, abs=1e-3)
+    assert (found["decode_us"], found["prompt_us"]) == (2660.0, 7918.0)
+    assert (found["one_speed_error"] > 0.01) is (abs(decode_speed - prompt_speed) > 0.06)
+    assert [each["over_at_once"] for each in waits] == [1.05] * 6
+
+
+def test_few_numbers_of_steps_tell_nothing() -> None:
+    overlap = Overlap.of(0.45, 1.8)
+    told, waits = halves.rows_of({"model": "m", "cells": {"code x1/0": shape(2660.0, 7918.0, overlap, (1, 2, 3))}})
+    assert told == []
+    assert len(waits) == 3
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw, out = tmp_path / "raw.json", tmp_path / "halves.json"
+    raw.write_text(
+        json.dumps({"model": "m", "cells": {"code x1/0": shape(2660.0, 7918.0, Overlap.of(0.45, 1.8), (1, 2, 4, 8))}})
+    )
+    assert halves.main([str(raw), "--json", str(out)]) == 0
+    assert "4 cells wait: 1.050 to 1.050 times the same at once" in capsys.readouterr().out
+    assert len(json.loads(out.read_text())["fits"]) == 1
+    raw.write_text(json.dumps({"model": "m", "cells": {}}))
+    assert halves.main([str(raw)]) == 1
+    assert "no shape has halves beside each other" in capsys.readouterr().err
+
+
+def test_no_grid_is_coarser_than_what_it_tells() -> None:
+    assert max(b - a for a, b in pairwise(halves.SPEEDS)) == pytest.approx(0.005)
