@@ -233,6 +233,21 @@ def test_what_one_row_costs_changes_by_as_much() -> None:
     assert last.overlap_cost > 0.5
 
 
+def test_slowdowns_and_what_many_rows_cost_change_by_as_much() -> None:
+    """Decode steps that cost the prompt more go on slower themselves; what wasn't timed stays so."""
+    effects = StepEffects(one_row_overlap=0.05, one_row_slowdown=1.6, many_rows_overlap=0.2)
+    table = attrs.evolve(OVERLAPS, decode_slowdown=1.3, effects=effects)
+    last = beside(Correction(table), 4 * ENOUGH, noisy, overlap=0.6)[-1]
+    more = last.overlap_cost - 0.1
+    assert more > 0.3
+    assert last.decode_slowdown == pytest.approx(1.3 + more)
+    assert last.effects.one_row_slowdown == pytest.approx(1.6 + more)
+    assert last.effects.many_rows_overlap == pytest.approx(0.2 + more)
+    assert last.effects.many_rows_slowdown is None
+    quicker = attrs.evolve(OVERLAPS, overlap_cost=0.7, decode_slowdown=1.1)
+    assert beside(Correction(quicker), 4 * ENOUGH, noisy, overlap=0.1)[-1].decode_slowdown == 1.0
+
+
 def test_outliers_of_halves_beside_each_other_change_nothing() -> None:
     """Whatever one step took, or the steps of one block."""
     correction = Correction(OVERLAPS)

@@ -1,4 +1,4 @@
-"""What running halves beside each other costs: from a decode step beside a prompt, and several beside a shorter one."""
+"""What halves beside each other take, by one and two decode steps beside the longest prompt; on a host by several."""
 
 from __future__ import annotations
 
@@ -6,36 +6,45 @@ from typing import Any
 
 import pytest
 
-from kpolicy.costs import FEW_DECODES
+from kpolicy.costs import FEW_DECODES, MANY_DECODES
 from kpolicy.executors.calibrate.bench import Wave
 from kpolicy.executors.calibrate.table import _Overlap
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Part, SplitForm
+from kpolicy.overlap import MOST_SLOWDOWN, Overlap
 from kpolicy.settings import Settings
 
-DECODE_US, PROMPT_US = 2500.0, {2048: 6400.0, 1024: 4500.0}
+DECODE_US, PROMPT_US = 1500.0, {2048: 6400.0, 1024: 4500.0}
+TRUE = {1: Overlap.of(0.3, 2.0), FEW_DECODES: Overlap.of(0.4, 1.8), MANY_DECODES: Overlap.of(0.7, 1.5)}
 SHARES = {SplitForm.BESIDE: 0.2, SplitForm.DECODES_BESIDE: 0.5}
-ONE_LESS = 0.1
-"""Of a share, with one decode row"""
+"""Where the host runs both"""
 
 
 class Bench:
-    """A decode step and prompts of known times; `skipped` forms weren't come to."""
+    """A decode step and prompts of known times; `skipped` forms weren't come to, with one row or with all.
+
+    Args:
+        skipped: the forms.
+        rows: with so many rows only; with all where None.
+        host_runs: the host runs what it launches.
+        error: of a sample.
+        prompt: times as long that the prompt takes.
+        untold: when the decode half is over isn't noted.
+    """
 
     short_kv, usual_kv = 64, 1024
 
     def __init__(
-        self, *skipped: SplitForm, one_skipped: bool = False, host_runs: bool = False, error: float = 0.01
-    ) -> None:
+        self, *skipped: SplitForm, rows: int | None = None, host_runs: bool = False, error: float = 0.01,
+        prompt: float = 1.0, untold: bool = False,
+    ) -> None:  # fmt: skip
         self.host_runs = host_runs
-        self._error = error
-        self._one_skipped = one_skipped
+        self._error, self._skipped, self._rows, self._prompt, self._untold = error, skipped, rows, prompt, untold
         self._us: list[float] = []
-        self._skipped = skipped
+        self._decodes: list[float] = []
         self._unmeasured: set[int] = set()
 
     def rows(self, num_decodes: int, decode_kv: int, new: int = 0, **_: int) -> tuple[int, int]:
-        assert num_decodes <= FEW_DECODES
         assert decode_kv == (self.usual_kv if self.host_runs else self.short_kv) or not num_decodes
         return num_decodes, new
 
@@ -45,15 +54,22 @@ class Bench:
     ) -> int:  # fmt: skip
         num_decodes, new = rows
         assert (often > 1) == (self.host_runs and form is not None)
-        assert (wave is Wave.FINER) == (num_decodes == 1)
-        if form is None:
-            self._us.append(PROMPT_US[new] if new else DECODE_US)
-        else:
+        assert (wave is Wave.FINER) == (num_decodes in (1, MANY_DECODES))
+        decodes_us, prompt_us = launches[0].repeat * DECODE_US, self._prompt * PROMPT_US.get(new, 0.0)
+        us, over = decodes_us if num_decodes else prompt_us, 0.0
+        if form is not None:
             assert launches[0].key.num_tokens == num_decodes
-            halves = launches[0].repeat * DECODE_US, PROMPT_US[new]
-            self._us.append(max(halves) + (SHARES[form] - ONE_LESS * (num_decodes == 1)) * min(halves))
-            if form in self._skipped or (self._one_skipped and num_decodes == 1 and form is SplitForm.BESIDE):
-                self._unmeasured.add(len(self._us) - 1)
+            assert new == (1024 if self.host_runs and form is SplitForm.DECODES_BESIDE else 2048)
+            if self.host_runs:
+                us = max(decodes_us, prompt_us) + SHARES[form] * min(decodes_us, prompt_us)
+            else:
+                true = TRUE.get(num_decodes, TRUE[FEW_DECODES])
+                us = true.device_us(decodes_us, prompt_us)
+                over = 0.0 if self._untold else min(true.slowdown * decodes_us, us)
+            if form in self._skipped and self._rows in (None, num_decodes):
+                self._unmeasured.add(len(self._us))
+        self._us.append(us)
+        self._decodes.append(over)
         return len(self._us) - 1
 
     def measured(self, case: int) -> bool:
@@ -62,50 +78,92 @@ class Bench:
     def middle_us(self, case: int) -> float:
         return self._us[case]
 
+    us = middle_us
+
+    def decodes_us(self, case: int) -> float:
+        return self._decodes[case]
+
     def error(self, _case: int) -> float:
         return self._error
 
 
-def overlap(bench: Bench, *sizes: int, graphs: tuple[int, ...] = (1, 8, 64)) -> _Overlap:
+def overlap(bench: Bench, *sizes: int, graphs: tuple[int, ...] = (1, 8, 32, 64), most: int = 4096) -> _Overlap:
     decode = [GraphKey(Part.FULL, size, num_reqs=size) for size in graphs]
     pieces = [GraphKey(Part.PIECEWISE, size) for size in sizes]
-    return _Overlap(bench, decode, pieces, Settings(max_num_reqs=64, max_num_tokens=4096))  # type: ignore[arg-type]
+    return _Overlap(bench, decode, pieces, Settings(max_num_reqs=64, max_num_tokens=most))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("skipped", "expected"),
-    [((), 0.35), ((SplitForm.DECODES_BESIDE,), 0.2), ((SplitForm.BESIDE,), 0.5), (tuple(SHARES), 1.0)],
-)
-def test_the_mean_of_what_was_measured(skipped: tuple[SplitForm, ...], expected: float) -> None:
-    assert overlap(Bench(*skipped), 512, 1024, 2048).share() == pytest.approx(expected)
+@pytest.mark.parametrize("skipped", [(), (SplitForm.DECODES_BESIDE,), (SplitForm.BESIDE,)])
+def test_both_numbers_come_back(skipped: tuple[SplitForm, ...]) -> None:
+    """By one decode step beside a prompt, by two, and by both."""
+    few = TRUE[FEW_DECODES]
+    assert overlap(Bench(*skipped), 512, 1024, 2048).told() == (pytest.approx(few.cost), pytest.approx(few.slowdown))
 
 
-@pytest.mark.parametrize(("error", "expected"), [(0.01, (0.2 * 2500 + 0.5 * 4500) / 7000), (0.1, 1.0)])
+def test_nothing_timed_overlaps_nothing() -> None:
+    for found in (overlap(Bench()), overlap(Bench(*SHARES), 512, 1024, 2048)):
+        assert found.told() == (1.0, None)
+        assert set(found.effects().values()) == {None}
+
+
+def test_decode_steps_that_last_longer_than_the_prompt_are_left_out() -> None:
+    """Beside a prompt of 3.8 ms two take 5.7: one tells. Beside one of 1.3 ms either lasts longer: both slow alike."""
+    few = TRUE[FEW_DECODES]
+    assert overlap(Bench(prompt=0.6), 512, 1024, 2048).told() == (
+        pytest.approx(few.cost), pytest.approx(few.slowdown)
+    )  # fmt: skip
+    cost, slowdown = overlap(Bench(prompt=0.2), 512, 1024, 2048).told()
+    assert slowdown is None
+    assert cost == pytest.approx((few.device_us(1500, 1280) - 1500) / 1280)
+
+
+def test_without_a_note_of_when_decodes_are_over_halves_are_alike() -> None:
+    """The share of the shorter half, which the decode steps are."""
+    assert overlap(Bench(untold=True), 512, 1024, 2048).told() == (pytest.approx(TRUE[FEW_DECODES].cost), None)
+
+
+def test_a_slowdown_beyond_belief_is_cut() -> None:
+    class Late(Bench):
+        def decodes_us(self, case: int) -> float:
+            return 0.9 * self.us(case)
+
+    _, slowdown = overlap(Late(prompt=50.0), 512, 1024, 2048).told()
+    assert slowdown == MOST_SLOWDOWN
+
+
+@pytest.mark.parametrize(("error", "expected"), [(0.01, (0.2 * 1500 + 0.5 * 4500) / 6000), (0.1, 1.0)])
 def test_where_the_host_runs_both_longer_halves_tell_more(error: float, expected: float) -> None:
-    """And nothing is saved where samples differ by as much: 23.4 ms in turn are 19.2 beside each other."""
-    assert overlap(Bench(host_runs=True, error=error), 512, 1024, 2048).share() == pytest.approx(expected)
+    """And nothing is saved where samples differ by as much: 18.4 ms in turn are 15 beside each other."""
+    found = overlap(Bench(host_runs=True, error=error), 512, 1024, 2048)
+    assert found.told() == (pytest.approx(expected), None)
+    assert set(found.effects().values()) == {None}
 
 
-def test_nothing_overlaps_without_graphs_of_prompts() -> None:
-    assert overlap(Bench()).share() == 1.0
-    assert overlap(Bench()).one_row_share() is None
+def test_one_decode_row_and_many_have_numbers_of_their_own() -> None:
+    found = overlap(Bench(), 512, 1024, 2048).effects()
+    one, many = TRUE[1], TRUE[MANY_DECODES]
+    assert found == {
+        "one_row_overlap": pytest.approx(one.cost), "one_row_slowdown": pytest.approx(one.slowdown),
+        "many_rows_overlap": pytest.approx(many.cost), "many_rows_slowdown": pytest.approx(many.slowdown),
+    }  # fmt: skip
 
 
-def test_one_decode_row_has_a_share_of_its_own() -> None:
-    found = overlap(Bench(), 512, 1024, 2048)
-    assert (found.share(), found.one_row_share()) == (pytest.approx(0.35), pytest.approx(0.25))
+@pytest.mark.parametrize(("rows", "name"), [(1, "one_row"), (MANY_DECODES, "many_rows")])
+def test_they_are_of_the_steps_that_a_few_rows_numbers_are_of(rows: int, name: str) -> None:
+    found = overlap(Bench(SplitForm.BESIDE, rows=rows), 512, 1024, 2048).effects()
+    assert {each for each, value in found.items() if value is None} == {f"{name}_overlap", f"{name}_slowdown"}
 
 
-@pytest.mark.parametrize(
-    "bench", [Bench(SplitForm.BESIDE), Bench(one_skipped=True), Bench(host_runs=True)],
-    ids=["one of both steps", "not with one row", "the host runs both"],
-)  # fmt: skip
-def test_one_rows_share_is_of_the_steps_that_a_few_rows_share_is_of(bench: Bench) -> None:
-    assert overlap(bench, 512, 1024, 2048).one_row_share() is None
-
-
-@pytest.mark.parametrize("graphs", [(8, 64), (2, 8), (4, 8, 64), (1, 4), (1, 7)])
-def test_one_row_is_timed_by_itself_and_beside_the_few_that_a_table_goes_up_to(graphs: tuple[int, ...]) -> None:
-    """A graph of two is of one row and padding, and a share of four rows isn't the eight's."""
+@pytest.mark.parametrize("graphs", [(8, 64), (2, 8), (4, 32, 64), (1, 4), (1, 7, 32)])
+def test_one_and_many_are_timed_by_themselves_and_beside_the_few_that_a_table_goes_over_at(
+    graphs: tuple[int, ...],
+) -> None:
+    """A graph of two is of one row and padding, and what four rows take isn't the eight's."""
     found = overlap(Bench(), 512, 1024, 2048, graphs=graphs)
-    assert (found.share(), found.one_row_share()) == (pytest.approx(0.35), None)
+    assert found.told() == (pytest.approx(0.4), pytest.approx(1.8))
+    assert set(found.effects().values()) == {None}
+
+
+def test_many_rows_that_do_not_fit_beside_the_longest_prompt_are_not_timed() -> None:
+    found = overlap(Bench(), 512, 1024, 2048, most=2048 + 8).effects()
+    assert {each for each, value in found.items() if value is None} == {"many_rows_overlap", "many_rows_slowdown"}

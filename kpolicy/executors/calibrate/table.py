@@ -528,17 +528,17 @@ class _Overlap:
     def _speeds(self, cases: Sequence[tuple[int, int, int, int]]) -> tuple[float, float | None]:
         """(what decode steps add to the prompt's time as a share of theirs, how many times as long they take).
 
-        Where none was over first, the share that the prompt adds to their time, of the prompt's, and None.
+        Where none was seen to be over first, the share of the shorter half that both take beyond the longer, and None.
         """
         us, over = self._bench.us, self._bench.decodes_us
-        first = [each for each in self._timed(cases) if over(each[0]) < _OVER_FIRST * us(each[0])]
-        alone_us = sum(steps * us(decodes) for _, decodes, _, steps in first)
+        first = [each for each in self._timed(cases) if 0 < over(each[0]) < _OVER_FIRST * us(each[0])]
         if not first:
-            return _believable(
-                statistics.fmean(
-                    (us(both) - steps * us(decodes)) / us(prompt) for both, decodes, prompt, steps in self._timed(cases)
-                )
-            ), None
+            paid = []
+            for both, decodes, prompt, steps in self._timed(cases):
+                halves = steps * us(decodes), us(prompt)
+                paid.append((us(both) - max(halves)) / min(halves))
+            return _believable(statistics.fmean(paid)), None
+        alone_us = sum(steps * us(decodes) for _, decodes, _, steps in first)
         cost = _believable(sum(us(both) - us(prompt) for both, _, prompt, _ in first) / alone_us)
         slowdown = sum(over(both) for both, *_ in first) / alone_us
         return cost, min(max(slowdown, 1.0), MOST_SLOWDOWN)
