@@ -412,8 +412,8 @@ def test_host_time_is_told_beyond_each_baseline() -> None:
     assert max(each["interval"][1] for each in found) <= overhead.LIMIT
     assert (
         f"at one row it is {one['us']:.1f} us beyond copies and a replay**, its interval from "
-        f"{one['us_interval'][0]:.1f}, where 30 is the limit: {one['us'] - overhead.HOST_LIMIT_US:.1f} too much. In turn "
-        f"it is {overhead.beyond(rows[0], 'in_turn', 'copies_replay')['us']:.1f}, and at 8, 64 and 256 rows "
+        f"{one['us_interval'][0]:.1f}, where 30 is the limit: {one['us'] - overhead.HOST_LIMIT_US:.1f} too much. In "
+        f"turn it is {overhead.beyond(rows[0], 'in_turn', 'copies_replay')['us']:.1f}, and at 8, 64 and 256 rows "
         f"{found[1]['us']:.0f}, {found[2]['us']:.0f} and {found[3]['us']:.0f}."
     ) in words
 
@@ -506,8 +506,26 @@ def test_the_guide_says_of_what_code_its_figures_are() -> None:
     assert not soak["problems"]
     assert in_short("memory over a server's life") == f"flat over {soak['cycles']} cycles, {soak['steps']:,} steps"
     words = " ".join(GUIDE.split())
-    assert all(each["steps_by_commit"] == {"a93eb61": each["steps"]} for each in large)
-    assert "the choices and the larger models' steps of a93eb61" in words
+    assert all(list(each["steps_by_commit"]) == ["a93eb61", "b0e1207"] for each in large)
+    assert "the larger models' steps of a93eb61 and b0e1207" in words
+    waiting = total("overlap_spread")
+    assert in_short("the same, decode steps waiting") == f"no bit differs, **{waiting['steps']:,}** steps"
+    assert waiting["steps_by_commit"] == {"b0e1207": waiting["steps"]}
+    assert not waiting["differences"]
+    waited = sum(count for way, count in waiting["ways"].items() if way.endswith(" spread"))
+    assert round(4 * waited / waiting["steps"]) == 3
+    page = " ".join("\n".join(DOC).split())
+    assert (
+        f"waiting for their place in {waited:,} of them (`overlap_spread.json`), b0e1207 | {waiting['steps']:,} ("
+        in page
+    )
+    first, second = (
+        " and ".join(f"{each['steps_by_commit'][at]:,}" for each in large) for at in ("a93eb61", "b0e1207")
+    )
+    assert (
+        f"at commit a93eb61 ({first} steps), and four of eight at once on one H200 for 295 s at b0e1207 ({second})"
+        in page
+    )
     assert "today's kernels (0eca2eb), with which all of `tests/gpu` passes" in words
 
 

@@ -49,9 +49,7 @@ def test_the_larger_models_newer_run_is_told_beside_its_table() -> None:
     first, second = (cells[f"code saturated/{i}/vllm"]["gap_p99_us"] / 1e3 for i in (0, 1))
     assert f"gaps at p99 are {first:.1f} and {second:.1f} ms in the two rounds" in words
     for figure in ("tokens_per_s", "gap_p99_us"):
-        auto, *others = (
-            cells[f"code saturated/0/{name}"][figure] for name in ("auto", "full_and_piecewise", "sglang")
-        )
+        auto, *others = (cells[f"code saturated/0/{name}"][figure] for name in ("auto", "full_and_piecewise", "sglang"))
         assert all(abs(other / auto - 1) < 0.01 for other in others)
 
 
@@ -177,7 +175,9 @@ def test_the_guide_has_the_same() -> None:
     assert f"`auto` has {ratio:.2f} [{low:.2f}, {high:.2f}] times the tokens a second" in page
     assert low < 1.3 < ratio
     assert "The interval of the first, of three rounds, begins below 1.3." in page
-    (gap,) = [row for row in rows if (row["load"], row["policy"], row["figure"]) == ("code saturated", "auto", "gap_p99_us")]
+    (gap,) = [
+        row for row in rows if (row["load"], row["policy"], row["figure"]) == ("code saturated", "auto", "gap_p99_us")
+    ]
     ratio, low, high = (gap[name] for name in ("ratio_to_vllm_replica", "ratio_low", "ratio_high"))
     assert in_short("the same, gaps at p99") == f"{ratio:.2f} ({low:.2f} to {high:.2f})"
     assert f"its gaps at p99 are {ratio:.2f} [{low:.2f}, {high:.2f}] times as short" in page
