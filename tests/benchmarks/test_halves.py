@@ -64,3 +64,50 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_no_grid_is_coarser_than_what_it_tells() -> None:
     assert max(b - a for a, b in pairwise(halves.SPEEDS)) == pytest.approx(0.005)
+
+
+ROOT = Path(__file__).parents[2]
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "h200" / "halves.json").read_text())
+NAMES = {
+    "qwen05b": "Qwen2.5-0.5B", "dsv2lite": "DeepSeek-V2-Lite", "llama1b": "Llama-3.2-1B", "llama8b": "Llama-3.1-8B"
+}  # fmt: skip
+
+
+def test_the_page_has_the_result() -> None:
+    """Each row's ranges, and what the text says of all."""
+    page = (ROOT / "docs" / "measured_gpu.md").read_text(encoding="utf-8")
+    text = page[page.index("### Halves beside each other") :].partition("\n### ")[0]
+    fits = RESULT["fits"]
+    for model, name in NAMES.items():
+        for kind, long in (("1,000 tokens and more", True), ("fewer", False)):
+            mine = [each for each in fits if each["model"] == model and (each["prompt_tokens"] >= 1000) is long]
+            ranges = [
+                f"{min(each[field] for each in mine):.2f} to {max(each[field] for each in mine):.2f}"
+                for field in ("decode_speed", "prompt_speed", "decode_slowdown", "overlap_cost")
+            ]
+            worst = [f"{max(each[field] for each in mine):.1%}" for field in ("error", "one_speed_error")]
+            cells = [f"{name}, {kind}", str(len(mine)), *ranges[:2], *worst, *ranges[2:]]
+            assert "| " + " | ".join(cells) + " |" in text
+    assert f"within {max(each['error'] for each in fits):.1%} everywhere" in text
+    assert f"off by up to {max(each['one_speed_error'] for each in fits):.1%}" in text
+    waits = [each["over_at_once"] for each in RESULT["waits"]]
+    assert f"{len(waits)} cells took {min(waits):.3f} to {max(waits):.3f} times as long" in text
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    slow = [each["decode_slowdown"] for each in fits if each["prompt_tokens"] >= 1000]
+    alike = [1 / each["one_speed"] for each in fits if each["prompt_tokens"] >= 1000]
+    assert f"decode steps took {min(slow):.1f} to {max(slow):.1f} times as long" in " ".join(design.split())
+    assert f"where that says {min(alike):.1f} to {max(alike):.1f}" in " ".join(design.split())
+
+
+def test_the_result_is_what_the_cells_say() -> None:
+    """One model's raw file again: the same fits and waits."""
+    at = json.loads((ROOT / "benchmarks" / "results" / "h200" / "raw" / "regret_dsv2lite.json").read_text())
+    at["cells"] = {key: cell for key, cell in at["cells"].items() if key.startswith("code x1/")}
+    fits, waits = halves.rows_of(at)
+    of_code = [
+        [each for each in RESULT[name] if each["model"] == "dsv2lite" and each["shape"].startswith("code x1/")]
+        for name in ("fits", "waits")
+    ]
+    assert [fits, waits] == of_code
+    assert fits
+    assert waits
