@@ -169,8 +169,19 @@ def test_decode_steps_that_wait_are_told_as_they_came_out() -> None:
         "conversation trace's."
     ) in words
     assert not any(share.values())
+    at = raw("qwen05b")
+    cells = [shape for key, shape in at["cells"].items() if key.startswith("code x6/")]
+    steps = measured_regret.weights([shape["times"] for shape in cells], at["steps"]["code x6"])
+    whole, points = 0.0, {False: 0.0, True: 0.0}
+    for shape, weight in zip(cells, steps, strict=True):
+        scores, pick = measured_regret._scores(shape, "step_us"), shape["picks"]["auto"]
+        whole += weight * scores.us[scores.oracle]
+        points[measured_regret._at_once(pick) != pick] += 100 * weight * (scores.us[pick] - scores.us[scores.oracle])
+    assert (
+        f"where picks that wait lose {points[True] / whole:.1f} of the {sum(points.values()) / whole:.1f} points"
+    ) in words
     lost = {}
-    for key, shape in raw("qwen05b")["cells"].items():
+    for key, shape in at["cells"].items():
         scores, pick = measured_regret._scores(shape, "step_us"), shape["picks"]["auto"]
         if (over := scores.us[pick] / scores.us[scores.oracle] - 1) > 0.08:
             lost[key] = (measured_regret.at_once(pick) != pick, over)

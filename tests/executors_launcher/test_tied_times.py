@@ -101,7 +101,9 @@ def batches(seed: int) -> list[BatchShape]:
     return found
 
 
-@pytest.mark.parametrize("model", ["llama1b", "llama1b_third", "qwen05b", "qwen05b_second", "qwen05b_third"])
+@pytest.mark.parametrize(
+    "model", ["llama1b", "llama1b_third", "qwen05b", "qwen05b_second", "qwen05b_third", "qwen05b_fourth"]
+)
 def test_a_table_is_as_measured_and_decides_as_before(model: str) -> None:
     """Recorded on H200s: of some sizes times had been the next size's to the last bit."""
     table, keys = by_recorded_samples(json.loads((RAW / f"regret_{model}.calibration.json").read_text())[0])
