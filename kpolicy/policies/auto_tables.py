@@ -73,6 +73,8 @@ class AutoTables:
         self._wholes: list[Decision | None] = [None] * len(self._ways.tables.entries)
         self._eager = EAGER_WAY.decided(eager_reason(context), context, costs=True)
         self._eager_us = array("d", context.costs.eager.upto(context.settings.max_num_tokens))
+        self._prompt_bases = tuple(_bases(host)[_PREFILLS] for host in _hosts(context.costs)[1:])
+        """What launching prompts alone takes whatever their number: pieces, and eagerly"""
         self._times = RankTimes(context.costs, self._eager_us)
         self._unlike = self._ways
         """The ways of ranks that have unlike many tokens: others only where padding takes something"""
@@ -147,6 +149,11 @@ class AutoTables:
         if not loras and not forbidden_here:
             self._usual = uniform
         base_us, row_us, unit_us, _ = attrs.astuple(costs.decode_attention)
+        # With the attention that is the same whatever the KV. Plain tuples, which unpack quicker than named ones.
+        prepared = {
+            q: [None if row is None else (*row, base_us + row_us * n) for n, row in enumerate(rows)]
+            for q, rows in uniform.items()
+        }
         (full_base, full_req), (piece_base, piece_req), (eager_base, eager_req) = (
             (host.base_for(decodes=True, prefills=False), host.req_us) for host in _hosts(costs)
         )
@@ -185,11 +192,11 @@ class AutoTables:
                     forbidden, max_decode_steps, num_tokens, num_reqs, max_decode_len, facts,
                 )  # fmt: skip
             if not num_prefills:
-                rows = uniform.get(query_len)
+                rows = prepared.get(query_len)
                 row = rows[num_decodes] if rows is not None and num_decodes < len(rows) else None
                 if row is not None:
-                    dense_us, limit_us, uid, piece_us, piece_uid, padding_us, piece_padding_us = row
-                    attention_us = base_us + row_us * num_decodes + unit_us * decode_kv_tokens
+                    dense_us, limit_us, uid, piece_us, piece_uid, padding_us, piece_padding_us, rows_us = row
+                    attention_us = rows_us + unit_us * decode_kv_tokens
                     decision = wholes[uid] or whole(uid)
                     if dense_us + attention_us <= limit_us:
                         return decision
@@ -399,10 +406,9 @@ class AutoTables:
         """
         costs = self._context.costs
         step_us = costs.step_us
-        piece_host_us, eager_host_us = (
-            host.base_for(decodes=False, prefills=True) + host.req_us * num_prefills
-            for host in (costs.host_piecewise, costs.host_eager)
-        )
+        piece_base_us, eager_base_us = self._prompt_bases
+        piece_host_us = piece_base_us + costs.host_piecewise.req_us * num_prefills
+        eager_host_us = eager_base_us + costs.host_eager.req_us * num_prefills
         d_device, d_host, overlap, *_ = decode_us
         turns: list[tuple[Entry | None, float, float]] = []
         if piece is not None:
@@ -453,15 +459,20 @@ class AutoTables:
         best_score, best_cycle = step_weight * least + gap_weight * least, least
         best: tuple[int, Entry | None, float] = (1, None, least)
         for steps in steps_ahead(most_steps):
+            within = False
             decodes_us = steps * d_device
             for tail, t_device, t_host in turns:
                 device = overlap.device_us(decodes_us, t_device)
                 host = steps * d_host + t_host
                 cycle = (device if device >= host else host) + step_us
+                within = within or cycle <= limit
                 if cycle <= limit and cycle / steps <= tail_us:
                     score = step_weight * (cycle - (steps - 1) * spared_us) + gap_weight * (cycle / steps)
                     if score < best_score or (score == best_score and cycle < best_cycle):
                         best_score, best_cycle, best = score, cycle, (steps, tail, cycle)
+            if not within:
+                # More steps take no less.
+                break
         return best
 
     # Prepared decisions

@@ -68,19 +68,22 @@ class Account:
             after_us: of `us`, what came after the decode rows' last token.
         """
         numbers = step.numbers
+        num_decodes = numbers.num_decodes
         if not numbers.num_prefills:
-            self.decode_steps[numbers.num_decodes] = self.decode_steps.get(numbers.num_decodes, 0) + 1
+            self.decode_steps[num_decodes] = self.decode_steps.get(num_decodes, 0) + 1
         gaps = queue.token_gaps
-        if numbers.num_decodes:
+        if num_decodes:
             rows = queue.rows
             alone = not gaps.waited_us and not numbers.num_prefills
-            found = gaps.step(us, numbers.num_decodes, decode_steps, after_us)
+            found = gaps.step(us, num_decodes, decode_steps, after_us)
             if isinstance(rows, DraftedRows):
                 found = self._drafts(rows, found)
             else:
                 for each, count in found:
                     self.gap.add(each, count)
-            came = sum(count for _, count in found)
+            came = 0
+            for _, count in found:
+                came += count
             self.tokens += came
             if (tail := queue.gap_tail) is not None:
                 if alone:
@@ -88,8 +91,8 @@ class Account:
                 else:
                     for each, count in found:
                         tail.beside_prompts(each, count)
-            self._drafted += numbers.num_decodes * (rows.query_len - 1)
-            self._accepted += came - numbers.num_decodes * decode_steps
+            self._drafted += num_decodes * (rows.query_len - 1)
+            self._accepted += came - num_decodes * decode_steps
         done = queue.complete(step, decode_steps)
         if gaps.waited_us and done.first_tokens:
             gaps.join(each.index for each in done.first_tokens if each.generated < each.output_tokens)

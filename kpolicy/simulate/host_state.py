@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
 
 from kpolicy.costs import CostTable
 from kpolicy.decision import Launch
@@ -16,6 +17,9 @@ from kpolicy.shapes import BatchNumbers
 from kpolicy.simulate.step_costs import Sides, StepCosts
 
 __all__ = ["HostSpeeds", "HostState"]
+
+_MOST_SIDES = 4096
+"""Launches of decode rows, by their number, whose times are kept: they come again and again"""
 
 
 class HostSpeeds:
@@ -66,6 +70,7 @@ class HostState:
             again = first
         self._costs = (first, first.new_sizes()), (again, again.new_sizes())
         self._plain = first if again is first and not costs.effects.eager_new_us else None
+        self._plain_decodes = lru_cache(maxsize=_MOST_SIDES)(first.decodes)
         self._ran: Hashable = None
         self._sizes = set(eager_sizes)
 
@@ -93,7 +98,7 @@ class HostState:
     def decodes(self, mode: Hashable, launch: Launch, num_rows: int) -> tuple[Sides, Sides]:
         """What a launch of so many decode rows takes, and what the next one like it does; then it has run."""
         if self._plain is not None:
-            sides = self._plain.decodes(launch, num_rows)
+            sides = self._plain_decodes(launch, num_rows)
             return sides, sides
         size = launch.padded_tokens or num_rows
         new = launch.key is None and size not in self._sizes

@@ -274,12 +274,16 @@ class Queue:
             )
         prefill_tokens = prefill_kv = pairs = first_chunks = longest = longest_kv = 0
         for _, new, start in chunks:
+            end = start + new
             prefill_tokens += new
-            prefill_kv += start + new
+            prefill_kv += end
             pairs += new * start + new * (new + 1) // 2
-            first_chunks += not start
-            longest = max(longest, new)
-            longest_kv = max(longest_kv, start + new)
+            if not start:
+                first_chunks += 1
+            if new > longest:
+                longest = new
+            if end > longest_kv:
+                longest_kv = end
         steps, decode_q, facts = 1, 0, NO_FACTS
         if num_decodes:
             decode_q = q
@@ -294,23 +298,17 @@ class Queue:
 
     def _facts(self) -> Mapping[str, Any]:
         """Requests that wait for a place among the step's tokens only, and the longest gaps."""
-        needed = (-(-request.until // self.block_size) for request in self.waiting)
+        # Mostly nobody waits.
+        needed = (-(-request.until // self.block_size) for request in self.waiting) if self.waiting else ()
         tail_us = None if self.gap_tail is None else self.gap_tail.told()
         return step_facts(needed, self.blocks.available, self.most_reqs - self.num_running, tail_us)
 
     def _reserved_steps(self, rows: PlainRows) -> int:
         """Decode steps that have KV for all rows, reserved here; no row runs out of tokens to generate within them."""
-        blocks = self.blocks
         most = min(self.steps_ahead, rows.next_end - rows.counter)
-        for step in range(1, most):
-            short = rows.needed(rows.counter + step)
-            # Reserving ahead may not take what another request needs now.
-            if short * 2 > blocks.available:
-                return step
-            if short:
-                blocks.take(short)
-                rows.reserve(rows.counter + step, short)
-        return max(most, 1)
+        steps, taken = rows.reserve(most, self.blocks.available)
+        self.blocks.take(taken)
+        return steps
 
     # After the step
 
@@ -333,7 +331,9 @@ class Queue:
             if request.computed == request.until:
                 request.generated += 1
                 first_tokens.append(request)
-        if first_tokens:
+        if len(first_tokens) == len(self.prefilling):
+            self.prefilling = []
+        elif first_tokens:
             gone = set(map(id, first_tokens))
             self.prefilling = [request for request in self.prefilling if id(request) not in gone]
         for request in finished:

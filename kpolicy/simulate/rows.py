@@ -118,6 +118,23 @@ class PlainRows:
             wanted -= self.ahead[counter][0]
         return wanted
 
+    def needed_until(self, counter: int) -> int:
+        """Blocks that rows need for the steps before that counter, and don't have yet."""
+        rounds, more = divmod(counter - self.counter, self.block_size)
+        start = self.counter % self.block_size
+        wanted = rounds * len(self.rows) + sum(self.entering[start : start + more])
+        if start + more > self.block_size:
+            wanted += sum(self.entering[: start + more - self.block_size])
+        for at, (had, _) in self.ahead.items():
+            # Those of counters before this one have left.
+            if at < counter:
+                wanted -= had
+        return wanted
+
+    def most_needed(self, counter: int) -> int:
+        """At least as many as `needed_until` says, without looking: each row enters one in `block_size` steps."""
+        return len(self.rows) * ((counter - self.counter) // self.block_size + 1)
+
     def needs(self, request: Request) -> int:
         """Blocks that the row needs for the next step."""
         counter = self.counter
@@ -125,20 +142,40 @@ class PlainRows:
             return 0
         return int(not (counter in self.ahead and request.order < self.ahead[counter][1]))
 
-    def reserve(self, counter: int, count: int) -> None:
-        """Note that all rows have their block for that counter, `count` of them since now."""
-        had = self.ahead.get(counter, (0, 0))[0]
-        self.ahead[counter] = [had + count, self._joined]
+    def reserve(self, most: int, available: int) -> tuple[int, int]:
+        """Note that all rows have their blocks for as many steps as there are blocks for: these, and blocks they take.
+
+        Args:
+            most: steps at most; the next one's blocks the rows have.
+            available: blocks that nobody holds. No step may take more than half of what is left, as reserving ahead
+                may not take what another request needs now.
+        """
+        entering, size, ahead, order = self.entering, self.block_size, self.ahead, self._joined
+        left = available
+        for counter in range(self.counter + 1, self.counter + most):
+            wanted = entering[counter % size]
+            if not wanted:
+                continue
+            noted = ahead.get(counter)
+            had = 0 if noted is None else noted[0]
+            short = wanted - had
+            if short * 2 > left:
+                return counter - self.counter, available - left
+            if short:
+                left -= short
+                ahead[counter] = [wanted, order]
+        return max(most, 1), available - left
 
     def advance(self, steps: int) -> list[Request]:
         """Go that many steps on; the rows that are done, in order of joining, have left."""
-        self.counter += steps
+        self.counter = now = self.counter + steps
         if self.ahead:
-            self.ahead = {counter: each for counter, each in self.ahead.items() if counter >= self.counter}
-        if self.next_end > self.counter:
+            self.ahead = {counter: each for counter, each in self.ahead.items() if counter >= now}
+        # Of a row that left before its end too, which is looked at below.
+        if not self._ends or self._ends[0][0] > now:
             return []
         done: list[int] = []
-        while self.next_end <= self.counter:
+        while self.next_end <= now:
             done.append(heappop(self._ends)[1])
         finished = [self.rows[order] for order in sorted(done)]
         for request in finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from kpolicy.attention.support import AttentionSupport, Claims
@@ -198,6 +199,8 @@ class _Simulation:
             self.now_us += self.account.capture_s * 1e6
         self.steps = 0
         self.most_inside = _NEVER if server.concurrency is None else server.concurrency
+        self.limited = server.concurrency is not None
+        """Whether they may all wait, so that it is worth a look"""
         self.free_clients = self.most_inside
         """Clients that had nothing to wait for when the last step began"""
 
@@ -207,22 +210,31 @@ class _Simulation:
         alone = queues[0] if len(queues) == 1 and not stepwise else None
         told = 0
         while True:
-            if self.next_us <= self.now_us or all(queue.idle for queue in queues):
+            if self.next_us <= self.now_us or self._idle:
                 self._admit()
-            if self.account.answers is not None:
+            if account.answers is not None:
                 self.free_clients = self.most_inside - self._inside
-                self.account.answers.clear()
+                account.answers.clear()
             if alone is None or not self._stretch(alone):
                 steps = [queue.next_step(self.now_us) for queue in queues]
                 if any(steps):
                     self._step(steps)
-                elif self.upcoming is None and all(queue.idle for queue in queues):
+                elif self.upcoming is None and self._idle:
                     break
             if progress is not None and self.steps - told >= _AT_ONCE:
                 told = self.steps
                 progress(account.served)
         if progress is not None:
             progress(account.served)
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no request is in the server."""
+        # A loop, as a generator takes longer than all else that a step asks of idle queues.
+        for queue in self.queues:  # noqa: SIM110
+            if not queue.idle:
+                return False
+        return True
 
     @property
     def _inside(self) -> int:
@@ -232,7 +244,7 @@ class _Simulation:
     @property
     def _full(self) -> bool:
         """Whether every client waits for an answer."""
-        return self.most_inside != _NEVER and self._inside >= self.most_inside
+        return self._inside >= self.most_inside
 
     def _look_ahead(self) -> None:
         self.upcoming = next(self.arrivals, None)
@@ -240,12 +252,12 @@ class _Simulation:
 
     def _admit(self) -> None:
         """Queue what has arrived by now; with nothing to run, go to the next arrival."""
-        if self.upcoming is not None and all(queue.idle for queue in self.queues):
+        if self.upcoming is not None and self._idle:
             self.now_us = max(self.now_us, self.next_us)
         answers = self.account.answers
         if answers:
             answers.sort()
-        while self.upcoming is not None and self.next_us <= self.now_us and not self._full:
+        while self.upcoming is not None and self.next_us <= self.now_us and not (self.limited and self._full):
             came_us = self.next_us
             if self.free_clients <= 0 and answers:
                 # Its client had its last answer in the step that just ended, and sends it then.
@@ -265,10 +277,9 @@ class _Simulation:
                 self.account.refuse("over_kv_capacity")
             self._look_ahead()
 
-    def _decide(self, steps: Sequence[Step | None]) -> list[Decision]:
+    def _decide(self, numbers: Sequence[BatchNumbers]) -> list[Decision]:
         """A decision a rank; several ranks vote and decide from what was reduced, as in production."""
         compiled = self.compiled
-        numbers = [_IDLE if step is None else step.numbers for step in steps]
         if len(numbers) == 1:
             return [compiled.select(*numbers[0])]
         reduced = [max(votes) for votes in zip(*map(compiled.vote, numbers), strict=True)]
@@ -280,25 +291,23 @@ class _Simulation:
 
     def _step(self, steps: Sequence[Step | None]) -> None:
         """Run one step of all ranks: it takes as long as the slowest."""
-        decisions = self._decide(steps)
         numbers = [_IDLE if step is None else step.numbers for step in steps]
-        step_costs = [
-            host.costs(each.mode, each.launches, count)
-            for host, each, count in zip(self.hosts, decisions, numbers, strict=True)
-        ]
-        if self.host_speed is not None:
-            work_us = self.host_speed.at(self.now_us - self.start_us)
-            step_costs = [each.at_host_speed(work_us) for each in step_costs]
-        costs = [
-            one.cost(each.launches, count) for one, each, count in zip(step_costs, decisions, numbers, strict=True)
-        ]
-        slowest = max(costs, key=lambda each: each.cycle_us)
+        decisions = self._decide(numbers)
+        start_us = self.now_us - self.start_us
+        work_us = None if self.host_speed is None else self.host_speed.at(start_us)
+        step_costs, costs = [], []
+        for host, decision, count in zip(self.hosts, decisions, numbers, strict=True):
+            of_step = host.costs(decision.mode, decision.launches, count)
+            if work_us is not None:
+                of_step = of_step.at_host_speed(work_us)
+            step_costs.append(of_step)
+            costs.append(of_step.cost(decision.launches, count))
+        slowest = costs[0] if len(costs) == 1 else max(costs, key=lambda each: each.cycle_us)
         us = slowest.cycle_us + self.scheduler_us
         if self.scheduler_prompt_us and any(each.num_prefills for each in numbers):
             us += self.scheduler_prompt_us
         if self.draft_us and any(each.num_decodes for each in numbers):
             us += self.draft_us
-        start_us = self.now_us - self.start_us
         self.now_us += us
         tallies = self.account.tallies
         for rank, (step, decision) in enumerate(zip(steps, decisions, strict=True)):
@@ -321,7 +330,7 @@ class _Simulation:
                 after_us = slowest.cycle_us - step_costs[rank].decodes_ready_us(
                     decision.launches, numbers[rank], costs[rank].cycle_us
                 )
-            self.account.take(queue, step, decision.decode_steps, us, self.now_us, after_us)
+            self.account.take(queue, step, tally.decode_steps, us, self.now_us, after_us)
         self.steps += 1
 
     def _note_outside(self, tally: Tally, numbers: Sequence[BatchNumbers]) -> None:
@@ -349,51 +358,52 @@ class _Simulation:
             return False
         costs, account, host = self.costs, self.account, self.hosts[0]
         first = counter = rows.counter
-        last = min(rows.next_end, counter + _AT_ONCE)
-        kv_tokens, longest, ahead, entering, size = (
-            rows.kv_tokens,
-            rows.longest,
-            rows.ahead,
-            rows.entering,
-            rows.block_size,
-        )
+        last = min(rows.next_end, first + _AT_ONCE)
+        kv_tokens, needed_at, take = rows.kv_tokens, rows.needed, queue.blocks.take
+        longest_less_counter = rows.longest - first
+        # Where free blocks last for any steps up to there, they are taken for all of them at once.
+        scarce = queue.blocks.free < rows.most_needed(last)
         rest_us, scheduler_us, unit_us = costs.step_us, self.scheduler_us, costs.decode_attention.unit_us
         rows_us = costs.decode_attention.base_us + costs.decode_attention.row_us * num_rows
-        now, select, take = self.now_us, self.compiled.select, queue.blocks.take
+        now, select = self.now_us, self.compiled.select
         # With every client waiting nobody comes before a row's end.
-        next_us = _NEVER if self._full else self.next_us
-        values, add_weight = account.gap.values, account.gap.weights.append
+        next_us = _NEVER if self.limited and self._full else self.next_us
+        values = account.gap.values
         add_value, had = values.append, len(values)
         decisions: list[tuple[Decision, int]] = []
-        begun = counter
+        begun = first
         numbers = None if self.on_decodes is None else queue.decode_numbers
         chosen: Decision | None = None
         tally: Tally | None = None
         dense_us = host_us = total_us = total_host_us = 0.0
         later = (host_us, dense_us)
         since = host_bound = 0
-        while counter < last and now < next_us:
+        begins = False
+        for counter in range(first, last):
+            if now >= next_us:
+                break
             decision = select(
-                num_rows, 1, kv_tokens, num_rows, 0, 0, 0, 0, 1, longest, 0, 0, 0, 1, num_rows, num_rows, 1, NO_FACTS
-            )
+                num_rows, 1, kv_tokens, num_rows, 0, 0, 0, 0, 1, longest_less_counter + counter, 0, 0, 0, 1,
+                num_rows, num_rows, 1, NO_FACTS,
+            )  # fmt: skip
             if decision is not chosen:
                 if chosen is not None:
                     decisions.append((chosen, counter - begun))
                     begun = counter
                 if tally is not None:
                     self._keep(
-                        tally, num_rows, counter - since, total_us, host_bound, total_host_us, kv_tokens, longest
-                    )
+                        tally, num_rows, counter - since, total_us, host_bound, total_host_us, kv_tokens,
+                        longest_less_counter + counter,
+                    )  # fmt: skip
                 tally = account.tallies.of(decision)
                 if not tally.whole:
                     tally = None
                     break
-                chosen, since, host_bound = decision, counter, 0
+                chosen, since, begins, host_bound = decision, counter, True, 0
                 total_us, total_host_us = tally.us, tally.host_us
-            needed = rows.needed(counter) if ahead else entering[counter % size]
-            if needed and not take(needed):
+            if scarce and (needed := needed_at(counter)) and not take(needed):
                 break
-            if since == counter:
+            if begins:
                 # This step may be the first of its mode or size; those after it aren't.
                 (host_us, dense_us), later = host.decodes(decision.mode, decision.launches[0], num_rows)
             device_us = dense_us + (rows_us + unit_us * kv_tokens)
@@ -403,19 +413,25 @@ class _Simulation:
                 total_host_us += us
             else:
                 us = device_us + rest_us + scheduler_us
-            host_us, dense_us = later
+            if begins:
+                (host_us, dense_us), begins = later, False
             total_us += us
             now += us
             add_value(us)
-            add_weight(num_rows)
             kv_tokens += num_rows
-            longest += 1
-            counter += 1
+        else:
+            counter = last
         if tally is not None:
-            self._keep(tally, num_rows, counter - since, total_us, host_bound, total_host_us, kv_tokens, longest)
+            self._keep(
+                tally, num_rows, counter - since, total_us, host_bound, total_host_us, kv_tokens,
+                longest_less_counter + counter,
+            )  # fmt: skip
         ran = counter - first
         if not ran:
             return False
+        if not scarce:
+            take(rows.needed_until(counter))
+        account.gap.weights.extend(repeat(num_rows, ran))
         if self.on_decodes is not None and numbers is not None:
             if chosen is not None and counter > begun:
                 decisions.append((chosen, counter - begun))

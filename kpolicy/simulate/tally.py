@@ -19,6 +19,7 @@ class Tally:
         "_eager",
         "_outside",
         "decision",
+        "decode_steps",
         "host_bound",
         "host_us",
         "outside",
@@ -35,6 +36,7 @@ class Tally:
 
     def __init__(self, decision: Decision, costs: CostTable) -> None:
         self.decision = decision
+        self.decode_steps = decision.decode_steps
         self.steps = 0
         """Steps, and below them those of every rank"""
         self.rank_steps = 0
@@ -111,6 +113,12 @@ class Tallies:
     def count(self, tally: Tally, numbers: BatchNumbers) -> None:
         """Count one rank's tokens and padding."""
         tally.rank_steps += 1
+        if tally.whole:
+            tokens = numbers.total_tokens
+            tally.tokens += tokens
+            if tally.padded:
+                tally.padding += tally.padded - tokens
+            return
         for launch in tally.decision.launches:
             tokens = launch.num_tokens(numbers) * launch.repeat
             tally.tokens += tokens
@@ -121,7 +129,8 @@ class Tallies:
     def size_outside(self, tally: Tally, numbers: BatchNumbers) -> bool:
         """Whether a rank's step has a size that the table's curves don't span."""
         if tally.whole:
-            return numbers.total_tokens > 0 and tally.outside_for(numbers.total_tokens)
+            tokens = numbers.total_tokens
+            return tokens > 0 and tally.outside_for(tokens)
         return not self.costs.spans(tally.decision.launches, numbers)
 
     def __iter__(self) -> Iterator[Tally]:
