@@ -85,13 +85,18 @@ class VllmTables:
             num_reqs: int = -1,
             *rest: Any,
         ) -> Decision:
-            if num_decode_tokens < 0:
+            if (
+                num_tokens == num_decode_tokens
+                and not (num_prefills or forbidden or num_active_loras)
+                and (num_reqs == num_decodes or num_decode_tokens < 0)
+            ):
+                # Decode rows alone, the usual batch; where they differ in length their query length is 0.
                 rows = uniform.get(query_len)
                 if rows is not None and num_decodes < len(rows):
                     prepared = rows[num_decodes]
                     if prepared is not None:
                         return prepared
-            elif not forbidden and num_tokens > 0 and num_active_loras <= most_loras:
+            if num_decode_tokens >= 0 and not forbidden and num_tokens > 0 and num_active_loras <= most_loras:
                 # The kind of the batch: what `VllmPolicy.kind` says in words.
                 if varlen:
                     kind = 0 if num_prefills or max_query_len > q else VARLEN

@@ -358,8 +358,9 @@ class _Simulation:
             return False
         costs, account, host = self.costs, self.account, self.hosts[0]
         first = counter = rows.counter
-        last = min(rows.next_end, counter + _AT_ONCE)
-        kv_tokens, longest, needed_at, take = rows.kv_tokens, rows.longest, rows.needed, queue.blocks.take
+        last = min(rows.next_end, first + _AT_ONCE)
+        kv_tokens, needed_at, take = rows.kv_tokens, rows.needed, queue.blocks.take
+        longest_less_counter = rows.longest - first
         # Where free blocks last for any steps up to there, they are taken for all of them at once.
         scarce = queue.blocks.free < rows.most_needed(last)
         rest_us, scheduler_us, unit_us = costs.step_us, self.scheduler_us, costs.decode_attention.unit_us
@@ -370,34 +371,39 @@ class _Simulation:
         values = account.gap.values
         add_value, had = values.append, len(values)
         decisions: list[tuple[Decision, int]] = []
-        begun = counter
+        begun = first
         numbers = None if self.on_decodes is None else queue.decode_numbers
         chosen: Decision | None = None
         tally: Tally | None = None
         dense_us = host_us = total_us = total_host_us = 0.0
         later = (host_us, dense_us)
         since = host_bound = 0
-        while counter < last and now < next_us:
+        begins = False
+        for counter in range(first, last):
+            if now >= next_us:
+                break
             decision = select(
-                num_rows, 1, kv_tokens, num_rows, 0, 0, 0, 0, 1, longest, 0, 0, 0, 1, num_rows, num_rows, 1, NO_FACTS
-            )
+                num_rows, 1, kv_tokens, num_rows, 0, 0, 0, 0, 1, longest_less_counter + counter, 0, 0, 0, 1,
+                num_rows, num_rows, 1, NO_FACTS,
+            )  # fmt: skip
             if decision is not chosen:
                 if chosen is not None:
                     decisions.append((chosen, counter - begun))
                     begun = counter
                 if tally is not None:
                     self._keep(
-                        tally, num_rows, counter - since, total_us, host_bound, total_host_us, kv_tokens, longest
-                    )
+                        tally, num_rows, counter - since, total_us, host_bound, total_host_us, kv_tokens,
+                        longest_less_counter + counter,
+                    )  # fmt: skip
                 tally = account.tallies.of(decision)
                 if not tally.whole:
                     tally = None
                     break
-                chosen, since, host_bound = decision, counter, 0
+                chosen, since, begins, host_bound = decision, counter, True, 0
                 total_us, total_host_us = tally.us, tally.host_us
             if scarce and (needed := needed_at(counter)) and not take(needed):
                 break
-            if since == counter:
+            if begins:
                 # This step may be the first of its mode or size; those after it aren't.
                 (host_us, dense_us), later = host.decodes(decision.mode, decision.launches[0], num_rows)
             device_us = dense_us + (rows_us + unit_us * kv_tokens)
@@ -407,15 +413,19 @@ class _Simulation:
                 total_host_us += us
             else:
                 us = device_us + rest_us + scheduler_us
-            host_us, dense_us = later
+            if begins:
+                (host_us, dense_us), begins = later, False
             total_us += us
             now += us
             add_value(us)
             kv_tokens += num_rows
-            longest += 1
-            counter += 1
+        else:
+            counter = last
         if tally is not None:
-            self._keep(tally, num_rows, counter - since, total_us, host_bound, total_host_us, kv_tokens, longest)
+            self._keep(
+                tally, num_rows, counter - since, total_us, host_bound, total_host_us, kv_tokens,
+                longest_less_counter + counter,
+            )  # fmt: skip
         ran = counter - first
         if not ran:
             return False
