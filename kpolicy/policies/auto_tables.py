@@ -452,16 +452,21 @@ class AutoTables:
         best_score, best_cycle = step_weight * least + gap_weight * least, least
         best: tuple[int, Entry | None, float] = (1, None, least)
         for steps in steps_ahead(most_steps):
+            within = False
             decodes_us = steps * d_device
             for tail, t_device, t_host in turns:
                 shorter, longer = (decodes_us, t_device) if decodes_us <= t_device else (t_device, decodes_us)
                 device = longer + overlap * shorter
                 host = steps * d_host + t_host
                 cycle = (device if device >= host else host) + step_us
+                within = within or cycle <= limit
                 if cycle <= limit and cycle / steps <= tail_us:
                     score = step_weight * (cycle - (steps - 1) * spared_us) + gap_weight * (cycle / steps)
                     if score < best_score or (score == best_score and cycle < best_cycle):
                         best_score, best_cycle, best = score, cycle, (steps, tail, cycle)
+            if not within:
+                # More steps take no less.
+                break
         return best
 
     # Prepared decisions

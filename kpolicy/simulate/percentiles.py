@@ -92,11 +92,16 @@ class Percentiles:
             self._sum += float((values * weights).sum())
             self._weight += int(weights.sum())
             self.largest = max(self.largest, float(values.max()))
-            # Values of one bucket are the same to the sketch, so each bucket is told once.
+            # Values of one bucket are the same to the sketch, so each bucket is told once, by the first of its values:
+            # of those that are put in one place the last stays. Buckets are few, so this needs no sorting.
             buckets = np.ceil(np.log(np.maximum(values, 1e-9)) / _BUCKET).astype(np.int64)
-            _, first, which = np.unique(buckets, return_index=True, return_inverse=True)
-            for value, weight in zip(values[first], np.bincount(which, weights=weights), strict=True):
-                self._sketch.add(float(value), float(weight))
+            buckets -= buckets.min()
+            summed = np.bincount(buckets, weights=weights)
+            by_bucket = np.zeros(len(summed))
+            by_bucket[buckets[::-1]] = values[::-1]
+            there = np.bincount(buckets) > 0
+            for value, weight in zip(by_bucket[there].tolist(), summed[there].tolist(), strict=True):
+                self._sketch.add(value, weight)
         # Emptied in place: the loop appends to these very arrays.
         del self.values[:], self.weights[:]
 
