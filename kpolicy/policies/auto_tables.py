@@ -69,6 +69,8 @@ class AutoTables:
         self._wholes: list[Decision | None] = [None] * len(self._ways.tables.entries)
         self._eager = EAGER_WAY.decided(eager_reason(context), context, costs=True)
         self._eager_us = array("d", context.costs.eager.upto(context.settings.max_num_tokens))
+        self._prompt_bases = tuple(_bases(host)[_PREFILLS] for host in _hosts(context.costs)[1:])
+        """What launching prompts alone takes whatever their number: pieces, and eagerly"""
         self._times = RankTimes(context.costs, self._eager_us)
         self._unlike = self._ways
         """The ways of ranks that have unlike many tokens: others only where padding takes something"""
@@ -398,10 +400,9 @@ class AutoTables:
         """
         costs = self._context.costs
         step_us = costs.step_us
-        piece_host_us, eager_host_us = (
-            host.base_for(decodes=False, prefills=True) + host.req_us * num_prefills
-            for host in (costs.host_piecewise, costs.host_eager)
-        )
+        piece_base_us, eager_base_us = self._prompt_bases
+        piece_host_us = piece_base_us + costs.host_piecewise.req_us * num_prefills
+        eager_host_us = eager_base_us + costs.host_eager.req_us * num_prefills
         d_device, d_host, overlap, *_ = decode_us
         turns: list[tuple[Entry | None, float, float]] = []
         if piece is not None:

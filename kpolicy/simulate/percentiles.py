@@ -55,10 +55,11 @@ class Percentiles:
         exact: entries that are kept as they are.
     """
 
-    __slots__ = ("_exact", "_sketch", "_sum", "_weight", "largest", "values", "weights")
+    __slots__ = ("_most", "_sketch", "_sum", "_weight", "largest", "values", "weights")
 
     def __init__(self, exact: int = EXACT_VALUES) -> None:
-        self._exact = exact
+        self._most = exact
+        """Entries that are kept until they go to the sketch"""
         self.values = array("d")
         """Entries not yet in the sketch; who appends here calls `settle` now and then."""
         self.weights = array("q")
@@ -71,12 +72,12 @@ class Percentiles:
         """Take a value, `weight` times."""
         self.values.append(value)
         self.weights.append(weight)
-        if len(self.values) > (self._exact if self._sketch is None else _AT_ONCE):
-            self.settle()
+        if len(self.values) > self._most:
+            self._flush()
 
     def settle(self) -> None:
         """Move the entries to the sketch where there are too many to keep."""
-        if len(self.values) > (self._exact if self._sketch is None else _AT_ONCE):
+        if len(self.values) > self._most:
             self._flush()
 
     def _flush(self) -> None:
@@ -84,7 +85,7 @@ class Percentiles:
         from ddsketch import DDSketch
 
         if self._sketch is None:
-            self._sketch = DDSketch(RELATIVE_ERROR)
+            self._sketch, self._most = DDSketch(RELATIVE_ERROR), _AT_ONCE
         # A slice at a time, so that the arrays of the way there stay small.
         for start in range(0, len(self.values), _AT_ONCE):
             values = np.array(self.values[start : start + _AT_ONCE], np.float64)

@@ -71,7 +71,7 @@ def in_order(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
                 f"request {one.index} arrives at {one.arrival_s} s, after one at {before} s; arrivals must be finite, "
                 f"not negative, in order and under {LATEST_S:.0e} s. Sort the requests, and count from the first."
             )
-        if not (_counts(one.prompt_tokens, 1) and _counts(one.output_tokens, 1) and _counts(one.index, 0)):
+        if not _has_counts(one):
             raise ConfigError(
                 f"request {one.index!r:.80} has {one.prompt_tokens!r:.80} prompt and {one.output_tokens!r:.80} output "
                 f"tokens; both must be 1 to {LARGEST_COUNT}, and its index from 0 up. Leave such requests out."
@@ -89,5 +89,11 @@ def _plain(one: TraceRequest) -> TraceRequest:
     )
 
 
-def _counts(value: object, least: int) -> bool:
-    return type(value) is int and least <= value <= LARGEST_COUNT
+def _has_counts(one: TraceRequest) -> bool:
+    prompt_tokens, output_tokens, index = one.prompt_tokens, one.output_tokens, one.index
+    return (
+        type(prompt_tokens) is type(output_tokens) is type(index) is int
+        and 1 <= prompt_tokens <= LARGEST_COUNT
+        and 1 <= output_tokens <= LARGEST_COUNT
+        and 0 <= index <= LARGEST_COUNT
+    )

@@ -38,6 +38,8 @@ class StepCosts:
 
     _table: CostTable
     _first_pieces_us: float = 0.0
+    _graphs_us: dict[GraphKey, float] = attrs.field(factory=dict, init=False, eq=False, repr=False)
+    """The curves' times of the graphs that were asked for: the same few come at every step"""
 
     @classmethod
     def in_a_row(cls, costs: CostTable) -> StepCosts:
@@ -113,11 +115,13 @@ class StepCosts:
             key: the graph.
             decodes: tokens in it without padding, where all are decode rows'; 0 of others.
         """
-        curve, full = self._table.curve_for(key), key.part is Part.FULL
-        us, share = curve.at(key.num_tokens), self._table.effects.padding_share[0 if full else 1]
+        full = key.part is Part.FULL
+        us, share = self._graphs_us.get(key), self._table.effects.padding_share[0 if full else 1]
+        if us is None:
+            us = self._graphs_us[key] = self._table.curve_for(key).at(key.num_tokens)
         if share < 1 and 0 < decodes < key.num_tokens:
             # Padding is at least one row more.
-            least = curve.at(decodes + 1)
+            least = self._table.curve_for(key).at(decodes + 1)
             us = least + share * (us - least)
         return us if full else max(us + self._first_pieces_us, 0.0)
 
